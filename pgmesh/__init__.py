@@ -1,0 +1,74 @@
+"""Process groups along any axes of an N-D mesh of ranks: lazy, order-free, never global."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+# What a user may import, in reading order, and the file each lives in. Nothing is loaded before it is asked for,
+# so that layouts, plans and pictures never import torch.
+_HOME = {
+    "ProcessGroupMesh": "mesh",
+    "Layout": "layout",
+    "GroupOptions": "options",
+    "from_device_mesh": "interop",
+    **dict.fromkeys(
+        (
+            "PgmeshError",
+            "ShapeError",
+            "AxisError",
+            "PlaceError",
+            "OptionsError",
+            "MembershipError",
+            "WorldError",
+            "NameTakenError",
+            "LifetimeError",
+            "MismatchError",
+            "MissingRanksError",
+            "SeamError",
+            "LaunchError",
+        ),
+        "errors",
+    ),
+}
+_MODULES = ("launch", "interop", "layout", "draw", "errors", "options", "groups", "mesh")
+
+__all__ = [*_HOME]  # noqa: PLE0604
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(importlib.import_module(f"pgmesh.{_HOME[name]}"), name)
+    elif name in _MODULES:
+        value = importlib.import_module(f"pgmesh.{name}")
+    else:
+        raise AttributeError(f"module 'pgmesh' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME, *_MODULES])
+
+
+if TYPE_CHECKING:
+    from pgmesh.errors import (
+        AxisError as AxisError,
+        LaunchError as LaunchError,
+        LifetimeError as LifetimeError,
+        MembershipError as MembershipError,
+        MismatchError as MismatchError,
+        MissingRanksError as MissingRanksError,
+        NameTakenError as NameTakenError,
+        OptionsError as OptionsError,
+        PgmeshError as PgmeshError,
+        PlaceError as PlaceError,
+        SeamError as SeamError,
+        ShapeError as ShapeError,
+        WorldError as WorldError,
+    )
+    from pgmesh.interop import from_device_mesh as from_device_mesh
+    from pgmesh.layout import Layout as Layout
+    from pgmesh.mesh import ProcessGroupMesh as ProcessGroupMesh
+    from pgmesh.options import GroupOptions as GroupOptions

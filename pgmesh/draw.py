@@ -1,0 +1,82 @@
+"""A layout as a picture made of text.
+
+The last axis runs across, the one before it runs down, and each place on the axes outside these is a panel.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import TYPE_CHECKING, Union
+
+if TYPE_CHECKING:
+    from pgmesh.layout import Layout
+
+MOST = 8
+"""How many indices of one axis are shown before the middle is left out."""
+
+GAP = "…"
+Place = tuple[Union[int, str], ...]
+"""An index on each of some axes, ``GAP`` where indices are left out."""
+
+
+def text(layout: Layout, *, mark: int | None = None, width: int = 80) -> str:
+    """A layout as lines of text, panels side by side as far as ``width`` goes.
+
+    Args:
+        mark: a rank to put in brackets.
+        width: in characters.
+
+    >>> print(text(layout, mark=5))
+    ┌ pp0 ───────┐  ┌ pp1 ───────┐
+    │     tp0 tp1│  │     tp0 tp1│
+    │ dp0   0   1│  │ dp0   4 [5]│
+    │ dp1   2   3│  │ dp1   6   7│
+    └────────────┘  └────────────┘
+    """
+    cut = max(0, len(layout.axes) - 2)
+    tables = {outer: _table(layout, outer, mark) for outer in _places(layout.shape[:cut])}
+    widths = [max(map(len, column)) for column in zip(*(line for table in tables.values() for line in table))]
+    panels = [_frame(_words(layout.axes, outer), table, widths) for outer, table in tables.items()]
+    fit = max(1, (width + 2) // (max(len(panel[0]) for panel in panels) + 2))
+    strips = [panels[i : i + fit] for i in range(0, len(panels), fit)]
+    return "\n".join("  ".join(line) for strip in strips for line in zip(*strip))
+
+
+def _table(layout: Layout, outer: Place, mark: int | None) -> list[list[str]]:
+    """The words of one panel: the names of its columns, then a line for each row of ranks."""
+    axes, shape = layout.axes[len(outer) :], layout.shape[len(outer) :]
+    columns = list(_places(shape[-1:]))
+    names = [["", *(_words(axes[-1:], column) for column in columns)]] if axes else []
+    return names + [
+        [_words(axes[:-1], row), *(_rank(layout, (*outer, *row, *column), mark) for column in columns)]
+        for row in _places(shape[:-1])
+    ]
+
+
+def _frame(title: str, table: list[list[str]], widths: list[int]) -> list[str]:
+    """The lines of one panel, drawn in a frame."""
+    lines = [
+        f" {stub:<{widths[0]}}" + "".join(f" {word:>{width}}" for word, width in zip(words, widths[1:]))
+        for stub, *words in table
+    ]
+    room = max(len(lines[0]), len(title) + 3)
+    top = f" {title} " if title else ""
+    return [f"┌{top:─<{room}}┐", *(f"│{line:<{room}}│" for line in lines), f"└{'─' * room}┘"]
+
+
+def _rank(layout: Layout, place: Place, mark: int | None) -> str:
+    coord = [index for index in place if isinstance(index, int)]
+    if len(coord) < len(place):
+        return GAP
+    rank = layout.rank_of(coord)
+    return f"[{rank}]" if rank == mark else str(rank)
+
+
+def _places(shape: tuple[int, ...]) -> product[tuple[int | str, ...]]:
+    """The places a picture shows: all of a short axis, the ends of a long one."""
+    return product(*(range(size) if size <= MOST else [*range(MOST - 2), GAP, size - 1] for size in shape))
+
+
+def _words(axes: tuple[str | int, ...], place: Place) -> str:
+    """A place in the words of ``label``: ``pp0 dp1``."""
+    return " ".join(f"{axis}:{i}" if isinstance(axis, int) else f"{axis}{i}" for axis, i in zip(axes, place))

@@ -1,0 +1,555 @@
+"""Where each rank sits: rank <-> coord, blocks and partitions, as plain arithmetic.
+
+A layout is an origin and, for each axis, how far each of its indices moves one along the ranks:
+
+    rank = origin + sum of steps[axis][index]
+
+The steps of an axis are a Python ``range``, which already is an affine axis: indexing, slicing, membership and
+inverse cost O(1), so a million ranks take no more room than eight. Only ranks that follow no arithmetic go
+through a table. Everything in this file is shown on one layout:
+
+    >>> layout = Layout(pp=2, dp=2, tp=2)
+    >>> print(layout)
+    ┌ pp0 ───────┐  ┌ pp1 ───────┐
+    │     tp0 tp1│  │     tp0 tp1│
+    │ dp0   0   1│  │ dp0   4   5│
+    │ dp1   2   3│  │ dp1   6   7│
+    └────────────┘  └────────────┘
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Union, overload
+
+from pgmesh import draw
+from pgmesh.errors import AxisError, PlaceError, ShapeError
+from pgmesh.sizes import fill, progression, some, spell, take_ranks, take_sizes
+
+Axis = Union[str, int]
+"""An axis, by its name or its number."""
+
+Keep = Union[int, slice, Iterable[int]]
+"""What ``at`` takes for an axis: one index, which fixes it, or the slice or the indices to keep."""
+
+Steps = Union[range, tuple[int, ...]]
+"""How far each index of an axis moves one along the ranks. The first is always 0."""
+
+
+class _Table(NamedTuple):
+    """Ranks that follow no arithmetic: the rank at each position, and the position of each rank."""
+
+    ranks: tuple[int, ...]
+    position: dict[int, int]
+
+
+class Layout:
+    """Ranks arranged in a box, with no processes and no torch: what a mesh is before it has any groups.
+
+    Args:
+        shape: the sizes of numbered axes, outermost first: the last axis varies fastest.
+        ranks: the ranks to arrange, in this order; ``range`` of the size unless given.
+        sizes: the sizes of named axes, outermost first. At most one size is -1: what is left of ``ranks``.
+
+    Raises:
+        ShapeError: the sizes do not hold the ranks, or the ranks are no ranks.
+
+    >>> Layout(pp=2, dp=-1, tp=2, ranks=range(8)).shape
+    (2, 2, 2)
+    >>> Layout(2, 2, ranks=[3, 1, 2, 0]).rank_of((0, 1))
+    1
+    """
+
+    __slots__ = ("_axes", "_number", "_origin", "_peel", "_spelled", "_steps", "_table")
+
+    _axes: tuple[Axis, ...]
+    _steps: tuple[Steps, ...]
+    _origin: int
+    _table: _Table | None
+    _spelled: tuple[tuple[Axis, int | None], ...]  # the axes as first named; a fixed one has its index beside it
+
+    def __init__(self, *shape: int, ranks: Iterable[int] | None = None, **sizes: int) -> None:
+        box = take_sizes("Layout", shape, sizes)
+        if ranks is not None:
+            ranks = take_ranks("Layout", ranks)
+            box = fill("Layout", box, len(ranks), f"{len(ranks)} ranks are given", pick=False)
+        elif -1 in box.values():
+            raise ShapeError(f"{spell('Layout', box)} cannot know what is left: give it ranks, such as ranks=range(8).")
+        self._arrange(box, range(math.prod(box.values())) if ranks is None else ranks)
+
+    @classmethod
+    def of(cls, box: Mapping[Axis, int], ranks: range | tuple[int, ...]) -> Layout:
+        """A layout of sizes and ranks that are known to be good."""
+        layout = object.__new__(cls)
+        layout._arrange(box, ranks)
+        return layout
+
+    def _arrange(self, box: Mapping[Axis, int], ranks: range | tuple[int, ...]) -> None:
+        if isinstance(ranks, range):
+            unit, origin, table = ranks.step, ranks[0], None
+        else:
+            unit, origin, table = 1, 0, _Table(ranks, {rank: place for place, rank in enumerate(ranks)})
+        steps: list[Steps] = []
+        for size in reversed(tuple(box.values())):
+            steps.append(range(0, size * unit, unit))
+            unit *= size
+        self._set(tuple(box), tuple(reversed(steps)), origin, table, tuple((axis, None) for axis in box))
+
+    def _set(
+        self,
+        axes: tuple[Axis, ...],
+        steps: tuple[Steps, ...],
+        origin: int,
+        table: _Table | None,
+        spelled: tuple[tuple[Axis, int | None], ...],
+    ) -> None:
+        self._axes, self._steps, self._origin, self._table, self._spelled = axes, steps, origin, table, spelled
+        self._number = {axis: i for i, axis in enumerate(axes)}
+        # To find a coord, peel off the axis with the widest steps first: the others add up to less than one of them.
+        self._peel = sorted(((*_pace(step), i) for i, step in enumerate(steps) if len(step) > 1), reverse=True)
+
+    def _like(self, **changed: Any) -> Layout:
+        layout = object.__new__(Layout)
+        kept = {name: getattr(self, f"_{name}") for name in ("axes", "steps", "origin", "table", "spelled")}
+        layout._set(**{**kept, **changed})
+        return layout
+
+    # -- what it is ---------------------------------------------------------------------------------------------
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The axes, outermost first: names, or numbers where none were given.
+
+        >>> layout.axes
+        ('pp', 'dp', 'tp')
+        """
+        return self._axes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of the axes, outermost first: the last axis varies fastest.
+
+        >>> layout.shape
+        (2, 2, 2)
+        """
+        return tuple(map(len, self._steps))
+
+    def size(self, *axes: Axis) -> int:
+        """How many ranks along these axes; along none, how many in all.
+
+        Raises:
+            AxisError: there is no such axis, or it is named twice.
+
+        >>> layout.size("dp", "tp"), layout.size()
+        (4, 8)
+        """
+        return math.prod(len(self._steps[i]) for i in self._find(axes))
+
+    def ranks(self) -> tuple[int, ...]:
+        """Every rank, in the order of the mesh: the last axis varies fastest.
+
+        >>> layout.at(pp=1).ranks()
+        (4, 5, 6, 7)
+        """
+        return self._spread(self._origin, range(len(self._steps)))
+
+    def __contains__(self, rank: object) -> bool:
+        return isinstance(rank, int) and self._seek(rank) is not None
+
+    def __len__(self) -> int:
+        return self.size()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.ranks())
+
+    # -- rank <-> coord -----------------------------------------------------------------------------------------
+
+    def rank_of(self, coord: Sequence[int]) -> int:
+        """The rank at a coord; the inverse of ``coord_of``.
+
+        Args:
+            coord: one index for each axis, outermost first.
+
+        Raises:
+            PlaceError: there is no such place.
+
+        >>> layout.rank_of((1, 0, 1))
+        5
+        """
+        if len(coord) != len(self._axes):
+            raise PlaceError(
+                f"a coord of {self._brief()} has {len(self._axes)} indices, but {tuple(coord)} has {len(coord)}."
+            )
+        return self._rank_at(self._position(coord))
+
+    def coord_of(self, rank: int) -> tuple[int, ...]:
+        """The place of a rank on every axis; the inverse of ``rank_of``.
+
+        Raises:
+            PlaceError: the rank is not in this layout.
+
+        >>> layout.coord_of(5)
+        (1, 0, 1)
+        """
+        coord = self._seek(rank)
+        if coord is None:
+            raise PlaceError(f"rank {rank!r} is not in {self._brief()}, whose ranks are {self._listed()}.")
+        return coord
+
+    def index_of(self, rank: int, *axes: Axis) -> int:
+        """A rank's place along these axes, which is its rank inside the group along them.
+
+        >>> layout.index_of(5, "dp", "tp")
+        1
+        """
+        coord, index = self.coord_of(rank), 0
+        for i in self._find(axes):
+            index = index * len(self._steps[i]) + coord[i]
+        return index
+
+    def label_of(self, rank: int) -> str:
+        """A rank's place as a word for logs and file names.
+
+        >>> layout.label_of(5)
+        'pp1-dp0-tp1'
+        """
+        coord = self.coord_of(rank)
+        return "-".join(f"{'' if isinstance(axis, int) else axis}{i}" for axis, i in zip(self._axes, coord))
+
+    def neighbor_of(self, rank: int, axis: Axis, step: int = 1, *, wrap: bool = False) -> int | None:
+        """The rank so many steps on along an axis; None past the edge.
+
+        Args:
+            step: how many indices on; negative for back.
+            wrap: go round, as a ring does, in place of None.
+
+        >>> layout.neighbor_of(5, "pp", -1), layout.neighbor_of(5, "pp", +1), layout.neighbor_of(5, "pp", wrap=True)
+        (1, None, 1)
+        """
+        (i,) = self._find((axis,))
+        coord = list(self.coord_of(rank))
+        size = len(self._steps[i])
+        coord[i] += operator.index(step)
+        if wrap:
+            coord[i] %= size
+        return self._rank_at(self._position(coord)) if 0 <= coord[i] < size else None
+
+    # -- blocks -------------------------------------------------------------------------------------------------
+
+    def block_of(self, rank: int, *axes: Axis) -> tuple[int, ...]:
+        """The ranks that share one group with a rank along these axes, in the order of the mesh.
+
+        >>> layout.block_of(5, "dp", "tp"), layout.block_of(5, "pp")
+        ((4, 5, 6, 7), (1, 5))
+        """
+        along = self._find(axes)
+        coord = self.coord_of(rank)
+        start = self._origin + sum(step[c] for i, (step, c) in enumerate(zip(self._steps, coord)) if i not in along)
+        return self._spread(start, along)
+
+    def partition(self, *axes: Axis) -> Partition:
+        """Every block along these axes. They tile the layout; none is made before it is looked at.
+
+        >>> layout.partition("tp")
+        ((0, 1), (2, 3), (4, 5), (6, 7))
+        """
+        return Partition(self, self._find(axes))
+
+    # -- smaller, and read with other axes ----------------------------------------------------------------------
+
+    def at(self, fixed: Mapping[Axis, Keep] | None = None, /, **indices: Keep) -> Layout:
+        """The part of this layout at these indices.
+
+        Args:
+            fixed: the same as ``indices``, for numbered axes: ``at({0: 1})``.
+            indices: for each axis one index, which fixes and drops it, or a slice or indices to keep of it.
+                Negative ones count from the end; an index that is named twice counts once, so ``[0, -1]`` is
+                one stage where there is one.
+
+        Raises:
+            AxisError: there is no such axis.
+            PlaceError: there is no such index.
+            ShapeError: nothing is left.
+
+        >>> layout.at(pp=1, tp=0).ranks()
+        (4, 6)
+        >>> Layout(pp=4, tp=2).at(pp=[0, -1]).ranks()
+        (0, 1, 6, 7)
+        """
+        origin, steps, axes, spelled = self._origin, list(self._steps), list(self._axes), dict(self._spelled)
+        for axis, keep in [*(fixed or {}).items(), *indices.items()]:
+            (i,) = self._find((axis,))
+            if axes[i] is _GONE:
+                raise AxisError(f"axis {axis} is given twice.")
+            step = self._steps[i]
+            if isinstance(keep, slice):
+                kept: Steps = step[keep]
+            elif isinstance(keep, Iterable):
+                picked = tuple(dict.fromkeys(step[self._index(i, one)] for one in keep))
+                kept = progression(picked) or picked if picked else ()
+            else:
+                place = self._index(i, keep)
+                origin += step[place]
+                spelled[self._axes[i]] = place
+                axes[i] = _GONE
+                continue
+            if not kept:
+                raise ShapeError(f"at({axis}={keep!r}) keeps nothing of axis {axis}, which has {len(step)} indices.")
+            origin += kept[0]
+            steps[i] = _from_zero(kept)
+        left = [i for i, axis in enumerate(axes) if axis is not _GONE]
+        return self._like(
+            axes=tuple(axes[i] for i in left),
+            steps=tuple(steps[i] for i in left),
+            origin=origin,
+            spelled=tuple(spelled.items()),
+        )
+
+    def along(self, rank: int, *axes: Axis) -> Layout:
+        """The slice through a rank along these axes: every other axis fixed where the rank is.
+
+        >>> layout.along(5, "dp", "tp") == layout.at(pp=1)
+        True
+        """
+        along, coord = self._find(axes), self.coord_of(rank)
+        return self.at({self._axes[i]: index for i, index in enumerate(coord) if i not in along})
+
+    def view(self, *shape: int, **sizes: int) -> Layout:
+        """The same ranks in the same order, read with other axes: split, merged or both.
+
+        Args:
+            shape: the new sizes, for numbered axes.
+            sizes: the new sizes by name. At most one size is -1: what is left.
+
+        Raises:
+            ShapeError: the sizes do not hold the ranks, or would cut an uneven slice.
+
+        >>> layout.view(pp=2, edp=1, ep=4).block_of(5, "ep")
+        (4, 5, 6, 7)
+        """
+        box = fill("view", take_sizes("view", shape, sizes), len(self), f"there are {len(self)}", pick=False)
+        runs = _fuse(self._steps)
+        steps: list[Steps] = []
+        for size in reversed(tuple(box.values())):
+            while runs and len(runs[-1]) == 1:
+                runs.pop()
+            if size == 1:
+                steps.append(range(1))
+            elif size == len(runs[-1]):
+                steps.append(runs.pop())
+            elif isinstance(runs[-1], range) and len(runs[-1]) % size == 0:
+                steps.append(runs[-1][:size])
+                runs[-1] = runs[-1][::size]
+            else:
+                raise ShapeError(
+                    f"{spell('view', box)} would cut {self._brief()} where its ranks "
+                    f"({self._listed()}) do not follow one another evenly.\n\n"
+                    f"  {spell('ProcessGroupMesh', box, ranks=_Ellipsis())}   # a mesh of its own can read any ranks"
+                )
+        fixed = tuple((axis, index) for axis, index in self._spelled if index is not None and axis not in box)
+        return self._like(
+            axes=tuple(box), steps=tuple(reversed(steps)), spelled=fixed + tuple((axis, None) for axis in box)
+        )
+
+    # -- text ---------------------------------------------------------------------------------------------------
+
+    def describe(self, rank: int, *axes: Axis) -> str:
+        """What a block along these axes is, in the words of this layout.
+
+        >>> layout.describe(5, "dp", "tp")
+        'pp=1, dp=*, tp=*'
+        """
+        along = {self._axes[i] for i in self._find(axes)}
+        coord = dict(zip(self._axes, self.coord_of(rank)))
+        places = {axis: coord.get(axis, index) for axis, index in self._spelled}
+        return ", ".join(f"{axis}={'*' if axis in along else place}" for axis, place in places.items())
+
+    def __repr__(self) -> str:
+        return self.spell("Layout")
+
+    def spell(self, who: str, **more: object) -> str:
+        """The call of ``who`` that would make this layout, as text."""
+        box = dict(zip(self._axes, self.shape))
+        runs = [run for run in _fuse(self._steps) if len(run) > 1] or [range(1)]
+        if self._table is None and len(runs) == 1 and isinstance(runs[0], range):
+            ranks: object = range(self._origin, self._origin + len(self) * runs[0].step, runs[0].step)
+            return spell(who, box, **({} if ranks == range(len(self)) else {"ranks": ranks}), **more)
+        whole = self._table is not None and len(self) == len(self._table.ranks)
+        return spell(who, box, ranks=self.ranks() if whole or len(self) <= 64 else _Ellipsis(), **more)
+
+    def __str__(self) -> str:
+        return draw.text(self)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Layout):
+            return NotImplemented
+        if self._axes != other._axes or self.shape != other.shape:
+            return False
+        if self._table is None and other._table is None:
+            return (self._origin, self._steps) == (other._origin, other._steps)
+        return self.ranks() == other.ranks()
+
+    def __hash__(self) -> int:
+        last = tuple(size - 1 for size in self.shape)
+        return hash((self._axes, self.shape, self._rank_at(self._origin), self.rank_of(last)))
+
+    # -- the arithmetic -----------------------------------------------------------------------------------------
+
+    def _find(self, axes: tuple[Axis, ...]) -> tuple[int, ...]:
+        """Where these axes stand, in the order of the mesh: a combination has no order of its own."""
+        if not axes:
+            return tuple(range(len(self._axes)))
+        found = sorted(self._find_one(axis) for axis in axes)
+        if len(set(found)) != len(found):
+            raise AxisError(f"each axis is named once, but ({', '.join(map(str, axes))}) names one twice.")
+        return tuple(found)
+
+    def _find_one(self, axis: Axis) -> int:
+        number = self._number.get(axis)
+        if number is not None:
+            return number
+        fixed = dict(self._spelled).get(axis)
+        if isinstance(axis, int) and fixed is None and -len(self._axes) <= axis < len(self._axes):
+            return axis % len(self._axes)
+        if fixed is not None:
+            raise AxisError(f"axis {axis} is fixed at {fixed} in {self._brief()}; ask the mesh that it was cut from.")
+        close = difflib.get_close_matches(str(axis), map(str, self._axes), n=1, cutoff=0.4)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise AxisError(f"there is no axis {axis!r} in {self._brief()}.{hint}")
+
+    def _index(self, i: int, index: Any) -> int:
+        """An index of an axis, counted from the start."""
+        size, axis = len(self._steps[i]), self._axes[i]
+        try:
+            place = operator.index(index)
+        except TypeError:
+            raise PlaceError(f"an index of axis {axis} is a whole number, not {index!r}.") from None
+        if not -size <= place < size:
+            raise PlaceError(f"axis {axis} has {size} indices, 0 to {size - 1}; there is no {place}.")
+        return place % size
+
+    def _position(self, coord: Sequence[int]) -> int:
+        return self._origin + sum(step[self._index(i, c)] for i, (step, c) in enumerate(zip(self._steps, coord)))
+
+    def _rank_at(self, position: int) -> int:
+        return position if self._table is None else self._table.ranks[position]
+
+    def _seek(self, rank: int) -> tuple[int, ...] | None:
+        """The coord of a rank, None if it is not here."""
+        position = rank if self._table is None else self._table.position.get(rank)
+        if position is None:
+            return None
+        rest = position - self._origin - sum(low for _, low, _ in self._peel)
+        coord = [0] * len(self._steps)
+        for unit, low, i in self._peel:
+            over = rest % unit
+            try:
+                coord[i] = self._steps[i].index(rest - over + low)
+            except ValueError:
+                return None
+            rest = over
+        return tuple(coord) if rest == 0 else None
+
+    def _spread(self, start: int, along: Sequence[int]) -> tuple[int, ...]:
+        """The ranks that one reaches from a position along these axes, the last varying fastest."""
+        *outer, inner = _fuse([self._steps[i] for i in along]) or [range(1)]
+        starts: list[int] = [start]
+        for steps in outer:
+            starts = [at + step for at in starts for step in steps]
+        if isinstance(inner, range):
+            positions = [at for first in starts for at in range(first, first + len(inner) * inner.step, inner.step)]
+        else:
+            positions = [at + step for at in starts for step in inner]
+        return tuple(positions) if self._table is None else tuple(map(self._table.ranks.__getitem__, positions))
+
+    def _listed(self) -> str:
+        """The ranks for a message, at no cost for the many."""
+        if len(self) <= 8:
+            return some(self.ranks())
+        first, last = ([end] * len(self._axes) for end in (0, -1))
+        return f"{self.rank_of(first)}, ..., {self.rank_of(last)}"
+
+    def _brief(self) -> str:
+        return spell("Layout", dict(zip(self._axes, self.shape)))
+
+
+class Partition(Sequence[tuple[int, ...]]):
+    """All the blocks along some axes: a sequence that makes a block when it is looked at."""
+
+    __slots__ = ("_along", "_layout", "_others")
+
+    def __init__(self, layout: Layout, along: tuple[int, ...]) -> None:
+        self._layout, self._along = layout, along
+        self._others = [i for i in range(len(layout.axes)) if i not in along]
+
+    def __len__(self) -> int:
+        return math.prod(self._layout.shape[i] for i in self._others)
+
+    @overload
+    def __getitem__(self, which: int) -> tuple[int, ...]: ...
+    @overload
+    def __getitem__(self, which: slice) -> tuple[tuple[int, ...], ...]: ...
+    def __getitem__(self, which: int | slice) -> tuple[int, ...] | tuple[tuple[int, ...], ...]:
+        if isinstance(which, slice):
+            return tuple(self[i] for i in range(len(self))[which])
+        if not -len(self) <= which < len(self):
+            raise PlaceError(f"there are {len(self)} blocks; there is no number {which}.")
+        start, number = self._layout._origin, which % len(self)
+        for i in reversed(self._others):
+            steps = self._layout._steps[i]
+            number, index = divmod(number, len(steps))
+            start += steps[index]
+        return self._layout._spread(start, self._along)
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(operator.eq, self, other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        if len(self) <= 64:
+            return repr(tuple(self))
+        return f"({', '.join(map(repr, self[:4]))}, ..., {self[-1]!r})"
+
+
+def _fuse(steps: Iterable[Steps]) -> list[Steps]:
+    """The fewest runs that step over the same places in the same order: where one axis goes on evenly in the next."""
+    runs: list[Steps] = []
+    for step in steps:
+        if len(step) == 1:
+            continue
+        outer = runs[-1] if runs else None
+        if isinstance(outer, range) and isinstance(step, range) and outer.step == len(step) * step.step:
+            runs[-1] = range(0, len(outer) * outer.step, step.step)
+        else:
+            runs.append(step)
+    return runs
+
+
+def _pace(steps: Steps) -> tuple[int, int]:
+    """What all steps are multiples of, and the lowest of them."""
+    if isinstance(steps, range):
+        return abs(steps.step), min(steps[0], steps[-1])
+    return math.gcd(*steps), min(steps)
+
+
+def _from_zero(steps: Steps) -> Steps:
+    if isinstance(steps, range):
+        return range(0, len(steps) * steps.step, steps.step)
+    return tuple(step - steps[0] for step in steps)
+
+
+class _Ellipsis:
+    """Stands in a call for an argument too long to print."""
+
+    def __repr__(self) -> str:
+        return "..."
+
+
+_GONE: Any = object()

@@ -1,0 +1,133 @@
+"""Sizes and ranks as a user gives them: checked, completed, or answered with the call that would be right."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+from pgmesh.errors import ShapeError
+
+
+def spell(who: str, box: dict[str | int, int], **more: object) -> str:
+    """The call that makes a box, as text: ``ProcessGroupMesh(dp=2, tp=2, ranks=range(0, 4))``."""
+    words = [str(size) if isinstance(axis, int) else f"{axis}={size}" for axis, size in box.items()]
+    words += [f"{word}={value!r}" for word, value in more.items()]
+    return f"{who}({', '.join(words)})"
+
+
+def some(ranks: Iterable[int], most: int = 8) -> str:
+    """Ranks for a message, the middle left out where there are many.
+
+    >>> some(range(4)), some(range(100))
+    ('0, 1, 2, 3', '0, 1, 2, 3, 4, 5, 6, ..., 99')
+    """
+    ranks = ranks if isinstance(ranks, (range, tuple, list)) else tuple(ranks)
+    if len(ranks) <= most:
+        return ", ".join(map(str, ranks))
+    return ", ".join(map(str, ranks[: most - 1])) + f", ..., {ranks[-1]}"
+
+
+def take_sizes(who: str, shape: tuple[int, ...], sizes: dict[str, int]) -> dict[str | int, int]:
+    """Sizes by axis, each a whole number of at least 1, or -1 at most once."""
+    if shape and sizes:
+        raise ShapeError(
+            f"{who}: give every size by position or every size by name, not both: "
+            f"{', '.join(map(str, shape))} stand beside {', '.join(sizes)}."
+        )
+    box: dict[str | int, int] = dict(enumerate(shape))
+    box.update(sizes)
+    if not box:
+        raise ShapeError(f"{who} needs at least one axis, such as {who}(dp=-1).")
+    for axis, size in box.items():
+        box[axis] = take_size(who, axis, size)
+    if sum(size == -1 for size in box.values()) > 1:
+        free = ", ".join(str(axis) for axis, size in box.items() if size == -1)
+        raise ShapeError(f"{spell(who, box)}: at most one size is -1, what is left; here are {free}.")
+    return box
+
+
+def take_size(who: str, axis: str | int, size: Any) -> int:
+    try:
+        size = operator.index(size)
+    except TypeError:
+        raise ShapeError(f"{who}: the size of axis {axis} is a whole number, not {size!r}.") from None
+    if size < 1 and size != -1:
+        raise ShapeError(f"{who}: the size of axis {axis} is {size}; a size is at least 1, or -1 for what is left.")
+    return int(size)
+
+
+def take_ranks(who: str, ranks: Iterable[int]) -> range | tuple[int, ...]:
+    """Ranks in the order given, as a range where they follow one."""
+    if not isinstance(ranks, range):
+        try:
+            ranks = tuple(map(operator.index, ranks))
+        except TypeError:
+            raise ShapeError(f"{who}: ranks are whole numbers, such as ranks=range(4), not {ranks!r}.") from None
+    if not ranks:
+        raise ShapeError(f"{who}: there is no rank to arrange; ranks is empty.")
+    if min(ranks[0], ranks[-1]) < 0 if isinstance(ranks, range) else min(ranks) < 0:
+        raise ShapeError(f"{who}: a rank is at least 0, but ranks holds {min(ranks)}.")
+    straight = progression(ranks)
+    if straight is None and len(set(ranks)) != len(ranks):
+        seen: set[int] = set()
+        twice = sorted({rank for rank in ranks if rank in seen or seen.add(rank)})  # type: ignore[func-returns-value]
+        raise ShapeError(f"{who}: each rank stands in one place, but ranks holds {some(twice)} more than once.")
+    return straight or tuple(ranks)
+
+
+def progression(values: range | tuple[int, ...]) -> range | None:
+    """The range that has these values, if there is one.
+
+    >>> progression((4, 6, 8)), progression((4, 6, 7))
+    (range(4, 10, 2), None)
+    """
+    if isinstance(values, range):
+        return values
+    step = values[1] - values[0] if len(values) > 1 else 1
+    if step == 0:
+        return None
+    straight = range(values[0], values[0] + len(values) * step, step)
+    return straight if all(map(operator.eq, straight, values)) else None
+
+
+def fill(who: str, box: dict[str | int, int], count: int, whole: str, *, pick: bool = True) -> dict[str | int, int]:
+    """The sizes with -1 put right for ``count`` ranks; ShapeError when they do not hold exactly that many.
+
+    Args:
+        whole: how many there are, in words: "the world has 8".
+        pick: whether naming fewer ranks with ``ranks=`` would be a way out.
+    """
+    fixed = math.prod(size for size in box.values() if size != -1)
+    if -1 in box.values():
+        if count % fixed == 0:
+            return {axis: count // fixed if size == -1 else size for axis, size in box.items()}
+        problem = f"{spell(who, box)} cannot be filled: {whole}, and {count} does not divide by {fixed}."
+    elif fixed == count:
+        return box
+    else:
+        problem = f"{spell(who, box)} holds {fixed} rank{'s' * (fixed > 1)}, but {whole}."
+    ways = _ways_out(who, box, fixed, count, pick)
+    width = max((len(call) for call, _ in ways), default=0)
+    raise ShapeError("\n".join([problem, *[""] * bool(ways), *(f"  {call:{width}}   # {why}" for call, why in ways)]))
+
+
+def _ways_out(who: str, box: dict[str | int, int], fixed: int, count: int, pick: bool) -> list[tuple[str, str]]:
+    """Calls that would hold ``count`` ranks, each with its reason."""
+    ways = []
+    for axis, size in box.items():
+        rest = fixed // (1 if size == -1 else size)
+        if count % rest == 0 and -1 not in box.values():
+            ways.append((spell(who, {**box, axis: -1}), f"let {axis} be what is left: {count // rest}"))
+            break
+    else:
+        for axis, size in box.items():
+            rest = fixed // size
+            would = [n for n in range(1, count // rest + 1) if count % (rest * n) == 0] if size != -1 else []
+            if would:
+                ways.append((spell(who, {**box, axis: would[-1]}), f"{axis} that would do: {some(would)}"))
+                break
+    if pick and fixed < count and -1 not in box.values():
+        ways.append((spell(who, box, ranks=range(fixed)), f"or name the {fixed} ranks to use"))
+    return ways
