@@ -1,0 +1,712 @@
+"""Process groups: the one file that makes and destroys them, and that knows torch's private names.
+
+A group is made by its members alone, without waiting for anyone: its name is a function of what it is, it is built
+directly and not split off the world, and its backend connects when it is first used.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import hashlib
+import json
+import math
+import os
+import sys
+import threading
+import weakref
+from array import array
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import cachetools
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as _c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from pgmesh.errors import LifetimeError, NameTakenError, OptionsError, PlaceError, SeamError, WorldError
+from pgmesh.options import GroupOptions
+from pgmesh.rendezvous import PollingStore, agree
+from pgmesh.sizes import progression, some
+
+if TYPE_CHECKING:
+    from pgmesh.layout import Axis, Layout
+
+c10d: Any = _c10d  # its tables are read and written here as torch itself does, whatever their stubs say
+
+# -- the seam: every private name of torch, with its reason ------------------------------------------------------
+
+TRIED_ON = ("2.13",)
+"""The versions of torch on which every name of the seam was tried."""
+
+SEAM: dict[str, str] = {
+    "distributed_c10d._world": "the tables where torch.distributed finds a group's ranks, backend and tag",
+    "distributed_c10d._pg_names": "its length goes into the names of torch's local synchronisation",
+    "distributed_c10d._pg_map": "where torch looks a group up before it complains about one",
+    "distributed_c10d._get_default_store": "the world's store, where members agree and backends meet",
+    "distributed_c10d._register_process_group": "functional collectives find a group by name",
+    "distributed_c10d._unregister_process_group": "the registry keeps a group alive until it is told",
+    "distributed_c10d._use_torchcomms_enabled": "torchcomms cannot be made member by member",
+    "distributed_c10d._get_default_timeout": "the timeout of a world whose backend does not tell",
+    "ProcessGroup._set_default_backend": "a group built directly is told what it runs on",
+    "ProcessGroup._register_backend": "the same, device by device",
+    "ProcessGroup._get_backend": "the world's timeout is kept by its backend",
+    "ProcessGroup._device_types": "the devices a group answers for",
+    "ProcessGroup._set_group_name": "torch names only what new_group makes",
+    "ProcessGroup._set_group_desc": "profiles and flight records show this",
+    "ProcessGroupGloo._Options": "a lazy device can be handed over in no other way",
+    "ProcessGroupGloo.create_default_device": "a device that connects when it is first used",
+    "_C._distributed_c10d.FakeProcessGroup": "dry runs, and what a released group answers with",
+}
+"""Private names of torch that this file stands on, each with what it is needed for."""
+
+
+def missing_names(torch: Any = torch) -> dict[str, str]:
+    """The names of the seam that this torch does not have, with what each is needed for."""
+    roots = {"distributed_c10d": torch.distributed.distributed_c10d, "_C": torch._C}
+
+    def there(path: str) -> bool:
+        root, *names = path.split(".")
+        place = roots.get(root) or getattr(torch.distributed, root, None)
+        for name in names:
+            place = getattr(place, name, None)
+        return place is not None
+
+    optional = {name for name in SEAM if name.startswith("ProcessGroupGloo") and not dist.is_gloo_available()}
+    return {name: reason for name, reason in SEAM.items() if name not in optional and not there(name)}
+
+
+if _gone := missing_names():
+    raise SeamError(
+        f"torch {torch.__version__} lacks what pgmesh, tried on torch {', '.join(TRIED_ON)}, makes groups with:"
+        + "".join(f"\n  {name}: {reason}" for name, reason in _gone.items())
+    )
+
+_FakeBackend: Any = torch._C._distributed_c10d.FakeProcessGroup
+_PREFIX = "pgmesh/"
+
+
+class _Names(dict[Any, str]):
+    """torch's table of group names, whose length does not count ours.
+
+    torch names the groups of its local synchronisation by this length, so a rank that holds more groups of ours
+    than another would name them otherwise than the other does. And torch's own destroy tells us here.
+    """
+
+    def __len__(self) -> int:
+        return sum(not name.startswith(_PREFIX) for name in self.values())
+
+    def __delitem__(self, group: Any) -> None:
+        super().__delitem__(group)
+        _forget(group)
+
+    def clear(self) -> None:
+        super().clear()
+        _end_world("torch.distributed was destroyed")
+
+
+class _Homes(dict[Any, Any]):
+    """torch's table of backends and stores, which names a released group where torch would print its address."""
+
+    def get(self, group: Any, default: Any = None) -> Any:
+        home = super().get(group, default)
+        if home is None and group in _released:
+            raise LifetimeError(_released[group])
+        return home
+
+
+_released: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+c10d._pg_names = _Names(c10d._pg_names)
+c10d._pg_map = _Homes(c10d._pg_map)
+
+
+# -- the world that groups are made in ----------------------------------------------------------------------------
+
+
+def world_rank_and_size() -> tuple[int, int]:
+    """This process's rank and the size of the world.
+
+    Raises:
+        WorldError: torch.distributed is not initialised.
+    """
+    if not dist.is_initialized():
+        raise WorldError(
+            "torch.distributed is not initialised, so there are no ranks to arrange.\n\n"
+            "  pgmesh.launch.join()                     # in a script that torchrun starts\n"
+            "  pgmesh.Layout(dp=2, tp=2)                # to plan a mesh without processes"
+        )
+    return dist.get_rank(), dist.get_world_size()
+
+
+def _world_options() -> GroupOptions:
+    """What the default group was made with: what a group of ours inherits."""
+    group: Any = dist.group.WORLD
+    backend = str(c10d._world.pg_map[group][0]).lower()
+    if backend == "undefined":
+        backend = str(c10d.BackendConfig(c10d.Backend(backend)))
+    for device in group._device_types:
+        with contextlib.suppress(AttributeError, RuntimeError):
+            return GroupOptions(backend=backend, timeout=group._get_backend(device).options._timeout)
+    return GroupOptions(backend=backend, timeout=c10d._get_default_timeout(c10d.Backend(backend)))
+
+
+def _backends(options: GroupOptions) -> dict[str, str]:
+    """The backend for each device."""
+    name = options.backend or ""
+    known = {*c10d.Backend.backend_list, *(plugin.lower() for plugin in c10d.Backend._plugins)}
+    parts = [part.rpartition(":")[2] for part in name.split(",")]
+    if name == "undefined" or not set(parts) <= known - {"undefined"}:
+        raise OptionsError(
+            f"torch.distributed knows no backend {name!r}; it knows {', '.join(sorted(known - {'undefined'}))}."
+        )
+    table = c10d.BackendConfig(c10d.Backend(name)).get_device_backend_map()
+    return {device: str(backend) for device, backend in table.items()}
+
+
+def default_device(options: Mapping[str, Any] | None = None) -> str:
+    """The type of the device that groups communicate from: an accelerator where the backend serves one that is here."""
+    devices = list(_backends(_world_options().but(options or {})))
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator.type if accelerator is not None and accelerator.type in devices else devices[0]
+
+
+# -- one group, built directly ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Made:
+    """A group that was made here, with what it takes to let it go."""
+
+    group: dist.ProcessGroup
+    words: str  # "group dp, tp of mesh 'actor'"
+    line: str  # where it was asked for
+    store: PollingStore | None = None
+    keys: tuple[str, ...] = ()
+    ours: bool = True
+
+
+def _gloo(store: dist.Store, rank: int, size: int, name: str, options: GroupOptions, ranks: Sequence[int]) -> Any:
+    gloo: Any = dist.ProcessGroupGloo
+    settings = gloo._Options()
+    # A device of its own for each group: on a lazy device pairs are told apart by the rank in the group alone.
+    settings._devices = [gloo.create_default_device(lazy_init=True)]
+    settings._threads = 2
+    settings._timeout = options.timeout
+    settings.global_ranks_in_group = list(ranks)
+    settings.group_name = name
+    return gloo(store, rank, size, settings)
+
+
+def _nccl(store: dist.Store, rank: int, size: int, name: str, options: GroupOptions, ranks: Sequence[int]) -> Any:
+    settings: Any = dist.ProcessGroupNCCL.Options()
+    settings.is_high_priority_stream = bool(options.high_priority)
+    settings._timeout = options.timeout
+    settings.global_ranks_in_group = list(ranks)
+    settings.group_name = name
+    for setting, value in (options.nccl or {}).items():
+        if not hasattr(settings.config, setting):
+            raise OptionsError(f"this torch's NCCL has no setting {setting}.")
+        setattr(settings.config, setting, value)
+    return dist.ProcessGroupNCCL(store, rank, size, settings)
+
+
+def _fake(store: dist.Store, rank: int, size: int, name: str, options: GroupOptions, ranks: Sequence[int]) -> Any:
+    return _FakeBackend._create_internal(rank, size, _FakeBackend.Options())
+
+
+_DIRECT: dict[str, Callable[..., Any]] = {"gloo": _gloo, "nccl": _nccl, "fake": _fake}
+"""The backends that members can build by themselves."""
+
+
+def _is_direct(options: GroupOptions) -> bool:
+    return not c10d._use_torchcomms_enabled() and set(_backends(options).values()) <= {*_DIRECT}
+
+
+def _build(name: str, ranks: Sequence[int], me: int, options: GroupOptions, store: dist.Store, description: str) -> Any:
+    """A process group of these ranks that torch.distributed knows as its own."""
+    rank, size, backends = ranks.index(me), len(ranks), _backends(options)
+    prefixed = dist.PrefixStore(f"{name}/", store)
+    group: Any = dist.ProcessGroup(prefixed, rank, size)
+    types = {each: c10d.Backend.backend_type_map[each] for each in backends.values()}
+    group._set_default_backend(types["nccl"] if "nccl" in types else next(iter(types.values())))
+    built: dict[str, Any] = {}
+    for device, backend in backends.items():
+        if backend not in built:
+            inner = dist.PrefixStore(f"{device}/", prefixed)
+            built[backend] = _DIRECT[backend](inner, rank, size, name, options, ranks)
+        group._register_backend(torch.device(device), types[backend], built[backend])
+    group._set_group_name(name)
+    group._set_group_desc(description)
+    world, tag = c10d._world, f"user:{name}"
+    c10d._register_process_group(name, group)
+    world.pg_map[group] = (options.backend, prefixed)
+    world.pg_names[group] = name
+    world.pg_group_ranks[group] = dict(zip(ranks, range(size)))
+    world.pg_backend_config[group] = ",".join(f"{device}:{backend}" for device, backend in backends.items())
+    world.pg_to_tag[group] = tag
+    world.tags_to_pg[tag] = [group]
+    return group
+
+
+def _tear_down(made: Made, reason: str, *, abort: bool = False) -> None:
+    """Take a group out of torch's tables, end its backend, and have it name itself to whoever still uses it."""
+    group: Any = made.group
+    if made.store is not None:
+        made.store.close()
+    world, name = c10d._world, group.group_name
+    _released[group] = f"{made.words} {reason}"
+    for table in (world.pg_map, world.pg_group_ranks, world.pg_backend_config, world.pg_coalesce_state):
+        table.pop(group, None)
+    dict.pop(world.pg_names, group, None)
+    world.tags_to_pg.pop(world.pg_to_tag.pop(group, None), None)
+    with contextlib.suppress(RuntimeError):
+        c10d._unregister_process_group(name)
+    with contextlib.suppress(RuntimeError):  # a backend that cannot be ended has nothing to end
+        group.abort() if abort else group.shutdown()
+    _disarm(group)
+
+
+def _disarm(group: Any) -> None:
+    """Have a group answer every collective with an error: a destroyed Gloo group would go on working."""
+    settings = _FakeBackend.Options()
+    settings.error_on_collective = True
+    refusal = _FakeBackend._create_internal(group.rank(), group.size(), settings)
+    for device in group._device_types:
+        group._register_backend(device, dist.ProcessGroup.BackendType.CUSTOM, refusal)
+    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+
+
+# -- the groups of a mesh, its views and its slices ---------------------------------------------------------------
+
+
+class _Registry:
+    """What this process has made in one world: how many meshes under each name, and which of them live."""
+
+    def __init__(self) -> None:
+        self.numbers: Counter[str] = Counter()
+        self.families: weakref.WeakSet[Family] = weakref.WeakSet()
+        self.open: set[Family] = set()  # those that hold groups live until they are closed
+
+    def living(self) -> list[Family]:
+        return [family for family in self.families if family.ended is None]
+
+
+_registries: weakref.WeakKeyDictionary[Any, _Registry] = weakref.WeakKeyDictionary()
+
+
+def _registry() -> _Registry:
+    return _registries.setdefault(dist.group.WORLD, _Registry())
+
+
+@dataclass(frozen=True)
+class _Key:
+    """What a group is."""
+
+    ranks: tuple[int, ...]
+    options: GroupOptions
+    tag: str
+
+
+class Family:
+    """The groups of a mesh, its views and its slices: made once, found by what they are, and ended together.
+
+    Args:
+        name: what tells this family from others on every rank; without one, the set of its ranks and the count
+            of meshes that this process has made on it do.
+        layout: the root's layout, which all members must describe alike.
+        call: the call that made the root, for messages.
+    """
+
+    def __init__(self, name: str | None, layout: Layout, call: str, *, outside: int | None = None) -> None:
+        self.name, self.layout, self.call = name, layout, call
+        self.rank, self.world_size = world_rank_and_size() if outside is None else (outside, 0)
+        self.words = f"mesh {name!r}" if name else f"{call}"
+        self.line = _caller()
+        self.ended: str | None = None
+        self.hits: list[dict[Any, Any]] = []
+        self._cache: cachetools.Cache[_Key, Made] = cachetools.Cache(math.inf)
+        self._configured: dict[tuple[tuple[int, ...], str], tuple[GroupOptions, str, str]] = {}
+        self._generations: Counter[tuple[int, ...]] = Counter()
+        self._device_meshes: dict[Layout, DeviceMesh] = {}
+        self._lock = threading.RLock()
+        self.number = 0
+        if outside is not None:
+            self.ended = "came here outside any world."
+            return
+        self._registry = registry = _registry()
+        if name is not None:
+            for other in registry.living():
+                if other.name == name:
+                    raise NameTakenError(
+                        f"a mesh named {name!r} lives already, made at {other.line}: {other.call}.\n\n"
+                        f"  close() it first, or give this one a name of its own."
+                    )
+        kin = name if name is not None else _set_of(layout.ranks_in_order())
+        self.number = registry.numbers[kin]
+        registry.numbers[kin] += 1
+        self.identity = f"{kin}.{self.number}"
+        self.origin: Hashable = (name, self.number, layout)
+        registry.families.add(self)
+
+    # -- making -------------------------------------------------------------------------------------------------
+
+    def group(self, layout: Layout, axes: tuple[Axis, ...], tag: str, asked: Mapping[str, Any]) -> dist.ProcessGroup:
+        """The group of this rank's block along axes of a layout of this family."""
+        self.check()
+        ranks = layout.block_of(self.rank, *axes)
+        words = ", ".join(map(str, axes or layout.axes))
+        return self._get(
+            ranks,
+            f"group {words} of {self.words}",
+            layout.describe(self.rank, *axes),
+            tag,
+            asked,
+            lambda: layout.partition(*axes),
+        )
+
+    def group_of(self, ranks: tuple[int, ...], tag: str, asked: Mapping[str, Any]) -> dist.ProcessGroup:
+        """The group of any ranks of this family."""
+        self.check()
+        words = f"ranks {some(ranks)}"
+        return self._get(ranks, f"group of {words} of {self.words}", words, tag, asked, None)
+
+    def _get(
+        self,
+        ranks: tuple[int, ...],
+        words: str,
+        description: str,
+        tag: str,
+        asked: Mapping[str, Any],
+        partition: Callable[[], Iterable[tuple[int, ...]]] | None,
+    ) -> dist.ProcessGroup:
+        with self._lock:
+            self.check()
+            configured, _, _ = self._configured.get((ranks, tag), (GroupOptions(), "", ""))
+            usual = _world_options().but(configured.given_options())
+            options = usual.but(asked)
+            key = _Key(ranks, options, tag)
+            made = self._cache.get(key)
+            if made is None:
+                _check_honoured(options, words)
+                self._open()
+                make = self._make if _is_direct(options) else self._make_with_all
+                description = options.description or f"{self.name or 'mesh'}[{description}]"
+                made = make(key, usual, words, description, partition)
+                self._cache[key] = made
+            return made.group
+
+    def _make(self, key: _Key, usual: GroupOptions, words: str, description: str, _: object) -> Made:
+        """Build a group directly. Nobody waits; one store operation checks that members mean the same."""
+        name, options, line = self._name_of(key, usual), key.options, _caller()
+        store: dist.Store = c10d._get_default_store()
+        alone = len(key.ranks) == 1 or self._is_dry(options)
+        polling: PollingStore | None = None
+        keys: tuple[str, ...] = ()
+        if not alone:
+            keys = (f"{name}/options",)
+            mend = "Configure its axes alike on every rank, or let every rank ask for it with the same options."
+            agree(store, keys[0], options.given(), self.rank, words, mend)
+            polling = PollingStore(
+                store,
+                words,
+                key.ranks,
+                options.timeout or timedelta(),
+                addresses="nccl" not in _backends(options).values(),
+            )
+        group = _build(name, key.ranks, self.rank, options, polling or dist.HashStore(), description)
+        return Made(group, words, line, polling, keys)
+
+    def _make_with_all(
+        self,
+        key: _Key,
+        usual: GroupOptions,
+        words: str,
+        description: str,
+        partition: Callable[[], Iterable[tuple[int, ...]]] | None,
+    ) -> Made:
+        """Make a group through the public new_group, which every rank of the world has to call for every block."""
+        blocks = tuple(partition()) if partition is not None else ()
+        if sum(map(len, blocks)) != self.world_size:
+            raise OptionsError(
+                f"{words}: backend {key.options.backend} makes groups through torch's new_group, which all "
+                f"{self.world_size} ranks of the world call for every block, but this partition holds "
+                f"{sum(map(len, blocks))}. Ask the mesh of the whole world for a group along its axes."
+            )
+        mine: Any = None
+        for block in blocks:
+            group = dist.new_group(
+                list(block),
+                timeout=key.options.timeout,
+                backend=key.options.backend,
+                group_desc=description,
+                sort_ranks=False,
+            )
+            if self.rank in block:
+                mine = group
+        return Made(mine, words, _caller())
+
+    def _name_of(self, key: _Key, usual: GroupOptions) -> str:
+        """A name that is a function of what the group is, never of how many groups were made before it."""
+        unusual = {what: value for what, value in key.options.given().items() if usual.given().get(what) != value}
+        what = json.dumps([key.options.backend, key.tag, unusual], sort_keys=True)
+        digest = hashlib.blake2b(array("q", key.ranks).tobytes() + what.encode(), digest_size=8).hexdigest()
+        generation = self._generations[key.ranks]
+        return f"{_PREFIX}{self.identity}/{_set_of(key.ranks)}/{digest}.{generation}"
+
+    def _open(self) -> None:
+        """At the family's first group: see that no other could be taken for it, and that all ranks mean the same."""
+        if self in self._registry.open:
+            return
+        if self.name is None:
+            for other in self._registry.living():
+                if other is not self and other.name is None and other.layout == self.layout:
+                    raise NameTakenError(
+                        f"two unnamed meshes live that only the order of making tells apart: {self.call}, made at "
+                        f"{other.line} and at {self.line}. Ranks that use them in other orders would cross.\n\n"
+                        f"  ProcessGroupMesh(..., name='actor')   # name them, or close() the one that is done with"
+                    )
+        if len(self.layout) > 1 and not self._is_dry(_world_options()):
+            ranks = self.layout.ranks_in_order()
+            shown: object = ranks if isinstance(ranks, range) else some(ranks, 64)
+            mine = {
+                "axes": list(self.layout.axes),
+                "shape": list(self.layout.shape),
+                "ranks": f"{shown}",
+                **({} if isinstance(ranks, range) else {"digest": _digest(ranks)}),
+            }
+            mend = "Make the mesh alike on every rank; where ranks mean to have different meshes, name each."
+            agree(c10d._get_default_store(), f"{_PREFIX}{self.identity}", mine, self.rank, self.words, mend)
+        self._registry.open.add(self)
+
+    def _is_dry(self, options: GroupOptions) -> bool:
+        """Whether there are no other processes to agree with."""
+        return set(_backends(options).values()) == {"fake"}
+
+    # -- configuring --------------------------------------------------------------------------------------------
+
+    def configure(self, layout: Layout, axes: tuple[Axis, ...], tag: str, options: Mapping[str, Any]) -> None:
+        """Set what the group of this rank's block will be made with."""
+        self.check()
+        GroupOptions.of(options)
+        if self.rank not in layout:
+            return
+        ranks, spelling = layout.block_of(self.rank, *axes), ", ".join(map(str, axes or layout.axes))
+        with self._lock:
+            for key, made in self._cache.items():
+                if (key.ranks, key.tag) == (ranks, tag):
+                    raise OptionsError(
+                        f"{made.words} was made at {made.line}, so it is too late to configure {spelling}. "
+                        f"Configure before the first group({spelling!r}), or release({spelling!r}) first."
+                    )
+            before, by, line = self._configured.get((ranks, tag), (GroupOptions(), spelling, ""))
+            after = before.but(options)
+            if by != spelling and before.but(after.given_options()) != before:
+                raise OptionsError(
+                    f"{spelling} and {by} are the same ranks here ({some(ranks)}), and so one group, but {by} was "
+                    f"configured with {before} at {line}, and {spelling} now with {GroupOptions.of(options)}.\n\n"
+                    f"  configure({spelling!r}, tag='...', ...)   # a communicator of its own, or the same options"
+                )
+            self._configured[ranks, tag] = (after, by, _caller())
+
+    # -- ending -------------------------------------------------------------------------------------------------
+
+    def release(self, layout: Layout, axes: tuple[Axis, ...]) -> None:
+        """Destroy this rank's groups along axes; asked for again, they are made anew under new names."""
+        self.check()
+        ranks = layout.block_of(self.rank, *axes)
+        with self._lock:
+            self._drop([key for key in self._cache if key.ranks == ranks], f"was released at {_caller()}; ask its mesh for it anew.")
+            self._generations[ranks] += 1
+
+    def close(self, reason: str | None = None, *, at_exit: bool = False) -> None:
+        """Destroy every group of the family; it makes no more."""
+        with self._lock:
+            if self.ended is not None:
+                return
+            self.ended = reason or f"was closed at {_caller()}."
+            self._drop(list(self._cache), self.ended, at_exit=at_exit)
+            if self in self._registry.open and not at_exit:
+                _delete([f"{_PREFIX}{self.identity}"])
+            self._registry.open.discard(self)
+
+    def _drop(self, keys: Iterable[_Key], reason: str, *, at_exit: bool = False) -> None:
+        for hits in self.hits:
+            hits.clear()
+        self._device_meshes.clear()
+        for key in keys:
+            made = self._cache.pop(key)
+            if not made.ours:
+                continue
+            if made.group not in c10d._world.pg_map:
+                continue
+            _tear_down(made, reason, abort=at_exit)
+            if made.store is not None and not at_exit:
+                _delete([*made.keys, *made.store.written])
+
+    def forget(self, group: Any) -> None:
+        """torch destroyed one of our groups: drop it, and never use its name again."""
+        with self._lock:
+            for key, made in list(self._cache.items()):
+                if made.group is group:
+                    del self._cache[key]
+                    for hits in self.hits:
+                        hits.clear()
+                    self._generations[key.ranks] += 1
+                    if made.store is not None:
+                        made.store.close()
+                    _released[group] = f"{made.words} was destroyed; ask its mesh for it anew."
+                    c10d._world.tags_to_pg.pop(c10d._world.pg_to_tag.get(group), None)
+
+    def end(self, reason: str) -> None:
+        """The groups went without us: with their world, or with the process that was forked."""
+        self.ended = reason
+        for hits in self.hits:
+            hits.clear()
+        for made in self._cache.values():
+            _released[made.group] = f"{made.words} {reason}"
+            c10d._world.pg_map.pop(made.group, None)
+
+    def check(self) -> None:
+        """LifetimeError once this family is closed, its world gone, or this process a fork."""
+        if self.ended is not None:
+            raise LifetimeError(f"{self.words} {self.ended} It still knows every rank's place, but holds no groups.")
+        if dist.group.WORLD is None:
+            raise WorldError(f"{self.words}: torch.distributed is not initialised, so there are no groups.")
+
+    # -- torch's DeviceMesh -------------------------------------------------------------------------------------
+
+    def device_mesh(self, layout: Layout, names: tuple[str, ...]) -> DeviceMesh:
+        """A slice of the one DeviceMesh over the groups of a layout, which is made from the full table of ranks."""
+        self.check()
+        with self._lock:
+            whole = self._device_meshes.get(layout)
+            if whole is None:
+                made = [self.group(layout, (axis,), "", {}) for axis in layout.axes]
+                table = torch.tensor(layout.ranks(), dtype=torch.int).view(layout.shape)
+                words = tuple(map(str, layout.axes))
+                whole = DeviceMesh.from_group(
+                    made[0] if len(made) == 1 else made,
+                    default_device(),
+                    None if len(made) == 1 else table,
+                    mesh_dim_names=words,
+                )
+                self._device_meshes[layout] = whole
+            return whole if names == whole.mesh_dim_names else whole[names]
+
+    # -- others' groups -----------------------------------------------------------------------------------------
+
+    def adopt(self, layout: Layout, axes: tuple[Axis, ...], group: dist.ProcessGroup) -> None:
+        """Take a group made elsewhere for the one along these axes. It is never destroyed from here."""
+        self.check()
+        block, members = layout.block_of(self.rank, *axes), tuple(dist.get_process_group_ranks(group))
+        words = f"group {', '.join(map(str, axes))} of {self.words}"
+        if members != block:
+            raise PlaceError(f"{words} has ranks {some(block)}; the group to adopt has {some(members)}.")
+        with self._lock:
+            self._open()
+            self._cache.setdefault(_Key(block, _world_options(), ""), Made(group, words, _caller(), ours=False))
+
+
+def _check_honoured(options: GroupOptions, words: str) -> None:
+    backends = set(_backends(options).values())
+    for option, value in (("high_priority", options.high_priority), ("nccl", options.nccl)):
+        if value and "nccl" not in backends:
+            raise OptionsError(f"{words}: backend {options.backend} cannot honour {option}={value!r}; NCCL alone can.")
+
+
+def _set_of(ranks: range | tuple[int, ...]) -> str:
+    """A set of ranks as a short word: "0-7", "1-7:2", or a digest."""
+    straight = ranks if isinstance(ranks, range) else progression(tuple(sorted(ranks)))
+    if straight is None:
+        return _digest(tuple(sorted(ranks)))
+    low, high, step = min(straight[0], straight[-1]), max(straight[0], straight[-1]), abs(straight.step)
+    return f"{low}-{high}" + (f":{step}" if step > 1 and len(straight) > 1 else "")
+
+
+def _digest(ranks: Sequence[int]) -> str:
+    return hashlib.blake2b(array("q", ranks).tobytes(), digest_size=8).hexdigest()
+
+
+def _delete(keys: Iterable[str]) -> None:
+    """Take our keys out of the world's store; where it is gone, so are they."""
+    with contextlib.suppress(Exception):
+        store = c10d._get_default_store()
+        for key in keys:
+            store.delete_key(key)
+
+
+def _caller() -> str:
+    """The line outside this package that is being run: where the user asked."""
+    frame, here = sys._getframe(1), os.path.dirname(__file__) + os.sep
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(here):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def find_family(name: str | None, number: int, layout: Layout, call: str, rank: int) -> Family:
+    """The family of a mesh that travelled: the one it left where that lives here, else one made anew.
+
+    Outside any world it is a family that knows the rank it left, and makes no groups.
+    """
+    if not dist.is_initialized():
+        return Family(name, layout, call, outside=rank)
+    for family in _registry().living():
+        if family.origin == (name, number, layout):
+            return family
+    family = Family(name, layout, call)
+    family.origin = (name, number, layout)
+    return family
+
+
+# -- what ends without being asked --------------------------------------------------------------------------------
+
+
+def _all_families() -> list[Family]:
+    return [family for registry in list(_registries.values()) for family in registry.families]
+
+
+def close_all() -> None:
+    """Close every mesh of this process."""
+    for family in _all_families():
+        family.close()
+
+
+def _forget(group: Any) -> None:
+    for family in _all_families():
+        family.forget(group)
+
+
+def _end_world(reason: str) -> None:
+    for family in _all_families():
+        if family.ended is None:
+            family.end(f"ended when {reason}.")
+
+
+def _at_exit() -> None:
+    """Let go of our groups while Python still runs: their threads would outlive it."""
+    for family in _all_families():
+        family.close("ended with its process.", at_exit=True)
+
+
+def _in_child() -> None:
+    """In a forked child: the threads behind the groups are not there, so neither use nor destroy any.
+
+    torch's own groups are kept from their destructors too, which would wait for those threads for ever.
+    """
+    for group in list(c10d._world.pg_map):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    for family in _all_families():
+        family._lock = threading.RLock()
+        for made in family._cache.values():
+            _disarm(made.group)
+        family.end("was made before this process was forked.")
+
+
+atexit.register(_at_exit)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)

@@ -1,0 +1,36 @@
+"""A mesh from torch's DeviceMesh; the way back is ``mesh.device_mesh()``."""
+
+from __future__ import annotations
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from pgmesh.mesh import ProcessGroupMesh
+
+
+def from_device_mesh(device_mesh: DeviceMesh, *, name: str | None = None) -> ProcessGroupMesh:
+    """A mesh of the same ranks and axes that hands out the groups which torch made for the axes.
+
+    Groups along several axes, tagged ones and twins are pgmesh's own, made when they are asked for. Those that
+    torch made are never destroyed from here.
+
+    Args:
+        device_mesh: one of torch's, whose groups exist.
+        name: as for ``ProcessGroupMesh``.
+
+    Raises:
+        NameTakenError: a living mesh has this name.
+
+    >>> again = from_device_mesh(mesh.device_mesh(), name="again")
+    >>> again, again.group("tp") is mesh.group("tp")
+    (ProcessGroupMesh(pp=2, dp=2, tp=2, name='again'), True)
+    """
+    ranks = device_mesh.mesh.flatten().tolist()
+    names = device_mesh.mesh_dim_names
+    if names is None:
+        mesh = ProcessGroupMesh(*device_mesh.shape, ranks=ranks, name=name)
+    else:
+        mesh = ProcessGroupMesh(**dict(zip(names, device_mesh.shape)), ranks=ranks, name=name)
+    if mesh.rank in mesh:
+        for i, axis in enumerate(mesh.axes):
+            mesh.adopt(axis, device_mesh.get_group(i))
+    return mesh

@@ -1,0 +1,356 @@
+"""Join the world that a launcher made, or spawn a small one here."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+
+from pgmesh.errors import LaunchError
+
+__all__ = ["join", "spawn"]
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+GRACE = 0.5  # seconds in which the other ranks may tell their side of a first failure
+
+
+# ---- the world is there: join it ----
+
+
+def join(backend: str | None = None, *, timeout: timedelta | None = None) -> None:
+    """Have torch.distributed initialised, however this process was started.
+
+    Under torchrun that is torchrun's world; started by hand, a world of one. One that is there already stays.
+
+    Args:
+        backend: as torch names it; by default "nccl", on the device that LOCAL_RANK names, where there is
+            CUDA, else "gloo".
+        timeout: how long to wait for the other ranks, here and in each collective of the default group; by
+            default what torch allows the backend.
+
+    Raises:
+        LaunchError: the launcher's variables are incomplete or contradict each other, LOCAL_RANK names no
+            device, or the world cannot be reached.
+
+    Example: a script that calls join() is started in either way.
+
+        python script.py                          # a world of 1
+        torchrun --nproc-per-node 8 script.py     # a world of 8
+    """
+    if dist.is_initialized():
+        return
+    env = _read_torchrun()
+    if backend is None:
+        backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    if "nccl" in backend:
+        _use_device(int(env.get("LOCAL_RANK", 0)))
+    if not env:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    try:
+        dist.init_process_group(backend, init_method="env://", timeout=timeout)
+    except dist.DistError as error:
+        where = "rank {RANK} of {WORLD_SIZE} could not join at {MASTER_ADDR}:{MASTER_PORT}".format(**env)
+        raise LaunchError(f"{where}: {error}") from error
+
+
+def _read_torchrun() -> dict[str, str]:
+    """What torchrun tells this process: all of its variables, or none."""
+    env = {name: os.environ[name] for name in TORCHRUN if name in os.environ}
+    numbers = [env.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")]
+    complete = len(env) == len(TORCHRUN) and all(number.isdecimal() for number in numbers)
+    if not env or (complete and int(env["RANK"]) < int(env["WORLD_SIZE"])):
+        return env
+    read = "\n".join(f"  {name:<11} = {os.environ.get(name, '(not set)')}" for name in TORCHRUN)
+    raise LaunchError(
+        f"the environment names no rank of a world:\n\n{read}\n\n"
+        "  torchrun --nproc-per-node 8 script.py    # sets them all: a world of 8\n"
+        f"  unset {' '.join(env)}    # or none: a world of 1"
+    )
+
+
+def _use_device(local_rank: int) -> None:
+    if local_rank >= (seen := torch.cuda.device_count()):
+        raise LaunchError(
+            f"LOCAL_RANK is {local_rank}, but this process sees {seen} CUDA devices.\n\n"
+            f"  torchrun --nproc-per-node {max(seen, 1)} script.py    # a rank for each device\n"
+            '  join("gloo")                              # or ranks that need none'
+        )
+    torch.cuda.set_device(local_rank)
+
+
+# ---- there is none: spawn it ----
+
+
+def spawn(
+    fn: Callable[..., Any],
+    n: int,
+    *args: Any,
+    backend: str = "gloo",
+    timeout: timedelta = timedelta(seconds=120),
+    **kwargs: Any,
+) -> list[Any]:
+    """What fn(*args, **kwargs) returns on n local processes that form one world, in rank order.
+
+    No rank outlives the call, however it ends. (Where ranks are forked, the server that forks them stays for
+    the next call, and ends with the program.) A script calls it under `if __name__ == "__main__":`.
+
+    Args:
+        fn: a function at module level. Its arguments and its result must pickle.
+        n: how many ranks, 1 or more.
+        backend: as torch names it.
+        timeout: the deadline of the whole call.
+
+    Raises:
+        LaunchError: a rank raised, died or was not done in time. The first failure is told first, with its
+            traceback, and chained. Or fn cannot be sent to another process.
+
+    Example:
+        >>> spawn(torch.distributed.get_rank, 4)
+        [0, 1, 2, 3]
+    """
+    start = time.monotonic()
+    call = packed(fn, args, kwargs)
+    with LocalWorld(n, backend, timeout) as world:
+        return results(world.gather([call] * n, timeout.total_seconds(), grace=GRACE, start=start))
+
+
+def packed(fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> bytes:
+    """The call fn(*args, **kwargs) as bytes for another process."""
+    try:
+        return pickle.dumps((fn, args, kwargs or {}))
+    except Exception as error:
+        raise LaunchError(
+            f"{fn!r}, or what it is given, cannot be sent to another process: {error}.\n\n"
+            "Move the function to module level, where other processes find it by its name, and give it "
+            "arguments that pickle."
+        ) from error
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a call on one rank: a result, or an error."""
+
+    rank: int
+    result: Any = None
+    error: str = ""  # in a line; "" if it went well
+    details: str = ""  # a traceback, or where it stood
+    exception: BaseException | None = None
+    exitcode: int | None = None  # of a rank that died; minus the number of a signal
+    late: bool = False  # still at it
+    moment: float = math.inf  # when it raised, on the clock that all processes share
+
+
+def results(outcomes: Sequence[Outcome]) -> list[Any]:
+    """The results in rank order, or LaunchError that leads with the first failure."""
+    # A death (moment -inf) leads: the others may have raised because of it, but not the reverse.
+    failed = sorted((o for o in outcomes if o.error), key=lambda o: o.moment)
+    if not failed:
+        return [o.result for o in outcomes]
+    first = [o for o in failed if o.moment == failed[0].moment]  # all the dead, or all the late
+    told = [f"rank {o.rank} of {len(outcomes)} {o.error}\n\n{o.details}".rstrip() for o in first]
+    told += ["\n".join(f"rank {o.rank}, after that, {o.error}" for o in failed[len(first) :])]
+    raise LaunchError("\n\n".join(told).rstrip()) from first[0].exception
+
+
+class LocalWorld:
+    """n processes of this machine that form one world and do call after call, until it is closed."""
+
+    def __init__(self, n: int, backend: str = "gloo", timeout: timedelta | None = None) -> None:
+        if n < 1:
+            raise LaunchError(f"a world has 1 rank or more, not {n}")
+        # Hosted here, the store needs no port guessed beforehand, and no rank's death takes it away.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.ranks: list[LocalRank] = []
+        try:
+            for rank in range(n):
+                env = os.environ | _like_torchrun(rank, n, self._store.port)
+                self.ranks.append(LocalRank(rank, env, backend, timeout))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> LocalWorld:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(patience=5.0 if kind is None else 0.0)
+
+    def gather(
+        self, calls: Sequence[bytes], seconds: float, *, grace: float = math.inf, start: float | None = None
+    ) -> list[Outcome]:
+        """Each rank's outcome of its call: those within seconds of start, and within grace of a failure."""
+        end = (time.monotonic() if start is None else start) + seconds
+        late = f"was not done in {seconds:g} s; allow it more, or see where it stood:"
+        waiting = dict(zip(self.ranks, calls, strict=True))
+        outcomes: dict[LocalRank, Outcome] = {}
+        while waiting and (left := end - time.monotonic()) > 0:
+            wait([ear for rank in waiting for ear in (rank.calls, rank.process.sentinel)], min(left, 60.0))
+            heard = {rank: outcome for rank in waiting if (outcome := rank.hear(waiting[rank]))}
+            outcomes |= heard
+            waiting = {rank: call for rank, call in waiting.items() if rank not in heard}
+            if any(outcome.error for outcome in heard.values()) and time.monotonic() + grace < end:
+                end, late = time.monotonic() + grace, "was ended"
+        for rank in waiting:
+            outcomes[rank] = Outcome(rank.rank, error=late, details=rank.where(), late=True)
+        return [outcomes[rank] for rank in self.ranks]
+
+    def close(self, patience: float = 0.0) -> None:
+        """End every rank: by itself in that many seconds, else by SIGTERM, else by SIGKILL."""
+        for rank in self.ranks:
+            rank.dismiss()
+        self._end(lambda process: None, patience)
+        self._end(BaseProcess.terminate, 1.0)
+        self._end(BaseProcess.kill, 2.0)
+
+    def _end(self, how: Callable[[BaseProcess], None], seconds: float) -> None:
+        alive = [rank.process for rank in self.ranks if rank.process.is_alive()]
+        end = time.monotonic() + seconds
+        for process in alive:
+            how(process)
+        for process in alive:
+            process.join(max(0.0, end - time.monotonic()))
+
+
+class LocalRank:
+    """One rank, seen from the process that started it."""
+
+    def __init__(self, rank: int, env: dict[str, str], backend: str, timeout: timedelta | None) -> None:
+        # Forked off a server that has torch imported, a rank starts at once. (On macOS forks are not safe.)
+        forks = "forkserver" in multiprocessing.get_all_start_methods() and sys.platform != "darwin"
+        context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
+        if forks:
+            context.set_forkserver_preload(["torch"])
+        self.rank = rank
+        self.calls, calls = context.Pipe()
+        self.watch, watch = context.Pipe()
+        with calls, watch:
+            args = (rank, env, backend, timeout, calls, watch)
+            self.process: BaseProcess = context.Process(target=_serve, args=args, name=f"rank {rank}")
+            self.process.start()
+
+    def hear(self, call: bytes) -> Outcome | None:
+        """Its outcome, once it has one. It asks for the call with an empty message."""
+        alive = self.process.is_alive()  # looked at first: the dead may have left a message
+        try:
+            while self.calls.poll():
+                if message := self.calls.recv_bytes():
+                    return _unpacked(self.rank, message)
+                self.calls.send_bytes(call)
+        except (EOFError, OSError):
+            self.process.join(0.1)
+        if alive:
+            return None
+        code = self.process.exitcode or 0
+        how = {-s: s.name for s in signal.Signals}.get(code, f"exit code {code}")
+        died = f"died without a word ({how})"
+        return Outcome(self.rank, error=died, exitcode=code, moment=-math.inf)
+
+    def where(self) -> str:
+        """The stacks of its threads."""
+        with contextlib.suppress(EOFError, OSError):
+            self.watch.send_bytes(b"where?")
+            if self.watch.poll(1.0):
+                stacks: bytes = self.watch.recv_bytes()
+                return stacks.decode()
+        return "  no answer: stopped, or in a call that holds Python's lock"
+
+    def dismiss(self) -> None:
+        """Tell it to end, with an empty call."""
+        with contextlib.suppress(OSError):
+            self.calls.send_bytes(b"")
+
+
+def _unpacked(rank: int, message: bytes) -> Outcome:
+    try:
+        outcome: Outcome = pickle.loads(message)
+        return outcome
+    except Exception as error:
+        line = f"answered what does not unpickle here: {error!r}"
+        return Outcome(rank, error=line, exception=error, moment=time.monotonic())
+
+
+def _like_torchrun(rank: int, n: int, port: int) -> dict[str, str]:
+    """What torchrun would tell this rank; as there, the store is hosted by no rank."""
+    place = {"RANK": rank, "WORLD_SIZE": n, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": n}
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return {name: str(number) for name, number in place.items()} | store
+
+
+# ---- inside a rank ----
+
+
+def _serve(
+    rank: int,
+    env: dict[str, str],
+    backend: str,
+    timeout: timedelta | None,
+    calls: Connection,
+    watch: Connection,
+) -> None:
+    """Do the calls that come, until an empty one."""
+    threading.Thread(target=_answer_where, args=(watch,), daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its ranks
+    os.environ.clear()  # a forked rank has the environment that its server was started in
+    os.environ.update(env)
+    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1").split(",")[0]))
+    with contextlib.suppress(EOFError, OSError):
+        calls.send_bytes(b"")
+        while call := calls.recv_bytes():
+            calls.send_bytes(_perform(rank, call, backend, timeout))
+            calls.send_bytes(b"")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _perform(rank: int, call: bytes, backend: str, timeout: timedelta | None) -> bytes:
+    try:
+        join(backend, timeout=timeout)
+        fn, args, kwargs = pickle.loads(call)
+        return pickle.dumps(Outcome(rank, fn(*args, **kwargs)))
+    except BaseException as error:
+        moment, details = time.monotonic(), traceback.format_exc()
+        line = f"raised {type(error).__name__}: {error}".splitlines()[0]
+        outcome = Outcome(rank, error=line, details=details, moment=moment)
+        try:
+            pickle.loads(pickle.dumps(error))
+            return pickle.dumps(replace(outcome, exception=error))
+        except Exception:  # there are exceptions that pickle, and then do not unpickle
+            return pickle.dumps(outcome)
+
+
+def _answer_where(watch: Connection) -> None:
+    """Say where this rank stands, when asked; end it when its parent is gone."""
+    with contextlib.suppress(EOFError, OSError):
+        while watch.recv_bytes():
+            watch.send_bytes(_stacks().encode())
+    os._exit(1)
+
+
+def _stacks() -> str:
+    """The stacks of the other threads; the main one's from the call on."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    told = []
+    for ident, frame in sys._current_frames().items():
+        if ident != threading.get_ident():
+            stack = traceback.extract_stack(frame)
+            above = next((i for i, entry in enumerate(stack, 1) if entry.name == "_perform"), 0)
+            told.append(f"{names.get(ident)}:\n{''.join(traceback.format_list(stack[above:]))}")
+    return "\n".join(told)

@@ -1,0 +1,467 @@
+"""A mesh: a layout, this process's rank in it, and the process groups along its axes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from pgmesh import draw, groups
+from pgmesh.errors import LifetimeError, MembershipError, PlaceError, ShapeError
+from pgmesh.layout import Axis, Keep, Layout, Partition
+from pgmesh.sizes import fill, some, spell, take_ranks, take_sizes
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class ProcessGroupMesh:
+    """The ranks of a torch.distributed job in an N-D box, with the process group along any of its axes.
+
+    A mesh is a value: it never changes, and a program holds as many as it likes. Making one sends nothing. Views
+    and slices share the groups of the mesh they came from; other meshes never do.
+
+    Args:
+        shape: the sizes of numbered axes, outermost first: the last axis varies fastest.
+        ranks: the ranks to arrange, in this order; the whole world unless given.
+        name: what tells this mesh from others on every rank. Unnamed meshes are told apart by their ranks and by
+            how many were made on them, so two that are alike need names.
+        sizes: the sizes of named axes, outermost first. At most one size is -1: what is left.
+
+    Raises:
+        ShapeError: the sizes do not hold the ranks.
+        PlaceError: a rank that the world does not have.
+        NameTakenError: a living mesh has this name.
+        WorldError: torch.distributed is not initialised.
+
+    >>> mesh = ProcessGroupMesh(pp=2, dp=-1, tp=2, name="actor")
+    >>> mesh.shape, mesh.axes, mesh.rank, mesh.coord
+    ((2, 2, 2), ('pp', 'dp', 'tp'), 5, (1, 0, 1))
+    """
+
+    __slots__ = ("__weakref__", "_family", "_groups", "_part_of", "_parts", "_root", "layout")
+
+    layout: Layout
+    """Where each rank sits, without processes."""
+    _family: groups.Family
+    _root: bool
+    _part_of: Layout  # the layout whose device mesh ours is a slice of
+    _groups: dict[tuple[Axis, ...], ProcessGroup]
+    _parts: dict[Any, ProcessGroupMesh]
+
+    def __init__(self, *shape: int, ranks: Iterable[int] | None = None, name: str | None = None, **sizes: int) -> None:
+        who = "ProcessGroupMesh"
+        _, world = groups.world_rank_and_size()
+        box = take_sizes(who, shape, sizes)
+        if name is not None and not (isinstance(name, str) and name and name.isprintable() and "/" not in name):
+            raise ShapeError(f"{who}: a name is a word without '/', such as name='actor', not {name!r}.")
+        if ranks is None:
+            order: range | tuple[int, ...] = range(world)
+            box = fill(who, box, world, f"the world has {world}")
+        else:
+            order = take_ranks(who, ranks)
+            foreign = [rank for rank in ((order[0], order[-1]) if isinstance(order, range) else order) if rank >= world]
+            if foreign:
+                raise PlaceError(f"{who}: the world's ranks are 0 to {world - 1}; there is no rank {some(foreign)}.")
+            box = fill(who, box, len(order), f"{len(order)} rank{'s' * (len(order) > 1)} are given", pick=False)
+        layout = Layout.of(box, order)
+        if ranks is None:
+            call = spell(who, box, **({"name": name} if name else {}))
+        else:
+            call = layout.spell(who, **({"name": name} if name else {}))
+        self._set(layout, groups.Family(name, layout, call), root=True, part_of=layout)
+
+    def _set(self, layout: Layout, family: groups.Family, *, root: bool, part_of: Layout) -> None:
+        self.layout, self._family, self._root, self._part_of = layout, family, root, part_of
+        self._groups, self._parts = {}, {}
+        family.hits.append(self._groups)
+
+    def _part(self, layout: Layout, *, part_of: Layout | None = None) -> ProcessGroupMesh:
+        mesh = object.__new__(ProcessGroupMesh)
+        mesh._set(layout, self._family, root=False, part_of=part_of or layout)
+        return mesh
+
+    # -- what it is ---------------------------------------------------------------------------------------------
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The axes, outermost first: names, or numbers where none were given.
+
+        >>> mesh.axes
+        ('pp', 'dp', 'tp')
+        """
+        return self.layout.axes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of the axes, outermost first: the last axis varies fastest.
+
+        >>> mesh.shape
+        (2, 2, 2)
+        """
+        return self.layout.shape
+
+    @property
+    def name(self) -> str | None:
+        """What tells this mesh from others on every rank."""
+        return self._family.name
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the world, in the mesh or not.
+
+        >>> mesh.rank, mesh.rank in mesh, mesh.rank in mesh.at(pp=0)
+        (5, True, False)
+        """
+        return self._family.rank
+
+    @property
+    def coord(self) -> tuple[int, ...] | None:
+        """This rank's place on every axis; None where the rank is not in the mesh.
+
+        >>> mesh.coord, mesh.at(pp=0).coord
+        ((1, 0, 1), None)
+        """
+        return self.layout.coord_of(self.rank) if self.rank in self.layout else None
+
+    def size(self, *axes: Axis) -> int:
+        """How many ranks along these axes; along none, how many in all.
+
+        Raises:
+            AxisError: there is no such axis, or it is named twice.
+
+        >>> mesh.size("dp", "tp"), mesh.size()
+        (4, 8)
+        """
+        return self.layout.size(*axes)
+
+    def index(self, *axes: Axis) -> int:
+        """This rank's place along these axes, which is its rank inside the group along them.
+
+        Raises:
+            AxisError: there is no such axis, or it is named twice.
+            MembershipError: this rank is not in the mesh.
+
+        >>> mesh.index("dp", "tp"), mesh.index("pp")
+        (1, 1)
+        """
+        self._check_member()
+        return self.layout.index_of(self.rank, *axes)
+
+    def ranks(self, *axes: Axis) -> tuple[int, ...]:
+        """The ranks that share this rank's group along these axes, in the order of the mesh; along none, all.
+
+        Raises:
+            AxisError: there is no such axis, or it is named twice.
+            MembershipError: this rank is not in the mesh, and so in no block of it.
+
+        >>> mesh.ranks("dp", "tp"), mesh.ranks("pp")
+        ((4, 5, 6, 7), (1, 5))
+        """
+        if not axes:
+            return self.layout.ranks()
+        self._check_member()
+        return self.layout.block_of(self.rank, *axes)
+
+    def label(self) -> str:
+        """This rank's place as a word for logs and file names.
+
+        >>> mesh.label()
+        'pp1-dp0-tp1'
+        """
+        self._check_member()
+        return self.layout.label_of(self.rank)
+
+    def partition(self, *axes: Axis) -> Partition:
+        """Every block along these axes. They tile the mesh; none is made before it is looked at.
+
+        >>> mesh.partition("tp")
+        ((0, 1), (2, 3), (4, 5), (6, 7))
+        """
+        return self.layout.partition(*axes)
+
+    def rank_of(self, coord: tuple[int, ...]) -> int:
+        """The rank at a coord; the inverse of ``coord_of``.
+
+        Raises:
+            PlaceError: there is no such place.
+
+        >>> mesh.rank_of((1, 0, 1))
+        5
+        """
+        return self.layout.rank_of(coord)
+
+    def coord_of(self, rank: int) -> tuple[int, ...]:
+        """The place of a rank on every axis; the inverse of ``rank_of``.
+
+        Raises:
+            PlaceError: the rank is not in the mesh.
+
+        >>> mesh.coord_of(6)
+        (1, 1, 0)
+        """
+        return self.layout.coord_of(rank)
+
+    def neighbor(self, axis: Axis, step: int = 1, *, wrap: bool = False) -> int | None:
+        """The rank so many steps on along an axis; None past the edge.
+
+        Args:
+            step: how many indices on; negative for back.
+            wrap: go round, as a ring does, in place of None.
+
+        Raises:
+            AxisError: there is no such axis.
+            MembershipError: this rank is not in the mesh.
+
+        >>> mesh.neighbor("pp", -1), mesh.neighbor("pp", +1), mesh.neighbor("pp", +1, wrap=True)
+        (1, None, 1)
+        """
+        self._check_member()
+        return self.layout.neighbor_of(self.rank, axis, step, wrap=wrap)
+
+    def __contains__(self, rank: object) -> bool:
+        return rank in self.layout
+
+    # -- groups -------------------------------------------------------------------------------------------------
+
+    def group(self, *axes: Axis, tag: str = "", **options: Any) -> ProcessGroup:
+        """The process group of this rank's block along these axes: made on the first call, the same ever after.
+
+        It waits for nobody: any rank asks at any time, in any order, whether or not the others have. A rank
+        outside the block does nothing and need not call. Ranks stand in the group in the order of the mesh.
+        Only a backend that cannot be made member by member (MPI, torchcomms, one of your own) is different: its
+        groups come from torch's new_group, which every rank of the world has to call, in one order.
+
+        Args:
+            axes: which; none for the whole mesh. Their order makes no difference.
+            tag: a word that makes this a communicator of its own on the same ranks.
+            options: as in ``GroupOptions``. What differs from what was configured makes another group:
+                ``backend="gloo"`` is the CPU twin.
+
+        Raises:
+            AxisError: there is no such axis, or it is named twice.
+            MembershipError: this rank is not in the mesh.
+            MismatchError: another rank described this mesh or this group differently.
+            OptionsError: options that the backend cannot honour.
+            LifetimeError: the mesh is closed.
+
+        >>> mesh.group("dp", "tp").size(), mesh.group("dp", "tp") is mesh.group("tp", "dp")
+        (4, True)
+        >>> mesh.group("dp", tag="all-gather") is mesh.group("dp")
+        False
+        """
+        if not (options or tag):
+            try:
+                return self._groups[axes]
+            except KeyError:
+                pass
+        self._check_member()
+        group = self._family.group(self.layout, axes, tag, options)
+        if not (options or tag):
+            self._groups[axes] = group
+        return group
+
+    def group_of(self, ranks: Iterable[int], *, tag: str = "", **options: Any) -> ProcessGroup:
+        """The process group of any ranks of the mesh; the members alone call, in any order.
+
+        Args:
+            ranks: the members, this rank among them. They stand in the group in the order of the mesh.
+            tag: a word that makes this a communicator of its own on the same ranks.
+            options: as in ``GroupOptions``.
+
+        Raises:
+            PlaceError: a rank that the mesh does not have, or that is named twice.
+            MembershipError: this rank is not among them.
+
+        >>> import torch.distributed as dist
+        >>> dist.get_process_group_ranks(mesh.group_of([5, 0, 3]))
+        [0, 3, 5]
+        """
+        members = tuple(sorted(ranks, key=self.layout.coord_of))
+        if len(set(members)) != len(members):
+            raise PlaceError(f"group_of({list(members)}) names a rank more than once.")
+        if self.rank not in members:
+            raise MembershipError(
+                f"rank {self.rank} asked for the group of ranks {some(members)}, of which it is no member.\n\n"
+                f"  if mesh.rank in ranks: mesh.group_of(ranks)   # members alone call"
+            )
+        return self._family.group_of(members, tag, options)
+
+    def configure(self, *axes: Axis, tag: str = "", **options: Any) -> None:
+        """Set what the group along these axes will be made with; the owner of the axes does, before the first use.
+
+        Args:
+            axes: which; none for the group of the whole mesh.
+            tag: which of the communicators on these ranks.
+            options: as in ``GroupOptions``; those not given stay as they were, in the end as the world has them.
+
+        Raises:
+            OptionsError: no such option, or it is too late: the group was made.
+
+        >>> from datetime import timedelta
+        >>> mesh.configure("pp", timeout=timedelta(minutes=10))
+        """
+        self._family.configure(self.layout, axes, tag, options)
+
+    def adopt(self, axis: Axis, group: ProcessGroup) -> None:
+        """Take a group that was made elsewhere for the one along an axis; it is never destroyed from here.
+
+        Raises:
+            MembershipError: this rank is not in the mesh.
+            PlaceError: the group's ranks are not those of this rank's block.
+        """
+        self._check_member()
+        self._family.adopt(self.layout, (axis,), group)
+
+    def release(self, *axes: Axis) -> None:
+        """Destroy this rank's groups along these axes, tagged ones and twins too, with all they hold.
+
+        Every member releases; none waits for the others. A group asked for afterwards is a new one, with a name
+        that was never used.
+
+        >>> old = mesh.group("dp")
+        >>> mesh.release("dp")
+        >>> mesh.group("dp") is old
+        False
+        """
+        self._check_member()
+        self._family.release(self.layout, axes)
+
+    def close(self) -> None:
+        """Destroy every group of this mesh, its views and slices; they go on to know every rank's place.
+
+        Closing twice, or after torch.distributed was destroyed, does nothing.
+
+        Raises:
+            LifetimeError: this is a view or a slice, whose groups belong to the mesh it came from.
+        """
+        if not self._root:
+            raise LifetimeError(
+                f"{self!r} is a view or a slice and shares the groups of {self._family.call}: close that mesh, or\n\n"
+                f"  release('{self.axes[0] if self.axes else ''}')   # to let go of the groups along an axis"
+            )
+        self._family.close()
+
+    def __enter__(self) -> ProcessGroupMesh:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- smaller, and read with other axes ----------------------------------------------------------------------
+
+    def at(self, fixed: Mapping[Axis, Keep] | None = None, /, **indices: Keep) -> ProcessGroupMesh:
+        """The part of this mesh at these indices, sharing its groups.
+
+        Args:
+            fixed: the same as ``indices``, for numbered axes: ``at({0: 1})``.
+            indices: for each axis one index, which fixes and drops it, or a slice or indices to keep of it.
+                Negative ones count from the end; an index that is named twice counts once.
+
+        Raises:
+            AxisError: there is no such axis.
+            PlaceError: there is no such index.
+            ShapeError: nothing is left.
+
+        >>> mesh.at(pp=1)
+        ProcessGroupMesh(dp=2, tp=2, ranks=range(4, 8))
+        >>> mesh.at(pp=[0, -1]).ranks("pp")             # first and last stage: tied embeddings
+        (1, 5)
+        """
+        layout = self.layout.at(fixed, **indices)
+        if layout not in self._parts:
+            only_fixes = len(layout.axes) + len(fixed or ()) + len(indices) == len(self.axes)
+            through_me = only_fixes and self.rank in layout
+            self._parts[layout] = self._part(layout, part_of=self._part_of if through_me else None)
+        return self._parts[layout]
+
+    def along(self, *axes: Axis) -> ProcessGroupMesh:
+        """The slice through this rank along these axes: the others fixed where it is. ``mesh[axes]`` is the same.
+
+        Raises:
+            AxisError: there is no such axis, or it is named twice.
+            MembershipError: this rank is not in the mesh.
+
+        >>> mesh.along("dp", "tp").ranks(), mesh["dp", "tp"] is mesh.along("dp", "tp")
+        ((4, 5, 6, 7), True)
+        """
+        try:
+            return self._parts[axes]
+        except KeyError:
+            self._check_member()
+            layout = self.layout.along(self.rank, *axes)
+            part = self if layout == self.layout else self._part(layout, part_of=self._part_of)
+            return self._parts.setdefault(axes, part)
+
+    def __getitem__(self, axes: Axis | tuple[Axis, ...]) -> ProcessGroupMesh:
+        return self.along(*axes) if isinstance(axes, tuple) else self.along(axes)
+
+    def view(self, *shape: int, **sizes: int) -> ProcessGroupMesh:
+        """The same ranks in the same order, read with other axes, sharing the groups: split, merged or both.
+
+        Args:
+            shape: the new sizes, for numbered axes.
+            sizes: the new sizes by name. At most one size is -1: what is left.
+
+        Raises:
+            ShapeError: the sizes do not hold the ranks, or would cut an uneven slice.
+
+        >>> moe = mesh.view(pp=2, edp=1, ep=4)
+        >>> moe.group("ep") is mesh.group("dp", "tp")
+        True
+        """
+        layout = self.layout.view(*shape, **sizes)
+        if layout not in self._parts:
+            self._parts[layout] = self._part(layout)
+        return self._parts[layout]
+
+    # -- torch's DeviceMesh -------------------------------------------------------------------------------------
+
+    def device_mesh(self, *axes: Axis) -> DeviceMesh:
+        """torch's DeviceMesh along these axes, over the very groups of this mesh; torch makes none of its own.
+
+        All of them are slices of one DeviceMesh for the whole mesh, as FSDP with tensor parallelism needs. Its
+        axes stand in the order of the mesh, in whatever order they are asked for.
+
+        Args:
+            axes: which; none for all.
+
+        Raises:
+            AxisError: there is no such axis, or it is named twice.
+            MembershipError: this rank is not in the mesh.
+
+        >>> mesh.device_mesh("dp", "tp").get_group("tp") is mesh.group("tp")
+        True
+        """
+        self._check_member()
+        names = tuple(str(axis) for axis in self.layout.along(self.rank, *axes).axes)
+        return self._family.device_mesh(self._part_of, names)
+
+    # -- text and travel ----------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        return self._family.call if self._root else self.layout.spell("ProcessGroupMesh")
+
+    def __str__(self) -> str:
+        return draw.text(self.layout, mark=self.rank)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        root = (self._family.name, self._family.number, self._family.layout, self._family.call, self._family.rank)
+        return _revive, (root, self.layout, self._root, self._part_of)
+
+    def _check_member(self) -> None:
+        if self.rank not in self.layout:
+            raise MembershipError(
+                f"rank {self.rank} is not in {self!r}, so it has no place and no group there.\n\n"
+                f"  if mesh.rank in mesh: ...   # ask first"
+            )
+
+
+def _revive(root: tuple[Any, ...], layout: Layout, is_root: bool, part_of: Layout) -> ProcessGroupMesh:
+    """A mesh that travelled: of its family where that lives here, else of one made anew."""
+    mesh = object.__new__(ProcessGroupMesh)
+    mesh._set(layout, groups.find_family(*root), root=is_root, part_of=part_of)
+    return mesh

@@ -1,0 +1,160 @@
+"""How ranks meet through the store: an agreement in one operation, and a wait that says who is missing."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from pgmesh.errors import LifetimeError, MismatchError, MissingRanksError
+from pgmesh.sizes import some
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.0005, 0.02
+"""Seconds between two looks into the store; each pause is half as long again as the one before."""
+
+
+def agree(store: dist.Store, key: str, mine: Mapping[str, Any], rank: int, what: str, mend: str) -> None:
+    """Check a description against the other members' in one operation: the first writes it, later ones compare.
+
+    Args:
+        mine: the description, as plain data.
+        rank: this rank, to name in the others' errors.
+        what: what is described, to begin the error with.
+        mend: the way out, to end the error with.
+
+    Raises:
+        MismatchError: another rank described it differently.
+    """
+    word = json.dumps({"rank": rank, **mine}, sort_keys=True)
+    seen = store.compare_set(key, "", word).decode()
+    if seen == word:
+        return
+    try:
+        theirs = json.loads(seen)
+        first = theirs.pop("rank")
+    except (ValueError, AttributeError, KeyError):
+        raise MismatchError(f"{what}: the store holds {seen[:200]!r} under {key}, which no pgmesh wrote.") from None
+    fields = [name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)]
+    if fields:
+        lines = [
+            f"\n  {name}: {_value(theirs.get(name))} on rank {first}, {_value(mine.get(name))} on rank {rank}"
+            for name in fields
+        ]
+        raise MismatchError(f"{what} is not the same on all ranks:{''.join(lines)}\n\n{mend}")
+
+
+def _value(value: Any) -> str:
+    return "the world's" if value is None else str(value)
+
+
+class PollingStore(dist.Store):
+    """The store that a backend reads through: it polls where the client would hold its lock and wait.
+
+    So one group's first collective cannot stall another's, a wait that fails says which ranks never came, and a
+    group that is let go of while it waits stops waiting.
+
+    Args:
+        inner: the world's store.
+        words: the group in words, for the error.
+        ranks: the members' ranks in the world, in the order of the group.
+        timeout: how long to wait where the backend does not say.
+        addresses: each member writes an address under a key that ends in its number, as Gloo does; else the first
+            member writes for all, as with NCCL. Addresses are held back until this rank first waits: then an
+            address says that its rank is in a collective, not only that it has made the group.
+    """
+
+    def __init__(
+        self, inner: dist.Store, words: str, ranks: Sequence[int], timeout: timedelta, *, addresses: bool
+    ) -> None:
+        super().__init__()
+        self._inner, self._words, self._ranks, self._timeout = inner, words, ranks, timeout
+        self._addresses = addresses
+        self._held: list[tuple[str, Any]] | None = [] if addresses else None
+        self._publishing = threading.Lock()
+        self._over = threading.Event()
+        self.written: set[str] = set()
+
+    def close(self) -> None:
+        """End every wait."""
+        self._over.set()
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._publish()
+        limit = self._timeout if timeout is None else timeout
+        end = time.monotonic() + limit.total_seconds()
+        pause = FIRST_PAUSE
+        while not self._inner.check(keys):
+            left = end - time.monotonic()
+            if left <= 0:
+                raise MissingRanksError(self._missing(keys, limit))
+            if self._over.wait(min(pause, left)):
+                raise LifetimeError(f"{self._words} was released on this rank while it waited for its members.")
+            pause = min(pause * 1.5, LONGEST_PAUSE)
+
+    def _missing(self, keys: list[str], limit: timedelta) -> str:
+        absent = next(key for key in [*keys, keys[-1]] if not self._inner.check([key]) or key is keys[-1])
+        stem, _, _ = absent.rpartition("/")
+        who = [
+            rank
+            for i, rank in enumerate(self._ranks if self._addresses else self._ranks[:1])
+            if not self._inner.check([f"{stem}/{i}" if self._addresses else absent])
+        ]
+        return (
+            f"{self._words}: rank{'s' * (len(who) > 1)} {some(who)} never came to its first collective, in "
+            f"{limit.total_seconds():g} s. Its ranks are {some(self._ranks)}."
+        )
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._inner.get(key)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.wait(keys)
+        return self._inner.multi_get(keys)
+
+    def set(self, key: str, value: Any) -> None:
+        if self._held is not None:
+            self._held.append((key, value))
+        else:
+            self.written.add(key)
+            self._inner.set(key, value)
+
+    def multi_set(self, keys: list[str], values: list[Any]) -> None:
+        for key, value in zip(keys, values):
+            self.set(key, value)
+
+    def _publish(self) -> None:
+        with self._publishing:
+            held, self._held = self._held, None
+            for key, value in held or ():
+                self.set(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._inner.check(keys)
+
+    def add(self, key: str, amount: int) -> int:
+        self.written.add(key)
+        return self._inner.add(key, amount)
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        self.written.add(key)
+        return self._inner.compare_set(key, expected, desired)
+
+    def append(self, key: str, value: Any) -> None:
+        self.written.add(key)
+        self._inner.append(key, value)  # type: ignore[attr-defined]
+
+    def delete_key(self, key: str) -> bool:
+        self.written.discard(key)
+        return self._inner.delete_key(key)
+
+    def num_keys(self) -> int:
+        return self._inner.num_keys()
+
+    def has_extended_api(self) -> bool:
+        return True
