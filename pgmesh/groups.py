@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import hashlib
 import json
 import math
@@ -155,9 +156,13 @@ def _world_options() -> GroupOptions:
     return GroupOptions(backend=backend, timeout=c10d._get_default_timeout(c10d.Backend(backend)))
 
 
-def _backends(options: GroupOptions) -> dict[str, str]:
-    """The backend for each device."""
-    name = options.backend or ""
+@functools.cache
+def _backends(name: str) -> dict[str, str]:
+    """The backend for each device.
+
+    Raises:
+        OptionsError: torch.distributed knows no such backend.
+    """
     known = {*c10d.Backend.backend_list, *(plugin.lower() for plugin in c10d.Backend._plugins)}
     parts = [part.rpartition(":")[2] for part in name.split(",")]
     if name == "undefined" or not set(parts) <= known - {"undefined"}:
@@ -168,9 +173,9 @@ def _backends(options: GroupOptions) -> dict[str, str]:
     return {device: str(backend) for device, backend in table.items()}
 
 
-def default_device(options: Mapping[str, Any] | None = None) -> str:
+def default_device() -> str:
     """The type of the device that groups communicate from: an accelerator where the backend serves one that is here."""
-    devices = list(_backends(_world_options().but(options or {})))
+    devices = list(_backends(_registry().options.backend))
     accelerator = torch.accelerator.current_accelerator()
     return accelerator.type if accelerator is not None and accelerator.type in devices else devices[0]
 
@@ -224,12 +229,12 @@ _DIRECT: dict[str, Callable[..., Any]] = {"gloo": _gloo, "nccl": _nccl, "fake": 
 
 
 def _is_direct(options: GroupOptions) -> bool:
-    return not c10d._use_torchcomms_enabled() and set(_backends(options).values()) <= {*_DIRECT}
+    return not c10d._use_torchcomms_enabled() and set(_backends(options.backend).values()) <= {*_DIRECT}
 
 
 def _build(name: str, ranks: Sequence[int], me: int, options: GroupOptions, store: dist.Store, description: str) -> Any:
     """A process group of these ranks that torch.distributed knows as its own."""
-    rank, size, backends = ranks.index(me), len(ranks), _backends(options)
+    rank, size, backends = ranks.index(me), len(ranks), _backends(options.backend)
     prefixed = dist.PrefixStore(f"{name}/", store)
     group: Any = dist.ProcessGroup(prefixed, rank, size)
     types = {each: c10d.Backend.backend_type_map[each] for each in backends.values()}
@@ -291,6 +296,7 @@ class _Registry:
         self.numbers: Counter[str] = Counter()
         self.families: weakref.WeakSet[Family] = weakref.WeakSet()
         self.open: set[Family] = set()  # those that hold groups live until they are closed
+        self.options = _world_options()
 
     def living(self) -> list[Family]:
         return [family for family in self.families if family.ended is None]
@@ -300,7 +306,10 @@ _registries: weakref.WeakKeyDictionary[Any, _Registry] = weakref.WeakKeyDictiona
 
 
 def _registry() -> _Registry:
-    return _registries.setdefault(dist.group.WORLD, _Registry())
+    world: Any = dist.group.WORLD
+    if world not in _registries:
+        _registries[world] = _Registry()
+    return _registries[world]
 
 
 @dataclass(frozen=True)
@@ -346,7 +355,7 @@ class Family:
                         f"a mesh named {name!r} lives already, made at {other.line}: {other.call}.\n\n"
                         f"  close() it first, or give this one a name of its own."
                     )
-        kin = name if name is not None else _set_of(layout.ranks_in_order())
+        kin = name if name is not None else _set_word(layout.ranks_in_order())
         self.number = registry.numbers[kin]
         registry.numbers[kin] += 1
         self.identity = f"{kin}.{self.number}"
@@ -386,9 +395,10 @@ class Family:
     ) -> dist.ProcessGroup:
         with self._lock:
             self.check()
-            configured, _, _ = self._configured.get((ranks, tag), (GroupOptions(), "", ""))
-            usual = _world_options().but(configured.given_options())
-            options = usual.but(asked)
+            usual = self._registry.options
+            if (ranks, tag) in self._configured:
+                usual = usual.but(self._configured[ranks, tag][0].given_options())
+            options = usual.but(asked) if asked else usual
             key = _Key(ranks, options, tag)
             made = self._cache.get(key)
             if made is None:
@@ -416,7 +426,7 @@ class Family:
                 words,
                 key.ranks,
                 options.timeout or timedelta(),
-                addresses="nccl" not in _backends(options).values(),
+                addresses="nccl" not in _backends(options.backend).values(),
             )
         group = _build(name, key.ranks, self.rank, options, polling or dist.HashStore(), description)
         return Made(group, words, line, polling, keys)
@@ -452,11 +462,12 @@ class Family:
 
     def _name_of(self, key: _Key, usual: GroupOptions) -> str:
         """A name that is a function of what the group is, never of how many groups were made before it."""
-        unusual = {what: value for what, value in key.options.given().items() if usual.given().get(what) != value}
-        what = json.dumps([key.options.backend, key.tag, unusual], sort_keys=True)
-        digest = hashlib.blake2b(array("q", key.ranks).tobytes() + what.encode(), digest_size=8).hexdigest()
-        generation = self._generations[key.ranks]
-        return f"{_PREFIX}{self.identity}/{_set_of(key.ranks)}/{digest}.{generation}"
+        unusual = {}
+        if key.options != usual:
+            plain = usual.given()
+            unusual = {what: value for what, value in key.options.given().items() if plain.get(what) != value}
+        kind = _digest(json.dumps([key.options.backend, key.tag, unusual], sort_keys=True).encode())
+        return f"{_PREFIX}{self.identity}/{_word(key.ranks)}/{kind}.{self._generations[key.ranks]}"
 
     def _open(self) -> None:
         """At the family's first group: see that no other could be taken for it, and that all ranks mean the same."""
@@ -470,14 +481,14 @@ class Family:
                         f"{other.line} and at {self.line}. Ranks that use them in other orders would cross.\n\n"
                         f"  ProcessGroupMesh(..., name='actor')   # name them, or close() the one that is done with"
                     )
-        if len(self.layout) > 1 and not self._is_dry(_world_options()):
+        if len(self.layout) > 1 and not self._is_dry(self._registry.options):
             ranks = self.layout.ranks_in_order()
             shown: object = ranks if isinstance(ranks, range) else some(ranks, 64)
             mine = {
                 "axes": list(self.layout.axes),
                 "shape": list(self.layout.shape),
                 "ranks": f"{shown}",
-                **({} if isinstance(ranks, range) else {"digest": _digest(ranks)}),
+                **({} if isinstance(ranks, range) else {"digest": _word(ranks)}),
             }
             mend = "Make the mesh alike on every rank; where ranks mean to have different meshes, name each."
             agree(c10d._get_default_store(), f"{_PREFIX}{self.identity}", mine, self.rank, self.words, mend)
@@ -485,7 +496,7 @@ class Family:
 
     def _is_dry(self, options: GroupOptions) -> bool:
         """Whether there are no other processes to agree with."""
-        return set(_backends(options).values()) == {"fake"}
+        return set(_backends(options.backend).values()) == {"fake"}
 
     # -- configuring --------------------------------------------------------------------------------------------
 
@@ -609,27 +620,31 @@ class Family:
             raise PlaceError(f"{words} has ranks {some(block)}; the group to adopt has {some(members)}.")
         with self._lock:
             self._open()
-            self._cache.setdefault(_Key(block, _world_options(), ""), Made(group, words, _caller(), ours=False))
+            self._cache.setdefault(_Key(block, self._registry.options, ""), Made(group, words, _caller(), ours=False))
 
 
 def _check_honoured(options: GroupOptions, words: str) -> None:
-    backends = set(_backends(options).values())
+    backends = set(_backends(options.backend).values())
     for option, value in (("high_priority", options.high_priority), ("nccl", options.nccl)):
         if value and "nccl" not in backends:
             raise OptionsError(f"{words}: backend {options.backend} cannot honour {option}={value!r}; NCCL alone can.")
 
 
-def _set_of(ranks: range | tuple[int, ...]) -> str:
-    """A set of ranks as a short word: "0-7", "1-7:2", or a digest."""
-    straight = ranks if isinstance(ranks, range) else progression(tuple(sorted(ranks)))
+def _word(ranks: range | tuple[int, ...]) -> str:
+    """Ranks in their order as a short word: "0-7", "1-7:2", or a digest."""
+    straight = progression(ranks)
     if straight is None:
-        return _digest(tuple(sorted(ranks)))
-    low, high, step = min(straight[0], straight[-1]), max(straight[0], straight[-1]), abs(straight.step)
-    return f"{low}-{high}" + (f":{step}" if step > 1 and len(straight) > 1 else "")
+        return _digest(array("q", ranks).tobytes())
+    return f"{straight[0]}-{straight[-1]}" + (f":{straight.step}" if straight.step != 1 and len(straight) > 1 else "")
 
 
-def _digest(ranks: Sequence[int]) -> str:
-    return hashlib.blake2b(array("q", ranks).tobytes(), digest_size=8).hexdigest()
+def _set_word(ranks: range | tuple[int, ...]) -> str:
+    """Ranks in no order as a short word."""
+    return _word(ranks if isinstance(ranks, range) and ranks.step > 0 else tuple(sorted(ranks)))
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def _delete(keys: Iterable[str]) -> None:

@@ -467,11 +467,11 @@ class Layout:
     def _spread(self, start: int, along: Sequence[int]) -> tuple[int, ...]:
         """The ranks that one reaches from a position along these axes, the last varying fastest."""
         *outer, inner = _fuse([self._steps[i] for i in along]) or [range(1)]
-        starts: list[int] = [start]
+        starts: Sequence[int] = [start]
         for steps in outer:
             starts = [at + step for at in starts for step in steps]
-        if isinstance(inner, range):
-            positions = [at for first in starts for at in range(first, first + len(inner) * inner.step, inner.step)]
+        if len(starts) == 1 and isinstance(inner, range):
+            positions: Iterable[int] = range(start, start + len(inner) * inner.step, inner.step)
         else:
             positions = [at + step for at in starts for step in inner]
         return tuple(positions) if self._table is None else tuple(map(self._table.ranks.__getitem__, positions))
