@@ -281,9 +281,10 @@ def _disarm(group: Any) -> None:
     settings = _FakeBackend.Options()
     settings.error_on_collective = True
     refusal = _FakeBackend._create_internal(group.rank(), group.size(), settings)
+    # torch keeps the first backend of each type, so the refusal goes by a type that no group of ours is made with.
     for device in group._device_types:
-        group._register_backend(device, dist.ProcessGroup.BackendType.CUSTOM, refusal)
-    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+        group._register_backend(device, dist.ProcessGroup.BackendType.UNDEFINED, refusal)
+    group._set_default_backend(dist.ProcessGroup.BackendType.UNDEFINED)
 
 
 # -- the groups of a mesh, its views and its slices ---------------------------------------------------------------

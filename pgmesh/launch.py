@@ -239,6 +239,7 @@ class LocalRank:
         if forks:
             context.set_forkserver_preload(["torch"])
         self.rank = rank
+        self.began = False
         self.calls, calls = context.Pipe()
         self.watch, watch = context.Pipe()
         with calls, watch:
@@ -253,6 +254,7 @@ class LocalRank:
             while self.calls.poll():
                 if message := self.calls.recv_bytes():
                     return _unpacked(self.rank, message)
+                self.began = True
                 self.calls.send_bytes(call)
         except (EOFError, OSError):
             self.process.join(0.1)
@@ -261,6 +263,8 @@ class LocalRank:
         code = self.process.exitcode or 0
         how = {-s: s.name for s in signal.Signals}.get(code, f"exit code {code}")
         died = f"died without a word ({how})"
+        if not self.began:
+            died += ' as it started: is the call that spawns it under `if __name__ == "__main__":`?'
         return Outcome(self.rank, error=died, exitcode=code, moment=-math.inf)
 
     def where(self) -> str:

@@ -381,11 +381,18 @@ class Layout:
     def __repr__(self) -> str:
         return self.spell("Layout")
 
-    def spell(self, who: str, **more: object) -> str:
-        """The call of ``who`` that would make this layout, as text."""
+    def spell(self, who: str, *, world: int | None = None, **more: object) -> str:
+        """The call of ``who`` that would make this layout, as text.
+
+        Args:
+            world: how many ranks there are where none are given; as many as here unless given.
+
+        >>> layout.at(pp=0).spell("ProcessGroupMesh", world=8)
+        'ProcessGroupMesh(dp=2, tp=2, ranks=range(0, 4))'
+        """
         box = dict(zip(self._axes, self.shape))
         ranks: object = self.ranks_in_order()
-        if ranks == range(len(self)):
+        if ranks == range(len(self) if world is None else world):
             return spell(who, box, **more)
         whole = self._table is not None and len(self) == len(self._table.ranks)
         short = isinstance(ranks, range) or whole or len(self) <= 64

@@ -66,10 +66,7 @@ class ProcessGroupMesh:
                 raise PlaceError(f"{who}: the world's ranks are 0 to {world - 1}; there is no rank {some(foreign)}.")
             box = fill(who, box, len(order), f"{len(order)} rank{'s' * (len(order) > 1)} are given", pick=False)
         layout = Layout.of(box, order)
-        if ranks is None:
-            call = spell(who, box, **({"name": name} if name else {}))
-        else:
-            call = layout.spell(who, **({"name": name} if name else {}))
+        call = layout.spell(who, world=world, **({"name": name} if name else {}))
         self._set(layout, groups.Family(name, layout, call), root=True, part_of=layout)
 
     def _set(self, layout: Layout, family: groups.Family, *, root: bool, part_of: Layout) -> None:
@@ -443,7 +440,7 @@ class ProcessGroupMesh:
     # -- text and travel ----------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        return self._family.call if self._root else self.layout.spell("ProcessGroupMesh")
+        return self._family.call if self._root else self.layout.spell("ProcessGroupMesh", world=self._family.world_size)
 
     def __str__(self) -> str:
         return draw.text(self.layout, mark=self.rank)

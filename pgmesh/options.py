@@ -65,6 +65,8 @@ class GroupOptions:
             raise OptionsError(f"NCCL has no setting {', '.join(unknown)}; it has {', '.join(NCCL_SETTINGS)}.")
         if self.backend is not None:
             object.__setattr__(self, "backend", self.backend.lower())
+        if self.nccl is not None:
+            object.__setattr__(self, "nccl", dict(self.nccl))  # ours, whatever becomes of what was given
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> GroupOptions:

@@ -1,0 +1,388 @@
+"""A mesh in one process: every rank of worlds up to 512, over the fake backend."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import math
+import pickle
+import random
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+import pgmesh
+from pgmesh import GroupOptions, ProcessGroupMesh, groups
+from tests.dry import dry_world
+
+SHAPES = {
+    1: {"dp": 1},
+    2: {"tp": 2},
+    8: {"pp": 2, "dp": 2, "tp": 2},
+    12: {"dp": 3, "cp": 1, "tp": 4},
+    64: {"dp": 2, "pp": 4, "cp": 2, "tp": 4},
+    512: {"dp": 8, "pp": 4, "cp": 2, "tp": 8},
+}
+
+
+def combinations(axes: tuple[str | int, ...]) -> list[tuple[str | int, ...]]:
+    return [combo for n in range(len(axes) + 1) for combo in itertools.combinations(axes, n)]
+
+
+def order_of(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
+
+
+@pytest.fixture
+def mesh():
+    """The running example, seen from rank 5."""
+    with dry_world(5, 8):
+        yield ProcessGroupMesh(pp=2, dp=2, tp=2)
+
+
+@pytest.mark.parametrize(("size", "sizes"), SHAPES.items(), ids=map(str, SHAPES))
+@pytest.mark.parametrize("permuted", [False, True], ids=["in order", "permuted"])
+def test_index_is_the_rank_in_the_group_on_every_rank(size, sizes, permuted):
+    order = random.Random(size).sample(range(size), size) if permuted else list(range(size))
+    for rank in range(size):
+        with dry_world(rank, size):
+            mesh = ProcessGroupMesh(**sizes, ranks=order)
+            for combo in combinations(mesh.axes):
+                group = mesh.group(*combo)
+                assert order_of(group) == mesh.ranks(*combo)
+                assert dist.get_rank(group) == mesh.index(*combo)
+                assert group.size() == mesh.size(*combo) == len(mesh.ranks(*combo))
+
+
+def test_a_combination_has_no_order(mesh):
+    for combo in combinations(mesh.axes):
+        assert len({mesh.group(*order) for order in itertools.permutations(combo)}) == 1
+
+
+def test_group_along_axes_of_size_1_is_a_real_group_of_one():
+    with dry_world(3, 4):
+        mesh = ProcessGroupMesh(dp=4, tp=1)
+        assert order_of(mesh.group("tp")) == (3,)
+        assert mesh.group("dp", "tp") is mesh.group("dp") is not dist.group.WORLD
+
+
+def test_along_shares_with_its_mesh(mesh):
+    for combo in combinations(mesh.axes)[1:]:
+        along = mesh.along(*combo)
+        assert along.group() is mesh.group(*combo)
+        assert all(along.group(axis) is mesh.group(axis) for axis in combo)
+        assert along is mesh[combo] is mesh.along(*combo)
+
+
+def test_along_is_the_slice_in_the_order_of_the_mesh(mesh):
+    assert mesh["tp", "pp"].axes == ("pp", "tp")
+    assert mesh["tp"].ranks() == (4, 5)
+    assert mesh.along().ranks() == mesh.ranks()
+
+
+def test_views_and_slices_share_by_what_a_group_is(mesh):
+    moe = mesh.view(pp=2, edp=1, ep=4)
+    assert moe.group("ep") is mesh.group("dp", "tp") is mesh.at(pp=1).group()
+    assert moe.group("edp").size() == 1
+    assert moe.at(pp=[0, -1]).view(2, 4).group(1) is moe.group("ep")
+    assert mesh.view(pp=2, dp=2, tp=2).group("tp") is mesh.group("tp")
+
+
+def test_numbered_axes_keep_their_numbers():
+    with dry_world(5, 8):
+        mesh = ProcessGroupMesh(2, 2, 2)
+        assert mesh.at({1: 0}).axes == (0, 2)
+        assert mesh.at({1: 0}).group(2) is mesh.group(2) is mesh.along(0, 2).group(2)
+
+
+def test_a_first_and_last_stage_group():
+    for rank, expected in [(0, (0, 6)), (7, (1, 7))]:
+        with dry_world(rank, 8):
+            mesh = ProcessGroupMesh(pp=4, tp=2)
+            ends = mesh.at(pp=[0, -1])
+            assert order_of(ends.group("pp")) == expected
+    with dry_world(3, 8):
+        ends = ProcessGroupMesh(pp=4, tp=2).at(pp=[0, -1])
+        assert ends.rank not in ends
+        assert ends.coord is None
+
+
+def test_meshes_on_the_same_ranks_share_nothing():
+    with dry_world(5, 8):
+        actor, critic = ProcessGroupMesh(dp=4, tp=2, name="actor"), ProcessGroupMesh(dp=4, tp=2, name="critic")
+        assert actor.group("tp") is not critic.group("tp")
+        assert actor.group("tp").group_name != critic.group("tp").group_name
+
+
+def test_options_that_differ_make_another_group(mesh):
+    usual = mesh.group("dp")
+    longer = mesh.group("dp", timeout=timedelta(hours=1))
+    tagged = mesh.group("dp", tag="all-gather")
+    assert len({usual, longer, tagged}) == 3
+    assert mesh.group("dp", timeout=timedelta(hours=1)) is longer
+    assert mesh.group("dp", tag="all-gather") is tagged
+    assert mesh.group("dp", backend="fake") is usual, "the backend it has anyway makes no other group"
+    assert len({group.group_name for group in (usual, longer, tagged)}) == 3
+
+
+def test_names_follow_what_a_group_is_and_not_the_order_of_making():
+    def names(seed: int) -> dict[object, str]:
+        with dry_world(5, 8):
+            mesh = ProcessGroupMesh(pp=2, dp=2, tp=2)
+            asks = [(combo, tag) for combo in combinations(mesh.axes)[1:] for tag in ("", "second")]
+            random.Random(seed).shuffle(asks)
+            return {ask: mesh.group(*ask[0], tag=ask[1]).group_name for ask in asks}
+
+    assert all(names(seed) == names(0) for seed in range(1, 6))
+
+
+def test_a_name_is_never_used_again(mesh):
+    names = set()
+    for _ in range(10):
+        names.add(mesh.group("dp").group_name)
+        mesh.release("dp")
+    assert len(names) == 10
+
+
+def test_a_release_counts_also_where_the_group_was_never_made():
+    names = []
+    for makes_it_first in (True, False):
+        with dry_world(5, 8):
+            mesh = ProcessGroupMesh(pp=2, dp=2, tp=2)
+            if makes_it_first:
+                mesh.group("tp")
+            mesh.release("tp")
+            names.append(mesh.group("tp").group_name)
+    assert names[0] == names[1], "the two ranks would never meet"
+
+
+def test_ranks_of_group_of_stand_in_the_order_of_the_mesh():
+    with dry_world(0, 4):
+        mesh = ProcessGroupMesh(dp=4, ranks=[3, 1, 2, 0])
+        assert order_of(mesh.group_of([0, 1, 3])) == (3, 1, 0)
+        assert mesh.group_of([3, 0, 1]) is mesh.group_of((1, 3, 0))
+        assert mesh.group_of(range(4)) is mesh.group()
+
+
+def test_descriptions_name_the_group():
+    with dry_world(5, 8):
+        actor = ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor")
+        assert actor.group("dp", "tp").group_desc == "actor[pp=1, dp=*, tp=*]"
+        assert actor.group_of([5, 0]).group_desc == "actor[ranks 0, 5]"
+        actor.configure("pp", description="stages")
+        assert actor.group("pp").group_desc == "stages"
+    with dry_world(0, 8):
+        assert ProcessGroupMesh(2, 4).group(1).group_desc == "mesh[0=0, 1=*]"
+
+
+def test_configure_sets_what_a_group_is_made_with(mesh):
+    mesh.configure("dp", timeout=timedelta(minutes=3))
+    mesh.configure("dp", description="replicas")
+    assert mesh.group("dp").group_desc == "replicas"
+    assert mesh.group("dp", timeout=timedelta(minutes=3)) is mesh.group("dp")
+
+
+def test_a_rank_outside_knows_the_mesh_and_does_nothing():
+    with dry_world(6, 8):
+        mesh = ProcessGroupMesh(dp=2, tp=2, ranks=range(4))
+        assert mesh.rank not in mesh
+        assert mesh.coord is None
+        assert mesh.ranks() == (0, 1, 2, 3)
+        assert mesh.size("dp") == 2
+        assert list(mesh.partition("tp")) == [(0, 1), (2, 3)]
+        mesh.configure("dp", timeout=timedelta(minutes=1))
+        for ask in (mesh.group, mesh.index, mesh.label, mesh.device_mesh, mesh.along, lambda: mesh.ranks("dp")):
+            with pytest.raises(pgmesh.MembershipError):
+                ask()
+        assert len(c10d._world.pg_map) == 1, "nothing but the world"
+
+
+def test_a_root_is_made_by_its_repr():
+    with dry_world(5, 8):
+        for mesh in (
+            ProcessGroupMesh(2, 2, 2),
+            ProcessGroupMesh(pp=2, dp=-1, tp=2, name="actor"),
+            ProcessGroupMesh(dp=2, ranks=[7, 3], name="two"),
+            ProcessGroupMesh(dp=2, tp=2, ranks=range(4), name="half"),
+        ):
+            call = repr(mesh)
+            mesh.close()
+            again = eval(call)
+            assert repr(again) == call
+            assert again.layout == mesh.layout
+            again.close()
+
+
+def test_the_picture_marks_this_rank(mesh):
+    assert "[5]" in str(mesh)
+    assert "[" not in str(mesh.at(pp=0))
+
+
+def test_close_ends_everything_once(mesh):
+    groups_made = [mesh.group(*combo) for combo in combinations(mesh.axes)]
+    mesh.close()
+    mesh.close()
+    assert len(c10d._world.pg_map) == len(c10d._world.pg_group_ranks) == 1
+    assert not [tag for tag in c10d._world.tags_to_pg if "pgmesh" in tag]
+    for group in groups_made:
+        with pytest.raises(pgmesh.LifetimeError):
+            dist.barrier(group=group)
+    for ask in (mesh.group, lambda: mesh.along("tp").group("tp"), lambda: mesh.view(8).group()):
+        with pytest.raises(pgmesh.LifetimeError):
+            ask()
+    assert mesh.coord == (1, 0, 1)
+    assert mesh.index("dp", "tp") == 1
+
+
+def test_a_mesh_ends_with_its_world():
+    with dry_world(5, 8):
+        mesh = ProcessGroupMesh(pp=2, dp=2, tp=2)
+        mesh.group("tp")
+    with pytest.raises(pgmesh.LifetimeError, match=r"torch\.distributed was destroyed"):
+        mesh.group("tp")
+    mesh.close()
+    with dry_world(5, 8), pytest.raises(pgmesh.LifetimeError):
+        mesh.group("tp")
+
+
+def test_torch_destroying_a_group_is_heard(mesh):
+    first = mesh.group("tp")
+    dist.destroy_process_group(first)
+    assert mesh.group("tp") is not first
+    assert mesh.group("tp").group_name != first.group_name
+    assert not [tag for tag, held in c10d._world.tags_to_pg.items() if not held]
+
+
+def test_torchs_own_names_do_not_depend_on_how_many_groups_are_held(mesh):
+    before = c10d._hash_ranks_to_str([0, 1])
+    for combo in combinations(mesh.axes):
+        mesh.group(*combo)
+    assert c10d._hash_ranks_to_str([0, 1]) == before
+    assert all(group in c10d._world.pg_names for group in c10d._world.pg_map)
+    assert c10d._world.pg_config_info, "torch's own look at its tables still works"
+
+
+def test_many_threads_get_one_group(mesh):
+    start, got = threading.Barrier(16), []
+
+    def ask() -> None:
+        start.wait()
+        got.append(mesh.group("dp", "tp"))
+
+    threads = [threading.Thread(target=ask) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(got) == 16
+    assert len(set(got)) == 1
+
+
+@pytest.mark.parametrize("part", [lambda m: m, lambda m: m.at(pp=1), lambda m: m.view(4, 2)], ids=["root", "slice", "view"])
+def test_copies_are_of_the_same_family(mesh, part):
+    here = part(mesh)
+    for there in (copy.copy(here), copy.deepcopy(here), pickle.loads(pickle.dumps(here))):
+        assert there.layout == here.layout
+        assert there.group(*here.axes) is here.group(*here.axes)
+    assert b"ProcessGroup" not in pickle.dumps(here).replace(b"ProcessGroupMesh", b"")
+
+
+def test_a_mesh_travels_to_another_world_and_outside_any():
+    with dry_world(5, 8):
+        mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor")
+        mesh.group("tp")
+        sent, part = pickle.dumps(mesh), pickle.dumps(mesh.at(pp=0))
+    outside = pickle.loads(sent)
+    assert (outside.shape, outside.rank, outside.coord) == ((2, 2, 2), 5, (1, 0, 1))
+    with pytest.raises(pgmesh.LifetimeError, match="outside any world"):
+        outside.group("tp")
+    with dry_world(2, 8):
+        arrived, stage = pickle.loads(sent), pickle.loads(part)
+        assert arrived.rank == 2
+        assert order_of(arrived.group("tp")) == (2, 3)
+        assert stage.group("tp") is arrived.group("tp"), "what left together arrives together"
+
+
+def test_unnamed_meshes_that_are_alike_need_names():
+    with dry_world(5, 8):
+        one, two = ProcessGroupMesh(dp=8), ProcessGroupMesh(dp=8)
+        with pytest.raises(pgmesh.NameTakenError):
+            one.group("dp")
+        del two
+        gc.collect()
+        assert one.group("dp").size() == 8
+        other = ProcessGroupMesh(tp=8)
+        assert other.group("tp") is not one.group("dp")
+
+
+def test_a_name_is_free_again_after_close():
+    with dry_world(5, 8):
+        names = set()
+        for _ in range(3):
+            with ProcessGroupMesh(dp=8, name="actor") as mesh:
+                names.add(mesh.group("dp").group_name)
+        assert len(names) == 3
+
+
+def test_a_group_inherits_the_timeout_of_the_world():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=77))
+    try:
+        mesh = ProcessGroupMesh(dp=1)
+        import torch
+
+        backend = mesh.group("dp")._get_backend(torch.device("cpu"))
+        assert backend.options._timeout == timedelta(seconds=77)
+        assert mesh.group("dp", timeout=timedelta(seconds=5))._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=5)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_world_of_a_million_costs_no_more_than_its_groups():
+    with dry_world(5, 1_048_576):
+        mesh = ProcessGroupMesh(dp=-1, pp=4, cp=2, tp=8)
+        assert mesh.shape == (16384, 4, 2, 8)
+        assert order_of(mesh.group("cp", "tp")) == tuple(range(16))
+        assert math.prod(mesh.shape) == mesh.size()
+        assert mesh.along("tp").ranks() == tuple(range(8))
+
+
+def test_the_seam_is_whole():
+    assert groups.missing_names() == {}, "this torch lacks private names that pgmesh needs: see groups.SEAM"
+
+
+def test_the_seam_says_what_is_gone():
+    class Torch:
+        _C = None
+
+        class distributed:  # noqa: N801
+            distributed_c10d = None
+
+    gone = groups.missing_names(Torch)
+    assert gone == groups.SEAM
+    assert all(reason for reason in gone.values())
+
+
+def test_all_names_are_there():
+    for name in pgmesh.__all__:
+        assert getattr(pgmesh, name) is not None
+    assert set(pgmesh.__all__) <= set(dir(pgmesh))
+
+
+def test_importing_pgmesh_does_not_load_torch():
+    code = "import sys, pgmesh; pgmesh.Layout(dp=2); pgmesh.GroupOptions; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_options_are_copied_and_hashable():
+    given = {"max_ctas": 8}
+    options = GroupOptions(backend="NCCL", nccl=given)
+    assert options == GroupOptions(backend="nccl", nccl={"max_ctas": 8})
+    assert len({options, GroupOptions(backend="nccl", nccl={"max_ctas": 8})}) == 1
+    given["max_ctas"] = 16
+    assert options.nccl == {"max_ctas": 8}

@@ -1,0 +1,149 @@
+"""The one way in which tests start ranks: worlds of real processes that outlive a single test.
+
+    def place(group):
+        return dist.get_rank(), len(group)
+
+    def test_place():
+        assert world(2).run(place, "ab") == [(0, 2), (1, 2)]
+
+Functions that ranks run stand at module level; a test that kills ranks does it in a fresh(n) world.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pgmesh.errors import LaunchError
+from pgmesh.launch import GRACE, LocalWorld, Outcome, packed, results
+
+DEADLINE = 60.0  # seconds
+
+
+class World(LocalWorld):
+    """n gloo ranks that stay from one run to the next."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__(n, "gloo", timedelta(seconds=DEADLINE))
+        self.sound = True  # until a rank fails
+        self.closed = False
+
+    @property
+    def pids(self) -> list[int]:
+        return [rank.process.pid for rank in self.ranks]
+
+    def run(self, fn: Callable[..., Any], *args: Any, deadline: float = DEADLINE) -> list[Any]:
+        """What fn(*args) returns on each rank. If one fails: LaunchError, and the end of this world."""
+        return self.run_each(fn, [args] * len(self.ranks), deadline=deadline)
+
+    def run_each(
+        self, fn: Callable[..., Any], args: Sequence[tuple[Any, ...]], *, deadline: float = DEADLINE
+    ) -> list[Any]:
+        """What fn returns on each rank, given that rank's own arguments."""
+        outcomes = self._gather(fn, args, deadline, GRACE)
+        if not self.sound:
+            self.close()
+        return results(outcomes)
+
+    def outcomes(self, fn: Callable[..., Any], *args: Any, deadline: float = DEADLINE) -> list[Outcome]:
+        """What became of fn(*args) on each rank, all in the whole time. Only a late rank ends the world."""
+        outcomes = self._gather(fn, [args] * len(self.ranks), deadline, math.inf)
+        if any(outcome.late for outcome in outcomes):
+            self.close()
+        return outcomes
+
+    def kill(self, rank: int, signal: int) -> None:
+        """Send this rank this signal."""
+        self.sound = False
+        os.kill(self.pids[rank], signal)
+
+    def close(self, patience: float = 0.0) -> None:
+        self.closed, self.sound = True, False
+        super().close(patience)
+
+    def _gather(
+        self, fn: Callable[..., Any], args: Sequence[tuple[Any, ...]], deadline: float, grace: float
+    ) -> list[Outcome]:
+        if self.closed:
+            raise LaunchError("this world has ended: ask world(n) or fresh(n) for another")
+        outcomes = self.gather([packed(_checked, (fn, *a)) for a in args], deadline, grace=grace)
+        self.sound = self.sound and not any(outcome.error for outcome in outcomes)
+        return outcomes
+
+
+_worlds: dict[int, World] = {}
+
+
+def world(n: int) -> World:
+    """The world of n ranks that all tests share; a new one once a rank has failed in it."""
+    if n in _worlds and not _worlds[n].sound:
+        _worlds.pop(n).close()
+    if n not in _worlds:
+        _worlds[n] = World(n)
+    return _worlds[n]
+
+
+@contextmanager
+def fresh(n: int) -> Iterator[World]:
+    """A world of n ranks that is nobody else's, and ends here."""
+    own = World(n)
+    try:
+        yield own
+    finally:
+        own.close()
+
+
+@atexit.register
+def close_worlds() -> None:
+    """End every shared world."""
+    while _worlds:
+        _worlds.popitem()[1].close(patience=5.0)
+
+
+# ---- inside a rank ----
+
+
+def _checked(fn: Callable[..., Any], *args: Any) -> Any:
+    result = fn(*args)
+    assert dist.is_initialized(), f"{fn.__qualname__} destroyed the default group, which later runs need"
+    after_run()
+    return result
+
+
+def after_run() -> None:
+    """After a run that went well: no mesh stays for the next."""
+    groups = sys.modules.get("pgmesh.groups")
+    if hasattr(groups, "close_all"):
+        groups.close_all()
+
+
+def check_sums(groups: dict[str, tuple[dist.ProcessGroup, Sequence[int]]]) -> None:
+    """The oracle: each group sums over these very ranks, and they stand in it in this order.
+
+    Every member of a group calls it, its groups in any order: all sums are under way before the first is
+    awaited. What is summed is a mask: a vector as long as the world, with a 1 at the own rank.
+    """
+    me, everyone = dist.get_rank(), range(dist.get_world_size())
+    under_way = []
+    for name, (group, ranks) in groups.items():
+        mask = torch.tensor([int(rank == me) for rank in everyone])
+        work = dist.all_reduce(mask, group=group, async_op=True)
+        under_way.append((f"group {name} on rank {me}", group, list(ranks), mask, work))
+    for what, group, ranks, mask, work in under_way:
+        assert work is not None, f"{what}: it is no member"
+        work.wait()
+        expected = [int(rank in ranks) for rank in everyone]
+        assert mask.tolist() == expected, f"{what} sums to {mask.tolist()}, not {expected}"
+        order = dist.get_process_group_ranks(group)
+        assert order == ranks, f"{what} holds ranks {order}, not {ranks}"
+        place = dist.get_rank(group)
+        assert place == ranks.index(me), f"{what} has it at place {place}, not {ranks.index(me)}"
