@@ -1,14 +1,23 @@
-"""What the doctests of pgmesh/ are shown on."""
+"""What every doctest may use: the running example, pp=2, dp=2, tp=2, seen from rank 5 of a dry world of 8."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from pgmesh import Layout
+import pgmesh
+from tests.dry import dry_world
 
 
 @pytest.fixture(autouse=True)
-def _shown(doctest_namespace: dict[str, Any]) -> None:
-    doctest_namespace["layout"] = Layout(pp=2, dp=2, tp=2)
+def running_example(request: pytest.FixtureRequest, doctest_namespace: dict[str, Any]) -> Iterator[None]:
+    if not isinstance(request.node, pytest.DoctestItem):
+        yield
+        return
+    with dry_world(5, 8):
+        doctest_namespace.update({name: getattr(pgmesh, name) for name in pgmesh.__all__})
+        doctest_namespace["layout"] = pgmesh.Layout(pp=2, dp=2, tp=2)
+        doctest_namespace["mesh"] = pgmesh.ProcessGroupMesh(pp=2, dp=2, tp=2, name="example")
+        yield

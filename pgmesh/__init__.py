@@ -33,7 +33,7 @@ _HOME = {
 }
 _MODULES = ("launch", "interop", "layout", "draw", "errors", "options", "groups", "mesh")
 
-__all__ = [*_HOME]  # noqa: PLE0604
+__all__ = [*_HOME]
 __version__ = "0.1.0"
 
 
@@ -55,17 +55,41 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from pgmesh.errors import (
         AxisError as AxisError,
+    )
+    from pgmesh.errors import (
         LaunchError as LaunchError,
+    )
+    from pgmesh.errors import (
         LifetimeError as LifetimeError,
+    )
+    from pgmesh.errors import (
         MembershipError as MembershipError,
+    )
+    from pgmesh.errors import (
         MismatchError as MismatchError,
+    )
+    from pgmesh.errors import (
         MissingRanksError as MissingRanksError,
+    )
+    from pgmesh.errors import (
         NameTakenError as NameTakenError,
+    )
+    from pgmesh.errors import (
         OptionsError as OptionsError,
+    )
+    from pgmesh.errors import (
         PgmeshError as PgmeshError,
+    )
+    from pgmesh.errors import (
         PlaceError as PlaceError,
+    )
+    from pgmesh.errors import (
         SeamError as SeamError,
+    )
+    from pgmesh.errors import (
         ShapeError as ShapeError,
+    )
+    from pgmesh.errors import (
         WorldError as WorldError,
     )
     from pgmesh.interop import from_device_mesh as from_device_mesh

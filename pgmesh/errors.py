@@ -1,18 +1,18 @@
 """The tree of errors. Each says what is wrong, the numbers, and the call that would be right.
 
-    PgmeshError
-    ├── ShapeError         (ValueError)              sizes that do not fit the ranks
-    ├── AxisError          (ValueError, IndexError)  an axis the mesh does not have, or named twice
-    ├── PlaceError         (ValueError, IndexError)  a rank, a coord or an index that is off the mesh
-    ├── OptionsError       (ValueError)              options that no such group can be made with
-    ├── MembershipError    (RuntimeError)            this rank is no member of what it asks for
-    ├── WorldError         (RuntimeError)            torch.distributed is not there, or not as needed
-    ├── NameTakenError     (RuntimeError)            a living mesh has this name already
-    ├── LifetimeError      (RuntimeError)            used after release, close or fork
-    ├── MismatchError      (RuntimeError)            ranks describe one mesh or group differently
-    ├── MissingRanksError  (TimeoutError)            members that did not come before the deadline
-    ├── SeamError          (RuntimeError)            a private name of torch that pgmesh needs is gone
-    └── LaunchError        (RuntimeError)            a launcher or a spawned rank failed
+PgmeshError
+├── ShapeError         (ValueError)              sizes that do not fit the ranks
+├── AxisError          (ValueError, IndexError)  an axis the mesh does not have, or named twice
+├── PlaceError         (ValueError, IndexError)  a rank, a coord or an index that is off the mesh
+├── OptionsError       (ValueError)              options that no such group can be made with
+├── MembershipError    (RuntimeError)            this rank is no member of what it asks for
+├── WorldError         (RuntimeError)            torch.distributed is not there, or not as needed
+├── NameTakenError     (RuntimeError)            a living mesh has this name already
+├── LifetimeError      (RuntimeError)            used after release, close or fork
+├── MismatchError      (RuntimeError)            ranks describe one mesh or group differently
+├── MissingRanksError  (TimeoutError)            members that did not come before the deadline
+├── SeamError          (RuntimeError)            a private name of torch that pgmesh needs is gone
+└── LaunchError        (RuntimeError)            a launcher or a spawned rank failed
 """
 
 from __future__ import annotations

@@ -27,10 +27,19 @@ from typing import TYPE_CHECKING, Any
 import cachetools
 import torch
 import torch.distributed as dist
+from torch.distributed import c10d_logger as _c10d_logger
 from torch.distributed import distributed_c10d as _c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from pgmesh.errors import LifetimeError, NameTakenError, OptionsError, PlaceError, SeamError, WorldError
+from pgmesh.errors import (
+    LifetimeError,
+    MissingRanksError,
+    NameTakenError,
+    OptionsError,
+    PlaceError,
+    SeamError,
+    WorldError,
+)
 from pgmesh.options import GroupOptions
 from pgmesh.rendezvous import PollingStore, agree
 from pgmesh.sizes import progression, some
@@ -39,6 +48,7 @@ if TYPE_CHECKING:
     from pgmesh.layout import Axis, Layout
 
 c10d: Any = _c10d  # its tables are read and written here as torch itself does, whatever their stubs say
+c10d_logger: Any = _c10d_logger
 
 # -- the seam: every private name of torch, with its reason ------------------------------------------------------
 
@@ -46,9 +56,12 @@ TRIED_ON = ("2.13",)
 """The versions of torch on which every name of the seam was tried."""
 
 SEAM: dict[str, str] = {
-    "distributed_c10d._world": "the tables where torch.distributed finds a group's ranks, backend and tag",
+    **{
+        f"distributed_c10d._world.{table}": "a table where torch.distributed looks groups up"
+        for table in ("pg_map", "pg_group_ranks", "pg_backend_config", "pg_coalesce_state", "pg_to_tag", "tags_to_pg")
+    },
     "distributed_c10d._pg_names": "its length goes into the names of torch's local synchronisation",
-    "distributed_c10d._pg_map": "where torch looks a group up before it complains about one",
+    "c10d_logger._get_msg_dict": "torch calls it when a collective has raised: the moment to say why",
     "distributed_c10d._get_default_store": "the world's store, where members agree and backends meet",
     "distributed_c10d._register_process_group": "functional collectives find a group by name",
     "distributed_c10d._unregister_process_group": "the registry keeps a group alive until it is told",
@@ -60,20 +73,22 @@ SEAM: dict[str, str] = {
     "ProcessGroup._device_types": "the devices a group answers for",
     "ProcessGroup._set_group_name": "torch names only what new_group makes",
     "ProcessGroup._set_group_desc": "profiles and flight records show this",
-    "ProcessGroupGloo._Options": "a lazy device can be handed over in no other way",
+    "ProcessGroupGloo._Options._devices": "a lazy device can be handed over in no other way",
+    "ProcessGroupGloo._Options._threads": "how many threads a group takes",
+    "ProcessGroupGloo._Options._timeout": "options of ours carry their timeout",
     "ProcessGroupGloo.create_default_device": "a device that connects when it is first used",
-    "_C._distributed_c10d.FakeProcessGroup": "dry runs, and what a released group answers with",
+    "_C._distributed_c10d.FakeProcessGroup._create_internal": "dry runs",
+    "_C._distributed_c10d.FakeProcessGroup.Options.error_on_collective": "what a released group answers with",
 }
 """Private names of torch that this file stands on, each with what it is needed for."""
 
 
 def missing_names(torch: Any = torch) -> dict[str, str]:
     """The names of the seam that this torch does not have, with what each is needed for."""
-    roots = {"distributed_c10d": torch.distributed.distributed_c10d, "_C": torch._C}
 
     def there(path: str) -> bool:
         root, *names = path.split(".")
-        place = roots.get(root) or getattr(torch.distributed, root, None)
+        place = torch._C if root == "_C" else getattr(torch.distributed, root, None)
         for name in names:
             place = getattr(place, name, None)
         return place is not None
@@ -111,19 +126,26 @@ class _Names(dict[Any, str]):
         _end_world("torch.distributed was destroyed")
 
 
-class _Homes(dict[Any, Any]):
-    """torch's table of backends and stores, which names a released group where torch would print its address."""
-
-    def get(self, group: Any, default: Any = None) -> Any:
-        home = super().get(group, default)
-        if home is None and group in _released:
-            raise LifetimeError(_released[group])
-        return home
-
-
 _released: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+_reading: weakref.WeakKeyDictionary[Any, PollingStore] = weakref.WeakKeyDictionary()
+_describe_failure = c10d_logger._get_msg_dict
+
+
+def _explain_failure(function: str, *args: Any, **kwargs: Any) -> Any:
+    """What torch logs of a collective that raised: the moment to raise what we know in place of what torch says."""
+    error = sys.exc_info()[1]
+    group = next((each for each in (*args, *kwargs.values()) if isinstance(each, dist.ProcessGroup)), None)
+    if group in _released:
+        raise LifetimeError(_released[group]) from error
+    if group in _reading and isinstance(error, RuntimeError) and "timed out" in str(error).lower():
+        missing = _reading[group].missing()
+        if missing:
+            raise MissingRanksError(missing) from error
+    return _describe_failure(function, *args, **kwargs)
+
+
 c10d._pg_names = _Names(c10d._pg_names)
-c10d._pg_map = _Homes(c10d._pg_map)
+c10d_logger._get_msg_dict = _explain_failure
 
 
 # -- the world that groups are made in ----------------------------------------------------------------------------
@@ -163,12 +185,13 @@ def _backends(name: str) -> dict[str, str]:
     Raises:
         OptionsError: torch.distributed knows no such backend.
     """
-    known = {*c10d.Backend.backend_list, *(plugin.lower() for plugin in c10d.Backend._plugins)}
-    parts = [part.rpartition(":")[2] for part in name.split(",")]
-    if name == "undefined" or not set(parts) <= known - {"undefined"}:
-        raise OptionsError(
-            f"torch.distributed knows no backend {name!r}; it knows {', '.join(sorted(known - {'undefined'}))}."
-        )
+    known = {*c10d.Backend.backend_list} - {"undefined"}
+    parts = {part.rpartition(":")[2] for part in name.split(",")}
+    if not parts <= known:
+        raise OptionsError(f"torch.distributed knows no backend {name!r}; it knows {', '.join(sorted(known))}.")
+    absent = sorted(part for part in parts if not dist.is_backend_available(part))
+    if absent:
+        raise OptionsError(f"this torch was built without backend {', '.join(absent)}.")
     table = c10d.BackendConfig(c10d.Backend(name)).get_device_backend_map()
     return {device: str(backend) for device, backend in table.items()}
 
@@ -398,7 +421,7 @@ class Family:
             self.check()
             usual = self._registry.options
             if (ranks, tag) in self._configured:
-                usual = usual.but(self._configured[ranks, tag][0].given_options())
+                usual = usual.but(self._configured[ranks, tag][0].keywords())
             options = usual.but(asked) if asked else usual
             key = _Key(ranks, options, tag)
             made = self._cache.get(key)
@@ -430,6 +453,8 @@ class Family:
                 addresses="nccl" not in _backends(options.backend).values(),
             )
         group = _build(name, key.ranks, self.rank, options, polling or dist.HashStore(), description)
+        if polling is not None:
+            _reading[group] = polling
         return Made(group, words, line, polling, keys)
 
     def _make_with_all(
@@ -504,24 +529,31 @@ class Family:
     def configure(self, layout: Layout, axes: tuple[Axis, ...], tag: str, options: Mapping[str, Any]) -> None:
         """Set what the group of this rank's block will be made with."""
         self.check()
-        GroupOptions.of(options)
+        given = GroupOptions.of(options)
+        layout.size(*axes)  # there are such axes, also where this rank is not in the mesh and has nothing to do
         if self.rank not in layout:
             return
-        ranks, spelling = layout.block_of(self.rank, *axes), ", ".join(map(str, axes or layout.axes))
+        ranks = layout.block_of(self.rank, *axes)
+        spelling = ", ".join(map(str, layout.along(self.rank, *axes).axes))
         with self._lock:
+            before, by, line = self._configured.get((ranks, tag), (GroupOptions(), spelling, ""))
+            after = before.but(options)
+            if after.keywords() == before.keywords():
+                return
             for key, made in self._cache.items():
                 if (key.ranks, key.tag) == (ranks, tag):
                     raise OptionsError(
-                        f"{made.words} was made at {made.line}, so it is too late to configure {spelling}. "
-                        f"Configure before the first group({spelling!r}), or release({spelling!r}) first."
+                        f"{made.words} was made at {made.line}, so it is too late to configure it.\n\n"
+                        f"  {_call('configure', axes, '...')}   # before the first {_call('group', axes)}\n"
+                        f"  {_call('release', axes)}   # or let go of it first"
                     )
-            before, by, line = self._configured.get((ranks, tag), (GroupOptions(), spelling, ""))
-            after = before.but(options)
-            if by != spelling and before.but(after.given_options()) != before:
+            kept = {name: value for name, value in before.keywords().items() if value is not None}
+            if by != spelling and any(after.keywords()[name] != value for name, value in kept.items()):
+                apart = _call("configure", axes, "tag='...'", "...")
                 raise OptionsError(
                     f"{spelling} and {by} are the same ranks here ({some(ranks)}), and so one group, but {by} was "
-                    f"configured with {before} at {line}, and {spelling} now with {GroupOptions.of(options)}.\n\n"
-                    f"  configure({spelling!r}, tag='...', ...)   # a communicator of its own, or the same options"
+                    f"configured with {before} at {line}, and {spelling} now with {given}.\n\n"
+                    f"  {apart}   # a communicator of its own; else the same options for both"
                 )
             self._configured[ranks, tag] = (after, by, _caller())
 
@@ -532,7 +564,10 @@ class Family:
         self.check()
         ranks = layout.block_of(self.rank, *axes)
         with self._lock:
-            self._drop([key for key in self._cache if key.ranks == ranks], f"was released at {_caller()}; ask its mesh for it anew.")
+            self._drop(
+                [key for key in self._cache if key.ranks == ranks],
+                f"was released at {_caller()}; ask its mesh for it anew.",
+            )
             self._generations[ranks] += 1
 
     def close(self, reason: str | None = None, *, at_exit: bool = False) -> None:
@@ -646,6 +681,10 @@ def _set_word(ranks: range | tuple[int, ...]) -> str:
 
 def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def _call(verb: str, axes: Iterable[Axis], *more: str) -> str:
+    return f"{verb}({', '.join([*map(repr, axes), *more])})"
 
 
 def _delete(keys: Iterable[str]) -> None:

@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from pgmesh.errors import LaunchError
 
 __all__ = ["join", "spawn"]
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+PRELOAD = ["__main__", "torch"]  # imported once, by the server that ranks are forked from
 GRACE = 0.5  # seconds in which the other ranks may tell their side of a first failure
 
 
@@ -62,7 +62,7 @@ def join(backend: str | None = None, *, timeout: timedelta | None = None) -> Non
     if "nccl" in backend:
         _use_device(int(env.get("LOCAL_RANK", 0)))
     if not env:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     try:
         dist.init_process_group(backend, init_method="env://", timeout=timeout)
@@ -177,7 +177,7 @@ class LocalWorld:
         if n < 1:
             raise LaunchError(f"a world has 1 rank or more, not {n}")
         # Hosted here, the store needs no port guessed beforehand, and no rank's death takes it away.
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.ranks: list[LocalRank] = []
         try:
             for rank in range(n):
@@ -237,7 +237,7 @@ class LocalRank:
         forks = "forkserver" in multiprocessing.get_all_start_methods() and sys.platform != "darwin"
         context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
         if forks:
-            context.set_forkserver_preload(["torch"])
+            context.set_forkserver_preload(PRELOAD)
         self.rank = rank
         self.began = False
         self.calls, calls = context.Pipe()
@@ -271,7 +271,7 @@ class LocalRank:
         """The stacks of its threads."""
         with contextlib.suppress(EOFError, OSError):
             self.watch.send_bytes(b"where?")
-            if self.watch.poll(1.0):
+            if self.watch.poll(2.0):
                 stacks: bytes = self.watch.recv_bytes()
                 return stacks.decode()
         return "  no answer: stopped, or in a call that holds Python's lock"

@@ -243,7 +243,10 @@ class Layout:
         (i,) = self._find((axis,))
         coord = list(self.coord_of(rank))
         size = len(self._steps[i])
-        coord[i] += operator.index(step)
+        try:
+            coord[i] += operator.index(step)
+        except TypeError:
+            raise PlaceError(f"a step along axis {axis} is a whole number, not {step!r}.") from None
         if wrap:
             coord[i] %= size
         return self._rank_at(self._position(coord)) if 0 <= coord[i] < size else None
@@ -388,7 +391,7 @@ class Layout:
             world: how many ranks there are where none are given; as many as here unless given.
 
         >>> layout.at(pp=0).spell("ProcessGroupMesh", world=8)
-        'ProcessGroupMesh(dp=2, tp=2, ranks=range(0, 4))'
+        'ProcessGroupMesh(dp=2, tp=2, ranks=range(4))'
         """
         box = dict(zip(self._axes, self.shape))
         ranks: object = self.ranks_in_order()
@@ -491,7 +494,7 @@ class Layout:
         return f"{self.rank_of(first)}, ..., {self.rank_of(last)}"
 
     def _brief(self) -> str:
-        return spell("Layout", dict(zip(self._axes, self.shape)))
+        return spell("mesh ", dict(zip(self._axes, self.shape)))
 
 
 class Partition(Sequence[tuple[int, ...]]):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pgmesh import draw, groups
 from pgmesh.errors import LifetimeError, MembershipError, PlaceError, ShapeError
 from pgmesh.layout import Axis, Keep, Layout, Partition
-from pgmesh.sizes import fill, some, spell, take_ranks, take_sizes
+from pgmesh.sizes import fill, some, take_ranks, take_sizes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

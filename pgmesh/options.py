@@ -88,7 +88,7 @@ class GroupOptions:
         if unknown:
             raise OptionsError(f"a group has no option {', '.join(unknown)}; it has {', '.join(names)}.")
         given = {name: value for name, value in changes.items() if value is not None}
-        if "nccl" not in given.get("backend", "nccl"):
+        if "nccl" not in str(given.get("backend", "nccl")):
             given = {"high_priority": None, "nccl": None, **given}
         return dataclasses.replace(self, **given)
 
@@ -105,8 +105,8 @@ class GroupOptions:
             plain["nccl"] = dict(sorted(self.nccl.items()))
         return {name: value for name, value in plain.items() if value is not None}
 
-    def given_options(self) -> dict[str, Any]:
-        """The same as keywords, as they were given."""
+    def keywords(self) -> dict[str, Any]:
+        """These options as the keywords that make them."""
         return {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
 
     def __hash__(self) -> int:

@@ -91,23 +91,35 @@ class PollingStore(dist.Store):
         while not self._inner.check(keys):
             left = end - time.monotonic()
             if left <= 0:
-                raise MissingRanksError(self._missing(keys, limit))
+                raise MissingRanksError(self.missing(keys[-1], limit) or self._late(keys, limit))
             if self._over.wait(min(pause, left)):
                 raise LifetimeError(f"{self._words} was released on this rank while it waited for its members.")
             pause = min(pause * 1.5, LONGEST_PAUSE)
 
-    def _missing(self, keys: list[str], limit: timedelta) -> str:
-        absent = next(key for key in [*keys, keys[-1]] if not self._inner.check([key]) or key is keys[-1])
-        stem, _, _ = absent.rpartition("/")
-        who = [
-            rank
-            for i, rank in enumerate(self._ranks if self._addresses else self._ranks[:1])
-            if not self._inner.check([f"{stem}/{i}" if self._addresses else absent])
-        ]
+    def missing(self, key: str | None = None, limit: timedelta | None = None) -> str | None:
+        """Who never came, in words; None if all did, or if the store cannot tell.
+
+        Args:
+            key: one that was waited for; this rank's own address unless given.
+            limit: how long it was waited for.
+        """
+        key = key or next(iter(self.written), None)
+        if key is None:
+            return None
+        stem, _, _ = key.rpartition("/")
+        asked = (
+            {rank: f"{stem}/{i}" for i, rank in enumerate(self._ranks)} if self._addresses else {self._ranks[0]: key}
+        )
+        who = [rank for rank, address in asked.items() if not self._inner.check([address])]
+        if not who:
+            return None
         return (
             f"{self._words}: rank{'s' * (len(who) > 1)} {some(who)} never came to its first collective, in "
-            f"{limit.total_seconds():g} s. Its ranks are {some(self._ranks)}."
+            f"{(limit or self._timeout).total_seconds():g} s. Its ranks are {some(self._ranks)}."
         )
+
+    def _late(self, keys: list[str], limit: timedelta) -> str:
+        return f"{self._words}: all members came, but only after {limit.total_seconds():g} s, too late for {keys[-1]}."
 
     def get(self, key: str) -> bytes:
         self.wait([key])

@@ -11,10 +11,18 @@ from pgmesh.errors import ShapeError
 
 
 def spell(who: str, box: dict[str | int, int], **more: object) -> str:
-    """The call that makes a box, as text: ``ProcessGroupMesh(dp=2, tp=2, ranks=range(0, 4))``."""
+    """The call that makes a box, as text.
+
+    >>> spell("ProcessGroupMesh", {"dp": 2, "tp": 2}, ranks=range(4))
+    'ProcessGroupMesh(dp=2, tp=2, ranks=range(4))'
+    """
     words = [str(size) if isinstance(axis, int) else f"{axis}={size}" for axis, size in box.items()]
-    words += [f"{word}={value!r}" for word, value in more.items()]
+    words += [f"{word}={_plain(value)}" for word, value in more.items()]
     return f"{who}({', '.join(words)})"
+
+
+def _plain(value: object) -> str:
+    return f"range({len(value)})" if isinstance(value, range) and value == range(len(value)) else repr(value)
 
 
 def some(ranks: Iterable[int], most: int = 8) -> str:
@@ -119,15 +127,19 @@ def _ways_out(who: str, box: dict[str | int, int], fixed: int, count: int, pick:
     for axis, size in box.items():
         rest = fixed // (1 if size == -1 else size)
         if count % rest == 0 and -1 not in box.values():
-            ways.append((spell(who, {**box, axis: -1}), f"let {axis} be what is left: {count // rest}"))
+            ways.append((spell(who, {**box, axis: -1}), f"let {_axis(axis)} be what is left: {count // rest}"))
             break
     else:
         for axis, size in box.items():
             rest = fixed // size
             would = [n for n in range(1, count // rest + 1) if count % (rest * n) == 0] if size != -1 else []
             if would:
-                ways.append((spell(who, {**box, axis: would[-1]}), f"{axis} that would do: {some(would)}"))
+                ways.append((spell(who, {**box, axis: would[-1]}), f"{_axis(axis)} that would do: {some(would)}"))
                 break
     if pick and fixed < count and -1 not in box.values():
         ways.append((spell(who, box, ranks=range(fixed)), f"or name the {fixed} ranks to use"))
     return ways
+
+
+def _axis(axis: str | int) -> str:
+    return f"axis {axis}" if isinstance(axis, int) else axis

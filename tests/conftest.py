@@ -14,4 +14,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     seed = config.getoption("hypothesis_seed")
-    return "examples: " + ("the same on every run; --hypothesis-seed=N tries others" if seed is None else f"seed {seed}")
+    return "examples: " + (
+        "the same on every run; --hypothesis-seed=N tries others" if seed is None else f"seed {seed}"
+    )

@@ -94,7 +94,7 @@ def running(pid: int) -> bool:
     return state != "Z"
 
 
-def pids_in(folder: Path, n: int, seconds: float = 20.0) -> list[int]:
+def pids_in(folder: Path, n: int, seconds: float = 60.0) -> list[int]:
     """The pids that n ranks have written, once they are all there."""
     end = time.monotonic() + seconds
     while len(written := list(folder.glob("*.pid"))) < n:
@@ -103,7 +103,7 @@ def pids_in(folder: Path, n: int, seconds: float = 20.0) -> list[int]:
     return [int(path.read_text()) for path in written]
 
 
-def gone(pids: list[int], seconds: float = 10.0) -> bool:
+def gone(pids: list[int], seconds: float = 30.0) -> bool:
     end = time.monotonic() + seconds
     while any(map(running, pids)) and time.monotonic() < end:
         time.sleep(0.01)
@@ -208,7 +208,7 @@ if __name__ == "__main__":
     try:
         pids = pids_in(tmp_path, 2)
         parent.send_signal(signal.SIGINT)
-        _, stderr = parent.communicate(timeout=20)
+        _, stderr = parent.communicate(timeout=60)
     finally:
         parent.kill()
     assert gone(pids)

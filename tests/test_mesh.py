@@ -284,7 +284,9 @@ def test_many_threads_get_one_group(mesh):
     assert len(set(got)) == 1
 
 
-@pytest.mark.parametrize("part", [lambda m: m, lambda m: m.at(pp=1), lambda m: m.view(4, 2)], ids=["root", "slice", "view"])
+@pytest.mark.parametrize(
+    "part", [lambda m: m, lambda m: m.at(pp=1), lambda m: m.view(4, 2)], ids=["root", "slice", "view"]
+)
 def test_copies_are_of_the_same_family(mesh, part):
     here = part(mesh)
     for there in (copy.copy(here), copy.deepcopy(here), pickle.loads(pickle.dumps(here))):
@@ -338,7 +340,9 @@ def test_a_group_inherits_the_timeout_of_the_world():
 
         backend = mesh.group("dp")._get_backend(torch.device("cpu"))
         assert backend.options._timeout == timedelta(seconds=77)
-        assert mesh.group("dp", timeout=timedelta(seconds=5))._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=5)
+        assert mesh.group("dp", timeout=timedelta(seconds=5))._get_backend(
+            torch.device("cpu")
+        ).options._timeout == timedelta(seconds=5)
     finally:
         dist.destroy_process_group()
 

@@ -1,0 +1,46 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+# Build and run-time packages alike come from these versions; a looser range would fetch another torch.
+export PIP_CONSTRAINT := $(CURDIR)/.ci/constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test bench bench-quick format clean
+
+demo: $(VENV)/demo           ## the whole story on eight processes of this machine
+	$(RUN) examples/train_gpt.py
+
+test: $(VENV)/dev            ## style, types, doctests and tests
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+	$(RUN) -m pytest -q
+
+bench: $(VENV)/dev           ## beside torch's DeviceMesh, as ratios
+	$(RUN) -m benchmarks
+
+bench-quick: $(VENV)/dev
+	$(RUN) -m benchmarks --quick
+
+format: $(VENV)/dev
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .hypothesis
+
+$(VENV)/made:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))' \
+		|| { echo "pgmesh runs on Python 3.10 to 3.14; here is $$($(PYTHON) -V). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/demo: $(VENV)/made pyproject.toml .ci/constraints.txt
+	$(RUN) -m pip install --quiet --editable '.[rich]'
+	@touch $@
+
+$(VENV)/dev: $(VENV)/made pyproject.toml .ci/constraints.txt
+	$(RUN) -m pip install --quiet --editable '.[dev]'
+	@touch $@

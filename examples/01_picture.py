@@ -1,0 +1,18 @@
+"""A mesh: where every rank sits, and where I do."""
+
+from pgmesh import ProcessGroupMesh, launch
+
+
+def main() -> str:
+    mesh = ProcessGroupMesh(dp=-1, tp=2)  # dp is what is left
+    if mesh.rank == 3:
+        print(mesh)
+        print(f"I am rank {mesh.rank} at {mesh.coord}, in files and logs {mesh.label()}.")
+        print(f"My tensor-parallel ranks are {mesh.ranks('tp')}, and I am number {mesh.index('tp')} of them.")
+        print(f"One replica on is rank {mesh.neighbor('dp', +1)}, round the ring {mesh.neighbor('dp', +1, wrap=True)}.")
+    return mesh.label()
+
+
+if __name__ == "__main__":
+    assert launch.spawn(main, 4) == ["dp0-tp0", "dp0-tp1", "dp1-tp0", "dp1-tp1"]
+    print("PASS")

@@ -1,0 +1,38 @@
+"""What a group is made with, a second communicator on the same ranks, and letting go."""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from pgmesh import OptionsError, ProcessGroupMesh, launch
+
+
+def main() -> bool:
+    with ProcessGroupMesh(dp=2, tp=2, name="actor") as mesh:
+        # The owner of an axis says what its group is made with, before anyone uses it.
+        mesh.configure("dp", timeout=timedelta(minutes=2), description="gradients")
+        gradients = mesh.group("dp")
+        assert gradients.group_desc == "gradients"
+        try:
+            mesh.configure("dp", timeout=timedelta(minutes=9))
+        except OptionsError as error:
+            if mesh.rank == 0:
+                print(f"OptionsError: {error}")
+
+        # Parameters are gathered while gradients are reduced: two communicators on the same ranks.
+        gather = mesh.group("dp", tag="all-gather")
+        assert gather is not gradients
+        works = [dist.all_reduce(torch.ones(1), group=group, async_op=True) for group in (gather, gradients)]
+        for work in works:
+            assert work is not None
+            work.wait()
+
+        mesh.release("dp")  # both are gone, with their threads and sockets
+        assert mesh.group("dp") is not gradients  # a new one, under a name that was never used
+    return True
+
+
+if __name__ == "__main__":
+    assert all(launch.spawn(main, 4))
+    print("PASS")

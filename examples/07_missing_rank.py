@@ -1,0 +1,28 @@
+"""A rank that does not come is named, in numbers of the world, at the group's own timeout."""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from pgmesh import MissingRanksError, ProcessGroupMesh, launch
+
+
+def main() -> str:
+    mesh = ProcessGroupMesh(dp=4, ranks=[3, 1, 2, 0], name="actor")
+    group = mesh.group("dp", timeout=timedelta(seconds=1))
+    said = ""
+    if mesh.rank != 2:  # rank 2 has made the group too, but stays away
+        try:
+            dist.all_reduce(torch.ones(1), group=group)
+        except MissingRanksError as error:
+            said = str(error)
+    dist.barrier()
+    return said
+
+
+if __name__ == "__main__":
+    said = [line for line in launch.spawn(main, 4) if line]
+    print(f"MissingRanksError: {said[0]}")
+    assert "rank 2 never came" in said[0]
+    print("PASS")

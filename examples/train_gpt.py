@@ -1,0 +1,275 @@
+"""Train a small GPT on eight processes of one machine: pipeline x data x tensor parallel, 2 x 2 x 2.
+
+    python examples/train_gpt.py                              # starts eight processes itself
+    torchrun --nproc-per-node 8 examples/train_gpt.py         # or runs in those that torchrun starts
+    python examples/train_gpt.py --tied                       # the head is the token embedding again
+
+The parallel methods are torch's own: PipelineStage, parallelize_module and fully_shard. Each is given the
+axis it works along, and every group they use comes from one mesh. Then one process alone trains the same
+model on the same batches. PASS means that the two runs agree, in every loss and in every weight.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+from itertools import combinations
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gpt import ALPHABET, GPT, LAYERS, TEXT, batch_of, loss_of
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from pgmesh import ProcessGroupMesh, launch
+
+STEPS, MICROBATCHES, RATE = 40, 2, 1e-2
+
+# With 64-bit floats the two runs differ only in the order of their sums. That is 1e-16 at a time, of which
+# forty steps make 1e-13; a wrong group, factor or batch makes 1e-5 or more. (In 32 bits: 1e-4, too near.)
+TOLERANCE = 1e-9
+FALL = 1.5  # and the loss must fall by this much: two models that learn nothing agree too
+
+Weights = dict[str, torch.Tensor]
+
+
+def main(tied: bool) -> bool:
+    """The whole story, on each of the eight ranks."""
+    launch.join("gloo")
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+
+    mesh = ProcessGroupMesh(pp=2, dp=2, tp=2)
+    say(f"Eight ranks in a box:\n\n{mesh}\n")
+    sums = [show_sums(mesh), show_opposite_orders(), show_second_mesh()]
+
+    say(f"A GPT of {LAYERS} layers reads Python's manual: {len(TEXT):,} characters, {len(ALPHABET)} kinds.")
+    start = time.perf_counter()
+    losses, weights = train_on_mesh(mesh, tied)
+    middle = time.perf_counter()
+    alone, truth = train_alone(mesh, tied)
+    end = time.perf_counter()
+    say(f"{STEPS} steps took {middle - start:.1f} s on the mesh and {end - middle:.1f} s alone.\n")
+
+    return verdict(all(sums), losses, alone, furthest(mesh, weights, truth))
+
+
+# ---- Groups: along any axes, in any order, of any number of meshes ----
+
+
+def show_sums(mesh: ProcessGroupMesh) -> bool:
+    """Sum 2**rank along each combination of axes: the bits of the sum say who took part."""
+    say("axes       blocks   rank 0's block    sum of 2**rank")
+    good = [sum_is_right(mesh, *axes) for axes in combinations_of(mesh)]
+    for axes, right in zip(combinations_of(mesh), good):
+        block, blocks = mesh.ranks(*axes), len(mesh.partition(*axes))
+        names, members = " ".join(map(str, axes)), " ".join(map(str, block))
+        say(f"{names:<9} {blocks:>7}   {members:<17} {sum_of(block):>14}   {judged(right)}")
+    say()
+    return all(good)
+
+
+def show_opposite_orders() -> bool:
+    """Ask for the groups in one order on even ranks and in the opposite order on odd ones."""
+    with ProcessGroupMesh(pp=2, dp=2, tp=2, name="opposite") as mesh:
+        order = combinations_of(mesh)
+        start = time.perf_counter()
+        for axes in order if mesh.rank % 2 == 0 else reversed(order):
+            mesh.group(*axes)  # returns at once, whatever the other ranks are doing
+        made = time.perf_counter()
+        good = all(sum_is_right(mesh, *axes) for axes in order)
+        used = time.perf_counter()
+    say(f"Odd ranks asked for {len(order)} groups in the opposite order, and nobody hung: it took")
+    say(f"{made - start:.3f} s to make them, {used - made:.3f} s to connect and sum: {judged(good)}.\n")
+    return good
+
+
+def show_second_mesh() -> bool:
+    """A mesh of another shape in the same processes, which shares nothing with the first."""
+    with ProcessGroupMesh(dp=4, cp=2, name="second") as mesh:
+        good = all(sum_is_right(mesh, *axes) for axes in combinations_of(mesh))
+        say(f"A second mesh in the same processes, its sums {judged(good)}:\n\n{mesh}\n")
+    return good
+
+
+def combinations_of(mesh: ProcessGroupMesh) -> list[tuple[str | int, ...]]:
+    return [axes for n in range(len(mesh.axes)) for axes in combinations(mesh.axes, n + 1)]
+
+
+def judged(good: bool) -> str:
+    return "right on every rank" if good else "WRONG"
+
+
+def sum_of(ranks: Iterable[int]) -> int:
+    return sum(2**rank for rank in ranks)
+
+
+def sum_is_right(mesh: ProcessGroupMesh, *axes: str | int) -> bool:
+    total = torch.tensor(2**mesh.rank)
+    dist.all_reduce(total, group=mesh.group(*axes))
+    good = torch.tensor(int(total.item() == sum_of(mesh.ranks(*axes))))
+    dist.all_reduce(good, dist.ReduceOp.MIN, group=mesh.group())  # right only where every rank finds it so
+    return bool(good)
+
+
+# ---- Training: on the mesh, and alone ----
+
+
+def train_on_mesh(mesh: ProcessGroupMesh, tied: bool) -> tuple[list[float], Weights]:
+    """The loss of each step, and what the weights of this rank's stage became."""
+    model = GPT(tied)
+    total = sum(weight.numel() for weight in model.parameters())
+
+    # Pipeline: keep the layers of my place along pp.
+    model.cut(mesh.index("pp"), mesh.size("pp"))
+
+    # Tensor: cut the weights of each block along tp. Data: shard what is left of them along dp. A weight that
+    # is cut twice has to find both axes in one device mesh, so both are slices of one.
+    inner = mesh.device_mesh("dp", "tp")
+    into, out_of = ColwiseParallel(), RowwiseParallel()
+    for block in model.blocks.values():
+        parallelize_module(block, inner["tp"], {"qkv": into, "out": out_of, "up": into, "down": out_of})
+        fully_shard(block, mesh=inner["dp"], reshard_after_forward=False)
+    fully_shard(model, mesh=inner["dp"], reshard_after_forward=False)
+    mine = sum(weight.to_local().numel() for weight in model.parameters())
+    say(f"Of its {total:,} weights rank 0 holds {mine:,}.")
+
+    cpu = torch.device("cpu")
+    stage = PipelineStage(model, mesh.index("pp"), mesh.size("pp"), cpu, group=mesh.group("pp"))
+    schedule = Schedule1F1B(stage, MICROBATCHES, loss_of)
+    optimizer = torch.optim.AdamW(model.parameters(), RATE)
+
+    curve = []
+    for step in progress("on the mesh"):
+        # Each replica reads its own rows of the one batch; where it stands along dp says which.
+        inputs, targets = (rows.chunk(mesh.size("dp"))[mesh.index("dp")] for rows in batch_of(step))
+        losses: list[torch.Tensor] = []
+        optimizer.zero_grad()
+        schedule.step(*[inputs] if stage.is_first else [], target=targets, losses=losses)
+        if tied:
+            sum_tied_gradients(mesh, model)
+        optimizer.step()
+        curve.append(mean_loss(mesh, losses))
+    return curve, {name: whole(weight) for name, weight in model.state_dict().items()}
+
+
+def sum_tied_gradients(mesh: ProcessGroupMesh, model: GPT) -> None:
+    """The first and the last stage each hold the one weight: it learns from what both do with it."""
+    ends = mesh.at(pp=[0, -1])
+    if mesh.rank in ends:
+        weight = (model.tokens or model.head).weight
+        dist.all_reduce(weight.grad.to_local(), group=ends.group("pp"))
+
+
+def mean_loss(mesh: ProcessGroupMesh, losses: list[torch.Tensor]) -> float:
+    """The loss of the whole batch, on every rank, though only last stages know any, each of its own rows."""
+    share = torch.stack(losses).mean() / mesh.size("dp") if losses else torch.zeros(())
+    dist.all_reduce(share, group=mesh.group("pp", "dp"))
+    return share.item()
+
+
+def whole(weight: DTensor) -> torch.Tensor:
+    """A weight put together again: along dp first, which cut it last."""
+    return weight.redistribute(placements=[Replicate(), *weight.placements[1:]]).full_tensor()
+
+
+def train_alone(mesh: ProcessGroupMesh, tied: bool) -> tuple[list[float], Weights]:
+    """The same training, by rank 0 alone. The other ranks wait for what comes out."""
+    out: list[Any] = [[], {}]
+    if mesh.rank == 0:
+        model = GPT(tied)
+        optimizer = torch.optim.AdamW(model.parameters(), RATE)
+        for step in progress("alone"):
+            inputs, targets = batch_of(step)
+            optimizer.zero_grad()
+            loss = loss_of(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            out[0].append(loss.item())
+        out[1] = model.state_dict()
+    dist.broadcast_object_list(out, src=0, group=mesh.group())
+    return out[0], out[1]
+
+
+# ---- The verdict ----
+
+
+def furthest(mesh: ProcessGroupMesh, weights: Weights, truth: Weights) -> float:
+    """The greatest difference in any weight of any stage."""
+    most = torch.stack([(weight - truth[name]).abs().max() for name, weight in weights.items()]).max()
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.group())
+    return most.item()
+
+
+def verdict(sums: bool, losses: list[float], alone: list[float], in_weights: float) -> bool:
+    in_losses = max(abs(a - b) for a, b in zip(losses, alone, strict=True))
+    fell = losses[0] - sum(losses[-5:]) / 5
+    say(chart(losses, alone))
+    say(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} on the mesh, {alone[0]:.4f} -> {alone[-1]:.4f} alone")
+    say(f"greatest difference {in_losses:.0e} in a loss, {in_weights:.0e} in a weight after the last step\n")
+    checks = {
+        "a sum of 2**rank is wrong": sums,
+        f"the losses differ by more than {TOLERANCE:.0e}": in_losses <= TOLERANCE,
+        f"the weights differ by more than {TOLERANCE:.0e}": in_weights <= TOLERANCE,
+        f"the loss fell by {fell:.2f}, less than {FALL}": fell >= FALL,
+    }
+    wrong = [reason for reason, good in checks.items() if not good]
+    passed = f"both agree to {TOLERANCE:.0e}, and the loss fell by {fell:.2f}"
+    say(f"FAIL: {'; '.join(wrong)}" if wrong else f"PASS: {passed}")
+    return not wrong
+
+
+def chart(losses: list[float], alone: list[float], height: int = 12) -> str:
+    """Both curves, one column for each step."""
+    top, bottom = max(losses + alone), min(losses + alone)
+    level = (top - bottom) / (height - 1)
+    lines = []
+    for row in range(height):
+        here = [[round((top - loss) / level) == row for loss in curve] for curve in (losses, alone)]
+        marks = "".join(" o+⊕"[a + 2 * b] for a, b in zip(*here, strict=True))
+        lines.append(f"{top - row * level:5.2f} │{marks.rstrip()}")
+    return "\n".join([*lines, f"      └{'─' * len(losses)}", "       o mesh  + alone  ⊕ both\n"])
+
+
+# ---- Telling of it ----
+
+
+def say(words: str = "") -> None:
+    """Rank 0 speaks for all."""
+    if dist.get_rank() == 0:
+        print(words, flush=True)
+
+
+def progress(what: str) -> Iterable[int]:
+    """The steps, with a bar that follows them where there is a terminal to draw it on."""
+    if dist.get_rank() != 0 or not sys.stdout.isatty():
+        return range(STEPS)
+    try:
+        from rich.progress import track
+    except ImportError:
+        return plain_bar(what)
+    return track(range(STEPS), what, transient=True)
+
+
+def plain_bar(what: str) -> Iterable[int]:
+    for step in range(STEPS):
+        print(f"\r{what} [{'#' * step:.<{STEPS}}]", end="", flush=True)
+        yield step
+    print("\r\033[K", end="")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Train a small GPT on a mesh of eight processes.")
+    parser.add_argument("--tied", action="store_true", help="let the head share the token embedding's weight")
+    tied = parser.parse_args().tied
+    if dist.is_torchelastic_launched():
+        passed = [main(tied)]
+    else:
+        passed = launch.spawn(main, 8, tied, timeout=timedelta(minutes=5))
+    sys.exit(0 if all(passed) else 1)
