@@ -7,10 +7,12 @@ directly and not split off the world, and its backend connects when it is first 
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import ctypes
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -22,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import cachetools
 import torch
@@ -213,9 +215,9 @@ class Made:
     group: dist.ProcessGroup
     words: str  # "group dp, tp of mesh 'actor'"
     line: str  # where it was asked for
-    store: PollingStore | None = None
-    keys: tuple[str, ...] = ()
-    ours: bool = True
+    stores: tuple[PollingStore, ...] = ()  # what its backends read through
+    keys: tuple[str, ...] = ()  # what we wrote for it
+    by: Literal["us", "torch", "others"] = "us"
 
 
 def _gloo(store: dist.Store, rank: int, size: int, name: str, options: GroupOptions, ranks: Sequence[int]) -> Any:
@@ -255,17 +257,19 @@ def _is_direct(options: GroupOptions) -> bool:
     return not c10d._use_torchcomms_enabled() and set(_backends(options.backend).values()) <= {*_DIRECT}
 
 
-def _build(name: str, ranks: Sequence[int], me: int, options: GroupOptions, store: dist.Store, description: str) -> Any:
+def _build(
+    name: str, ranks: Sequence[int], me: int, options: GroupOptions, stores: Mapping[str, Any], description: str
+) -> Any:
     """A process group of these ranks that torch.distributed knows as its own."""
     rank, size, backends = ranks.index(me), len(ranks), _backends(options.backend)
-    prefixed = dist.PrefixStore(f"{name}/", store)
+    prefixed = dist.PrefixStore(f"{name}/", stores[""])
     group: Any = dist.ProcessGroup(prefixed, rank, size)
     types = {each: c10d.Backend.backend_type_map[each] for each in backends.values()}
     group._set_default_backend(types["nccl"] if "nccl" in types else next(iter(types.values())))
     built: dict[str, Any] = {}
     for device, backend in backends.items():
         if backend not in built:
-            inner = dist.PrefixStore(f"{device}/", prefixed)
+            inner = dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{name}/", stores[backend]))
             built[backend] = _DIRECT[backend](inner, rank, size, name, options, ranks)
         group._register_backend(torch.device(device), types[backend], built[backend])
     group._set_group_name(name)
@@ -284,18 +288,20 @@ def _build(name: str, ranks: Sequence[int], me: int, options: GroupOptions, stor
 def _tear_down(made: Made, reason: str, *, abort: bool = False) -> None:
     """Take a group out of torch's tables, end its backend, and have it name itself to whoever still uses it."""
     group: Any = made.group
-    if made.store is not None:
-        made.store.close()
-    world, name = c10d._world, group.group_name
+    for store in made.stores:
+        store.close()
     _released[group] = f"{made.words} {reason}"
-    for table in (world.pg_map, world.pg_group_ranks, world.pg_backend_config, world.pg_coalesce_state):
-        table.pop(group, None)
-    dict.pop(world.pg_names, group, None)
-    world.tags_to_pg.pop(world.pg_to_tag.pop(group, None), None)
-    with contextlib.suppress(RuntimeError):
+    if made.by == "torch":
+        dist.destroy_process_group(group)
+    else:
+        world, name = c10d._world, group.group_name
+        for table in (world.pg_map, world.pg_group_ranks, world.pg_backend_config, world.pg_coalesce_state):
+            table.pop(group, None)
+        dict.pop(world.pg_names, group, None)
+        world.tags_to_pg.pop(world.pg_to_tag.pop(group, None), None)
         c10d._unregister_process_group(name)
-    with contextlib.suppress(RuntimeError):  # a backend that cannot be ended has nothing to end
-        group.abort() if abort else group.shutdown()
+        with contextlib.suppress(RuntimeError):  # a backend that cannot be ended has nothing to end
+            group.abort() if abort else group.shutdown()
     _disarm(group)
 
 
@@ -361,7 +367,7 @@ class Family:
         self.words = f"mesh {name!r}" if name else f"{call}"
         self.line = _caller()
         self.ended: str | None = None
-        self.hits: list[dict[Any, Any]] = []
+        self.meshes: weakref.WeakSet[Any] = weakref.WeakSet()  # those that remember groups of ours
         self._cache: cachetools.Cache[_Key, Made] = cachetools.Cache(math.inf)
         self._configured: dict[tuple[tuple[int, ...], str], tuple[GroupOptions, str, str]] = {}
         self._generations: Counter[tuple[int, ...]] = Counter()
@@ -379,7 +385,7 @@ class Family:
                         f"a mesh named {name!r} lives already, made at {other.line}: {other.call}.\n\n"
                         f"  close() it first, or give this one a name of its own."
                     )
-        kin = name if name is not None else _set_word(layout.ranks_in_order())
+        kin = name if name is not None else f"ranks/{_set_word(layout.ranks_in_order())}"  # no name has a "/"
         self.number = registry.numbers[kin]
         registry.numbers[kin] += 1
         self.identity = f"{kin}.{self.number}"
@@ -439,23 +445,20 @@ class Family:
         name, options, line = self._name_of(key, usual), key.options, _caller()
         store: dist.Store = c10d._get_default_store()
         alone = len(key.ranks) == 1 or self._is_dry(options)
-        polling: PollingStore | None = None
+        stores: dict[str, PollingStore] = {}
         keys: tuple[str, ...] = ()
         if not alone:
             keys = (f"{name}/options",)
             mend = "Configure its axes alike on every rank, or let every rank ask for it with the same options."
             agree(store, keys[0], options.given(), self.rank, words, mend)
-            polling = PollingStore(
-                store,
-                words,
-                key.ranks,
-                options.timeout or timedelta(),
-                addresses="nccl" not in _backends(options.backend).values(),
-            )
-        group = _build(name, key.ranks, self.rank, options, polling or dist.HashStore(), description)
-        if polling is not None:
-            _reading[group] = polling
-        return Made(group, words, line, polling, keys)
+            for backend in {"", *_backends(options.backend).values()}:
+                timeout = options.timeout or timedelta()
+                stores[backend] = PollingStore(store, words, key.ranks, timeout, addresses=backend == "gloo")
+        nobody: Mapping[str, Any] = collections.defaultdict(dist.HashStore)
+        group = _build(name, key.ranks, self.rank, options, stores or nobody, description)
+        if "gloo" in stores:
+            _reading[group] = stores["gloo"]
+        return Made(group, words, line, tuple(stores.values()), keys)
 
     def _make_with_all(
         self,
@@ -484,7 +487,7 @@ class Family:
             )
             if self.rank in block:
                 mine = group
-        return Made(mine, words, _caller())
+        return Made(mine, words, _caller(), by="torch")
 
     def _name_of(self, key: _Key, usual: GroupOptions) -> str:
         """A name that is a function of what the group is, never of how many groups were made before it."""
@@ -559,10 +562,9 @@ class Family:
 
     # -- ending -------------------------------------------------------------------------------------------------
 
-    def release(self, layout: Layout, axes: tuple[Axis, ...]) -> None:
-        """Destroy this rank's groups along axes; asked for again, they are made anew under new names."""
+    def release(self, ranks: tuple[int, ...]) -> None:
+        """Destroy the groups of these ranks; asked for again, they are made anew under new names."""
         self.check()
-        ranks = layout.block_of(self.rank, *axes)
         with self._lock:
             self._drop(
                 [key for key in self._cache if key.ranks == ranks],
@@ -582,18 +584,14 @@ class Family:
             self._registry.open.discard(self)
 
     def _drop(self, keys: Iterable[_Key], reason: str, *, at_exit: bool = False) -> None:
-        for hits in self.hits:
-            hits.clear()
-        self._device_meshes.clear()
+        self._forget_hits()
         for key in keys:
             made = self._cache.pop(key)
-            if not made.ours:
-                continue
-            if made.group not in c10d._world.pg_map:
+            if made.by == "others" or made.group not in c10d._world.pg_map:
                 continue
             _tear_down(made, reason, abort=at_exit)
-            if made.store is not None and not at_exit:
-                _delete([*made.keys, *made.store.written])
+            if not at_exit:
+                _delete([*made.keys, *itertools.chain(*(store.written for store in made.stores))])
 
     def forget(self, group: Any) -> None:
         """torch destroyed one of our groups: drop it, and never use its name again."""
@@ -601,19 +599,22 @@ class Family:
             for key, made in list(self._cache.items()):
                 if made.group is group:
                     del self._cache[key]
-                    for hits in self.hits:
-                        hits.clear()
+                    self._forget_hits()
                     self._generations[key.ranks] += 1
-                    if made.store is not None:
-                        made.store.close()
+                    for store in made.stores:
+                        store.close()
                     _released[group] = f"{made.words} was destroyed; ask its mesh for it anew."
                     c10d._world.tags_to_pg.pop(c10d._world.pg_to_tag.get(group), None)
+
+    def _forget_hits(self) -> None:
+        self._device_meshes.clear()
+        for mesh in list(self.meshes):
+            mesh.forget()
 
     def end(self, reason: str) -> None:
         """The groups went without us: with their world, or with the process that was forked."""
         self.ended = reason
-        for hits in self.hits:
-            hits.clear()
+        self._forget_hits()
         for made in self._cache.values():
             _released[made.group] = f"{made.words} {reason}"
             c10d._world.pg_map.pop(made.group, None)
@@ -656,7 +657,7 @@ class Family:
             raise PlaceError(f"{words} has ranks {some(block)}; the group to adopt has {some(members)}.")
         with self._lock:
             self._open()
-            self._cache.setdefault(_Key(block, self._registry.options, ""), Made(group, words, _caller(), ours=False))
+            self._cache.setdefault(_Key(block, self._registry.options, ""), Made(group, words, _caller(), by="others"))
 
 
 def _check_honoured(options: GroupOptions, words: str) -> None:

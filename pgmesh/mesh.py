@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from pgmesh import draw, groups
-from pgmesh.errors import LifetimeError, MembershipError, PlaceError, ShapeError
+from pgmesh.errors import AxisError, LifetimeError, MembershipError, PlaceError, ShapeError
 from pgmesh.layout import Axis, Keep, Layout, Partition
 from pgmesh.sizes import fill, some, take_ranks, take_sizes
 
@@ -72,7 +72,11 @@ class ProcessGroupMesh:
     def _set(self, layout: Layout, family: groups.Family, *, root: bool, part_of: Layout) -> None:
         self.layout, self._family, self._root, self._part_of = layout, family, root, part_of
         self._groups, self._parts = {}, {}
-        family.hits.append(self._groups)
+        family.meshes.add(self)
+
+    def forget(self) -> None:
+        """Ask the family again for every group: some were let go of."""
+        self._groups.clear()
 
     def _part(self, layout: Layout, *, part_of: Layout | None = None) -> ProcessGroupMesh:
         mesh = object.__new__(ProcessGroupMesh)
@@ -275,15 +279,19 @@ class ProcessGroupMesh:
         >>> dist.get_process_group_ranks(mesh.group_of([5, 0, 3]))
         [0, 3, 5]
         """
+        return self._family.group_of(self._members(ranks), tag, options)
+
+    def _members(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Ranks of the mesh in its order, this rank among them."""
         members = tuple(sorted(ranks, key=self.layout.coord_of))
         if len(set(members)) != len(members):
-            raise PlaceError(f"group_of({list(members)}) names a rank more than once.")
+            raise PlaceError(f"each rank is named once, but {list(members)} names one twice.")
         if self.rank not in members:
             raise MembershipError(
                 f"rank {self.rank} asked for the group of ranks {some(members)}, of which it is no member.\n\n"
                 f"  if mesh.rank in ranks: mesh.group_of(ranks)   # members alone call"
             )
-        return self._family.group_of(members, tag, options)
+        return members
 
     def configure(self, *axes: Axis, tag: str = "", **options: Any) -> None:
         """Set what the group along these axes will be made with; the owner of the axes does, before the first use.
@@ -311,11 +319,18 @@ class ProcessGroupMesh:
         self._check_member()
         self._family.adopt(self.layout, (axis,), group)
 
-    def release(self, *axes: Axis) -> None:
+    def release(self, *axes: Axis, ranks: Iterable[int] | None = None) -> None:
         """Destroy this rank's groups along these axes, tagged ones and twins too, with all they hold.
 
         Every member releases; none waits for the others. A group asked for afterwards is a new one, with a name
         that was never used.
+
+        Args:
+            axes: which; none for the group of the whole mesh.
+            ranks: in place of axes, the ranks that ``group_of`` was given.
+
+        Raises:
+            MembershipError: this rank is not in the mesh, or not among the ranks.
 
         >>> old = mesh.group("dp")
         >>> mesh.release("dp")
@@ -323,7 +338,12 @@ class ProcessGroupMesh:
         False
         """
         self._check_member()
-        self._family.release(self.layout, axes)
+        if ranks is None:
+            self._family.release(self.layout.block_of(self.rank, *axes))
+        elif axes:
+            raise AxisError(f"release either axes ({', '.join(map(str, axes))}) or ranks, not both at once.")
+        else:
+            self._family.release(self._members(ranks))
 
     def close(self) -> None:
         """Destroy every group of this mesh, its views and slices; they go on to know every rank's place.
@@ -333,14 +353,11 @@ class ProcessGroupMesh:
         Raises:
             LifetimeError: this is a view or a slice, whose groups belong to the mesh it came from.
         """
-        if not self._root:
-            raise LifetimeError(
-                f"{self!r} is a view or a slice and shares the groups of {self._family.call}: close that mesh, or\n\n"
-                f"  release('{self.axes[0] if self.axes else ''}')   # to let go of the groups along an axis"
-            )
+        self._check_root()
         self._family.close()
 
     def __enter__(self) -> ProcessGroupMesh:
+        self._check_root()
         return self
 
     def __exit__(
@@ -390,8 +407,9 @@ class ProcessGroupMesh:
         except KeyError:
             self._check_member()
             layout = self.layout.along(self.rank, *axes)
-            part = self if layout == self.layout else self._part(layout, part_of=self._part_of)
-            return self._parts.setdefault(axes, part)
+            if layout == self.layout:
+                return self
+            return self._parts.setdefault(axes, self._part(layout, part_of=self._part_of))
 
     def __getitem__(self, axes: Axis | tuple[Axis, ...]) -> ProcessGroupMesh:
         return self.along(*axes) if isinstance(axes, tuple) else self.along(axes)
@@ -448,6 +466,13 @@ class ProcessGroupMesh:
     def __reduce__(self) -> tuple[Any, ...]:
         root = (self._family.name, self._family.number, self._family.layout, self._family.call, self._family.rank)
         return _revive, (root, self.layout, self._root, self._part_of)
+
+    def _check_root(self) -> None:
+        if not self._root:
+            raise LifetimeError(
+                f"{self!r} is a view or a slice and shares the groups of {self._family.call}: close that mesh, or\n\n"
+                f"  release('{self.axes[0] if self.axes else ''}')   # to let go of the groups along an axis"
+            )
 
     def _check_member(self) -> None:
         if self.rank not in self.layout:

@@ -106,10 +106,11 @@ class PollingStore(dist.Store):
         key = key or next(iter(self.written), None)
         if key is None:
             return None
-        stem, _, _ = key.rpartition("/")
-        asked = (
-            {rank: f"{stem}/{i}" for i, rank in enumerate(self._ranks)} if self._addresses else {self._ranks[0]: key}
-        )
+        stem, _, last = key.rpartition("/")
+        if self._addresses:
+            asked: dict[object, str] = {rank: f"{stem}/{i}" for i, rank in enumerate(self._ranks)}
+        else:  # NCCL's first member writes the id of the group; who writes any other key, the key does not tell
+            asked = {self._ranks[0] if last.isdecimal() else f"that writes {key}": key}
         who = [rank for rank, address in asked.items() if not self._inner.check([address])]
         if not who:
             return None

@@ -25,7 +25,7 @@ def _plain(value: object) -> str:
     return f"range({len(value)})" if isinstance(value, range) and value == range(len(value)) else repr(value)
 
 
-def some(ranks: Iterable[int], most: int = 8) -> str:
+def some(ranks: Iterable[object], most: int = 8) -> str:
     """Ranks for a message, the middle left out where there are many.
 
     >>> some(range(4)), some(range(100))

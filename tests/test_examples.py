@@ -1,0 +1,36 @@
+"""Every example runs, and says so itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SMALL = sorted(EXAMPLES.glob("0*.py"))
+
+
+def run(*command: str, deadline: float) -> list[str]:
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=deadline, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.strip().splitlines()
+
+
+@pytest.mark.parametrize("path", SMALL, ids=lambda path: path.stem)
+def test_a_small_example_passes(path):
+    assert run(str(path), deadline=90)[-1] == "PASS"
+
+
+def test_the_examples_are_numbered_and_small():
+    assert [path.name[:2] for path in SMALL] == [f"{i:02}" for i in range(1, len(SMALL) + 1)]
+    for path in SMALL:
+        lines = path.read_text().splitlines()
+        assert len(lines) < 60, path
+        assert lines[0].startswith('"""'), path
+
+
+def test_the_demo_passes_under_torchrun():
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "8")
+    assert run(*torchrun, str(EXAMPLES / "train_gpt.py"), "--tied", deadline=300)[-1].startswith("PASS")

@@ -1,0 +1,265 @@
+"""What a mesh says of a mistake: the texts, whole."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+import pgmesh
+from pgmesh import ProcessGroupMesh
+from tests.dry import dry_world
+
+
+@pytest.fixture(autouse=True)
+def world():
+    with dry_world(5, 8):
+        yield
+
+
+@pytest.fixture
+def mesh(world):
+    return ProcessGroupMesh(pp=2, dp=2, tp=2)
+
+
+def says(error: type[pgmesh.PgmeshError], text: str):
+    """The block raises exactly this error with exactly this text."""
+
+    class Says:
+        def __enter__(self):
+            self.raised = pytest.raises(error)
+            self.info = self.raised.__enter__()
+
+        def __exit__(self, *exception):
+            assert self.raised.__exit__(*exception)
+            assert type(self.info.value) is error
+            assert str(self.info.value) == text.strip("\n")
+            return True
+
+    return Says()
+
+
+def test_sizes_that_do_not_hold_the_world():
+    with says(
+        pgmesh.ShapeError,
+        """
+ProcessGroupMesh(dp=2, tp=2) holds 4 ranks, but the world has 8.
+
+  ProcessGroupMesh(dp=-1, tp=2)                  # let dp be what is left: 4
+  ProcessGroupMesh(dp=2, tp=2, ranks=range(4))   # or name the 4 ranks to use
+""",
+    ):
+        ProcessGroupMesh(dp=2, tp=2)
+
+
+def test_sizes_that_do_not_divide_the_world():
+    with says(
+        pgmesh.ShapeError,
+        """
+ProcessGroupMesh(dp=-1, tp=3) cannot be filled: the world has 8, and 8 does not divide by 3.
+
+  ProcessGroupMesh(dp=-1, tp=8)   # tp that would do: 1, 2, 4, 8
+""",
+    ):
+        ProcessGroupMesh(dp=-1, tp=3)
+
+
+def test_ranks_that_the_world_does_not_have():
+    with says(pgmesh.PlaceError, "ProcessGroupMesh: the world's ranks are 0 to 7; there is no rank 8."):
+        ProcessGroupMesh(dp=2, ranks=[7, 8])
+
+
+def test_a_name_that_is_none():
+    with says(pgmesh.ShapeError, "ProcessGroupMesh: a name is a word without '/', such as name='actor', not 'a/b'."):
+        ProcessGroupMesh(dp=8, name="a/b")
+
+
+def test_an_unknown_axis(mesh):
+    with says(pgmesh.AxisError, "there is no axis 'tpp' in mesh (pp=2, dp=2, tp=2). Did you mean 'tp'?"):
+        mesh.group("tpp")
+
+
+def test_an_axis_that_is_fixed(mesh):
+    with says(pgmesh.AxisError, "axis pp is fixed at 1 in mesh (dp=2, tp=2); ask the mesh that it was cut from."):
+        mesh.at(pp=1).group("pp")
+
+
+def test_a_rank_outside():
+    mesh = ProcessGroupMesh(dp=2, tp=2, ranks=range(4), name="half")
+    with says(
+        pgmesh.MembershipError,
+        """
+rank 5 is not in ProcessGroupMesh(dp=2, tp=2, ranks=range(4), name='half'), so it has no place and no group there.
+
+  if mesh.rank in mesh: ...   # ask first
+""",
+    ):
+        mesh.group("dp")
+
+
+def test_ranks_that_i_am_not_among(mesh):
+    with says(
+        pgmesh.MembershipError,
+        """
+rank 5 asked for the group of ranks 0, 1, of which it is no member.
+
+  if mesh.rank in ranks: mesh.group_of(ranks)   # members alone call
+""",
+    ):
+        mesh.group_of([0, 1])
+
+
+def test_ranks_that_are_named_twice(mesh):
+    with says(pgmesh.PlaceError, "each rank is named once, but [5, 5] names one twice."):
+        mesh.group_of([5, 5])
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"timeot": 3}, "a group has no option timeot; it has backend, timeout, high_priority, nccl, description."),
+        ({"timeout": 3}, "timeout is a timedelta, such as timedelta(seconds=3), not 3."),
+        ({"timeout": timedelta(0)}, "timeout is longer than nothing, not 0:00:00."),
+        ({"backend": 3}, "backend is a name, such as 'nccl' or 'gloo', not 3."),
+        (
+            {"nccl": {"max_cta": 3}},
+            "NCCL has no setting max_cta; it has blocking, cga_cluster_size, collnet_enable, cta_policy, max_ctas, "
+            "min_ctas, net_name, nvls_ctas, split_share, traffic_class.",
+        ),
+        (
+            {"high_priority": True},
+            "group dp of ProcessGroupMesh(pp=2, dp=2, tp=2): backend fake cannot honour high_priority=True; NCCL "
+            "alone can.",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_options_that_no_group_has(mesh, options, text):
+    with says(pgmesh.OptionsError, text):
+        mesh.group("dp", **options)
+
+
+def test_a_backend_that_is_not_there(mesh):
+    with pytest.raises(pgmesh.OptionsError, match=r"knows no backend 'glo'; it knows .*gloo"):
+        mesh.group("dp", backend="glo")
+    if not dist.is_mpi_available():
+        with says(pgmesh.OptionsError, "this torch was built without backend mpi."):
+            mesh.group("dp", backend="mpi")
+
+
+def test_configuring_too_late(mesh):
+    mesh.group("dp")
+    with pytest.raises(pgmesh.OptionsError) as info:
+        mesh.configure("dp", timeout=timedelta(days=1))
+    first, _, *calls = str(info.value).splitlines()
+    assert first.startswith("group dp of ProcessGroupMesh(pp=2, dp=2, tp=2) was made at test_mesh_messages.py:")
+    assert first.endswith(", so it is too late to configure it.")
+    assert calls == [
+        "  configure('dp', ...)   # before the first group('dp')",
+        "  release('dp')   # or let go of it first",
+    ]
+
+
+def test_one_group_under_two_spellings_and_two_minds():
+    mesh = ProcessGroupMesh(dp=8, cp=1)
+    mesh.configure("dp", timeout=timedelta(minutes=1))
+    with pytest.raises(pgmesh.OptionsError) as info:
+        mesh.configure("dp", "cp", timeout=timedelta(minutes=2))
+    text = str(info.value)
+    assert text.startswith("dp, cp and dp are the same ranks here (0, 1, 2, 3, 4, 5, 6, 7), and so one group, but dp")
+    assert text.endswith(
+        "configure('dp', 'cp', tag='...', ...)   # a communicator of its own; else the same options for both"
+    )
+    mesh.configure("dp", "cp", timeout=timedelta(minutes=1))
+    mesh.configure("dp", "cp", timeout=timedelta(minutes=2), tag="own")
+
+
+def test_closing_what_is_a_part(mesh):
+    with says(
+        pgmesh.LifetimeError,
+        """
+ProcessGroupMesh(dp=2, tp=2, ranks=range(4, 8)) is a view or a slice and shares the groups of \
+ProcessGroupMesh(pp=2, dp=2, tp=2): close that mesh, or
+
+  release('dp')   # to let go of the groups along an axis
+""",
+    ):
+        mesh.at(pp=1).close()
+
+
+def test_a_closed_mesh(mesh):
+    group = mesh.group("tp")
+    mesh.close()
+    with pytest.raises(pgmesh.LifetimeError) as info:
+        mesh.group("tp")
+    assert str(info.value).startswith("ProcessGroupMesh(pp=2, dp=2, tp=2) was closed at test_mesh_messages.py:")
+    assert str(info.value).endswith(". It still knows every rank's place, but holds no groups.")
+    with pytest.raises(pgmesh.LifetimeError, match=r"^group tp of ProcessGroupMesh\(pp=2, dp=2, tp=2\) was closed at"):
+        dist.barrier(group=group)
+
+
+def test_a_name_that_is_taken():
+    mesh = ProcessGroupMesh(dp=8, name="actor")
+    with pytest.raises(pgmesh.NameTakenError) as info:
+        ProcessGroupMesh(tp=8, name="actor")
+    first, _, call = str(info.value).splitlines()
+    assert first.startswith("a mesh named 'actor' lives already, made at test_mesh_messages.py:")
+    assert first.endswith(": ProcessGroupMesh(dp=8, name='actor').")
+    assert call == "  close() it first, or give this one a name of its own."
+    assert mesh.group().size() == 8
+
+
+def test_two_meshes_that_only_order_tells_apart():
+    meshes = [ProcessGroupMesh(dp=8), ProcessGroupMesh(dp=8)]
+    with pytest.raises(
+        pgmesh.NameTakenError, match="two unnamed meshes live that only the order of making tells apart"
+    ):
+        meshes[0].group("dp")
+
+
+def test_adopting_the_wrong_group(mesh):
+    with says(
+        pgmesh.PlaceError,
+        "group dp of ProcessGroupMesh(pp=2, dp=2, tp=2) has ranks 5, 7; the group to adopt has 4, 5.",
+    ):
+        mesh.adopt("dp", mesh.group("tp"))
+
+
+def test_no_world():
+    dist.destroy_process_group()
+    try:
+        with says(
+            pgmesh.WorldError,
+            """
+torch.distributed is not initialised, so there are no ranks to arrange.
+
+  pgmesh.launch.join()                     # in a script that torchrun starts
+  pgmesh.Layout(dp=2, tp=2)                # to plan a mesh without processes
+""",
+        ):
+            ProcessGroupMesh(dp=2)
+    finally:
+        dist.init_process_group("fake", rank=0, world_size=1, store=dist.HashStore())
+
+
+def test_errors_are_what_people_catch():
+    caught = {
+        pgmesh.ShapeError: ValueError,
+        pgmesh.AxisError: (ValueError, IndexError),
+        pgmesh.PlaceError: (ValueError, IndexError),
+        pgmesh.OptionsError: ValueError,
+        pgmesh.MembershipError: RuntimeError,
+        pgmesh.WorldError: RuntimeError,
+        pgmesh.NameTakenError: RuntimeError,
+        pgmesh.LifetimeError: RuntimeError,
+        pgmesh.MismatchError: RuntimeError,
+        pgmesh.MissingRanksError: TimeoutError,
+        pgmesh.SeamError: RuntimeError,
+        pgmesh.LaunchError: RuntimeError,
+    }
+    assert set(caught) == set(pgmesh.PgmeshError.__subclasses__()), "every error has its builtin"
+    for error, builtins in caught.items():
+        for builtin in builtins if isinstance(builtins, tuple) else (builtins,):
+            assert issubclass(error, builtin)
+        assert error.__module__ == "pgmesh"
