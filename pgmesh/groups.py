@@ -223,9 +223,12 @@ class Made:
 def _gloo(store: dist.Store, rank: int, size: int, name: str, options: GroupOptions, ranks: Sequence[int]) -> Any:
     gloo: Any = dist.ProcessGroupGloo
     settings = gloo._Options()
-    # A device of its own for each group: on a lazy device pairs are told apart by the rank in the group alone.
-    settings._devices = [gloo.create_default_device(lazy_init=True)]
-    settings._threads = 2
+    # Devices of its own for each group: on a lazy one, pairs are told apart by the rank in the group alone.
+    interfaces = [each for each in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if each]
+    settings._devices = [gloo.create_device(interface=each, lazy_init=True) for each in interfaces] or [
+        gloo.create_default_device(lazy_init=True)
+    ]
+    settings._threads = 1  # collectives of one group come one after another, as on NCCL's stream
     settings._timeout = options.timeout
     settings.global_ranks_in_group = list(ranks)
     settings.group_name = name
@@ -262,7 +265,7 @@ def _build(
 ) -> Any:
     """A process group of these ranks that torch.distributed knows as its own."""
     rank, size, backends = ranks.index(me), len(ranks), _backends(options.backend)
-    prefixed = dist.PrefixStore(f"{name}/", stores[""])
+    prefixed = dist.PrefixStore(f"{name}/", c10d._get_default_store())
     group: Any = dist.ProcessGroup(prefixed, rank, size)
     types = {each: c10d.Backend.backend_type_map[each] for each in backends.values()}
     group._set_default_backend(types["nccl"] if "nccl" in types else next(iter(types.values())))
@@ -372,7 +375,7 @@ class Family:
         self._configured: dict[tuple[tuple[int, ...], str], tuple[GroupOptions, str, str]] = {}
         self._generations: Counter[tuple[int, ...]] = Counter()
         self._device_meshes: dict[Layout, DeviceMesh] = {}
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self.number = 0
         if outside is not None:
             self.ended = "came here outside any world."
@@ -423,7 +426,7 @@ class Family:
         asked: Mapping[str, Any],
         partition: Callable[[], Iterable[tuple[int, ...]]] | None,
     ) -> dist.ProcessGroup:
-        with self._lock:
+        with self.lock:
             self.check()
             usual = self._registry.options
             if (ranks, tag) in self._configured:
@@ -451,7 +454,7 @@ class Family:
             keys = (f"{name}/options",)
             mend = "Configure its axes alike on every rank, or let every rank ask for it with the same options."
             agree(store, keys[0], options.given(), self.rank, words, mend)
-            for backend in {"", *_backends(options.backend).values()}:
+            for backend in {*_backends(options.backend).values()}:
                 timeout = options.timeout or timedelta()
                 stores[backend] = PollingStore(store, words, key.ranks, timeout, addresses=backend == "gloo")
         nobody: Mapping[str, Any] = collections.defaultdict(dist.HashStore)
@@ -538,7 +541,7 @@ class Family:
             return
         ranks = layout.block_of(self.rank, *axes)
         spelling = ", ".join(map(str, layout.along(self.rank, *axes).axes))
-        with self._lock:
+        with self.lock:
             before, by, line = self._configured.get((ranks, tag), (GroupOptions(), spelling, ""))
             after = before.but(options)
             if after.keywords() == before.keywords():
@@ -565,7 +568,7 @@ class Family:
     def release(self, ranks: tuple[int, ...]) -> None:
         """Destroy the groups of these ranks; asked for again, they are made anew under new names."""
         self.check()
-        with self._lock:
+        with self.lock:
             self._drop(
                 [key for key in self._cache if key.ranks == ranks],
                 f"was released at {_caller()}; ask its mesh for it anew.",
@@ -574,7 +577,7 @@ class Family:
 
     def close(self, reason: str | None = None, *, at_exit: bool = False) -> None:
         """Destroy every group of the family; it makes no more."""
-        with self._lock:
+        with self.lock:
             if self.ended is not None:
                 return
             self.ended = reason or f"was closed at {_caller()}."
@@ -595,7 +598,7 @@ class Family:
 
     def forget(self, group: Any) -> None:
         """torch destroyed one of our groups: drop it, and never use its name again."""
-        with self._lock:
+        with self.lock:
             for key, made in list(self._cache.items()):
                 if made.group is group:
                     del self._cache[key]
@@ -631,7 +634,7 @@ class Family:
     def device_mesh(self, layout: Layout, names: tuple[str, ...]) -> DeviceMesh:
         """A slice of the one DeviceMesh over the groups of a layout, which is made from the full table of ranks."""
         self.check()
-        with self._lock:
+        with self.lock:
             whole = self._device_meshes.get(layout)
             if whole is None:
                 made = [self.group(layout, (axis,), "", {}) for axis in layout.axes]
@@ -655,7 +658,7 @@ class Family:
         words = f"group {', '.join(map(str, axes))} of {self.words}"
         if members != block:
             raise PlaceError(f"{words} has ranks {some(block)}; the group to adopt has {some(members)}.")
-        with self._lock:
+        with self.lock:
             self._open()
             self._cache.setdefault(_Key(block, self._registry.options, ""), Made(group, words, _caller(), by="others"))
 
@@ -757,7 +760,7 @@ def _in_child() -> None:
     for group in list(c10d._world.pg_map):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     for family in _all_families():
-        family._lock = threading.RLock()
+        family.lock = threading.RLock()
         for made in family._cache.values():
             _disarm(made.group)
         family.end("was made before this process was forked.")

@@ -226,7 +226,7 @@ class ProcessGroupMesh:
 
     # -- groups -------------------------------------------------------------------------------------------------
 
-    def group(self, *axes: Axis, tag: str = "", **options: Any) -> ProcessGroup:
+    def group(self, *axes: Axis, **options: Any) -> ProcessGroup:
         """The process group of this rank's block along these axes: made on the first call, the same ever after.
 
         It waits for nobody: any rank asks at any time, in any order, whether or not the others have. A rank
@@ -236,9 +236,9 @@ class ProcessGroupMesh:
 
         Args:
             axes: which; none for the whole mesh. Their order makes no difference.
-            tag: a word that makes this a communicator of its own on the same ranks.
             options: as in ``GroupOptions``. What differs from what was configured makes another group:
-                ``backend="gloo"`` is the CPU twin.
+                ``backend="gloo"`` is the CPU twin. And ``tag=``, a word that makes this a communicator of its own
+                on the same ranks.
 
         Raises:
             AxisError: there is no such axis, or it is named twice.
@@ -252,16 +252,16 @@ class ProcessGroupMesh:
         >>> mesh.group("dp", tag="all-gather") is mesh.group("dp")
         False
         """
-        if not (options or tag):
+        if not options:  # the hot path: what was answered before is remembered
             try:
                 return self._groups[axes]
             except KeyError:
                 pass
         self._check_member()
-        group = self._family.group(self.layout, axes, tag, options)
-        if not (options or tag):
-            self._groups[axes] = group
-        return group
+        if options:
+            return self._family.group(self.layout, axes, options.pop("tag", ""), options)
+        with self._family.lock:  # so that no release comes between
+            return self._groups.setdefault(axes, self._family.group(self.layout, axes, "", {}))
 
     def group_of(self, ranks: Iterable[int], *, tag: str = "", **options: Any) -> ProcessGroup:
         """The process group of any ranks of the mesh; the members alone call, in any order.

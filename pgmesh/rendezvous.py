@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -14,8 +13,11 @@ import torch.distributed as dist
 from pgmesh.errors import LifetimeError, MismatchError, MissingRanksError
 from pgmesh.sizes import some
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.0005, 0.02
+FIRST_PAUSE, LONGEST_PAUSE = 0.002, 0.05
 """Seconds between two looks into the store; each pause is half as long again as the one before."""
+
+ABSENT = "?"
+"""What no key holds: asked to put it in place of itself, a store answers with it, or with what the key does hold."""
 
 
 def agree(store: dist.Store, key: str, mine: Mapping[str, Any], rank: int, what: str, mend: str) -> None:
@@ -75,26 +77,44 @@ class PollingStore(dist.Store):
         self._inner, self._words, self._ranks, self._timeout = inner, words, ranks, timeout
         self._addresses = addresses
         self._held: list[tuple[str, Any]] | None = [] if addresses else None
-        self._publishing = threading.Lock()
-        self._over = threading.Event()
+        self._found: dict[str, bytes] = {}
+        self._closed = False
         self.written: set[str] = set()
 
     def close(self) -> None:
         """End every wait."""
-        self._over.set()
+        self._closed = True
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         self._publish()
         limit = self._timeout if timeout is None else timeout
         end = time.monotonic() + limit.total_seconds()
         pause = FIRST_PAUSE
-        while not self._inner.check(keys):
-            left = end - time.monotonic()
-            if left <= 0:
-                raise MissingRanksError(self.missing(keys[-1], limit) or self._late(keys, limit))
-            if self._over.wait(min(pause, left)):
-                raise LifetimeError(f"{self._words} was released on this rank while it waited for its members.")
-            pause = min(pause * 1.5, LONGEST_PAUSE)
+        for key in keys:
+            while not self._look(key):
+                left = end - time.monotonic()
+                if self._closed:
+                    raise LifetimeError(f"{self._words} was released on this rank while it waited for its members.")
+                if left <= 0:
+                    raise MissingRanksError(self.missing(key, limit) or self._late(key, limit))
+                time.sleep(min(pause, left))
+                pause = min(pause * 1.5, LONGEST_PAUSE)
+
+    def _look(self, key: str) -> bool:
+        """Whether a key is there, in one operation that brings its value along."""
+        value = self._inner.compare_set(key, ABSENT, ABSENT)
+        if value == ABSENT.encode():
+            return False
+        self._found[key] = value
+        return True
+
+    def get(self, key: str) -> bytes:
+        if key not in self._found:
+            self.wait([key])
+        return self._found.pop(key)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
 
     def missing(self, key: str | None = None, limit: timedelta | None = None) -> str | None:
         """Who never came, in words; None if all did, or if the store cannot tell.
@@ -119,16 +139,8 @@ class PollingStore(dist.Store):
             f"{(limit or self._timeout).total_seconds():g} s. Its ranks are {some(self._ranks)}."
         )
 
-    def _late(self, keys: list[str], limit: timedelta) -> str:
-        return f"{self._words}: all members came, but only after {limit.total_seconds():g} s, too late for {keys[-1]}."
-
-    def get(self, key: str) -> bytes:
-        self.wait([key])
-        return self._inner.get(key)
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        self.wait(keys)
-        return self._inner.multi_get(keys)
+    def _late(self, key: str, limit: timedelta) -> str:
+        return f"{self._words}: all members came, but only after {limit.total_seconds():g} s, too late for {key}."
 
     def set(self, key: str, value: Any) -> None:
         if self._held is not None:
@@ -142,10 +154,9 @@ class PollingStore(dist.Store):
             self.set(key, value)
 
     def _publish(self) -> None:
-        with self._publishing:
-            held, self._held = self._held, None
-            for key, value in held or ():
-                self.set(key, value)
+        held, self._held = self._held, None
+        for key, value in held or ():
+            self.set(key, value)
 
     def check(self, keys: list[str]) -> bool:
         return self._inner.check(keys)

@@ -1,9 +1,8 @@
-"""Imports point down only: read from the sources with ast, functions included, what only a type checker sees left out."""
+"""Imports point down only. Sources are read with ast, functions included; what only a type checker sees is left out."""
 
 from __future__ import annotations
 
 import ast
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,86 +26,173 @@ FLOORS = [
     "parallel",
     "__main__",
 ]
-"""From the bottom up: a file, or a folder of them, imports only what stands before it here."""
+"""A file, or a folder of them, imports only from those that stand above it in this list."""
 
-NEVER = {**dict.fromkeys(FLOORS[: FLOORS.index("options") + 1], "torch"), "mesh": "pgmesh.launch"}
-"""What a file must not import, though its floor would let it."""
+NEVER = {
+    **dict.fromkeys(["__init__", "errors", "sizes", "draw", "layout", "options"], "torch"),
+    "mesh": "pgmesh.launch",
+}
+"""What a file does without, though the list would let it."""
 
 SEAM = "groups"
-"""The one file that may name what is private to torch."""
+"""The one file that may use private names of torch."""
 
 
 def offences(path: str, source: str) -> list[str]:
-    """What is wrong with the imports of a file, by its path inside pgmesh/."""
+    """What is wrong with what a file imports, given its path inside pgmesh/."""
     floor = Path(path).parts[0].removesuffix(".py")
     if floor not in FLOORS:
-        return [f"{path}: has no floor; give {floor!r} its place in FLOORS"]
-    tree = _Seen().visit(ast.parse(source))
-    imported = [(line, name) for line, names in _imports(path, tree) for name in names]
-    wrong = [(line, f"imports {name}, which is not below") for line, name in imported if _is_above(name, floor)]
-    wrong += [(line, f"imports {name}") for line, name in imported if _is_in(name, NEVER.get(floor, "-"))]
+        return [f"{path} has no floor: give {floor} its place in FLOORS"]
+    tree = Executed().visit(ast.parse(source))
+    imports = [(line, whole) for line, _, whole in names_imported(path, tree)]
+    found = {(line, f"imports {name}, which is not above it") for line, name in imports if not may_import(floor, name)}
+    found |= {(line, f"imports {name}") for line, name in imports if is_in(NEVER.get(floor, "-"), name)}
     if floor != SEAM:
-        wrong += [(line, f"names {name}; only {SEAM}.py may") for line, name in _private(path, tree)]
-    return [f"{path}:{line}: {what}" for line, what in sorted(set(wrong))]
+        found |= {(line, f"uses {name}, which is private") for line, name in private_names(path, tree)}
+    return [f"{path}:{line} {what}" for line, what in sorted(found)]
 
 
-class _Seen(ast.NodeTransformer):
-    """Takes away what only a type checker sees."""
+class Executed(ast.NodeTransformer):
+    """Leaves out what only a type checker sees."""
 
-    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:  # noqa: N802
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
         self.generic_visit(node)
         return node.orelse if ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING") else node
 
 
-def _imports(path: str, tree: ast.AST) -> Iterator[tuple[int, list[str]]]:
-    """Each import's line and the whole names that it may load."""
+def names_imported(path: str, tree: ast.AST) -> Iterator[tuple[int, str, str]]:
+    """The line of each import, the name it binds and the whole name behind it."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield node.lineno, [alias.name for alias in node.names]
+            for alias in node.names:
+                yield node.lineno, alias.asname or alias.name, alias.name
         elif isinstance(node, ast.ImportFrom):
-            home = _home(path, node)
-            yield node.lineno, [home if _is_file(home) else f"{home}.{alias.name}" for alias in node.names]
+            package = ["pgmesh", *Path(path).parent.parts]
+            home = (
+                [*package[: len(package) + 1 - node.level], *filter(None, [node.module])]
+                if node.level
+                else [node.module]
+            )
+            for alias in node.names:
+                yield node.lineno, alias.asname or alias.name, ".".join([*home, alias.name])
 
 
-def _home(path: str, node: ast.ImportFrom) -> str:
-    """The whole name of what ``from ... import`` imports from."""
-    here = ["pgmesh", *Path(path).parts[:-1]]
-    start = here[: len(here) - node.level + 1] if node.level else []
-    return ".".join([*start, *filter(None, [node.module])])
+def may_import(floor: str, name: str) -> bool:
+    package, _, file = name.partition(".")
+    file = file.split(".")[0]
+    return package != "pgmesh" or (file in FLOORS and FLOORS.index(file) <= FLOORS.index(floor))
 
 
-def _is_file(name: str) -> bool:
-    """Whether a name is that of a file of ours, so that what is imported from it is no file again."""
-    return name.startswith("pgmesh.")
-
-
-def _is_in(name: str, whole: str) -> bool:
-    return f"{name}.".startswith(f"{whole}.")
-
-
-def _is_above(name: str, floor: str) -> bool:
-    root, _, rest = name.partition(".")
-    if root != "pgmesh" or not rest:
-        return False
-    target = rest.split(".")[0]
-    return target not in FLOORS or FLOORS.index(target) > FLOORS.index(floor)
-
-
-def _private(path: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Where torch's private names are imported or reached for as attributes."""
-    known = {}
+def private_names(path: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Torch's private names, imported or reached through what was imported."""
+    imports = list(names_imported(path, tree))
+    behind = {bound: whole for _, bound, whole in imports}
+    used = [(line, whole) for line, _, whole in imports]
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            known.update({a.asname or a.name.split(".")[0]: a.name if a.asname else a.name.split(".")[0] for a in node.names})
-        elif isinstance(node, ast.ImportFrom):
-            known.update({a.asname or a.name: f"{_home(path, node)}.{a.name}" for a in node.names})
-    names = [(line, name) for line, names in _imports(path, tree) for name in names]
-    for node in ast.walk(tree):
-        root, *rest = ast.unparse(node).split(".") if isinstance(node, ast.Attribute) else [""]
-        if root in known:
-            names.append((node.lineno, ".".join([known[root], *rest])))
-    return ((line, name) for line, name in names if _is_in(name, "torch") and _has_private_part(name))
+        if isinstance(node, ast.Attribute):
+            root, *rest = dotted(node)
+            used.append((node.lineno, ".".join([behind.get(root, root), *rest])))
+    for line, name in used:
+        parts = name.split(".")
+        private = [i for i, part in enumerate(parts) if part.startswith("_") and not part.startswith("__")]
+        if is_in("torch", name) and private:
+            yield line, ".".join(parts[: private[0] + 1])
 
 
-def _has_private_part(name: str) -> bool:
-    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+def dotted(node: ast.expr) -> list[str]:
+    if isinstance(node, ast.Attribute):
+        return [*dotted(node.value), node.attr]
+    return [node.id if isinstance(node, ast.Name) else "(an expression)"]
+
+
+def is_in(package: str, name: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+# ---- the package ----
+
+
+@pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_imports_point_down_only(file):
+    assert offences(str(file.relative_to(PACKAGE)), file.read_text()) == []
+
+
+# ---- the checker can fail ----
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "complaint"),
+    [
+        (
+            "layout.py",
+            "from pgmesh.mesh import ProcessGroupMesh",
+            "imports pgmesh.mesh.ProcessGroupMesh, which is not above it",
+        ),
+        ("layout.py", "from pgmesh import mesh", "imports pgmesh.mesh, which is not above it"),
+        ("layout.py", "import pgmesh.mesh as m", "imports pgmesh.mesh, which is not above it"),
+        ("layout.py", "from . import mesh", "imports pgmesh.mesh, which is not above it"),
+        ("layout.py", "from .mesh import x", "imports pgmesh.mesh.x, which is not above it"),
+        ("interop/megatron.py", "from ..recipes import x", "imports pgmesh.recipes.x, which is not above it"),
+        ("mesh.py", "import pgmesh", "imports pgmesh, which is not above it"),
+        ("mesh.py", "from pgmesh import Layout", "imports pgmesh.Layout, which is not above it"),
+        ("mesh.py", "from pgmesh.parallel.data import x", "imports pgmesh.parallel.data.x, which is not above it"),
+        ("mesh.py", "from pgmesh.interop import x", "imports pgmesh.interop.x, which is not above it"),
+        ("mesh.py", "from pgmesh.recipes import x", "imports pgmesh.recipes.x, which is not above it"),
+        ("mesh.py", "from pgmesh.launch import join", "imports pgmesh.launch.join"),
+        ("draw.py", "import torch", "imports torch"),
+        ("options.py", "from torch import distributed", "imports torch.distributed"),
+        ("mesh.py", "import torch\ntorch._C", "uses torch._C, which is private"),
+        ("mesh.py", "import torch\ntorch.distributed._x.y()", "uses torch.distributed._x, which is private"),
+        (
+            "mesh.py",
+            "import torch.distributed as dist\ndist.c10d._x",
+            "uses torch.distributed.c10d._x, which is private",
+        ),
+        (
+            "launch.py",
+            "from torch.distributed import c10d as c\nc._world.a",
+            "uses torch.distributed.c10d._world, which is private",
+        ),
+        ("parallel/data.py", "from torch._C import x", "uses torch._C, which is private"),
+        (
+            "parallel/data.py",
+            "from torch.distributed.c10d import _x",
+            "uses torch.distributed.c10d._x, which is private",
+        ),
+    ],
+)
+def test_a_wrong_import_is_seen(path, source, complaint):
+    last_line = source.count("\n") + 1
+    assert offences(path, source) == [f"{path}:{last_line} {complaint}"]
+
+
+def test_imports_inside_functions_are_seen():
+    source = "def f():\n    if True:\n        from pgmesh.mesh import x"
+    assert offences("draw.py", source) == ["draw.py:3 imports pgmesh.mesh.x, which is not above it"]
+
+
+def test_imports_for_a_type_checker_are_let_pass_but_not_their_else():
+    source = "if TYPE_CHECKING:\n    from pgmesh.mesh import x\n    import torch\nelse:\n    import pgmesh.groups"
+    assert offences("draw.py", source) == ["draw.py:5 imports pgmesh.groups, which is not above it"]
+
+
+def test_a_new_file_has_to_be_given_a_floor():
+    assert offences("misc.py", "") == ["misc.py has no floor: give misc its place in FLOORS"]
+    assert offences("extra/__init__.py", "") == ["extra/__init__.py has no floor: give extra its place in FLOORS"]
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        (
+            "mesh.py",
+            "from pgmesh import draw, groups\nfrom pgmesh.layout import Layout\nimport torch.distributed as dist",
+        ),
+        ("interop/__init__.py", "from pgmesh.interop.device_mesh import x\nfrom .device_mesh import y"),
+        ("groups.py", "import torch\ntorch._C\nfrom torch.distributed.c10d import _x"),
+        ("launch.py", "import os, torch\nos._exit(1)\ntorch.__version__\nself._torch\ntorch.f(self._x).y"),
+        ("__main__.py", "import pgmesh.parallel"),
+    ],
+)
+def test_a_right_import_is_let_pass(path, source):
+    assert offences(path, source) == []

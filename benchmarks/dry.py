@@ -1,0 +1,24 @@
+"""One rank of a world of any size, in one process: torch's fake backend, which sends nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+
+@contextmanager
+def world(ranks: int) -> Iterator[None]:
+    """A world of so many ranks, this process being one in its middle."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    hook = sys.excepthook  # of which torch makes another in every world, around the one before
+    dist.init_process_group("fake", store=FakeStore(), rank=ranks // 2 + 1, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = hook

@@ -1,0 +1,343 @@
+"""The laws of a layout, each under its own words, against the plain list.
+
+First over every shape of up to 48 ranks, then by property over whatever at, along and view make of larger ones. The
+laws that speak of groups hold where there are processes, and are tested there:
+
+    index(*axes) == dist.get_rank(group(*axes))
+    group(*axes) is group(*reversed(axes))
+    group along axes of size 1 is a real group of one; never None
+    along(*axes).group() is group(*axes)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import cache
+from itertools import combinations, pairwise, product
+from math import prod
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pgmesh import Layout, ShapeError
+from tests.plain import Axis, Keep, PlainMesh
+
+WORLDS = {
+    "whole": range,
+    "offset": lambda n: range(5, 5 + n),
+    "strided": lambda n: range(3, 3 + 7 * n, 7),
+    "reversed": lambda n: range(n + 1, 1, -1),
+    "permuted": lambda n: Random(n).sample(range(2 * n), n),
+}
+"""The n ranks that a layout is made on."""
+
+MOST = 48
+"""Every shape of up to so many ranks stands in one of the worlds."""
+
+FIRST = 8
+"""Those of up to so many ranks stand in all of them."""
+
+
+def shapes(n: int, axes: int) -> Iterator[tuple[int, ...]]:
+    """Every way to write n as a product of so many sizes."""
+    if axes == 0:
+        yield from [()] * (n == 1)
+    for size in range(1, n + 1) if axes else ():
+        if n % size == 0:
+            yield from ((size, *rest) for rest in shapes(n // size, axes - 1))
+
+
+SHAPES = [
+    shape
+    for n in range(1, MOST + 1)
+    for axes in range(1, n.bit_length() + 4)
+    for shape in shapes(n, axes)
+    if axes <= 4 or 1 not in shape
+]
+
+
+def pair(shape: Sequence[int], ranks: Iterable[int]) -> tuple[Layout, PlainMesh]:
+    """A layout and its oracle, with axes named a, b, c, ..."""
+    sizes, ranks = dict(zip("abcdefgh", shape)), list(ranks)
+    return Layout(**sizes, ranks=ranks), PlainMesh(sizes, shape, ranks)
+
+
+@cache
+def pairs(world: str) -> list[tuple[Layout, PlainMesh]]:
+    """This world's share of all shapes."""
+    turn = list(WORLDS).index(world)
+    mine = [s for i, s in enumerate(SHAPES) if prod(s) <= FIRST or i % len(WORLDS) == turn]
+    return [pair(shape, WORLDS[world](prod(shape))) for shape in mine]
+
+
+def requests(axes: Sequence[Axis]) -> Iterator[tuple[Axis, ...]]:
+    """Every combination of axes; () asks for all of them."""
+    return (request for n in range(len(axes) + 1) for request in combinations(axes, n))
+
+
+def everywhere(law):
+    """Runs a law on every pair of every world."""
+
+    @pytest.mark.parametrize("world", WORLDS)
+    def test(world):
+        for layout, plain in pairs(world):
+            law(layout, plain)
+
+    test.__doc__ = law.__doc__
+    return test
+
+
+@everywhere
+def test_rank_of_coord_of_r_is_r(layout, plain):
+    assert layout.ranks() == plain.ranks()
+    for coord, rank in plain.table.items():
+        assert layout.coord_of(rank) == coord
+        assert layout.rank_of(coord) == rank
+        assert rank in layout
+    for outsider in {*range(-2, 2 * len(layout) + 8)} - {*plain.ranks()}:
+        assert outsider not in layout
+
+
+@everywhere
+def test_the_blocks_of_partition_tile_the_mesh_and_r_is_in_its_own_block(layout, plain):
+    for axes in requests(layout.axes):
+        blocks = plain.partition(*axes)
+        assert layout.partition(*axes) == blocks
+        assert sorted(rank for block in blocks for rank in block) == sorted(layout)
+        for block in blocks:
+            assert all(layout.block_of(rank, *axes) == block for rank in block)
+
+
+@everywhere
+def test_index_of_r_is_its_place_in_its_block(layout, plain):
+    for axes in requests(layout.axes):
+        for block in plain.partition(*axes):
+            assert [layout.index_of(rank, *axes) for rank in block] == [*range(len(block))]
+
+
+@everywhere
+def test_size_is_the_product_of_the_sizes_is_the_length_of_a_block(layout, plain):
+    sizes = dict(zip(plain.axes, plain.shape))
+    assert layout.shape == plain.shape
+    for axes in requests(layout.axes):
+        size = prod(sizes[axis] for axis in axes or layout.axes)
+        assert layout.size(*axes) == size == len(layout.block_of(plain.ranks()[-1], *axes))
+
+
+@everywhere
+def test_at_never_cuts_a_block_of_an_axis_it_did_not_fix(layout, plain):
+    whole = {axes: {*layout.partition(*axes)} for axes in requests(layout.axes)}
+    for axis, size in zip(plain.axes, plain.shape):
+        for i in {0, size - 1}:
+            part, plain_part = layout.at({axis: i}), plain.at({axis: i})
+            assert part.axes == plain_part.axes
+            assert part.ranks() == plain_part.ranks()
+            for axes in filter(None, requests(part.axes)):
+                assert whole[axes].issuperset(part.partition(*axes))
+
+
+@everywhere
+def test_along_is_the_block_as_a_layout(layout, plain):
+    for axes in requests(layout.axes):
+        for block in plain.partition(*axes)[::3]:
+            along = layout.along(block[-1], *axes)
+            assert along.ranks() == block
+            assert along.axes == (axes or layout.axes)
+
+
+@everywhere
+def test_view_ranks_is_ranks(layout, plain):
+    n = len(layout)
+    for shape in [s for axes in (1, 2, 3) for s in shapes(n, axes)] if n <= 24 else [plain.shape[::-1], (n,)]:
+        view = layout.view(*shape)
+        assert view.ranks() == layout.ranks()
+        assert view.shape == shape
+        assert view.partition(0) == PlainMesh(range(len(shape)), shape, plain.ranks()).partition(0)
+
+
+@everywhere
+def test_neighbor_forth_then_back_is_home(layout, plain):
+    for axis in layout.axes:
+        for line in plain.partition(axis):
+            for here, there in zip(line, [*line[1:], None]):
+                assert layout.neighbor_of(here, axis, +1) == there
+                assert there is None or layout.neighbor_of(there, axis, -1) == here
+            for here, there in zip(line, [*line[1:], line[0]]):
+                assert layout.neighbor_of(here, axis, +1, wrap=True) == there
+                assert layout.neighbor_of(there, axis, -1, wrap=True) == here
+
+
+@everywhere
+def test_the_repr_of_a_root_is_the_call_that_makes_it(layout, plain):
+    again = eval(repr(layout))
+    assert again == layout
+    assert hash(again) == hash(layout)
+    assert again.ranks() == plain.ranks()
+
+
+@everywhere
+def test_a_combination_has_no_order(layout, plain):
+    rank = plain.ranks()[len(layout) // 2]
+    for axes in (request for request in requests(layout.axes) if len(request) > 1):
+        answer = answer_all(layout, rank, axes)
+        assert answer_all(layout, rank, axes[::-1]) == answer
+        assert answer_all(layout, rank, (*axes[1:], *axes[:1])) == answer
+
+
+def answer_all(layout: Layout, rank: int, axes: Iterable[Axis]) -> tuple[object, ...]:
+    """All that one can ask along some axes."""
+    return (
+        layout.size(*axes),
+        layout.index_of(rank, *axes),
+        layout.block_of(rank, *axes),
+        layout.partition(*axes)[-1],
+        layout.along(rank, *axes),
+        layout.describe(rank, *axes),
+    )
+
+
+# ---- by property ----
+
+
+@st.composite
+def roots(draw) -> tuple[Layout, PlainMesh]:
+    """A layout of up to 5 axes and 512 ranks, on any ranks."""
+    shape: list[int] = []
+    for _ in range(draw(st.integers(1, 5))):
+        shape.append(draw(st.integers(1, min(8, 512 // prod(shape)))))
+    n = prod(shape)
+    start, step = draw(st.integers(0, 99)), draw(st.integers(1, 9))
+    ranks: Sequence[int] = range(start, start + n * step, step)
+    if draw(st.booleans()):
+        ranks = ranks[::-1]
+    if draw(st.booleans()):
+        ranks = draw(st.permutations(ranks))
+    return pair(shape, ranks)
+
+
+def parts(size: int) -> st.SearchStrategy[Keep]:
+    """A slice or indices that keep something of an axis of this size."""
+    slices = st.slices(size).map(lambda part: part if range(size)[part] else slice(None))
+    return slices | st.lists(indices(size), min_size=1, max_size=size)
+
+
+def indices(size: int) -> st.SearchStrategy[int]:
+    return st.integers(-size, size - 1)
+
+
+@st.composite
+def sizes_of(draw, n: int) -> list[int]:
+    """Sizes of up to 4 axes that hold n ranks."""
+    sizes: list[int] = []
+    for _ in range(draw(st.integers(0, 3))):
+        rest = n // prod(sizes)
+        sizes.append(draw(st.sampled_from([size for size in range(1, rest + 1) if rest % size == 0])))
+    return [*sizes, n // prod(sizes)]
+
+
+class Walk:
+    """A layout and its oracle, led through the same steps.
+
+    With them goes an array of places that numpy cuts and reads anew without a copy, until a list of indices makes
+    that impossible: it knows which views there are.
+    """
+
+    def __init__(self, layout: Layout, plain: PlainMesh) -> None:
+        self.layout, self.plain = layout, plain
+        self.places: np.ndarray | None = np.arange(len(layout)).reshape(plain.shape)
+
+    def at(self, data: st.DataObject) -> None:
+        choices = {axis: parts(size) | indices(size) for axis, size in zip(self.plain.axes, self.plain.shape)}
+        kept = data.draw(st.fixed_dictionaries({}, optional=choices), label="at")
+        self.cut(kept)
+        self.layout, self.plain = self.layout.at(kept), self.plain.at(kept)
+
+    def along(self, data: st.DataObject) -> None:
+        rank = data.draw(st.sampled_from(self.plain.ranks()), label="along")
+        axes = data.draw(some_of(self.plain.axes))
+        here = dict(zip(self.plain.axes, self.plain.coord_of(rank)))
+        self.cut({axis: here[axis] for axis in here if axis not in (axes or here)})
+        self.layout, self.plain = self.layout.along(rank, *axes), self.plain.along(rank, *axes)
+
+    def cut(self, kept: dict[Axis, Keep]) -> None:
+        if any(isinstance(keep, list) for keep in kept.values()):
+            self.places = None
+        elif self.places is not None:
+            self.places = self.places[(*(kept.get(axis, slice(None)) for axis in self.plain.axes), ...)]
+
+    def view(self, data: st.DataObject) -> None:
+        sizes = data.draw(sizes_of(self.plain.size()) | st.just(self.plain.shape or (1,)), label="view")
+        shape = dict(zip("stuvwxyz", sizes))
+        try:
+            self.layout = self.layout.view(**shape)
+        except ShapeError:
+            assert not self.must_be_readable_as(sizes)
+        else:
+            self.plain = self.plain.view(shape, sizes)
+            self.places = None if self.places is None else np.reshape(self.places, sizes, copy=False)
+
+    def must_be_readable_as(self, sizes: Sequence[int]) -> bool:
+        if self.places is not None:
+            with suppress(ValueError):
+                np.reshape(self.places, sizes, copy=False)
+                return True
+        return is_one_run(self.plain.ranks()) or without_ones(sizes) == without_ones(self.plain.shape)
+
+    def check(self, data: st.DataObject) -> None:
+        layout, plain = self.layout, self.plain
+        rank, axes = data.draw(st.sampled_from(plain.ranks())), data.draw(some_of(plain.axes))
+        assert (layout.axes, layout.shape, layout.ranks()) == (plain.axes, plain.shape, plain.ranks())
+        assert {layout.coord_of(rank): rank for rank in plain.ranks()} == plain.table
+        assert all(layout.rank_of(coord) == rank for coord, rank in plain.table.items())
+        assert {rank for rank in range(-9, 5000) if rank in layout} == {*plain.ranks()}
+        assert layout.size(*axes) == plain.size(*axes)
+        assert layout.partition(*axes) == plain.partition(*axes)
+        assert layout.block_of(rank, *axes) == plain.block_of(rank, *axes)
+        assert layout.index_of(rank, *axes) == plain.index_of(rank, *axes)
+        for axis, step, wrap in product(axes, (-2, -1, 1, 2), (False, True)):
+            assert layout.neighbor_of(rank, axis, step, wrap=wrap) == plain.neighbor_of(rank, axis, step, wrap=wrap)
+
+
+def some_of(axes: Sequence[Axis]) -> st.SearchStrategy[list[Axis]]:
+    return st.lists(st.sampled_from(axes), unique=True) if axes else st.just([])
+
+
+def is_one_run(ranks: Sequence[int]) -> bool:
+    return len({after - before for before, after in pairwise(ranks)}) < 2
+
+
+def without_ones(sizes: Iterable[int]) -> list[int]:
+    return [size for size in sizes if size > 1]
+
+
+@settings(max_examples=200)
+@given(roots(), st.lists(st.sampled_from([Walk.at, Walk.view, Walk.along]), min_size=1, max_size=5), st.data())
+def test_the_laws_hold_for_whatever_at_along_and_view_make(root, steps, data):
+    walk = Walk(*root)
+    for step in steps:
+        step(walk, data)
+    walk.check(data)
+
+
+@settings(max_examples=200)
+@given(st.integers(3, 8), st.integers(1, 2), st.integers(2, 3), st.data())
+def test_layouts_of_equal_ranks_are_equal_by_whatever_road(a, b, cuts, data):
+    layout, plain = pair((a, b), range(a * b))
+    for _ in range(cuts):
+        keep = data.draw(parts(layout.size("a")))
+        layout, plain = layout.at(a=keep), plain.at({"a": keep})
+    direct = Layout(a=plain.size("a"), b=b, ranks=plain.ranks())
+    assert layout == direct
+    assert hash(layout) == hash(direct)
+    if is_one_run(plain.ranks()):
+        assert layout.view(c=-1) == Layout(c=-1, ranks=plain.ranks())
+
+
+@given(roots())
+def test_the_repr_of_any_root_is_the_call_that_makes_it(root):
+    layout, _ = root
+    assert eval(repr(layout)) == layout

@@ -1,0 +1,518 @@
+"""What one may expect of a layout beyond its laws."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable
+from fractions import Fraction
+from itertools import permutations
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+import pgmesh
+from pgmesh import AxisError, Layout, PgmeshError, PlaceError, ShapeError
+from pgmesh.layout import Partition
+from tests.plain import PlainMesh
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def box() -> Layout:
+    return Layout(pp=2, dp=2, tp=2)
+
+
+# ---- making one ----
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape"),
+    [({"dp": -1}, (12,)), ({"dp": -1, "tp": 3}, (4, 3)), ({"pp": 2, "dp": -1, "tp": 6}, (2, 1, 6))],
+)
+def test_what_is_left_is_inferred(sizes, shape):
+    assert Layout(**sizes, ranks=range(12)).shape == shape
+    assert Layout(*sizes.values(), ranks=range(12)).shape == shape
+    assert Layout(n=12).view(**sizes).shape == shape
+
+
+def test_ranks_may_come_from_anything_that_counts():
+    expected = Layout(dp=2, tp=2, ranks=(4, 5, 6, 7))
+    assert Layout(dp=2, tp=2, ranks=range(4, 8)) == expected
+    assert Layout(dp=2, tp=2, ranks=iter([4, 5, 6, 7])) == expected
+    assert Layout(dp=2, tp=2, ranks=np.arange(4, 8)) == expected
+    assert Layout(dp=np.int64(2), tp=2, ranks=[4, 5, 6, 7]) == expected
+
+
+def test_a_set_of_ranks_is_taken_in_any_order_it_has():
+    assert sorted(Layout(4, ranks={7, 5, 6, 4})) == [4, 5, 6, 7]
+
+
+def test_a_layout_is_a_collection_of_its_ranks(box):
+    assert len(box) == 8
+    assert [*box.at(pp=1)] == [4, 5, 6, 7]
+    assert 5 in box
+    assert 5 not in box.at(pp=0)
+
+
+@pytest.mark.parametrize("outsider", [-1, 8, 10**30, 1.0, 1.5, Fraction(3), "1", None, (1,), [], {}])
+@pytest.mark.parametrize("ranks", [range(8), (3, 1, 4, 5, 0, 2, 6, 7)], ids=["straight", "permuted"])
+def test_what_is_no_rank_of_it_is_not_in_it(outsider, ranks):
+    assert outsider not in Layout(2, 2, 2, ranks=ranks)
+
+
+def test_numpy_integers_are_ranks_too(box):
+    assert np.int64(5) in box
+    assert box.coord_of(np.int64(5)) == (1, 0, 1)
+    assert box.rank_of(np.array([1, 0, 1])) == 5
+
+
+@pytest.mark.parametrize("stranger", ["1", None, 1.5, 1.0, (1,), [], {}])
+@pytest.mark.parametrize("ranks", [range(8), (3, 1, 4, 5, 0, 2, 6, 7)], ids=["straight", "permuted"])
+def test_asking_for_what_is_no_rank_is_an_error_of_ours(stranger, ranks):
+    layout = Layout(2, 2, 2, ranks=ranks)
+    for ask in (layout.coord_of, layout.index_of, layout.block_of, layout.label_of, layout.along):
+        with pytest.raises(PlaceError):
+            ask(stranger)
+
+
+@pytest.mark.parametrize("coord", [(), (0, 0), (0, 0, 0, 0), (0, 0, 2), (0, 0, -3), (0, 0, "0"), (0, 0, 1.0), 5, None])
+def test_asking_for_what_is_no_coord_is_an_error_of_ours(box, coord):
+    with pytest.raises(PlaceError):
+        box.rank_of(coord)
+
+
+def test_negative_indices_of_a_coord_count_from_the_end(box):
+    assert box.rank_of((-1, -2, -1)) == 5
+
+
+# ---- axes ----
+
+
+def test_axes_without_names_are_numbered():
+    layout = Layout(2, 3, 4)
+    assert layout.axes == (0, 1, 2)
+    assert layout.size(0, 2) == 8
+    assert layout.block_of(0, 0) == (0, 12)
+
+
+def test_numbered_axes_keep_their_numbers_when_others_are_fixed():
+    part = Layout(2, 3, 4).at({1: 0})
+    assert part.axes == (0, 2)
+    assert part.size(2) == 4
+    assert part.at({0: 1}).axes == (2,)
+    assert part.along(0, 2).axes == (2,)
+
+
+def test_negative_numbers_count_axes_from_the_end(box):
+    assert box.size(-1) == box.size("tp")
+    assert box.block_of(5, -2, -1) == box.block_of(5, "dp", "tp")
+    assert Layout(2, 3, 4).size(-3) == 2
+    assert Layout(2, 3, 4).at({1: 0}).size(-1) == 4
+
+
+def test_numbers_serve_for_named_axes_too(box):
+    assert box.partition(0) == box.partition("pp")
+    assert box.at({0: 1}) == box.at(pp=1)
+
+
+@pytest.mark.parametrize("axes", [("xp",), (3,), (-4,), ("tp", "tp"), ("tp", 2), ("tp", -1), (None,), (1.5,)])
+def test_axes_that_are_not_there_or_named_twice_are_errors_everywhere(box, axes):
+    for ask in (box.size, box.partition):
+        with pytest.raises(AxisError):
+            ask(*axes)
+    for ask in (box.index_of, box.block_of, box.along, box.describe):
+        with pytest.raises(AxisError):
+            ask(0, *axes)
+
+
+def test_axes_in_a_list_are_an_error_that_says_so(box):
+    with pytest.raises(AxisError):
+        box.size(["dp", "tp"])
+
+
+def test_an_axis_that_was_fixed_is_gone(box):
+    part = box.at(pp=1)
+    assert part.axes == ("dp", "tp")
+    for ask in (part.size, part.partition, lambda axis: part.at({axis: 0})):
+        with pytest.raises(AxisError, match="axis pp is fixed at 1"):
+            ask("pp")
+    with pytest.raises(AxisError, match="axis 1 is fixed at 0"):
+        Layout(2, 3, 4).at({1: 0}).size(1)
+
+
+def test_a_view_may_use_the_name_of_an_axis_that_was_fixed(box):
+    again = box.at(pp=1).view(pp=2, tp=2)
+    assert again.block_of(4, "pp") == (4, 6)
+    assert again.describe(4, "pp") == "pp=*, tp=0"
+
+
+# ---- at ----
+
+
+@pytest.mark.parametrize(
+    ("keep", "ranks"),
+    [
+        (1, (2, 3)),
+        (-1, (6, 7)),
+        ([0, -1], (0, 1, 6, 7)),
+        ([-1, 0], (6, 7, 0, 1)),
+        ([2, 2, -2], (4, 5)),
+        ([0, 1, 3], (0, 1, 2, 3, 6, 7)),
+        ((3,), (6, 7)),
+        (range(1, 3), (2, 3, 4, 5)),
+        (np.array([1, 2]), (2, 3, 4, 5)),
+        (iter([1, 2]), (2, 3, 4, 5)),
+        (slice(None), (0, 1, 2, 3, 4, 5, 6, 7)),
+        (slice(1, None, 2), (2, 3, 6, 7)),
+        (slice(None, None, -1), (6, 7, 4, 5, 2, 3, 0, 1)),
+        (slice(-9, 1), (0, 1)),
+    ],
+)
+def test_at_keeps_what_python_would(keep, ranks):
+    part = Layout(pp=4, tp=2).at(pp=keep)
+    assert part.ranks() == ranks
+    assert part.axes == (("tp",) if isinstance(keep, int) else ("pp", "tp"))
+    assert [part.rank_of(part.coord_of(rank)) for rank in ranks] == [*ranks]
+
+
+@pytest.mark.parametrize("ranks", [range(16), Random(0).sample(range(99), 16)], ids=["straight", "permuted"])
+def test_at_keeps_any_indices_in_any_order(ranks):
+    layout, plain = Layout(a=2, b=4, c=2, ranks=ranks), PlainMesh("abc", (2, 4, 2), ranks)
+    for kept in [order for n in range(1, 5) for order in permutations(range(4), n)]:
+        part, expected = layout.at(b=kept), plain.at({"b": kept})
+        assert {part.coord_of(rank): rank for rank in part} == expected.table
+        assert {rank for rank in range(-9, 120) if rank in part} == {*expected.ranks()}
+
+
+def test_first_and_last_stage_are_one_where_there_is_one():
+    assert Layout(pp=1, tp=2).at(pp=[0, -1]).ranks() == (0, 1)
+
+
+def test_at_of_nothing_is_the_layout(box):
+    assert box.at() == box.at({}) == box
+
+
+def test_at_of_every_axis_is_one_place(box):
+    place = box.at(pp=1, dp=0, tp=1)
+    assert (place.axes, place.shape, place.ranks(), len(place)) == ((), (), (5,), 1)
+    assert place.coord_of(5) == ()
+    assert place.rank_of(()) == 5
+    assert place.partition() == ((5,),)
+
+
+def test_indices_are_counted_in_what_is_left():
+    tail = Layout(pp=8).at(pp=slice(4, None))
+    assert tail.at(pp=0).ranks() == (4,)
+    assert tail.at(pp=[-1, 0]).ranks() == (7, 4)
+    assert tail.coord_of(6) == (2,)
+
+
+@pytest.mark.parametrize("keep", [4, -5, [0, 4], [[0]], "0", None, 1.0, [None]])
+def test_indices_that_are_not_there_are_errors(keep):
+    with pytest.raises(PlaceError):
+        Layout(pp=4, tp=2).at(pp=keep)
+
+
+@pytest.mark.parametrize("keep", [[], (), slice(4, None), slice(2, 2), range(0)])
+def test_keeping_nothing_is_an_error(keep):
+    with pytest.raises(ShapeError, match="keeps nothing of axis pp"):
+        Layout(pp=4, tp=2).at(pp=keep)
+
+
+@pytest.mark.parametrize("first", [1, [1, 2], slice(1, 3)])
+@pytest.mark.parametrize("second", [1, [1], slice(1, 2)])
+def test_an_axis_is_given_to_at_once(first, second):
+    with pytest.raises(AxisError, match="given twice"):
+        Layout(pp=4, tp=2).at({"pp": first}, pp=second)
+    with pytest.raises(AxisError, match="given twice"):
+        Layout(4, 2).at({0: first, -2: second})
+
+
+# ---- view ----
+
+
+def test_a_view_splits_merges_and_reads_anew(box):
+    assert box.view(pp=2, edp=1, ep=4).block_of(5, "ep") == (4, 5, 6, 7)
+    assert box.view(n=8).axes == ("n",)
+    assert box.view(4, 2).axes == (0, 1)
+    assert box.view(a=4, b=1, c=2).shape == (4, 1, 2)
+
+
+def test_a_view_of_one_rank_is_any_number_of_ones(box):
+    assert box.at(pp=1, dp=0, tp=1).view(a=1, b=1).ranks() == (5,)
+
+
+def test_a_view_of_an_even_slice_goes_on():
+    assert Layout(dp=4, tp=4).at(tp=[0, 2]).view(n=8).ranks() == (0, 2, 4, 6, 8, 10, 12, 14)
+    assert Layout(dp=4, tp=4).at(tp=slice(None, None, -1)).view(dp=4, a=2, b=2).block_of(0, "b") == (1, 0)
+
+
+def test_a_view_of_an_uneven_slice_may_not_cut_it():
+    part = Layout(pp=4, tp=4).at(tp=[0, 1])
+    assert part.view(pp=2, vp=2, tp=2).ranks() == part.ranks()
+    with pytest.raises(ShapeError, match="do not follow one another evenly"):
+        part.view(n=8)
+    with pytest.raises(ShapeError, match="do not follow one another evenly"):
+        Layout(pp=8).at(pp=[0, 1, 3, 7]).view(2, 2)
+
+
+def test_indices_that_follow_one_another_may_be_cut_however_they_were_kept():
+    part = Layout(a=8).at(a=[0, 1, 2, 4, 6]).at(a=slice(1, None)).at(a=[1, 2, 3])
+    assert part == Layout(a=8).at(a=[2, 4, 6])
+    assert Layout(a=4, b=2).at(a=[0, 1, 3]).at(a=slice(0, 2)).view(n=4).ranks() == (0, 1, 2, 3)
+
+
+# ---- neighbours, labels, descriptions ----
+
+
+def test_neighbors_end_at_the_edge_or_go_round():
+    ring = Layout(dp=2, cp=4)
+    assert ring.neighbor_of(4, "cp", -1) is None
+    assert ring.neighbor_of(4, "cp", -1, wrap=True) == 7
+    assert ring.neighbor_of(4, "cp", 3) == 7
+    assert ring.neighbor_of(4, "cp", 9, wrap=True) == 5
+    assert ring.neighbor_of(4, "cp", 0) == 4
+    assert ring.neighbor_of(4, "cp") == 5
+
+
+@pytest.mark.parametrize(
+    ("layout", "label", "whole", "tp"),
+    [
+        (Layout(pp=2, dp=2, tp=2), "pp1-dp0-tp1", "pp=*, dp=*, tp=*", "pp=1, dp=0, tp=*"),
+        (Layout(2, 2, 2), "1-0-1", "0=*, 1=*, 2=*", "0=1, 1=0, 2=*"),
+        (Layout(pp=2, dp=2, tp=2).at(pp=1), "dp0-tp1", "pp=1, dp=*, tp=*", "pp=1, dp=0, tp=*"),
+        (Layout(2, 2, 2).at({1: 0}), "1-1", "0=*, 1=0, 2=*", "0=1, 1=0, 2=*"),
+        (Layout(pp=2, dp=4).at(pp=1).view(dp=2, tp=2), "dp0-tp1", "pp=1, dp=*, tp=*", "pp=1, dp=0, tp=*"),
+    ],
+    ids=repr,
+)
+def test_labels_and_descriptions_name_every_axis(layout, label, whole, tp):
+    assert layout.label_of(5) == label
+    assert layout.describe(5) == whole
+    assert layout.describe(5, -1) == tp
+
+
+# ---- equality, copies ----
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (Layout(dp=2, tp=2), Layout(dp=2, tp=2, ranks=[0, 1, 2, 3])),
+        (Layout(pp=2, dp=2, tp=2).at(pp=1), Layout(dp=2, tp=2, ranks=range(4, 8))),
+        (Layout(pp=2, dp=2, tp=2).view(n=8), Layout(n=8)),
+        (Layout(n=8).view(a=2, b=4).at(a=1), Layout(b=4, ranks=range(4, 8))),
+        (Layout(a=4).at(a=[3, 2, 1, 0]), Layout(a=4, ranks=[3, 2, 1, 0])),
+        (Layout(a=4, ranks=[2, 0, 3, 1]).at(a=[1, 3, 0, 2]), Layout(a=4)),
+        (Layout(a=5).at(a=[0, 1, 3]), Layout(a=3, ranks=[0, 1, 3])),
+        (Layout(a=5).at(a=[0, 1, 3]).at(a=slice(0, 2)), Layout(a=2)),
+        (Layout(a=2, b=3).at(a=0, b=2), Layout(2, 3).at({0: 0, 1: 2})),
+    ],
+)
+def test_equal_ranks_on_equal_axes_are_equal_by_whatever_road(one, other):
+    assert one == other
+    assert hash(one) == hash(other)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Layout(dp=2, tp=4),
+        Layout(tp=2, dp=2),
+        Layout(2, 2),
+        Layout(dp=4, tp=1),
+        Layout(dp=2, tp=2, ranks=range(1, 5)),
+        Layout(dp=2, tp=2, ranks=[0, 2, 1, 3]),
+        (0, 1, 2, 3),
+        None,
+    ],
+)
+def test_other_ranks_or_axes_are_not_equal(other):
+    assert Layout(dp=2, tp=2) != other
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pp=2, dp=2, tp=2),
+        Layout(2, 2, ranks=[3, 1, 0, 2]),
+        Layout(pp=4, tp=2).at(pp=[0, 1, 3]),
+        Layout(2, 2).at({0: 1, 1: 0}),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize(
+    "copied",
+    [copy.copy, copy.deepcopy, *(lambda x, p=p: pickle.loads(pickle.dumps(x, p)) for p in range(2, 6))],
+    ids=["copy", "deepcopy", *(f"pickle {p}" for p in range(2, 6))],
+)
+def test_copies_are_equal_and_whole(layout, copied):
+    twin = copied(layout)
+    assert twin == layout
+    assert hash(twin) == hash(layout)
+    assert str(twin) == str(layout)
+    assert [twin.describe(rank) for rank in twin] == [layout.describe(rank) for rank in layout]
+
+
+@pytest.mark.parametrize(
+    ("layout", "call"),
+    [
+        (Layout(pp=2, dp=2, tp=2), "Layout(pp=2, dp=2, tp=2)"),
+        (Layout(2, 2), "Layout(2, 2)"),
+        (Layout(dp=-1, tp=2, ranks=range(8)), "Layout(dp=4, tp=2)"),
+        (Layout(dp=2, ranks=[4, 6]), "Layout(dp=2, ranks=range(4, 8, 2))"),
+        (Layout(2, 2, ranks=[3, 1, 0, 2]), "Layout(2, 2, ranks=(3, 1, 0, 2))"),
+        (Layout(pp=2, dp=2).at(pp=1), "Layout(dp=2, ranks=range(2, 4))"),
+        (Layout(pp=2, dp=2, tp=2).at(dp=1), "Layout(pp=2, tp=2, ranks=(2, 3, 6, 7))"),
+        (Layout(a=99, b=99).at(b=[1, 5]), "Layout(a=99, b=2, ranks=...)"),
+    ],
+)
+def test_the_repr_is_a_call(layout, call):
+    assert repr(layout) == call
+
+
+# ---- partitions ----
+
+
+def test_a_partition_is_a_sequence(box):
+    blocks = box.partition("tp")
+    assert isinstance(blocks, Partition)
+    assert len(blocks) == 4
+    assert [*blocks] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert [*reversed(blocks)] == [(6, 7), (4, 5), (2, 3), (0, 1)]
+    assert blocks[1] == (2, 3)
+    assert blocks[-1] == (6, 7)
+    assert blocks[1:3] == ((2, 3), (4, 5))
+    assert blocks[::-2] == ((6, 7), (2, 3))
+    assert blocks[9:] == ()
+    assert (4, 5) in blocks
+    assert blocks.index((4, 5)) == 2
+
+
+@pytest.mark.parametrize("which", [4, -5])
+def test_a_partition_ends_where_it_ends(box, which):
+    with pytest.raises(IndexError):
+        box.partition("tp")[which]
+
+
+def test_a_partition_equals_any_sequence_of_its_blocks(box):
+    blocks = box.partition("tp")
+    assert blocks == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert blocks == box.partition(2)
+    assert blocks != box.partition("dp")
+    assert blocks != [(0, 1)]
+    assert blocks != {(0, 1), (2, 3), (4, 5), (6, 7)}
+
+
+def test_a_partition_shows_all_blocks_of_few_and_some_of_many(box):
+    assert repr(box.partition("pp")) == "((0, 4), (1, 5), (2, 6), (3, 7))"
+    assert repr(box.partition()) == "((0, 1, 2, 3, 4, 5, 6, 7),)"
+    many = "((0, 1), (2, 3), (4, 5), (6, 7), ..., (1998, 1999))"
+    assert repr(Layout(dp=1000, tp=2).partition("tp")) == many
+
+
+# ---- what it costs ----
+
+KIB = 1024
+MILLION = {"pp": 64, "dp": 512, "tp": 32}
+"""Sizes that hold 1,048,576 ranks."""
+
+
+def memory(call: Callable[[], object]) -> tuple[int, int]:
+    """How many bytes a call holds on to, and how many it takes at its peak."""
+    call()
+    tracemalloc.start()
+    try:
+        result = call()
+        held, peak = tracemalloc.get_traced_memory()
+        del result
+        return held, peak
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_million_ranks_take_no_more_memory_than_eight():
+    small, _ = memory(lambda: Layout(pp=2, dp=2, tp=2))
+    held, peak = memory(lambda: Layout(**MILLION))
+    assert held < small + KIB
+    assert peak < 8 * KIB
+    assert len(pickle.dumps(Layout(**MILLION))) < KIB
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda layout: layout.coord_of(777_777),
+        lambda layout: layout.rank_of((47, 241, 17)),
+        lambda layout: 777_777 in layout,
+        lambda layout: 10**9 in layout,
+        lambda layout: layout.size("pp", "tp"),
+        lambda layout: layout.index_of(777_777, "dp", "tp"),
+        lambda layout: layout.block_of(777_777, "tp"),
+        lambda layout: layout.partition("tp")[-1],
+        lambda layout: layout.neighbor_of(777_777, "pp", -1, wrap=True),
+        lambda layout: layout.label_of(777_777),
+        lambda layout: layout.describe(777_777, "dp"),
+        lambda layout: layout.at(pp=3, dp=slice(None, None, 2)),
+        lambda layout: layout.at(pp=[0, -1]),
+        lambda layout: layout.along(777_777, "dp", "tp"),
+        lambda layout: layout.view(n=-1),
+        lambda layout: layout.at(pp=3).view(edp=-1, ep=64).block_of(50_000, "edp")[0],
+        lambda layout: layout.ranks_in_order(),
+        lambda layout: layout == Layout(**MILLION),
+        lambda layout: hash(layout),
+        lambda layout: repr(layout),
+        lambda layout: repr(layout.partition("tp")),
+        lambda layout: str(layout),
+        lambda layout: error_of(lambda: layout.coord_of(10**9)),
+        lambda layout: error_of(lambda: layout.rank_of((64, 0, 0))),
+        lambda layout: error_of(lambda: layout.size("xp")),
+        lambda layout: error_of(lambda: layout.at(tp=[0, 1]).view(n=-1)),
+    ],
+)
+def test_a_question_about_a_million_ranks_takes_little_memory(ask):
+    layout = Layout(**MILLION)
+    _, peak = memory(lambda: ask(layout))
+    assert peak < 128 * KIB
+
+
+def error_of(call: Callable[[], object]) -> PgmeshError:
+    with pytest.raises(PgmeshError) as caught:
+        call()
+    return caught.value
+
+
+def test_parts_of_a_permuted_layout_share_its_table():
+    layout = Layout(pp=64, dp=256, ranks=range(2**14)[::-1]).at(pp=[*range(1, 64), 0])
+    permuted = Layout(pp=64, dp=256, ranks=layout.ranks())
+    for ask in (lambda: permuted.at(pp=3), lambda: permuted.view(n=-1), lambda: permuted.along(9, "pp")):
+        held, peak = memory(ask)
+        assert held < 4 * KIB
+        assert peak < 16 * KIB
+
+
+# ---- importing it ----
+
+
+def test_planning_imports_neither_torch_nor_numpy():
+    plan = "import pgmesh; print(pgmesh.Layout(dp=2))"
+    run = subprocess.run([sys.executable, "-X", "importtime", "-c", plan], cwd=ROOT, capture_output=True, text=True)
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in run.stderr.splitlines()}
+    assert run.returncode == 0, run.stderr
+    assert "pgmesh" in imported
+    assert not imported & {"torch", "numpy"}
+
+
+def test_every_public_name_is_there():
+    for name in pgmesh.__all__:
+        assert name in dir(pgmesh)
+        assert getattr(pgmesh, name).__name__ == name
+    with pytest.raises(AttributeError, match="module 'pgmesh' has no attribute 'nothing'"):
+        _ = pgmesh.nothing

@@ -1,0 +1,309 @@
+"""What errors say, word for word: what is wrong, the numbers, and the call that would be right."""
+
+from __future__ import annotations
+
+import builtins
+import re
+import textwrap
+import traceback
+from collections.abc import Callable
+
+import pytest
+
+from pgmesh import AxisError, Layout, PgmeshError, PlaceError, ShapeError, errors, sizes
+
+BOX = Layout(pp=2, dp=2, tp=2)
+NUMBERED = Layout(2, 2, 2)
+
+
+def says(error: type[PgmeshError], call: Callable[[], object], text: str) -> None:
+    """Checks the whole text of the error that a call raises; indented as it stands in these tests."""
+    with pytest.raises(error) as caught:
+        call()
+    assert type(caught.value) is error
+    assert str(caught.value) == textwrap.dedent(text).strip()
+
+
+# ---- ShapeError ----
+
+
+def test_sizes_that_do_not_fit_the_world():
+    says(
+        ShapeError,
+        lambda: sizes.fill("ProcessGroupMesh", {"dp": 2, "tp": 2}, 8, "the world has 8"),
+        """
+        ProcessGroupMesh(dp=2, tp=2) holds 4 ranks, but the world has 8.
+
+          ProcessGroupMesh(dp=-1, tp=2)                  # let dp be what is left: 4
+          ProcessGroupMesh(dp=2, tp=2, ranks=range(4))   # or name the 4 ranks to use
+        """,
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda: Layout(dp=2, tp=2, ranks=range(8)),
+            """
+            Layout(dp=2, tp=2) holds 4 ranks, but 8 ranks are given.
+
+              Layout(dp=-1, tp=2)   # let dp be what is left: 4
+            """,
+        ),
+        (
+            lambda: Layout(dp=3, tp=2, ranks=range(9)),
+            """
+            Layout(dp=3, tp=2) holds 6 ranks, but 9 ranks are given.
+
+              Layout(dp=3, tp=-1)   # let tp be what is left: 3
+            """,
+        ),
+        (lambda: Layout(dp=3, tp=3, ranks=range(8)), "Layout(dp=3, tp=3) holds 9 ranks, but 8 ranks are given."),
+        (
+            lambda: Layout(dp=-1, tp=3, ranks=range(8)),
+            """
+            Layout(dp=-1, tp=3) cannot be filled: 8 ranks are given, and 8 does not divide by 3.
+
+              Layout(dp=-1, tp=8)   # tp that would do: 1, 2, 4, 8
+            """,
+        ),
+        (
+            lambda: BOX.view(a=3, b=4),
+            """
+            view(a=3, b=4) holds 12 ranks, but there are 8.
+
+              view(a=-1, b=4)   # let a be what is left: 2
+            """,
+        ),
+        (
+            lambda: NUMBERED.view(3, -1),
+            """
+            view(3, -1) cannot be filled: there are 8, and 8 does not divide by 3.
+
+              view(8, -1)   # axis 0 that would do: 1, 2, 4, 8
+            """,
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit_the_ranks(call, text):
+    says(ShapeError, call, text)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda: Layout(dp=-1, cp=2, tp=-1),
+            "Layout(dp=-1, cp=2, tp=-1): at most one size is -1, what is left; here are dp, tp.",
+        ),
+        (
+            lambda: Layout(dp=-1),
+            "Layout(dp=-1) cannot know what is left: give it ranks, such as ranks=range(8).",
+        ),
+        (
+            lambda: Layout(dp=0),
+            "Layout: the size of axis dp is 0; a size is at least 1, or -1 for what is left.",
+        ),
+        (
+            lambda: Layout(2, -2),
+            "Layout: the size of axis 1 is -2; a size is at least 1, or -1 for what is left.",
+        ),
+        (
+            lambda: BOX.view(dp=0),
+            "view: the size of axis dp is 0; a size is at least 1, or -1 for what is left.",
+        ),
+        (lambda: Layout(dp=2.0), "Layout: the size of axis dp is a whole number, not 2.0."),
+        (lambda: Layout(dp="2"), "Layout: the size of axis dp is a whole number, not '2'."),
+        (lambda: Layout((2, 2)), "Layout: the size of axis 0 is a whole number, not (2, 2)."),
+        (lambda: Layout(dp=None), "Layout: the size of axis dp is a whole number, not None."),
+        (
+            lambda: Layout(2, tp=2),
+            "Layout: give every size by position or every size by name, not both: 2 stand beside tp.",
+        ),
+    ],
+)
+def test_sizes_that_are_none(call, text):
+    says(ShapeError, call, text)
+
+
+def test_no_axis_at_all():
+    with pytest.raises(ShapeError, match=r"^Layout needs at least one axis, such as Layout\(.*\)\.$") as caught:
+        Layout()
+    call = re.search(r"such as (.*)\.", str(caught.value))[1]
+    assert eval(call).size() >= 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([], "Layout: there is no rank to arrange; ranks is empty."),
+        (range(0), "Layout: there is no rank to arrange; ranks is empty."),
+        ([0, 1, 1, 0], "Layout: each rank stands in one place, but ranks holds 0, 1 more than once."),
+        ([0, 1, -2, 3], "Layout: a rank is at least 0, but ranks holds -2."),
+        (range(-4, 0), "Layout: a rank is at least 0, but ranks holds -4."),
+        (4, "Layout: ranks are whole numbers, such as ranks=range(4), not 4."),
+        ("0123", "Layout: ranks are whole numbers, such as ranks=range(4), not '0123'."),
+        ([0.0, 1.0], "Layout: ranks are whole numbers, such as ranks=range(4), not [0.0, 1.0]."),
+    ],
+)
+def test_ranks_that_are_none(ranks, text):
+    says(ShapeError, lambda: Layout(dp=-1, ranks=ranks), text)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda: BOX.at(tp=[0]).at(pp=slice(1, None)).at(dp=[]),
+            "at(dp=[]) keeps nothing of axis dp, which has 2 indices.",
+        ),
+        (
+            lambda: BOX.at(tp=slice(2, None)),
+            "at(tp=slice(2, None, None)) keeps nothing of axis tp, which has 2 indices.",
+        ),
+    ],
+)
+def test_nothing_left(call, text):
+    says(ShapeError, call, text)
+
+
+def test_a_view_that_would_cut():
+    says(
+        ShapeError,
+        lambda: Layout(pp=3, tp=4).at(tp=[0, 1]).view(n=6),
+        """
+        view(n=6) would cut mesh (pp=3, tp=2) where its ranks (0, 1, 4, 5, 8, 9) do not follow one another evenly.
+
+          ProcessGroupMesh(n=6, ranks=...)   # a mesh of its own can read any ranks
+        """,
+    )
+    says(
+        ShapeError,
+        lambda: Layout(pp=99, tp=4).at(tp=[0, 1]).view(n=-1),
+        """
+        view(n=198) would cut mesh (pp=99, tp=2) where its ranks (0, ..., 393) do not follow one another evenly.
+
+          ProcessGroupMesh(n=198, ranks=...)   # a mesh of its own can read any ranks
+        """,
+    )
+
+
+# ---- AxisError ----
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda: Layout(data=2, tensor=2).size("tensr"),
+            "there is no axis 'tensr' in mesh (data=2, tensor=2). Did you mean 'tensor'?",
+        ),
+        (
+            lambda: Layout(dp_shard=2, tp=2).at(dp_shards=0),
+            "there is no axis 'dp_shards' in mesh (dp_shard=2, tp=2). Did you mean 'dp_shard'?",
+        ),
+        (lambda: BOX.size("ep"), "there is no axis 'ep' in mesh (pp=2, dp=2, tp=2)."),
+        (lambda: BOX.block_of(0, "data"), "there is no axis 'data' in mesh (pp=2, dp=2, tp=2)."),
+        (lambda: BOX.partition(3), "there is no axis 3 in mesh (pp=2, dp=2, tp=2)."),
+        (lambda: NUMBERED.size("tp"), "there is no axis 'tp' in mesh (2, 2, 2)."),
+        (lambda: NUMBERED.size(12), "there is no axis 12 in mesh (2, 2, 2)."),
+        (lambda: NUMBERED.size(-4), "there is no axis -4 in mesh (2, 2, 2)."),
+    ],
+)
+def test_an_axis_that_is_not_there(call, text):
+    says(AxisError, call, text)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: BOX.size("tp", "tp"), "each axis is named once, but (tp, tp) names one twice."),
+        (lambda: BOX.index_of(0, "tp", "dp", -1), "each axis is named once, but (tp, dp, -1) names one twice."),
+        (lambda: BOX.at({"tp": 0}, tp=1), "axis tp is given twice."),
+        (lambda: NUMBERED.at({0: 0, -3: 1}), "axis -3 is given twice."),
+    ],
+)
+def test_an_axis_named_twice(call, text):
+    says(AxisError, call, text)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda: BOX.at(pp=1).size("pp"),
+            "axis pp is fixed at 1 in mesh (dp=2, tp=2); ask the mesh that it was cut from.",
+        ),
+        (
+            lambda: BOX.at(pp=-1).at(pp=0),
+            "axis pp is fixed at 1 in mesh (dp=2, tp=2); ask the mesh that it was cut from.",
+        ),
+    ],
+)
+def test_an_axis_that_was_fixed(call, text):
+    says(AxisError, call, text)
+
+
+# ---- PlaceError ----
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: BOX.at(pp=0).coord_of(5), "rank 5 is not in mesh (dp=2, tp=2), whose ranks are 0, 1, 2, 3."),
+        (
+            lambda: Layout(dp=10, tp=10).block_of(100, "tp"),
+            "rank 100 is not in mesh (dp=10, tp=10), whose ranks are 0, ..., 99.",
+        ),
+        (lambda: BOX.at(pp=0, dp=0).neighbor_of(-1, "tp"), "rank -1 is not in mesh (tp=2), whose ranks are 0, 1."),
+        (lambda: Layout(dp=2).label_of(None), "rank None is not in mesh (dp=2), whose ranks are 0, 1."),
+        (lambda: Layout(dp=2).along("1"), "rank '1' is not in mesh (dp=2), whose ranks are 0, 1."),
+    ],
+)
+def test_a_rank_that_is_not_there(call, text):
+    says(PlaceError, call, text)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: BOX.rank_of((0, 2, 0)), "axis dp has 2 indices, 0 to 1; there is no 2."),
+        (lambda: BOX.rank_of((0, 0, -3)), "axis tp has 2 indices, 0 to 1; there is no -3."),
+        (lambda: BOX.rank_of((0, "1", 0)), "an index of axis dp is a whole number, not '1'."),
+        (lambda: BOX.rank_of((0, 1)), "a coord of mesh (pp=2, dp=2, tp=2) has 3 indices, but (0, 1) has 2."),
+        (lambda: BOX.at(pp=2), "axis pp has 2 indices, 0 to 1; there is no 2."),
+        (lambda: BOX.at(pp=[0, -3]), "axis pp has 2 indices, 0 to 1; there is no -3."),
+        (lambda: NUMBERED.at({1: 1.0}), "an index of axis 1 is a whole number, not 1.0."),
+        (lambda: BOX.neighbor_of(0, "pp", 0.5), "a step along axis pp is a whole number, not 0.5."),
+        (lambda: BOX.partition("tp")[4], "there are 4 blocks; there is no number 4."),
+    ],
+)
+def test_a_place_that_is_not_there(call, text):
+    says(PlaceError, call, text)
+
+
+# ---- the tree ----
+
+ERRORS = PgmeshError.__subclasses__()
+
+
+def test_the_tree_is_drawn_as_it_is():
+    drawn = re.findall(r"[├└]── (\w+) +\(([\w, ]+)\) +(.*)", errors.__doc__)
+    bases = {error.__name__: ", ".join(base.__name__ for base in error.__bases__[1:]) for error in ERRORS}
+    assert {name: builtin for name, builtin, _ in drawn} == bases
+    for name, _, meaning in drawn:
+        assert getattr(errors, name).__doc__.lower() == f"{meaning}.".lower()
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.__name__)
+def test_each_error_is_one_that_people_would_catch(error):
+    assert error.__bases__[0] is PgmeshError
+    assert all(hasattr(builtins, base.__name__) for base in error.__bases__[1:])
+    assert traceback.format_exception_only(error("so")) == [f"pgmesh.{error.__name__}: so\n"]
+
+
+def test_errors_do_not_show_what_led_to_them():
+    with pytest.raises(ShapeError) as caught:
+        Layout(dp=2.5)
+    assert caught.value.__suppress_context__

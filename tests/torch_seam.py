@@ -1,0 +1,71 @@
+"""What the tests look at behind torch's public names: its tables of groups, and what is done to the world's store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as _c10d
+
+c10d: Any = _c10d
+
+TABLES = (
+    "pg_map",
+    "pg_names",
+    "pg_group_ranks",
+    "pg_backend_config",
+    "pg_to_tag",
+    "tags_to_pg",
+    "pg_coalesce_state",
+)
+
+
+def tables() -> dict[str, int]:
+    """How many groups each of torch's tables holds, ours among them."""
+    return {name: dict.__len__(getattr(c10d._world, name)) for name in TABLES}
+
+
+def made_by_torch(make: Callable[[], Any]) -> int:
+    """How many groups come to torch's tables while something is made, ours among them."""
+    before = tables()["pg_map"]
+    make()
+    return tables()["pg_map"] - before
+
+
+def timeout_of(group: Any) -> timedelta:
+    """How long a collective of a group may wait."""
+    return group._get_backend(torch.device("cpu")).options._timeout
+
+
+class CountingStore(dist.Store):
+    """The world's store, and in ``done`` every operation that came by."""
+
+    def __init__(self, inner: dist.Store) -> None:
+        super().__init__()
+        self.inner = inner
+        self.done: list[str] = []
+
+
+def _counted(operation: str) -> Callable[..., Any]:
+    def do(self: CountingStore, *args: Any) -> Any:
+        self.done.append(operation)
+        return getattr(self.inner, operation)(*args)
+
+    return do
+
+
+for _operation in ("set", "get", "add", "check", "wait", "compare_set", "delete_key", "multi_get", "multi_set"):
+    setattr(CountingStore, _operation, _counted(_operation))
+
+
+@contextmanager
+def counted_store() -> Iterator[list[str]]:
+    """The operations that this process does in the world's store meanwhile."""
+    store = CountingStore(c10d._get_default_store())
+    with mock.patch.object(c10d, "_get_default_store", return_value=store):
+        yield store.done
