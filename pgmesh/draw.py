@@ -33,8 +33,9 @@ def text(layout: Layout, *, mark: int | None = None, width: int = 80) -> str:
     │ dp1   2   3│  │ dp1   6   7│
     └────────────┘  └────────────┘
     """
+    shown = _shown(layout, mark)
     cut = max(0, len(layout.axes) - 2)
-    tables = {outer: _table(layout, outer, mark) for outer in _places(layout.shape[:cut])}
+    tables = {outer: _table(layout, outer, shown[cut:], mark) for outer in product(*shown[:cut])}
     widths = [max(map(len, column)) for column in zip(*(line for table in tables.values() for line in table))]
     panels = [_frame(_words(layout.axes, outer), table, widths) for outer, table in tables.items()]
     fit = max(1, (width + 2) // (max(len(panel[0]) for panel in panels) + 2))
@@ -42,14 +43,14 @@ def text(layout: Layout, *, mark: int | None = None, width: int = 80) -> str:
     return "\n".join("  ".join(line) for strip in strips for line in zip(*strip))
 
 
-def _table(layout: Layout, outer: Place, mark: int | None) -> list[list[str]]:
+def _table(layout: Layout, outer: Place, shown: list[Place], mark: int | None) -> list[list[str]]:
     """The words of one panel: the names of its columns, then a line for each row of ranks."""
-    axes, shape = layout.axes[len(outer) :], layout.shape[len(outer) :]
-    columns = list(_places(shape[-1:]))
+    axes = layout.axes[len(outer) :]
+    columns = list(product(*shown[-1:]))
     names = [["", *(_words(axes[-1:], column) for column in columns)]] if axes else []
     return names + [
         [_words(axes[:-1], row), *(_rank(layout, (*outer, *row, *column), mark) for column in columns)]
-        for row in _places(shape[:-1])
+        for row in product(*shown[:-1])
     ]
 
 
@@ -72,9 +73,16 @@ def _rank(layout: Layout, place: Place, mark: int | None) -> str:
     return f"[{rank}]" if rank == mark else str(rank)
 
 
-def _places(shape: tuple[int, ...]) -> product[tuple[int | str, ...]]:
-    """The places a picture shows: all of a short axis, the ends of a long one."""
-    return product(*(range(size) if size <= MOST else [*range(MOST - 2), GAP, size - 1] for size in shape))
+def _shown(layout: Layout, mark: int | None) -> list[Place]:
+    """The indices of each axis that a picture shows: all of a short one; of a long one the ends and the marked."""
+    here = layout.coord_of(mark) if mark is not None and mark in layout else (0,) * len(layout.axes)
+    return [tuple(range(size)) if size <= MOST else _ends(size, index) for size, index in zip(layout.shape, here)]
+
+
+def _ends(size: int, index: int) -> Place:
+    if MOST - 2 <= index < size - 1:
+        return (*range(MOST - 4), GAP, index, GAP, size - 1)
+    return (*range(MOST - 2), GAP, size - 1)
 
 
 def _words(axes: tuple[str | int, ...], place: Place) -> str:

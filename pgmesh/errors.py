@@ -2,7 +2,7 @@
 
 PgmeshError
 ├── ShapeError         (ValueError)              sizes that do not fit the ranks
-├── AxisError          (ValueError, IndexError)  an axis the mesh does not have, or named twice
+├── AxisError          (ValueError, IndexError)  an axis the mesh does not have, or one named twice
 ├── PlaceError         (ValueError, IndexError)  a rank, a coord or an index that is off the mesh
 ├── OptionsError       (ValueError)              options that no such group can be made with
 ├── MembershipError    (RuntimeError)            this rank is no member of what it asks for

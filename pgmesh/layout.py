@@ -71,7 +71,7 @@ class Layout:
     _table: _Table | None
     _spelled: tuple[tuple[Axis, int | None], ...]  # the axes as first named; a fixed one has its index beside it
 
-    def __init__(self, *shape: int, ranks: Iterable[int] | None = None, **sizes: int) -> None:
+    def __init__(self, /, *shape: int, ranks: Iterable[int] | None = None, **sizes: int) -> None:
         box = take_sizes("Layout", shape, sizes)
         if ranks is not None:
             ranks = take_ranks("Layout", ranks)
@@ -111,10 +111,12 @@ class Layout:
         # To find a coord, peel off the axis with the widest steps first: the others add up to less than one of them.
         self._peel = sorted(((*_pace(step), i) for i, step in enumerate(steps) if len(step) > 1), reverse=True)
 
+    def _parts(self) -> dict[str, Any]:
+        return {name: getattr(self, f"_{name}") for name in ("axes", "steps", "origin", "table", "spelled")}
+
     def _like(self, **changed: Any) -> Layout:
         layout = object.__new__(Layout)
-        kept = {name: getattr(self, f"_{name}") for name in ("axes", "steps", "origin", "table", "spelled")}
-        layout._set(**{**kept, **changed})
+        layout._set(**{**self._parts(), **changed})
         return layout
 
     # -- what it is ---------------------------------------------------------------------------------------------
@@ -168,7 +170,7 @@ class Layout:
         return self.ranks()
 
     def __contains__(self, rank: object) -> bool:
-        return isinstance(rank, int) and self._seek(rank) is not None
+        return self._seek(rank) is not None
 
     def __len__(self) -> int:
         return self.size()
@@ -190,10 +192,12 @@ class Layout:
         >>> layout.rank_of((1, 0, 1))
         5
         """
+        try:
+            coord = tuple(coord)
+        except TypeError:
+            raise PlaceError(f"a coord is a tuple of indices, one for each axis, not {coord!r}.") from None
         if len(coord) != len(self._axes):
-            raise PlaceError(
-                f"a coord of {self._brief()} has {len(self._axes)} indices, but {tuple(coord)} has {len(coord)}."
-            )
+            raise PlaceError(f"a coord of {self._brief()} has {len(self._axes)} indices, but {coord} has {len(coord)}.")
         return self._rank_at(self._position(coord))
 
     def coord_of(self, rank: int) -> tuple[int, ...]:
@@ -294,26 +298,31 @@ class Layout:
         (0, 1, 6, 7)
         """
         origin, steps, axes, spelled = self._origin, list(self._steps), list(self._axes), dict(self._spelled)
+        seen: set[int] = set()
         for axis, keep in [*(fixed or {}).items(), *indices.items()]:
             (i,) = self._find((axis,))
-            if axes[i] is _GONE:
-                raise AxisError(f"axis {axis} is given twice.")
+            if i in seen:
+                raise AxisError(f"axis {self._axes[i]} is given twice.")
+            seen.add(i)
             step = self._steps[i]
             if isinstance(keep, slice):
-                kept: Steps = step[keep]
+                try:
+                    picked: Steps = step[keep]
+                except (TypeError, ValueError) as error:
+                    raise PlaceError(f"{keep} is no slice of axis {axis}: {error}.") from None
             elif isinstance(keep, Iterable):
                 picked = tuple(dict.fromkeys(step[self._index(i, one)] for one in keep))
-                kept = progression(picked) or picked if picked else ()
             else:
                 place = self._index(i, keep)
                 origin += step[place]
                 spelled[self._axes[i]] = place
                 axes[i] = _GONE
                 continue
-            if not kept:
-                raise ShapeError(f"at({axis}={keep!r}) keeps nothing of axis {axis}, which has {len(step)} indices.")
-            origin += kept[0]
-            steps[i] = _from_zero(kept)
+            if not picked:
+                call = f"at({{{axis}: {keep!r}}})" if isinstance(axis, int) else f"at({axis}={keep!r})"
+                raise ShapeError(f"{call} keeps nothing of axis {axis}, which has {_many(len(step))}.")
+            origin += picked[0]
+            steps[i] = _from_zero(progression(picked) or picked)
         left = [i for i, axis in enumerate(axes) if axis is not _GONE]
         return self._like(
             axes=tuple(axes[i] for i in left),
@@ -331,7 +340,7 @@ class Layout:
         along, coord = self._find(axes), self.coord_of(rank)
         return self.at({self._axes[i]: index for i, index in enumerate(coord) if i not in along})
 
-    def view(self, *shape: int, **sizes: int) -> Layout:
+    def view(self, /, *shape: int, **sizes: int) -> Layout:
         """The same ranks in the same order, read with other axes: split, merged or both.
 
         Args:
@@ -344,12 +353,12 @@ class Layout:
         >>> layout.view(pp=2, edp=1, ep=4).block_of(5, "ep")
         (4, 5, 6, 7)
         """
-        box = fill("view", take_sizes("view", shape, sizes), len(self), f"there are {len(self)}", pick=False)
+        box = fill("view", take_sizes("view", shape, sizes), len(self), f"the mesh has {len(self)}", pick=False)
+        fixed = ((axis, index) for axis, index in self._spelled if index is not None and axis not in box)
+        spelled = (*fixed, *((axis, None) for axis in box))
         runs = _fuse(self._steps)
         steps: list[Steps] = []
         for size in reversed(tuple(box.values())):
-            while runs and len(runs[-1]) == 1:
-                runs.pop()
             if size == 1:
                 steps.append(range(1))
             elif size == len(runs[-1]):
@@ -358,15 +367,20 @@ class Layout:
                 steps.append(runs[-1][:size])
                 runs[-1] = runs[-1][::size]
             else:
-                raise ShapeError(
-                    f"{spell('view', box)} would cut {self._brief()} where its ranks "
-                    f"({self._listed()}) do not follow one another evenly.\n\n"
-                    f"  {spell('ProcessGroupMesh', box, ranks=_Ellipsis())}   # a mesh of its own can read any ranks"
-                )
-        fixed = tuple((axis, index) for axis, index in self._spelled if index is not None and axis not in box)
-        return self._like(
-            axes=tuple(box), steps=tuple(reversed(steps)), spelled=fixed + tuple((axis, None) for axis in box)
-        )
+                return self._read_anew(box)._like(spelled=spelled)
+        return self._like(axes=tuple(box), steps=tuple(reversed(steps)), spelled=spelled)
+
+    def _read_anew(self, box: Mapping[Axis, int]) -> Layout:
+        """The last resort of ``view``: steps that are uneven may still lead over ranks that are even."""
+        even = self._table is None and all(isinstance(step, range) for step in self._steps)
+        straight = None if even else progression(self.ranks())
+        if straight is None:
+            raise ShapeError(
+                f"{spell('view', dict(box))} would cut {self._brief()} where its ranks ({self._listed()}) do not "
+                f"follow one another evenly.\n\n"
+                f"  {spell('ProcessGroupMesh', dict(box), ranks=...)}   # a mesh of its own can read any ranks"
+            )
+        return Layout.of(box, straight)
 
     # -- text ---------------------------------------------------------------------------------------------------
 
@@ -399,7 +413,7 @@ class Layout:
             return spell(who, box, **more)
         whole = self._table is not None and len(self) == len(self._table.ranks)
         short = isinstance(ranks, range) or whole or len(self) <= 64
-        return spell(who, box, ranks=ranks if short else _Ellipsis(), **more)
+        return spell(who, box, ranks=ranks if short else ..., **more)
 
     def __str__(self) -> str:
         return draw.text(self)
@@ -429,7 +443,11 @@ class Layout:
         return tuple(found)
 
     def _find_one(self, axis: Axis) -> int:
-        number = self._number.get(axis)
+        try:
+            number = self._number.get(axis)
+        except TypeError:
+            words = ", ".join(map(repr, axis)) if isinstance(axis, (list, tuple, set)) else "'dp', 'tp'"
+            raise AxisError(f"axes are arguments of their own: ({words}), not {axis!r} in one.") from None
         if number is not None:
             return number
         fixed = dict(self._spelled).get(axis)
@@ -437,8 +455,8 @@ class Layout:
             return axis % len(self._axes)
         if fixed is not None:
             raise AxisError(f"axis {axis} is fixed at {fixed} in {self._brief()}; ask the mesh that it was cut from.")
-        close = difflib.get_close_matches(str(axis), map(str, self._axes), n=1, cutoff=0.4)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        close = _alike(axis, [name for name in self._axes if isinstance(name, str)])
+        hint = f" Did you mean {close!r}?" if close else ""
         raise AxisError(f"there is no axis {axis!r} in {self._brief()}.{hint}")
 
     def _index(self, i: int, index: Any) -> int:
@@ -449,7 +467,7 @@ class Layout:
         except TypeError:
             raise PlaceError(f"an index of axis {axis} is a whole number, not {index!r}.") from None
         if not -size <= place < size:
-            raise PlaceError(f"axis {axis} has {size} indices, 0 to {size - 1}; there is no {place}.")
+            raise PlaceError(f"axis {axis} has {_many(size)}; there is no {place}.")
         return place % size
 
     def _position(self, coord: Sequence[int]) -> int:
@@ -458,8 +476,12 @@ class Layout:
     def _rank_at(self, position: int) -> int:
         return position if self._table is None else self._table.ranks[position]
 
-    def _seek(self, rank: int) -> tuple[int, ...] | None:
+    def _seek(self, rank: object) -> tuple[int, ...] | None:
         """The coord of a rank, None if it is not here."""
+        try:
+            rank = operator.index(rank)  # type: ignore[arg-type]
+        except TypeError:
+            return None
         position = rank if self._table is None else self._table.position.get(rank)
         if position is None:
             return None
@@ -566,11 +588,19 @@ def _from_zero(steps: Steps) -> Steps:
     return tuple(step - steps[0] for step in steps)
 
 
-class _Ellipsis:
-    """Stands in a call for an argument too long to print."""
+def _many(size: int) -> str:
+    return f"{size} indices, 0 to {size - 1}" if size > 1 else "one index, 0"
 
-    def __repr__(self) -> str:
-        return "..."
+
+def _alike(wrong: object, names: list[str]) -> str | None:
+    """The name that was meant: the same letters in another order or case, or nearly the same."""
+    folded = {name.casefold(): name for name in names}
+    word = str(wrong).casefold()
+    for name in folded:
+        if sorted(name) == sorted(word):
+            return folded[name]
+    close = difflib.get_close_matches(word, folded, n=1)
+    return folded[close[0]] if close else None
 
 
 _GONE: Any = object()

@@ -50,7 +50,9 @@ class ProcessGroupMesh:
     _groups: dict[tuple[Axis, ...], ProcessGroup]
     _parts: dict[Any, ProcessGroupMesh]
 
-    def __init__(self, *shape: int, ranks: Iterable[int] | None = None, name: str | None = None, **sizes: int) -> None:
+    def __init__(
+        self, /, *shape: int, ranks: Iterable[int] | None = None, name: str | None = None, **sizes: int
+    ) -> None:
         who = "ProcessGroupMesh"
         _, world = groups.world_rank_and_size()
         box = take_sizes(who, shape, sizes)
@@ -414,7 +416,7 @@ class ProcessGroupMesh:
     def __getitem__(self, axes: Axis | tuple[Axis, ...]) -> ProcessGroupMesh:
         return self.along(*axes) if isinstance(axes, tuple) else self.along(axes)
 
-    def view(self, *shape: int, **sizes: int) -> ProcessGroupMesh:
+    def view(self, /, *shape: int, **sizes: int) -> ProcessGroupMesh:
         """The same ranks in the same order, read with other axes, sharing the groups: split, merged or both.
 
         Args:

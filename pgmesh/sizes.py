@@ -22,6 +22,8 @@ def spell(who: str, box: dict[str | int, int], **more: object) -> str:
 
 
 def _plain(value: object) -> str:
+    if value is ...:
+        return "..."
     return f"range({len(value)})" if isinstance(value, range) and value == range(len(value)) else repr(value)
 
 
@@ -42,13 +44,15 @@ def take_sizes(who: str, shape: tuple[int, ...], sizes: dict[str, int]) -> dict[
     if shape and sizes:
         raise ShapeError(
             f"{who}: give every size by position or every size by name, not both: "
-            f"{', '.join(map(str, shape))} stand beside {', '.join(sizes)}."
+            f"{', '.join(map(str, shape))} stand{'s' * (len(shape) == 1)} beside {', '.join(sizes)}."
         )
     box: dict[str | int, int] = dict(enumerate(shape))
     box.update(sizes)
     if not box:
-        raise ShapeError(f"{who} needs at least one axis, such as {who}(dp=-1).")
+        raise ShapeError(f"{who} needs at least one axis, such as {who}(dp=2).")
     for axis, size in box.items():
+        if isinstance(axis, str) and not axis.isidentifier():
+            raise ShapeError(f"{who}: an axis is named by a word, such as dp, not {axis!r}.")
         box[axis] = take_size(who, axis, size)
     if sum(size == -1 for size in box.values()) > 1:
         free = ", ".join(str(axis) for axis, size in box.items() if size == -1)
@@ -111,7 +115,7 @@ def fill(who: str, box: dict[str | int, int], count: int, whole: str, *, pick: b
     if -1 in box.values():
         if count % fixed == 0:
             return {axis: count // fixed if size == -1 else size for axis, size in box.items()}
-        problem = f"{spell(who, box)} cannot be filled: {whole}, and {count} does not divide by {fixed}."
+        problem = f"{spell(who, box)} cannot be filled: {whole}, and {count} is not divisible by {fixed}."
     elif fixed == count:
         return box
     else:
@@ -123,22 +127,43 @@ def fill(who: str, box: dict[str | int, int], count: int, whole: str, *, pick: b
 
 def _ways_out(who: str, box: dict[str | int, int], fixed: int, count: int, pick: bool) -> list[tuple[str, str]]:
     """Calls that would hold ``count`` ranks, each with its reason."""
-    ways = []
+    given: dict[str, Any] = {"ranks": ...} if who == "Layout" else {}
+
+    def call(changes: dict[str | int, int], **more: object) -> str:
+        return spell(who, {**box, **changes}, **{**given, **more})
+
+    ways: list[tuple[str, str]] = []
+    free = [axis for axis, size in box.items() if size == -1]
     for axis, size in box.items():
-        rest = fixed // (1 if size == -1 else size)
-        if count % rest == 0 and -1 not in box.values():
-            ways.append((spell(who, {**box, axis: -1}), f"let {_axis(axis)} be what is left: {count // rest}"))
-            break
-    else:
-        for axis, size in box.items():
-            rest = fixed // size
-            would = [n for n in range(1, count // rest + 1) if count % (rest * n) == 0] if size != -1 else []
-            if would:
-                ways.append((spell(who, {**box, axis: would[-1]}), f"{_axis(axis)} that would do: {some(would)}"))
-                break
-    if pick and fixed < count and -1 not in box.values():
-        ways.append((spell(who, box, ranks=range(fixed)), f"or name the {fixed} ranks to use"))
+        rest = fixed // max(size, 1)
+        if size == -1 or count % rest:
+            continue
+        if not free:
+            ways.append((call({axis: -1}), f"let {_axis(axis)} be what is left: {count // rest}"))
+        else:
+            would = _divisors(count // rest)
+            near = min(would, key=lambda n: abs(n - size))
+            ways.append((call({axis: near}), f"{_axis(axis)} may be {_any_of(would)}"))
+        break
+    else:  # no one size mends it: the nearest smaller sizes that divide, and one axis for the rest
+        left, changes = count, dict[str | int, int]()
+        filled = (free or list(box))[0]
+        for axis in reversed([axis for axis in box if axis != filled]):
+            changes[axis] = max(n for n in _divisors(left) if n <= box[axis])
+            left //= changes[axis]
+        ways.append((call({filled: -1, **changes}), f"sizes that divide {count}; {_axis(filled)} is then {left}"))
+    if pick and fixed < count and not free:
+        ways.append((call({}, ranks=range(fixed)), f"or name the {fixed} ranks to use"))
     return ways
+
+
+def _divisors(count: int) -> list[int]:
+    return [n for n in range(1, count + 1) if count % n == 0]
+
+
+def _any_of(values: list[int]) -> str:
+    *most, last = map(str, values)
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 def _axis(axis: str | int) -> str:

@@ -187,7 +187,9 @@ def test_every_rank_shown_stands_at_its_labels(layout, data):
             assert cell == (f"[{rank}]" if rank == mark else f"{rank}")
             assert labels == [label(axis, i) for axis, i in zip(layout.axes, layout.coord_of(rank))]
             shown[rank] = labels
-    seen = [size if size <= draw.MOST else draw.MOST - 1 for size in layout.shape]
+    assert mark in shown
+    apart = [draw.MOST - 2 <= i < size - 1 for i, size in zip(layout.coord_of(mark), layout.shape)]
+    seen = [size if size <= draw.MOST else draw.MOST - 1 - far for size, far in zip(layout.shape, apart)]
     assert len(shown) == prod(seen)
 
 

@@ -48,7 +48,7 @@ def test_sizes_that_do_not_fit_the_world():
             """
             Layout(dp=2, tp=2) holds 4 ranks, but 8 ranks are given.
 
-              Layout(dp=-1, tp=2)   # let dp be what is left: 4
+              Layout(dp=-1, tp=2, ranks=...)   # let dp be what is left: 4
             """,
         ),
         (
@@ -56,22 +56,29 @@ def test_sizes_that_do_not_fit_the_world():
             """
             Layout(dp=3, tp=2) holds 6 ranks, but 9 ranks are given.
 
-              Layout(dp=3, tp=-1)   # let tp be what is left: 3
+              Layout(dp=3, tp=-1, ranks=...)   # let tp be what is left: 3
             """,
         ),
-        (lambda: Layout(dp=3, tp=3, ranks=range(8)), "Layout(dp=3, tp=3) holds 9 ranks, but 8 ranks are given."),
+        (
+            lambda: Layout(dp=3, tp=3, ranks=range(8)),
+            """
+            Layout(dp=3, tp=3) holds 9 ranks, but 8 ranks are given.
+
+              Layout(dp=-1, tp=2, ranks=...)   # sizes that divide 8; dp is then 4
+            """,
+        ),
         (
             lambda: Layout(dp=-1, tp=3, ranks=range(8)),
             """
-            Layout(dp=-1, tp=3) cannot be filled: 8 ranks are given, and 8 does not divide by 3.
+            Layout(dp=-1, tp=3) cannot be filled: 8 ranks are given, and 8 is not divisible by 3.
 
-              Layout(dp=-1, tp=8)   # tp that would do: 1, 2, 4, 8
+              Layout(dp=-1, tp=2, ranks=...)   # tp may be 1, 2, 4 or 8
             """,
         ),
         (
             lambda: BOX.view(a=3, b=4),
             """
-            view(a=3, b=4) holds 12 ranks, but there are 8.
+            view(a=3, b=4) holds 12 ranks, but the mesh has 8.
 
               view(a=-1, b=4)   # let a be what is left: 2
             """,
@@ -79,9 +86,9 @@ def test_sizes_that_do_not_fit_the_world():
         (
             lambda: NUMBERED.view(3, -1),
             """
-            view(3, -1) cannot be filled: there are 8, and 8 does not divide by 3.
+            view(3, -1) cannot be filled: the mesh has 8, and 8 is not divisible by 3.
 
-              view(8, -1)   # axis 0 that would do: 1, 2, 4, 8
+              view(2, -1)   # axis 0 may be 1, 2, 4 or 8
             """,
         ),
     ],
@@ -119,7 +126,7 @@ def test_sizes_that_do_not_fit_the_ranks(call, text):
         (lambda: Layout(dp=None), "Layout: the size of axis dp is a whole number, not None."),
         (
             lambda: Layout(2, tp=2),
-            "Layout: give every size by position or every size by name, not both: 2 stand beside tp.",
+            "Layout: give every size by position or every size by name, not both: 2 stands beside tp.",
         ),
     ],
 )
@@ -156,11 +163,11 @@ def test_ranks_that_are_none(ranks, text):
     [
         (
             lambda: BOX.at(tp=[0]).at(pp=slice(1, None)).at(dp=[]),
-            "at(dp=[]) keeps nothing of axis dp, which has 2 indices.",
+            "at(dp=[]) keeps nothing of axis dp, which has 2 indices, 0 to 1.",
         ),
         (
             lambda: BOX.at(tp=slice(2, None)),
-            "at(tp=slice(2, None, None)) keeps nothing of axis tp, which has 2 indices.",
+            "at(tp=slice(2, None, None)) keeps nothing of axis tp, which has 2 indices, 0 to 1.",
         ),
     ],
 )
@@ -221,7 +228,7 @@ def test_an_axis_that_is_not_there(call, text):
         (lambda: BOX.size("tp", "tp"), "each axis is named once, but (tp, tp) names one twice."),
         (lambda: BOX.index_of(0, "tp", "dp", -1), "each axis is named once, but (tp, dp, -1) names one twice."),
         (lambda: BOX.at({"tp": 0}, tp=1), "axis tp is given twice."),
-        (lambda: NUMBERED.at({0: 0, -3: 1}), "axis -3 is given twice."),
+        (lambda: NUMBERED.at({0: 0, -3: 1}), "axis 0 is given twice."),
     ],
 )
 def test_an_axis_named_twice(call, text):
