@@ -63,6 +63,7 @@ SEAM: dict[str, str] = {
         for table in ("pg_map", "pg_group_ranks", "pg_backend_config", "pg_coalesce_state", "pg_to_tag", "tags_to_pg")
     },
     "distributed_c10d._pg_names": "its length goes into the names of torch's local synchronisation",
+    "distributed_c10d._rank_not_in_group": "torch asks this of every group it is given: one let go of says so",
     "c10d_logger._get_msg_dict": "torch calls it when a collective has raised: the moment to say why",
     "distributed_c10d._get_default_store": "the world's store, where members agree and backends meet",
     "distributed_c10d._register_process_group": "functional collectives find a group by name",
@@ -130,15 +131,21 @@ class _Names(dict[Any, str]):
 
 _released: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 _reading: weakref.WeakKeyDictionary[Any, PollingStore] = weakref.WeakKeyDictionary()
+_is_outside = c10d._rank_not_in_group
 _describe_failure = c10d_logger._get_msg_dict
+
+
+def _check_and_tell_outside(group: Any) -> Any:
+    """What torch asks of every group it is given: for one that was let go of, the answer is which it was."""
+    if _released and group in _released:
+        raise LifetimeError(_released[group])
+    return _is_outside(group)
 
 
 def _explain_failure(function: str, *args: Any, **kwargs: Any) -> Any:
     """What torch logs of a collective that raised: the moment to raise what we know in place of what torch says."""
     error = sys.exc_info()[1]
     group = next((each for each in (*args, *kwargs.values()) if isinstance(each, dist.ProcessGroup)), None)
-    if group in _released:
-        raise LifetimeError(_released[group]) from error
     if group in _reading and isinstance(error, RuntimeError) and "timed out" in str(error).lower():
         missing = _reading[group].missing()
         if missing:
@@ -147,6 +154,7 @@ def _explain_failure(function: str, *args: Any, **kwargs: Any) -> Any:
 
 
 c10d._pg_names = _Names(c10d._pg_names)
+c10d._rank_not_in_group = _check_and_tell_outside
 c10d_logger._get_msg_dict = _explain_failure
 
 
@@ -594,7 +602,7 @@ class Family:
                 continue
             _tear_down(made, reason, abort=at_exit)
             if not at_exit:
-                _delete([*made.keys, *itertools.chain(*(store.written for store in made.stores))])
+                _take_back(made)
 
     def forget(self, group: Any) -> None:
         """torch destroyed one of our groups: drop it, and never use its name again."""
@@ -604,8 +612,7 @@ class Family:
                     del self._cache[key]
                     self._forget_hits()
                     self._generations[key.ranks] += 1
-                    for store in made.stores:
-                        store.close()
+                    _take_back(made)
                     _released[group] = f"{made.words} was destroyed; ask its mesh for it anew."
                     c10d._world.tags_to_pg.pop(c10d._world.pg_to_tag.get(group), None)
 
@@ -689,6 +696,13 @@ def _digest(data: bytes) -> str:
 
 def _call(verb: str, axes: Iterable[Axis], *more: str) -> str:
     return f"{verb}({', '.join([*map(repr, axes), *more])})"
+
+
+def _take_back(made: Made) -> None:
+    """Let nobody wait for a group any more, and take what was written for it out of the store."""
+    for store in made.stores:
+        store.close()
+    _delete([*made.keys, *itertools.chain(*(store.written for store in made.stores))])
 
 
 def _delete(keys: Iterable[str]) -> None:
