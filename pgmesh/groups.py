@@ -13,7 +13,6 @@ import ctypes
 import functools
 import hashlib
 import itertools
-import json
 import math
 import os
 import sys
@@ -24,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import cachetools
 import torch
@@ -188,27 +187,38 @@ def _world_options() -> GroupOptions:
     return GroupOptions(backend=backend, timeout=c10d._get_default_timeout(c10d.Backend(backend)))
 
 
+class Backends(NamedTuple):
+    """What a backend's name means to torch."""
+
+    by_device: dict[str, str]
+    names: frozenset[str]
+    direct: bool  # members can build it by themselves
+    dry: bool  # there are no other processes to meet
+
+
 @functools.cache
-def _backends(name: str) -> dict[str, str]:
-    """The backend for each device.
+def backends_of(name: str | None) -> Backends:
+    """The backend for each device, and what follows.
 
     Raises:
-        OptionsError: torch.distributed knows no such backend.
+        OptionsError: torch.distributed knows no such backend, or was built without it.
     """
     known = {*c10d.Backend.backend_list} - {"undefined"}
-    parts = {part.rpartition(":")[2] for part in name.split(",")}
+    parts = {part.rpartition(":")[2] for part in str(name).split(",")}
     if not parts <= known:
         raise OptionsError(f"torch.distributed knows no backend {name!r}; it knows {', '.join(sorted(known))}.")
     absent = sorted(part for part in parts if not dist.is_backend_available(part))
     if absent:
         raise OptionsError(f"this torch was built without backend {', '.join(absent)}.")
     table = c10d.BackendConfig(c10d.Backend(name)).get_device_backend_map()
-    return {device: str(backend) for device, backend in table.items()}
+    names = frozenset(map(str, table.values()))
+    direct = names <= {*_DIRECT} and not c10d._use_torchcomms_enabled()
+    return Backends({device: str(backend) for device, backend in table.items()}, names, direct, names == {"fake"})
 
 
 def default_device() -> str:
     """The type of the device that groups communicate from: an accelerator where the backend serves one that is here."""
-    devices = list(_backends(_registry().options.backend))
+    devices = list(backends_of(_registry().options.backend).by_device)
     accelerator = torch.accelerator.current_accelerator()
     return accelerator.type if accelerator is not None and accelerator.type in devices else devices[0]
 
@@ -264,15 +274,11 @@ _DIRECT: dict[str, Callable[..., Any]] = {"gloo": _gloo, "nccl": _nccl, "fake": 
 """The backends that members can build by themselves."""
 
 
-def _is_direct(options: GroupOptions) -> bool:
-    return not c10d._use_torchcomms_enabled() and set(_backends(options.backend).values()) <= {*_DIRECT}
-
-
 def _build(
     name: str, ranks: Sequence[int], me: int, options: GroupOptions, stores: Mapping[str, Any], description: str
 ) -> Any:
     """A process group of these ranks that torch.distributed knows as its own."""
-    rank, size, backends = ranks.index(me), len(ranks), _backends(options.backend)
+    rank, size, backends = ranks.index(me), len(ranks), backends_of(options.backend).by_device
     prefixed = dist.PrefixStore(f"{name}/", c10d._get_default_store())
     group: Any = dist.ProcessGroup(prefixed, rank, size)
     types = {each: c10d.Backend.backend_type_map[each] for each in backends.values()}
@@ -353,8 +359,7 @@ def _registry() -> _Registry:
     return _registries[world]
 
 
-@dataclass(frozen=True)
-class _Key:
+class _Key(NamedTuple):
     """What a group is."""
 
     ranks: tuple[int, ...]
@@ -445,31 +450,43 @@ class Family:
             if made is None:
                 _check_honoured(options, words)
                 self._open()
-                make = self._make if _is_direct(options) else self._make_with_all
+                make = self._make if backends_of(options.backend).direct else self._make_with_all
                 description = options.description or f"{self.name or 'mesh'}[{description}]"
                 made = make(key, usual, words, description, partition)
                 self._cache[key] = made
             return made.group
 
     def _make(self, key: _Key, usual: GroupOptions, words: str, description: str, _: object) -> Made:
-        """Build a group directly. Nobody waits; one store operation checks that members mean the same."""
+        """Build a group directly. Nobody waits for anybody.
+
+        Members see in one store operation that they mean the same: here, where there is something special to mean;
+        where all is as the world has it, before the first collective, so that making such a group is local.
+        """
         name, options, line = self._name_of(key, usual), key.options, _caller()
-        store: dist.Store = c10d._get_default_store()
-        alone = len(key.ranks) == 1 or self._is_dry(options)
-        stores: dict[str, PollingStore] = {}
-        keys: tuple[str, ...] = ()
-        if not alone:
-            keys = (f"{name}/options",)
-            mend = "Configure its axes alike on every rank, or let every rank ask for it with the same options."
-            agree(store, keys[0], options.given(), self.rank, words, mend)
-            for backend in {*_backends(options.backend).values()}:
-                timeout = options.timeout or timedelta()
-                stores[backend] = PollingStore(store, words, key.ranks, timeout, addresses=backend == "gloo")
-        nobody: Mapping[str, Any] = collections.defaultdict(dist.HashStore)
-        group = _build(name, key.ranks, self.rank, options, stores or nobody, description)
-        if "gloo" in stores:
-            _reading[group] = stores["gloo"]
-        return Made(group, words, line, tuple(stores.values()), keys)
+        if len(key.ranks) == 1 or backends_of(options.backend).dry:
+            stores: Mapping[str, Any] = collections.defaultdict(dist.HashStore)
+            return Made(_build(name, key.ranks, self.rank, options, stores, description), words, line)
+        store, checked = c10d._get_default_store(), f"{name}/options"
+        mend = "Configure its axes alike on every rank, or let every rank ask for it with the same options."
+        check = functools.partial(agree, store, checked, options.given, self.rank, words, mend)
+        special = options != self._registry.options
+        if special:
+            check()
+        polling = {
+            backend: PollingStore(
+                store,
+                words,
+                key.ranks,
+                options.timeout or timedelta(),
+                addresses=backend == "gloo",
+                first=None if special else check,
+            )
+            for backend in backends_of(options.backend).names
+        }
+        group = _build(name, key.ranks, self.rank, options, polling, description)
+        if "gloo" in polling:
+            _reading[group] = polling["gloo"]
+        return Made(group, words, line, tuple(polling.values()), (checked,))
 
     def _make_with_all(
         self,
@@ -506,7 +523,7 @@ class Family:
         if key.options != usual:
             plain = usual.given()
             unusual = {what: value for what, value in key.options.given().items() if plain.get(what) != value}
-        kind = _digest(json.dumps([key.options.backend, key.tag, unusual], sort_keys=True).encode())
+        kind = _digest(f"{key.options.backend} {key.tag!r} {sorted(unusual.items())}".encode())
         return f"{_PREFIX}{self.identity}/{_word(key.ranks)}/{kind}.{self._generations[key.ranks]}"
 
     def _open(self) -> None:
@@ -521,22 +538,18 @@ class Family:
                         f"{other.line} and at {self.line}. Ranks that use them in other orders would cross.\n\n"
                         f"  ProcessGroupMesh(..., name='actor')   # name them, or close() the one that is done with"
                     )
-        if len(self.layout) > 1 and not self._is_dry(self._registry.options):
+        if len(self.layout) > 1 and not backends_of(self._registry.options.backend).dry:
             ranks = self.layout.ranks_in_order()
             shown: object = ranks if isinstance(ranks, range) else some(ranks, 64)
-            mine = {
+            mine: dict[str, Any] = {
                 "axes": list(self.layout.axes),
                 "shape": list(self.layout.shape),
                 "ranks": f"{shown}",
                 **({} if isinstance(ranks, range) else {"digest": _word(ranks)}),
             }
             mend = "Make the mesh alike on every rank; where ranks mean to have different meshes, name each."
-            agree(c10d._get_default_store(), f"{_PREFIX}{self.identity}", mine, self.rank, self.words, mend)
+            agree(c10d._get_default_store(), f"{_PREFIX}{self.identity}", lambda: mine, self.rank, self.words, mend)
         self._registry.open.add(self)
-
-    def _is_dry(self, options: GroupOptions) -> bool:
-        """Whether there are no other processes to agree with."""
-        return set(_backends(options.backend).values()) == {"fake"}
 
     # -- configuring --------------------------------------------------------------------------------------------
 
@@ -633,8 +646,6 @@ class Family:
         """LifetimeError once this family is closed, its world gone, or this process a fork."""
         if self.ended is not None:
             raise LifetimeError(f"{self.words} {self.ended} It still knows every rank's place, but holds no groups.")
-        if dist.group.WORLD is None:
-            raise WorldError(f"{self.words}: torch.distributed is not initialised, so there are no groups.")
 
     # -- torch's DeviceMesh -------------------------------------------------------------------------------------
 
@@ -671,9 +682,8 @@ class Family:
 
 
 def _check_honoured(options: GroupOptions, words: str) -> None:
-    backends = set(_backends(options.backend).values())
     for option, value in (("high_priority", options.high_priority), ("nccl", options.nccl)):
-        if value and "nccl" not in backends:
+        if value and "nccl" not in backends_of(options.backend).names:
             raise OptionsError(f"{words}: backend {options.backend} cannot honour {option}={value!r}; NCCL alone can.")
 
 
@@ -713,10 +723,13 @@ def _delete(keys: Iterable[str]) -> None:
             store.delete_key(key)
 
 
+_HERE = os.path.dirname(__file__) + os.sep
+
+
 def _caller() -> str:
     """The line outside this package that is being run: where the user asked."""
-    frame, here = sys._getframe(1), os.path.dirname(__file__) + os.sep
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(here):
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
         frame = frame.f_back
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 

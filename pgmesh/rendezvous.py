@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,11 +20,13 @@ ABSENT = "?"
 """What no key holds: asked to put it in place of itself, a store answers with it, or with what the key does hold."""
 
 
-def agree(store: dist.Store, key: str, mine: Mapping[str, Any], rank: int, what: str, mend: str) -> None:
+def agree(
+    store: dist.Store, key: str, describe: Callable[[], Mapping[str, Any]], rank: int, what: str, mend: str
+) -> None:
     """Check a description against the other members' in one operation: the first writes it, later ones compare.
 
     Args:
-        mine: the description, as plain data.
+        describe: gives the description, as plain data.
         rank: this rank, to name in the others' errors.
         what: what is described, to begin the error with.
         mend: the way out, to end the error with.
@@ -32,6 +34,7 @@ def agree(store: dist.Store, key: str, mine: Mapping[str, Any], rank: int, what:
     Raises:
         MismatchError: another rank described it differently.
     """
+    mine = describe()
     word = json.dumps({"rank": rank, **mine}, sort_keys=True)
     seen = store.compare_set(key, "", word).decode()
     if seen == word:
@@ -68,14 +71,22 @@ class PollingStore(dist.Store):
         addresses: each member writes an address under a key that ends in its number, as Gloo does; else the first
             member writes for all, as with NCCL. Addresses are held back until this rank first waits: then an
             address says that its rank is in a collective, not only that it has made the group.
+        first: what to do once, before this rank first writes to the others or waits for them: agree with them.
     """
 
     def __init__(
-        self, inner: dist.Store, words: str, ranks: Sequence[int], timeout: timedelta, *, addresses: bool
+        self,
+        inner: dist.Store,
+        words: str,
+        ranks: Sequence[int],
+        timeout: timedelta,
+        *,
+        addresses: bool,
+        first: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
         self._inner, self._words, self._ranks, self._timeout = inner, words, ranks, timeout
-        self._addresses = addresses
+        self._addresses, self._first = addresses, first
         self._held: list[tuple[str, Any]] | None = [] if addresses else None
         self._found: dict[str, bytes] = {}
         self._closed = False
@@ -86,7 +97,7 @@ class PollingStore(dist.Store):
         self._closed = True
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._publish()
+        self._begin()
         limit = self._timeout if timeout is None else timeout
         end = time.monotonic() + limit.total_seconds()
         pause = FIRST_PAUSE
@@ -146,6 +157,7 @@ class PollingStore(dist.Store):
         if self._held is not None:
             self._held.append((key, value))
         else:
+            self._begin()
             self.written.add(key)
             self._inner.set(key, value)
 
@@ -153,7 +165,11 @@ class PollingStore(dist.Store):
         for key, value in zip(keys, values):
             self.set(key, value)
 
-    def _publish(self) -> None:
+    def _begin(self) -> None:
+        """This rank is in its first collective: agree with the others, and say where it can be reached."""
+        if self._first is not None:
+            self._first()
+            self._first = None
         held, self._held = self._held, None
         for key, value in held or ():
             self.set(key, value)

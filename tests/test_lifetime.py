@@ -546,7 +546,7 @@ def test_outside_any_world_a_mesh_that_travelled_knows_its_places():
 # ---- fork and exit ----
 
 ENDINGS = """
-import json, os, sys, time
+import faulthandler, json, os, signal, sys, time
 import torch
 import torch.distributed as dist
 from datetime import timedelta
@@ -594,7 +594,7 @@ def in_a_fork(mesh):
             except Exception as error:
                 print(f"{type(error).__name__}: {error}")
         sys.exit(7)
-    end = time.monotonic() + 10
+    end = time.monotonic() + 30
     while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < end:
         time.sleep(0.01)  # a child that hangs is what this looks for, so no wait without a deadline
     if not ended[0]:
@@ -608,6 +608,7 @@ def be(rank, port, ending):
                        MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     for number, kind in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{ending.__name__}.{rank}.{kind}", os.O_WRONLY | os.O_CREAT), number)
+    faulthandler.enable()
     from pgmesh import ProcessGroupMesh, launch
     launch.join("gloo")
     mesh = ProcessGroupMesh(dp=1, tp=2, name="actor")
@@ -624,7 +625,7 @@ if __name__ == "__main__":
                 be(rank, port, ending)
                 sys.exit(0)
             pids[pid] = f"{ending.__name__}.{rank}"
-    end, codes = time.monotonic() + 30, {}
+    end, codes = time.monotonic() + 90, {}
     while pids and time.monotonic() < end:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
@@ -632,7 +633,7 @@ if __name__ == "__main__":
         else:
             time.sleep(0.01)
     for pid, name in pids.items():
-        os.kill(pid, 9)
+        os.kill(pid, signal.SIGABRT)  # which has it say where it stands
         codes[name] = "hung"
     print(json.dumps(codes))
 """
@@ -647,7 +648,7 @@ def endings(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], tu
     folder: Path = tmp_path_factory.mktemp("endings")
     stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(6)]
     command = [sys.executable, script(folder, ENDINGS), json.dumps([store.port for store in stores])]
-    done = subprocess.run(command, env=clean_env(), cwd=folder, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=clean_env(), cwd=folder, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     codes = json.loads(done.stdout.splitlines()[-1])
 
@@ -664,10 +665,7 @@ def endings(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], tu
 )
 def test_a_process_may_end_without_close(endings, ending: str, rank: int):
     code, out, err = endings(ending, rank)
-    assert code == 0, err
-    assert "pgmesh" not in err
-    assert "destroy_process_group" not in err.replace("destroy_process_group() was not called", "")
-    assert "terminate" not in err
+    assert (code, err.strip()) == (0, "")
     if ending == "with_a_failed_collective" and rank == 0:
         assert "rank 1 never came" in out
 
@@ -682,7 +680,7 @@ def test_a_process_that_raises_ends_with_its_own_error(endings, rank: int):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_forked_child_has_no_groups_and_ends_by_itself(endings, rank: int):
     code, out, err = endings("in_a_fork", rank)
-    assert code == 0, err
+    assert (code, err.strip()) == (0, ""), out
     lines = out.splitlines()
     assert lines[0].startswith("LifetimeError: mesh 'actor' was made before this process was forked.")
     assert "group tp of mesh 'actor' was made before this process was forked" in lines[1]
