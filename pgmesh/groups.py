@@ -42,7 +42,7 @@ from pgmesh.errors import (
     WorldError,
 )
 from pgmesh.options import GroupOptions
-from pgmesh.rendezvous import PollingStore, agree
+from pgmesh.rendezvous import Card, PollingStore, agree
 from pgmesh.sizes import progression, some
 
 if TYPE_CHECKING:
@@ -404,7 +404,8 @@ class Family:
         kin = name if name is not None else f"ranks/{_set_word(layout.ranks_in_order())}"  # no name has a "/"
         self.number = registry.numbers[kin]
         registry.numbers[kin] += 1
-        self.identity = f"{kin}.{self.number}"
+        self._key = f"{_PREFIX}{kin}.{self.number}"
+        self._agreed = False
         self.origin: Hashable = (name, self.number, layout)
         registry.families.add(self)
 
@@ -459,34 +460,36 @@ class Family:
     def _make(self, key: _Key, usual: GroupOptions, words: str, description: str, _: object) -> Made:
         """Build a group directly. Nobody waits for anybody.
 
-        Members see in one store operation that they mean the same: here, where there is something special to mean;
-        where all is as the world has it, before the first collective, so that making such a group is local.
+        What all members have to mean alike stands on the card that they show each other when they connect. Where
+        there is something special to mean, one store operation holds the cards against each other at once.
         """
         name, options, line = self._name_of(key, usual), key.options, _caller()
         if len(key.ranks) == 1 or backends_of(options.backend).dry:
             stores: Mapping[str, Any] = collections.defaultdict(dist.HashStore)
             return Made(_build(name, key.ranks, self.rank, options, stores, description), words, line)
-        store, checked = c10d._get_default_store(), f"{name}/options"
+        store: Any = c10d._get_default_store()
+        keys: tuple[str, ...] = ()
         mend = "Configure its axes alike on every rank, or let every rank ask for it with the same options."
-        check = functools.partial(agree, store, checked, options.given, self.rank, words, mend)
-        special = options != self._registry.options
-        if special:
-            check()
+        card = Card(self.rank, options.given(), words, mend)
+        if options != self._registry.options:
+            keys = (f"{name}/options",)
+            self._agree_on_mesh()
+            agree(store, keys[0], card)
         polling = {
             backend: PollingStore(
                 store,
-                words,
+                card,
                 key.ranks,
                 options.timeout or timedelta(),
                 addresses=backend == "gloo",
-                first=None if special else check,
+                first=self._agree_on_mesh,
             )
             for backend in backends_of(options.backend).names
         }
         group = _build(name, key.ranks, self.rank, options, polling, description)
         if "gloo" in polling:
             _reading[group] = polling["gloo"]
-        return Made(group, words, line, tuple(polling.values()), (checked,))
+        return Made(group, words, line, tuple(polling.values()), keys)
 
     def _make_with_all(
         self,
@@ -524,10 +527,10 @@ class Family:
             plain = usual.given()
             unusual = {what: value for what, value in key.options.given().items() if plain.get(what) != value}
         kind = _digest(f"{key.options.backend} {key.tag!r} {sorted(unusual.items())}".encode())
-        return f"{_PREFIX}{self.identity}/{_word(key.ranks)}/{kind}.{self._generations[key.ranks]}"
+        return f"{self._key}/{_word(key.ranks)}/{kind}.{self._generations[key.ranks]}"
 
     def _open(self) -> None:
-        """At the family's first group: see that no other could be taken for it, and that all ranks mean the same."""
+        """At the family's first group: see that no other could be taken for it."""
         if self in self._registry.open:
             return
         if self.name is None:
@@ -538,18 +541,21 @@ class Family:
                         f"{other.line} and at {self.line}. Ranks that use them in other orders would cross.\n\n"
                         f"  ProcessGroupMesh(..., name='actor')   # name them, or close() the one that is done with"
                     )
-        if len(self.layout) > 1 and not backends_of(self._registry.options.backend).dry:
-            ranks = self.layout.ranks_in_order()
-            shown: object = ranks if isinstance(ranks, range) else some(ranks, 64)
-            mine: dict[str, Any] = {
-                "axes": list(self.layout.axes),
-                "shape": list(self.layout.shape),
-                "ranks": f"{shown}",
-                **({} if isinstance(ranks, range) else {"digest": _word(ranks)}),
-            }
-            mend = "Make the mesh alike on every rank; where ranks mean to have different meshes, name each."
-            agree(c10d._get_default_store(), f"{_PREFIX}{self.identity}", lambda: mine, self.rank, self.words, mend)
         self._registry.open.add(self)
+
+    def _agree_on_mesh(self) -> None:
+        """Once: see in one store operation that all members mean the same mesh."""
+        if self._agreed:
+            return
+        ranks = self.layout.ranks_in_order()
+        meaning = {
+            "axes": list(self.layout.axes),
+            "shape": list(self.layout.shape),
+            "ranks": str(ranks) if isinstance(ranks, range) else f"{some(ranks, 64)} ({_word(ranks)})",
+        }
+        mend = "Make the mesh alike on every rank; where ranks mean to have different meshes, name each."
+        agree(c10d._get_default_store(), self._key, Card(self.rank, meaning, self.words, mend))
+        self._agreed = True
 
     # -- configuring --------------------------------------------------------------------------------------------
 
@@ -603,8 +609,8 @@ class Family:
                 return
             self.ended = reason or f"was closed at {_caller()}."
             self._drop(list(self._cache), self.ended, at_exit=at_exit)
-            if self in self._registry.open and not at_exit:
-                _delete([f"{_PREFIX}{self.identity}"])
+            if self._agreed and not at_exit:
+                _delete([self._key])
             self._registry.open.discard(self)
 
     def _drop(self, keys: Iterable[_Key], reason: str, *, at_exit: bool = False) -> None:

@@ -1,10 +1,12 @@
-"""How ranks meet through the store: an agreement in one operation, and a wait that says who is missing."""
+"""How ranks meet through the store: cards that say what each means, and a wait that says who is missing."""
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -16,76 +18,99 @@ from pgmesh.sizes import some
 FIRST_PAUSE, LONGEST_PAUSE = 0.002, 0.05
 """Seconds between two looks into the store; each pause is half as long again as the one before."""
 
+SEAL = b"\0"
+"""Between a rank's card and what it wrote."""
+
 ABSENT = "?"
 """What no key holds: asked to put it in place of itself, a store answers with it, or with what the key does hold."""
 
 
-def agree(
-    store: dist.Store, key: str, describe: Callable[[], Mapping[str, Any]], rank: int, what: str, mend: str
-) -> None:
-    """Check a description against the other members' in one operation: the first writes it, later ones compare.
+@dataclass(frozen=True)
+class Card:
+    """What this rank means by a mesh or a group, to hold against what others mean.
 
     Args:
-        describe: gives the description, as plain data.
-        rank: this rank, to name in the others' errors.
-        what: what is described, to begin the error with.
-        mend: the way out, to end the error with.
-
-    Raises:
-        MismatchError: another rank described it differently.
+        rank: this rank, to be named in the others' errors.
+        meaning: field by field, as plain data.
+        what: what is meant, to begin an error with.
+        mend: the way out, to end an error with.
     """
-    mine = describe()
-    word = json.dumps({"rank": rank, **mine}, sort_keys=True)
-    seen = store.compare_set(key, "", word).decode()
-    if seen == word:
-        return
-    try:
-        theirs = json.loads(seen)
-        first = theirs.pop("rank")
-    except (ValueError, AttributeError, KeyError):
-        raise MismatchError(f"{what}: the store holds {seen[:200]!r} under {key}, which no pgmesh wrote.") from None
-    fields = [name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)]
-    if fields:
+
+    rank: int
+    meaning: Mapping[str, Any]
+    what: str
+    mend: str
+
+    @functools.cached_property
+    def word(self) -> bytes:
+        """The card as the store holds it: the rank, and the meaning as JSON."""
+        return f"{self.rank} {json.dumps(self.meaning, sort_keys=True)}".encode()
+
+    def check(self, seen: bytes) -> None:
+        """Hold another rank's card against this one.
+
+        Raises:
+            MismatchError: it means something else.
+        """
+        if seen.partition(b" ")[2] == self.word.partition(b" ")[2]:
+            return
+        rank, _, text = seen.decode(errors="replace").partition(" ")
+        try:
+            theirs = dict(json.loads(text))
+        except (ValueError, TypeError):
+            raise MismatchError(f"{self.what}: the store holds {seen[:200]!r}, which no pgmesh wrote.") from None
+        mine = self.meaning
         lines = [
-            f"\n  {name}: {_value(theirs.get(name))} on rank {first}, {_value(mine.get(name))} on rank {rank}"
-            for name in fields
+            f"\n  {name}: {_value(theirs.get(name))} on rank {rank}, {_value(mine.get(name))} on rank {self.rank}"
+            for name in sorted({*mine, *theirs})
+            if mine.get(name) != theirs.get(name)
         ]
-        raise MismatchError(f"{what} is not the same on all ranks:{''.join(lines)}\n\n{mend}")
+        raise MismatchError(f"{self.what} is not the same on all ranks:{''.join(lines)}\n\n{self.mend}")
 
 
 def _value(value: Any) -> str:
-    return "the world's" if value is None else str(value)
+    return "none" if value is None else str(value)
+
+
+def agree(store: dist.Store, key: str, card: Card) -> None:
+    """Hold a card against the other members' in one operation: the first lays it down, later ones compare.
+
+    Raises:
+        MismatchError: the first rank to come means something else.
+    """
+    card.check(store.compare_set(key, "", card.word.decode()))
 
 
 class PollingStore(dist.Store):
     """The store that a backend reads through: it polls where the client would hold its lock and wait.
 
     So one group's first collective cannot stall another's, a wait that fails says which ranks never came, and a
-    group that is let go of while it waits stops waiting.
+    group that is let go of while it waits stops waiting. What a rank writes bears its card, and who reads it checks
+    it: so two ranks that mean different groups learn it before they connect, at no cost.
 
     Args:
         inner: the world's store.
-        words: the group in words, for the error.
+        card: what this rank means by the group.
         ranks: the members' ranks in the world, in the order of the group.
         timeout: how long to wait where the backend does not say.
         addresses: each member writes an address under a key that ends in its number, as Gloo does; else the first
             member writes for all, as with NCCL. Addresses are held back until this rank first waits: then an
             address says that its rank is in a collective, not only that it has made the group.
-        first: what to do once, before this rank first writes to the others or waits for them: agree with them.
+        first: what to do before this rank first writes to the others or waits for them.
     """
 
     def __init__(
         self,
         inner: dist.Store,
-        words: str,
+        card: Card,
         ranks: Sequence[int],
         timeout: timedelta,
         *,
         addresses: bool,
-        first: Callable[[], None] | None = None,
+        first: Callable[[], None],
     ) -> None:
         super().__init__()
-        self._inner, self._words, self._ranks, self._timeout = inner, words, ranks, timeout
+        self._inner, self._card, self._ranks, self._timeout = inner, card, ranks, timeout
         self._addresses, self._first = addresses, first
         self._held: list[tuple[str, Any]] | None = [] if addresses else None
         self._found: dict[str, bytes] = {}
@@ -105,7 +130,7 @@ class PollingStore(dist.Store):
             while not self._look(key):
                 left = end - time.monotonic()
                 if self._closed:
-                    raise LifetimeError(f"{self._words} was released on this rank while it waited for its members.")
+                    raise LifetimeError(f"{self._card.what} was released on this rank while it waited for its members.")
                 if left <= 0:
                     raise MissingRanksError(self.missing(key, limit) or self._late(key, limit))
                 time.sleep(min(pause, left))
@@ -116,7 +141,8 @@ class PollingStore(dist.Store):
         value = self._inner.compare_set(key, ABSENT, ABSENT)
         if value == ABSENT.encode():
             return False
-        self._found[key] = value
+        card, _, self._found[key] = value.partition(SEAL)
+        self._card.check(card)
         return True
 
     def get(self, key: str) -> bytes:
@@ -146,12 +172,12 @@ class PollingStore(dist.Store):
         if not who:
             return None
         return (
-            f"{self._words}: rank{'s' * (len(who) > 1)} {some(who)} never came to its first collective, in "
-            f"{(limit or self._timeout).total_seconds():g} s. Its ranks are {some(self._ranks)}."
+            f"{self._card.what}: rank{'s' * (len(who) > 1)} {some(who)} never came to the first collective, in "
+            f"{(limit or self._timeout).total_seconds():g} s. The group's ranks are {some(self._ranks)}."
         )
 
     def _late(self, key: str, limit: timedelta) -> str:
-        return f"{self._words}: all members came, but only after {limit.total_seconds():g} s, too late for {key}."
+        return f"{self._card.what}: all members came, but only after {limit.total_seconds():g} s, too late for {key}."
 
     def set(self, key: str, value: Any) -> None:
         if self._held is not None:
@@ -159,17 +185,15 @@ class PollingStore(dist.Store):
         else:
             self._begin()
             self.written.add(key)
-            self._inner.set(key, value)
+            self._inner.set(key, self._card.word + SEAL + bytes(value))  # type: ignore[arg-type]
 
     def multi_set(self, keys: list[str], values: list[Any]) -> None:
         for key, value in zip(keys, values):
             self.set(key, value)
 
     def _begin(self) -> None:
-        """This rank is in its first collective: agree with the others, and say where it can be reached."""
-        if self._first is not None:
-            self._first()
-            self._first = None
+        """This rank is in a collective: see that all is agreed on, and say where it can be reached."""
+        self._first()
         held, self._held = self._held, None
         for key, value in held or ():
             self.set(key, value)
