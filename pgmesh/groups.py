@@ -37,6 +37,7 @@ from pgmesh.errors import (
     MissingRanksError,
     NameTakenError,
     OptionsError,
+    PgmeshError,
     PlaceError,
     SeamError,
     WorldError,
@@ -69,6 +70,7 @@ SEAM: dict[str, str] = {
     "distributed_c10d._unregister_process_group": "the registry keeps a group alive until it is told",
     "distributed_c10d._use_torchcomms_enabled": "torchcomms cannot be made member by member",
     "distributed_c10d._get_default_timeout": "the timeout of a world whose backend does not tell",
+    "device_mesh.DeviceMesh._hash_key": "meshes of one shape with groups of their own have to differ",
     "ProcessGroup._set_default_backend": "a group built directly is told what it runs on",
     "ProcessGroup._register_backend": "the same, device by device",
     "ProcessGroup._get_backend": "the world's timeout is kept by its backend",
@@ -144,14 +146,32 @@ def _check_and_tell_outside(group: Any) -> Any:
 def _explain_failure(function: str, *args: Any, **kwargs: Any) -> Any:
     """What torch logs of a collective that raised: the moment to raise what we know in place of what torch says."""
     error = sys.exc_info()[1]
+    if isinstance(error, PgmeshError):
+        return {"func_name": function}
     group = next((each for each in (*args, *kwargs.values()) if isinstance(each, dist.ProcessGroup)), None)
-    if group in _reading and isinstance(error, RuntimeError) and "timed out" in str(error).lower():
-        missing = _reading[group].missing()
+    if group in _reading and isinstance(error, RuntimeError):
+        store = _reading[group]
+        if store.failure is not None:
+            raise store.failure from error
+        missing = store.missing() if "timed out" in str(error).lower() else None
         if missing:
             raise MissingRanksError(missing) from error
     return _describe_failure(function, *args, **kwargs)
 
 
+def _mark_of(mesh: DeviceMesh) -> Any:
+    """What tells DeviceMeshes of one shape apart: the mark of the one that this was cut from."""
+    root = mesh.__dict__.get("_root_mesh")
+    return (mesh if root is None else root).__dict__.get("_thread_id")
+
+
+def _mark(mesh: DeviceMesh, mark: Any) -> None:
+    mesh.__dict__["_thread_id"], mesh.__dict__["_hash"] = mark, None
+
+
+# torch takes DeviceMeshes of one shape for equal whatever their groups are, so that what DTensor remembers of one mesh
+# would run on the groups of another. It does compare this field, made for tests that run ranks as threads.
+DeviceMesh._thread_id = property(_mark_of, _mark)  # type: ignore[assignment]
 c10d._pg_names = _Names(c10d._pg_names)
 c10d._rank_not_in_group = _check_and_tell_outside
 c10d_logger._get_msg_dict = _explain_failure
@@ -286,7 +306,7 @@ def _build(
     built: dict[str, Any] = {}
     for device, backend in backends.items():
         if backend not in built:
-            inner = dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{name}/", stores[backend]))
+            inner = dist.PrefixStore(f"{name}/{device}", stores[backend])
             built[backend] = _DIRECT[backend](inner, rank, size, name, options, ranks)
         group._register_backend(torch.device(device), types[backend], built[backend])
     group._set_group_name(name)
@@ -670,6 +690,7 @@ class Family:
                     None if len(made) == 1 else table,
                     mesh_dim_names=words,
                 )
+                _mark(whole, tuple(group.group_name for group in made))
                 self._device_meshes[layout] = whole
             return whole if names == whole.mesh_dim_names else whole[names]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pgmesh.errors import LifetimeError, MismatchError, MissingRanksError
+from pgmesh.errors import LifetimeError, MismatchError, MissingRanksError, PgmeshError
 from pgmesh.sizes import some
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.002, 0.05
@@ -116,12 +116,20 @@ class PollingStore(dist.Store):
         self._found: dict[str, bytes] = {}
         self._closed = False
         self.written: set[str] = set()
+        self.failure: PgmeshError | None = None
 
     def close(self) -> None:
         """End every wait."""
         self._closed = True
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        try:
+            self._wait(keys, timeout)
+        except PgmeshError as error:
+            self.failure = error  # a backend that failed to connect says only so if it is used again
+            raise
+
+    def _wait(self, keys: list[str], timeout: timedelta | None) -> None:
         self._begin()
         limit = self._timeout if timeout is None else timeout
         end = time.monotonic() + limit.total_seconds()

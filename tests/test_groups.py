@@ -344,24 +344,30 @@ def test_a_group_says_what_it_is():
 # ---- what it costs ----
 
 
-def one_operation() -> None:
+def operations() -> None:
     mesh, done = ProcessGroupMesh(pp=1, dp=2, tp=2), {}
     for axes in [("tp",), ("dp",), (), ("pp",)]:
         with counted_store() as done[axes]:
             for _ in range(3):
                 mesh.group(*axes)
-    assert done == {("tp",): ["compare_set"] * 2, ("dp",): ["compare_set"], (): ["compare_set"], ("pp",): []}
     with counted_store() as again:
         groups_of(mesh)
         groups_of(mesh.view(dp=4))
         mesh.device_mesh()
+    assert not any(done.values())
     assert again == []
-    check_sums(groups_of(mesh))
+    longer = {"timeout": timedelta(seconds=50)}
+    with counted_store() as first:
+        groups = {"tp": (mesh.group("tp", **longer), mesh.ranks("tp"))}
+    with counted_store() as second:
+        groups["dp"] = (mesh.group("dp", **longer), mesh.ranks("dp"))
+    assert first == ["compare_set"] * 2, "one for the mesh, once, and one for the options"
+    assert second == ["compare_set"]
+    check_sums({**groups_of(mesh), **groups})
 
 
-def test_making_a_group_costs_one_operation_of_the_store_and_a_first_use_one_more():
-    """A group of one, a group that is there already, a view and a DeviceMesh cost none."""
-    world(4).run(one_operation)
+def test_making_a_group_costs_no_operation_of_the_store_or_one_where_its_options_are_special():
+    world(4).run(operations)
 
 
 def nothing_from_outside() -> None:

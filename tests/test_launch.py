@@ -162,9 +162,7 @@ def test_the_first_failure_is_told_first():
     root = ZeroDivisionError("root")
     outcomes = [
         Outcome(0, error="raised RuntimeError: follower", moment=2.5),
-        Outcome(
-            1, error="raised ZeroDivisionError: root", details="its traceback", exception=root, moment=2.0
-        ),
+        Outcome(1, error="raised ZeroDivisionError: root", details="its traceback", exception=root, moment=2.0),
         Outcome(2, error="was ended", late=True),
         Outcome(3, result="fine"),
     ]

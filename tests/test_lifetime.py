@@ -79,10 +79,10 @@ def name_the_missing() -> None:
             told.append(str(caught.value))
         assert 2 <= time.monotonic() - start < 4
         lines = [
-            "group tp of mesh 'actor': rank 1 never came to its first collective, in 2 s. Its ranks are 0, 1.",
-            "group dp of mesh 'actor': rank 2 never came to its first collective, in 2 s. Its ranks are 0, 2.",
-            "group dp, tp of mesh 'actor': ranks 1, 2 never came to its first collective, in 2 s. "
-            "Its ranks are 0, 1, 2, 3.",
+            "group tp of mesh 'actor': rank 1 never came to the first collective, in 2 s. The group's ranks are 0, 1.",
+            "group dp of mesh 'actor': rank 2 never came to the first collective, in 2 s. The group's ranks are 0, 2.",
+            "group dp, tp of mesh 'actor': ranks 1, 2 never came to the first collective, in 2 s. "
+            "The group's ranks are 0, 1, 2, 3.",
         ]
         assert told == lines[-len(told) :]
     dist.barrier()
@@ -283,13 +283,18 @@ def described(shapes: Sequence[dict[str, Any]], differ: list[str]) -> None:
     good = ProcessGroupMesh(dp=2, tp=2, name="good")
     mesh = ProcessGroupMesh(**shapes[dist.get_rank() == 3], name="actor")
     if mesh.rank == 0:
-        mesh.group()
+        mesh.group(timeout=timedelta(seconds=50))
     dist.barrier()
     if mesh.rank == 3:
-        for axes in [(), mesh.axes[:1], mesh.axes[-1:]]:
-            with at_once(), pytest.raises(MismatchError, match="mesh 'actor' is not the same on all ranks") as caught:
-                mesh.group(*axes)
-            assert fields(caught) == differ
+        uses = {
+            "makes a group with options of its own": lambda axes: mesh.group(*axes, timeout=timedelta(seconds=50)),
+            "is in a collective": lambda axes: dist.all_reduce(torch.ones(1), group=mesh.group(*axes)),
+        }
+        for use in uses.values():
+            for axes in [axes for axes in [(), mesh.axes[:1], mesh.axes[-1:]] if mesh.size(*axes) > 1]:
+                with at_once(), pytest.raises(MismatchError, match="'actor' is not the same on all ranks") as caught:
+                    use(axes)
+                assert fields(caught) == differ
     dist.barrier()
     summed(good)
     mesh.close()
