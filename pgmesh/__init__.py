@@ -31,7 +31,7 @@ _HOME = {
         "errors",
     ),
 }
-_MODULES = ("launch", "interop", "layout", "draw", "errors", "options", "groups", "mesh")
+_MODULES = ("launch", "interop", "layout", "draw", "errors", "options", "groups", "family", "mesh")
 
 __all__ = [*_HOME]
 __version__ = "0.1.0"

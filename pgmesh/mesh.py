@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pgmesh import draw, groups
 from pgmesh.errors import AxisError, LifetimeError, MembershipError, PlaceError, ShapeError
+from pgmesh.family import Family, find_family
 from pgmesh.layout import Axis, Keep, Layout, Partition
 from pgmesh.sizes import fill, some, take_ranks, take_sizes
 
@@ -44,7 +45,7 @@ class ProcessGroupMesh:
 
     layout: Layout
     """Where each rank sits, without processes."""
-    _family: groups.Family
+    _family: Family
     _root: bool
     _part_of: Layout  # the layout whose device mesh ours is a slice of
     _groups: dict[tuple[Axis, ...], ProcessGroup]
@@ -69,9 +70,9 @@ class ProcessGroupMesh:
             box = fill(who, box, len(order), f"{len(order)} rank{'s' * (len(order) > 1)} are given", pick=False)
         layout = Layout.of(box, order)
         call = layout.spell(who, world=world, **({"name": name} if name else {}))
-        self._set(layout, groups.Family(name, layout, call), root=True, part_of=layout)
+        self._set(layout, Family(name, layout, call), root=True, part_of=layout)
 
-    def _set(self, layout: Layout, family: groups.Family, *, root: bool, part_of: Layout) -> None:
+    def _set(self, layout: Layout, family: Family, *, root: bool, part_of: Layout) -> None:
         self.layout, self._family, self._root, self._part_of = layout, family, root, part_of
         self._groups, self._parts = {}, {}
         family.meshes.add(self)
@@ -487,5 +488,5 @@ class ProcessGroupMesh:
 def _revive(root: tuple[Any, ...], layout: Layout, is_root: bool, part_of: Layout) -> ProcessGroupMesh:
     """A mesh that travelled: of its family where that lives here, else of one made anew."""
     mesh = object.__new__(ProcessGroupMesh)
-    mesh._set(layout, groups.find_family(*root), root=is_root, part_of=part_of)
+    mesh._set(layout, find_family(*root), root=is_root, part_of=part_of)
     return mesh

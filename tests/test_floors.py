@@ -19,6 +19,7 @@ FLOORS = [
     "options",
     "rendezvous",
     "groups",
+    "family",
     "launch",
     "mesh",
     "interop",

@@ -122,9 +122,9 @@ def _checked(fn: Callable[..., Any], *args: Any) -> Any:
 
 def after_run() -> None:
     """After a run that went well: no mesh stays for the next."""
-    groups = sys.modules.get("pgmesh.groups")
-    if hasattr(groups, "close_all"):
-        groups.close_all()
+    family = sys.modules.get("pgmesh.family")
+    if family is not None:
+        family.close_all()
 
 
 def check_sums(groups: dict[str, tuple[dist.ProcessGroup, Sequence[int]]]) -> None:
