@@ -56,6 +56,7 @@ class Card:
             return
         rank, _, text = seen.decode(errors="replace").partition(" ")
         try:
+            int(rank)
             theirs = dict(json.loads(text))
         except (ValueError, TypeError):
             raise MismatchError(f"{self.what}: the store holds {seen[:200]!r}, which no pgmesh wrote.") from None
@@ -167,6 +168,9 @@ class PollingStore(dist.Store):
         Args:
             key: one that was waited for; this rank's own address unless given.
             limit: how long it was waited for.
+
+        Raises:
+            MismatchError: all came, but not all mean the same.
         """
         key = key or next(iter(self.written), None)
         if key is None:
@@ -176,8 +180,11 @@ class PollingStore(dist.Store):
             asked: dict[object, str] = {rank: f"{stem}/{i}" for i, rank in enumerate(self._ranks)}
         else:  # NCCL's first member writes the id of the group; who writes any other key, the key does not tell
             asked = {self._ranks[0] if last.isdecimal() else f"that writes {key}": key}
-        who = [rank for rank, address in asked.items() if not self._inner.check([address])]
+        seen = {rank: self._inner.compare_set(address, ABSENT, ABSENT) for rank, address in asked.items()}
+        who = [rank for rank, value in seen.items() if value == ABSENT.encode()]
         if not who:
+            for value in seen.values():
+                self._card.check(value.partition(SEAL)[0])
             return None
         return (
             f"{self._card.what}: rank{'s' * (len(who) > 1)} {some(who)} never came to the first collective, in "

@@ -6,6 +6,7 @@ import copy
 import io
 import json
 import pickle
+import re
 import subprocess
 import sys
 import time
@@ -320,6 +321,29 @@ def test_a_mesh_that_ranks_describe_differently_is_an_error_at_first_use(theirs:
     if differ is None:
         differ = ["ranks: range(0, 4) on rank 0, range(2, 4) on rank 3", "shape: [2, 2] on rank 0, [1, 2] on rank 3"]
     world(4).run(described, [{"dp": 2, "tp": 2}, theirs], differ)
+
+
+def half_configured() -> None:
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    if mesh.index("tp") == 1:
+        mesh.configure("tp", timeout=timedelta(seconds=50))
+    with (
+        at_once(),
+        pytest.raises(MismatchError, match="group tp of mesh 'actor' is not the same on all ranks") as caught,
+    ):
+        dist.all_reduce(torch.ones(1), group=mesh.group("tp"))
+    first, second = mesh.ranks("tp")
+    assert sorted(re.findall(r"([\d.]+) on rank (\d)", fields(caught)[0])) == [
+        ("50.0", f"{second}"),
+        ("60.0", f"{first}"),
+    ]
+    with pytest.raises(MismatchError):  # and again, where the backend says only that it is not connected
+        dist.all_reduce(torch.ones(1), group=mesh.group("tp"))
+    summed(ProcessGroupMesh(dp=2, tp=2, name="good"))
+
+
+def test_options_that_one_rank_alone_configured_are_an_error_on_both_sides():
+    world(4).run(half_configured)
 
 
 def options_differ() -> None:

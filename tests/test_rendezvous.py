@@ -1,0 +1,117 @@
+"""How ranks meet through the store, without ranks: two of them played by one process over a store in memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from pgmesh import LifetimeError, MismatchError, MissingRanksError
+from pgmesh.rendezvous import SEAL, Card, PollingStore, agree
+
+
+def card(rank: int = 0, **meaning: object) -> Card:
+    return Card(rank, meaning or {"timeout": 30.0}, "group tp of mesh 'actor'", "Do this.")
+
+
+def polling(
+    store: dist.Store, mine: Card | None = None, *, ranks=(4, 6, 9), seconds=0.1, addresses=True
+) -> PollingStore:
+    limit = timedelta(seconds=seconds)
+    return PollingStore(store, mine or card(), ranks, limit, addresses=addresses, first=lambda: None)
+
+
+def test_the_first_lays_its_card_down_and_later_ones_compare():
+    store = dist.HashStore()
+    agree(store, "key", card(0))
+    agree(store, "key", card(1))
+    with pytest.raises(MismatchError) as caught:
+        agree(store, "key", card(2, timeout=31.0, backend="gloo"))
+    assert str(caught.value) == (
+        "group tp of mesh 'actor' is not the same on all ranks:\n"
+        "  backend: none on rank 0, gloo on rank 2\n"
+        "  timeout: 30.0 on rank 0, 31.0 on rank 2\n\n"
+        "Do this."
+    )
+
+
+@pytest.mark.parametrize("junk", [b"junk", b"3 [1, 2]", b"\xff\xfe {}", b"7 {", b'0 "text"'])
+def test_what_no_pgmesh_wrote_is_said_to_be_so(junk):
+    with pytest.raises(MismatchError, match="which no pgmesh wrote"):
+        card().check(junk)
+
+
+def test_an_address_is_held_back_until_its_rank_waits():
+    store = dist.HashStore()
+    one, two = polling(store, card(4)), polling(store, card(6))
+    one.set("a/0", b"here")
+    assert not store.check(["a/0"])
+    two.set("a/1", b"there")
+    threading.Timer(0.05, lambda: two.get("a/0")).start()
+    assert one.get("a/1") == b"there"
+    assert two.get("a/0") == b"here"
+    assert store.get("a/0") == card(4).word + SEAL + b"here"
+
+
+def test_who_reads_an_address_checks_the_card_it_bears():
+    store = dist.HashStore()
+    one, two = polling(store, card(4)), polling(store, card(6, timeout=31.0))
+    one.set("a/0", b"here")
+    two.set("a/1", b"there")
+    with pytest.raises(MissingRanksError):
+        one.get("a/1")  # publishes the one, before the other came
+    with pytest.raises(MismatchError, match=r"timeout: 30\.0 on rank 4, 31\.0 on rank 6"):
+        two.get("a/0")
+    assert isinstance(two.failure, MismatchError)
+    store.set("a/2", card(9).word.decode() + "\0")
+    with pytest.raises(MismatchError):
+        one.missing("a/0")
+
+
+def test_the_missing_are_named_in_ranks_of_the_world():
+    store = dist.HashStore()
+    one = polling(store)
+    one.set("a/0", b"here")
+    with pytest.raises(MissingRanksError) as caught:
+        one.wait(["a/1"], timedelta(seconds=0.05))
+    assert str(caught.value) == (
+        "group tp of mesh 'actor': ranks 6, 9 never came to the first collective, in 0.05 s. "
+        "The group's ranks are 4, 6, 9."
+    )
+
+
+def test_where_the_first_member_writes_for_all_it_is_the_one_that_is_missing():
+    member = polling(dist.HashStore(), addresses=False)
+    with pytest.raises(MissingRanksError, match=r"rank 4 never came to the first collective, in 0\.1 s"):
+        member.get("id/0")
+    with pytest.raises(MissingRanksError, match="rank that writes id/1:2 never came"):
+        member.get("id/1:2")
+
+
+def test_a_first_member_writes_at_once():
+    store = dist.HashStore()
+    first, other = polling(store, addresses=False), polling(store, addresses=False)
+    first.set("id/0", b"unique")
+    assert other.get("id/0") == b"unique"
+
+
+def test_closing_ends_a_wait():
+    store = polling(dist.HashStore(), seconds=60)
+    threading.Timer(0.05, store.close).start()
+    start = time.monotonic()
+    with pytest.raises(LifetimeError, match="was released on this rank while it waited"):
+        store.get("a/1")
+    assert time.monotonic() - start < 30
+
+
+def test_what_was_written_is_known_for_taking_back():
+    store = dist.HashStore()
+    one = polling(store)
+    one.set("a/0", b"here")
+    assert one.written == set()
+    with pytest.raises(MissingRanksError):
+        one.get("a/1")
+    assert one.written == {"a/0"}
