@@ -171,7 +171,7 @@ class Family:
         store: Any = groups.world_store()
         keys: tuple[str, ...] = ()
         mend = "Configure its axes alike on every rank, or let every rank ask for it with the same options."
-        card = Card(self.rank, options.given(), words, mend)
+        card = Card(self.rank, options.given, words, mend)
         if options != self._registry.options:
             keys = (f"{name}/options",)
             self._agree_on_mesh()
@@ -225,8 +225,8 @@ class Family:
         """A name that is a function of what the group is, never of how many groups were made before it."""
         unusual = {}
         if key.options != usual:
-            plain = usual.given()
-            unusual = {what: value for what, value in key.options.given().items() if plain.get(what) != value}
+            plain = usual.given
+            unusual = {what: value for what, value in key.options.given.items() if plain.get(what) != value}
         kind = _digest(f"{key.options.backend} {key.tag!r} {sorted(unusual.items())}".encode())
         return f"{self._key}/{_word(key.ranks)}/{kind}.{self._generations[key.ranks]}"
 

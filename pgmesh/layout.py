@@ -63,7 +63,7 @@ class Layout:
     1
     """
 
-    __slots__ = ("_axes", "_number", "_origin", "_peel", "_spelled", "_steps", "_table")
+    __slots__ = ("_axes", "_number", "_origin", "_peel", "_sought", "_spelled", "_steps", "_table")
 
     _axes: tuple[Axis, ...]
     _steps: tuple[Steps, ...]
@@ -108,6 +108,7 @@ class Layout:
     ) -> None:
         self._axes, self._steps, self._origin, self._table, self._spelled = axes, steps, origin, table, spelled
         self._number = {axis: i for i, axis in enumerate(axes)}
+        self._sought: tuple[object, tuple[int, ...] | None] = (None, None)
         # To find a coord, peel off the axis with the widest steps first: the others add up to less than one of them.
         self._peel = sorted(((*_pace(step), i) for i, step in enumerate(steps) if len(step) > 1), reverse=True)
 
@@ -477,7 +478,14 @@ class Layout:
         return position if self._table is None else self._table.ranks[position]
 
     def _seek(self, rank: object) -> tuple[int, ...] | None:
-        """The coord of a rank, None if it is not here."""
+        """The coord of a rank, None if it is not here. The last one is remembered: most questions are of one rank."""
+        sought, coord = self._sought
+        if sought is not rank:
+            coord = self._find_coord(rank)
+            self._sought = (rank, coord)
+        return coord
+
+    def _find_coord(self, rank: object) -> tuple[int, ...] | None:
         try:
             rank = operator.index(rank)  # type: ignore[arg-type]
         except TypeError:

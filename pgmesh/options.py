@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -92,10 +93,11 @@ class GroupOptions:
             given = {"high_priority": None, "nccl": None, **given}
         return dataclasses.replace(self, **given)
 
+    @functools.cached_property
     def given(self) -> dict[str, Any]:
         """The options that are not left to the world, as plain data that JSON can hold.
 
-        >>> GroupOptions(timeout=timedelta(minutes=10)).given()
+        >>> GroupOptions(timeout=timedelta(minutes=10)).given
         {'timeout': 600.0}
         """
         plain = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.compare}
