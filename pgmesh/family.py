@@ -45,19 +45,23 @@ class _Registry:
         self.families: weakref.WeakSet[Family] = weakref.WeakSet()
         self.open: set[Family] = set()  # those that hold groups live until they are closed
         self.options = groups.world_options()
+        self.forked = False  # whether this process only inherited the world, from the one it was forked off
 
     def living(self) -> list[Family]:
         return [family for family in self.families if family.ended is None]
 
 
 _registries: weakref.WeakKeyDictionary[Any, _Registry] = weakref.WeakKeyDictionary()
+_owners: weakref.WeakKeyDictionary[Any, Family] = weakref.WeakKeyDictionary()
+_registering = threading.RLock()  # held for all that touches a registry, and never while waiting for a family's lock
 
 
 def _registry() -> _Registry:
     world: Any = dist.group.WORLD
-    if world not in _registries:
-        _registries[world] = _Registry()
-    return _registries[world]
+    with _registering:
+        if world not in _registries:
+            _registries[world] = _Registry()
+        return _registries[world]
 
 
 class _Key(NamedTuple):
@@ -87,7 +91,8 @@ class Family:
         self.meshes: weakref.WeakSet[Any] = weakref.WeakSet()  # those that remember groups of ours
         self._cache: cachetools.Cache[_Key, groups.Made] = cachetools.Cache(math.inf)
         self._configured: dict[tuple[tuple[int, ...], str], tuple[GroupOptions, str, str]] = {}
-        self._generations: Counter[tuple[int, ...]] = Counter()
+        self._generations: Counter[tuple[int, ...]] = Counter()  # how often these ranks were released
+        self._destroyed: Counter[_Key] = Counter()  # how often torch destroyed this very group
         self._device_meshes: dict[Layout, DeviceMesh] = {}
         self.lock = threading.RLock()
         self.number = 0
@@ -95,20 +100,30 @@ class Family:
             self.ended = "came here outside any world."
             return
         self._registry = registry = _registry()
-        if name is not None:
+        if registry.forked:
+            raise LifetimeError(
+                f"{call}: this process was forked off rank {self.rank} and shares its sockets: it makes no groups.\n\n"
+                "  pgmesh.Layout(dp=2, tp=2)   # places need no processes"
+            )
+        kin = name if name is not None else f"ranks/{_set_word(layout.ranks_in_order())}"  # no name has a "/"
+        with _registering:
             for other in registry.living():
-                if other.name == name:
+                if name is not None and other.name == name:
                     raise NameTakenError(
                         f"a mesh named {name!r} lives already, made at {other.line}: {other.call}.\n\n"
                         f"  close() it first, or give this one a name of its own."
                     )
-        kin = name if name is not None else f"ranks/{_set_word(layout.ranks_in_order())}"  # no name has a "/"
-        self.number = registry.numbers[kin]
-        registry.numbers[kin] += 1
+            self.number = registry.numbers[kin]
+            registry.numbers[kin] += 1
+            registry.families.add(self)
         self._key = f"{groups.PREFIX}{kin}.{self.number}"
         self._agreed = False
         self.origin: Hashable = (name, self.number, layout)
-        registry.families.add(self)
+
+    def remember(self, mesh: Any) -> None:
+        """A mesh of this family remembers groups: it is told to forget them when they go."""
+        with self.lock:
+            self.meshes.add(mesh)
 
     # -- making -------------------------------------------------------------------------------------------------
 
@@ -156,6 +171,7 @@ class Family:
                 description = options.description or f"{self.name or 'mesh'}[{description}]"
                 made = make(key, usual, words, description, partition)
                 self._cache[key] = made
+                _owners[made.group] = self
             return made.group
 
     def _make(self, key: _Key, usual: GroupOptions, words: str, description: str, _: object) -> groups.Made:
@@ -228,21 +244,20 @@ class Family:
             plain = usual.given
             unusual = {what: value for what, value in key.options.given.items() if plain.get(what) != value}
         kind = _digest(f"{key.options.backend} {key.tag!r} {sorted(unusual.items())}".encode())
-        return f"{self._key}/{_word(key.ranks)}/{kind}.{self._generations[key.ranks]}"
+        return f"{self._key}/{_word(key.ranks)}/{kind}.{self._generations[key.ranks]}.{self._destroyed[key]}"
 
     def _open(self) -> None:
         """At the family's first group: see that no other could be taken for it."""
-        if self in self._registry.open:
-            return
-        if self.name is None:
-            for other in self._registry.living():
+        with _registering:
+            twins = [] if self.name is not None or self in self._registry.open else self._registry.living()
+            for other in twins:
                 if other is not self and other.name is None and other.layout == self.layout:
                     raise NameTakenError(
                         f"two unnamed meshes live that only the order of making tells apart: {self.call}, made at "
                         f"{other.line} and at {self.line}. Ranks that use them in other orders would cross.\n\n"
                         f"  ProcessGroupMesh(..., name='actor')   # name them, or close() the one that is done with"
                     )
-        self._registry.open.add(self)
+            self._registry.open.add(self)
 
     def _agree_on_mesh(self) -> None:
         """Once: see in one store operation that all members mean the same mesh."""
@@ -305,14 +320,19 @@ class Family:
 
     def close(self, reason: str | None = None, *, at_exit: bool = False) -> None:
         """Destroy every group of the family; it makes no more."""
-        with self.lock:
+        if not self.lock.acquire(timeout=1.0 if at_exit else -1):
+            return  # a thread is stuck with it, and the process is ending
+        try:
             if self.ended is not None:
                 return
             self.ended = reason or f"was closed at {_caller()}."
             self._drop(list(self._cache), self.ended, at_exit=at_exit)
             if self._agreed and not at_exit:
                 _delete([self._key])
-            self._registry.open.discard(self)
+            with _registering:
+                self._registry.open.discard(self)
+        finally:
+            self.lock.release()
 
     def _drop(self, keys: Iterable[_Key], reason: str, *, at_exit: bool = False) -> None:
         self._forget_hits()
@@ -331,7 +351,7 @@ class Family:
                 if made.group is group:
                     del self._cache[key]
                     self._forget_hits()
-                    self._generations[key.ranks] += 1
+                    self._destroyed[key] += 1
                     _take_back(made)
                     groups.disown(group, f"{made.words} was destroyed; ask its mesh for it anew.")
 
@@ -345,6 +365,8 @@ class Family:
         self.ended = reason
         self._forget_hits()
         for made in self._cache.values():
+            for store in made.stores:
+                store.close()
             groups.released[made.group] = f"{made.words} {reason}"
             groups.strike(made.group)
 
@@ -374,6 +396,11 @@ class Family:
                 self._device_meshes[layout] = whole
             return whole if names == whole.mesh_dim_names else whole[names]
 
+    def adopt_device_mesh(self, layout: Layout, device_mesh: DeviceMesh) -> None:
+        """Take the DeviceMesh whose groups were adopted for the one over them."""
+        with self.lock:
+            self._device_meshes[layout] = device_mesh
+
     # -- others' groups -----------------------------------------------------------------------------------------
 
     def adopt(self, layout: Layout, axes: tuple[Axis, ...], group: dist.ProcessGroup) -> None:
@@ -391,8 +418,9 @@ class Family:
 
 
 def _check_honoured(options: GroupOptions, words: str) -> None:
+    backends = groups.backends_of(options.backend)
     for option, value in (("high_priority", options.high_priority), ("nccl", options.nccl)):
-        if value and "nccl" not in groups.backends_of(options.backend).names:
+        if value and "nccl" not in backends.names and not backends.dry:
             raise OptionsError(f"{words}: backend {options.backend} cannot honour {option}={value!r}; NCCL alone can.")
 
 
@@ -448,11 +476,17 @@ def find_family(name: str | None, number: int, layout: Layout, call: str, rank: 
 
     Outside any world it is a family that knows the rank it left, and makes no groups.
     """
-    if not dist.is_initialized():
+    if not dist.is_initialized() or _registry().forked:
         return Family(name, layout, call, outside=rank)
-    for family in _registry().living():
-        if family.origin == (name, number, layout):
-            return family
+    _, world = groups.world_rank_and_size()
+    ranks = layout.ranks_in_order()
+    highest = max(ranks[0], ranks[-1]) if isinstance(ranks, range) else max(ranks)
+    if highest >= world:
+        raise PlaceError(f"{call} came here with rank {highest}, but the world's ranks are 0 to {world - 1}.")
+    with _registering:
+        for family in _registry().living():
+            if family.origin == (name, number, layout):
+                return family
     family = Family(name, layout, call)
     family.origin = (name, number, layout)
     return family
@@ -462,7 +496,8 @@ def find_family(name: str | None, number: int, layout: Layout, call: str, rank: 
 
 
 def _all_families() -> list[Family]:
-    return [family for registry in list(_registries.values()) for family in registry.families]
+    with _registering:
+        return [family for registry in list(_registries.values()) for family in registry.families]
 
 
 def close_all() -> None:
@@ -472,7 +507,8 @@ def close_all() -> None:
 
 
 def _forget(group: Any) -> None:
-    for family in _all_families():
+    family = _owners.get(group)
+    if family is not None:
         family.forget(group)
 
 
@@ -490,7 +526,11 @@ def _at_exit() -> None:
 
 def _in_child() -> None:
     """In a forked child: the threads behind the groups are not there, so neither use nor destroy any."""
+    global _registering
+    _registering = threading.RLock()  # whoever held the old one is not here
     groups.keep_from_destructors()
+    if dist.is_initialized():
+        _registry().forked = True
     for family in _all_families():
         family.lock = threading.RLock()
         for made in family._cache.values():

@@ -14,7 +14,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,9 +32,6 @@ from pgmesh.errors import (
 )
 from pgmesh.options import GroupOptions
 from pgmesh.rendezvous import PollingStore
-
-if TYPE_CHECKING:
-    pass
 
 c10d: Any = _c10d  # its tables are read and written here as torch itself does, whatever their stubs say
 c10d_logger: Any = _c10d_logger
@@ -151,7 +148,7 @@ def _explain_failure(function: str, *args: Any, **kwargs: Any) -> Any:
             raise store.failure from error
         missing = store.missing() if "timed out" in str(error).lower() else None
         if missing:
-            raise MissingRanksError(missing) from error
+            raise MissingRanksError(f"{missing} Or they let go of it since.") from error
     return _describe_failure(function, *args, **kwargs)
 
 

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from pgmesh import draw, groups
-from pgmesh.errors import AxisError, LifetimeError, MembershipError, PlaceError, ShapeError
+from pgmesh.errors import AxisError, LifetimeError, MembershipError, OptionsError, PlaceError, ShapeError
 from pgmesh.family import Family, find_family
 from pgmesh.layout import Axis, Keep, Layout, Partition
 from pgmesh.sizes import fill, some, take_ranks, take_sizes
@@ -75,7 +75,7 @@ class ProcessGroupMesh:
     def _set(self, layout: Layout, family: Family, *, root: bool, part_of: Layout) -> None:
         self.layout, self._family, self._root, self._part_of = layout, family, root, part_of
         self._groups, self._parts = {}, {}
-        family.meshes.add(self)
+        family.remember(self)
 
     def forget(self) -> None:
         """Ask the family again for every group: some were let go of."""
@@ -262,11 +262,11 @@ class ProcessGroupMesh:
                 pass
         self._check_member()
         if options:
-            return self._family.group(self.layout, axes, options.pop("tag", ""), options)
+            return self._family.group(self.layout, axes, _tag(options.pop("tag", None)), options)
         with self._family.lock:  # so that no release comes between
             return self._groups.setdefault(axes, self._family.group(self.layout, axes, "", {}))
 
-    def group_of(self, ranks: Iterable[int], *, tag: str = "", **options: Any) -> ProcessGroup:
+    def group_of(self, ranks: Iterable[int], *, tag: str | None = None, **options: Any) -> ProcessGroup:
         """The process group of any ranks of the mesh; the members alone call, in any order.
 
         Args:
@@ -282,7 +282,7 @@ class ProcessGroupMesh:
         >>> dist.get_process_group_ranks(mesh.group_of([5, 0, 3]))
         [0, 3, 5]
         """
-        return self._family.group_of(self._members(ranks), tag, options)
+        return self._family.group_of(self._members(ranks), _tag(tag), options)
 
     def _members(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Ranks of the mesh in its order, this rank among them."""
@@ -296,7 +296,7 @@ class ProcessGroupMesh:
             )
         return members
 
-    def configure(self, *axes: Axis, tag: str = "", **options: Any) -> None:
+    def configure(self, *axes: Axis, tag: str | None = None, **options: Any) -> None:
         """Set what the group along these axes will be made with; the owner of the axes does, before the first use.
 
         Args:
@@ -310,7 +310,7 @@ class ProcessGroupMesh:
         >>> from datetime import timedelta
         >>> mesh.configure("pp", timeout=timedelta(minutes=10))
         """
-        self._family.configure(self.layout, axes, tag, options)
+        self._family.configure(self.layout, axes, _tag(tag), options)
 
     def adopt(self, axis: Axis, group: ProcessGroup) -> None:
         """Take a group that was made elsewhere for the one along an axis; it is never destroyed from here.
@@ -483,6 +483,13 @@ class ProcessGroupMesh:
                 f"rank {self.rank} is not in {self!r}, so it has no place and no group there.\n\n"
                 f"  if mesh.rank in mesh: ...   # ask first"
             )
+
+
+def _tag(tag: object) -> str:
+    """A tag as part of what a group is; none is the empty one."""
+    if tag is not None and not isinstance(tag, str):
+        raise OptionsError(f"a tag is a word, such as tag='all-gather', not {tag!r}.")
+    return tag or ""
 
 
 def _revive(root: tuple[Any, ...], layout: Layout, is_root: bool, part_of: Layout) -> ProcessGroupMesh:

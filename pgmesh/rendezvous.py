@@ -138,12 +138,15 @@ class PollingStore(dist.Store):
         for key in keys:
             while not self._look(key):
                 left = end - time.monotonic()
-                if self._closed:
-                    raise LifetimeError(f"{self._card.what} was released on this rank while it waited for its members.")
+                self._check_open()
                 if left <= 0:
                     raise MissingRanksError(self.missing(key, limit) or self._late(key, limit))
                 time.sleep(min(pause, left))
                 pause = min(pause * 1.5, LONGEST_PAUSE)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise LifetimeError(f"{self._card.what} was released on this rank while it waited for its members.")
 
     def _look(self, key: str) -> bool:
         """Whether a key is there, in one operation that brings its value along."""
@@ -208,6 +211,7 @@ class PollingStore(dist.Store):
 
     def _begin(self) -> None:
         """This rank is in a collective: see that all is agreed on, and say where it can be reached."""
+        self._check_open()
         self._first()
         held, self._held = self._held, None
         for key, value in held or ():

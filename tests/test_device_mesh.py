@@ -390,3 +390,18 @@ def adopt_the_wrong_one() -> None:
 
 def test_a_group_of_other_ranks_cannot_be_adopted():
     world(4).run(adopt_the_wrong_one)
+
+
+def over_permuted() -> None:
+    permuted = DeviceMesh("cpu", [[1, 0], [3, 2]], mesh_dim_names=("dp", "tp"))  # torch sorts the ranks of its groups
+    for _ in range(2):
+        with pytest.raises(PlaceError, match="group tp of mesh 'same' has ranks"):
+            from_device_mesh(permuted, name="same")
+    straight = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    ours = from_device_mesh(straight, name="same")
+    assert ours.device_mesh() is straight
+    check_sums(groups_of(ours))
+
+
+def test_a_device_mesh_whose_order_torch_lost_is_refused_and_leaves_nothing():
+    world(4).run(over_permuted)

@@ -274,6 +274,29 @@ def test_a_mesh_may_be_closed_after_its_world():
     assert launch.spawn(close_after_the_world, 2) == [((0,), (0, 1)), ((1,), (0, 1))]
 
 
+END_WHILE_WAITING = """
+import torch, torch.distributed as dist
+from pgmesh import ProcessGroupMesh, launch
+
+def main():
+    mesh = ProcessGroupMesh(dp=2, name="actor")
+    if mesh.rank == 0:
+        work = dist.all_reduce(torch.ones(1), group=mesh.group("dp"), async_op=True)
+    dist.destroy_process_group()
+
+launch.join("gloo")
+main()
+"""
+
+
+def test_a_world_may_end_while_a_collective_waits(tmp_path):
+    program = tmp_path / "end.py"
+    program.write_text(END_WHILE_WAITING)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(program)]
+    done = subprocess.run(torchrun, capture_output=True, text=True, timeout=90, check=False, env=clean_env())
+    assert done.returncode == 0, done.stderr
+
+
 # ---- what ranks do not describe alike ----
 
 

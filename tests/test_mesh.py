@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 import math
+import os
 import pickle
 import random
 import subprocess
@@ -321,6 +322,86 @@ def test_unnamed_meshes_that_are_alike_need_names():
         assert one.group("dp").size() == 8
         other = ProcessGroupMesh(tp=8)
         assert other.group("tp") is not one.group("dp")
+
+
+def test_destroying_one_twin_does_not_rename_the_other(mesh):
+    before = mesh.group("dp", tag="twin").group_name
+    mesh.close()
+    again = ProcessGroupMesh(pp=2, dp=2, tp=2)
+    dist.destroy_process_group(again.group("dp"))  # on this rank before the twin is made, on others after it
+    assert again.group("dp", tag="twin").group_name.split("/")[-1] == before.split("/")[-1]
+
+
+def test_no_tag_is_the_empty_tag(mesh):
+    assert mesh.group("dp", tag=None) is mesh.group("dp", tag="") is mesh.group("dp")
+    with pytest.raises(pgmesh.OptionsError, match="a tag is a word"):
+        mesh.group("dp", tag=object())
+
+
+def test_a_dry_run_takes_the_options_of_the_real_one(mesh):
+    mesh.configure("dp", high_priority=True, nccl={"max_ctas": 8})
+    assert mesh.group("dp").size() == 2
+
+
+def test_a_mesh_does_not_fit_a_smaller_world():
+    with dry_world(0, 8):
+        sent = pickle.dumps(ProcessGroupMesh(dp=8))
+    with (
+        dry_world(0, 4),
+        pytest.raises(pgmesh.PlaceError, match="came here with rank 7, but the world's ranks are 0 to 3"),
+    ):
+        pickle.loads(sent)
+
+
+def test_many_threads_make_meshes_that_are_told_apart(mesh):
+    names, start = [], threading.Barrier(8)
+
+    def make() -> None:
+        start.wait()
+        for _ in range(50):
+            with ProcessGroupMesh(dp=8, ranks=range(8)) as own:
+                names.append(own._family._key)
+                mesh.view(2, 4).release(0)
+
+    threads = [threading.Thread(target=make) for _ in range(8)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(set(names)) == len(names) == 400
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_makes_no_groups_by_any_road(mesh):
+    mesh.group("tp")
+    roads = {
+        "the mesh": lambda: mesh.group("tp"),
+        "a copy": lambda: copy.deepcopy(mesh).group("tp"),
+        "a new one": lambda: ProcessGroupMesh(dp=8, name="child"),
+    }
+    ours, childs = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        told = []
+        for road, take in roads.items():
+            try:
+                take()
+            except pgmesh.LifetimeError:
+                told.append(road)
+        told.append(str(copy.deepcopy(mesh).coord))
+        os.write(childs, "; ".join(told).encode())
+        os._exit(0)
+    os.close(childs)
+    with os.fdopen(ours) as pipe:
+        assert pipe.read() == "the mesh; a copy; a new one; (1, 0, 1)"
+    assert os.waitpid(pid, 0)[1] == 0
+    assert mesh.group("tp").size() == 2
 
 
 def test_a_name_is_free_again_after_close():

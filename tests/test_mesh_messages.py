@@ -128,8 +128,8 @@ def test_ranks_that_are_named_twice(mesh):
             "min_ctas, net_name, nvls_ctas, split_share, traffic_class.",
         ),
         (
-            {"high_priority": True},
-            "group dp of ProcessGroupMesh(pp=2, dp=2, tp=2): backend fake cannot honour high_priority=True; NCCL "
+            {"backend": "gloo", "high_priority": True},
+            "group dp of ProcessGroupMesh(pp=2, dp=2, tp=2): backend gloo cannot honour high_priority=True; NCCL "
             "alone can.",
         ),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from pgmesh.errors import PlaceError
 from pgmesh.mesh import ProcessGroupMesh
 
 
@@ -19,6 +20,7 @@ def from_device_mesh(device_mesh: DeviceMesh, *, name: str | None = None) -> Pro
 
     Raises:
         NameTakenError: a living mesh has this name.
+        PlaceError: torch sorted the ranks of a group that the DeviceMesh has in another order.
 
     >>> again = from_device_mesh(mesh.device_mesh(), name="again")
     >>> again, again.group("tp") is mesh.group("tp")
@@ -31,6 +33,11 @@ def from_device_mesh(device_mesh: DeviceMesh, *, name: str | None = None) -> Pro
     else:
         mesh = ProcessGroupMesh(**dict(zip(names, device_mesh.shape)), ranks=ranks, name=name)
     if mesh.rank in mesh:
-        for i, axis in enumerate(mesh.axes):
-            mesh.adopt(axis, device_mesh.get_group(i))
+        try:
+            for i, axis in enumerate(mesh.axes):
+                mesh.adopt(axis, device_mesh.get_group(i))
+        except PlaceError:
+            mesh.close()
+            raise
+        mesh._family.adopt_device_mesh(mesh.layout, device_mesh)
     return mesh
