@@ -7,7 +7,6 @@ options, tag and generation. It never depends on how many groups this process ma
 from __future__ import annotations
 
 import atexit
-import collections
 import contextlib
 import hashlib
 import itertools
@@ -159,7 +158,7 @@ class Family:
         with self.lock:
             self.check()
             usual = self._registry.options
-            if (ranks, tag) in self._configured:
+            if self._configured and (ranks, tag) in self._configured:
                 usual = usual.but(self._configured[ranks, tag][0].keywords())
             options = usual.but(asked) if asked else usual
             key = _Key(ranks, options, tag)
@@ -182,7 +181,7 @@ class Family:
         """
         name, options, line = self._name_of(key, usual), key.options, _caller()
         if len(key.ranks) == 1 or groups.backends_of(options.backend).dry:
-            stores: Mapping[str, Any] = collections.defaultdict(dist.HashStore)
+            stores: Mapping[str, Any] = dict.fromkeys(groups.backends_of(options.backend).names, dist.HashStore())
             return groups.Made(groups.build(name, key.ranks, self.rank, options, stores, description), words, line)
         store: Any = groups.world_store()
         keys: tuple[str, ...] = ()
@@ -244,7 +243,10 @@ class Family:
             plain = usual.given
             unusual = {what: value for what, value in key.options.given.items() if plain.get(what) != value}
         kind = _digest(f"{key.options.backend} {key.tag!r} {sorted(unusual.items())}".encode())
-        return f"{self._key}/{_word(key.ranks)}/{kind}.{self._generations[key.ranks]}.{self._destroyed[key]}"
+        # Long tuples are hashed anew each time that they are looked up, so not in tables that are empty.
+        released = self._generations[key.ranks] if self._generations else 0
+        destroyed = self._destroyed[key] if self._destroyed else 0
+        return f"{self._key}/{_word(key.ranks)}/{kind}.{released}.{destroyed}"
 
     def _open(self) -> None:
         """At the family's first group: see that no other could be taken for it."""
