@@ -38,7 +38,7 @@ $(VENV)/made:
 	@touch $@
 
 $(VENV)/demo: $(VENV)/made pyproject.toml .ci/constraints.txt
-	$(RUN) -m pip install --quiet --editable '.[rich]'
+	$(RUN) -m pip install --quiet --editable '.[demo]'
 	@touch $@
 
 $(VENV)/dev: $(VENV)/made pyproject.toml .ci/constraints.txt
