@@ -40,7 +40,9 @@ def main() -> None:
     figures = [
         *_told("asking again", hits.figures, 5 if asked.quick else 9),
         *_told("one rank of a huge world", one_rank.figures, 3 if asked.quick else 5),
-        *_told(f"{ranks} processes", many_processes.figures, ranks, 5 if asked.quick else 11, binding=ranks == ASKED_AT),
+        *_told(
+            f"{ranks} processes", many_processes.figures, ranks, 5 if asked.quick else 11, binding=ranks == ASKED_AT
+        ),
     ]
     print(f"\npgmesh beside DeviceMesh of torch {torch.__version__}, Python {platform.python_version()}\n")
     print(report.table(figures))
