@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import re
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -146,7 +147,7 @@ def _explain_failure(function: str, *args: Any, **kwargs: Any) -> Any:
         store = reading[group]
         if store.failure is not None:
             raise store.failure from error
-        missing = store.missing() if "timed out" in str(error).lower() else None
+        missing = store.missing() if re.search("time(d )?out", str(error), re.IGNORECASE) else None
         if missing:
             raise MissingRanksError(f"{missing} Or they let go of it since.") from error
     return _describe_failure(function, *args, **kwargs)

@@ -43,8 +43,7 @@ class ProcessGroupMesh:
 
     __slots__ = ("__weakref__", "_family", "_groups", "_part_of", "_parts", "_root", "layout")
 
-    layout: Layout
-    """Where each rank sits, without processes."""
+    layout: Layout  # where each rank sits, without processes
     _family: Family
     _root: bool
     _part_of: Layout  # the layout whose device mesh ours is a slice of

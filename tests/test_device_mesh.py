@@ -401,6 +401,9 @@ def over_permuted() -> None:
     ours = from_device_mesh(straight, name="same")
     assert ours.device_mesh() is straight
     check_sums(groups_of(ours))
+    for theirs in (permuted, straight):
+        for i in range(2):
+            dist.destroy_process_group(theirs.get_group(i))
 
 
 def test_a_device_mesh_whose_order_torch_lost_is_refused_and_leaves_nothing():
