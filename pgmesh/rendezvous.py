@@ -153,8 +153,9 @@ class PollingStore(dist.Store):
         value = self._inner.compare_set(key, ABSENT, ABSENT)
         if value == ABSENT.encode():
             return False
-        card, _, self._found[key] = value.partition(SEAL)
+        card, _, body = value.partition(SEAL)
         self._card.check(card)
+        self._found[key] = body
         return True
 
     def get(self, key: str) -> bytes:

@@ -115,3 +115,22 @@ def test_what_was_written_is_known_for_taking_back():
     with pytest.raises(MissingRanksError):
         one.get("a/1")
     assert one.written == {"a/0"}
+
+
+def test_nothing_is_written_once_it_is_closed():
+    store = dist.HashStore()
+    one = polling(store)
+    one.set("a/0", b"here")
+    one.close()
+    with pytest.raises(LifetimeError):
+        one.wait(["a/1"])
+    assert not store.check(["a/0"])
+
+
+def test_what_bears_another_card_is_not_handed_out_when_asked_for_again():
+    store = dist.HashStore()
+    store.set("a/1", (card(6, timeout=31.0).word + SEAL + b"there").decode())
+    one = polling(store)
+    for _ in range(2):
+        with pytest.raises(MismatchError):
+            one.get("a/1")
