@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import hashlib
 import itertools
 import math
@@ -18,8 +19,9 @@ import weakref
 from array import array
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import cachetools
 import torch
@@ -63,12 +65,20 @@ def _registry() -> _Registry:
         return _registries[world]
 
 
-class _Key(NamedTuple):
-    """What a group is."""
+@dataclass(frozen=True)
+class _Key:
+    """What a group is, hashed once: its ranks may be many."""
 
     ranks: tuple[int, ...]
     options: GroupOptions
     tag: str
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.ranks, self.options, self.tag))
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 class Family:

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -293,6 +293,26 @@ _DIRECT: dict[str, Callable[..., Any]] = {"gloo": _gloo, "nccl": _nccl, "fake": 
 """The backends that members can build by themselves."""
 
 
+class _Places(Mapping[int, int]):
+    """Each rank's place in a group, as torch asks for it. The table is made when one is first looked up."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks = ranks
+
+    @functools.cached_property
+    def _table(self) -> dict[int, int]:
+        return {rank: place for place, rank in enumerate(self._ranks)}
+
+    def __getitem__(self, rank: int) -> int:
+        return self._table[rank]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ranks)
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+
 def build(
     name: str, ranks: Sequence[int], me: int, options: GroupOptions, stores: Mapping[str, Any], description: str
 ) -> Any:
@@ -314,7 +334,7 @@ def build(
     c10d._register_process_group(name, group)
     world.pg_map[group] = (options.backend, prefixed)
     world.pg_names[group] = name
-    world.pg_group_ranks[group] = dict(zip(ranks, range(size)))
+    world.pg_group_ranks[group] = _Places(ranks)
     world.pg_backend_config[group] = ",".join(f"{device}:{backend}" for device, backend in backends.items())
     world.pg_to_tag[group] = tag
     world.tags_to_pg[tag] = [group]

@@ -506,14 +506,9 @@ class Layout:
 
     def _spread(self, start: int, along: Sequence[int]) -> tuple[int, ...]:
         """The ranks that one reaches from a position along these axes, the last varying fastest."""
-        *outer, inner = _fuse([self._steps[i] for i in along]) or [range(1)]
-        starts: Sequence[int] = [start]
-        for steps in outer:
-            starts = [at + step for at in starts for step in steps]
-        if len(starts) == 1 and isinstance(inner, range):
-            positions: Iterable[int] = range(start, start + len(inner) * inner.step, inner.step)
-        else:
-            positions = [at + step for at in starts for step in inner]
+        positions: Sequence[int] = range(start, start + 1)
+        for steps in _fuse([self._steps[i] for i in along]):
+            positions = _each_from(positions, steps)
         return tuple(positions) if self._table is None else tuple(map(self._table.ranks.__getitem__, positions))
 
     def _listed(self) -> str:
@@ -581,6 +576,26 @@ def _fuse(steps: Iterable[Steps]) -> list[Steps]:
         else:
             runs.append(step)
     return runs
+
+
+def _each_from(starts: Sequence[int], steps: Steps) -> Sequence[int]:
+    """Where each of these steps leads from each of these starts. The longer of the two is gone along as a range."""
+    if len(starts) == 1:
+        return _moved(steps, starts[0])
+    ends = [0] * (len(starts) * len(steps))
+    if len(starts) > len(steps):
+        for i, step in enumerate(steps):
+            ends[i :: len(steps)] = _moved(starts, step)
+    else:
+        for i, start in enumerate(starts):
+            ends[i * len(steps) : (i + 1) * len(steps)] = _moved(steps, start)
+    return ends
+
+
+def _moved(places: Sequence[int], by: int) -> Sequence[int]:
+    if isinstance(places, range):
+        return range(places.start + by, places.stop + by, places.step)
+    return [place + by for place in places]
 
 
 def _pace(steps: Steps) -> tuple[int, int]:

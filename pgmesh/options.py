@@ -111,8 +111,12 @@ class GroupOptions:
         """These options as the keywords that make them."""
         return {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
 
-    def __hash__(self) -> int:
+    @functools.cached_property
+    def _hash(self) -> int:
         return hash((self.backend, self.timeout, self.high_priority, tuple(sorted((self.nccl or {}).items()))))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def __repr__(self) -> str:
         words = ((each.name, getattr(self, each.name)) for each in dataclasses.fields(self))

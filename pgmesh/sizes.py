@@ -101,7 +101,7 @@ def progression(values: range | tuple[int, ...]) -> range | None:
     if step == 0:
         return None
     straight = range(values[0], values[0] + len(values) * step, step)
-    return straight if all(map(operator.eq, straight, values)) else None
+    return straight if straight[-1] == values[-1] and tuple(straight) == values else None
 
 
 def fill(who: str, box: dict[str | int, int], count: int, whole: str, *, pick: bool = True) -> dict[str | int, int]:
