@@ -55,41 +55,17 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from pgmesh.errors import (
         AxisError as AxisError,
-    )
-    from pgmesh.errors import (
         LaunchError as LaunchError,
-    )
-    from pgmesh.errors import (
         LifetimeError as LifetimeError,
-    )
-    from pgmesh.errors import (
         MembershipError as MembershipError,
-    )
-    from pgmesh.errors import (
         MismatchError as MismatchError,
-    )
-    from pgmesh.errors import (
         MissingRanksError as MissingRanksError,
-    )
-    from pgmesh.errors import (
         NameTakenError as NameTakenError,
-    )
-    from pgmesh.errors import (
         OptionsError as OptionsError,
-    )
-    from pgmesh.errors import (
         PgmeshError as PgmeshError,
-    )
-    from pgmesh.errors import (
         PlaceError as PlaceError,
-    )
-    from pgmesh.errors import (
         SeamError as SeamError,
-    )
-    from pgmesh.errors import (
         ShapeError as ShapeError,
-    )
-    from pgmesh.errors import (
         WorldError as WorldError,
     )
     from pgmesh.interop import from_device_mesh as from_device_mesh

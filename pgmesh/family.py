@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import functools
 import hashlib
-import itertools
 import math
 import os
 import sys
@@ -176,14 +175,16 @@ class Family:
             if made is None:
                 _check_honoured(options, words)
                 self._open()
-                make = self._make if groups.backends_of(options.backend).direct else self._make_with_all
                 description = options.description or f"{self.name or 'mesh'}[{description}]"
-                made = make(key, usual, words, description, partition)
+                if groups.backends_of(options.backend).direct:
+                    made = self._make(key, usual, words, description)
+                else:
+                    made = self._make_with_all(options, words, description, partition)
                 self._cache[key] = made
                 _owners[made.group] = self
             return made.group
 
-    def _make(self, key: _Key, usual: GroupOptions, words: str, description: str, _: object) -> groups.Made:
+    def _make(self, key: _Key, usual: GroupOptions, words: str, description: str) -> groups.Made:
         """Build a group directly. Nobody waits for anybody.
 
         What all members have to mean alike stands on the card that they show each other when they connect. Where
@@ -219,8 +220,7 @@ class Family:
 
     def _make_with_all(
         self,
-        key: _Key,
-        usual: GroupOptions,
+        options: GroupOptions,
         words: str,
         description: str,
         partition: Callable[[], Iterable[tuple[int, ...]]] | None,
@@ -229,7 +229,7 @@ class Family:
         blocks = tuple(partition()) if partition is not None else ()
         if sum(map(len, blocks)) != self.world_size:
             raise OptionsError(
-                f"{words}: backend {key.options.backend} makes groups through torch's new_group, which all "
+                f"{words}: backend {options.backend} makes groups through torch's new_group, which all "
                 f"{self.world_size} ranks of the world call for every block, but this partition holds "
                 f"{sum(map(len, blocks))}. Ask the mesh of the whole world for a group along its axes."
             )
@@ -237,8 +237,8 @@ class Family:
         for block in blocks:
             group = dist.new_group(
                 list(block),
-                timeout=key.options.timeout,
-                backend=key.options.backend,
+                timeout=options.timeout,
+                backend=options.backend,
                 group_desc=description,
                 sort_ranks=False,
             )
@@ -352,9 +352,10 @@ class Family:
             made = self._cache.pop(key)
             if made.by == "others" or not groups.is_known(made.group):
                 continue
+            written = made.stop()
             groups.tear_down(made, reason, abort=at_exit)
             if not at_exit:
-                _take_back(made)
+                _delete(written)
 
     def forget(self, group: Any) -> None:
         """torch destroyed one of our groups: drop it, and never use its name again."""
@@ -364,7 +365,7 @@ class Family:
                     del self._cache[key]
                     self._forget_hits()
                     self._destroyed[key] += 1
-                    _take_back(made)
+                    _delete(made.stop())
                     groups.disown(group, f"{made.words} was destroyed; ask its mesh for it anew.")
 
     def _forget_hits(self) -> None:
@@ -377,8 +378,7 @@ class Family:
         self.ended = reason
         self._forget_hits()
         for made in self._cache.values():
-            for store in made.stores:
-                store.close()
+            made.stop()
             groups.released[made.group] = f"{made.words} {reason}"
             groups.strike(made.group)
 
@@ -457,13 +457,6 @@ def _call(verb: str, axes: Iterable[Axis], *more: str) -> str:
     return f"{verb}({', '.join([*map(repr, axes), *more])})"
 
 
-def _take_back(made: groups.Made) -> None:
-    """Let nobody wait for a group any more, and take what was written for it out of the store."""
-    for store in made.stores:
-        store.close()
-    _delete([*made.keys, *itertools.chain(*(store.written for store in made.stores))])
-
-
 def _delete(keys: Iterable[str]) -> None:
     """Take our keys out of the world's store; where it is gone, so are they."""
     with contextlib.suppress(Exception):
@@ -480,7 +473,7 @@ def _caller() -> str:
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
         frame = frame.f_back
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return f"{frame.f_code.co_filename.rpartition(os.sep)[2]}:{frame.f_lineno}"
 
 
 def find_family(name: str | None, number: int, layout: Layout, call: str, rank: int) -> Family:

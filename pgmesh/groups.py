@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
 import os
 import re
+import socket
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,8 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import c10d_logger as _c10d_logger
-from torch.distributed import distributed_c10d as _c10d
+from torch.distributed import c10d_logger as _c10d_logger, distributed_c10d as _c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from pgmesh.errors import (
@@ -65,7 +66,7 @@ SEAM: dict[str, str] = {
     "ProcessGroupGloo._Options._devices": "a lazy device can be handed over in no other way",
     "ProcessGroupGloo._Options._threads": "how many threads a group takes",
     "ProcessGroupGloo._Options._timeout": "options of ours carry their timeout",
-    "ProcessGroupGloo.create_default_device": "a device that connects when it is first used",
+    "ProcessGroupGloo.create_device": "a device that connects when it is first used",
     "_C._distributed_c10d.FakeProcessGroup._create_internal": "dry runs",
     "_C._distributed_c10d.FakeProcessGroup.Options.error_on_collective": "what a released group answers with",
 }
@@ -210,7 +211,9 @@ class Backends(NamedTuple):
     """What a backend's name means to torch."""
 
     by_device: dict[str, str]
+    config: str  # the same as torch spells it
     names: frozenset[str]
+    default: Any  # the type of the one that a group calls its own
     direct: bool  # members can build it by themselves
     dry: bool  # there are no other processes to meet
 
@@ -230,9 +233,20 @@ def backends_of(name: str | None) -> Backends:
     if absent:
         raise OptionsError(f"this torch was built without backend {', '.join(absent)}.")
     table = c10d.BackendConfig(c10d.Backend(name)).get_device_backend_map()
-    names = frozenset(map(str, table.values()))
-    direct = names <= {*_DIRECT} and not c10d._use_torchcomms_enabled()
-    return Backends({device: str(backend) for device, backend in table.items()}, names, direct, names == {"fake"})
+    by_device = {device: str(backend) for device, backend in table.items()}
+    names = frozenset(by_device.values())
+    return Backends(
+        by_device,
+        ",".join(f"{device}:{backend}" for device, backend in by_device.items()),
+        names,
+        _type_of("nccl" if "nccl" in names else next(iter(by_device.values()))),
+        direct=names <= {*_DIRECT} and not c10d._use_torchcomms_enabled(),
+        dry=names == {"fake"},
+    )
+
+
+def _type_of(backend: str) -> Any:
+    return c10d.Backend.backend_type_map[backend]
 
 
 def default_device() -> str:
@@ -256,6 +270,23 @@ class Made:
     keys: tuple[str, ...] = ()  # what we wrote for it
     by: Literal["us", "torch", "others"] = "us"
 
+    def stop(self) -> list[str]:
+        """Let nobody wait for the group any more, and say which keys were written for it."""
+        for store in self.stores:
+            store.close()
+        return [*self.keys, *itertools.chain.from_iterable(store.written for store in self.stores)]
+
+
+@functools.cache
+def _own_address() -> str:
+    """The address that Gloo takes by default: this host's first that can be bound, asked for by name only once."""
+    with contextlib.suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind) as trial:
+                trial.bind(address)
+                return str(address[0])
+    return "127.0.0.1"
+
 
 def _gloo(store: dist.Store, rank: int, size: int, name: str, options: GroupOptions, ranks: Sequence[int]) -> Any:
     gloo: Any = dist.ProcessGroupGloo
@@ -263,7 +294,7 @@ def _gloo(store: dist.Store, rank: int, size: int, name: str, options: GroupOpti
     # Devices of its own for each group: on a lazy one, pairs are told apart by the rank in the group alone.
     interfaces = [each for each in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if each]
     settings._devices = [gloo.create_device(interface=each, lazy_init=True) for each in interfaces] or [
-        gloo.create_default_device(lazy_init=True)
+        gloo.create_device(hostname=_own_address(), lazy_init=True)
     ]
     settings._threads = 1  # collectives of one group come one after another, as on NCCL's stream
     settings._timeout = options.timeout
@@ -317,17 +348,16 @@ def build(
     name: str, ranks: Sequence[int], me: int, options: GroupOptions, stores: Mapping[str, Any], description: str
 ) -> Any:
     """A process group of these ranks that torch.distributed knows as its own."""
-    rank, size, backends = ranks.index(me), len(ranks), backends_of(options.backend).by_device
+    rank, size, backends = ranks.index(me), len(ranks), backends_of(options.backend)
     prefixed = dist.PrefixStore(f"{name}/", world_store())
     group: Any = dist.ProcessGroup(prefixed, rank, size)
-    types = {each: c10d.Backend.backend_type_map[each] for each in backends.values()}
-    group._set_default_backend(types["nccl"] if "nccl" in types else next(iter(types.values())))
+    group._set_default_backend(backends.default)
     built: dict[str, Any] = {}
-    for device, backend in backends.items():
+    for device, backend in backends.by_device.items():
         if backend not in built:
             inner = dist.PrefixStore(f"{name}/{device}", stores[backend])
             built[backend] = _DIRECT[backend](inner, rank, size, name, options, ranks)
-        group._register_backend(torch.device(device), types[backend], built[backend])
+        group._register_backend(torch.device(device), _type_of(backend), built[backend])
     group._set_group_name(name)
     group._set_group_desc(description)
     world, tag = c10d._world, f"user:{name}"
@@ -335,7 +365,7 @@ def build(
     world.pg_map[group] = (options.backend, prefixed)
     world.pg_names[group] = name
     world.pg_group_ranks[group] = _Places(ranks)
-    world.pg_backend_config[group] = ",".join(f"{device}:{backend}" for device, backend in backends.items())
+    world.pg_backend_config[group] = backends.config
     world.pg_to_tag[group] = tag
     world.tags_to_pg[tag] = [group]
     return group
@@ -344,8 +374,6 @@ def build(
 def tear_down(made: Made, reason: str, *, abort: bool = False) -> None:
     """Take a group out of torch's tables, end its backend, and have it name itself to whoever still uses it."""
     group: Any = made.group
-    for store in made.stores:
-        store.close()
     released[group] = f"{made.words} {reason}"
     if made.by == "torch":
         dist.destroy_process_group(group)

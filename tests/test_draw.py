@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from math import prod
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from pgmesh import Layout, draw
 

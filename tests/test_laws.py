@@ -20,8 +20,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from pgmesh import Layout, ShapeError
 from tests.plain import Axis, Keep, PlainMesh

@@ -28,13 +28,9 @@ from pgmesh import (
     NameTakenError,
     OptionsError,
     ProcessGroupMesh,
-    launch,
-)
-from pgmesh import (
     family as pgmesh_family,
-)
-from pgmesh import (
     groups as pgmesh_groups,
+    launch,
 )
 from tests.test_groups import groups_of
 from tests.test_launch import clean_env, script
