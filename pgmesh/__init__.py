@@ -25,6 +25,7 @@ _HOME = {
             "LifetimeError",
             "MismatchError",
             "MissingRanksError",
+            "CircleError",
             "SeamError",
             "LaunchError",
         ),
@@ -55,6 +56,7 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from pgmesh.errors import (
         AxisError as AxisError,
+        CircleError as CircleError,
         LaunchError as LaunchError,
         LifetimeError as LifetimeError,
         MembershipError as MembershipError,

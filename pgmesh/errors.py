@@ -11,6 +11,7 @@ PgmeshError
 ├── LifetimeError      (RuntimeError)            used after release, close or fork
 ├── MismatchError      (RuntimeError)            ranks describe one mesh or group differently
 ├── MissingRanksError  (TimeoutError)            members that did not come before the deadline
+├── CircleError        (RuntimeError)            ranks that wait for each other
 ├── SeamError          (RuntimeError)            a private name of torch that pgmesh needs is gone
 └── LaunchError        (RuntimeError)            a launcher or a spawned rank failed
 """
@@ -60,6 +61,10 @@ class MismatchError(PgmeshError, RuntimeError):
 
 class MissingRanksError(PgmeshError, TimeoutError):
     """Members that did not come before the deadline."""
+
+
+class CircleError(PgmeshError, RuntimeError):
+    """Ranks that wait for each other."""
 
 
 class SeamError(PgmeshError, RuntimeError):

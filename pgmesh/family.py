@@ -29,8 +29,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pgmesh import groups
 from pgmesh.errors import LifetimeError, NameTakenError, OptionsError, PlaceError
+from pgmesh.heart import Heart
 from pgmesh.options import GroupOptions
-from pgmesh.rendezvous import Card, PollingStore, agree
+from pgmesh.polling import PollingStore, agree, drive, perform
+from pgmesh.rendezvous import Card, Delete, Steps, introduce
 from pgmesh.sizes import progression, some
 
 if TYPE_CHECKING:
@@ -45,7 +47,15 @@ class _Registry:
         self.families: weakref.WeakSet[Family] = weakref.WeakSet()
         self.open: set[Family] = set()  # those that hold groups live until they are closed
         self.options = groups.world_options()
+        self.heart: Heart | None = None  # beats once there is somebody to tell
         self.forked = False  # whether this process only inherited the world, from the one it was forked off
+
+    def beating(self) -> Heart:
+        """The thread that tells the others that this process lives; it starts when it is first needed."""
+        with _registering:
+            if self.heart is None:
+                self.heart = Heart(groups.world_store(), groups.store_address(), *groups.world_rank_and_size())
+            return self.heart
 
     def living(self) -> list[Family]:
         return [family for family in self.families if family.ended is None]
@@ -94,7 +104,7 @@ class Family:
         self.name, self.layout, self.call = name, layout, call
         self.rank, self.world_size = groups.world_rank_and_size() if outside is None else (outside, 0)
         self.words = f"mesh {name!r}" if name else f"{call}"
-        self.line = _caller()
+        self.line = caller()
         self.ended: str | None = None
         self.meshes: weakref.WeakSet[Any] = weakref.WeakSet()  # those that remember groups of ours
         self._cache: cachetools.Cache[_Key, groups.Made] = cachetools.Cache(math.inf)
@@ -124,8 +134,10 @@ class Family:
             self.number = registry.numbers[kin]
             registry.numbers[kin] += 1
             registry.families.add(self)
-        self._key = f"{groups.PREFIX}{kin}.{self.number}"
-        self._agreed = False
+        self.key = f"{groups.PREFIX}{kin}.{self.number}"
+        self.agreed = False
+        self.meetings: Counter[str] = Counter()  # how often the members of a group, by its name, met to connect it
+        self.tombs: dict[str, list[str]] = {}  # keys of decisions that those who come late may still look for
         self.origin: Hashable = (name, self.number, layout)
 
     def remember(self, mesh: Any) -> None:
@@ -148,6 +160,18 @@ class Family:
             asked,
             lambda: layout.partition(*axes),
         )
+
+    def made(self, group: dist.ProcessGroup) -> groups.Made:
+        """What is known of a group of this family."""
+        with self.lock:
+            return next(made for made in self._cache.values() if made.group is group)
+
+    def abandon(self, group: dist.ProcessGroup, reason: str) -> None:
+        """Let go of a group that cannot be used any more; asked for again, it is another."""
+        with self.lock:
+            for key in [key for key, made in self._cache.items() if made.group is group]:
+                self._drop([key], reason)
+                self._destroyed[key] += 1
 
     def group_of(self, ranks: tuple[int, ...], tag: str, asked: Mapping[str, Any]) -> dist.ProcessGroup:
         """The group of any ranks of this family."""
@@ -190,16 +214,17 @@ class Family:
         What all members have to mean alike stands on the card that they show each other when they connect. Where
         there is something special to mean, one store operation holds the cards against each other at once.
         """
-        name, options, line = self._name_of(key, usual), key.options, _caller()
+        name, options, line = self._name_of(key, usual), key.options, caller()
         if len(key.ranks) == 1 or groups.backends_of(options.backend).dry:
             stores: Mapping[str, Any] = dict.fromkeys(groups.backends_of(options.backend).names, dist.HashStore())
-            return groups.Made(groups.build(name, key.ranks, self.rank, options, stores, description), words, line)
+            group = groups.build(name, key.ranks, self.rank, options, stores, description)
+            return groups.Made(group, words, line, ranks=key.ranks)
         store: Any = groups.world_store()
-        keys: tuple[str, ...] = ()
+        keys: list[str] = []
         mend = "Configure its axes alike on every rank, or let every rank ask for it with the same options."
         card = Card(self.rank, options.given, words, mend)
         if options != self._registry.options:
-            keys = (f"{name}/options",)
+            keys = [f"{name}/options"]
             self._agree_on_mesh()
             agree(store, keys[0], card)
         polling = {
@@ -210,13 +235,15 @@ class Family:
                 options.timeout or timedelta(),
                 addresses=backend == "gloo",
                 first=self._agree_on_mesh,
+                refused=(f"{name}/options/refused", self.refused),
+                tell=self.tell,
             )
             for backend in groups.backends_of(options.backend).names
         }
         group = groups.build(name, key.ranks, self.rank, options, polling, description)
         if "gloo" in polling:
             groups.reading[group] = polling["gloo"]
-        return groups.Made(group, words, line, tuple(polling.values()), keys)
+        return groups.Made(group, words, line, tuple(polling.values()), keys, ranks=key.ranks, card=card)
 
     def _make_with_all(
         self,
@@ -244,7 +271,7 @@ class Family:
             )
             if self.rank in block:
                 mine = group
-        return groups.Made(mine, words, _caller(), by="torch")
+        return groups.Made(mine, words, caller(), by="torch")
 
     def _name_of(self, key: _Key, usual: GroupOptions) -> str:
         """A name that is a function of what the group is, never of how many groups were made before it."""
@@ -256,7 +283,7 @@ class Family:
         # Long tuples are hashed anew each time that they are looked up, so not in tables that are empty.
         released = self._generations[key.ranks] if self._generations else 0
         destroyed = self._destroyed[key] if self._destroyed else 0
-        return f"{self._key}/{_word(key.ranks)}/{kind}.{released}.{destroyed}"
+        return f"{self.key}/{_word(key.ranks)}/{kind}.{released}.{destroyed}"
 
     def _open(self) -> None:
         """At the family's first group: see that no other could be taken for it."""
@@ -272,18 +299,41 @@ class Family:
             self._registry.open.add(self)
 
     def _agree_on_mesh(self) -> None:
-        """Once: see in one store operation that all members mean the same mesh."""
-        if self._agreed:
-            return
+        """Once: see that all members mean the same mesh."""
+        if not self.agreed:
+            store = groups.world_store()
+            drive(self.introduce(), lambda step: perform(store, step))
+
+    def introduce(self) -> Steps[None]:
+        """See that all members mean the same mesh, as steps."""
+        yield from introduce(self.key, self.card)
+        self.agreed = True
+
+    @functools.cached_property
+    def card(self) -> Card:
+        """What this rank means by the mesh."""
         ranks = self.layout.ranks_in_order()
         meaning = {
             "axes": list(self.layout.axes),
             "shape": list(self.layout.shape),
             "ranks": str(ranks) if isinstance(ranks, range) else f"{some(ranks, 64)} ({_word(ranks)})",
+            "size of the world": self.world_size,
         }
         mend = "Make the mesh alike on every rank; where ranks mean to have different meshes, name each."
-        agree(groups.world_store(), self._key, Card(self.rank, meaning, self.words, mend))
-        self._agreed = True
+        return Card(self.rank, meaning, self.words, mend)
+
+    @property
+    def refused(self) -> str:
+        """The key under which a rank says that it means another mesh."""
+        return f"{self.key}/refused"
+
+    def tell(self, doing: str) -> None:
+        """Tell other processes what this one does."""
+        self._registry.beating().say(doing)
+
+    def beating(self) -> Heart:
+        """The thread that speaks with the store for this process."""
+        return self._registry.beating()
 
     # -- configuring --------------------------------------------------------------------------------------------
 
@@ -316,7 +366,7 @@ class Family:
                     f"configured with {before} at {line}, and {spelling} now with {given}.\n\n"
                     f"  {apart}   # a communicator of its own; else the same options for both"
                 )
-            self._configured[ranks, tag] = (after, by, _caller())
+            self._configured[ranks, tag] = (after, by, caller())
 
     # -- ending -------------------------------------------------------------------------------------------------
 
@@ -326,7 +376,7 @@ class Family:
         with self.lock:
             self._drop(
                 [key for key in self._cache if key.ranks == ranks],
-                f"was released at {_caller()}; ask its mesh for it anew.",
+                f"was released at {caller()}; ask its mesh for it anew.",
             )
             self._generations[ranks] += 1
 
@@ -337,10 +387,10 @@ class Family:
         try:
             if self.ended is not None:
                 return
-            self.ended = reason or f"was closed at {_caller()}."
+            self.ended = reason or f"was closed at {caller()}."
             self._drop(list(self._cache), self.ended, at_exit=at_exit)
-            if self._agreed and not at_exit:
-                _delete([self._key])
+            if self.agreed and not at_exit:
+                _delete([self.key, f"{self.key}/said"])
             with _registering:
                 self._registry.open.discard(self)
         finally:
@@ -425,7 +475,7 @@ class Family:
         with self.lock:
             self._open()
             self._cache.setdefault(
-                _Key(block, self._registry.options, ""), groups.Made(group, words, _caller(), by="others")
+                _Key(block, self._registry.options, ""), groups.Made(group, words, caller(), by="others")
             )
 
 
@@ -458,17 +508,19 @@ def _call(verb: str, axes: Iterable[Axis], *more: str) -> str:
 
 
 def _delete(keys: Iterable[str]) -> None:
-    """Take our keys out of the world's store; where it is gone, so are they."""
+    """Take our keys out of the world's store; where it is gone, so are they, and where it hangs nobody waits for it."""
     with contextlib.suppress(Exception):
-        store = groups.world_store()
-        for key in keys:
-            store.delete_key(key)
+        step, heart = Delete(tuple(keys)), _registry().heart
+        if heart is not None:
+            heart.ask(step, 1.0)
+        else:
+            perform(groups.world_store(), step)
 
 
 _HERE = os.path.dirname(__file__) + os.sep
 
 
-def _caller() -> str:
+def caller() -> str:
     """The line outside this package that is being run: where the user asked."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
@@ -518,6 +570,10 @@ def _forget(group: Any) -> None:
 
 
 def _end_world(reason: str) -> None:
+    for registry in list(_registries.values()):
+        if registry.heart is not None:
+            registry.heart.stop("not there any more: it left the world")
+            registry.heart = None
     for family in _all_families():
         if family.ended is None:
             family.end(f"ended when {reason}.")
@@ -525,6 +581,9 @@ def _end_world(reason: str) -> None:
 
 def _at_exit() -> None:
     """Let go of our groups while Python still runs: their threads would outlive it."""
+    for registry in list(_registries.values()):
+        if registry.heart is not None:
+            registry.heart.stop("not there any more: its process has ended")
     for family in _all_families():
         family.close("ended with its process.", at_exit=True)
 
@@ -535,7 +594,7 @@ def _in_child() -> None:
     _registering = threading.RLock()  # whoever held the old one is not here
     groups.keep_from_destructors()
     if dist.is_initialized():
-        _registry().forked = True
+        _registry().forked, _registry().heart = True, None
     for family in _all_families():
         family.lock = threading.RLock()
         for made in family._cache.values():

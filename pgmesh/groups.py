@@ -16,7 +16,7 @@ import socket
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -33,7 +33,8 @@ from pgmesh.errors import (
     WorldError,
 )
 from pgmesh.options import GroupOptions
-from pgmesh.rendezvous import PollingStore
+from pgmesh.polling import PollingStore
+from pgmesh.rendezvous import Card
 
 c10d: Any = _c10d  # its tables are read and written here as torch itself does, whatever their stubs say
 c10d_logger: Any = _c10d_logger
@@ -207,6 +208,15 @@ def world_store() -> Any:
     return c10d._get_default_store()
 
 
+def store_address() -> str:
+    """Where the world's store is, for messages."""
+    store = world_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    host, port = getattr(store, "host", None), getattr(store, "port", None)
+    return f"{host}:{port}" if host else type(store).__name__
+
+
 class Backends(NamedTuple):
     """What a backend's name means to torch."""
 
@@ -256,6 +266,19 @@ def default_device() -> str:
     return accelerator.type if accelerator is not None and accelerator.type in devices else devices[0]
 
 
+def device_of(group: Any) -> Any:
+    """Where a group communicates from: an accelerator if it serves one that is here."""
+    devices = group._device_types
+    accelerator = torch.accelerator.current_accelerator()
+    here = [device for device in devices if accelerator is not None and device.type == accelerator.type]
+    return here[0] if here else next(iter(sorted(devices, key=str)))
+
+
+def connects_apart(group: Any) -> bool:
+    """Whether a group connects in threads of its own, so that starting a collective on it does not wait."""
+    return backends_of(c10d._world.pg_map[group][0]).names == {"gloo"}
+
+
 # -- one group, built directly ------------------------------------------------------------------------------------
 
 
@@ -267,8 +290,10 @@ class Made:
     words: str  # "group dp, tp of mesh 'actor'"
     line: str  # where it was asked for
     stores: tuple[PollingStore, ...] = ()  # what its backends read through
-    keys: tuple[str, ...] = ()  # what we wrote for it
+    keys: list[str] = field(default_factory=list)  # what we wrote for it
     by: Literal["us", "torch", "others"] = "us"
+    ranks: tuple[int, ...] = ()
+    card: Card | None = None  # what this rank means by it, where there is anybody to meet
 
     def stop(self) -> list[str]:
         """Let nobody wait for the group any more, and say which keys were written for it."""

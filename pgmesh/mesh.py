@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from pgmesh import draw, groups
+from pgmesh.connecting import Connected, connect
 from pgmesh.errors import AxisError, LifetimeError, MembershipError, OptionsError, PlaceError, ShapeError
 from pgmesh.family import Family, find_family
 from pgmesh.layout import Axis, Keep, Layout, Partition
@@ -15,6 +17,9 @@ from pgmesh.sizes import fill, some, take_ranks, take_sizes
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+CONNECT = timedelta(seconds=30)
+"""How long ``connect`` waits for the others."""
 
 
 class ProcessGroupMesh:
@@ -320,6 +325,33 @@ class ProcessGroupMesh:
         """
         self._check_member()
         self._family.adopt(self.layout, (axis,), group)
+
+    def connect(
+        self, *families: Axis | tuple[Axis, ...], timeout: timedelta = CONNECT, progress: bool = False
+    ) -> Connected:
+        """Connect and warm groups now, with all their members, or say within seconds who is missing and why.
+
+        The one verb that waits for others: each member of each group calls it, in any order. It compares what they
+        mean by the mesh and its groups, and runs the smallest collective on each group, so that memory is taken now.
+        What one member gives up is given up for all; calling again tries again.
+
+        Args:
+            families: the axes of each group: "tp", or ("dp", "tp") for one along two. Each axis, if none are given.
+            timeout: how long to wait for the others.
+            progress: show a bar.
+
+        Raises:
+            MissingRanksError: members that did not come, each with what it is doing; or that were lost.
+            MismatchError: ranks mean different things, each value with its ranks.
+            CircleError: ranks that wait for each other, each with its group and line.
+            WorldError: the store does not answer.
+
+        >>> print(mesh.connect("tp", ("dp", "tp")))            # in a dry world there is nobody to meet
+        0 store operations
+        """
+        self._check_member()
+        combinations = [each if isinstance(each, tuple) else (each,) for each in families or self.axes]
+        return connect(self._family, self.layout, combinations, timeout.total_seconds(), progress=progress)
 
     def release(self, *axes: Axis, ranks: Iterable[int] | None = None) -> None:
         """Destroy this rank's groups along these axes, tagged ones and twins too, with all they hold.

@@ -1,28 +1,143 @@
-"""How ranks meet through the store: cards that say what each means, and a wait that says who is missing."""
+"""How ranks meet: arrivals, cards, one decision for all, and who waits for whom. No clock and no store of its own.
+
+Everything here is a generator that yields what it wants done, one access to the store at a time, and is sent the
+answer. So the same code runs against the world's store and under a model checker, which tries every interleaving,
+every crash and every time-out.
+
+Members of a group meet in a *meeting*, under three keys:
+
+    <name>/came     a line from each member that arrived: its rank, its line of code, its card
+    <name>/count    how many arrived
+    <name>/end      the decision: whoever lays it down first decides for all, and nothing ever changes it
+
+A meeting ends as made when all have come, by the last of them; or it is given up, by the first member that has a
+reason to: its deadline, a card that differs, a member that is not heard from any more, a circle of ranks that wait
+for each other. A rank that comes later finds the decision and goes its way at once; the retry is another meeting,
+under another name.
+"""
 
 from __future__ import annotations
 
 import functools
 import json
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar, Union
 
-import torch.distributed as dist
-
-from pgmesh.errors import LifetimeError, MismatchError, MissingRanksError, PgmeshError
+from pgmesh.errors import CircleError, MismatchError, MissingRanksError, PgmeshError, WorldError
 from pgmesh.sizes import some
 
+VERSION = 1
+"""Of what is written here for others. Who reads another is told so."""
+
+LONGEST = 1 << 16
+"""Characters of one record; what is longer was written by nobody here."""
+
 FIRST_PAUSE, LONGEST_PAUSE = 0.002, 0.05
-"""Seconds between two looks into the store; each pause is half as long again as the one before."""
+"""Seconds between two looks at the store; each pause is half as long again as the one before."""
 
-SEAL = b"\0"
-"""Between a rank's card and what it wrote."""
+FIRST_INSPECTION, INSPECTION = 0.05, 0.2
+"""Seconds until a rank that waits asks why, and then between two times that it does."""
 
-ABSENT = "?"
-"""What no key holds: asked to put it in place of itself, a store answers with it, or with what the key does hold."""
+MOST_ASKED = 64
+"""How many ranks one inspection asks after: those missing first, then those that they wait for."""
+
+T = TypeVar("T")
+
+
+# -- what is asked of the store and of the clock ---------------------------------------------------------------------
+
+
+class Append(NamedTuple):
+    """Add to what a key holds."""
+
+    key: str
+    value: str
+
+
+class Add(NamedTuple):
+    """Count one more; the answer is how many."""
+
+    key: str
+
+
+class Read(NamedTuple):
+    """What a key holds; None for nothing."""
+
+    key: str
+
+
+class Swap(NamedTuple):
+    """Lay a value down where there is none; the answer is what lies there now."""
+
+    key: str
+    value: str
+
+
+class Delete(NamedTuple):
+    """Take keys away."""
+
+    keys: tuple[str, ...]
+
+
+class Say(NamedTuple):
+    """Tell everyone what this rank waits for, under ``told(rank)``."""
+
+    waits: tuple[Wait, ...]
+
+
+class Pause(NamedTuple):
+    """Wait; the answer is the time now, in seconds since the start."""
+
+    seconds: float
+
+
+class Ready(NamedTuple):
+    """A meeting ended as made, and its group can be used."""
+
+    meeting: Meeting
+
+
+Step = Union[Append, Add, Read, Swap, Delete, Say, Pause, Ready]
+Steps = Generator[Step, Any, T]
+
+
+def told(rank: int) -> str:
+    """The key under which a rank tells what it does."""
+    return f"pgmesh/told/{rank}"
+
+
+# -- records: data that is read strictly, and never run --------------------------------------------------------------
+
+
+def pack(**record: Any) -> str:
+    """A record as text."""
+    return json.dumps({"v": VERSION, **record}, sort_keys=True)
+
+
+def unpack(text: bytes | str, /, **kinds: Any) -> dict[str, Any] | None:
+    """A record from text, if it is one, of this version, with fields of these kinds.
+
+    >>> unpack(pack(rank=3), rank=int), unpack(pack(rank="3"), rank=int), unpack("import os")
+    ({'rank': 3, 'v': 1}, None, None)
+    """
+    if len(text) > LONGEST:
+        return None
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or record.get("v") != VERSION:
+        return None
+    good = all(
+        isinstance(record.get(name), kind) and not isinstance(record[name], bool) for name, kind in kinds.items()
+    )
+    return record if good else None
+
+
+def quoted(text: bytes | str) -> str:
+    """The start of what a key holds, for a message."""
+    return repr(text[:80]) + ("..." if len(text) > 80 else "")
 
 
 @dataclass(frozen=True)
@@ -46,199 +161,451 @@ class Card:
         """The card as the store holds it: the rank, and the meaning as JSON."""
         return f"{self.rank} {json.dumps(self.meaning, sort_keys=True)}".encode()
 
-    def check(self, seen: bytes) -> None:
-        """Hold another rank's card against this one.
+    def check(self, *seen: bytes) -> None:
+        """Hold other ranks' cards against this one.
 
         Raises:
-            MismatchError: it means something else.
+            MismatchError: one of them means something else.
         """
-        if seen.partition(b" ")[2] == self.word.partition(b" ")[2]:
-            return
-        rank, _, text = seen.decode(errors="replace").partition(" ")
-        try:
-            int(rank)
-            theirs = dict(json.loads(text))
-        except (ValueError, TypeError):
-            raise MismatchError(f"{self.what}: the store holds {seen[:200]!r}, which no pgmesh wrote.") from None
-        mine = self.meaning
-        lines = [
-            f"\n  {name}: {_value(theirs.get(name))} on rank {rank}, {_value(mine.get(name))} on rank {self.rank}"
-            for name in sorted({*mine, *theirs})
-            if mine.get(name) != theirs.get(name)
-        ]
-        raise MismatchError(f"{self.what} is not the same on all ranks:{''.join(lines)}\n\n{self.mend}")
+        if trouble := self.trouble(seen):
+            raise MismatchError(trouble)
+
+    def trouble(self, seen: Sequence[bytes]) -> str | None:
+        """What differs between this card and others, field by field, with the ranks that hold each value."""
+        mine = self.word.partition(b" ")[2]
+        if all(word.partition(b" ")[2] == mine for word in seen):
+            return None
+        meanings = {self.rank: dict(self.meaning)}
+        for word in seen:
+            rank, _, text = word.decode(errors="replace").partition(" ")
+            try:
+                meanings[int(rank)] = dict(json.loads(text))
+            except (ValueError, TypeError, RecursionError):
+                return f"{self.what}: the store holds {quoted(word)}, which no pgmesh wrote."
+        lines = []
+        for name in sorted({*self.meaning, *(name for meaning in meanings.values() for name in meaning)}):
+            holders: dict[str, list[int]] = {}
+            for holder, meaning in sorted(meanings.items()):
+                holders.setdefault(_value(meaning.get(name)), []).append(holder)
+            if len(holders) > 1:
+                lines.append(
+                    f"\n  {name}: " + ", ".join(f"{value} on {ranks_in_words(r)}" for value, r in holders.items())
+                )
+        return f"{self.what} is not the same on all ranks:{''.join(lines)}\n\n{self.mend}"
 
 
 def _value(value: Any) -> str:
-    return "none" if value is None else str(value)
+    return "none" if value is None else str(value)[:200]
 
 
-def agree(store: dist.Store, key: str, card: Card) -> None:
-    """Hold a card against the other members' in one operation: the first lays it down, later ones compare.
+def ranks_in_words(ranks: Collection[int]) -> str:
+    """Ranks for a message.
 
-    Raises:
-        MismatchError: the first rank to come means something else.
+    >>> ranks_in_words([2]), ranks_in_words([2, 3])
+    ('rank 2', 'ranks 2, 3')
     """
-    card.check(store.compare_set(key, "", card.word.decode()))
+    return f"rank{'s' * (len(ranks) != 1)} {some(tuple(ranks))}"
 
 
-class PollingStore(dist.Store):
-    """The store that a backend reads through: it polls where the client would hold its lock and wait.
+class Wait(NamedTuple):
+    """One group that a rank waits for, as it tells the others."""
 
-    So one group's first collective cannot stall another's, a wait that fails says which ranks never came, and a
-    group that is let go of while it waits stops waiting. What a rank writes bears its card, and who reads it checks
-    it: so two ranks that mean different groups learn it before they connect, at no cost.
+    number: int  # which of this rank's waits: a later one is another
+    name: str  # the meeting's
+    words: str  # "group dp of mesh 'actor'"
+    line: str  # "train.py:12"
+    missing: tuple[int, ...]  # who had not come when it last looked
+
+    def __str__(self) -> str:
+        return f"connecting {self.words} at {self.line}, waiting for {ranks_in_words(self.missing)}"
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a rank last told the others.
 
     Args:
-        inner: the world's store.
-        card: what this rank means by the group.
-        ranks: the members' ranks in the world, in the order of the group.
-        timeout: how long to wait where the backend does not say.
-        addresses: each member writes an address under a key that ends in its number, as Gloo does; else the first
-            member writes for all, as with NCCL. Addresses are held back until this rank first waits: then an
-            address says that its rank is in a collective, not only that it has made the group.
-        first: what to do before this rank first writes to the others or waits for them.
+        beat: counts up for as long as its process lives.
+        doing: in words; "" for nothing that concerns others.
+        waits: the groups that it connects and that are not decided.
+        alone: no other thread of it could still come somewhere.
+        gone: why it tells no more, if it said so.
     """
 
-    def __init__(
-        self,
-        inner: dist.Store,
-        card: Card,
-        ranks: Sequence[int],
-        timeout: timedelta,
-        *,
-        addresses: bool,
-        first: Callable[[], None],
-    ) -> None:
-        super().__init__()
-        self._inner, self._card, self._ranks, self._timeout = inner, card, ranks, timeout
-        self._addresses, self._first = addresses, first
-        self._held: list[tuple[str, Any]] | None = [] if addresses else None
-        self._found: dict[str, bytes] = {}
-        self._closed = False
-        self.written: set[str] = set()
-        self.failure: PgmeshError | None = None
+    rank: int
+    beat: int = 0
+    doing: str = ""
+    waits: tuple[Wait, ...] = ()
+    alone: bool = True
+    gone: str = ""
 
-    def close(self) -> None:
-        """End every wait."""
-        self._closed = True
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        try:
-            self._wait(keys, timeout)
-        except PgmeshError as error:
-            self.failure = error  # a backend that failed to connect says only so if it is used again
-            raise
-
-    def _wait(self, keys: list[str], timeout: timedelta | None) -> None:
-        self._begin()
-        limit = self._timeout if timeout is None else timeout
-        end = time.monotonic() + limit.total_seconds()
-        pause = FIRST_PAUSE
-        for key in keys:
-            while not self._look(key):
-                left = end - time.monotonic()
-                self._check_open()
-                if left <= 0:
-                    raise MissingRanksError(self.missing(key, limit) or self._late(key, limit))
-                time.sleep(min(pause, left))
-                pause = min(pause * 1.5, LONGEST_PAUSE)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise LifetimeError(f"{self._card.what} was released on this rank while it waited for its members.")
-
-    def _look(self, key: str) -> bool:
-        """Whether a key is there, in one operation that brings its value along."""
-        value = self._inner.compare_set(key, ABSENT, ABSENT)
-        if value == ABSENT.encode():
-            return False
-        card, _, body = value.partition(SEAL)
-        self._card.check(card)
-        self._found[key] = body
-        return True
-
-    def get(self, key: str) -> bytes:
-        if key not in self._found:
-            self.wait([key])
-        return self._found.pop(key)
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [self.get(key) for key in keys]
-
-    def missing(self, key: str | None = None, limit: timedelta | None = None) -> str | None:
-        """Who never came, in words; None if all did, or if the store cannot tell.
-
-        Args:
-            key: one that was waited for; this rank's own address unless given.
-            limit: how long it was waited for.
-
-        Raises:
-            MismatchError: all came, but not all mean the same.
-        """
-        key = key or next(iter(self.written), None)
-        if key is None:
-            return None
-        stem, _, last = key.rpartition("/")
-        if self._addresses:
-            asked: dict[object, str] = {rank: f"{stem}/{i}" for i, rank in enumerate(self._ranks)}
-        else:  # NCCL's first member writes the id of the group; who writes any other key, the key does not tell
-            asked = {self._ranks[0] if last.isdecimal() else f"that writes {key}": key}
-        seen = {rank: self._inner.compare_set(address, ABSENT, ABSENT) for rank, address in asked.items()}
-        who = [rank for rank, value in seen.items() if value == ABSENT.encode()]
-        if not who:
-            for value in seen.values():
-                self._card.check(value.partition(SEAL)[0])
-            return None
-        return (
-            f"{self._card.what}: rank{'s' * (len(who) > 1)} {some(who)} never came to the first collective, in "
-            f"{(limit or self._timeout).total_seconds():g} s. The group's ranks are {some(self._ranks)}."
+    def pack(self) -> str:
+        return pack(
+            rank=self.rank, beat=self.beat, doing=self.doing, waits=self.waits, alone=int(self.alone), gone=self.gone
         )
 
-    def _late(self, key: str, limit: timedelta) -> str:
-        return f"{self._card.what}: all members came, but only after {limit.total_seconds():g} s, too late for {key}."
+    @classmethod
+    def unpack(cls, rank: int, text: bytes | None) -> Told | None:
+        """What a rank told, if it told anything that can be read."""
+        kinds = {"rank": int, "beat": int, "doing": str, "waits": list, "alone": int, "gone": str}
+        record = unpack(text or b"", **kinds)
+        if record is None or record["rank"] != rank:
+            return None
+        waits = []
+        for wait in record["waits"][:MOST_ASKED]:
+            if not (isinstance(wait, list) and [*map(type, wait)] == [int, str, str, str, list]):
+                return None
+            number, name, words, line, missing = wait
+            waits.append(Wait(number, name, words, line, tuple(each for each in missing if isinstance(each, int))))
+        return cls(rank, record["beat"], record["doing"], tuple(waits), bool(record["alone"]), record["gone"])
 
-    def set(self, key: str, value: Any) -> None:
-        if self._held is not None:
-            self._held.append((key, value))
-        else:
-            self._begin()
-            self.written.add(key)
-            self._inner.set(key, self._card.word + SEAL + bytes(value))  # type: ignore[arg-type]
+    def __str__(self) -> str:
+        words = "; ".join(map(str, self.waits)) or self.doing
+        return self.gone or words or "not waiting for anyone"
 
-    def multi_set(self, keys: list[str], values: list[Any]) -> None:
-        for key, value in zip(keys, values):
-            self.set(key, value)
 
-    def _begin(self) -> None:
-        """This rank is in a collective: see that all is agreed on, and say where it can be reached."""
-        self._check_open()
-        self._first()
-        held, self._held = self._held, None
-        for key, value in held or ():
-            self.set(key, value)
+@dataclass(frozen=True)
+class End:
+    """How a meeting ended, the same for all its members."""
 
-    def check(self, keys: list[str]) -> bool:
-        return self._inner.check(keys)
+    kind: str
+    text: str = ""
 
-    def add(self, key: str, amount: int) -> int:
-        self.written.add(key)
-        return self._inner.add(key, amount)
+    def pack(self) -> str:
+        return pack(kind=self.kind, text=self.text[: LONGEST // 8])
 
-    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        self.written.add(key)
-        return self._inner.compare_set(key, expected, desired)
+    @classmethod
+    def unpack(cls, key: str, text: bytes) -> End:
+        record = unpack(text, kind=str, text=str)
+        if record is None or record["kind"] not in ERRORS:
+            return cls("mismatch", f"the store's key {key} holds {quoted(text)}, which no pgmesh wrote.")
+        return cls(record["kind"], record["text"])
 
-    def append(self, key: str, value: Any) -> None:
-        self.written.add(key)
-        self._inner.append(key, value)  # type: ignore[attr-defined]
+    def error(self) -> PgmeshError | None:
+        """What a member raises; None for a group that was made."""
+        kind = ERRORS[self.kind]
+        return None if kind is None else kind(self.text)
 
-    def delete_key(self, key: str) -> bool:
-        self.written.discard(key)
-        return self._inner.delete_key(key)
 
-    def num_keys(self) -> int:
-        return self._inner.num_keys()
+MADE = End("made")
+ERRORS: dict[str, type[PgmeshError] | None] = {
+    "made": None,
+    "missing": MissingRanksError,
+    "mismatch": MismatchError,
+    "circle": CircleError,
+}
 
-    def has_extended_api(self) -> bool:
-        return True
+
+# -- a mesh is introduced ---------------------------------------------------------------------------------------------
+
+
+def introduce(name: str, card: Card) -> Steps[None]:
+    """Once for each rank and mesh: hold what it means by the mesh against what the first of them laid down.
+
+    Raises:
+        MismatchError: they differ; the ranks that came before are told too, under ``<name>/refused``.
+    """
+    yield Append(f"{name}/said", card.word.decode() + "\n")
+    first = yield Swap(name, card.word.decode())
+    if card.trouble([first]) is not None:
+        said = (yield Read(f"{name}/said")) or b""
+        trouble = card.trouble([first, *said.splitlines()])
+        end = yield Swap(f"{name}/refused", End("mismatch", trouble or "").pack())
+        raise End.unpack(f"{name}/refused", end).error() or MismatchError(trouble)
+
+
+# -- members meet -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Meeting:
+    """One group that is being connected, once.
+
+    Args:
+        name: what its keys begin with; never used twice.
+        ranks: its members.
+        card: what this rank means by it.
+        refused: keys under which a rank that means something else by the mesh or the group says so.
+    """
+
+    name: str
+    ranks: Sequence[int]
+    card: Card
+    refused: Sequence[str] = ()
+    end: End | None = None
+    missing: tuple[int, ...] = ()
+    came: frozenset[int] = frozenset()
+
+    @property
+    def words(self) -> str:
+        return f"{self.card.what} (ranks {some(tuple(self.ranks))})"
+
+    @property
+    def tomb(self) -> str:
+        """The key of the decision."""
+        return f"{self.name}/end"
+
+    @property
+    def broken(self) -> str:
+        """The key under which a member says that the group failed after it was made."""
+        return f"{self.name}/broken"
+
+    @property
+    def tombs(self) -> list[str]:
+        """The keys that stay for those who come late, until a later meeting went well."""
+        return [self.tomb, self.broken]
+
+    @property
+    def keys(self) -> list[str]:
+        """The others."""
+        return [f"{self.name}/came", f"{self.name}/count"]
+
+    def decide(self, end: End) -> Steps[None]:
+        """Lay a decision down, or take the one that lies there."""
+        self.end = End.unpack(self.tomb, (yield Swap(self.tomb, end.pack())))
+        yield from self._tell()
+
+    def look(self) -> Steps[None]:
+        """See whether there is a decision."""
+        text = yield Read(self.tomb)
+        if text is not None:
+            self.end = End.unpack(self.tomb, text)
+            yield from self._tell()
+
+    def _tell(self) -> Steps[None]:
+        if self.end == MADE:
+            yield Ready(self)
+
+    def arrive(self, me: int, line: str, who: str) -> Steps[None]:
+        """Come to the meeting; the last to come decides that it is made."""
+        yield Append(f"{self.name}/came", pack(rank=me, line=line, who=who, card=self.card.word.decode()) + "\n")
+        if (yield Add(f"{self.name}/count")) == len(self.ranks):
+            yield from self.decide(MADE)
+
+    def inspect(self) -> Steps[None]:
+        """See who has come, and give up where what they mean cannot go together."""
+        for refused in self.refused:
+            text = yield Read(refused)
+            if text is not None:
+                yield from self.decide(End.unpack(refused, text))
+                return
+        key = f"{self.name}/came"
+        cards: list[bytes] = []
+        who: dict[int, str] = {}
+        members = {*self.ranks}
+        text = (yield Read(key)) or b""
+        for line in text.splitlines():
+            record = unpack(line, rank=int, line=str, who=str, card=str)
+            if record is None or record["rank"] not in members:
+                yield from self.decide(
+                    End("mismatch", f"{self.words}: the store's key {key} holds {quoted(line)}, which no member wrote.")
+                )
+                return
+            if who.setdefault(record["rank"], record["who"]) != record["who"]:
+                both = f"{who[record['rank']]} and {record['who']}"
+                yield from self.decide(End("mismatch", f"{self.words}: both {both} came as rank {record['rank']}."))
+                return
+            cards.append(record["card"].encode())
+        trouble = self.card.trouble(cards)
+        if trouble is not None:
+            yield from self.decide(End("mismatch", trouble))
+        self.came = frozenset(who)
+        self.missing = tuple(rank for rank in self.ranks if rank not in who)
+
+
+@dataclass
+class Party:
+    """One rank's call of connect: all its meetings, come to at once.
+
+    Args:
+        me: this rank.
+        meetings: the groups.
+        number: which of this rank's waits this is.
+        line: the line of code.
+        who: this process, to tell it from another that takes itself for the same rank.
+        deadline: in seconds.
+        suspicion: after so many seconds in which a rank that told before tells nothing new, it counts as lost.
+        alone: no other thread of this process could still come somewhere.
+        warn: called once, with what is waited for, after a third of the deadline.
+    """
+
+    me: int
+    meetings: Sequence[Meeting]
+    number: int
+    line: str
+    who: str
+    deadline: float
+    suspicion: float
+    alone: bool = True
+    warn: Callable[[str], None] = field(default=lambda text: None)
+    _heard: dict[int, tuple[int, float]] = field(default_factory=dict)  # the last beat of a rank, and when it was new
+    _told: dict[int, Told] = field(default_factory=dict)
+    _asked: bool = False  # whether it has waited long enough to ask why
+    _now: float = 0.0
+
+    def meet(self) -> Steps[None]:
+        """Come to every meeting, and see each to its end."""
+        try:
+            for meeting in self.meetings:
+                yield from meeting.arrive(self.me, self.line, self.who)
+            yield from self._wait()
+        except (GeneratorExit, WorldError):
+            raise
+        except BaseException as error:
+            yield from self.cancel(error)
+            raise
+
+    def cancel(self, error: BaseException) -> Steps[None]:
+        """Give up what is not decided, because of something that is no fault of the others."""
+        why = f"rank {self.me} stopped connecting at {self.line}: {type(error).__name__}: {error}"
+        for meeting in self._open():
+            yield from meeting.decide(End("missing", f"{meeting.words} was given up, because {why}"))
+        yield from self._hush()
+
+    def _open(self) -> list[Meeting]:
+        return [meeting for meeting in self.meetings if meeting.end is None]
+
+    def _wait(self) -> Steps[None]:
+        now = yield Pause(0.0)
+        pause, inspection, warning = FIRST_PAUSE, now + FIRST_INSPECTION, now + self.deadline / 3
+        end = now + self.deadline
+        while True:
+            self._now = now
+            for meeting in self._open():
+                yield from meeting.look()
+            if not self._open():
+                break
+            if now >= end:
+                yield from self._give_up()
+                break
+            if now >= inspection:
+                yield from self._inspect()
+                inspection = now + INSPECTION
+                if now >= warning and self._open():
+                    self.warn("\n".join(self._why(meeting, f" so far, in {now:.0f} s") for meeting in self._open()))
+                    warning = float("inf")
+            now = yield Pause(min(pause, max(0.0, end - now)))
+            pause = min(pause * 1.5, LONGEST_PAUSE)
+        yield from self._hush()
+
+    def _hush(self) -> Steps[None]:
+        """Take back what this rank told the others of its waiting."""
+        if self._asked:
+            yield Say(())
+
+    def _inspect(self) -> Steps[None]:
+        """Ask why this rank still waits."""
+        self._asked = True
+        for meeting in self._open():
+            yield from meeting.inspect()
+        waits = tuple(
+            Wait(self.number, meeting.name, meeting.words, self.line, meeting.missing[:MOST_ASKED])
+            for meeting in self._open()
+        )
+        yield Say(waits)
+        self._told.clear()
+        for meeting in self._open():
+            for rank in meeting.missing:
+                yield from self._ask(rank)
+            if any(map(self._is_lost, meeting.missing)):
+                yield from meeting.decide(End("missing", self._why(meeting)))
+        circle = (yield from self._find_circle(waits)) if self.alone else []
+        if circle:
+            text = _circle_in_words(circle)
+            for name in dict.fromkeys(wait.name for _, wait in circle):
+                yield Swap(f"{name}/end", End("circle", text).pack())
+
+    def _ask(self, rank: int) -> Steps[None]:
+        if rank in self._told or len(self._told) >= MOST_ASKED:
+            return
+        told_ = Told.unpack(rank, (yield Read(told(rank))))
+        if told_ is not None:
+            self._told[rank] = told_
+            if self._heard.get(rank, (None, 0.0))[0] != told_.beat:
+                self._heard[rank] = (told_.beat, self._now)
+
+    def _is_lost(self, rank: int) -> bool:
+        return rank in self._told and (bool(self._told[rank].gone) or self._silence(rank) >= self.suspicion)
+
+    def _silence(self, rank: int) -> float:
+        """Seconds for which a rank has told nothing new."""
+        return self._now - self._heard[rank][1]
+
+    def _give_up(self) -> Steps[None]:
+        """The deadline has come."""
+        for meeting in self._open():
+            yield from meeting.inspect()
+        for meeting in self._open():
+            for rank in meeting.missing:
+                yield from self._ask(rank)
+            yield from meeting.decide(End("missing", self._why(meeting, f" in {self.deadline:g} s")))
+
+    def _why(self, meeting: Meeting, when: str = "") -> str:
+        """Who is missing, and what each of them is doing."""
+        lines = []
+        for rank in meeting.missing[:8]:
+            told_ = self._told.get(rank)
+            if told_ is None:
+                lines.append(
+                    f"\n  rank {rank} was never heard from: it has not connected anything yet, or cannot be reached"
+                )
+            elif self._is_lost(rank) and not told_.gone:
+                lines.append(f"\n  rank {rank} was last heard from {self._silence(rank):.0f} s ago; it was {told_}")
+            else:
+                lines.append(f"\n  rank {rank} is {told_}")
+        who = ranks_in_words(meeting.missing)
+        return f"{meeting.words}: {who} did not come{when}.{''.join(lines)}\n\nRank {self.me} waited at {self.line}."
+
+    # -- who waits for whom ---------------------------------------------------------------------------------------
+
+    def _find_circle(self, mine: tuple[Wait, ...]) -> Steps[list[tuple[int, Wait]]]:
+        """Ranks that wait for each other: each with the wait whose next member is the next rank of the circle.
+
+        What is read at one time need not hold at another. So a circle is looked at twice, and counts if in the second
+        look each rank is still in the same wait, the wait is undecided, and the next rank has still not come: then all
+        of it held at the moment between the two.
+        """
+        circle = yield from self._first_look(mine)
+        for i, (rank, wait) in enumerate(circle):
+            following = circle[(i + 1) % len(circle)][0]
+            if rank != self.me:
+                again = Told.unpack(rank, (yield Read(told(rank))))
+                if again is None or not again.alone or not any(w[:2] == wait[:2] for w in again.waits):
+                    return []
+            came = (yield Read(f"{wait.name}/came")) or b""
+            records = [unpack(line, rank=int) or {} for line in came.splitlines()]
+            if any(record.get("rank") == following for record in records):
+                return []
+            if (yield Read(f"{wait.name}/end")) is not None:
+                return []
+        return circle
+
+    def _first_look(self, mine: tuple[Wait, ...]) -> Steps[list[tuple[int, Wait]]]:
+        """The shortest way from this rank back to it, along who waits for whom."""
+        ways: list[list[tuple[int, Wait]]] = [[(self.me, wait)] for wait in mine]
+        seen = {self.me}
+        while ways:
+            way = ways.pop(0)
+            for rank in way[-1][1].missing:
+                if rank == self.me:
+                    return way
+                if rank in seen:
+                    continue
+                seen.add(rank)
+                if rank not in self._told:
+                    yield from self._ask(rank)
+                told_ = self._told.get(rank)
+                if told_ is not None and told_.alone:
+                    ways += [[*way, (rank, wait)] for wait in told_.waits]
+        return []
+
+
+def _circle_in_words(circle: Sequence[tuple[int, Wait]]) -> str:
+    lines = [
+        f"\n  rank {rank} connects {wait.words} at {wait.line}, and waits for rank {circle[(i + 1) % len(circle)][0]}"
+        for i, (rank, wait) in enumerate(circle)
+    ]
+    return (
+        f"ranks {some([rank for rank, _ in circle])} wait for each other:{''.join(lines)}\n\n"
+        "Let every rank connect its groups in one call, as in mesh.connect('dp', 'tp'), or in one order."
+    )

@@ -18,8 +18,11 @@ FLOORS = [
     "layout",
     "options",
     "rendezvous",
+    "polling",
     "groups",
+    "heart",
     "family",
+    "connecting",
     "launch",
     "mesh",
     "interop",
@@ -30,7 +33,7 @@ FLOORS = [
 """A file, or a folder of them, imports only from those that stand above it in this list."""
 
 NEVER = {
-    **dict.fromkeys(["__init__", "errors", "sizes", "draw", "layout", "options"], "torch"),
+    **dict.fromkeys(["__init__", "errors", "sizes", "draw", "layout", "options", "rendezvous"], "torch"),
     "mesh": "pgmesh.launch",
 }
 """What a file does without, though the list would let it."""

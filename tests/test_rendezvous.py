@@ -10,7 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from pgmesh import LifetimeError, MismatchError, MissingRanksError
-from pgmesh.rendezvous import SEAL, Card, PollingStore, agree
+from pgmesh.polling import SEAL, PollingStore, agree
+from pgmesh.rendezvous import Card
 
 
 def card(rank: int = 0, **meaning: object) -> Card:

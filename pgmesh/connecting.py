@@ -1,0 +1,355 @@
+"""The one collective verb: members meet, agree and connect their groups, or are told who is missing and why."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from pgmesh import groups
+from pgmesh.errors import MismatchError, MissingRanksError, PgmeshError, WorldError
+from pgmesh.family import Family, caller
+from pgmesh.heart import alone, who
+from pgmesh.polling import drive
+from pgmesh.rendezvous import (
+    FIRST_PAUSE,
+    INSPECTION,
+    LONGEST_PAUSE,
+    MOST_ASKED,
+    End,
+    Meeting,
+    Party,
+    Pause,
+    Read,
+    Ready,
+    Step,
+    Swap,
+    Told,
+    ranks_in_words,
+    told,
+)
+
+if TYPE_CHECKING:
+    from pgmesh.layout import Axis, Layout
+
+log = logging.getLogger("pgmesh")
+
+_numbers = itertools.count(1)
+"""Counts this process's waits."""
+
+LAST_WORD = 1.0
+"""Seconds that the store is given to take a decision, once the deadline has come."""
+
+
+@dataclass(frozen=True)
+class Connected:
+    """What it took to connect some groups, in seconds from the call.
+
+    Args:
+        met: by group, until all its members had come.
+        warm: by group, until its first collective was done.
+        operations: how often this rank asked the store, beyond what backends ask.
+    """
+
+    met: dict[str, float] = field(default_factory=dict)
+    warm: dict[str, float] = field(default_factory=dict)
+    operations: int = 0
+
+    def __str__(self) -> str:
+        width = max(map(len, self.warm), default=0)
+        lines = [f"{what:<{width}}  met {self.met[what]:6.3f} s, warm {self.warm[what]:6.3f} s" for what in self.warm]
+        return "\n".join([*lines, f"{self.operations} store operations"])
+
+
+def connect(
+    family: Family, layout: Layout, families: Sequence[tuple[Axis, ...]], seconds: float, *, progress: bool = False
+) -> Connected:
+    """Connect this rank's groups along each of these combinations of axes."""
+    line, found, error = caller(), [], None
+    for axes in families:
+        layout.size(*axes)  # there are such axes, before anybody is told of anything
+    for axes in families:
+        try:
+            found.append(family.made(family.group(layout, axes, "", {})))
+        except MismatchError as caught:  # the others learn why this rank does not come
+            error = error or caught
+    to_meet = {made.group: made for made in found if made.card is not None}
+    with _bar(len(to_meet), progress) as advance, _sigterm_told():
+        call = _Call(family, line, seconds, list(to_meet.values()), advance)
+        if error is not None:
+            call.cancel(error)
+            raise error
+        return call.run() if to_meet else Connected()
+
+
+class _Call:
+    """One call of connect on one rank: its meetings, and the first collective of each group that is met."""
+
+    def __init__(
+        self, family: Family, line: str, seconds: float, found: list[groups.Made], advance: Callable[[], None]
+    ) -> None:
+        self.family, self.line, self.seconds, self.advance = family, line, seconds, advance
+        self.start = time.monotonic()
+        self.end = self.start + seconds
+        self.meetings = [_meeting(family, made) for made in found]
+        self.made = {meeting.name: made for meeting, made in zip(self.meetings, found)}
+        self.warming: list[_Warming] = []
+        self.waiting_for_all: list[_Warming] = []
+        self.met: dict[str, float] = {}
+        self.operations = 0
+
+    def _party(self) -> Party:
+        self.heart = self.family.beating()
+        return Party(
+            self.family.rank,
+            self.meetings,
+            number=next(_numbers),
+            line=self.line,
+            who=who(),
+            deadline=self.seconds,
+            suspicion=self.heart.suspicion,
+            alone=alone(),
+            warn=functools.partial(log.warning, "%s"),
+        )
+
+    def cancel(self, error: PgmeshError) -> None:
+        """Tell those who wait that this rank cannot come."""
+        if self.meetings:
+            drive(self._party().cancel(error), self._perform)
+            self._leave()
+
+    def run(self) -> Connected:
+        party = self._party()
+        try:
+            try:
+                if not self.family.agreed:
+                    drive(self.family.introduce(), self._perform)
+            except MismatchError as error:
+                drive(party.cancel(error), self._perform)
+                raise
+            drive(party.meet(), self._perform)
+            self._warm_up()
+        finally:
+            self._leave()
+        errors = [told for meeting in self.meetings if meeting.end and (told := meeting.end.error())]
+        errors += [warming.error for warming in self.warming if warming.error]
+        if errors:
+            raise type(errors[0])("\n\n".join(dict.fromkeys(map(str, errors[:8])))) from errors[0].__cause__
+        return Connected(self.met, self.warm(), self.operations)
+
+    def warm(self) -> dict[str, float]:
+        """By group, when its first collective was done."""
+        return {each.made.words: each.done - self.start for each in self.warming if each.done}
+
+    def _perform(self, step: Step) -> Any:
+        now = time.monotonic()
+        if isinstance(step, Pause):
+            self._look_after_warming()
+            time.sleep(step.seconds)
+            return time.monotonic() - self.start
+        if isinstance(step, Ready):
+            return self._ready(step.meeting)
+        self.operations += 1
+        return self.heart.ask(step, max(self.end - now, LAST_WORD))
+
+    def _ready(self, meeting: Meeting) -> None:
+        made = self.made[meeting.name]
+        self.met[made.words] = time.monotonic() - self.start
+        warming = _Warming(made, meeting.broken)
+        self.warming.append(warming)
+        # Gloo connects in a thread of its own. NCCL does so in ours, so there all ranks keep to one order.
+        if groups.connects_apart(made.group):
+            warming.begin()
+        else:
+            self.waiting_for_all.append(warming)
+
+    # -- the first collective -------------------------------------------------------------------------------------
+
+    def _warm_up(self) -> None:
+        """See every first collective to its end."""
+        for warming in sorted(self.waiting_for_all, key=lambda each: str(each.made.group.group_name)):
+            warming.begin()
+        end = time.monotonic() + self.seconds
+        pause, inspection = FIRST_PAUSE, time.monotonic() + INSPECTION
+        try:
+            while running := self._look_after_warming():
+                now = time.monotonic()
+                if now >= inspection:
+                    inspection = now + INSPECTION
+                    for warming in running:
+                        self._inspect(warming)
+                for warming in running if now >= end else ():
+                    warming.fail(f"was not done in {self.seconds:g} s")
+                time.sleep(pause)
+                pause = min(pause * 1.5, LONGEST_PAUSE)
+        except BaseException as error:
+            for warming in self.warming:
+                if warming.is_running() and not isinstance(error, WorldError):
+                    warming.fail(f"was given up, because rank {self.family.rank} stopped: {type(error).__name__}")
+                    self._tell_broken(warming)
+            raise
+
+    def _inspect(self, warming: _Warming) -> None:
+        """Ask why a first collective is not done."""
+        text = self._perform(Read(warming.broken))
+        if text is not None:
+            warming.error = End.unpack(warming.broken, text).error()
+            return
+        others = [rank for rank in warming.made.ranks[: MOST_ASKED + 1] if rank != self.family.rank]
+        answers = {rank: Told.unpack(rank, self._perform(Read(told(rank)))) for rank in others}
+        warming.inspect({rank: answer for rank, answer in answers.items() if answer}, self.heart.suspicion)
+        if warming.error is not None:
+            self._tell_broken(warming)
+
+    def _tell_broken(self, warming: _Warming) -> None:
+        kind = "mismatch" if isinstance(warming.error, MismatchError) else "missing"
+        self._perform(Swap(warming.broken, End(kind, str(warming.error)).pack()))
+
+    def _look_after_warming(self) -> list[_Warming]:
+        """The first collectives that are under way."""
+        running = [warming for warming in self.warming if warming.is_running()]
+        for warming in running:
+            if warming.look():
+                self.advance()
+        return [warming for warming in running if warming.is_running()]
+
+    def _leave(self) -> None:
+        """Remember what is in the store, and let go of what cannot be used."""
+        for meeting in self.meetings:
+            made, tombs = self.made[meeting.name], self.family.tombs
+            name = made.group.group_name
+            self.family.meetings[name] += 1
+            tombs.setdefault(name, []).extend(meeting.tombs)
+            made.keys.extend(meeting.keys)
+            if made.words in self.warm():  # all members have seen every decision so far
+                made.keys.extend(tombs.pop(name))
+        for warming in self.warming:
+            if warming.error is not None or warming.is_running():
+                self.family.abandon(warming.made.group, "could not be connected; ask its mesh for it anew.")
+
+
+class _Warming:
+    """A group's first collective: the smallest, on which its memory is taken and its sum is checked."""
+
+    def __init__(self, made: groups.Made, broken: str) -> None:
+        self.made, self.broken = made, broken
+        self.error: PgmeshError | None = None
+        self.done = 0.0
+        self._work: Any = None
+        self._failed: Exception | None = None
+        self._failed_at = 0.0
+        self._beats: dict[int, tuple[int, float]] = {}
+
+    def begin(self) -> None:
+        self._ones = torch.ones(1, device=groups.device_of(self.made.group))
+        self._work = dist.all_reduce(self._ones, group=self.made.group, async_op=True)
+
+    def is_running(self) -> bool:
+        return self._work is not None and not self.done and self.error is None
+
+    def look(self) -> bool:
+        """Whether it has just been done well."""
+        if self._failed is not None or not self._work.is_completed():
+            return False
+        try:
+            self._work.wait()
+            total = int(self._ones.item())
+        except Exception as error:
+            self._failed, self._failed_at = error, time.monotonic()
+            store = groups.reading.get(self.made.group)
+            if store is not None and store.failure is not None:
+                self.error = store.failure
+            return False
+        if total != self.made.group.size():
+            words = f"{self.made.words} has {self.made.group.size()} members, but one from each adds up to {total}."
+            self.error = MismatchError(words)
+            return False
+        self.done = time.monotonic()
+        return True
+
+    def inspect(self, last_told: dict[int, Told], suspicion: float) -> None:
+        """See whether a member is lost, which it is if it tells nothing new for long, or said that it goes."""
+        now = time.monotonic()
+        lost = []
+        for rank, last in last_told.items():
+            beat, since = self._beats.setdefault(rank, (last.beat, now))
+            if beat != last.beat:
+                self._beats[rank] = (last.beat, now)
+            elif last.gone or now - since >= suspicion:
+                lost.append(f"\n  rank {rank} was last heard from {now - since:.0f} s ago; it was {last}")
+        if lost:
+            ranks = ranks_in_words([rank for rank in last_told if any(f"rank {rank} " in line for line in lost)])
+            self.error = MissingRanksError(
+                f"{self.made.words}: {ranks} came, and was lost in its first collective.{''.join(lost)}"
+            )
+        elif self._failed is not None and now - self._failed_at >= suspicion + 1.0:
+            self.fail(f"failed: {str(self._failed).splitlines()[0]}")
+
+    def fail(self, how: str) -> None:
+        if self.error is None:
+            members = ranks_in_words(self.made.ranks)
+            self.error = MissingRanksError(f"{self.made.words}: its first collective {how}. Its members are {members}.")
+            self.error.__cause__ = self._failed
+
+
+def _meeting(family: Family, made: groups.Made) -> Meeting:
+    name = made.group.group_name
+    number, card = family.meetings[name], made.card
+    assert card is not None  # there is somebody to meet
+    return Meeting(f"{name}/meeting.{number}", made.ranks, card, (f"{name}/options/refused", family.refused))
+
+
+@contextlib.contextmanager
+def _bar(total: int, progress: bool) -> Iterator[Callable[[], None]]:
+    """A progress bar over the groups; where rich is not installed, a line for each."""
+    if not progress:
+        yield lambda: None
+        return
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+    except ImportError:
+        count = itertools.count(1)
+        yield lambda: print(f"pgmesh: connected {next(count)} of {total} groups", file=sys.stderr)
+        return
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task("connecting", total=total)
+        yield lambda: bar.advance(task)
+
+
+class _Terminated(BaseException):
+    """SIGTERM came."""
+
+
+@contextlib.contextmanager
+def _sigterm_told() -> Iterator[None]:
+    """Where nobody handles SIGTERM, let the others be told before it ends this process."""
+    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if not ours:
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        raise _Terminated("SIGTERM")
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    except _Terminated:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
