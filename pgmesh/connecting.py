@@ -162,6 +162,7 @@ class _Call:
         if isinstance(step, Ready):
             return self._ready(step.meeting)
         self.operations += 1
+        self.family.asked += 1
         return self.heart.ask(step, max(self.end - now, LAST_WORD))
 
     def _ready(self, meeting: Meeting) -> None:
@@ -237,6 +238,7 @@ class _Call:
                 made.keys.extend(tombs.pop(name))
         for warming in self.warming:
             if warming.error is not None or warming.is_running():
+                warming.strand()
                 self.family.abandon(warming.made.group, "could not be connected; ask its mesh for it anew.")
 
 
@@ -255,6 +257,11 @@ class _Warming:
     def begin(self) -> None:
         self._ones = torch.ones(1, device=groups.device_of(self.made.group))
         self._work = dist.all_reduce(self._ones, group=self.made.group, async_op=True)
+
+    def strand(self) -> None:
+        """Nobody waits for it any more."""
+        if self._work is not None and not self._work.is_completed():
+            groups.strand(self.made.group, self._work)
 
     def is_running(self) -> bool:
         return self._work is not None and not self.done and self.error is None

@@ -10,10 +10,12 @@ import atexit
 import contextlib
 import functools
 import hashlib
+import logging
 import math
 import os
 import sys
 import threading
+import time
 import weakref
 from array import array
 from collections import Counter
@@ -39,6 +41,12 @@ if TYPE_CHECKING:
     from pgmesh.layout import Axis, Layout
 
 
+log = logging.getLogger("pgmesh")
+
+MOST_GROUPS = 100
+"""How many groups one process may hold before it is warned."""
+
+
 class _Registry:
     """What this process has made in one world: how many meshes under each name, and which of them live."""
 
@@ -48,6 +56,7 @@ class _Registry:
         self.open: set[Family] = set()  # those that hold groups live until they are closed
         self.options = groups.world_options()
         self.heart: Heart | None = None  # beats once there is somebody to tell
+        self.warned = False  # of too many groups
         self.forked = False  # whether this process only inherited the world, from the one it was forked off
 
     def beating(self) -> Heart:
@@ -56,6 +65,19 @@ class _Registry:
             if self.heart is None:
                 self.heart = Heart(groups.world_store(), groups.store_address(), *groups.world_rank_and_size())
             return self.heart
+
+    def count(self) -> int:
+        """How many groups this process holds; too many are told of once."""
+        held = sum(len(family.known()) for family in list(self.open))
+        if held > MOST_GROUPS and not self.warned:
+            self.warned = True
+            log.warning(
+                "this process holds %d groups, each with memory, threads and sockets of its own: release those that "
+                "are done with, or share meshes. (pgmesh.family.MOST_GROUPS is %d.)",
+                held,
+                MOST_GROUPS,
+            )
+        return held
 
     def living(self) -> list[Family]:
         return [family for family in self.families if family.ended is None]
@@ -113,6 +135,8 @@ class Family:
         self._destroyed: Counter[_Key] = Counter()  # how often torch destroyed this very group
         self._device_meshes: dict[Layout, DeviceMesh] = {}
         self.lock = threading.RLock()
+        self.making = 0.0  # seconds spent making groups
+        self.asked = 0  # how often connect asked the store
         self.number = 0
         if outside is not None:
             self.ended = "came here outside any world."
@@ -161,6 +185,13 @@ class Family:
             lambda: layout.partition(*axes),
         )
 
+    def known(self) -> list[tuple[groups.Made, GroupOptions, int]]:
+        """The groups that live, each with its options and its generation. It waits for no thread that makes one."""
+        return [
+            (made, key.options, self._generations[key.ranks] + self._destroyed[key])
+            for key, made in list(self._cache.items())
+        ]
+
     def made(self, group: dist.ProcessGroup) -> groups.Made:
         """What is known of a group of this family."""
         with self.lock:
@@ -170,7 +201,7 @@ class Family:
         """Let go of a group that cannot be used any more; asked for again, it is another."""
         with self.lock:
             for key in [key for key, made in self._cache.items() if made.group is group]:
-                self._drop([key], reason)
+                self._drop([key], reason, abort=True)
                 self._destroyed[key] += 1
 
     def group_of(self, ranks: tuple[int, ...], tag: str, asked: Mapping[str, Any]) -> dist.ProcessGroup:
@@ -197,6 +228,7 @@ class Family:
             key = _Key(ranks, options, tag)
             made = self._cache.get(key)
             if made is None:
+                start = time.monotonic()
                 _check_honoured(options, words)
                 self._open()
                 description = options.description or f"{self.name or 'mesh'}[{description}]"
@@ -206,6 +238,8 @@ class Family:
                     made = self._make_with_all(options, words, description, partition)
                 self._cache[key] = made
                 _owners[made.group] = self
+                self.making += time.monotonic() - start
+                self._registry.count()
             return made.group
 
     def _make(self, key: _Key, usual: GroupOptions, words: str, description: str) -> groups.Made:
@@ -327,6 +361,14 @@ class Family:
         """The key under which a rank says that it means another mesh."""
         return f"{self.key}/refused"
 
+    def count(self) -> int:
+        """How many groups this process holds, of all families."""
+        return self._registry.count()
+
+    def is_dry(self) -> bool:
+        """Whether there are no other processes to ask."""
+        return groups.backends_of(self._registry.options.backend).dry
+
     def tell(self, doing: str) -> None:
         """Tell other processes what this one does."""
         self._registry.beating().say(doing)
@@ -396,14 +438,14 @@ class Family:
         finally:
             self.lock.release()
 
-    def _drop(self, keys: Iterable[_Key], reason: str, *, at_exit: bool = False) -> None:
+    def _drop(self, keys: Iterable[_Key], reason: str, *, abort: bool = False, at_exit: bool = False) -> None:
         self._forget_hits()
         for key in keys:
             made = self._cache.pop(key)
             if made.by == "others" or not groups.is_known(made.group):
                 continue
             written = made.stop()
-            groups.tear_down(made, reason, abort=at_exit)
+            groups.tear_down(made, reason, abort=abort or at_exit)
             if not at_exit:
                 _delete(written)
 
@@ -512,7 +554,7 @@ def _delete(keys: Iterable[str]) -> None:
     with contextlib.suppress(Exception):
         step, heart = Delete(tuple(keys)), _registry().heart
         if heart is not None:
-            heart.ask(step, 1.0)
+            heart.ask(step, 0.0 if heart.silent else 1.0)
         else:
             perform(groups.world_store(), step)
 

@@ -373,6 +373,7 @@ def build(
     name: str, ranks: Sequence[int], me: int, options: GroupOptions, stores: Mapping[str, Any], description: str
 ) -> Any:
     """A process group of these ranks that torch.distributed knows as its own."""
+    sweep()
     rank, size, backends = ranks.index(me), len(ranks), backends_of(options.backend)
     prefixed = dist.PrefixStore(f"{name}/", world_store())
     group: Any = dist.ProcessGroup(prefixed, rank, size)
@@ -412,6 +413,22 @@ def tear_down(made: Made, reason: str, *, abort: bool = False) -> None:
         with contextlib.suppress(RuntimeError):  # a backend that cannot be ended has nothing to end
             group.abort() if abort else group.shutdown()
     disarm(group)
+
+
+_stranded: list[tuple[Any, Any]] = []
+
+
+def strand(group: Any, work: Any) -> None:
+    """Keep a group until a collective that hangs in it is over: to destroy it would wait for that, at exit too."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    _stranded.append((group, work))
+
+
+def sweep() -> None:
+    """Let go of what was stranded and is over."""
+    for stranded in [each for each in _stranded if each[1].is_completed()]:
+        _stranded.remove(stranded)
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(stranded[0]))
 
 
 def disarm(group: Any) -> None:

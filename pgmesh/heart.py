@@ -7,6 +7,7 @@ that this process lives, and what it does.
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import socket
@@ -24,6 +25,8 @@ BEAT = 1.0
 hears no more beats than from that one."""
 
 CROWD = 1024
+
+STILL = "Groups that were connected go on working; nothing new can be connected without it."
 
 SUSPICION = 5.0
 """Beats that have to fail before a rank counts as lost."""
@@ -51,6 +54,8 @@ class Heart:
         self._beats = 0
         self._doing = ""
         self._waits: dict[int, tuple[Wait, ...]] = {}  # by thread
+        self._gone: Exception | None = None  # what the store failed with, once it did
+        self._asked_at = math.inf  # when the store was asked what it has not answered
         self.operations = 0
         self._thread = threading.Thread(target=self._run, name="pgmesh-heart", daemon=True)
         self._thread.start()
@@ -75,15 +80,15 @@ class Heart:
             return answer.result(max(seconds, 0.0))
         except (Late, TimeoutError):
             waited = time.monotonic() - start
-            raise WorldError(
-                f"the store at {self._where} gave no answer for {waited:.1f} s. Groups that were connected go on "
-                "working; nothing new can be connected until it answers."
-            ) from None
+            raise WorldError(f"the store at {self._where} gave no answer for {waited:.1f} s. {STILL}") from None
         except RuntimeError as error:
-            raise WorldError(
-                f"the store at {self._where} is gone: {str(error).splitlines()[0]} Groups that were connected go on "
-                "working; nothing new can be connected."
-            ) from error
+            what = str(error).splitlines()[0].rstrip(".")
+            raise WorldError(f"the store at {self._where} is gone: {what}. {STILL}") from error
+
+    @property
+    def silent(self) -> bool:
+        """Whether the store owes an answer for long."""
+        return time.monotonic() - self._asked_at > 1.0
 
     def say(self, doing: str) -> None:
         """Tell the others what this process does; "" for nothing that concerns them. Waits for nothing."""
@@ -101,10 +106,13 @@ class Heart:
         due = time.monotonic()
         while True:
             try:
-                step, answer = self._jobs.get(timeout=max(0.0, due - time.monotonic()))
+                step, answer = self._jobs.get(timeout=min(max(0.0, due - time.monotonic()), threading.TIMEOUT_MAX))
             except queue.Empty:
                 step, answer = Say(()), Future()
             try:
+                if self._gone is not None:
+                    raise self._gone
+                self._asked_at = time.monotonic()
                 store = store or _own(self._store)
                 self.operations += 1
                 if step is None or isinstance(step, Say):
@@ -114,8 +122,11 @@ class Heart:
                 else:
                     answer.set_result(perform(store, step))
             except Exception as error:
+                if isinstance(error, RuntimeError):
+                    self._gone = error  # torch would tell of it at length each time that it is asked again
                 answer.set_exception(error)
-                due = time.monotonic() + self.period
+                due = time.monotonic() + (math.inf if self._gone else self.period)
+            self._asked_at = math.inf
             if step is None:
                 return
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from pgmesh.errors import LaunchError
 
-__all__ = ["join", "spawn"]
+__all__ = ["StoreProcess", "join", "spawn"]
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 PRELOAD = ["__main__", "torch"]  # imported once, by the server that ranks are forked from
@@ -94,6 +94,77 @@ def _use_device(local_rank: int) -> None:
             '  join("gloo")                              # or ranks that need none'
         )
     torch.cuda.set_device(local_rank)
+
+
+class StoreProcess:
+    """A world's store in a process of its own, so that the end of no rank takes it away.
+
+    torchrun without a rendezvous of its own, srun and mpirun have rank 0 host it: then no group can be connected any
+    more once rank 0 has died. Start this one first, beside the ranks, and give them what ``env`` says.
+
+    Args:
+        port: any free one if 0.
+        host: the name by which the ranks reach this machine.
+
+    Raises:
+        LaunchError: it did not start, because the port is taken, say.
+
+    >>> with StoreProcess() as store:
+    ...     sorted(store.env)
+    ['MASTER_ADDR', 'MASTER_PORT', 'TORCHELASTIC_USE_AGENT_STORE']
+    """
+
+    def __init__(self, port: int = 0, host: str = "127.0.0.1") -> None:
+        context: Any = _context()
+        hear, tell = context.Pipe(duplex=False)
+        hold, self._held = context.Pipe(duplex=False)
+        self.process: BaseProcess = context.Process(target=_keep_store, args=(port, tell, hold), daemon=True)
+        with tell, hold, hear:
+            self.process.start()
+            tell.close()
+            try:
+                told = hear.recv() if hear.poll(60.0) else "it did not start in 60 s"
+            except EOFError:
+                told = "it died as it started"
+        if not isinstance(told, int):
+            self.close()
+            raise LaunchError(f"no store at port {port}: {told}")
+        self.host, self.port = host, told
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The variables by which ranks find it."""
+        return {
+            "MASTER_ADDR": self.host,
+            "MASTER_PORT": str(self.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # no rank hosts it
+        }
+
+    def close(self) -> None:
+        """End it."""
+        self._held.close()
+        self.process.join(1.0)
+        self.process.kill()
+        self.process.join(2.0)
+
+    def __enter__(self) -> StoreProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _keep_store(port: int, tell: Connection, hold: Connection) -> None:
+    """Host a store until the process that asked for it lets go, or ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    except Exception as error:
+        tell.send(str(error).splitlines()[0])
+        return
+    tell.send(store.port)
+    with contextlib.suppress(EOFError, OSError):
+        hold.recv()
 
 
 # ---- there is none: spawn it ----
@@ -173,11 +244,13 @@ def results(outcomes: Sequence[Outcome]) -> list[Any]:
 class LocalWorld:
     """n processes of this machine that form one world and do call after call, until it is closed."""
 
-    def __init__(self, n: int, backend: str = "gloo", timeout: timedelta | None = None) -> None:
+    def __init__(
+        self, n: int, backend: str = "gloo", timeout: timedelta | None = None, store: StoreProcess | None = None
+    ) -> None:
         if n < 1:
             raise LaunchError(f"a world has 1 rank or more, not {n}")
         # Hosted here, the store needs no port guessed beforehand, and no rank's death takes it away.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = store or dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.ranks: list[LocalRank] = []
         try:
             for rank in range(n):
@@ -229,15 +302,20 @@ class LocalWorld:
             process.join(max(0.0, end - time.monotonic()))
 
 
+def _context() -> Any:
+    """How processes are started: forked off a server that has torch imported, they start at once."""
+    forks = "forkserver" in multiprocessing.get_all_start_methods() and sys.platform != "darwin"  # not safe on macOS
+    context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
+    if forks:
+        context.set_forkserver_preload(PRELOAD)
+    return context
+
+
 class LocalRank:
     """One rank, seen from the process that started it."""
 
     def __init__(self, rank: int, env: dict[str, str], backend: str, timeout: timedelta | None) -> None:
-        # Forked off a server that has torch imported, a rank starts at once. (On macOS forks are not safe.)
-        forks = "forkserver" in multiprocessing.get_all_start_methods() and sys.platform != "darwin"
-        context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
-        if forks:
-            context.set_forkserver_preload(PRELOAD)
+        context = _context()
         self.rank = rank
         self.began = False
         self.calls, calls = context.Pipe()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from types import TracebackType
@@ -12,6 +13,7 @@ from pgmesh.connecting import Connected, connect
 from pgmesh.errors import AxisError, LifetimeError, MembershipError, OptionsError, PlaceError, ShapeError
 from pgmesh.family import Family, find_family
 from pgmesh.layout import Axis, Keep, Layout, Partition
+from pgmesh.report import Report, Stats, print_on, report, stats
 from pgmesh.sizes import fill, some, take_ranks, take_sizes
 
 if TYPE_CHECKING:
@@ -352,6 +354,40 @@ class ProcessGroupMesh:
         self._check_member()
         combinations = [each if isinstance(each, tuple) else (each,) for each in families or self.axes]
         return connect(self._family, self.layout, combinations, timeout.total_seconds(), progress=progress)
+
+    def report(self) -> Report:
+        """What this rank holds of the mesh, and what every other rank of it last said. Print it.
+
+        Any thread may ask at any time, also from a debugger while another thread hangs; it waits a second at most.
+
+        >>> mesh.group("tp")                                   # doctest: +ELLIPSIS
+        <torch.distributed...
+        >>> print(mesh.report())                               # doctest: +ELLIPSIS
+        rank 5 of ProcessGroupMesh(pp=2, dp=2, tp=2, name='example') holds 1 groups:
+          group tp of mesh 'example': ranks 4, 5; made, made at ...
+        what others last said:
+          nothing
+        """
+        return report(self._family)
+
+    def report_on(self, number: int) -> None:
+        """Print the report to stderr whenever this signal comes: ``mesh.report_on(signal.SIGUSR1)``.
+
+        It is printed by a thread, so also while the main thread waits for a collective that hangs.
+
+        Raises:
+            LifetimeError: this is not the main thread, which alone may take signals.
+        """
+        family = weakref.ref(self._family)
+        print_on(number, lambda: report(there) if (there := family()) else "a mesh that is gone")
+
+    def stats(self) -> Stats:
+        """Counts of this mesh, its views and slices on this rank.
+
+        >>> mesh.stats().groups, mesh.stats().operations
+        (0, 0)
+        """
+        return stats(self._family)
 
     def release(self, *axes: Axis, ranks: Iterable[int] | None = None) -> None:
         """Destroy this rank's groups along these axes, tagged ones and twins too, with all they hold.

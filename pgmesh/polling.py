@@ -134,19 +134,32 @@ class PollingStore(dist.Store):
         self._held: list[tuple[str, Any]] | None = [] if addresses else None
         self._found: dict[str, bytes] = {}
         self._closed = False
+        self.operations, self.waited = 0, 0.0  # how often the store was asked; seconds spent waiting
         self.written: set[str] = set()
         self.failure: PgmeshError | None = None
+
+    @property
+    def used(self) -> bool:
+        """Whether the group has been in a collective."""
+        return self._held is None and self.operations > 0
 
     def close(self) -> None:
         """End every wait."""
         self._closed = True
 
+    def _do(self, step: Step) -> Any:
+        self.operations += 1
+        return perform(self._inner, step)
+
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        start = time.monotonic()
         try:
             self._wait(keys, timeout)
         except PgmeshError as error:
             self.failure = error  # a backend that failed to connect says only so if it is used again
             raise
+        finally:
+            self.waited += time.monotonic() - start
 
     def _wait(self, keys: list[str], timeout: timedelta | None) -> None:
         self._begin()
@@ -178,7 +191,7 @@ class PollingStore(dist.Store):
 
     def _check_refused(self) -> None:
         for key in self._refused:
-            if (text := perform(self._inner, Read(key))) is not None and (error := End.unpack(key, text).error()):
+            if (text := self._do(Read(key))) is not None and (error := End.unpack(key, text).error()):
                 raise error
 
     def _check_open(self) -> None:
@@ -187,7 +200,7 @@ class PollingStore(dist.Store):
 
     def _look(self, key: str) -> bool:
         """Whether a key is there, in one operation that brings its value along."""
-        value = perform(self._inner, Read(key))
+        value = self._do(Read(key))
         if value is None:
             return False
         card, _, body = value.partition(SEAL)
@@ -221,7 +234,7 @@ class PollingStore(dist.Store):
             asked: dict[object, str] = {rank: f"{stem}/{i}" for i, rank in enumerate(self._ranks)}
         else:  # NCCL's first member writes the id of the group; who writes any other key, the key does not tell
             asked = {self._ranks[0] if last.isdecimal() else f"that writes {key}": key}
-        seen = {rank: perform(self._inner, Read(address)) for rank, address in asked.items()}
+        seen = {rank: self._do(Read(address)) for rank, address in asked.items()}
         who = [rank for rank, value in seen.items() if value is None]
         if not who:
             self._card.check(*(value.partition(SEAL)[0] for value in seen.values()))
@@ -234,7 +247,7 @@ class PollingStore(dist.Store):
 
     def _last_words(self, rank: object) -> str:
         """What a rank last told the others, for a message; "" if it told nothing."""
-        last = Told.unpack(rank, perform(self._inner, Read(told(rank)))) if isinstance(rank, int) else None
+        last = Told.unpack(rank, self._do(Read(told(rank)))) if isinstance(rank, int) else None
         return f"\n  rank {rank} last said: {last}" if last else ""
 
     def _late(self, key: str, limit: timedelta) -> str:

@@ -23,6 +23,7 @@ FLOORS = [
     "heart",
     "family",
     "connecting",
+    "report",
     "launch",
     "mesh",
     "interop",

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from pgmesh.errors import LaunchError
-from pgmesh.launch import GRACE, PRELOAD, LocalWorld, Outcome, packed, results
+from pgmesh.launch import GRACE, PRELOAD, LocalWorld, Outcome, StoreProcess, packed, results
 
 DEADLINE = 60.0  # seconds
 PRELOAD += ["hypothesis", "pytest"]  # what test modules import, and so every rank
@@ -33,8 +33,8 @@ PRELOAD += ["hypothesis", "pytest"]  # what test modules import, and so every ra
 class World(LocalWorld):
     """n gloo ranks that stay from one run to the next."""
 
-    def __init__(self, n: int) -> None:
-        super().__init__(n, "gloo", timedelta(seconds=DEADLINE))
+    def __init__(self, n: int, store: StoreProcess | None = None) -> None:
+        super().__init__(n, "gloo", timedelta(seconds=DEADLINE), store)
         self.sound = True  # until a rank fails
         self.closed = False
 
@@ -94,9 +94,9 @@ def world(n: int) -> World:
 
 
 @contextmanager
-def fresh(n: int) -> Iterator[World]:
-    """A world of n ranks that is nobody else's, and ends here."""
-    own = World(n)
+def fresh(n: int, store: StoreProcess | None = None) -> Iterator[World]:
+    """A world of n ranks that is nobody else's, and ends here. Its store may be a process of its own."""
+    own = World(n, store)
     try:
         yield own
     finally:

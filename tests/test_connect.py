@@ -1,0 +1,341 @@
+"""connect, report and stats with real ranks. What goes wrong on purpose is in test_faults.py."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import pgmesh.family
+import pgmesh.polling
+from pgmesh import AxisError, LifetimeError, MismatchError, MissingRanksError, ProcessGroupMesh
+from tests.dry import dry_world
+from tests.worlds import check_sums, world
+
+
+def seconds(n: float) -> timedelta:
+    return timedelta(seconds=n)
+
+
+def all_groups(mesh):
+    combinations = [*((axis,) for axis in mesh.axes), mesh.axes]
+    return {str(axes): (mesh.group(*axes), mesh.ranks(*axes)) for axes in combinations}
+
+
+# ---- it connects ----
+
+
+def connect_in_any_order():
+    mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, name="any")
+    families = ["pp", "dp", "tp", ("dp", "tp")]
+    turn = mesh.rank % len(families)
+    connected = mesh.connect(*families[turn:], *families[:turn])
+    check_sums(all_groups(mesh))
+    return str(connected)
+
+
+def test_ranks_that_name_their_families_in_other_orders_connect():
+    for text in world(8).run(connect_in_any_order):
+        *lines, operations = text.splitlines()
+        assert len(lines) == 4
+        assert all(re.fullmatch(r"group [dpt, ]+ of mesh 'any' +met +[\d.]+ s, warm +[\d.]+ s", line) for line in lines)
+        assert re.fullmatch(r"\d+ store operations", operations)
+
+
+def count_operations(last):
+    mesh = ProcessGroupMesh(dp=2, tp=2)
+    looks = []
+    pause = pgmesh.connecting.time.sleep
+    if mesh.rank == last:
+        time.sleep(0.03)  # the others have come by then, or have not: the count is the same, looks apart
+    pgmesh.connecting.time.sleep = lambda s: (looks.append(s), pause(s))
+    try:
+        connected = mesh.connect("dp", "tp")
+    finally:
+        pgmesh.connecting.time.sleep = pause
+    check_sums(all_groups(mesh))
+    return connected.operations, len(looks)
+
+
+def test_connecting_costs_at_most_6_operations_a_group_beside_looks_at_who_has_come():
+    for operations, pauses in world(4).run(count_operations, 3):
+        groups, mesh_once = 2, 2
+        asked_why = 12  # one inspection, where a rank waited for more than 50 ms
+        assert operations <= 6 * groups + mesh_once + groups * pauses + asked_why
+        assert operations - groups * (pauses + 1) - asked_why <= 6 * groups
+
+
+def one_by_one_and_at_once():
+    mesh = ProcessGroupMesh(dp=2, tp=2)
+    if mesh.rank == 0:
+        mesh.connect("dp", "tp", timeout=seconds(20))
+    else:
+        mesh.connect("dp", timeout=seconds(20))
+        mesh.connect("tp", timeout=seconds(20))
+    check_sums(all_groups(mesh))
+
+
+def test_one_rank_may_connect_at_once_what_others_connect_one_by_one():
+    world(4).run(one_by_one_and_at_once)
+
+
+def twice_and_anew():
+    mesh = ProcessGroupMesh(dp=2, tp=2)
+    mesh.connect()
+    first = mesh.group("dp")
+    mesh.connect("dp")
+    assert mesh.group("dp") is first
+    check_sums(all_groups(mesh))
+    mesh.release("dp")
+    mesh.connect("dp")
+    assert mesh.group("dp") is not first
+    check_sums(all_groups(mesh))
+
+
+def test_what_is_connected_can_be_connected_again_and_anew():
+    world(4).run(twice_and_anew)
+
+
+def leave_nothing():
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    before = store.num_keys()
+    dist.barrier()
+    for _ in range(3):
+        with ProcessGroupMesh(dp=2, tp=2) as mesh:
+            mesh.connect("dp", "tp", ("dp", "tp"))
+            mesh.connect()
+            check_sums(all_groups(mesh))
+    dist.barrier()
+    return store.num_keys() - before
+
+
+def test_a_closed_mesh_leaves_no_key_of_its_meetings():
+    world(4).run(leave_nothing)  # the first time, each rank's key of what it does is new
+    assert set(world(4).run(leave_nothing)) == {0}
+
+
+def test_a_dry_world_connects_with_nobody():
+    with dry_world(3, 64):
+        assert ProcessGroupMesh(dp=8, tp=8).connect().operations == 0
+
+
+def unknown_axis():
+    mesh = ProcessGroupMesh(dp=2, tp=2)
+    if mesh.rank == 1:
+        with pytest.raises(AxisError, match="Did you mean 'tp'"):
+            mesh.connect("dp", "pt")
+    mesh.connect("dp", "tp", timeout=seconds(20))
+    check_sums(all_groups(mesh))
+
+
+def test_an_axis_that_is_not_there_costs_an_error_and_nothing_else():
+    world(4).run(unknown_axis)
+
+
+def test_a_bar_shows_how_far_it_is():
+    assert all("100%" in text for text in world(2).run(with_a_bar_of_two))
+
+
+def with_a_bar_of_two():
+    mesh = ProcessGroupMesh(dp=2)
+    with contextlib.redirect_stderr(io.StringIO()) as text:
+        mesh.connect(progress=True)
+    check_sums({"dp": (mesh.group("dp"), mesh.ranks("dp"))})
+    return text.getvalue()
+
+
+# ---- nobody called connect: the first collective says it ----
+
+
+class Heard(logging.Handler):
+    """What is logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+        logging.getLogger("pgmesh").addHandler(self)
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def wait_long(folder):
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="watched")
+    heard, pgmesh.polling.WATCH, pgmesh.polling.TELL = Heard(), 0.3, 0.05
+    done = Path(folder, "done")
+    total = torch.tensor([2.0**mesh.rank])
+    if mesh.rank == 1:  # it is stuck elsewhere, and says where
+        mesh.configure("dp", timeout=seconds(60))
+        wait_for(done)
+    elif mesh.rank == 0:
+        threading.Thread(target=lambda: (wait_for_word(heard), done.touch()), daemon=True).start()
+    dist.all_reduce(total, group=mesh.group("tp"))
+    pgmesh.polling.WATCH, pgmesh.polling.TELL = 10.0, 1.0
+    check_sums(all_groups(mesh))
+    return heard.lines
+
+
+def wait_for(path):
+    end = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def wait_for_word(heard):
+    end = time.monotonic() + 30
+    while not heard.lines and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def test_a_first_collective_that_waits_long_says_for_whom(tmp_path):
+    lines = world(4).run(wait_long, str(tmp_path))
+    assert "group tp of mesh 'watched': rank 1 never came to the first collective" in lines[0][0]
+
+
+def mean_other_options():
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="apart")
+    mesh.configure("tp", timeout=seconds(20 + mesh.rank))
+    start = time.monotonic()
+    with pytest.raises(MismatchError) as caught:  # the first to come has made its group, and waits in its collective
+        dist.all_reduce(torch.ones(1), group=mesh.group("tp"))
+    took = time.monotonic() - start
+    check_sums({"dp": (mesh.group("dp"), mesh.ranks("dp"))})
+    return took, str(caught.value)
+
+
+def test_who_came_first_learns_of_other_options_long_before_the_time_out():
+    for rank, (took, text) in enumerate(world(4).run(mean_other_options)):
+        pair = (20.0, 21.0) if rank < 2 else (22.0, 23.0)
+        assert all(f"{value} on rank" in text for value in pair)
+        assert took < 10
+
+
+def last_words(folder):
+    mesh = ProcessGroupMesh(dp=4, name="told")
+    mesh.connect()
+    told = ""
+    if mesh.rank == 0:
+        with pytest.raises(MissingRanksError) as caught:
+            dist.all_reduce(torch.ones(1), group=mesh.group_of([0, 3], timeout=seconds(0.5)))
+        told = str(caught.value)
+        Path(folder, "told").touch()
+    wait_for(Path(folder, "told"))
+    check_sums({"dp": (mesh.group("dp"), mesh.ranks("dp"))})
+    return told
+
+
+def test_a_time_out_says_what_the_missing_last_said(tmp_path):
+    told = world(4).run(last_words, str(tmp_path))[0]
+    assert told.endswith("The group's ranks are 0, 3.\n  rank 3 last said: not waiting for anyone")
+
+
+# ---- report and stats ----
+
+
+def what_is_reported():
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="reported")
+    mesh.connect("tp")
+    mesh.group("dp")
+    mesh.release("dp")
+    mesh.group("dp")
+    dist.barrier()
+    report, stats = mesh.report(), mesh.stats()
+    check_sums(all_groups(mesh))
+    return report, stats
+
+
+def test_a_report_tells_of_this_ranks_groups_and_what_the_others_last_said():
+    for rank, (report, stats) in enumerate(world(4).run(what_is_reported)):
+        tp, dp = report.held
+        assert (tp.words, tp.used, tp.generation) == ("group tp of mesh 'reported'", True, 0)
+        assert (dp.words, dp.used, dp.generation) == ("group dp of mesh 'reported'", False, 1)
+        assert tp.ranks == (rank // 2 * 2, rank // 2 * 2 + 1)
+        assert re.fullmatch(r"test_connect\.py:\d+", dp.line)
+        assert sorted(report.others) == [other for other in range(4) if other != rank]
+        assert all("waiting for anyone" in said or "connect" in said for said in report.others.values())
+        text = str(report)
+        assert f"rank {rank} of ProcessGroupMesh(dp=2, tp=2, name='reported') holds 2 groups" in text
+        assert "not used, made at test_connect.py" in text
+        assert "made anew 1 times" in text
+        assert stats.groups == 2 == stats.communicators
+        assert stats.operations > 3
+        assert 0 < stats.making < 5
+
+
+def report_while_hanging(folder):
+    mesh = ProcessGroupMesh(dp=4, name="hangs")
+    total = torch.tensor([2.0**mesh.rank])
+    said = Path(folder, "said")
+    if mesh.rank == 0:
+        read, write = os.pipe()
+        stderr, sys.stderr = sys.stderr, os.fdopen(write, "w")
+        mesh.report_on(signal.SIGUSR1)
+        ear = os.fdopen(read)
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+
+        def listen():
+            said.write_text(ear.readline())
+
+        listener = threading.Thread(target=listen)
+        listener.start()
+    else:
+        wait_for(said)
+    dist.all_reduce(total, group=mesh.group("dp"))  # rank 0 waits in C++, where Python's own handlers do not run
+    if mesh.rank == 0:
+        listener.join(10)
+        sys.stderr = stderr
+    assert total.item() == 15
+    return said.read_text()
+
+
+def test_a_signal_prints_the_report_of_a_rank_that_hangs(tmp_path):
+    said = world(4).run(report_while_hanging, str(tmp_path))[0]
+    assert said == "rank 0 of ProcessGroupMesh(dp=4, name='hangs') holds 1 groups:\n"
+
+
+def test_a_thread_cannot_take_signals():
+    with dry_world(0, 4):
+        mesh = ProcessGroupMesh(4)
+        errors = []
+
+        def take():
+            try:
+                mesh.report_on(signal.SIGUSR1)
+            except LifetimeError as error:
+                errors.append(str(error))
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        thread.join()
+        assert errors == ["signals are taken in the main thread: call report_on there."]
+
+
+def test_a_closed_mesh_still_reports():
+    with dry_world(0, 4):
+        mesh = ProcessGroupMesh(4)
+        mesh.close()
+        assert "nobody can be asked: the mesh was closed at test_connect.py" in str(mesh.report())
+
+
+def test_too_many_groups_are_told_of_once(caplog, monkeypatch):
+    monkeypatch.setattr(pgmesh.family, "MOST_GROUPS", 3)
+    with dry_world(0, 64):
+        mesh = ProcessGroupMesh(*[2] * 6)
+        for axis in range(6):
+            mesh.group(axis)
+        assert mesh.stats().communicators == 6
+    assert [record.getMessage()[:28] for record in caplog.records] == ["this process holds 4 groups,"]
