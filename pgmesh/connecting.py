@@ -135,7 +135,7 @@ class _Call:
         try:
             try:
                 if not self.family.agreed:
-                    drive(self.family.introduce(), self._perform)
+                    drive(self.family.introduce(listed=True), self._perform)
             except MismatchError as error:
                 drive(party.cancel(error), self._perform)
                 raise

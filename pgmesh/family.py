@@ -336,11 +336,11 @@ class Family:
         """Once: see that all members mean the same mesh."""
         if not self.agreed:
             store = groups.world_store()
-            drive(self.introduce(), lambda step: perform(store, step))
+            drive(self.introduce(listed=False), lambda step: perform(store, step))
 
-    def introduce(self) -> Steps[None]:
+    def introduce(self, *, listed: bool) -> Steps[None]:
         """See that all members mean the same mesh, as steps."""
-        yield from introduce(self.key, self.card)
+        yield from introduce(self.key, self.card, listed=listed)
         self.agreed = True
 
     @functools.cached_property

@@ -299,13 +299,17 @@ ERRORS: dict[str, type[PgmeshError] | None] = {
 # -- a mesh is introduced ---------------------------------------------------------------------------------------------
 
 
-def introduce(name: str, card: Card) -> Steps[None]:
+def introduce(name: str, card: Card, *, listed: bool = True) -> Steps[None]:
     """Once for each rank and mesh: hold what it means by the mesh against what the first of them laid down.
+
+    Args:
+        listed: let every rank be named that means the same, in another's error, at the cost of one more operation.
 
     Raises:
         MismatchError: they differ; the ranks that came before are told too, under ``<name>/refused``.
     """
-    yield Append(f"{name}/said", card.word.decode() + "\n")
+    if listed:
+        yield Append(f"{name}/said", card.word.decode() + "\n")
     first = yield Swap(name, card.word.decode())
     if card.trouble([first]) is not None:
         said = (yield Read(f"{name}/said")) or b""

@@ -255,6 +255,7 @@ def test_errors_are_what_people_catch():
         pgmesh.LifetimeError: RuntimeError,
         pgmesh.MismatchError: RuntimeError,
         pgmesh.MissingRanksError: TimeoutError,
+        pgmesh.CircleError: RuntimeError,
         pgmesh.SeamError: RuntimeError,
         pgmesh.LaunchError: RuntimeError,
     }
