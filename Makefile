@@ -7,7 +7,7 @@ RUN := $(VENV)/bin/python
 export PIP_CONSTRAINT := $(CURDIR)/.ci/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test bench bench-quick format clean
+.PHONY: demo test chaos bench bench-quick format clean
 
 demo: $(VENV)/demo           ## the whole story on eight processes of this machine
 	$(RUN) examples/train_gpt.py
@@ -17,6 +17,10 @@ test: $(VENV)/dev            ## style, types, doctests and tests
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(RUN) -m pytest -q
+
+chaos: $(VENV)/dev           ## every fault at every moment, and the protocol's model: ten minutes at most
+	$(RUN) -m tests.model --minutes 2
+	$(RUN) -m tests.chaos --minutes 8
 
 bench: $(VENV)/dev           ## beside torch's DeviceMesh, as ratios
 	$(RUN) -m benchmarks
