@@ -28,6 +28,7 @@ from pgmesh.rendezvous import (
     INSPECTION,
     LONGEST_PAUSE,
     MOST_ASKED,
+    Card,
     End,
     Meeting,
     Party,
@@ -49,8 +50,8 @@ log = logging.getLogger("pgmesh")
 _numbers = itertools.count(1)
 """Counts this process's waits."""
 
-LAST_WORD = 1.0
-"""Seconds that the store is given to take a decision, once the deadline has come."""
+LAST_WORD = 5.0
+"""Seconds that the store is given for each answer, once the deadline has come."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,9 @@ class _Call:
         self.family, self.line, self.seconds, self.advance = family, line, seconds, advance
         self.start = time.monotonic()
         self.end = self.start + seconds
-        self.meetings = [_meeting(family, made) for made in found]
-        self.made = {meeting.name: made for meeting, made in zip(self.meetings, found)}
+        meetings = {_meeting(family, made, made.card): made for made in found if made.card is not None}
+        self.meetings = list(meetings)
+        self.made = {meeting.name: made for meeting, made in meetings.items()}
         self.warming: list[_Warming] = []
         self.waiting_for_all: list[_Warming] = []
         self.met: dict[str, float] = {}
@@ -120,6 +122,7 @@ class _Call:
             who=who(),
             deadline=self.seconds,
             suspicion=self.heart.suspicion,
+            pace=self.heart.pace,
             alone=alone(),
             warn=functools.partial(log.warning, "%s"),
         )
@@ -188,7 +191,7 @@ class _Call:
             while running := self._look_after_warming():
                 now = time.monotonic()
                 if now >= inspection:
-                    inspection = now + INSPECTION
+                    inspection = now + INSPECTION * self.heart.pace
                     for warming in running:
                         self._inspect(warming)
                 for warming in running if now >= end else ():
@@ -231,7 +234,6 @@ class _Call:
         for meeting in self.meetings:
             made, tombs = self.made[meeting.name], self.family.tombs
             name = made.group.group_name
-            self.family.meetings[name] += 1
             tombs.setdefault(name, []).extend(meeting.tombs)
             made.keys.extend(meeting.keys)
             if made.words in self.warm():  # all members have seen every decision so far
@@ -311,11 +313,13 @@ class _Warming:
             self.error.__cause__ = self._failed
 
 
-def _meeting(family: Family, made: groups.Made) -> Meeting:
+def _meeting(family: Family, made: groups.Made, card: Card) -> Meeting:
     name = made.group.group_name
-    number, card = family.meetings[name], made.card
-    assert card is not None  # there is somebody to meet
-    return Meeting(f"{name}/meeting.{number}", made.ranks, card, (f"{name}/options/refused", family.refused))
+    with family.lock:  # of two threads that connect one group, each has a meeting of its own
+        number = family.meetings[name]
+        family.meetings[name] += 1
+    refused = (f"{name}/options/refused", family.refused)
+    return Meeting(f"{name}/meeting.{number}", made.ranks, card, refused)
 
 
 @contextlib.contextmanager

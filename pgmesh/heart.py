@@ -49,7 +49,8 @@ class Heart:
 
     def __init__(self, store: Any, where: str, rank: int, world_size: int) -> None:
         self._store, self._where, self._rank = store, where, rank
-        self.period = BEAT * max(1.0, world_size / CROWD)
+        self.pace = max(1.0, world_size / CROWD)
+        self.period = BEAT * self.pace
         self._jobs: queue.SimpleQueue[tuple[Step | None, Future[Any]]] = queue.SimpleQueue()
         self._beats = 0
         self._doing = ""
@@ -79,6 +80,7 @@ class Heart:
         try:
             return answer.result(max(seconds, 0.0))
         except (Late, TimeoutError):
+            answer.cancel()  # what was not asked by now is not asked later, when nobody counts on it
             waited = time.monotonic() - start
             raise WorldError(f"the store at {self._where} gave no answer for {waited:.1f} s. {STILL}") from None
         except RuntimeError as error:
@@ -109,6 +111,8 @@ class Heart:
                 step, answer = self._jobs.get(timeout=min(max(0.0, due - time.monotonic()), threading.TIMEOUT_MAX))
             except queue.Empty:
                 step, answer = Say(()), Future()
+            if not answer.set_running_or_notify_cancel():
+                continue
             try:
                 if self._gone is not None:
                     raise self._gone

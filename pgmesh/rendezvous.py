@@ -39,8 +39,10 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.002, 0.05
 FIRST_INSPECTION, INSPECTION = 0.05, 0.2
 """Seconds until a rank that waits asks why, and then between two times that it does."""
 
-MOST_ASKED = 64
-"""How many ranks one inspection asks after: those missing first, then those that they wait for."""
+MOST_ASKED = 32
+"""How many ranks one inspection asks after: those missing first, then those that they wait for.
+
+A circle is found all the same: where each rank that waits follows some of those it waits for, they lead round."""
 
 T = TypeVar("T")
 
@@ -321,7 +323,7 @@ def introduce(name: str, card: Card, *, listed: bool = True) -> Steps[None]:
 # -- members meet -----------------------------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(eq=False)
 class Meeting:
     """One group that is being connected, once.
 
@@ -338,7 +340,6 @@ class Meeting:
     refused: Sequence[str] = ()
     end: End | None = None
     missing: tuple[int, ...] = ()
-    came: frozenset[int] = frozenset()
 
     @property
     def words(self) -> str:
@@ -381,10 +382,10 @@ class Meeting:
             yield Ready(self)
 
     def arrive(self, me: int, line: str, who: str) -> Steps[None]:
-        """Come to the meeting; the last to come decides that it is made."""
+        """Come to the meeting. The last to come, who is told so by the count, decides that it is made."""
         yield Append(f"{self.name}/came", pack(rank=me, line=line, who=who, card=self.card.word.decode()) + "\n")
-        if (yield Add(f"{self.name}/count")) == len(self.ranks):
-            yield from self.decide(MADE)
+        if (yield Add(f"{self.name}/count")) >= len(self.ranks):
+            yield from self._call_roll()
 
     def inspect(self) -> Steps[None]:
         """See who has come, and give up where what they mean cannot go together."""
@@ -393,6 +394,10 @@ class Meeting:
             if text is not None:
                 yield from self.decide(End.unpack(refused, text))
                 return
+        yield from self._call_roll()
+
+    def _call_roll(self) -> Steps[None]:
+        """Read the line of each member that came. Once all have, the group is made."""
         key = f"{self.name}/came"
         cards: list[bytes] = []
         who: dict[int, str] = {}
@@ -411,10 +416,11 @@ class Meeting:
                 return
             cards.append(record["card"].encode())
         trouble = self.card.trouble(cards)
+        self.missing = tuple(rank for rank in self.ranks if rank not in who)
         if trouble is not None:
             yield from self.decide(End("mismatch", trouble))
-        self.came = frozenset(who)
-        self.missing = tuple(rank for rank in self.ranks if rank not in who)
+        elif not self.missing:
+            yield from self.decide(MADE)
 
 
 @dataclass
@@ -429,6 +435,7 @@ class Party:
         who: this process, to tell it from another that takes itself for the same rank.
         deadline: in seconds.
         suspicion: after so many seconds in which a rank that told before tells nothing new, it counts as lost.
+        pace: how many times slower than usual to look and to ask, so as to spare the store in a large world.
         alone: no other thread of this process could still come somewhere.
         warn: called once, with what is waited for, after a third of the deadline.
     """
@@ -440,6 +447,7 @@ class Party:
     who: str
     deadline: float
     suspicion: float
+    pace: float = 1.0
     alone: bool = True
     warn: Callable[[str], None] = field(default=lambda text: None)
     _heard: dict[int, tuple[int, float]] = field(default_factory=dict)  # the last beat of a rank, and when it was new
@@ -484,12 +492,12 @@ class Party:
                 break
             if now >= inspection:
                 yield from self._inspect()
-                inspection = now + INSPECTION
+                inspection = now + INSPECTION * self.pace
                 if now >= warning and self._open():
                     self.warn("\n".join(self._why(meeting, f" so far, in {now:.0f} s") for meeting in self._open()))
                     warning = float("inf")
             now = yield Pause(min(pause, max(0.0, end - now)))
-            pause = min(pause * 1.5, LONGEST_PAUSE)
+            pause = min(pause * 1.5, LONGEST_PAUSE * self.pace)
         yield from self._hush()
 
     def _hush(self) -> Steps[None]:
