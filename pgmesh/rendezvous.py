@@ -613,6 +613,8 @@ class Party:
 
 
 def _circle_in_words(circle: Sequence[tuple[int, Wait]]) -> str:
+    first = circle.index(min(circle))
+    circle = [*circle[first:], *circle[:first]]
     lines = [
         f"\n  rank {rank} connects {wait.words} at {wait.line}, and waits for rank {circle[(i + 1) % len(circle)][0]}"
         for i, (rank, wait) in enumerate(circle)
