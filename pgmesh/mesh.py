@@ -48,7 +48,7 @@ class ProcessGroupMesh:
     ((2, 2, 2), ('pp', 'dp', 'tp'), 5, (1, 0, 1))
     """
 
-    __slots__ = ("__weakref__", "_family", "_groups", "_part_of", "_parts", "_root", "layout")
+    __slots__ = ("__weakref__", "_answers", "_family", "_groups", "_part_of", "_parts", "_root", "layout")
 
     layout: Layout  # where each rank sits, without processes
     _family: Family
@@ -56,6 +56,7 @@ class ProcessGroupMesh:
     _part_of: Layout  # the layout whose device mesh ours is a slice of
     _groups: dict[tuple[Axis, ...], ProcessGroup]
     _parts: dict[Any, ProcessGroupMesh]
+    _answers: dict[Any, Any]  # what was asked before: a mesh and its rank never change
 
     def __init__(
         self, /, *shape: int, ranks: Iterable[int] | None = None, name: str | None = None, **sizes: int
@@ -80,7 +81,7 @@ class ProcessGroupMesh:
 
     def _set(self, layout: Layout, family: Family, *, root: bool, part_of: Layout) -> None:
         self.layout, self._family, self._root, self._part_of = layout, family, root, part_of
-        self._groups, self._parts = {}, {}
+        self._groups, self._parts, self._answers = {}, {}, {}
         family.remember(self)
 
     def forget(self) -> None:
@@ -144,7 +145,11 @@ class ProcessGroupMesh:
         >>> mesh.size("dp", "tp"), mesh.size()
         (4, 8)
         """
-        return self.layout.size(*axes)
+        try:
+            size: int = self._answers["size", axes]
+        except (KeyError, TypeError):
+            size = self._answers["size", axes] = self.layout.size(*axes)
+        return size
 
     def index(self, *axes: Axis) -> int:
         """This rank's place along these axes, which is its rank inside the group along them.
@@ -156,8 +161,12 @@ class ProcessGroupMesh:
         >>> mesh.index("dp", "tp"), mesh.index("pp")
         (1, 1)
         """
-        self._check_member()
-        return self.layout.index_of(self.rank, *axes)
+        try:
+            index: int = self._answers["index", axes]
+        except (KeyError, TypeError):
+            self._check_member()
+            index = self._answers["index", axes] = self.layout.index_of(self.rank, *axes)
+        return index
 
     def ranks(self, *axes: Axis) -> tuple[int, ...]:
         """The ranks that share this rank's group along these axes, in the order of the mesh; along none, all.
@@ -227,8 +236,13 @@ class ProcessGroupMesh:
         >>> mesh.neighbor("pp", -1), mesh.neighbor("pp", +1), mesh.neighbor("pp", +1, wrap=True)
         (1, None, 1)
         """
-        self._check_member()
-        return self.layout.neighbor_of(self.rank, axis, step, wrap=wrap)
+        try:
+            rank: int | None = self._answers["neighbor", axis, step, wrap]
+        except (KeyError, TypeError):
+            self._check_member()
+            rank = self.layout.neighbor_of(self.rank, axis, step, wrap=wrap)
+            self._answers["neighbor", axis, step, wrap] = rank
+        return rank
 
     def __contains__(self, rank: object) -> bool:
         return rank in self.layout
