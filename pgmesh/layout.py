@@ -140,6 +140,17 @@ class Layout:
         """
         return tuple(map(len, self._steps))
 
+    @property
+    def strides(self) -> tuple[int | None, ...]:
+        """How many ranks apart neighbours along each axis are; None where that differs from place to place.
+
+        >>> layout.strides
+        (4, 2, 1)
+        """
+        if self._table is not None:
+            return tuple(None if len(step) > 1 else 0 for step in self._steps)
+        return tuple((step.step if isinstance(step, range) else None) if len(step) > 1 else 0 for step in self._steps)
+
     def size(self, *axes: Axis) -> int:
         """How many ranks along these axes; along none, how many in all.
 
