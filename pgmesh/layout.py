@@ -430,6 +430,11 @@ class Layout:
     def __str__(self) -> str:
         return draw.text(self)
 
+    def _repr_html_(self) -> str:
+        from pgmesh import svg  # a notebook's picture; whoever prints text has no use for it
+
+        return svg.of(self)
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Layout):
             return NotImplemented

@@ -27,7 +27,7 @@ class Level:
 
     >>> hosts = Level("host", ((2, 8), (1, 4)))
     >>> print(hosts), hosts.unit_of(15), hosts.unit_of(16)
-    8, 8 and 4 ranks on 3 hosts
+    3 hosts of 8, 8 and 4
     (None, 1, 2)
     """
 
@@ -92,7 +92,7 @@ class Level:
             return f"{n:,} {self.name}{'s' * (n > 1)} of {size:,}"
         if self.count <= 8:
             *most, last = (str(size) for n, size in self.runs for _ in range(n))
-            return f"{', '.join(most)} and {last} ranks on {self.count} {self.name}s"
+            return f"{self.count} {self.name}s of {', '.join(most)} and {last}"
         return " and ".join(f"{n:,} {self.name}{'s' * (n > 1)} of {size:,}" for n, size in self.runs)
 
 

@@ -1,0 +1,163 @@
+"""A plan in words: one table, what it would cost, and what to know about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from pgmesh import costs, traffic
+from pgmesh.ink import Line, columns, wrapped
+
+if TYPE_CHECKING:
+    from pgmesh.locality import Spread
+    from pgmesh.plans import FamilyPlan, Plan
+
+STYLES = {"intra": "green", "mixed": "yellow", "inter": ""}
+
+
+def whole(plan: Plan, width: int = 80) -> list[Line]:
+    """All of a plan."""
+    return [[(title(plan), "bold")], [], *table(plan, width), [], *price(plan), [], *findings(plan, width)]
+
+
+def title(plan: Plan) -> str:
+    """``64 ranks: pp=2 dp=4 cp=2 tp=4 on 8 hosts of 8``."""
+    layout = plan.layout
+    where = f" on {' in '.join(map(str, plan.machine))}" if plan.machine else ""
+    return f"{len(layout):,} rank{'s' * (len(layout) > 1)}: {sizes(dict(zip(layout.axes, layout.shape)))}{where}"
+
+
+def table(plan: Plan, width: int = 80) -> list[Line]:
+    """A row for each family."""
+    names = [level.name for level in plan.machine]
+    head = ["family", "size", "groups", "stride"]
+    for name in names:
+        head += [f"{name}s", "", "hops out" if len(names) > 1 else "ring hops that leave"]
+    table = [[(word, "dim") for word in head], *rows(plan)]
+    right = [False, True, True, True, *([True, False, True] * len(names))]
+    taken = sum(max(len(text) for text, _ in column) + 2 for column in zip(*table))
+    if width - taken >= 9:
+        table[0].append(("one group", "dim"))
+        for row, family in zip(table[1:], plan.families):
+            row.append((_group(family, width - taken), "dim"))
+        right.append(False)
+    return columns(table, right)
+
+
+def rows(plan: Plan) -> list[list[tuple[str, str]]]:
+    """The cells of each family: name, size, groups, stride; then for each level units, kind and hops."""
+    rows = []
+    for family in plan.families:
+        row = [(family.name, "bold"), (f"{family.size:,}", ""), (f"{family.groups:,}", ""), (_stride(family), "")]
+        for lie in family.spreads:
+            row += [(span(lie.low, lie.high), ""), (_kind(lie), STYLES[lie.kind]), (_leaving(lie, family.size), "")]
+        rows.append(row)
+    return rows
+
+
+def price(plan: Plan) -> list[Line]:
+    """How many communicators, and what they would take."""
+    count = plan.communicators
+    if not count:
+        return [[("Each group has one rank: no communicators.", "")]]
+    same = [f"{family.name} is {family.same_as}" for family in plan.families if family.same_as]
+    noun = f"{count} communicator{'s' * (count > 1)}"
+    lines: list[Line] = [[(f"A rank that uses each family holds {noun}, the world's not counted:", "")]]
+    threads, descriptors = costs.GLOO_THREADS * count, costs.GLOO_DESCRIPTORS * count
+    lines.append([(f"  NCCL  {costs.NCCL.times(count)}, by NVIDIA/nccl issues 2363, 964 and 1685", "")])
+    gloo = f"{threads} threads, {descriptors} descriptors and {costs.GLOO.times(count)}"
+    lines.append([(f"  Gloo  {gloo}, as we measured it", "")])
+    return lines + ([[(f"  One group under two names is one communicator: {'; '.join(same)}.", "")]] if same else [])
+
+
+def findings(plan: Plan, width: int = 80) -> list[Line]:
+    """What to know, the bad in red, then what would mend it."""
+    lines: list[Line] = []
+    for finding in plan.findings:
+        style = "red" if finding.bad else "green" if finding.says.startswith("Good") else ""
+        lines += wrapped(finding.says, width, style)
+    for mend in dict.fromkeys(finding.mend for finding in plan.findings if finding.mend):
+        mended = [finding.then for finding in plan.findings if finding.mend == mend]
+        lines.append([(f"  {mend}", "bold"), (f"   # {'; '.join(filter(None, mended))}".rstrip(" #"), "dim")])
+    if any(not lie.exact for family in plan.families for lie in family.spreads):
+        lines += wrapped("~ A sample of groups stands for all: the ranks or the hosts follow no arithmetic.", width)
+    return lines
+
+
+def comparison(plans: Sequence[Plan]) -> list[Line]:
+    """A row for each family, a column for each plan: how many hosts a group spans, and how many hops of a ring leave."""
+    names = list(dict.fromkeys(family.name for plan in plans for family in plan.families))
+    levels = [level.name for level in plans[0].machine]
+    rows = [[("", ""), *((plan.order, "bold") for plan in plans)]]
+    for name in names:
+        for i in range(max(1, len(levels))):
+            row = [(name if i == 0 else "", "bold")]
+            for plan in plans:
+                family = next((family for family in plan.families if family.name == name), None)
+                row.append(_beside(family, i) if family else ("-", "dim"))
+            rows.append(row)
+    return columns(rows, [False, *([False] * len(plans))], gap="   ")
+
+
+def best(plans: Sequence[Plan]) -> Plan:
+    """The plan whose heaviest axes span the fewest hosts; the first of those that are equal."""
+
+    def weight(plan: Plan) -> list[int]:
+        heavy = [str(axis) for axis in traffic.heaviest(plan.layout.axes)]
+        rest = [str(axis) for axis in plan.layout.axes if str(axis) not in heavy]
+        return [lie.high for name in heavy + rest for lie in reversed(plan[name].spreads)]
+
+    return min(plans, key=weight)
+
+
+# -- small words --------------------------------------------------------------------------------------------------
+
+
+def sizes(box: Mapping[str | int, int] | Mapping[str, int]) -> str:
+    return " ".join(str(size) if isinstance(axis, int) else f"{axis}={size}" for axis, size in box.items())
+
+
+def span(low: int, high: int) -> str:
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def units(low: int, high: int, name: str) -> str:
+    return f"{span(low, high)} {name}{'s' * (high > 1)}"
+
+
+def listed(words: Iterable[object]) -> str:
+    """``a, b and c``."""
+    *most, last = map(str, words)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def _kind(lie: Spread) -> str:
+    return lie.kind + "~" * (not lie.exact)
+
+
+def _leaving(lie: Spread, size: int) -> str:
+    return "-" if size == 1 else f"{span(lie.hops_low, lie.hops_high)} of {size:,}"
+
+
+def _stride(family: FamilyPlan) -> str:
+    return "-" if family.size == 1 else "·".join(map(str, family.strides)) or "uneven"
+
+
+def _group(family: FamilyPlan, room: int) -> str:
+    """A sample group in so many characters: as many ranks from its beginning as fit, and the last."""
+    ranks = [str(rank) for rank in family.sample]
+    text = ", ".join(ranks) if family.is_whole else ", ".join([*ranks[:-1], "…", ranks[-1]])
+    while len(text) > room and len(ranks) > 2:
+        ranks = [*ranks[:-2], ranks[-1]]
+        text = ", ".join([*ranks[:-1], "…", ranks[-1]])
+    return text if len(text) <= room else "…"
+
+
+def _beside(family: FamilyPlan, level: int) -> tuple[str, str]:
+    if not family.spreads:
+        return f"stride {_stride(family)}", ""
+    lie = family.spreads[level]
+    text = units(lie.low, lie.high, lie.level)
+    if lie.hops_high:
+        text += f", {span(lie.hops_low, lie.hops_high)}/{family.size} hops"
+    return text, STYLES[lie.kind]
