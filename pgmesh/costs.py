@@ -1,4 +1,4 @@
-"""What communicators cost, as ranges with their sources. Nobody can say one number: it hangs on the machine and the calls."""
+"""What communicators cost, as ranges with their sources. One number there is not: it hangs on machine and calls."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ NCCL = Cost(
             "https://github.com/NVIDIA/nccl/issues/986",
         ),
         Source(
-            "a buffer is 4 MiB for each pair of GPUs and channel unless NCCL_BUFFSIZE says otherwise",
+            "a buffer between a pair of GPUs is 4 MiB unless NCCL_BUFFSIZE says otherwise",
             "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-buffsize",
         ),
     ),
@@ -73,7 +73,11 @@ GLOO = Cost(
     "memory",
     175_000,
     175_000,
-    (Source("3 threads, 4 descriptors and about 175 KB for each group once it was used", "measured with pgmesh on Linux"),),
+    (
+        Source(
+            "3 threads, 4 descriptors and about 175 KB for each group once it was used", "measured with pgmesh on Linux"
+        ),
+    ),
 )
 GLOO_THREADS, GLOO_DESCRIPTORS = 3, 4
 

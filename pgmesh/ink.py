@@ -39,6 +39,24 @@ def columns(rows: Sequence[Sequence[tuple[str, str]]], right: Sequence[bool], ga
     return lines
 
 
+def ranks_in(room: int, ranks: Sequence[int], size: int) -> str:
+    """Ranks of a group in so many characters: as many from its beginning as fit, and the last.
+
+    Args:
+        ranks: all of them, or some from the beginning and the last.
+        size: how many there are.
+
+    >>> ranks_in(9, (0, 4, 8, 12), 4), ranks_in(12, (0, 4, 8, 12), 4)
+    ('0, …, 12', '0, 4, 8, 12')
+    """
+    words = [str(rank) for rank in ranks]
+    text = ", ".join(words if len(ranks) == size else [*words[:-1], "…", words[-1]])
+    while len(text) > room and len(words) > 2:
+        words = [*words[:-2], words[-1]]
+        text = ", ".join([*words[:-1], "…", words[-1]])
+    return text if len(text) <= room else "…"
+
+
 def wrapped(text: str, width: int, style: str = "", indent: str = "", first: str | None = None) -> list[Line]:
     """A sentence on as many lines as it takes, words whole."""
     lines: list[Line] = []

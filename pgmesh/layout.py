@@ -472,7 +472,7 @@ class Layout:
             return axis % len(self._axes)
         if fixed is not None:
             raise AxisError(f"axis {axis} is fixed at {fixed} in {self._brief()}; ask the mesh that it was cut from.")
-        close = _alike(axis, [name for name in self._axes if isinstance(name, str)])
+        close = alike(axis, [name for name in self._axes if isinstance(name, str)])
         hint = f" Did you mean {close!r}?" if close else ""
         raise AxisError(f"there is no axis {axis!r} in {self._brief()}.{hint}")
 
@@ -631,7 +631,7 @@ def _many(size: int) -> str:
     return f"{size} indices, 0 to {size - 1}" if size > 1 else "one index, 0"
 
 
-def _alike(wrong: object, names: list[str]) -> str | None:
+def alike(wrong: object, names: list[str]) -> str | None:
     """The name that was meant: the same letters in another order or case, or nearly the same."""
     folded = {name.casefold(): name for name in names}
     word = str(wrong).casefold()

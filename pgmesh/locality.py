@@ -2,8 +2,8 @@
 
 A group starts somewhere and goes on in even steps. On hosts of one size, two groups whose starts differ by a multiple
 of that size lie alike, so one look at each remainder tells of all. Where hosts differ, a run of equal ones ends at
-a rank that has a place on every axis; the starts before, at and after it are looked at apart. So each *kind* of group is
-counted, and one of it is followed, by the same remainders, step by step over the hosts.
+a rank that has a place on every axis; the starts before, at and after it are looked at apart. So each *kind* of group
+is counted, and one of it is followed, by the same remainders, step by step over the hosts.
 """
 
 from __future__ import annotations
@@ -129,9 +129,7 @@ def _kinds(start: int, others: Steps, cuts: list[tuple[int, ...]], period: int) 
     before = 0
     for index in sorted({cut[0] for cut in cuts}):
         yield from _remainders(start + before * stride, ((index - before, stride), *inner), period)
-        yield from _kinds(
-            start + index * stride, tuple(inner), [cut[1:] for cut in cuts if cut[0] == index], period
-        )
+        yield from _kinds(start + index * stride, tuple(inner), [cut[1:] for cut in cuts if cut[0] == index], period)
         before = index + 1
     yield from _remainders(start + before * stride, ((size - before, stride), *inner), period)
 
@@ -222,9 +220,7 @@ def _span(steps: Steps) -> int:
 # -- where no arithmetic leads on ---------------------------------------------------------------------------------
 
 
-def _one_by_one(
-    layout: Layout, axes: Sequence[Axis], level: Level
-) -> tuple[Iterable[tuple[int, int, int]], bool]:
+def _one_by_one(layout: Layout, axes: Sequence[Axis], level: Level) -> tuple[Iterable[tuple[int, int, int]], bool]:
     if not axes:
         return [(1, 0, layout.size())], True
     blocks = layout.partition(*axes)

@@ -11,13 +11,16 @@ from pgmesh.svg import safe
 
 if TYPE_CHECKING:
     from pgmesh.layout import Axis, Layout
+    from pgmesh.place import Place
     from pgmesh.plans import Plan
 
 STYLE = f"""
-body {{ font: 15px/1.5 {svg.FONT}; color: {svg.INK}; background: #fff; margin: 2rem auto; max-width: 1420px; padding: 0 1rem }}
+body {{ font: 15px/1.5 {svg.FONT}; color: {svg.INK}; background: #fff }}
+body {{ margin: 2rem auto; max-width: 1420px; padding: 0 1rem }}
 h1 {{ font-size: 1.3rem }} h2 {{ font-size: 1rem; margin-top: 2rem }}
 table {{ border-collapse: collapse }}
-th, td {{ padding: .25rem .9rem .25rem 0; text-align: left; border-bottom: 1px solid #e2e8f0; font-variant-numeric: tabular-nums }}
+th, td {{ padding: .25rem .9rem .25rem 0; text-align: left; border-bottom: 1px solid #e2e8f0 }}
+td {{ font-variant-numeric: tabular-nums }}
 th {{ color: {svg.QUIET}; font-weight: 500 }} td.n, th.n {{ text-align: right }}
 .intra {{ color: #15803d }} .mixed {{ color: #b45309 }} .bad {{ color: #b91c1c }} .quiet {{ color: {svg.QUIET} }}
 code {{ background: #f1f5f9; padding: .1rem .35rem; border-radius: 4px }}
@@ -53,13 +56,26 @@ def page(plans: Sequence[Plan], *axes: Axis) -> str:
     False
     """
     parts = [_plan(plan, *axes) for plan in plans]
+    parts.append(_sources())
     if len(plans) > 1:
         beside = safe(ink.plain(report.comparison(plans)))
         parts.insert(0, f"<h1>{len(plans)} orders side by side</h1>\n<pre>{beside}</pre>")
-    title = safe(report.title(plans[0]))
+    return _whole(report.title(plans[0]), parts)
+
+
+def rank_page(place: Place, drawn: Figure) -> str:
+    """A whole page of one rank."""
+    head, _, *rest = place.lines(120)
+    parts = [f"<h1>{safe(ink.plain([head]))}</h1>", svg.drawing(drawn).svg(), f"<pre>{safe(ink.plain(rest))}</pre>"]
+    return _whole(ink.plain([head]), parts)
+
+
+def _whole(name: str, parts: Sequence[str]) -> str:
+    title = safe(name)
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
     body = "\n".join(parts)
-    return f"<!doctype html>\n<html lang=\"en\">\n<head>{head}<style>{STYLE}</style></head>\n<body>\n{body}\n</body>\n</html>\n"
+    head += f"<style>{STYLE}</style>"
+    return f'<!doctype html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}\n</body>\n</html>\n'
 
 
 def _plan(plan: Plan, *axes: Axis) -> str:
@@ -69,12 +85,17 @@ def _plan(plan: Plan, *axes: Axis) -> str:
         parts.append(f'<p class="{"bad" if finding.bad else ""}">{safe(finding.says)}{mend}</p>')
     parts += [svg.drawing(*figures(plan, *axes)).svg(), "<h2>Groups</h2>", _table(plan)]
     if plan.communicators:
-        parts += ["<h2>What a rank holds</h2>", f"<p>{safe(ink.plain(report.price(plan)[:1]))}</p>", "<ul>"]
-        for cost in costs.COSTS:
-            sources = "".join(f'<br><span class="quiet">{safe(s.says)}: {_link(s.where)}</span>' for s in cost.sources)
-            parts.append(f"<li>{cost.backend}: {cost.times(plan.communicators)}{sources}</li>")
-        parts.append("</ul>")
+        first, *costs_of_all = report.price(plan)
+        parts += ["<h2>What a rank holds</h2>", f"<p>{safe(ink.plain([first]))}</p>", "<ul>"]
+        parts += [*(f"<li>{safe(ink.plain([line]).strip())}</li>" for line in costs_of_all), "</ul>"]
     return "\n".join(parts)
+
+
+def _sources() -> str:
+    parts = ["<h2>Where the costs are from</h2>", "<ul>"]
+    for cost in costs.COSTS:
+        parts += [f'<li class="quiet">{cost.backend}: {safe(s.says)}: {_link(s.where)}</li>' for s in cost.sources]
+    return "\n".join([*parts, "</ul>"])
 
 
 def _table(plan: Plan) -> str:
@@ -86,9 +107,7 @@ def _table(plan: Plan) -> str:
         for i, lie in enumerate(family.spreads):
             units, kind, hops = (safe(text) for text, _ in row[4 + 3 * i : 7 + 3 * i])
             cells += f'<td class="n">{units}<td class="{lie.kind}">{kind}<td class="n">{hops}'
-        ranks = [str(rank) for rank in family.sample]
-        sample = ", ".join(ranks if family.is_whole else [*ranks[:-1], "…", ranks[-1]])
-        rows.append(f'<tr>{cells}<td class="quiet">{sample}')
+        rows.append(f'<tr>{cells}<td class="quiet">{ink.ranks_in(80, family.sample, family.size)}')
     return f"<table><tr>{head}<th>one group\n" + "\n".join(rows) + "\n</table>"
 
 

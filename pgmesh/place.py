@@ -46,9 +46,13 @@ class Place:
 
     def data(self) -> dict[str, Any]:
         """Everything in it, as JSON knows things."""
-        return {"format": 1, **asdict(self), "units": [dict(zip(("level", "unit", "place", "size"), u)) for u in self.units]}
+        return {
+            "format": 1,
+            **asdict(self),
+            "units": [dict(zip(("level", "unit", "place", "size"), u)) for u in self.units],
+        }
 
-    def lines(self) -> list[Line]:
+    def lines(self, width: int = 80) -> list[Line]:
         """As lines of text.
 
         >>> print(ink.plain(place_of(layout, 5).lines()))
@@ -60,12 +64,16 @@ class Place:
         tp    1 of 2       4      -  4, 5
         """
         where = "".join(f", {name} {unit:,} ({at} of {size})" for name, unit, at, size in self.units)
-        head = ["axis", "index", "before", "after", *(f"{name}s" for name, *_ in self.units), "group"]
+        head = ["axis", "index", "before", "after", *(f"{name}s" for name, *_ in self.units)]
         rows = [[(word, "dim") for word in head]]
         for along in self.along:
             words = [f"{along.index:,} of {along.size:,}", _or_dash(along.before), _or_dash(along.after)]
             words += ["many" if units is None else f"{units:,}" for units in along.units]
-            rows.append([(str(along.axis), "bold"), *((word, "") for word in words), (_group(along), "dim")])
+            rows.append([(str(along.axis), "bold"), *((word, "") for word in words)])
+        room = width - sum(max(len(text) for text, _ in column) + 2 for column in zip(*rows))
+        rows[0].append(("group", "dim"))
+        for row, along in zip(rows[1:], self.along):
+            row.append((ink.ranks_in(room, along.group, along.size), "dim"))
         right = [False, *([True] * (3 + len(self.units))), False]
         return [[(f"rank {self.rank:,} of {self.ranks:,}: {self.label}{where}", "bold")], [], *ink.columns(rows, right)]
 
@@ -101,11 +109,6 @@ def _along(layout: Layout, rank: int, axis: Axis, index: int, machine: Machine) 
         layout.neighbor_of(rank, axis, -1),
         layout.neighbor_of(rank, axis, +1),
     )
-
-
-def _group(along: Along) -> str:
-    *most, last = map(str, along.group)
-    return ", ".join([*most, *(["…"] if len(along.group) < along.size else []), last])
 
 
 def _or_dash(rank: int | None) -> str:

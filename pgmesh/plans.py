@@ -1,18 +1,18 @@
 """What an arrangement would be like before it runs: its groups, where they lie on the hosts, what they would cost.
 
-    >>> print(plan(layout, nodes="2x4"))
-    8 ranks: pp=2 dp=2 tp=2 on 2 hosts of 4
-    <BLANKLINE>
-    family  size  groups  stride  hosts       ring hops that leave  one group
-    pp         2       4       4      2  inter              2 of 2  0, 4
-    dp         2       4       2      1  intra              0 of 2  0, 2
-    tp         2       4       1      1  intra              0 of 2  0, 1
-    <BLANKLINE>
-    A rank that uses each family holds 3 communicators, the world's not counted:
-      NCCL  1.6 to 9.8 GB of GPU memory, by NVIDIA/nccl issues 2363, 964 and 1685
-      Gloo  9 threads, 12 descriptors and 525 KB of memory, as we measured it
-    <BLANKLINE>
-    Good: tp stays inside one host.
+>>> print(plan(layout, nodes="2x4"))
+8 ranks: pp=2 dp=2 tp=2 on 2 hosts of 4
+<BLANKLINE>
+family  size  groups  stride  hosts       ring hops that leave  one group
+pp         2       4       4      2  inter              2 of 2  0, 4
+dp         2       4       2      1  intra              0 of 2  0, 2
+tp         2       4       1      1  intra              0 of 2  0, 1
+<BLANKLINE>
+A rank that uses each family holds 3 communicators, the world's not counted:
+  NCCL  1.6 to 9.8 GB of GPU memory, by NVIDIA/nccl issues 2363, 964 and 1685
+  Gloo  9 threads, 12 descriptors and 525 KB of memory, as we measured it
+<BLANKLINE>
+Good: tp stays inside one host.
 """
 
 from __future__ import annotations
@@ -222,12 +222,18 @@ def suggest(sizes: Mapping[str, int], machine: Machine) -> Layout:
     free = [axis for axis, size in box.items() if size == -1]
     fixed = math.prod(size for size in box.values() if size != -1)
     room = machine[0].capacity if machine else fixed
-    if room % fixed == 0 and room > fixed or free:
+    if (room % fixed == 0 and room > fixed) or free:
         box.setdefault(free[0] if free else "dp", -1)
     if room % fixed or (room != fixed and -1 not in box.values()):
         raise ShapeError(f"{report.sizes(sizes)} holds {fixed} ranks, which do not fit on {machine[0]}.")
     ordered = {axis: box[axis] if box[axis] != -1 else room // fixed for axis in traffic.by_traffic(list(box))}
-    return Layout(**ordered)
+    return laid_out(ordered)
+
+
+def laid_out(sizes: Mapping[str, int]) -> Layout:
+    """The layout of these sizes, whatever the axes are called."""
+    box: dict[Axis, int] = {**sizes}
+    return Layout.of(box, range(math.prod(box.values())))
 
 
 def check_room(layout: Layout, machine: Machine) -> None:
@@ -238,7 +244,9 @@ def check_room(layout: Layout, machine: Machine) -> None:
         raise ShapeError(f"{machine[0]} hold {machine[0].capacity:,} ranks, but there is a rank {last:,}.")
 
 
-def _family(name: str, layout: Layout, axes: tuple[Axis, ...], machine: Machine, known: dict[object, str]) -> FamilyPlan:
+def _family(
+    name: str, layout: Layout, axes: tuple[Axis, ...], machine: Machine, known: dict[object, str]
+) -> FamilyPlan:
     axes = layout.along(layout.rank_of([0] * len(layout.axes)), *axes).axes  # in the order of the mesh
     size = layout.size(*axes)
     groups = len(layout) // size
@@ -327,7 +335,9 @@ def _findings(
                 findings.append(_finding(family, number, whole, machine, heavier))
             heavier *= family.size
     if good and not any(finding.bad for finding in findings):
-        findings.insert(0, Finding(f"Good: {report.listed(good)} stay{'s' * (len(good) == 1)} inside one {fence.name}.", False))
+        findings.insert(
+            0, Finding(f"Good: {report.listed(good)} stay{'s' * (len(good) == 1)} inside one {fence.name}.", False)
+        )
     return findings
 
 
@@ -341,7 +351,7 @@ def _finding(family: FamilyPlan, number: int, layout: Layout, machine: Machine, 
         says = f"{cut:,} of {family.groups:,} {family.name} groups {verb} {lie.high} {fence.name}s, across an edge."
     order = traffic.by_traffic([str(axis) for axis in layout.axes])
     if order != layout.axes and layout.ranks_in_order() == range(len(layout)):
-        moved = Layout(**{axis: layout.size(axis) for axis in order})
+        moved = laid_out({axis: layout.size(axis) for axis in order})
         after = spread(moved, family.axes, fence)
         if (after.high, after.hops_high, -after.intra) < (lie.high, lie.hops_high, -lie.intra):
             view = f"--view '{family.view}: {report.sizes({axis: moved.size(axis) for axis in order})}'"

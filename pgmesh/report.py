@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pgmesh import costs, traffic
-from pgmesh.ink import Line, columns, wrapped
+from pgmesh.ink import Line, columns, ranks_in, wrapped
 
 if TYPE_CHECKING:
     from pgmesh.locality import Spread
@@ -39,7 +39,7 @@ def table(plan: Plan, width: int = 80) -> list[Line]:
     if width - taken >= 9:
         table[0].append(("one group", "dim"))
         for row, family in zip(table[1:], plan.families):
-            row.append((_group(family, width - taken), "dim"))
+            row.append((ranks_in(width - taken, family.sample, family.size), "dim"))
         right.append(False)
     return columns(table, right)
 
@@ -85,7 +85,7 @@ def findings(plan: Plan, width: int = 80) -> list[Line]:
 
 
 def comparison(plans: Sequence[Plan]) -> list[Line]:
-    """A row for each family, a column for each plan: how many hosts a group spans, and how many hops of a ring leave."""
+    """A row for each family, a column for each plan: how many hosts a group spans, and how many hops leave."""
     names = list(dict.fromkeys(family.name for plan in plans for family in plan.families))
     levels = [level.name for level in plans[0].machine]
     rows = [[("", ""), *((plan.order, "bold") for plan in plans)]]
@@ -141,16 +141,6 @@ def _leaving(lie: Spread, size: int) -> str:
 
 def _stride(family: FamilyPlan) -> str:
     return "-" if family.size == 1 else "·".join(map(str, family.strides)) or "uneven"
-
-
-def _group(family: FamilyPlan, room: int) -> str:
-    """A sample group in so many characters: as many ranks from its beginning as fit, and the last."""
-    ranks = [str(rank) for rank in family.sample]
-    text = ", ".join(ranks) if family.is_whole else ", ".join([*ranks[:-1], "…", ranks[-1]])
-    while len(text) > room and len(ranks) > 2:
-        ranks = [*ranks[:-2], ranks[-1]]
-        text = ", ".join([*ranks[:-1], "…", ranks[-1]])
-    return text if len(text) <= room else "…"
 
 
 def _beside(family: FamilyPlan, level: int) -> tuple[str, str]:

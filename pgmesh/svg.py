@@ -163,12 +163,20 @@ class _Grid:
     pad: float  # inside the frame
     boxed: bool  # whether hosts have boxes of their own inside panels
     side: float  # right of the cells, for the names of hosts where each has whole rows
+    titled: bool  # whether panels have a line for a title
+    across: int  # how many cells stand side by side
+    titles: float  # how wide the widest title is
 
     def x(self, column: int) -> float:
         return self.pad + self.stub + column * (self.cell + self.sizes.gap)
 
     def y(self, row: int) -> float:
         return self.pad + self.head + row * self.pitch
+
+    @property
+    def width(self) -> float:
+        """How wide a panel is."""
+        return max(self.x(self.across) - self.sizes.gap + self.side, self.pad + self.titles) + self.pad
 
 
 def _figure(figure: Figure, sizes: Sizes, room: float) -> Drawing:
@@ -214,7 +222,9 @@ def _grid(figure: Figure, sizes: Sizes) -> _Grid:
     )
     stub = max((width_of(word, sizes.small) for word in rows), default=0)
     titled = any(panel.title for panel in figure.panels) or (bool(figure.host) and not boxed)
-    head = (sizes.small * 1.9 if titled else 0) + (sizes.small * 1.5 if columns else 0) + (sizes.gap / 2 if boxed else 0)
+    head = (
+        (sizes.small * 1.9 if titled else 0) + (sizes.small * 1.5 if columns else 0) + (sizes.gap / 2 if boxed else 0)
+    )
     boxes = [(host, len(across) == max(1, len(p.columns))) for p in figure.panels for host, _, across in p.boxes()]
     aside = boxed and all(whole for _, whole in boxes)
     side = max(width_of(f"{figure.host} {host:,}", sizes.small) for host, _ in boxes) + sizes.gap if aside else 0
@@ -228,25 +238,33 @@ def _grid(figure: Figure, sizes: Sizes) -> _Grid:
         sizes.gap + 4,
         boxed,
         side,
+        titled,
+        max(1, len(figure.panels[0].columns)),
+        max(_title_width(panel, figure, boxed, sizes) for panel in figure.panels),
     )
+
+
+def _where(panel: Panel, figure: Figure, boxed: bool) -> str:
+    """The host of a panel, where each panel has one."""
+    return f"{figure.host} {panel.host:,}" if figure.host and not boxed and panel.host is not None else ""
+
+
+def _title_width(panel: Panel, figure: Figure, boxed: bool, sizes: Sizes) -> float:
+    where = width_of(_where(panel, figure, boxed), sizes.small)
+    return width_of(panel.title, sizes.small + 1, True) + (where + sizes.small if where else 0)
 
 
 def _panel(panel: Panel, figure: Figure, grid: _Grid) -> Drawing:
     sizes, pad = grid.sizes, grid.pad
-    wide, tall = max(1, len(panel.columns)), max(1, len(panel.rows))
-    width = grid.x(wide) - sizes.gap + grid.side + pad
-    height = grid.y(tall - 1) + sizes.tall + pad
+    height = grid.y(max(1, len(panel.rows)) - 1) + sizes.tall + pad
     words: list[Words] = []
     line = pad + sizes.small
     bold = sizes.small + 1
-    where = f"{figure.host} {panel.host:,}" if figure.host and panel.host is not None and not grid.boxed else ""
     if panel.title:
         words.append(Words("panel", pad, line, panel.title, bold, bold=True))
-    if where:
-        width = max(width, 2 * pad + width_of(panel.title, bold, True) + width_of(where, sizes.small) + 8)
-        words.append(Words("host", width - pad, line, where, sizes.small, "end", QUIET))
-    width = max(width, 2 * pad + width_of(panel.title, bold, True))
-    if panel.title or where or (bool(figure.host) and not grid.boxed):
+    if where := _where(panel, figure, grid.boxed):
+        words.append(Words("host", grid.width - pad, line, where, sizes.small, "end", QUIET))
+    if grid.titled:
         line += sizes.small * 1.9
     for column, word in enumerate(panel.columns):
         middle = grid.x(column) + grid.cell / 2
@@ -255,14 +273,14 @@ def _panel(panel: Panel, figure: Figure, grid: _Grid) -> Drawing:
         middle = grid.y(row) + sizes.tall / 2 + sizes.small * 0.35
         words.append(Words("axis", grid.x(0) - sizes.gap - 2, middle, word, sizes.small, "end", QUIET))
     plain = not grid.boxed and bool(figure.host)
-    boxes = [Box("panel", 0, 0, width, height, CARD, FRAME if plain else "#e2e8f0", 1.5 if plain else 1, 8)]
+    boxes = [Box("panel", 0, 0, grid.width, height, CARD, FRAME if plain else "#e2e8f0", 1.5 if plain else 1, 8)]
     if grid.boxed:
         boxes += _hosts(panel, figure, grid, words)
     for cell in panel.cells:
-        box, word = _cell(cell, figure, grid)
+        box, rank = _cell(cell, figure, grid)
         boxes.append(box)
-        words.append(word)
-    return Drawing(width, height, tuple(boxes), tuple(words))
+        words.append(rank)
+    return Drawing(grid.width, height, tuple(boxes), tuple(words))
 
 
 def _hosts(panel: Panel, figure: Figure, grid: _Grid, words: list[Words]) -> list[Box]:
@@ -275,11 +293,20 @@ def _hosts(panel: Panel, figure: Figure, grid: _Grid, words: list[Words]) -> lis
         height = grid.y(down.stop - 1) + sizes.tall + around - y
         boxes.append(Box("host", x, y, width, height, GROUND, FRAME, 1.2, 5, name))
         if grid.side:
-            words.append(Words("host", x + width + sizes.gap / 2, y + height / 2 + sizes.small * 0.35, name, sizes.small, fill=QUIET))
+            words.append(
+                Words(
+                    "host",
+                    x + width + sizes.gap / 2,
+                    y + height / 2 + sizes.small * 0.35,
+                    name,
+                    sizes.small,
+                    fill=QUIET,
+                )
+            )
             continue
-        for text in (name, f"{figure.host[0]}{host}", f"{host}"):
-            if width_of(text, sizes.small - 0.5) <= width - 4:
-                words.append(Words("host", x + 3, y + sizes.small, text, sizes.small - 0.5, fill=QUIET))
+        for short in (name, f"{figure.host[0]}{host}", f"{host}"):
+            if width_of(short, sizes.small - 0.5) <= width - 4:
+                words.append(Words("host", x + 3, y + sizes.small, short, sizes.small - 0.5, fill=QUIET))
                 break
     return boxes
 

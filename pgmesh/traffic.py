@@ -1,8 +1,8 @@
 """Which axes talk most, by the names that people give them, and the order of axes that follows from it.
 
 The more an axis talks, and the less its talk can hide behind computing, the nearer its ranks should be: so it
-stands further inside. Pipeline, outermost, hands on activations once a micro-batch; tensor, innermost, sums them several times
-a layer. Names that are not known keep their place between pipeline and tensor, where they stood.
+stands further inside. Pipeline, outermost, hands on activations once a micro-batch; tensor, innermost, sums them
+several times a layer. Names that are not known stand between pipeline and data, in the order they were given.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ METHODS = (
         False,
     ),
     Method("expert", ("ep", "expert", "moe"), "sends tokens all to all, twice a layer", True),
-    Method("context", ("cp", "sp", "context", "seq", "sequence"), "passes keys and values round a ring, each layer", True),
+    Method(
+        "context", ("cp", "sp", "context", "seq", "sequence"), "passes keys and values round a ring, each layer", True
+    ),
     Method("tensor", ("tp", "etp", "mp", "tensor", "model"), "sums activations several times a layer", True),
 )
 """From the one that talks least, outermost, to the one that talks most."""

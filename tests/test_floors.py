@@ -14,8 +14,20 @@ FLOORS = [
     "__init__",
     "errors",
     "sizes",
+    "ink",
+    "machine",
     "draw",
+    "picture",
+    "svg",
     "layout",
+    "locality",
+    "traffic",
+    "costs",
+    "report",
+    "plans",
+    "place",
+    "console",
+    "page",
     "options",
     "rendezvous",
     "groups",
@@ -25,12 +37,13 @@ FLOORS = [
     "interop",
     "recipes",
     "parallel",
+    "commands",
     "__main__",
 ]
 """A file, or a folder of them, imports only from those that stand above it in this list."""
 
 NEVER = {
-    **dict.fromkeys(["__init__", "errors", "sizes", "draw", "layout", "options"], "torch"),
+    **dict.fromkeys([*FLOORS[: FLOORS.index("options") + 1], "commands", "__main__"], "torch"),
     "mesh": "pgmesh.launch",
 }
 """What a file does without, though the list would let it."""
