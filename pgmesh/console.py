@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING
 
 from pgmesh import picture, svg
 from pgmesh.draw import GAP
-from pgmesh.ink import Line
+from pgmesh.ink import Line, wrapped
 from pgmesh.picture import Cell, Figure, Panel
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ def lines(
     *axes: Axis,
     host: Level | None = None,
     mark: int | None = None,
-    title: str | None = None,
     width: int = 80,
     coloured: bool = False,
 ) -> list[Line]:
@@ -37,13 +37,13 @@ def lines(
     │ dp1   2   3  host 1│  │ dp1   6   7  host 3│
     └────────────────────┘  └────────────────────┘
     """
-    wide = min(layout.shape[-1] if layout.shape else 1, picture.WIDE)
-    while True:
-        figure = picture.figure(layout, *axes, host=host, mark=mark, title=title, most=MOST, wide=wide)
+    whole = min(layout.shape[-1] if layout.shape else 1, picture.WIDE)
+    tries = product((host, None) if host else (None,), range(whole, min(whole, 3) - 1, -1))
+    for named, wide in tries:  # fewer columns, and then no hosts, until it is narrow enough
+        figure = picture.figure(layout, *axes, host=named, mark=mark, most=MOST, wide=wide)
         panels = _panels(figure, coloured)
-        if _width(panels[0][0]) <= width or wide <= 3:
+        if _width(panels[0][0]) <= width:
             break
-        wide -= 1
     fit = max(1, (width + 2) // (_width(panels[0][0]) + 2))
     drawn: list[Line] = []
     for i in range(0, len(panels), fit):
@@ -52,11 +52,8 @@ def lines(
             for part in row:
                 line += [*([("  ", "")] if line else []), *part]
             drawn.append(line)
-    if figure.note:
-        drawn.append([(figure.note, "dim")])
-    if coloured and figure.legend:
-        drawn.append([(figure.legend.split(";")[0], "dim")])
-    return drawn
+    notes = [figure.note, figure.legend.split(";")[0] * coloured]
+    return [*drawn, *(line for note in filter(None, notes) for line in wrapped(note, width, "dim"))]
 
 
 def _width(line: Line) -> int:

@@ -232,7 +232,8 @@ def suggest(sizes: Mapping[str, int], machine: Machine) -> Layout:
 
 def laid_out(sizes: Mapping[str, int]) -> Layout:
     """The layout of these sizes, whatever the axes are called."""
-    box: dict[Axis, int] = {**sizes}
+    box: dict[Axis, int] = {}
+    box.update(sizes)
     return Layout.of(box, range(math.prod(box.values())))
 
 

@@ -39,17 +39,14 @@ METHODS = (
 
 
 def method_of(axis: str | int) -> Method | None:
-    """What an axis is for, by its name: whole, or with a word or a number beside it.
+    """What an axis is for, by its name: whole, or with a word or a number beside it. Expert is whose, not what.
 
-    >>> method_of("tp").name, method_of("dp_shard").name, method_of("x")
+    >>> method_of("tp").name, method_of("expert_data").name, method_of("x")
     ('tensor', 'data', None)
     """
     words = [word.rstrip("0123456789") for word in re.split("[_-]", str(axis).lower())]
-    for word in words:
-        for method in METHODS:
-            if word in method.spelled:
-                return method
-    return None
+    known = [method for method in METHODS for word in words if word in method.spelled]
+    return min(known, key=lambda method: method.name == "expert", default=None)
 
 
 def by_traffic(axes: Sequence[str]) -> tuple[str, ...]:

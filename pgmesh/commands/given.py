@@ -50,6 +50,11 @@ class Typed:
             said += [] if changed is None else [changed]
         return shlex.join(["pgmesh", *said, *more])
 
+    def but_last(self, word: str, changed: str) -> str:
+        """The line with the last of a word changed."""
+        at = max(i for i, said in enumerate(self.words) if said == word)
+        return Typed((*self.words[:at], changed, *self.words[at + 1 :])).but({})
+
 
 @dataclass(frozen=True)
 class Given:
@@ -89,24 +94,31 @@ def take(args: argparse.Namespace, typed: Typed, *, fit: bool = True) -> Given:
     Args:
         fit: whether the sizes have to hold just the ranks that the hosts have.
     """
-    machine = take_hosts(args, typed)
     sizes = _sizes(args.sizes, typed)
+    machine = take_hosts(args, sizes, typed)
     if not sizes:
         raise UsageError("say the sizes of the axes.", (typed.but({}, "pp=2", "dp=2", "tp=2"), "for example"))
     if fit:
-        sizes = fill(sizes, machine, typed)
+        sizes = fill(sizes, machine, where(args), typed)
     if args.order is not None:
         sizes = reorder(sizes, args.order, typed)
     fixed = {axis: size for axis, size in sizes.items() if size != -1}
     return Given(typed, sizes, machine, laid_out(sizes if fit else fixed or {"dp": 1}))
 
 
-def take_hosts(args: argparse.Namespace, typed: Typed) -> Machine:
+def take_hosts(args: argparse.Namespace, sizes: Mapping[str, int], typed: Typed) -> Machine:
     try:
         return take_machine(args.nodes, args.domains)
     except PgmeshError as error:
-        wrong, right = (args.nodes, "8x8") if args.domains is None else (args.domains, "4x18x4")
-        raise UsageError(str(error), (typed.but({wrong: right}), "for example")) from None
+        count = math.prod(size for size in sizes.values() if size != -1)
+        hosts, of = (count, 8) if -1 in sizes.values() else (count // 8, 8) if count % 8 == 0 else (1, count)
+        right = f"{hosts}x{of}" if args.domains is None else f"1x{hosts}x{of}"
+        raise UsageError(str(error), (typed.but({where(args): right}), "for example")) from None
+
+
+def where(args: argparse.Namespace) -> str:
+    """The word that says the hosts."""
+    return str(args.domains if args.nodes is None else args.nodes)
 
 
 def take_axes(text: str, layout: Layout, typed: Typed) -> tuple[Axis, ...]:
@@ -132,30 +144,37 @@ def take_axes(text: str, layout: Layout, typed: Typed) -> tuple[Axis, ...]:
 def take_views(words: Iterable[str], given: Given) -> dict[str, dict[str, int]]:
     """Views that are written ``moe: ep=8 edp=-1``."""
     views: dict[str, dict[str, int]] = {}
-    count = len(given.layout)
-    for number, text in enumerate(words):
-        name, colon, rest = text.rpartition(":")
-        name = name.strip() or f"view{number or ''}"
-        box = _sizes(rest.split(), given.typed, inside=text)
-        if not box or name in views:
-            says = (
-                f"a view is written 'moe: ep=8 edp=-1', not {text!r}." if not box else f"two views are named {name!r}."
+    for text in words:
+        name, colon, sizes = (part.strip() for part in text.rpartition(":"))
+        name = name or f"view{len(views) or ''}"
+        box = _sizes(sizes.split(), given.typed, inside=text)
+        if not box:
+            right = f"{name}: ep=-1"
+            raise UsageError(
+                f"a view is written 'moe: ep=8 edp=-1', not {text!r}.", (given.typed.but({text: right}), "")
             )
-            right = "moe: ep=2 edp=-1" if not box else f"{name}2: {rest.strip()}"
-            raise UsageError(says, (given.typed.but({text: right}), "for example"))
-        fixed = math.prod(size for size in box.values() if size != -1)
-        free = [axis for axis, size in box.items() if size == -1]
-        if len(free) > 1 or count % fixed or (not free and fixed != count):
-            right_box = _nearest(box, count, free[:1])
-            right = f"{name}: {report.sizes(right_box)}" if colon else report.sizes(right_box)
-            says = f"view {name!r}: {report.sizes(box)} "
-            says += f"has {len(free)} sizes of -1; one may be." if len(free) > 1 else (
-                f"cannot be filled: the mesh has {count:,} ranks, and {fixed:,} does not divide it." if free
-                else f"holds {fixed:,} ranks, but the mesh has {count:,}."
-            )  # fmt: skip
-            raise UsageError(says, (given.typed.but({text: right}), ""))
-        views[name] = {axis: count // fixed if size == -1 else size for axis, size in box.items()}
+        if name in views:
+            better = given.typed.but_last(text, f"{name}2: {sizes}")
+            raise UsageError(f"two views are named {name!r}.", (better, ""))
+        views[name] = _filled(name, box, len(given.layout), text, colon, given.typed)
     return views
+
+
+def _filled(name: str, box: dict[str, int], count: int, text: str, colon: str, typed: Typed) -> dict[str, int]:
+    """The sizes of a view, with what is left put in."""
+    fixed = math.prod(size for size in box.values() if size != -1)
+    free = [axis for axis, size in box.items() if size == -1]
+    if len(free) > 1:
+        fault = f"has {len(free)} sizes of -1; one may be"
+    elif free and count % fixed:
+        fault = f"cannot be filled: the mesh has {count:,} ranks, and {fixed:,} does not divide it"
+    elif not free and fixed != count:
+        fault = f"holds {fixed:,} ranks, but the mesh has {count:,}"
+    else:
+        return {axis: count // fixed if size == -1 else size for axis, size in box.items()}
+    right = report.sizes(_nearest(box, count, free[:1]))
+    better = typed.but({text: f"{name}: {right}" if colon else right})
+    raise UsageError(f"view {name!r}: {report.sizes(box)} {fault}.", (better, ""))
 
 
 def reorder(sizes: dict[str, int], order: str, typed: Typed) -> dict[str, int]:
@@ -184,7 +203,8 @@ def _sizes(words: Sequence[str], typed: Typed, inside: str | None = None) -> dic
         good = axis.isidentifier() and re.fullmatch(r"-1|0*[1-9][0-9]*", size)
         if not good or axis in sizes:
             name, number = re.search(r"[A-Za-z_]+", word), re.search(r"-1|[1-9][0-9]*", word)
-            right = f"{name[0] if name else 'dp'}={number[0] if number else 2}"
+            usual = 2 if inside is None else 1 if "-1" in inside else -1
+            right = f"{name[0] if name else 'dp'}={number[0] if number else usual}"
             right = "" if right.partition("=")[0] in sizes else right
             says = (
                 f"axis {axis} is given twice"
@@ -197,8 +217,8 @@ def _sizes(words: Sequence[str], typed: Typed, inside: str | None = None) -> dic
     return sizes
 
 
-def fill(sizes: dict[str, int], machine: Machine, typed: Typed) -> dict[str, int]:
-    """Sizes that hold just the ranks that the hosts have."""
+def fill(sizes: dict[str, int], machine: Machine, hosts: str, typed: Typed) -> dict[str, int]:
+    """Sizes that hold just the ranks that the hosts have; ``hosts`` is the word that says those."""
     fixed = math.prod(size for size in sizes.values() if size != -1)
     free = [axis for axis, size in sizes.items() if size == -1]
     if not machine:
@@ -228,28 +248,10 @@ def fill(sizes: dict[str, int], machine: Machine, typed: Typed) -> dict[str, int
     }
     changed = ", ".join(f"{axis} {right[axis]}" for axis in sizes if right[axis] != sizes[axis])
     ways = [(typed.but(changes), f"with {changed}")]
-    hosts = _hosts_for(fixed, host, machine)
-    if not free and hosts:
-        ways.append(
-            (typed.but({word: hosts for word in typed.words if _is_of(word, machine)}), f"or on {fixed:,} ranks")
-        )
+    room = _hosts_for(fixed, host, machine)
+    if not free and room:
+        ways.append((typed.but({hosts: room}), f"or on {fixed:,} ranks"))
     raise UsageError(says, *ways)
-
-
-def _is_of(word: str, machine: Machine) -> bool:
-    """Whether a word says this machine."""
-    value = word.partition("=")[2] if word.startswith("--") else word
-    try:
-        return machine in (take_machine(value) if "=" not in value else (), _or_none(value))
-    except PgmeshError:
-        return _or_none(value) == machine
-
-
-def _or_none(value: str) -> Machine | None:
-    try:
-        return take_machine(None, value)
-    except PgmeshError:
-        return None
 
 
 def _hosts_for(ranks: int, host: Level, machine: Machine) -> str | None:

@@ -85,7 +85,7 @@ def _suggested(mesh: Given, args: argparse.Namespace) -> tuple[Given, list[Line]
     whole = "dp" in mesh.sizes or -1 in mesh.sizes.values() or not mesh.machine
     if not whole and mesh.machine[0].capacity != len(mesh.layout):
         mesh.sizes["dp"] = -1
-    sizes = given.fill(mesh.sizes, mesh.machine, mesh.typed)
+    sizes = given.fill(mesh.sizes, mesh.machine, given.where(args), mesh.typed)
     layout = suggest(sizes, mesh.machine)
     ordered = dict(zip(map(str, layout.axes), layout.shape))
     where = ["--nodes", args.nodes] if args.nodes else ["--domains", args.domains] if args.domains else []
