@@ -55,7 +55,7 @@ def page(plans: Sequence[Plan], *axes: Axis) -> str:
     >>> "<script" in page([plan(layout, nodes="2x4")])
     False
     """
-    parts = [_plan(plan, *axes) for plan in plans]
+    parts = [part(plan, *axes) for plan in plans]
     parts.append(_sources())
     if len(plans) > 1:
         beside = safe(ink.plain(report.comparison(plans)))
@@ -78,7 +78,8 @@ def _whole(name: str, parts: Sequence[str]) -> str:
     return f'<!doctype html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}\n</body>\n</html>\n'
 
 
-def _plan(plan: Plan, *axes: Axis) -> str:
+def part(plan: Plan, *axes: Axis) -> str:
+    """One plan as a part of a page."""
     parts = [f"<h1>{safe(report.title(plan))}</h1>"]
     for finding in plan.findings:
         mend = f" <code>{safe(finding.mend)}</code>" if finding.mend else ""

@@ -3,10 +3,10 @@
 >>> print(plan(layout, nodes="2x4"))
 8 ranks: pp=2 dp=2 tp=2 on 2 hosts of 4
 <BLANKLINE>
-family  size  groups  stride  hosts       ring hops that leave  one group
-pp         2       4       4      2  inter              2 of 2  0, 4
-dp         2       4       2      1  intra              0 of 2  0, 2
-tp         2       4       1      1  intra              0 of 2  0, 1
+    family  size  groups  stride  hosts         ring hops that leave  one group
+    pp         2       4       4      2  inter                2 of 2  0, 4
+    dp         2       4       2      1  intra                0 of 2  0, 2
+    tp         2       4       1      1  intra                0 of 2  0, 1
 <BLANKLINE>
 A rank that uses each family holds 3 communicators, the world's not counted:
   NCCL  1.6 to 9.8 GB of GPU memory, by NVIDIA/nccl issues 2363, 964 and 1685
@@ -104,8 +104,8 @@ class Plan:
     def communicators(self) -> int:
         """How many a rank holds that uses each family once; groups of one rank are not counted.
 
-        >>> plan(layout, views={"moe": {"ep": 4, "edp": 2}}).communicators
-        5
+        >>> plan(layout, views={"moe": {"ep": 4, "edp": 2}}).communicators  # edp's groups are tp's
+        4
         """
         return sum(family.size > 1 and not family.same_as for family in self.families)
 
@@ -113,10 +113,10 @@ class Plan:
         """This plan and others in one table.
 
         >>> print(plan(layout, nodes="2x4").beside(plan(Layout(tp=2, dp=2, pp=2), nodes="2x4")))
-                  pp,dp,tp         tp,dp,pp
-        pp  2 hosts,   2/2            1 host
-        dp   1 host               1 host
-        tp   1 host      2 hosts,   2/2
+             pp,dp,tp            tp,dp,pp
+        pp   2 hosts, 2/2 hops   1 host
+        dp   1 host              1 host
+        tp   1 host              2 hosts, 2/2 hops
         """
         return ink.plain(report.comparison([self, *others]))
 
@@ -161,6 +161,27 @@ class Plan:
     def json(self) -> str:
         """The same as text."""
         return json.dumps(self.data(), indent=2)
+
+    def svg(self, *axes: Axis) -> str:
+        """The mesh and its views as a picture; ``axes`` are those whose groups have a colour each.
+
+        >>> plan(layout, nodes="2x4").svg("dp").count('<rect class="cell"')
+        8
+        """
+        from pgmesh import page, svg  # not before somebody asks for them
+
+        return svg.drawing(*page.figures(self, *axes)).svg()
+
+    def html(self, *axes: Axis) -> str:
+        """The picture, the numbers and their sources as a page, without scripts."""
+        from pgmesh import page
+
+        return page.page([self], *axes)
+
+    def _repr_html_(self) -> str:
+        from pgmesh import page
+
+        return page.part(self)
 
     def __str__(self) -> str:
         return ink.plain(report.whole(self))

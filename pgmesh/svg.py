@@ -108,6 +108,15 @@ def of(layout: Layout, *axes: Axis, host: Level | None = None, mark: int | None 
     return drawing(picture.figure(layout, *axes, host=host, mark=mark)).svg()
 
 
+def beside(*layouts: Layout, host: Level | None = None) -> str:
+    """Layouts side by side as SVG, such as two meshes over the same ranks.
+
+    >>> beside(layout, layout.view(edp=2, ep=4)).count('<rect class="cell"')
+    16
+    """
+    return drawing(*(picture.figure(layout, host=host) for layout in layouts)).svg()
+
+
 def drawing(*figures: Figure) -> Drawing:
     """Where everything of some figures stands, side by side where there is room for them."""
     room = max(WIDTH / len(figures), 480)
@@ -130,7 +139,7 @@ def colour(number: int, of_all: int) -> str:
     """The colour of one group of so many: all as light as one another, neighbours far apart, later turns a shade off.
 
     >>> colour(0, 2), colour(1, 2)
-    ('#a7d8ff', '#fdcaa1')
+    ('#a5dbff', '#fcc999')
     """
     turn = number * 0.38196601 if of_all > 6 else number / of_all  # the golden angle: no two turns meet
     light, strong = SHADES[number // 10 % 3]

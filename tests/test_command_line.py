@@ -80,6 +80,19 @@ def test_files_are_written_where_it_is_asked(capsys, tmp_path):
     assert "<svg" in said(capsys, f"show --rank 13 {MESH} --html -")
 
 
+def test_what_the_docs_show_is_what_it_says(capsys):
+    text = (ROOT / "docs" / "see.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```console\n\$ pgmesh (.*?)\n(.*?)```", text, flags=re.DOTALL)
+    assert len(blocks) >= 7
+    for line, answer in blocks:
+        assert said(capsys, line) == answer
+
+
+@pytest.mark.parametrize(("name", "more"), [("plan", ""), ("two-meshes", " --view 'moe: pp=2 edp=-1 ep=8'")])
+def test_the_pictures_of_the_docs_are_what_it_draws(capsys, name, more):
+    golden.check(f"../../docs/pictures/{name}.svg", said(capsys, f"plan {MESH}{more} --svg -"))
+
+
 def test_a_size_behind_an_option_is_a_size(capsys):
     first = said(capsys, f"plan {MESH} --compare tp,cp,dp,pp --family dp,cp")
     assert first == said(capsys, "plan --compare tp,cp,dp,pp --family dp,cp pp=2 dp=4 cp=2 tp=4 --nodes 8x8")

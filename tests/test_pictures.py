@@ -13,10 +13,11 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from pgmesh import Layout, console, ink, page, picture, plan, svg
+from pgmesh import Layout, ProcessGroupMesh, console, ink, page, picture, plan, svg
 from pgmesh.machine import Level, take_machine
 from pgmesh.svg import Box, Drawing
 from tests import golden_files as golden
+from tests.dry import dry_world
 from tests.test_draw import layouts
 
 EIGHT = Layout(pp=2, dp=2, tp=2)
@@ -189,6 +190,14 @@ def test_the_text_of_an_svg_is_xml_whatever_axes_are_called():
 def test_notebooks_show_a_layout_as_a_picture():
     assert EIGHT._repr_html_() == svg.of(EIGHT)
     assert "1,048,576 ranks" in Layout(dp=1 << 20)._repr_html_()
+
+
+def test_notebooks_show_a_mesh_with_this_rank_and_a_plan_as_its_page():
+    with dry_world(5, 8):
+        assert ProcessGroupMesh(pp=2, dp=2, tp=2)._repr_html_() == svg.of(EIGHT, mark=5)
+    planned = plan(EIGHT, nodes="2x4")
+    assert planned._repr_html_() in planned.html() == page.page([planned])
+    assert planned.svg("dp") in planned.html("dp")
 
 
 def test_a_page_has_numbers_pictures_and_no_scripts():
