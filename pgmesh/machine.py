@@ -93,7 +93,9 @@ class Level:
         if self.count <= 8:
             *most, last = (str(size) for n, size in self.runs for _ in range(n))
             return f"{self.count} {self.name}s of {', '.join(most)} and {last}"
-        return " and ".join(f"{n:,} {self.name}{'s' * (n > 1)} of {size:,}" for n, size in self.runs)
+        if len(self.runs) == 2:
+            return " and ".join(f"{n:,} {self.name}{'s' * (n > 1)} of {size:,}" for n, size in self.runs)
+        return f"{self.count:,} {self.name}s of {min(size for _, size in self.runs):,} to {self.largest:,}"
 
 
 Machine = tuple[Level, ...]

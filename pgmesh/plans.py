@@ -3,10 +3,10 @@
 >>> print(plan(layout, nodes="2x4"))
 8 ranks: pp=2 dp=2 tp=2 on 2 hosts of 4
 <BLANKLINE>
-    family  size  groups  stride  hosts         ring hops that leave  one group
-    pp         2       4       4      2  inter                2 of 2  0, 4
-    dp         2       4       2      1  intra                0 of 2  0, 2
-    tp         2       4       1      1  intra                0 of 2  0, 1
+family  size  groups  stride  hosts         ring hops that leave  one group
+pp         2       4       4      2  inter                2 of 2  0, 4
+dp         2       4       2      1  intra                0 of 2  0, 2
+tp         2       4       1      1  intra                0 of 2  0, 1
 <BLANKLINE>
 A rank that uses each family holds 3 communicators, the world's not counted:
   NCCL  1.6 to 9.8 GB of GPU memory, by NVIDIA/nccl issues 2363, 964 and 1685
@@ -370,7 +370,8 @@ def _finding(family: FamilyPlan, number: int, layout: Layout, machine: Machine, 
     if lie.intra:
         cut = family.groups - lie.intra
         verb = "spans" if cut == 1 else "span"
-        says = f"{cut:,} of {family.groups:,} {family.name} groups {verb} {lie.high} {fence.name}s, across an edge."
+        most = f"{'up to ' * (lie.high > 2)}{lie.high} {fence.name}s"
+        says = f"{cut:,} of {family.groups:,} {family.name} groups {verb} {most}, across an edge."
     order = traffic.by_traffic([str(axis) for axis in layout.axes])
     if order != layout.axes and layout.ranks_in_order() == range(len(layout)):
         moved = laid_out({axis: layout.size(axis) for axis in order})

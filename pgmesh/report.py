@@ -24,11 +24,14 @@ def title(plan: Plan) -> str:
     """``64 ranks: pp=2 dp=4 cp=2 tp=4 on 8 hosts of 8``."""
     layout = plan.layout
     where = f" on {' in '.join(map(str, plan.machine))}" if plan.machine else ""
-    return f"{len(layout):,} rank{'s' * (len(layout) > 1)}: {sizes(dict(zip(layout.axes, layout.shape)))}{where}"
+    axes = f": {sizes(dict(zip(layout.axes, layout.shape)))}" if layout.axes else ""
+    return f"{len(layout):,} rank{'s' * (len(layout) > 1)}{axes}{where}"
 
 
 def table(plan: Plan, width: int = 80) -> list[Line]:
     """A row for each family."""
+    if not plan.families:
+        return [[("No axes, so no groups.", "")]]
     names = [level.name for level in plan.machine]
     head = ["family", "size", "groups", "stride"]
     for name in names:

@@ -24,6 +24,8 @@ PLANS = {
     "a-million-ranks": lambda: plan(Layout(pp=16, dp=512, cp=8, tp=16), nodes="131072x8"),
     "no-hosts": lambda: plan(Layout(pp=2, dp=2, tp=2)),
     "one-rank": lambda: plan(Layout(dp=1), nodes="1x1"),
+    "hosts-of-all-kinds": lambda: plan(Layout(dp=10, tp=8), nodes=[8, 4, 16, 6, 7, 8, 4, 16, 6, 5]),
+    "no-axis": lambda: plan(Layout(dp=2, tp=2).at(dp=1, tp=0), nodes="1x4"),
     "numbered-axes": lambda: plan(Layout(2, 2, 2), nodes="2x4"),
 }
 
