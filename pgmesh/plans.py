@@ -371,7 +371,8 @@ def _finding(family: FamilyPlan, number: int, layout: Layout, machine: Machine, 
         cut = family.groups - lie.intra
         verb = "spans" if cut == 1 else "span"
         most = f"{'up to ' * (lie.high > 2)}{lie.high} {fence.name}s"
-        says = f"{cut:,} of {family.groups:,} {family.name} groups {verb} {most}, across an edge."
+        about = "" if lie.exact else "About "
+        says = f"{about}{cut:,} of {family.groups:,} {family.name} groups {verb} {most}, across an edge."
     order = traffic.by_traffic([str(axis) for axis in layout.axes])
     if order != layout.axes and layout.ranks_in_order() == range(len(layout)):
         moved = laid_out({axis: layout.size(axis) for axis in order})
@@ -388,7 +389,8 @@ def _finding(family: FamilyPlan, number: int, layout: Layout, machine: Machine, 
         return Finding(f"{says} What talks more fills the {fence.name}: no order keeps both on one.", False)
     together = f"{size} ranks do" if heavier == 1 else f"With what talks more they are {heavier * size} ranks, which do"
     wrong = sorted({unit for _, unit in fence.runs if unit % (heavier * size)})
-    return Finding(f"{says} {together} not divide a {fence.name} of {report.listed(wrong)}." if wrong else says, True)
+    units = f"a {fence.name}" if len(wrong) == 1 else f"{fence.name}s"
+    return Finding(f"{says} {together} not divide {units} of {report.listed(wrong)}." if wrong else says, True)
 
 
 def _hops(lie: Spread, size: int, fence: Level) -> str:

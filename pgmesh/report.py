@@ -29,16 +29,18 @@ def title(plan: Plan) -> str:
 
 
 def table(plan: Plan, width: int = 80) -> list[Line]:
-    """A row for each family."""
+    """A row for each family, with fewer words where they would not fit."""
     if not plan.families:
         return [[("No axes, so no groups.", "")]]
     names = [level.name for level in plan.machine]
-    head = ["family", "size", "groups", "stride"]
-    for name in names:
-        head += [f"{name}s", "", "hops out" if len(names) > 1 else "ring hops that leave"]
-    table = [[(word, "dim") for word in head], *rows(plan)]
+    for hops, of in (("ring hops that leave", True), ("hops out", True), ("hops out", False)):
+        hops = hops if len(names) < 2 else "hops out"
+        head = ["family", "size", "groups", "stride", *(word for name in names for word in (f"{name}s", "", hops))]
+        table = [[(word, "dim") for word in head], *rows(plan, of)]
+        taken = sum(max(len(text) for text, _ in column) + 2 for column in zip(*table))
+        if taken - 2 <= width:
+            break
     right = [False, True, True, True, *([True, False, True] * len(names))]
-    taken = sum(max(len(text) for text, _ in column) + 2 for column in zip(*table))
     if width - taken >= 9:
         table[0].append(("one group", "dim"))
         for row, family in zip(table[1:], plan.families):
@@ -47,13 +49,18 @@ def table(plan: Plan, width: int = 80) -> list[Line]:
     return columns(table, right)
 
 
-def rows(plan: Plan) -> list[list[tuple[str, str]]]:
-    """The cells of each family: name, size, groups, stride; then for each level units, kind and hops."""
+def rows(plan: Plan, of: bool = True) -> list[list[tuple[str, str]]]:
+    """The cells of each family: name, size, groups, stride; then for each level units, kind and hops.
+
+    Args:
+        of: whether hops are said beside how many there are.
+    """
     rows = []
     for family in plan.families:
         row = [(family.name, "bold"), (f"{family.size:,}", ""), (f"{family.groups:,}", ""), (_stride(family), "")]
         for lie in family.spreads:
-            row += [(span(lie.low, lie.high), ""), (_kind(lie), STYLES[lie.kind]), (_leaving(lie, family.size), "")]
+            hops = span(lie.hops_low, lie.hops_high) + f" of {family.size:,}" * of if family.size > 1 else "-"
+            row += [(span(lie.low, lie.high), ""), (_kind(lie), STYLES[lie.kind]), (hops, "")]
         rows.append(row)
     return rows
 
@@ -136,10 +143,6 @@ def listed(words: Iterable[object]) -> str:
 
 def _kind(lie: Spread) -> str:
     return lie.kind + "~" * (not lie.exact)
-
-
-def _leaving(lie: Spread, size: int) -> str:
-    return "-" if size == 1 else f"{span(lie.hops_low, lie.hops_high)} of {size:,}"
 
 
 def _stride(family: FamilyPlan) -> str:
