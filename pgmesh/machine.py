@@ -13,6 +13,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 from pgmesh.errors import ShapeError
@@ -34,14 +35,15 @@ class Level:
     name: str
     runs: tuple[tuple[int, int], ...]
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_edges", tuple(accumulate((n * size for n, size in self.runs), initial=0)))
-        object.__setattr__(self, "_before", tuple(accumulate((n for n, _ in self.runs), initial=0)))
-
-    @property
+    @cached_property
     def edges(self) -> tuple[int, ...]:
         """Where each run begins, and where the last ends, in ranks."""
-        return self._edges  # type: ignore[attr-defined, no-any-return]
+        return tuple(accumulate((n * size for n, size in self.runs), initial=0))
+
+    @cached_property
+    def _before(self) -> tuple[int, ...]:
+        """How many units there are before each run, and in all."""
+        return tuple(accumulate((n for n, _ in self.runs), initial=0))
 
     @property
     def count(self) -> int:
@@ -65,7 +67,7 @@ class Level:
     def unit_of(self, rank: int) -> int:
         """The unit that a rank is in."""
         run = self.run_of(rank)
-        return self._before[run] + (rank - self.edges[run]) // self.runs[run][1]  # type: ignore[attr-defined, no-any-return]
+        return self._before[run] + (rank - self.edges[run]) // self.runs[run][1]
 
     def ranks_of(self, unit: int) -> range:
         """The ranks of one unit.
@@ -73,9 +75,9 @@ class Level:
         >>> Level("host", ((2, 8), (1, 4))).ranks_of(2)
         range(16, 20)
         """
-        run = bisect_right(self._before, unit) - 1  # type: ignore[attr-defined]
+        run = bisect_right(self._before, unit) - 1
         size = self.runs[run][1]
-        start = self.edges[run] + (unit - self._before[run]) * size  # type: ignore[attr-defined]
+        start = self.edges[run] + (unit - self._before[run]) * size
         return range(start, start + size)
 
     def spell(self) -> str:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Union
 
 from pgmesh import costs, ink, report, traffic
@@ -260,8 +260,10 @@ def laid_out(sizes: Mapping[str, int]) -> Layout:
 
 def check_room(layout: Layout, machine: Machine) -> None:
     """ShapeError if the hosts do not hold the ranks."""
-    ranks = layout.ranks_in_order() if layout.strides and None not in layout.strides else layout.ranks()
-    last = max(ranks[0], ranks[-1]) if isinstance(ranks, range) else max(ranks)
+    if None in layout.strides:
+        last = max(layout.ranks())
+    else:
+        last = layout.rank_of([-1 if (stride or 0) > 0 else 0 for stride in layout.strides])
     if machine and last >= machine[0].capacity:
         raise ShapeError(f"{machine[0]} hold {machine[0].capacity:,} ranks, but there is a rank {last:,}.")
 
@@ -284,12 +286,8 @@ def _family(
     )
     same = known.setdefault(_what(layout, axes, family), family.name) if size > 1 else family.name
     if same != family.name:
-        family = FamilyPlan(**{**_fields(family), "same_as": same})
+        return replace(family, same_as=same)
     return family
-
-
-def _fields(family: FamilyPlan) -> dict[str, Any]:
-    return {name: getattr(family, name) for name in FamilyPlan.__dataclass_fields__}
 
 
 def _strides(layout: Layout, axes: tuple[Axis, ...]) -> tuple[int, ...]:
@@ -322,14 +320,10 @@ def _what(layout: Layout, axes: tuple[Axis, ...], family: FamilyPlan) -> object:
     """What tells a family's groups from others': all of them, or the arithmetic that leads to them."""
     along, others = split(layout, axes)
     if along is not None and others is not None:
-        return (family.sample[0], family.size, family.strides, len(layout), _covers(layout))
+        return (family.sample[0], family.size, family.strides, len(layout), _strides(layout, layout.axes))
     if len(layout) <= ENOUGH:
         return frozenset(frozenset(block) for block in layout.partition(*axes))
     return object()
-
-
-def _covers(layout: Layout) -> tuple[int, ...]:
-    return _strides(layout, layout.axes)
 
 
 # -- what to know about it ----------------------------------------------------------------------------------------
@@ -374,7 +368,7 @@ def _finding(family: FamilyPlan, number: int, layout: Layout, machine: Machine, 
         about = "" if lie.exact else "About "
         says = f"{about}{cut:,} of {family.groups:,} {family.name} groups {verb} {most}, across an edge."
     order = traffic.by_traffic([str(axis) for axis in layout.axes])
-    if order != layout.axes and layout.ranks_in_order() == range(len(layout)):
+    if order != layout.axes and _strides(layout, layout.axes) == (1,) and 0 in layout:
         moved = laid_out({axis: layout.size(axis) for axis in order})
         after = spread(moved, family.axes, fence)
         if (after.high, after.hops_high, -after.intra) < (lie.high, lie.hops_high, -lie.intra):
