@@ -86,7 +86,7 @@ def part(plan: Plan, *axes: Axis) -> str:
         parts.append(f'<p class="{"bad" if finding.bad else ""}">{safe(finding.says)}{mend}</p>')
     parts += [svg.drawing(*figures(plan, *axes)).svg(), "<h2>Groups</h2>", _table(plan)]
     if plan.communicators:
-        first, *costs_of_all = report.price(plan)
+        first, *costs_of_all = report.price(plan, 10_000)
         parts += ["<h2>What a rank holds</h2>", f"<p>{safe(ink.plain([first]))}</p>", "<ul>"]
         parts += [*(f"<li>{safe(ink.plain([line]).strip())}</li>" for line in costs_of_all), "</ul>"]
     return "\n".join(parts)

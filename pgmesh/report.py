@@ -17,7 +17,7 @@ STYLES = {"intra": "green", "mixed": "yellow", "inter": ""}
 
 def whole(plan: Plan, width: int = 80) -> list[Line]:
     """All of a plan."""
-    return [[(title(plan), "bold")], [], *table(plan, width), [], *price(plan), [], *findings(plan, width)]
+    return [[(title(plan), "bold")], [], *table(plan, width), [], *price(plan, width), [], *findings(plan, width)]
 
 
 def title(plan: Plan) -> str:
@@ -65,7 +65,7 @@ def rows(plan: Plan, of: bool = True) -> list[list[tuple[str, str]]]:
     return rows
 
 
-def price(plan: Plan) -> list[Line]:
+def price(plan: Plan, width: int = 80) -> list[Line]:
     """How many communicators, and what they would take."""
     count = plan.communicators
     if not count:
@@ -77,7 +77,15 @@ def price(plan: Plan) -> list[Line]:
     lines.append([(f"  NCCL  {costs.NCCL.times(count)}, by NVIDIA/nccl issues 2363, 964 and 1685", "")])
     gloo = f"{threads} threads, {descriptors} descriptors and {costs.GLOO.times(count)}"
     lines.append([(f"  Gloo  {gloo}, as we measured it", "")])
-    return lines + ([[(f"  One group under two names is one communicator: {'; '.join(same)}.", "")]] if same else [])
+    if same:
+        lines += wrapped(f"One group under two names is one communicator: {'; '.join(same)}.", width, "", "  ")
+    alone = [family.name for family in plan.families if family.size == 1]
+    if alone:
+        says = (
+            f"Groups of one rank are not counted ({', '.join(alone)}); NCCL takes memory for those that are used too."
+        )
+        lines += wrapped(says, width, "", "  ")
+    return lines
 
 
 def findings(plan: Plan, width: int = 80) -> list[Line]:

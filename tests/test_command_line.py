@@ -36,7 +36,7 @@ def said(capsys: pytest.CaptureFixture[str], line: str, status: int = 0) -> str:
 ANSWERS = {
     "plan": f"plan {MESH} --view 'moe: ep=8 edp=-1' --family dp,cp",
     "plan-in-another-order": f"plan {MESH} --order tp,cp,dp,pp",
-    "plan-with-picture": "plan pp=2 dp=2 tp=2 --nodes 2x4 --picture",
+    "plan-with-picture": "plan pp=2 dp=2 tp=2 --nodes 2x4 --picture --view 'moe: pp=2 edp=1 ep=4'",
     "plan-uneven": "plan dp=5 tp=4 --nodes 8,6,6",
     "plan-domains": "plan pp=4 dp=-1 tp=8 --domains 4x18x4",
     "plan-a-million": "plan pp=16 dp=-1 cp=8 tp=16 --nodes 131072x8",

@@ -94,7 +94,7 @@ def _suggested(mesh: Given, args: argparse.Namespace) -> tuple[Given, list[Line]
     rows = []
     for axis in reversed(layout.axes):
         method = traffic.method_of(axis)
-        says = f"{method.name}: {method.talk}" if method else "not a name that is known: left where it stood"
+        says = f"{method.name}: {method.talk}" if method else "a name that is not known: between pipeline and data"
         rows.append([(f"  {axis}={ordered[str(axis)]}", "bold"), (says, "")])
     why += [[("Those that talk most stand nearest, innermost first:", "")], *ink.columns(rows, [False, False]), []]
     return Given(mesh.typed, ordered, mesh.machine, layout), why
@@ -130,8 +130,14 @@ def _save(plans: list[Plan], args: argparse.Namespace, colour: tuple[str | int, 
 
 
 def _picture(one: Plan, colour: tuple[str | int, ...], width: int) -> list[Line]:
+    """The mesh, and its views under it."""
     from pgmesh import console, page
 
-    axes = colour or page.colour_axes(one.layout)
     host = one.machine[0] if one.machine else None
-    return console.lines(one.layout, *axes, host=host, width=width, coloured=ink.is_coloured(sys.stdout))
+    coloured = ink.is_coloured(sys.stdout)
+    axes = colour or page.colour_axes(one.layout)
+    lines = console.lines(one.layout, *axes, host=host, width=width, coloured=coloured)
+    for name, view in one.views:
+        drawn = console.lines(view, *page.colour_axes(view), host=host, width=width, coloured=coloured)
+        lines += [[], [(f"{name}:", "bold")], *drawn]
+    return lines
