@@ -58,7 +58,7 @@ NCCL = Cost(
             "https://github.com/NVIDIA/nccl/issues/1685",
         ),
         Source(
-            "linear in communicators and in channels (NCCL_MAX_NCHANNELS, max_ctas); no longer grows beyond 2 nodes",
+            "more with each communicator, linear in channels (NCCL_MAX_NCHANNELS, max_ctas), no more beyond 2 nodes",
             "https://github.com/NVIDIA/nccl/issues/986",
         ),
         Source(
