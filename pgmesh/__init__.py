@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 _HOME = {
     "ProcessGroupMesh": "mesh",
     "Layout": "layout",
+    "plan": "plans",
     "GroupOptions": "options",
     "from_device_mesh": "interop",
     **dict.fromkeys(
@@ -32,7 +33,7 @@ _HOME = {
         "errors",
     ),
 }
-_MODULES = ("launch", "interop", "layout", "draw", "errors", "options", "groups", "family", "mesh")
+_MODULES = ("launch", "interop", "layout", "draw", "svg", "plans", "errors", "options", "groups", "family", "mesh")
 
 __all__ = [*_HOME]
 __version__ = "0.1.0"
@@ -74,3 +75,4 @@ if TYPE_CHECKING:
     from pgmesh.layout import Layout as Layout
     from pgmesh.mesh import ProcessGroupMesh as ProcessGroupMesh
     from pgmesh.options import GroupOptions as GroupOptions
+    from pgmesh.plans import plan as plan

@@ -5,7 +5,8 @@ The last axis runs across, the one before it runs down, and each place on the ax
 
 from __future__ import annotations
 
-from itertools import product
+from collections.abc import Iterable
+from itertools import product, repeat
 from typing import TYPE_CHECKING, Union
 
 if TYPE_CHECKING:
@@ -33,11 +34,11 @@ def text(layout: Layout, *, mark: int | None = None, width: int = 80) -> str:
     │ dp1   2   3│  │ dp1   6   7│
     └────────────┘  └────────────┘
     """
-    shown = _shown(layout, mark)
+    shown = shown_indices(layout, mark, repeat(MOST))
     cut = max(0, len(layout.axes) - 2)
     tables = {outer: _table(layout, outer, shown[cut:], mark) for outer in product(*shown[:cut])}
     widths = [max(map(len, column)) for column in zip(*(line for table in tables.values() for line in table))]
-    panels = [_frame(_words(layout.axes, outer), table, widths) for outer, table in tables.items()]
+    panels = [_frame(place_in_words(layout.axes, outer), table, widths) for outer, table in tables.items()]
     fit = max(1, (width + 2) // (max(len(panel[0]) for panel in panels) + 2))
     strips = [panels[i : i + fit] for i in range(0, len(panels), fit)]
     return "\n".join("  ".join(line) for strip in strips for line in zip(*strip))
@@ -47,9 +48,9 @@ def _table(layout: Layout, outer: Place, shown: list[Place], mark: int | None) -
     """The words of one panel: the names of its columns, then a line for each row of ranks."""
     axes = layout.axes[len(outer) :]
     columns = list(product(*shown[-1:]))
-    names = [["", *(_words(axes[-1:], column) for column in columns)]] if axes else []
+    names = [["", *(place_in_words(axes[-1:], column) for column in columns)]] if axes else []
     return names + [
-        [_words(axes[:-1], row), *(_rank(layout, (*outer, *row, *column), mark) for column in columns)]
+        [place_in_words(axes[:-1], row), *(_rank(layout, (*outer, *row, *column), mark) for column in columns)]
         for row in product(*shown[:-1])
     ]
 
@@ -73,18 +74,21 @@ def _rank(layout: Layout, place: Place, mark: int | None) -> str:
     return f"[{rank}]" if rank == mark else str(rank)
 
 
-def _shown(layout: Layout, mark: int | None) -> list[Place]:
+def shown_indices(layout: Layout, mark: int | None, limits: Iterable[int]) -> list[Place]:
     """The indices of each axis that a picture shows: all of a short one; of a long one the ends and the marked."""
     here = layout.coord_of(mark) if mark is not None and mark in layout else (0,) * len(layout.axes)
-    return [tuple(range(size)) if size <= MOST else _ends(size, index) for size, index in zip(layout.shape, here)]
+    return [
+        tuple(range(size)) if size <= most else _ends(size, index, most)
+        for size, index, most in zip(layout.shape, here, limits)
+    ]
 
 
-def _ends(size: int, index: int) -> Place:
-    if MOST - 2 <= index < size - 1:
-        return (*range(MOST - 4), GAP, index, GAP, size - 1)
-    return (*range(MOST - 2), GAP, size - 1)
+def _ends(size: int, index: int, most: int) -> Place:
+    if most - 2 <= index < size - 1:
+        return (*range(most - 4), GAP, index, GAP, size - 1)
+    return (*range(most - 2), GAP, size - 1)
 
 
-def _words(axes: tuple[str | int, ...], place: Place) -> str:
+def place_in_words(axes: tuple[str | int, ...], place: Place) -> str:
     """A place in the words of ``label``: ``pp0 dp1``."""
     return " ".join(f"{axis}:{i}" if isinstance(axis, int) else f"{axis}{i}" for axis, i in zip(axes, place))

@@ -140,6 +140,17 @@ class Layout:
         """
         return tuple(map(len, self._steps))
 
+    @property
+    def strides(self) -> tuple[int | None, ...]:
+        """How many ranks apart neighbours along each axis are; None where that differs from place to place.
+
+        >>> layout.strides
+        (4, 2, 1)
+        """
+        if self._table is not None:
+            return tuple(None if len(step) > 1 else 0 for step in self._steps)
+        return tuple((step.step if isinstance(step, range) else None) if len(step) > 1 else 0 for step in self._steps)
+
     def size(self, *axes: Axis) -> int:
         """How many ranks along these axes; along none, how many in all.
 
@@ -419,6 +430,11 @@ class Layout:
     def __str__(self) -> str:
         return draw.text(self)
 
+    def _repr_html_(self) -> str:
+        from pgmesh import svg  # a notebook's picture; whoever prints text has no use for it
+
+        return svg.of(self)
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Layout):
             return NotImplemented
@@ -456,7 +472,7 @@ class Layout:
             return axis % len(self._axes)
         if fixed is not None:
             raise AxisError(f"axis {axis} is fixed at {fixed} in {self._brief()}; ask the mesh that it was cut from.")
-        close = _alike(axis, [name for name in self._axes if isinstance(name, str)])
+        close = alike(axis, [name for name in self._axes if isinstance(name, str)])
         hint = f" Did you mean {close!r}?" if close else ""
         raise AxisError(f"there is no axis {axis!r} in {self._brief()}.{hint}")
 
@@ -615,7 +631,7 @@ def _many(size: int) -> str:
     return f"{size} indices, 0 to {size - 1}" if size > 1 else "one index, 0"
 
 
-def _alike(wrong: object, names: list[str]) -> str | None:
+def alike(wrong: object, names: list[str]) -> str | None:
     """The name that was meant: the same letters in another order or case, or nearly the same."""
     folded = {name.casefold(): name for name in names}
     word = str(wrong).casefold()

@@ -547,6 +547,11 @@ class ProcessGroupMesh:
     def __str__(self) -> str:
         return draw.text(self.layout, mark=self.rank)
 
+    def _repr_html_(self) -> str:
+        from pgmesh import svg  # for notebooks alone
+
+        return svg.of(self.layout, mark=self.rank)
+
     def __reduce__(self) -> tuple[Any, ...]:
         root = (self._family.name, self._family.number, self._family.layout, self._family.call, self._family.rank)
         return _revive, (root, self.layout, self._root, self._part_of)

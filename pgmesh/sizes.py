@@ -141,7 +141,7 @@ def _ways_out(who: str, box: dict[str | int, int], fixed: int, count: int, pick:
         if not free:
             ways.append((call({axis: -1}), f"let {_axis(axis)} be what is left: {count // rest}"))
         else:
-            would = _divisors(count // rest)
+            would = divisors(count // rest)
             near = min(would, key=lambda n: abs(n - size))
             ways.append((call({axis: near}), f"{_axis(axis)} may be {_any_of(would)}"))
         break
@@ -149,7 +149,7 @@ def _ways_out(who: str, box: dict[str | int, int], fixed: int, count: int, pick:
         left, changes = count, dict[str | int, int]()
         filled = (free or list(box))[0]
         for axis in reversed([axis for axis in box if axis != filled]):
-            changes[axis] = max(n for n in _divisors(left) if n <= box[axis])
+            changes[axis] = max(n for n in divisors(left) if n <= box[axis])
             left //= changes[axis]
         ways.append((call({filled: -1, **changes}), f"sizes that divide {count}; {_axis(filled)} is then {left}"))
     if pick and fixed < count and not free:
@@ -157,8 +157,14 @@ def _ways_out(who: str, box: dict[str | int, int], fixed: int, count: int, pick:
     return ways
 
 
-def _divisors(count: int) -> list[int]:
-    return [n for n in range(1, count + 1) if count % n == 0]
+def divisors(count: int) -> list[int]:
+    """What divides a number, in order.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    low = [n for n in range(1, math.isqrt(count) + 1) if count % n == 0]
+    return low + [count // n for n in reversed(low) if n * n != count]
 
 
 def _any_of(values: list[int]) -> str:

@@ -14,8 +14,20 @@ FLOORS = [
     "__init__",
     "errors",
     "sizes",
+    "ink",
+    "machine",
     "draw",
+    "picture",
+    "svg",
     "layout",
+    "locality",
+    "traffic",
+    "costs",
+    "wording",
+    "page",
+    "plans",
+    "place",
+    "console",
     "options",
     "rendezvous",
     "polling",
@@ -29,12 +41,13 @@ FLOORS = [
     "interop",
     "recipes",
     "parallel",
+    "commands",
     "__main__",
 ]
 """A file, or a folder of them, imports only from those that stand above it in this list."""
 
 NEVER = {
-    **dict.fromkeys(["__init__", "errors", "sizes", "draw", "layout", "options", "rendezvous"], "torch"),
+    **dict.fromkeys([*FLOORS[: FLOORS.index("rendezvous") + 1], "commands", "__main__"], "torch"),
     "mesh": "pgmesh.launch",
 }
 """What a file does without, though the list would let it."""

@@ -1,0 +1,281 @@
+"""What a command line says, read; where it is wrong, the same line put right."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pgmesh import wording
+from pgmesh.errors import PgmeshError
+from pgmesh.layout import Axis, Layout, alike
+from pgmesh.machine import Level, Machine, take_machine
+from pgmesh.plans import laid_out
+from pgmesh.sizes import divisors
+
+
+class UsageError(Exception):
+    """A command line that cannot be done: what is wrong, with the numbers, and lines that can."""
+
+    def __init__(self, says: str, *ways: tuple[str, str]) -> None:
+        width = max((len(line) for line, _ in ways), default=0)
+        lines = [f"  {line:{width}}   # {why}" if why else f"  {line}" for line, why in ways]
+        super().__init__("\n".join([says, *[""] * bool(ways), *lines]))
+
+
+@dataclass(frozen=True)
+class Typed:
+    """The words of a command line as they were typed, to be typed again with some of them changed."""
+
+    words: tuple[str, ...]
+
+    def but(self, changes: Mapping[str, str | None], *more: str) -> str:
+        """The line with some words changed, left out (None) or added.
+
+        >>> Typed(("plan", "dp=3", "--nodes=2x4")).but({"dp=3": "dp=2", "2x4": "1x4"})
+        'pgmesh plan dp=2 --nodes=1x4'
+        """
+        said: list[str] = []
+        for word in self.words:
+            option, equals, value = word.partition("=")
+            if word in changes:
+                changed = changes[word]
+            elif option.startswith("--") and equals and value in changes:
+                changed = None if changes[value] is None else f"{option}={changes[value]}"
+            else:
+                changed = word
+            said += [] if changed is None else [changed]
+        return shlex.join(["pgmesh", *said, *more])
+
+    def but_last(self, word: str, changed: str) -> str:
+        """The line with the last of a word changed."""
+        at = max(i for i, said in enumerate(self.words) if said == word)
+        return Typed((*self.words[:at], changed, *self.words[at + 1 :])).but({})
+
+
+@dataclass(frozen=True)
+class Given:
+    """A mesh and its machine, as a command line says them."""
+
+    typed: Typed
+    sizes: dict[str, int]
+    machine: Machine
+    layout: Layout
+    views: dict[str, dict[str, int]] = field(default_factory=dict)
+
+
+def add_mesh(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say what mesh on what machine."""
+    parser.add_argument(
+        "sizes", nargs="*", metavar="AXIS=SIZE", help="the axes, outermost first; one size may be -1: what is left"
+    )
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--nodes", metavar="HOSTS", help="8x8 is 8 hosts of 8 ranks; 8,8,4 the ranks of each host")
+    where.add_argument("--domains", metavar="LEVELS", help="4x18x4 is 4 NVLink domains of 18 hosts of 4 ranks")
+    parser.add_argument("--order", metavar="AXES", help="the axes in another order, outermost first: pp,dp,cp,tp")
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say how to answer."""
+    parser.add_argument("--json", action="store_true", help="answer in JSON, with the sources of each number")
+    parser.add_argument("--svg", metavar="FILE", help="write a picture; - is standard output")
+    parser.add_argument("--html", metavar="FILE", help="write a page with the picture and the numbers")
+    parser.add_argument(
+        "--colour", "--color", metavar="AXES", help="the axes whose groups get a colour each: dp or dp,cp"
+    )
+
+
+def take(args: argparse.Namespace, typed: Typed, *, fit: bool = True) -> Given:
+    """The mesh that a command line says.
+
+    Args:
+        fit: whether the sizes have to hold just the ranks that the hosts have.
+    """
+    sizes = _sizes(args.sizes, typed)
+    machine = take_hosts(args, sizes, typed)
+    if not sizes:
+        raise UsageError("say the sizes of the axes.", (typed.but({}, "pp=2", "dp=2", "tp=2"), "for example"))
+    if fit:
+        sizes = fill(sizes, machine, where(args), typed)
+    if args.order is not None:
+        sizes = reorder(sizes, args.order, typed)
+    fixed = {axis: size for axis, size in sizes.items() if size != -1}
+    return Given(typed, sizes, machine, laid_out(sizes if fit else fixed or {"dp": 1}))
+
+
+def take_hosts(args: argparse.Namespace, sizes: Mapping[str, int], typed: Typed) -> Machine:
+    try:
+        return take_machine(args.nodes, args.domains)
+    except PgmeshError as error:
+        count = math.prod(size for size in sizes.values() if size != -1)
+        hosts, of = (count, 8) if -1 in sizes.values() else (count // 8, 8) if count % 8 == 0 else (1, count)
+        right = f"{hosts}x{of}" if args.domains is None else f"1x{hosts}x{of}"
+        raise UsageError(str(error), (typed.but({where(args): right}), "for example")) from None
+
+
+def where(args: argparse.Namespace) -> str:
+    """The word that says the hosts."""
+    return str(args.domains if args.nodes is None else args.nodes)
+
+
+def take_axes(text: str, layout: Layout, typed: Typed) -> tuple[Axis, ...]:
+    """Axes of a layout that are written with commas."""
+    names = [name for name in re.split(r"[,\s]+", text) if name]
+    known = [str(axis) for axis in layout.axes]
+    unknown = [name for name in names if name not in known]
+    if unknown or not names or len(set(names)) < len(names):
+        right = list(
+            dict.fromkeys(name if name in known else alike(name, known) or known[-1] for name in names or known[-1:])
+        )
+        says = (
+            f"there is no axis {unknown[0]!r}"
+            if unknown
+            else f"{text!r} names an axis twice"
+            if names
+            else "no axis is named"
+        )
+        raise UsageError(f"{says}: the axes are {', '.join(known)}.", (typed.but({text: ",".join(right)}), ""))
+    return tuple(names)
+
+
+def take_views(words: Iterable[str], given: Given) -> dict[str, dict[str, int]]:
+    """Views that are written ``moe: ep=8 edp=-1``."""
+    views: dict[str, dict[str, int]] = {}
+    for text in words:
+        name, colon, sizes = (part.strip() for part in text.rpartition(":"))
+        name = name or f"view{len(views) or ''}"
+        box = _sizes(sizes.split(), given.typed, inside=text)
+        if not box:
+            right = f"{name}: ep=-1"
+            raise UsageError(
+                f"a view is written 'moe: ep=8 edp=-1', not {text!r}.", (given.typed.but({text: right}), "")
+            )
+        if name in views:
+            better = given.typed.but_last(text, f"{name}2: {sizes}")
+            raise UsageError(f"two views are named {name!r}.", (better, ""))
+        views[name] = _filled(name, box, len(given.layout), text, colon, given.typed)
+    return views
+
+
+def _filled(name: str, box: dict[str, int], count: int, text: str, colon: str, typed: Typed) -> dict[str, int]:
+    """The sizes of a view, with what is left put in."""
+    fixed = math.prod(size for size in box.values() if size != -1)
+    free = [axis for axis, size in box.items() if size == -1]
+    if len(free) > 1:
+        fault = f"has {len(free)} sizes of -1; one may be"
+    elif free and count % fixed:
+        fault = f"cannot be filled: the mesh has {count:,} ranks, and {fixed:,} does not divide it"
+    elif not free and fixed != count:
+        fault = f"holds {fixed:,} ranks, but the mesh has {count:,}"
+    else:
+        return {axis: count // fixed if size == -1 else size for axis, size in box.items()}
+    right = wording.sizes(_nearest(box, count, free[:1]))
+    better = typed.but({text: f"{name}: {right}" if colon else right})
+    raise UsageError(f"view {name!r}: {wording.sizes(box)} {fault}.", (better, ""))
+
+
+def reorder(sizes: dict[str, int], order: str, typed: Typed) -> dict[str, int]:
+    """The sizes with the axes in the order that is asked for."""
+    names = [name for name in re.split(r"[,\s]+", order) if name]
+    if sorted(names) == sorted(sizes):
+        return {name: sizes[name] for name in names}
+    known = dict.fromkeys(name if name in sizes else alike(name, list(sizes)) for name in names)
+    right = [name for name in known if name]
+    right = [axis for axis in sizes if axis not in right] + right
+    unknown = [name for name in names if name not in sizes]
+    missing = [axis for axis in sizes if axis not in names]
+    faults = [f"there is no axis {wording.listed(unknown)}"] if unknown else []
+    faults += [f"{wording.listed(missing)} {'is' if len(missing) == 1 else 'are'} missing"] if missing else []
+    faults += ["an axis is named twice"] if len(set(names)) < len(names) else []
+    raise UsageError(
+        f"the order {order} does not name each axis ({', '.join(sizes)}) once: {'; '.join(faults)}.",
+        (typed.but({order: ",".join(right)}), ""),
+    )
+
+
+def _sizes(words: Sequence[str], typed: Typed, inside: str | None = None) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for word in words:
+        axis, _, size = word.partition("=")
+        good = axis.isidentifier() and re.fullmatch(r"-1|0*[1-9][0-9]*", size)
+        if not good or axis in sizes:
+            name, number = re.search(r"[A-Za-z_]+", word), re.search(r"-1|[1-9][0-9]*", word)
+            usual = 2 if inside is None else 1 if "-1" in inside else -1
+            right = f"{name[0] if name else 'dp'}={number[0] if number else usual}"
+            right = "" if right.partition("=")[0] in sizes else right
+            says = (
+                f"axis {axis} is given twice"
+                if good
+                else f"sizes are written pp=2, at least 1, or -1 for what is left, not {word!r}"
+            )
+            change = {inside: inside.replace(word, right).strip()} if inside else {word: right or None}
+            raise UsageError(f"{says}.", (typed.but(change), "for example"))
+        sizes[axis] = int(size)
+    return sizes
+
+
+def fill(sizes: dict[str, int], machine: Machine, hosts: str, typed: Typed) -> dict[str, int]:
+    """Sizes that hold just the ranks that the hosts have; ``hosts`` is the word that says those."""
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    free = [axis for axis, size in sizes.items() if size == -1]
+    if not machine:
+        if free:
+            raise UsageError(
+                f"{free[0]}=-1 is what is left of the ranks, so say how many there are.",
+                (typed.but({}, "--nodes", f"{fixed}x8"), "for example"),
+            )
+        return sizes
+    host, count = machine[0], machine[0].capacity
+    if len(free) == 1 and count % fixed == 0:
+        return {axis: count // fixed if size == -1 else size for axis, size in sizes.items()}
+    if not free and fixed == count:
+        return sizes
+    hold = "holds" if host.count == 1 else "hold"
+    if len(free) > 1:
+        says = f"at most one size is -1, what is left; here are {wording.listed(free)}."
+    elif free:
+        says = (
+            f"{wording.sizes(sizes)} cannot be filled: {host} {hold} {count:,} ranks, and {fixed:,} does not divide it."
+        )
+    else:
+        says = f"{wording.sizes(sizes)} holds {fixed:,} ranks, but {host} {hold} {count:,}."
+    right = _nearest(sizes, count, free[:1])
+    changes: dict[str, str | None] = {
+        f"{axis}={sizes[axis]}": f"{axis}={right[axis]}" for axis in sizes if right[axis] != sizes[axis]
+    }
+    changed = ", ".join(f"{axis} {right[axis]}" for axis in sizes if right[axis] != sizes[axis])
+    ways = [(typed.but(changes), f"with {changed}")]
+    room = _hosts_for(fixed, host, machine)
+    if not free and room:
+        ways.append((typed.but({hosts: room}), f"or on {fixed:,} ranks"))
+    raise UsageError(says, *ways)
+
+
+def _hosts_for(ranks: int, host: Level, machine: Machine) -> str | None:
+    """Hosts like these that hold so many ranks, if even ones do."""
+    if len(host.runs) > 1 or ranks % machine[-1].largest:
+        return None
+    if len(machine) == 1:
+        return f"{ranks // host.largest}x{host.largest}"
+    numbers = [ranks // machine[-1].largest]
+    numbers += [outer.largest // inner.largest for outer, inner in zip(machine[:0:-1], machine[-2::-1])]
+    return "x".join(map(str, [*numbers, host.largest]))
+
+
+def _nearest(sizes: dict[str, int], count: int, free: Sequence[str]) -> dict[str, int]:
+    """Sizes near these that hold just so many ranks: one changed where that will do, a data axis if there is one."""
+    right = {axis: size for axis, size in sizes.items() if size != -1}
+    if not free:
+        for axis in sorted(right, key=lambda axis: ("dp" not in axis, list(right).index(axis))):
+            rest = math.prod(size for other, size in right.items() if other != axis)
+            if count % rest == 0:
+                return {**sizes, axis: count // rest}
+    left = count
+    filled = free[0] if free else next(iter(sizes))
+    for axis in reversed([axis for axis in right if axis != filled]):
+        right[axis] = max(n for n in divisors(left) if n <= right[axis])
+        left //= right[axis]
+    return {axis: right[axis] if axis != filled and axis in right else left if axis == filled else 1 for axis in sizes}

@@ -1,0 +1,93 @@
+"""What communicators cost, as ranges with their sources. One number there is not: it hangs on machine and calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MB = 10**6
+GB = 10**9
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a number is from, and what was found there."""
+
+    says: str
+    where: str
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one communicator of a backend takes from a rank, from so many bytes to so many."""
+
+    backend: str
+    of: str
+    low: int
+    high: int
+    sources: tuple[Source, ...]
+
+    def times(self, communicators: int) -> str:
+        """What so many take, in words.
+
+        >>> NCCL.times(4)
+        '2.1 to 13 GB of GPU memory'
+        """
+        low, high = self.low * communicators, self.high * communicators
+        if low == high:
+            return f"{_size(low)} {unit_of(low)} of {self.of}"
+        unit = unit_of(high)
+        return f"{_size(low, unit)} to {_size(high, unit)} {unit} of {self.of}"
+
+
+NCCL = Cost(
+    "NCCL",
+    "GPU memory",
+    512 * 2**20,
+    3280 * MB,
+    (
+        Source(
+            "512 MiB at the first collective, even for a group of one rank (NCCL 2.28, B300)",
+            "https://github.com/NVIDIA/nccl/issues/2363",
+        ),
+        Source(
+            "544 MB for a group of 2 and 688 MB for one of 3 or 4, after an all-reduce (4 x A100, NVLink)",
+            "https://github.com/NVIDIA/nccl/issues/964",
+        ),
+        Source(
+            "1.06 GB before and 4.34 GB after the first all-to-all over 8 ranks, 32 channels to each (8 x H100)",
+            "https://github.com/NVIDIA/nccl/issues/1685",
+        ),
+        Source(
+            "more with each communicator, linear in channels (NCCL_MAX_NCHANNELS, max_ctas), no more beyond 2 nodes",
+            "https://github.com/NVIDIA/nccl/issues/986",
+        ),
+        Source(
+            "a buffer between a pair of GPUs is 4 MiB unless NCCL_BUFFSIZE says otherwise",
+            "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-buffsize",
+        ),
+    ),
+)
+
+GLOO = Cost(
+    "Gloo",
+    "memory",
+    175_000,
+    175_000,
+    (
+        Source(
+            "3 threads, 4 descriptors and about 175 KB for each group once it was used", "measured with pgmesh on Linux"
+        ),
+    ),
+)
+GLOO_THREADS, GLOO_DESCRIPTORS = 3, 4
+
+COSTS = (NCCL, GLOO)
+
+
+def unit_of(size: int) -> str:
+    return "GB" if size >= GB else "MB" if size >= MB else "KB"
+
+
+def _size(size: int, unit: str | None = None) -> str:
+    value = size / {"GB": GB, "MB": MB, "KB": 1000}[unit or unit_of(size)]
+    return f"{value:.0f}" if value >= 10 else f"{value:.1f}".removesuffix(".0")

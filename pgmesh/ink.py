@@ -1,0 +1,99 @@
+"""Lines of text with a style to each piece: plain, or in colour where rich is installed and somebody looks."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
+from typing import TextIO
+
+Line = list[tuple[str, str]]
+"""Pieces of text, each with a style in rich's words, such as ``"bold red"``; ``""`` is plain."""
+
+
+def plain(lines: Iterable[Line]) -> str:
+    """The text alone, with nothing at the ends of lines.
+
+    >>> plain([[("tp", "bold"), ("  ", ""), ("4 ", "")]])
+    'tp  4'
+    """
+    return "\n".join("".join(text for text, _ in line).rstrip() for line in lines)
+
+
+def columns(rows: Sequence[Sequence[tuple[str, str]]], right: Sequence[bool], gap: str = "  ") -> list[Line]:
+    """Rows of cells set under one another; ``right`` says which columns stand to the right.
+
+    >>> print(plain(columns([[("tp", ""), ("4", "")], [("data", ""), ("16", "")]], right=[False, True])))
+    tp     4
+    data  16
+    """
+    widths = [max((len(text) for text, _ in column), default=0) for column in zip(*rows)]
+    lines: list[Line] = []
+    for row in rows:
+        line: Line = []
+        for (text, style), width, to_right in zip(row, widths, right):
+            pad = " " * (width - len(text))
+            line += [(gap if line else "", ""), (pad if to_right else "", ""), (text, style)]
+            line.append(("" if to_right else pad, ""))
+        lines.append([piece for piece in line if piece[0]])
+    return lines
+
+
+def ranks_in(room: int, ranks: Sequence[int], size: int) -> str:
+    """Ranks of a group in so many characters: as many from its beginning as fit, and the last.
+
+    Args:
+        ranks: all of them, or some from the beginning and the last.
+        size: how many there are.
+
+    >>> ranks_in(9, (0, 4, 8, 12), 4), ranks_in(12, (0, 4, 8, 12), 4)
+    ('0, …, 12', '0, 4, 8, 12')
+    """
+    words = [str(rank) for rank in ranks]
+    text = ", ".join(words if len(ranks) == size else [*words[:-1], "…", words[-1]])
+    while len(text) > room and len(words) > 2:
+        words = [*words[:-2], words[-1]]
+        text = ", ".join([*words[:-1], "…", words[-1]])
+    return text if len(text) <= room else "…"
+
+
+def wrapped(text: str, width: int, style: str = "", indent: str = "", first: str | None = None) -> list[Line]:
+    """A sentence on as many lines as it takes, words whole."""
+    lines: list[Line] = []
+    current = indent if first is None else first
+    empty = True
+    for word in text.split():
+        if not empty and len(current) + 1 + len(word) > width:
+            lines.append([(current, style)])
+            current, empty = indent, True
+        current += word if empty else f" {word}"
+        empty = False
+    return [*lines, [(current, style)]]
+
+
+def is_seen(stream: TextIO) -> bool:
+    """Whether somebody looks at a stream: whether it is a terminal."""
+    return bool(getattr(stream, "isatty", lambda: False)())
+
+
+def width_of(stream: TextIO) -> int:
+    """How many characters go on a line: as many as the terminal has, and 80 elsewhere."""
+    return max(40, shutil.get_terminal_size((80, 24)).columns) if is_seen(stream) else 80
+
+
+def is_coloured(stream: TextIO) -> bool:
+    """Whether lines written to a stream get their colours: it is a terminal, and rich is installed."""
+    return is_seen(stream) and find_spec("rich") is not None
+
+
+def write(lines: Sequence[Line], stream: TextIO) -> None:
+    """Write lines to a stream, in colour if it is a terminal and rich is installed."""
+    if not is_coloured(stream):
+        stream.write(plain(lines) + "\n")
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(file=stream, highlight=False, soft_wrap=True)
+    for line in lines:
+        console.print(Text.assemble(*line))

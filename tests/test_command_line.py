@@ -1,0 +1,296 @@
+"""The command line: what it answers, what it refuses and how, that it stays light, and how a terminal shows it."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import pty
+import re
+import shlex
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+
+from pgmesh import Layout, plan
+from pgmesh.__main__ import COMMANDS, main
+from tests import golden_files as golden
+
+ROOT = Path(__file__).parent.parent
+MESH = "pp=2 dp=4 cp=2 tp=4 --nodes 8x8"
+
+
+def said(capsys: pytest.CaptureFixture[str], line: str, status: int = 0) -> str:
+    """What a command line answers: on standard output, or on the other where it is refused."""
+    assert main(shlex.split(line)) == status
+    out, err = capsys.readouterr()
+    assert (err, out)[status == 2] == "" or status == 1
+    return err if status == 2 else out
+
+
+ANSWERS = {
+    "plan": f"plan {MESH} --view 'moe: ep=8 edp=-1' --family dp,cp",
+    "plan-in-another-order": f"plan {MESH} --order tp,cp,dp,pp",
+    "plan-with-picture": "plan pp=2 dp=2 tp=2 --nodes 2x4 --picture --view 'moe: pp=2 edp=1 ep=4'",
+    "plan-uneven": "plan dp=5 tp=4 --nodes 8,6,6",
+    "plan-domains": "plan pp=4 dp=-1 tp=8 --domains 4x18x4",
+    "plan-a-million": "plan pp=16 dp=-1 cp=8 tp=16 --nodes 131072x8",
+    "compare": f"plan {MESH} --compare tp,cp,dp,pp dp,pp,tp,cp",
+    "suggest": "plan --suggest tp=8 cp=2 --nodes 8x8",
+    "suggest-unknown": "plan --suggest tp=2 x=2 pp=2 --nodes 2x8",
+    "show": f"show --rank 13 {MESH}",
+    "show-without-hosts": "show --rank 5 pp=2 dp=2 tp=2",
+    "show-a-million": "show --rank 77777 pp=16 dp=512 cp=8 tp=16 --nodes 131072x8",
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_it_answers(capsys, name):
+    text = said(capsys, ANSWERS[name])
+    assert max(map(len, text.splitlines())) <= 80
+    golden.check(f"command-{name}.txt", f"$ pgmesh {ANSWERS[name]}\n{text}")
+
+
+def test_json_is_what_python_says(capsys):
+    answer = json.loads(said(capsys, f"plan {MESH} --json --view 'moe: edp=8 ep=8'"))
+    layout = Layout(pp=2, dp=4, cp=2, tp=4)
+    assert answer == json.loads(plan(layout, nodes="8x8", views={"moe": {"edp": 8, "ep": 8}}).json())
+    several = json.loads(said(capsys, f"plan {MESH} --json --compare tp,cp,dp,pp"))
+    assert several["best"] == "pp,dp,cp,tp"
+    assert several["plans"][0] == json.loads(plan(layout, nodes="8x8").json())
+    golden.check("command-show.json", said(capsys, f"show --rank 13 {MESH} --json"))
+
+
+def test_files_are_written_where_it_is_asked(capsys, tmp_path):
+    drawing, site = tmp_path / "plan.svg", tmp_path / "plan.html"
+    text = said(capsys, f"plan {MESH} --svg {drawing} --html {site}")
+    assert f"The picture is in {drawing}\nThe page is in {site}\n" in text
+    assert drawing.read_text().count('<rect class="cell"') == 64
+    assert drawing.read_text() in site.read_text()
+    assert said(capsys, f"plan {MESH} --svg -") == drawing.read_text()
+    assert said(capsys, f"plan {MESH} --html -") == site.read_text()
+    marked = said(capsys, f"show --rank 13 {MESH} --svg - --colour dp,cp")
+    assert marked.count('stroke="#0f172a"') == 1
+    assert "one colour: one dp x cp group" in marked
+    assert "<svg" in said(capsys, f"show --rank 13 {MESH} --html -")
+
+
+def test_what_the_docs_show_is_what_it_says(capsys):
+    text = (ROOT / "docs" / "see.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```console\n\$ pgmesh (.*?)\n(.*?)```", text, flags=re.DOTALL)
+    assert len(blocks) >= 7
+    for line, answer in blocks:
+        assert said(capsys, line) == answer
+
+
+@pytest.mark.parametrize(("name", "more"), [("plan", ""), ("two-meshes", " --view 'moe: pp=2 edp=-1 ep=8'")])
+def test_the_pictures_of_the_docs_are_what_it_draws(capsys, name, more):
+    golden.check(f"../../docs/pictures/{name}.svg", said(capsys, f"plan {MESH}{more} --svg -"))
+
+
+def test_a_size_behind_an_option_is_a_size(capsys):
+    first = said(capsys, f"plan {MESH} --compare tp,cp,dp,pp --family dp,cp")
+    assert first == said(capsys, "plan --compare tp,cp,dp,pp --family dp,cp pp=2 dp=4 cp=2 tp=4 --nodes 8x8")
+
+
+# ---- refusals ----
+
+REFUSALS = [
+    "plan pp=2 dp=4 cp=2 tp=4 --nodes 4x8",
+    "plan pp=2 dp=4 cp=2 tp=4 --nodes=4x8",
+    "plan pp=2 tp=3 --nodes 8x8",
+    "plan pp=3 dp=-1 tp=5 --nodes 8x8",
+    "plan dp=-1 tp=-1 --nodes 8x8",
+    "plan dp=16 tp=4 --nodes 8,8,4",
+    "plan tp=4 dp=72 --domains 4x18x8",
+    "plan dp=-1",
+    "plan",
+    "plan pp:2 dp=4",
+    "plan pp dp=4",
+    "plan 8",
+    "plan dp=0",
+    "plan dp=2 dp=4",
+    "plan dp=4 --nodes 8*8",
+    "plan dp=4 --domains 4x18",
+    "plan pp=2 dp=4 --order pp,pd",
+    "plan pp=2 dp=4 --order dp",
+    "plan pp=2 dp=4 --order dp,pp,dp",
+    "plan pp=2 dp=4 --compare tp,dp",
+    "plan pp=2 dp=4 --family ddp",
+    "plan pp=2 dp=4 --family dp,dp",
+    "plan pp=2 dp=4 --colour tp --svg -",
+    "plan dp=8 --view 'moe: ep=3 edp=2'",
+    "plan dp=8 --view 'moe: ep=3 edp=-1'",
+    "plan dp=8 --view 'moe: ep=-1 edp=-1'",
+    "plan dp=8 --view 'ep=3 edp=2'",
+    "plan dp=8 --view moe:",
+    "plan dp=8 --view 'moe: ep'",
+    "plan dp=8 --view 'moe: ep=8' 'moe: ep=8'",
+    "plan --suggest tp=3 --nodes 2x4",
+    "plan --suggest tp=3 cp=3 dp=2 --nodes 2x4",
+    "show --rank 99 dp=8",
+    "show --rank=-1 dp=8",
+    "show --rank 3",
+    "show --rank 3 dp=9 --nodes 1x8",
+]
+
+
+def test_refusals_say_what_is_wrong_and_a_line_that_is_right(capsys):
+    texts = [f"$ pgmesh {line}\n{said(capsys, line, status=2)}" for line in REFUSALS]
+    golden.check("command-refusals.txt", "\n".join(texts))
+
+
+@pytest.mark.parametrize("line", REFUSALS)
+def test_a_line_that_is_offered_is_right(capsys, line):
+    text = said(capsys, line, status=2)
+    offered = re.findall(r"^  (pgmesh .*?)(?:   +#.*)?$", text, flags=re.MULTILINE)
+    assert offered
+    for better in offered:
+        assert main(shlex.split(better, comments=True)[1:]) == 0, better
+        capsys.readouterr()
+
+
+def test_files_that_cannot_be_written(capsys):
+    text = said(capsys, "plan dp=8 --svg /nowhere/at/all.svg", status=2)
+    assert text == "pgmesh plan: cannot write /nowhere/at/all.svg: No such file or directory.\n"
+    text = said(capsys, "plan dp=8 --svg - --html -", status=2)
+    assert text == "pgmesh plan: standard output takes one answer; give the others a file.\n"
+
+
+@pytest.mark.parametrize(
+    "line", ["", "plans", "plan dp=8 --knots 8x8", "plan dp=8 --nodes 1x8 --domains 1x2x4", "show dp=8"]
+)
+def test_words_that_are_no_commands_are_usage_errors(capsys, line):
+    with pytest.raises(SystemExit) as ended:
+        main(shlex.split(line))
+    assert ended.value.code == 2
+    assert "usage: pgmesh" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [[], *([name] for name in COMMANDS)], ids=" ".join)
+def test_help_reads_well(capsys, words, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    for line in re.findall(r"^  (pgmesh .*)$", text, flags=re.MULTILINE):  # the examples work
+        assert (
+            main(
+                [word for word in shlex.split(line)[1:] if not word.endswith(".svg")][
+                    : None if ".svg" not in line else -1
+                ]
+            )
+            == 0
+        )
+
+
+# ---- how it runs ----
+
+
+def run(*words: str, **more) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8", **more.pop("env", {})}
+    return subprocess.run(
+        [sys.executable, *words], env=environment, capture_output=True, text=True, encoding="utf-8", timeout=60, **more
+    )
+
+
+@pytest.mark.parametrize("line", [ANSWERS["plan"], ANSWERS["show"], f"plan {MESH} --json", f"plan {MESH} --svg -"])
+def test_neither_torch_nor_rich_is_loaded_when_piped(line):
+    ran = run("-X", "importtime", "-m", "pgmesh", *shlex.split(line))
+    assert ran.returncode == 0
+    loaded = {name.split("|")[-1].strip().split(".")[0] for name in ran.stderr.splitlines()}
+    assert "pgmesh" in loaded
+    assert not loaded & {"torch", "rich", "numpy", "cachetools"}
+
+
+def test_the_module_and_the_script_are_one(capsys):
+    assert run("-m", "pgmesh", *shlex.split(ANSWERS["plan"])).stdout == said(capsys, ANSWERS["plan"])
+    assert run("-m", "pgmesh", "plan", "dp=0").returncode == 2
+    assert 'pgmesh = "pgmesh.__main__:main"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_a_reader_that_has_read_enough_is_no_error():
+    words = [sys.executable, "-m", "pgmesh", "plan", "pp=16", "dp=512", "cp=8", "tp=16", "--svg", "-"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        child.stdout.close()
+        assert child.stderr.read() == b""
+        assert child.wait(60) == 0
+
+
+def test_a_terminal_without_frames_gets_an_answer_too():
+    ran = run("-m", "pgmesh", *shlex.split(ANSWERS["show"]), env={"PYTHONIOENCODING": "ascii"})
+    assert ran.returncode == 0
+    assert "rank 13 of 64: pp0-dp1-cp1-tp1" in ran.stdout
+
+
+# ---- in a terminal ----
+
+
+def in_a_terminal(line: str, rich: bool, columns: int = 80) -> str:
+    """What a terminal is sent, with or without rich."""
+    hide = "" if rich else "sys.modules['rich'] = None; "
+    words = ["-c", f"import sys; {hide}from pgmesh.__main__ import main; sys.exit(main())", *shlex.split(line)]
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    unset = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    environment |= {
+        "PYTHONPATH": str(ROOT),
+        "TERM": "xterm-256color",
+        "COLORTERM": "truecolor",
+        "PYTHONIOENCODING": "utf-8",
+    }
+    child = subprocess.Popen([sys.executable, *words], env=environment, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = io.BytesIO()
+    try:
+        while part := os.read(ours, 65536):
+            shown.write(part)
+    except OSError:
+        pass  # the other end is closed
+    finally:
+        os.close(ours)
+    assert child.wait(60) == 0
+    return shown.getvalue().decode().replace("\r\n", "\n")
+
+
+ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@pytest.mark.parametrize("name", ["plan", "compare", "suggest", "show", "show-a-million", "plan-with-picture"])
+def test_a_terminal_of_80_columns_shows_the_same_with_and_without_rich(capsys, name):
+    pytest.importorskip("rich")
+    plain = said(capsys, ANSWERS[name])
+    bare = in_a_terminal(ANSWERS[name], rich=False)
+    coloured = in_a_terminal(ANSWERS[name], rich=True)
+    assert bare == plain
+    assert "\x1b" not in bare
+    assert "\x1b[" in coloured
+    lines = [line.rstrip() for line in ESCAPE.sub("", coloured).splitlines()]
+    assert max(map(len, lines)) <= 80
+    assert [line for line in lines if not line.startswith("one colour")] == plain.splitlines()
+
+
+def test_each_group_has_its_colour_in_a_terminal():
+    pytest.importorskip("rich")
+    coloured = in_a_terminal("show --rank 5 pp=2 dp=2 tp=2", rich=True)
+    behind = re.findall(r"48;2;(\d+;\d+;\d+)m *\[?(\d)\]?\x1b", coloured)
+    of = {int(rank): colour for colour, rank in behind}
+    assert sorted(of) == list(range(8))
+    assert of[0] == of[1] != of[2] == of[3] != of[4] == of[5] != of[6] == of[7]
+
+
+def test_a_narrow_terminal_gets_narrow_pictures():
+    for columns in (60, 132):
+        text = in_a_terminal("show --rank 13 pp=2 dp=4 cp=2 tp=4 --nodes 16x4", rich=False, columns=columns)
+        picture = [line for line in text.splitlines() if line.startswith(("┌", "│", "└"))]
+        assert max(map(len, picture)) <= columns

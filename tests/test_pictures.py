@@ -1,0 +1,330 @@
+"""Pictures: what they show against the layout, where things stand, and that a browser draws them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import shutil
+import subprocess
+import zlib
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from pgmesh import Layout, ProcessGroupMesh, console, ink, page, picture, plan, svg
+from pgmesh.machine import Level, take_machine
+from pgmesh.svg import Box, Drawing
+from tests import golden_files as golden
+from tests.dry import dry_world
+from tests.test_draw import layouts
+
+EIGHT = Layout(pp=2, dp=2, tp=2)
+SIXTY_FOUR = Layout(pp=2, dp=4, cp=2, tp=4)
+
+
+def hosts(spelled: str) -> Level:
+    return take_machine(spelled)[0]
+
+
+DRAWINGS = {
+    "8-ranks": lambda: svg.drawing(picture.figure(EIGHT, "tp", host=hosts("2x4"), mark=5)),
+    "8-ranks-no-hosts": lambda: svg.drawing(picture.figure(EIGHT, "dp", "tp")),
+    "64-ranks": lambda: svg.drawing(picture.figure(SIXTY_FOUR, "tp", host=hosts("8x8"))),
+    "64-ranks-hosts-of-rows": lambda: svg.drawing(picture.figure(SIXTY_FOUR, "dp", host=hosts("16x4"))),
+    "64-ranks-hosts-of-half-rows": lambda: svg.drawing(picture.figure(SIXTY_FOUR, "dp", host=hosts("32x2"))),
+    "uneven-hosts": lambda: svg.drawing(picture.figure(Layout(dp=5, tp=4), host=hosts("8,6,6"))),
+    "hosts-of-one": lambda: svg.drawing(picture.figure(Layout(dp=2, tp=4), host=hosts("8x1"))),
+    "1024-ranks": lambda: svg.drawing(picture.figure(Layout(pp=4, dp=16, cp=2, tp=8), "dp", host=hosts("128x8"))),
+    "a-million-ranks": lambda: svg.drawing(
+        picture.figure(Layout(pp=16, dp=512, cp=8, tp=16), host=hosts("131072x8"), mark=77777)
+    ),
+    "two-meshes": lambda: svg.drawing(
+        *page.figures(plan(SIXTY_FOUR, nodes="8x8", views={"moe": {"pp": 2, "edp": 4, "ep": 8}}))
+    ),
+    "one-axis": lambda: svg.drawing(picture.figure(Layout(dp=300))),
+    "one-rank": lambda: svg.drawing(picture.figure(Layout(dp=1))),
+    "no-axis": lambda: svg.drawing(picture.figure(EIGHT.at(pp=1, dp=0, tp=1))),
+    "long-names": lambda: svg.drawing(
+        picture.figure(Layout(pipeline_stage=2, data_replicate=3, tensor_model=2), host=hosts("3x4"))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["8-ranks", "64-ranks", "64-ranks-hosts-of-rows", "uneven-hosts", "two-meshes"])
+def test_a_drawing_is_this(name):
+    golden.check(f"{name}.svg", DRAWINGS[name]().svg())
+
+
+# ---- where things stand ----
+
+
+def overlap(one: Box, other: Box) -> bool:
+    return (
+        one.x < other.x + other.width
+        and other.x < one.x + one.width
+        and one.y < other.y + other.height
+        and other.y < one.y + one.height
+    )
+
+
+def within(inner: tuple[float, float, float, float], outer: Box) -> bool:
+    x, y, right, bottom = inner
+    return outer.x <= x and outer.y <= y and right <= outer.x + outer.width and bottom <= outer.y + outer.height
+
+
+def check_geometry(drawing: Drawing) -> None:
+    """No two cells overlap, boxes overlap only where one is in the other, no text is cut or stands on other text."""
+    by_kind = {kind: [box for box in drawing.boxes if box.kind == kind] for kind in ("cell", "host", "panel", "ground")}
+    (ground,) = by_kind["ground"]
+    for kind in ("cell", "host", "panel"):
+        crowd = sorted(by_kind[kind], key=lambda box: (box.y, box.x))
+        for i, one in enumerate(crowd):
+            for other in crowd[i + 1 : i + 80]:
+                assert not overlap(one, other), (one, other)
+    for box in drawing.boxes:
+        assert within((box.x, box.y, box.x + box.width, box.y + box.height), ground)
+    for kind, holder in (("cell", "panel"), ("host", "panel")):
+        for box in by_kind[kind]:
+            whole = (box.x, box.y, box.x + box.width, box.y + box.height)
+            assert any(within(whole, panel) for panel in by_kind[holder])
+    ranks = [words for words in drawing.words if words.kind == "rank"]
+    assert len(ranks) == len(by_kind["cell"])
+    for words, cell in zip(ranks, by_kind["cell"]):
+        start, end = words.span
+        assert within((start, words.y - words.size * 0.75, end, words.y), cell), (words, cell)
+    rest = [words for words in drawing.words if words.kind != "rank"]
+    for words in rest:
+        start, end = words.span
+        place = (start, words.y - words.size * 0.75, end, words.y)
+        assert within(place, ground), words
+        if words.kind in ("panel", "axis", "host"):
+            assert any(within(place, panel) for panel in by_kind["panel"]), words
+    lines: dict[tuple[float, str], list[tuple[float, float]]] = {}
+    for words in drawing.words:
+        lines.setdefault((round(words.y, 3), ""), []).append(words.span)
+    for spans in lines.values():
+        spans.sort()
+        assert all(before[1] <= after[0] + 0.01 for before, after in itertools.pairwise(spans)), spans
+
+
+@pytest.mark.parametrize("name", DRAWINGS)
+def test_nothing_overlaps_and_no_text_is_cut(name):
+    check_geometry(DRAWINGS[name]())
+
+
+@settings(max_examples=60)
+@given(layouts(), st.data())
+def test_nothing_overlaps_and_no_text_is_cut_in_any_picture(layout, data):
+    last = max(layout.ranks())
+    size = data.draw(st.integers(1, 12))
+    host = data.draw(st.sampled_from([None, Level("host", ((-(-(last + 1) // size), size),))]))
+    axes = data.draw(st.lists(st.sampled_from(layout.axes), unique=True))
+    mark = data.draw(st.sampled_from(layout.ranks()))
+    check_geometry(svg.drawing(picture.figure(layout, *axes, host=host, mark=mark, most=200, wide=12)))
+
+
+# ---- what they show ----
+
+
+@settings(max_examples=60)
+@given(layouts(), st.data())
+def test_cells_tell_the_truth(layout, data):
+    axes = data.draw(st.lists(st.sampled_from(layout.axes), unique=True, min_size=1))
+    host = Level("host", ((max(layout.ranks()) // 4 + 1, 4),))
+    mark = data.draw(st.sampled_from(layout.ranks()))
+    drawn = picture.figure(layout, *axes, host=host, mark=mark, most=10_000, wide=10_000)
+    cells = [cell for panel in drawn.panels for cell in panel.cells]
+    assert [cell.rank for cell in cells] == list(layout.ranks())
+    assert [cell.rank for cell in cells if cell.marked] == [mark]
+    blocks = {}
+    for cell in cells:
+        assert cell.label == layout.label_of(cell.rank)
+        assert cell.host == cell.rank // 4
+        blocks.setdefault(cell.colour, []).append(cell.rank)
+    assert sorted(map(sorted, blocks.values())) == sorted(map(sorted, layout.partition(*axes)))
+    assert drawn.colours == len(blocks)
+    for panel in drawn.panels:
+        boxed = {}
+        for number, down, across in panel.boxes():
+            for place in ((row, column) for row in down for column in across):
+                assert place not in boxed
+                boxed[place] = number
+        assert boxed == {(cell.row, cell.column): cell.host for cell in panel.cells}
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=1 << 20), Layout(a=2, b=1 << 19), Layout(pp=16, dp=512, cp=8, tp=16),
+                                    Layout(a=9, b=9, c=9, d=9, e=9, f=9)])  # fmt: skip
+def test_more_ranks_than_can_be_looked_at_are_sampled(layout):
+    mark = len(layout) // 3
+    drawn = picture.figure(layout, mark=mark)
+    cells = [cell for panel in drawn.panels for cell in panel.cells]
+    assert len(cells) <= picture.MOST
+    ranks = [cell.rank for cell in cells if cell.rank is not None]
+    assert mark in ranks
+    assert drawn.note == f"a sample: {len(ranks):,} of {len(layout):,} ranks, from the ends of the axes"
+
+
+def test_colours_of_neighbours_differ_and_are_light_enough_for_text():
+    for count in (1, 2, 5, 12, 128):
+        colours = [svg.colour(number, count) for number in range(count)]
+        assert len(set(colours)) == count or count > 30
+        for colour in colours:
+            red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+            light = sum(w * part**2.2 for w, part in ((0.2126, red), (0.7152, green), (0.0722, blue)))
+            assert (light + 0.05) / (0.0085 + 0.05) > 4.5  # the contrast that text on it needs
+        for one, other in itertools.pairwise(colours):
+            assert math.dist(bytes.fromhex(one[1:]), bytes.fromhex(other[1:])) > 25
+
+
+def test_the_text_of_an_svg_is_xml_whatever_axes_are_called():
+    drawn = svg.drawing(picture.figure(EIGHT, title='<b> & "x"')).svg()
+    root = ElementTree.fromstring(drawn)
+    assert '<b> & "x"' in [node.text for node in root.iter("{http://www.w3.org/2000/svg}text")]
+    titles = [node.text for node in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert "rank 5\npp1-dp0-tp1\ngroup pp=1, dp=0, tp=*" in titles
+    assert "<script" not in drawn
+
+
+def test_notebooks_show_a_layout_as_a_picture():
+    assert EIGHT._repr_html_() == svg.of(EIGHT)
+    assert "1,048,576 ranks" in Layout(dp=1 << 20)._repr_html_()
+
+
+def test_notebooks_show_a_mesh_with_this_rank_and_a_plan_as_its_page():
+    with dry_world(5, 8):
+        assert ProcessGroupMesh(pp=2, dp=2, tp=2)._repr_html_() == svg.of(EIGHT, mark=5)
+    planned = plan(EIGHT, nodes="2x4")
+    assert planned._repr_html_() in planned.html() == page.page([planned])
+    assert planned.svg("dp") in planned.html("dp")
+
+
+def test_a_page_has_numbers_pictures_and_no_scripts():
+    text = page.page([plan(SIXTY_FOUR, nodes="8x8"), plan(Layout(tp=8, dp=8), nodes="8x8")])
+    assert text.count("<svg") == 2
+    assert "<script" not in text
+    assert "src=" not in text
+    assert "tp spans 8 hosts: every hop leaves the host." in text
+    golden.check("page.html", page.page([plan(EIGHT, nodes="2x4")]))
+
+
+# ---- in a terminal ----
+
+TERMINAL = {
+    "hosts-of-panels": lambda **more: console.lines(SIXTY_FOUR, host=hosts("8x8"), mark=13, **more),
+    "hosts-of-rows": lambda **more: console.lines(SIXTY_FOUR, host=hosts("16x4"), **more),
+    "ragged-hosts": lambda **more: console.lines(SIXTY_FOUR, host=hosts("6x8,4x4"), **more),
+    "a-million-ranks": lambda **more: console.lines(
+        Layout(pp=16, dp=512, cp=8, tp=16), host=hosts("131072x8"), mark=77777, **more
+    ),
+    "one-axis": lambda **more: console.lines(Layout(dp=300), **more),
+}
+
+
+@pytest.mark.parametrize("name", TERMINAL)
+def test_a_picture_in_a_terminal_looks_like_this(name):
+    text = ink.plain(TERMINAL[name]())
+    assert max(map(len, text.splitlines())) <= 80
+    golden.check(f"terminal-{name}.txt", text + "\n")
+
+
+def test_without_hosts_it_is_the_picture_of_draw():
+    for layout in (EIGHT, SIXTY_FOUR, Layout(dp=3), Layout(2, 2, 2), EIGHT.at(pp=0, dp=0, tp=0)):
+        assert ink.plain(console.lines(layout)) == str(layout)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 132])
+@pytest.mark.parametrize("name", TERMINAL)
+def test_no_line_is_wider_than_the_terminal(name, width):
+    for coloured in (False, True):
+        assert max(len(ink.plain([line])) for line in TERMINAL[name](width=width, coloured=coloured)) <= width
+
+
+# ---- in a browser ----
+
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+    "--force-device-scale-factor=1",
+)
+
+
+def browser() -> str:
+    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if not found:
+        pytest.skip("no Chromium here to draw with")
+    return found
+
+
+@pytest.mark.parametrize("name", ["8-ranks", "64-ranks", "1024-ranks", "two-meshes", "page"])
+def test_a_browser_draws_it(name, tmp_path):
+    if name == "page":
+        source, width, height = tmp_path / "page.html", 1200, 900
+        source.write_text(page.page([plan(SIXTY_FOUR, nodes="8x8")]), encoding="utf-8")
+        colours = {svg.colour(number, 16) for number in range(16)}
+    else:
+        drawing = DRAWINGS[name]()
+        source, width, height = tmp_path / "drawing.svg", math.ceil(drawing.width), math.ceil(drawing.height)
+        source.write_text(drawing.svg(), encoding="utf-8")
+        colours = {box.fill for box in drawing.boxes if box.kind == "cell"}
+    image = tmp_path / "drawn.png"
+    command = [browser(), *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},{height}"]
+    subprocess.run([*command, f"--screenshot={image}", source.as_uri()], check=True, capture_output=True, timeout=120)
+    seen = pixels(image.read_bytes())
+    assert colours <= seen
+
+
+def pixels(png: bytes) -> set[str]:
+    """The colours that a PNG of 8 bits a part has."""
+    width, height = int.from_bytes(png[16:20], "big"), int.from_bytes(png[20:24], "big")
+    depth, kind = png[24], png[25]
+    assert depth == 8
+    parts = {2: 3, 6: 4}[kind]
+    data, at = b"", 8
+    while at < len(png):
+        length = int.from_bytes(png[at : at + 4], "big")
+        if png[at + 4 : at + 8] == b"IDAT":
+            data += png[at + 8 : at + 8 + length]
+        at += 12 + length
+    raw, stride, above, seen = zlib.decompress(data), width * parts, bytearray(width * parts), set()
+    for row in range(height):
+        start = row * (stride + 1)
+        line = unfiltered(raw[start], bytearray(raw[start + 1 : start + 1 + stride]), above, parts)
+        seen |= {bytes(line[i : i + 3]) for i in range(0, stride, parts)}
+        above = line
+    return {f"#{colour.hex()}" for colour in seen}
+
+
+def unfiltered(kind: int, line: bytearray, above: bytearray, parts: int) -> bytearray:
+    """A line of a PNG as it is, from what it differs by from its neighbours."""
+    if kind == 2:
+        return bytearray((a + b) & 255 for a, b in zip(line, above))
+    for i in range(len(line) if kind else 0):
+        left, up = line[i - parts] if i >= parts else 0, above[i]
+        corner = above[i - parts] if i >= parts else 0
+        if kind == 4:
+            near = left + up - corner
+            guess = min((left, up, corner), key=lambda value: abs(near - value))
+        else:
+            guess = left if kind == 1 else (left + up) // 2
+        line[i] = (line[i] + guess) & 255
+    return line
+
+
+def test_the_geometry_check_can_fail():
+    drawing = DRAWINGS["8-ranks"]()
+    cells = [box for box in drawing.boxes if box.kind == "cell"]
+    near = replace(cells[1], x=cells[0].x + 3)
+    with pytest.raises(AssertionError):
+        check_geometry(replace(drawing, boxes=tuple(near if box is cells[1] else box for box in drawing.boxes)))
+    long = tuple(replace(words, text=words.text * 9) if words.kind == "rank" else words for words in drawing.words)
+    with pytest.raises(AssertionError):
+        check_geometry(replace(drawing, words=long))
