@@ -1,0 +1,617 @@
+"""Faults on purpose, at random but by a seed: `python -m tests.chaos [--minutes M] [--seed S] [--only N]`.
+
+Real processes, and every fault at every moment to every victim: what docs/faults.md promises has to hold each time.
+Then every crash point, what stays behind after 500 cycles, the same once more while other processes keep all cores
+busy, and two hosts whose link is cut. A table at the end says what was tried, what came of it and how long it took;
+the exit status is 1 if a promise was broken. `--list` shows the numbers that `--only` takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import itertools
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+
+from pgmesh import ProcessGroupMesh, connecting, groups, launch
+from pgmesh.launch import StoreProcess
+from pgmesh.rendezvous import Add
+from tests import test_faults
+from tests.test_faults import (
+    BEAT,
+    LONG,
+    ORDERS,
+    SLACK,
+    H,
+    Tried,
+    be_quick,
+    connected,
+    die_at_each,
+    flag,
+    held,
+    tried,
+    until,
+    until_flag,
+    until_waiting,
+)
+from tests.test_groups import groups_of
+from tests.worlds import check_sums, fresh
+
+D = 4.0  # seconds: the deadline of the calls that faults fall into
+N = 4
+
+PHASES = ("before arriving", "after arriving", "after the decision", "in the first collective", "after it")
+UNDECIDED = PHASES[:2]
+DEADLY = ("SIGKILL", "SIGTERM")
+HARMLESS = ("nothing", "slow", "SIGSTOP, short", "GIL held, short")
+FAULTS = (*DEADLY, "SIGSTOP", "SIGSTOP, short", "exception", "GIL held", "GIL held, short", "slow")
+STORE_FAULTS = ("SIGKILL", "SIGSTOP", "SIGSTOP, short")
+SHORT, LONGER = 0.4 * H, 2.5 * H
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fault, at one moment, to one victim."""
+
+    number: int
+    fault: str
+    phase: str
+    victim: str
+
+    def __str__(self) -> str:
+        return f"{self.number:3} {self.fault:<16} {self.phase:<24} {self.victim}"
+
+
+def all_cases() -> list[Case]:
+    kinds = [("nothing", PHASES[0], "nobody")]
+    kinds += [(fault, phase, victim) for victim in ("member", "outsider") for fault in FAULTS for phase in PHASES]
+    kinds += [(fault, phase, "store") for fault in STORE_FAULTS for phase in PHASES]
+    return [Case(number, *kind) for number, kind in enumerate(kinds)]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A case with what the seed decides."""
+
+    case: Case
+    victim: int  # a rank; who triggers the fault where the victim is no member
+    beats_fast: bool
+    others_wait: bool  # whether the fault waits until the others wait
+
+    @property
+    def members(self) -> list[int]:
+        outside = self.victim if self.case.victim == "outsider" else None
+        return [rank for rank in range(N) if rank != outside]
+
+    @property
+    def trigger(self) -> int:
+        """The member at whose moment the fault comes."""
+        return self.victim if self.case.victim != "outsider" else self.members[self.victim % len(self.members)]
+
+    @property
+    def dies(self) -> bool:
+        return self.case.fault in DEADLY and self.case.victim != "store"
+
+    @property
+    def alive(self) -> list[int]:
+        """Who lives in the end."""
+        return [rank for rank in range(N) if not (self.dies and rank == self.victim)]
+
+
+# ---- inside a rank ----
+
+
+class Chaos(Exception):
+    """An exception in the middle of things."""
+
+
+def hold_the_gil(seconds: float) -> None:
+    """No thread of this process runs Python meanwhile."""
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
+
+def strike(plan: Plan, folder: Path) -> None:
+    """The moment has come, on the rank that triggers the fault."""
+    flag(folder, "now")
+    if plan.case.victim != "outsider":
+        suffer_it(plan, folder)
+    until_flag(folder, "struck")
+
+
+def suffer_it(plan: Plan, folder: Path) -> None:
+    """What the victim does to itself; what is done to it, and to the store, comes from outside."""
+    fault = plan.case.fault
+    own = plan.case.victim != "store" and not fault.startswith("SIG")
+    if not own:
+        until_flag(folder, "struck")
+        return
+    flag(folder, "struck")
+    if fault == "exception":
+        raise Chaos("by design")
+    if fault.startswith("GIL"):
+        hold_the_gil(SHORT if "short" in fault else LONGER)
+    if fault == "slow":
+        time.sleep(LONGER)
+
+
+@contextlib.contextmanager
+def at_its_phase(plan: Plan, folder: Path) -> Iterator[None]:
+    """Have the fault strike at its moment, once."""
+    once = iter([True])
+    perform, begin = connecting._Call._perform, connecting._Warming.begin
+
+    def performed(call: Any, step: Any) -> Any:
+        answer = perform(call, step)
+        if plan.case.phase == "after arriving" and isinstance(step, Add) and next(once, False):
+            strike(plan, folder)
+        return answer
+
+    def begun(warming: Any) -> None:
+        if plan.case.phase == "after the decision" and next(once, False):
+            strike(plan, folder)
+        begin(warming)
+        if plan.case.phase == "in the first collective" and next(once, False):
+            strike(plan, folder)
+
+    with (
+        mock.patch.object(connecting._Call, "_perform", performed),
+        mock.patch.object(connecting._Warming, "begin", begun),
+    ):
+        yield
+
+
+def live_through(plan: Plan, folder: Path) -> tuple[Tried, str, Tried, dict[str, tuple[int, int]]]:
+    """One rank's part: the call that the fault falls into, old groups, a retry of all who live, and what stays."""
+    case, me = plan.case, dist.get_rank()
+    logging.getLogger("pgmesh").addHandler(logging.NullHandler())
+    if plan.beats_fast:
+        be_quick()
+    ProcessGroupMesh(N, name="beating").connect(timeout=LONG)
+    bystander = ProcessGroupMesh(-1, ranks=plan.alive, name="bystander")
+    if me in plan.alive:
+        connected(bystander)
+        connected(bystander, (0,))
+    gc.collect()
+    before = held()
+    mesh = ProcessGroupMesh(-1, ranks=plan.members, name="actor")
+
+    def call() -> None:
+        if me not in plan.members:
+            until_flag(folder, "now")
+            suffer_it(plan, folder)
+            return
+        if me != plan.trigger or case.fault == "nothing":
+            mesh.connect(timeout=timedelta(seconds=D))
+        else:
+            if plan.others_wait and case.phase in UNDECIDED:
+                until_waiting(*(rank for rank in plan.members if rank != me))
+            if case.phase == "before arriving":
+                strike(plan, folder)
+            with at_its_phase(plan, folder):
+                mesh.connect(timeout=timedelta(seconds=D))
+            if case.phase == "after it":
+                strike(plan, folder)
+        if not plan.dies:
+            check_sums({"actor": (mesh.group(), plan.members)})
+
+    failed = tried(call)
+    flag(folder, f"done {me}")
+    sums = tried(lambda: check_sums(groups_of(bystander))).text
+    until_flag(folder, "over")
+    again = ProcessGroupMesh(-1, ranks=plan.alive, name="again")
+    retry = tried(lambda: connected(again))
+    again.close()
+    mesh.close()
+    return failed, sums, retry, what_stays(before)
+
+
+def what_stays(before: dict[str, int]) -> dict[str, tuple[int, int]]:
+    """What this process holds more than before, also after some seconds."""
+
+    def more() -> dict[str, tuple[int, int]]:
+        gc.collect()
+        groups.sweep()
+        now = held()
+        return {what: (count, now[what]) for what, count in before.items() if now[what] > count}
+
+    with contextlib.suppress(AssertionError), mock.patch.object(test_faults, "PATIENCE", 5.0):
+        until(lambda: not more(), "nothing stays")
+    return more()
+
+
+# ---- outside: the one who does it ----
+
+
+@dataclass
+class Tally:
+    """What was tried, what came of it, and which promises broke."""
+
+    rows: dict[tuple[str, str, str], tuple[Counter[str], list[float]]] = field(default_factory=dict)
+    broken: list[str] = field(default_factory=list)
+
+    def add(self, fault: str, phase: str, victim: str, outcome: str, seconds: float) -> None:
+        outcomes, times = self.rows.setdefault((fault, phase, victim), (Counter(), []))
+        outcomes[outcome] += 1
+        times.append(seconds)
+
+    def breaks(self, what: str) -> None:
+        print(f"  BROKEN: {what}", flush=True)
+        self.broken.append(what)
+
+    def show(self) -> None:
+        line = "{:<26} {:<24} {:<9} {:>5}  {:<44} {:>7}".format
+        print("\n" + line("fault", "phase", "victim", "tried", "outcomes", "worst"))
+        for (fault, phase, victim), (outcomes, times) in self.rows.items():
+            words = ", ".join(f"{count} {what}" for what, count in outcomes.most_common())
+            print(line(fault, phase, victim, len(times), words, f"{max(times):.2f} s"))
+        print(f"\n{len(self.broken)} promises broken" + "".join(f"\n  {what}" for what in self.broken))
+
+
+def do_it(plan: Plan, folder: Path, pids: Sequence[int], store: int) -> None:
+    """Strike from outside, and make up for it once all others are done."""
+    case = plan.case
+    if case.fault.startswith("SIG"):
+        until_flag(folder, "now")
+        pid = store if case.victim == "store" else pids[plan.victim]
+        number = getattr(signal, case.fault.partition(",")[0])
+        stopped = number == signal.SIGSTOP
+        try:
+            os.kill(pid, number)
+            if not (case.victim == "store" and stopped):
+                flag(folder, "struck")
+            if stopped and "short" in case.fault:
+                flag(folder, "struck")
+                time.sleep(SHORT if plan.beats_fast else SHORT * 5)
+            elif stopped:
+                flag(folder, "struck")
+                for rank in range(N):
+                    if case.victim == "store" or rank != plan.victim:
+                        until_flag(folder, f"done {rank}")
+        finally:
+            if stopped:
+                os.kill(pid, signal.SIGCONT)
+    for rank in plan.alive:
+        until_flag(folder, f"done {rank}")
+    flag(folder, "over")
+
+
+def run_case(case: Case, seed: int, tally: Tally, *, beats_fast: bool = True, load: str = "") -> None:
+    """Run one case in a world of its own, and hold what came of it against what is promised."""
+    chance = random.Random(f"{seed} {case.number}")
+    plan = Plan(case, chance.randrange(N), beats_fast, chance.random() < 0.7)
+    factor = 1.0 if beats_fast else 5.0
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as name, StoreProcess() as store, fresh(N, store) as own:
+        folder = Path(name)
+        own.run(dist.get_rank)
+        assert store.process.pid is not None
+        actor = threading.Thread(target=tried, args=(lambda: do_it(plan, folder, own.pids, store.process.pid or 0),))
+        actor.daemon = True
+        actor.start()
+        outcomes = own.outcomes(live_through, plan, folder, deadline=90.0)
+        actor.join(5.0)
+    text = f"{case}{load} (seed {seed})"
+
+    def promise(holds: bool, words: str) -> None:
+        if not holds:
+            tally.breaks(f"{text}: {words}")
+
+    seen: dict[int, tuple[Tried, str, Tried, dict[str, tuple[int, int]]]] = {}
+    for outcome in outcomes:
+        if outcome.rank in plan.alive:
+            promise(not outcome.error, f"rank {outcome.rank} {outcome.error} {outcome.details[-400:]}")
+            if not outcome.error:
+                seen[outcome.rank] = outcome.result
+        else:
+            number = signal.SIGKILL if case.fault == "SIGKILL" else signal.SIGTERM
+            promise(outcome.exitcode == -number, f"the victim: {outcome.error}")
+    peers = {rank: each[0] for rank, each in seen.items() if rank in plan.members and rank != plan.victim}
+    kinds = {failed.kind for failed in peers.values()}
+    told = [f"{rank}: {failed.kind} {failed.took:.2f} s {failed.text[:300]!r}" for rank, failed in peers.items()]
+    worst = max((failed.took for failed in peers.values()), default=0.0)
+    limit = 2 * D + SLACK + LONGER
+    if case.fault in DEADLY and case.victim == "member":
+        limit = 2 * (H + BEAT) * factor + SLACK + 1.0
+    promise(worst < limit * (1.0 if beats_fast else 2.0), f"took {worst:.2f} s, not {limit:.2f}: {told}")
+    allowed = {"", "MissingRanksError"} | ({"WorldError"} if case.victim == "store" else set())
+    promise(kinds <= allowed, f"{told}")
+    harmless = case.fault in HARMLESS or case.victim == "outsider" or case.phase == "after it"
+    if harmless:
+        promise(kinds == {""}, f"a false report: {told}")
+    elif case.phase in UNDECIDED and case.victim == "member":
+        promise(len(kinds) == 1, f"not one outcome for all: {told}")
+        named = all(f"rank {plan.victim}" in failed.text for failed in peers.values() if failed.kind)
+        promise(named, f"rank {plan.victim} is not named: {told}")
+    for rank, (_, sums, retry, stays) in seen.items():
+        promise(not sums, f"an older group on rank {rank}: {sums[:300]}")
+        gone = case.victim == "store" and case.fault == "SIGKILL"
+        promise(retry.kind == ("WorldError" if gone else ""), f"the retry on rank {rank}: {retry.kind} {retry.text}")
+        promise(retry.took < (1.0 + SLACK if gone else LONG.total_seconds()), f"the retry took {retry.took:.2f} s")
+        promise(not stays, f"rank {rank} holds more than before: {stays}")
+    outcome = "/".join(sorted(kind or "connected" for kind in kinds))
+    tally.add(case.fault + load, case.phase, case.victim, outcome, worst)
+    print(f"{case}{load}: {outcome} in {worst:.2f} s ({time.monotonic() - start:.1f} s)", flush=True)
+
+
+# ---- every crash point ----
+
+
+def run_crash_points(end: float, tally: Tally) -> None:
+    """A rank dies at its first operation, its second, ... until it has done all it had to do."""
+    left = dict.fromkeys(ORDERS, True)
+    for k in itertools.count(1):
+        points = [(k, order) for order, more in left.items() if more]
+        if not points or k > 200:
+            break
+        if time.monotonic() > end:
+            print(f"crash points: no time after operation {k - 1}")
+            break
+        start = time.monotonic()
+        with tempfile.TemporaryDirectory() as name:
+            try:
+                words = die_at_each(Path(name), points)
+            except AssertionError as error:
+                tally.breaks(f"crash point {k}: {str(error)[:1500]}")
+                continue
+        for (_, order), word in zip(points, words):
+            left[order] = word != ""
+            tally.add("crash point", f"arriving {order}", "member", word or "survived", time.monotonic() - start)
+        print(f"crash points at operation {k}: {dict(zip(left, words))}", flush=True)
+
+
+# ---- what stays behind ----
+
+
+def cycle(times: int) -> list[dict[str, int]]:
+    """Connect, use, release, and what is held early and late."""
+    be_quick()
+    mesh, seen = ProcessGroupMesh(dp=2, tp=2, name="actor"), []
+    for i in range(1, times + 1):
+        connected(mesh, "dp", "tp", ("dp", "tp"))
+        for axes in (("dp",), ("tp",), ()):
+            mesh.release(*axes)
+        if i in (times // 5, times):
+            dist.barrier()
+            gc.collect()
+            keys = groups.world_store().num_keys()
+            memory = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 10
+            seen.append({**held(), "store keys": keys, "KiB": memory})
+        if i in (times // 5, times):
+            dist.barrier()
+    return seen
+
+
+def run_ledger(times: int, tally: Tally) -> None:
+    """Connect, use and release, again and again."""
+    start = time.monotonic()
+    with StoreProcess() as store, fresh(N, store) as own:
+        for rank, (early, late) in enumerate(own.run(cycle, times, deadline=240.0)):
+            grown = late.pop("KiB") - early.pop("KiB")
+            if late != early or grown > 4096:
+                tally.breaks(f"{times} cycles, rank {rank}: {early} became {late}, and {grown} KiB more")
+            print(f"ledger, rank {rank}: {late}, {grown} KiB more", flush=True)
+    tally.add(f"{times} cycles", "", "", "done", time.monotonic() - start)
+
+
+# ---- no core is free ----
+
+
+@contextlib.contextmanager
+def busy_cores() -> Iterator[None]:
+    """Two processes for each core that do nothing but take its time."""
+    command = [
+        sys.executable,
+        "-c",
+        "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(10**6))",
+    ]
+    burners = [subprocess.Popen(command) for _ in range(2 * (os.cpu_count() or 1))]
+    try:
+        yield
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.wait(5.0)
+
+
+def run_starved(seed: int, end: float, tally: Tally) -> None:
+    """A sample of all cases while every core is busy, at the beat that users have: later reports, and no false ones."""
+    cases = all_cases()
+    sample = [cases[0], *random.Random(f"{seed} starved").sample(cases, 12)]
+    with busy_cores():
+        for case in sample:
+            if time.monotonic() > end:
+                break
+            run_case(case, seed, tally, beats_fast=False, load=", starved")
+
+
+# ---- two hosts ----
+
+
+def be_a_worker(folder: Path) -> None:
+    """One rank of two hosts, two on each, whose link is cut and mended."""
+    be_quick()
+    launch.join("gloo", timeout=timedelta(seconds=60))
+    me = dist.get_rank()
+    (folder / f"pid {me}").write_text(str(os.getpid()))
+    ProcessGroupMesh(4, name="beating").connect(timeout=LONG)
+    host = ProcessGroupMesh(-1, ranks=[me // 2 * 2, me // 2 * 2 + 1], name=f"host {me // 2}")
+    connected(host)
+    flag(folder, f"ready {me}")
+    until_flag(folder, "cut")
+    failed = tried(lambda: ProcessGroupMesh(4, name="actor").connect(timeout=timedelta(seconds=D)))
+    sums = tried(lambda: check_sums(groups_of(host))).text
+    new = tried(lambda: connected(ProcessGroupMesh(-1, ranks=host.ranks(), name=f"new {me // 2}"))) if me < 2 else None
+    flag(folder, f"done {me}")
+    until_flag(folder, "mended")
+    retry = tried(lambda: ProcessGroupMesh(4, name="again").connect(timeout=timedelta(seconds=25)))
+    sums += "" if retry.kind else tried(lambda: connected(ProcessGroupMesh(4, name="once more"))).text
+    (folder / f"told {me}.part").write_text(json.dumps([failed, sums, new, retry]))
+    (folder / f"told {me}.part").rename(folder / f"told {me}")
+    until_flag(folder, "over")
+
+
+def ip(*words: str, check: bool = True) -> None:
+    subprocess.run(["ip", *words], check=check, capture_output=True, timeout=10.0)
+
+
+def run_two_hosts(tally: Tally) -> None:
+    """Two network namespaces are two hosts to everything above; a veth pair is the link between them."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        print("two hosts: skipped, this takes root and iproute2")
+        return None
+    word = f"pg{os.getpid() % 100000}"
+    a, b = f"{word}a", f"{word}b"
+    agents: list[subprocess.Popen[bytes]] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        try:
+            for host in (a, b):
+                ip("netns", "add", host)
+                ip("-n", host, "link", "set", "lo", "up")
+            ip("link", "add", a, "netns", a, "type", "veth", "peer", "name", b, "netns", b)
+            for i, host in enumerate((a, b), 1):
+                ip("-n", host, "addr", "add", f"10.77.0.{i}/24", "dev", host)
+                ip("-n", host, "link", "set", host, "up")
+        except (subprocess.SubprocessError, OSError) as error:
+            print(f"two hosts: skipped, namespaces cannot be made here: {error}")
+            return _end_hosts(a, b)
+        try:
+            for i, host in enumerate((a, b)):
+                command = ["ip", "netns", "exec", host, sys.executable, "-m", "torch.distributed.run"]
+                command += ["--nnodes", "2", "--nproc-per-node", "2", "--node-rank", f"{i}"]
+                command += ["--master-addr", "10.77.0.1", "--master-port", "29577"]
+                command += ["--module", "tests.chaos", "--worker", name]
+                env = {**os.environ, "GLOO_SOCKET_IFNAME": host, "OMP_NUM_THREADS": "1"}
+                log = (folder / f"log {i}").open("wb")
+                agents.append(subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True))
+            _cut_and_mend(a, folder, tally)
+        except AssertionError as error:
+            logs = "".join(path.read_text(errors="replace")[-800:] for path in sorted(folder.glob("log *")))
+            tally.breaks(f"two hosts: {error}\n{logs}")
+        finally:
+            flag(folder, "over")
+            for agent in agents:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    agent.wait(10.0)
+                agent.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    agent.wait(5.0)
+                agent.kill()
+            for path in folder.glob("pid *"):
+                with contextlib.suppress(OSError):  # a worker that its agent left behind
+                    if b"tests.chaos" in Path(f"/proc/{path.read_text()}/cmdline").read_bytes():
+                        os.kill(int(path.read_text()), signal.SIGKILL)
+            _end_hosts(a, b)
+
+
+def _end_hosts(a: str, b: str) -> None:
+    for host in (a, b):
+        ip("netns", "del", host, check=False)
+
+
+def _cut_and_mend(a: str, folder: Path, tally: Tally) -> None:
+    for rank in range(4):
+        until_flag(folder, f"ready {rank}")
+    ip("-n", a, "link", "set", a, "down")
+    cut = time.monotonic()
+    flag(folder, "cut")
+    for rank in range(4):
+        until_flag(folder, f"done {rank}")
+    ip("-n", a, "link", "set", a, "up")
+    flag(folder, "mended")
+    for rank in range(4):
+        until_flag(folder, f"told {rank}")
+        failed, sums, new, retry = json.loads((folder / f"told {rank}").read_text())
+        failed, retry = Tried(*failed), Tried(*retry)
+        took = failed.end - cut
+        side = "with the store" if rank < 2 else "without the store"
+        print(f"two hosts, rank {rank}: {failed.kind} {took:.2f} s {failed.text!r}; then {retry.kind or 'connected'}")
+        tally.add("link cut", side, "2 members", failed.kind, took)
+        tally.add("link mended", side, "2 members", retry.kind or "connected", retry.took)
+        if rank < 2:
+            words = "ranks 2, 3 did not come" in failed.text and "last heard" in failed.text
+            if failed.kind != "MissingRanksError" or not words or took > H + BEAT + SLACK:
+                tally.breaks(f"two hosts, rank {rank}: after {took:.2f} s {failed.kind} {failed.text}")
+            if Tried(*new).kind:
+                tally.breaks(f"two hosts, rank {rank}: no new group on this side: {new}")
+        elif failed.kind != "WorldError" or took > D + SLACK + 1.0:
+            tally.breaks(f"two hosts, rank {rank}: after {took:.2f} s {failed.kind} {failed.text}")
+        if sums or retry.kind:
+            tally.breaks(f"two hosts, rank {rank}: sums {sums!r}, the retry {retry}")
+
+
+# ---- all of it ----
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=10.0, help="stop after so many")
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--only", type=int, default=None, metavar="N", help="this case alone")
+    parser.add_argument("--part", choices=("cases", "crashes", "ledger", "starved", "hosts"), help="this part alone")
+    parser.add_argument("--list", action="store_true", help="show the cases")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker is not None:
+        be_a_worker(args.worker)
+        return 0
+    cases = all_cases()
+    if args.list:
+        print(*cases, sep="\n")
+        return 0
+    seed = args.seed if args.seed is not None else random.randrange(10**6)
+    print(f"seed {seed}", flush=True)
+    tally, start = Tally(), time.monotonic()
+
+    def by(share: float) -> float:
+        return start + 60.0 * args.minutes * share
+
+    if args.only is not None:
+        run_case(cases[args.only], seed, tally)
+    else:
+        parts: dict[str, Callable[[], None]] = {
+            "hosts": lambda: run_two_hosts(tally),
+            "ledger": lambda: run_ledger(500 if args.minutes >= 5 else 100, tally),
+            "crashes": lambda: run_crash_points(by(0.35), tally),
+            "cases": lambda: run_cases(cases, seed, by(0.8), tally),
+            "starved": lambda: run_starved(seed, by(0.95), tally),
+        }
+        for part, run in parts.items():
+            if args.part in (None, part):
+                run()
+    tally.show()
+    return 1 if tally.broken else 0
+
+
+def run_cases(cases: list[Case], seed: int, end: float, tally: Tally) -> None:
+    """All cases, in an order that the seed decides, for as long as there is time."""
+    left = random.Random(seed).sample(cases, len(cases))
+    while left and time.monotonic() < end:
+        run_case(left.pop(), seed, tally)
+    if left:
+        print(f"{len(left)} of {len(cases)} cases were left for want of time")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
