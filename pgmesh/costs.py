@@ -71,15 +71,16 @@ NCCL = Cost(
 GLOO = Cost(
     "Gloo",
     "memory",
-    175_000,
-    175_000,
+    70_000,
+    85_000,
     (
         Source(
-            "3 threads, 4 descriptors and about 175 KB for each group once it was used", "measured with pgmesh on Linux"
+            "2 threads, 4 descriptors and one a neighbour in a ring, 70 to 85 KB for each group once it was used",
+            "measured with pgmesh and torch 2.13 on Linux",
         ),
     ),
 )
-GLOO_THREADS, GLOO_DESCRIPTORS = 3, 4
+GLOO_THREADS, GLOO_DESCRIPTORS = 2, 6
 
 COSTS = (NCCL, GLOO)
 

@@ -76,7 +76,7 @@ def price(plan: Plan, width: int = 80) -> list[Line]:
     threads, descriptors = costs.GLOO_THREADS * count, costs.GLOO_DESCRIPTORS * count
     lines.append([(f"  NCCL  {costs.NCCL.times(count)}, by NVIDIA/nccl issues 2363, 964 and 1685", "")])
     gloo = f"{threads} threads, {descriptors} descriptors and {costs.GLOO.times(count)}"
-    lines.append([(f"  Gloo  {gloo}, as we measured it", "")])
+    lines.append([(f"  Gloo  {gloo}, as measured", "")])
     if same:
         lines += wrapped(f"One group under two names is one communicator: {'; '.join(same)}.", width, "", "  ")
     alone = [family.name for family in plan.families if family.size == 1]
