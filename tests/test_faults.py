@@ -8,6 +8,7 @@ after another looks in the store, or at a file, until that one is where it shoul
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import random
@@ -676,6 +677,28 @@ def test_a_signal_ends_the_wait_and_the_peers_are_told_why(tmp_path: Path, how: 
         assert failed.end - sent[0] < 0.2 + SLACK
 
 
+def one_is_interrupted_late() -> tuple[Tried, Tried]:
+    """All have come, and then Ctrl-C reaches rank 3 before it begins the first collective."""
+    bystander = quick()
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    late = mock.patch.object(connecting._Warming, "begin", side_effect=KeyboardInterrupt)
+    with late if mesh.rank == 3 else contextlib.nullcontext():
+        failed = tried(lambda: mesh.connect(mesh.axes, timeout=timedelta(seconds=2 * D)))
+    check_sums(groups_of(bystander))
+    return failed, tried(lambda: connected(mesh, mesh.axes))
+
+
+def test_who_is_interrupted_after_all_have_come_tells_its_peers_too():
+    with fresh(4) as own:
+        seen = results(own.outcomes(one_is_interrupted_late))
+    for failed, again in seen:
+        print(failed)
+        assert failed.kind == ("KeyboardInterrupt" if failed is seen[3][0] else "MissingRanksError")
+        assert failed.end - seen[3][0].end < 0.2 + SLACK
+        assert not again.kind, again.text
+    assert all("rank 3" in failed.text and "KeyboardInterrupt" in failed.text for failed, _ in seen[:3])
+
+
 # ---- making a group raises ----
 
 
@@ -763,6 +786,29 @@ def test_a_mesh_that_never_connected_leaves_no_key_when_it_is_closed():
         before = keys(own)
         results(own.outcomes(give_up_and_close))
         assert keys(own) - before <= {f"pgmesh/told/{rank}" for rank in range(4)}
+
+
+def try_without_a_store(pid: int, times: int) -> list[dict[str, int]]:
+    quick()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os.kill(pid, signal.SIGKILL)
+    seen = []
+    for i in range(times):
+        mesh = ProcessGroupMesh(2, name=f"try {i}")
+        assert tried(lambda mesh=mesh: mesh.connect(timeout=LONG)).kind == "WorldError"
+        mesh.close()
+        gc.collect()
+        seen.append(held())
+    return seen
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts in /proc")
+def test_trying_without_a_store_again_and_again_leaves_nothing_behind():
+    with StoreProcess() as store, fresh(2, store) as own:
+        own.run(dist.get_rank)
+        for early, *_, late in results(own.outcomes(try_without_a_store, store.process.pid, 6)):
+            assert late == early
 
 
 # ---- a rank dies at any of its operations ----
