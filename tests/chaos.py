@@ -383,7 +383,9 @@ def run_crash_points(end: float, tally: Tally) -> None:
         for (_, order), word in zip(points, words):
             left[order] = word != ""
             tally.add("crash point", f"arriving {order}", "member", word or "survived", time.monotonic() - start)
-        print(f"crash points at operation {k}: {dict(zip(left, words))}", flush=True)
+        print(
+            f"crash points at operation {k}: { {order: word for (_, order), word in zip(points, words)} }", flush=True
+        )
 
 
 # ---- what stays behind ----
