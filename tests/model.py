@@ -406,9 +406,8 @@ class Ideal:
         came: set[tuple[int, Group, int]] = set()
         attempts: list[Counter[Group]] = [Counter() for _ in programs]
         made: set[tuple[Group, int]] = set()
-        moved = True
-        while moved:
-            moved = False
+        before = None
+        while before != (before := (len(came), len(made), *at)):
             for rank, program in enumerate(programs):
                 if at[rank] == len(program.calls):
                     continue
@@ -418,7 +417,6 @@ class Ideal:
                 if made.issuperset(now):
                     at[rank] += 1
                     attempts[rank].update(group for group, _ in now)
-                    moved = True
         waits = {
             rank: {
                 (group, attempts[rank][group]): missing
@@ -897,7 +895,8 @@ class _Space:
             lost = [member for member in waits[i] if nodes[member].lost]
             if lost and self.faults.heard:
                 raise _Violation(LOSS_FOUND, f"rank {i} waits until its deadline for {lost}, which died", more)
-            if any(meeting in nodes[r].failed for r in waits[i] for meeting in node.open.values()):
+            undecided = {meeting for meeting in node.open.values() if meeting not in node.ends}
+            if any(undecided & nodes[member].failed for member in waits[i]):
                 raise _Violation(LOSS_FOUND, f"rank {i} waits until its deadline, and was not told", more)
         if on_circle(waits):
             raise _Violation(MISSED_CIRCLE, f"ranks wait for each other until their deadlines: {waits}", more)
