@@ -114,6 +114,11 @@ class Plan:
         return self.case.fault in DEADLY and self.case.victim != "store"
 
     @property
+    def harmless(self) -> bool:
+        """Whether every member that lives gets its group."""
+        return self.case.fault in HARMLESS or self.case.victim == "outsider" or self.case.phase == "after it"
+
+    @property
     def alive(self) -> list[int]:
         """Who lives in the end."""
         return [rank for rank in range(N) if not (self.dies and rank == self.victim)]
@@ -212,12 +217,12 @@ def live_through(plan: Plan, folder: Path) -> tuple[Tried, str, Tried, dict[str,
                 mesh.connect(timeout=timedelta(seconds=D))
             if case.phase == "after it":
                 strike(plan, folder)
-        if not plan.dies and not (case.fault == "exception" and case.phase == "after it"):
-            check_sums({"actor": (mesh.group(), plan.members)})
 
     failed = tried(call)
     flag(folder, f"done {me}")
     sums = tried(lambda: check_sums(groups_of(bystander))).text
+    if plan.harmless and not plan.dies and me in plan.members and not sums:
+        sums = tried(lambda: check_sums({"actor": (mesh.group(), plan.members)})).text
     until_flag(folder, "over")
     again = ProcessGroupMesh(-1, ranks=plan.alive, name="again")
     retry = tried(lambda: connected(again))
@@ -338,8 +343,7 @@ def run_case(case: Case, seed: int, tally: Tally, *, beats_fast: bool = True, lo
     promise(worst < limit * (1.0 if beats_fast else 2.0), f"took {worst:.2f} s, not {limit:.2f}: {told}")
     allowed = {"", "MissingRanksError"} | ({"WorldError"} if case.victim == "store" else set())
     promise(kinds <= allowed, f"{told}")
-    harmless = case.fault in HARMLESS or case.victim == "outsider" or case.phase == "after it"
-    if harmless:
+    if plan.harmless:
         promise(kinds == {""}, f"a false report: {told}")
     elif case.phase in UNDECIDED and case.victim == "member":
         promise(len(kinds) == 1, f"not one outcome for all: {told}")
