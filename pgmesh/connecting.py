@@ -86,7 +86,7 @@ def connect(
             found.append(family.made(family.group(layout, axes, "", {})))
         except MismatchError as caught:  # the others learn why this rank does not come
             error = error or caught
-    to_meet = {made.group: made for made in found if made.card is not None}
+    to_meet = {made.group: made for made in found if made.card is not None and made.name not in family.connected}
     with _bar(len(to_meet), progress) as advance, _sigterm_told():
         call = _Call(family, line, seconds, list(to_meet.values()), advance)
         if error is not None:
@@ -183,7 +183,7 @@ class _Call:
 
     def _warm_up(self) -> None:
         """See every first collective to its end."""
-        for warming in sorted(self.waiting_for_all, key=lambda each: str(each.made.group.group_name)):
+        for warming in sorted(self.waiting_for_all, key=lambda each: each.made.name):
             warming.begin()
         end = time.monotonic() + self.seconds
         pause, inspection = FIRST_PAUSE, time.monotonic() + INSPECTION
@@ -233,11 +233,12 @@ class _Call:
         """Remember what is in the store, and let go of what cannot be used."""
         for meeting in self.meetings:
             made, tombs = self.made[meeting.name], self.family.tombs
-            name = made.group.group_name
+            name = made.name
             tombs.setdefault(name, []).extend(meeting.tombs)
             made.keys.extend(meeting.keys)
             if made.words in self.warm():  # all members have seen every decision so far
                 made.keys.extend(tombs.pop(name))
+                self.family.connected.add(name)
         for warming in self.warming:
             if warming.error is not None or warming.is_running():
                 warming.strand()
@@ -314,7 +315,7 @@ class _Warming:
 
 
 def _meeting(family: Family, made: groups.Made, card: Card) -> Meeting:
-    name = made.group.group_name
+    name = made.name
     with family.lock:  # of two threads that connect one group, each has a meeting of its own
         number = family.meetings[name]
         family.meetings[name] += 1

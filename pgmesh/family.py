@@ -161,6 +161,7 @@ class Family:
         self.key = f"{groups.PREFIX}{kin}.{self.number}"
         self.agreed = False
         self.meetings: Counter[str] = Counter()  # how often the members of a group, by its name, met to connect it
+        self.connected: set[str] = set()  # the groups, by name, that connect has seen through
         self.tombs: dict[str, list[str]] = {}  # keys of decisions that those who come late may still look for
         self.origin: Hashable = (name, self.number, layout)
 
@@ -438,10 +439,17 @@ class Family:
         finally:
             self.lock.release()
 
+    def _forget_meetings(self, name: str) -> None:
+        """A group of this name will not come again."""
+        self.connected.discard(name)
+        self.meetings.pop(name, None)
+        self.tombs.pop(name, None)
+
     def _drop(self, keys: Iterable[_Key], reason: str, *, abort: bool = False, at_exit: bool = False) -> None:
         self._forget_hits()
         for key in keys:
             made = self._cache.pop(key)
+            self._forget_meetings(made.name)
             if made.by == "others" or not groups.is_known(made.group):
                 continue
             written = made.stop()
@@ -455,6 +463,7 @@ class Family:
             for key, made in list(self._cache.items()):
                 if made.group is group:
                     del self._cache[key]
+                    self._forget_meetings(made.name)
                     self._forget_hits()
                     self._destroyed[key] += 1
                     _delete(made.stop())

@@ -295,6 +295,11 @@ class Made:
     ranks: tuple[int, ...] = ()
     card: Card | None = None  # what this rank means by it, where there is anybody to meet
 
+    @property
+    def name(self) -> str:
+        """What torch knows it by."""
+        return str(self.group.group_name)
+
     def stop(self) -> list[str]:
         """Let nobody wait for the group any more, and say which keys were written for it."""
         for store in self.stores:

@@ -349,7 +349,8 @@ class ProcessGroupMesh:
 
         The one verb that waits for others: each member of each group calls it, in any order. It compares what they
         mean by the mesh and its groups, and runs the smallest collective on each group, so that memory is taken now.
-        What one member gives up is given up for all; calling again tries again.
+        What one member gives up is given up for all; calling again tries again. What is connected stays so, and is
+        not met again.
 
         Args:
             families: the axes of each group: "tp", or ("dp", "tp") for one along two. Each axis, if none are given.

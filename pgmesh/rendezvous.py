@@ -40,9 +40,10 @@ FIRST_INSPECTION, INSPECTION = 0.05, 0.2
 """Seconds until a rank that waits asks why, and then between two times that it does."""
 
 MOST_ASKED = 32
-"""How many ranks one inspection asks after: those missing first, then those that they wait for.
+"""How many of a group's missing ranks one inspection asks after, and how many of those that they wait for in turn.
 
-A circle is found all the same: where each rank that waits follows some of those it waits for, they lead round."""
+A circle is found all the same: where each rank that waits follows some of those it waits for, they lead round, and a
+long way round is gone in several inspections."""
 
 T = TypeVar("T")
 
@@ -127,6 +128,7 @@ def unpack(text: bytes | str, /, **kinds: Any) -> dict[str, Any] | None:
         return None
     try:
         record = json.loads(text)
+        json.dumps(record, ensure_ascii=False).encode()  # what can be read could also have been written
     except (ValueError, RecursionError):
         return None
     if not isinstance(record, dict) or record.get("v") != VERSION:
@@ -181,8 +183,8 @@ class Card:
         for word in seen:
             rank, _, text = word.decode(errors="replace").partition(" ")
             try:
-                meanings[int(rank)] = dict(json.loads(text))
-            except (ValueError, TypeError, RecursionError):
+                meanings[int(rank)] = dict(json.loads(text).items())
+            except (ValueError, TypeError, AttributeError, RecursionError):
                 return f"{self.what}: the store holds {quoted(word)}, which no pgmesh wrote."
         lines = []
         for name in sorted({*self.meaning, *(name for meaning in meanings.values() for name in meaning)}):
@@ -452,6 +454,8 @@ class Party:
     warn: Callable[[str], None] = field(default=lambda text: None)
     _heard: dict[int, tuple[int, float]] = field(default_factory=dict)  # the last beat of a rank, and when it was new
     _told: dict[int, Told] = field(default_factory=dict)
+    _ways: list[list[tuple[int, Wait]]] = field(default_factory=list)  # where the search for a circle goes on
+    _seen: set[int] = field(default_factory=set)  # which ranks it has passed
     _asked: bool = False  # whether it has waited long enough to ask why
     _now: float = 0.0
 
@@ -517,7 +521,7 @@ class Party:
         yield Say(waits)
         self._told.clear()
         for meeting in self._open():
-            for rank in meeting.missing:
+            for rank in meeting.missing[:MOST_ASKED]:
                 yield from self._ask(rank)
             if any(map(self._is_lost, meeting.missing)):
                 yield from meeting.decide(End("missing", self._why(meeting)))
@@ -528,7 +532,7 @@ class Party:
                 yield Swap(f"{name}/end", End("circle", text).pack())
 
     def _ask(self, rank: int) -> Steps[None]:
-        if rank in self._told or len(self._told) >= MOST_ASKED:
+        if rank in self._told:
             return
         told_ = Told.unpack(rank, (yield Read(told(rank))))
         if told_ is not None:
@@ -548,7 +552,7 @@ class Party:
         for meeting in self._open():
             yield from meeting.inspect()
         for meeting in self._open():
-            for rank in meeting.missing:
+            for rank in meeting.missing[:MOST_ASKED]:
                 yield from self._ask(rank)
             yield from meeting.decide(End("missing", self._why(meeting, f" in {self.deadline:g} s")))
 
@@ -593,22 +597,32 @@ class Party:
         return circle
 
     def _first_look(self, mine: tuple[Wait, ...]) -> Steps[list[tuple[int, Wait]]]:
-        """The shortest way from this rank back to it, along who waits for whom."""
-        ways: list[list[tuple[int, Wait]]] = [[(self.me, wait)] for wait in mine]
-        seen = {self.me}
-        while ways:
-            way = ways.pop(0)
+        """The shortest way from this rank back to it, along who waits for whom.
+
+        A walk that asks after many ranks goes on in the next inspection; once it has ended, another begins.
+        """
+        if not self._ways:
+            self._ways, self._seen = [[(self.me, wait)] for wait in mine], {self.me}
+        asked = 0
+        while self._ways:
+            way = self._ways[0]
             for rank in way[-1][1].missing:
                 if rank == self.me:
+                    self._ways, self._seen = [], set()
                     return way
-                if rank in seen:
+                if rank in self._seen:
                     continue
-                seen.add(rank)
                 if rank not in self._told:
+                    if asked == MOST_ASKED:
+                        return []
+                    asked += 1
                     yield from self._ask(rank)
-                told_ = self._told.get(rank)
-                if told_ is not None and told_.alone:
-                    ways += [[*way, (rank, wait)] for wait in told_.waits]
+                self._seen.add(rank)
+                last = self._told.get(rank)
+                if last is not None and last.alone:
+                    self._ways += [[*way, (rank, wait)] for wait in last.waits]
+            self._ways.pop(0)
+        self._seen = set()
         return []
 
 

@@ -101,8 +101,7 @@ def report(family: Family) -> Report:
     held = []
     for made, options, generation in family.known():
         used = any(store.used for store in made.stores) if made.stores else None
-        name = str(made.group.group_name)
-        held.append(Held(made.words, name, made.ranks, repr(options), generation, made.line, used))
+        held.append(Held(made.words, made.name, made.ranks, repr(options), generation, made.line, used))
     others: dict[int, str] = {}
     trouble = ""
     if family.ended is not None:

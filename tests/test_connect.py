@@ -95,7 +95,8 @@ def twice_and_anew():
     mesh = ProcessGroupMesh(dp=2, tp=2)
     mesh.connect()
     first = mesh.group("dp")
-    mesh.connect("dp")
+    if mesh.rank == 0:  # nobody is waited for
+        assert mesh.connect("dp").warm == {}
     assert mesh.group("dp") is first
     check_sums(all_groups(mesh))
     mesh.release("dp")
@@ -104,8 +105,30 @@ def twice_and_anew():
     check_sums(all_groups(mesh))
 
 
-def test_what_is_connected_can_be_connected_again_and_anew():
+def test_what_is_connected_stays_so_and_can_be_connected_anew():
     world(4).run(twice_and_anew)
+
+
+def try_all_again():
+    mesh = ProcessGroupMesh(dp=2, tp=2)
+    told = ""
+    if mesh.rank != 3:
+        try:
+            mesh.connect("dp", "tp", timeout=seconds(0.5))
+        except MissingRanksError as error:
+            told = str(error)
+    dist.barrier()
+    if mesh.rank == 3:
+        with pytest.raises(MissingRanksError, match="rank 3 did not come"):  # it came late, and is told so
+            mesh.connect("dp", "tp", timeout=seconds(20))
+    if mesh.rank != 0:  # whose groups were made: it does not come again
+        mesh.connect("dp", "tp", timeout=seconds(20))
+    check_sums(all_groups(mesh))
+    return bool(told)
+
+
+def test_a_retry_of_the_whole_call_waits_for_nobody_whose_call_went_well():
+    assert world(4).run(try_all_again) == [False, True, True, False]
 
 
 def leave_nothing():
