@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import groups
-from pgmesh.errors import MismatchError, MissingRanksError, PgmeshError, WorldError
+from pgmesh.errors import LifetimeError, MismatchError, MissingRanksError, PgmeshError, WorldError
 from pgmesh.family import Family, caller
 from pgmesh.heart import alone, who
 from pgmesh.polling import drive
@@ -38,6 +38,7 @@ from pgmesh.rendezvous import (
     Step,
     Swap,
     Told,
+    error_in_words,
     ranks_in_words,
     told,
 )
@@ -52,6 +53,12 @@ _numbers = itertools.count(1)
 
 LAST_WORD = 5.0
 """Seconds that the store is given for each answer, once the deadline has come."""
+
+FAREWELL = 0.2
+"""Seconds that it is given to take a last word from a rank that is interrupted."""
+
+GRACE = 0.5
+"""Seconds that it is given beyond the deadline for what it was asked before."""
 
 
 @dataclass(frozen=True)
@@ -78,21 +85,35 @@ def connect(
     family: Family, layout: Layout, families: Sequence[tuple[Axis, ...]], seconds: float, *, progress: bool = False
 ) -> Connected:
     """Connect this rank's groups along each of these combinations of axes."""
-    line, found, error = caller(), [], None
+    line, found, meetings, failed = caller(), [], [], None
     for axes in families:
         layout.size(*axes)  # there are such axes, before anybody is told of anything
+    if not family.is_dry():
+        family.beating()  # from here on, every question to the store has a deadline
+    family.patience = seconds
     for axes in families:
         try:
-            found.append(family.made(family.group(layout, axes, "", {})))
-        except MismatchError as caught:  # the others learn why this rank does not come
-            error = error or caught
-    to_meet = {made.group: made for made in found if made.card is not None and made.name not in family.connected}
+            found.append(_unbroken(family, layout, axes))
+        except Exception as error:  # the others learn why this rank does not come
+            failed = failed or error
+            meetings.append(_meeting(family, *family.prospect(layout, axes)))
+    to_meet = {made.name: made for made in found if made.card is not None and made.name not in family.connected}
     with _bar(len(to_meet), progress) as advance, _sigterm_told():
         call = _Call(family, line, seconds, list(to_meet.values()), advance)
-        if error is not None:
-            call.cancel(error)
-            raise error
+        if failed is not None:
+            call.cancel(failed, meetings)
+            raise failed
         return call.run() if to_meet else Connected()
+
+
+def _unbroken(family: Family, layout: Layout, axes: tuple[Axis, ...]) -> groups.Made:
+    """A group, made anew where another member has said since that it failed."""
+    made = family.made(family.group(layout, axes, "", {}))
+    meeting = family.connected.get(made.name)
+    if meeting is not None and family.ask(Read(meeting.broken)) is not None:
+        family.abandon(made.group, "was given up by another member; ask its mesh for it anew.")
+        made = family.made(family.group(layout, axes, "", {}))
+    return made
 
 
 class _Call:
@@ -104,13 +125,15 @@ class _Call:
         self.family, self.line, self.seconds, self.advance = family, line, seconds, advance
         self.start = time.monotonic()
         self.end = self.start + seconds
-        meetings = {_meeting(family, made, made.card): made for made in found if made.card is not None}
-        self.meetings = list(meetings)
-        self.made = {meeting.name: made for meeting, made in meetings.items()}
+        self.made = {
+            _meeting(family, made.name, made.ranks, made.card): made for made in found if made.card is not None
+        }
+        self.meetings = list(self.made)
         self.warming: list[_Warming] = []
         self.waiting_for_all: list[_Warming] = []
         self.met: dict[str, float] = {}
         self.operations = 0
+        self.hurried = False  # whether something ends this call
 
     def _party(self) -> Party:
         self.heart = self.family.beating()
@@ -122,15 +145,20 @@ class _Call:
             who=who(),
             deadline=self.seconds,
             suspicion=self.heart.suspicion,
+            again=self.family.failed,
             pace=self.heart.pace,
-            alone=alone(),
+            alone=alone() and threading.current_thread() is threading.main_thread(),
             warn=functools.partial(log.warning, "%s"),
         )
 
-    def cancel(self, error: PgmeshError) -> None:
-        """Tell those who wait that this rank cannot come."""
-        if self.meetings:
-            drive(self._party().cancel(error), self._perform)
+    def cancel(self, error: Exception, meetings: Sequence[Meeting]) -> None:
+        """Tell those who wait that this rank cannot come, to groups that it could not make either."""
+        self.meetings += meetings
+        self.heart = self.family.beating()
+        try:
+            if self.meetings:
+                drive(self._party().cancel(error), self._perform)
+        finally:
             self._leave()
 
     def run(self) -> Connected:
@@ -144,12 +172,19 @@ class _Call:
                 raise
             drive(party.meet(), self._perform)
             self._warm_up()
+        except BaseException as error:
+            self.hurried = True
+            with contextlib.suppress(WorldError):
+                self._break_off(error)
+            raise
         finally:
             self._leave()
         errors = [told for meeting in self.meetings if meeting.end and (told := meeting.end.error())]
         errors += [warming.error for warming in self.warming if warming.error]
         if errors:
+            self.family.failed = True
             raise type(errors[0])("\n\n".join(dict.fromkeys(map(str, errors[:8])))) from errors[0].__cause__
+        self.family.failed = False
         return Connected(self.met, self.warm(), self.operations)
 
     def warm(self) -> dict[str, float]:
@@ -157,7 +192,13 @@ class _Call:
         return {each.made.words: each.done - self.start for each in self.warming if each.done}
 
     def _perform(self, step: Step) -> Any:
-        now = time.monotonic()
+        try:
+            return self._do(step)
+        except BaseException:
+            self.hurried = True
+            raise
+
+    def _do(self, step: Step) -> Any:
         if isinstance(step, Pause):
             self._look_after_warming()
             time.sleep(step.seconds)
@@ -166,10 +207,15 @@ class _Call:
             return self._ready(step.meeting)
         self.operations += 1
         self.family.asked += 1
-        return self.heart.ask(step, max(self.end - now, LAST_WORD))
+        left = self.end - time.monotonic()
+        return self.heart.ask(step, FAREWELL if self.hurried else left + GRACE if left > 0 else LAST_WORD)
 
     def _ready(self, meeting: Meeting) -> None:
-        made = self.made[meeting.name]
+        made = self.made.get(meeting)
+        if made is None:
+            return
+        if not groups.is_known(made.group):
+            raise LifetimeError(f"{made.words} was let go of while it was being connected.")
         self.met[made.words] = time.monotonic() - self.start
         warming = _Warming(made, meeting.broken)
         self.warming.append(warming)
@@ -187,23 +233,27 @@ class _Call:
             warming.begin()
         end = time.monotonic() + self.seconds
         pause, inspection = FIRST_PAUSE, time.monotonic() + INSPECTION
-        try:
-            while running := self._look_after_warming():
-                now = time.monotonic()
-                if now >= inspection:
-                    inspection = now + INSPECTION * self.heart.pace
-                    for warming in running:
-                        self._inspect(warming)
-                for warming in running if now >= end else ():
-                    warming.fail(f"was not done in {self.seconds:g} s")
-                time.sleep(pause)
-                pause = min(pause * 1.5, LONGEST_PAUSE)
-        except BaseException as error:
-            for warming in self.warming:
-                if warming.is_running() and not isinstance(error, WorldError):
-                    warming.fail(f"was given up, because rank {self.family.rank} stopped: {type(error).__name__}")
-                    self._tell_broken(warming)
-            raise
+        while running := self._look_after_warming():
+            now = time.monotonic()
+            if now >= inspection:
+                inspection = now + INSPECTION * self.heart.pace
+                for warming in running:
+                    self._inspect(warming)
+            for warming in running if now >= end else ():
+                warming.fail(f"was not done in {self.seconds:g} s")
+            time.sleep(pause)
+            pause = min(pause * 1.5, LONGEST_PAUSE)
+        for warming in self.warming:
+            if warming.error is not None:
+                self._tell_broken(warming)
+
+    def _break_off(self, error: BaseException) -> None:
+        """Tell the members of groups that were made, and are not warm, that this rank is out."""
+        for warming in self.warming:
+            if not warming.done and warming.error is None and not isinstance(error, WorldError):
+                why = f"rank {self.family.rank} stopped connecting at {self.line}: {error_in_words(error)}"
+                warming.fail(f"was given up, because {why}")
+                self._tell_broken(warming)
 
     def _inspect(self, warming: _Warming) -> None:
         """Ask why a first collective is not done."""
@@ -214,8 +264,6 @@ class _Call:
         others = [rank for rank in warming.made.ranks[: MOST_ASKED + 1] if rank != self.family.rank]
         answers = {rank: Told.unpack(rank, self._perform(Read(told(rank)))) for rank in others}
         warming.inspect({rank: answer for rank, answer in answers.items() if answer}, self.heart.suspicion)
-        if warming.error is not None:
-            self._tell_broken(warming)
 
     def _tell_broken(self, warming: _Warming) -> None:
         kind = "mismatch" if isinstance(warming.error, MismatchError) else "missing"
@@ -231,18 +279,20 @@ class _Call:
 
     def _leave(self) -> None:
         """Remember what is in the store, and let go of what cannot be used."""
+        family, done = self.family, {each.made.name for each in self.warming if each.done}
+        self.heart.hush()
         for meeting in self.meetings:
-            made, tombs = self.made[meeting.name], self.family.tombs
-            name = made.name
-            tombs.setdefault(name, []).extend(meeting.tombs)
-            made.keys.extend(meeting.keys)
-            if made.words in self.warm():  # all members have seen every decision so far
-                made.keys.extend(tombs.pop(name))
-                self.family.connected.add(name)
+            name, _, number = meeting.name.rpartition("/meeting.")
+            family.meetings[name] = max(family.meetings[name], int(number) + 1)
+            family.given_up.setdefault(name, []).append(meeting)
+            if name in done:  # all members have seen every decision so far
+                self.made[meeting].keys.extend(key for each in family.given_up.pop(name, ()) for key in each.keys)
+                family.connected[name] = meeting
         for warming in self.warming:
-            if warming.error is not None or warming.is_running():
+            if warming.error is not None or not warming.done:
                 warming.strand()
-                self.family.abandon(warming.made.group, "could not be connected; ask its mesh for it anew.")
+                family.abandon(warming.made.group, "could not be connected; ask its mesh for it anew.")
+        family.failed |= len(done) < len(self.meetings)
 
 
 class _Warming:
@@ -314,13 +364,12 @@ class _Warming:
             self.error.__cause__ = self._failed
 
 
-def _meeting(family: Family, made: groups.Made, card: Card) -> Meeting:
-    name = made.name
+def _meeting(family: Family, name: str, ranks: Sequence[int], card: Card) -> Meeting:
     with family.lock:  # of two threads that connect one group, each has a meeting of its own
         number = family.meetings[name]
         family.meetings[name] += 1
     refused = (f"{name}/options/refused", family.refused)
-    return Meeting(f"{name}/meeting.{number}", made.ranks, card, refused)
+    return Meeting(f"{name}/meeting.{number}", ranks, card, refused)
 
 
 @contextlib.contextmanager
@@ -341,7 +390,7 @@ def _bar(total: int, progress: bool) -> Iterator[Callable[[], None]]:
         yield lambda: bar.advance(task)
 
 
-class _Terminated(BaseException):
+class Terminated(BaseException):
     """SIGTERM came."""
 
 
@@ -354,12 +403,12 @@ def _sigterm_told() -> Iterator[None]:
         return
 
     def stop(number: int, frame: object) -> None:
-        raise _Terminated("SIGTERM")
+        raise Terminated("by SIGTERM")
 
     signal.signal(signal.SIGTERM, stop)
     try:
         yield
-    except _Terminated:
+    except Terminated:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
         raise

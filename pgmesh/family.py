@@ -30,11 +30,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pgmesh import groups
-from pgmesh.errors import LifetimeError, NameTakenError, OptionsError, PlaceError
+from pgmesh.errors import LifetimeError, NameTakenError, OptionsError, PlaceError, WorldError
 from pgmesh.heart import Heart
 from pgmesh.options import GroupOptions
 from pgmesh.polling import PollingStore, agree, drive, perform
-from pgmesh.rendezvous import Card, Delete, Steps, introduce
+from pgmesh.rendezvous import Card, Delete, Meeting, Step, Steps, introduce
 from pgmesh.sizes import progression, some
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class _Registry:
 
     def count(self) -> int:
         """How many groups this process holds; too many are told of once."""
-        held = sum(len(family.known()) for family in list(self.open))
+        held = sum(len(family._cache) for family in list(self.open))
         if held > MOST_GROUPS and not self.warned:
             self.warned = True
             log.warning(
@@ -136,6 +136,7 @@ class Family:
         self._device_meshes: dict[Layout, DeviceMesh] = {}
         self.lock = threading.RLock()
         self.making = 0.0  # seconds spent making groups
+        self.patience = 30.0  # seconds that the store may take for one answer
         self.asked = 0  # how often connect asked the store
         self.number = 0
         if outside is not None:
@@ -161,8 +162,9 @@ class Family:
         self.key = f"{groups.PREFIX}{kin}.{self.number}"
         self.agreed = False
         self.meetings: Counter[str] = Counter()  # how often the members of a group, by its name, met to connect it
-        self.connected: set[str] = set()  # the groups, by name, that connect has seen through
-        self.tombs: dict[str, list[str]] = {}  # keys of decisions that those who come late may still look for
+        self.connected: dict[str, Meeting] = {}  # by a group's name, the meeting in which connect saw it through
+        self.given_up: dict[str, list[Meeting]] = {}  # meetings, by group, whose keys those who come late may look for
+        self.failed = False  # whether the last call of connect did
         self.origin: Hashable = (name, self.number, layout)
 
     def remember(self, mesh: Any) -> None:
@@ -188,10 +190,20 @@ class Family:
 
     def known(self) -> list[tuple[groups.Made, GroupOptions, int]]:
         """The groups that live, each with its options and its generation. It waits for no thread that makes one."""
-        return [
-            (made, key.options, self._generations[key.ranks] + self._destroyed[key])
-            for key, made in list(self._cache.items())
-        ]
+        found = [(key, self._cache.get(key)) for key in tuple(self._cache)]
+        generation = {key: self._generations[key.ranks] + self._destroyed[key] for key, _ in found}
+        return [(made, key.options, generation[key]) for key, made in found if made is not None]
+
+    def prospect(self, layout: Layout, axes: tuple[Axis, ...]) -> tuple[str, tuple[int, ...], Card]:
+        """The name, the ranks and the card of a group that could not be made."""
+        ranks = layout.block_of(self.rank, *axes)
+        with self.lock:
+            options = self._registry.options
+            if (ranks, "") in self._configured:
+                options = options.but(self._configured[ranks, ""][0].keywords())
+            name = self._name_of(_Key(ranks, options, ""), options)
+        words = f"group {', '.join(map(str, axes))} of {self.words}"
+        return name, ranks, Card(self.rank, options.given, words, "")
 
     def made(self, group: dist.ProcessGroup) -> groups.Made:
         """What is known of a group of this family."""
@@ -261,7 +273,7 @@ class Family:
         if options != self._registry.options:
             keys = [f"{name}/options"]
             self._agree_on_mesh()
-            agree(store, keys[0], card)
+            agree(self.ask, keys[0], card)
         polling = {
             backend: PollingStore(
                 store,
@@ -336,8 +348,12 @@ class Family:
     def _agree_on_mesh(self) -> None:
         """Once: see that all members mean the same mesh."""
         if not self.agreed:
-            store = groups.world_store()
-            drive(self.introduce(listed=False), lambda step: perform(store, step))
+            drive(self.introduce(listed=False), self.ask)
+
+    def ask(self, step: Step) -> Any:
+        """Ask the store: through the heart and with a deadline where it beats."""
+        heart = self._registry.heart
+        return perform(groups.world_store(), step) if heart is None else heart.ask(step, self.patience)
 
     def introduce(self, *, listed: bool) -> Steps[None]:
         """See that all members mean the same mesh, as steps."""
@@ -432,6 +448,8 @@ class Family:
                 return
             self.ended = reason or f"was closed at {caller()}."
             self._drop(list(self._cache), self.ended, at_exit=at_exit)
+            for name in list(self.given_up) if not at_exit else ():  # of groups that could not even be made
+                self._forget_meetings(name)
             if self.agreed and not at_exit:
                 _delete([self.key, f"{self.key}/said"])
             with _registering:
@@ -439,17 +457,26 @@ class Family:
         finally:
             self.lock.release()
 
+    def _leave(self, meeting: Meeting) -> None:
+        """Nobody of this rank asks for a decision any more."""
+        with contextlib.suppress(WorldError):
+            heart = self.beating()
+            if not heart.silent:
+                drive(meeting.leave(), lambda step: heart.ask(step, 1.0))
+
     def _forget_meetings(self, name: str) -> None:
         """A group of this name will not come again."""
-        self.connected.discard(name)
+        self.connected.pop(name, None)
         self.meetings.pop(name, None)
-        self.tombs.pop(name, None)
+        for meeting in self.given_up.pop(name, ()):
+            self._leave(meeting)
 
     def _drop(self, keys: Iterable[_Key], reason: str, *, abort: bool = False, at_exit: bool = False) -> None:
         self._forget_hits()
         for key in keys:
             made = self._cache.pop(key)
-            self._forget_meetings(made.name)
+            if not at_exit:
+                self._forget_meetings(made.name)
             if made.by == "others" or not groups.is_known(made.group):
                 continue
             written = made.stop()

@@ -55,7 +55,7 @@ class Heart:
         self._beats = 0
         self._doing = ""
         self._waits: dict[int, tuple[Wait, ...]] = {}  # by thread
-        self._gone: Exception | None = None  # what the store failed with, once it did
+        self._gone = ""  # what the store failed with, once it did
         self._asked_at = math.inf  # when the store was asked what it has not answered
         self.operations = 0
         self._thread = threading.Thread(target=self._run, name="pgmesh-heart", daemon=True)
@@ -92,6 +92,10 @@ class Heart:
         """Whether the store owes an answer for long."""
         return time.monotonic() - self._asked_at > 1.0
 
+    def hush(self) -> None:
+        """The thread that calls waits for nobody any more; the next beat says so."""
+        self._waits.pop(threading.get_ident(), None)
+
     def say(self, doing: str) -> None:
         """Tell the others what this process does; "" for nothing that concerns them. Waits for nothing."""
         self._doing = doing
@@ -114,8 +118,8 @@ class Heart:
             if not answer.set_running_or_notify_cancel():
                 continue
             try:
-                if self._gone is not None:
-                    raise self._gone
+                if self._gone:
+                    raise RuntimeError(self._gone)
                 self._asked_at = time.monotonic()
                 store = store or _own(self._store)
                 self.operations += 1
@@ -127,7 +131,7 @@ class Heart:
                     answer.set_result(perform(store, step))
             except Exception as error:
                 if isinstance(error, RuntimeError):
-                    self._gone = error  # torch would tell of it at length each time that it is asked again
+                    self._gone = str(error)  # torch would tell of it at length each time that it is asked again
                 answer.set_exception(error)
                 due = time.monotonic() + (math.inf if self._gone else self.period)
             self._asked_at = math.inf

@@ -367,6 +367,8 @@ class ProcessGroupMesh:
         0 store operations
         """
         self._check_member()
+        if not isinstance(timeout, timedelta):
+            raise OptionsError(f"timeout is a timedelta, such as timedelta(seconds={timeout}), not {timeout!r}.")
         combinations = [each if isinstance(each, tuple) else (each,) for each in families or self.axes]
         return connect(self._family, self.layout, combinations, timeout.total_seconds(), progress=progress)
 

@@ -76,23 +76,23 @@ def drive(steps: Generator[Step, Any, T], perform: Callable[[Step], Any]) -> T:
             send, answer = steps.throw, error
 
 
-def agree(store: Any, key: str, card: Card) -> None:
+def agree(ask: Callable[[Step], Any], key: str, card: Card) -> None:
     """Hold a card against the other members' in one operation: the first lays it down, later ones compare.
 
     Raises:
         MismatchError: the first rank to come means something else. It is told too, under ``<key>/refused``.
     """
-    refuse(store, f"{key}/refused", card, perform(store, Swap(key, card.word.decode())))
+    refuse(ask, f"{key}/refused", card, ask(Swap(key, card.word.decode())))
 
 
-def refuse(store: Any, key: str, card: Card, seen: bytes) -> None:
+def refuse(ask: Callable[[Step], Any], key: str, card: Card, seen: bytes) -> None:
     """Hold a card against another's, and where they differ tell those who wait.
 
     Raises:
         MismatchError: they differ.
     """
     if trouble := card.trouble([seen]):
-        perform(store, Swap(key, End("mismatch", trouble).pack()))
+        ask(Swap(key, End("mismatch", trouble).pack()))
         raise MismatchError(trouble)
 
 
@@ -204,7 +204,7 @@ class PollingStore(dist.Store):
         if value is None:
             return False
         card, _, body = value.partition(SEAL)
-        refuse(self._inner, self._refused[0] if self._refused else f"{key}/refused", self._card, card)
+        refuse(self._do, self._refused[0] if self._refused else f"{key}/refused", self._card, card)
         self._found[key] = body
         return True
 

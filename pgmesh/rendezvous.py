@@ -18,6 +18,7 @@ under another name.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
@@ -199,7 +200,8 @@ class Card:
 
 
 def _value(value: Any) -> str:
-    return "none" if value is None else str(value)[:200]
+    text = "none" if value is None else str(value)[:200]
+    return f"({text})" if ", " in text and text[0].isdigit() else text
 
 
 def ranks_in_words(ranks: Collection[int]) -> str:
@@ -209,6 +211,11 @@ def ranks_in_words(ranks: Collection[int]) -> str:
     ('rank 2', 'ranks 2, 3')
     """
     return f"rank{'s' * (len(ranks) != 1)} {some(tuple(ranks))}"
+
+
+def error_in_words(error: BaseException) -> str:
+    """An error as others are told of it."""
+    return f"{type(error).__name__}{': ' * bool(str(error))}{error}"
 
 
 class Wait(NamedTuple):
@@ -330,7 +337,7 @@ class Meeting:
     """One group that is being connected, once.
 
     Args:
-        name: what its keys begin with; never used twice.
+        name: what its keys begin with, with its number at the end; never used twice.
         ranks: its members.
         card: what this rank means by it.
         refused: keys under which a rank that means something else by the mesh or the group says so.
@@ -358,14 +365,16 @@ class Meeting:
         return f"{self.name}/broken"
 
     @property
-    def tombs(self) -> list[str]:
-        """The keys that stay for those who come late, until a later meeting went well."""
-        return [self.tomb, self.broken]
+    def keys(self) -> tuple[str, ...]:
+        """All its keys."""
+        return tuple(f"{self.name}/{what}" for what in ("came", "count", "end", "broken", "left"))
 
-    @property
-    def keys(self) -> list[str]:
-        """The others."""
-        return [f"{self.name}/came", f"{self.name}/count"]
+    def leave(self) -> Steps[None]:
+        """Of those who came to a meeting that was given up, the last to close its mesh takes its keys away."""
+        left = yield Add(f"{self.name}/left")
+        came = (yield Read(f"{self.name}/count")) or b"0"
+        if left >= int(came):
+            yield Delete(self.keys)
 
     def decide(self, end: End) -> Steps[None]:
         """Lay a decision down, or take the one that lies there."""
@@ -382,6 +391,12 @@ class Meeting:
     def _tell(self) -> Steps[None]:
         if self.end == MADE:
             yield Ready(self)
+
+    def catch_up(self) -> Steps[None]:
+        """Go on to the first meeting that is not decided: others may have tried more often than this rank."""
+        while (yield Read(self.tomb)) is not None:
+            stem, _, number = self.name.rpartition(".")
+            self.name = f"{stem}.{int(number) + 1}"
 
     def arrive(self, me: int, line: str, who: str) -> Steps[None]:
         """Come to the meeting. The last to come, who is told so by the count, decides that it is made."""
@@ -437,6 +452,7 @@ class Party:
         who: this process, to tell it from another that takes itself for the same rank.
         deadline: in seconds.
         suspicion: after so many seconds in which a rank that told before tells nothing new, it counts as lost.
+        again: whether an earlier call failed, so that members may have tried more or less often than this rank.
         pace: how many times slower than usual to look and to ask, so as to spare the store in a large world.
         alone: no other thread of this process could still come somewhere.
         warn: called once, with what is waited for, after a third of the deadline.
@@ -449,6 +465,7 @@ class Party:
     who: str
     deadline: float
     suspicion: float
+    again: bool = False
     pace: float = 1.0
     alone: bool = True
     warn: Callable[[str], None] = field(default=lambda text: None)
@@ -463,19 +480,23 @@ class Party:
         """Come to every meeting, and see each to its end."""
         try:
             for meeting in self.meetings:
+                if self.again:
+                    yield from meeting.catch_up()
                 yield from meeting.arrive(self.me, self.line, self.who)
             yield from self._wait()
         except (GeneratorExit, WorldError):
             raise
         except BaseException as error:
-            yield from self.cancel(error)
+            with contextlib.suppress(WorldError):
+                yield from self.cancel(error)
             raise
 
     def cancel(self, error: BaseException) -> Steps[None]:
         """Give up what is not decided, because of something that is no fault of the others."""
-        why = f"rank {self.me} stopped connecting at {self.line}: {type(error).__name__}: {error}"
+        why = f"rank {self.me} stopped connecting at {self.line}: {error_in_words(error)}"
+        kind = "mismatch" if isinstance(error, MismatchError) else "missing"
         for meeting in self._open():
-            yield from meeting.decide(End("missing", f"{meeting.words} was given up, because {why}"))
+            yield from meeting.decide(End(kind, f"{meeting.words} was given up, because {why}"))
         yield from self._hush()
 
     def _open(self) -> list[Meeting]:

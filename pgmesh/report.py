@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -162,10 +165,24 @@ def print_on(number: int, text: Callable[[], object]) -> None:
 
 def _listen(ear: socket.socket, before: int) -> None:
     """Hear of each signal as it comes, and pass it on to who listened before."""
-    passed_on = socket.socket(fileno=before) if before >= 0 else None
     while numbers := ear.recv(64):
-        if passed_on is not None:
-            passed_on.send(numbers)
+        if before >= 0:
+            with contextlib.suppress(OSError):
+                os.write(before, numbers)
         for number in numbers:
             for text in _on.get(number, ()):
-                print(text(), file=sys.stderr, flush=True)
+                try:
+                    print(text(), file=sys.stderr, flush=True)
+                except Exception:  # the next signal is still heard
+                    traceback.print_exc()
+
+
+def _in_child() -> None:
+    """A forked child does not speak into its parent's ear."""
+    if _on:
+        _on.clear()
+        signal.set_wakeup_fd(-1)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch.distributed as dist
 
 from pgmesh import LifetimeError, MismatchError, MissingRanksError
-from pgmesh.polling import SEAL, PollingStore, agree
+from pgmesh.polling import SEAL, PollingStore, agree, perform
 from pgmesh.rendezvous import Card
 
 
@@ -27,10 +28,10 @@ def polling(
 
 def test_the_first_lays_its_card_down_and_later_ones_compare():
     store = dist.HashStore()
-    agree(store, "key", card(0))
-    agree(store, "key", card(1))
+    agree(partial(perform, store), "key", card(0))
+    agree(partial(perform, store), "key", card(1))
     with pytest.raises(MismatchError) as caught:
-        agree(store, "key", card(2, timeout=31.0, backend="gloo"))
+        agree(partial(perform, store), "key", card(2, timeout=31.0, backend="gloo"))
     assert str(caught.value) == (
         "group tp of mesh 'actor' is not the same on all ranks:\n"
         "  backend: none on rank 0, gloo on rank 2\n"
