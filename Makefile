@@ -16,7 +16,7 @@ test: $(VENV)/dev            ## style, types, doctests and tests
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
-	$(RUN) -m pytest -q
+	$(RUN) -m pytest -q -n 2 --dist loadfile
 
 chaos: $(VENV)/dev           ## every fault at every moment, and the protocol's model: ten minutes at most
 	$(RUN) -m tests.model --minutes 2

@@ -380,7 +380,7 @@ def test_a_member_that_dies_before_it_comes_is_named(tmp_path: Path, heard_befor
             assert failed.end - died < H + BEAT + SLACK
         else:
             assert "rank 3 was never heard from" in failed.text
-            assert D - 0.01 <= failed.took < D + SLACK
+            assert D - SLACK <= failed.took < D + SLACK  # the first to come decides for all
         assert not again.kind, again.text
 
 
