@@ -133,7 +133,7 @@ class PollingStore(dist.Store):
         self._addresses, self._first, self._refused, self._tell = addresses, first, refused, tell
         self._held: list[tuple[str, Any]] | None = [] if addresses else None
         self._found: dict[str, bytes] = {}
-        self._closed = False
+        self._closed = self._telling = False
         self.operations, self.waited = 0, 0.0  # how often the store was asked; seconds spent waiting
         self.written: set[str] = set()
         self.failure: PgmeshError | None = None
@@ -160,6 +160,9 @@ class PollingStore(dist.Store):
             raise
         finally:
             self.waited += time.monotonic() - start
+            if self._telling:
+                self._telling = False
+                self._tell("")
 
     def _wait(self, keys: list[str], timeout: timedelta | None) -> None:
         self._begin()
@@ -180,13 +183,12 @@ class PollingStore(dist.Store):
                     due.pop()[1](key, now - start)
                 time.sleep(min(pause, end - now))
                 pause = min(pause * 1.5, LONGEST_PAUSE)
-        if len(due) < 2:
-            self._tell("")
 
     def _warn(self, key: str, waited: float) -> None:
         log.warning("%s", self.missing(key, timedelta(seconds=round(waited))))
 
     def _tell_of_waiting(self, key: str, waited: float) -> None:
+        self._telling = True
         self._tell(f"in the first collective of {self._card.what}, waiting for others")
 
     def _check_refused(self) -> None:
