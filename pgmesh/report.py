@@ -87,7 +87,7 @@ class Stats:
     Args:
         groups: how many it holds.
         communicators: how many this process holds, of all meshes.
-        operations: how often the store was asked, beyond what backends ask of their own.
+        operations: how often the store was asked by connect, and by the backends through ours.
         making: seconds spent making groups.
         waiting: seconds spent waiting for members in first collectives.
     """
