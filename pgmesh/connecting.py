@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -99,11 +99,10 @@ def connect(
             meetings.append(_meeting(family, *family.prospect(layout, axes)))
     to_meet = {made.name: made for made in found if made.card is not None and made.name not in family.connected}
     with _bar(len(to_meet), progress) as advance, _sigterm_told():
-        call = _Call(family, line, seconds, list(to_meet.values()), advance)
         if failed is not None:
-            call.cancel(failed, meetings)
+            _Call(family, line, seconds, to_meet.values(), advance).cancel(failed, meetings)
             raise failed
-        return call.run() if to_meet else Connected()
+        return _Call(family, line, seconds, to_meet.values(), advance).run() if to_meet else Connected()
 
 
 def _unbroken(family: Family, layout: Layout, axes: tuple[Axis, ...]) -> groups.Made:
@@ -120,9 +119,10 @@ class _Call:
     """One call of connect on one rank: its meetings, and the first collective of each group that is met."""
 
     def __init__(
-        self, family: Family, line: str, seconds: float, found: list[groups.Made], advance: Callable[[], None]
+        self, family: Family, line: str, seconds: float, found: Iterable[groups.Made], advance: Callable[[], None]
     ) -> None:
         self.family, self.line, self.seconds, self.advance = family, line, seconds, advance
+        self.heart = family.beating()
         self.start = time.monotonic()
         self.end = self.start + seconds
         self.made = {
@@ -130,13 +130,11 @@ class _Call:
         }
         self.meetings = list(self.made)
         self.warming: list[_Warming] = []
-        self.waiting_for_all: list[_Warming] = []
         self.met: dict[str, float] = {}
         self.operations = 0
         self.hurried = False  # whether something ends this call
 
     def _party(self) -> Party:
-        self.heart = self.family.beating()
         return Party(
             self.family.rank,
             self.meetings,
@@ -154,7 +152,6 @@ class _Call:
     def cancel(self, error: Exception, meetings: Sequence[Meeting]) -> None:
         """Tell those who wait that this rank cannot come, to groups that it could not make either."""
         self.meetings += meetings
-        self.heart = self.family.beating()
         try:
             if self.meetings:
                 drive(self._party().cancel(error), self._perform)
@@ -219,18 +216,17 @@ class _Call:
         self.met[made.words] = time.monotonic() - self.start
         warming = _Warming(made, meeting.broken)
         self.warming.append(warming)
-        # Gloo connects in a thread of its own. NCCL does so in ours, so there all ranks keep to one order.
+        # Gloo connects in a thread of its own. NCCL does so in ours: once all are decided, in one order on all ranks.
         if groups.connects_apart(made.group):
             warming.begin()
-        else:
-            self.waiting_for_all.append(warming)
 
     # -- the first collective -------------------------------------------------------------------------------------
 
     def _warm_up(self) -> None:
         """See every first collective to its end."""
-        for warming in sorted(self.waiting_for_all, key=lambda each: each.made.name):
-            warming.begin()
+        for warming in sorted(self.warming, key=lambda each: each.made.name):
+            if not warming.has_begun():
+                warming.begin()
         end = time.monotonic() + self.seconds
         pause, inspection = FIRST_PAUSE, time.monotonic() + INSPECTION
         while running := self._look_after_warming():
@@ -311,13 +307,16 @@ class _Warming:
         self._ones = torch.ones(1, device=groups.device_of(self.made.group))
         self._work = dist.all_reduce(self._ones, group=self.made.group, async_op=True)
 
+    def has_begun(self) -> bool:
+        return self._work is not None
+
     def strand(self) -> None:
         """Nobody waits for it any more."""
-        if self._work is not None and not self._work.is_completed():
+        if self.has_begun() and not self._work.is_completed():
             groups.strand(self.made.group, self._work)
 
     def is_running(self) -> bool:
-        return self._work is not None and not self.done and self.error is None
+        return self.has_begun() and not self.done and self.error is None
 
     def look(self) -> bool:
         """Whether it has just been done well."""
@@ -342,17 +341,17 @@ class _Warming:
     def inspect(self, last_told: dict[int, Told], suspicion: float) -> None:
         """See whether a member is lost, which it is if it tells nothing new for long, or said that it goes."""
         now = time.monotonic()
-        lost = []
+        lost = {}
         for rank, last in last_told.items():
             beat, since = self._beats.setdefault(rank, (last.beat, now))
             if beat != last.beat:
                 self._beats[rank] = (last.beat, now)
             elif last.gone or now - since >= suspicion:
-                lost.append(f"\n  rank {rank} was last heard from {now - since:.0f} s ago; it was {last}")
+                lost[rank] = f"\n  rank {rank} was last heard from {now - since:.0f} s ago; it was {last}"
         if lost:
-            ranks = ranks_in_words([rank for rank in last_told if any(f"rank {rank} " in line for line in lost)])
             self.error = MissingRanksError(
-                f"{self.made.words}: {ranks} came, and was lost in its first collective.{''.join(lost)}"
+                f"{self.made.words}: {ranks_in_words(lost)} came, and was lost in its first collective."
+                f"{''.join(lost.values())}"
             )
         elif self._failed is not None and now - self._failed_at >= suspicion + 1.0:
             self.fail(f"failed: {str(self._failed).splitlines()[0]}")

@@ -198,9 +198,7 @@ class Family:
         """The name, the ranks and the card of a group that could not be made."""
         ranks = layout.block_of(self.rank, *axes)
         with self.lock:
-            options = self._registry.options
-            if (ranks, "") in self._configured:
-                options = options.but(self._configured[ranks, ""][0].keywords())
+            options = self._usual(ranks, "")
             name = self._name_of(_Key(ranks, options, ""), options)
         words = f"group {', '.join(map(str, axes))} of {self.words}"
         return name, ranks, Card(self.rank, options.given, words, "")
@@ -234,9 +232,7 @@ class Family:
     ) -> dist.ProcessGroup:
         with self.lock:
             self.check()
-            usual = self._registry.options
-            if self._configured and (ranks, tag) in self._configured:
-                usual = usual.but(self._configured[ranks, tag][0].keywords())
+            usual = self._usual(ranks, tag)
             options = usual.but(asked) if asked else usual
             key = _Key(ranks, options, tag)
             made = self._cache.get(key)
@@ -254,6 +250,13 @@ class Family:
                 self.making += time.monotonic() - start
                 self._registry.count()
             return made.group
+
+    def _usual(self, ranks: tuple[int, ...], tag: str) -> GroupOptions:
+        """What a group is made with where nothing else is asked for: what was configured, else what the world has."""
+        usual = self._registry.options
+        if self._configured and (ranks, tag) in self._configured:
+            usual = usual.but(self._configured[ranks, tag][0].keywords())
+        return usual
 
     def _make(self, key: _Key, usual: GroupOptions, words: str, description: str) -> groups.Made:
         """Build a group directly. Nobody waits for anybody.

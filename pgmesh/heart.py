@@ -18,7 +18,7 @@ from typing import Any
 
 from pgmesh.errors import WorldError
 from pgmesh.polling import perform
-from pgmesh.rendezvous import Say, Step, Told, Wait, told
+from pgmesh.rendezvous import MOST_ASKED, Say, Step, Told, Wait, told
 
 BEAT = 1.0
 """Seconds between two beats, in a world of up to ``CROWD`` ranks; in a larger one so many times more that the store
@@ -57,7 +57,6 @@ class Heart:
         self._waits: dict[int, tuple[Wait, ...]] = {}  # by thread
         self._gone = ""  # what the store failed with, once it did
         self._asked_at = math.inf  # when the store was asked what it has not answered
-        self.operations = 0
         self._thread = threading.Thread(target=self._run, name="pgmesh-heart", daemon=True)
         self._thread.start()
 
@@ -122,7 +121,6 @@ class Heart:
                     raise RuntimeError(self._gone)
                 self._asked_at = time.monotonic()
                 store = store or _own(self._store)
-                self.operations += 1
                 if step is None or isinstance(step, Say):
                     due = time.monotonic() + self.period
                     self._beat(store, gone=self._doing if step is None else "")
@@ -141,7 +139,7 @@ class Heart:
     def _beat(self, store: Any, gone: str) -> None:
         self._beats += 1
         waits = tuple(wait for waits in self._waits.values() for wait in waits)
-        record = Told(self._rank, self._beats, "" if gone else self._doing, waits[:64], alone(), gone)
+        record = Told(self._rank, self._beats, "" if gone else self._doing, waits[:MOST_ASKED], alone(), gone)
         store.set(told(self._rank), record.pack())
 
 
