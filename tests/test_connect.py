@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -22,7 +23,7 @@ import pgmesh.family
 import pgmesh.polling
 from pgmesh import AxisError, LifetimeError, MismatchError, MissingRanksError, ProcessGroupMesh
 from tests.dry import dry_world
-from tests.worlds import check_sums, world
+from tests.worlds import check_sums, fresh, world
 
 
 def seconds(n: float) -> timedelta:
@@ -328,6 +329,27 @@ def report_while_hanging(folder):
 def test_a_signal_prints_the_report_of_a_rank_that_hangs(tmp_path):
     said = world(4).run(report_while_hanging, str(tmp_path))[0]
     assert said == "rank 0 of ProcessGroupMesh(dp=4, name='hangs') holds 1 groups:\n"
+
+
+def listen_beside_another():
+    ear, mouth = socket.socketpair()
+    mouth.setblocking(False)
+    signal.set_wakeup_fd(mouth.fileno())
+    mesh = ProcessGroupMesh(dp=2)
+    with contextlib.redirect_stderr(io.StringIO()):
+        mesh.report_on(signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        ear.settimeout(30)
+        heard = list(ear.recv(8))
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if signal.set_wakeup_fd(-1) == -1 else 1)  # which was the parent's ear, or is nobody's
+    return heard, os.waitpid(child, 0)[1]
+
+
+def test_who_listened_for_signals_before_still_hears_them_and_a_child_speaks_into_no_ear():
+    with fresh(2) as own:
+        assert own.run(listen_beside_another) == [([signal.SIGUSR1], 0)] * 2
 
 
 def test_a_thread_cannot_take_signals():
