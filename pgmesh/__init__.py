@@ -27,13 +27,17 @@ _HOME = {
             "MismatchError",
             "MissingRanksError",
             "CircleError",
+            "MethodError",
             "SeamError",
             "LaunchError",
         ),
         "errors",
     ),
 }
-_MODULES = ("launch", "interop", "layout", "draw", "svg", "plans", "errors", "options", "groups", "family", "mesh")
+_MODULES = (
+    *("launch", "interop", "parallel", "layout", "draw", "svg"),
+    *("plans", "errors", "options", "groups", "family", "mesh"),
+)
 
 __all__ = [*_HOME]
 __version__ = "0.1.0"
@@ -61,6 +65,7 @@ if TYPE_CHECKING:
         LaunchError as LaunchError,
         LifetimeError as LifetimeError,
         MembershipError as MembershipError,
+        MethodError as MethodError,
         MismatchError as MismatchError,
         MissingRanksError as MissingRanksError,
         NameTakenError as NameTakenError,

@@ -12,6 +12,7 @@ PgmeshError
 ├── MismatchError      (RuntimeError)            ranks describe one mesh or group differently
 ├── MissingRanksError  (TimeoutError)            members that did not come before the deadline
 ├── CircleError        (RuntimeError)            ranks that wait for each other
+├── MethodError        (RuntimeError)            a parallel method that failed, or that is not there
 ├── SeamError          (RuntimeError)            a private name of torch that pgmesh needs is gone
 └── LaunchError        (RuntimeError)            a launcher or a spawned rank failed
 """
@@ -65,6 +66,10 @@ class MissingRanksError(PgmeshError, TimeoutError):
 
 class CircleError(PgmeshError, RuntimeError):
     """Ranks that wait for each other."""
+
+
+class MethodError(PgmeshError, RuntimeError):
+    """A parallel method that failed, or that is not there."""
 
 
 class SeamError(PgmeshError, RuntimeError):

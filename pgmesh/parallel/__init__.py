@@ -1,0 +1,36 @@
+"""Parallel methods, each given the axes it works along. Nothing is loaded before it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_HOME = {
+    "Method": "base",
+    "Level": "base",
+    "compose": "composing",
+    "Composition": "composing",
+    "find": "finding",
+    "DataParallel": "data",
+}
+
+__all__ = [*_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'pgmesh.parallel' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"pgmesh.parallel.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])
+
+
+if TYPE_CHECKING:
+    from pgmesh.parallel.base import Level as Level, Method as Method
+    from pgmesh.parallel.composing import Composition as Composition, compose as compose
+    from pgmesh.parallel.data import DataParallel as DataParallel
+    from pgmesh.parallel.finding import find as find

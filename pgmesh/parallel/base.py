@@ -1,0 +1,157 @@
+"""What a parallel method is: a mesh, the axes it owns, and what it does to a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from enum import IntEnum
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from pgmesh.errors import AxisError, ShapeError
+from pgmesh.layout import Axis
+from pgmesh.mesh import ProcessGroupMesh
+
+
+class Level(IntEnum):
+    """How far out a method stands when several are applied to one module: the innermost is applied first."""
+
+    TENSOR = 0
+    """Cuts the weights of single layers."""
+    TOKEN = 1
+    """Moves tokens between ranks inside a layer: context and experts."""
+    DATA = 2
+    """Replicates or shards what is left, and sums its gradients."""
+    PIPELINE = 3
+    """Runs whole layers on different ranks."""
+
+
+class Method:
+    """A parallel method on the axes of a mesh that it is given. Subclass it and write ``apply``; that is all.
+
+    It makes no process group itself: it asks its mesh. Its axes are kept in the order of the mesh.
+
+    Args:
+        mesh: the mesh, or a view or slice of one.
+        axes: those that the method owns: it alone decides how work is split along them.
+        over: the axes that it sums over, when they are more than its own: a gradient is summed over data and
+            context, though another method owns the context. Unless given, its own.
+        options: what the group along ``over`` is made with, as in ``mesh.configure``.
+
+    Raises:
+        AxisError: no axes, one that the mesh does not have, or ``over`` without one that is owned.
+        MembershipError: this rank is not in the mesh.
+        OptionsError: no such option, or it is too late: the group was made.
+
+    >>> from pgmesh.parallel import Method
+    >>> class Average(Method):                              # a method of one's own
+    ...     splits_batch = True
+    ...     def apply(self, module):
+    ...         return module
+    >>> average = Average(mesh, "dp", over=("dp", "tp"))
+    >>> average.owns, average.reduces, average.size, average.index
+    (('dp',), ('dp', 'tp'), 2, 0)
+    """
+
+    level: ClassVar[Level] = Level.DATA
+    """Where it stands among others in ``compose``."""
+
+    splits_batch: bool = False
+    """Whether ranks along its axes read different rows. Tensor, context and pipeline ranks read the same ones."""
+
+    mesh: ProcessGroupMesh
+    owns: tuple[Axis, ...]
+    """The axes that no other method of a composition may own."""
+    reduces: tuple[Axis, ...]
+    """The axes that it sums over: ``mesh.group(*method.reduces)``."""
+
+    def __init__(
+        self,
+        mesh: ProcessGroupMesh,
+        *axes: Axis,
+        over: Iterable[Axis] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        who = type(self).__name__
+        if not isinstance(mesh, ProcessGroupMesh):
+            raise AxisError(f"{who} is given a mesh and then its axes, such as {who}(mesh, 'dp'), not {mesh!r}.")
+        if not axes:
+            first = mesh.axes[0] if mesh.axes else "dp"
+            raise AxisError(
+                f"{who} is given no axis; the mesh has {', '.join(map(str, mesh.axes))}.\n\n"
+                f"  {who}(mesh, {first!r})   # the axes that it shall own"
+            )
+        if isinstance(over, str):
+            over = (over,)
+        self.mesh = mesh
+        self.owns = mesh.along(*axes).axes  # as the mesh calls them, in its order
+        self.reduces = mesh.along(*over).axes if over else self.owns
+        missing = [axis for axis in self.owns if axis not in self.reduces]
+        if missing:
+            whole = tuple(axis for axis in mesh.axes if axis in self.owns or axis in self.reduces)
+            raise AxisError(
+                f"{who} owns {listed(self.owns)}, so it sums over {listed(missing)} too, but over= names "
+                f"{listed(self.reduces)} alone.\n\n"
+                f"  {who}(mesh, {', '.join(map(repr, self.owns))}, over={whole!r})"
+            )
+        if options:
+            mesh.configure(*self.reduces, **options)
+
+    def apply(self, module: nn.Module) -> nn.Module:
+        """The module to use from here on: the same one changed, or one around it."""
+        raise NotImplementedError(f"{type(self).__name__} has no apply(module) -> module, which every method writes.")
+
+    def around(self, module: nn.Module, inner: Callable[[nn.Module], nn.Module]) -> nn.Module:
+        """Apply the methods inside this one, then this one.
+
+        A method that cuts the module before the others may see it, such as a pipeline, has its own ``around``; no
+        other needs one.
+        """
+        return self.apply(inner(module))
+
+    @property
+    def size(self) -> int:
+        """How many ranks share out the rows of a batch along its axes; 1 where all of them read the same rows."""
+        return self.mesh.size(*self.owns) if self.splits_batch else 1
+
+    @property
+    def index(self) -> int:
+        """Which of these shares is this rank's; 0 where all read the same rows."""
+        return self.mesh.index(*self.owns) if self.splits_batch else 0
+
+    def share(self, rows: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a whole batch; all of them where the method does not split it.
+
+        Args:
+            rows: the batch, the same on every rank, its rows along the first dimension.
+
+        Raises:
+            ShapeError: the rows cannot be shared out evenly.
+        """
+        return share(rows, self.size, self.index, sizes_of(self.mesh, self.owns))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} along {listed(self.owns)}"
+
+
+def listed(axes: Iterable[Axis]) -> str:
+    """Axes in words."""
+    return ", ".join(map(str, axes))
+
+
+def sizes_of(mesh: ProcessGroupMesh, axes: Iterable[Axis]) -> str:
+    """Axes with their sizes, for a message: "dp=2 x cp=2"."""
+    return " x ".join(f"{'axis ' * isinstance(axis, int)}{axis}={mesh.size(axis)}" for axis in axes)
+
+
+def share(rows: torch.Tensor, size: int, index: int, axes: str) -> torch.Tensor:
+    """One of so many equal shares of the rows."""
+    count = rows.shape[0]
+    if count % size:
+        near = [n for n in (count // size * size, (count // size + 1) * size) if n]
+        raise ShapeError(
+            f"a batch of {count} rows cannot be shared out evenly along {axes}: {count} is not divisible by {size}.\n\n"
+            f"  {' or '.join(map(str, near))} rows would do"
+        )
+    return rows.narrow(0, index * (count // size), count // size)

@@ -1,0 +1,101 @@
+"""Data parallelism: every rank has all the weights and its own rows, and gradients are averaged. torch's DDP."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping, Sized
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset, DistributedSampler
+
+from pgmesh.errors import MethodError, ShapeError
+from pgmesh.layout import Axis
+from pgmesh.mesh import ProcessGroupMesh
+from pgmesh.parallel.base import Method, sizes_of
+
+
+class DataParallel(Method):
+    """Replicates a module along its axes and averages gradients in the backward pass, by torch's DDP.
+
+    Args:
+        mesh: the mesh.
+        axes: along which ranks read different rows.
+        over: the axes to average over, where they are more: ``over=("dp", "cp")`` with context parallelism along cp.
+        options: what the group is made with, as in ``mesh.configure``.
+        keywords: for torch's DistributedDataParallel, such as ``bucket_cap_mb=50``.
+
+    Source: https://docs.pytorch.org/docs/2.13/generated/torch.nn.parallel.DistributedDataParallel.html
+
+    >>> from pgmesh.parallel import DataParallel
+    >>> data = DataParallel(mesh, "dp")
+    >>> data, data.size, data.index
+    (DataParallel along dp, 2, 0)
+    """
+
+    splits_batch = True
+
+    def __init__(
+        self,
+        mesh: ProcessGroupMesh,
+        *axes: Axis,
+        over: Iterable[Axis] | None = None,
+        options: Mapping[str, Any] | None = None,
+        **keywords: Any,
+    ) -> None:
+        super().__init__(mesh, *axes, over=over, options=options)
+        self.keywords = keywords
+
+    def apply(self, module: nn.Module) -> nn.Module:
+        """DDP around the module, whose weights become those of the first rank along the axes."""
+        return DistributedDataParallel(module, process_group=self.mesh.group(*self.reduces), **self.keywords)
+
+    def sampler(self, dataset: Dataset[Any], **keywords: Any) -> DistributedSampler[Any]:
+        """torch's sampler of this rank's share of a data set; ranks that read the same rows get the same ones.
+
+        Args:
+            dataset: with a length.
+            keywords: for DistributedSampler. ``drop_last=True`` leaves out what cannot be shared out evenly,
+                and ``drop_last=False`` repeats the first rows.
+
+        Raises:
+            ShapeError: the rows cannot be shared out evenly, and ``drop_last`` is not given.
+
+        >>> from pgmesh.parallel import DataParallel
+        >>> list(DataParallel(mesh, "dp").sampler(range(6), shuffle=False))
+        [0, 2, 4]
+        """
+        return sampler(self, dataset, **keywords)
+
+    def accumulate(self, module: nn.Module, *, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Around one of several backward passes whose gradients add up: ranks average them in the last alone.
+
+        Divide each loss by how many there are, so that their sum is a mean.
+
+        Args:
+            module: what ``apply`` gave.
+            last: whether this is the last one.
+
+        Raises:
+            MethodError: the module is another.
+        """
+        if not isinstance(module, DistributedDataParallel):
+            raise MethodError(
+                f"{self} accumulates in the module that its apply() gave, not in a {type(module).__name__}."
+            )
+        return contextlib.nullcontext() if last else module.no_sync()
+
+
+def sampler(method: Method, dataset: Any, **keywords: Any) -> DistributedSampler[Any]:
+    """torch's sampler with a method's share, of rows that divide."""
+    count = len(dataset) if isinstance(dataset, Sized) else 0
+    if count % method.size and "drop_last" not in keywords:
+        low = count // method.size
+        raise ShapeError(
+            f"a data set of {count} rows cannot be shared out evenly along {sizes_of(method.mesh, method.owns)}: "
+            f"{count} is not divisible by {method.size}.\n\n"
+            f"  sampler(dataset, drop_last=True)   # {low} rows for each, {count % method.size} left out\n"
+            f"  sampler(dataset, drop_last=False)   # {low + 1} rows for each, the first ones twice"
+        )
+    return DistributedSampler(dataset, num_replicas=method.size, rank=method.index, **keywords)

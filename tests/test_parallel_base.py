@@ -1,0 +1,360 @@
+"""What every parallel method promises, what compose checks, and what is found by name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from importlib import metadata
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pgmesh import AxisError, MembershipError, MethodError, OptionsError, PgmeshError, ProcessGroupMesh, ShapeError
+from pgmesh.parallel import DataParallel, Level, Method, compose, find
+from tests.dry import dry_world
+from tests.test_groups import groups_of
+from tests.worlds import check_sums, world
+
+
+@pytest.fixture
+def mesh() -> Iterator[ProcessGroupMesh]:
+    with dry_world(5, 8), ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor") as mesh:
+        yield mesh
+
+
+def says(error: type[PgmeshError], call: Callable[[], object], text: str) -> None:
+    with pytest.raises(error) as caught:
+        call()
+    assert type(caught.value) is error
+    assert str(caught.value) == textwrap.dedent(text).strip()
+
+
+class Signs(Method):
+    """Notes on the module that it was here."""
+
+    def apply(self, module: nn.Module) -> nn.Module:
+        module.signed = [*getattr(module, "signed", []), str(self)]
+        return module
+
+
+class Tensor(Signs):
+    level = Level.TENSOR
+
+
+class Context(Signs):
+    level = Level.TOKEN
+
+
+class Data(Signs):
+    splits_batch = True
+
+
+class Pipeline(Signs):
+    """Signs before the others see the module, and after."""
+
+    level = Level.PIPELINE
+
+    def around(self, module: nn.Module, inner: Callable[[nn.Module], nn.Module]) -> nn.Module:
+        module.signed = ["cut"]
+        return self.apply(inner(module))
+
+
+# ---- a method ----
+
+
+def test_a_method_keeps_its_axes_in_the_order_of_the_mesh(mesh: ProcessGroupMesh):
+    method = Data(mesh, "tp", "dp")
+    assert (method.mesh, method.owns, method.reduces) == (mesh, ("dp", "tp"), ("dp", "tp"))
+    assert str(method) == "Data along dp, tp"
+    assert Data(mesh, "dp", over=["tp", "dp"]).reduces == ("dp", "tp")
+    assert Data(mesh, "dp", over="dp").reduces == ("dp",)
+
+
+def test_axes_may_be_numbers_and_the_mesh_a_view_or_a_slice(mesh: ProcessGroupMesh):
+    assert Data(mesh, -1).owns == ("tp",)
+    assert Data(mesh.view(4, 2), 1, 0).owns == (0, 1)
+    assert Data(mesh.at(pp=1), "dp").size == 2
+
+
+def test_size_and_index_are_what_a_data_loader_needs(mesh: ProcessGroupMesh):
+    assert [(each.size, each.index) for each in (Data(mesh, "dp"), Data(mesh, "pp", "tp"))] == [(2, 0), (4, 3)]
+    assert [(each.size, each.index) for each in (Tensor(mesh, "tp"), Context(mesh, "dp"))] == [(1, 0), (1, 0)]
+
+
+def test_a_method_shares_out_rows(mesh: ProcessGroupMesh):
+    rows = torch.arange(12).view(6, 2)
+    assert Data(mesh, "tp").share(rows).equal(rows[3:])
+    assert Tensor(mesh, "tp").share(rows).equal(rows)
+    says(
+        ShapeError,
+        lambda: Data(mesh, "tp", "pp").share(rows),
+        """
+        a batch of 6 rows cannot be shared out evenly along pp=2 x tp=2: 6 is not divisible by 4.
+
+          4 or 8 rows would do
+        """,
+    )
+    says(
+        ShapeError,
+        lambda: Data(mesh.view(8), 0).share(rows),
+        """
+        a batch of 6 rows cannot be shared out evenly along axis 0=8: 6 is not divisible by 8.
+
+          8 rows would do
+        """,
+    )
+
+
+def test_options_are_what_the_group_is_made_with(mesh: ProcessGroupMesh):
+    Data(mesh, "dp", over=["dp", "tp"], options={"timeout": timedelta(minutes=3)})
+    mesh.group("dp", "tp")
+    Data(mesh, "dp", over=["dp", "tp"], options={"timeout": timedelta(minutes=3)})
+    with pytest.raises(OptionsError, match="too late to configure"):
+        Data(mesh, "dp", over=["dp", "tp"], options={"timeout": timedelta(minutes=4)})
+    says(
+        OptionsError,
+        lambda: Data(mesh, "dp", options={"timeot": 3}),
+        "a group has no option timeot; it has backend, timeout, high_priority, nccl, description.",
+    )
+
+
+def test_bad_axes_are_told_when_the_method_is_made(mesh: ProcessGroupMesh):
+    says(
+        AxisError,
+        lambda: Data(mesh),
+        """
+        Data is given no axis; the mesh has pp, dp, tp.
+
+          Data(mesh, 'pp')   # the axes that it shall own
+        """,
+    )
+    says(
+        AxisError,
+        lambda: Data("dp"),
+        "Data is given a mesh and then its axes, such as Data(mesh, 'dp'), not 'dp'.",
+    )
+    says(AxisError, lambda: Data(mesh, "ddp"), "there is no axis 'ddp' in mesh (pp=2, dp=2, tp=2). Did you mean 'dp'?")
+    says(AxisError, lambda: Data(mesh, "dp", "dp"), "each axis is named once, but (dp, dp) names one twice.")
+    says(
+        AxisError,
+        lambda: Data(mesh, "dp", over=["tp"]),
+        """
+        Data owns dp, so it sums over dp too, but over= names tp alone.
+
+          Data(mesh, 'dp', over=('dp', 'tp'))
+        """,
+    )
+    with pytest.raises(MembershipError, match="rank 5 is not in"):
+        Data(mesh.at(pp=0), "dp")
+
+
+def test_a_method_without_apply_says_so(mesh: ProcessGroupMesh):
+    with pytest.raises(
+        NotImplementedError, match=r"^Method has no apply\(module\) -> module, which every method writes"
+    ):
+        Method(mesh, "dp").apply(nn.Identity())
+
+
+# ---- compose ----
+
+
+def test_methods_are_applied_from_the_inside_out_whatever_the_order_given(mesh: ProcessGroupMesh):
+    mesh = mesh.view(pp=2, dp=1, cp=2, tp=2)
+    methods = [Pipeline(mesh, "pp"), Data(mesh, "dp", over=["dp", "cp"]), Context(mesh, "cp"), Tensor(mesh, "tp")]
+    inside_out = ["cut", "Tensor along tp", "Context along cp", "Data along dp", "Pipeline along pp"]
+    for given in (methods, methods[::-1]):
+        module = compose(mesh, *given).apply(nn.Identity())
+        assert module.signed == inside_out
+    assert repr(compose(mesh, *methods)) == f"Composition({'; '.join(inside_out[1:])})"
+
+
+def test_methods_of_one_level_stay_as_given(mesh: ProcessGroupMesh):
+    methods = [Data(mesh, "tp"), Signs(mesh, "dp"), Data(mesh, "pp")]
+    assert compose(mesh, *methods).methods == tuple(methods)
+
+
+def test_a_composition_says_what_a_data_loader_needs(mesh: ProcessGroupMesh):
+    one = compose(mesh, Tensor(mesh, "tp"), Data(mesh, "dp"), Pipeline(mesh, "pp"))
+    assert (one.size, one.index) == (2, 0)
+    two = compose(mesh, Data(mesh, "tp"), Data(mesh, "pp"), unowned=["dp"])
+    assert (two.size, two.index) == (mesh.size("pp", "tp"), mesh.index("pp", "tp")) == (4, 3)
+    none = compose(mesh, unowned=mesh.axes)
+    assert (none.size, none.index) == (1, 0)
+    rows = torch.arange(8)
+    assert two.share(rows).tolist() == [6, 7]
+    assert none.share(rows).equal(rows)
+    with pytest.raises(ShapeError, match=r"^a batch of 6 rows cannot be shared out evenly along tp=2 x pp=2: 6 is not"):
+        two.share(rows[:6])
+
+
+def test_an_axis_has_one_owner(mesh: ProcessGroupMesh):
+    says(
+        AxisError,
+        lambda: compose(mesh, Data(mesh, "dp", "tp"), Tensor(mesh, "tp"), unowned=["pp"]),
+        """
+        axis tp has two owners: Data along dp, tp, and Tensor along tp. An axis has one; what sums over it too says so.
+
+          Tensor(mesh, ..., over=...)   # the axes it sums over, tp among them
+        """,
+    )
+    assert compose(mesh, Data(mesh, "dp", over=["dp", "tp"]), Tensor(mesh, "tp"), unowned=["pp"])
+
+
+def test_no_axis_is_forgotten(mesh: ProcessGroupMesh):
+    says(
+        AxisError,
+        lambda: compose(mesh, Data(mesh, "dp", over=["dp", "pp"]), Tensor(mesh, "tp")),
+        """
+        no method owns pp=2, so its 2 ranks would do the same work unaware of each other. Owned are: dp, tp.
+
+          compose(mesh, ..., unowned=['pp'])   # if that is meant
+        """,
+    )
+    with pytest.raises(AxisError, match=r"Owned are: none\."):
+        compose(mesh)
+    compose(mesh.view(a=8, b=1), Data(mesh.view(a=8, b=1), "a"))
+    with pytest.raises(AxisError, match="there is no axis 'qq'"):
+        compose(mesh, unowned=["qq"])
+
+
+def test_a_method_may_be_on_a_view_of_the_mesh_and_not_on_another(mesh: ProcessGroupMesh):
+    moe = mesh.view(edp=2, ep=4)
+    both = compose(mesh, Data(mesh, "dp"), Context(moe, "ep"), unowned=["pp", "tp"])
+    assert (both.size, both.index) == (2, 0)
+    with ProcessGroupMesh(dp=8, name="critic") as critic:
+        says(
+            MethodError,
+            lambda: compose(mesh, Data(critic, "dp"), unowned=mesh.axes),
+            "Data along dp is on mesh 'critic', but is composed on mesh 'actor'. "
+            "Methods of one composition are on one mesh, its views and its slices.",
+        )
+
+
+def test_compose_takes_methods(mesh: ProcessGroupMesh):
+    for given, shown in ((Data, f"{Data!r}"), ("tp", "'tp'")):
+        name = "Data" if given is Data else "DataParallel"
+        says(
+            MethodError,
+            lambda given=given: compose(mesh, given, unowned=mesh.axes),
+            f"compose is given methods with their axes, such as {name}(mesh, 'pp'), not {shown}.",
+        )
+
+
+# ---- a method that raises half-way ----
+
+
+class Fails(Method):
+    """Makes its group, sums over it, and then fails, on every rank."""
+
+    def apply(self, module: nn.Module) -> nn.Module:
+        dist.all_reduce(torch.ones(()), group=self.mesh.group(*self.reduces))
+        raise ShapeError("3 heads cannot be shared out along dp=2.")
+
+
+class Sums(Method):
+    def apply(self, module: nn.Module) -> nn.Module:
+        dist.all_reduce(torch.ones(()), group=self.mesh.group(*self.reduces))
+        return module
+
+
+FAILED = """
+Fails along dp failed as it was applied: ShapeError: 3 heads cannot be shared out along dp=2.
+
+Its groups are released and the mesh goes on; the module may be half changed, so make it anew.
+"""
+
+
+def fail_and_go_on(rounds: int) -> list[float]:
+    mesh = ProcessGroupMesh(dp=2, tp=2)
+    kept, seconds = mesh.group("tp"), []
+    check_sums(groups_of(mesh))
+    mesh.release("dp")
+    dist.barrier()
+    for _ in range(rounds):
+        minutes = timedelta(minutes=3)
+        failing = compose(mesh, Sums(mesh, "tp"), Fails(mesh, "dp", options={"timeout": minutes}))
+        start = time.perf_counter()
+        says(MethodError, lambda failing=failing: failing.apply(nn.Identity()), FAILED)
+        seconds.append(time.perf_counter() - start)
+        assert mesh.group("tp") is kept
+        again = Sums(mesh, "dp", options={"timeout": timedelta(minutes=4)})  # it is free: not too late to configure
+        compose(mesh, Sums(mesh, "tp"), again).apply(nn.Identity())
+        check_sums(groups_of(mesh))
+        dist.barrier()
+        mesh.release("dp")
+    return seconds
+
+
+def test_after_a_method_failed_its_axes_are_free_and_the_mesh_goes_on():
+    for seconds in world(4).run(fail_and_go_on, 3):
+        assert min(seconds) < 0.2
+
+
+def test_a_failing_method_keeps_the_groups_that_were_there_before(mesh: ProcessGroupMesh):
+    kept, tagged = mesh.group("dp"), mesh.group("tp", tag="other")
+    composition = compose(mesh, Fails(mesh, "dp", over=["dp", "tp"]), unowned=["pp", "tp"])
+    with pytest.raises(MethodError) as caught:
+        composition.apply(nn.Identity())
+    assert isinstance(caught.value.__cause__, ShapeError)
+    assert mesh.group("dp") is kept
+    assert mesh.group("tp", tag="other") is tagged
+    assert {held.ranks for held in mesh.report().held} == {(5, 7), (4, 5)}
+
+
+class Interrupted(Method):
+    def apply(self, module: nn.Module) -> nn.Module:
+        self.mesh.group(*self.owns)
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_stays_one_and_frees_the_axes_too(mesh: ProcessGroupMesh):
+    with pytest.raises(KeyboardInterrupt):
+        compose(mesh, Interrupted(mesh, "dp"), unowned=["pp", "tp"]).apply(nn.Identity())
+    assert mesh.report().held == ()
+
+
+class Forgets(Method):
+    def apply(self, module: nn.Module) -> nn.Module:  # type: ignore[return]
+        pass
+
+
+def test_apply_has_to_return_a_module(mesh: ProcessGroupMesh):
+    with pytest.raises(
+        MethodError, match=r"^Forgets along dp failed .*: TypeError: apply returned None, not the module"
+    ):
+        compose(mesh, Forgets(mesh, "dp"), Pipeline(mesh, "pp"), unowned=["tp"]).apply(nn.Identity())
+
+
+# ---- found by name ----
+
+
+def test_our_own_methods_are_found_as_others_are():
+    assert find("data") is DataParallel
+
+
+def test_an_unknown_name_is_answered_with_those_found():
+    ours = sorted(point.name for point in metadata.entry_points(group="pgmesh.parallel"))
+    assert "data" in ours
+    names = ", ".join(f"{name} (pgmesh)" for name in ours)
+    says(
+        MethodError,
+        lambda: find("ring"),
+        f"""
+        no installed package brings a parallel method 'ring'; found are: {names}.
+
+          [project.entry-points."pgmesh.parallel"]   # in the pyproject.toml of the package
+          ring = "its_module:ItsMethod"
+        """,
+    )
+
+
+def test_importing_pgmesh_parallel_loads_no_method():
+    code = "import sys, pgmesh.parallel; print([m for m in sys.modules if m.startswith(('torch', 'pgmesh.parallel.'))])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout.strip() == "[]"
