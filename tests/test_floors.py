@@ -29,6 +29,8 @@ FLOORS = [
     "place",
     "console",
     "options",
+    "slurm",
+    "launchers",
     "rendezvous",
     "polling",
     "groups",
