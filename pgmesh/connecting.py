@@ -327,7 +327,7 @@ class _Warming:
             total = int(self._ones.item())
         except Exception as error:
             self._failed, self._failed_at = error, time.monotonic()
-            store = groups.reading.get(self.made.group)
+            store = self.made.stores.get("gloo")
             if store is not None and store.failure is not None:
                 self.error = store.failure
             return False

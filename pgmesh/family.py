@@ -18,9 +18,8 @@ import threading
 import time
 import weakref
 from array import array
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +50,8 @@ class _Registry:
     """What this process has made in one world: how many meshes under each name, and which of them live."""
 
     def __init__(self) -> None:
-        self.numbers: Counter[str] = Counter()
+        self.store: Any = groups.world_store()
+        self.numbers: defaultdict[str, int] = defaultdict(int)
         self.families: weakref.WeakSet[Family] = weakref.WeakSet()
         self.open: set[Family] = set()  # those that hold groups live until they are closed
         self.options = groups.world_options()
@@ -63,53 +63,54 @@ class _Registry:
         """The thread that tells the others that this process lives; it starts when it is first needed."""
         with _registering:
             if self.heart is None:
-                self.heart = Heart(groups.world_store(), groups.store_address(), *groups.world_rank_and_size())
+                self.heart = Heart(self.store, groups.store_address(), *groups.world_rank_and_size())
             return self.heart
 
-    def count(self) -> int:
-        """How many groups this process holds; too many are told of once."""
-        held = sum(len(family._cache) for family in list(self.open))
-        if held > MOST_GROUPS and not self.warned:
-            self.warned = True
-            log.warning(
-                "this process holds %d groups, each with memory, threads and sockets of its own: release those that "
-                "are done with, or share meshes. (pgmesh.family.MOST_GROUPS is %d.)",
-                held,
-                MOST_GROUPS,
-            )
-        return held
+    def warn_of_many(self) -> None:
+        """Say once that this process holds too many groups."""
+        self.warned = True
+        log.warning(
+            "this process holds %d groups, each with memory, threads and sockets of its own: release those that "
+            "are done with, or share meshes. (pgmesh.family.MOST_GROUPS is %d.)",
+            groups.held(),
+            MOST_GROUPS,
+        )
 
     def living(self) -> list[Family]:
         return [family for family in self.families if family.ended is None]
 
 
 _registries: weakref.WeakKeyDictionary[Any, _Registry] = weakref.WeakKeyDictionary()
-_owners: weakref.WeakKeyDictionary[Any, Family] = weakref.WeakKeyDictionary()
 _registering = threading.RLock()  # held for all that touches a registry, and never while waiting for a family's lock
 
 
 def _registry() -> _Registry:
     world: Any = dist.group.WORLD
-    with _registering:
-        if world not in _registries:
-            _registries[world] = _Registry()
-        return _registries[world]
+    registry = _registries.get(world)
+    if registry is None:
+        with _registering:
+            registry = _registries.setdefault(world, _Registry())
+    return registry
 
 
-@dataclass(frozen=True)
 class _Key:
     """What a group is, hashed once: its ranks may be many."""
 
-    ranks: tuple[int, ...]
-    options: GroupOptions
-    tag: str
+    __slots__ = ("_hash", "options", "ranks", "tag")
 
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash((self.ranks, self.options, self.tag))
+    def __init__(self, ranks: tuple[int, ...], options: GroupOptions, tag: str) -> None:
+        self.ranks, self.options, self.tag = ranks, options, tag
+        self._hash = hash((ranks, options, tag))
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and (self.tag, self.ranks, self.options) == (
+            other.tag,
+            other.ranks,
+            other.options,
+        )
 
 
 class Family:
@@ -119,20 +120,21 @@ class Family:
         name: what tells this family from others on every rank; without one, the set of its ranks and the count
             of meshes that this process has made on it do.
         layout: the root's layout, which all members must describe alike.
-        call: the call that made the root, for messages.
+        call: the call that made the root, for messages, where that was not here.
     """
 
-    def __init__(self, name: str | None, layout: Layout, call: str, *, outside: int | None = None) -> None:
-        self.name, self.layout, self.call = name, layout, call
+    def __init__(
+        self, name: str | None, layout: Layout, call: str | None = None, *, outside: int | None = None
+    ) -> None:
+        self.name, self.layout, self._call = name, layout, call
         self.rank, self.world_size = groups.world_rank_and_size() if outside is None else (outside, 0)
-        self.words = f"mesh {name!r}" if name else f"{call}"
         self.line = caller()
         self.ended: str | None = None
         self.meshes: weakref.WeakSet[Any] = weakref.WeakSet()  # those that remember groups of ours
         self._cache: cachetools.Cache[_Key, groups.Made] = cachetools.Cache(math.inf)
         self._configured: dict[tuple[tuple[int, ...], str], tuple[GroupOptions, str, str]] = {}
-        self._generations: Counter[tuple[int, ...]] = Counter()  # how often these ranks were released
-        self._destroyed: Counter[_Key] = Counter()  # how often torch destroyed this very group
+        self._generations: defaultdict[tuple[int, ...], int] = defaultdict(int)  # how often these ranks were released
+        self._destroyed: defaultdict[_Key, int] = defaultdict(int)  # how often torch destroyed this very group
         self._device_meshes: dict[Layout, DeviceMesh] = {}
         self.lock = threading.RLock()
         self.making = 0.0  # seconds spent making groups
@@ -145,7 +147,8 @@ class Family:
         self._registry = registry = _registry()
         if registry.forked:
             raise LifetimeError(
-                f"{call}: this process was forked off rank {self.rank} and shares its sockets: it makes no groups.\n\n"
+                f"{self.call}: this process was forked off rank {self.rank} and shares its sockets: "
+                "it makes no groups.\n\n"
                 "  pgmesh.Layout(dp=2, tp=2)   # places need no processes"
             )
         kin = name if name is not None else f"ranks/{_set_word(layout.ranks_in_order())}"  # no name has a "/"
@@ -161,11 +164,26 @@ class Family:
             registry.families.add(self)
         self.key = f"{groups.PREFIX}{kin}.{self.number}"
         self.agreed = False
-        self.meetings: Counter[str] = Counter()  # how often the members of a group, by its name, met to connect it
+        self.meetings: defaultdict[str, int] = defaultdict(
+            int
+        )  # how often the members of a group, by its name, met to connect it
         self.connected: dict[str, Meeting] = {}  # by a group's name, the meeting in which connect saw it through
         self.given_up: dict[str, list[Meeting]] = {}  # meetings, by group, whose keys those who come late may look for
         self.failed = False  # whether the last call of connect did
         self.origin: Hashable = (name, self.number, layout)
+
+    @property
+    def call(self) -> str:
+        """The call that made the root."""
+        if self._call is None:
+            named = {"name": self.name} if self.name else {}
+            self._call = self.layout.spell("ProcessGroupMesh", world=self.world_size, **named)
+        return self._call
+
+    @property
+    def words(self) -> str:
+        """What messages call the mesh."""
+        return f"mesh {self.name!r}" if self.name else self.call
 
     def remember(self, mesh: Any) -> None:
         """A mesh of this family remembers groups: it is told to forget them when they go."""
@@ -177,16 +195,7 @@ class Family:
     def group(self, layout: Layout, axes: tuple[Axis, ...], tag: str, asked: Mapping[str, Any]) -> dist.ProcessGroup:
         """The group of this rank's block along axes of a layout of this family."""
         self.check()
-        ranks = layout.block_of(self.rank, *axes)
-        words = ", ".join(map(str, axes or layout.axes))
-        return self._get(
-            ranks,
-            f"group {words} of {self.words}",
-            layout.describe(self.rank, *axes),
-            tag,
-            asked,
-            lambda: layout.partition(*axes),
-        )
+        return self._get(layout.block_of(self.rank, *axes), tag, asked, layout, axes)
 
     def known(self) -> list[tuple[groups.Made, GroupOptions, int]]:
         """The groups that live, each with its options and its generation. It waits for no thread that makes one."""
@@ -218,37 +227,45 @@ class Family:
     def group_of(self, ranks: tuple[int, ...], tag: str, asked: Mapping[str, Any]) -> dist.ProcessGroup:
         """The group of any ranks of this family."""
         self.check()
-        words = f"ranks {some(ranks)}"
-        return self._get(ranks, f"group of {words} of {self.words}", words, tag, asked, None)
+        return self._get(ranks, tag, asked)
 
     def _get(
         self,
         ranks: tuple[int, ...],
-        words: str,
-        description: str,
         tag: str,
         asked: Mapping[str, Any],
-        partition: Callable[[], Iterable[tuple[int, ...]]] | None,
+        layout: Layout | None = None,
+        axes: tuple[Axis, ...] = (),
     ) -> dist.ProcessGroup:
+        """The group of these ranks, which are a block along axes of a layout where one is given."""
         with self.lock:
-            self.check()
             usual = self._usual(ranks, tag)
             options = usual.but(asked) if asked else usual
             key = _Key(ranks, options, tag)
             made = self._cache.get(key)
             if made is None:
+                self.check()
                 start = time.monotonic()
-                _check_honoured(options, words)
+                if layout is None:
+                    description = f"ranks {some(ranks)}"
+                    words = f"group of {description} of {self.words}"
+                else:
+                    description = layout.describe(self.rank, *axes)
+                    words = f"group {', '.join(map(str, axes or layout.axes))} of {self.words}"
+                if options is not self._registry.options:
+                    _check_honoured(options, words)
                 self._open()
                 description = options.description or f"{self.name or 'mesh'}[{description}]"
                 if groups.backends_of(options.backend).direct:
                     made = self._make(key, usual, words, description)
                 else:
-                    made = self._make_with_all(options, words, description, partition)
+                    blocks = () if layout is None else tuple(layout.partition(*axes))
+                    made = self._make_with_all(options, words, description, blocks)
                 self._cache[key] = made
-                _owners[made.group] = self
+                groups.ours[made.group] = (self, made.stores.get("gloo"))
                 self.making += time.monotonic() - start
-                self._registry.count()
+                if groups.held() > MOST_GROUPS and not self._registry.warned:
+                    self._registry.warn_of_many()
             return made.group
 
     def _usual(self, ranks: tuple[int, ...], tag: str) -> GroupOptions:
@@ -265,15 +282,15 @@ class Family:
         there is something special to mean, one store operation holds the cards against each other at once.
         """
         name, options, line = self._name_of(key, usual), key.options, caller()
-        if len(key.ranks) == 1 or groups.backends_of(options.backend).dry:
-            stores: Mapping[str, Any] = dict.fromkeys(groups.backends_of(options.backend).names, dist.HashStore())
-            group = groups.build(name, key.ranks, self.rank, options, stores, description)
+        backends, store = groups.backends_of(options.backend), self._registry.store
+        if len(key.ranks) == 1 or backends.dry:
+            alone = dict.fromkeys(backends.names, dist.HashStore())
+            group = groups.build(name, key.ranks, self.rank, options, store, alone, description)
             return groups.Made(group, words, line, ranks=key.ranks)
-        store: Any = groups.world_store()
         keys: list[str] = []
         mend = "Configure its axes alike on every rank, or let every rank ask for it with the same options."
         card = Card(self.rank, options.given, words, mend)
-        if options != self._registry.options:
+        if options is not self._registry.options and options != self._registry.options:
             keys = [f"{name}/options"]
             self._agree_on_mesh()
             agree(self.ask, keys[0], card)
@@ -288,22 +305,19 @@ class Family:
                 refused=(f"{name}/options/refused", self.refused),
                 tell=self.tell,
             )
-            for backend in groups.backends_of(options.backend).names
+            for backend in backends.names
         }
-        group = groups.build(name, key.ranks, self.rank, options, polling, description)
-        if "gloo" in polling:
-            groups.reading[group] = polling["gloo"]
-        return groups.Made(group, words, line, tuple(polling.values()), keys, ranks=key.ranks, card=card)
+        group = groups.build(name, key.ranks, self.rank, options, store, polling, description)
+        return groups.Made(group, words, line, polling, keys, ranks=key.ranks, card=card)
 
     def _make_with_all(
         self,
         options: GroupOptions,
         words: str,
         description: str,
-        partition: Callable[[], Iterable[tuple[int, ...]]] | None,
+        blocks: Sequence[tuple[int, ...]],
     ) -> groups.Made:
         """Make a group through the public new_group, which every rank of the world has to call for every block."""
-        blocks = tuple(partition()) if partition is not None else ()
         if sum(map(len, blocks)) != self.world_size:
             raise OptionsError(
                 f"{words}: backend {options.backend} makes groups through torch's new_group, which all "
@@ -325,11 +339,11 @@ class Family:
 
     def _name_of(self, key: _Key, usual: GroupOptions) -> str:
         """A name that is a function of what the group is, never of how many groups were made before it."""
-        unusual = {}
-        if key.options != usual:
+        unusual: list[tuple[str, Any]] = []
+        if key.options is not usual and key.options != usual:
             plain = usual.given
-            unusual = {what: value for what, value in key.options.given.items() if plain.get(what) != value}
-        kind = _digest(f"{key.options.backend} {key.tag!r} {sorted(unusual.items())}".encode())
+            unusual = sorted(each for each in key.options.given.items() if plain.get(each[0]) != each[1])
+        kind = _kind(key.options.backend, key.tag, str(unusual))
         # Long tuples are hashed anew each time that they are looked up, so not in tables that are empty.
         released = self._generations[key.ranks] if self._generations else 0
         destroyed = self._destroyed[key] if self._destroyed else 0
@@ -337,8 +351,10 @@ class Family:
 
     def _open(self) -> None:
         """At the family's first group: see that no other could be taken for it."""
+        if self in self._registry.open:
+            return
         with _registering:
-            twins = [] if self.name is not None or self in self._registry.open else self._registry.living()
+            twins = [] if self.name is not None else self._registry.living()
             for other in twins:
                 if other is not self and other.name is None and other.layout == self.layout:
                     raise NameTakenError(
@@ -356,7 +372,7 @@ class Family:
     def ask(self, step: Step) -> Any:
         """Ask the store: through the heart and with a deadline where it beats."""
         heart = self._registry.heart
-        return perform(groups.world_store(), step) if heart is None else heart.ask(step, self.patience)
+        return perform(self._registry.store, step) if heart is None else heart.ask(step, self.patience)
 
     def introduce(self, *, listed: bool) -> Steps[None]:
         """See that all members mean the same mesh, as steps."""
@@ -383,7 +399,7 @@ class Family:
 
     def count(self) -> int:
         """How many groups this process holds, of all families."""
-        return self._registry.count()
+        return groups.held()
 
     def is_dry(self) -> bool:
         """Whether there are no other processes to ask."""
@@ -580,6 +596,12 @@ def _set_word(ranks: range | tuple[int, ...]) -> str:
     return _word(ranks if isinstance(ranks, range) and ranks.step > 0 else tuple(sorted(ranks)))
 
 
+@functools.lru_cache(64)
+def _kind(backend: str | None, tag: str, unusual: str) -> str:
+    """What tells groups of the same ranks apart, as a short word."""
+    return _digest(f"{backend} {tag!r} {unusual}".encode())
+
+
 def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
@@ -645,7 +667,7 @@ def close_all() -> None:
 
 
 def _forget(group: Any) -> None:
-    family = _owners.get(group)
+    family, _ = groups.ours.get(group, (None, None))
     if family is not None:
         family.forget(group)
 

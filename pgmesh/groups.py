@@ -127,7 +127,10 @@ class _Names(dict[Any, str]):
 
 
 released: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-reading: weakref.WeakKeyDictionary[Any, PollingStore] = weakref.WeakKeyDictionary()
+
+ours: weakref.WeakKeyDictionary[Any, tuple[Any, PollingStore | None]] = weakref.WeakKeyDictionary()
+"""The groups made here: whose each is, and what it reads through where collectives wait in it."""
+
 _is_outside = c10d._rank_not_in_group
 _describe_failure = c10d_logger._get_msg_dict
 
@@ -145,8 +148,8 @@ def _explain_failure(function: str, *args: Any, **kwargs: Any) -> Any:
     if isinstance(error, PgmeshError):
         return {"func_name": function}
     group = next((each for each in (*args, *kwargs.values()) if isinstance(each, dist.ProcessGroup)), None)
-    if group in reading and isinstance(error, RuntimeError):
-        store = reading[group]
+    store = ours[group][1] if group in ours else None
+    if store is not None and isinstance(error, RuntimeError):
         if store.failure is not None:
             raise store.failure from error
         missing = store.missing() if re.search("time(d )?out", str(error), re.IGNORECASE) else None
@@ -188,7 +191,8 @@ def world_rank_and_size() -> tuple[int, int]:
             "  pgmesh.launch.join()                     # in a script that torchrun starts\n"
             "  pgmesh.Layout(dp=2, tp=2)                # to plan a mesh without processes"
         )
-    return dist.get_rank(), dist.get_world_size()
+    world: Any = dist.group.WORLD
+    return world.rank(), world.size()
 
 
 def world_options() -> GroupOptions:
@@ -221,6 +225,7 @@ class Backends(NamedTuple):
     """What a backend's name means to torch."""
 
     by_device: dict[str, str]
+    slots: tuple[tuple[Any, Any, str], ...]  # the same as a group takes them: device, type, name
     config: str  # the same as torch spells it
     names: frozenset[str]
     default: Any  # the type of the one that a group calls its own
@@ -247,6 +252,7 @@ def backends_of(name: str | None) -> Backends:
     names = frozenset(by_device.values())
     return Backends(
         by_device,
+        tuple((torch.device(device), _type_of(backend), backend) for device, backend in by_device.items()),
         ",".join(f"{device}:{backend}" for device, backend in by_device.items()),
         names,
         _type_of("nccl" if "nccl" in names else next(iter(by_device.values()))),
@@ -282,14 +288,14 @@ def connects_apart(group: Any) -> bool:
 # -- one group, built directly ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Made:
     """A group that was made here, with what it takes to let it go."""
 
     group: dist.ProcessGroup
     words: str  # "group dp, tp of mesh 'actor'"
     line: str  # where it was asked for
-    stores: tuple[PollingStore, ...] = ()  # what its backends read through
+    stores: Mapping[str, PollingStore] = field(default_factory=dict)  # what its backends read through
     keys: list[str] = field(default_factory=list)  # what we wrote for it
     by: Literal["us", "torch", "others"] = "us"
     ranks: tuple[int, ...] = ()
@@ -302,9 +308,9 @@ class Made:
 
     def stop(self) -> list[str]:
         """Let nobody wait for the group any more, and say which keys were written for it."""
-        for store in self.stores:
+        for store in self.stores.values():
             store.close()
-        return [*self.keys, *itertools.chain.from_iterable(store.written for store in self.stores)]
+        return [*self.keys, *itertools.chain.from_iterable(store.written for store in self.stores.values())]
 
 
 @functools.cache
@@ -322,10 +328,11 @@ def _gloo(store: dist.Store, rank: int, size: int, name: str, options: GroupOpti
     gloo: Any = dist.ProcessGroupGloo
     settings = gloo._Options()
     # Devices of its own for each group: on a lazy one, pairs are told apart by the rank in the group alone.
-    interfaces = [each for each in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if each]
-    settings._devices = [gloo.create_device(interface=each, lazy_init=True) for each in interfaces] or [
-        gloo.create_device(hostname=_own_address(), lazy_init=True)
-    ]
+    if interfaces := os.environ.get("GLOO_SOCKET_IFNAME"):
+        named = filter(None, interfaces.split(","))
+        settings._devices = [gloo.create_device(interface=each, lazy_init=True) for each in named]
+    else:
+        settings._devices = [gloo.create_device(hostname=_own_address(), lazy_init=True)]
     settings._threads = 1  # collectives of one group come one after another, as on NCCL's stream
     settings._timeout = options.timeout
     settings.global_ranks_in_group = list(ranks)
@@ -375,20 +382,32 @@ class _Places(Mapping[int, int]):
 
 
 def build(
-    name: str, ranks: Sequence[int], me: int, options: GroupOptions, stores: Mapping[str, Any], description: str
+    name: str,
+    ranks: Sequence[int],
+    me: int,
+    options: GroupOptions,
+    store: Any,
+    stores: Mapping[str, Any],
+    description: str,
 ) -> Any:
-    """A process group of these ranks that torch.distributed knows as its own."""
-    sweep()
+    """A process group of these ranks that torch.distributed knows as its own.
+
+    Args:
+        store: the world's, which torch hands out as the group's.
+        stores: what each backend reads through.
+    """
+    if _stranded:
+        sweep()
     rank, size, backends = ranks.index(me), len(ranks), backends_of(options.backend)
-    prefixed = dist.PrefixStore(f"{name}/", world_store())
+    prefixed = dist.PrefixStore(f"{name}/", store)
     group: Any = dist.ProcessGroup(prefixed, rank, size)
     group._set_default_backend(backends.default)
     built: dict[str, Any] = {}
-    for device, backend in backends.by_device.items():
+    for device, kind, backend in backends.slots:
         if backend not in built:
-            inner = dist.PrefixStore(f"{name}/{device}", stores[backend])
+            inner = dist.PrefixStore(f"{name}/{device.type}", stores[backend])
             built[backend] = _DIRECT[backend](inner, rank, size, name, options, ranks)
-        group._register_backend(torch.device(device), _type_of(backend), built[backend])
+        group._register_backend(device, kind, built[backend])
     group._set_group_name(name)
     group._set_group_desc(description)
     world, tag = c10d._world, f"user:{name}"
@@ -400,6 +419,11 @@ def build(
     world.pg_to_tag[group] = tag
     world.tags_to_pg[tag] = [group]
     return group
+
+
+def held() -> int:
+    """How many groups this process holds beside the world's, torch's own among them."""
+    return len(c10d._world.pg_map) - 1
 
 
 def tear_down(made: Made, reason: str, *, abort: bool = False) -> None:

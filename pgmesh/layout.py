@@ -275,9 +275,10 @@ class Layout:
         >>> layout.block_of(5, "dp", "tp"), layout.block_of(5, "pp")
         ((4, 5, 6, 7), (1, 5))
         """
-        along = self._find(axes)
-        coord = self.coord_of(rank)
-        start = self._origin + sum(step[c] for i, (step, c) in enumerate(zip(self._steps, coord)) if i not in along)
+        along, start = self._find(axes), self._origin
+        for i, place in enumerate(self.coord_of(rank)):
+            if i not in along:
+                start += self._steps[i][place]
         return self._spread(start, along)
 
     def partition(self, *axes: Axis) -> Partition:
@@ -402,10 +403,10 @@ class Layout:
         >>> layout.describe(5, "dp", "tp")
         'pp=1, dp=*, tp=*'
         """
-        along = {self._axes[i] for i in self._find(axes)}
-        coord = dict(zip(self._axes, self.coord_of(rank)))
-        places = {axis: coord.get(axis, index) for axis, index in self._spelled}
-        return ", ".join(f"{axis}={'*' if axis in along else place}" for axis, place in places.items())
+        places: dict[Axis, object] = dict(zip(self._axes, self.coord_of(rank)))
+        for i in self._find(axes):
+            places[self._axes[i]] = "*"
+        return ", ".join([f"{axis}={places.get(axis, index)}" for axis, index in self._spelled])
 
     def __repr__(self) -> str:
         return self.spell("Layout")
@@ -454,7 +455,7 @@ class Layout:
         """Where these axes stand, in the order of the mesh: a combination has no order of its own."""
         if not axes:
             return tuple(range(len(self._axes)))
-        found = sorted(self._find_one(axis) for axis in axes)
+        found = sorted(map(self._find_one, axes))
         if len(set(found)) != len(found):
             raise AxisError(f"each axis is named once, but ({', '.join(map(str, axes))}) names one twice.")
         return tuple(found)

@@ -76,8 +76,7 @@ class ProcessGroupMesh:
                 raise PlaceError(f"{who}: the world's ranks are 0 to {world - 1}; there is no rank {some(foreign)}.")
             box = fill(who, box, len(order), f"{len(order)} rank{'s' * (len(order) > 1)} are given", pick=False)
         layout = Layout.of(box, order)
-        call = layout.spell(who, world=world, **({"name": name} if name else {}))
-        self._set(layout, Family(name, layout, call), root=True, part_of=layout)
+        self._set(layout, Family(name, layout), root=True, part_of=layout)
 
     def _set(self, layout: Layout, family: Family, *, root: bool, part_of: Layout) -> None:
         self.layout, self._family, self._root, self._part_of = layout, family, root, part_of

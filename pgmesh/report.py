@@ -103,7 +103,7 @@ def report(family: Family) -> Report:
     """What this rank holds, and, read through the store, what the others last said. It waits a second at most."""
     held = []
     for made, options, generation in family.known():
-        used = any(store.used for store in made.stores) if made.stores else None
+        used = any(store.used for store in made.stores.values()) if made.stores else None
         held.append(Held(made.words, made.name, made.ranks, repr(options), generation, made.line, used))
     others: dict[int, str] = {}
     trouble = ""
@@ -131,7 +131,7 @@ def _ask_others(family: Family, others: dict[int, str]) -> str:
 def stats(family: Family) -> Stats:
     """Counts of this family on this rank."""
     known = family.known()
-    stores = [store for made, _, _ in known for store in made.stores]
+    stores = [store for made, _, _ in known for store in made.stores.values()]
     return Stats(
         len(known),
         family.count(),

@@ -402,7 +402,7 @@ def fail(*_: Any, **__: Any) -> None:
 FAILURES: dict[str, Any] = {
     "no backend": lambda: mock.patch.dict(pgmesh_groups._DIRECT, gloo=fail),
     "no registration": lambda: mock.patch.object(c10d, "_register_process_group", fail),
-    "no store": lambda: mock.patch.object(c10d, "_get_default_store", fail),
+    "no store": lambda: mock.patch.object(dist, "PrefixStore", fail),
     "no name": lambda: mock.patch.object(dist.ProcessGroup, "_set_group_name", fail),
 }
 

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as _c10d
 
+from pgmesh import family
+
 c10d: Any = _c10d
 
 TABLES = (
@@ -67,5 +69,8 @@ for _operation in ("set", "get", "add", "check", "wait", "compare_set", "delete_
 def counted_store() -> Iterator[list[str]]:
     """The operations that this process does in the world's store meanwhile."""
     store = CountingStore(c10d._get_default_store())
-    with mock.patch.object(c10d, "_get_default_store", return_value=store):
+    with (
+        mock.patch.object(c10d, "_get_default_store", return_value=store),
+        mock.patch.object(family._registry(), "store", store),
+    ):
         yield store.done
