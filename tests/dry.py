@@ -10,9 +10,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 @contextmanager
-def dry_world(rank: int, size: int) -> Iterator[None]:
+def dry_world(rank: int, size: int, store: dist.Store | None = None) -> Iterator[None]:
     """This process is rank ``rank`` of ``size``, in which no collective moves anything."""
-    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=size, store=store or FakeStore())
     try:
         yield
     finally:

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pgmesh import PlaceError, ProcessGroupMesh, from_device_mesh
 from tests.test_groups import groups_of
-from tests.torch_seam import tables
+from tests.torch_seam import c10d, tables
 from tests.worlds import check_sums, world
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
@@ -218,6 +218,13 @@ def ddp(mesh: ProcessGroupMesh) -> None:
     same(found, step(net(), batch()))
 
 
+def ddp_by_device_mesh(mesh: ProcessGroupMesh) -> None:
+    model = DistributedDataParallel(net(), device_mesh=mesh.device_mesh("dp"))
+    assert model.process_group is mesh.group("dp")
+    found = {name.removeprefix("module."): value for name, value in step(model, mine(mesh, "dp")).items()}
+    same(found, step(net(), batch()))
+
+
 def pipeline(mesh: ProcessGroupMesh) -> None:
     """The first axis is the pipeline; each stage holds a layer, and the gradients are those of the whole."""
     whole, x = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)), batch(4)
@@ -247,6 +254,7 @@ USES: dict[str, Callable[[ProcessGroupMesh], None]] = {
     "FSDP2 and tensor parallel": fsdp_and_tp,
     "clip_grad_norm_": clipped,
     "DDP": ddp,
+    "DDP by device mesh": ddp_by_device_mesh,
     "a pipeline": pipeline,
 }
 
@@ -285,6 +293,40 @@ def save_and_load(folder: Path) -> None:
 
 def test_a_distributed_checkpoint_goes_through_the_groups_of_a_mesh(tmp_path: Path):
     world(4).run(save_and_load, tmp_path)
+
+
+def resharded(mesh: ProcessGroupMesh) -> None:
+    """Parameters that are gathered in part after the forward pass need groups that torch makes for itself."""
+    model = fully_shard(net(), mesh=mesh.device_mesh("dp"), reshard_after_forward=2)
+    same(step(model, mine(mesh, "dp")), step(net(), batch()))
+
+
+def flattened(mesh: ProcessGroupMesh) -> None:
+    both = mesh.device_mesh()["dp", "tp"]._flatten("both")
+    assert dist.get_process_group_ranks(both.get_group()) == list(mesh.ranks("dp", "tp"))
+    assert both.get_group() is not mesh.group("dp", "tp")
+
+
+def makes_more(use: Callable[[ProcessGroupMesh], None], sizes: dict[str, int], count: int) -> None:
+    mesh = ProcessGroupMesh(**sizes)
+    ready(mesh)
+    groups, before = groups_of(mesh), tables()["pg_map"]
+    use(mesh)
+    theirs = list(c10d._world.pg_map)[before:]
+    assert len(theirs) == count
+    check_sums(groups)
+    for group in theirs:
+        dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize(
+    ("use", "sizes", "count"),
+    [(resharded, {"dp": 4}, 2), (flattened, {"pp": 2, "dp": 1, "tp": 2}, 1)],
+    ids=["reshard_after_forward=2", "_flatten"],
+)
+def test_what_still_makes_groups_of_torch(use: Callable[[ProcessGroupMesh], None], sizes: dict[str, int], count: int):
+    """Not a promise of ours: it tells when torch changes, so that the page can."""
+    world(4).run(makes_more, use, sizes, count)
 
 
 # ---- two meshes of one shape ----

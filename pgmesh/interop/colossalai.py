@@ -1,0 +1,314 @@
+"""ColossalAI's spellings over a mesh, for code that expects its ``ProcessGroupMesh``.
+
+    from pgmesh.interop.colossalai import ColossalMesh as ProcessGroupMesh   # in place of colossalai.cluster
+
+Names, arguments and results are those of hpcaitech/ColossalAI, ``colossalai/cluster/process_group_mesh.py``. What
+differs, on purpose:
+
+- Groups are made by their members alone, in any order; nothing here waits for another rank.
+- Another ``backend=`` is another group; there, whoever asks second is given the first one's.
+- After ``destroy_mesh_process_groups`` a group says that it was closed or released; there it is handed out, dead.
+- Coords are of plain ints, never ``np.int64``; a negative axis counts from the end everywhere.
+- Two of these over the same ranks and shape need a ``name=`` each, as meshes do: no two communicators cross.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Union
+
+import torch.distributed as dist
+
+from pgmesh.errors import AxisError, MembershipError, PlaceError, ShapeError
+from pgmesh.layout import Layout
+from pgmesh.mesh import ProcessGroupMesh
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Axes = Union[int, Sequence[int]]
+"""An axis by its number, or several."""
+
+Indices = Union[Sequence[int], Sequence[Sequence[int]]]
+"""The indices along an axis; along several, such a list for each."""
+
+
+class ColossalMesh:
+    """A mesh of pgmesh that answers to ColossalAI's names.
+
+    Args:
+        size: the sizes of the axes, outermost first, as there; they hold the whole world.
+        mesh: in place of sizes, the mesh to answer for; its axes are counted from 0.
+        name: what tells the mesh of these sizes from others on every rank.
+
+    Raises:
+        ShapeError: the sizes do not hold the world, or come with a mesh that has its own.
+
+    >>> theirs = ColossalMesh(mesh=mesh)
+    >>> theirs.shape, theirs.rank, theirs.coordinate(), theirs.size(2)
+    ((2, 2, 2), 5, (1, 0, 1), 2)
+    >>> theirs.get_group_along_axis(2) is mesh.group("tp")
+    True
+    """
+
+    mesh: ProcessGroupMesh  # what answers
+
+    def __init__(self, *size: int, mesh: ProcessGroupMesh | None = None, name: str | None = None) -> None:
+        if mesh is not None and (size or name is not None):
+            raise ShapeError("ColossalMesh takes sizes, and perhaps a name, or a mesh that has both; not all at once.")
+        self.mesh = ProcessGroupMesh(*size, name=name) if mesh is None else mesh
+        self._own = mesh is None
+        self._handed_out: set[tuple[int, ...]] = set()
+
+    # -- what it is ---------------------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of the axes, outermost first.
+
+        >>> ColossalMesh(mesh=mesh).shape
+        (2, 2, 2)
+        """
+        return self.mesh.shape
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the world.
+
+        >>> ColossalMesh(mesh=mesh).rank
+        5
+        """
+        return self.mesh.rank
+
+    def size(self, dim: int | None = None) -> Any:
+        """The size along an axis; without one, the shape.
+
+        Raises:
+            AxisError: there is no such axis.
+
+        >>> ColossalMesh(mesh=mesh).size(0), ColossalMesh(mesh=mesh).size()
+        (2, (2, 2, 2))
+        """
+        return self.shape if dim is None else self.shape[_axis(dim, len(self.shape))]
+
+    def coordinate(self, dim: int | None = None) -> Any:
+        """This rank's index along an axis; without one, its coord.
+
+        Raises:
+            AxisError: there is no such axis.
+            MembershipError: this rank is not in the mesh.
+
+        >>> ColossalMesh(mesh=mesh).coordinate(0), ColossalMesh(mesh=mesh).coordinate()
+        (1, (1, 0, 1))
+        """
+        coord = self.mesh.coord
+        if coord is None:
+            raise MembershipError(f"rank {self.rank} is not in {self.mesh!r}, so it has no coordinate there.")
+        return coord if dim is None else coord[_axis(dim, len(coord))]
+
+    # -- rank <-> coord of a shape, without a mesh --------------------------------------------------------------
+
+    @staticmethod
+    def unravel(rank: int, shape: Sequence[int]) -> tuple[int, ...]:
+        """The coord of a rank in a shape; the inverse of ``ravel``.
+
+        Raises:
+            PlaceError: the shape holds no such rank.
+
+        >>> ColossalMesh.unravel(5, (2, 2, 2))
+        (1, 0, 1)
+        """
+        return Layout(*shape).coord_of(rank)
+
+    @staticmethod
+    def ravel(coord: Sequence[int], shape: Sequence[int], mode: str = "raise") -> int:
+        """The rank at a coord of a shape; the inverse of ``unravel``.
+
+        Args:
+            coord: an index for each axis.
+            shape: the sizes of the axes, outermost first.
+            mode: what becomes of an index that is off its axis: "raise", "wrap" round, or "clip" to the nearest.
+
+        Raises:
+            PlaceError: there is no such place, or no such mode.
+
+        >>> ColossalMesh.ravel((1, 0, 1), (2, 2, 2)), ColossalMesh.ravel((2, 0, 1), (2, 2, 2), "wrap")
+        (5, 1)
+        """
+        if mode not in ("raise", "wrap", "clip"):
+            raise PlaceError(f"mode is 'raise', 'wrap' or 'clip', not {mode!r}.")
+        layout, coord = Layout(*shape), _ints("a coord", coord)
+        if len(coord) == len(layout.shape):
+            if mode == "wrap":
+                coord = tuple(index % size for index, size in zip(coord, layout.shape))
+            elif mode == "clip":
+                coord = tuple(min(max(index, 0), size - 1) for index, size in zip(coord, layout.shape))
+            for axis, (index, size) in enumerate(zip(coord, layout.shape)):
+                if not 0 <= index < size:
+                    raise PlaceError(
+                        f"axis {axis} of shape {layout.shape} has indices 0 to {size - 1}; there is no {index}.\n\n"
+                        f"  ravel({coord}, {layout.shape}, 'wrap')   # round the edge; or 'clip'"
+                    )
+        return layout.rank_of(coord)
+
+    @staticmethod
+    def get_coords_along_axis(base_coord: Sequence[int], axis: Axes, indices_at_axis: Indices) -> list[tuple[int, ...]]:
+        """The coords that one comes to from a coord by going over indices along axes, the last axis named fastest.
+
+        Args:
+            base_coord: the coord to start from; its places on these axes make no difference.
+            axis: one axis, or several.
+            indices_at_axis: the indices along it; for several axes, such a list for each.
+
+        Raises:
+            AxisError: there is no such axis, or it is named twice.
+            PlaceError: not as many lists of indices as axes.
+
+        >>> ColossalMesh.get_coords_along_axis((1, 0, 1), [0, 2], [[0, 1], [0]])
+        [(0, 0, 0), (1, 0, 0)]
+        """
+        base = _ints("a coord", base_coord)
+        axes, lists = _axes(axis, len(base)), list[Any](indices_at_axis if _several(axis) else [indices_at_axis])
+        if len(lists) != len(axes):
+            raise PlaceError(f"axes {axes} take a list of indices each, but {len(lists)} are given: {lists!r}.")
+        along = [_ints(f"the list of indices along axis {number}", each) for number, each in zip(axes, lists)]
+        coords = []
+        for indices in itertools.product(*along):
+            at = dict(zip(axes, indices))
+            coords.append(tuple(at.get(number, index) for number, index in enumerate(base)))
+        return coords
+
+    # -- groups -------------------------------------------------------------------------------------------------
+
+    def get_group(self, ranks_in_group: Iterable[int], backend: str | None = None) -> Any:
+        """The group of these ranks, made by the members alone; they stand in it in the order of the mesh.
+
+        A rank outside gets what torch's ``new_group`` gives one, ``GroupMember.NON_GROUP_MEMBER``, and need not call.
+
+        Raises:
+            PlaceError: a rank that the mesh does not have, or that is named twice.
+
+        >>> ColossalMesh(mesh=mesh).get_group([4, 5]) is mesh.group("tp")
+        True
+        """
+        ranks = _ints("a group", ranks_in_group)
+        for rank in ranks:
+            self.mesh.coord_of(rank)
+        if self.rank not in ranks:
+            return dist.GroupMember.NON_GROUP_MEMBER
+        group = self.mesh.group_of(ranks, **({} if backend is None else {"backend": backend}))
+        self._handed_out.add(tuple(sorted(ranks)))
+        return group
+
+    def get_ranks_in_group(self, group: ProcessGroup) -> list[int]:
+        """The ranks of a group that torch knows, in its order.
+
+        Raises:
+            LifetimeError: the group was closed or released.
+            MembershipError: this rank is not in the group.
+
+        >>> ColossalMesh(mesh=mesh).get_ranks_in_group(mesh.group("pp"))
+        [1, 5]
+        """
+        if group is None or dist.get_rank(group) < 0:
+            raise MembershipError(
+                f"rank {self.rank} is no member of {group!r}, and holds nothing of it.\n\n"
+                f"  get_ranks_in_group(get_group_along_axis(0))   # a group that was handed out here"
+            )
+        return list(map(int, dist.get_process_group_ranks(group)))
+
+    def create_group_along_axis(
+        self, axis: Axes, indices_at_axis: Indices | None = None, backend: str | None = None
+    ) -> ProcessGroup | None:
+        """The group of the ranks at these indices along axes, with the other axes where this rank is.
+
+        The indices may differ from rank to rank: only the members of a group have to name it alike.
+
+        Args:
+            axis: one axis, or several.
+            indices_at_axis: the indices along it; for several axes, such a list for each. All, unless given.
+            backend: what to make the group with; the same ranks on another one are another group.
+
+        Returns:
+            The group; None where this rank is at none of the indices. None means the world to torch: ask first.
+
+        Raises:
+            AxisError: there is no such axis, or it is named twice.
+            PlaceError: there is no such index, or not as many lists of indices as axes.
+
+        >>> ColossalMesh(mesh=mesh).create_group_along_axis([1, 2]) is mesh.group("dp", "tp")
+        True
+        >>> ColossalMesh(mesh=mesh).create_group_along_axis(0, [0]) is None
+        True
+        """
+        coord, indices = self.coordinate(), indices_at_axis
+        if indices is None or len(indices) == 0:
+            axis = _axes(axis, len(coord))
+            indices = [range(self.shape[number]) for number in axis]
+        ranks = [self.mesh.rank_of(place) for place in self.get_coords_along_axis(coord, axis, indices)]
+        return self.get_group(ranks, backend=backend) if self.rank in ranks else None
+
+    def get_group_along_axis(
+        self, axis: Axes, indices_at_axis: Indices | None = None, backend: str | None = None
+    ) -> ProcessGroup | None:
+        """The same as ``create_group_along_axis``: what was made before is handed out again.
+
+        >>> ColossalMesh(mesh=mesh).get_group_along_axis(0, [0, 1]) is mesh.group("pp")
+        True
+        """
+        return self.create_group_along_axis(axis, indices_at_axis, backend)
+
+    def destroy_mesh_process_groups(self) -> None:
+        """Destroy the groups handed out here: a mesh made here is closed; of one that was given, they are released.
+
+        Every member calls it, as it does ``close`` and ``release``.
+
+        >>> theirs, group = ColossalMesh(mesh=mesh), mesh.group("tp")
+        >>> theirs.get_group_along_axis(2) is group
+        True
+        >>> theirs.destroy_mesh_process_groups()
+        >>> theirs.get_group_along_axis(2) is group
+        False
+        """
+        if self._own:
+            self.mesh.close()
+        elif self.mesh._family.ended is None:
+            for ranks in sorted(self._handed_out):
+                self.mesh.release(ranks=ranks)
+        self._handed_out.clear()
+
+    def __repr__(self) -> str:
+        return f"ColossalMesh(mesh={self.mesh!r})"
+
+
+def _axis(axis: Any, count: int) -> int:
+    """An axis counted from the start."""
+    try:
+        number = operator.index(axis)
+    except TypeError:
+        raise AxisError(f"axes are numbers here, 0 to {count - 1}; there is no axis {axis!r}.") from None
+    if not -count <= number < count:
+        raise AxisError(f"axes are numbers here, 0 to {count - 1}; there is no axis {number}.")
+    return number % count
+
+
+def _axes(axis: Any, count: int) -> list[int]:
+    """One axis or several, counted from the start."""
+    axes = [_axis(each, count) for each in (axis if _several(axis) else [axis])]
+    if len(set(axes)) != len(axes):
+        raise AxisError(f"each axis is named once, but {axes} names one twice.")
+    return axes
+
+
+def _several(axis: Any) -> bool:
+    return isinstance(axis, Iterable) and not isinstance(axis, str)
+
+
+def _ints(what: str, numbers: Iterable[Any]) -> tuple[int, ...]:
+    """Whole numbers as plain ints: those of numpy print as np.int64(1)."""
+    try:
+        return tuple(map(operator.index, numbers))
+    except TypeError:
+        raise PlaceError(f"{what} is of whole numbers, not {numbers!r}.") from None
