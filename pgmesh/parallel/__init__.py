@@ -12,6 +12,9 @@ _HOME = {
     "Composition": "composing",
     "find": "finding",
     "DataParallel": "data",
+    "ContextParallel": "context",
+    "Seeds": "seeds",
+    "seed_of": "seeds",
 }
 
 __all__ = [*_HOME]
@@ -32,5 +35,7 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from pgmesh.parallel.base import Level as Level, Method as Method
     from pgmesh.parallel.composing import Composition as Composition, compose as compose
+    from pgmesh.parallel.context import ContextParallel as ContextParallel
     from pgmesh.parallel.data import DataParallel as DataParallel
     from pgmesh.parallel.finding import find as find
+    from pgmesh.parallel.seeds import Seeds as Seeds, seed_of as seed_of

@@ -1,0 +1,198 @@
+"""Context parallelism: every rank holds a part of each sequence, and attention reaches all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from pgmesh.errors import OptionsError, ShapeError
+from pgmesh.parallel.base import Level, Method, sizes_of
+from pgmesh.parallel.exchange import gather
+from pgmesh.parallel.ring import ring_attention, ulysses_attention
+from pgmesh.parallel.words import multiples_near
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from pgmesh.layout import Axis
+    from pgmesh.mesh import ProcessGroupMesh
+
+
+class ContextParallel(Method):
+    """Sequences cut along the axes, with attention that reaches the whole of them: a ring, or Ulysses.
+
+    A module takes part by keeping its attention in an attribute: ``self.attention = scaled_dot_product_attention``.
+    ``apply`` puts one of the same signature, ``method.attention``, in the place of each. All else in a transformer
+    treats each position by itself and needs no change, but its inputs do: ``cut`` cuts them, ``positions`` says which
+    positions a rank holds.
+
+    Each rank's loss is the mean over its own positions, so parameters' gradients are averaged over these axes too:
+    ``DataParallel(mesh, "dp", over=("dp", "cp"))``. Untested on GPUs.
+
+    Args:
+        mesh: the mesh, or a view or slice of one.
+        axes: along which sequences are cut.
+        attention: "ring", where keys and values pass from rank to rank while scores are computed, with any number of
+            heads; or "ulysses", two exchanges of heads for positions, where heads divide by the ranks.
+        balanced: ring alone: rank i of n holds chunks i and 2n-1-i of 2n, so that under a causal mask all ranks
+            have as much to do. If not, rank i holds part i of n.
+        options: as in ``Method``.
+
+    Raises:
+        OptionsError: an attention of another name.
+
+    >>> from pgmesh.parallel import ContextParallel
+    >>> ContextParallel(mesh, "dp").positions(8).tolist()  # index 0 of 2: the first chunk of four and the last
+    [0, 1, 6, 7]
+    """
+
+    level: ClassVar[Level] = Level.TOKEN
+
+    def __init__(
+        self,
+        mesh: ProcessGroupMesh,
+        *axes: Axis,
+        attention: Literal["ring", "ulysses"] = "ring",
+        balanced: bool = True,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(mesh, *axes, options=options)
+        if attention not in ("ring", "ulysses"):
+            raise OptionsError(f"ContextParallel: attention is 'ring' or 'ulysses', not {attention!r}.")
+        self._ring = attention == "ring"
+        self._balanced = self._ring and balanced
+        self._n = mesh.size(*self.owns)
+
+    def apply(self, module: nn.Module) -> nn.Module:
+        """The module, with ``method.attention`` wherever it kept torch's scaled_dot_product_attention.
+
+        Raises:
+            ShapeError: no module keeps it in an attribute.
+        """
+        found = False
+        for each in module.modules():
+            for name, value in list(vars(each).items()):
+                if value is scaled_dot_product_attention:
+                    setattr(each, name, self.attention)
+                    found = True
+        if not found:
+            raise ShapeError(
+                f"no part of {type(module).__name__} keeps torch's scaled_dot_product_attention in an attribute, so "
+                "there is nothing to put another attention in the place of.\n\n"
+                "  self.attention = scaled_dot_product_attention       # in __init__ of the module that attends\n"
+                "  mixed = self.attention(q, k, v, is_causal=True)     # in its forward"
+            )
+        return module
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """torch's scaled_dot_product_attention over the whole sequence, of which each rank gives and gets its part.
+
+        Every rank along the axes calls it, forward and backward, with parts of one length.
+
+        Raises:
+            OptionsError: a mask other than the causal one, or dropout: neither would be that of one process.
+            ShapeError: ulysses with heads, or a balanced ring with positions, that do not divide.
+        """
+        if attn_mask is not None or dropout_p:
+            what = "mask of its own" if attn_mask is not None else f"dropout ({dropout_p})"
+            raise OptionsError(
+                f"attention along {self._sizes} knows no {what}: is_causal=True is the one mask, and dropout_p is 0.0."
+            )
+        group = self.mesh.group(*self.owns)
+        if self._ring:
+            self._check_balanced(query.size(-2))
+            return ring_attention(
+                query,
+                key,
+                value,
+                group,
+                is_causal=is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+                balanced=self._balanced,
+            )
+        for heads in (query.size(-3), key.size(-3)):
+            if heads % self._n:
+                raise ShapeError(
+                    f"{heads} heads cannot be shared out evenly along {self._sizes}: "
+                    f"{heads} is not divisible by {self._n}.\n\n"
+                    f"  {multiples_near(heads, self._n)} heads would do, or attention='ring', which takes any number"
+                )
+        return ulysses_attention(query, key, value, group, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+
+    def cut(self, whole: Tensor, along: int = 1) -> Tensor:
+        """This rank's part of a sequence that is the same on every rank: of inputs, of labels.
+
+        Args:
+            along: the tensor's dimension that counts positions.
+
+        Raises:
+            ShapeError: the length does not divide.
+        """
+        chunks, length = self._n * (1 + self._balanced), whole.size(along)
+        if length % chunks:
+            raise ShapeError(
+                f"a sequence of {length} positions cannot be cut along {self._sizes}: {length} is not divisible by "
+                f"{chunks}{f', two chunks for each of {self._n} ranks' * self._balanced}.\n\n"
+                f"  {multiples_near(length, chunks)} positions would do"
+            )
+        mine = [whole.narrow(along, i * (length // chunks), length // chunks) for i in self._chunks(self._index)]
+        return torch.cat(mine, along)
+
+    def join(self, part: Tensor, along: int = 1) -> Tensor:
+        """The whole sequence of which every rank gives its part, on every rank.
+
+        Gradients go back to the parts: each gets the sum of what all ranks make of it. Every rank along the axes
+        calls it, forward and, if there is a gradient, backward.
+
+        Args:
+            along: the tensor's dimension that counts positions.
+        """
+        self._check_balanced(part.size(along))
+        parts = gather(part, self.mesh.group(*self.owns)).unbind()
+        places: dict[int, Tensor] = {}
+        for rank, held in enumerate(parts):
+            chunks = self._chunks(rank)
+            places.update(zip(chunks, held.chunk(len(chunks), along)))
+        return torch.cat([places[i] for i in sorted(places)], along)
+
+    def positions(self, length: int, device: torch.device | str | None = None) -> Tensor:
+        """Which positions of a sequence of this length this rank holds: for position embeddings.
+
+        Raises:
+            ShapeError: the length does not divide.
+        """
+        return self.cut(torch.arange(length, device=device), along=0)
+
+    @property
+    def _index(self) -> int:
+        return self.mesh.index(*self.owns)
+
+    @property
+    def _sizes(self) -> str:
+        return sizes_of(self.mesh, self.owns)
+
+    def _chunks(self, index: int) -> tuple[int, ...]:
+        """Which chunks of a sequence the rank at this index holds."""
+        return (index, 2 * self._n - 1 - index) if self._balanced else (index,)
+
+    def _check_balanced(self, length: int) -> None:
+        if self._balanced and length % 2:
+            raise ShapeError(
+                f"a rank's part of a sequence that is balanced along {self._sizes} is two chunks of one length, but "
+                f"here are {length} positions.\n\n"
+                "  method.cut(whole)   # cuts a sequence as the attention means it"
+            )

@@ -1,0 +1,103 @@
+"""Rows sent between the ranks of a group, so that gradients find the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+
+def exchange(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup) -> Tensor:
+    """The rows that the ranks of a group send here, in the order of the group; gradients go back the same way.
+
+    Every rank of the group calls it, forward and backward.
+
+    Args:
+        rows: what to send, cut along the first dimension: the first rank's rows first.
+        send: how many rows go to each rank.
+        receive: how many come from each.
+    """
+    if group.size() == 1:
+        return rows
+    received: Tensor = _Exchange.apply(rows, list(send), list(receive), group)  # type: ignore[no-untyped-call]
+    return received
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: ProcessGroup) -> Tensor:
+        ctx.back = receive, send, group
+        received = rows.new_empty((sum(receive), *rows.shape[1:]))
+        dist.all_to_all_single(received, rows.contiguous(), receive, send, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Exchange.apply(gradients[0], *ctx.back), None, None, None  # type: ignore[no-untyped-call]
+
+
+def gather(part: Tensor, group: ProcessGroup) -> Tensor:
+    """The equal parts that the ranks of a group hold, stacked along a new first dimension, on every rank.
+
+    The gradient of a part is the sum of what all ranks made of it.
+    """
+    n = group.size()
+    return exchange(part.expand(n, *part.shape), [1] * n, [1] * n, group)
+
+
+def pass_on(tensor: Tensor, group: ProcessGroup, tag: int = 0) -> tuple[Tensor, list[dist.Work]]:
+    """What the rank before this one in the ring of a group passes on; it is there once the works were waited for.
+
+    Sending and receiving are one batch, so that no rank waits for another to begin. ``tensor`` stays as it is
+    until then.
+    """
+    me, n = group.rank(), group.size()
+    coming, going = torch.empty_like(tensor), tensor.contiguous()
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, going, group=group, tag=tag, group_peer=(me + 1) % n),
+            dist.P2POp(dist.irecv, coming, group=group, tag=tag, group_peer=(me - 1) % n),
+        ]
+    )
+    return coming, works
+
+
+def total(part: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum of the parts that the ranks of a group hold, which all go on with alike: its gradient is every part's."""
+    summed: Tensor = part if group.size() == 1 else _Total.apply(part, group)  # type: ignore[no-untyped-call]
+    return summed
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
+        summed = part.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(summed, group=group)
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def alike(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """A tensor that every rank of a group holds, of which each makes a part: its gradient is the sum of theirs."""
+    same: Tensor = tensor if group.size() == 1 else _Alike.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return same
+
+
+class _Alike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _Total.apply(gradients[0], ctx.group), None  # type: ignore[no-untyped-call]
