@@ -36,6 +36,7 @@ NO_STEP = 0xFFFFFFF0
 """From here on Slurm's step numbers mean a batch script or an interactive shell, and no step of srun."""
 
 LOCAL = "127.0.0.1"
+LAST_PORT = 65_535
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,31 @@ class Found:
         local += "" if self.local_size is None else f" of {self.local_size}"
         return f"rank {self.rank} of {self.size}{local}: {self.launcher}, because {self.why}"
 
+    def end_point(self) -> tuple[str, int]:
+        """The host and the port at which the others find rank 0.
+
+        Raises:
+            LaunchError: nothing tells them.
+        """
+        if self.address is not None and self.port is not None:
+            return self.address, self.port
+        given = {"host": self.address, "port": self.port}
+        unknown = [name for name, value in given.items() if value is None]
+        examples = {"host": "'n1'", "port": "29500"}, {"host": "MASTER_ADDR=n1", "port": "MASTER_PORT=29500"}
+        call, export = ([example[name] for name in unknown] for example in examples)
+        apart = self.address is None and self.local_size is not None and self.local_size < self.size
+        raise self.error(
+            f"{self.launcher} does not tell by which {' and '.join(unknown)} the others find rank 0"
+            + f"; it is not 127.0.0.1, since only {self.local_size} of {self.size} ranks are on this host." * apart
+            + "." * (not apart),
+            (f"launch.join({', '.join(map('='.join, zip(unknown, call)))})", "the same on every rank"),
+            (f"export {' '.join(export)}", "or in the environment of every rank"),
+        )
+
+    def error(self, problem: str, *ways: tuple[str, str]) -> LaunchError:
+        """What is wrong, what was read, and the calls that would be right."""
+        return _error(problem, dict(self.read), *ways)
+
 
 class Variables:
     """The environment, with a list of what was read in it."""
@@ -83,7 +109,7 @@ class Variables:
                 return value
         return None
 
-    def number(self, *names: str, at_least: int = 0) -> int | None:
+    def number(self, *names: str, at_least: int = 0, at_most: int | None = None) -> int | None:
         """What these say, as far as they are set: all of them the same whole number.
 
         Raises:
@@ -92,8 +118,9 @@ class Variables:
         said = {name: self.environ[name] for name in names if name in self.environ}
         self.values |= said
         for name, value in said.items():
-            if not (_is_number(value) and int(value) >= at_least):
-                raise self.error(f"{name} is {value!r}, which is no whole number of {at_least} or more.")
+            if not (_is_number(value) and int(value) >= at_least and (at_most is None or int(value) <= at_most)):
+                right = f"of {at_least} or more" if at_most is None else f"from {at_least} to {at_most}"
+                raise self.error(f"{name} is {value!r}, which is no whole number {right}.")
         if len({int(value) for value in said.values()}) > 1:
             differ = " and ".join(f"{name} is {value}" for name, value in said.items())
             raise self.error(f"{differ}: they should be the same.")
@@ -145,6 +172,7 @@ class Launcher:
     """A launcher, by the variables that it sets."""
 
     name: ClassVar[str]
+    marks: ClassVar[tuple[str, ...]] = ()  # one of them is set where it started the process
 
     @classmethod
     def detect(cls, environ: Environ) -> Found | None:
@@ -160,11 +188,12 @@ class Torchrun(Launcher):
     """torchrun; and whoever sets the same variables by hand, as torch's ``env://`` wants them."""
 
     name = "torchrun"
+    marks = TORCHRUN
 
     @classmethod
     def detect(cls, environ: Environ) -> Found | None:
         """What RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT say."""
-        there = [name for name in (*TORCHRUN, *INNERMOST) if name in environ]
+        there = [name for name in TORCHRUN if name in environ]
         if not there:
             return None
         look = Variables(environ)
@@ -183,7 +212,7 @@ class Torchrun(Launcher):
         look.within("LOCAL_WORLD_SIZE", local_size, "WORLD_SIZE", size)
         host, hosts = look.number("GROUP_RANK"), look.number("GROUP_WORLD_SIZE", at_least=1)
         look.below("GROUP_RANK", host, "GROUP_WORLD_SIZE", hosts)
-        address, port = look.text("MASTER_ADDR"), look.number("MASTER_PORT")
+        address, port = look.text("MASTER_ADDR"), look.number("MASTER_PORT", at_least=1, at_most=LAST_PORT)
         mark = next((mark for mark in INNERMOST if look.text(mark) is not None), None)
         launcher = INNERMOST[mark] if mark else "the environment"
         why = f"{mark or 'RANK'} is set"
@@ -193,7 +222,6 @@ class Torchrun(Launcher):
 class MPI(Launcher):
     """A launcher of MPI, by the names that it has for the same four numbers."""
 
-    marks: ClassVar[tuple[str, ...]]  # one of them is set where it started the process
     rank: ClassVar[tuple[str, ...]]  # any of these, and all that are set agree
     size: ClassVar[tuple[str, ...]]
     local_rank: ClassVar[tuple[str, ...]]
@@ -212,9 +240,8 @@ class MPI(Launcher):
         look.below(cls.rank[0], rank, cls.size[0], size)
         look.below(cls.local_rank[0], local_rank, cls.local_size[0], local_size)
         look.within(cls.local_size[0], local_size, cls.size[0], size)
-        address, port = (LOCAL if local_size == size else None), None
-        if address and (job := look.text(*cls.job)):
-            port = PORTS[zlib.crc32(job.encode()) % len(PORTS)]
+        address, job = LOCAL if local_size == size else None, look.text(*cls.job)
+        port = PORTS[zlib.crc32(job.encode()) % len(PORTS)] if job else None
         return Found(cls.name, f"{mark} is set", rank, size, local_rank, local_size, (), address, port, look.read)
 
 
@@ -294,6 +321,7 @@ class Slurm(Launcher):
     """Slurm's srun."""
 
     name = "Slurm"
+    marks = ("SLURM_STEP_ID", "SLURM_PROCID")
 
     @staticmethod
     def step(environ: Environ) -> str | None:
@@ -486,10 +514,53 @@ def _by_hand(found: Found, environ: Environ) -> Found:
                 (f"unset {' '.join(name for name in PLACE if name in environ)}", f"{found.launcher} alone"),
                 ("launch.from_torch()", "or what was set by hand alone"),
             )
-    address, port = look.text("MASTER_ADDR"), look.number("MASTER_PORT")
+    if found.local_rank is None:
+        found = replace(found, local_rank=said["LOCAL_RANK"])
+    return _met(replace(found, read=(*found.read, *look.read)), environ)
+
+
+def _met(found: Found, environ: Environ) -> Found:
+    """The same with MASTER_ADDR and MASTER_PORT, if they are set."""
+    look = Variables(environ)
+    address, port = look.text("MASTER_ADDR"), look.number("MASTER_PORT", at_least=1, at_most=LAST_PORT)
     if address == "":
         raise look.error("MASTER_ADDR is empty.", ("export MASTER_ADDR=n1", "the host of rank 0"))
     return replace(found, address=address or found.address, port=port or found.port, read=(*found.read, *look.read))
+
+
+def single_out(launcher: type[Launcher], environ: Environ) -> Found:
+    """What one launcher says of this process, whatever others do; MASTER_ADDR and MASTER_PORT count all the same.
+
+    Raises:
+        LaunchError: it did not start this process, or its variables are missing or contradict each other.
+
+    >>> single_out(OpenMPI, {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "RANK": "1"}).rank
+    0
+    """
+    found = launcher.detect(environ)
+    if found is None:
+        raise _error(
+            f"{launcher.name} did not start this process: none of its variables is set.",
+            dict.fromkeys(launcher.marks),
+            ("launch.join()", "by whichever launcher did"),
+        )
+    return _met(found, environ)
+
+
+def at(found: Found, host: str | None = None, port: int | None = None) -> Found:
+    """The same where rank 0 is found at this host and port, as far as they are given.
+
+    Raises:
+        LaunchError: the one is no name, or the other no number of a port.
+
+    >>> at(believe({"PMI_RANK": "3", "PMI_SIZE": "4"}), "n1", 29500).end_point()
+    ('n1', 29500)
+    """
+    if host is not None and not (isinstance(host, str) and host and not set(host) & set(" /@[]")):
+        raise LaunchError(f"host is the name or the address of rank 0's host, such as host='n1', not {host!r}.")
+    if port is not None and not (type(port) is int and 0 < port <= LAST_PORT):
+        raise LaunchError(f"port is a whole number from 1 to {LAST_PORT}, such as port=29500, not {port!r}.")
+    return replace(found, address=host or found.address, port=port or found.port)
 
 
 def _is_number(text: str) -> bool:

@@ -258,7 +258,6 @@ def test_a_port_of_open_mpi_is_that_of_its_job():
 def test_a_port_that_nothing_tells_is_none():
     assert believe(HYDRA).port is None
     assert believe(HYDRA | {"MASTER_PORT": "29501"}).port == 29501
-    assert believe(OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}).port is None
 
 
 # ---- what contradicts, word for word ----

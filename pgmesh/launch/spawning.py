@@ -1,10 +1,9 @@
-"""Join the world that a launcher made, or spawn a small one here."""
+"""A small world on this machine, for the time of a call or for many."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-import multiprocessing
 import os
 import pickle
 import signal
@@ -23,151 +22,11 @@ import torch
 import torch.distributed as dist
 
 from pgmesh.errors import LaunchError
+from pgmesh.launch.joining import join
+from pgmesh.launch.processes import context
+from pgmesh.launch.store import StoreProcess
 
-__all__ = ["StoreProcess", "join", "spawn"]
-
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-PRELOAD = ["__main__", "torch"]  # imported once, by the server that ranks are forked from
 GRACE = 0.5  # seconds in which the other ranks may tell their side of a first failure
-
-
-# ---- the world is there: join it ----
-
-
-def join(backend: str | None = None, *, timeout: timedelta | None = None) -> None:
-    """Have torch.distributed initialised, however this process was started.
-
-    Under torchrun that is torchrun's world; started by hand, a world of one. One that is there already stays.
-
-    Args:
-        backend: as torch names it; by default "nccl", on the device that LOCAL_RANK names, where there is
-            CUDA, else "gloo".
-        timeout: how long to wait for the other ranks, here and in each collective of the default group; by
-            default what torch allows the backend.
-
-    Raises:
-        LaunchError: the launcher's variables are incomplete or contradict each other, LOCAL_RANK names no
-            device, or the world cannot be reached.
-
-    Example: a script that calls join() is started in either way.
-
-        python script.py                          # a world of 1
-        torchrun --nproc-per-node 8 script.py     # a world of 8
-    """
-    if dist.is_initialized():
-        return
-    env = _read_torchrun()
-    if backend is None:
-        backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-    if "nccl" in backend:
-        _use_device(int(env.get("LOCAL_RANK", 0)))
-    if not env:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-        return
-    try:
-        dist.init_process_group(backend, init_method="env://", timeout=timeout)
-    except dist.DistError as error:
-        where = "rank {RANK} of {WORLD_SIZE} could not join at {MASTER_ADDR}:{MASTER_PORT}".format(**env)
-        raise LaunchError(f"{where}: {error}") from error
-
-
-def _read_torchrun() -> dict[str, str]:
-    """What torchrun tells this process: all of its variables, or none."""
-    env = {name: os.environ[name] for name in TORCHRUN if name in os.environ}
-    numbers = [env.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")]
-    complete = len(env) == len(TORCHRUN) and all(number.isdecimal() for number in numbers)
-    if not env or (complete and int(env["RANK"]) < int(env["WORLD_SIZE"])):
-        return env
-    read = "\n".join(f"  {name:<11} = {os.environ.get(name, '(not set)')}" for name in TORCHRUN)
-    raise LaunchError(
-        f"the environment names no rank of a world:\n\n{read}\n\n"
-        "  torchrun --nproc-per-node 8 script.py    # sets them all: a world of 8\n"
-        f"  unset {' '.join(env)}    # or none: a world of 1"
-    )
-
-
-def _use_device(local_rank: int) -> None:
-    if local_rank >= (seen := torch.cuda.device_count()):
-        raise LaunchError(
-            f"LOCAL_RANK is {local_rank}, but this process sees {seen} CUDA devices.\n\n"
-            f"  torchrun --nproc-per-node {max(seen, 1)} script.py    # a rank for each device\n"
-            '  join("gloo")                              # or ranks that need none'
-        )
-    torch.cuda.set_device(local_rank)
-
-
-class StoreProcess:
-    """A world's store in a process of its own, so that the end of no rank takes it away.
-
-    torchrun without a rendezvous of its own, srun and mpirun have rank 0 host it: then no group can be connected any
-    more once rank 0 has died. Start this one first, beside the ranks, and give them what ``env`` says.
-
-    Args:
-        port: any free one if 0.
-        host: the name by which the ranks reach this machine.
-
-    Raises:
-        LaunchError: it did not start, because the port is taken, say.
-
-    >>> with StoreProcess() as store:
-    ...     sorted(store.env)
-    ['MASTER_ADDR', 'MASTER_PORT', 'TORCHELASTIC_USE_AGENT_STORE']
-    """
-
-    def __init__(self, port: int = 0, host: str = "127.0.0.1") -> None:
-        context: Any = _context()
-        hear, tell = context.Pipe(duplex=False)
-        hold, self._held = context.Pipe(duplex=False)
-        self.process: BaseProcess = context.Process(target=_keep_store, args=(port, tell, hold), daemon=True)
-        with tell, hold, hear:
-            self.process.start()
-            tell.close()
-            try:
-                told = hear.recv() if hear.poll(60.0) else "it did not start in 60 s"
-            except EOFError:
-                told = "it died as it started"
-        if not isinstance(told, int):
-            self.close()
-            raise LaunchError(f"no store at port {port}: {told}")
-        self.host, self.port = host, told
-
-    @property
-    def env(self) -> dict[str, str]:
-        """The variables by which ranks find it."""
-        return {
-            "MASTER_ADDR": self.host,
-            "MASTER_PORT": str(self.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # no rank hosts it
-        }
-
-    def close(self) -> None:
-        """End it."""
-        self._held.close()
-        self.process.join(1.0)
-        self.process.kill()
-        self.process.join(2.0)
-
-    def __enter__(self) -> StoreProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _keep_store(port: int, tell: Connection, hold: Connection) -> None:
-    """Host a store until the process that asked for it lets go, or ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    except Exception as error:
-        tell.send(str(error).splitlines()[0])
-        return
-    tell.send(store.port)
-    with contextlib.suppress(EOFError, OSError):
-        hold.recv()
-
-
-# ---- there is none: spawn it ----
 
 
 def spawn(
@@ -302,27 +161,18 @@ class LocalWorld:
             process.join(max(0.0, end - time.monotonic()))
 
 
-def _context() -> Any:
-    """How processes are started: forked off a server that has torch imported, they start at once."""
-    forks = "forkserver" in multiprocessing.get_all_start_methods() and sys.platform != "darwin"  # not safe on macOS
-    context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
-    if forks:
-        context.set_forkserver_preload(PRELOAD)
-    return context
-
-
 class LocalRank:
     """One rank, seen from the process that started it."""
 
     def __init__(self, rank: int, env: dict[str, str], backend: str, timeout: timedelta | None) -> None:
-        context = _context()
+        processes = context()
         self.rank = rank
         self.began = False
-        self.calls, calls = context.Pipe()
-        self.watch, watch = context.Pipe()
+        self.calls, calls = processes.Pipe()
+        self.watch, watch = processes.Pipe()
         with calls, watch:
             args = (rank, env, backend, timeout, calls, watch)
-            self.process: BaseProcess = context.Process(target=_serve, args=args, name=f"rank {rank}")
+            self.process: BaseProcess = processes.Process(target=_serve, args=args, name=f"rank {rank}")
             self.process.start()
 
     def hear(self, call: bytes) -> Outcome | None:
@@ -371,7 +221,7 @@ def _unpacked(rank: int, message: bytes) -> Outcome:
 
 def _like_torchrun(rank: int, n: int, port: int) -> dict[str, str]:
     """What torchrun would tell this rank; as there, the store is hosted by no rank."""
-    place = {"RANK": rank, "WORLD_SIZE": n, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": n}
+    place = {"RANK": rank, "WORLD_SIZE": n, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": n, "PGMESH_SPAWNED": os.getpid()}
     store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     return {name: str(number) for name, number in place.items()} | store
 

@@ -1,0 +1,147 @@
+"""Have torch.distributed initialised as the launcher says."""
+
+from __future__ import annotations
+
+import logging
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from pgmesh.errors import LaunchError
+from pgmesh.launchers import Found, OpenMPI, Slurm, Torchrun, at, believe, single_out
+
+log = logging.getLogger("pgmesh")
+
+
+def join(
+    backend: str | None = None,
+    *,
+    timeout: timedelta | None = None,
+    host: str | None = None,
+    port: int | None = None,
+) -> None:
+    """Have torch.distributed initialised, however this process was started.
+
+    Under torchrun, srun or an MPI launcher that is the launcher's world; started by hand, a world of one. One that is
+    there already stays. A line in the log, of level INFO, says which launcher was believed and why.
+
+    Args:
+        backend: as torch names it; by default "nccl", on the device of the local rank, where there is CUDA, else
+            "gloo".
+        timeout: how long to wait for the other ranks, here and in each collective of the default group; by
+            default what torch allows the backend.
+        host: by which name or address the others reach rank 0. By default MASTER_ADDR, else what the launcher tells:
+            the first host of srun's step, or this one where all ranks are on it.
+        port: one that is free there, where rank 0 hosts the world's store. By default MASTER_PORT, else one that is
+            made of the number of Slurm's or Open MPI's job, from 20000 to 29999.
+
+    Raises:
+        LaunchError: the launchers' variables are incomplete or contradict each other, nothing tells where rank 0 is,
+            the local rank names no device, or the world cannot be reached.
+
+    Example: a script that calls join() is started in any of these ways.
+
+        python script.py                          # a world of 1
+        torchrun --nproc-per-node 8 script.py     # a world of 8
+        srun -n 8 python script.py
+        mpirun -n 8 python script.py
+    """
+    if not dist.is_initialized():
+        _initialise(at(believe(os.environ), host, port), backend, timeout)
+
+
+def from_torch(backend: str | None = None, *, timeout: timedelta | None = None) -> None:
+    """The same, by the variables of torchrun alone: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
+
+    Raises:
+        LaunchError: they are incomplete or contradict each other, or the world cannot be reached.
+    """
+    if not dist.is_initialized():
+        _initialise(single_out(Torchrun, os.environ), backend, timeout)
+
+
+def from_slurm(
+    host: str | None = None, port: int | None = None, *, backend: str | None = None, timeout: timedelta | None = None
+) -> None:
+    """The same, by Slurm's variables alone: this process is a task of srun.
+
+    Args:
+        host: as in ``join``; by default MASTER_ADDR, else the first host of the step.
+        port: as in ``join``; by default MASTER_PORT, else one made of the numbers of the job and the step.
+        backend: as in ``join``.
+        timeout: as in ``join``.
+
+    Raises:
+        LaunchError: srun did not start this process, its variables contradict each other, or the world cannot be
+            reached.
+    """
+    if not dist.is_initialized():
+        _initialise(at(single_out(Slurm, os.environ), host, port), backend, timeout)
+
+
+def from_openmpi(
+    host: str | None = None, port: int | None = None, *, backend: str | None = None, timeout: timedelta | None = None
+) -> None:
+    """The same, by Open MPI's variables alone: this process was started by mpirun.
+
+    Args:
+        host: as in ``join``; has to be given where ranks are on several hosts.
+        port: as in ``join``; by default MASTER_PORT, else one made of the number of the job.
+        backend: as in ``join``.
+        timeout: as in ``join``.
+
+    Raises:
+        LaunchError: mpirun did not start this process, its variables contradict each other, or the world cannot be
+            reached.
+    """
+    if not dist.is_initialized():
+        _initialise(at(single_out(OpenMPI, os.environ), host, port), backend, timeout)
+
+
+def _initialise(found: Found, backend: str | None, timeout: timedelta | None) -> None:
+    if backend is None:
+        backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    if found.size == 1 and found.address is None:
+        log.info("joins as %s", found.line)
+        _take_device(found, backend)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    host, port = found.end_point()
+    log.info("joins as %s; rank 0 is at %s:%d", found.line, host, port)
+    _take_device(found, backend)
+    try:
+        dist.init_process_group(
+            backend,
+            init_method=f"tcp://{f'[{host}]' if ':' in host else host}:{port}",
+            rank=found.rank,
+            world_size=found.size,
+            timeout=timeout,
+        )
+    except dist.DistError as error:
+        where = f"rank {found.rank} of {found.size} could not join at {host}:{port}"
+        raise LaunchError(f"{where}: {error}") from error
+
+
+def _take_device(found: Found, backend: str) -> None:
+    """Use the device of the local rank. What srun's binding of devices makes of it is untested."""
+    if "nccl" not in backend:
+        return
+    seen, local_rank = torch.cuda.device_count(), found.local_rank
+    if local_rank is None:
+        raise found.error(
+            f"{found.launcher} does not say which rank of its host this is, nor which of {seen} CUDA devices it has.",
+            ('join("gloo")', "ranks that need none"),
+            ("export LOCAL_RANK=...", "or the number of this one's"),
+        )
+    if seen == 1 and found.launcher == Slurm.name:
+        local_rank = 0  # Slurm binds one to each task
+    if local_rank >= seen:
+        name = "LOCAL_RANK" if "LOCAL_RANK" in dict(found.read) else "the local rank"
+        raise LaunchError(
+            f"{name} is {local_rank}, but this process sees {seen} CUDA devices.\n\n"
+            f"  torchrun --nproc-per-node {max(seen, 1)} script.py    # a rank for each device\n"
+            '  join("gloo")                              # or ranks that need none'
+        )
+    torch.cuda.set_device(local_rank)

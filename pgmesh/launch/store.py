@@ -1,0 +1,85 @@
+"""A world's store in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch.distributed as dist
+
+from pgmesh.errors import LaunchError
+from pgmesh.launch.processes import context
+
+
+class StoreProcess:
+    """A world's store in a process of its own, so that the end of no rank takes it away.
+
+    torchrun without a rendezvous of its own, srun and mpirun have rank 0 host it: then no group can be connected any
+    more once rank 0 has died. Start this one first, beside the ranks, and give them what ``env`` says.
+
+    Args:
+        port: any free one if 0.
+        host: the name by which the ranks reach this machine.
+
+    Raises:
+        LaunchError: it did not start, because the port is taken, say.
+
+    >>> with StoreProcess() as store:
+    ...     sorted(store.env)
+    ['MASTER_ADDR', 'MASTER_PORT', 'TORCHELASTIC_USE_AGENT_STORE']
+    """
+
+    def __init__(self, port: int = 0, host: str = "127.0.0.1") -> None:
+        processes: Any = context()
+        hear, tell = processes.Pipe(duplex=False)
+        hold, self._held = processes.Pipe(duplex=False)
+        self.process: BaseProcess = processes.Process(target=_keep_store, args=(port, tell, hold), daemon=True)
+        with tell, hold, hear:
+            self.process.start()
+            tell.close()
+            try:
+                told = hear.recv() if hear.poll(60.0) else "it did not start in 60 s"
+            except EOFError:
+                told = "it died as it started"
+        if not isinstance(told, int):
+            self.close()
+            raise LaunchError(f"no store at port {port}: {told}")
+        self.host, self.port = host, told
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The variables by which ranks find it."""
+        return {
+            "MASTER_ADDR": self.host,
+            "MASTER_PORT": str(self.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # no rank hosts it
+        }
+
+    def close(self) -> None:
+        """End it."""
+        self._held.close()
+        self.process.join(1.0)
+        self.process.kill()
+        self.process.join(2.0)
+
+    def __enter__(self) -> StoreProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _keep_store(port: int, tell: Connection, hold: Connection) -> None:
+    """Host a store until the process that asked for it lets go, or ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    except Exception as error:
+        tell.send(str(error).splitlines()[0])
+        return
+    tell.send(store.port)
+    with contextlib.suppress(EOFError, OSError):
+        hold.recv()
