@@ -35,7 +35,7 @@ _HOME = {
     ),
 }
 _MODULES = (
-    *("launch", "interop", "parallel", "layout", "draw", "svg"),
+    *("launch", "interop", "recipes", "parallel", "layout", "draw", "svg"),
     *("plans", "errors", "options", "groups", "family", "mesh"),
 )
 

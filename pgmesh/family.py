@@ -446,6 +446,15 @@ class Family:
                 )
             self._configured[ranks, tag] = (after, by, caller())
 
+    def set_timeout(self, timeout: timedelta, ranks: tuple[int, ...] | None) -> None:
+        """Change how long collectives may wait: of the groups of these ranks, or of all that were made."""
+        self.check()
+        GroupOptions(timeout=timeout)  # checked
+        with self.lock:
+            for key, made in self._cache.items():
+                if ranks in (None, key.ranks):
+                    groups.set_timeout(made, timeout)
+
     # -- ending -------------------------------------------------------------------------------------------------
 
     def release(self, ranks: tuple[int, ...]) -> None:

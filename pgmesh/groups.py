@@ -17,6 +17,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -424,6 +425,12 @@ def build(
 def held() -> int:
     """How many groups this process holds beside the world's, torch's own among them."""
     return len(c10d._world.pg_map) - 1
+
+
+def set_timeout(made: Made, timeout: timedelta) -> None:
+    """Change how long the collectives of a group may wait, from the next one on."""
+    if not backends_of(c10d._world.pg_map[made.group][0]).dry:  # which never waits
+        made.group.set_timeout(timeout)
 
 
 def tear_down(made: Made, reason: str, *, abort: bool = False) -> None:

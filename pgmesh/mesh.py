@@ -331,6 +331,29 @@ class ProcessGroupMesh:
         """
         self._family.configure(self.layout, axes, _tag(tag), options)
 
+    def set_timeout(self, timeout: timedelta, *axes: Axis) -> None:
+        """Change how long collectives of groups that were made may wait, from the next one on, on this rank.
+
+        Which group it is stays the same. Every member sets its own; groups still to be made are configured.
+
+        Args:
+            timeout: how long.
+            axes: of the groups along these axes, twins and tagged ones too; none for every group of this mesh, its
+                views and slices.
+
+        Raises:
+            MembershipError: this rank is not in the mesh.
+            OptionsError: no timedelta, or none longer than nothing.
+
+        >>> from datetime import timedelta
+        >>> group = mesh.group("tp")
+        >>> mesh.set_timeout(timedelta(minutes=2), "tp")
+        >>> mesh.group("tp") is group
+        True
+        """
+        self._check_member()
+        self._family.set_timeout(timeout, self.layout.block_of(self.rank, *axes) if axes else None)
+
     def adopt(self, axis: Axis, group: ProcessGroup) -> None:
         """Take a group that was made elsewhere for the one along an axis; it is never destroyed from here.
 

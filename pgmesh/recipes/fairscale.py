@@ -1,0 +1,59 @@
+"""The tensor parallelism of fairscale, as ezpz has it: data x pipeline x context x tensor."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from pgmesh.recipes.arrangement import Arrangement
+from pgmesh.recipes.given import call, made, take, what_is_left
+
+
+def fairscale(
+    world: int,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    tp_backend: str | None = None,
+    pp_backend: str | None = None,
+    cp_backend: str | None = None,
+    dp_backend: str | None = None,
+    timeout: timedelta | None = None,
+    of: Any = None,
+    name: str | None = None,
+) -> Arrangement:
+    """fairscale's and ezpz's arrangement, outermost axis first: data, pipeline, context, tensor, which varies fastest.
+
+    Args:
+        world: how many ranks; data is what is left of them.
+        tp, pp, cp: sizes.
+        tp_backend, pp_backend, cp_backend, dp_backend: what groups along one axis are made with; the world's unless
+            given.
+        timeout: how long their collectives may wait; the world's unless given.
+        of: what the mesh is made with; ``Layout`` makes a plan. ProcessGroupMesh unless given.
+        name: as for ``ProcessGroupMesh``.
+
+    Raises:
+        ShapeError: sizes that do not divide the world.
+        OptionsError: two axes of the same ranks, all of size 1, that are given different backends.
+
+    >>> from pgmesh import Layout, recipes
+    >>> recipes.fairscale(8, tp=2, of=Layout)["data"].partition()
+    ((0, 2, 4, 6), (1, 3, 5, 7))
+    """
+    who = "fairscale"
+    sizes = {"tp": take(who, "tp", tp), "cp": take(who, "cp", cp), "pp": take(who, "pp", pp)}
+    dp = what_is_left(who, world, sizes)
+    mesh = made(of, {"dp": dp, "pp": pp, "cp": cp, "tp": tp}, range(world), name)
+    arrangement = Arrangement.of(
+        call(who, world, **{axis: size for axis, size in sizes.items() if size != 1}),
+        "the last axis varies fastest: dp, pp, cp, tp",
+        [(mesh, {"tensor": "tp", "context": "cp", "pipeline": "pp", "data": "dp"})],
+        ["tensor", "context", "pipeline", "data"],
+    )
+    backends = {"tensor": tp_backend, "context": cp_backend, "pipeline": pp_backend, "data": dp_backend}
+    for family, backend in backends.items():
+        if backend is not None or timeout is not None:
+            arrangement.configure(family, backend=backend, timeout=timeout)
+    return arrangement

@@ -1,0 +1,95 @@
+"""Sizes as a recipe is given them: checked, completed, or answered with the call that would be right."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pgmesh.errors import ShapeError
+from pgmesh.sizes import divisors, take_size
+
+
+def call(who: str, world: int, /, **given: object) -> str:
+    """The call of a recipe as text: what was given, without what stands for itself.
+
+    >>> call("megatron", 16, tp=2, cp=None)
+    'recipes.megatron(16, tp=2)'
+    """
+    words = [f"{word}={getattr(value, '__name__', repr(value))}" for word, value in given.items() if value is not None]
+    return f"recipes.{who}({', '.join([str(world), *words])})"
+
+
+def made(of: Any, box: Mapping[str, int], ranks: range, name: str | None) -> Any:
+    """The mesh of a recipe: made with ``of``, ProcessGroupMesh unless given."""
+    if of is None:
+        from pgmesh.mesh import ProcessGroupMesh  # only now, since it needs torch
+
+        of = ProcessGroupMesh
+    return of(**box, ranks=ranks, **({} if name is None else {"name": name}))
+
+
+def take(who: str, name: str, size: object) -> int:
+    """A size of at least 1.
+
+    Raises:
+        ShapeError: it is none.
+    """
+    size = take_size(f"recipes.{who}", name, size)
+    if size < 1:
+        raise ShapeError(f"recipes.{who}: the size of {name} is {size}; a size is at least 1.")
+    return size
+
+
+def what_is_left(
+    who: str,
+    world: int,
+    sizes: Mapping[str, int],
+    stay: Mapping[str, int] | None = None,
+    given: Mapping[str, object] | None = None,
+) -> int:
+    """How many times these sizes fit into the world.
+
+    Args:
+        sizes: sizes that multiply to what has to divide the world, in the order in which others are proposed for them.
+        stay: sizes that do too, and divide it.
+        given: what else stands in the call.
+
+    Raises:
+        ShapeError: they do not divide it.
+
+    >>> what_is_left("megatron", 16, {"tp": 2, "pp": 4})
+    2
+    """
+    stay, given = stay or {}, given or {}
+    every = {**sizes, **stay}
+    fixed, left = math.prod(every.values()), world // math.prod(stay.values())
+    if world % fixed == 0:
+        return world // fixed
+    mended, why = dict(sizes), f"sizes that divide {left}"
+    for name, size in sizes.items():
+        rest = math.prod(sizes.values()) // size
+        if left % rest == 0:  # this one alone mends it
+            would = divisors(left // rest)
+            mended[name] = min(would, key=lambda n: (abs(n - size), n))
+            why = f"{name} may be {any_of(would)}"
+            break
+    else:
+        for name in sizes:
+            mended[name] = max(n for n in divisors(left) if n <= sizes[name])
+            left //= mended[name]
+    product = f"{' x '.join(every)} is {' x '.join(map(str, every.values()))} = {fixed}"
+    raise ShapeError(
+        f"{call(who, world, **every, **given)}: {product}, which does not divide {world} ranks.\n\n"
+        f"  {call(who, world, **{**every, **mended}, **given)}   # {why}"
+    )
+
+
+def any_of(values: Iterable[object]) -> str:
+    """Things to choose from.
+
+    >>> any_of([1, 2, 4])
+    '1, 2 or 4'
+    """
+    *most, last = map(str, values)
+    return f"{', '.join(most)} or {last}" if most else last

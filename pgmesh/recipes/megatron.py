@@ -1,0 +1,265 @@
+"""Megatron-Core's arrangement: a dense mesh, a view of it for experts, and every group of its parallel state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Union
+
+from pgmesh.errors import ShapeError
+from pgmesh.layout import Axis
+from pgmesh.recipes.arrangement import Arrangement, Family, Pick, sliced
+from pgmesh.recipes.given import any_of, call, made, take, what_is_left
+from pgmesh.sizes import divisors, some
+
+ORDER = "tp-cp-ep-dp-pp"
+
+DENSE: dict[str, Axis] = {"tensor": "tp", "context": "cp", "data": "dp", "pipeline": "pp"}
+EXPERT: dict[str, Axis] = {"expert-tensor": "etp", "expert": "ep", "expert-data": "edp", "pipeline": "pp"}
+
+SHORT: dict[str, tuple[str, ...]] = {
+    "tp": ("tensor",),
+    "pp": ("pipeline",),
+    "mp": ("model",),
+    "dp": ("data",),
+    "dp_cp": ("data+context",),
+    "intra_dp_cp": ("data+context in instance",),
+    "cp": ("context",),
+    "tp_dp": ("tensor+data",),
+    "tp_dp_cp": ("tensor+data+context",),
+    "tp_cp": ("tensor+context",),
+    "embd": ("embedding",),
+    "pos_embd": ("position embedding",),
+    "ep": ("expert",),
+    "ep_tp": ("expert-tensor",),
+    "tp_ep_mp": ("expert-tensor+expert",),
+    "tp_ep_pp": ("expert-tensor+expert+pipeline",),
+    "ep_dp": ("expert-data",),
+    "intra_ep_dp": ("expert-data in instance",),
+    "inter_ep_dp": ("between instances",),
+    "intra_dist_opt_instance": ("instance",),
+}
+"""Megatron's short names of groups, in its settings for NCCL."""
+
+Stages = Union[Sequence[int], Pick]
+"""Which stages of a pipeline: by number, or a function that picks some of a pipeline's ranks."""
+
+
+def megatron(
+    world: int,
+    *,
+    tp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+    pp: int = 1,
+    order: str = ORDER,
+    rank_offset: int = 0,
+    hierarchical_cp: Sequence[int] | None = None,
+    optimizer_instances: int = 1,
+    embedding: Stages = (0, -1),
+    position_embedding: Stages = (0,),
+    of: Any = None,
+    name: str | None = None,
+) -> Arrangement:
+    """Megatron-Core's arrangement; ``order`` names the fastest axis first, as Megatron does.
+
+    Data is what is left of the world. The expert mesh reads the same ranks in the same order with ``etp`` in place of
+    ``tp``, without ``cp``, and with what is left as expert data.
+
+    Args:
+        world: how many ranks.
+        tp, cp, ep, pp: sizes of tensor, context, expert and pipeline parallelism.
+        etp: tensor parallelism inside experts; ``tp`` unless given.
+        order: the axes, the fastest first, joined by ``-``. What has size 1 may be left out.
+        rank_offset: the first rank.
+        hierarchical_cp: sizes that multiply to ``cp``: families "context level 1", which is contiguous, and so on.
+        optimizer_instances: how many copies of the optimizer's state there are.
+        embedding: which stages hold the word embeddings: by number, or a function of a pipeline's ranks.
+        position_embedding: which hold position embeddings.
+        of: what the mesh is made with; ``Layout`` makes a plan. ProcessGroupMesh unless given.
+        name: as for ``ProcessGroupMesh``.
+
+    Raises:
+        ShapeError: sizes or an order that do not go together, with those that would.
+
+    >>> from pgmesh import Layout, recipes
+    >>> print(recipes.megatron(8, tp=2, ep=2, pp=2, of=Layout).seen_by(5))    # doctest: +ELLIPSIS
+    recipes.megatron(8, tp=2, pp=2, ep=2)
+    fastest axis first: tp-cp-ep-dp-pp
+    dense   pp=2 dp=2 cp=1 tp=2
+    expert  pp=2 edp=1 ep=2 etp=2
+    <BLANKLINE>
+    group                          axes                 size  blocks  of rank 5
+    tensor                         tp                      2       4  4, 5
+    pipeline                       pp                      2       4  1, 5
+    model                          pp, tp                  4       2  0, 1, 4, 5
+    ...
+    """
+    sizes = {axis: take("megatron", axis, size) for axis, size in (("tp", tp), ("cp", cp), ("pp", pp), ("ep", ep))}
+    etp = tp if etp is None else take("megatron", "etp", etp)
+    instances = take("megatron", "optimizer_instances", optimizer_instances)
+    given = {name: value for name, value in (("ep", ep), ("etp", etp)) if value != {"ep": 1, "etp": tp}[name]}
+    dp = what_is_left("megatron", world, {"tp": tp, "cp": cp, "pp": pp}, given=given)
+    edp = what_is_left("megatron", world, {"ep": ep, "etp": etp}, {"pp": pp}, {"tp": tp, "cp": cp})
+    spelled = call(
+        "megatron",
+        world,
+        **{axis: size for axis, size in sizes.items() if size != 1},
+        etp=given.get("etp"),
+        order=None if order == ORDER else order,
+        rank_offset=rank_offset or None,
+        hierarchical_cp=hierarchical_cp and list(hierarchical_cp),
+        optimizer_instances=None if instances == 1 else instances,
+        embedding=None if embedding == (0, -1) else embedding,
+        position_embedding=None if position_embedding == (0,) else position_embedding,
+    )
+    ranked = _ordered(spelled, order, {**sizes, "dp": dp}, {"tp": etp, "ep": ep, "dp": edp})
+    dense_sizes = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
+    expert_sizes = {"tp": ("etp", etp), "ep": ("ep", ep), "dp": ("edp", edp), "pp": ("pp", pp)}
+    slowest_first = ranked[::-1]  # as a mesh has its axes
+    dense = made(
+        of,
+        {axis: dense_sizes[axis] for axis in slowest_first if axis in dense_sizes},
+        range(rank_offset, rank_offset + world),
+        name,
+    )
+    expert = dense.view(**dict(expert_sizes[axis] for axis in slowest_first if axis in expert_sizes))
+    _check_pipelines(spelled, order, dense, expert)
+    return Arrangement.of(
+        spelled,
+        f"fastest axis first: {'-'.join(ranked)}",
+        [(dense, DENSE), (expert, EXPERT)],
+        [
+            "tensor",
+            "pipeline",
+            Family("model", dense, ("pp", "tp")),
+            "data",
+            "data+context",
+            "context",
+            *_levels(spelled, dense, cp, hierarchical_cp),
+            "tensor+data",
+            "tensor+data+context",
+            "tensor+context",
+            Family("amax", dense, ("dp", "tp")),
+            _stages("embedding", dense, embedding),
+            _stages("position embedding", dense, position_embedding),
+            "expert",
+            "expert-tensor",
+            "expert-tensor+expert",
+            "expert-tensor+expert+pipeline",
+            "expert-data",
+            *_instances(spelled, dense, expert, instances),
+        ],
+        {**SHORT, "hcp": [f"context level {level}" for level in range(1, len(hierarchical_cp or ()) + 1)]},
+    )
+
+
+def hybrid_context(arrangement: Arrangement) -> dict[int, Family]:
+    """The slices of each data+context group, by size: every power of two that is more than 1 and less than the whole.
+
+    Raises:
+        ShapeError: a power of two that does not divide the whole.
+
+    >>> from pgmesh import Layout, recipes
+    >>> slices = recipes.hybrid_context(recipes.megatron(8, cp=4, of=Layout))
+    >>> slices[4].partition(), list(slices)
+    (((0, 1, 2, 3), (4, 5, 6, 7)), [2, 4])
+    """
+    family = arrangement["data+context"]
+    found = {}
+    for power in range(1, (family.size - 1).bit_length()):
+        size = 2**power
+        cut = sliced(family.mesh, family.axes, size) if family.size % size == 0 else None
+        if cut is None:
+            raise ShapeError(
+                f"{arrangement.call}: data+context has {family.size} ranks, which slices of {size} do not divide; "
+                f"hybrid context parallelism takes a power of two."
+            )
+        found[size] = Family(f"data+context by {size}", cut[0], cut[2], arrangement.rank)
+    return found
+
+
+def _ordered(spelled: str, order: str, dense: dict[str, int], expert: dict[str, int]) -> list[str]:
+    """The five axes, the fastest first; those of size 1 that were left out come last."""
+    known = ORDER.split("-")
+    asked = order.lower().split("-")
+    hint = f"\n\n  order={ORDER!r}   # fastest axis first"
+    unknown = [axis for axis in asked if axis not in known]
+    if unknown:
+        raise ShapeError(f"{spelled}: the order names {any_of(unknown)}; it may name {', '.join(known)}.{hint}")
+    if len(set(asked)) != len(asked):
+        twice = next(axis for axis in asked if asked.count(axis) > 1)
+        raise ShapeError(f"{spelled}: the order names {twice} more than once.{hint}")
+    for sizes, what in ((dense, ""), (expert, "of experts ")):
+        for axis, size in sizes.items():
+            if axis not in asked and size != 1:
+                raise ShapeError(f"{spelled}: {axis} {what}has size {size}, but the order does not name it.{hint}")
+    return [*asked, *(axis for axis in ("tp", "pp", "dp", "ep", "cp") if axis not in asked)]
+
+
+def _check_pipelines(spelled: str, order: str, dense: Any, expert: Any) -> None:
+    """Both meshes have to have the same pipelines."""
+    dp, edp, pp = dense.size("dp"), expert.size("edp"), dense.size("pp")
+    last = "-".join([*(axis for axis in order.split("-") if axis != "pp"), "pp"])
+    mend = f"\n\n  order={last!r}   # pp last, which is slowest"
+    if pp > 1 and not order.endswith("pp") and dp != edp:
+        raise ShapeError(
+            f"{spelled}: pp is {pp} and not last in the order, so that expert data has to equal data, but expert data "
+            f"is {edp} and data {dp}: etp x ep has to be tp x cp = {dense.size('tp', 'cp')}.{mend}"
+        )
+    ours, theirs = dense.partition("pp")[0], expert.partition("pp")[0]
+    if ours != theirs:
+        raise ShapeError(
+            f"{spelled}: experts would have other pipelines than the rest: rank {ours[0]} is in {list(ours)} and in "
+            f"{list(theirs)}.{mend}"
+        )
+
+
+def _instances(spelled: str, dense: Any, expert: Any, count: int) -> list[Family]:
+    """The groups inside and between instances of the optimizer. One group between them serves both meshes."""
+    whole, edp = dense.size("dp", "cp"), expert.size("edp")
+    if whole % count or edp % count:
+        raise ShapeError(
+            f"{spelled}: optimizer instances divide data x context, which is {whole}, and expert data, which is {edp}, "
+            f"so there may be {any_of(divisors(math.gcd(whole, edp)))}."
+        )
+    cut, expert_cut = sliced(dense, ("dp", "cp"), whole // count), sliced(expert, ("edp",), edp // count)
+    firsts = [each and each[0].partition(*each[1])[0] for each in (cut, expert_cut)]
+    if cut is None or expert_cut is None or firsts[0] != firsts[1]:
+        places = [f"ranks {some(first)}" if first else "ranks that no axes lead to" for first in firsts]
+        raise ShapeError(
+            f"{spelled}: one group between optimizer instances has to serve dense and expert parameters alike, but in "
+            f"this order the first is {places[0]} for the ones and {places[1]} for the others.\n\n"
+            f"  order={ORDER!r}   # fastest axis first: the same for both"
+        )
+    view, outer, inner = cut
+    expert_view, expert_outer, expert_inner = expert_cut
+    return [
+        Family("data+context in instance", view, inner),
+        Family("expert-data in instance", expert_view, expert_inner),
+        Family("instance", expert_view, tuple(axis for axis in expert_view.axes if axis not in expert_outer)),
+        Family("between instances", view, outer),
+    ]
+
+
+def _levels(spelled: str, dense: Any, cp: int, sizes: Sequence[int] | None) -> list[Family]:
+    """Context parallelism in levels: the first is contiguous, each next one steps over those before it."""
+    if sizes is None:
+        return []
+    if math.prod(sizes) != cp or min(sizes, default=0) < 1:
+        product = f"{' x '.join(map(str, sizes)) or 'nothing'} is {math.prod(sizes)}"
+        raise ShapeError(f"{spelled}: the sizes of hierarchical_cp multiply to cp, but {product} and cp is {cp}.")
+    levels = {f"cp{level}": size for level, size in enumerate(sizes, 1)}
+    box: dict[str, int] = {}
+    for axis, size in zip(dense.axes, dense.shape):
+        box.update(reversed(levels.items()) if axis == "cp" else {axis: size})
+    view = dense.view(**box)
+    return [Family(f"context level {level}", view, (axis,)) for level, axis in enumerate(levels, 1)]
+
+
+def _stages(name: str, dense: Any, stages: Stages) -> Family:
+    """The ranks of some stages of each pipeline."""
+    if callable(stages):
+        return Family(name, dense, ("pp",), pick=stages)
+    return Family(name, dense.at(pp=stages), ("pp",))
