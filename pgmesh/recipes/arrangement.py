@@ -26,7 +26,7 @@ Mesh = Union[Layout, "ProcessGroupMesh"]
 """What a recipe is made of: a plan, or a mesh with groups."""
 
 Pick = Callable[[list[int]], Sequence[int]]
-"""Which of the ranks of a block belong: some of them, at least one."""
+"""Which of the ranks of a block belong: some of them, at least one. One that is named twice counts once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,10 +97,10 @@ class Family:
         if self.pick is None:
             return block
         chosen = list(self.pick(list(block)))
-        if not chosen or len(set(chosen)) != len(chosen) or not set(chosen) <= set(block):
+        if not chosen or not set(chosen) <= set(block):
             raise ShapeError(
-                f"the ranks of {self.name!r} are some of each pipeline's ranks, at least one and each once: of "
-                f"{list(block)} your function chose {chosen}."
+                f"the ranks of {self.name!r} are some of each pipeline's ranks, at least one: of {list(block)} your "
+                f"function chose {chosen}."
             )
         return tuple(rank for rank in block if rank in chosen)
 

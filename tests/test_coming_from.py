@@ -1,0 +1,108 @@
+"""The pages for those who come from another system: complete, and each line runs and gives what it says."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import re
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pgmesh import Layout, launch, recipes
+from tests import pages
+from tests.dry import dry_world
+
+DOCS = Path(__file__).parent.parent / "docs" / "coming_from"
+PAGES: dict[str, Mapping[str, str]] = {
+    "megatron": pages.MEGATRON,
+    "olmo_core": pages.OLMO,
+    "fairscale": pages.FAIRSCALE,
+    "oslo": pages.OSLO,
+}
+
+
+class Row(NamedTuple):
+    page: str
+    before: list[str]  # what one used to write
+    now: list[str]
+    gives: str | None  # None where the table has no such column
+
+    def __str__(self) -> str:
+        return f"{self.page}-{self.before[0].partition('(')[0]}"
+
+
+def rows(page: str) -> Iterator[Row]:
+    """The lines of each table "you used to write / now" on a page."""
+    table = False
+    for line in (DOCS / f"{page}.md").read_text().splitlines():
+        if not line.startswith("|"):
+            table = False
+        elif line.startswith("| you used to write | now |"):
+            table, gives = True, "gives" in line
+        elif table and not line.startswith("|---"):
+            cells = [re.findall(r"`([^`]+)`", cell) for cell in line.strip("|").split(" | ")]
+            before, now, *more = cells
+            yield Row(page, before, now, (more[0][0] if more[0] else "") if gives else None)
+
+
+ROWS = [row for page in PAGES for row in rows(page)]
+
+
+def namespace(page: str) -> dict[str, Any]:
+    """What a line on a page may use: the examples at the top of it, and whatever its lines give a name."""
+    names: dict[str, Any] = {"torch": torch, "dist": dist, "timedelta": timedelta, "Layout": Layout, "recipes": recipes}
+    text = (DOCS / f"{page}.md").read_text()
+    for example in doctest.DocTestParser().get_examples(text):
+        if re.match(r"\w+ = ", example.source):
+            exec(example.source, names)
+    for row in rows(page):
+        if re.match(r"\w+ = ", row.now[0]):
+            exec(row.now[0], names)
+    return names
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.gives is not None], ids=str)
+def test_a_line_gives_what_it_says(row: Row):
+    with dry_world(5, 8, dist.HashStore()):
+        names = namespace(row.page)
+        if re.match(r"\w+ = ", row.now[0]):
+            return  # it ran
+        assert repr(eval(row.now[0], names)) == (row.gives or "None")
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.gives is None], ids=str)
+def test_a_line_for_a_job_names_what_is_there(row: Row):
+    call = ast.parse(row.now[0], mode="eval").body
+    assert isinstance(call, ast.Call)
+    assert callable(eval(ast.unparse(call.func), {"launch": launch}))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_is_complete(page: str):
+    named: dict[str, set[str]] = {}
+    for row in rows(page):
+        for call in row.before:
+            function, _, given = call.removesuffix(")").partition("(")
+            named.setdefault(function, set()).update(filter(None, given.split(", ")))
+    assert named == {function: set(given.split()) for function, given in PAGES[page].items()}
+
+
+def test_the_names_that_olmo_core_exports_are_all_on_its_page():
+    table = (DOCS / "olmo_core.md").read_text().partition("## Names")[2]
+    assert set(re.findall(r"`([^`]+)`", "".join(line.split(" | ")[0] for line in table.splitlines()))) == set(
+        pages.OLMO_NAMES.split()
+    )
+
+
+def test_the_short_names_on_megatrons_page_are_those_that_settings_may_use():
+    table = (DOCS / "megatron.md").read_text().partition("## Short names")[2].partition("## Beyond")[0]
+    found = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)`", table, re.MULTILINE))
+    arrangement = recipes.megatron(4, cp=4, hierarchical_cp=[2, 2], of=Layout)
+    assert found == {name: families[0] for name, families in arrangement.short.items()}
+    assert all(family in arrangement.families for families in arrangement.short.values() for family in families)
