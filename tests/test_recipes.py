@@ -260,6 +260,7 @@ def test_semantics_8_embeddings_are_on_the_first_and_last_stage_and_outsiders_ma
     assert None not in arrangement["embedding"]
     assert 13 in arrangement["embedding"]
     assert plan(4, tp=4)["embedding"].partition() == [(0,), (1,), (2,), (3,)]
+    assert plan(8, pp=4, embedding=-1)["embedding"].partition() == ((6,), (7,))
     assert plan(8, pp=4, embedding=[0, 1, -1])["embedding"].partition()[0] == (0, 2, 6)
 
 
@@ -719,6 +720,29 @@ def olmo(whole: int = 8, **sizes: Any) -> Callable[[], object]:
             "recipes.megatron: the size of axis tp is 0; a size is at least 1, or -1 for what is left.",
         ),
         (failing(tp=-1), "recipes.megatron: the size of tp is -1; a size is at least 1."),
+        (failing(world=0), "recipes.megatron: the world is so many ranks, such as recipes.megatron(8), not 0."),
+        (failing(world="8"), "recipes.megatron: the world is so many ranks, such as recipes.megatron(8), not '8'."),
+        (
+            failing(rank_offset=-8),
+            "recipes.megatron: the world is so many ranks, such as recipes.megatron(8), not 8 from -8 on.",
+        ),
+        (
+            lambda: recipes.oslo(-1, of=Layout),
+            "recipes.oslo: the world is so many ranks, such as recipes.oslo(8), not -1.",
+        ),
+        (
+            failing(order=None),
+            """
+            recipes.megatron(8): the order names none; it may name tp, cp, ep, dp, pp.
+
+              order='tp-cp-ep-dp-pp'   # fastest axis first
+            """,
+        ),
+        (
+            failing(cp=4, hierarchical_cp=[-2, -2]),
+            "recipes.megatron: the size of axis hierarchical_cp is -2; a size is at least 1, or -1 for what is left.",
+        ),
+        (failing(pp=2, embedding=[]), "at(pp=[]) keeps nothing of axis pp, which has 2 indices, 0 to 1."),
         (failing(cp=1.5), "recipes.megatron: the size of axis cp is a whole number, not 1.5."),
         (
             failing(tp=2, order="tp-xp-dp"),
@@ -887,6 +911,7 @@ def test_sizes_that_do_not_go_together(call: Callable[[], object], text: str):
             lambda: recipes.oslo(8, data=8, of=Layout)["context"],
             "recipes.oslo(8, data=8) has no group 'context'. It has global, data, tensor, pipeline, sequence, expert.",
         ),
+        (AxisError, lambda: plan(8)[5], f"recipes.megatron(8) has no group 5. It has {GROUPS}."),
         (
             MembershipError,
             lambda: plan(8)["tensor"].ranks,

@@ -337,7 +337,7 @@ class Arrangement:
         """
         if name in self.families:
             return self.families[name]
-        asked = sorted(name.split("+"))
+        asked = sorted(str(name).split("+"))
         for known in self.families:
             if sorted(known.split("+")) == asked:
                 return self.families[known]

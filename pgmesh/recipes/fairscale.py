@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 from pgmesh.recipes.arrangement import Arrangement
-from pgmesh.recipes.given import call, made, take, what_is_left
+from pgmesh.recipes.given import call, made, take, take_world, what_is_left
 
 
 def fairscale(
@@ -43,9 +43,10 @@ def fairscale(
     ((0, 2, 4, 6), (1, 3, 5, 7))
     """
     who = "fairscale"
+    ranks = take_world(who, world)
     sizes = {"tp": take(who, "tp", tp), "cp": take(who, "cp", cp), "pp": take(who, "pp", pp)}
     dp = what_is_left(who, world, sizes)
-    mesh = made(of, {"dp": dp, "pp": pp, "cp": cp, "tp": tp}, range(world), name)
+    mesh = made(of, {"dp": dp, "pp": pp, "cp": cp, "tp": tp}, ranks, name)
     arrangement = Arrangement.of(
         call(who, world, **{axis: size for axis, size in sizes.items() if size != 1}),
         "the last axis varies fastest: dp, pp, cp, tp",

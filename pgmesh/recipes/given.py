@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -27,6 +28,22 @@ def made(of: Any, box: Mapping[str, int], ranks: range, name: str | None) -> Any
 
         of = ProcessGroupMesh
     return of(**box, ranks=ranks, **({} if name is None else {"name": name}))
+
+
+def take_world(who: str, world: object, first: object = 0) -> range:
+    """The ranks of an arrangement: so many, from the first on.
+
+    Raises:
+        ShapeError: not a number of ranks.
+    """
+    try:
+        count, start = operator.index(world), operator.index(first)  # type: ignore[arg-type]
+    except TypeError:
+        count, start = 0, 0
+    if count < 1 or start < 0:
+        said = repr(world) if first == 0 else f"{world!r} from {first!r} on"
+        raise ShapeError(f"recipes.{who}: the world is so many ranks, such as recipes.{who}(8), not {said}.")
+    return range(start, start + count)
 
 
 def take(who: str, name: str, size: object) -> int:

@@ -9,7 +9,7 @@ from typing import Any, Union
 from pgmesh.errors import ShapeError
 from pgmesh.layout import Axis
 from pgmesh.recipes.arrangement import Arrangement, Family, Pick, sliced
-from pgmesh.recipes.given import any_of, call, made, take, what_is_left
+from pgmesh.recipes.given import any_of, call, made, take, take_world, what_is_left
 from pgmesh.sizes import divisors, some
 
 ORDER = "tp-cp-ep-dp-pp"
@@ -41,7 +41,7 @@ SHORT: dict[str, tuple[str, ...]] = {
 }
 """Megatron's short names of groups, in its settings for NCCL."""
 
-Stages = Union[Sequence[int], Pick]
+Stages = Union[int, Sequence[int], Pick]
 """Which stages of a pipeline: by number, or a function that picks some of a pipeline's ranks."""
 
 
@@ -96,6 +96,7 @@ def megatron(
     model                          pp, tp                  4       2  0, 1, 4, 5
     ...
     """
+    ranks = take_world("megatron", world, rank_offset)
     sizes = {axis: take("megatron", axis, size) for axis, size in (("tp", tp), ("cp", cp), ("pp", pp), ("ep", ep))}
     etp = tp if etp is None else take("megatron", "etp", etp)
     instances = take("megatron", "optimizer_instances", optimizer_instances)
@@ -121,7 +122,7 @@ def megatron(
     dense = made(
         of,
         {axis: dense_sizes[axis] for axis in slowest_first if axis in dense_sizes},
-        range(rank_offset, rank_offset + world),
+        ranks,
         name,
     )
     expert = dense.view(**dict(expert_sizes[axis] for axis in slowest_first if axis in expert_sizes))
@@ -183,7 +184,7 @@ def hybrid_context(arrangement: Arrangement) -> dict[int, Family]:
 def _ordered(spelled: str, order: str, dense: dict[str, int], expert: dict[str, int]) -> list[str]:
     """The five axes, the fastest first; those of size 1 that were left out come last."""
     known = ORDER.split("-")
-    asked = order.lower().split("-")
+    asked = str(order).lower().split("-")
     hint = f"\n\n  order={ORDER!r}   # fastest axis first"
     unknown = [axis for axis in asked if axis not in known]
     if unknown:
@@ -247,9 +248,10 @@ def _levels(spelled: str, dense: Any, cp: int, sizes: Sequence[int] | None) -> l
     """Context parallelism in levels: the first is contiguous, each next one steps over those before it."""
     if sizes is None:
         return []
-    if math.prod(sizes) != cp or min(sizes, default=0) < 1:
+    if not sizes or math.prod(sizes) != cp:
         product = f"{' x '.join(map(str, sizes)) or 'nothing'} is {math.prod(sizes)}"
         raise ShapeError(f"{spelled}: the sizes of hierarchical_cp multiply to cp, but {product} and cp is {cp}.")
+    sizes = [take("megatron", "hierarchical_cp", size) for size in sizes]
     levels = {f"cp{level}": size for level, size in enumerate(sizes, 1)}
     box: dict[str, int] = {}
     for axis, size in zip(dense.axes, dense.shape):
@@ -262,4 +264,4 @@ def _stages(name: str, dense: Any, stages: Stages) -> Family:
     """The ranks of some stages of each pipeline."""
     if callable(stages):
         return Family(name, dense, ("pp",), pick=stages)
-    return Family(name, dense.at(pp=stages), ("pp",))
+    return Family(name, dense.at(pp=[stages] if isinstance(stages, int) else stages), ("pp",))

@@ -8,7 +8,7 @@ from typing import Any
 from pgmesh.errors import ShapeError
 from pgmesh.layout import Axis
 from pgmesh.recipes.arrangement import Arrangement, Family
-from pgmesh.recipes.given import call, made, take, what_is_left
+from pgmesh.recipes.given import call, made, take, take_world, what_is_left
 from pgmesh.sizes import take_size
 
 WORDS: dict[str, Axis] = {
@@ -58,6 +58,7 @@ def olmo(
     (((0, 2, 4, 6), (1, 3, 5, 7)), ((0, 4), (1, 5), (2, 6), (3, 7)))
     """
     who = "olmo"
+    ranks = take_world(who, world)
     given = {"pp": pp, "dp": dp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "ep": ep, "cp": cp, "tp": tp}
     spelled = call(who, world, **given)
     rest = {axis: take(who, axis, size) for axis, size in (("pp", pp), ("cp", cp), ("tp", tp)) if size is not None}
@@ -74,7 +75,7 @@ def olmo(
     if ep is not None:
         _check_experts(spelled, ep, tp, data)
     box = {axis: {**rest, **data}[axis] for axis in ("pp", *data, "cp", "tp") if axis in rest or axis in data}
-    mesh = made(of, box, range(world), name)
+    mesh = made(of, box, ranks, name)
     loader = tuple(data)
     model, model_axes = mesh, loader
     if cp is not None:  # for gradients, context parallel ranks are copies of the model
@@ -107,9 +108,10 @@ def olmo_experts(world: int, *, ep: int = -1, of: Any = None, name: str | None =
     >>> recipes.olmo_experts(8, ep=4, of=Layout)["expert"].partition()
     ((0, 1, 2, 3), (4, 5, 6, 7))
     """
+    ranks = take_world("olmo_experts", world)
     size = world if ep == -1 else take("olmo_experts", "ep", ep)
     copies = what_is_left("olmo_experts", world, {"ep": size})
-    mesh = made(of, {"ep_replicate": copies, "ep_shard": size}, range(world), name)
+    mesh = made(of, {"ep_replicate": copies, "ep_shard": size}, ranks, name)
     whole = mesh.view(dp=world)
     return Arrangement.of(
         call("olmo_experts", world, ep=None if ep == -1 else ep),

@@ -6,7 +6,7 @@ from typing import Any
 
 from pgmesh.layout import Axis
 from pgmesh.recipes.arrangement import Arrangement, Family
-from pgmesh.recipes.given import call, made
+from pgmesh.recipes.given import call, made, take_world
 from pgmesh.sizes import fill, take_sizes
 
 AXES: dict[str, Axis] = {"pipeline": "pp", "data": "dp", "expert": "ep", "sequence": "sp", "tensor": "tp"}
@@ -43,9 +43,9 @@ def oslo(
     ((4, 5), 0, 8)
     """
     given = {"data": data, "tensor": tensor, "pipeline": pipeline, "sequence": sequence, "expert": expert}
-    who = "recipes.oslo"
+    who, ranks = "recipes.oslo", take_world("oslo", world)
     sizes = fill(who, take_sizes(who, (), given), world, f"the world has {world}", pick=False)
-    mesh = made(of, {str(axis): sizes[mode] for mode, axis in AXES.items()}, range(world), name)
+    mesh = made(of, {str(axis): sizes[mode] for mode, axis in AXES.items()}, ranks, name)
     return Arrangement.of(
         call("oslo", world, **{mode: size for mode, size in given.items() if size != 1}),
         f"the last axis varies fastest: {', '.join(map(str, mesh.axes))}",
