@@ -93,6 +93,11 @@ def _registry() -> _Registry:
     return registry
 
 
+def beating() -> Heart:
+    """The thread that speaks with the world's store for this process."""
+    return _registry().beating()
+
+
 class _Key:
     """What a group is, hashed once: its ranks may be many."""
 

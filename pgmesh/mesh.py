@@ -13,6 +13,8 @@ from pgmesh.connecting import Connected, connect
 from pgmesh.errors import AxisError, LifetimeError, MembershipError, OptionsError, PlaceError, ShapeError
 from pgmesh.family import Family, find_family
 from pgmesh.layout import Axis, Keep, Layout, Partition
+from pgmesh.locality import Spread
+from pgmesh.placement import place
 from pgmesh.report import Report, Stats, print_on, report, stats
 from pgmesh.sizes import fill, some, take_ranks, take_sizes
 
@@ -393,6 +395,28 @@ class ProcessGroupMesh:
             raise OptionsError(f"timeout is a timedelta, such as timedelta(seconds={timeout}), not {timeout!r}.")
         combinations = [each if isinstance(each, tuple) else (each,) for each in families or self.axes]
         return connect(self._family, self.layout, combinations, timeout.total_seconds(), progress=progress)
+
+    def locality(self, *axes: Axis, timeout: timedelta = CONNECT) -> Spread:
+        """How the groups along these axes lie on the hosts: each inside one, each rank on another, or mixed.
+
+        The ranks say themselves where they are, once in a world: every rank of the mesh calls it, in any order.
+
+        Args:
+            axes: which; none for the group of the whole mesh.
+            timeout: how long to wait for the others.
+
+        Raises:
+            AxisError: there is no such axis, or it is named twice.
+            MembershipError: this rank is not in the mesh.
+            MissingRanksError: some did not call it in time.
+            WorldError: the store does not answer.
+
+        >>> mesh.locality("tp").kind                           # a dry world is this process, on one host
+        'intra'
+        """
+        self._check_member()
+        self.layout.size(*axes)
+        return place(self.layout.ranks(), timeout=timeout).spread(self.layout, *axes)
 
     def report(self) -> Report:
         """What this rank holds of the mesh, and what every other rank of it last said. Print it.

@@ -36,6 +36,7 @@ FLOORS = [
     "groups",
     "heart",
     "family",
+    "placement",
     "connecting",
     "report",
     "launch",

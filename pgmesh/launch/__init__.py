@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pgmesh.launch.joining import from_openmpi, from_slurm, from_torch, join
+from pgmesh.launch.placing import placement
 from pgmesh.launch.processes import PRELOAD as PRELOAD
 from pgmesh.launch.spawning import (
     GRACE as GRACE,
@@ -15,4 +16,4 @@ from pgmesh.launch.spawning import (
 from pgmesh.launch.store import StoreProcess
 from pgmesh.launchers import TORCHRUN as TORCHRUN
 
-__all__ = ["StoreProcess", "from_openmpi", "from_slurm", "from_torch", "join", "spawn"]
+__all__ = ["StoreProcess", "from_openmpi", "from_slurm", "from_torch", "join", "placement", "spawn"]

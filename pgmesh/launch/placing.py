@@ -1,0 +1,27 @@
+"""Where the ranks of the world are."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from pgmesh.placement import Placement, place
+
+
+def placement(*, timeout: timedelta = timedelta(seconds=30)) -> Placement:
+    """On which host each rank of the world is: every rank calls it, and none assumes rank // 8.
+
+    The ranks say it themselves, once in a world; a later call is answered from what is known.
+
+    Args:
+        timeout: how long to wait for the others.
+
+    Raises:
+        MissingRanksError: some ranks did not call it in time.
+        WorldError: torch.distributed is not initialised, or the world's store does not answer.
+
+    Example: the ranks of the running mesh are in one process, on one host.
+
+        >>> placement().hosts
+        ((0, 1, 2, 3, 4, 5, 6, 7),)
+    """
+    return place(timeout=timeout)
