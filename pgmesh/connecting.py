@@ -11,9 +11,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Union
 
 import torch
 import torch.distributed as dist
@@ -24,10 +24,9 @@ from pgmesh.family import Family, caller
 from pgmesh.heart import alone, who
 from pgmesh.polling import drive
 from pgmesh.rendezvous import (
-    FIRST_PAUSE,
     INSPECTION,
-    LONGEST_PAUSE,
     MOST_ASKED,
+    Beats,
     Card,
     End,
     Meeting,
@@ -36,9 +35,11 @@ from pgmesh.rendezvous import (
     Read,
     Ready,
     Step,
+    Steps,
     Swap,
     Told,
     error_in_words,
+    pauses,
     ranks_in_words,
     told,
 )
@@ -61,23 +62,31 @@ GRACE = 0.5
 """Seconds that it is given beyond the deadline for what it was asked before."""
 
 
+Spelling = Union["Axis", "tuple[Axis, ...]"]
+"""Axes as they were asked for: "tp", or ("dp", "tp")."""
+
+
 @dataclass(frozen=True)
 class Connected:
     """What it took to connect some groups, in seconds from the call.
 
     Args:
-        met: by group, until all its members had come.
-        warm: by group, until its first collective was done.
+        met: by axes, as they were asked for ("tp", or ("dp", "tp")), until all members of the group had come.
+        warm: by axes, until its first collective was done.
         operations: how often this rank asked the store, beyond what backends ask.
     """
 
-    met: dict[str, float] = field(default_factory=dict)
-    warm: dict[str, float] = field(default_factory=dict)
+    met: dict[Spelling, float] = field(default_factory=dict)
+    warm: dict[Spelling, float] = field(default_factory=dict)
     operations: int = 0
 
     def __str__(self) -> str:
-        width = max(map(len, self.warm), default=0)
-        lines = [f"{what:<{width}}  met {self.met[what]:6.3f} s, warm {self.warm[what]:6.3f} s" for what in self.warm]
+        words = {axes: ", ".join(map(str, axes)) if isinstance(axes, tuple) else f"{axes}" for axes in self.warm}
+        width = max(map(len, words.values()), default=0)
+        lines = [
+            f"group {what:<{width}}  met {self.met[axes]:6.3f} s, warm {self.warm[axes]:6.3f} s"
+            for axes, what in words.items()
+        ]
         return "\n".join([*lines, f"{self.operations} store operations"])
 
 
@@ -85,24 +94,38 @@ def connect(
     family: Family, layout: Layout, families: Sequence[tuple[Axis, ...]], seconds: float, *, progress: bool = False
 ) -> Connected:
     """Connect this rank's groups along each of these combinations of axes."""
-    line, found, meetings, failed = caller(), [], [], None
+    line, failed = caller(), None
+    found: dict[str, groups.Made] = {}
+    asked: dict[str, list[Spelling]] = {}
+    meetings: list[Meeting] = []
+    family.check()
     for axes in families:
         layout.size(*axes)  # there are such axes, before anybody is told of anything
     if not family.is_dry():
-        family.beating()  # from here on, every question to the store has a deadline
+        family.beating()
     family.patience = seconds
+    _tell_late(family)
     for axes in families:
         try:
-            found.append(_unbroken(family, layout, axes))
+            made = _unbroken(family, layout, axes)
+            if made.card is not None and made.name not in family.connected:
+                found[made.name] = made
+                asked.setdefault(made.name, []).append(axes[0] if len(axes) == 1 else axes)
         except Exception as error:  # the others learn why this rank does not come
             failed = failed or error
             meetings.append(_meeting(family, *family.prospect(layout, axes)))
-    to_meet = {made.name: made for made in found if made.card is not None and made.name not in family.connected}
-    with _bar(len(to_meet), progress) as advance, _sigterm_told():
+    with _bar(len(found), progress) as advance, _sigterm_told():
         if failed is not None:
-            _Call(family, line, seconds, to_meet.values(), advance).cancel(failed, meetings)
+            _Call(family, line, seconds, found.values(), asked, advance).cancel(failed, meetings)
             raise failed
-        return _Call(family, line, seconds, to_meet.values(), advance).run() if to_meet else Connected()
+        return _Call(family, line, seconds, found.values(), asked, advance).run() if found else Connected()
+
+
+def _tell_late(family: Family) -> None:
+    """Tell what could not be told when it happened, since the store did not answer."""
+    for key, end in list(family.untold.items()):
+        family.ask(Swap(key, end.pack()))
+        del family.untold[key]
 
 
 def _unbroken(family: Family, layout: Layout, axes: tuple[Axis, ...]) -> groups.Made:
@@ -119,9 +142,15 @@ class _Call:
     """One call of connect on one rank: its meetings, and the first collective of each group that is met."""
 
     def __init__(
-        self, family: Family, line: str, seconds: float, found: Iterable[groups.Made], advance: Callable[[], None]
+        self,
+        family: Family,
+        line: str,
+        seconds: float,
+        found: Iterable[groups.Made],
+        asked: Mapping[str, Sequence[Spelling]],
+        advance: Callable[[], None],
     ) -> None:
-        self.family, self.line, self.seconds, self.advance = family, line, seconds, advance
+        self.family, self.line, self.seconds, self.asked, self.advance = family, line, seconds, asked, advance
         self.heart = family.beating()
         self.start = time.monotonic()
         self.end = self.start + seconds
@@ -130,7 +159,7 @@ class _Call:
         }
         self.meetings = list(self.made)
         self.warming: list[_Warming] = []
-        self.met: dict[str, float] = {}
+        self.met: dict[Spelling, float] = {}
         self.operations = 0
         self.hurried = False  # whether something ends this call
 
@@ -159,15 +188,8 @@ class _Call:
             self._leave()
 
     def run(self) -> Connected:
-        party = self._party()
         try:
-            try:
-                if not self.family.agreed:
-                    drive(self.family.introduce(listed=True), self._perform)
-            except MismatchError as error:
-                drive(party.cancel(error), self._perform)
-                raise
-            drive(party.meet(), self._perform)
+            drive(self._meet(), self._perform)
             self._warm_up()
         except BaseException as error:
             self.hurried = True
@@ -184,9 +206,22 @@ class _Call:
         self.family.failed = False
         return Connected(self.met, self.warm(), self.operations)
 
-    def warm(self) -> dict[str, float]:
-        """By group, when its first collective was done."""
-        return {each.made.words: each.done - self.start for each in self.warming if each.done}
+    def warm(self) -> dict[Spelling, float]:
+        """By axes, when the first collective was done."""
+        return {
+            axes: each.done - self.start for each in self.warming if each.done for axes in self.asked[each.made.name]
+        }
+
+    def _meet(self) -> Steps[None]:
+        """See that all mean the same mesh, and meet."""
+        party = self._party()
+        try:
+            if not self.family.agreed:
+                yield from self.family.introduce(listed=True)
+        except MismatchError as error:
+            yield from party.cancel(error)
+            raise
+        yield from party.meet()
 
     def _perform(self, step: Step) -> Any:
         try:
@@ -213,8 +248,8 @@ class _Call:
             return
         if not groups.is_known(made.group):
             raise LifetimeError(f"{made.words} was let go of while it was being connected.")
-        self.met[made.words] = time.monotonic() - self.start
-        warming = _Warming(made, meeting.broken)
+        self.met.update(dict.fromkeys(self.asked[made.name], time.monotonic() - self.start))
+        warming = _Warming(made, meeting.broken, self.heart.suspicion)
         self.warming.append(warming)
         # Gloo connects in a thread of its own. NCCL does so in ours: once all are decided, in one order on all ranks.
         if groups.connects_apart(made.group):
@@ -227,18 +262,21 @@ class _Call:
         for warming in sorted(self.warming, key=lambda each: each.made.name):
             if not warming.has_begun():
                 warming.begin()
-        end = time.monotonic() + self.seconds
-        pause, inspection = FIRST_PAUSE, time.monotonic() + INSPECTION
-        while running := self._look_after_warming():
+        # Where the last came in the last moment, there is time to find out who was lost since.
+        end = max(self.end, time.monotonic() + self.heart.suspicion + 1.0)
+        inspection = time.monotonic() + INSPECTION
+        for pause in pauses():
+            running = self._look_after_warming()
+            if not running:
+                break
             now = time.monotonic()
             if now >= inspection:
                 inspection = now + INSPECTION * self.heart.pace
                 for warming in running:
                     self._inspect(warming)
             for warming in running if now >= end else ():
-                warming.fail(f"was not done in {self.seconds:g} s")
+                warming.fail(f"was not done in time: the deadline was {self.seconds:g} s")
             time.sleep(pause)
-            pause = min(pause * 1.5, LONGEST_PAUSE)
         for warming in self.warming:
             if warming.error is not None:
                 self._tell_broken(warming)
@@ -255,15 +293,15 @@ class _Call:
         """Ask why a first collective is not done."""
         text = self._perform(Read(warming.broken))
         if text is not None:
-            warming.error = End.unpack(warming.broken, text).error()
+            warming.error, warming.told = End.unpack(warming.broken, text).error(), True
             return
         others = [rank for rank in warming.made.ranks[: MOST_ASKED + 1] if rank != self.family.rank]
-        answers = {rank: Told.unpack(rank, self._perform(Read(told(rank)))) for rank in others}
-        warming.inspect({rank: answer for rank, answer in answers.items() if answer}, self.heart.suspicion)
+        answers = [Told.unpack(rank, self._perform(Read(told(rank)))) for rank in others]
+        warming.inspect([answer for answer in answers if answer])
 
     def _tell_broken(self, warming: _Warming) -> None:
-        kind = "mismatch" if isinstance(warming.error, MismatchError) else "missing"
-        self._perform(Swap(warming.broken, End(kind, str(warming.error)).pack()))
+        self._perform(Swap(warming.broken, warming.end().pack()))
+        warming.told = True
 
     def _look_after_warming(self) -> list[_Warming]:
         """The first collectives that are under way."""
@@ -286,6 +324,8 @@ class _Call:
                 family.connected[name] = meeting
         for warming in self.warming:
             if warming.error is not None or not warming.done:
+                if not warming.told:
+                    family.untold[warming.broken] = warming.end()
                 warming.strand()
                 family.abandon(warming.made.group, "could not be connected; ask its mesh for it anew.")
         family.failed |= len(done) < len(self.meetings)
@@ -294,14 +334,15 @@ class _Call:
 class _Warming:
     """A group's first collective: the smallest, on which its memory is taken and its sum is checked."""
 
-    def __init__(self, made: groups.Made, broken: str) -> None:
+    def __init__(self, made: groups.Made, broken: str, suspicion: float) -> None:
         self.made, self.broken = made, broken
         self.error: PgmeshError | None = None
+        self.told = False  # whether the others can read of it
         self.done = 0.0
         self._work: Any = None
         self._failed: Exception | None = None
         self._failed_at = 0.0
-        self._beats: dict[int, tuple[int, float]] = {}
+        self._beats = Beats(suspicion)
 
     def begin(self) -> None:
         self._ones = torch.ones(1, device=groups.device_of(self.made.group))
@@ -338,23 +379,26 @@ class _Warming:
         self.done = time.monotonic()
         return True
 
-    def inspect(self, last_told: dict[int, Told], suspicion: float) -> None:
+    def inspect(self, said: Sequence[Told]) -> None:
         """See whether a member is lost, which it is if it tells nothing new for long, or said that it goes."""
-        now = time.monotonic()
-        lost = {}
-        for rank, last in last_told.items():
-            beat, since = self._beats.setdefault(rank, (last.beat, now))
-            if beat != last.beat:
-                self._beats[rank] = (last.beat, now)
-            elif last.gone or now - since >= suspicion:
-                lost[rank] = f"\n  rank {rank} was last heard from {now - since:.0f} s ago; it was {last}"
+        now, lost = time.monotonic(), {}
+        for last in said:
+            self._beats.hear(last, now)
+            if self._beats.is_lost(last, now):
+                silence = self._beats.silence(last.rank, now)
+                lost[last.rank] = f"\n  rank {last.rank} was last heard from {silence:.0f} s ago; it was {last}"
         if lost:
             self.error = MissingRanksError(
                 f"{self.made.words}: {ranks_in_words(lost)} came, and was lost in its first collective."
                 f"{''.join(lost.values())}"
             )
-        elif self._failed is not None and now - self._failed_at >= suspicion + 1.0:
+        elif self._failed is not None and now - self._failed_at >= self._beats.suspicion + 1.0:
             self.fail(f"failed: {str(self._failed).splitlines()[0]}")
+
+    def end(self) -> End:
+        """What the others are told of a group that failed."""
+        self.fail("was given up")
+        return End("mismatch" if isinstance(self.error, MismatchError) else "missing", str(self.error))
 
     def fail(self, how: str) -> None:
         if self.error is None:
@@ -367,8 +411,7 @@ def _meeting(family: Family, name: str, ranks: Sequence[int], card: Card) -> Mee
     with family.lock:  # of two threads that connect one group, each has a meeting of its own
         number = family.meetings[name]
         family.meetings[name] += 1
-    refused = (f"{name}/options/refused", family.refused)
-    return Meeting(f"{name}/meeting.{number}", ranks, card, refused)
+    return Meeting(f"{name}/meeting.{number}", ranks, card, f"{name}/options/refused", family.refused)
 
 
 @contextlib.contextmanager

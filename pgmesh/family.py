@@ -21,7 +21,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import cachetools
 import torch
@@ -32,8 +32,8 @@ from pgmesh import groups
 from pgmesh.errors import LifetimeError, NameTakenError, OptionsError, PlaceError, WorldError
 from pgmesh.heart import Heart
 from pgmesh.options import GroupOptions
-from pgmesh.polling import PollingStore, agree, drive, perform
-from pgmesh.rendezvous import Card, Delete, Meeting, Step, Steps, introduce
+from pgmesh.polling import PollingStore, once
+from pgmesh.rendezvous import Card, Delete, End, Meeting, Step, Steps, agree, introduce
 from pgmesh.sizes import progression, some
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("pgmesh")
+
+T = TypeVar("T")
 
 MOST_GROUPS = 100
 """How many groups one process may hold before it is warned."""
@@ -55,16 +57,23 @@ class _Registry:
         self.families: weakref.WeakSet[Family] = weakref.WeakSet()
         self.open: set[Family] = set()  # those that hold groups live until they are closed
         self.options = groups.world_options()
-        self.heart: Heart | None = None  # beats once there is somebody to tell
+        self.heart: Heart | None = None  # once the store was asked for something
         self.warned = False  # of too many groups
         self.forked = False  # whether this process only inherited the world, from the one it was forked off
 
-    def beating(self) -> Heart:
-        """The thread that tells the others that this process lives; it starts when it is first needed."""
+    def reach(self) -> Heart:
+        """The thread that speaks with the store for this process; it starts when it is first needed."""
         with _registering:
+            if self.forked:
+                raise LifetimeError("this process was forked off a rank and shares its sockets: it asks no store.")
             if self.heart is None:
-                self.heart = Heart(self.store, groups.store_address(), *groups.world_rank_and_size())
+                rank, size = groups.world_rank_and_size()
+                self.heart = Heart(self.store, groups.store_address(), rank, size, _left)
             return self.heart
+
+    def run(self, steps: Steps[T], seconds: float) -> T:
+        """Run a protocol on the store, for so many seconds and no longer."""
+        return self.reach().run(steps, seconds)
 
     def warn_of_many(self) -> None:
         """Say once that this process holds too many groups."""
@@ -81,6 +90,7 @@ class _Registry:
 
 
 _registries: weakref.WeakKeyDictionary[Any, _Registry] = weakref.WeakKeyDictionary()
+_left = 0  # how many worlds this process has left
 _registering = threading.RLock()  # held for all that touches a registry, and never while waiting for a family's lock
 
 
@@ -174,6 +184,7 @@ class Family:
         )  # how often the members of a group, by its name, met to connect it
         self.connected: dict[str, Meeting] = {}  # by a group's name, the meeting in which connect saw it through
         self.given_up: dict[str, list[Meeting]] = {}  # meetings, by group, whose keys those who come late may look for
+        self.untold: dict[str, End] = {}  # by key, what connect has yet to tell, since the store did not answer
         self.failed = False  # whether the last call of connect did
         self.origin: Hashable = (name, self.number, layout)
 
@@ -297,11 +308,10 @@ class Family:
         card = Card(self.rank, options.given, words, mend)
         if options is not self._registry.options and options != self._registry.options:
             keys = [f"{name}/options"]
-            self._agree_on_mesh()
-            agree(self.ask, keys[0], card)
+            self._registry.run(self._agree_on(keys[0], card), self.patience)
         polling = {
             backend: PollingStore(
-                store,
+                self._registry.run,
                 card,
                 key.ranks,
                 options.timeout or timedelta(),
@@ -369,15 +379,19 @@ class Family:
                     )
             self._registry.open.add(self)
 
-    def _agree_on_mesh(self) -> None:
+    def _agree_on_mesh(self) -> Steps[None]:
         """Once: see that all members mean the same mesh."""
         if not self.agreed:
-            drive(self.introduce(listed=False), self.ask)
+            yield from self.introduce(listed=False)
+
+    def _agree_on(self, key: str, card: Card) -> Steps[None]:
+        """See that all members mean the same mesh and the same group."""
+        yield from self._agree_on_mesh()
+        yield from agree(key, card)
 
     def ask(self, step: Step) -> Any:
-        """Ask the store: through the heart and with a deadline where it beats."""
-        heart = self._registry.heart
-        return perform(self._registry.store, step) if heart is None else heart.ask(step, self.patience)
+        """Ask the store, with a deadline."""
+        return self._registry.reach().ask(step, self.patience)
 
     def introduce(self, *, listed: bool) -> Steps[None]:
         """See that all members mean the same mesh, as steps."""
@@ -412,11 +426,13 @@ class Family:
 
     def tell(self, doing: str) -> None:
         """Tell other processes what this one does."""
-        self._registry.beating().say(doing)
+        self._registry.reach().say(doing)
 
     def beating(self) -> Heart:
-        """The thread that speaks with the store for this process."""
-        return self._registry.beating()
+        """The thread that speaks with the store for this process; it tells the others that this process lives."""
+        heart = self._registry.reach()
+        heart.beat()
+        return heart
 
     # -- configuring --------------------------------------------------------------------------------------------
 
@@ -484,25 +500,29 @@ class Family:
             for name in list(self.given_up) if not at_exit else ():  # of groups that could not even be made
                 self._forget_meetings(name)
             if self.agreed and not at_exit:
-                _delete([self.key, f"{self.key}/said"])
+                self._delete([self.key, f"{self.key}/said"])
             with _registering:
                 self._registry.open.discard(self)
         finally:
             self.lock.release()
 
-    def _leave(self, meeting: Meeting) -> None:
-        """Nobody of this rank asks for a decision any more."""
-        with contextlib.suppress(WorldError):
-            heart = self.beating()
+    def _clean(self, steps: Steps[None]) -> None:
+        """Take something out of the store; where that is gone, so is this, and where it hangs nobody waits for it."""
+        with contextlib.suppress(WorldError, LifetimeError):
+            heart = self._registry.reach()
             if not heart.silent:
-                drive(meeting.leave(), lambda step: heart.ask(step, 1.0))
+                heart.run(steps, 1.0)
+
+    def _delete(self, keys: Sequence[str]) -> None:
+        if keys:
+            self._clean(once(Delete(tuple(keys))))
 
     def _forget_meetings(self, name: str) -> None:
         """A group of this name will not come again."""
         self.connected.pop(name, None)
         self.meetings.pop(name, None)
         for meeting in self.given_up.pop(name, ()):
-            self._leave(meeting)
+            self._clean(meeting.leave())
 
     def _drop(self, keys: Iterable[_Key], reason: str, *, abort: bool = False, at_exit: bool = False) -> None:
         self._forget_hits()
@@ -515,7 +535,7 @@ class Family:
             written = made.stop()
             groups.tear_down(made, reason, abort=abort or at_exit)
             if not at_exit:
-                _delete(written)
+                self._delete(written)
 
     def forget(self, group: Any) -> None:
         """torch destroyed one of our groups: drop it, and never use its name again."""
@@ -526,7 +546,7 @@ class Family:
                     self._forget_meetings(made.name)
                     self._forget_hits()
                     self._destroyed[key] += 1
-                    _delete(made.stop())
+                    self._delete(made.stop())
                     groups.disown(group, f"{made.words} was destroyed; ask its mesh for it anew.")
 
     def _forget_hits(self) -> None:
@@ -624,16 +644,6 @@ def _call(verb: str, axes: Iterable[Axis], *more: str) -> str:
     return f"{verb}({', '.join([*map(repr, axes), *more])})"
 
 
-def _delete(keys: Iterable[str]) -> None:
-    """Take our keys out of the world's store; where it is gone, so are they, and where it hangs nobody waits for it."""
-    with contextlib.suppress(Exception):
-        step, heart = Delete(tuple(keys)), _registry().heart
-        if heart is not None:
-            heart.ask(step, 0.0 if heart.silent else 1.0)
-        else:
-            perform(groups.world_store(), step)
-
-
 _HERE = os.path.dirname(__file__) + os.sep
 
 
@@ -687,10 +697,11 @@ def _forget(group: Any) -> None:
 
 
 def _end_world(reason: str) -> None:
+    global _left
+    _left += 1
     for registry in list(_registries.values()):
         if registry.heart is not None:
             registry.heart.stop("not there any more: it left the world")
-            registry.heart = None
     for family in _all_families():
         if family.ended is None:
             family.end(f"ended when {reason}.")

@@ -1,24 +1,32 @@
 """A thread that speaks with the world's store for this process: it asks with a deadline, and it beats.
 
-The store's own client waits without end, holds a lock and is deaf to Ctrl-C while it does. So what may have to wait is
-asked by a thread with a connection of its own, and who asked waits in Python. In between, the thread tells the others
-that this process lives, and what it does.
+The store's own client waits without end, holds a lock and is deaf to Ctrl-C while it does. So this thread alone asks,
+and who wants something waits for it in Python, for so long and no longer. Once there is somebody to tell, the thread
+tells the others that this process lives, and what it does; for that it takes a connection of its own, so that no wait
+of torch's holds up a beat.
 """
 
 from __future__ import annotations
 
+import contextlib
+import heapq
+import itertools
 import math
 import os
 import queue
+import secrets
 import socket
 import threading
 import time
-from concurrent.futures import Future, TimeoutError as Late
-from typing import Any
+from typing import Any, TypeVar
 
-from pgmesh.errors import WorldError
-from pgmesh.polling import perform
-from pgmesh.rendezvous import MOST_ASKED, Say, Step, Told, Wait, told
+import torch.distributed as dist
+
+from pgmesh.errors import PgmeshError, WorldError
+from pgmesh.polling import once, perform
+from pgmesh.rendezvous import MOST_ASKED, UNSTEADY, Pause, Say, Step, Steps, Told, Wait, told
+
+T = TypeVar("T")
 
 BEAT = 1.0
 """Seconds between two beats, in a world of up to ``CROWD`` ranks; in a larger one so many times more that the store
@@ -28,13 +36,48 @@ CROWD = 1024
 
 STILL = "Groups that were connected go on working; nothing new can be connected without it."
 
+LEFT = "this process has left it"
+
 SUSPICION = 5.0
 """Beats that have to fail before a rank counts as lost."""
+
+GLANCE = 0.5
+"""Seconds after which one who waits sees whether there still is somebody who asks."""
+
+WORLD = "pgmesh.world"
+"""The key under which the ranks of a world agree on a word of their own, which all their other keys begin with."""
 
 
 def who() -> str:
     """This process, to tell it from another that takes itself for the same rank."""
     return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def word_of_the_world(store: Any, number: int) -> str:
+    """A word that the ranks of a world share and no other world on the same store has: the first lays it down.
+
+    Args:
+        number: how many worlds this process was in before. What an earlier world left is laid over.
+    """
+    word = f"{number}.{secrets.token_hex(4)}"
+    seen = store.compare_set(WORLD, "", word).decode()
+    while int(seen.partition(".")[0]) < number:
+        seen = store.compare_set(WORLD, seen, word).decode()
+    return str(seen)
+
+
+class _Job:
+    """What a thread wants to have done, and what came of it."""
+
+    __slots__ = ("answer", "done", "error", "given_up", "steps")
+
+    def __init__(self, steps: Steps[Any]) -> None:
+        self.steps = steps
+        self.answer: Any = None
+        self.error: BaseException | None = None
+        self.given_up = False
+        self.done = threading.Lock()  # held until it is
+        self.done.acquire()
 
 
 class Heart:
@@ -45,17 +88,26 @@ class Heart:
         where: the store's host and port, for messages.
         rank: this process's.
         world_size: of how many.
+        number: how many worlds this process was in before.
     """
 
-    def __init__(self, store: Any, where: str, rank: int, world_size: int) -> None:
-        self._store, self._where, self._rank = store, where, rank
+    def __init__(self, store: Any, where: str, rank: int, world_size: int, number: int = 0) -> None:
+        self._shared, self._where, self._rank, self._number = store, where, rank, number
         self.pace = max(1.0, world_size / CROWD)
         self.period = BEAT * self.pace
-        self._jobs: queue.SimpleQueue[tuple[Step | None, Future[Any]]] = queue.SimpleQueue()
-        self._beats = 0
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._paused: list[tuple[float, int, _Job]] = []  # a heap: when each is due
+        self._count = itertools.count()
+        self._beat_due = math.inf
+        self._beating, self._beats = False, UNSTEADY
         self._doing = ""
         self._waits: dict[int, tuple[Wait, ...]] = {}  # by thread
+        self._store: Any = None  # the world's, or a connection of its own, as this world's part of it
+        self._own: Any = None  # such a connection, once it is there
+        self.steady = False  # whether no wait of torch's can hold up a beat any more
+        self._word = ""  # the world's
         self._gone = ""  # what the store failed with, once it did
+        self._stopped = False
         self._asked_at = math.inf  # when the store was asked what it has not answered
         self._thread = threading.Thread(target=self._run, name="pgmesh-heart", daemon=True)
         self._thread.start()
@@ -65,31 +117,56 @@ class Heart:
         """Seconds without a beat after which a rank counts as lost."""
         return SUSPICION * self.period
 
+    @property
+    def silent(self) -> bool:
+        """Whether the store owes an answer for long."""
+        return time.monotonic() - self._asked_at > 1.0
+
+    # -- for the threads that want something --------------------------------------------------------------------
+
+    def run(self, steps: Steps[T], seconds: float) -> T:
+        """What a protocol comes to, or what it raises. It is driven by the heart: its pauses hold up nobody else.
+
+        Raises:
+            WorldError: it was not done in so many seconds, or the store is gone.
+        """
+        start, waited, job = time.monotonic(), 0.0, _Job(steps)
+        if not self._thread.is_alive():
+            raise self._lost(LEFT)
+        self._jobs.put(job)
+        try:
+            while not job.done.acquire(timeout=min(max(0.0, seconds - waited), GLANCE)):
+                waited = time.monotonic() - start
+                if not self._thread.is_alive():
+                    raise self._lost(LEFT)
+                if waited >= seconds:
+                    raise WorldError(f"the store at {self._where} gave no answer for {waited:.1f} s. {STILL}")
+        finally:
+            job.given_up = True  # what was not asked by now is not asked later, when nobody counts on it
+        if job.error is None:
+            result: T = job.answer
+            return result
+        try:
+            raise job.error
+        finally:
+            del job  # else the error keeps this frame, and this frame the error
+
     def ask(self, step: Step, seconds: float) -> Any:
         """The answer of the store.
 
         Raises:
             WorldError: there was none in so many seconds, or the store is gone.
         """
-        start = time.monotonic()
-        answer: Future[Any] = Future()
         if isinstance(step, Say):
             self._waits[threading.get_ident()] = step.waits
-        self._jobs.put((step, answer))
-        try:
-            return answer.result(max(seconds, 0.0))
-        except (Late, TimeoutError):
-            answer.cancel()  # what was not asked by now is not asked later, when nobody counts on it
-            waited = time.monotonic() - start
-            raise WorldError(f"the store at {self._where} gave no answer for {waited:.1f} s. {STILL}") from None
-        except RuntimeError as error:
-            what = str(error).splitlines()[0].rstrip(".")
-            raise WorldError(f"the store at {self._where} is gone: {what}. {STILL}") from error
+        return self.run(once(step), seconds)
 
-    @property
-    def silent(self) -> bool:
-        """Whether the store owes an answer for long."""
-        return time.monotonic() - self._asked_at > 1.0
+    def beat(self) -> None:
+        """From here on, tell the others that this process lives."""
+        if not self._beating:
+            self._beating = True
+            threading.Thread(target=self._take_own, name="pgmesh-connection", daemon=True).start()
+            self._post(Say(()))
 
     def hush(self) -> None:
         """The thread that calls waits for nobody any more; the next beat says so."""
@@ -98,49 +175,107 @@ class Heart:
     def say(self, doing: str) -> None:
         """Tell the others what this process does; "" for nothing that concerns them. Waits for nothing."""
         self._doing = doing
-        self._jobs.put((Say(()), Future()))
+        self.beat()
+        self._post(Say(()))
 
     def stop(self, gone: str = "") -> None:
         """Tell the others why this process tells no more, and end the thread."""
-        self._doing = gone
-        self._jobs.put((None, Future()))
+        self._doing, self._stopped = gone, True
+        self._jobs.put(None)
         self._thread.join(0.5)
 
-    def _run(self) -> None:
-        store: Any = None
-        due = time.monotonic()
-        while True:
-            try:
-                step, answer = self._jobs.get(timeout=min(max(0.0, due - time.monotonic()), threading.TIMEOUT_MAX))
-            except queue.Empty:
-                step, answer = Say(()), Future()
-            if not answer.set_running_or_notify_cancel():
-                continue
-            try:
-                if self._gone:
-                    raise RuntimeError(self._gone)
-                self._asked_at = time.monotonic()
-                store = store or _own(self._store)
-                if step is None or isinstance(step, Say):
-                    due = time.monotonic() + self.period
-                    self._beat(store, gone=self._doing if step is None else "")
-                    answer.set_result(None)
-                else:
-                    answer.set_result(perform(store, step))
-            except Exception as error:
-                if isinstance(error, RuntimeError):
-                    self._gone = str(error)  # torch would tell of it at length each time that it is asked again
-                answer.set_exception(error)
-                due = time.monotonic() + (math.inf if self._gone else self.period)
-            self._asked_at = math.inf
-            if step is None:
-                return
+    def _post(self, step: Step) -> None:
+        self._jobs.put(_Job(once(step)))
 
-    def _beat(self, store: Any, gone: str) -> None:
-        self._beats += 1
+    # -- the thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            self._advance(job)
+        with contextlib.suppress(Exception):
+            if self._beating:
+                self._perform(Say(()))
+        for left in [job for *_, job in self._paused]:
+            self._end(left, error=self._lost(LEFT))
+
+    def _next(self) -> _Job | None:
+        """What is to be done next; None for nothing any more."""
+        while True:
+            now = time.monotonic()
+            if self._paused and self._paused[0][0] <= now:
+                return heapq.heappop(self._paused)[2]
+            if self._beat_due <= now:
+                return _Job(once(Say(())))
+            due = min(self._beat_due, self._paused[0][0] if self._paused else math.inf)
+            with contextlib.suppress(queue.Empty):
+                return self._jobs.get(timeout=min(due - now, threading.TIMEOUT_MAX))
+
+    def _advance(self, job: _Job) -> None:
+        """Go on with a job until it pauses or is done."""
+        send, answer = job.steps.send, None
+        while not job.given_up:
+            try:
+                step = send(answer)
+            except StopIteration as stop:
+                return self._end(job, answer=stop.value)
+            except BaseException as error:
+                return self._end(job, error=error)
+            if isinstance(step, Pause):
+                due = time.monotonic() + step.seconds
+                return heapq.heappush(self._paused, (due, next(self._count), job))
+            try:
+                send, answer = job.steps.send, self._perform(step)
+            except Exception as error:
+                send, answer = job.steps.throw, error
+        with contextlib.suppress(Exception):
+            job.steps.close()
+        return None
+
+    def _end(self, job: _Job, *, answer: Any = None, error: BaseException | None = None) -> None:
+        job.answer, job.error = answer, error
+        job.done.release()
+
+    def _perform(self, step: Step) -> Any:
+        if isinstance(step, Say):
+            self._beat_due = time.monotonic() + self.period
+        if self._gone:  # torch would tell of it at length each time that it is asked again
+            raise self._lost(self._gone)
+        self._asked_at = time.monotonic()
+        try:
+            if self._own is not None:
+                self._store, self._own = self._part_of(self._own), None
+            self._store = self._store or self._part_of(self._shared)
+            return self._tell() if isinstance(step, Say) else perform(self._store, step)
+        except RuntimeError as error:
+            if isinstance(error, PgmeshError):
+                raise
+            self._gone = str(error).splitlines()[0].rstrip(".")
+            raise self._lost(self._gone) from error
+        finally:
+            self._asked_at = math.inf
+            if self._gone:
+                self._beat_due = math.inf
+
+    def _lost(self, what: str) -> WorldError:
+        return WorldError(f"the store at {self._where} is gone: {what}. {STILL}")
+
+    def _part_of(self, store: Any) -> Any:
+        """This world's part of a store: its keys begin with a word of the world's own."""
+        self._word = self._word or word_of_the_world(store, self._number)
+        return dist.PrefixStore(f"pgmesh.{self._word}", store)
+
+    def _take_own(self) -> None:
+        """Take a connection of one's own, where the store has such. That may take seconds: torch looks up hosts."""
+        with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError):
+            self._own = self._shared.clone()
+        self.steady = True
+
+    def _tell(self) -> None:
+        self._beats += self.steady
         waits = tuple(wait for waits in self._waits.values() for wait in waits)
+        gone = self._doing if self._stopped else ""
         record = Told(self._rank, self._beats, "" if gone else self._doing, waits[:MOST_ASKED], alone(), gone)
-        store.set(told(self._rank), record.pack())
+        self._store.set(told(self._rank), record.pack())
 
 
 def alone() -> bool:
@@ -149,11 +284,3 @@ def alone() -> bool:
         thread is not threading.main_thread() and thread.is_alive() and not thread.daemon
         for thread in threading.enumerate()
     )
-
-
-def _own(store: Any) -> Any:
-    """A connection of its own to the same store, where the store has such."""
-    try:
-        return store.clone()
-    except (RuntimeError, NotImplementedError, AttributeError):
-        return store

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from pgmesh.errors import LifetimeError, MismatchError, MissingRanksError, PgmeshError
+from pgmesh.errors import LifetimeError, MissingRanksError, PgmeshError, WorldError
 from pgmesh.rendezvous import (
-    FIRST_PAUSE,
     LONGEST_PAUSE,
     Add,
     Append,
     Card,
     Delete,
     End,
+    Pause,
+    Raw,
     Read,
     Step,
+    Steps,
     Swap,
     Told,
+    pauses,
+    refuse,
     told,
 )
 from pgmesh.sizes import some
@@ -37,11 +41,19 @@ WATCH = 10.0
 TELL = 1.0
 """Seconds that it waits before it tells the others."""
 
+LAST_WORDS = 1.0
+"""Seconds beyond its deadline that a wait may take to say who is missing."""
+
 SEAL = b"\0"
 """Between a rank's card and what it wrote."""
 
 ABSENT = "?"
 """What no key holds: asked to put it in place of itself, a store answers with it, or with what the key does hold."""
+
+
+def once(step: Step) -> Steps[Any]:
+    """A protocol of one step."""
+    return (yield step)
 
 
 def perform(store: Any, step: Step) -> Any:
@@ -57,10 +69,12 @@ def perform(store: Any, step: Step) -> Any:
         return store.append(step.key, step.value)
     if isinstance(step, Delete):
         return [store.delete_key(key) for key in step.keys]
+    if isinstance(step, Raw):
+        return getattr(store, step.operation)(*step.arguments)
     raise TypeError(f"{step!r} is not for the store")
 
 
-def drive(steps: Generator[Step, Any, T], perform: Callable[[Step], Any]) -> T:
+def drive(steps: Steps[T], perform: Callable[[Step], Any]) -> T:
     """Run a protocol to its end. What a step raises, and what interrupts it, is raised inside the protocol too."""
     send: Callable[[Any], Step] = steps.send
     answer: Any = None
@@ -76,26 +90,6 @@ def drive(steps: Generator[Step, Any, T], perform: Callable[[Step], Any]) -> T:
             send, answer = steps.throw, error
 
 
-def agree(ask: Callable[[Step], Any], key: str, card: Card) -> None:
-    """Hold a card against the other members' in one operation: the first lays it down, later ones compare.
-
-    Raises:
-        MismatchError: the first rank to come means something else. It is told too, under ``<key>/refused``.
-    """
-    refuse(ask, f"{key}/refused", card, ask(Swap(key, card.word.decode())))
-
-
-def refuse(ask: Callable[[Step], Any], key: str, card: Card, seen: bytes) -> None:
-    """Hold a card against another's, and where they differ tell those who wait.
-
-    Raises:
-        MismatchError: they differ.
-    """
-    if trouble := card.trouble([seen]):
-        ask(Swap(key, End("mismatch", trouble).pack()))
-        raise MismatchError(trouble)
-
-
 class PollingStore(dist.Store):
     """The store that a backend reads through: it polls where the client would hold its lock and wait.
 
@@ -104,7 +98,7 @@ class PollingStore(dist.Store):
     it: so two ranks that mean different groups learn it before they connect, at no cost.
 
     Args:
-        inner: the world's store.
+        run: runs a protocol on the world's store, for so many seconds and no longer.
         card: what this rank means by the group.
         ranks: the members' ranks in the world, in the order of the group.
         timeout: how long to wait where the backend does not say.
@@ -118,18 +112,18 @@ class PollingStore(dist.Store):
 
     def __init__(
         self,
-        inner: dist.Store,
+        run: Callable[[Steps[Any], float], Any],
         card: Card,
         ranks: Sequence[int],
         timeout: timedelta,
         *,
         addresses: bool,
-        first: Callable[[], None],
+        first: Callable[[], Steps[None]],
         refused: Sequence[str] = (),
         tell: Callable[[str], None] = lambda doing: None,
     ) -> None:
         super().__init__()
-        self._inner, self._card, self._ranks, self._timeout = inner, card, ranks, timeout
+        self._run, self._card, self._ranks, self._timeout = run, card, ranks, timeout
         self._addresses, self._first, self._refused, self._tell = addresses, first, refused, tell
         self._held: list[tuple[str, Any]] | None = [] if addresses else None
         self._found: dict[str, bytes] = {}
@@ -147,14 +141,30 @@ class PollingStore(dist.Store):
         """End every wait."""
         self._closed = True
 
-    def _do(self, step: Step) -> Any:
-        self.operations += 1
-        return perform(self._inner, step)
+    def _go(self, steps: Steps[T], seconds: float | None = None) -> T:
+        """Run steps, for as long as the group's collectives may take unless a time is given."""
+        limit = self._timeout.total_seconds() if seconds is None else seconds
+        result: T = self._run(self._counted(steps), limit + LAST_WORDS)
+        return result
+
+    def _counted(self, steps: Steps[T]) -> Steps[T]:
+        answer: Any = None
+        while True:
+            try:
+                step = steps.send(answer)
+            except StopIteration as stop:
+                result: T = stop.value
+                return result
+            self.operations += not isinstance(step, Pause)
+            answer = yield step
+
+    # -- what a backend waits for -------------------------------------------------------------------------------
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        limit = self._timeout if timeout is None else timeout
         start = time.monotonic()
         try:
-            self._wait(keys, timeout)
+            self._go(self._wait(keys, limit), limit.total_seconds())
         except PgmeshError as error:
             self.failure = error  # a backend that failed to connect says only so if it is used again
             raise
@@ -164,49 +174,50 @@ class PollingStore(dist.Store):
                 self._telling = False
                 self._tell("")
 
-    def _wait(self, keys: list[str], timeout: timedelta | None) -> None:
-        self._begin()
-        limit = self._timeout if timeout is None else timeout
+    def _wait(self, keys: list[str], limit: timedelta) -> Steps[None]:
+        yield from self._begin()
         start = time.monotonic()
         end = start + limit.total_seconds()
-        pause = FIRST_PAUSE
+        pause = pauses()
         due = [(start + WATCH, self._warn), (start + TELL, self._tell_of_waiting)]
         for key in keys:
-            while not self._look(key):
+            while not (yield from self._look(key)):
                 now = time.monotonic()
                 self._check_open()
                 if now >= end:
-                    raise MissingRanksError(self.missing(key, limit) or self._late(key, limit))
-                if pause == LONGEST_PAUSE:
-                    self._check_refused()
+                    raise MissingRanksError((yield from self._missing(key, limit)) or self._late(key, limit))
+                seconds = next(pause)
+                if seconds == LONGEST_PAUSE:
+                    yield from self._check_refused()
                 while due and now >= due[-1][0]:
-                    due.pop()[1](key, now - start)
-                time.sleep(min(pause, end - now))
-                pause = min(pause * 1.5, LONGEST_PAUSE)
+                    yield from due.pop()[1](key, now - start)
+                yield Pause(min(seconds, end - now))
 
-    def _warn(self, key: str, waited: float) -> None:
-        log.warning("%s", self.missing(key, timedelta(seconds=round(waited))))
+    def _warn(self, key: str, waited: float) -> Steps[None]:
+        log.warning("%s", (yield from self._missing(key, timedelta(seconds=round(waited)))))
 
-    def _tell_of_waiting(self, key: str, waited: float) -> None:
+    def _tell_of_waiting(self, key: str, waited: float) -> Steps[None]:
         self._telling = True
         self._tell(f"in the first collective of {self._card.what}, waiting for others")
+        yield from ()
 
-    def _check_refused(self) -> None:
+    def _check_refused(self) -> Steps[None]:
         for key in self._refused:
-            if (text := self._do(Read(key))) is not None and (error := End.unpack(key, text).error()):
+            text = yield Read(key)
+            if text is not None and (error := End.unpack(key, text).error()):
                 raise error
 
     def _check_open(self) -> None:
         if self._closed:
             raise LifetimeError(f"{self._card.what} was released on this rank while it waited for its members.")
 
-    def _look(self, key: str) -> bool:
+    def _look(self, key: str) -> Steps[bool]:
         """Whether a key is there, in one operation that brings its value along."""
-        value = self._do(Read(key))
+        value = yield Read(key)
         if value is None:
             return False
         card, _, body = value.partition(SEAL)
-        refuse(self._do, self._refused[0] if self._refused else f"{key}/refused", self._card, card)
+        yield from refuse(self._refused[0] if self._refused else f"{key}/refused", self._card, card)
         self._found[key] = body
         return True
 
@@ -228,6 +239,12 @@ class PollingStore(dist.Store):
         Raises:
             MismatchError: all came, but not all mean the same.
         """
+        try:
+            return self._go(self._missing(key, limit), 0.0)
+        except WorldError:
+            return None
+
+    def _missing(self, key: str | None, limit: timedelta | None) -> Steps[str | None]:
         key = key or next(iter(self.written), None)
         if key is None:
             return None
@@ -236,66 +253,77 @@ class PollingStore(dist.Store):
             asked: dict[object, str] = {rank: f"{stem}/{i}" for i, rank in enumerate(self._ranks)}
         else:  # NCCL's first member writes the id of the group; who writes any other key, the key does not tell
             asked = {self._ranks[0] if last.isdecimal() else f"that writes {key}": key}
-        seen = {rank: self._do(Read(address)) for rank, address in asked.items()}
+        seen: dict[object, bytes | None] = {}
+        for rank, address in asked.items():
+            seen[rank] = yield Read(address)
         who = [rank for rank, value in seen.items() if value is None]
         if not who:
-            self._card.check(*(value.partition(SEAL)[0] for value in seen.values()))
+            self._card.check(*(value.partition(SEAL)[0] for value in seen.values() if value is not None))
             return None
+        words = ""
+        for rank in who[:8]:
+            last_told = Told.unpack(rank, (yield Read(told(rank)))) if isinstance(rank, int) else None
+            words += f"\n  rank {rank} last said: {last_told}" if last_told else ""
         return (
             f"{self._card.what}: rank{'s' * (len(who) > 1)} {some(who)} never came to the first collective, in "
-            f"{(limit or self._timeout).total_seconds():g} s. The group's ranks are {some(self._ranks)}."
-            f"{''.join(self._last_words(rank) for rank in who[:8])}"
+            f"{(limit or self._timeout).total_seconds():g} s. The group's ranks are {some(self._ranks)}.{words}"
         )
-
-    def _last_words(self, rank: object) -> str:
-        """What a rank last told the others, for a message; "" if it told nothing."""
-        last = Told.unpack(rank, self._do(Read(told(rank)))) if isinstance(rank, int) else None
-        return f"\n  rank {rank} last said: {last}" if last else ""
 
     def _late(self, key: str, limit: timedelta) -> str:
         return f"{self._card.what}: all members came, but only after {limit.total_seconds():g} s, too late for {key}."
+
+    # -- what a backend writes, and whatever else it asks -------------------------------------------------------
 
     def set(self, key: str, value: Any) -> None:
         if self._held is not None:
             self._held.append((key, value))
         else:
-            self._begin()
-            self.written.add(key)
-            self._inner.set(key, self._card.word + SEAL + bytes(value))  # type: ignore[arg-type]
+            self._go(self._set(key, value))
 
     def multi_set(self, keys: list[str], values: list[Any]) -> None:
         for key, value in zip(keys, values):
             self.set(key, value)
 
-    def _begin(self) -> None:
+    def _set(self, key: str, value: Any) -> Steps[None]:
+        yield from self._begin()
+        yield self._sealed(key, value)
+
+    def _sealed(self, key: str, value: Any) -> Raw:
+        self.written.add(key)
+        return Raw("set", (key, self._card.word + SEAL + bytes(value)))
+
+    def _begin(self) -> Steps[None]:
         """This rank is in a collective: see that all is agreed on, and say where it can be reached."""
         self._check_open()
-        self._first()
+        yield from self._first()
         held, self._held = self._held, None
         for key, value in held or ():
-            self.set(key, value)
+            yield self._sealed(key, value)
+
+    def _ask(self, operation: str, *arguments: Any) -> Any:
+        return self._go(once(Raw(operation, arguments)))
 
     def check(self, keys: list[str]) -> bool:
-        return self._inner.check(keys)
+        return bool(self._ask("check", keys))
 
     def add(self, key: str, amount: int) -> int:
         self.written.add(key)
-        return self._inner.add(key, amount)
+        return int(self._ask("add", key, amount))
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
         self.written.add(key)
-        return self._inner.compare_set(key, expected, desired)
+        return bytes(self._ask("compare_set", key, expected, desired))
 
     def append(self, key: str, value: Any) -> None:
         self.written.add(key)
-        self._inner.append(key, value)  # type: ignore[attr-defined]
+        self._ask("append", key, value)
 
     def delete_key(self, key: str) -> bool:
         self.written.discard(key)
-        return self._inner.delete_key(key)
+        return bool(self._ask("delete_key", key))
 
     def num_keys(self) -> int:
-        return self._inner.num_keys()
+        return int(self._ask("num_keys"))
 
     def has_extended_api(self) -> bool:
         return True

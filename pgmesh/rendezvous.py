@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar, Union
 
@@ -45,6 +45,9 @@ MOST_ASKED = 32
 
 A circle is found all the same: where each rank that waits follows some of those it waits for, they lead round, and a
 long way round is gone in several inspections."""
+
+UNSTEADY = -1
+"""The beat of a rank that may yet be silent for long and live."""
 
 T = TypeVar("T")
 
@@ -84,6 +87,13 @@ class Delete(NamedTuple):
     keys: tuple[str, ...]
 
 
+class Raw(NamedTuple):
+    """Whatever a backend asks its store for."""
+
+    operation: str
+    arguments: tuple[Any, ...]
+
+
 class Say(NamedTuple):
     """Tell everyone what this rank waits for, under ``told(rank)``."""
 
@@ -102,13 +112,25 @@ class Ready(NamedTuple):
     meeting: Meeting
 
 
-Step = Union[Append, Add, Read, Swap, Delete, Say, Pause, Ready]
+Step = Union[Append, Add, Read, Swap, Delete, Raw, Say, Pause, Ready]
 Steps = Generator[Step, Any, T]
 
 
 def told(rank: int) -> str:
     """The key under which a rank tells what it does."""
     return f"pgmesh/told/{rank}"
+
+
+def pauses(pace: float = 1.0) -> Iterator[float]:
+    """How long to pause between looks: each time half as long again, up to a limit.
+
+    >>> [round(pause, 4) for pause, _ in zip(pauses(), range(10))]
+    [0.002, 0.003, 0.0045, 0.0068, 0.0101, 0.0152, 0.0228, 0.0342, 0.05, 0.05]
+    """
+    pause = FIRST_PAUSE
+    while True:
+        yield pause
+        pause = min(pause * 1.5, LONGEST_PAUSE * pace)
 
 
 # -- records: data that is read strictly, and never run --------------------------------------------------------------
@@ -236,7 +258,7 @@ class Told:
     """What a rank last told the others.
 
     Args:
-        beat: counts up for as long as its process lives.
+        beat: counts up for as long as its process lives, once nothing can hold it up.
         doing: in words; "" for nothing that concerns others.
         waits: the groups that it connects and that are not decided.
         alone: no other thread of it could still come somewhere.
@@ -244,7 +266,7 @@ class Told:
     """
 
     rank: int
-    beat: int = 0
+    beat: int = 0  # or UNSTEADY
     doing: str = ""
     waits: tuple[Wait, ...] = ()
     alone: bool = True
@@ -273,6 +295,29 @@ class Told:
     def __str__(self) -> str:
         words = "; ".join(map(str, self.waits)) or self.doing
         return self.gone or words or "not waiting for anyone"
+
+
+@dataclass
+class Beats:
+    """When each rank was last heard to live.
+
+    Args:
+        suspicion: a rank that tells nothing new for so many seconds counts as lost.
+    """
+
+    suspicion: float
+    last: dict[int, tuple[int, float]] = field(default_factory=dict)  # the last beat of a rank, and when it was new
+
+    def hear(self, said: Told, now: float) -> None:
+        if self.last.get(said.rank, (None, 0.0))[0] != said.beat:
+            self.last[said.rank] = (said.beat, now)
+
+    def silence(self, rank: int, now: float) -> float:
+        """Seconds for which a rank has told nothing new."""
+        return now - self.last[rank][1]
+
+    def is_lost(self, said: Told, now: float) -> bool:
+        return bool(said.gone) or (said.beat != UNSTEADY and self.silence(said.rank, now) >= self.suspicion)
 
 
 @dataclass(frozen=True)
@@ -329,6 +374,26 @@ def introduce(name: str, card: Card, *, listed: bool = True) -> Steps[None]:
         raise End.unpack(f"{name}/refused", end).error() or MismatchError(trouble)
 
 
+def agree(key: str, card: Card) -> Steps[None]:
+    """Hold a card against the other members' in one operation: the first lays it down, later ones compare.
+
+    Raises:
+        MismatchError: the first rank to come means something else. It is told too, under ``<key>/refused``.
+    """
+    yield from refuse(f"{key}/refused", card, (yield Swap(key, card.word.decode())))
+
+
+def refuse(key: str, card: Card, seen: bytes) -> Steps[None]:
+    """Hold a card against another's, and where they differ tell those who wait.
+
+    Raises:
+        MismatchError: they differ.
+    """
+    if trouble := card.trouble([seen]):
+        yield Swap(key, End("mismatch", trouble).pack())
+        raise MismatchError(trouble)
+
+
 # -- members meet -----------------------------------------------------------------------------------------------------
 
 
@@ -340,15 +405,18 @@ class Meeting:
         name: what its keys begin with, with its number at the end; never used twice.
         ranks: its members.
         card: what this rank means by it.
-        refused: keys under which a rank that means something else by the mesh or the group says so.
+        refused: a key under which a rank that means something else by the group says so.
+        mesh: the same for a rank that means another mesh.
     """
 
     name: str
     ranks: Sequence[int]
     card: Card
-    refused: Sequence[str] = ()
+    refused: str | None = None
+    mesh: str | None = None
     end: End | None = None
     missing: tuple[int, ...] = ()
+    counted: Any = ""  # what the count was when the roll was called
 
     @property
     def words(self) -> str:
@@ -404,14 +472,20 @@ class Meeting:
         if (yield Add(f"{self.name}/count")) >= len(self.ranks):
             yield from self._call_roll()
 
-    def inspect(self) -> Steps[None]:
-        """See who has come, and give up where what they mean cannot go together."""
-        for refused in self.refused:
-            text = yield Read(refused)
-            if text is not None:
-                yield from self.decide(End.unpack(refused, text))
-                return
-        yield from self._call_roll()
+    def inspect(self, *, again: bool = False) -> Steps[None]:
+        """See who has come, and give up where what they mean cannot go together.
+
+        Args:
+            again: call the roll also if nobody was counted since. One may have come and not be counted, if it died.
+        """
+        text = (yield Read(self.refused)) if self.refused else None
+        if text is not None:
+            yield from self.decide(End.unpack(self.refused or "", text))
+            return
+        counted = yield Read(f"{self.name}/count")
+        if again or counted != self.counted:
+            self.counted = counted
+            yield from self._call_roll()
 
     def _call_roll(self) -> Steps[None]:
         """Read the line of each member that came. Once all have, the group is made."""
@@ -469,12 +543,15 @@ class Party:
     pace: float = 1.0
     alone: bool = True
     warn: Callable[[str], None] = field(default=lambda text: None)
-    _heard: dict[int, tuple[int, float]] = field(default_factory=dict)  # the last beat of a rank, and when it was new
+    _beats: Beats = field(init=False)
     _told: dict[int, Told] = field(default_factory=dict)
     _ways: list[list[tuple[int, Wait]]] = field(default_factory=list)  # where the search for a circle goes on
     _seen: set[int] = field(default_factory=set)  # which ranks it has passed
     _asked: bool = False  # whether it has waited long enough to ask why
     _now: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._beats = Beats(self.suspicion)
 
     def meet(self) -> Steps[None]:
         """Come to every meeting, and see each to its end."""
@@ -504,12 +581,12 @@ class Party:
 
     def _wait(self) -> Steps[None]:
         now = yield Pause(0.0)
-        pause, inspection, warning = FIRST_PAUSE, now + FIRST_INSPECTION, now + self.deadline / 3
-        end = now + self.deadline
-        while True:
+        inspection, warning, end = now + FIRST_INSPECTION, now + self.deadline / 3, now + self.deadline
+        for pause in pauses(self.pace):
             self._now = now
             for meeting in self._open():
                 yield from meeting.look()
+            yield from self._heed()
             if not self._open():
                 break
             if now >= end:
@@ -522,8 +599,15 @@ class Party:
                     self.warn("\n".join(self._why(meeting, f" so far, in {now:.0f} s") for meeting in self._open()))
                     warning = float("inf")
             now = yield Pause(min(pause, max(0.0, end - now)))
-            pause = min(pause * 1.5, LONGEST_PAUSE * self.pace)
         yield from self._hush()
+
+    def _heed(self) -> Steps[None]:
+        """See whether a rank says that it means another mesh."""
+        for mesh in {meeting.mesh: None for meeting in self._open() if meeting.mesh}:
+            text = yield Read(mesh)
+            for meeting in self._open() if text is not None else ():
+                if meeting.mesh == mesh:
+                    yield from meeting.decide(End.unpack(mesh, text))
 
     def _hush(self) -> Steps[None]:
         """Take back what this rank told the others of its waiting."""
@@ -545,7 +629,9 @@ class Party:
             for rank in meeting.missing[:MOST_ASKED]:
                 yield from self._ask(rank)
             if any(map(self._is_lost, meeting.missing)):
-                yield from meeting.decide(End("missing", self._why(meeting)))
+                yield from meeting.inspect(again=True)
+                if meeting.end is None and any(map(self._is_lost, meeting.missing)):
+                    yield from meeting.decide(End("missing", self._why(meeting)))
         circle = (yield from self._find_circle(waits)) if self.alone else []
         if circle:
             text = _circle_in_words(circle)
@@ -558,20 +644,15 @@ class Party:
         told_ = Told.unpack(rank, (yield Read(told(rank))))
         if told_ is not None:
             self._told[rank] = told_
-            if self._heard.get(rank, (None, 0.0))[0] != told_.beat:
-                self._heard[rank] = (told_.beat, self._now)
+            self._beats.hear(told_, self._now)
 
     def _is_lost(self, rank: int) -> bool:
-        return rank in self._told and (bool(self._told[rank].gone) or self._silence(rank) >= self.suspicion)
-
-    def _silence(self, rank: int) -> float:
-        """Seconds for which a rank has told nothing new."""
-        return self._now - self._heard[rank][1]
+        return rank in self._told and self._beats.is_lost(self._told[rank], self._now)
 
     def _give_up(self) -> Steps[None]:
         """The deadline has come."""
         for meeting in self._open():
-            yield from meeting.inspect()
+            yield from meeting.inspect(again=True)
         for meeting in self._open():
             for rank in meeting.missing[:MOST_ASKED]:
                 yield from self._ask(rank)
@@ -587,7 +668,8 @@ class Party:
                     f"\n  rank {rank} was never heard from: it has not connected anything yet, or cannot be reached"
                 )
             elif self._is_lost(rank) and not told_.gone:
-                lines.append(f"\n  rank {rank} was last heard from {self._silence(rank):.0f} s ago; it was {told_}")
+                silence = self._beats.silence(rank, self._now)
+                lines.append(f"\n  rank {rank} was last heard from {silence:.0f} s ago; it was {told_}")
             else:
                 lines.append(f"\n  rank {rank} is {told_}")
         who = ranks_in_words(meeting.missing)

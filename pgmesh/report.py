@@ -8,14 +8,13 @@ import signal
 import socket
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pgmesh.errors import LifetimeError, WorldError
-from pgmesh.rendezvous import MOST_ASKED, Read, Told, told
+from pgmesh.rendezvous import MOST_ASKED, Read, Steps, Told, told
 from pgmesh.sizes import some
 
 if TYPE_CHECKING:
@@ -116,16 +115,19 @@ def report(family: Family) -> Report:
 
 def _ask_others(family: Family, others: dict[int, str]) -> str:
     """Fill in what the others last said; the answer is what went wrong."""
-    end = time.monotonic() + ANSWER
     ranks = [rank for rank in family.layout.ranks() if rank != family.rank]
     try:
-        for rank in ranks[:MOST_ASKED]:
-            last = Told.unpack(rank, family.beating().ask(Read(told(rank)), end - time.monotonic()))
-            if last is not None:
-                others[rank] = str(last)
+        family.beating().run(_read_last_words(ranks[:MOST_ASKED], others), ANSWER)
     except WorldError as error:
         return str(error)
     return f"and {len(ranks) - MOST_ASKED} more ranks that were not asked" if len(ranks) > MOST_ASKED else ""
+
+
+def _read_last_words(ranks: Sequence[int], others: dict[int, str]) -> Steps[None]:
+    for rank in ranks:
+        last = Told.unpack(rank, (yield Read(told(rank))))
+        if last is not None:
+            others[rank] = str(last)
 
 
 def stats(family: Family) -> Stats:

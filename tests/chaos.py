@@ -46,6 +46,7 @@ from tests.test_faults import (
     H,
     Tried,
     be_quick,
+    beating,
     connected,
     die_at_each,
     flag,
@@ -63,7 +64,7 @@ N = 4
 
 PHASES = ("before arriving", "after arriving", "after the decision", "in the first collective", "after it")
 UNDECIDED = PHASES[:2]
-DEADLY = ("SIGKILL", "SIGTERM")
+DEADLY = ("SIGKILL", "SIGTERM", "SIGSEGV")
 HARMLESS = ("nothing", "slow", "SIGSTOP, short", "GIL held, short")
 FAULTS = (*DEADLY, "SIGSTOP", "SIGSTOP, short", "exception", "GIL held", "GIL held, short", "slow")
 STORE_FAULTS = ("SIGKILL", "SIGSTOP", "SIGSTOP, short")
@@ -192,7 +193,7 @@ def live_through(plan: Plan, folder: Path) -> tuple[Tried, str, Tried, dict[str,
     logging.getLogger("pgmesh").addHandler(logging.NullHandler())
     if plan.beats_fast:
         be_quick()
-    ProcessGroupMesh(N, name="beating").connect(timeout=LONG)
+    beating(ProcessGroupMesh(N, name="beating"))
     bystander = ProcessGroupMesh(-1, ranks=plan.alive, name="bystander")
     if me in plan.alive:
         connected(bystander)
@@ -329,7 +330,7 @@ def run_case(case: Case, seed: int, tally: Tally, *, beats_fast: bool = True, lo
             if not outcome.error:
                 seen[outcome.rank] = outcome.result
         else:
-            number = signal.SIGKILL if case.fault == "SIGKILL" else signal.SIGTERM
+            number = getattr(signal, case.fault)
             promise(outcome.exitcode == -number, f"the victim: {outcome.error}")
     peers = {rank: each[0] for rank, each in seen.items() if rank in plan.members and rank != plan.victim}
     kinds = {failed.kind for failed in peers.values()}
@@ -466,7 +467,7 @@ def be_a_worker(folder: Path) -> None:
     launch.join("gloo", timeout=timedelta(seconds=60))
     me = dist.get_rank()
     (folder / f"pid {me}").write_text(str(os.getpid()))
-    ProcessGroupMesh(4, name="beating").connect(timeout=LONG)
+    beating(ProcessGroupMesh(4, name="beating"))
     host = ProcessGroupMesh(-1, ranks=[me // 2 * 2, me // 2 * 2 + 1], name=f"host {me // 2}")
     connected(host)
     flag(folder, f"ready {me}")

@@ -25,15 +25,16 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh, connecting, groups, heart, polling
 from pgmesh.launch import Outcome, StoreProcess
 from pgmesh.polling import perform
-from pgmesh.rendezvous import Read, Step, Told, told
+from pgmesh.rendezvous import Read, Say, Step, Told, told
 from tests.test_groups import groups_of
 from tests.test_launch import clean_env, script
-from tests.torch_seam import c10d, counted_store, tables
+from tests.torch_seam import c10d, counted_store, our_store, tables
 from tests.worlds import World, check_sums, fresh
 
 BEAT = 0.2
@@ -79,7 +80,7 @@ def until(condition: Callable[[], Any], what: str) -> Any:
 
 def last_told(rank: int) -> Told | None:
     """What a rank last told the others."""
-    return Told.unpack(rank, perform(groups.world_store(), Read(told(rank))))
+    return Told.unpack(rank, perform(our_store(), Read(told(rank))))
 
 
 def until_waiting(*ranks: int) -> None:
@@ -103,11 +104,19 @@ def be_quick() -> None:
     logging.getLogger("pgmesh").addHandler(logging.NullHandler())  # what a test does not look for is not printed
 
 
+def beating(mesh: ProcessGroupMesh) -> None:
+    """It connects, and every rank of it beats for good."""
+    mesh.connect(timeout=LONG)
+    until(lambda: mesh._family.beating().steady, "a connection of its own")
+    mesh._family.beating().ask(Say(()), PATIENCE)
+    dist.barrier(mesh.group())
+
+
 def quick(*but: int) -> ProcessGroupMesh:
     """Beat fast, from the first connect on; and a mesh of all but these ranks, which nothing that follows may harm."""
     be_quick()
     everyone = range(dist.get_world_size())
-    ProcessGroupMesh(len(everyone), name="beating").connect(timeout=LONG)
+    beating(ProcessGroupMesh(len(everyone), name="beating"))
     bystander = ProcessGroupMesh(-1, ranks=[rank for rank in everyone if rank not in but], name="bystander")
     if bystander.rank in bystander:
         bystander.connect(timeout=LONG)
@@ -559,6 +568,66 @@ def test_a_store_that_is_gone_is_named_and_groups_go_on(tmp_path: Path, how: str
         assert closing.took < 1.0 + SLACK
 
 
+def ask_without_a_store(folder: Path) -> tuple[dict[str, Tried], bool, Tried]:
+    """No rank has connected anything when the store goes: each call that may ask it, one after another."""
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    mesh._family.patience = D
+    mesh.configure("dp", timeout=timedelta(seconds=D))
+    used, unused, destroyed = mesh.group("tp"), mesh.group("dp"), mesh.group(tag="destroyed")
+    check_sums({"tp": (used, mesh.ranks("tp")), "destroyed": (destroyed, mesh.ranks())})
+    dist.barrier()
+    flag(folder, f"ready {mesh.rank}")
+    until_flag(folder, "gone")
+    calls: dict[str, Callable[[], Any]] = {
+        "first collective": lambda: dist.all_reduce(torch.ones(1), group=unused),
+        "group": lambda: mesh.group("tp", timeout=timedelta(seconds=50)),
+        "connect": lambda: mesh.connect("tp", timeout=timedelta(seconds=D)),
+        "report": lambda: flag(folder, f"report {mesh.rank}") if "the store" in mesh.report().trouble else None,
+        "sums": lambda: check_sums({"tp": (used, mesh.ranks("tp"))}),
+        "destroy": lambda: dist.destroy_process_group(destroyed),
+        "release": lambda: mesh.release("tp"),
+        "close": mesh.close,
+    }
+    seen = {name: tried(call) for name, call in calls.items()}
+    reported = (folder / f"report {mesh.rank}").exists()
+    flag(folder, f"done {mesh.rank}")
+    until_flag(folder, "over")
+    return seen, reported, tried(lambda: connected(ProcessGroupMesh(dp=2, tp=2, name="again")))
+
+
+@pytest.mark.parametrize("how", GOES)
+def test_without_a_store_every_call_of_a_rank_that_never_connected_ends_too(tmp_path: Path, how: str):
+    def go(pid: int) -> None:
+        for rank in range(4):
+            until_flag(tmp_path, f"ready {rank}")
+        os.kill(pid, GOES[how])
+        flag(tmp_path, "gone")
+        for rank in range(4):
+            until_flag(tmp_path, f"done {rank}")
+        if how == "hangs":
+            os.kill(pid, signal.SIGCONT)
+        flag(tmp_path, "over")
+
+    with StoreProcess() as store, fresh(4, store) as own:
+        own.run(dist.get_rank)
+        assert store.process.pid is not None
+        actor = threading.Thread(target=go, args=(store.process.pid,), daemon=True)
+        actor.start()
+        seen = results(own.outcomes(ask_without_a_store, tmp_path))
+        actor.join(PATIENCE)
+    words = f"the store at 127.0.0.1:{store.port} " + ("is gone: " if how == "dies" else "gave no answer for ")
+    for calls, reported, again in seen:
+        print({name: (each.kind, round(each.took, 2)) for name, each in calls.items()})
+        for name in ("first collective", "group", "connect"):
+            assert (calls[name].kind, calls[name].text[: len(words)]) == ("WorldError", words)
+            assert calls[name].took < (0.0 if how == "dies" else D + polling.LAST_WORDS) + SLACK
+        assert reported
+        for name in ("report", "sums", "destroy", "release", "close"):
+            assert not calls[name].kind, calls[name]
+            assert calls[name].took < 1.0 + SLACK
+        assert again.kind == ("WorldError" if how == "dies" else ""), again
+
+
 # ---- a member is stopped, and continues ----
 
 
@@ -822,7 +891,7 @@ def die_at(folder: Path, points: Sequence[tuple[int, str]]) -> tuple[Tried, Trie
     be_quick()
     three, (k, order) = me // 3, points[me // 3]
     first, victim, last = members = range(three * 3, three * 3 + 3)
-    ProcessGroupMesh(3, ranks=members, name=f"beating {three}").connect(timeout=LONG)
+    beating(ProcessGroupMesh(3, ranks=members, name=f"beating {three}"))
     mesh = ProcessGroupMesh(3, ranks=members, name=f"actor {three}")
     asked = iter(range(1, k))
 
@@ -838,8 +907,8 @@ def die_at(folder: Path, points: Sequence[tuple[int, str]]) -> tuple[Tried, Trie
         dead = folder / f"dead {three} {k} {order}"
         until(lambda: dead.exists() or ((told := last_told(victim)) and told.waits), "the victim waits, or is dead")
     with contextlib.ExitStack() as stack:
-        for module in (heart, polling) if me == victim else ():
-            stack.enter_context(mock.patch.object(module, "perform", die))
+        if me == victim:
+            stack.enter_context(mock.patch.object(heart, "perform", die))
         failed = tried(lambda: mesh.connect(timeout=LONG))
     survivors = ProcessGroupMesh(2, ranks=[first, last], name=f"survivors {three}")
     return failed, tried(lambda: connected(survivors) if me != victim else check_sums(groups_of(mesh)))
@@ -897,12 +966,12 @@ def be(rank, port):
     os.dup2(os.open(f"{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
     from pgmesh import ProcessGroupMesh, launch
     from pgmesh.heart import told
-    from pgmesh.groups import world_store
+    from tests.torch_seam import our_store
     launch.join("gloo")
     mesh = ProcessGroupMesh(dp=1, tp=2, name="actor")
     mesh.connect("tp")
     if rank == 1:
-        while b"group tp" not in world_store().get(told(0)):
+        while b"group tp" not in our_store().get(told(0)):
             time.sleep(0.01)
         child = os.fork()
         if child == 0:

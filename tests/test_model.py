@@ -52,7 +52,7 @@ def test_circles_are_found_where_they_are_and_nowhere_else():
     """
     total, checker, chance = Seen(), Checker(), random.Random(7)
     for programs, alike in but_for_names(two_each()):
-        seen = try_all(programs, checker=checker, most=65_000)
+        seen = try_all(programs, checker=checker, most=70_000)
         if seen.cut_short:
             seen.add(try_all(programs, checker=checker, walks=30, chance=chance))
         assert bool(seen.circles) == Ideal.of(programs).has_circle(), programs

@@ -224,7 +224,7 @@ class Memory:
 
 
 def meeting(name: str = "group#0", ranks: tuple[int, ...] = (0, 1)) -> Meeting:
-    return Meeting(name, ranks, card(), ("group/refused",))
+    return Meeting(name, ranks, card(), "group/refused")
 
 
 def party(*meetings: Meeting) -> Party:

@@ -5,33 +5,49 @@ from __future__ import annotations
 import threading
 import time
 from datetime import timedelta
-from functools import partial
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from pgmesh import LifetimeError, MismatchError, MissingRanksError
-from pgmesh.polling import SEAL, PollingStore, agree, perform
-from pgmesh.rendezvous import Card
+from pgmesh.polling import SEAL, PollingStore, drive, perform
+from pgmesh.rendezvous import Card, Pause, Step, Steps, agree
 
 
 def card(rank: int = 0, **meaning: object) -> Card:
     return Card(rank, meaning or {"timeout": 30.0}, "group tp of mesh 'actor'", "Do this.")
 
 
+def run(store: dist.Store, steps: Steps[Any]) -> Any:
+    """What the heart does, in the thread that asks."""
+
+    def do(step: Step) -> Any:
+        return time.sleep(step.seconds) if isinstance(step, Pause) else perform(store, step)
+
+    return drive(steps, do)
+
+
 def polling(
     store: dist.Store, mine: Card | None = None, *, ranks=(4, 6, 9), seconds=0.1, addresses=True
 ) -> PollingStore:
     limit = timedelta(seconds=seconds)
-    return PollingStore(store, mine or card(), ranks, limit, addresses=addresses, first=lambda: None)
+    return PollingStore(
+        lambda steps, seconds: run(store, steps),
+        mine or card(),
+        ranks,
+        limit,
+        addresses=addresses,
+        first=lambda: iter(()),
+    )
 
 
 def test_the_first_lays_its_card_down_and_later_ones_compare():
     store = dist.HashStore()
-    agree(partial(perform, store), "key", card(0))
-    agree(partial(perform, store), "key", card(1))
+    run(store, agree("key", card(0)))
+    run(store, agree("key", card(1)))
     with pytest.raises(MismatchError) as caught:
-        agree(partial(perform, store), "key", card(2, timeout=31.0, backend="gloo"))
+        run(store, agree("key", card(2, timeout=31.0, backend="gloo")))
     assert str(caught.value) == (
         "group tp of mesh 'actor' is not the same on all ranks:\n"
         "  backend: none on rank 0, gloo on rank 2\n"

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as _c10d
 
-from pgmesh import family
+from pgmesh import family, heart
 
 c10d: Any = _c10d
 
@@ -47,10 +47,12 @@ def timeout_of(group: Any) -> timedelta:
 class CountingStore(dist.Store):
     """The world's store, and in ``done`` every operation that came by."""
 
-    def __init__(self, inner: dist.Store) -> None:
+    def __init__(self, inner: dist.Store, done: list[str]) -> None:
         super().__init__()
-        self.inner = inner
-        self.done: list[str] = []
+        self.inner, self.done = inner, done
+
+    def clone(self) -> dist.Store:
+        return self.inner.clone()
 
 
 def _counted(operation: str) -> Callable[..., Any]:
@@ -61,16 +63,36 @@ def _counted(operation: str) -> Callable[..., Any]:
     return do
 
 
-for _operation in ("set", "get", "add", "check", "wait", "compare_set", "delete_key", "multi_get", "multi_set"):
+for _operation in (
+    "set",
+    "get",
+    "add",
+    "check",
+    "wait",
+    "compare_set",
+    "delete_key",
+    "multi_get",
+    "multi_set",
+    "append",
+):
     setattr(CountingStore, _operation, _counted(_operation))
 
 
 @contextmanager
 def counted_store() -> Iterator[list[str]]:
-    """The operations that this process does in the world's store meanwhile."""
-    store = CountingStore(c10d._get_default_store())
+    """The operations that this process does in the world's store meanwhile, through our thread or by itself."""
+    done: list[str] = []
+    perform = heart.perform
+    store = CountingStore(c10d._get_default_store(), done)
     with (
         mock.patch.object(c10d, "_get_default_store", return_value=store),
         mock.patch.object(family._registry(), "store", store),
+        mock.patch.object(heart, "perform", lambda store, step: perform(CountingStore(store, done), step)),
     ):
-        yield store.done
+        yield done
+
+
+def our_store() -> dist.Store:
+    """The part of the world's store that is pgmesh's."""
+    store = c10d._get_default_store()
+    return dist.PrefixStore(f"pgmesh.{store.get(heart.WORLD).decode()}", store)
