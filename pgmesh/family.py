@@ -105,7 +105,7 @@ def _registry() -> _Registry:
 
 def beating() -> Heart:
     """The thread that speaks with the world's store for this process."""
-    return _registry().beating()
+    return _registry().reach()
 
 
 class _Key:
