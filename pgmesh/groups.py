@@ -431,6 +431,8 @@ def set_timeout(made: Made, timeout: timedelta) -> None:
     """Change how long the collectives of a group may wait, from the next one on."""
     if not backends_of(c10d._world.pg_map[made.group][0]).dry:  # which never waits
         made.group.set_timeout(timeout)
+        for store in made.stores.values():  # Gloo connects with the timeout that it was made with
+            store.limit = timeout
 
 
 def tear_down(made: Made, reason: str, *, abort: bool = False) -> None:

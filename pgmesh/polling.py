@@ -124,6 +124,7 @@ class PollingStore(dist.Store):
     ) -> None:
         super().__init__()
         self._run, self._card, self._ranks, self._timeout = run, card, ranks, timeout
+        self.limit: timedelta | None = None  # set later, and then whatever the backend says
         self._addresses, self._first, self._refused, self._tell = addresses, first, refused, tell
         self._held: list[tuple[str, Any]] | None = [] if addresses else None
         self._found: dict[str, bytes] = {}
@@ -161,7 +162,7 @@ class PollingStore(dist.Store):
     # -- what a backend waits for -------------------------------------------------------------------------------
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        limit = self._timeout if timeout is None else timeout
+        limit = self.limit or (self._timeout if timeout is None else timeout)
         start = time.monotonic()
         try:
             self._go(self._wait(keys, limit), limit.total_seconds())

@@ -16,7 +16,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pgmesh import AxisError, Layout, MembershipError, OptionsError, PlaceError, ProcessGroupMesh, ShapeError, recipes
+from pgmesh import (
+    AxisError,
+    Layout,
+    MembershipError,
+    MissingRanksError,
+    OptionsError,
+    PlaceError,
+    ProcessGroupMesh,
+    ShapeError,
+    recipes,
+)
 from pgmesh.recipes import Arrangement
 from pgmesh.sizes import divisors
 from tests import stated
@@ -898,6 +908,24 @@ def test_sizes_that_do_not_go_together(call: Callable[[], object], text: str):
     says(ShapeError, call, text)
 
 
+def proposals(call: str) -> int:
+    """How many calls that errors propose it takes, one after the other, until one does."""
+    try:
+        eval(call[:-1] + ", of=Layout)")
+    except ShapeError as error:
+        return 1 + proposals(str(error).splitlines()[-1].partition("  #")[0].strip())
+    return 0
+
+
+def test_the_call_that_an_error_proposes_would_be_right():
+    chance, taken = random.Random(11), []
+    while len(taken) < 150:
+        sizes = {name: chance.choice([1, 2, 3, 4, 5, 6]) for name in ("tp", "cp", "pp", "ep", "etp")}
+        words = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        taken.append(proposals(f"recipes.megatron({chance.choice([8, 12, 16, 48])}, {words})"))
+    assert set(taken) == {0, 1, 2}  # two where both meshes are wrong
+
+
 @pytest.mark.parametrize(
     ("error", "call", "text"),
     [
@@ -1027,6 +1055,11 @@ def timeouts_change() -> float:
     if arrangement["tensor"].index == 0:
         with pytest.raises(RuntimeError, match=r"(?i)timed out|closed by peer"):
             dist.all_reduce(torch.ones(1), group=tensor)
+    late = arrangement["tensor"].group(tag="late")
+    arrangement.set_timeout(timedelta(seconds=0.2), "tensor")  # of one that has not connected yet
+    if arrangement["tensor"].index == 0:
+        with pytest.raises(MissingRanksError, match=r"rank \d never came to the first collective, in 0\.2 s\."):
+            dist.all_reduce(torch.ones(1), group=late)
     return took
 
 
