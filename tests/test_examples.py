@@ -10,6 +10,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SMALL = sorted(EXAMPLES.glob("0*.py"))
+LARGER = sorted(EXAMPLES.glob("1*.py"))
 
 
 def run(*command: str, deadline: float) -> list[str]:
@@ -21,6 +22,11 @@ def run(*command: str, deadline: float) -> list[str]:
 @pytest.mark.parametrize("path", SMALL, ids=lambda path: path.stem)
 def test_a_small_example_passes(path):
     assert run(str(path), deadline=90)[-1] == "PASS"
+
+
+@pytest.mark.parametrize("path", LARGER, ids=lambda path: path.stem)
+def test_a_larger_example_passes(path):
+    assert run(str(path), deadline=180)[-1] == "PASS"
 
 
 def test_the_examples_are_numbered_and_small():

@@ -11,8 +11,11 @@ _HOME = {
     "compose": "composing",
     "Composition": "composing",
     "find": "finding",
+    **dict.fromkeys(["TensorParallel", "attention_plan", "mlp_plan"], "tensor"),
     "DataParallel": "data",
     "ContextParallel": "context",
+    "ExpertParallel": "expert",
+    **dict.fromkeys(["Router", "Routes", "balance_loss", "mix", "with_loss"], "experts"),
     "Seeds": "seeds",
     "seed_of": "seeds",
 }
@@ -37,5 +40,18 @@ if TYPE_CHECKING:
     from pgmesh.parallel.composing import Composition as Composition, compose as compose
     from pgmesh.parallel.context import ContextParallel as ContextParallel
     from pgmesh.parallel.data import DataParallel as DataParallel
+    from pgmesh.parallel.expert import ExpertParallel as ExpertParallel
+    from pgmesh.parallel.experts import (
+        Router as Router,
+        Routes as Routes,
+        balance_loss as balance_loss,
+        mix as mix,
+        with_loss as with_loss,
+    )
     from pgmesh.parallel.finding import find as find
     from pgmesh.parallel.seeds import Seeds as Seeds, seed_of as seed_of
+    from pgmesh.parallel.tensor import (
+        TensorParallel as TensorParallel,
+        attention_plan as attention_plan,
+        mlp_plan as mlp_plan,
+    )

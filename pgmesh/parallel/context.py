@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from pgmesh.errors import OptionsError, ShapeError
+from pgmesh.errors import MethodError, OptionsError, ShapeError
 from pgmesh.parallel.base import Level, Method, sizes_of
 from pgmesh.parallel.exchange import gather
 from pgmesh.parallel.ring import ring_attention, ulysses_attention
-from pgmesh.parallel.words import multiples_near
+from pgmesh.parallel.shares import multiples_near
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -70,7 +70,7 @@ class ContextParallel(Method):
         """The module, with ``method.attention`` wherever it kept torch's scaled_dot_product_attention.
 
         Raises:
-            ShapeError: no module keeps it in an attribute.
+            MethodError: no module keeps it in an attribute.
         """
         found = False
         for each in module.modules():
@@ -79,7 +79,7 @@ class ContextParallel(Method):
                     setattr(each, name, self.attention)
                     found = True
         if not found:
-            raise ShapeError(
+            raise MethodError(
                 f"no part of {type(module).__name__} keeps torch's scaled_dot_product_attention in an attribute, so "
                 "there is nothing to put another attention in the place of.\n\n"
                 "  self.attention = scaled_dot_product_attention       # in __init__ of the module that attends\n"

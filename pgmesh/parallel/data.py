@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, DistributedSampler
 from pgmesh.errors import MethodError, ShapeError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
+from pgmesh.parallel.apart import kept_apart
 from pgmesh.parallel.base import Method, sizes_of
 
 
@@ -49,6 +50,9 @@ class DataParallel(Method):
 
     def apply(self, module: nn.Module) -> nn.Module:
         """DDP around the module, whose weights become those of the first rank along the axes."""
+        apart = [*kept_apart(module)]
+        if apart:
+            module._ddp_params_and_buffers_to_ignore = apart  # type: ignore[assignment]
         return DistributedDataParallel(module, process_group=self.mesh.group(*self.reduces), **self.keywords)
 
     def sampler(self, dataset: Dataset[Any], **keywords: Any) -> DistributedSampler[Any]:

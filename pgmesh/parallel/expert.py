@@ -1,0 +1,219 @@
+"""Expert parallelism: each rank holds some of a layer's experts, and tokens travel to theirs and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatch
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pgmesh.errors import AxisError, MethodError
+from pgmesh.parallel import experts as plain
+from pgmesh.parallel.apart import keep_apart
+from pgmesh.parallel.base import Level, Method, listed, sizes_of
+from pgmesh.parallel.exchange import alike, exchange, gather, total
+from pgmesh.parallel.shares import equal_share
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pgmesh.layout import Axis
+    from pgmesh.mesh import ProcessGroupMesh
+
+
+class ExpertParallel(Method):
+    """Experts shared out along the axes; tokens travel to theirs by an all-to-all with as many rows as there are.
+
+    It is given a view of the mesh, shaped for the experts. A module takes part by keeping ``mix`` in an attribute and
+    its experts in one called ``experts``, a ModuleList or a ModuleDict; what ``apply`` leaves of these is a
+    ModuleDict of this rank's, under their old names. Every rank builds the module with the same weights before.
+
+    No token is dropped. Ranks along the axes hold tokens of their own. Each rank's loss is the mean over its tokens,
+    and the model's the mean of theirs, which all hold as many. As gradients of experts arrive they are summed over the
+    ranks that hold the same experts and divided by all that hold tokens; ``DataParallel``
+    leaves them alone, and has the router and all else. Untested on GPUs.
+
+    Args:
+        mesh: a view of the mesh, such as ``mesh.view(pp=2, edp=2, ep=2)``, or the mesh itself.
+        axes: along which experts are shared out.
+        over: the axes whose ranks hold tokens of their own, ``axes`` among them: ``("edp", "ep")``.
+        tensor: an axis along which each expert is cut besides. Where ``over`` names it, its ranks hold tokens of their
+            own, which are gathered; if not, they hold the same tokens, as in tensor parallelism.
+        columns: the linear layers of an expert whose outputs are cut along ``tensor``: names, with * for any.
+        rows: those whose inputs are cut; they have no bias.
+        options: as in ``Method``.
+
+    Raises:
+        AxisError: ``tensor`` without ``columns`` and ``rows``, or the other way round.
+
+    >>> from pgmesh.parallel import ExpertParallel
+    >>> moe = mesh.view(edp=2, ep=2, etp=2)
+    >>> ExpertParallel(moe, "ep", over=("edp", "ep"), tensor="etp", columns=["up"], rows=["down"])
+    ExpertParallel along ep, etp
+    """
+
+    level: ClassVar[Level] = Level.TOKEN
+
+    def __init__(
+        self,
+        mesh: ProcessGroupMesh,
+        *axes: Axis,
+        over: Iterable[Axis] | None = None,
+        tensor: Axis | None = None,
+        columns: Iterable[str] = (),
+        rows: Iterable[str] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(mesh, *axes, over=over, options=options)
+        self._axes, self._tensor = self.owns, () if tensor is None else mesh.along(tensor).axes
+        self._columns, self._rows = tuple(columns), tuple(rows)
+        if bool(self._tensor) != bool(self._columns and self._rows):
+            raise AxisError(
+                "ExpertParallel: an expert is cut along an axis by layers whose outputs are cut and layers that take "
+                "them.\n\n"
+                f"  ExpertParallel(mesh, {self._axes[0]!r}, tensor='etp', columns=['up'], rows=['down'])"
+            )
+        self.owns = mesh.along(*self._axes, *self._tensor).axes
+        self._gathers = bool(self._tensor) and self._tensor[0] in self.reduces
+        self._copies = tuple(axis for axis in self.reduces if axis not in self.owns)
+
+    # -- a module -----------------------------------------------------------------------------------------------
+
+    def apply(self, module: nn.Module) -> nn.Module:
+        """The module with this rank's experts alone, and with ``method.mix`` wherever it kept ``mix``.
+
+        Raises:
+            MethodError: no part of it keeps ``mix``, or an expert lacks a layer that is to be cut.
+            ShapeError: the experts or their layers do not divide.
+        """
+        layers = 0
+        for name, each in module.named_modules():
+            for attribute, value in list(vars(each).items()):
+                if value is plain.mix:
+                    self._keep_own(f"{name or type(each).__name__}.experts", each)
+                    setattr(each, attribute, self.mix)
+                    layers += 1
+                elif value is plain.balance_loss:
+                    setattr(each, attribute, self.balance_loss)
+        if not layers:
+            raise MethodError(
+                f"no part of {type(module).__name__} keeps pgmesh.parallel.mix in an attribute, so there are no "
+                "experts to share out.\n\n"
+                "  self.mix, self.experts = mix, nn.ModuleList(...)            # in __init__ of the layer\n"
+                "  out = self.mix(tokens, weights, chosen, self.experts)       # in its forward"
+            )
+        return module
+
+    def _keep_own(self, name: str, layer: nn.Module) -> None:
+        whole = getattr(layer, "experts", None)
+        if not isinstance(whole, (nn.ModuleList, nn.ModuleDict)):
+            raise MethodError(f"{name} is a ModuleList or a ModuleDict of experts, not {type(whole).__name__}.")
+        each = equal_share(len(whole), f"{name}: {len(whole)} experts", "experts", self.mesh, self._axes)
+        first = self.mesh.index(*self._axes) * each
+        own = nn.ModuleDict(dict(list(whole.named_children())[first : first + each]))
+        for number, expert in own.items():
+            if self._tensor:
+                self._cut(f"{name}.{number}", expert)
+            for weight in expert.parameters():
+                if weight.requires_grad:
+                    weight.register_hook(self._reduce)  # type: ignore[no-untyped-call]
+            keep_apart(expert.parameters())
+        layer.experts = own
+
+    def _cut(self, name: str, expert: nn.Module) -> None:
+        """Leave this rank's share of each of an expert's layers that the plan names."""
+        for patterns, dimension in ((self._columns, 0), (self._rows, 1)):
+            for pattern in patterns:
+                layers = [(n, m) for n, m in expert.named_modules() if fnmatch(n, pattern) and isinstance(m, nn.Linear)]
+                if not layers:
+                    linear = [n for n, m in expert.named_modules() if isinstance(m, nn.Linear)]
+                    raise MethodError(f"{name} has no linear layer {pattern!r}; it has {listed(linear) or 'none'}.")
+                for inner, layer in layers:
+                    self._cut_layer(f"{name}.{inner}", layer, dimension)
+
+    def _cut_layer(self, name: str, layer: nn.Linear, dimension: int) -> None:
+        size, what = layer.weight.size(dimension), ("outputs", "inputs")[dimension]
+        part = equal_share(size, f"{name}: {size} {what}", what, self.mesh, self._tensor)
+        start = self.mesh.index(*self._tensor) * part
+        layer.weight = _parameter(layer.weight, layer.weight.narrow(dimension, start, part))
+        if dimension == 0:
+            layer.out_features = part
+            if layer.bias is not None:
+                layer.bias = _parameter(layer.bias, layer.bias.narrow(0, start, part))
+        else:
+            layer.in_features = part
+            if layer.bias is not None:
+                raise MethodError(
+                    f"{name} has a bias, which each of the {self.mesh.size(*self._tensor)} ranks along "
+                    f"{sizes_of(self.mesh, self._tensor)} would add to the sum.\n\n"
+                    "  nn.Linear(..., bias=False)   # for layers whose inputs are cut"
+                )
+
+    def _reduce(self, gradient: Tensor) -> Tensor:
+        """The gradient of an expert's parameter, as that of the mean of all losses."""
+        gradient = gradient / self.mesh.size(*self.reduces)
+        if self._copies and self.mesh.size(*self._copies) > 1:
+            dist.all_reduce(gradient, group=self.mesh.group(*self._copies))
+        return gradient
+
+    # -- tokens -------------------------------------------------------------------------------------------------
+
+    def mix(self, tokens: Tensor, weights: Tensor, chosen: Tensor, experts: nn.ModuleList | nn.ModuleDict) -> Tensor:
+        """``pgmesh.parallel.mix``, where ``experts`` are this rank's and ``chosen`` may be any rank's.
+
+        Every rank along the axes calls it, forward and backward, with as many tokens as it has: none will do.
+        """
+        group, n = self.mesh.group(*self._axes), self.mesh.size(*self._axes)
+
+        def serve(rows: Tensor, counts: Tensor) -> Tensor:
+            going = counts.view(n, -1)  # by rank and its experts
+            coming = exchange(going, [1] * n, [1] * n, group)
+            send, receive = going.sum(1).tolist(), coming.sum(1).tolist()
+            served = self._serve(exchange(rows, send, receive, group), coming, experts)
+            return exchange(served, receive, send, group)
+
+        return plain.mixed(tokens, weights, chosen, n * len(experts), serve)
+
+    def _serve(self, rows: Tensor, counts: Tensor, experts: nn.ModuleList | nn.ModuleDict) -> Tensor:
+        """What this rank's experts make of rows that stand by sender, and each sender's by expert, as counts says."""
+        if not self._tensor:
+            return _by_expert(rows, counts, experts)
+        group = self.mesh.group(*self._tensor)
+        if not self._gathers:
+            return total(_by_expert(alike(rows, group), counts, experts), group)
+        m, here = group.size(), rows.size(0)
+        counts = gather(counts, group)
+        each = counts.sum((1, 2)).tolist()
+        rows = exchange(rows.expand(m, *rows.shape).flatten(0, 1), [here] * m, each, group)
+        parts = exchange(_by_expert(rows, counts.flatten(0, 1), experts), each, [here] * m, group)
+        return parts.view(m, here, *parts.shape[1:]).sum(0)
+
+    def balance_loss(
+        self, probabilities: Tensor, chosen: Tensor, count: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """``pgmesh.parallel.balance_loss`` with choices counted over all ranks: the ranks' mean is that of one process.
+
+        Every rank along ``reduces`` calls it, with as many tokens as the others.
+        """
+        return plain.balance_loss(probabilities, chosen, self._sum)
+
+    def _sum(self, counts: Tensor) -> Tensor:
+        if self.mesh.size(*self.reduces) > 1:
+            dist.all_reduce(counts, group=self.mesh.group(*self.reduces))
+        return counts
+
+
+def _by_expert(rows: Tensor, counts: Tensor, experts: nn.ModuleList | nn.ModuleDict) -> Tensor:
+    """What experts make of rows that stand by sender first, in that order again."""
+    senders, held = counts.shape
+    whose = torch.arange(held, device=rows.device).repeat(senders).repeat_interleave(counts.flatten())
+    order = whose.argsort(stable=True)
+    served = plain.run(rows.index_select(0, order), counts.sum(0).tolist(), experts)
+    return served.index_select(0, order.argsort())
+
+
+def _parameter(old: Tensor, part: Tensor) -> nn.Parameter:
+    return nn.Parameter(part.detach().clone(), requires_grad=old.requires_grad)

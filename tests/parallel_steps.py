@@ -1,0 +1,50 @@
+"""Training with what parallel methods made of a model, each gradient and weight held against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+
+from pgmesh.parallel import Composition, ContextParallel
+from tests.parallel_models import CONTEXT, STEPS, Trained, batch, gradients_of, loss_of, optimizer_of, same, weights_of
+
+torch.set_num_threads(1)  # on ranks too, which import this: others share their cores
+
+
+def train_and_check(
+    together: Composition,
+    model: nn.Module,
+    expected: Trained,
+    *,
+    context: ContextParallel | None = None,
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    parts: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = lambda whole: whole,
+) -> nn.Module:
+    """Three steps. Gradients and weights that this rank has are those of one process.
+
+    Args:
+        context: what cuts the sequences.
+        around: what stands around a loss and its backward.
+        parts: what this rank has of the tensors of one process, where they are no DTensors.
+    """
+    model = together.apply(model)
+    optimizer = optimizer_of(model.parameters())
+    for step in range(STEPS):
+        codes, target = (together.share(each) for each in batch(step))
+        inputs = {}
+        if context is not None:
+            codes, target = context.cut(codes), context.cut(target)
+            inputs["positions"] = context.positions(CONTEXT)
+        optimizer.zero_grad()
+        with around():
+            if hasattr(model, "step"):  # a pipeline, which cuts all its inputs by rows
+                model.step(codes, *(each.expand(len(codes), -1) for each in inputs.values()), target=target)
+            else:
+                loss_of(model(codes, **inputs), target).backward()
+        same(f"gradients of step {step}", gradients_of(model), parts(expected.gradients[step]))
+        optimizer.step()
+    same("weights", weights_of(model), parts(expected.weights))
+    return model

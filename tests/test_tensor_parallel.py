@@ -1,0 +1,205 @@
+"""Tensor parallelism: cut layers, vocabularies and sequences, gradient by gradient against one process."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+import pytest
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel
+
+from pgmesh import AxisError, MethodError, OptionsError, ProcessGroupMesh, ShapeError
+from pgmesh.parallel import TensorParallel, attention_plan, compose, mlp_plan
+from tests.dry import dry_world
+from tests.parallel_models import TinyGPT, alone
+from tests.parallel_steps import train_and_check
+from tests.test_groups import groups_of
+from tests.worlds import check_sums, world
+
+BLOCKS = {**attention_plan("blocks.*", ["qkv"], "out"), **mlp_plan("blocks.*", ["up"], "down")}
+WORDS = {**BLOCKS, "tokens": "vocabulary", "head": "vocabulary"}
+SEQUENCE = {
+    **WORDS,
+    "places": "whole",
+    "blocks.0": "enter",
+    "blocks.*.norm*": "sequence",
+    "norm": "sequence",
+}
+CASES = {
+    "blocks": {"plan": BLOCKS},
+    "words": {"plan": WORDS, "heads": 4},
+    "gathered": {"plan": {**BLOCKS, "head": "gathered"}},
+    "sequence": {"plan": SEQUENCE, "sequence": True},
+    "torch's": {"plan": {**BLOCKS, "blocks.*.up": ColwiseParallel()}},
+    "tied": {"plan": WORDS},
+}
+
+
+def trained(sizes, ranks, cases):
+    with ProcessGroupMesh(**sizes, ranks=ranks) as mesh:
+        for case in cases:
+            tied = case == "tied"
+            method = TensorParallel(mesh, "tp", **CASES[case])
+            together = compose(mesh, method, unowned=[axis for axis in mesh.axes if axis != "tp"])
+            model = train_and_check(
+                together, TinyGPT(tied=tied, layers=2), alone(TinyGPT(tied=tied, layers=2)), around=method.loss
+            )
+            cut = model.blocks[0].up.weight
+            assert cut.to_local().size(0) * mesh.size("tp") == cut.size(0)
+            if tied:
+                assert model.head.weight is model.tokens.weight
+            for weight in model.parameters():
+                assert not isinstance(weight, DTensor) or weight.grad.placements == weight.placements
+        check_sums(groups_of(mesh))
+
+
+def test_training_with_layers_cut_in_four_is_that_of_one_process():
+    world(4).run(trained, {"tp": 4}, range(4), list(CASES))
+
+
+def test_training_on_permuted_ranks_is_that_of_one_process():
+    world(4).run(trained, {"tp": 2, "dp": 2}, [2, 0, 3, 1], ["words", "sequence"])
+
+
+# ---- what needs no other rank ----
+
+
+@pytest.fixture
+def mesh() -> Iterator[ProcessGroupMesh]:
+    with dry_world(5, 8), ProcessGroupMesh(dp=2, tp=4, name="actor") as mesh:
+        yield mesh
+
+
+def says(error, call, text):
+    with pytest.raises(error) as caught:
+        call()
+    assert type(caught.value) is error
+    assert str(caught.value) == textwrap.dedent(text).strip()
+
+
+def test_ready_plans_name_layers_into_and_out_of():
+    assert attention_plan("layers.*.attn") == {
+        "layers.*.attn.q_proj": "columns",
+        "layers.*.attn.k_proj": "columns",
+        "layers.*.attn.v_proj": "columns",
+        "layers.*.attn.o_proj": "rows",
+    }
+    assert mlp_plan("layers.*.mlp") == {
+        "layers.*.mlp.gate_proj": "columns",
+        "layers.*.mlp.up_proj": "columns",
+        "layers.*.mlp.down_proj": "rows",
+    }
+
+
+def test_what_another_stage_has_is_left_to_it(mesh):
+    model = TinyGPT()
+    model.tokens = model.places = None
+    TensorParallel(mesh, "tp", plan=WORDS).apply(model)
+    assert isinstance(model.head.weight, DTensor)
+
+
+def test_sizes_that_do_not_divide_are_told_with_those_that_would(mesh):
+    says(
+        ShapeError,
+        lambda: TensorParallel(mesh, "tp", plan=BLOCKS, heads=(6, 2)),
+        """
+        6 heads cannot be shared out evenly along tp=4: 6 is not divisible by 4.
+
+          4 or 8 heads would do
+        """,
+    )
+    says(
+        ShapeError,
+        lambda: TensorParallel(mesh, "tp", plan=WORDS).apply(TinyGPT(vocabulary=97)),
+        """
+        tokens: 97 words cannot be shared out evenly along tp=4: 97 is not divisible by 4.
+
+          96 or 100 words would do
+        """,
+    )
+    says(
+        ShapeError,
+        lambda: TensorParallel(mesh, "tp", plan={"": "rows"}).apply(nn.Linear(6, 4)),
+        """
+        Linear: 6 inputs cannot be shared out evenly along tp=4: 6 is not divisible by 4.
+
+          4 or 8 inputs would do
+        """,
+    )
+    says(
+        ShapeError,
+        lambda: TensorParallel(mesh, "tp", plan={"0": "columns"}).apply(nn.Sequential(nn.Linear(4, 3))),
+        """
+        0: 3 outputs cannot be shared out evenly along tp=4: 3 is not divisible by 4.
+
+          4 outputs would do
+        """,
+    )
+
+
+def test_a_plan_names_what_is_there(mesh):
+    says(
+        MethodError,
+        lambda: TensorParallel(mesh, "tp", plan={"blocks.*.qvk": "columns"}).apply(TinyGPT()),
+        "the plan names 'blocks.*.qvk', which TinyGPT does not have. Did you mean 'blocks.*.qkv'?",
+    )
+    says(
+        MethodError,
+        lambda: TensorParallel(mesh, "tp", plan={"encoder": "columns"}).apply(nn.Sequential(nn.ReLU())),
+        "the plan names 'encoder', which Sequential does not have. It has *.",
+    )
+    says(
+        MethodError,
+        lambda: TensorParallel(mesh, "tp", plan={"tokens": "columns"}).apply(TinyGPT()),
+        "the plan says 'columns' of tokens, which is no Linear but Embedding.",
+    )
+
+
+def test_a_plan_says_what_can_be_done(mesh):
+    says(
+        OptionsError,
+        lambda: TensorParallel(mesh, "tp", plan={"up": "colwise"}),
+        "TensorParallel: the plan says 'colwise' of 'up'; it may say columns, rows, vocabulary, gathered, or be a "
+        "ParallelStyle of torch's.",
+    )
+    says(
+        OptionsError,
+        lambda: TensorParallel(mesh, "tp", plan={"norm": "sequence"}),
+        "TensorParallel: the plan says 'sequence' of 'norm'; it may say columns, rows, vocabulary, gathered, and with "
+        "sequence=True sequence, enter, whole, or be a ParallelStyle of torch's.",
+    )
+    says(
+        AxisError,
+        lambda: TensorParallel(mesh, "dp", "tp", plan=BLOCKS),
+        """
+        TensorParallel works along one axis, not along dp, tp: a view has them as one.
+
+          TensorParallel(mesh.view(..., tp=8), 'tp', plan=...)
+        """,
+    )
+
+
+def test_no_norm_is_forgotten_between_cut_sequences(mesh):
+    plan = {name: word for name, word in SEQUENCE.items() if "norm" not in name}
+    says(
+        MethodError,
+        lambda: TensorParallel(mesh, "tp", plan=plan, sequence=True).apply(TinyGPT(layers=2)),
+        """
+        with sequence=True the plan names every module with weights, but not blocks.0.norm1, blocks.0.norm2, blocks.1.norm1, blocks.1.norm2, ....
+
+          plan={..., 'blocks.0.norm1': 'sequence'}   # if it sees the positions of its rank
+          plan={..., 'blocks.0.norm1': 'whole'}   # if it sees whole sequences
+        """,  # noqa: E501
+    )
+
+
+def test_weights_that_are_shared_are_cut_alike(mesh):
+    plan = {"tokens": "vocabulary"}
+    says(
+        MethodError,
+        lambda: TensorParallel(mesh, "tp", plan=plan).apply(TinyGPT(tied=True)),
+        "tokens.weight and head.weight are one weight, which the plan cuts in different ways along tp=4: say the same "
+        "of both, such as 'vocabulary'.",
+    )
