@@ -9,18 +9,18 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from pgmesh import draw, groups
-from pgmesh.connecting import Connected, connect
 from pgmesh.errors import AxisError, LifetimeError, MembershipError, OptionsError, PlaceError, ShapeError
 from pgmesh.family import Family, find_family
 from pgmesh.layout import Axis, Keep, Layout, Partition
-from pgmesh.locality import Spread
-from pgmesh.placement import place
-from pgmesh.report import Report, Stats, print_on, report, stats
 from pgmesh.sizes import fill, some, take_ranks, take_sizes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+    from pgmesh.connecting import Connected
+    from pgmesh.locality import Spread
+    from pgmesh.report import Report, Stats
 
 CONNECT = timedelta(seconds=30)
 """How long ``connect`` waits for the others."""
@@ -393,6 +393,8 @@ class ProcessGroupMesh:
         self._check_member()
         if not isinstance(timeout, timedelta):
             raise OptionsError(f"timeout is a timedelta, such as timedelta(seconds={timeout}), not {timeout!r}.")
+        from pgmesh.connecting import connect  # here and below: what a program may never use is not loaded before
+
         combinations = [each if isinstance(each, tuple) else (each,) for each in families or self.axes]
         return connect(self._family, self.layout, combinations, timeout.total_seconds(), progress=progress)
 
@@ -416,6 +418,8 @@ class ProcessGroupMesh:
         """
         self._check_member()
         self.layout.size(*axes)
+        from pgmesh.placement import place
+
         return place(self.layout.ranks(), timeout=timeout).spread(self.layout, *axes)
 
     def report(self) -> Report:
@@ -431,6 +435,8 @@ class ProcessGroupMesh:
         what others last said:
           nothing
         """
+        from pgmesh.report import report
+
         return report(self._family)
 
     def report_on(self, number: int) -> None:
@@ -441,6 +447,8 @@ class ProcessGroupMesh:
         Raises:
             LifetimeError: this is not the main thread, which alone may take signals.
         """
+        from pgmesh.report import print_on, report
+
         family = weakref.ref(self._family)
         print_on(number, lambda: report(there) if (there := family()) else "a mesh that is gone")
 
@@ -450,6 +458,8 @@ class ProcessGroupMesh:
         >>> mesh.stats().groups, mesh.stats().operations
         (0, 0)
         """
+        from pgmesh.report import stats
+
         return stats(self._family)
 
     def release(self, *axes: Axis, ranks: Iterable[int] | None = None) -> None:
@@ -518,11 +528,16 @@ class ProcessGroupMesh:
         >>> mesh.at(pp=[0, -1]).ranks("pp")             # first and last stage: tied embeddings
         (1, 5)
         """
+        seen = None if fixed else _plain(indices)
+        if seen in self._parts:
+            return self._parts[seen]
         layout = self.layout.at(fixed, **indices)
         if layout not in self._parts:
             only_fixes = len(layout.axes) + len(fixed or ()) + len(indices) == len(self.axes)
             through_me = only_fixes and self.rank in layout
             self._parts[layout] = self._part(layout, part_of=self._part_of if through_me else None)
+        if seen is not None:
+            self._parts[seen] = self._parts[layout]
         return self._parts[layout]
 
     def along(self, *axes: Axis) -> ProcessGroupMesh:
@@ -618,6 +633,23 @@ class ProcessGroupMesh:
                 f"rank {self.rank} is not in {self!r}, so it has no place and no group there.\n\n"
                 f"  if mesh.rank in mesh: ...   # ask first"
             )
+
+
+def _plain(indices: Mapping[str, Keep]) -> tuple[object, ...] | None:
+    """What is asked for as a key to remember the answer by; None unless it is all plain ints, which equal no others."""
+    key: list[object] = [...]  # which no axis is called
+    for axis, keep in indices.items():
+        parts = (keep.start, keep.stop, keep.step) if type(keep) is slice else keep
+        if type(parts) is int:
+            key += axis, parts
+        elif type(parts) in (list, tuple) and _PLAIN.issuperset(map(type, parts)):  # type: ignore[arg-type]
+            key += axis, type(keep), *parts  # type: ignore[misc]
+        else:
+            return None
+    return tuple(key)
+
+
+_PLAIN = frozenset({int, type(None)})
 
 
 def _tag(tag: object) -> str:

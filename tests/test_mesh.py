@@ -471,3 +471,19 @@ def test_options_are_copied_and_hashable():
     assert len({options, GroupOptions(backend="nccl", nccl={"max_ctas": 8})}) == 1
     given["max_ctas"] = 16
     assert options.nccl == {"max_ctas": 8}
+
+
+def test_what_at_was_asked_before_is_remembered_by_exactly_what_was_asked():
+    with dry_world(5, 8):
+        mesh = ProcessGroupMesh(at=2, pp=2, tp=2)
+        asked = [0, 1, [0, 1], (0, 1), [1, 0], slice(0, 1), slice(0, 2), slice(None, None, 2), [0], -1, [-1]]
+        for first in asked:
+            for axis in ("at", "tp"):
+                assert mesh.at(**{axis: first}) is mesh.at(**{axis: first})
+                assert mesh.at(**{axis: first}).layout == mesh.layout.at(**{axis: first})
+        assert mesh.along("at", 2).layout == mesh.layout.along(5, "at", "tp")
+        assert mesh.along("at", "tp", 1).layout == mesh.layout  # not at(tp=1)
+        assert mesh.at(tp=1).ranks() == (1, 3, 5, 7)
+        for no_index in (1.0, "1", [1.0], slice(0.0, 1.0)):
+            with pytest.raises(pgmesh.PgmeshError):
+                mesh.at(tp=no_index)
