@@ -38,6 +38,9 @@ Keep = Union[int, slice, Iterable[int]]
 Steps = Union[range, tuple[int, ...]]
 """How far each index of an axis moves one along the ranks. The first is always 0."""
 
+AT_ONCE = 1 << 14
+"""How many ranks of a partition are placed at a time for who goes through all: many, since a few cost as much as one."""
+
 
 class _Table(NamedTuple):
     """Ranks that follow no arithmetic: the rank at each position, and the position of each rank."""
@@ -523,10 +526,18 @@ class Layout:
 
     def _spread(self, start: int, along: Sequence[int]) -> tuple[int, ...]:
         """The ranks that one reaches from a position along these axes, the last varying fastest."""
+        return tuple(self._at(self._reach(start, along)))
+
+    def _reach(self, start: int, along: Sequence[int]) -> Sequence[int]:
+        """The positions that one reaches from a position along these axes."""
         positions: Sequence[int] = range(start, start + 1)
         for steps in _fuse([self._steps[i] for i in along]):
             positions = _each_from(positions, steps)
-        return tuple(positions) if self._table is None else tuple(map(self._table.ranks.__getitem__, positions))
+        return positions
+
+    def _at(self, positions: Sequence[int]) -> Iterable[int]:
+        """The ranks at positions."""
+        return positions if self._table is None else map(self._table.ranks.__getitem__, positions)
 
     def _listed(self) -> str:
         """The ranks for a message, at no cost for the many."""
@@ -568,7 +579,20 @@ class Partition(Sequence[tuple[int, ...]]):
         return self._layout._spread(start, self._along)
 
     def __iter__(self) -> Iterator[tuple[int, ...]]:
-        return map(self.__getitem__, range(len(self)))
+        layout = self._layout
+        within = layout._reach(0, self._along)
+        outer, *inner = _fuse([layout._steps[i] for i in self._others]) or [range(1)]
+        pace = (
+            max(1, AT_ONCE // math.prod(map(len, [within, *inner]))) if inner else len(outer)
+        )  # a range costs nothing
+        for first in range(0, len(outer), pace):
+            starts = _moved(outer[first : first + pace], layout._origin)
+            for steps in inner:
+                starts = _each_from(starts, steps)
+            if len(within) <= len(starts):  # the n-th members of all blocks, then turned into blocks
+                yield from zip(*[layout._at(_moved(starts, step)) for step in within])
+            else:
+                yield from (tuple(layout._at(_moved(within, start))) for start in starts)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and len(self) == len(other) and all(map(operator.eq, self, other))

@@ -9,7 +9,7 @@ import sys
 import tracemalloc
 from collections.abc import Callable
 from fractions import Fraction
-from itertools import permutations
+from itertools import combinations, permutations
 from pathlib import Path
 from random import Random
 
@@ -516,3 +516,29 @@ def test_every_public_name_is_there():
         assert getattr(pgmesh, name).__name__ == name
     with pytest.raises(AttributeError, match="module 'pgmesh' has no attribute 'nothing'"):
         _ = pgmesh.nothing
+
+
+@pytest.mark.parametrize("ranks", [None, "offset", "shuffled"])
+def test_going_through_a_large_partition_gives_what_looking_up_each_block_gives(ranks: str | None):
+    count = 6 * 40 * 5 * 20
+    order = {
+        None: range(count),
+        "offset": range(7, 7 + 3 * count, 3),
+        "shuffled": Random(1).sample(range(count), count),
+    }
+    layout = Layout(dp=6, pp=40, cp=5, tp=20, ranks=order[ranks])
+    for part in (layout, layout.at(pp=[0, 3, 4, 39], tp=slice(None, None, -3)), layout.view(a=-1, b=32)):
+        for n in range(len(part.axes) + 1):
+            for axes in combinations(part.axes, n):
+                partition = part.partition(*axes)
+                assert list(partition) == [partition[i] for i in range(len(partition))], (part, axes)
+
+
+def test_the_first_block_of_a_huge_partition_costs_nothing():
+    layout = Layout(dp=1 << 12, cp=1 << 4, tp=1 << 4)
+    tracemalloc.start()
+    try:
+        assert [next(iter(layout.partition(*axes)))[1] for axes in [("dp",), ("cp",), ("tp",)]] == [256, 16, 1]
+        assert tracemalloc.get_traced_memory()[1] < 2 << 20
+    finally:
+        tracemalloc.stop()
