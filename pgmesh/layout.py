@@ -39,7 +39,7 @@ Steps = Union[range, tuple[int, ...]]
 """How far each index of an axis moves one along the ranks. The first is always 0."""
 
 AT_ONCE = 1 << 14
-"""How many ranks of a partition are placed at a time for who goes through all: many, since a few cost as much as one."""
+"""How many ranks of a partition are placed at a time for who goes through all: a few cost as much as many."""
 
 
 class _Table(NamedTuple):
