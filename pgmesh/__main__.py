@@ -18,6 +18,7 @@ from pgmesh.errors import PgmeshError
 COMMANDS = {
     "plan": "groups, where they lie on hosts, what they would cost, what is bad about it",
     "show": "one rank: its place, its groups, its neighbours, a picture",
+    "check": "the preflight of a job: all its ranks come, connect, sum rightly, are measured",
 }
 """Each is a file of ``pgmesh.commands``: ``add`` says what it takes, ``EXAMPLES`` ends its help, and ``run`` does it
 and returns the exit status."""

@@ -71,6 +71,20 @@ def wrapped(text: str, width: int, style: str = "", indent: str = "", first: str
     return [*lines, [(current, style)]]
 
 
+MARKS = {"ok": "green", "warn": "yellow", "bad": "bold red", "--": "dim"}
+"""How a finding is marked, and the style of it."""
+
+
+def marked(mark: str, text: str, width: int = 80) -> list[Line]:
+    """A finding with its mark.
+
+    >>> print(plain(marked("ok", "all ranks came")))
+    ok    all ranks came
+    """
+    first, *rest = wrapped(text, width, "", indent=" " * 6, first=" " * 6)
+    return [[(mark, MARKS[mark]), (f"{first[0][0][len(mark) :]}", "")], *rest]
+
+
 def is_seen(stream: TextIO) -> bool:
     """Whether somebody looks at a stream: whether it is a terminal."""
     return bool(getattr(stream, "isatty", lambda: False)())

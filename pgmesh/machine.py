@@ -14,9 +14,10 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 from pgmesh.errors import ShapeError
+from pgmesh.sizes import some
 
 NAMES = ("host", "domain")
 """What the two innermost levels are called; a level beyond them is called by its number."""
@@ -156,3 +157,60 @@ def _nested(domains: str | Sequence[int]) -> Iterator[Level]:
     for i in range(1, len(sizes)):
         name = NAMES[i - 1] if i <= len(NAMES) else f"level-{i} unit"
         yield Level(name, ((math.prod(sizes[:-i]), math.prod(sizes[-i:])),))
+
+
+# -- where ranks really are -------------------------------------------------------------------------------------------
+
+
+def seen(names: Sequence[str]) -> Level | None:
+    """The hosts that ranks are on, by the name of each rank's; None where a host's ranks do not follow one another.
+
+    >>> print(seen(["n1", "n1", "n2", "n2"])), seen(["n1", "n2", "n1", "n2"])
+    2 hosts of 2
+    (None, None)
+    """
+    runs = [(name, len(list(same))) for name, same in groupby(names)]
+    if len({name for name, _ in runs}) < len(runs):
+        return None
+    return Level(NAMES[0], _join((1, size) for _, size in runs))
+
+
+def misplaced(hosts: Level, names: Sequence[str]) -> list[str]:
+    """What is not as planned about where ranks are, a sentence for each fault; none if all is.
+
+    Args:
+        hosts: as planned.
+        names: the name of the host that each rank is on.
+
+    >>> misplaced(Level("host", ((2, 2),)), ["n1", "n1", "n2", "n3"])
+    ['host 1 is planned for ranks 2, 3, but rank 2 is on n2 and rank 3 on n3.']
+    >>> misplaced(Level("host", ((2, 2),)), ["n1"] * 4)
+    ['ranks 0, 1 and ranks 2, 3 are planned on 2 hosts, but all are on n1.']
+    """
+    says = []
+    holds: dict[str, dict[int, list[int]]] = {}
+    for unit in range(hosts.count):
+        there: dict[str, list[int]] = {}
+        for rank in hosts.ranks_of(unit):
+            there.setdefault(names[rank], []).append(rank)
+            holds.setdefault(names[rank], {}).setdefault(unit, []).append(rank)
+        if len(there) > 1:
+            (first, ranks), *others = there.items()
+            each = [f"{_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} on {first}"]
+            each += [f"{_ranks(others)} on {name}" for name, others in others]
+            says.append(f"host {unit} is planned for {_ranks(hosts.ranks_of(unit))}, but {_listed(each)}.")
+    for name, units in holds.items():
+        if len(units) > 1:
+            each = [_ranks(ranks) for ranks in units.values()]
+            says.append(f"{_listed(each)} are planned on {len(units)} hosts, but all are on {name}.")
+    return says
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {some(tuple(ranks))}"
+
+
+def _listed(words: Sequence[str]) -> str:
+    """Some of these words, however many there are."""
+    words = [*words[:3], f"{len(words) - 3} more"] if len(words) > 4 else list(words)
+    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else words[0]

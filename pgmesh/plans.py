@@ -251,10 +251,11 @@ def suggest(sizes: Mapping[str, int], machine: Machine) -> Layout:
     return laid_out(ordered)
 
 
-def laid_out(sizes: Mapping[str, int]) -> Layout:
+def laid_out(sizes: Mapping[str, int] | Mapping[Axis, int]) -> Layout:
     """The layout of these sizes, whatever the axes are called."""
     box: dict[Axis, int] = {}
-    box.update(sizes)
+    for axis, size in sizes.items():
+        box[axis] = size
     return Layout.of(box, range(math.prod(box.values())))
 
 

@@ -7,7 +7,8 @@ import math
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TypeVar
 
 from pgmesh import wording
 from pgmesh.errors import PgmeshError
@@ -15,6 +16,12 @@ from pgmesh.layout import Axis, Layout, alike
 from pgmesh.machine import Level, Machine, take_machine
 from pgmesh.plans import laid_out
 from pgmesh.sizes import divisors
+
+A = TypeVar("A", str, Axis)
+
+SIZE = r"-1|0*[1-9][0-9]*"
+USUAL = {1: ("dp",), 2: ("dp", "tp"), 3: ("pp", "dp", "tp"), 4: ("pp", "dp", "cp", "tp")}
+"""What so many axes are often called."""
 
 
 class UsageError(Exception):
@@ -50,6 +57,16 @@ class Typed:
             said += [] if changed is None else [changed]
         return shlex.join(["pgmesh", *said, *more])
 
+    def but_run(self, run: Sequence[str], changed: Sequence[str]) -> str:
+        """The line with the last run of words changed that are these.
+
+        >>> Typed(("show", "--rank", "2", "2", "2")).but_run(["2", "2"], ["2", "4"])
+        'pgmesh show --rank 2 2 4'
+        """
+        n = len(run)
+        at = max(i for i in range(len(self.words) - n + 1) if self.words[i : i + n] == (*run,))
+        return Typed((*self.words[:at], *changed, *self.words[at + n :])).but({})
+
     def but_last(self, word: str, changed: str) -> str:
         """The line with the last of a word changed."""
         at = max(i for i, said in enumerate(self.words) if said == word)
@@ -61,16 +78,18 @@ class Given:
     """A mesh and its machine, as a command line says them."""
 
     typed: Typed
-    sizes: dict[str, int]
+    sizes: dict[Axis, int]
     machine: Machine
     layout: Layout
-    views: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 def add_mesh(parser: argparse.ArgumentParser) -> None:
     """The arguments that say what mesh on what machine."""
     parser.add_argument(
-        "sizes", nargs="*", metavar="AXIS=SIZE", help="the axes, outermost first; one size may be -1: what is left"
+        "sizes",
+        nargs="*",
+        metavar="AXIS=SIZE",
+        help="the axes, outermost first; one size may be -1: what is left. Or sizes alone: the axes are then 0, 1, ...",
     )
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--nodes", metavar="HOSTS", help="8x8 is 8 hosts of 8 ranks; 8,8,4 the ranks of each host")
@@ -94,7 +113,7 @@ def take(args: argparse.Namespace, typed: Typed, *, fit: bool = True) -> Given:
     Args:
         fit: whether the sizes have to hold just the ranks that the hosts have.
     """
-    sizes = _sizes(args.sizes, typed)
+    sizes = _numbered(args.sizes, typed) or _as_axes(_named(args.sizes, typed))
     machine = take_hosts(args, sizes, typed)
     if not sizes:
         raise UsageError("say the sizes of the axes.", (typed.but({}, "pp=2", "dp=2", "tp=2"), "for example"))
@@ -106,7 +125,7 @@ def take(args: argparse.Namespace, typed: Typed, *, fit: bool = True) -> Given:
     return Given(typed, sizes, machine, laid_out(sizes if fit else fixed or {"dp": 1}))
 
 
-def take_hosts(args: argparse.Namespace, sizes: Mapping[str, int], typed: Typed) -> Machine:
+def take_hosts(args: argparse.Namespace, sizes: Mapping[Axis, int], typed: Typed) -> Machine:
     try:
         return take_machine(args.nodes, args.domains)
     except PgmeshError as error:
@@ -124,7 +143,8 @@ def where(args: argparse.Namespace) -> str:
 def take_axes(text: str, layout: Layout, typed: Typed) -> tuple[Axis, ...]:
     """Axes of a layout that are written with commas."""
     names = [name for name in re.split(r"[,\s]+", text) if name]
-    known = [str(axis) for axis in layout.axes]
+    by_name = {str(axis): axis for axis in layout.axes}
+    known = list(by_name)
     unknown = [name for name in names if name not in known]
     if unknown or not names or len(set(names)) < len(names):
         right = list(
@@ -138,7 +158,7 @@ def take_axes(text: str, layout: Layout, typed: Typed) -> tuple[Axis, ...]:
             else "no axis is named"
         )
         raise UsageError(f"{says}: the axes are {', '.join(known)}.", (typed.but({text: ",".join(right)}), ""))
-    return tuple(names)
+    return tuple(by_name[name] for name in names)
 
 
 def take_views(words: Iterable[str], given: Given) -> dict[str, dict[str, int]]:
@@ -147,7 +167,7 @@ def take_views(words: Iterable[str], given: Given) -> dict[str, dict[str, int]]:
     for text in words:
         name, colon, sizes = (part.strip() for part in text.rpartition(":"))
         name = name or f"view{len(views) or ''}"
-        box = _sizes(sizes.split(), given.typed, inside=text)
+        box = _named(sizes.split(), given.typed, inside=text)
         if not box:
             right = f"{name}: ep=-1"
             raise UsageError(
@@ -177,9 +197,26 @@ def _filled(name: str, box: dict[str, int], count: int, text: str, colon: str, t
     raise UsageError(f"view {name!r}: {wording.sizes(box)} {fault}.", (better, ""))
 
 
-def reorder(sizes: dict[str, int], order: str, typed: Typed) -> dict[str, int]:
+def named(sizes: Mapping[Axis, int], typed: Typed, why: str, order: str = "") -> dict[str, int]:
+    """The sizes of axes that have to have names, because of ``why``; ``order`` is the word that orders them."""
+    if 0 not in sizes:
+        return {str(axis): size for axis, size in sizes.items()}
+    names = USUAL.get(len(sizes)) or tuple(f"axis{number}" for number in sizes)
+    said = [int(number) for number in re.split(r"[,\s]+", order) if number.isdecimal()]
+    right = ",".join(names[i] for i in said) if sorted(said) == list(range(len(names))) else ",".join(names)
+    words = Typed(tuple(right if word == order else word for word in typed.words))
+    run = [str(size) for size in sizes.values()]
+    better = words.but_run(run, [f"{name}={size}" for name, size in zip(names, run)])
+    raise UsageError(f"{why}, and these axes are numbered: name them.", (better, "for example"))
+
+
+def reorder(sizes: Mapping[Axis, int], order: str, typed: Typed) -> dict[Axis, int]:
     """The sizes with the axes in the order that is asked for."""
     names = [name for name in re.split(r"[,\s]+", order) if name]
+    return _as_axes(_reordered(named(sizes, typed, "an order is one of names", order), names, order, typed))
+
+
+def _reordered(sizes: dict[str, int], names: Sequence[str], order: str, typed: Typed) -> dict[str, int]:
     if sorted(names) == sorted(sizes):
         return {name: sizes[name] for name in names}
     known = dict.fromkeys(name if name in sizes else alike(name, list(sizes)) for name in names)
@@ -196,15 +233,32 @@ def reorder(sizes: dict[str, int], order: str, typed: Typed) -> dict[str, int]:
     )
 
 
-def _sizes(words: Sequence[str], typed: Typed, inside: str | None = None) -> dict[str, int]:
+def _as_axes(sizes: Mapping[str, int]) -> dict[Axis, int]:
+    return dict(zip(sizes, sizes.values()))
+
+
+def _numbered(words: Sequence[str], typed: Typed) -> dict[Axis, int]:
+    """Sizes without names; none where one has a name."""
+    if not all(re.fullmatch("-?[0-9]+", word) for word in words):
+        return {}
+    wrong = [word for word in words if not re.fullmatch(SIZE, word)]
+    if wrong:
+        better = typed.but_run(words, ["2" if word in wrong else word for word in words])
+        raise UsageError(f"a size is at least 1, or -1 for what is left, not {wrong[0]}.", (better, "for example"))
+    return {number: int(word) for number, word in enumerate(words)}
+
+
+def _named(words: Sequence[str], typed: Typed, inside: str | None = None) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for word in words:
         axis, _, size = word.partition("=")
-        good = axis.isidentifier() and re.fullmatch(r"-1|0*[1-9][0-9]*", size)
+        good = axis.isidentifier() and re.fullmatch(SIZE, size)
         if not good or axis in sizes:
             name, number = re.search(r"[A-Za-z_]+", word), re.search(r"-1|[1-9][0-9]*", word)
             usual = 2 if inside is None else 1 if "-1" in inside else -1
-            right = f"{name[0] if name else 'dp'}={number[0] if number else usual}"
+            said = {word.partition("=")[0] for word in words}
+            free = next((usual for usual in ("dp", "tp", "pp") if usual not in said), "axis")
+            right = f"{name[0] if name else free}={number[0] if number else usual}"
             right = "" if right.partition("=")[0] in sizes else right
             says = (
                 f"axis {axis} is given twice"
@@ -217,14 +271,21 @@ def _sizes(words: Sequence[str], typed: Typed, inside: str | None = None) -> dic
     return sizes
 
 
-def fill(sizes: dict[str, int], machine: Machine, hosts: str, typed: Typed) -> dict[str, int]:
-    """Sizes that hold just the ranks that the hosts have; ``hosts`` is the word that says those."""
+def fill(
+    sizes: dict[Axis, int], machine: Machine, hosts: str, typed: Typed, whole: str | None = None
+) -> dict[Axis, int]:
+    """Sizes that hold just the ranks that the hosts have.
+
+    Args:
+        hosts: the word that says them.
+        whole: how many ranks there are, in words; as the hosts have them unless given.
+    """
     fixed = math.prod(size for size in sizes.values() if size != -1)
     free = [axis for axis, size in sizes.items() if size == -1]
     if not machine:
         if free:
             raise UsageError(
-                f"{free[0]}=-1 is what is left of the ranks, so say how many there are.",
+                f"{_size(free[0], -1)} is what is left of the ranks, so say how many there are.",
                 (typed.but({}, "--nodes", f"{fixed}x8"), "for example"),
             )
         return sizes
@@ -233,25 +294,32 @@ def fill(sizes: dict[str, int], machine: Machine, hosts: str, typed: Typed) -> d
         return {axis: count // fixed if size == -1 else size for axis, size in sizes.items()}
     if not free and fixed == count:
         return sizes
-    hold = "holds" if host.count == 1 else "hold"
+    whole = whole or f"{host} {'holds' if host.count == 1 else 'hold'} {count:,}"
     if len(free) > 1:
         says = f"at most one size is -1, what is left; here are {wording.listed(free)}."
     elif free:
-        says = (
-            f"{wording.sizes(sizes)} cannot be filled: {host} {hold} {count:,} ranks, and {fixed:,} does not divide it."
-        )
+        says = f"{wording.sizes(sizes)} cannot be filled: {whole} ranks, and {fixed:,} does not divide it."
     else:
-        says = f"{wording.sizes(sizes)} holds {fixed:,} ranks, but {host} {hold} {count:,}."
+        says = f"{wording.sizes(sizes)} holds {fixed:,} ranks, but {whole}."
     right = _nearest(sizes, count, free[:1])
-    changes: dict[str, str | None] = {
-        f"{axis}={sizes[axis]}": f"{axis}={right[axis]}" for axis in sizes if right[axis] != sizes[axis]
-    }
-    changed = ", ".join(f"{axis} {right[axis]}" for axis in sizes if right[axis] != sizes[axis])
-    ways = [(typed.but(changes), f"with {changed}")]
+    other = [axis for axis in sizes if right[axis] != sizes[axis]]
+    if 0 in sizes:
+        better = typed.but_run([*map(str, sizes.values())], [*map(str, right.values())])
+    else:
+        better = typed.but({_size(axis, sizes[axis]): _size(axis, right[axis]) for axis in other})
+    changed = ", ".join(
+        f"axis {axis} of {right[axis]}" if axis in range(len(sizes)) else f"{axis} {right[axis]}" for axis in other
+    )
+    ways = [(better, f"with {changed}")]
     room = _hosts_for(fixed, host, machine)
-    if not free and room:
+    if not free and room and host.name != "world":
         ways.append((typed.but({hosts: room}), f"or on {fixed:,} ranks"))
     raise UsageError(says, *ways)
+
+
+def _size(axis: Axis, size: int) -> str:
+    """One size, as it is written."""
+    return str(size) if isinstance(axis, int) else f"{axis}={size}"
 
 
 def _hosts_for(ranks: int, host: Level, machine: Machine) -> str | None:
@@ -265,11 +333,11 @@ def _hosts_for(ranks: int, host: Level, machine: Machine) -> str | None:
     return "x".join(map(str, [*numbers, host.largest]))
 
 
-def _nearest(sizes: dict[str, int], count: int, free: Sequence[str]) -> dict[str, int]:
+def _nearest(sizes: Mapping[A, int], count: int, free: Sequence[A]) -> dict[A, int]:
     """Sizes near these that hold just so many ranks: one changed where that will do, a data axis if there is one."""
     right = {axis: size for axis, size in sizes.items() if size != -1}
     if not free:
-        for axis in sorted(right, key=lambda axis: ("dp" not in axis, list(right).index(axis))):
+        for axis in sorted(right, key=lambda axis: ("dp" not in str(axis), list(right).index(axis))):
             rest = math.prod(size for other, size in right.items() if other != axis)
             if count % rest == 0:
                 return {**sizes, axis: count // rest}

@@ -82,12 +82,13 @@ def run(args: argparse.Namespace, typed: Typed) -> int:
 
 def _suggested(mesh: Given, args: argparse.Namespace) -> tuple[Given, list[Line]]:
     """The sizes in the order of their traffic, and why."""
+    given.named(mesh.sizes, mesh.typed, "how much axes talk is told by their names")
     whole = "dp" in mesh.sizes or -1 in mesh.sizes.values() or not mesh.machine
     if not whole and mesh.machine[0].capacity != len(mesh.layout):
         mesh.sizes["dp"] = -1
     sizes = given.fill(mesh.sizes, mesh.machine, given.where(args), mesh.typed)
-    layout = suggest(sizes, mesh.machine)
-    ordered = dict(zip(map(str, layout.axes), layout.shape))
+    layout = suggest({str(axis): size for axis, size in sizes.items()}, mesh.machine)
+    ordered = dict(zip(layout.axes, layout.shape))
     where = ["--nodes", args.nodes] if args.nodes else ["--domains", args.domains] if args.domains else []
     line = Typed(("plan", *(f"{axis}={size}" for axis, size in ordered.items()), *where)).but({})
     why: list[Line] = [[(line, "bold")], []]
@@ -95,7 +96,7 @@ def _suggested(mesh: Given, args: argparse.Namespace) -> tuple[Given, list[Line]
     for axis in reversed(layout.axes):
         method = traffic.method_of(axis)
         says = f"{method.name}: {method.talk}" if method else "a name that is not known: between pipeline and data"
-        rows.append([(f"  {axis}={ordered[str(axis)]}", "bold"), (says, "")])
+        rows.append([(f"  {axis}={ordered[axis]}", "bold"), (says, "")])
     why += [[("Those that talk most stand nearest, innermost first:", "")], *ink.columns(rows, [False, False]), []]
     return Given(mesh.typed, ordered, mesh.machine, layout), why
 

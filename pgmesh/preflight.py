@@ -1,0 +1,141 @@
+"""The check before an expensive job: all ranks come, stand where they are planned, connect, and measure.
+
+Every rank calls ``preflight``; it is over for all of them in one way, at the same stage.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from statistics import median
+from typing import Any
+
+import torch
+
+from pgmesh import groups, measured
+from pgmesh.errors import MissingRanksError, PgmeshError, WorldError
+from pgmesh.layout import Axis
+from pgmesh.measured import Measured, Record, name_of
+from pgmesh.mesh import ProcessGroupMesh
+from pgmesh.probes import LARGE, SMALL, Probe, rounds
+from pgmesh.rollcall import RollCall
+from pgmesh.sizes import some
+
+Advance = Callable[[str], None]
+
+
+def versions() -> dict[str, str]:
+    """What has to be of one version on all ranks."""
+    return {"torch": str(torch.__version__), "pgmesh": str(importlib.import_module("pgmesh").__version__)}
+
+
+class Preflight:
+    """One rank's part in a check of a mesh.
+
+    Args:
+        hall: where all ranks meet.
+        mesh: what is checked.
+        families: the axes of each family.
+        hosts: the host of each rank.
+        sizes: of the all-reduces, in bytes.
+        repeats: how many batches of each kind are timed.
+        advance: told of each step that begins.
+        let_go: closes the mesh.
+    """
+
+    def __init__(
+        self,
+        hall: RollCall,
+        mesh: ProcessGroupMesh,
+        families: Sequence[tuple[Axis, ...]],
+        hosts: Sequence[str],
+        sizes: Sequence[int],
+        repeats: int,
+        advance: Advance = lambda step: None,
+        let_go: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.hall, self.mesh, self.families, self.hosts = hall, mesh, families, hosts
+        self.sizes, self.repeats = sizes, repeats
+        self.advance, self.let_go = advance, let_go
+        self.seconds = timedelta(seconds=hall.seconds)
+        self.record = Record(mesh.rank)
+
+    @property
+    def steps(self) -> int:
+        """How often ``advance`` is called."""
+        return 2 + len(self.families) * (len(self.sizes) + 1)
+
+    def run(self) -> Measured | None:
+        """Connect, measure, and put together what all ranks measured; only the first rank is given it.
+
+        Raises:
+            MissingRanksError, MismatchError, CircleError, WorldError: what is wrong, the same on all ranks.
+        """
+        self._stage("connecting", self._connect)
+        self._stage("working alone", self._work_alone)
+        for axes in self.families:
+            self._stage(f"measuring {name_of(axes)}", functools.partial(self._measure, axes))
+        hall = self.hall
+        hall.stage("telling what was measured")
+        hall.put(f"measured/{self.mesh.rank}", self.record.pack())
+        hall.meet()
+        return self._put_together() if hall.rank == 0 else None
+
+    def _stage(self, doing: str, work: Callable[[], None]) -> None:
+        """Work that ranks do with one another. What fails on one fails on all."""
+        hall = self.hall
+        hall.stage(doing)
+        try:
+            work()
+        except WorldError:
+            raise
+        except PgmeshError as error:
+            raise hall.give_up(error) from error
+        except RuntimeError as error:  # a backend's: perhaps another rank's end was its reason
+            self.let_go()  # so that those who wait for this rank learn of it
+            says = str(error).splitlines()[0]
+            lost = hall.lost(self.mesh.layout.ranks(), f"{hall.what}, {doing}")
+            raise hall.give_up(lost or MissingRanksError(f"{doing} failed: {says}")) from error
+        hall.meet()
+
+    def _connect(self) -> None:
+        self.advance("connecting")
+        start = time.monotonic()
+        for axes in self.families:
+            self.mesh.configure(*axes, timeout=self.seconds)
+        self.mesh.connect(*self.families, timeout=self.seconds)
+        self.record.connected = time.monotonic() - start
+        self.probe = Probe(groups.device_of(self._group(self.families[0])), self.repeats, self.hall.seconds)
+
+    def _work_alone(self) -> None:
+        self.advance("working alone")
+        self.record.own = median(self.probe.own_work())
+
+    def _measure(self, axes: tuple[Axis, ...]) -> None:
+        mesh, name = self.mesh, name_of(axes)
+        group, ranks, words = self._group(axes), mesh.ranks(*axes), f"group {name} (ranks {some(mesh.ranks(*axes))})"
+        self.probe.check_members(group, ranks, mesh.rank, self.hall.size, words)
+        times = self.record.times[name] = []
+        for size in self.sizes:
+            self.advance(f"{name}: {measured.in_bytes(size)}")
+            times.append(median(self.probe.all_reduce(group, size)))
+            self.probe.check_sum(group, mesh.index(*axes), len(ranks), size, words)
+        self.advance(f"{name}: links")
+        links = self.record.links[name] = {}
+        for together in rounds(ranks):
+            for pair in together:
+                if mesh.rank in pair:
+                    (peer,) = {*pair} - {mesh.rank}
+                    links[peer] = [median(self.probe.exchange(group, peer, size)) for size in (SMALL, LARGE)]
+
+    def _group(self, axes: tuple[Axis, ...]) -> Any:
+        return self.mesh.group(*axes)
+
+    def _put_together(self) -> Measured:
+        texts = [self.hall.look(f"measured/{rank}") for rank in range(self.hall.size)]
+        records = [Record.unpack(text or "{}") for text in texts]
+        blocks = {name_of(axes): list(self.mesh.partition(*axes)) for axes in self.families}
+        return measured.put_together(records, self.sizes, blocks, self.hosts)

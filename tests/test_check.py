@@ -1,0 +1,306 @@
+"""``pgmesh check`` on real ranks: what it finds, what it says, and that every rank ends with one status."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pgmesh import heart, placement
+from pgmesh.__main__ import main
+from pgmesh.machine import Level, misplaced, seen
+from pgmesh.placement import Placement, Seat
+from pgmesh.probes import Probe
+from tests.torch_seam import tables
+from tests.worlds import fresh, world
+
+ROOT = Path(__file__).parent.parent
+QUICK = "--bytes 8,4K --repeats 1 --timeout 20"
+
+Answer = tuple[int, str, str]
+
+
+def checked(line: str) -> Answer:
+    """What a rank's check ends with, and says on both outputs."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main(["check", *shlex.split(line)])
+    return status, out.getvalue(), err.getvalue()
+
+
+def told_by_the_first(answers: list[Answer], status: int) -> str:
+    """All ranks end with one status, and the first alone speaks."""
+    assert [ended for ended, _, _ in answers] == [status] * len(answers)
+    assert [said for _, *said in answers[1:]] == [["", ""]] * (len(answers) - 1)
+    _, out, err = answers[0]
+    assert (out, err)[status == 0] == ""
+    return (err, out)[status == 0]
+
+
+# ---- all is well ----
+
+
+def test_what_the_first_rank_tells():
+    text = told_by_the_first(world(4).run(checked, f"dp=2 tp=2 --nodes 1x4 --family dp,tp {QUICK}"), 0)
+    assert max(map(len, text.splitlines())) <= 80
+    lines = [re.sub(r"[0-9.]+ (s|ms|us|[kMG]B/s)\b", r"N \1", line) for line in text.splitlines()]
+    assert lines[:3] == [
+        "4 ranks over gloo on cpu",
+        "ok    4 ranks came and mean the same: dp=2 tp=2",
+        "ok    ranks are where they are planned: 1 host of 4",
+    ]
+    assert "ok    5 groups of 3 families connected, in N s" in lines
+    assert "ok    every sum is right, of 8 B, 4 KiB" in lines
+    rows = [line.split() for line in lines if re.match(r"(dp|tp|dp x tp) +[24] ", line)]
+    assert [row[:-9] for row in rows] == [["dp"], ["tp"], ["dp", "x", "tp"]] or len(rows) == 3
+    assert re.search(r"^ +4 KiB +N [mu]s +N MB/s +N MB/s ", "\n".join(lines), re.MULTILINE)
+    assert "algbw = bytes / time, busbw = algbw x\n2(n-1)/n, as in NCCL-tests (doc/PERFORMANCE.md)." in text
+    assert re.search(r"[Rr]ank \d", text)
+
+
+def test_json_has_each_group_and_both_bandwidths_with_their_formula():
+    data = json.loads(told_by_the_first(world(4).run(checked, f"2 2 --json {QUICK}"), 0))
+    assert (data["status"], data["ranks"], data["axes"], data["shape"]) == ("ok", 4, [0, 1], [2, 2])
+    assert (data["backend"], data["device"], data["bytes"]) == ("gloo", "cpu", [8, 4096])
+    assert data["hosts"] == [socket.gethostname()] * 4
+    assert data["formulas"]["busbw"] == "algbw x 2(n-1)/n"
+    assert "nccl-tests" in data["formulas"]["source"]
+    assert [family["name"] for family in data["families"]] == ["0", "1"]
+    for family, groups in zip(data["families"], ([[0, 2], [1, 3]], [[0, 1], [2, 3]])):
+        assert [group["ranks"] for group in family["groups"]] == groups
+        assert all(slow in groups for slow in family["slowest"])
+        for group in family["groups"]:
+            assert all(seconds > 0 for seconds in group["seconds"])
+            assert group["algbw"] == [size / seconds for size, seconds in zip([8, 4096], group["seconds"])]
+            assert group["busbw"] == group["algbw"]  # of two
+    assert sorted(link["ranks"] for link in data["links"]) == [[0, 1], [0, 2], [1, 3], [2, 3]]
+    assert [rank["rank"] for rank in data["each_rank"]] == [0, 1, 2, 3]
+    assert data["slowest_rank"] in range(4)
+
+
+def held() -> tuple[int, int]:
+    threads = [thread for thread in threading.enumerate() if thread.name != "pgmesh-heart"]
+    return tables()["pg_map"], len(threads)
+
+
+def test_nothing_is_left_of_it():
+    before = world(4).run(held)
+    told_by_the_first(world(4).run(checked, f"dp=4 {QUICK}"), 0)
+    assert world(4).run(held) == before
+
+
+# ---- what fails, fails on every rank with one error ----
+
+
+def absent(line: str, who: int) -> Answer | None:
+    return None if dist.get_rank() == who else checked(line)
+
+
+def test_a_rank_that_never_comes_is_named():
+    with fresh(4) as own:
+        answers = own.run(absent, "dp=2 tp=2 --timeout 1", 3)
+    text = told_by_the_first(answers[:3], 1)
+    assert text.startswith(
+        "pgmesh check failed: MissingRanksError: pgmesh check (ranks 0, 1, 2, 3): rank 3 did not come in 1 s.\n"
+        "  rank 3 "
+    )
+
+
+def test_where_the_first_rank_never_comes_the_others_tell():
+    with fresh(4) as own:
+        answers = own.run(absent, "dp=2 tp=2 --timeout 1", 0)
+    for status, out, err in answers[1:]:
+        assert (status, out) == (1, "")
+        assert "MissingRanksError: pgmesh check (ranks 0, 1, 2, 3): rank 0 did not come in 1 s.\n" in err
+
+
+def test_a_rank_with_other_sizes_is_named():
+    lines = [("dp=2 tp=2",), ("dp=2 tp=2",), ("dp=2 tp=2",), ("dp=4 tp=1",)]
+    text = told_by_the_first(world(4).run_each(checked, lines), 1)
+    assert text == (
+        "pgmesh check failed: MismatchError: pgmesh check is not the same on all ranks:\n"
+        "  sizes: dp=2 tp=2 on ranks 0, 1, 2, dp=4 tp=1 on rank 3\n\n"
+        "Start every rank with the same command line.\n"
+    )
+    lines[3] = ("dp=2 tp=3",)  # which does not even fit
+    assert "dp=2 tp=3 on rank 3" in told_by_the_first(world(4).run_each(checked, lines), 1)
+
+
+def test_sizes_that_do_not_hold_the_world_are_a_usage_error_on_every_rank():
+    text = told_by_the_first(world(4).run(checked, "dp=2 tp=3"), 2)
+    assert text == (
+        "pgmesh check: dp=2 tp=3 holds 6 ranks, but the world has 4.\n\n  pgmesh check dp=2 tp=2   # with tp 2\n"
+    )
+    text = told_by_the_first(world(4).run(checked, "dp=-1 tp=3"), 2)
+    assert "the world has 4 ranks, and 3 does not divide it." in text
+    text = told_by_the_first(world(4).run(checked, "dp=2 tp=2 --family ddp"), 2)
+    assert text.startswith("pgmesh check: there is no axis 'ddp': the axes are dp, tp.")
+
+
+@pytest.mark.parametrize("line", ["dp=2 --bytes 5X", "dp=2 --timeout 0", "dp=2 --repeats 0", "dp:2"])
+def test_a_line_that_is_wrong_by_itself(line):
+    status, out, err = checked(line)
+    assert (status, out) == (2, "")
+    assert "\n  pgmesh check dp=2" in err
+
+
+def with_a_wrong_sum(line: str) -> Answer:
+    real = dist.all_reduce
+
+    def wrong(tensor: torch.Tensor, *args: Any, **more: Any) -> Any:
+        if dist.get_rank() == 2 and tensor.numel() == 1024 and tensor.any():
+            tensor[7] += 1
+        return real(tensor, *args, **more)
+
+    with mock.patch.object(dist, "all_reduce", wrong):
+        return checked(line)
+
+
+def test_a_wrong_sum_fails():
+    text = told_by_the_first(world(4).run(with_a_wrong_sum, f"dp=2 tp=2 {QUICK}"), 1)
+    assert text == (
+        "pgmesh check failed: MismatchError: group dp (ranks 0, 2): a sum of 4,096 bytes is wrong in 1 of "
+        "1,024 values; the first is value 7, 4 in place of 3.\n"
+    )
+
+
+def with_a_foreign_member(line: str) -> Answer:
+    real = Probe.check_members
+
+    def wrong(self: Probe, group: Any, ranks: Any, me: int, *more: Any) -> None:
+        real(self, group, ranks, 0 if me == 3 else me, *more)
+
+    with mock.patch.object(Probe, "check_members", wrong):
+        return checked(line)
+
+
+def test_a_sum_over_other_ranks_fails():
+    text = told_by_the_first(world(4).run(with_a_foreign_member, f"tp=4 {QUICK}"), 1)
+    assert text == (
+        "pgmesh check failed: MismatchError: group tp (ranks 0, 1, 2, 3) sums over ranks 0 (2 times), 1, 2, "
+        "not over 0, 1, 2, 3.\n"
+    )
+
+
+def on_hosts(line: str, names: list[str]) -> Answer:
+    places = Placement({rank: Seat(name, "", None) for rank, name in enumerate(names)})
+    with mock.patch.object(placement, "place", return_value=places):
+        return checked(line)
+
+
+def test_ranks_that_are_not_where_they_are_planned():
+    text = told_by_the_first(world(4).run(on_hosts, "dp=2 tp=2 --nodes 2x2", ["n1", "n2", "n1", "n2"]), 1)
+    assert text == (
+        "pgmesh check failed: MismatchError: ranks are not on the hosts that are planned:\n"
+        "  host 0 is planned for ranks 0, 1, but rank 0 is on n1 and rank 1 on n2.\n"
+        "  host 1 is planned for ranks 2, 3, but rank 2 is on n1 and rank 3 on n2.\n"
+        "  rank 0 and rank 2 are planned on 2 hosts, but all are on n1.\n"
+        "  rank 1 and rank 3 are planned on 2 hosts, but all are on n2.\n\n"
+        "Ranks of one host do not follow one another: have the launcher number them host by host.\n"
+    )
+    text = told_by_the_first(world(4).run(on_hosts, "dp=2 tp=2 --nodes 2x2", ["n1"] * 4), 1)
+    assert text.endswith("\n\n  pgmesh check dp=2 tp=2 --nodes 1x4   # is where they are\n")
+    text = told_by_the_first(world(4).run(on_hosts, f"tp=4 {QUICK} --nodes 3,1", ["n1", "n1", "n1", "n2"]), 0)
+    assert "ok    ranks are where they are planned: 2 hosts of 3 and 1\n" in text
+
+
+def test_placement_against_a_plain_look():
+    hosts = Level("host", ((2, 2), (1, 1)))
+    for code in range(3**5):
+        names = [f"n{code // 3**i % 3}" for i in range(5)]
+        units = [0, 0, 1, 1, 2]
+        as_planned = all((names[a] == names[b]) == (units[a] == units[b]) for a in range(5) for b in range(5))
+        assert (misplaced(hosts, names) == []) == as_planned
+        there = seen(names)
+        if there is not None:
+            assert misplaced(there, names) == []
+        if as_planned:
+            assert there == hosts
+
+
+# ---- a rank that dies half-way ----
+
+
+def dying(line: str, who: int) -> Answer:
+    real = Probe.check_sum
+
+    def end(self: Probe, *args: Any) -> None:
+        if dist.get_rank() == who:
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(self, *args)
+
+    with mock.patch.object(Probe, "check_sum", end), mock.patch.object(heart, "SUSPICION", 2.0):
+        return checked(line)
+
+
+def test_a_rank_that_dies_half_way_is_named_by_all_others():
+    with fresh(4) as own:
+        outcomes = own.outcomes(dying, "dp=2 tp=2 --bytes 8,4K --repeats 1 --timeout 20", 3)
+    assert not any(outcome.error for outcome in outcomes[:3]), outcomes
+    text = told_by_the_first([outcome.result for outcome in outcomes[:3]], 1)
+    assert text.startswith("pgmesh check failed: MissingRanksError: pgmesh check")
+    assert re.search(r"rank 3 was (lost; it was )?last heard from \d s ago", text), text
+
+
+# ---- who is slow ----
+
+
+@contextlib.contextmanager
+def slowed(pid: int, run: float = 0.004, stop: float = 0.040) -> Iterator[None]:
+    """A process that runs a tenth of the time."""
+    over = threading.Event()
+
+    def slow() -> None:
+        while not over.is_set():
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(stop)
+            os.kill(pid, signal.SIGCONT)
+            over.wait(run)
+
+    thread = threading.Thread(target=slow)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_a_rank_that_is_slowed_on_purpose_is_found():
+    with fresh(4) as own, slowed(own.pids[2]):
+        data = json.loads(told_by_the_first(own.run(checked, "dp=2 tp=2 --bytes 256K --repeats 3 --json"), 0))
+    assert (data["slowest_rank"], data["slowest_rank_stands_out"]) == (2, True), data["each_rank"]
+    assert data["each_rank"][2]["own_work"] > 1.5, data["each_rank"]
+    assert [family["slowest"][-1] for family in data["families"]] == [[0, 2], [2, 3]]
+
+
+def slow_to_reach(line: str, who: int) -> Answer:
+    real = Probe._all
+
+    def late(self: Probe, *works: Any) -> None:
+        if dist.get_rank() == who:
+            time.sleep(0.01)
+        real(self, *works)
+
+    with mock.patch.object(Probe, "_all", late):
+        return checked(line)
+
+
+def test_a_rank_that_is_slow_to_reach_is_told_from_one_that_is_slow_by_itself():
+    text = told_by_the_first(world(4).run(slow_to_reach, "dp=2 tp=2 --bytes 8 --repeats 1", 1), 0)
+    assert re.search(r"\nRank 1 is slow to reach: the fastest of its links takes \d", text), text
