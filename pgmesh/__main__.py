@@ -19,6 +19,7 @@ COMMANDS = {
     "plan": "groups, where they lie on hosts, what they would cost, what is bad about it",
     "show": "one rank: its place, its groups, its neighbours, a picture",
     "check": "the preflight of a job: all its ranks come, connect, sum rightly, are measured",
+    "doctor": "launcher, torch, network and store, as this process finds them; what to do",
 }
 """Each is a file of ``pgmesh.commands``: ``add`` says what it takes, ``EXAMPLES`` ends its help, and ``run`` does it
 and returns the exit status."""

@@ -45,6 +45,7 @@ FLOORS = [
     "probes",
     "measured",
     "preflight",
+    "diagnosis",
     "interop",
     "recipes",
     "parallel",
