@@ -1,60 +1,93 @@
-"""pgmesh beside torch's DeviceMesh: what is asked for, and what this machine gives.
+"""pgmesh beside its peers: what is asked for, and what this machine gives.
 
-    python -m benchmarks            # everything: a minute or two
-    python -m benchmarks --quick    # fewer ranks, fewer repetitions: half a minute
+    python -m benchmarks                    # everything: under five minutes
+    python -m benchmarks --quick            # fewer ranks, fewer repetitions: under 40 seconds
+    python -m benchmarks --only hits blocks # some parts
+    python -m benchmarks --json FILE        # append the run to FILE, a list of runs
+    python -m benchmarks --plot FILE        # draw cost against the size of the world, as SVG
 
-Every figure is a ratio of two medians that were taken in turn in this one run, or a count: times are told to show what
+Every figure is a ratio of medians that were taken in turn in this one run, or a count: times are told to show what
 a ratio is made of, and say nothing beyond this machine and this moment. Nothing here fails: a figure that is not met
-is said to be so, below the table.
+is said to be so, below the tables.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from benchmarks.report import Figure
 
-ASKED_AT = 64
-"""The figures for many processes are asked for at this many."""
+PARTS = ("hits", "one rank", "blocks", "ranks", "store", "start")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="16 processes and fewer repetitions")
-    parser.add_argument("--ranks", type=int, help=f"how many gloo processes ({ASKED_AT}; 16 if quick)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser.add_argument("--ranks", type=int, nargs="+", metavar="N", help="how many gloo processes (8 16 32 64; or 16)")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="these parts alone")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append this run to the list of runs in FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw cost against the size of the world there")
     asked = parser.parse_args()
-    ranks = asked.ranks or (16 if asked.quick else ASKED_AT)
 
     import torch
 
-    from benchmarks import hits, many_processes, one_rank, report
+    from benchmarks import report
+    from benchmarks.sides import absent
 
-    figures = [
-        *_told("asking again", hits.figures, 5 if asked.quick else 9),
-        *_told("one rank of a huge world", one_rank.figures, 3 if asked.quick else 5),
-        *_told(
-            f"{ranks} processes", many_processes.figures, ranks, 5 if asked.quick else 11, binding=ranks == ASKED_AT
-        ),
-    ]
-    print(f"\npgmesh beside DeviceMesh of torch {torch.__version__}, Python {platform.python_version()}\n")
-    print(report.table(figures))
-    if ranks != ASKED_AT:
-        print(f"(8x to make and 1.8x to make and use are asked for at {ASKED_AT} processes, so not here)")
+    start = time.monotonic()
+    print(f"\npgmesh beside its peers: torch {torch.__version__}, Python {platform.python_version()}\n", flush=True)
+    for side, reason in absent().items():
+        print(f"{side} is left out: {reason}. `make bench` installs it into an environment of its own.\n")
+    told: dict[str, list[Figure]] = {}
+    for part, figures in parts(asked.quick, asked.ranks or ([16] if asked.quick else [8, 16, 32, 64])):
+        if part in asked.only:
+            told[part] = figures()
+            print(report.table(part, told[part]), end="\n\n", flush=True)
+            print(f"{part}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+    figures_of_all = [figure for figures in told.values() for figure in figures]
+    print(report.verdict(figures_of_all))
     if asked.json:
-        asked.json.write_text(json.dumps([figure.record() for figure in figures], indent=1) + "\n")
+        run = {
+            "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+            "quick": asked.quick,
+            "seconds": round(time.monotonic() - start, 1),
+            "figures": {part: [figure.record() for figure in figures] for part, figures in told.items()},
+        }
+        before = json.loads(asked.json.read_text()) if asked.json.exists() else []
+        asked.json.write_text(json.dumps([*before, run], indent=1) + "\n")
+    if asked.plot:
+        from benchmarks import plot
+
+        asked.plot.write_text(plot.drawing(told))
 
 
-def _told(what: str, figures: Callable[..., list[Figure]], *args: Any, **options: Any) -> list[Figure]:
-    print(f"{what} ...", file=sys.stderr, flush=True)
-    return figures(*args, **options)
+def parts(quick: bool, ranks: list[int]) -> list[tuple[str, Callable[[], list[Figure]]]]:
+    """What is measured, in order."""
+    from benchmarks import blocks, hits, many_ranks, one_rank, starting, stores
+
+    def of_ranks() -> list[Figure]:
+        return [figure for n in ranks for figure in many_ranks.figures(n, 3 if quick else 5)]
+
+    return [
+        ("hits", lambda: hits.figures(9 if quick else 41)),
+        ("one rank", lambda: one_rank.figures(3, (1_024, 65_536)) if quick else one_rank.figures(5)),
+        ("blocks", lambda: blocks.figures(1 if quick else 5)),
+        ("ranks", of_ranks),
+        ("store", lambda: stores.figures([4, 8] if quick else [4, 8, 16, 32], 0.3 if quick else 1.0)),
+        ("start", lambda: starting.figures(2 if quick else 5, max(ranks), 1 if quick else 2)),
+    ]
 
 
 if __name__ == "__main__":

@@ -1,48 +1,100 @@
-"""Asking again: what a program does all the time, for a group and for a slice that are there already.
+"""Asking again: what a program does all the time, for groups, places and slices that were asked for before.
 
-The two sides are timed in turn, round after round, by timeit and with nothing subtracted; a figure is the median over
-the rounds.
+The sides are timed in turn, round after round, by timeit and with nothing subtracted; a figure is the median over the
+rounds. A dict look-up is timed along with them: it says what this machine and this Python do at best.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from timeit import Timer
-
-from torch.distributed.device_mesh import init_device_mesh
+from typing import Any
 
 from benchmarks import dry
-from benchmarks.report import Figure, medians
+from benchmarks.report import OURS, Figure, Wish, medians
+from benchmarks.sides import present
 from pgmesh import ProcessGroupMesh
 
-SIZES = {"pp": 2, "dp": 2, "tp": 2}
+SIZES = {"dp": 2, "pp": 2, "cp": 2, "tp": 2}
+DICT = "a dict"
+NANOSECONDS = 34.0
+"""What a dict look-up took on the machine that the figures are asked for on: they are asked for in look-ups."""
 
 
 def figures(rounds: int) -> list[Figure]:
-    with dry.world(8):
+    with dry.world(16):
         mesh = ProcessGroupMesh(**SIZES)
-        device_mesh = init_device_mesh("cpu", tuple(SIZES.values()), mesh_dim_names=tuple(SIZES))
-        group = in_turn(
-            Timer('group("tp")', globals={"group": mesh.group}),
-            Timer('get_group("tp")', globals={"get_group": device_mesh.get_group}),
-            rounds,
+        made = {name: side(f"hits of {name}", SIZES) for name, side in present().items() if name != OURS}
+        device_mesh = made["DeviceMesh"].mesh  # type: ignore[attr-defined]
+        known = {"mesh": mesh, "device_mesh": device_mesh, "table": {"tp": 1}}
+        flat = device_mesh["cp", "tp"]
+        grid, state = (
+            getattr(made.get("HyperCommGrid"), "grid", None),
+            getattr(made.get("Megatron-Core"), "state", None),
         )
-        part = in_turn(
-            Timer('along("dp", "tp")', globals={"along": mesh.along}),
-            Timer('device_mesh["dp", "tp"]', globals={"device_mesh": device_mesh}),
-            rounds,
-        )
-    return [
-        Figure('group("tp") again, get_group("tp") again', *group, asked=6),
-        Figure('along("dp", "tp") again, device_mesh["dp", "tp"] again', *part, asked=100),
-    ]
+        known |= {"grid": grid, "state": state, "flat": flat}
+
+        def figure(what: str, nanoseconds: float, *wishes: Wish, **calls: str) -> Figure:
+            names = {"ours": OURS, "device_mesh": "DeviceMesh", "grid": "HyperCommGrid", "state": "Megatron-Core"}
+            timers = {
+                names[side]: call for side, call in calls.items() if known.get(side) is not None or side == "ours"
+            }
+            values = in_turn({**timers, DICT: 'table["tp"]'}, known, rounds)
+            limit = Wish(most=nanoseconds / NANOSECONDS, against=DICT)
+            return Figure(f"{what} again", values, wishes=(*wishes, limit))
+
+        found = [
+            figure(
+                'group("tp")',
+                120,
+                Wish(8, "DeviceMesh"),
+                ours='mesh.group("tp")',
+                device_mesh='device_mesh.get_group("tp")',
+                grid='grid.get_pg("tp")',
+                state="state.get_tensor_model_parallel_group()",
+            ),
+            figure(
+                'group("cp", "tp")',
+                160,
+                ours='mesh.group("cp", "tp")',
+                device_mesh='device_mesh["cp_tp"].get_group()',
+                grid='grid.get_pg(["cp", "tp"])',
+                state="state.get_tensor_and_context_parallel_group()",
+            ),
+            figure(
+                'index("tp")',
+                300,
+                ours='mesh.index("tp")',
+                device_mesh='device_mesh.get_local_rank("tp")',
+                state="state.get_tensor_model_parallel_rank()",
+            ),
+            figure(
+                'size("tp")',
+                300,
+                ours='mesh.size("tp")',
+                device_mesh="device_mesh.size(3)",
+                state="state.get_tensor_model_parallel_world_size()",
+            ),
+            figure(
+                'neighbor("pp", +1)',
+                300,
+                ours='mesh.neighbor("pp", 1)',
+                state="state.get_pipeline_model_parallel_next_rank()",
+            ),
+            figure('along("cp", "tp")', 1500, ours='mesh.along("cp", "tp")', device_mesh='device_mesh["cp", "tp"]'),
+            figure("at(pp=1)", 1500, ours="mesh.at(pp=1)"),
+        ]
+        for side in made.values():
+            side.close()
+    return found
 
 
-def in_turn(ours: Timer, theirs: Timer, rounds: int) -> tuple[float, float]:
+def in_turn(calls: dict[str, str], known: dict[str, Any], rounds: int) -> dict[str, float]:
     """The seconds of one call on each side."""
-    timers = {"ours": ours, "theirs": theirs}
-    calls = {side: max(1, timer.autorange()[0] // 4) for side, timer in timers.items()}
-    took: dict[str, list[float]] = {side: [] for side in timers}
+    timers = {side: Timer(call, globals=known) for side, call in calls.items()}
+    times = {side: max(1, timer.autorange()[0] // 10) for side, timer in timers.items()}
+    took: dict[str, list[float]] = defaultdict(list)
     for _ in range(rounds):
         for side, timer in timers.items():
-            took[side].append(timer.timeit(calls[side]) / calls[side])
+            took[side].append(timer.timeit(times[side]) / times[side])
     return medians(took)

@@ -1,87 +1,151 @@
-"""A figure: one thing measured on both sides, how many times better ours is, and how many times is asked for."""
+"""A figure: one thing measured on several sides, and what is asked of ours."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
+
+from benchmarks.sides import SIDES
 
 SCALES = {
     "s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")),
     "B": ((1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B")),
 }
+BEST = "best peer"
+OURS = "pgmesh"
+PEERS = [side for side in SIDES if side != OURS]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a figure is to reach.
+
+    Args:
+        times: at least so many times less than another side, if above 0.
+        against: which; ``BEST`` for the best of the peers.
+        most: or at most so many times what that side takes, or at most so much where no side is named.
+    """
+
+    times: float = 0.0
+    against: str = ""
+    most: float = 0.0
+
+    def met(self, values: Mapping[str, float]) -> bool | None:
+        """None where the other side is not there."""
+        if not self.against:
+            return values[OURS] <= self.most
+        other = best(values) if self.against == BEST else values.get(self.against)
+        if other is None:
+            return None
+        return values[OURS] * self.times <= other if self.times else values[OURS] <= other * self.most
+
+    def say(self, unit: str) -> str:
+        if not self.against:
+            return f"<= {say(self.most, unit)}"
+        return f"{self.times:g}x {self.against}" if self.times else f"<= {self.most:.3g} {self.against}"
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One line of the table. Less is better on both sides.
+    """One line of a table. Less is better on all sides.
 
     Args:
-        what: what both sides did.
-        ours: pgmesh's median, in seconds, bytes or a count.
-        theirs: DeviceMesh's, taken in turn with ours in the same run; None where only pgmesh was asked.
-        unit: "s", "B", or "" for a count.
-        asked: the least ratio of theirs to ours that pgmesh sets itself; None where it sets none.
-        limit: or the most that ours may be.
+        what: what every side did.
+        values: by side, the median, in seconds, bytes or a count; all taken in turn in the same run.
+        unit: "s", "B", "" for a count, or "x" for how many times.
+        wishes: what is asked of ours; none where nothing is.
+        left_out: by side, why there is no value.
     """
 
     what: str
-    ours: float
-    theirs: float | None
+    values: Mapping[str, float]
     unit: str = "s"
-    asked: float | None = None
-    limit: float | None = None
-
-    @property
-    def ratio(self) -> float | None:
-        """How many times less ours is."""
-        return self.theirs / self.ours if self.theirs is not None and self.ours > 0 else None
+    wishes: tuple[Wish, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def met(self) -> bool | None:
-        """Whether what is asked for is reached; None where nothing is."""
-        if self.limit is not None:
-            return self.ours <= self.limit
-        return None if self.asked is None else self.ratio is not None and self.ratio >= self.asked
+        """Whether all that is asked for is reached; None where nothing is, or where the other side is not there."""
+        met = [each for wish in self.wishes if (each := wish.met(self.values)) is not None]
+        return all(met) if met else None
 
-    def cells(self) -> tuple[str, ...]:
-        ratio = "" if self.ratio is None else f"{_three(self.ratio)}x"
-        asked = f"{self.asked:g}x" if self.asked else "" if self.limit is None else f"<= {_say(self.limit, self.unit)}"
-        met = {True: "yes", False: "NO", None: ""}[self.met]
-        theirs = "" if self.theirs is None else _say(self.theirs, self.unit)
-        return self.what, _say(self.ours, self.unit), theirs, ratio, asked, met
+    def ratio(self, side: str) -> float | None:
+        """How many times less ours is than a side's, or than the best peer's."""
+        other = best(self.values) if side == BEST else self.values.get(side)
+        ours = self.values[OURS]
+        return None if other is None or ours <= 0 or self.unit == "x" else other / ours
+
+    def cell(self, side: str) -> str:
+        return say(self.values[side], self.unit) if side in self.values else self.left_out.get(side, "")
 
     def record(self) -> dict[str, Any]:
-        return {**asdict(self), "ratio": self.ratio, "met": self.met}
+        return {
+            "what": self.what,
+            "unit": self.unit,
+            "values": dict(self.values),
+            "left out": dict(self.left_out),
+            "times less than the best peer": self.ratio(BEST),
+            "times less than DeviceMesh": self.ratio("DeviceMesh"),
+            "asked for": [wish.say(self.unit) for wish in self.wishes],
+            "met": self.met,
+        }
 
 
-def medians(values: dict[str, list[float]]) -> tuple[float, float]:
-    """The medians of both sides, ours first."""
-    return median(values["ours"]), median(values["theirs"])
+def best(values: Mapping[str, float]) -> float | None:
+    """The best of the peers."""
+    return min((values[side] for side in PEERS if side in values), default=None)
 
 
-def table(figures: Iterable[Figure]) -> str:
-    """The figures, a line each, and then those that are not met."""
+def medians(values: Mapping[str, list[float]]) -> dict[str, float]:
+    """The median of each side that was measured."""
+    return {side: median(each) for side, each in values.items() if each}
+
+
+def table(title: str, figures: Iterable[Figure]) -> str:
+    """The figures of a part, a line each."""
     figures = list(figures)
-    head = ("what", "pgmesh", "DeviceMesh", "ratio", "asked for", "met")
-    rows = [figure.cells() for figure in figures]
+    columns = list(dict.fromkeys(side for figure in figures for side in [*SIDES, *figure.values, *figure.left_out]))
+    columns = [side for side in columns if any(figure.cell(side) for figure in figures)]
+    ratios = [side for side in (BEST, "DeviceMesh") if any(figure.ratio(side) for figure in figures)]
+    head = (title, *columns, *(f"{side}/{OURS}" for side in ratios), "asked for", "met")
+    rows = [
+        (
+            figure.what,
+            *map(figure.cell, columns),
+            *("" if (ratio := figure.ratio(side)) is None else f"{_three(ratio)}x" for side in ratios),
+            ", ".join(wish.say(figure.unit) for wish in figure.wishes),
+            {True: "yes", False: "NO", None: ""}[figure.met],
+        )
+        for figure in figures
+    ]
     widths = [max(map(len, column)) for column in zip(head, *rows)]
     lines = [head, tuple("-" * width for width in widths), *rows]
-    text = "\n".join(
-        "  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(line, widths)))
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(line, widths))
+        ).rstrip()
         for line in lines
     )
+
+
+def verdict(figures: Iterable[Figure]) -> str:
+    """Which of all the figures are not met."""
+    figures = list(figures)
     missed = [figure for figure in figures if figure.met is False]
     asked = sum(figure.met is not None for figure in figures)
-    if missed:
-        return f"{text}\n\nnot met, {len(missed)} of {asked}:\n" + "\n".join(f"  {figure.what}" for figure in missed)
-    return f"{text}\n\nall {asked} that are asked for are met"
+    if not missed:
+        return f"all {asked} that are asked for are met"
+    return f"not met, {len(missed)} of {asked}:\n" + "\n".join(f"  {figure.what}" for figure in missed)
 
 
-def _say(value: float, unit: str) -> str:
+def say(value: float, unit: str) -> str:
+    """A value in words."""
+    if unit == "x":
+        return f"{_three(value)}x"
     if not unit:
-        return f"{value:g}"
+        return f"{value:,.4g}" if value < 10_000 else f"{value:,.0f}"
     scale, word = next((scale for scale in SCALES[unit] if abs(value) >= scale[0]), SCALES[unit][-1])
     return f"{_three(value / scale)} {word}"
 

@@ -1,21 +1,42 @@
-"""The two sides of every comparison: pgmesh, and torch's DeviceMesh as near to it as its API comes.
+"""The sides of every comparison: pgmesh, and each peer as near to it as its API comes.
 
-Each side makes the same mesh, dp x pp x cp x tp, and on it the six families of groups that large training uses. The
-two that run along a pair of axes are a call of pgmesh's; DeviceMesh needs its private ``_flatten`` for them.
+Each side makes the same mesh, dp x pp x cp x tp with tp varying fastest, and on it the six families of groups that
+large training uses. A side that is not installed is left out, and ``absent`` says so.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib
+import logging
+import math
+import os
+import warnings
+from typing import Any, Protocol
+from unittest import mock
+
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
-from pgmesh import ProcessGroupMesh
+from pgmesh import Layout, ProcessGroupMesh
 
 FAMILIES = (("tp",), ("cp",), ("pp",), ("dp",), ("dp", "cp"), ("cp", "tp"))
 
 
+class Side(Protocol):
+    """A mesh of so many ranks along dp, pp, cp and tp, and this rank's groups of the six families, in their order."""
+
+    groups: list[Any]
+
+    def __init__(self, name: str, sizes: dict[str, int]) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Ours:
-    """A mesh of pgmesh and the groups of the six families."""
+    """A mesh of pgmesh."""
 
     def __init__(self, name: str, sizes: dict[str, int]) -> None:
         self.mesh = ProcessGroupMesh(name=name, **sizes)
@@ -26,18 +47,152 @@ class Ours:
 
 
 class Theirs:
-    """A DeviceMesh and the groups of the six families."""
+    """What every peer does at its end, so that the next one finds what it found: each group is destroyed once."""
+
+    groups: list[Any]
+
+    def close(self) -> None:
+        _destroy(set(self.groups))
+        self.__dict__.clear()
+
+
+class DeviceMesh(Theirs):
+    """torch's DeviceMesh. Along two axes it needs its private ``_flatten``."""
 
     def __init__(self, name: str, sizes: dict[str, int]) -> None:
         self.mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         parts = [self.mesh[axes]._flatten("_".join(axes)) if len(axes) > 1 else self.mesh[axes] for axes in FAMILIES]
         self.groups = [part.get_group() for part in parts]
 
+
+class Megatron:
+    """Megatron-Core's ``initialize_model_parallel``. It makes some ten families more, and cannot be asked for fewer."""
+
+    def __init__(self, name: str, sizes: dict[str, int]) -> None:
+        self.state = state = quietly("megatron.core.parallel_state")
+        before = set(c10d._world.pg_map)
+        state.initialize_model_parallel(
+            sizes["tp"],
+            sizes["pp"],
+            context_parallel_size=sizes["cp"],
+            expert_tensor_parallel_size=sizes["tp"] * sizes["cp"],  # else it wants pp outermost
+            order="tp-cp-ep-pp-dp",
+            create_gloo_process_groups=False,
+        )
+        self.made = set(c10d._world.pg_map) - before
+        self.groups = [
+            state.get_tensor_model_parallel_group(),
+            state.get_context_parallel_group(),
+            state.get_pipeline_model_parallel_group(),
+            state.get_data_parallel_group(),
+            state.get_data_parallel_group(with_context_parallel=True),
+            state.get_tensor_and_context_parallel_group(),
+        ]
+
     def close(self) -> None:
-        for group in self.groups:
-            if group is not dist.group.WORLD:
-                dist.destroy_process_group(group)
-        del self.mesh, self.groups
+        self.state.destroy_model_parallel()
+        state = vars(self.state)
+        for name in [name for name, value in state.items() if isinstance(value, dist.ProcessGroup)]:
+            state[name] = None  # its own destroy forgets some
+        state["_GLOBAL_PROCESS_GROUP_LIST"] = None
+        made = self.made
+        self.__dict__.clear()
+        _destroy(made)
 
 
-SIDES: dict[str, type[Ours] | type[Theirs]] = {"ours": Ours, "theirs": Theirs}
+class HyperCommGrid(Theirs):
+    """Megatron-Core's HyperCommGrid, which names the fastest axis first."""
+
+    def __init__(self, name: str, sizes: dict[str, int]) -> None:
+        self.grid = grid(sizes)
+        self.groups = [self.grid.create_pg(list(axes)) for axes in FAMILIES]
+
+
+class AllBlocks(Theirs):
+    """Plain ``new_group`` for every block on every rank, in one order, as fairscale and ColossalAI do."""
+
+    def __init__(self, name: str, sizes: dict[str, int]) -> None:
+        layout, me = Layout(**sizes), dist.get_rank()
+        self.groups = []
+        for axes in FAMILIES:
+            for block in layout.partition(*axes):
+                group = dist.new_group(list(block))
+                if me in block:
+                    self.groups.append(group)
+
+
+class OwnBlocks(Theirs):
+    """Plain ``new_group`` by the members alone: torch's local synchronisation.
+
+    It is unsound where ranks hold different numbers of groups, and where a group is destroyed and made again: its names
+    are hashes of the ranks and of how many groups a process holds. Here all ranks hold as many, and after each close
+    as many groups of one rank take the place of those destroyed, so that no name comes twice.
+    """
+
+    kept: list[Any] = []  # noqa: RUF012
+
+    def __init__(self, name: str, sizes: dict[str, int]) -> None:
+        layout, me = Layout(**sizes), dist.get_rank()
+        self.groups = [
+            dist.new_group(list(layout.block_of(me, *axes)), use_local_synchronization=True) for axes in FAMILIES
+        ]
+
+    def close(self) -> None:
+        super().close()
+        self.kept += [
+            dist.new_group([dist.get_rank()], backend="fake", use_local_synchronization=True) for _ in FAMILIES
+        ]
+
+
+SIDES: dict[str, type[Side]] = {
+    "pgmesh": Ours,
+    "DeviceMesh": DeviceMesh,
+    "Megatron-Core": Megatron,
+    "HyperCommGrid": HyperCommGrid,
+    "all blocks": AllBlocks,
+    "own blocks": OwnBlocks,
+}
+NEEDS = {"Megatron-Core": "megatron.core.parallel_state", "HyperCommGrid": "megatron.core.hyper_comm_grid"}
+
+
+@functools.cache
+def absent() -> dict[str, str]:
+    """The peers that cannot be had here, with the reason."""
+    found = {}
+    for side, module in NEEDS.items():
+        try:
+            quietly(module)
+            if side == "HyperCommGrid":
+                importlib.import_module("einops")
+        except ImportError as error:
+            found[side] = f"{error}"
+    return found
+
+
+def present() -> dict[str, type[Side]]:
+    """The sides that can be had here, pgmesh first."""
+    return {name: side for name, side in SIDES.items() if name not in absent()}
+
+
+def grid(sizes: dict[str, int]) -> Any:
+    """A HyperCommGrid of these sizes."""
+    with mock.patch.dict(os.environ, WORLD_SIZE=str(math.prod(sizes.values()))):  # which it believes before torch
+        return quietly("megatron.core.hyper_comm_grid").HyperCommGrid([*sizes.values()][::-1], [*sizes][::-1])
+
+
+def quietly(module: str) -> Any:
+    """A module of Megatron-Core, which warns at length of what else could be installed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        level = logging.root.manager.disable
+        logging.disable(logging.ERROR)
+        try:
+            return importlib.import_module(module)
+        finally:
+            logging.disable(level)
+
+
+def _destroy(groups: set[Any]) -> None:
+    for group in groups - {dist.group.WORLD}:
+        with contextlib.suppress(ValueError):  # it went with another
+            dist.destroy_process_group(group)

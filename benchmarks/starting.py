@@ -1,0 +1,175 @@
+"""From nothing to groups that work: importing, and joining a world of many ranks.
+
+Imports are timed in fresh processes, in turn: ``pgmesh`` in a Python that has imported nothing else, and what makes
+groups in one that has imported torch. Joining is timed from the moment at which all processes stand ready
+until the slowest of them is done; each side has processes of its own, which are ready before it begins.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from datetime import timedelta
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.many_ranks import box
+from benchmarks.report import OURS, Figure, Wish, medians
+from benchmarks.sides import absent, present
+from pgmesh.launch import GRACE, LocalWorld, packed, results
+
+DEADLINE = timedelta(seconds=120)
+TIMED = """
+import sys, time
+{before}
+start = time.perf_counter()
+{what}
+print(time.perf_counter() - start)
+"""
+ALONE = "init_process_group"
+
+
+def figures(rounds: int, ranks: int, worlds: int) -> list[Figure]:
+    return [*_imports(rounds), *_joining(ranks, worlds)]
+
+
+def _imports(rounds: int) -> list[Figure]:
+    ours = ("", "import pgmesh")
+    beyond = {
+        OURS: ("import torch", "from pgmesh import ProcessGroupMesh"),
+        "DeviceMesh": ("import torch", "from torch.distributed.device_mesh import init_device_mesh"),
+    }
+    if "Megatron-Core" not in absent():
+        beyond["Megatron-Core"] = ("import torch", "import megatron.core.parallel_state")
+    took: dict[str, dict[str, list[float]]] = {"first": defaultdict(list), "beyond": defaultdict(list)}
+    for number in range(rounds):
+        took["first"][OURS].append(_in_a_fresh_process(*ours))
+        for side, words in beyond.items():
+            if number < 2 or side == OURS:
+                took["beyond"][side].append(_in_a_fresh_process(*words))
+    return [
+        Figure("import pgmesh, beyond Python", medians(took["first"]), wishes=(Wish(most=30e-3),)),
+        Figure("what makes groups, beyond torch", medians(took["beyond"]), wishes=(Wish(most=30e-3),)),
+    ]
+
+
+def _in_a_fresh_process(before: str, what: str) -> float:
+    script = TIMED.format(before=before, what=what)
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    return float(run.stdout)
+
+
+# ---- joining a world ----
+
+
+class Standing(LocalWorld):
+    """A world whose ranks stand ready, and are told to begin all at once."""
+
+    def run(self, *call: Any) -> tuple[float, list[Any]]:
+        """The moment at which they were told, on the clock that all processes share, and what each rank returns."""
+        for rank in self.ranks:
+            if not rank.calls.poll(60.0):
+                raise TimeoutError(f"rank {rank.rank} did not start")
+        start = time.monotonic()
+        return start, results(
+            self.gather([packed(call[0], call[1:])] * len(self.ranks), DEADLINE.total_seconds(), grace=GRACE)
+        )
+
+
+def _joining(ranks: int, worlds: int) -> list[Figure]:
+    joined: dict[str, list[float]] = defaultdict(list)
+    used: dict[str, list[float]] = defaultdict(list)
+    for _ in range(worlds):
+        joined[ALONE].append(_plain(ranks))
+        for side in (OURS, "DeviceMesh", "HyperCommGrid"):
+            if side not in present():
+                continue
+            with Standing(ranks, timeout=DEADLINE) as world:
+                start, moments = world.run(_use, side, box(ranks))
+            if side == OURS:
+                joined[OURS].append(max(moment[0] for moment in moments) - start)
+            used[side].append(max(moment[1] for moment in moments) - start)
+    return [
+        Figure(f"{ranks} ranks join a world", medians(joined)),
+        Figure(f"{ranks} ranks join, make six families, use each", medians(used), wishes=(Wish(most=1.0),)),
+    ]
+
+
+def _use(side: str, sizes: dict[str, int]) -> tuple[float, float]:
+    """On a rank that has just joined: when it had, and when a collective on every family was done."""
+    joined = time.monotonic()
+    made = present()[side]("started", sizes)
+    sums = [torch.ones(1) for _ in made.groups]
+    for group, ones in zip(made.groups, sums):
+        dist.all_reduce(ones, group=group)
+    done = time.monotonic()
+    if any(int(ones) != group.size() for group, ones in zip(made.groups, sums)):
+        raise ArithmeticError("a sum is wrong")
+    dist.barrier()
+    del group
+    made.close()
+    return joined, done
+
+
+def _plain(ranks: int) -> float:
+    """torch's own init_process_group, in processes that stand ready."""
+    from pgmesh.launch.processes import context
+
+    processes, store = context(), dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes = [processes.Pipe() for _ in range(ranks)]
+    started = [
+        processes.Process(target=_join_plainly, args=(rank, ranks, store.port, theirs), daemon=True)
+        for rank, (_, theirs) in enumerate(pipes)
+    ]
+    try:
+        for process in started:
+            process.start()
+        mine = [pipe for pipe, _ in pipes]
+        for pipe in mine:
+            if not pipe.poll(60.0):
+                raise TimeoutError("a process did not start")
+            pipe.recv()
+        start, ends = time.monotonic(), []
+        for pipe in mine:
+            pipe.send(None)
+        waiting = set(mine)
+        while waiting:
+            ready = wait(list(waiting), timeout=DEADLINE.total_seconds())
+            if not ready:
+                raise TimeoutError(f"{len(waiting)} processes did not join")
+            for pipe in ready:
+                ends.append(pipe.recv())
+                waiting.discard(pipe)
+        for pipe in mine:
+            pipe.send(None)
+        for process in started:
+            process.join(10.0)
+        return max(ends) - start
+    finally:
+        for process in started:
+            process.kill()
+
+
+def _join_plainly(rank: int, ranks: int, port: int, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    pipe.send(None)
+    pipe.recv()
+    dist.init_process_group("gloo", timeout=DEADLINE)
+    pipe.send(time.monotonic())
+    pipe.recv()
+    dist.destroy_process_group()
