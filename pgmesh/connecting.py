@@ -318,9 +318,8 @@ class _Call:
         for meeting in self.meetings:
             name, _, number = meeting.name.rpartition("/meeting.")
             family.meetings[name] = max(family.meetings[name], int(number) + 1)
-            family.given_up.setdefault(name, []).append(meeting)
-            if name in done:  # all members have seen every decision so far
-                self.made[meeting].keys.extend(key for each in family.given_up.pop(name, ()) for key in each.keys)
+            family.attended.setdefault(name, []).append(meeting)
+            if name in done:
                 family.connected[name] = meeting
         for warming in self.warming:
             if warming.error is not None or not warming.done:

@@ -33,7 +33,7 @@ from pgmesh.errors import LifetimeError, NameTakenError, OptionsError, PlaceErro
 from pgmesh.heart import Heart
 from pgmesh.options import GroupOptions
 from pgmesh.polling import PollingStore, once
-from pgmesh.rendezvous import Card, Delete, End, Meeting, Step, Steps, agree, introduce
+from pgmesh.rendezvous import Card, Delete, End, Generations, Meeting, Step, Steps, agree, introduce
 from pgmesh.sizes import progression, some
 
 if TYPE_CHECKING:
@@ -70,6 +70,12 @@ class _Registry:
                 rank, size = groups.world_rank_and_size()
                 self.heart = Heart(self.store, groups.store_address(), rank, size, _left)
             return self.heart
+
+    def beating(self) -> Heart:
+        """The same thread, and it tells the others that this process lives."""
+        heart = self.reach()
+        heart.beat()
+        return heart
 
     def run(self, steps: Steps[T], seconds: float) -> T:
         """Run a protocol on the store, for so many seconds and no longer."""
@@ -148,8 +154,7 @@ class Family:
         self.meshes: weakref.WeakSet[Any] = weakref.WeakSet()  # those that remember groups of ours
         self._cache: cachetools.Cache[_Key, groups.Made] = cachetools.Cache(math.inf)
         self._configured: dict[tuple[tuple[int, ...], str], tuple[GroupOptions, str, str]] = {}
-        self._generations: defaultdict[tuple[int, ...], int] = defaultdict(int)  # how often these ranks were released
-        self._destroyed: defaultdict[_Key, int] = defaultdict(int)  # how often torch destroyed this very group
+        self._generations = Generations()
         self._device_meshes: dict[Layout, DeviceMesh] = {}
         self.lock = threading.RLock()
         self.making = 0.0  # seconds spent making groups
@@ -183,7 +188,7 @@ class Family:
             int
         )  # how often the members of a group, by its name, met to connect it
         self.connected: dict[str, Meeting] = {}  # by a group's name, the meeting in which connect saw it through
-        self.given_up: dict[str, list[Meeting]] = {}  # meetings, by group, whose keys those who come late may look for
+        self.attended: dict[str, list[Meeting]] = {}  # by group; the last member to let go of it takes their keys away
         self.untold: dict[str, End] = {}  # by key, what connect has yet to tell, since the store did not answer
         self.failed = False  # whether the last call of connect did
         self.origin: Hashable = (name, self.number, layout)
@@ -216,7 +221,7 @@ class Family:
     def known(self) -> list[tuple[groups.Made, GroupOptions, int]]:
         """The groups that live, each with its options and its generation. It waits for no thread that makes one."""
         found = [(key, self._cache.get(key)) for key in tuple(self._cache)]
-        generation = {key: self._generations[key.ranks] + self._destroyed[key] for key, _ in found}
+        generation = {key: sum(self._generations.of(key.ranks, key)) for key, _ in found}
         return [(made, key.options, generation[key]) for key, made in found if made is not None]
 
     def prospect(self, layout: Layout, axes: tuple[Axis, ...]) -> tuple[str, tuple[int, ...], Card]:
@@ -238,7 +243,7 @@ class Family:
         with self.lock:
             for key in [key for key, made in self._cache.items() if made.group is group]:
                 self._drop([key], reason, abort=True)
-                self._destroyed[key] += 1
+                self._generations.fail(key.ranks, key)
 
     def group_of(self, ranks: tuple[int, ...], tag: str, asked: Mapping[str, Any]) -> dist.ProcessGroup:
         """The group of any ranks of this family."""
@@ -359,10 +364,8 @@ class Family:
             plain = usual.given
             unusual = sorted(each for each in key.options.given.items() if plain.get(each[0]) != each[1])
         kind = _kind(key.options.backend, key.tag, str(unusual))
-        # Long tuples are hashed anew each time that they are looked up, so not in tables that are empty.
-        released = self._generations[key.ranks] if self._generations else 0
-        destroyed = self._destroyed[key] if self._destroyed else 0
-        return f"{self.key}/{_word(key.ranks)}/{kind}.{released}.{destroyed}"
+        released, failed = self._generations.of(key.ranks, key)
+        return f"{self.key}/{_word(key.ranks)}/{kind}.{released}.{failed}"
 
     def _open(self) -> None:
         """At the family's first group: see that no other could be taken for it."""
@@ -430,9 +433,7 @@ class Family:
 
     def beating(self) -> Heart:
         """The thread that speaks with the store for this process; it tells the others that this process lives."""
-        heart = self._registry.reach()
-        heart.beat()
-        return heart
+        return self._registry.beating()
 
     # -- configuring --------------------------------------------------------------------------------------------
 
@@ -486,7 +487,7 @@ class Family:
                 [key for key in self._cache if key.ranks == ranks],
                 f"was released at {caller()}; ask its mesh for it anew.",
             )
-            self._generations[ranks] += 1
+            self._generations.release(ranks)
 
     def close(self, reason: str | None = None, *, at_exit: bool = False) -> None:
         """Destroy every group of the family; it makes no more."""
@@ -497,7 +498,7 @@ class Family:
                 return
             self.ended = reason or f"was closed at {caller()}."
             self._drop(list(self._cache), self.ended, at_exit=at_exit)
-            for name in list(self.given_up) if not at_exit else ():  # of groups that could not even be made
+            for name in list(self.attended) if not at_exit else ():  # of groups that could not even be made
                 self._forget_meetings(name)
             if self.agreed and not at_exit:
                 self._delete([self.key, f"{self.key}/said"])
@@ -521,7 +522,7 @@ class Family:
         """A group of this name will not come again."""
         self.connected.pop(name, None)
         self.meetings.pop(name, None)
-        for meeting in self.given_up.pop(name, ()):
+        for meeting in self.attended.pop(name, ()):
             self._clean(meeting.leave())
 
     def _drop(self, keys: Iterable[_Key], reason: str, *, abort: bool = False, at_exit: bool = False) -> None:
@@ -545,7 +546,7 @@ class Family:
                     del self._cache[key]
                     self._forget_meetings(made.name)
                     self._forget_hits()
-                    self._destroyed[key] += 1
+                    self._generations.fail(key.ranks, key)
                     self._delete(made.stop())
                     groups.disown(group, f"{made.words} was destroyed; ask its mesh for it anew.")
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar, Union
 
@@ -394,6 +394,42 @@ def refuse(key: str, card: Card, seen: bytes) -> Steps[None]:
         raise MismatchError(trouble)
 
 
+class Generations:
+    """How often the members of a group have let go of it: a part of its name.
+
+    All members release a group, but it may fail on some of them alone, and the others follow once they learn of it. So
+    each release counts, and what failed counts anew from there: members that have released meet again, whatever
+    failed on whom before.
+    """
+
+    def __init__(self) -> None:
+        self._released: dict[tuple[int, ...], int] = {}
+        self._failed: dict[tuple[int, ...], dict[Hashable, int]] = {}  # by ranks, and by what else the group is
+
+    def release(self, ranks: tuple[int, ...]) -> None:
+        """All members let go of all groups of these ranks."""
+        self._released[ranks] = self._released.get(ranks, 0) + 1
+        self._failed.pop(ranks, None)
+
+    def fail(self, ranks: tuple[int, ...], kind: Hashable) -> None:
+        """This group is no more on this rank, and perhaps not yet so on others."""
+        kinds = self._failed.setdefault(ranks, {})
+        kinds[kind] = kinds.get(kind, 0) + 1
+
+    def of(self, ranks: tuple[int, ...], kind: Hashable) -> tuple[int, int]:
+        """How often the group was released, and how often it failed since.
+
+        >>> generations = Generations()
+        >>> generations.fail((0, 1), "tp"), generations.of((0, 1), "tp")
+        (None, (0, 1))
+        >>> generations.release((0, 1)), generations.of((0, 1), "tp")
+        (None, (1, 0))
+        """
+        # Long tuples are hashed anew each time that they are looked up, so not in tables that are empty.
+        released = self._released.get(ranks, 0) if self._released else 0
+        return released, self._failed.get(ranks, {}).get(kind, 0) if self._failed else 0
+
+
 # -- members meet -----------------------------------------------------------------------------------------------------
 
 
@@ -438,7 +474,7 @@ class Meeting:
         return tuple(f"{self.name}/{what}" for what in ("came", "count", "end", "broken", "left"))
 
     def leave(self) -> Steps[None]:
-        """Of those who came to a meeting that was given up, the last to close its mesh takes its keys away."""
+        """Of those who came, the last to let go of the group takes the keys away: others may look until they do."""
         left = yield Add(f"{self.name}/left")
         came = (yield Read(f"{self.name}/count")) or b"0"
         if left >= int(came):

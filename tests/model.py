@@ -77,12 +77,24 @@ class Program:
             were not made, until they are.
         otherwise: calls that a failed one leads to, instead.
         means: what this rank means by its groups.
+        lasting: groups that are made have a first collective, and are not met again once that is done.
     """
 
     calls: tuple[Call, ...]
     after: str = "stop"
     otherwise: tuple[Call, ...] = ()
     means: int = 0
+    lasting: bool = False
+
+
+class Release(tuple[Group, ...]):
+    """In place of a call of connect: these groups are let go of."""
+
+
+class Collective(NamedTuple):
+    """The first collective of a group that is made. It may be done on one member, and lost on another."""
+
+    name: str
 
 
 def spell(group: Group) -> str:
@@ -109,6 +121,7 @@ class Protocol:
     live: tuple[str, ...] = ()
     numbered: bool = True
     sound: bool = True
+    generations: type[real.Generations] = real.Generations
 
 
 REAL = Protocol()
@@ -127,6 +140,8 @@ class Life:
         self.came: frozenset[tuple[Group, int]] = frozenset()  # where it posted its arrival
         self.open: dict[str, tuple[Group, int]] = {}  # the meetings of its call, by name
         self.party: real.Party | None = None
+        self.generations = protocol.generations()
+        self.connected: dict[Group, real.Meeting] = {}
         self.number = 0
         self.failed: frozenset[tuple[Group, int]] = frozenset()  # the meetings of a call that was interrupted
         self.steps = self._run()
@@ -135,7 +150,14 @@ class Life:
         calls = list(self.program.calls)
         otherwise: tuple[Call, ...] = self.program.otherwise
         while calls and self.number < MOST_TRIES:
-            party = self._party(calls[0])
+            if isinstance(calls[0], Release):
+                self._release(calls.pop(0))
+                continue
+            call = yield from self._unconnected(calls[0])
+            if not call:
+                calls.pop(0)
+                continue
+            party = self._party(call)
             try:
                 yield from party.meet()
             except Interruption:
@@ -143,7 +165,8 @@ class Life:
                 self._leave()
                 return
             self._leave()
-            made = all(meeting.end == real.MADE for meeting in party.meetings)
+            lost = (yield from self._warm_up(party.meetings)) if self.program.lasting else []
+            made = not lost and all(meeting.end == real.MADE for meeting in party.meetings)
             if made or self.program.after == "next":
                 calls.pop(0)
             elif otherwise:
@@ -153,11 +176,43 @@ class Life:
             else:
                 calls[0] = tuple(meeting.ranks for meeting in party.meetings if meeting.end != real.MADE)
 
+    def _unconnected(self, call: Call) -> Iterator[Step]:
+        """Those of these groups that are to be met: others may have said since that one failed."""
+        for group in [group for group in call if group in self.connected]:
+            if (yield Read(self.connected[group].broken)) is not None:
+                self._fail(group)
+        return tuple(group for group in call if group not in self.connected)
+
+    def _warm_up(self, meetings: Sequence[real.Meeting]) -> Iterator[Step]:
+        """The first collective of each group that was made; those that are lost are told of."""
+        lost = []
+        for meeting in meetings:
+            group = tuple(meeting.ranks)
+            if meeting.end == real.MADE and (yield Collective(meeting.name)) == "done":
+                self.connected[group] = meeting
+            elif meeting.end == real.MADE:
+                yield Swap(meeting.broken, End("missing").pack())
+                self._fail(group)
+                lost.append(group)
+        return lost
+
+    def _fail(self, group: Group) -> None:
+        self.connected.pop(group, None)
+        self.generations.fail(group, "")
+        self.attempts[group] = 0
+
+    def _release(self, groups: Call) -> None:
+        for group in groups:
+            self.connected.pop(group, None)
+            self.generations.release(group)
+            self.attempts[group] = 0
+
     def _party(self, call: Call) -> real.Party:
         meetings = []
         self.open = {}
         for group in call:
-            attempt = self.attempts[group]
+            released, failed = self.generations.of(group, "")
+            attempt = 100 * released + 10 * failed + self.attempts[group]
             name = f"{spell(group)}#{attempt if self.protocol.numbered else 0}"
             card = Card(self.rank, {"means": self.program.means}, name, "Mend it.")
             meetings.append(self.protocol.meeting(name, group, card))
@@ -231,7 +286,16 @@ class Life:
             {name: value for name, value in vars(each).items() if name not in dropped | (over if each.end else set())}
             for each in self.party.meetings
         ]
-        return (self.number, repr(party), repr(meetings), tuple(sorted(self.ends.items())), self.came, self.failed)
+        lasting = (repr(vars(self.generations)), tuple(sorted(self.connected)))
+        return (
+            self.number,
+            repr(party),
+            repr(meetings),
+            tuple(sorted(self.ends.items())),
+            self.came,
+            self.failed,
+            lasting,
+        )
 
 
 def epoch(now: float) -> int:
@@ -468,6 +532,7 @@ class Faults:
         interrupts: Ctrl-C, before or after any step.
         long_times: how often so long passes that a rank that tells nothing new counts as lost.
         silences: how often a living rank tells nothing new in such a time.
+        losses: first collectives that are lost, each on one member.
         mortal: who may die, if not anybody.
         heard: whether everybody was heard from before.
     """
@@ -477,6 +542,7 @@ class Faults:
     interrupts: int = 0
     long_times: int = 0
     silences: int = 0
+    losses: int = 0
     mortal: frozenset[int] | None = None
     heard: bool = True
 
@@ -484,10 +550,11 @@ class Faults:
     def left(self) -> int:
         """How often each may still happen, a digit for each."""
         kinds = {CRASH: self.crashes, DEADLINE: self.deadlines, INTERRUPT: self.interrupts, SILENCE: self.silences}
+        kinds[LOSS] = self.losses
         return sum(price * times for price, times in kinds.items())
 
 
-FREE, CRASH, DEADLINE, INTERRUPT, SILENCE = 0, 1, 10, 100, 1000
+FREE, CRASH, DEADLINE, INTERRUPT, SILENCE, LOSS = 0, 1, 10, 100, 1000, 10_000
 """What a step takes from what may still go wrong."""
 
 NO_FAULTS = Faults()
@@ -759,12 +826,25 @@ class _Space:
                 if affords(self.faults.left, price):
                     asked = rank.next(node, (choice, now, ticks + (choice == "inspect")))
                     self._do(moves, rank, asked, store, price, choice, node)
+        elif isinstance(node.step, Collective):
+            for choice, price in [("lost", LOSS), ("done", FREE)]:
+                if affords(self.faults.left, price):
+                    after = rank.next(node, choice)
+                    moves.append(
+                        (
+                            price,
+                            f"rank {i}: the first collective of {node.step.name} is {choice}",
+                            after.id,
+                            store,
+                            False,
+                        )
+                    )
         else:
             self._do(moves, rank, node, store, FREE, "", node)
         if self.faults.interrupts:
             after = rank.next(node, "interrupted before")
             moves.append((INTERRUPT, f"rank {i} is interrupted", after.id, store, True))
-            if not isinstance(node.step, Pause):
+            if not isinstance(node.step, (Pause, Collective)):
                 _, content = self.stores.perform(i, node.step, store)
                 after = rank.next(node, "interrupted after")
                 moves.append((INTERRUPT, f"rank {i} is interrupted in {_words(node.step)}", after.id, content, True))
@@ -774,7 +854,7 @@ class _Space:
 
     def _do(self, moves: list[Any], rank: Rank, node: Node, store: int, price: int, choice: str, before: Node) -> None:
         step = node.step
-        if step is None or isinstance(step, Pause):
+        if step is None or isinstance(step, (Pause, Collective)):
             moves.append((price, f"rank {rank.rank}: {choice}", node.id, store, node.ends != before.ends))
             return
         answer, content = self.stores.perform(rank.rank, step, store)
@@ -924,7 +1004,7 @@ class _Space:
                 raise _Violation(LOSS_FOUND, f"rank {i} waits until its deadline, and was not told", more)
         if on_circle(waits):
             raise _Violation(MISSED_CIRCLE, f"ranks wait for each other until their deadlines: {waits}", more)
-        if any(program.after == "retry" or program.otherwise for program in self.programs):
+        if any(program.after == "retry" or program.otherwise or program.lasting for program in self.programs):
             self._check_retries(nodes, waits, more)
         elif self.calm and self.alike:
             self._check_calm(nodes, content, more)
@@ -932,7 +1012,7 @@ class _Space:
     def _check_retries(self, nodes: list[Node], waits: dict[int, frozenset[int]], more: tuple[str, ...]) -> None:
         """Who tries again, or tries something else, gets it in the end."""
         for i, (node, program) in enumerate(zip(nodes, self.programs)):
-            if node.lost or node.failed or not (program.after == "retry" or program.otherwise):
+            if node.lost or node.failed or not (program.after == "retry" or program.otherwise or program.lasting):
                 continue
             if i in waits:
                 raise _Violation(RETRY, f"rank {i} still waits for {sorted(waits[i])}", more)
@@ -963,7 +1043,7 @@ def _words(step: Step) -> str:
         return f"lays {kind} down in {step.key}"
     if isinstance(step, Delete):
         return f"deletes {', '.join(step.keys)}"
-    if isinstance(step, Pause):
+    if isinstance(step, (Pause, Collective)):
         return "pauses"
     return f"{type(step).__name__.lower()}s {step.key}"  # type: ignore[union-attr]
 
@@ -1174,6 +1254,13 @@ class CountsForEver(real.Meeting):
             yield from self.decide(real.MADE)
 
 
+class CountsWhatFailedForEver(real.Generations):
+    """Members that released do not begin at one count again."""
+
+    def release(self, ranks: Group) -> None:
+        self._released[ranks] = self._released.get(ranks, 0) + 1
+
+
 class Mutant(NamedTuple):
     """A protocol that is wrong, where that shows, and the law that it breaks there."""
 
@@ -1190,6 +1277,7 @@ def _mutants() -> list[Mutant]:
     knot = (one_after_another(a, b), one_after_another(c, a), one_after_another(b, c))
     line = (one_after_another(a, b), one_after_another(a, c), one_after_another(b, c))
     late = Faults(deadlines=1)
+    let_go = (Program(((a,), Release((a,)), (a,)), after="next", lasting=True),) * 2
 
     def party(kind: type[real.Party]) -> Protocol:
         return Protocol(kind.__name__, party=kind, sound=False)
@@ -1214,6 +1302,12 @@ def _mutants() -> list[Mutant]:
         Mutant(meeting(CountsFirst), ALL_CAME, pair),
         Mutant(meeting(CountsOneTooFew), ALL_CAME, pair),
         Mutant(meeting(CountsForEver), ALL_CAME, again, late),
+        Mutant(
+            Protocol("CountsWhatFailedForEver", generations=CountsWhatFailedForEver, sound=False),
+            RETRY,
+            let_go,
+            Faults(losses=1),
+        ),
         Mutant(Protocol("UsesANameAgain", numbered=False, sound=False), RETRY, again, late),
     ]
 
@@ -1233,7 +1327,7 @@ def caught(mutant: Mutant) -> Broken | None:
 def misfortunes(chance: random.Random) -> tuple[tuple[Program, ...], Faults]:
     """Two or three ranks, and something that goes wrong."""
     ranks = chance.choice((2, 2, 3))
-    kind = chance.randrange(5)
+    kind = chance.randrange(6)
     everybody = tuple(range(ranks))
     if kind == 0:  # one dies, and the others go on without it
         lost = chance.randrange(ranks)
@@ -1247,6 +1341,9 @@ def misfortunes(chance: random.Random) -> tuple[tuple[Program, ...], Faults]:
         return tuple(at_once(everybody, after="retry") for _ in everybody), Faults(deadlines=chance.randint(1, 2))
     if kind == 3:
         return drawn(chance, ranks), Faults(interrupts=1)
+    if kind == 4:  # first collectives are lost on some, and all release the group and connect it again
+        calls = ((everybody,), Release((everybody,))) * chance.randint(1, 2)
+        return (Program((*calls, (everybody,)), after="next", lasting=True),) * ranks, Faults(losses=2)
     return drawn(chance, ranks), Faults(silences=1, long_times=2)
 
 

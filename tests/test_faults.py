@@ -426,6 +426,36 @@ def test_a_member_that_is_lost_in_the_first_collective_is_named(moment: str):
         assert not again.kind, again.text
 
 
+def lost_on_one(folder: Path, release: bool) -> tuple[Tried, Tried]:
+    """The first collective is done on all, but rank 3 takes it for lost; then all connect anew."""
+    quick()
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+
+    def lose(warming: Any) -> bool:
+        for rank in range(3):
+            until_flag(folder, f"connected {rank}")
+        warming.fail("was lost by design")
+        return False
+
+    with mock.patch.object(connecting._Warming, "look", lose) if mesh.rank == 3 else contextlib.nullcontext():
+        failed = tried(lambda: mesh.connect(mesh.axes, timeout=LONG))
+    flag(folder, f"connected {mesh.rank}")
+    dist.barrier()
+    if release:
+        mesh.release()
+    return failed, tried(lambda: connected(mesh, mesh.axes))
+
+
+@pytest.mark.parametrize("release", [True, False], ids=["released", "connected anew"])
+def test_members_of_a_group_that_failed_on_one_of_them_meet_again(tmp_path: Path, release: bool):
+    with fresh(4) as own:
+        seen = results(own.outcomes(lost_on_one, tmp_path, release))
+    for rank, (failed, again) in enumerate(seen):
+        print(failed)
+        assert failed.kind == ("MissingRanksError" if rank == 3 else "")
+        assert not again.kind, again
+
+
 def at_the_deadline(seed: int, times: int) -> list[tuple[Tried, Tried]]:
     """Rank 3 comes as the others give up, a little sooner or later each time."""
     quick()

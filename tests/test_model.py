@@ -19,6 +19,7 @@ from tests.model import (
     Mutant,
     Program,
     Protocol,
+    Release,
     Seen,
     at_once,
     but_for_names,
@@ -149,6 +150,14 @@ def test_ranks_that_mean_different_groups():
     """No such group is ever made."""
     try_all((at_once(AB), at_once(AB, means=1)))
     try_all((at_once(AB), at_once(AB, means=1)), Faults(deadlines=1))
+
+
+@pytest.mark.parametrize("losses", [1, 2])
+def test_members_that_release_a_group_meet_again_whatever_failed_on_whom(losses):
+    """The first collective is done on one, and lost on the other."""
+    calls = ((AB,), Release((AB,)), (AB,), Release((AB,)), (AB,))
+    seen = try_all((Program(calls[: 1 + 2 * losses], after="next", lasting=True),) * 2, Faults(losses=losses))
+    assert seen.states > 100
 
 
 @pytest.mark.parametrize("ranks", [4, 5])

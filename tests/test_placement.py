@@ -15,6 +15,7 @@ from hypothesis import given, strategies as st
 from pgmesh import Layout, MembershipError, MissingRanksError, PlaceError, ProcessGroupMesh, launch, placement
 from pgmesh.placement import Placement, Seat
 from tests.test_messages import says
+from tests.torch_seam import our_store
 from tests.worlds import check_sums, fresh, world
 
 
@@ -96,7 +97,7 @@ def test_ranks_say_themselves_where_they_are():
 def pretend(hosts: str) -> list[object]:
     """As if each rank were on the host of its letter, whose boot nobody knows."""
     placement._worlds.clear()
-    store = dist.distributed_c10d._get_default_store()
+    store = our_store()
     dist.barrier()
     store.delete_key(placement.SEATS)
     store.delete_key(f"{placement.SEATS}/count")
