@@ -9,27 +9,22 @@ from typing import Any
 import pytest
 
 from pgmesh.rendezvous import MOST_ASKED
-from tests.model import (
-    MUTANTS,
-    NO_FAULTS,
+from tests.model.__main__ import main
+from tests.model.ideal import Ideal
+from tests.model.mutants import MUTANTS, Mutant, caught
+from tests.model.programs import (
     PAIRS_AND_TRIPLE,
-    Checker,
-    Faults,
-    Ideal,
-    Mutant,
     Program,
     Protocol,
     Release,
-    Seen,
     at_once,
     but_for_names,
-    caught,
     drawn,
-    main,
     one_after_another,
     two_each,
     up_to_two_each,
 )
+from tests.model.space import NO_FAULTS, Checker, Faults, Seen
 
 AB, AC, BC, ABC = PAIRS_AND_TRIPLE
 
