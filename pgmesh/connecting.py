@@ -366,7 +366,8 @@ class _Warming:
             self._work.wait()
             total = int(self._ones.item())
         except Exception as error:
-            self._failed, self._failed_at = error, time.monotonic()
+            # Without the frames that it passed: they know this group, and the backend keeps the error.
+            self._failed, self._failed_at = error.with_traceback(None), time.monotonic()
             store = self.made.stores.get("gloo")
             if store is not None and store.failure is not None:
                 self.error = store.failure

@@ -152,7 +152,7 @@ def _explain_failure(function: str, *args: Any, **kwargs: Any) -> Any:
     store = ours[group][1] if group in ours else None
     if store is not None and isinstance(error, RuntimeError):
         if store.failure is not None:
-            raise store.failure from error
+            raise type(store.failure)(str(store.failure)) from error
         missing = store.missing() if re.search("time(d )?out", str(error), re.IGNORECASE) else None
         if missing:
             raise MissingRanksError(f"{missing} Or they let go of it since.") from error

@@ -167,7 +167,9 @@ class PollingStore(dist.Store):
         try:
             self._go(self._wait(keys, limit), limit.total_seconds())
         except PgmeshError as error:
-            self.failure = error  # a backend that failed to connect says only so if it is used again
+            # A backend that failed to connect says only so if it is used again. A copy: the error itself will know
+            # every frame that it passes, and so keep alive what reads through this store.
+            self.failure = type(error)(str(error))
             raise
         finally:
             self.waited += time.monotonic() - start

@@ -355,10 +355,12 @@ def run_case(case: Case, seed: int, tally: Tally, *, beats_fast: bool = True, lo
         gone = case.victim == "store" and case.fault == "SIGKILL"
         promise(retry.kind == ("WorldError" if gone else ""), f"the retry on rank {rank}: {retry.kind} {retry.text}")
         promise(retry.took < (1.0 + SLACK if gone else LONG.total_seconds()), f"the retry took {retry.took:.2f} s")
-        if "stranded" in stays:  # a collective that hangs is let go of at its group's timeout
-            stays = {what: (was, now) for what, (was, now) in stays.items() if now - was > 2}
+        if "stranded" in stays:  # a collective that hangs is let go of at its group's timeout, with all that it holds
+            was, now = stays["stranded"]
+            holds = {"stranded": 1, "threads": 2, "descriptors": 2 + N}  # a group; two to be reached, one for a member
+            stays = {what: (a, b) for what, (a, b) in stays.items() if b - a > (now - was) * holds.get(what, 0)}
             told_of = "".join(failed.text for failed in peers.values())
-            promise("first collective" in told_of, f"rank {rank} stranded a group: {told_of}")
+            promise("first collective" in told_of or case.victim == "store", f"rank {rank} stranded a group: {told_of}")
         promise(not stays, f"rank {rank} holds more than before: {stays}")
     outcome = "/".join(sorted(kind or "connected" for kind in kinds))
     tally.add(case.fault + load, case.phase, case.victim, outcome, worst)
