@@ -83,6 +83,7 @@ def counted_store() -> Iterator[list[str]]:
     """The operations that this process does in the world's store meanwhile, through our thread or by itself."""
     done: list[str] = []
     perform = heart.perform
+    family._registry().reach()  # it keeps the store that it begins with
     store = CountingStore(c10d._get_default_store(), done)
     with (
         mock.patch.object(c10d, "_get_default_store", return_value=store),
