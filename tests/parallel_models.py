@@ -129,20 +129,65 @@ def alone(
     return trained
 
 
+def parallel(
+    model: nn.Module,
+    share: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    steps: int = STEPS,
+    rows: int = ROWS,
+    seed: int = 0,
+    clip: Callable[[], object] | None = None,
+) -> Trained:
+    """The same training of a model that parallel methods were applied to; losses are those that this rank knows.
+
+    Args:
+        share: this rank's rows of a whole batch: ``compose(...).share``.
+        clip: called between backward pass and step.
+    """
+    optimizer = optimizer_of(model.parameters())
+    trained = Trained([], [], {})
+    for step in range(steps):
+        codes, target = (share(each) for each in batch(seed + step, rows))
+        optimizer.zero_grad()
+        if hasattr(model, "step"):
+            trained.losses += (
+                [torch.stack(losses).mean().item()] if (losses := model.step(codes, target=target)) else []
+            )
+        else:
+            loss = loss_of(model(codes), target)
+            loss.backward()
+            trained.losses.append(loss.item())
+        if clip is not None:
+            clip()
+        trained.gradients.append(gradients_of(model))
+        optimizer.step()
+    trained.weights = weights_of(model)
+    return trained
+
+
+def check(found: Trained, expected: Trained, tolerance: float = TOLERANCE) -> None:
+    """Each gradient of each step and each weight after the last is the one process's."""
+    assert len(found.gradients) == len(expected.gradients)
+    for step, (mine, right) in enumerate(zip(found.gradients, expected.gradients)):
+        same(f"gradients of step {step}", mine, right, tolerance)
+    same("weights after the last step", found.weights, expected.weights, tolerance)
+
+
 def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The whole gradient of each parameter, by its name in the model; a DTensor's parts are put together."""
-    return {name: whole(weight.grad) for name, weight in named(model) if weight.grad is not None}
+    """The gradient of each parameter as it lies here, by its name in the model."""
+    return {name: weight.grad.detach().clone() for name, weight in named(model) if weight.grad is not None}
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every weight, whole, by its name in the model."""
-    return {name: whole(weight) for name, weight in named(model)}
+    """Every weight as it lies here, by its name in the model."""
+    return {name: weight.detach().clone() for name, weight in named(model)}
 
 
 def named(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
     """Parameters by the names that the plain model has for them, tied ones under each."""
-    for name, weight in model.named_parameters(remove_duplicate=False):
-        yield name.removeprefix("module."), weight
+    for part in getattr(model, "parts", [model]):
+        for name, weight in part.named_parameters(remove_duplicate=False):
+            yield name.removeprefix("module."), weight
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -155,14 +200,37 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone()
 
 
+def part_of(tensor: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """The part of a whole tensor that a DTensor says that this rank has: cut along one axis after the other.
+
+    Along an axis whose shards are strided it is cut last: that is how FSDP cuts what is cut already.
+    """
+    mesh, placements = like.device_mesh, like.placements
+    order = sorted(range(mesh.ndim), key=lambda i: "Strided" in type(placements[i]).__name__)
+    for i in order:
+        assert not placements[i].is_partial(), f"{like} is not summed yet"
+        if not placements[i].is_replicate():
+            dim = placements[i].dim
+            pieces = tensor.chunk(mesh.size(i), dim)
+            index = mesh.get_local_rank(i)
+            tensor = pieces[index] if index < len(pieces) else tensor.narrow(dim, 0, 0)
+    return tensor
+
+
 def same(
     what: str, found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], tolerance: float = TOLERANCE
 ) -> None:
-    """Each tensor that this rank has is the one process's. There has to be one at least, and no unknown name."""
+    """Each tensor that this rank has is the one process's, or the part of it that its placements say.
+
+    There has to be one at least, and no unknown name.
+    """
     assert found, f"{what}: nothing to compare"
     assert set(found) <= set(expected), f"{what}: one process has no {sorted(set(found) - set(expected))}"
     for name, tensor in found.items():
         right = expected[name]
         assert tensor.shape == right.shape, f"{what}: {name} is {tuple(tensor.shape)}, not {tuple(right.shape)}"
-        furthest = (tensor - right).abs().max().item()
+        if isinstance(tensor, DTensor):
+            right, tensor = part_of(right, tensor), tensor.to_local()
+            assert tensor.shape == right.shape, f"{what}: a part of {name} is {tensor.shape}, not {right.shape}"
+        furthest = (tensor - right).abs().max().item() if tensor.numel() else 0.0
         assert furthest <= tolerance, f"{what}: {name} differs by {furthest:.1e}, more than {tolerance:.0e}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -9,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +23,8 @@ from pgmesh.parallel import DataParallel, Level, Method, compose, find
 from tests.dry import dry_world
 from tests.test_groups import groups_of
 from tests.worlds import check_sums, world
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
@@ -307,6 +312,23 @@ def test_a_failing_method_keeps_the_groups_that_were_there_before(mesh: ProcessG
     assert {held.ranks for held in mesh.report().held} == {(5, 7), (4, 5)}
 
 
+class Refuses(Method):
+    def apply(self, module: nn.Module) -> nn.Module:
+        self.mesh.group(*self.owns)
+        raise MethodError("weights of another kind are wanted.")
+
+
+def test_what_a_method_says_in_our_own_words_is_told_with_its_name_and_once(mesh: ProcessGroupMesh):
+    composition = compose(mesh, Refuses(mesh, "dp"), Pipeline(mesh, "pp"), unowned=["tp"])
+    told = (
+        r"^Refuses along dp failed as it was applied: MethodError: weights of another kind are wanted\.\n\nIts groups"
+    )
+    with pytest.raises(MethodError, match=told) as caught:
+        composition.apply(nn.Identity())
+    assert "Pipeline" not in str(caught.value)
+    assert mesh.report().held == ()
+
+
 class Interrupted(Method):
     def apply(self, module: nn.Module) -> nn.Module:
         self.mesh.group(*self.owns)
@@ -358,3 +380,87 @@ def test_importing_pgmesh_parallel_loads_no_method():
     code = "import sys, pgmesh.parallel; print([m for m in sys.modules if m.startswith(('torch', 'pgmesh.parallel.'))])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert found.stdout.strip() == "[]"
+
+
+# ---- from a package of its own ----
+
+LOCAL = """
+import torch
+from pgmesh import ProcessGroupMesh, launch, parallel
+
+def main():
+    mesh = ProcessGroupMesh(dp=2)
+    method = parallel.find("local")(mesh, "dp", every=2)
+    module = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(module.weight, 1.0 + 2.0 * mesh.rank)
+    module = parallel.compose(mesh, method).apply(module)
+    seen = []
+    for _ in range(3):
+        module(torch.ones(1, 1))
+        seen.append(module.weight.item())
+        torch.nn.init.constant_(module.weight, 5.0 * mesh.rank)
+    return type(method).__module__, seen, method.size, method.index
+
+if __name__ == "__main__":
+    from importlib.metadata import entry_points
+    print(sorted(point.name for point in entry_points(group="pgmesh.parallel") if point.dist.name == "pgmesh-local"))
+    print(launch.spawn(main, 2))
+    try:
+        parallel.find("ring")
+    except RuntimeError as error:
+        print("local (pgmesh-local)" in str(error), "data (pgmesh)" in str(error))
+"""
+
+
+def installed(package: Path, target: Path) -> dict[str, str]:
+    """The environment of a process that sees a package which pip has installed into a folder."""
+    source = shutil.copytree(package, target.parent / "source")  # where a build may leave what it likes
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps"]
+    subprocess.run([*pip, "--no-build-isolation", "--target", str(target), str(source)], timeout=120, check=True)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(target), str(ROOT)])}
+
+
+def test_a_method_of_another_package_is_found_once_pip_has_installed_it(tmp_path: Path):
+    environment = installed(ROOT / "examples" / "plugin", tmp_path / "site")
+    script = tmp_path / "use.py"
+    script.write_text(LOCAL)
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout.splitlines() == [
+        "['local']",
+        "[('pgmesh_local', [2.0, 0.0, 2.5], 2, 0), ('pgmesh_local', [2.0, 5.0, 2.5], 2, 1)]",
+        "True True",
+    ], done.stderr
+
+
+def brought(folder: Path, package: str, **methods: str) -> None:
+    """A package as pip leaves it, so far as names of methods go."""
+    info = folder / f"{package}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    lines = [f"{name} = {value}\n" for name, value in methods.items()]
+    (info / "entry_points.txt").write_text("".join(["[pgmesh.parallel]\n", *lines]))
+
+
+def test_what_cannot_be_brought_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    brought(tmp_path, "one", ring="one:Ring", gone="no_such_module:Gone", odd="pgmesh.layout:Layout")
+    brought(tmp_path, "two", ring="two:Ring")
+    says(
+        MethodError,
+        lambda: find("ring"),
+        "more than one package brings a parallel method 'ring': one (one:Ring) and two (two:Ring). "
+        "Import one by its module.",
+    )
+    says(
+        MethodError,
+        lambda: find("gone"),
+        "parallel method 'gone' of one cannot be imported from no_such_module:Gone: ModuleNotFoundError: "
+        "No module named 'no_such_module'",
+    )
+    says(
+        MethodError,
+        lambda: find("odd"),
+        "pgmesh.layout:Layout, which one brings as 'odd', is no pgmesh.parallel.Method.",
+    )

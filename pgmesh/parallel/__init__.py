@@ -13,6 +13,8 @@ _HOME = {
     "find": "finding",
     **dict.fromkeys(["TensorParallel", "attention_plan", "mlp_plan"], "tensor"),
     "DataParallel": "data",
+    "ShardedDataParallel": "sharded",
+    "PipelineParallel": "pipeline",
     "ContextParallel": "context",
     "ExpertParallel": "expert",
     **dict.fromkeys(["Router", "Routes", "balance_loss", "mix", "with_loss"], "experts"),
@@ -49,7 +51,9 @@ if TYPE_CHECKING:
         with_loss as with_loss,
     )
     from pgmesh.parallel.finding import find as find
+    from pgmesh.parallel.pipeline import PipelineParallel as PipelineParallel
     from pgmesh.parallel.seeds import Seeds as Seeds, seed_of as seed_of
+    from pgmesh.parallel.sharded import ShardedDataParallel as ShardedDataParallel
     from pgmesh.parallel.tensor import (
         TensorParallel as TensorParallel,
         attention_plan as attention_plan,

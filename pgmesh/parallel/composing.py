@@ -34,28 +34,29 @@ class Composition:
             MethodError: a method failed. It says which and along what, and the error is its cause. The groups
                 that the method had made by then are released, so that its axes are free for another.
         """
-        return self._apply(self.methods, module)
+        return self._apply(self.methods, [], module)
 
-    def _apply(self, methods: tuple[Method, ...], module: nn.Module) -> nn.Module:
+    def _apply(self, methods: tuple[Method, ...], told: list[BaseException], module: nn.Module) -> nn.Module:
         if not methods:
             return module
         *inside, method = methods
-        inner: Callable[[nn.Module], nn.Module] = functools.partial(self._apply, tuple(inside))
+        inner: Callable[[nn.Module], nn.Module] = functools.partial(self._apply, tuple(inside), told)
         before = groups_held(self.mesh)
         try:
             applied = method.around(module, inner)
             if not isinstance(applied, nn.Module):
                 raise TypeError(f"apply returned {applied!r}, not the module to use from here on")
-        except MethodError:
-            raise  # one inside this one has said it
         except BaseException as error:
             release_since(before, method)
-            if not isinstance(error, Exception):
+            if error in told or not isinstance(error, Exception):  # one inside this one has said it
                 raise
-            raise MethodError(
-                f"{method} failed as it was applied: {type(error).__name__}: {error}\n\n"
-                f"Its groups are released and the mesh goes on; the module may be half changed, so make it anew."
-            ) from error
+            told.append(
+                failed := MethodError(
+                    f"{method} failed as it was applied: {type(error).__name__}: {error}\n\n"
+                    f"Its groups are released and the mesh goes on; the module may be half changed, so make it anew."
+                )
+            )
+            raise failed from error
         return applied
 
     @property

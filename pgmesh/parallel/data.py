@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sized
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, DistributedSampler
 
@@ -14,7 +15,7 @@ from pgmesh.errors import MethodError, ShapeError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.apart import kept_apart
-from pgmesh.parallel.base import Method, sizes_of
+from pgmesh.parallel.base import Method, listed, sizes_of
 
 
 class DataParallel(Method):
@@ -49,8 +50,20 @@ class DataParallel(Method):
         self.keywords = keywords
 
     def apply(self, module: nn.Module) -> nn.Module:
-        """DDP around the module, whose weights become those of the first rank along the axes."""
+        """DDP around the module, whose weights become those of the first rank along the axes.
+
+        Raises:
+            MethodError: a weight is a DTensor, which DDP does not take.
+        """
         apart = [*kept_apart(module)]
+        for name, weight in module.named_parameters():
+            if isinstance(weight, DTensor) and name not in apart:
+                axes = ", ".join(map(repr, self.owns))
+                raise MethodError(
+                    f"{name} is cut already, as a DTensor, which torch's DDP does not take; fully_shard does, also "
+                    f"with weights that stay whole along {listed(self.owns)}.\n\n"
+                    f"  ShardedDataParallel(mesh, {axes}, replicate=[{axes}])"
+                )
         if apart:
             module._ddp_params_and_buffers_to_ignore = apart  # type: ignore[assignment]
         return DistributedDataParallel(module, process_group=self.mesh.group(*self.reduces), **self.keywords)
@@ -85,9 +98,7 @@ class DataParallel(Method):
             MethodError: the module is another.
         """
         if not isinstance(module, DistributedDataParallel):
-            raise MethodError(
-                f"{self} accumulates in the module that its apply() gave, not in a {type(module).__name__}."
-            )
+            raise MethodError(f"{self} accumulates in what its apply() gave, not in a {type(module).__name__}.")
         return contextlib.nullcontext() if last else module.no_sync()
 
 

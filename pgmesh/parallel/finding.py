@@ -38,9 +38,9 @@ def find(name: str) -> type[Method]:
             f'  {name} = "its_module:ItsMethod"'
         )
     if len(brought) > 1:
-        rivals = " and ".join(f"{package(each)} ({each.value})" for each in brought.values())
+        rivals = " and ".join(f"{package(each)} ({each.value})" for each in sorted(brought.values()))
         raise MethodError(
-            f"more than one package brings a parallel method {name!r}: {rivals}. Import the one you mean."
+            f"more than one package brings a parallel method {name!r}: {rivals}. Import one by its module."
         )
     (point,) = brought.values()
     try:

@@ -1,0 +1,81 @@
+"""A model saved on one mesh and loaded on a mesh of another shape, through torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from pgmesh.errors import MethodError
+from pgmesh.mesh import ProcessGroupMesh
+
+# One entry for each weight, by its name, in place of a list in the order of parameters: stages know their own alone.
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+PART = re.compile(r"(^|\.)parts\.\d+\.")
+
+
+def save(
+    folder: str | Path, mesh: ProcessGroupMesh, module: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> None:
+    """Write a model, and what its optimizer remembers, each weight once, whole or in parts, by its name in the model.
+
+    Every rank of the mesh calls it.
+
+    Args:
+        folder: one that all ranks see.
+        mesh: the mesh that the model is on.
+        module: what ``apply`` gave, of any composition.
+        optimizer: the one of this rank's parameters.
+
+    Source: https://docs.pytorch.org/docs/2.13/distributed.checkpoint.html
+    """
+    state = {short: value for short, _, value in _entries(module, optimizer)}
+    checkpoint.save(state, checkpoint_id=folder, process_group=mesh.group())
+
+
+def load(
+    folder: str | Path, mesh: ProcessGroupMesh, module: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> None:
+    """Read what ``save`` wrote into a model on any mesh, whatever was cut how on the mesh that it was saved on.
+
+    Every rank of the mesh calls it.
+
+    Raises:
+        MethodError: a weight of the model is not in the folder, or has another shape there.
+    """
+    entries = _entries(module, optimizer)
+    state = {short: value for short, _, value in entries}
+    try:
+        checkpoint.load(state, checkpoint_id=folder, process_group=mesh.group())
+    except checkpoint.CheckpointException as error:  # a BaseException, with each rank's traceback in its text
+        reason = str(error).strip().splitlines()[-1]
+        raise MethodError(f"{folder} does not hold what this model needs: {reason}") from error
+    loaded: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
+    for short, long, _ in entries:
+        loaded[short.split("/")[0]][long] = state[short]
+    set_model_state_dict(module, loaded["model"])
+    if optimizer is not None:
+        set_optimizer_state_dict(module, optimizer, loaded["optimizer"], options=FLAT)
+
+
+def _entries(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, str, Any]]:
+    """What there is to save: its name in the whole model, its name on this rank, and the value."""
+    states: dict[str, dict[str, Any]] = {"model": get_model_state_dict(module)}
+    if optimizer is not None:
+        states["optimizer"] = get_optimizer_state_dict(module, optimizer, options=FLAT)
+    return [
+        (f"{kind}/" + PART.sub(r"\1", long), long, value)
+        for kind, state in states.items()
+        for long, value in state.items()
+    ]

@@ -1,0 +1,409 @@
+"""Pipeline parallelism: ranks along an axis run different layers, microbatch after microbatch. torch's schedules."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from pgmesh.errors import MethodError, OptionsError, PlaceError, ShapeError
+from pgmesh.layout import Axis
+from pgmesh.mesh import ProcessGroupMesh
+from pgmesh.parallel.base import Level, Method, sizes_of
+from pgmesh.sizes import divisors
+
+SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+    "zero-bubble-v": ScheduleZBVZeroBubble,
+}
+"""Orders of forward and backward passes. The first two have one stage on a rank, the last has two."""
+
+SINGLE, V = ("gpipe", "1f1b"), "zero-bubble-v"
+SPLIT = ("zero-bubble", V)
+"""Those that compute the gradients of weights apart. Tried on torch 2.13: under DDP and fully_shard they are wrong."""
+
+
+class PipelineParallel(Method):
+    """Runs the layers of a module on the ranks along its axis, a share of the rows at a time.
+
+    The layers are cut as evenly as they can be, one more on the first stages where they do not divide. The other
+    modules go to the first or to the last stage; elsewhere they are None, and the module's ``forward`` passes on what
+    it is given. Each part keeps the names of the whole. What is applied inside a pipeline is applied to each part.
+
+    Args:
+        mesh: the mesh.
+        axis: along which the stages stand.
+        layers: the name of the ModuleList, ModuleDict or Sequential to cut: ``"blocks"``, ``"model.layers"``.
+        first: the names of the modules that come before the layers.
+        last: the names of those that come after.
+        loss: the mean loss of some rows, from the output of the last stage and the target.
+        microbatches: how many equal parts a batch is cut in.
+        schedule: "gpipe", "1f1b", "interleaved", "zero-bubble" or "zero-bubble-v". The last two go without data
+            parallelism.
+        virtual: how many stages each rank has.
+        options: what the group is made with, as in ``mesh.configure``.
+
+    Raises:
+        OptionsError: a schedule that there is not, or that has another number of virtual stages.
+
+    Source: https://docs.pytorch.org/docs/2.13/distributed.pipelining.html
+
+    >>> from pgmesh.parallel import PipelineParallel
+    >>> pipeline = PipelineParallel(mesh, "pp", layers="blocks", loss=None, microbatches=4, virtual=2,
+    ...                             schedule="interleaved")
+    >>> pipeline.stages, pipeline.stage(0), pipeline.stage(1)
+    (4, 1, 3)
+    >>> pipeline.is_last(0), pipeline.is_last(1), pipeline.next(0), pipeline.previous(0), pipeline.next(1)
+    (False, True, 1, 1, None)
+    """
+
+    level = Level.PIPELINE
+
+    def __init__(
+        self,
+        mesh: ProcessGroupMesh,
+        axis: Axis,
+        *,
+        layers: str,
+        first: Iterable[str] = (),
+        last: Iterable[str] = (),
+        loss: Callable[..., torch.Tensor] | None,
+        microbatches: int,
+        schedule: str = "1f1b",
+        virtual: int = 1,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(mesh, axis, options=options)
+        (self.axis,) = self.owns
+        self.layers, self.first, self.last = layers, tuple(first), tuple(last)
+        self.loss, self.microbatches, self.schedule, self.virtual = loss, microbatches, schedule, virtual
+        if schedule not in SCHEDULES:
+            raise OptionsError(f"there is no schedule {schedule!r}; there are {', '.join(SCHEDULES)}.")
+        if schedule in SINGLE and virtual != 1:
+            raise OptionsError(
+                f"schedule {schedule!r} has one stage on a rank, not {virtual}.\n\n"
+                f"  PipelineParallel(..., schedule='interleaved', virtual={virtual})   # has several"
+            )
+        if schedule == V and virtual != 2:
+            raise OptionsError(
+                f"schedule {V!r} has two stages on a rank, there and back, not {virtual}.\n\n"
+                f"  PipelineParallel(..., schedule={V!r}, virtual=2)"
+            )
+
+        rounds = max(1, microbatches // mesh.size(axis))
+        if microbatches < 1 or (schedule == "1f1b" and microbatches < self.stages):
+            raise OptionsError(
+                f"{microbatches} microbatches are too few for schedule {schedule!r} along "
+                f"{sizes_of(mesh, self.owns)}.\n\n"
+                f"  PipelineParallel(..., microbatches={self.stages})   # one for each stage at least"
+            )
+        if schedule in ("interleaved", "zero-bubble") and microbatches % rounds:
+            low, high = microbatches - microbatches % rounds, microbatches + -microbatches % rounds
+            raise OptionsError(
+                f"schedule {schedule!r} goes round {rounds} times along {sizes_of(mesh, self.owns)}, and "
+                f"{microbatches} microbatches are not divisible by {rounds}.\n\n"
+                f"  PipelineParallel(..., microbatches={low})   # or {high}"
+            )
+
+    # -- places -------------------------------------------------------------------------------------------------
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are in all."""
+        return self.mesh.size(self.axis) * self.virtual
+
+    def stage(self, virtual: int = 0) -> int:
+        """The number of one of this rank's stages, in the order in which rows pass them.
+
+        Args:
+            virtual: which of this rank's stages.
+
+        Raises:
+            PlaceError: this rank has no such stage.
+        """
+        if not 0 <= virtual < self.virtual:
+            raise PlaceError(f"a rank has {self.virtual} virtual stages, from 0; there is no {virtual}.")
+        size, index = self.mesh.size(self.axis), self.mesh.index(self.axis)
+        back = self.schedule == V and virtual % 2
+        return virtual * size + (size - 1 - index if back else index)
+
+    def holder(self, stage: int) -> int | None:
+        """The rank that has a stage, of those along the axis from here; None past the ends."""
+        if not 0 <= stage < self.stages:
+            return None
+        virtual, index = divmod(stage, self.mesh.size(self.axis))
+        ranks = self.mesh.ranks(self.axis)
+        return ranks[-1 - index] if self.schedule == V and virtual % 2 else ranks[index]
+
+    def is_first(self, virtual: int = 0) -> bool:
+        """Whether this stage is given the batch."""
+        return self.stage(virtual) == 0
+
+    def is_last(self, virtual: int = 0) -> bool:
+        """Whether this stage computes the loss."""
+        return self.stage(virtual) == self.stages - 1
+
+    def next(self, virtual: int = 0) -> int | None:
+        """The rank of the stage after this one; None after the last."""
+        return self.holder(self.stage(virtual) + 1)
+
+    def previous(self, virtual: int = 0) -> int | None:
+        """The rank of the stage before this one; None before the first."""
+        return self.holder(self.stage(virtual) - 1)
+
+    # -- cutting ------------------------------------------------------------------------------------------------
+
+    def apply(self, module: nn.Module) -> Pipeline:
+        """This rank's stages of the module, ready to run."""
+        return self.around(module, lambda part: part)
+
+    def around(self, module: nn.Module, inner: Callable[[nn.Module], nn.Module]) -> Pipeline:
+        """The same, with other methods applied to each part after it is cut."""
+        tied = self.tied(module)
+        return Pipeline(self, [inner(part) for part in self.cut(module)], tied)
+
+    def cut(self, module: nn.Module) -> list[nn.Module]:
+        """This rank's parts of a module, one for each virtual stage. They share its weights; it stays as it is.
+
+        Raises:
+            MethodError: a name that the module does not have, or weights that no stage is given.
+            ShapeError: fewer layers than stages.
+        """
+        layers = list(self._named(module, self.layers, "layers").children())
+        shares = shared_out(len(layers), self.stages)
+        if not all(shares):
+            does = [n for n in divisors(self.stages) if n <= len(layers)]
+            raise ShapeError(
+                f"{self.layers} has {len(layers)} layers, too few for {self.stages} stages "
+                f"({sizes_of(self.mesh, self.owns)}, {self.virtual} virtual on each): a stage has one at least.\n\n"
+                f"  {', '.join(map(str, does))} stages would do, or {self.stages} layers and more"
+            )
+        for names, what in ((self.first, "first"), (self.last, "last")):
+            for name in names:
+                self._named(module, name, what)
+        self._check_all_given(module)
+        parts = []
+        for virtual in range(self.virtual):
+            stage = self.stage(virtual)
+            absent = [layer for i, layer in enumerate(layers) if i not in shares[stage]]
+            gone = [*(() if stage == 0 else self.first), *(() if stage == self.stages - 1 else self.last)]
+            both = virtual > 0 and stage == self.stages - 1 and self.holder(0) == self.mesh.rank
+            fresh = self.last if both and self.tied(module) else ()
+            parts.append(_part(module, self.layers, absent, gone, fresh))
+        return parts
+
+    def tied(self, module: nn.Module) -> list[tuple[str, str]]:
+        """The names of weights that the first and the last stage share, in each."""
+        names: dict[int, list[str]] = {}
+        for name, weight in module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(weight), []).append(name)
+        pairs = []
+        for same in names.values() if self.stages > 1 else ():
+            places = {self._place(name): name for name in same}
+            if len(places) > 1:
+                if set(places) != {"first", "last"}:
+                    raise MethodError(
+                        f"{' and '.join(places.values())} are one weight, which only the first and the last stage of a "
+                        f"pipeline can share."
+                    )
+                pairs.append((places["first"], places["last"]))
+        return pairs
+
+    def _place(self, name: str) -> str:
+        """Where a weight goes: "first", "last", the name of its layer, or "" for nowhere."""
+        for place, modules in (("first", self.first), ("last", self.last)):
+            if any(name.startswith(f"{module}.") for module in modules):
+                return place
+        if name.startswith(f"{self.layers}."):
+            return f"{self.layers}.{name.removeprefix(f'{self.layers}.').split('.')[0]}"
+        return ""
+
+    def _named(self, module: nn.Module, name: str, what: str) -> nn.Module:
+        try:
+            found = module.get_submodule(name)
+        except AttributeError:
+            found = None
+        if found is None:
+            children = ", ".join(child for child, _ in module.named_children())
+            raise MethodError(
+                f"{what}= names {name!r}, which {type(module).__name__} does not have; it has {children}."
+            )
+        return found
+
+    def _check_all_given(self, module: nn.Module) -> None:
+        left = [name for name, _ in module.named_parameters() if not self._place(name)]
+        if left:
+            raise MethodError(
+                f"no stage is given {', '.join(left[:3])}{', ...' * (len(left) > 3)} of {type(module).__name__}: its "
+                f"weights are in {self.layers}, in first= ({', '.join(self.first) or 'none'}) or in last= "
+                f"({', '.join(self.last) or 'none'})."
+            )
+
+
+class Pipeline(nn.Module):
+    """This rank's stages of a module, and the schedule that runs them. ``PipelineParallel.apply`` makes it."""
+
+    def __init__(self, method: PipelineParallel, parts: list[nn.Module], tied: list[tuple[str, str]]) -> None:
+        super().__init__()
+        self.method = method
+        self.parts = nn.ModuleList(parts)
+        """One for each virtual stage, under the names of the whole."""
+        self.tied = tied
+        mesh, kind = method.mesh, SCHEDULES[method.schedule]
+        if method.schedule in SPLIT and any(isinstance(part, (DistributedDataParallel, FSDPModule)) for part in parts):
+            raise MethodError(
+                f"schedule {method.schedule!r} computes the gradients of weights apart from the others, where "
+                f"torch's DDP and fully_shard miss them, and what they leave is wrong.\n\n"
+                f"  PipelineParallel(..., schedule='interleaved')   # with data parallelism"
+            )
+        group = mesh.group(method.axis)
+        self.stages = [
+            PipelineStage(part, method.stage(i), method.stages, _device_of(part), group=group)
+            for i, part in enumerate(parts)
+        ]
+        one = self.stages[0] if method.schedule in SINGLE else self.stages
+        self.schedule = kind(one, method.microbatches, method.loss)
+
+    def step(self, *inputs: torch.Tensor, target: torch.Tensor) -> list[torch.Tensor]:
+        """Forward and backward through all stages: the gradients are those of the batch's mean loss.
+
+        Args:
+            inputs: this rank's rows; only the first stage looks at them.
+            target: what the loss compares with; only the last stage looks at it.
+
+        Returns:
+            The loss of each microbatch, on the last stage; nothing on others.
+
+        Raises:
+            ShapeError: the rows cannot be cut into equal microbatches.
+        """
+        method, losses = self.method, list[torch.Tensor]()
+        rows = {len(each) for each in (*inputs, target)}
+        if len(rows) > 1 or min(rows) % method.microbatches:
+            counts = " and ".join(map(str, sorted(rows)))
+            raise ShapeError(
+                f"{counts} rows cannot be cut into {method.microbatches} equal microbatches along "
+                f"{sizes_of(method.mesh, method.owns)}: inputs and target have one number of rows, which "
+                f"{method.microbatches} divides."
+            )
+        places = [method.stage(i) for i in range(method.virtual)]
+        last = method.stages - 1 in places
+        with contextlib.ExitStack() as quiet:
+            # The first time, torch runs each stage once to learn its shapes, which must not look like a last backward.
+            for part in self.parts:
+                if isinstance(part, DistributedDataParallel):
+                    quiet.enter_context(part.no_sync())
+            self.schedule.step(
+                *(inputs if 0 in places else ()),
+                target=target if last else None,
+                losses=losses if last else None,
+                return_outputs=False,
+            )
+        self._sum_tied()
+        return losses
+
+    def copies(self) -> list[nn.Parameter]:
+        """The weights of this rank that the first stage has too, so that a norm counts them once."""
+        return [weight for _, last in self.tied for weight in self._weight(self.method.stages - 1, last)]
+
+    def _sum_tied(self) -> None:
+        """A weight that two stages share learns from what both do with it."""
+        ends = self.method.mesh.at({self.method.axis: [0, -1]})
+        apart = self.method.holder(0) != self.method.holder(self.method.stages - 1)
+        for first, last in self.tied if self.method.mesh.rank in ends else ():
+            here = [*self._weight(0, first), *self._weight(self.method.stages - 1, last)]
+            gradients = [_local(weight.grad) for weight in here if weight.grad is not None]
+            if not gradients:
+                continue
+            for other in gradients[1:]:
+                gradients[0].add_(other)
+            if apart:
+                dist.all_reduce(gradients[0], group=ends.group(self.method.axis))
+            for other in gradients[1:]:
+                other.copy_(gradients[0])
+
+    def _weight(self, stage: int, name: str) -> list[nn.Parameter]:
+        """A weight of a stage, if this rank has the stage."""
+        return [
+            weight
+            for i, part in enumerate(self.parts)
+            if self.method.stage(i) == stage
+            for found, weight in part.named_parameters(remove_duplicate=False)
+            if found.removeprefix("module.") == name
+        ]
+
+
+class Elsewhere(nn.Module):
+    """In place of a layer that another stage has: it passes on what it is given."""
+
+    def forward(self, x: Any, *more: Any, **keywords: Any) -> Any:
+        return x
+
+
+def shared_out(layers: int, stages: int) -> list[range]:
+    """Which layers each stage has: as evenly as they can be, one more on the first ones.
+
+    >>> shared_out(6, 4)
+    [range(0, 2), range(2, 4), range(4, 5), range(5, 6)]
+    """
+    each, more = divmod(layers, stages)
+    starts = [stage * each + min(stage, more) for stage in range(stages + 1)]
+    return [range(a, b) for a, b in itertools.pairwise(starts)]
+
+
+def _part(
+    module: nn.Module, layers: str, absent: Iterable[nn.Module], gone: Iterable[str], fresh: Iterable[str]
+) -> Any:
+    """A module of the same weights without some of its layers and modules.
+
+    It is a copy that is told of all but the modules above these that they are copied already. ``fresh`` are modules
+    to copy indeed: some of their weights are another stage's on this very rank.
+    """
+    above = {id(module.get_submodule(name)) for name in (layers, *_ancestors([layers, *gone, *fresh]))}
+    memo: dict[int, Any] = {id(sub): sub for sub in module.modules() if id(sub) not in above}
+    memo.update((id(weight), weight) for weight in (*module.parameters(), *module.buffers()))
+    for sub in (sub for name in fresh for sub in module.get_submodule(name).modules()):
+        for known in (sub, *sub.parameters(recurse=False), *sub.buffers(recurse=False)):
+            memo.pop(id(known), None)
+    memo.update((id(layer), Elsewhere()) for layer in absent)
+    part = copy.deepcopy(module, memo)
+    for name in gone:
+        parent, _, child = name.rpartition(".")
+        setattr(part.get_submodule(parent), child, None)
+    return part
+
+
+def _ancestors(names: Iterable[str]) -> Iterator[str]:
+    """The names of the modules that hold these, up to the whole."""
+    for name in names:
+        while name:
+            name = name.rpartition(".")[0]
+            yield name
+
+
+def _device_of(part: nn.Module) -> torch.device:
+    return next((weight.device for weight in part.parameters()), torch.device("cpu"))
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -1,0 +1,147 @@
+"""Sharded data parallelism: weights, gradients and optimizer are cut along the axes. torch's fully_shard, FSDP2."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import Dataset, DistributedSampler
+
+from pgmesh.errors import AxisError
+from pgmesh.layout import Axis
+from pgmesh.mesh import ProcessGroupMesh
+from pgmesh.parallel.apart import kept_apart
+from pgmesh.parallel.base import Method, listed
+from pgmesh.parallel.data import sampler
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class ShardedDataParallel(Method):
+    """Cuts weights, gradients and the optimizer's state along its axes, by torch's fully_shard.
+
+    Along one axis or over several, which are then one longer one. With ``replicate=``, weights are whole along that
+    axis and cut along the others (hybrid sharding): less memory saved, and gathers stay along the others. Whole along
+    all of them, it is data parallelism for weights that tensor parallelism has cut, which DDP does not take.
+
+    Args:
+        mesh: the mesh.
+        axes: along which ranks read different rows.
+        over: the axes to cut and to average over, where they are more: ``over=("dp", "cp")`` with context
+            parallelism along cp.
+        replicate: those of ``over`` along which weights are whole.
+        layers: the modules that are gathered one at a time, given the whole module; those in its ModuleLists,
+            ModuleDicts and Sequentials unless given. What is in none of them is gathered with the whole.
+        options: what the group along ``over`` is made with, as in ``mesh.configure``.
+        keywords: for torch's fully_shard, such as ``mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)``,
+            ``reshard_after_forward=False`` or ``offload_policy=``.
+
+    Source: https://docs.pytorch.org/docs/2.13/distributed.fsdp.fully_shard.html
+
+    >>> from pgmesh.parallel import ShardedDataParallel
+    >>> ShardedDataParallel(mesh, "dp").device_mesh().mesh_dim_names
+    ('dp',)
+    >>> ShardedDataParallel(mesh, "pp", "dp", replicate="pp").device_mesh().mesh_dim_names
+    ('pp', 'dp')
+    >>> ShardedDataParallel(mesh, "dp", over=("dp", "tp")).device_mesh().mesh_dim_names
+    ('dp_tp',)
+    """
+
+    splits_batch = True
+
+    def __init__(
+        self,
+        mesh: ProcessGroupMesh,
+        *axes: Axis,
+        over: Iterable[Axis] | None = None,
+        replicate: Axis | Iterable[Axis] = (),
+        layers: Callable[[nn.Module], Iterable[nn.Module]] | None = None,
+        options: Mapping[str, Any] | None = None,
+        **keywords: Any,
+    ) -> None:
+        super().__init__(mesh, *axes, over=over, options=options)
+        whole = (replicate,) if isinstance(replicate, (str, int)) else tuple(replicate)
+        self.replicates = mesh.along(*whole).axes if whole else ()
+        self.shards = tuple(axis for axis in self.reduces if axis not in self.replicates)
+        if not set(self.replicates) <= set(self.reduces):
+            raise AxisError(
+                f"ShardedDataParallel over {listed(self.reduces)} keeps weights whole along some of these axes, but "
+                f"replicate= names {listed(self.replicates)}."
+            )
+        self.layers, self.keywords = layers or layers_of, keywords
+
+    def device_mesh(self) -> DeviceMesh:
+        """torch's DeviceMesh for fully_shard: along the axes that cut, or those that replicate and then those.
+
+        Raises:
+            AxisError: the axes do not stand so in the mesh.
+        """
+        mesh, names = self.mesh, list[Axis]()
+        for axes in (_long(mesh, self.replicates), _long(mesh, self.shards)):
+            if len(axes) > 1:
+                mesh = _fused(mesh, axes)
+            names += ["_".join(map(str, axes))] if len(axes) > 1 else axes
+        if not self.shards:  # fully_shard wants an axis to cut along: one of a single rank
+            mesh = mesh.view(**{str(axis): mesh.size(axis) for axis in mesh.axes}, _one=1)
+            names.append("_one")
+        found = mesh.device_mesh(*names)
+        if found.mesh_dim_names != tuple(map(str, names)):
+            sizes = ", ".join(f"{axis}={self.mesh.size(axis)}" for axis in (*self.replicates, *self.shards))
+            raise AxisError(
+                f"{self} keeps weights whole along {listed(self.replicates)}, which has to stand outside "
+                f"{listed(self.shards)}, but in the mesh it stands inside: {listed(self.mesh.axes)}.\n\n"
+                f"  ProcessGroupMesh(..., {sizes})   # the last axis varies fastest"
+            )
+        return found
+
+    def apply(self, module: nn.Module) -> nn.Module:
+        """The same module, sharded in place, its layers first."""
+        device_mesh, apart = self.device_mesh(), {*kept_apart(module).values()}
+        keywords = {**self.keywords, "ignored_params": {*self.keywords.get("ignored_params", ()), *apart}}
+        for layer in self.layers(module):
+            fully_shard(layer, mesh=device_mesh, **keywords)
+        fully_shard(module, mesh=device_mesh, **keywords)
+        return module
+
+    def sampler(self, dataset: Dataset[Any], **keywords: Any) -> DistributedSampler[Any]:
+        """torch's sampler of this rank's share of a data set, as ``DataParallel.sampler``."""
+        return sampler(self, dataset, **keywords)
+
+
+def layers_of(module: nn.Module) -> Iterator[nn.Module]:
+    """What stands in the outermost lists of a module and has weights."""
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            yield from (layer for layer in child.children() if next(layer.parameters(), None) is not None)
+        else:
+            yield from layers_of(child)
+
+
+def _long(mesh: ProcessGroupMesh, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+    """Those of more than one rank; of several short ones, one."""
+    return tuple(axis for axis in axes if mesh.size(axis) > 1) or axes[:1]
+
+
+def _fused(mesh: ProcessGroupMesh, axes: tuple[Axis, ...]) -> ProcessGroupMesh:
+    """The mesh read with one long axis in place of several that follow one another."""
+    run = [axis for axis in mesh.axes if mesh.size(axis) > 1]
+    start = run.index(axes[0])
+    if tuple(run[start : start + len(axes)]) != axes:
+        between = [axis for axis in run[start : run.index(axes[-1])] if axis not in axes]
+        raise AxisError(
+            f"ShardedDataParallel cuts weights along {listed(axes)} as along one axis, so they follow one another in "
+            f"the mesh, but {listed(between)} stands between: {listed(mesh.axes)}.\n\n"
+            f"  ProcessGroupMesh(..., {', '.join(f'{axis}={mesh.size(axis)}' for axis in axes)})\n"
+            f"  ShardedDataParallel(..., replicate={axes[0]!r})   # or cut them along {listed(axes[1:])} alone"
+        )
+    box: dict[str, int] = {}
+    for axis in mesh.axes:
+        if axis == axes[0]:
+            box["_".join(map(str, axes))] = math.prod(map(mesh.size, axes))
+        elif axis not in axes:
+            box[str(axis)] = mesh.size(axis)
+    return mesh.view(**box)
