@@ -48,14 +48,14 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The whole model, with the same weights in every process; `cut` leaves one stage of it."""
+    """The whole model, with the same weights in every process. Where a module is None, another stage has it."""
 
     def __init__(self, tied: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.tokens: nn.Embedding | None = nn.Embedding(len(ALPHABET), WIDTH)
         self.places: nn.Embedding | None = nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.ModuleDict({str(i): Block() for i in range(LAYERS)})
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
         self.norm: nn.LayerNorm | None = nn.LayerNorm(WIDTH)
         self.head: nn.Linear | None = nn.Linear(WIDTH, len(ALPHABET), bias=False)
         if tied:
@@ -63,19 +63,9 @@ class GPT(nn.Module):
         for weight in (self.tokens.weight, self.places.weight, self.head.weight):
             nn.init.normal_(weight, std=0.1)
 
-    def cut(self, stage: int, stages: int) -> None:
-        """Keep one stage's share. It keeps its names too, by which it can be compared with the whole."""
-        for i in range(LAYERS):
-            if i * stages // LAYERS != stage:
-                del self.blocks[str(i)]
-        if stage > 0:
-            self.tokens = self.places = None
-        if stage < stages - 1:
-            self.norm = self.head = None
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.tokens is not None and self.places is not None:
             x = WIDTH**0.5 * self.tokens(x) + self.places(torch.arange(x.shape[1]))
-        for block in self.blocks.values():
+        for block in self.blocks:
             x = block(x)
         return x if self.norm is None or self.head is None else self.head(self.norm(x))

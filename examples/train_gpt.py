@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 8 examples/train_gpt.py         # or runs in those that torchrun starts
     python examples/train_gpt.py --tied                       # the head is the token embedding again
 
-The parallel methods are torch's own: PipelineStage, parallelize_module and fully_shard. Each is given the
-axis it works along, and every group they use comes from one mesh. Then one process alone trains the same
+The parallel methods are thin over torch's own: schedules, fully_shard and parallelize_module. Each is given
+the axis it works along, and every group they use comes from one mesh. Then one process alone trains the same
 model on the same batches. PASS means that the two runs agree, in every loss and in every weight.
 """
 
@@ -22,14 +22,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpt import ALPHABET, GPT, LAYERS, TEXT, batch_of, loss_of
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from pgmesh import ProcessGroupMesh, launch
+from pgmesh.parallel import PipelineParallel, ShardedDataParallel, TensorParallel, attention_plan, compose, mlp_plan
 
 STEPS, MICROBATCHES, RATE = 40, 2, 1e-2
+CUTS = {**attention_plan("blocks.*", ["qkv"], "out"), **mlp_plan("blocks.*", ["up"], "down")}
+STAGES = {"layers": "blocks", "first": ["tokens", "places"], "last": ["norm", "head"]}
 
 # With 64-bit floats the two runs differ only in the order of their sums. That is 1e-16 at a time, of which
 # forty steps make 1e-13; a wrong group, factor or batch makes 1e-5 or more. (In 32 bits: 1e-4, too near.)
@@ -126,45 +126,26 @@ def train_on_mesh(mesh: ProcessGroupMesh, tied: bool) -> tuple[list[float], Weig
     model = GPT(tied)
     total = sum(weight.numel() for weight in model.parameters())
 
-    # Pipeline: keep the layers of my place along pp.
-    model.cut(mesh.index("pp"), mesh.size("pp"))
-
-    # Tensor: cut the weights of each block along tp. Data: shard what is left of them along dp. A weight that
-    # is cut twice has to find both axes in one device mesh, so both are slices of one.
-    inner = mesh.device_mesh("dp", "tp")
-    into, out_of = ColwiseParallel(), RowwiseParallel()
-    for block in model.blocks.values():
-        parallelize_module(block, inner["tp"], {"qkv": into, "out": out_of, "up": into, "down": out_of})
-        fully_shard(block, mesh=inner["dp"], reshard_after_forward=False)
-    fully_shard(model, mesh=inner["dp"], reshard_after_forward=False)
+    methods = compose(
+        mesh,
+        TensorParallel(mesh, "tp", plan=CUTS),
+        ShardedDataParallel(mesh, "dp", reshard_after_forward=False),
+        PipelineParallel(mesh, "pp", **STAGES, loss=loss_of, microbatches=MICROBATCHES),
+    )
+    model = methods.apply(model)
     mine = sum(weight.to_local().numel() for weight in model.parameters())
     say(f"Of its {total:,} weights rank 0 holds {mine:,}.")
 
-    cpu = torch.device("cpu")
-    stage = PipelineStage(model, mesh.index("pp"), mesh.size("pp"), cpu, group=mesh.group("pp"))
-    schedule = Schedule1F1B(stage, MICROBATCHES, loss_of)
     optimizer = torch.optim.AdamW(model.parameters(), RATE)
 
     curve = []
     for step in progress("on the mesh"):
-        # Each replica reads its own rows of the one batch; where it stands along dp says which.
-        inputs, targets = (rows.chunk(mesh.size("dp"))[mesh.index("dp")] for rows in batch_of(step))
-        losses: list[torch.Tensor] = []
+        inputs, targets = (methods.share(rows) for rows in batch_of(step))  # each replica reads its own rows
         optimizer.zero_grad()
-        schedule.step(*[inputs] if stage.is_first else [], target=targets, losses=losses)
-        if tied:
-            sum_tied_gradients(mesh, model)
+        losses = model.step(inputs, target=targets)
         optimizer.step()
         curve.append(mean_loss(mesh, losses))
-    return curve, {name: whole(weight) for name, weight in model.state_dict().items()}
-
-
-def sum_tied_gradients(mesh: ProcessGroupMesh, model: GPT) -> None:
-    """The first and the last stage each hold the one weight: it learns from what both do with it."""
-    ends = mesh.at(pp=[0, -1])
-    if mesh.rank in ends:
-        weight = (model.tokens or model.head).weight
-        dist.all_reduce(weight.grad.to_local(), group=ends.group("pp"))
+    return curve, {name: whole(weight) for part in model.parts for name, weight in part.state_dict().items()}
 
 
 def mean_loss(mesh: ProcessGroupMesh, losses: list[torch.Tensor]) -> float:
