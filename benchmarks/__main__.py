@@ -78,15 +78,15 @@ def parts(quick: bool, ranks: list[int]) -> list[tuple[str, Callable[[], list[Fi
     from benchmarks import blocks, hits, many_ranks, one_rank, starting, stores
 
     def of_ranks() -> list[Figure]:
-        return [figure for n in ranks for figure in many_ranks.figures(n, 3 if quick else 5)]
+        return [figure for n in ranks for figure in many_ranks.figures(n, 3 if quick or n > 32 else 5)]
 
     return [
-        ("hits", lambda: hits.figures(9 if quick else 41)),
-        ("one rank", lambda: one_rank.figures(3, (1_024, 65_536)) if quick else one_rank.figures(5)),
-        ("blocks", lambda: blocks.figures(1 if quick else 5)),
+        ("hits", lambda: hits.figures(9 if quick else 21)),
+        ("one rank", lambda: one_rank.figures(2, (1_024, 65_536), 2.0) if quick else one_rank.figures(5)),
+        ("blocks", lambda: blocks.figures(3 if quick else 5)),
         ("ranks", of_ranks),
-        ("store", lambda: stores.figures([4, 8] if quick else [4, 8, 16, 32], 0.3 if quick else 1.0)),
-        ("start", lambda: starting.figures(2 if quick else 5, max(ranks), 1 if quick else 2)),
+        ("store", lambda: stores.figures([4] if quick else [4, 8, 16], 0.3 if quick else 1.0)),
+        ("start", lambda: starting.figures(1 if quick else 5, max(ranks))),
     ]
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 from collections import defaultdict, deque
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 from benchmarks.report import OURS, Figure, Wish, medians
 from benchmarks.sides import FAMILIES, absent, grid, quietly
-from pgmesh import Layout
+from pgmesh import Layout, plan
 
 RANKS = 65_536
 SIZES = {"dp": RANKS // 64, "pp": 4, "cp": 2, "tp": 8}
+HUGE = 1_048_576
 NUMPY = "numpy"
 
 
@@ -56,7 +59,29 @@ def figures(rounds: int) -> list[Figure]:
         one_by_one: (Wish(100, "Megatron-Core"),),
         lists: (Wish(1, NUMPY),),
     }
-    return [Figure(f"{RANKS:,} ranks: {what}", medians(each), wishes=wishes[what]) for what, each in took.items()]
+    found = [Figure(f"{RANKS:,} ranks: {what}", medians(each), wishes=wishes[what]) for what, each in took.items()]
+    return [*found, *_plans(rounds)]
+
+
+def _plans(rounds: int) -> list[Figure]:
+    """A plan of a million ranks on hosts of 8, printed."""
+
+    def make() -> str:
+        return str(plan(Layout(dp=HUGE // 64, pp=4, cp=2, tp=8), nodes=f"{HUGE // 8}x8"))
+
+    took = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        make()
+        took.append(time.perf_counter() - start)
+    tracemalloc.start()
+    make()
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return [
+        Figure(f"plan of {HUGE:,} ranks", {OURS: median(took)}),
+        Figure("the most memory that it takes", {OURS: most}, "B"),
+    ]
 
 
 def _middles() -> Any:

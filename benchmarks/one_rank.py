@@ -32,8 +32,8 @@ NO_GROWTH = 1 << 20  # bytes: as near to none as a resident set, which counts pa
 DEADLINE = timedelta(seconds=60)
 
 
-def figures(repetitions: int, sizes: tuple[int, ...] = SIZES) -> list[Figure]:
-    took, left_out = seconds(repetitions, sizes)
+def figures(repetitions: int, sizes: tuple[int, ...] = SIZES, longest: float = LONGEST) -> list[Figure]:
+    took, left_out = seconds(repetitions, sizes, longest)
     wishes = {65_536: (Wish(1000, "DeviceMesh"),), 1_048_576: (Wish(most=10e-3),)}
     found = [
         Figure(f"one rank of {ranks:,}", took[ranks], wishes=wishes.get(ranks, ()), left_out=left_out[ranks])
@@ -47,14 +47,16 @@ def figures(repetitions: int, sizes: tuple[int, ...] = SIZES) -> list[Figure]:
     limit = Wish(most=held[sizes[0]][OURS] + 256)
     found.append(Figure(f"a mesh without groups, {sizes[0]:,} ranks", held[sizes[0]], "B"))
     found.append(Figure(f"a mesh without groups, {sizes[-1]:,}", held[sizes[-1]], "B", (limit,)))
-    return [*found, *_memory(repetitions)] if os.path.exists("/proc/self/statm") else found
+    return [*found, *_memory()] if len(sizes) > 2 and os.path.exists("/proc/self/statm") else found
 
 
 def box(ranks: int) -> dict[str, int]:
     return {"dp": ranks // 64, "pp": 4, "cp": 2, "tp": 8}
 
 
-def seconds(repetitions: int, sizes: tuple[int, ...]) -> tuple[dict[int, dict[str, float]], dict[int, dict[str, str]]]:
+def seconds(
+    repetitions: int, sizes: tuple[int, ...], longest: float
+) -> tuple[dict[int, dict[str, float]], dict[int, dict[str, str]]]:
     """By world, what making took on each side, and why a side was left out."""
     found: dict[int, dict[str, float]] = {}
     left_out: dict[int, dict[str, str]] = {}
@@ -63,9 +65,9 @@ def seconds(repetitions: int, sizes: tuple[int, ...]) -> tuple[dict[int, dict[st
         took: dict[str, list[float]] = defaultdict(list)
         before = max(found, default=0)
         left_out[ranks] = {
-            side: f"over {LONGEST:g} s"
+            side: f"over {longest:g} s"
             for side in present()
-            if before and found[before].get(side, LONGEST) * ranks / before > LONGEST
+            if before and found[before].get(side, longest) * ranks / before > longest
         }
         for number in range(repetitions):
             for side, make in present().items():
@@ -118,7 +120,7 @@ def _held_by_a_mesh(ranks: int) -> float:
     return held
 
 
-def _memory(repetitions: int, ranks: int = 65_536) -> list[Figure]:
+def _memory(repetitions: int = 3, ranks: int = 65_536) -> list[Figure]:
     sides = [
         side for side in present() if side not in ("Megatron-Core", "all blocks")
     ]  # which take long, and it is known

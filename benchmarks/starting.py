@@ -35,8 +35,8 @@ print(time.perf_counter() - start)
 ALONE = "init_process_group"
 
 
-def figures(rounds: int, ranks: int, worlds: int) -> list[Figure]:
-    return [*_imports(rounds), *_joining(ranks, worlds)]
+def figures(rounds: int, ranks: int) -> list[Figure]:
+    return [*_imports(rounds), *_joining(ranks)]
 
 
 def _imports(rounds: int) -> list[Figure]:
@@ -84,22 +84,18 @@ class Standing(LocalWorld):
         )
 
 
-def _joining(ranks: int, worlds: int) -> list[Figure]:
-    joined: dict[str, list[float]] = defaultdict(list)
-    used: dict[str, list[float]] = defaultdict(list)
-    for _ in range(worlds):
-        joined[ALONE].append(_plain(ranks))
-        for side in (OURS, "DeviceMesh", "HyperCommGrid"):
-            if side not in present():
-                continue
+def _joining(ranks: int) -> list[Figure]:
+    joined, used = {ALONE: _plain(ranks)}, {}
+    for side in (OURS, "DeviceMesh", "HyperCommGrid"):
+        if side in present():
             with Standing(ranks, timeout=DEADLINE) as world:
                 start, moments = world.run(_use, side, box(ranks))
+            used[side] = max(moment[1] for moment in moments) - start
             if side == OURS:
-                joined[OURS].append(max(moment[0] for moment in moments) - start)
-            used[side].append(max(moment[1] for moment in moments) - start)
+                joined[OURS] = max(moment[0] for moment in moments) - start
     return [
-        Figure(f"{ranks} ranks join a world", medians(joined)),
-        Figure(f"{ranks} ranks join, make six families, use each", medians(used), wishes=(Wish(most=1.0),)),
+        Figure(f"{ranks} ranks join a world", joined),
+        Figure(f"{ranks} ranks join, make six families, use each", used, wishes=(Wish(most=1.0),)),
     ]
 
 
