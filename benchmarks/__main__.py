@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from benchmarks.report import Figure
 
-PARTS = ("hits", "one rank", "blocks", "ranks", "store", "start")
+PARTS = ("hits", "one rank", "blocks", "ranks", "store", "start", "plan")
 
 
 def main() -> None:
@@ -75,7 +75,7 @@ def main() -> None:
 
 def parts(quick: bool, ranks: list[int]) -> list[tuple[str, Callable[[], list[Figure]]]]:
     """What is measured, in order."""
-    from benchmarks import blocks, hits, many_ranks, one_rank, starting, stores
+    from benchmarks import blocks, hits, many_ranks, one_rank, planning, starting, stores
 
     def of_ranks() -> list[Figure]:
         return [figure for n in ranks for figure in many_ranks.figures(n, 3 if quick or n > 32 else 5)]
@@ -87,6 +87,7 @@ def parts(quick: bool, ranks: list[int]) -> list[tuple[str, Callable[[], list[Fi
         ("ranks", of_ranks),
         ("store", lambda: stores.figures([4] if quick else [4, 8, 16], 0.3 if quick else 1.0)),
         ("start", lambda: starting.figures(1 if quick else 5, max(ranks))),
+        ("plan", lambda: planning.figures(5 if quick else 9)),
     ]
 
 

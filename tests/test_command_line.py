@@ -95,6 +95,14 @@ def test_the_pictures_of_the_docs_are_what_it_draws(capsys, name, more):
     golden.check(f"../../docs/pictures/{name}.svg", said(capsys, f"plan {MESH}{more} --svg -"))
 
 
+def test_the_picture_of_the_readme_is_made_by_the_line_above_it(capsys, tmp_path):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    line, shown = re.findall(r"```\npgmesh (plan .*? --svg \S+)\n```\n\n!\[.*?\]\((.*?)\)", text)[0]
+    assert line.endswith(f" --svg {shown}")
+    said(capsys, line.replace(shown, str(tmp_path / "made.svg")))
+    assert (tmp_path / "made.svg").read_text() == (ROOT / shown).read_text()
+
+
 def test_a_size_behind_an_option_is_a_size(capsys):
     first = said(capsys, f"plan {MESH} --compare tp,cp,dp,pp --family dp,cp")
     assert first == said(capsys, "plan --compare tp,cp,dp,pp --family dp,cp pp=2 dp=4 cp=2 tp=4 --nodes 8x8")
