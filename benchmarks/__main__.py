@@ -70,7 +70,7 @@ def main() -> None:
     if asked.plot:
         from benchmarks import plot
 
-        asked.plot.write_text(plot.drawing(told))
+        asked.plot.write_text(plot.drawing([figure.record() for figure in figures_of_all]))
 
 
 def parts(quick: bool, ranks: list[int]) -> list[tuple[str, Callable[[], list[Figure]]]]:

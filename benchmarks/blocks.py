@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
 import time
 import tracemalloc
 from collections import defaultdict, deque
@@ -50,10 +53,7 @@ def figures(rounds: int) -> list[Figure]:
         for what, way in ways.items():
             for side, make in way.items():
                 if number == 0 or sum(took[what][side]) < 2.0:
-                    start = time.perf_counter()
-                    made = make()
-                    took[what][side].append(time.perf_counter() - start)
-                    del made
+                    took[what][side].append(_timed(make))
     wishes = {
         lazily: (),
         one_by_one: (Wish(100, "Megatron-Core"),),
@@ -69,11 +69,7 @@ def _plans(rounds: int) -> list[Figure]:
     def make() -> str:
         return str(plan(Layout(dp=HUGE // 64, pp=4, cp=2, tp=8), nodes=f"{HUGE // 8}x8"))
 
-    took = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        make()
-        took.append(time.perf_counter() - start)
+    took = [_timed(make) for _ in range(rounds)]
     tracemalloc.start()
     make()
     _, most = tracemalloc.get_traced_memory()
@@ -81,7 +77,30 @@ def _plans(rounds: int) -> list[Figure]:
     return [
         Figure(f"plan of {HUGE:,} ranks", {OURS: median(took)}),
         Figure("the most memory that it takes", {OURS: most}, "B"),
+        *_command(),
     ]
+
+
+def _command() -> list[Figure]:
+    """The same on the command line: a process of its own, from its start to its end."""
+    words = [f"dp={HUGE // 64}", "pp=4", "cp=2", "tp=8", "--nodes", f"{HUGE // 8}x8"]
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "pgmesh", "plan", *words], stdout=subprocess.DEVNULL, check=True, timeout=60)
+    return [Figure("the same on the command line", {OURS: time.perf_counter() - start})]
+
+
+def _timed(make: Callable[[], Any]) -> float:
+    """The seconds of one call. No garbage is collected meanwhile: it would fall to one side by chance."""
+    gc.collect()
+    gc.disable()
+    try:
+        start = time.perf_counter()
+        made = make()
+        took = time.perf_counter() - start
+        del made
+    finally:
+        gc.enable()
+    return took
 
 
 def _middles() -> Any:

@@ -1,17 +1,24 @@
-"""Cost against the size of the world, drawn as SVG with plain Python: both scales are logarithmic."""
+"""Cost against the size of the world, drawn as SVG with plain Python: both scales are logarithmic.
+
+python -m benchmarks.plot runs.json speed.svg       # of all runs in a file, the last that has a figure counts
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from html import escape
+from pathlib import Path
+from typing import Any
 
-from benchmarks.report import Figure, say
+from benchmarks.report import say
 from benchmarks.sides import SIDES
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 480, 330, 62, 12, 34, 44
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 480, 330, 62, 32, 34, 44
 COLOURS = dict(zip(SIDES, ("#c1121f", "#1d4e89", "#5a7d2a", "#b8860b", "#6b4c9a", "#2a9d8f")))
 PANELS = {
     "one rank, six families made": r"one rank of ([\d,]+)$",
@@ -22,12 +29,13 @@ PANELS = {
 Curves = dict[str, list[tuple[float, float]]]
 
 
-def drawing(told: Mapping[str, Iterable[Figure]]) -> str:
-    """The panels for which there are figures, beside each other, with one legend."""
-    panels = {title: found for title, pattern in PANELS.items() if (found := _curves(told, pattern))}
+def drawing(records: Iterable[Mapping[str, Any]]) -> str:
+    """Records of figures, drawn: the panels for which there are figures, beside each other, with one legend."""
+    last = {record["what"]: record for record in records}
+    panels = {title: found for title, pattern in PANELS.items() if (found := _curves(last.values(), pattern))}
     sides = [side for side in SIDES if any(side in curves for curves in panels.values())]
     parts = [_panel(title, curves, i * WIDTH) for i, (title, curves) in enumerate(panels.items())]
-    width, height = WIDTH * max(1, len(panels)), HEIGHT + 30
+    width, height = max(WIDTH * len(panels), LEFT + 150 * len(sides)), HEIGHT + 30
     for i, side in enumerate(sides):
         x = LEFT + i * 150
         parts.append(f'<rect x="{x}" y="{HEIGHT + 6}" width="14" height="4" fill="{COLOURS[side]}"/>')
@@ -39,13 +47,12 @@ def drawing(told: Mapping[str, Iterable[Figure]]) -> str:
     )
 
 
-def _curves(told: Mapping[str, Iterable[Figure]], pattern: str) -> Curves:
+def _curves(records: Iterable[Mapping[str, Any]], pattern: str) -> Curves:
     curves: Curves = defaultdict(list)
-    for figures in told.values():
-        for figure in figures:
-            if found := re.match(pattern, figure.what):
-                for side, value in figure.values.items():
-                    curves[side].append((float(found[1].replace(",", "")), value))
+    for record in records:
+        if found := re.match(pattern, record["what"]):
+            for side, value in record["values"].items():
+                curves[side].append((float(found[1].replace(",", "")), value))
     return dict(curves)
 
 
@@ -78,3 +85,9 @@ def _panel(title: str, curves: Curves, at: float) -> str:
             f'<circle cx="{x(ranks):.1f}" cy="{y(took):.1f}" r="3" fill="{COLOURS[side]}"/>' for ranks, took in curve
         ]
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    source, target = map(Path, sys.argv[1:])
+    parts = [figures for run in json.loads(source.read_text()) for figures in run["figures"].values()]
+    target.write_text(drawing([record for figures in parts for record in figures]))
