@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import time
-import tracemalloc
 from collections import defaultdict, deque
 from collections.abc import Callable
-from statistics import median
 from typing import Any
 
 from benchmarks.report import OURS, Figure, Wish, medians
 from benchmarks.sides import FAMILIES, absent, grid, quietly
-from pgmesh import Layout, plan
+from pgmesh import Layout
 
 RANKS = 65_536
 SIZES = {"dp": RANKS // 64, "pp": 4, "cp": 2, "tp": 8}
-HUGE = 1_048_576
 NUMPY = "numpy"
 
 
@@ -59,34 +54,7 @@ def figures(rounds: int) -> list[Figure]:
         one_by_one: (Wish(100, "Megatron-Core"),),
         lists: (Wish(1, NUMPY),),
     }
-    found = [Figure(f"{RANKS:,} ranks: {what}", medians(each), wishes=wishes[what]) for what, each in took.items()]
-    return [*found, *_plans(rounds)]
-
-
-def _plans(rounds: int) -> list[Figure]:
-    """A plan of a million ranks on hosts of 8, printed."""
-
-    def make() -> str:
-        return str(plan(Layout(dp=HUGE // 64, pp=4, cp=2, tp=8), nodes=f"{HUGE // 8}x8"))
-
-    took = [_timed(make) for _ in range(rounds)]
-    tracemalloc.start()
-    make()
-    _, most = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    return [
-        Figure(f"plan of {HUGE:,} ranks", {OURS: median(took)}),
-        Figure("the most memory that it takes", {OURS: most}, "B"),
-        *_command(),
-    ]
-
-
-def _command() -> list[Figure]:
-    """The same on the command line: a process of its own, from its start to its end."""
-    words = [f"dp={HUGE // 64}", "pp=4", "cp=2", "tp=8", "--nodes", f"{HUGE // 8}x8"]
-    start = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "pgmesh", "plan", *words], stdout=subprocess.DEVNULL, check=True, timeout=60)
-    return [Figure("the same on the command line", {OURS: time.perf_counter() - start})]
+    return [Figure(f"{RANKS:,} ranks: {what}", medians(each), wishes=wishes[what]) for what, each in took.items()]
 
 
 def _timed(make: Callable[[], Any]) -> float:
