@@ -11,7 +11,19 @@ from torch import nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from pgmesh import AxisError, MethodError, ProcessGroupMesh, ShapeError
-from pgmesh.parallel import DataParallel, ExpertParallel, Router, balance_loss, compose, mix, with_loss
+from pgmesh.parallel import (
+    ContextParallel,
+    DataParallel,
+    ExpertParallel,
+    Router,
+    TensorParallel,
+    balance_loss,
+    checkpoint,
+    compose,
+    mix,
+    with_loss,
+)
+from pgmesh.parallel.pipeline import Elsewhere
 from tests.dry import dry_world
 from tests.parallel_models import (
     HEADS,
@@ -295,6 +307,24 @@ def test_what_does_not_fit_is_told_with_the_numbers(mesh):
     )
 
 
+def test_a_checkpoint_refuses_experts_whose_parts_it_would_take_for_one(mesh, tmp_path):
+    layer = layer_of()
+    ExpertParallel(mesh, "ep", tensor="etp", columns=["up"], rows=["down"]).apply(layer)
+    says(
+        MethodError,
+        lambda: checkpoint.save(tmp_path, mesh, layer),
+        "experts.0.up.weight is cut along etp=2 as a plain tensor, so ranks hold different parts under one name, of "
+        "which a checkpoint would keep one: checkpoints take experts that are whole.",
+    )
+
+
+def test_a_stage_of_a_pipeline_may_have_no_experts_and_no_attention(mesh):
+    stage = nn.Sequential(nn.Linear(2, 2), Elsewhere())
+    assert ExpertParallel(mesh, "ep").apply(stage) is stage
+    assert ContextParallel(mesh, "ep").apply(stage) is stage
+    assert TensorParallel(mesh, "ep", plan={"1": "columns", "1.up": "rows"}).apply(stage) is stage
+
+
 def test_a_module_without_what_is_named_is_refused(mesh):
     says(
         MethodError,
@@ -328,6 +358,14 @@ def test_a_module_without_what_is_named_is_refused(mesh):
 
           nn.Linear(..., bias=False)   # for layers whose inputs are cut
         """,
+    )
+    normed = layer_of()
+    normed.experts[0].norm = nn.LayerNorm(WIDTH)
+    says(
+        MethodError,
+        lambda: ExpertParallel(mesh, "ep", tensor="etp", columns=["up"], rows=["down"]).apply(normed),
+        "Module.experts.0 has weights in no layer that is cut, norm.bias, norm.weight, of whose gradient each of the 2 "
+        "ranks along etp=2 would see a part: name their layers in columns= or rows=, or move them out of the experts.",
     )
     says(
         AxisError,

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from pgmesh.errors import MethodError
 from pgmesh.mesh import ProcessGroupMesh
+from pgmesh.parallel.apart import MARK, kept_apart
 
 # One entry for each weight, by its name, in place of a list in the order of parameters: stages know their own alone.
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -37,6 +38,9 @@ def save(
         mesh: the mesh that the model is on.
         module: what ``apply`` gave, of any composition.
         optimizer: the one of this rank's parameters.
+
+    Raises:
+        MethodError: experts that are cut along an axis besides: their parts would be taken for one.
 
     Source: https://docs.pytorch.org/docs/2.13/distributed.checkpoint.html
     """
@@ -71,6 +75,12 @@ def load(
 
 def _entries(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, str, Any]]:
     """What there is to save: its name in the whole model, its name on this rank, and the value."""
+    for name, weight in kept_apart(module).items():
+        if getattr(weight, MARK):
+            raise MethodError(
+                f"{name} is cut along {getattr(weight, MARK)} as a plain tensor, so ranks hold different parts under "
+                "one name, of which a checkpoint would keep one: checkpoints take experts that are whole."
+            )
     states: dict[str, dict[str, Any]] = {"model": get_model_state_dict(module)}
     if optimizer is not None:
         states["optimizer"] = get_optimizer_state_dict(module, optimizer, options=FLAT)

@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from pgmesh.errors import MethodError, OptionsError, ShapeError
+from pgmesh.parallel.apart import is_part
 from pgmesh.parallel.base import Level, Method, sizes_of
 from pgmesh.parallel.exchange import gather
 from pgmesh.parallel.ring import ring_attention, ulysses_attention
@@ -70,7 +71,7 @@ class ContextParallel(Method):
         """The module, with ``method.attention`` wherever it kept torch's scaled_dot_product_attention.
 
         Raises:
-            MethodError: no module keeps it in an attribute.
+            MethodError: no module keeps it in an attribute. A stage of a pipeline need not.
         """
         found = False
         for each in module.modules():
@@ -78,7 +79,7 @@ class ContextParallel(Method):
                 if value is scaled_dot_product_attention:
                     setattr(each, name, self.attention)
                     found = True
-        if not found:
+        if not found and not is_part(module):
             raise MethodError(
                 f"no part of {type(module).__name__} keeps torch's scaled_dot_product_attention in an attribute, so "
                 "there is nothing to put another attention in the place of.\n\n"

@@ -12,7 +12,7 @@ from torch import nn
 
 from pgmesh.errors import AxisError, MethodError
 from pgmesh.parallel import experts as plain
-from pgmesh.parallel.apart import keep_apart
+from pgmesh.parallel.apart import is_part, keep_apart
 from pgmesh.parallel.base import Level, Method, listed, sizes_of
 from pgmesh.parallel.exchange import alike, exchange, gather, total
 from pgmesh.parallel.shares import equal_share
@@ -33,8 +33,8 @@ class ExpertParallel(Method):
 
     No token is dropped. Ranks along the axes hold tokens of their own. Each rank's loss is the mean over its tokens,
     and the model's the mean of theirs, which all hold as many. As gradients of experts arrive they are summed over the
-    ranks that hold the same experts and divided by all that hold tokens; ``DataParallel``
-    leaves them alone, and has the router and all else. Untested on GPUs.
+    ranks that hold the same experts and divided by all that hold tokens; ``DataParallel`` and ``ShardedDataParallel``
+    leave them alone, and have the router and all else. Untested on GPUs.
 
     Args:
         mesh: a view of the mesh, such as ``mesh.view(pp=2, edp=2, ep=2)``, or the mesh itself.
@@ -86,7 +86,8 @@ class ExpertParallel(Method):
         """The module with this rank's experts alone, and with ``method.mix`` wherever it kept ``mix``.
 
         Raises:
-            MethodError: no part of it keeps ``mix``, or an expert lacks a layer that is to be cut.
+            MethodError: no part of it keeps ``mix``, though a stage of a pipeline need not; an expert lacks a layer
+                that is to be cut, or has weights that are in none.
             ShapeError: the experts or their layers do not divide.
         """
         layers = 0
@@ -98,7 +99,7 @@ class ExpertParallel(Method):
                     layers += 1
                 elif value is plain.balance_loss:
                     setattr(each, attribute, self.balance_loss)
-        if not layers:
+        if not layers and not is_part(module):
             raise MethodError(
                 f"no part of {type(module).__name__} keeps pgmesh.parallel.mix in an attribute, so there are no "
                 "experts to share out.\n\n"
@@ -120,11 +121,14 @@ class ExpertParallel(Method):
             for weight in expert.parameters():
                 if weight.requires_grad:
                     weight.register_hook(self._reduce)  # type: ignore[no-untyped-call]
-            keep_apart(expert.parameters())
+            keep_apart(expert.parameters(), sizes_of(self.mesh, self._tensor))
         layer.experts = own
 
     def _cut(self, name: str, expert: nn.Module) -> None:
         """Leave this rank's share of each of an expert's layers that the plan names."""
+        whole = {
+            f"{n}.{w}".lstrip(".") for n, m in expert.named_modules() for w, _ in m.named_parameters(recurse=False)
+        }
         for patterns, dimension in ((self._columns, 0), (self._rows, 1)):
             for pattern in patterns:
                 layers = [(n, m) for n, m in expert.named_modules() if fnmatch(n, pattern) and isinstance(m, nn.Linear)]
@@ -133,6 +137,13 @@ class ExpertParallel(Method):
                     raise MethodError(f"{name} has no linear layer {pattern!r}; it has {listed(linear) or 'none'}.")
                 for inner, layer in layers:
                     self._cut_layer(f"{name}.{inner}", layer, dimension)
+                    whole -= {f"{inner}.weight".lstrip("."), f"{inner}.bias".lstrip(".")}
+        if whole:
+            raise MethodError(
+                f"{name} has weights in no layer that is cut, {listed(sorted(whole))}, of whose gradient each of the "
+                f"{self.mesh.size(*self._tensor)} ranks along {sizes_of(self.mesh, self._tensor)} would see a part: "
+                "name their layers in columns= or rows=, or move them out of the experts."
+            )
 
     def _cut_layer(self, name: str, layer: nn.Linear, dimension: int) -> None:
         size, what = layer.weight.size(dimension), ("outputs", "inputs")[dimension]

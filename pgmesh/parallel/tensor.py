@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from pgmesh.errors import AxisError, MethodError, OptionsError
+from pgmesh.parallel.apart import is_elsewhere
 from pgmesh.parallel.base import Level, Method, listed, sizes_of
 from pgmesh.parallel.shares import equal_share
 
@@ -177,7 +178,7 @@ class TensorParallel(Method):
         return context
 
     def _named(self, module: nn.Module, pattern: str) -> list[str]:
-        """The modules that a pattern names. Another stage of a pipeline has those that are None."""
+        """The modules that a pattern names, but for those that another stage of a pipeline has."""
         places, absent = [("", module)], False
         for word in pattern.split(".") if pattern else []:
             children = [
@@ -186,8 +187,8 @@ class TensorParallel(Method):
                 for name, child in each._modules.items()
                 if fnmatch(name, word)
             ]
-            absent = absent or any(child is None for _, child in children)
-            places = [(path, child) for path, child in children if child is not None]
+            absent = absent or any(is_elsewhere(child) for _, child in children)
+            places = [(path, child) for path, child in children if child is not None and not is_elsewhere(child)]
         if not places and not absent:
             names = [name for name, _ in module.named_modules() if name]
             stars = {".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names}
