@@ -258,6 +258,7 @@ def test_errors_are_what_people_catch():
         pgmesh.CircleError: RuntimeError,
         pgmesh.SeamError: RuntimeError,
         pgmesh.LaunchError: RuntimeError,
+        pgmesh.MethodError: RuntimeError,
     }
     assert set(caught) == set(pgmesh.PgmeshError.__subclasses__()), "every error has its builtin"
     for error, builtins in caught.items():
