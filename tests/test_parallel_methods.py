@@ -456,8 +456,11 @@ def dp_pp_tp(ranks: list[int] | None, replicate: list[str], tied: bool) -> None:
     assert weight.numel() / weight.to_local().numel() == (2 if replicate else 4)
 
 
-@pytest.mark.parametrize("replicate", [[], ["dp"]], ids=["sharded", "replicated"])
-@pytest.mark.parametrize("ranks", [None, [5, 2, 7, 0, 3, 6, 1, 4]], ids=["in order", "permuted"])
+@pytest.mark.parametrize(
+    ("ranks", "replicate"),
+    [(None, []), (None, ["dp"]), ([5, 2, 7, 0, 3, 6, 1, 4], [])],
+    ids=["sharded", "replicated", "on permuted ranks"],
+)
 def test_data_pipeline_and_tensor_parallel(ranks: list[int] | None, replicate: list[str]):
     world(8).run(dp_pp_tp, ranks, replicate, ranks is not None)
 

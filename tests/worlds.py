@@ -28,6 +28,8 @@ from pgmesh.launch import GRACE, PRELOAD, LocalWorld, Outcome, StoreProcess, pac
 
 DEADLINE = 60.0  # seconds
 PRELOAD += ["hypothesis", "pytest"]  # what test modules import, and so every rank
+PRELOAD += ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining"]  # what methods do, seconds each
+PRELOAD += ["torch.distributed.checkpoint.state_dict", "torch.distributed.tensor.parallel"]
 
 
 class World(LocalWorld):
