@@ -416,9 +416,11 @@ class Plain(Launcher):
             LaunchError: this is the script or the shell of a Slurm job of several tasks, and none of them.
         """
         look = Variables(environ)
-        if look.text("SLURM_JOB_ID", "SLURM_JOBID") is None:
+        if not any(name in environ for name in ("SLURM_JOB_ID", "SLURM_JOBID", *Slurm.marks)):
             return Found("no launcher", "none of their variables is set", 0, 1, 0, 1)
+        look.text("SLURM_JOB_ID", "SLURM_JOBID")
         tasks, hosts = look.number("SLURM_NTASKS", "SLURM_NPROCS") or 1, look.number("SLURM_NNODES") or 1
+        tasks = max(tasks, (look.number("SLURM_PROCID") or 0) + 1)
         if max(tasks, hosts) > 1:
             many = f"{tasks} tasks" if tasks > 1 else f"{hosts} hosts"
             look.values |= {name: environ.get(name) for name in ("SLURM_PROCID", "SLURM_STEP_ID")}

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from pgmesh.errors import LaunchError
-from pgmesh.launch import from_openmpi, from_slurm, from_torch, join
+from pgmesh.launch import StoreProcess, from_openmpi, from_slurm, from_torch, join
 from pgmesh.launchers import PORTS, Found, OpenMPI, Slurm, Torchrun, at, believe, single_out
+from tests.launchers.install import Skip, install
 from tests.test_launch import clean_env, script
 from tests.test_launchers import BY_HAND, HYDRA, HYDRA_ON_TWO, ONE_HOST, OPEN_MPI, SRUN, TORCHRUN
 from tests.test_messages import says
@@ -298,6 +299,15 @@ def test_ranks_of_mpi_meet_at_the_host_and_port_that_are_given(tmp_path):
     ]
 
 
+def test_tasks_of_slurm_meet_in_a_store_that_none_of_them_hosts(tmp_path):
+    step = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}
+    with StoreProcess() as store:
+        environs = [step | store.env | {"SLURM_PROCID": str(rank)} for rank in range(2)]
+        said, log = together(tmp_path, "launch.from_slurm(backend='gloo')", environs)
+    assert said == "rank 0 of 2 sums to 3\nrank 1 of 2 sums to 3\n"
+    assert log[0].endswith(f"; rank 0 is at 127.0.0.1:{store.port}")
+
+
 @pytest.mark.parametrize(
     ("call", "environ", "line"),
     [
@@ -324,3 +334,47 @@ def test_a_world_that_is_there_stays(monkeypatch):
     monkeypatch.setenv("RANK", "nonsense")
     for call in (join, from_torch, from_slurm, from_openmpi):
         call()
+
+
+# ---- when make test-launchers skips, and when it fails ----
+
+
+def with_apt(tmp_path, monkeypatch, script):
+    """As root on a machine that has nothing but this apt-get."""
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if script is not None:
+        (tmp_path / "apt-get").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "apt-get").chmod(0o755)
+
+
+NAMES = "mpich, munge, openmpi-bin, slurm-wlm"
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        (None, f"{NAMES} would come from apt, which is not here"),
+        (
+            "echo no route >&2; exit 100",
+            f"apt-get update failed, so {NAMES} cannot be installed: no route",
+        ),
+    ],
+)
+def test_launchers_that_cannot_be_had_are_skipped_with_the_reason(tmp_path, monkeypatch, script, reason):
+    with_apt(tmp_path, monkeypatch, script)
+    with pytest.raises(Skip) as caught:
+        install()
+    assert str(caught.value) == reason
+
+
+def test_without_root_nothing_is_tried(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(Skip, match=r"^a Slurm of one's own needs root$"):
+        install()
+
+
+def test_an_install_that_fails_is_a_failure(tmp_path, monkeypatch):
+    with_apt(tmp_path, monkeypatch, '[ "$1" = update ]')
+    with pytest.raises(subprocess.CalledProcessError):
+        install()

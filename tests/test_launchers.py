@@ -13,6 +13,7 @@ from hypothesis import given, strategies as st
 from pgmesh.errors import LaunchError
 from pgmesh.launchers import (
     LAUNCHERS,
+    MPI,
     MPICH,
     MVAPICH,
     PALS,
@@ -297,6 +298,18 @@ def test_a_port_that_nothing_tells_is_none():
             """,
         ),
         (
+            {"SLURM_PROCID": "3"},  # a container that was given some variables, and others not
+            """
+            this Slurm job has 4 tasks, and this process is its script or shell, and no task that srun started:
+
+              SLURM_PROCID  = 3
+              SLURM_STEP_ID = (not set)
+
+              srun python script.py              # one rank for each task
+              srun --ntasks 1 python script.py   # a world of 1
+            """,
+        ),
+        (
             BATCH | {"SLURM_STEP_ID": "4294967291", "SLURM_STEPID": "4294967291", "SLURM_NNODES": "1"},
             """
             this Slurm job has 4 tasks, and this process is its script or shell, and no task that srun started:
@@ -520,6 +533,21 @@ those are one on each host.
             """,
         ),
         (
+            {"MASTER_ADDR": "n1"},
+            """
+            the environment names no rank of a world:
+
+              RANK        = (not set)
+              WORLD_SIZE  = (not set)
+              LOCAL_RANK  = (not set)
+              MASTER_ADDR = n1
+              MASTER_PORT = (not set)
+
+              torchrun --nproc-per-node 8 script.py   # sets them all: a world of 8
+              unset MASTER_ADDR                       # or none: a world of 1
+            """,
+        ),
+        (
             HYDRA | {"MASTER_ADDR": ""},
             """
             MASTER_ADDR is empty.
@@ -694,3 +722,19 @@ def test_it_works_where_there_is_no_torch():
     code = "import sys; sys.modules['torch'] = None; from pgmesh.launchers import believe; print(believe({}).line)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout == "rank 0 of 1, local rank 0 of 1: no launcher, because none of their variables is set\n"
+
+
+def test_the_page_names_every_variable():
+    page = (ROOT / "docs" / "launchers.md").read_text()
+    names = {name for each in LAUNCHERS if issubclass(each, MPI) for name in (*each.marks, *each.rank, *each.size)}
+    names |= {name for each in LAUNCHERS if issubclass(each, MPI) for name in (*each.local_rank, *each.local_size)}
+    names |= {name for environ in (believe(SRUN).read, believe(TORCHRUN).read) for name, _ in environ}
+    names |= {name for each in LAUNCHERS if issubclass(each, MPI) for name in each.job}
+    names -= {
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "SLURM_NODEID",
+        "SLURM_STEP_NUM_NODES",
+        "SLURM_STEPID",
+    }  # to check alone
+    assert sorted(name for name in names if name not in page) == []

@@ -1,0 +1,167 @@
+"""Every real launcher starts the program in member.py; each of its four ranks has to pass."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from pgmesh.launchers import TORCHRUN as VARIABLES
+from tests.launchers.cluster import free_ports, slurm
+from tests.launchers.install import Skip, install
+
+ROOT = Path(__file__).parents[2]
+PYTHON = shlex.quote(sys.executable)
+MEMBER = f"{PYTHON} {shlex.quote(str(Path(__file__).with_name('member.py')))}"
+TORCHRUN = f"{PYTHON} -m torch.distributed.run --standalone --nproc-per-node 4 {MEMBER.split(' ', 1)[1]}"
+MPIRUN = "mpirun.openmpi --allow-run-as-root"
+SECONDS = 150
+
+failures: list[str] = []
+
+
+def run(title: str, command: str, env: dict[str, str]) -> tuple[int, str]:
+    """The exit code of a command and all that it said; it and what it started are ended at the deadline."""
+    process = subprocess.Popen(
+        ["bash", "-c", command],
+        env=env,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        said, _ = process.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)
+        time.sleep(1.0)
+        os.killpg(process.pid, signal.SIGKILL)
+        said, _ = process.communicate()
+        said += f"\n{title} was not done in {SECONDS} s"
+    return process.returncode, said
+
+
+def passes(title: str, command: str, env: dict[str, str], believed: str, local: list[int], address: str = "") -> None:
+    """All four ranks pass, each by this launcher, with these local ranks, and find rank 0 at this address."""
+    start = time.monotonic()
+    code, said = run(title, command, env)
+    passed = sorted(re.findall(r"PASS rank (\d) of 4, local ranks (\[.*\])", said))
+    lines = re.findall(
+        r"joins as rank \d of 4, local rank \d(?: of \d)?: (.*?); rank 0 is at (.*):\d+$", said, re.MULTILINE
+    )
+    good = passed == [(str(rank), str(local)) for rank in range(4)] and not code
+    good = good and len(lines) == 4 and all(why.startswith(believed) for why, _ in lines)
+    good = good and all(where == address for _, where in lines if address)
+    tell(title, good, f"exit code {code}\n{said}", time.monotonic() - start)
+
+
+def refuses(title: str, command: str, env: dict[str, str], words: str) -> None:
+    """It fails, and says these words."""
+    start = time.monotonic()
+    code, said = run(title, command, env)
+    tell(
+        title, code != 0 and words in said and "PASS" not in said, f"exit code {code}\n{said}", time.monotonic() - start
+    )
+
+
+def tell(title: str, good: bool, said: str, seconds: float) -> None:
+    print(f"{'passed' if good else 'FAILED'}  {title}  ({seconds:.1f} s)", flush=True)
+    if not good:
+        failures.append(title)
+        print("\n".join(f"    {line}" for line in said.splitlines()[-40:]), flush=True)
+
+
+def mpi_and_torchrun(env: dict[str, str]) -> None:
+    passes("torchrun", TORCHRUN, env, "torchrun, because TORCHELASTIC_RUN_ID is set", [0, 1, 2, 3])
+    open_mpi = "Open MPI, because OMPI_COMM_WORLD_RANK is set"
+    passes("mpirun of Open MPI", f"{MPIRUN} --oversubscribe -n 4 {MEMBER}", env, open_mpi, [0, 1, 2, 3], "127.0.0.1")
+    mpich = "MPICH, because PMI_RANK is set"
+    port = env | {"MASTER_PORT": str(free_ports(1)[0])}
+    passes("mpiexec of MPICH", f"mpiexec.hydra -n 4 {MEMBER}", port, mpich, [0, 1, 2, 3], "127.0.0.1")
+    refuses(
+        "mpiexec of MPICH without a port",
+        f"mpiexec.hydra -n 2 {MEMBER}",
+        env,
+        "MPICH does not tell by which port the others find rank 0.",
+    )
+    two = f"mpiexec.hydra -launcher fork -hosts h1:2,h2:2 -n 4 {MEMBER}"
+    both = port | {"MASTER_ADDR": "127.0.0.1"}
+    passes("mpiexec of MPICH on two pretended hosts", two, both, mpich, [0, 1, 0, 1])
+    refuses(
+        "mpiexec of MPICH on two pretended hosts, without host and port",
+        two,
+        env,
+        "does not tell by which host and port the others find rank 0; it is not 127.0.0.1, since only 2 of 4 ranks",
+    )
+
+
+def slurm_and_within(env: dict[str, str], folder: Path) -> None:
+    srun, host = "Slurm, because SLURM_STEP_ID is set", os.uname().nodename
+    passes("srun on one host", f"srun -N1 -n4 {MEMBER}", env, srun, [0, 1, 2, 3], "127.0.0.1")
+    passes("srun on two hosts, 3 and 1", f"srun -N2 -n4 {MEMBER}", env, srun, [0, 1, 2, 0], host)
+    cyclic = f"srun -N2 -n4 --ntasks-per-node=2 -m cyclic {MEMBER}"
+    passes("srun on two hosts in turn", cyclic, env, srun, [0, 0, 1, 1], host)
+    passes("srun --mpi=pmi2", f"srun --mpi=pmi2 -N1 -n4 {MEMBER}", env, srun, [0, 1, 2, 3], "127.0.0.1")
+    inside = "torchrun, because TORCHELASTIC_RUN_ID is set, in a step of Slurm"
+    passes("torchrun under srun", f"srun -N1 -n1 -c4 {TORCHRUN}", env, inside, [0, 1, 2, 3])
+    given = env | {"MASTER_ADDR": "127.0.0.1"}
+    daemons = f"salloc -N2 -n4 --ntasks-per-node=2 {MPIRUN} -x MASTER_ADDR -x PYTHONPATH -n 4 {MEMBER}"
+    open_mpi = "Open MPI, because OMPI_COMM_WORLD_RANK is set"
+    passes("mpirun in a Slurm job of two hosts", daemons, given, open_mpi, [0, 1, 0, 1], "127.0.0.1")
+    refuses(
+        "the script of a job, without srun",
+        batch(folder, "-n4", MEMBER),
+        env,
+        "this Slurm job has 4 tasks, and this process is its script or shell, and no task that srun started:",
+    )
+    passes("srun in the script of a job", batch(folder, "-N2 -n4", f"srun {MEMBER}"), env, srun, [0, 1, 2, 0], host)
+    refuses(
+        "RANK from the script of a job",
+        batch(folder, "-n2", f"export RANK=$SLURM_PROCID; srun -K1 {MEMBER}"),
+        env,
+        "Slurm says RANK should be 1, but it is 0:",
+    )
+    refuses(
+        "a job that a step submitted",
+        f"srun -N1 -n2 bash -c {shlex.quote('[ $SLURM_PROCID = 0 ] || ' + batch(folder, '-n2', MEMBER))}",
+        env,
+        "SLURM_GTIDS names 1 task on this host, but the step has 2.",
+    )
+
+
+def batch(folder: Path, options: str, script: str) -> str:
+    """The command that submits a script, waits for it and says what it said."""
+    path = Path(tempfile.mkdtemp(dir=folder))
+    lines = ["#!/bin/bash", f"#SBATCH {options} -o {path}/said", f"( {script} )", f"echo $? > {path}/ends"]
+    lines.append(f"mv {path}/ends {path}/code")
+    (path / "script").write_text("\n".join(lines))
+    wait = f"until [ -f {path}/code ]; do sleep 0.1; done"
+    return f"sbatch {path}/script; {wait}; cat {path}/said; exit $(cat {path}/code)"
+
+
+def main() -> int:
+    try:
+        install()
+    except Skip as reason:
+        print(f"skipped: {reason}")
+        return 0
+    own = ("SLURM", "PMI", "OMPI", "MPI_", "MV2_", "PALS_", "TORCHELASTIC", "PGMESH", "LOCAL_WORLD_SIZE", *VARIABLES)
+    env = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory(prefix="launchers.") as name:
+        mpi_and_torchrun(env)
+        with slurm(Path(name)) as more:
+            slurm_and_within(env | {"SLURM_CONF": more["SLURM_CONF"]}, Path(name))
+    print(f"{len(failures)} failed" if failures else "all passed")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

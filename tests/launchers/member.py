@@ -1,0 +1,42 @@
+"""What each rank runs: join, sum along the axes of a mesh, say where one is. It prints PASS, or raises."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from pgmesh import ProcessGroupMesh, launch
+from pgmesh.launchers import believe
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    torch.set_num_threads(1)
+    launch.join("gloo", timeout=timedelta(seconds=60))
+    rank, found = dist.get_rank(), believe(os.environ)
+    if (found.rank, found.size) != (rank, dist.get_world_size()):
+        raise SystemExit(f"rank {rank} of {dist.get_world_size()} was told {found.line}")
+    with ProcessGroupMesh(dp=2, tp=2, name="real") as mesh:
+        for axes in (("dp",), ("tp",), ("dp", "tp")):
+            total = torch.tensor(2**rank)
+            dist.all_reduce(total, group=mesh.group(*axes))
+            if int(total) != sum(2**other for other in mesh.ranks(*axes)):
+                raise SystemExit(f"rank {rank}: along {axes} the sum is {int(total)}, of ranks {mesh.ranks(*axes)}")
+        placed = launch.placement()
+        if placed.hosts != ((0, 1, 2, 3),) or placed.seats[rank].local_rank != found.local_rank:
+            raise SystemExit(f"rank {rank}: {placed}, {placed.seats}")
+        if mesh.locality("tp").kind != "intra":
+            raise SystemExit(f"rank {rank}: {mesh.locality('tp')}")
+        local = [placed.seats[other].local_rank for other in range(4)]
+    sys.stdout.write(f"PASS rank {rank} of {found.size}, local ranks {local}\n")  # in one piece
+    sys.stdout.flush()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
