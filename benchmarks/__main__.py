@@ -20,6 +20,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,8 +51,9 @@ def main() -> None:
     told: dict[str, list[Figure]] = {}
     for part, figures in parts(asked.quick, asked.ranks or ([16] if asked.quick else [8, 16, 32, 64])):
         if part in asked.only:
-            told[part] = figures()
-            print(report.table(part, told[part]), end="\n\n", flush=True)
+            found = figures()
+            told.setdefault(part, []).extend(found)
+            print(report.table(part, found), end="\n\n", flush=True)
             print(f"{part}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
     figures_of_all = [figure for figures in told.values() for figure in figures]
     print(report.verdict(figures_of_all))
@@ -77,14 +79,14 @@ def parts(quick: bool, ranks: list[int]) -> list[tuple[str, Callable[[], list[Fi
     """What is measured, in order."""
     from benchmarks import blocks, hits, many_ranks, one_rank, planning, starting, stores
 
-    def of_ranks() -> list[Figure]:
-        return [figure for n in ranks for figure in many_ranks.figures(n, 3 if quick or n > 32 else 5)]
+    def of(n: int) -> list[Figure]:
+        return many_ranks.figures(n, 3 if quick or n > 32 else 5)
 
     return [
         ("hits", lambda: hits.figures(9 if quick else 21)),
         ("one rank", lambda: one_rank.figures(2, (1_024, 65_536), 2.0) if quick else one_rank.figures(5)),
         ("blocks", lambda: blocks.figures(3 if quick else 5)),
-        ("ranks", of_ranks),
+        *(("ranks", partial(of, n)) for n in ranks),
         ("store", lambda: stores.figures([4] if quick else [4, 8, 16], 0.3 if quick else 1.0)),
         ("start", lambda: starting.figures(1 if quick else 5, max(ranks))),
         ("plan", lambda: planning.figures(5 if quick else 9)),
