@@ -49,8 +49,10 @@ $(VENV)/demo: $(VENV)/made pyproject.toml .ci/constraints.txt
 	$(RUN) -m pip install --quiet --editable '.[demo]'
 	@touch $@
 
-$(VENV)/dev: $(VENV)/made pyproject.toml .ci/constraints.txt
+$(VENV)/dev: $(VENV)/made pyproject.toml .ci/constraints.txt .ci/neighbours.txt
 	$(RUN) -m pip install --quiet --editable '.[dev]'
+	$(RUN) -m pip install --quiet --no-deps --requirement .ci/neighbours.txt \
+		|| echo "accelerate or torchtitan cannot be installed here: their tests are skipped"
 	@touch $@
 
 # The peers, for the benchmark alone. What cannot be installed here is left out of its tables, with a word.

@@ -59,6 +59,7 @@ SEAM: dict[str, str] = {
     "distributed_c10d._use_torchcomms_enabled": "torchcomms cannot be made member by member",
     "distributed_c10d._get_default_timeout": "the timeout of a world whose backend does not tell",
     "device_mesh.DeviceMesh._hash_key": "meshes of one shape with groups of their own have to differ",
+    "nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model": "others' weights are not DDP's",
     "ProcessGroup._set_default_backend": "a group built directly is told what it runs on",
     "ProcessGroup._register_backend": "the same, device by device",
     "ProcessGroup._get_backend": "the world's timeout is kept by its backend",
@@ -80,7 +81,7 @@ def missing_names(torch: Any = torch) -> dict[str, str]:
 
     def there(path: str) -> bool:
         root, *names = path.split(".")
-        place = torch._C if root == "_C" else getattr(torch.distributed, root, None)
+        place = getattr(torch, root) if root in ("_C", "nn") else getattr(torch.distributed, root, None)
         for name in names:
             place = getattr(place, name, None)
         return place is not None
@@ -167,6 +168,12 @@ def _mark_of(mesh: DeviceMesh) -> Any:
 
 def mark(mesh: DeviceMesh, mark: Any) -> None:
     mesh.__dict__["_thread_id"], mesh.__dict__["_hash"] = mark, None
+
+
+def keep_from_ddp(module: torch.nn.Module, names: Sequence[str]) -> None:
+    """Have DDP leave these weights alone."""
+    ignore: Any = torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    ignore(module, names)
 
 
 # torch takes DeviceMeshes of one shape for equal whatever their groups are, so that what DTensor remembers of one mesh

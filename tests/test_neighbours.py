@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -27,21 +25,8 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def needs(name: str) -> pytest.MarkDecorator:
-    reason = f"{name} is not installed, and is no dependency: pip install {name}"
+    reason = f"{name} is not installed"
     return pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=reason)
-
-
-@pytest.mark.parametrize(
-    "file",
-    [
-        pytest.param("16_accelerate.py", marks=needs("accelerate")),
-        pytest.param("17_torchtitan.py", marks=needs("torchtitan")),
-    ],
-)
-def test_the_examples_pass(file: str):
-    done = subprocess.run([sys.executable, EXAMPLES / file], capture_output=True, text=True, timeout=90, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.strip().splitlines()[-1] == "PASS"
 
 
 # ---- accelerate ----
@@ -125,7 +110,7 @@ def test_a_model_is_sharded_along_a_flattened_name(prepare: bool):
 
 
 def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("torchtitan_example", EXAMPLES / "17_torchtitan.py")
+    spec = importlib.util.spec_from_file_location("torchtitan_example", EXAMPLES / "13_torchtitan.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

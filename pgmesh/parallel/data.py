@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, DistributedSampler
 
 from pgmesh.errors import MethodError, ShapeError
+from pgmesh.groups import keep_from_ddp
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.apart import kept_apart
@@ -65,7 +66,7 @@ class DataParallel(Method):
                     f"  ShardedDataParallel(mesh, {axes}, replicate=[{axes}])"
                 )
         if apart:
-            module._ddp_params_and_buffers_to_ignore = apart  # type: ignore[assignment]
+            keep_from_ddp(module, apart)
         return DistributedDataParallel(module, process_group=self.mesh.group(*self.reduces), **self.keywords)
 
     def sampler(self, dataset: Dataset[Any], **keywords: Any) -> DistributedSampler[Any]:
