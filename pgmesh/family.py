@@ -30,10 +30,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pgmesh import groups
 from pgmesh.errors import LifetimeError, NameTakenError, OptionsError, PlaceError, WorldError
-from pgmesh.heart import Heart
+from pgmesh.heart import Heart, part_of
 from pgmesh.options import GroupOptions
-from pgmesh.polling import PollingStore, once
-from pgmesh.rendezvous import Card, Delete, End, Generations, Meeting, Step, Steps, agree, introduce
+from pgmesh.polling import PollingStore, drive, once, perform
+from pgmesh.rendezvous import Card, Delete, End, Generations, Meeting, Pause, Read, Step, Steps, agree, introduce
 from pgmesh.sizes import progression, some
 
 if TYPE_CHECKING:
@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("pgmesh")
 
 T = TypeVar("T")
+
+YOUNG = 1.0
+"""Seconds in which a store that has answered is counted on to go on."""
 
 MOST_GROUPS = 100
 """How many groups one process may hold before it is warned."""
@@ -80,6 +83,28 @@ class _Registry:
     def run(self, steps: Steps[T], seconds: float) -> T:
         """Run a protocol on the store, for so many seconds and no longer."""
         return self.reach().run(steps, seconds)
+
+    def run_here(self, steps: Steps[T], seconds: float) -> T:
+        """Run a protocol in the thread that asks, once the store has answered another, and for no long.
+
+        Another thread asks with a deadline, which torch's client has none of; but to hand over every question holds up
+        the many that are asked when a job begins.
+        """
+        start, heart = time.monotonic(), self.reach()
+        heart.ask(Read("answers"), seconds)
+
+        def do(step: Step) -> Any:
+            if isinstance(step, Pause):
+                return time.sleep(step.seconds)
+            waited = time.monotonic() - start
+            return perform(self.part, step) if waited < YOUNG else heart.ask(step, max(YOUNG, seconds - waited))
+
+        return drive(steps, do)
+
+    @functools.cached_property
+    def part(self) -> Any:
+        """This world's part of its store."""
+        return part_of(self.store, _left)
 
     def warn_of_many(self) -> None:
         """Say once that this process holds too many groups."""
@@ -316,7 +341,7 @@ class Family:
             self._registry.run(self._agree_on(keys[0], card), self.patience)
         polling = {
             backend: PollingStore(
-                self._registry.run,
+                self._registry.run_here,
                 card,
                 key.ranks,
                 options.timeout or timedelta(),

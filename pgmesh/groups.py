@@ -34,7 +34,7 @@ from pgmesh.errors import (
     WorldError,
 )
 from pgmesh.options import GroupOptions
-from pgmesh.polling import PollingStore
+from pgmesh.polling import PollingStore, underlying
 from pgmesh.rendezvous import Card
 
 c10d: Any = _c10d  # its tables are read and written here as torch itself does, whatever their stubs say
@@ -222,9 +222,7 @@ def world_store() -> Any:
 
 def store_address() -> str:
     """Where the world's store is, for messages."""
-    store = world_store()
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
+    store = underlying(world_store())
     host, port = getattr(store, "host", None), getattr(store, "port", None)
     return f"{host}:{port}" if host else type(store).__name__
 

@@ -2,8 +2,8 @@
 
 The store's own client waits without end, holds a lock and is deaf to Ctrl-C while it does. So this thread alone asks,
 and who wants something waits for it in Python, for so long and no longer. Once there is somebody to tell, the thread
-tells the others that this process lives, and what it does; for that it takes a connection of its own, so that no wait
-of torch's holds up a beat.
+tells the others that this process lives, and what it does; once they count on it, it takes a connection of its own for
+that, so that no wait of torch's holds up a beat.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from pgmesh.errors import PgmeshError, WorldError
-from pgmesh.polling import once, perform
+from pgmesh.polling import once, perform, underlying
 from pgmesh.rendezvous import MOST_ASKED, UNSTEADY, Pause, Say, Step, Steps, Told, Wait, told
 
 T = TypeVar("T")
@@ -66,6 +66,11 @@ def word_of_the_world(store: Any, number: int) -> str:
     return str(seen)
 
 
+def part_of(store: Any, number: int) -> Any:
+    """A world's part of its store: its keys begin with a word of the world's own."""
+    return dist.PrefixStore(f"pgmesh.{word_of_the_world(store, number)}", underlying(store))
+
+
 class _Job:
     """What a thread wants to have done, and what came of it."""
 
@@ -99,7 +104,7 @@ class Heart:
         self._paused: list[tuple[float, int, _Job]] = []  # a heap: when each is due
         self._count = itertools.count()
         self._beat_due = math.inf
-        self._beating, self._beats = False, UNSTEADY
+        self._beating, self._counted_on, self._beats = False, False, UNSTEADY
         self._doing = ""
         self._waits: dict[int, tuple[Wait, ...]] = {}  # by thread
         self._store: Any = None  # the world's, or a connection of its own, as this world's part of it
@@ -162,10 +167,15 @@ class Heart:
         return self.run(once(step), seconds)
 
     def beat(self) -> None:
-        """From here on, tell the others that this process lives."""
+        """From here on, tell the others that this process lives, so that they may count on it."""
+        self._speak()
+        if not self._counted_on:
+            self._counted_on = True
+            threading.Thread(target=self._take_own, name="pgmesh-connection", daemon=True).start()
+
+    def _speak(self) -> None:
         if not self._beating:
             self._beating = True
-            threading.Thread(target=self._take_own, name="pgmesh-connection", daemon=True).start()
             self._post(Say(()))
 
     def hush(self) -> None:
@@ -173,9 +183,13 @@ class Heart:
         self._waits.pop(threading.get_ident(), None)
 
     def say(self, doing: str) -> None:
-        """Tell the others what this process does; "" for nothing that concerns them. Waits for nothing."""
+        """Tell the others what this process does; "" for nothing that concerns them. Waits for nothing.
+
+        It takes no connection for that: while ranks wait in a first collective, others connect to the store, and a
+        server that looks up the name of each that comes answers nobody meanwhile.
+        """
         self._doing = doing
-        self.beat()
+        self._speak()
         self._post(Say(()))
 
     def stop(self, gone: str = "") -> None:
@@ -244,7 +258,7 @@ class Heart:
         try:
             if self._own is not None:
                 self._store, self._own = self._part_of(self._own), None
-            self._store = self._store or self._part_of(self._shared)
+            self._store = self._store or self._part_of(underlying(self._shared))
             return self._tell() if isinstance(step, Say) else perform(self._store, step)
         except RuntimeError as error:
             if isinstance(error, PgmeshError):
@@ -261,13 +275,19 @@ class Heart:
 
     def _part_of(self, store: Any) -> Any:
         """This world's part of a store: its keys begin with a word of the world's own."""
-        self._word = self._word or word_of_the_world(store, self._number)
+        self._word = self._word or word_of_the_world(self._shared, self._number)
         return dist.PrefixStore(f"pgmesh.{self._word}", store)
 
     def _take_own(self) -> None:
-        """Take a connection of one's own, where the store has such. That may take seconds: torch looks up hosts."""
-        with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError):
-            self._own = self._shared.clone()
+        """Take a connection of one's own, where the store has such.
+
+        That may take seconds, since torch looks up the names of hosts; ``clone`` would hold the lock of the shared
+        one for as long.
+        """
+        store = underlying(self._shared)
+        if isinstance(store, dist.TCPStore):
+            with contextlib.suppress(RuntimeError):
+                self._own = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
         self.steady = True
 
     def _tell(self) -> None:

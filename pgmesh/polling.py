@@ -74,6 +74,13 @@ def perform(store: Any, step: Step) -> Any:
     raise TypeError(f"{step!r} is not for the store")
 
 
+def underlying(store: Any) -> Any:
+    """The store behind those that only put a prefix before its keys."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
 def drive(steps: Steps[T], perform: Callable[[Step], Any]) -> T:
     """Run a protocol to its end. What a step raises, and what interrupts it, is raised inside the protocol too."""
     send: Callable[[Any], Step] = steps.send

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as _c10d
 
 from pgmesh import family, heart
+from pgmesh.polling import underlying
 
 c10d: Any = _c10d
 
@@ -96,4 +97,4 @@ def counted_store() -> Iterator[list[str]]:
 def our_store() -> dist.Store:
     """The part of the world's store that is pgmesh's."""
     store = c10d._get_default_store()
-    return dist.PrefixStore(f"pgmesh.{heart.word_of_the_world(store, family._left)}", store)
+    return dist.PrefixStore(f"pgmesh.{heart.word_of_the_world(store, family._left)}", underlying(store))
