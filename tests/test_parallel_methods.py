@@ -28,6 +28,7 @@ from pgmesh.parallel import (
     compose,
     weights,
 )
+from pgmesh.parallel.apart import keep_apart
 from pgmesh.parallel.pipeline import SCHEDULES, shared_out
 from pgmesh.parallel.weights import Held
 from tests.dry import dry_world
@@ -261,6 +262,27 @@ def piped(schedule: str, virtual: int, tied: bool, *, data: str) -> None:
 )
 def test_pipeline_parallel_with_data_parallel(schedule: str, virtual: int, tied: bool, data: str):
     world(8).run(functools.partial(piped, data=data), schedule, virtual, tied)
+
+
+def added_up() -> None:
+    """Gradients of a step are added to those of the step before, those of tied weights too."""
+    with ProcessGroupMesh(pp=2, dp=2, name="added up") as mesh:
+        for data in (DataParallel, ShardedDataParallel):
+            module = compose(mesh, stages(mesh, microbatches=4), data(mesh, "dp")).apply(TinyGPT(tied=True))
+            plain = TinyGPT(tied=True)
+            for step in range(2):
+                codes, target = batch(step)
+                loss_of(plain(codes), target).backward()
+                rows = slice(mesh.index("dp") * len(codes) // 2, (mesh.index("dp") + 1) * len(codes) // 2)
+                module.step(codes[rows], target=target[rows])
+            right = gradients_of(plain)
+            for name, gradient in gradients_of(module).items():
+                torch.testing.assert_close(whole(gradient), right[name], rtol=0, atol=1e-12, msg=f"{data}, {name}")
+        check_sums(groups_of(mesh))
+
+
+def test_the_gradients_of_pipelined_steps_add_up():
+    world(4).run(added_up)
 
 
 def in_no_time() -> None:
@@ -661,3 +683,23 @@ def test_the_one_process_is_one_that_others_could_differ_from():
     smallest = min(gradient.abs().max() for name, gradient in right.gradients[0].items() if "qkv.bias" not in name)
     assert smallest > 1e-4
     assert VOCABULARY > CONTEXT
+
+
+def test_weights_that_are_kept_apart_are_neither_overwritten_nor_counted_as_whole():
+    with dry_world(5, 8):
+        mesh, experts = ProcessGroupMesh(pp=2, dp=2, tp=2), nn.Linear(2, 2)
+        keep_apart(experts.parameters())
+        says(
+            MethodError,
+            lambda: weights.broadcast(experts, mesh, "dp"),
+            "ranks mean to hold different weights weight, bias, which another method keeps apart: broadcast before "
+            "that method is applied.",
+        )
+        says(
+            AxisError,
+            lambda: Held(experts, mesh),
+            "ranks hold different ones of these weights, which a method keeps apart, but no axis is named along which "
+            "they do.\n\n"
+            "  Held(weights, mesh, 'ep')   # those of an expert view, by themselves",
+        )
+        assert Held(experts, mesh, "dp").axes == ("dp",)

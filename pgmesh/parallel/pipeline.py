@@ -285,7 +285,7 @@ class Pipeline(nn.Module):
         self.schedule = kind(one, method.microbatches, method.loss)
 
     def step(self, *inputs: torch.Tensor, target: torch.Tensor) -> list[torch.Tensor]:
-        """Forward and backward through all stages: the gradients are those of the batch's mean loss.
+        """Forward and backward through all stages: gradients of the batch's mean loss, added to those that are there.
 
         Args:
             inputs: this rank's rows; only the first stage looks at them.
@@ -308,6 +308,10 @@ class Pipeline(nn.Module):
             )
         places = [method.stage(i) for i in range(method.virtual)]
         last = method.stages - 1 in places
+        # Put aside, since torch divides all of a gradient by the number of microbatches, whatever it was before.
+        before = [(weight, weight.grad) for weight in self.parameters() if weight.grad is not None]
+        for weight, _ in before:
+            weight.grad = None
         with contextlib.ExitStack() as quiet:
             # The first time, torch runs each stage once to learn its shapes, which must not look like a last backward.
             for part in self.parts:
@@ -320,6 +324,8 @@ class Pipeline(nn.Module):
                 return_outputs=False,
             )
         self._sum_tied()
+        for weight, gradient in before:
+            weight.grad = gradient if weight.grad is None else weight.grad + gradient
         return losses
 
     def copies(self) -> list[nn.Parameter]:

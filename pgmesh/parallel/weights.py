@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from pgmesh.errors import AxisError, MethodError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
+from pgmesh.parallel.apart import MARK, kept_apart
+from pgmesh.parallel.base import listed
 
 
 def broadcast(module: nn.Module, mesh: ProcessGroupMesh, *axes: Axis) -> None:
@@ -26,11 +28,17 @@ def broadcast(module: nn.Module, mesh: ProcessGroupMesh, *axes: Axis) -> None:
         axes: along which ranks shall start alike; none for the whole mesh.
 
     Raises:
-        MethodError: a weight is cut along these axes, so that ranks mean to hold different parts of it.
+        MethodError: a weight is cut along these axes, so that ranks mean to hold different parts of it; or some are
+            experts, which a method keeps apart.
 
     >>> from pgmesh.parallel import weights
     >>> weights.broadcast(torch.nn.Linear(2, 2), mesh, "dp", "tp")
     """
+    if apart := [*kept_apart(module)]:
+        raise MethodError(
+            f"ranks mean to hold different weights {listed(apart[:3])}, which another method keeps apart: broadcast "
+            "before that method is applied."
+        )
     group, ranks = mesh.group(*axes), mesh.ranks(*(axes or mesh.axes))
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if isinstance(tensor, DTensor):
@@ -58,7 +66,7 @@ class Held:
         axes: along which ranks hold different weights.
 
     Raises:
-        AxisError: there is no such axis.
+        AxisError: there is no such axis, or weights are kept apart and none is named.
 
     >>> from pgmesh.parallel.weights import Held
     >>> Held(torch.nn.Linear(2, 2), mesh, "pp")
@@ -70,6 +78,12 @@ class Held:
         self.weights = list(weights.parameters() if isinstance(weights, nn.Module) else weights)
         self.again = {id(weight) for weight in copies}
         self.mesh, self.axes = mesh, mesh.along(*axes).axes if axes else ()
+        if not axes and any(hasattr(weight, MARK) for weight in self.weights):
+            raise AxisError(
+                "ranks hold different ones of these weights, which a method keeps apart, but no axis is named along "
+                "which they do.\n\n"
+                "  Held(weights, mesh, 'ep')   # those of an expert view, by themselves"
+            )
 
     def shares(self) -> Iterator[tuple[torch.Tensor, int]]:
         """This rank's part of each gradient, and how many parts that ranks hold, all told, are different ones."""
