@@ -81,7 +81,7 @@ def missing_names(torch: Any = torch) -> dict[str, str]:
 
     def there(path: str) -> bool:
         root, *names = path.split(".")
-        place = getattr(torch, root) if root in ("_C", "nn") else getattr(torch.distributed, root, None)
+        place = getattr(torch if root in ("_C", "nn") else torch.distributed, root, None)
         for name in names:
             place = getattr(place, name, None)
         return place is not None
