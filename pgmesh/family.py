@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pgmesh import groups
 from pgmesh.errors import LifetimeError, NameTakenError, OptionsError, PlaceError, WorldError
-from pgmesh.heart import Heart, part_of
+from pgmesh.heart import Heart
 from pgmesh.options import GroupOptions
 from pgmesh.polling import PollingStore, drive, once, perform
 from pgmesh.rendezvous import Card, Delete, End, Generations, Meeting, Pause, Read, Step, Steps, agree, introduce
@@ -97,14 +97,9 @@ class _Registry:
             if isinstance(step, Pause):
                 return time.sleep(step.seconds)
             waited = time.monotonic() - start
-            return perform(self.part, step) if waited < YOUNG else heart.ask(step, max(YOUNG, seconds - waited))
+            return perform(heart.part, step) if waited < YOUNG else heart.ask(step, max(YOUNG, seconds - waited))
 
         return drive(steps, do)
-
-    @functools.cached_property
-    def part(self) -> Any:
-        """This world's part of its store."""
-        return part_of(self.store, _left)
 
     def warn_of_many(self) -> None:
         """Say once that this process holds too many groups."""

@@ -9,6 +9,7 @@ that, so that no wait of torch's holds up a beat.
 from __future__ import annotations
 
 import contextlib
+import functools
 import heapq
 import itertools
 import math
@@ -64,11 +65,6 @@ def word_of_the_world(store: Any, number: int) -> str:
     while int(seen.partition(".")[0]) < number:
         seen = store.compare_set(WORLD, seen, word).decode()
     return str(seen)
-
-
-def part_of(store: Any, number: int) -> Any:
-    """A world's part of its store: its keys begin with a word of the world's own."""
-    return dist.PrefixStore(f"pgmesh.{word_of_the_world(store, number)}", underlying(store))
 
 
 class _Job:
@@ -166,6 +162,11 @@ class Heart:
             self._waits[threading.get_ident()] = step.waits
         return self.run(once(step), seconds)
 
+    @functools.cached_property
+    def part(self) -> Any:
+        """This world's part of the store over torch's connection, for one who asks it by himself."""
+        return self._part_of(underlying(self._shared))
+
     def beat(self) -> None:
         """From here on, tell the others that this process lives, so that they may count on it."""
         self._speak()
@@ -258,7 +259,7 @@ class Heart:
         try:
             if self._own is not None:
                 self._store, self._own = self._part_of(self._own), None
-            self._store = self._store or self._part_of(underlying(self._shared))
+            self._store = self._store or self.part
             return self._tell() if isinstance(step, Say) else perform(self._store, step)
         except RuntimeError as error:
             if isinstance(error, PgmeshError):
