@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from pgmesh.errors import LaunchError
-from pgmesh.launch import TORCHRUN, Outcome, join, results, spawn
+from pgmesh.launch import TORCHRUN, Outcome, StoreProcess, join, results, spawn
+from tests.test_messages import says
 
 ROOT = Path(__file__).parent.parent
 
@@ -213,26 +216,133 @@ if __name__ == "__main__":
     assert "KeyboardInterrupt" in stderr
 
 
-def test_a_script_without_a_main_guard_is_told_so(tmp_path):
-    text = "from pgmesh.launch import spawn\nspawn(print, 1)\n"
-    command = [sys.executable, script(tmp_path, text)]
-    done = subprocess.run(command, env=clean_env(), capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
-    assert "rank 0 of 1 died without a word (exit code 1) as it started" in done.stderr
-    assert 'if __name__ == "__main__":' in done.stderr.splitlines()[-1]
+# ---- scripts that other processes cannot import, or whose functions they cannot find ----
+
+GUARD = """
+
+  if __name__ == "__main__":   # only where the script itself is run
+      launch.spawn(main, 4)    # so too launch.StoreProcess(), and whatever calls them"""
+ABOVE = '(...): ...   # at module level, above `if __name__ == "__main__":`'
+
+SCRIPTS: dict[str, tuple[str, str]] = {
+    "a spawn without a guard": (
+        "from pgmesh import launch\nlaunch.spawn(print, 1)\n",
+        "rank 0 imports the script that started it, and that starts processes as it is imported." + GUARD,
+    ),
+    "a store without a guard": (
+        "from pgmesh import launch\nwith launch.StoreProcess() as store:\n    print(store.env)\n",
+        "the store imports the script that started it, and that starts processes as it is imported." + GUARD,
+    ),
+    "a process of one's own, which finds no guard": (
+        "import multiprocessing\nfrom pgmesh import launch\n"
+        "if __name__ == '__main__':\n"
+        "    child = multiprocessing.get_context('spawn').Process(target=print, name='mine')\n"
+        "    child.start(), child.join()\nelse:\n    launch.spawn(print, 1)\n",
+        "mine imports the script that started it, and that starts processes as it is imported." + GUARD,
+    ),
+    "a function under the guard": (
+        "from pgmesh import launch\nif __name__ == '__main__':\n    def work(): ...\n    launch.spawn(work, 1)\n",
+        "rank 0 of 1 cannot find what it was sent: Can't get attribute 'work' on <module '__mp_main__' from "
+        f"'script.py'>\n\n  def work{ABOVE}",
+    ),
+    "a function of a function": (
+        "from pgmesh import launch\ndef main():\n    def work(): ...\n    launch.spawn(work, 4)\n"
+        "if __name__ == '__main__':\n    main()\n",
+        "main.<locals>.work cannot be sent to another process, which finds a function by its name in its module: Can't "
+        f"pickle local object 'main.<locals>.work'.\n\n  def work{ABOVE}",
+    ),
+}
 
 
-def test_what_does_not_pickle_is_sent_to_module_level():
-    for fn in (lambda: None, lambda: 1):
-        with pytest.raises(LaunchError, match="Move the function to module level"):
-            spawn(fn, 2)
-    with pytest.raises(LaunchError, match="arguments that pickle"):
-        spawn(print, 2, lambda: None)
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What each script says on its standard error. They run at once."""
+    running = {}
+    for name, (text, _) in SCRIPTS.items():
+        folder = tmp_path_factory.mktemp("script")
+        script(folder, text)
+        running[name] = subprocess.Popen(
+            [sys.executable, "script.py"], env=clean_env(), cwd=folder, stderr=subprocess.PIPE, text=True
+        )
+    try:
+        return {name: process.communicate(timeout=60)[1] for name, process in running.items()}
+    finally:
+        for process in running.values():
+            process.kill()
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_that_cannot_start_processes_is_told_so_in_one_error(name: str, said: dict[str, str]):
+    assert said[name].count("Traceback") == 1
+    assert re.sub(r"'/\S*/script.py'", "'script.py'", said[name].partition("pgmesh.LaunchError: ")[2]) == (
+        SCRIPTS[name][1] + "\n"
+    )
+
+
+def test_what_does_not_pickle_is_named_with_the_way_out():
+    with pytest.raises(LaunchError) as caught:
+        spawn(lambda: 1, 2)
+    assert str(caught.value).startswith(
+        "test_what_does_not_pickle_is_named_with_the_way_out.<locals>.<lambda> cannot be "
+    )
+    assert str(caught.value).endswith(f"\n\n  def work{ABOVE}")
+    says(
+        LaunchError,
+        lambda: spawn(rank_and_sum, 2, 5, step=(number for number in [5])),
+        """
+        what rank_and_sum is given cannot be sent to another process: step, a generator: cannot pickle 'generator' \
+object.
+
+          launch.spawn(rank_and_sum, 4, ...)   # with what it is made of, and the ranks make it
+        """,
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        (
+            None,
+            """
+            rank_and_sum cannot be sent to another process: it was typed in, or given by python -c, and a process \
+finds a function by its name in a file.
+
+              def rank_and_sum(...): ...   # at module level, above `if __name__ == "__main__":`
+            """,
+        ),
+        (
+            "<stdin>",
+            """
+            this program was read from <stdin>, which other processes cannot import.
+
+              python script.py   # write it to a file
+            """,
+        ),
+    ],
+)
+def test_a_program_that_is_no_file(monkeypatch: pytest.MonkeyPatch, file: str | None, text: str):
+    program = ModuleType("__main__")
+    if file is not None:
+        program.__file__ = file
+    monkeypatch.setitem(sys.modules, "__main__", program)
+    monkeypatch.setattr(rank_and_sum, "__module__", "__main__")
+    monkeypatch.setattr(program, "rank_and_sum", rank_and_sum, raising=False)
+    says(LaunchError, lambda: spawn(rank_and_sum, 2), text)
+    if file is not None:
+        says(LaunchError, StoreProcess, text)
 
 
 def test_a_result_that_does_not_pickle_is_an_error_of_its_rank():
-    with pytest.raises(LaunchError, match=r"rank 0 of 1 raised .*[Pp]ickle"):
-        spawn(give_back_a_lambda, 1)
+    says(
+        LaunchError,
+        lambda: spawn(give_back_a_lambda, 1),
+        """
+        rank 0 of 1 gave back a function, which does not pickle: Can't pickle local object \
+'give_back_a_lambda.<locals>.<lambda>'
+
+          return ...   # numbers, text, tensors on the CPU
+        """,
+    )
 
 
 def test_an_exception_that_does_not_unpickle_is_told_all_the_same():

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from pgmesh.errors import LaunchError
 from pgmesh.launch.joining import join
-from pgmesh.launch.processes import context
+from pgmesh.launch.processes import ABOVE, OURS, UNGUARDED, context, script, unguarded
 from pgmesh.launch.store import StoreProcess
 
 GRACE = 0.5  # seconds in which the other ranks may tell their side of a first failure
@@ -63,15 +63,43 @@ def spawn(
 
 
 def packed(fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> bytes:
-    """The call fn(*args, **kwargs) as bytes for another process."""
+    """The call fn(*args, **kwargs) as bytes for another process.
+
+    Raises:
+        LaunchError: the function, or what it is given, cannot be sent there.
+    """
+    name = getattr(fn, "__qualname__", None) or repr(fn)
+    short = name.rpartition(".")[2]
+    right = f"  def {'work' if short == '<lambda>' else short}(...): ...   {ABOVE}"
+    if getattr(fn, "__module__", None) == "__main__" and script() is None:
+        raise LaunchError(
+            f"{name} cannot be sent to another process: it was typed in, or given by python -c, and a process finds a "
+            f"function by its name in a file.\n\n{right}"
+        )
     try:
         return pickle.dumps((fn, args, kwargs or {}))
     except Exception as error:
+        wrong = _unpicklable(fn)
+        if wrong is not None:
+            raise LaunchError(
+                f"{name} cannot be sent to another process, which finds a function by its name in its module: {wrong}."
+                f"\n\n{right}"
+            ) from None
+        given = {**{f"argument {i}": arg for i, arg in enumerate(args, 1)}, **(kwargs or {})}
+        said = [f"{word}, a {type(arg).__name__}: {why}" for word, arg in given.items() if (why := _unpicklable(arg))]
         raise LaunchError(
-            f"{fn!r}, or what it is given, cannot be sent to another process: {error}.\n\n"
-            "Move the function to module level, where other processes find it by its name, and give it "
-            "arguments that pickle."
-        ) from error
+            f"what {name} is given cannot be sent to another process: {'; '.join(said) or error}.\n\n"
+            f"  launch.spawn({short}, 4, ...)   # with what it is made of, and the ranks make it"
+        ) from None
+
+
+def _unpicklable(value: object) -> str | None:
+    """Why a value does not pickle; None where it does."""
+    try:
+        pickle.dumps(value)
+    except Exception as error:
+        return str(error)
+    return None
 
 
 @dataclass(frozen=True)
@@ -108,13 +136,14 @@ class LocalWorld:
     ) -> None:
         if n < 1:
             raise LaunchError(f"a world has 1 rank or more, not {n}")
+        processes = context()
         # Hosted here, the store needs no port guessed beforehand, and no rank's death takes it away.
         self._store = store or dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.ranks: list[LocalRank] = []
         try:
             for rank in range(n):
                 env = os.environ | _like_torchrun(rank, n, self._store.port)
-                self.ranks.append(LocalRank(rank, env, backend, timeout))
+                self.ranks.append(LocalRank(processes, rank, env, backend, timeout))
         except BaseException:
             self.close()
             raise
@@ -164,15 +193,14 @@ class LocalWorld:
 class LocalRank:
     """One rank, seen from the process that started it."""
 
-    def __init__(self, rank: int, env: dict[str, str], backend: str, timeout: timedelta | None) -> None:
-        processes = context()
+    def __init__(self, processes: Any, rank: int, env: dict[str, str], backend: str, timeout: timedelta | None) -> None:
         self.rank = rank
         self.began = False
         self.calls, calls = processes.Pipe()
         self.watch, watch = processes.Pipe()
         with calls, watch:
             args = (rank, env, backend, timeout, calls, watch)
-            self.process: BaseProcess = processes.Process(target=_serve, args=args, name=f"rank {rank}")
+            self.process: BaseProcess = processes.Process(target=_serve, args=args, name=f"{OURS}rank {rank}")
             self.process.start()
 
     def hear(self, call: bytes) -> Outcome | None:
@@ -190,9 +218,9 @@ class LocalRank:
             return None
         code = self.process.exitcode or 0
         how = {-s: s.name for s in signal.Signals}.get(code, f"exit code {code}")
-        died = f"died without a word ({how})"
-        if not self.began:
-            died += ' as it started: is the call that spawns it under `if __name__ == "__main__":`?'
+        if code == UNGUARDED and not self.began:
+            raise unguarded(f"rank {self.rank}")
+        died = f"died without a word ({how}){'' if self.began else ' as it started'}"
         return Outcome(self.rank, error=died, exitcode=code, moment=-math.inf)
 
     def where(self) -> str:
@@ -255,17 +283,42 @@ def _serve(
 def _perform(rank: int, call: bytes, backend: str, timeout: timedelta | None) -> bytes:
     try:
         join(backend, timeout=timeout)
-        fn, args, kwargs = pickle.loads(call)
-        return pickle.dumps(Outcome(rank, fn(*args, **kwargs)))
+        fn, args, kwargs = _found(call)
+        return _sent(Outcome(rank, fn(*args, **kwargs)))
     except BaseException as error:
         moment, details = time.monotonic(), traceback.format_exc()
         line = f"raised {type(error).__name__}: {error}".splitlines()[0]
+        if isinstance(error, _Unsent):
+            line, details = error.args
+            return pickle.dumps(Outcome(rank, error=line, details=details, moment=moment))
         outcome = Outcome(rank, error=line, details=details, moment=moment)
         try:
             pickle.loads(pickle.dumps(error))
             return pickle.dumps(replace(outcome, exception=error))
         except Exception:  # there are exceptions that pickle, and then do not unpickle
             return pickle.dumps(outcome)
+
+
+class _Unsent(Exception):
+    """What was called cannot be found here, or what it gave back cannot be sent: a line, and the way out."""
+
+
+def _found(call: bytes) -> Any:
+    """What to call, and with what."""
+    try:
+        return pickle.loads(call)
+    except Exception as error:
+        raise _Unsent(f"cannot find what it was sent: {error}", f"  def work(...): ...   {ABOVE}") from None
+
+
+def _sent(outcome: Outcome) -> bytes:
+    """A result as bytes for the process that asked."""
+    try:
+        return pickle.dumps(outcome)
+    except Exception as error:
+        kind = type(outcome.result).__name__
+        line = f"gave back a {kind}, which does not pickle: {error}"
+        raise _Unsent(line, "  return ...   # numbers, text, tensors on the CPU") from None
 
 
 def _answer_where(watch: Connection) -> None:

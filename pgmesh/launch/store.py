@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pgmesh.errors import LaunchError
-from pgmesh.launch.processes import context
+from pgmesh.launch.processes import OURS, UNGUARDED, context, unguarded
 
 
 class StoreProcess:
@@ -25,7 +25,8 @@ class StoreProcess:
         host: the name by which the ranks reach this machine.
 
     Raises:
-        LaunchError: it did not start, because the port is taken, say.
+        LaunchError: it did not start, because the port is taken, say; or the call is not under
+            `if __name__ == "__main__":`.
 
     >>> with StoreProcess() as store:
     ...     sorted(store.env)
@@ -36,7 +37,9 @@ class StoreProcess:
         processes: Any = context()
         hear, tell = processes.Pipe(duplex=False)
         hold, self._held = processes.Pipe(duplex=False)
-        self.process: BaseProcess = processes.Process(target=_keep_store, args=(port, tell, hold), daemon=True)
+        self.process: BaseProcess = processes.Process(
+            target=_keep_store, args=(port, tell, hold), daemon=True, name=f"{OURS}store"
+        )
         with tell, hold, hear:
             self.process.start()
             tell.close()
@@ -46,6 +49,8 @@ class StoreProcess:
                 told = "it died as it started"
         if not isinstance(told, int):
             self.close()
+            if self.process.exitcode == UNGUARDED:
+                raise unguarded("the store")
             raise LaunchError(f"no store at port {port}: {told}")
         self.host, self.port = host, told
 
