@@ -1,4 +1,4 @@
-"""Which launcher started this process, from the environment alone. No torch, no files, no network.
+"""Which launcher started this process, from the environment alone. No torch, no network, no files but PBS_NODEFILE.
 
     found = believe(os.environ)
     found.rank, found.size, found.local_rank, found.local_size, found.hosts, found.address, found.port
@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from pgmesh import pbs
 from pgmesh.errors import LaunchError
 from pgmesh.slurm import hosts_of, tasks_of
 
@@ -240,9 +241,15 @@ class MPI(Launcher):
         look.below(cls.rank[0], rank, cls.size[0], size)
         look.below(cls.local_rank[0], local_rank, cls.local_size[0], local_size)
         look.within(cls.local_size[0], local_size, cls.size[0], size)
-        address, job = LOCAL if local_size == size else None, look.text(*cls.job)
+        hosts = cls._hosts(look, size, local_size)
+        address, job = LOCAL if local_size == size else hosts[0] if hosts else None, look.text(*cls.job)
         port = PORTS[zlib.crc32(job.encode()) % len(PORTS)] if job else None
-        return Found(cls.name, f"{mark} is set", rank, size, local_rank, local_size, (), address, port, look.read)
+        return Found(cls.name, f"{mark} is set", rank, size, local_rank, local_size, hosts, address, port, look.read)
+
+    @classmethod
+    def _hosts(cls, look: Variables, size: int, local_size: int | None) -> tuple[str, ...]:
+        """The hosts, where the launcher names them, rank 0's first."""
+        return ()
 
 
 class OpenMPI(MPI):
@@ -268,7 +275,23 @@ class MVAPICH(MPI):
     local_size = ("MV2_COMM_WORLD_LOCAL_SIZE",)
 
 
-class PALS(MPI):
+class OnPBS(MPI):
+    """A launcher that runs ranks on the hosts of a PBS job, from the first on."""
+
+    @classmethod
+    def _hosts(cls, look: Variables, size: int, local_size: int | None) -> tuple[str, ...]:
+        """The hosts of PBS_NODEFILE: none where it is not set, or PBS left the file on the job's first host alone."""
+        path = look.text("PBS_NODEFILE")
+        hosts = pbs.hosts_in(path) if path else ()
+        if len(hosts) == 1 and local_size is not None and local_size < size:
+            raise look.error(
+                f"PBS_NODEFILE names one host, {hosts[0]}, but only {local_size} of {size} ranks are on this one.",
+                ("unset PBS_NODEFILE", "and give launch.join(host=...) where rank 0 is"),
+            )
+        return hosts
+
+
+class PALS(OnPBS):
     """HPE Cray's PALS. Untested."""
 
     name = "PALS"
@@ -276,7 +299,7 @@ class PALS(MPI):
     rank = ("PMI_RANK", "PMIX_RANK", "PALS_RANKID")
     size = ("PMI_SIZE",)
     local_rank = ("PALS_LOCAL_RANKID", "PMIX_LOCAL_RANK", "PMI_LOCAL_RANK")
-    local_size = ("PMI_LOCAL_SIZE",)
+    local_size = ("PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE")
     job = ("PALS_APID",)
 
 
@@ -299,7 +322,7 @@ class MPICH(MPI):
         return None if others else super().detect(environ)
 
 
-class PMIx(MPI):
+class PMIx(OnPBS):
     """Any other launcher that speaks PMIx. Untested."""
 
     name = "PMIx"
@@ -308,6 +331,7 @@ class PMIx(MPI):
     size = ("PMI_SIZE",)
     local_rank = ("PMIX_LOCAL_RANK", "PMI_LOCAL_RANK")
     local_size = ("PMI_LOCAL_SIZE",)
+    job = ("PMIX_NAMESPACE",)
 
     @classmethod
     def detect(cls, environ: Environ) -> Found | None:

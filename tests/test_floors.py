@@ -30,6 +30,7 @@ FLOORS = [
     "console",
     "options",
     "slurm",
+    "pbs",
     "launchers",
     "rendezvous",
     "polling",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import subprocess
 import sys
+import zlib
 
 import pytest
 import torch
@@ -295,6 +297,20 @@ def test_ranks_of_mpi_meet_at_the_host_and_port_that_are_given(tmp_path):
     assert said == "rank 0 of 2 sums to 3\nrank 1 of 2 sums to 3\n"
     assert log == [
         "pgmesh INFO joins as rank 0 of 2, local rank 0 of 1: MPICH, because PMI_RANK is set; "
+        f"rank 0 is at 127.0.0.1:{port}"
+    ]
+
+
+def test_ranks_of_pals_meet_on_the_first_host_of_pbs(tmp_path):
+    (tmp_path / "nodefile").write_text("127.0.0.1\n127.0.0.1\nelsewhere\nelsewhere\n")
+    port = free_port(range(20_000 + (os.getpid() + 2_500) % 9_000, 30_000))
+    apid = next(str(i) for i in itertools.count() if PORTS[zlib.crc32(str(i).encode()) % len(PORTS)] == port)
+    job = {"PALS_APID": apid, "PBS_NODEFILE": str(tmp_path / "nodefile"), "PMI_SIZE": "2", "PMI_LOCAL_SIZE": "1"}
+    environs = [job | {"PMI_RANK": str(rank), "PALS_LOCAL_RANKID": "0"} for rank in range(2)]
+    said, log = together(tmp_path, "launch.join('gloo')", environs)
+    assert said == "rank 0 of 2 sums to 3\nrank 1 of 2 sums to 3\n"
+    assert log == [
+        "pgmesh INFO joins as rank 0 of 2, local rank 0 of 1: PALS, because PALS_LOCAL_RANKID is set; "
         f"rank 0 is at 127.0.0.1:{port}"
     ]
 

@@ -24,6 +24,7 @@ from pgmesh.launchers import (
     Torchrun,
     believe,
 )
+from pgmesh.pbs import hosts_in
 from pgmesh.slurm import hosts_of, tasks_of
 from tests.test_messages import says
 
@@ -256,75 +257,146 @@ def test_a_port_of_open_mpi_is_that_of_its_job():
     assert believe(OPEN_MPI | {"PMIX_NAMESPACE": "1776680962"}).port != port
 
 
+def test_a_port_of_pals_and_of_pmix_is_that_of_its_job():
+    for environ, job in ((CRAY, "PALS_APID"), ({"PMIX_RANK": "3", "PMI_SIZE": "4"}, "PMIX_NAMESPACE")):
+        port = believe(environ | {job: "8af-01"}).port
+        assert port in PORTS
+        assert believe(environ | {job: "8af-02"}).port not in (port, None)
+
+
 def test_a_port_that_nothing_tells_is_none():
     assert believe(HYDRA).port is None
     assert believe(HYDRA | {"MASTER_PORT": "29501"}).port == 29501
+
+
+# ---- PBS's file of hosts ----
+
+
+@pytest.mark.parametrize(
+    ("written", "hosts"),
+    [
+        ("x3006c0s13b1n0\nx3006c0s19b0n0\n", ("x3006c0s13b1n0", "x3006c0s19b0n0")),
+        ("b\nb\nb\nb\na\na\n", ("b", "a")),  # a line for each place, in PBS's order
+        ("a\nb\na\nb\n", ("a", "b")),
+        ("n1.cluster.org", ("n1.cluster.org",)),
+        ("a\r\n\r\n  b  \n", ("a", "b")),
+    ],
+)
+@pytest.mark.parametrize("launcher", [CRAY, {"PMIX_RANK": "3", "PMI_SIZE": "8"}], ids=["PALS", "PMIx"])
+def test_hosts_of_a_pbs_job(tmp_path, launcher, written, hosts):
+    file = tmp_path / "nodefile"
+    file.write_bytes(written.encode())
+    assert hosts_in(str(file)) == hosts
+    found = believe(
+        launcher
+        | {"PBS_NODEFILE": str(file), "PMI_LOCAL_SIZE": "4", "PMI_SIZE": "8"}
+        | ({"PMI_LOCAL_SIZE": "8"} if len(hosts) == 1 else {})
+    )
+    assert (found.hosts, found.address) == (hosts, "127.0.0.1" if len(hosts) == 1 else hosts[0])
+    assert ("PBS_NODEFILE", str(file)) in found.read
+    assert (
+        believe(
+            launcher | {"PBS_NODEFILE": str(file), "MASTER_ADDR": "m", "PMI_LOCAL_SIZE": "8", "PMI_SIZE": "8"}
+        ).address
+        == "m"
+    )
+
+
+def test_other_launchers_and_hosts_without_the_file_read_none(tmp_path):
+    file = tmp_path / "nodefile"
+    file.write_text("a\nb\n")
+    for environ in (OPEN_MPI, HYDRA_ON_TWO, RSH, SRUN, TORCHRUN):
+        assert believe(environ | {"PBS_NODEFILE": str(file)}) == believe(environ)
+    says(
+        LaunchError,
+        lambda: believe(CRAY | {"PBS_NODEFILE": "/var/spool/pbs/aux/7.gone"}).end_point(),
+        """
+        PALS does not tell by which host the others find rank 0; it is not 127.0.0.1, since only 2 of 4 ranks are on \
+this host.
+
+          PMI_RANK          = 3
+          PMI_SIZE          = 4
+          PALS_LOCAL_RANKID = 1
+          PMI_LOCAL_SIZE    = 2
+          PBS_NODEFILE      = /var/spool/pbs/aux/7.gone
+          PALS_APID         = 8af-01
+
+          launch.join(host='n1')   # the same on every rank
+          export MASTER_ADDR=n1    # or in the environment of every rank
+        """,
+    )
+
+
+def test_a_pbs_job_of_one_host_that_has_not_all_ranks(tmp_path):
+    file = tmp_path / "nodefile"
+    file.write_text("a\na\n")
+    says(
+        LaunchError,
+        lambda: believe(CRAY | {"PBS_NODEFILE": str(file)}),
+        f"""
+        PBS_NODEFILE names one host, a, but only 2 of 4 ranks are on this one.
+
+          PMI_RANK          = 3
+          PMI_SIZE          = 4
+          PALS_LOCAL_RANKID = 1
+          PMI_LOCAL_SIZE    = 2
+          PBS_NODEFILE      = {file}
+
+          unset PBS_NODEFILE   # and give launch.join(host=...) where rank 0 is
+        """,
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "wrong"),
+    [
+        (b"", "is no list of hosts, one in a line."),
+        (b"a\nb slots=2\n", "is no list of hosts, one in a line, as its line 2 shows: 'b slots=2'."),
+        (b"\xff\xfe\n", "is no list of hosts, one in a line, as its line 1 shows: '\ufffd\ufffd'."),
+        (None, "cannot be read: Is a directory."),
+    ],
+)
+def test_a_file_that_pbs_did_not_write(tmp_path, written, wrong):
+    file = tmp_path / "nodefile"
+    file.mkdir() if written is None else file.write_bytes(written)
+    says(LaunchError, lambda: hosts_in(str(file)), f"PBS_NODEFILE is {str(file)!r}, which {wrong}")
 
 
 # ---- what contradicts, word for word ----
 
 
 @pytest.mark.parametrize(
-    ("environ", "text"),
+    ("environ", "many", "read"),
     [
-        (
-            BATCH,
-            """
-            this Slurm job has 4 tasks, and this process is its script or shell, and no task that srun started:
-
-              SLURM_JOB_ID  = 3
-              SLURM_NTASKS  = 4
-              SLURM_NPROCS  = 4
-              SLURM_NNODES  = 2
-              SLURM_PROCID  = 0
-              SLURM_STEP_ID = (not set)
-
-              srun python script.py              # one rank for each task
-              srun --ntasks 1 python script.py   # a world of 1
-            """,
-        ),
+        (BATCH, "4 tasks", "JOB_ID NTASKS NPROCS NNODES PROCID STEP_ID"),
         (
             {"SLURM_JOB_ID": "9", "SLURM_NNODES": "2", "SLURM_PROCID": "0", "SLURM_TASKS_PER_NODE": "1(x2)"},
-            """
-            this Slurm job has 2 hosts, and this process is its script or shell, and no task that srun started:
-
-              SLURM_JOB_ID  = 9
-              SLURM_NNODES  = 2
-              SLURM_PROCID  = 0
-              SLURM_STEP_ID = (not set)
-
-              srun python script.py              # one rank for each task
-              srun --ntasks 1 python script.py   # a world of 1
-            """,
+            "2 hosts",
+            "JOB_ID NNODES PROCID STEP_ID",
         ),
-        (
-            {"SLURM_PROCID": "3"},  # a container that was given some variables, and others not
-            """
-            this Slurm job has 4 tasks, and this process is its script or shell, and no task that srun started:
-
-              SLURM_PROCID  = 3
-              SLURM_STEP_ID = (not set)
-
-              srun python script.py              # one rank for each task
-              srun --ntasks 1 python script.py   # a world of 1
-            """,
-        ),
+        ({"SLURM_PROCID": "3"}, "4 tasks", "PROCID STEP_ID"),  # a container that was given some, and others not
         (
             BATCH | {"SLURM_STEP_ID": "4294967291", "SLURM_STEPID": "4294967291", "SLURM_NNODES": "1"},
-            """
-            this Slurm job has 4 tasks, and this process is its script or shell, and no task that srun started:
-
-              SLURM_JOB_ID  = 3
-              SLURM_NTASKS  = 4
-              SLURM_NPROCS  = 4
-              SLURM_NNODES  = 1
-              SLURM_PROCID  = 0
-              SLURM_STEP_ID = 4294967291
-
-              srun python script.py              # one rank for each task
-              srun --ntasks 1 python script.py   # a world of 1
-            """,
+            "4 tasks",
+            "JOB_ID NTASKS NPROCS NNODES PROCID STEP_ID",
         ),
+    ],
+)
+def test_the_script_of_a_job_is_no_rank(environ, many, read):
+    names = [f"SLURM_{name}" for name in read.split()]
+    lines = "\n".join(f"  {name:<13} = {environ.get(name, '(not set)')}" for name in names)
+    says(
+        LaunchError,
+        lambda: believe(environ),
+        f"this Slurm job has {many}, and this process is its script or shell, and no task that srun started:\n\n{lines}"
+        "\n\n  srun python script.py              # one rank for each task"
+        "\n  srun --ntasks 1 python script.py   # a world of 1",
+    )
+
+
+@pytest.mark.parametrize(
+    ("environ", "text"),
+    [
         (
             SRUN | {"RANK": "0", "MASTER_ADDR": "n1"},  # the script said export RANK=$SLURM_PROCID
             """
