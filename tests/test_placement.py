@@ -15,7 +15,7 @@ from hypothesis import given, strategies as st
 from pgmesh import Layout, MembershipError, MissingRanksError, PlaceError, ProcessGroupMesh, launch, placement
 from pgmesh.placement import Placement, Seat
 from tests.test_messages import says
-from tests.torch_seam import our_store
+from tests.torch_seam import counted_store, our_store
 from tests.worlds import check_sums, fresh, world
 
 
@@ -163,6 +163,33 @@ def test_members_alone_ask_and_those_who_do_not_are_named():
     for rank in (0, 3):
         assert said[rank][0].startswith(f"rank {rank} is not in ProcessGroupMesh(tp=2, ")
         assert said[rank][1:] == ["4"]
+
+
+def asked() -> list[list[str]]:
+    """What this rank does to the store in each of several calls: part of the mesh, all, all again, each axis."""
+    mesh = ProcessGroupMesh(pp=2, dp=2, name="asked")
+    found = []
+    for call in (
+        lambda: mesh.along("dp").locality("dp"),
+        launch.placement,
+        launch.placement,
+        lambda: [mesh.locality(*axes) for axes in (("dp",), ("pp",), ("pp", "dp"), ())],
+        lambda: ProcessGroupMesh(tp=4, name="another").locality("tp"),
+    ):
+        with counted_store() as done:
+            call()
+        found.append(done)
+        dist.barrier()
+    return found
+
+
+def test_each_rank_posts_its_place_once_and_asks_nothing_of_what_it_knows():
+    with fresh(4) as own:
+        for part, whole, *again in own.run(asked):
+            posts = [operation for operation in part if operation in ("append", "add")]
+            assert posts == ["append", "add"]  # its line, and one more
+            assert not {"append", "add", "set", "multi_set"} & {*whole}  # it only looks who else has come
+            assert again == [[], [], []]
 
 
 def test_a_world_of_one_asks_nobody(tmp_path):
