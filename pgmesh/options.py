@@ -64,6 +64,10 @@ class GroupOptions:
         unknown = sorted(set(self.nccl or ()) - set(NCCL_SETTINGS))
         if unknown:
             raise OptionsError(f"NCCL has no setting {', '.join(unknown)}; it has {', '.join(NCCL_SETTINGS)}.")
+        for name, value in (self.nccl or {}).items():
+            if not isinstance(value, str if name == "net_name" else int):
+                right = "a name, such as 'IB'" if name == "net_name" else "a whole number, such as 8"
+                raise OptionsError(f"NCCL's {name} is {right}, not {value!r}.")
         if self.backend is not None:
             object.__setattr__(self, "backend", self.backend.lower())
         if self.nccl is not None:
@@ -79,16 +83,20 @@ class GroupOptions:
         return cls().but(options)
 
     def but(self, changes: Mapping[str, Any]) -> GroupOptions:
-        """These options with some changed. A change of backend drops what was meant for NCCL.
+        """These options with some changed, and NCCL's settings one by one. Another backend drops what was for NCCL.
 
         >>> GroupOptions(backend="nccl", high_priority=True).but({"backend": "gloo"})
         GroupOptions(backend='gloo')
+        >>> GroupOptions(nccl={"max_ctas": 8, "min_ctas": 1}).but({"nccl": {"min_ctas": 4}})
+        GroupOptions(nccl={'max_ctas': 8, 'min_ctas': 4})
         """
         names = [each.name for each in dataclasses.fields(self)]
         unknown = sorted(set(changes) - set(names))
         if unknown:
             raise OptionsError(f"a group has no option {', '.join(unknown)}; it has {', '.join(names)}.")
         given = {name: value for name, value in changes.items() if value is not None}
+        if isinstance(given.get("nccl"), Mapping):
+            given["nccl"] = {**(self.nccl or {}), **given["nccl"]}
         if "nccl" not in str(given.get("backend", "nccl")):
             given = {"high_priority": None, "nccl": None, **given}
         return dataclasses.replace(self, **given)

@@ -22,6 +22,7 @@ from torch import nn
 from pgmesh import AxisError, SeamError, WorldError, recipes
 from pgmesh.interop import megatron
 from tests.dry import dry_world
+from tests.test_nccl import YAML, standing_in, told
 from tests.torch_seam import c10d, tables
 from tests.worlds import check_sums, world
 
@@ -368,3 +369,19 @@ def test_a_gpt_of_megatron_core_trains_as_one_process_does():
         pytest.skip("megatron-core is not installed: it has no wheel for this Python")
     worst = world(4).run(as_one_process_does)
     assert max(worst) < 1e-6
+
+
+# ---- settings of NCCL ----
+
+
+def test_nccl_is_told_what_megatrons_own_reader_would_tell_it(state: Any):
+    yaml = pytest.importorskip("yaml")
+    with standing_in() as nccl:
+        arrangement = recipes.megatron(8, tp=2, cp=2, ep=4, etp=1, name="yaml")
+        arrangement.configure_nccl(YAML)
+        found = told(nccl, arrangement)
+        settings = yaml.safe_load(YAML)
+        assert settings
+        for short in settings:
+            (name,) = arrangement.short[short]
+            assert found[name] == state.get_nccl_options(short, settings).told

@@ -1,0 +1,167 @@
+"""What NCCL is told, as far as a torch without NCCL can show it: the very options that its backend would be made with.
+
+A stand-in takes the place of torch's ``ProcessGroupNCCL``; what NCCL makes of its options is untested.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, ClassVar
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from pgmesh import Layout, OptionsError, ProcessGroupMesh, groups, recipes
+from pgmesh.options import NCCL_SETTINGS
+from tests.dry import dry_world
+from tests.test_messages import says
+
+UNSET = -(2**31)  # as NCCL marks what is left to it
+
+
+class Options:
+    """As torch's own for NCCL: fields, and a configuration of which each has a value from the first."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = SimpleNamespace(**dict.fromkeys(StandIn.settings, UNSET))
+
+    @property
+    def told(self) -> tuple[bool, dict[str, Any]]:
+        """Whether its streams have a high priority, and the settings that are not left to NCCL."""
+        return self.is_high_priority_stream, {
+            name: value for name, value in vars(self.config).items() if value != UNSET
+        }
+
+
+class StandIn:
+    """Takes what torch's backend for NCCL takes, and moves nothing."""
+
+    Options = Options
+    settings = NCCL_SETTINGS
+    made: ClassVar[list[Any]] = []
+
+    def __new__(cls, store: Any, rank: int, size: int, options: Any) -> Any:
+        cls.made.append(options)
+        return groups._FakeBackend._create_internal(rank, size, groups._FakeBackend.Options())
+
+
+@contextmanager
+def standing_in() -> Iterator[type[StandIn]]:
+    """A torch that has NCCL, as far as it is asked; this process is rank 5 of 8."""
+    StandIn.made, StandIn.settings = [], NCCL_SETTINGS
+    groups.backends_of.cache_clear()
+    with (
+        mock.patch.object(dist, "is_nccl_available", return_value=True),
+        mock.patch.object(dist, "ProcessGroupNCCL", StandIn, create=True),
+        dry_world(5, 8, dist.HashStore()),
+    ):
+        yield StandIn
+    groups.backends_of.cache_clear()
+
+
+@pytest.fixture
+def nccl() -> Iterator[type[StandIn]]:
+    with standing_in() as stand_in:
+        yield stand_in
+
+
+def told(nccl: type[StandIn], arrangement: recipes.Arrangement) -> dict[str, tuple[bool, dict[str, Any]]]:
+    """What NCCL is told of each group of this rank, where it is told something."""
+    mine = [name for name in arrangement if arrangement.rank in arrangement[name]]
+    for name in mine:
+        arrangement[name].group(backend="nccl")
+    by_ranks = {tuple(options.global_ranks_in_group): options.told for options in nccl.made}
+    found = {name: by_ranks[arrangement[name].ranks] for name in mine}
+    return {name: each for name, each in found.items() if each != (False, {})}
+
+
+YAML = """
+tp: {cga_cluster_size: 2, min_ctas: 1, max_ctas: 4}
+dp_cp:
+  is_high_priority_stream: true
+  max_ctas: 8
+cp: {is_high_priority_stream: false, net_name: Socket}
+tp_ep_pp: {net_name: IB}
+"""
+
+
+def test_settings_in_yaml_reach_nccl(nccl: type[StandIn]):
+    pytest.importorskip("yaml")
+    arrangement = recipes.megatron(8, tp=2, cp=2, ep=4, etp=1, name="yaml")
+    arrangement.configure_nccl(YAML)
+    found = told(nccl, arrangement)
+    assert {name: found[name] for name in ("tensor", "data+context", "context", "expert-tensor+expert+pipeline")} == {
+        "tensor": (False, {"cga_cluster_size": 2, "min_ctas": 1, "max_ctas": 4}),
+        "data+context": (True, {"max_ctas": 8}),
+        "context": (False, {"net_name": "Socket"}),
+        "expert-tensor+expert+pipeline": (False, {"net_name": "IB"}),
+    }
+    assert {arrangement[name].ranks for name in found} == {(4, 5), (1, 3, 5, 7), (5, 7), (4, 5, 6, 7)}  # and no others
+
+
+@pytest.mark.parametrize("setting", NCCL_SETTINGS)
+def test_every_setting_reaches_nccl(nccl: type[StandIn], setting: str):
+    value = "IB" if setting == "net_name" else 1
+    mesh = ProcessGroupMesh(dp=4, tp=2, name=setting)
+    mesh.configure("tp", backend="nccl", nccl={setting: value}, high_priority=True, timeout=timedelta(seconds=7))
+    mesh.group("tp")
+    (options,) = nccl.made
+    assert options.told == (True, {setting: value})
+    assert (options._timeout, options.global_ranks_in_group) == (timedelta(seconds=7), [4, 5])
+    assert options.group_name == mesh.group("tp").group_name
+    mesh.group("dp", backend="nccl")
+    assert nccl.made[1].told == (False, {})  # another family has none of it
+
+
+def test_sharp_is_for_one_family_and_keeps_what_else_it_was_told(nccl: type[StandIn]):
+    arrangement = recipes.megatron(8, tp=2, cp=2, optimizer_instances=2, name="sharp")
+    arrangement.configure_nccl({"dp_cp": {"max_ctas": 8}})
+    arrangement["data+context"].configure(sharp=True)
+    arrangement["data+context"].configure(high_priority=True)
+    arrangement.configure("between instances", sharp=True)  # there, sharp_enabled_group="dp_replica"
+    arrangement.configure("tensor", sharp=False)
+    found = told(nccl, arrangement)
+    assert found["data+context"] == (True, {"max_ctas": 8, "collnet_enable": 1})
+    assert found["between instances"] == (False, {"collnet_enable": 1})
+    assert found["tensor"] == (False, {"collnet_enable": 0})
+    assert "context" not in found
+
+
+def test_a_setting_that_this_nccl_does_not_have_yet(nccl: type[StandIn]):
+    nccl.settings = tuple(name for name in NCCL_SETTINGS if name != "nvls_ctas")
+    mesh = ProcessGroupMesh(dp=4, tp=2, name="old")
+    says(
+        OptionsError,
+        lambda: mesh.group("tp", backend="nccl", nccl={"nvls_ctas": 4}),
+        "this torch's NCCL has no setting nvls_ctas.",
+    )
+    assert mesh.group("tp", backend="nccl", nccl={"max_ctas": 4}).size() == 2
+
+
+def test_a_torch_without_nccl_says_so():
+    if dist.is_nccl_available():
+        pytest.skip("this torch has NCCL")
+    with dry_world(5, 8):
+        mesh = ProcessGroupMesh(dp=4, tp=2, name="without")
+        says(OptionsError, lambda: mesh.group("tp", backend="nccl"), "this torch was built without backend nccl.")
+
+
+@pytest.mark.parametrize(
+    ("settings", "wrong"),
+    [
+        ({"max_ctas": "eight"}, "NCCL's max_ctas is a whole number, such as 8, not 'eight'."),
+        ({"min_ctas": None}, "NCCL's min_ctas is a whole number, such as 8, not None."),
+        ({"net_name": 5}, "NCCL's net_name is a name, such as 'IB', not 5."),
+    ],
+)
+def test_a_value_of_the_wrong_kind(settings: dict[str, Any], wrong: str):
+    plan = recipes.megatron(8, of=Layout)
+    for call in (lambda: plan.configure_nccl({"dp": settings}), lambda: plan.configure("data", nccl=settings)):
+        with pytest.raises(OptionsError, match=f"^{re.escape(wrong)}$"):
+            call()
