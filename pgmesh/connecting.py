@@ -59,7 +59,7 @@ FAREWELL = 0.2
 """Seconds that it is given to take a last word from a rank that is interrupted."""
 
 GRACE = 0.5
-"""Seconds that it is given beyond the deadline for what it was asked before."""
+"""Seconds that it is given at least for what it was asked before the deadline, however shortly."""
 
 
 Spelling = Union["Axis", "tuple[Axis, ...]"]
@@ -94,37 +94,58 @@ def connect(
     family: Family, layout: Layout, families: Sequence[tuple[Axis, ...]], seconds: float, *, progress: bool = False
 ) -> Connected:
     """Connect this rank's groups along each of these combinations of axes."""
-    line, failed = caller(), None
+    start, line = time.monotonic(), caller()
+    failed: BaseException | None = None
     found: dict[str, groups.Made] = {}
     asked: dict[str, list[Spelling]] = {}
-    meetings: list[Meeting] = []
     family.check()
     for axes in families:
         layout.size(*axes)  # there are such axes, before anybody is told of anything
     if not family.is_dry():
         family.beating()
-    family.patience = seconds
-    _tell_late(family)
-    for axes in families:
+    with _sigterm_told():
+        unmade = list(families)
         try:
-            made = _unbroken(family, layout, axes)
-            if made.card is not None and made.name not in family.connected:
-                found[made.name] = made
-                asked.setdefault(made.name, []).append(axes[0] if len(axes) == 1 else axes)
-        except Exception as error:  # the others learn why this rank does not come
-            failed = failed or error
-            meetings.append(_meeting(family, *family.prospect(layout, axes)))
-    with _bar(len(found), progress) as advance, _sigterm_told():
-        if failed is not None:
-            _Call(family, line, seconds, found.values(), asked, advance).cancel(failed, meetings)
+            _tell_late(family, start + seconds)
+            for axes in families:
+                try:
+                    family.patience = _left(start + seconds)
+                    made = _unbroken(family, layout, axes)
+                except WorldError:
+                    raise
+                except Exception as error:  # the others learn why this rank does not come
+                    failed = failed or error
+                    continue
+                unmade.remove(axes)
+                if made.card is not None and made.name not in family.connected:
+                    found[made.name] = made
+                    asked.setdefault(made.name, []).append(axes[0] if len(axes) == 1 else axes)
+        except WorldError:
+            raise  # there is no way to tell
+        except BaseException as error:
+            failed = error
+        finally:
+            family.patience = seconds
+        if failed is None and not found:
+            return Connected()
+        with _bar(len(found), progress) as advance:
+            call = _Call(family, line, start, seconds, found.values(), asked, advance)
+            if failed is None:
+                return call.run()
+            call.cancel(failed, [_meeting(family, *family.prospect(layout, axes)) for axes in unmade])
             raise failed
-        return _Call(family, line, seconds, found.values(), asked, advance).run() if found else Connected()
 
 
-def _tell_late(family: Family) -> None:
+def _left(end: float) -> float:
+    """Seconds that the store is given for an answer before the deadline."""
+    return max(end - time.monotonic(), GRACE)
+
+
+def _tell_late(family: Family, end: float) -> None:
     """Tell what could not be told when it happened, since the store did not answer."""
-    for key, end in list(family.untold.items()):
-        family.ask(Swap(key, end.pack()))
+    for key, what in list(family.untold.items()):
+        family.patience = _left(end)
+        family.ask(Swap(key, what.pack()))
         del family.untold[key]
 
 
@@ -145,6 +166,7 @@ class _Call:
         self,
         family: Family,
         line: str,
+        start: float,
         seconds: float,
         found: Iterable[groups.Made],
         asked: Mapping[str, Sequence[Spelling]],
@@ -152,8 +174,7 @@ class _Call:
     ) -> None:
         self.family, self.line, self.seconds, self.asked, self.advance = family, line, seconds, asked, advance
         self.heart = family.beating()
-        self.start = time.monotonic()
-        self.end = self.start + seconds
+        self.start, self.end = start, start + seconds
         self.made = {
             _meeting(family, made.name, made.ranks, made.card): made for made in found if made.card is not None
         }
@@ -178,11 +199,12 @@ class _Call:
             warn=functools.partial(log.warning, "%s"),
         )
 
-    def cancel(self, error: Exception, meetings: Sequence[Meeting]) -> None:
+    def cancel(self, error: BaseException, meetings: Sequence[Meeting]) -> None:
         """Tell those who wait that this rank cannot come, to groups that it could not make either."""
         self.meetings += meetings
+        self.hurried = not isinstance(error, Exception)
         try:
-            if self.meetings:
+            with contextlib.suppress(WorldError):  # what happened is worse
                 drive(self._party().cancel(error), self._perform)
         finally:
             self._leave()
@@ -239,8 +261,8 @@ class _Call:
             return self._ready(step.meeting)
         self.operations += 1
         self.family.asked += 1
-        left = self.end - time.monotonic()
-        return self.heart.ask(step, FAREWELL if self.hurried else left + GRACE if left > 0 else LAST_WORD)
+        late = time.monotonic() >= self.end
+        return self.heart.ask(step, FAREWELL if self.hurried else LAST_WORD if late else _left(self.end))
 
     def _ready(self, meeting: Meeting) -> None:
         made = self.made.get(meeting)
@@ -271,9 +293,9 @@ class _Call:
                 break
             now = time.monotonic()
             if now >= inspection:
-                inspection = now + INSPECTION * self.heart.pace
                 for warming in running:
                     self._inspect(warming)
+                inspection = min(warming.next_look(now, INSPECTION * self.heart.pace) for warming in running)
             for warming in running if now >= end else ():
                 warming.fail(f"was not done in time: the deadline was {self.seconds:g} s")
             time.sleep(pause)
@@ -378,6 +400,9 @@ class _Warming:
             return False
         self.done = time.monotonic()
         return True
+
+    def next_look(self, now: float, period: float) -> float:
+        return self._beats.next_look(now, period)
 
     def inspect(self, said: Sequence[Told]) -> None:
         """See whether a member is lost, which it is if it tells nothing new for long, or said that it goes."""

@@ -37,8 +37,9 @@ LONGEST = 1 << 16
 FIRST_PAUSE, LONGEST_PAUSE = 0.002, 0.05
 """Seconds between two looks at the store; each pause is half as long again as the one before."""
 
-FIRST_INSPECTION, INSPECTION = 0.05, 0.2
-"""Seconds until a rank that waits asks why, and then between two times that it does."""
+FIRST_INSPECTION, INSPECTION = 0.025, 0.2
+"""Seconds until a rank that waits asks why, and then between two times that it does: with the longest pause of the
+others, what differs is told to all within 0.1 s of the one that came with it."""
 
 MOST_ASKED = 32
 """How many of a group's missing ranks one inspection asks after, and how many of those that they wait for in turn.
@@ -167,6 +168,12 @@ def quoted(text: bytes | str) -> str:
     return repr(text[:80]) + ("..." if len(text) > 80 else "")
 
 
+def junk(key: str, text: bytes | str) -> str:
+    """What lies under a key of ours and is no record of ours, for a message."""
+    where = f"the store's key {key}" if key else "the store"
+    return f"{where} holds {quoted(text)}, which no pgmesh wrote"
+
+
 @dataclass(frozen=True)
 class Card:
     """What this rank means by a mesh or a group, to hold against what others mean.
@@ -188,27 +195,30 @@ class Card:
         """The card as the store holds it: the rank, and the meaning as JSON."""
         return f"{self.rank} {json.dumps(self.meaning, sort_keys=True)}".encode()
 
-    def check(self, *seen: bytes) -> None:
+    def check(self, *seen: bytes, key: str = "") -> None:
         """Hold other ranks' cards against this one.
 
         Raises:
             MismatchError: one of them means something else.
         """
-        if trouble := self.trouble(seen):
+        if trouble := self.trouble(seen, key):
             raise MismatchError(trouble)
 
-    def trouble(self, seen: Sequence[bytes]) -> str | None:
-        """What differs between this card and others, field by field, with the ranks that hold each value."""
+    def trouble(self, seen: Sequence[bytes], key: str = "") -> str | None:
+        """What differs between this card and others, field by field, with the ranks that hold each value.
+
+        Args:
+            key: where they were found, to be named if one is no card.
+        """
         mine = self.word.partition(b" ")[2]
         if all(word.partition(b" ")[2] == mine for word in seen):
             return None
         meanings = {self.rank: dict(self.meaning)}
         for word in seen:
-            rank, _, text = word.decode(errors="replace").partition(" ")
-            try:
-                meanings[int(rank)] = dict(json.loads(text).items())
-            except (ValueError, TypeError, AttributeError, RecursionError):
-                return f"{self.what}: the store holds {quoted(word)}, which no pgmesh wrote."
+            meant = _meant(word)
+            if meant is None:
+                return f"{self.what}: {junk(key, word)}."
+            meanings[meant[0]] = meant[1]
         lines = []
         for name in sorted({*self.meaning, *(name for meaning in meanings.values() for name in meaning)}):
             holders: dict[str, list[int]] = {}
@@ -221,18 +231,27 @@ class Card:
         return f"{self.what} is not the same on all ranks:{''.join(lines)}\n\n{self.mend}"
 
 
+def _meant(word: bytes) -> tuple[int, dict[str, Any]] | None:
+    """The rank and the meaning on a card, if it is one."""
+    rank, _, text = word.decode(errors="replace").partition(" ")
+    try:
+        return int(rank), dict(json.loads(text).items())
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return None
+
+
 def _value(value: Any) -> str:
     text = "none" if value is None else str(value)[:200]
     return f"({text})" if ", " in text and text[0].isdigit() else text
 
 
-def ranks_in_words(ranks: Collection[int]) -> str:
+def ranks_in_words(ranks: Collection[int], most: int = 8) -> str:
     """Ranks for a message.
 
     >>> ranks_in_words([2]), ranks_in_words([2, 3])
     ('rank 2', 'ranks 2, 3')
     """
-    return f"rank{'s' * (len(ranks) != 1)} {some(tuple(ranks))}"
+    return f"rank{'s' * (len(ranks) != 1)} {some(tuple(ranks), most)}"
 
 
 def error_in_words(error: BaseException) -> str:
@@ -248,6 +267,7 @@ class Wait(NamedTuple):
     words: str  # "group dp of mesh 'actor'"
     line: str  # "train.py:12"
     missing: tuple[int, ...]  # who had not come when it last looked
+    alone: bool = True  # whether no other thread of the rank could still come elsewhere
 
     def __str__(self) -> str:
         return f"connecting {self.words} at {self.line}, waiting for {ranks_in_words(self.missing)}"
@@ -286,10 +306,11 @@ class Told:
             return None
         waits = []
         for wait in record["waits"][:MOST_ASKED]:
-            if not (isinstance(wait, list) and [*map(type, wait)] == [int, str, str, str, list]):
+            if not (isinstance(wait, list) and [*map(type, wait)] == [int, str, str, str, list, bool]):
                 return None
-            number, name, words, line, missing = wait
-            waits.append(Wait(number, name, words, line, tuple(each for each in missing if isinstance(each, int))))
+            number, name, words, line, missing, alone = wait
+            ranks = tuple(each for each in missing if isinstance(each, int))
+            waits.append(Wait(number, name, words, line, ranks, alone))
         return cls(rank, record["beat"], record["doing"], tuple(waits), bool(record["alone"]), record["gone"])
 
     def __str__(self) -> str:
@@ -319,6 +340,11 @@ class Beats:
     def is_lost(self, said: Told, now: float) -> bool:
         return bool(said.gone) or (said.beat != UNSTEADY and self.silence(said.rank, now) >= self.suspicion)
 
+    def next_look(self, now: float, period: float) -> float:
+        """When to listen again: after a period, or sooner, at the moment in which a silence would become a loss."""
+        due = (heard + self.suspicion for _, heard in self.last.values())
+        return min([now + period, *(each for each in due if each > now)])
+
 
 @dataclass(frozen=True)
 class End:
@@ -334,7 +360,7 @@ class End:
     def unpack(cls, key: str, text: bytes) -> End:
         record = unpack(text, kind=str, text=str)
         if record is None or record["kind"] not in ERRORS:
-            return cls("mismatch", f"the store's key {key} holds {quoted(text)}, which no pgmesh wrote.")
+            return cls("mismatch", f"{junk(key, text)}.")
         return cls(record["kind"], record["text"])
 
     def error(self) -> PgmeshError | None:
@@ -369,7 +395,7 @@ def introduce(name: str, card: Card, *, listed: bool = True) -> Steps[None]:
     first = yield Swap(name, card.word.decode())
     if card.trouble([first]) is not None:
         said = (yield Read(f"{name}/said")) or b""
-        trouble = card.trouble([first, *said.splitlines()])
+        trouble = card.trouble([first, *said.splitlines()], name if _meant(first) is None else f"{name}/said")
         end = yield Swap(f"{name}/refused", End("mismatch", trouble or "").pack())
         raise End.unpack(f"{name}/refused", end).error() or MismatchError(trouble)
 
@@ -380,16 +406,20 @@ def agree(key: str, card: Card) -> Steps[None]:
     Raises:
         MismatchError: the first rank to come means something else. It is told too, under ``<key>/refused``.
     """
-    yield from refuse(f"{key}/refused", card, (yield Swap(key, card.word.decode())))
+    yield from refuse(f"{key}/refused", card, (yield Swap(key, card.word.decode())), key)
 
 
-def refuse(key: str, card: Card, seen: bytes) -> Steps[None]:
+def refuse(key: str, card: Card, seen: bytes, where: str = "") -> Steps[None]:
     """Hold a card against another's, and where they differ tell those who wait.
+
+    Args:
+        key: under which to tell them.
+        where: the key under which the other was found.
 
     Raises:
         MismatchError: they differ.
     """
-    if trouble := card.trouble([seen]):
+    if trouble := card.trouble([seen], where):
         yield Swap(key, End("mismatch", trouble).pack())
         raise MismatchError(trouble)
 
@@ -542,7 +572,7 @@ class Meeting:
                 yield from self.decide(End("mismatch", f"{self.words}: both {both} came as rank {record['rank']}."))
                 return
             cards.append(record["card"].encode())
-        trouble = self.card.trouble(cards)
+        trouble = self.card.trouble(cards, key)
         self.missing = tuple(rank for rank in self.ranks if rank not in who)
         if trouble is not None:
             yield from self.decide(End("mismatch", trouble))
@@ -560,7 +590,7 @@ class Party:
         number: which of this rank's waits this is.
         line: the line of code.
         who: this process, to tell it from another that takes itself for the same rank.
-        deadline: in seconds.
+        deadline: in seconds from the start of the call.
         suspicion: after so many seconds in which a rank that told before tells nothing new, it counts as lost.
         again: whether an earlier call failed, so that members may have tried more or less often than this rank.
         pace: how many times slower than usual to look and to ask, so as to spare the store in a large world.
@@ -581,6 +611,7 @@ class Party:
     warn: Callable[[str], None] = field(default=lambda text: None)
     _beats: Beats = field(init=False)
     _told: dict[int, Told] = field(default_factory=dict)
+    _junk: dict[int, str] = field(default_factory=dict)  # what a rank's key holds that no rank tells
     _ways: list[list[tuple[int, Wait]]] = field(default_factory=list)  # where the search for a circle goes on
     _seen: set[int] = field(default_factory=set)  # which ranks it has passed
     _asked: bool = False  # whether it has waited long enough to ask why
@@ -617,7 +648,7 @@ class Party:
 
     def _wait(self) -> Steps[None]:
         now = yield Pause(0.0)
-        inspection, warning, end = now + FIRST_INSPECTION, now + self.deadline / 3, now + self.deadline
+        inspection, warning, end = now + FIRST_INSPECTION * self.pace, self.deadline / 3, self.deadline
         for pause in pauses(self.pace):
             self._now = now
             for meeting in self._open():
@@ -630,7 +661,7 @@ class Party:
                 break
             if now >= inspection:
                 yield from self._inspect()
-                inspection = now + INSPECTION * self.pace
+                inspection = self._beats.next_look(now, INSPECTION * self.pace)
                 if now >= warning and self._open():
                     self.warn("\n".join(self._why(meeting, f" so far, in {now:.0f} s") for meeting in self._open()))
                     warning = float("inf")
@@ -656,11 +687,12 @@ class Party:
         for meeting in self._open():
             yield from meeting.inspect()
         waits = tuple(
-            Wait(self.number, meeting.name, meeting.words, self.line, meeting.missing[:MOST_ASKED])
+            Wait(self.number, meeting.name, meeting.words, self.line, meeting.missing[:MOST_ASKED], self.alone)
             for meeting in self._open()
         )
         yield Say(waits)
         self._told.clear()
+        self._junk.clear()
         for meeting in self._open():
             for rank in meeting.missing[:MOST_ASKED]:
                 yield from self._ask(rank)
@@ -677,10 +709,13 @@ class Party:
     def _ask(self, rank: int) -> Steps[None]:
         if rank in self._told:
             return
-        told_ = Told.unpack(rank, (yield Read(told(rank))))
+        text = yield Read(told(rank))
+        told_ = Told.unpack(rank, text)
         if told_ is not None:
             self._told[rank] = told_
             self._beats.hear(told_, self._now)
+        elif text is not None:
+            self._junk[rank] = junk(told(rank), text)
 
     def _is_lost(self, rank: int) -> bool:
         return rank in self._told and self._beats.is_lost(self._told[rank], self._now)
@@ -700,9 +735,8 @@ class Party:
         for rank in meeting.missing[:8]:
             told_ = self._told.get(rank)
             if told_ is None:
-                lines.append(
-                    f"\n  rank {rank} was never heard from: it has not connected anything yet, or cannot be reached"
-                )
+                never = "was never heard from: it has not connected anything yet, or cannot be reached"
+                lines.append(f"\n  rank {rank}{': ' * (rank in self._junk)}{self._junk.get(rank, ' ' + never)}")
             elif self._is_lost(rank) and not told_.gone:
                 silence = self._beats.silence(rank, self._now)
                 lines.append(f"\n  rank {rank} was last heard from {silence:.0f} s ago; it was {told_}")
@@ -759,7 +793,7 @@ class Party:
                 self._seen.add(rank)
                 last = self._told.get(rank)
                 if last is not None and last.alone:
-                    self._ways += [[*way, (rank, wait)] for wait in last.waits]
+                    self._ways += [[*way, (rank, wait)] for wait in last.waits if wait.alone]
             self._ways.pop(0)
         self._seen = set()
         return []

@@ -1,9 +1,10 @@
-"""Faults on purpose, at random but by a seed: `python -m tests.chaos [--minutes M] [--seed S] [--only N]`.
+"""Faults on purpose, at random but by a seed: `python -m tests.chaos [--minutes M] [--seed S] [--only N,N,...]`.
 
 Real processes, and every fault at every moment to every victim: what docs/faults.md promises has to hold each time.
-Then every crash point, what stays behind after 500 cycles, the same once more while other processes keep all cores
-busy, and two hosts whose link is cut. A table at the end says what was tried, what came of it and how long it took;
-the exit status is 1 if a promise was broken. `--list` shows the numbers that `--only` takes.
+Then every crash point, what stays behind after 500 cycles, two hosts whose link is cut, and all of test_faults.py while
+other processes keep all cores busy. A table at the end says what was tried, what came of it and how long it took; what
+there was no time for, and how to try that; the exit status is 1 if a promise was broken. `--list` shows the numbers
+that `--only` takes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import logging
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -69,6 +71,11 @@ HARMLESS = ("nothing", "slow", "SIGSTOP, short", "GIL held, short")
 FAULTS = (*DEADLY, "SIGSTOP", "SIGSTOP, short", "exception", "GIL held", "GIL held, short", "slow")
 STORE_FAULTS = ("SIGKILL", "SIGSTOP", "SIGSTOP, short")
 SHORT, LONGER = 0.4 * H, 2.5 * H
+SIDE_BY_SIDE = 3
+"""How many cases are tried at once."""
+
+SHARES = (0.1, 0.15, 0.25, 0.65, 0.97)
+"""By when each part ends, of the whole time."""
 
 
 @dataclass(frozen=True)
@@ -255,6 +262,7 @@ class Tally:
 
     rows: dict[tuple[str, str, str], tuple[Counter[str], list[float]]] = field(default_factory=dict)
     broken: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)  # what there was no time for
 
     def add(self, fault: str, phase: str, victim: str, outcome: str, seconds: float) -> None:
         outcomes, times = self.rows.setdefault((fault, phase, victim), (Counter(), []))
@@ -265,12 +273,27 @@ class Tally:
         print(f"  BROKEN: {what}", flush=True)
         self.broken.append(what)
 
+    def write(self, path: Path) -> None:
+        rows = [[*what, dict(outcomes), times] for what, (outcomes, times) in self.rows.items()]
+        path.write_text(json.dumps({"rows": rows, "broken": self.broken, "left": self.left}))
+
+    def read(self, path: Path) -> None:
+        """Add what another wrote."""
+        found = json.loads(path.read_text())
+        for fault, phase, victim, outcomes, times in found["rows"]:
+            mine, so_far = self.rows.setdefault((fault, phase, victim), (Counter(), []))
+            mine.update(outcomes)
+            so_far += times
+        self.broken += found["broken"]
+        self.left += found["left"]
+
     def show(self) -> None:
         line = "{:<26} {:<24} {:<9} {:>5}  {:<44} {:>7}".format
         print("\n" + line("fault", "phase", "victim", "tried", "outcomes", "worst"))
         for (fault, phase, victim), (outcomes, times) in self.rows.items():
             words = ", ".join(f"{count} {what}" for what, count in outcomes.most_common())
             print(line(fault, phase, victim, len(times), words, f"{max(times):.2f} s"))
+        print("".join(f"\nno time for {what}" for what in self.left))
         print(f"\n{len(self.broken)} promises broken" + "".join(f"\n  {what}" for what in self.broken))
 
 
@@ -370,7 +393,7 @@ def run_case(case: Case, seed: int, tally: Tally, *, beats_fast: bool = True, lo
 # ---- every crash point ----
 
 
-def run_crash_points(end: float, tally: Tally) -> None:
+def run_crashes(end: float, tally: Tally) -> None:
     """A rank dies at its first operation, its second, ... until it has done all it had to do."""
     left = dict.fromkeys(ORDERS, True)
     for k in itertools.count(1):
@@ -378,7 +401,7 @@ def run_crash_points(end: float, tally: Tally) -> None:
         if not points or k > 200:
             break
         if time.monotonic() > end:
-            print(f"crash points: no time after operation {k - 1}")
+            tally.left.append(f"crash points after operation {k - 1}: python -m tests.chaos --part crashes")
             break
         start = time.monotonic()
         with tempfile.TemporaryDirectory() as name:
@@ -449,15 +472,38 @@ def busy_cores() -> Iterator[None]:
             burner.wait(5.0)
 
 
-def run_starved(seed: int, end: float, tally: Tally) -> None:
-    """A sample of all cases while every core is busy, at the beat that users have: later reports, and no false ones."""
-    cases = all_cases()
-    sample = [cases[0], *random.Random(f"{seed} starved").sample(cases, 12)]
-    with busy_cores():
-        for case in sample:
-            if time.monotonic() > end:
-                break
-            run_case(case, seed, tally, beats_fast=False, load=", starved")
+RESULT = re.compile(r"(PASSED|FAILED|ERROR|SKIPPED) (tests/\S+::.+?)\s*$", re.MULTILINE)
+
+
+def run_starved(end: float, tally: Tally) -> None:
+    """All of test_faults.py while every core is busy, at the beat that users have: later reports, and no false ones."""
+    command = [sys.executable, "-m", "pytest", "-v", "-n", "4", "--dist", "load", "-p", "no:cacheprovider"]
+    command += ["--durations=0", "tests/test_faults.py"]
+    start = time.monotonic()
+    with tempfile.TemporaryFile("w+") as log, busy_cores():
+        env = {**os.environ, "PGMESH_STARVED": "1"}
+        tests = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+        try:
+            tests.wait(max(1.0, end - start))
+        except subprocess.TimeoutExpired:
+            tally.left.append("the rest of test_faults.py, starved: python -m tests.chaos --part starved")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(tests.pid, signal.SIGKILL)  # its ranks too
+            tests.wait(5.0)
+        log.seek(0)
+        text = log.read()
+    results = {test: result for result, test in RESULT.findall(text)}
+    times = {test: float(took) for took, test in re.findall(r"^([\d.]+)s call +(\S.*?)\s*$", text, re.MULTILINE)}
+    for test, result in results.items():
+        tally.add("no core is free", "tests/test_faults.py", "", result.lower(), times.get(test, 0.0))
+        if result in ("FAILED", "ERROR"):
+            tally.breaks(f"starved: {test}")
+    if not results or "FAILED" in results.values() or "ERROR" in results.values():
+        print(text[-12000:])
+    if not results:
+        tally.breaks("starved: no test ended")
+    print(f"starved: {dict(Counter(results.values()))} in {time.monotonic() - start:.0f} s", flush=True)
 
 
 # ---- two hosts ----
@@ -490,7 +536,7 @@ def ip(*words: str, check: bool = True) -> None:
     subprocess.run(["ip", *words], check=check, capture_output=True, timeout=10.0)
 
 
-def run_two_hosts(tally: Tally) -> None:
+def run_hosts(tally: Tally) -> None:
     """Two network namespaces are two hosts to everything above; a veth pair is the link between them."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         print("two hosts: skipped, this takes root and iproute2")
@@ -583,10 +629,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=10.0, help="stop after so many")
     parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument("--only", type=int, default=None, metavar="N", help="this case alone")
+    parser.add_argument("--only", type=numbers, metavar="N,N", help="these cases alone")
     parser.add_argument("--part", choices=("cases", "crashes", "ledger", "starved", "hosts"), help="this part alone")
     parser.add_argument("--list", action="store_true", help="show the cases")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker is not None:
         be_a_worker(args.worker)
@@ -603,29 +650,63 @@ def main() -> int:
         return start + 60.0 * args.minutes * share
 
     if args.only is not None:
-        run_case(cases[args.only], seed, tally)
+        run_these([cases[number] for number in args.only], seed, by(1.0), tally)
+        if args.into is not None:
+            tally.write(args.into)
+            return 0
     else:
-        parts: dict[str, Callable[[], None]] = {
-            "hosts": lambda: run_two_hosts(tally),
-            "ledger": lambda: run_ledger(500 if args.minutes >= 5 else 100, tally),
-            "crashes": lambda: run_crash_points(by(0.35), tally),
-            "cases": lambda: run_cases(cases, seed, by(0.8), tally),
-            "starved": lambda: run_starved(seed, by(0.95), tally),
+        parts: dict[str, Callable[[float], None]] = {
+            "hosts": lambda end: run_hosts(tally),
+            "ledger": lambda end: run_ledger(500 if args.minutes >= 5 else 100, tally),
+            "crashes": lambda end: run_crashes(end, tally),
+            "cases": lambda end: run_cases(cases, seed, end, tally),
+            "starved": lambda end: run_starved(end, tally),
         }
-        for part, run in parts.items():
+        for part, share in zip(parts, SHARES):
             if args.part in (None, part):
-                run()
+                begun = time.monotonic()
+                parts[part](by(1.0 if args.part else share))
+                print(f"-- {part}: {time.monotonic() - begun:.0f} s", flush=True)
     tally.show()
     return 1 if tally.broken else 0
 
 
+def numbers(text: str) -> list[int]:
+    return [*map(int, text.split(","))]
+
+
+def run_these(cases: Sequence[Case], seed: int, end: float, tally: Tally) -> None:
+    """These cases, for as long as there is time."""
+    for i, case in enumerate(cases):
+        if time.monotonic() > end:
+            left = ",".join(str(each.number) for each in cases[i:])
+            tally.left.append(f"{len(cases) - i} cases: python -m tests.chaos --seed {seed} --only {left}")
+            break
+        run_case(case, seed, tally)
+
+
 def run_cases(cases: list[Case], seed: int, end: float, tally: Tally) -> None:
-    """All cases, in an order that the seed decides, for as long as there is time."""
-    left = random.Random(seed).sample(cases, len(cases))
-    while left and time.monotonic() < end:
-        run_case(left.pop(), seed, tally)
-    if left:
-        print(f"{len(left)} of {len(cases)} cases were left for want of time")
+    """All cases, in an order that the seed decides: most of their time they wait, so some go on side by side."""
+    order = random.Random(seed).sample(cases, len(cases))
+    minutes = f"{max(0.0, end - time.monotonic()) / 60:.3f}"
+    with tempfile.TemporaryDirectory() as name:
+        paths = [Path(name) / f"{i}" for i in range(SIDE_BY_SIDE)]
+        running = []
+        for i, path in enumerate(paths):
+            share = ",".join(str(case.number) for case in order[i::SIDE_BY_SIDE])
+            command = [sys.executable, "-m", "tests.chaos", "--seed", f"{seed}", "--minutes", minutes]
+            running.append(subprocess.Popen([*command, "--only", share, "--into", str(path)]))
+        try:
+            for each, path in zip(running, paths):
+                status = each.wait(max(0.0, end - time.monotonic()) + 120.0)  # the last case goes on to its end
+                if status == 0:
+                    tally.read(path)
+                else:
+                    tally.breaks(f"cases: a process ended with status {status}")
+        finally:
+            for each in running:
+                each.kill()
+                each.wait(5.0)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,14 @@
 Ranks beat five times as often here as elsewhere, so one that falls silent is suspected after a second. Times are taken
 in the ranks, on the clock that all processes of a machine share. Nothing here waits for luck: a rank that must come
 after another looks in the store, or at a file, until that one is where it should be.
+
+With PGMESH_STARVED set, as `python -m tests.chaos --part starved` does while it keeps all cores busy, ranks beat as
+elsewhere, and reports may come late. What they say may not differ.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import gc
 import logging
@@ -28,20 +32,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pgmesh import ProcessGroupMesh, connecting, groups, heart, polling
+from pgmesh import ProcessGroupMesh, connecting, family, groups, heart, polling
 from pgmesh.launch import Outcome, StoreProcess
 from pgmesh.polling import perform
 from pgmesh.rendezvous import Read, Say, Step, Told, told
+from tests import worlds
 from tests.test_groups import groups_of
 from tests.test_launch import clean_env, script
 from tests.torch_seam import c10d, counted_store, our_store, tables
-from tests.worlds import World, check_sums, fresh
+from tests.worlds import STARVED, World, check_sums, fresh, world
 
-BEAT = 0.2
+BEAT = 1.0 if STARVED else 0.2
 H = BEAT * heart.SUSPICION  # seconds of silence after which a rank is suspected
-SLACK = 1.0  # seconds that a busy machine may add to any bound
-LONG = timedelta(seconds=12)  # a deadline that nobody should reach
-PATIENCE = 30.0  # seconds for whatever a test waits for
+SLACK = 30.0 if STARVED else 1.0  # seconds that a busy machine may add to any bound
+LONG = timedelta(seconds=60 if STARVED else 12)  # a deadline that nobody should reach
+PATIENCE = 120.0 if STARVED else 30.0  # seconds for whatever a test waits for
 
 
 # ---- inside a rank ----
@@ -151,34 +156,42 @@ DIFFER: dict[str, tuple[dict[str, Any], str]] = {
     "shape": ({"dp": 4, "tp": 1}, "shape: [2, 2] on ranks 0, 1, 2, [4, 1] on rank 3"),
     "axes": ({"dp": 2, "cp": 2}, "axes: ['dp', 'tp'] on ranks 0, 1, 2, ['dp', 'cp'] on rank 3"),
     "ranks": ({"dp": 2, "tp": 2, "ranks": [3, 1, 2, 0]}, "ranks: range(0, 4) on ranks 0, 1, 2, (3, 1, 2, 0 "),
-    "options": (ALIKE, "timeout: 60.0 on ranks 0, 1, 2, 7.0 on rank 3"),
+    "options": (ALIKE, f"timeout: {worlds.DEADLINE} on ranks 0, 1, 2, 7.0 on rank 3"),
 }
 
 
-def differ(what: str) -> tuple[Tried, Tried]:
-    bystander = quick()
+def differ() -> dict[str, tuple[Tried, Tried]]:
+    bystander, seen = quick(), {}
     odd = dist.get_rank() == 3
-    mesh = ProcessGroupMesh(**(DIFFER[what][0] if odd else ALIKE), name="actor")
-    if odd and what == "options":
-        mesh.configure(*mesh.axes, timeout=timedelta(seconds=7))
-    if odd:
-        until_waiting(0, 1, 2)
-    failed = tried(lambda: mesh.connect(mesh.axes, timeout=LONG))
-    check_sums(groups_of(bystander))
-    mesh.close()
-    return failed, tried(lambda: connected(ProcessGroupMesh(**ALIKE, name="actor"), "dp", "tp", ("dp", "tp")))
+    for what, (theirs, _) in DIFFER.items():
+        mesh = ProcessGroupMesh(**(theirs if odd else ALIKE), name=f"actor, {what}")
+        if odd and what == "options":
+            mesh.configure(*mesh.axes, timeout=timedelta(seconds=7))
+        if odd:
+            until_waiting(0, 1, 2)
+        failed = tried(lambda mesh=mesh: mesh.connect(mesh.axes, timeout=LONG))
+        check_sums(groups_of(bystander))
+        mesh.close()
+        dist.barrier()
+        mended = ProcessGroupMesh(**ALIKE, name=mesh.name)
+        seen[what] = failed, tried(lambda mended=mended: connected(mended, "dp", "tp", ("dp", "tp")))
+        mended.close()
+        dist.barrier()
+    return seen
 
 
-@pytest.mark.parametrize("what", DIFFER)
-def test_what_ranks_mean_differently_is_told_to_every_one_that_came(what: str):
+def test_what_ranks_mean_differently_is_told_to_every_one_that_came():
+    """That it takes no more than 0.1 s where a machine has time is in test_promptness.py."""
     with fresh(4) as own:
-        seen = results(own.outcomes(differ, what))
-    for failed, again in seen:
-        print(failed, failed.end - seen[3][0].start)
-        assert failed.kind == "MismatchError"
-        assert DIFFER[what][1] in failed.text
-        assert failed.end - seen[3][0].start < 0.1 + SLACK
-        assert not again.kind, again.text
+        ranks = results(own.outcomes(differ))
+    for what, (_, words) in DIFFER.items():
+        came = ranks[3][what][0].start
+        for failed, again in (seen[what] for seen in ranks):
+            print(failed, failed.end - came)
+            assert failed.kind == "MismatchError"
+            assert words in failed.text
+            assert failed.end - came < 0.1 + SLACK
+            assert not again.kind, again.text
 
 
 def ask_wrongly() -> tuple[list[float], list[str]]:
@@ -216,7 +229,7 @@ def test_what_this_rank_alone_can_tell_is_told_at_once_and_to_nobody_else():
     with fresh(2) as own:
         for took, done in results(own.outcomes(ask_wrongly)):
             assert done == []
-            assert max(took) < 0.01
+            assert max(took) < (SLACK if STARVED else 0.01)
 
 
 # ---- the order of asking ----
@@ -385,7 +398,7 @@ def test_a_member_that_dies_before_it_comes_is_named(tmp_path: Path, heard_befor
         assert failed.kind == "MissingRanksError"
         assert "rank 3 did not come" in failed.text
         if heard_before:
-            assert re.search(r"rank 3 was last heard from \d s ago; it was not waiting for anyone", failed.text)
+            assert re.search(r"rank 3 was last heard from \d+ s ago; it was not waiting for anyone", failed.text)
             assert failed.end - died < H + BEAT + SLACK
         else:
             assert "rank 3 was never heard from" in failed.text
@@ -540,6 +553,8 @@ def without_a_store(folder: Path, waiting: bool) -> tuple[Tried, Tried, Tried]:
     """The store goes while ranks 0 and 2 wait for 1 and 3, or before anybody comes; then it may come back."""
     bystander = quick()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    if not waiting:  # what is configured is agreed on when the group is made
+        mesh.configure("dp", timeout=timedelta(seconds=50))
     dist.barrier()
     if mesh.rank == 1:
         if waiting:
@@ -547,7 +562,7 @@ def without_a_store(folder: Path, waiting: bool) -> tuple[Tried, Tried, Tried]:
         flag(folder, "ready")
     if not (waiting and mesh.index("tp") == 0):
         until_flag(folder, "gone")
-    failed = tried(lambda: mesh.connect("tp", timeout=timedelta(seconds=D)))
+    failed = tried(lambda: mesh.connect("tp", *["dp"] * (not waiting), timeout=timedelta(seconds=D)))
     check_sums(groups_of(bystander))
     closing = tried(mesh.close)
     flag(folder, f"done {mesh.rank}")
@@ -593,7 +608,7 @@ def test_a_store_that_is_gone_is_named_and_groups_go_on(tmp_path: Path, how: str
             assert again.took < 1.0 + SLACK
         else:
             assert re.search(rf"{where} gave no answer for \d\.\d s", failed.text)
-            assert failed.took < D + 1.0 + SLACK
+            assert failed.took < D + SLACK
             assert not again.kind, again.text
         assert closing.took < 1.0 + SLACK
 
@@ -695,7 +710,7 @@ def test_a_member_that_is_stopped_is_suspected_and_may_come_back(tmp_path: Path)
         print(failed, failed.end - stopped)
         assert failed.kind == "MissingRanksError"
         assert failed.text == seen[0][0].text
-        assert re.search(r"rank 3 was last heard from 1 s ago", failed.text)
+        assert re.search(r"rank 3 was last heard from \d+ s ago", failed.text)
         assert not again.kind, again.text
     assert max(failed.end for failed, *_ in seen[:3]) - stopped < H + BEAT + SLACK
     assert seen[3][0].took < 0.1 + SLACK / 2
@@ -776,20 +791,24 @@ def test_a_signal_ends_the_wait_and_the_peers_are_told_why(tmp_path: Path, how: 
         assert failed.end - sent[0] < 0.2 + SLACK
 
 
-def one_is_interrupted_late() -> tuple[Tried, Tried]:
-    """All have come, and then Ctrl-C reaches rank 3 before it begins the first collective."""
+def one_is_interrupted(where: str) -> tuple[Tried, Tried]:
+    """Ctrl-C reaches rank 3 as it makes its group, or when all have come and it begins the first collective."""
     bystander = quick()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
-    late = mock.patch.object(connecting._Warming, "begin", side_effect=KeyboardInterrupt)
-    with late if mesh.rank == 3 else contextlib.nullcontext():
-        failed = tried(lambda: mesh.connect(mesh.axes, timeout=timedelta(seconds=2 * D)))
+    if mesh.rank == 3:
+        until_waiting(0, 1, 2) if where == "before" else None
+    target: Any = (connecting, "_unbroken") if where == "before" else (connecting._Warming, "begin")
+    interrupted = mock.patch.object(*target, side_effect=KeyboardInterrupt)
+    with interrupted if mesh.rank == 3 else contextlib.nullcontext():
+        failed = tried(lambda: mesh.connect(mesh.axes, timeout=LONG))
     check_sums(groups_of(bystander))
     return failed, tried(lambda: connected(mesh, mesh.axes))
 
 
-def test_who_is_interrupted_after_all_have_come_tells_its_peers_too():
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_who_is_interrupted_before_it_comes_or_after_all_have_tells_its_peers_too(where: str):
     with fresh(4) as own:
-        seen = results(own.outcomes(one_is_interrupted_late))
+        seen = results(own.outcomes(one_is_interrupted, where))
     for failed, again in seen:
         print(failed)
         assert failed.kind == ("KeyboardInterrupt" if failed is seen[3][0] else "MissingRanksError")
@@ -938,7 +957,8 @@ def die_at(folder: Path, points: Sequence[tuple[int, str]]) -> tuple[Tried, Trie
         until(lambda: dead.exists() or ((told := last_told(victim)) and told.waits), "the victim waits, or is dead")
     with contextlib.ExitStack() as stack:
         if me == victim:
-            stack.enter_context(mock.patch.object(heart, "perform", die))
+            for asks in (heart, family):  # what connect asks, and what the backend does as it connects
+                stack.enter_context(mock.patch.object(asks, "perform", die))
         failed = tried(lambda: mesh.connect(timeout=LONG))
     survivors = ProcessGroupMesh(2, ranks=[first, last], name=f"survivors {three}")
     return failed, tried(lambda: connected(survivors) if me != victim else check_sums(groups_of(mesh)))
@@ -1011,14 +1031,15 @@ def be(rank, port):
                 print("child:", type(error).__name__, str(error).splitlines()[0], flush=True)
             sys.exit(7)
         print("child's status:", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-    print(rank, "ends", flush=True)
     start = time.monotonic()
     try:
         if rank == 0:
             mesh.release("tp")  # what is connected is not met again
             mesh.connect("tp", timeout=timedelta(seconds=20))
     except Exception as error:
-        print("told:", " ".join(str(error).split()), f"after {time.monotonic() - start:.3f} s", flush=True)
+        print("told:", " ".join(str(error).split()), flush=True)
+        print(f"at {start} {time.monotonic()}", flush=True)
+    print(f"{rank} ends at {time.monotonic()}", flush=True)
 
 if __name__ == "__main__":
     pids = []
@@ -1027,7 +1048,9 @@ if __name__ == "__main__":
         if pids[-1] == 0:
             be(rank, sys.argv[1])
             sys.exit(0)
-    print("statuses:", [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
+    for _ in pids:
+        pid, status = os.waitpid(-1, 0)
+        print(f"{pids.index(pid)} ended at {time.monotonic()}", os.waitstatus_to_exitcode(status))
 """
 
 
@@ -1036,9 +1059,92 @@ def test_a_process_that_ends_after_it_connected_ends_at_once_and_tells_so(tmp_pa
     command = [sys.executable, script(tmp_path, ENDINGS), str(store.port)]
     done = subprocess.run(command, env=clean_env(), cwd=tmp_path, capture_output=True, text=True, timeout=60)
     print(done.stdout, done.stderr)
-    assert "statuses: [0, 0]" in done.stdout
+    ends = dict(re.findall(r"^(\d) ends at (\S+)$", done.stdout, re.MULTILINE))
+    ended = dict(re.findall(r"^(\d) ended at (\S+) 0$", done.stdout, re.MULTILINE))
+    assert [*sorted(ended)] == ["0", "1"]
+    assert all(float(ended[rank]) - float(ends[rank]) < 1.0 + SLACK for rank in ends)
+    asked, heard = map(float, re.findall(r"^at (\S+) (\S+)$", done.stdout, re.MULTILINE)[0])
+    assert heard - max(asked, float(ends["1"])) < 1.0 + SLACK
     assert "child: LifetimeError mesh 'actor' was made before this process was forked." in done.stdout
     assert "child's status: 7" in done.stdout
     assert "rank 1 is not there any more: its process has ended" in done.stdout
     for rank in range(2):
         assert not (tmp_path / f"{rank}.err").read_text().strip()
+
+
+# ---- it is gone ----
+
+
+def quickest(act: Callable[[], Any]) -> float:
+    """The least time in which an error of a group or a mesh that is gone came, in seconds."""
+    seen = [tried(act) for _ in range(20)]
+    assert {each.kind for each in seen} == {"LifetimeError"}, seen[0]
+    return min(each.took for each in seen)
+
+
+def use_what_is_gone() -> dict[str, float]:
+    mesh = ProcessGroupMesh(dp=1, tp=2, name="actor")
+    group = mesh.group("tp")
+    check_sums(groups_of(mesh))
+    ear, mouth = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(int(PATIENCE))
+        try:
+            os.write(mouth, repr(quickest(lambda: mesh.group("tp"))).encode())
+        finally:
+            os._exit(0)
+    os.close(mouth)
+    with os.fdopen(ear) as told_by_child:
+        took = {"a fork": float(told_by_child.read())}
+    os.waitpid(child, 0)
+    dist.barrier()
+    mesh.release("tp")
+    took["release"] = quickest(lambda: dist.all_reduce(torch.ones(1), group=group))
+    mesh.close()
+    took["close"] = quickest(lambda: mesh.group("tp"))
+    return took
+
+
+def test_a_mesh_that_is_gone_says_so_within_a_millisecond():
+    for took in world(2).run(use_what_is_gone):
+        print(took)
+        assert max(took.values()) < (SLACK if STARVED else 0.001)
+
+
+# ---- the page ----
+
+ROOT = Path(__file__).parent.parent
+
+
+def rows() -> list[list[str]]:
+    """The table of docs/faults.md."""
+    lines = [line for line in (ROOT / "docs" / "faults.md").read_text().splitlines() if line.startswith("| ")]
+    head, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert head[-1] == "test"
+    return rows
+
+
+def functions(path: Path) -> set[str]:
+    return {each.name for each in ast.walk(ast.parse(path.read_text())) if isinstance(each, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row[0])
+def test_each_row_of_the_page_has_a_test_that_is_there(row: list[str]):
+    assert len(row) == 5
+    links = re.findall(r"\[`([^`]+)`\]\(([^)]+)\)", row[-1])
+    assert links
+    assert row[-1].count("`") == 2 * len(links), "what is no link is not looked for"
+    for name, target in links:
+        path = (ROOT / "docs" / target).resolve()
+        part = name.partition("chaos --part ")[2]
+        assert f"run_{part}" in functions(path) if part else name in functions(path)
+
+
+def test_each_test_of_a_fault_stands_on_the_page():
+    told_of = {name for row in rows() for name in re.findall(r"`(test_\w+)`", row[-1])}
+    mine = {name for name in functions(Path(__file__)) if name.startswith("test_")}
+    assert mine - told_of == {
+        "test_each_row_of_the_page_has_a_test_that_is_there",
+        "test_each_test_of_a_fault_stands_on_the_page",
+    }

@@ -54,7 +54,7 @@ RECORDS: list[dict[str, Any]] = [
         "rank": 1,
         "beat": 3,
         "doing": "",
-        "waits": [[1, "other", "group tp", "train.py:9", [0]]],
+        "waits": [[1, "other", "group tp", "train.py:9", [0], True]],
         "alone": 1,
         "gone": "",
     },
@@ -277,8 +277,8 @@ def test_junk_for_a_decision_is_a_mismatch_that_names_the_key(text):
 
 @settings(max_examples=60)
 @given(junk, junk, junk)
-@example(b"", b"", json.dumps({**RECORDS[3], "waits": [[1, "\ud800", "", "", [0]]]}).encode())
-@example(b"", b"", json.dumps({**RECORDS[3], "waits": [[1, "no meeting", "\ud800", "", [0, 1, True]]]}).encode())
+@example(b"", b"", json.dumps({**RECORDS[3], "waits": [[1, "\ud800", "", "", [0], True]]}).encode())
+@example(b"", b"", json.dumps({**RECORDS[3], "waits": [[1, "no meeting", "\ud800", "", [0, 1, True], True]]}).encode())
 def test_junk_for_one_meeting_never_touches_another(came, end, told_by_one):
     """One meeting and its member speak nonsense; the other is made all the same."""
     bad, good = meeting("bad#0"), meeting("good#0", (0, 2))
