@@ -37,7 +37,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh, connecting, groups, launch
-from pgmesh.launch import StoreProcess
+from pgmesh.launch import PRELOAD, StoreProcess
 from pgmesh.rendezvous import Add
 from tests import test_faults
 from tests.test_faults import (
@@ -61,6 +61,8 @@ from tests.test_faults import (
 from tests.test_groups import groups_of
 from tests.worlds import check_sums, fresh
 
+PRELOAD[:] = ["__main__", "torch"]  # what other tests need, seconds each, is not needed here
+
 D = 4.0  # seconds: the deadline of the calls that faults fall into
 N = 4
 
@@ -71,6 +73,9 @@ HARMLESS = ("nothing", "slow", "SIGSTOP, short", "GIL held, short")
 FAULTS = (*DEADLY, "SIGSTOP", "SIGSTOP, short", "exception", "GIL held", "GIL held, short", "slow")
 STORE_FAULTS = ("SIGKILL", "SIGSTOP", "SIGSTOP, short")
 SHORT, LONGER = 0.4 * H, 2.5 * H
+LEFT = Path(__file__).parent.parent / ".pytest_cache" / "chaos-left.json"
+"""The cases for which there was no time, with which the next run begins."""
+
 SIDE_BY_SIDE = 3
 """How many cases are tried at once."""
 
@@ -263,6 +268,7 @@ class Tally:
     rows: dict[tuple[str, str, str], tuple[Counter[str], list[float]]] = field(default_factory=dict)
     broken: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)  # what there was no time for
+    cases_left: list[int] = field(default_factory=list)
 
     def add(self, fault: str, phase: str, victim: str, outcome: str, seconds: float) -> None:
         outcomes, times = self.rows.setdefault((fault, phase, victim), (Counter(), []))
@@ -275,7 +281,7 @@ class Tally:
 
     def write(self, path: Path) -> None:
         rows = [[*what, dict(outcomes), times] for what, (outcomes, times) in self.rows.items()]
-        path.write_text(json.dumps({"rows": rows, "broken": self.broken, "left": self.left}))
+        path.write_text(json.dumps({"rows": rows, "broken": self.broken, "left": self.cases_left}))
 
     def read(self, path: Path) -> None:
         """Add what another wrote."""
@@ -285,7 +291,7 @@ class Tally:
             mine.update(outcomes)
             so_far += times
         self.broken += found["broken"]
-        self.left += found["left"]
+        self.cases_left += found["left"]
 
     def show(self) -> None:
         line = "{:<26} {:<24} {:<9} {:>5}  {:<44} {:>7}".format
@@ -293,6 +299,9 @@ class Tally:
         for (fault, phase, victim), (outcomes, times) in self.rows.items():
             words = ", ".join(f"{count} {what}" for what, count in outcomes.most_common())
             print(line(fault, phase, victim, len(times), words, f"{max(times):.2f} s"))
+        if self.cases_left:
+            only = ",".join(map(str, self.cases_left))
+            self.left.append(f"{len(self.cases_left)} cases: make chaos begins with them, or --only {only}")
         print("".join(f"\nno time for {what}" for what in self.left))
         print(f"\n{len(self.broken)} promises broken" + "".join(f"\n  {what}" for what in self.broken))
 
@@ -643,7 +652,8 @@ def main() -> int:
         print(*cases, sep="\n")
         return 0
     seed = args.seed if args.seed is not None else random.randrange(10**6)
-    print(f"seed {seed}", flush=True)
+    if args.into is None:
+        print(f"seed {seed}", flush=True)
     tally, start = Tally(), time.monotonic()
 
     def by(share: float) -> float:
@@ -679,34 +689,41 @@ def run_these(cases: Sequence[Case], seed: int, end: float, tally: Tally) -> Non
     """These cases, for as long as there is time."""
     for i, case in enumerate(cases):
         if time.monotonic() > end:
-            left = ",".join(str(each.number) for each in cases[i:])
-            tally.left.append(f"{len(cases) - i} cases: python -m tests.chaos --seed {seed} --only {left}")
+            tally.cases_left += [each.number for each in cases[i:]]
             break
         run_case(case, seed, tally)
 
 
 def run_cases(cases: list[Case], seed: int, end: float, tally: Tally) -> None:
-    """All cases, in an order that the seed decides: most of their time they wait, so some go on side by side."""
+    """All cases, those first that were left the last time, and else in an order that the seed decides.
+
+    Most of their time they wait, so some go on side by side.
+    """
+    earlier = json.loads(LEFT.read_text()) if LEFT.exists() else []
     order = random.Random(seed).sample(cases, len(cases))
+    order.sort(key=lambda case: case.number not in earlier)
     minutes = f"{max(0.0, end - time.monotonic()) / 60:.3f}"
     with tempfile.TemporaryDirectory() as name:
-        paths = [Path(name) / f"{i}" for i in range(SIDE_BY_SIDE)]
+        shares = {Path(name) / f"{i}": order[i::SIDE_BY_SIDE] for i in range(SIDE_BY_SIDE)}
         running = []
-        for i, path in enumerate(paths):
-            share = ",".join(str(case.number) for case in order[i::SIDE_BY_SIDE])
+        for path, share in shares.items():
+            only = ",".join(str(case.number) for case in share)
             command = [sys.executable, "-m", "tests.chaos", "--seed", f"{seed}", "--minutes", minutes]
-            running.append(subprocess.Popen([*command, "--only", share, "--into", str(path)]))
+            running.append(subprocess.Popen([*command, "--only", only, "--into", str(path)]))
         try:
-            for each, path in zip(running, paths):
-                status = each.wait(max(0.0, end - time.monotonic()) + 120.0)  # the last case goes on to its end
-                if status == 0:
+            for each, path in zip(running, shares):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    each.wait(max(0.0, end - time.monotonic()) + 60.0)  # what began goes on to its end
+                if path.exists():
                     tally.read(path)
                 else:
-                    tally.breaks(f"cases: a process ended with status {status}")
+                    tally.breaks(f"cases: a process that tried them ended with {each.poll()}, and told nothing")
         finally:
             for each in running:
                 each.kill()
                 each.wait(5.0)
+    LEFT.parent.mkdir(exist_ok=True)
+    LEFT.write_text(json.dumps(tally.cases_left))
 
 
 if __name__ == "__main__":
