@@ -8,7 +8,7 @@ BENCH := .venv-bench
 export PIP_CONSTRAINT := $(CURDIR)/.ci/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-launchers chaos bench bench-quick format clean
+.PHONY: demo test browser test-launchers chaos bench bench-quick format clean
 
 demo: $(VENV)/demo           ## the whole story on eight processes of this machine
 	$(RUN) examples/train_gpt.py
@@ -18,6 +18,9 @@ test: $(VENV)/dev            ## style, types, doctests and tests
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(RUN) -m pytest -q -n 2 --dist loadfile
+
+browser: $(VENV)/dev         ## Debian's Chromium, which tests measure pictures with; needs root where it is not there
+	$(RUN) -m tests.browser
 
 test-launchers: $(VENV)/dev  ## torchrun, srun, mpirun and mpiexec themselves, from Debian's packages; needs root
 	$(RUN) -m tests.launchers

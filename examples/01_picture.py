@@ -9,7 +9,8 @@ def main() -> str:
         print(mesh)
         print(f"I am rank {mesh.rank} at {mesh.coord}, in files and logs {mesh.label()}.")
         print(f"My tensor-parallel ranks are {mesh.ranks('tp')}, and I am number {mesh.index('tp')} of them.")
-        print(f"One replica on is rank {mesh.neighbor('dp', +1)}, round the ring {mesh.neighbor('dp', +1, wrap=True)}.")
+        print(f"One replica back is rank {mesh.neighbor('dp', -1)}.")
+        print(f"One on there is none, but round the ring it is rank {mesh.neighbor('dp', +1, wrap=True)}.")
     return mesh.label()
 
 

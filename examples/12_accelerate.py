@@ -1,13 +1,17 @@
 """accelerate over groups of ours: its ParallelismConfig is handed the DeviceMesh that it would make."""
 
 import torch
-from accelerate.data_loader import prepare_data_loader
-from accelerate.utils import ParallelismConfig
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from pgmesh import ProcessGroupMesh, launch
+
+try:
+    from accelerate.data_loader import prepare_data_loader
+    from accelerate.utils import ParallelismConfig
+except ModuleNotFoundError as error:
+    raise SystemExit(f"this example needs {str(error.name).partition('.')[0]}: pip install accelerate") from None
 
 ROWS = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
 

@@ -4,9 +4,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torchtitan.distributed import ParallelDims
 
 from pgmesh import ProcessGroupMesh, launch
+
+try:
+    from torchtitan.distributed import ParallelDims
+except ModuleNotFoundError as error:
+    raise SystemExit(f"this example needs {str(error.name).partition('.')[0]}: pip install torchtitan") from None
 
 
 class Dims(ParallelDims):

@@ -30,7 +30,11 @@ ABOUT = "Arrange the ranks of a torch.distributed job in an N-D mesh, and see wh
 def main(argv: Sequence[str] | None = None) -> int:
     """Do what a command line says; its exit status."""
     words = tuple(sys.argv[1:] if argv is None else argv)
-    args = _parser(words).parse_args(words)
+    parser = _parser(words)
+    if not words:
+        parser.print_help(sys.stderr)
+        return 2
+    args = parser.parse_args(words)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a frame that a terminal cannot draw is no reason to fail
     command = importlib.import_module(f"pgmesh.commands.{args.command}")
@@ -47,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     """What may be said. Only the command that is asked for is loaded."""
     parser = argparse.ArgumentParser(prog="pgmesh", description=ABOUT)
+    version = importlib.import_module("pgmesh").__version__
+    parser.add_argument("--version", action="version", version=f"pgmesh {version}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
     for name, says in COMMANDS.items():
         own = commands.add_parser(name, help=says, description=f"{says[0].upper()}{says[1:]}.")

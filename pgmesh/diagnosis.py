@@ -108,7 +108,8 @@ def torch_and_seam(load: Callable[[str], Any]) -> Iterator[Finding]:
         return
     there = [name for name in BACKENDS if dist.is_backend_available(name)]
     devices = torch.cuda.device_count()
-    says = f"torch {torch.__version__} with {', '.join(there) or 'no backend'}; {devices} CUDA devices"
+    says = f"torch {torch.__version__} with {', '.join(there) or 'no backend'}; {devices} CUDA device"
+    says += "s" * (devices != 1)
     if devices and "nccl" not in there:
         yield Finding(
             "warn", "torch", says, "there are CUDA devices, and no NCCL: install a build of torch that has it"

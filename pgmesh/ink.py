@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
@@ -86,8 +87,11 @@ def marked(mark: str, text: str, width: int = 80) -> list[Line]:
 
 
 def is_seen(stream: TextIO) -> bool:
-    """Whether somebody looks at a stream: whether it is a terminal."""
-    return bool(getattr(stream, "isatty", lambda: False)())
+    """Whether somebody looks at a stream: whether it is a terminal.
+
+    Open MPI gives each rank a terminal of its own, whoever reads what it says: that one does not count.
+    """
+    return bool(getattr(stream, "isatty", lambda: False)()) and "OMPI_COMM_WORLD_RANK" not in os.environ
 
 
 def width_of(stream: TextIO) -> int:

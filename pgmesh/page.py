@@ -23,8 +23,8 @@ th, td {{ padding: .25rem .9rem .25rem 0; text-align: left; border-bottom: 1px s
 td {{ font-variant-numeric: tabular-nums }}
 th {{ color: {svg.QUIET}; font-weight: 500 }} td.n, th.n {{ text-align: right }}
 .intra {{ color: #15803d }} .mixed {{ color: #b45309 }} .bad {{ color: #b91c1c }} .quiet {{ color: {svg.QUIET} }}
+a {{ overflow-wrap: anywhere }}
 code {{ background: #f1f5f9; padding: .1rem .35rem; border-radius: 4px }}
-svg {{ max-width: 100%; height: auto }}
 """
 
 
@@ -59,14 +59,15 @@ def page(plans: Sequence[Plan], *axes: Axis) -> str:
     parts.append(_sources())
     if len(plans) > 1:
         beside = safe(ink.plain(wording.comparison(plans)))
-        parts.insert(0, f"<h1>{len(plans)} orders side by side</h1>\n<pre>{beside}</pre>")
+        parts.insert(0, f"<h1>{len(plans)} orders side by side</h1>\n{_wide(f'<pre>{beside}</pre>')}")
     return _whole(wording.title(plans[0]), parts)
 
 
 def rank_page(place: Place, drawn: Figure) -> str:
     """A whole page of one rank."""
     head, _, *rest = place.lines(120)
-    parts = [f"<h1>{safe(ink.plain([head]))}</h1>", svg.drawing(drawn).svg(), f"<pre>{safe(ink.plain(rest))}</pre>"]
+    parts = [f"<h1>{safe(ink.plain([head]))}</h1>", _wide(svg.drawing(drawn).svg())]
+    parts.append(_wide(f"<pre>{safe(ink.plain(rest))}</pre>"))
     return _whole(ink.plain([head]), parts)
 
 
@@ -84,12 +85,17 @@ def part(plan: Plan, *axes: Axis) -> str:
     for finding in plan.findings:
         mend = f" <code>{safe(finding.mend)}</code>" if finding.mend else ""
         parts.append(f'<p class="{"bad" if finding.bad else ""}">{safe(finding.says)}{mend}</p>')
-    parts += [svg.drawing(*figures(plan, *axes)).svg(), "<h2>Groups</h2>", _table(plan)]
+    parts += [_wide(svg.drawing(*figures(plan, *axes)).svg()), "<h2>Groups</h2>", _wide(_table(plan))]
     if plan.communicators:
         first, *costs_of_all = wording.price(plan, 10_000)
         parts += ["<h2>What a rank holds</h2>", f"<p>{safe(ink.plain([first]))}</p>", "<ul>"]
         parts += [*(f"<li>{safe(ink.plain([line]).strip())}</li>" for line in costs_of_all), "</ul>"]
     return "\n".join(parts)
+
+
+def _wide(part: str) -> str:
+    """A part that keeps its size, so that it can be read: where the window is narrower, one scrolls."""
+    return f'<div class="wide" style="overflow-x: auto">{part}</div>'
 
 
 def _sources() -> str:

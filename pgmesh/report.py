@@ -72,7 +72,8 @@ class Report:
     trouble: str = ""
 
     def __str__(self) -> str:
-        lines = [f"rank {self.rank} of {self.mesh} holds {len(self.held)} groups:"]
+        count = len(self.held)
+        lines = [f"rank {self.rank} of {self.mesh} holds {count} group{'s' * (count != 1)}:"]
         lines += [f"  {held}" for held in self.held]
         saying: dict[str, list[int]] = {}
         for rank, said in self.others.items():

@@ -46,6 +46,8 @@ def take_sizes(who: str, shape: tuple[int, ...], sizes: dict[str, int]) -> dict[
             f"{who}: give every size by position or every size by name, not both: "
             f"{', '.join(map(str, shape))} stand{'s' * (len(shape) == 1)} beside {', '.join(sizes)}."
         )
+    if len(shape) == 1 and isinstance(shape[0], (tuple, list, dict)):
+        raise _all_in_one(who, shape[0])
     box: dict[str | int, int] = dict(enumerate(shape))
     box.update(sizes)
     if not box:
@@ -58,6 +60,13 @@ def take_sizes(who: str, shape: tuple[int, ...], sizes: dict[str, int]) -> dict[
         free = ", ".join(str(axis) for axis, size in box.items() if size == -1)
         raise ShapeError(f"{spell(who, box)}: at most one size is -1, what is left; here are {free}.")
     return box
+
+
+def _all_in_one(who: str, given: tuple[Any, ...] | list[Any] | dict[Any, Any]) -> ShapeError:
+    """Sizes as some other libraries' meshes take them, spelled as here."""
+    box = given if isinstance(given, dict) else dict(enumerate(given))
+    good = box and all(isinstance(size, int) for size in box.values())
+    return ShapeError(f"{who}: sizes are given one by one, not as {given!r}." + f"\n\n  {spell(who, box)}" * bool(good))
 
 
 def take_size(who: str, axis: str | int, size: Any) -> int:
@@ -133,13 +142,19 @@ def _ways_out(who: str, box: dict[str | int, int], fixed: int, count: int, pick:
         return spell(who, {**box, **changes}, **{**given, **more})
 
     ways: list[tuple[str, str]] = []
+    if pick and count == 1:
+        ways.append((f"{torchrun(fixed)} script.py", f"start {fixed} ranks: a script by itself is a world of 1"))
+        if fixed <= 16:
+            ways.append((f"launch.spawn(main, {fixed})", "or have it start them here, such as for a test"))
+        else:
+            ways.append((spell("Layout", box, **given), "or plan it without processes"))
     free = [axis for axis, size in box.items() if size == -1]
     for axis, size in box.items():
         rest = fixed // max(size, 1)
         if size == -1 or count % rest:
             continue
         if not free:
-            ways.append((call({axis: -1}), f"let {_axis(axis)} be what is left: {count // rest}"))
+            ways.append((call({axis: -1}), f"{'or ' * bool(ways)}let {_axis(axis)} be what is left: {count // rest}"))
         else:
             would = divisors(count // rest)
             near = min(would, key=lambda n: abs(n - size))
@@ -155,6 +170,16 @@ def _ways_out(who: str, box: dict[str | int, int], fixed: int, count: int, pick:
     if pick and fixed < count and not free:
         ways.append((call({}, ranks=range(fixed)), f"or name the {fixed} ranks to use"))
     return ways
+
+
+def torchrun(ranks: int) -> str:
+    """How a launcher starts so many ranks; many of them on hosts of 8.
+
+    >>> torchrun(4), torchrun(64)
+    ('torchrun --nproc-per-node 4', 'torchrun --nnodes 8 --nproc-per-node 8')
+    """
+    hosts = ranks // 8 if ranks > 8 and ranks % 8 == 0 else 1
+    return f"torchrun{f' --nnodes {hosts}' * (hosts > 1)} --nproc-per-node {ranks // hosts}"
 
 
 def divisors(count: int) -> list[int]:

@@ -10,6 +10,8 @@ import re
 import shlex
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -26,6 +28,7 @@ from pgmesh.__main__ import main
 from pgmesh.machine import Level, misplaced, seen
 from pgmesh.placement import Placement, Seat
 from pgmesh.probes import Probe
+from tests.terminal import COLOUR, in_a_terminal, screen
 from tests.torch_seam import tables
 from tests.worlds import fresh, world
 
@@ -73,6 +76,23 @@ def test_what_the_first_rank_tells():
     assert re.search(r"[Rr]ank \d", text)
 
 
+def test_the_form_of_the_docs_is_that_of_what_it_tells():
+    text = (ROOT / "docs" / "see.md").read_text(encoding="utf-8")
+    (line, shown), *_ = re.findall(r"-m pgmesh check (.*?)\n(.*?)```", text, flags=re.DOTALL)
+    told = told_by_the_first(world(4).run(checked, f"{line} --repeats 1"), 0)
+    paragraphs = re.sub(r"warn .*\n( {6}.*\n)*", "", told).split("\n\n")
+    assert len(paragraphs) == len(shown.split("\n\n")) == 4
+    (head, table, how, who), (head_, table_, how_, who_) = paragraphs, shown.split("\n\n")
+    assert re.sub(r"\d+\.\d+ s", "N s", head) == re.sub(r"\d+\.\d+ s", "N s", head_)
+    assert table.splitlines()[0].split() == table_.splitlines()[0].split()
+    speed = r"(?:-|[\d.]+ .B/s)"
+    row = rf"^(?:\w+ +\d+ +|   +)\d+ (?:B|KiB|MiB) +[\d.]+ [um]?s +{speed} +{speed} +[\d.]+x +\d [\d.]+x +\d, \d$"
+    assert len(re.findall(row, table, re.MULTILINE)) == len(re.findall(row, table_, re.MULTILINE)) == 6
+    assert how == how_
+    for said in (who, who_):
+        assert re.match(r"(No rank stands out\. The slowest is rank|Ranks? \d)[^.]*\d", said), said
+
+
 def test_json_has_each_group_and_both_bandwidths_with_their_formula():
     data = json.loads(told_by_the_first(world(4).run(checked, f"2 2 --json {QUICK}"), 0))
     assert (data["status"], data["ranks"], data["axes"], data["shape"]) == ("ok", 4, [0, 1], [2, 2])
@@ -91,6 +111,51 @@ def test_json_has_each_group_and_both_bandwidths_with_their_formula():
     assert sorted(link["ranks"] for link in data["links"]) == [[0, 1], [0, 2], [1, 3], [2, 3]]
     assert [rank["rank"] for rank in data["each_rank"]] == [0, 1, 2, 3]
     assert data["slowest_rank"] in range(4)
+
+
+def two_ranks(rich: bool) -> str:
+    """What a terminal is sent by the first of two ranks. The second, which is piped, says nothing."""
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as ear:
+        port = ear.getsockname()[1]
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
+    line = f"check dp=2 --family dp {QUICK.replace('20', '60')}"
+    other = subprocess.Popen(
+        [sys.executable, "-m", "pgmesh", *shlex.split(line)],
+        env=os.environ | env | {"RANK": "1", "LOCAL_RANK": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    with other:
+        shown = in_a_terminal(line, rich=rich, env=env | {"RANK": "0", "LOCAL_RANK": "0"})
+        assert (other.stdout.read(), other.wait(60)) == (b"", 0)
+    return shown
+
+
+def test_in_a_terminal_a_bar_shows_each_stage_and_is_gone_in_the_end():
+    pytest.importorskip("rich")
+    shown = two_ranks(rich=True)
+    for stage in ("waiting for the other ranks", "waiting for 2 ranks", "connecting", "working alone", "dp: 8 B",
+                  "dp: 4 KiB", "dp: links"):  # fmt: skip
+        assert re.search(rf"{stage}.* .*━", shown), stage
+    assert "\x1b[32mok\x1b[0m" in shown
+    assert max(len(line) for line in re.split("[\r\n]", COLOUR.sub("", shown))) <= 80 + len("\x1b[?25l\x1b[2K")
+    lines = screen(shown)
+    assert max(map(len, lines)) <= 80
+    assert lines[:2] == ["2 ranks over gloo on cpu", "ok    2 ranks came and mean the same: dp=2"]
+    assert "━" not in "".join(lines)
+
+
+def test_in_a_terminal_without_rich_there_is_neither_bar_nor_colour():
+    shown = two_ranks(rich=False)
+    assert "\x1b" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    assert shown.startswith("2 ranks over gloo on cpu\nok    2 ranks came and mean the same: dp=2\n")
+    assert "\nok    1 group of 1 family connected, in " in shown
+
+
+def test_a_family_that_is_named_twice_is_checked_once():
+    data = json.loads(told_by_the_first(world(4).run(checked, f"dp=2 tp=2 --family tp,dp dp tp,dp --json {QUICK}"), 0))
+    assert [family["name"] for family in data["families"]] == ["dp", "tp", "tp x dp"]
 
 
 def held() -> tuple[int, int]:

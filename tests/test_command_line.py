@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import fcntl
-import io
 import json
 import os
 import pty
 import re
 import shlex
-import struct
 import subprocess
 import sys
-import termios
 from pathlib import Path
 
 import pytest
 
-from pgmesh import Layout, plan
+import pgmesh
+from pgmesh import Layout, ink, plan
 from pgmesh.__main__ import COMMANDS, main
 from tests import golden_files as golden
+from tests.terminal import COLOUR, in_a_terminal
 
 ROOT = Path(__file__).parent.parent
 MESH = "pp=2 dp=4 cp=2 tp=4 --nodes 8x8"
@@ -134,6 +132,19 @@ REFUSALS = [
     "show --rank 2 2 2 2 --nodes 2x2",
     "plan dp=0",
     "plan dp=2 dp=4",
+    "plan dp 2",
+    "plan dp = 2 tp = 4 --nodes 1x8",
+    "plan dp=2,tp=2",
+    "plan dp=2, tp=2",
+    "plan dp:2 tp=2",
+    "plan dp2 tp4",
+    "plan 2x2x2",
+    "plan dp=2 dp 4",
+    "plan dp= --nodes 1x2 --order dp",
+    "plan dp=2 --nodes 2*1",
+    "plan dp=2 --nodes 2*2",
+    "plan dp=-1 tp=2 --nodes 2:4",
+    "plan dp=2 tp=2 --domains 1*2*2",
     "plan dp=4 --nodes 8*8",
     "plan dp=4 --domains 4x18",
     "plan pp=2 dp=4 --order pp,pd",
@@ -149,6 +160,8 @@ REFUSALS = [
     "plan dp=8 --view 'ep=3 edp=2'",
     "plan dp=8 --view moe:",
     "plan dp=8 --view 'moe: ep'",
+    "plan dp=8 --view moe: ep=3 edp=2",
+    "plan dp=8 --view 'moe: ep=4,edp=2'",
     "plan dp=8 --view 'moe: ep=8' 'moe: ep=8'",
     "plan --suggest tp=3 --nodes 2x4",
     "plan --suggest tp=3 cp=3 dp=2 --nodes 2x4",
@@ -177,18 +190,51 @@ def test_a_line_that_is_offered_is_right(capsys, line):
 def test_files_that_cannot_be_written(capsys):
     text = said(capsys, "plan dp=8 --svg /nowhere/at/all.svg", status=2)
     assert text == "pgmesh plan: cannot write /nowhere/at/all.svg: No such file or directory.\n"
-    text = said(capsys, "plan dp=8 --svg - --html -", status=2)
-    assert text == "pgmesh plan: standard output takes one answer; give the others a file.\n"
 
 
 @pytest.mark.parametrize(
-    "line", ["", "plans", "plan dp=8 --knots 8x8", "plan dp=8 --nodes 1x8 --domains 1x2x4", "show dp=8"]
+    ("line", "better"),
+    [
+        ("plan dp=8 --svg - --html -", "plan dp=8 --svg - --html plan.html"),
+        ("plan dp=8 --json --svg -", "plan dp=8 --json --svg plan.svg"),
+        ("show --rank 1 dp=8 --html - --svg - --json", "show --rank 1 dp=8 --html show.html --svg show.svg --json"),
+    ],
+)
+def test_standard_output_takes_one_answer(capsys, line, better):
+    command, says = line.split()[0], "standard output takes one answer; give the others a file."
+    assert said(capsys, line, status=2) == f"pgmesh {command}: {says}\n\n  pgmesh {better}\n"
+
+
+@pytest.mark.parametrize(
+    "line", ["plans", "plan dp=8 --knots 8x8", "plan dp=8 --nodes 1x8 --domains 1x2x4", "show dp=8"]
 )
 def test_words_that_are_no_commands_are_usage_errors(capsys, line):
     with pytest.raises(SystemExit) as ended:
         main(shlex.split(line))
     assert ended.value.code == 2
     assert "usage: pgmesh" in capsys.readouterr().err
+
+
+def test_without_a_command_there_is_help_and_no_success(capsys):
+    assert main([]) == 2
+    out, help_ = capsys.readouterr()
+    assert out == ""
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert help_ == capsys.readouterr().out
+
+
+def test_it_tells_its_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"pgmesh {pgmesh.__version__}\n"
+
+
+def test_a_view_is_typed_with_quotes_or_without(capsys):
+    quoted = said(capsys, f"plan {MESH} --view 'moe: ep=8 edp=-1' 'b: x=64'")
+    assert said(capsys, f"plan {MESH} --view moe: ep=8 edp=-1 b: x=64") == quoted
+    assert said(capsys, "plan --view moe: ep=8 edp=-1 b: x=64 --nodes 8x8 pp=2 dp=4 cp=2 tp=4") == quoted
 
 
 @pytest.mark.parametrize("words", [[], *([name] for name in COMMANDS)], ids=" ".join)
@@ -254,37 +300,6 @@ def test_a_terminal_without_frames_gets_an_answer_too():
 # ---- in a terminal ----
 
 
-def in_a_terminal(line: str, rich: bool, columns: int = 80) -> str:
-    """What a terminal is sent, with or without rich."""
-    hide = "" if rich else "sys.modules['rich'] = None; "
-    words = ["-c", f"import sys; {hide}from pgmesh.__main__ import main; sys.exit(main())", *shlex.split(line)]
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    unset = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR")
-    environment = {name: value for name, value in os.environ.items() if name not in unset}
-    environment |= {
-        "PYTHONPATH": str(ROOT),
-        "TERM": "xterm-256color",
-        "COLORTERM": "truecolor",
-        "PYTHONIOENCODING": "utf-8",
-    }
-    child = subprocess.Popen([sys.executable, *words], env=environment, stdin=theirs, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    shown = io.BytesIO()
-    try:
-        while part := os.read(ours, 65536):
-            shown.write(part)
-    except OSError:
-        pass  # the other end is closed
-    finally:
-        os.close(ours)
-    assert child.wait(60) == 0
-    return shown.getvalue().decode().replace("\r\n", "\n")
-
-
-ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
-
-
 @pytest.mark.parametrize("name", ["plan", "compare", "suggest", "show", "show-a-million", "plan-with-picture"])
 def test_a_terminal_of_80_columns_shows_the_same_with_and_without_rich(capsys, name):
     pytest.importorskip("rich")
@@ -294,9 +309,18 @@ def test_a_terminal_of_80_columns_shows_the_same_with_and_without_rich(capsys, n
     assert bare == plain
     assert "\x1b" not in bare
     assert "\x1b[" in coloured
-    lines = [line.rstrip() for line in ESCAPE.sub("", coloured).splitlines()]
+    lines = [line.rstrip() for line in COLOUR.sub("", coloured).splitlines()]
     assert max(map(len, lines)) <= 80
     assert [line for line in lines if not line.startswith("one colour")] == plain.splitlines()
+
+
+def test_the_terminal_that_open_mpi_gives_each_rank_is_nobody_who_looks(monkeypatch):
+    ours, theirs = pty.openpty()
+    with os.fdopen(ours), os.fdopen(theirs, "w") as terminal:
+        monkeypatch.delenv("OMPI_COMM_WORLD_RANK", raising=False)
+        assert ink.is_seen(terminal)
+        monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+        assert not ink.is_seen(terminal)
 
 
 def test_each_group_has_its_colour_in_a_terminal():

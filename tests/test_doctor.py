@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import socket
 import subprocess
@@ -82,6 +83,26 @@ def test_what_is_bad_ends_with_1_and_says_what_to_do(capsys, monkeypatch):
     data = json.loads(said(capsys, "--json", 1))
     assert data["status"] == "bad"
     assert [finding["what"] for finding in data["findings"] if finding["mark"] == "bad"] == ["launcher", "interface"]
+
+
+def shape(text: str) -> str:
+    """What a doctor said, its lines whole, without what differs from one Python and one torch to another."""
+    flat = re.sub(r"\n {6}(?! )", " ", text)
+    flat = re.sub(r"Python \S+ on \S+ \S+", "Python V on S M", flat)
+    flat = re.sub(r"torch \S+ with [^;]+; \d+ CUDA devices?", "torch V with B; N CUDA devices", flat)
+    return re.sub(r"^(ok|warn) +seam: all \d+ ", "ok    seam: all N ", flat, flags=re.MULTILINE)
+
+
+def test_what_the_docs_show_has_the_form_of_what_it_says(capsys, monkeypatch):
+    docs = (ROOT / "docs" / "see.md").read_text(encoding="utf-8")
+    samples = re.findall(r"```\n\$ ((?:\w+=\S+ )*)pgmesh doctor\n(.*?)```", docs, flags=re.DOTALL)
+    assert [bool(given) for given, _ in samples] == [False, True]
+    monkeypatch.setattr(socket, "gethostname", lambda: "n1")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(0, 0, 0, "", ("10.0.0.1", 0))])
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
+    for given, shown in samples:
+        with mock.patch.dict(os.environ, dict(word.split("=") for word in given.split())):
+            assert shape(said(capsys, "", int("bad  " in shown))) == shape(shown)
 
 
 def test_a_wrong_line(capsys):

@@ -34,6 +34,15 @@ def test_a_larger_example_passes(path):
     assert run(str(path), deadline=180)[-1] == "PASS"
 
 
+@pytest.mark.parametrize(("stem", "needed"), NEEDS.items())
+def test_an_example_says_what_it_needs(stem, needed):
+    hide = f"import runpy, sys; sys.modules[{needed!r}] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
+    command = [sys.executable, "-c", hide, str(EXAMPLES / f"{stem}.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    said = f"this example needs {needed}: pip install {needed}\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
+
+
 def test_the_examples_are_numbered_and_small():
     assert [path.name[:2] for path in [*SMALL, *LARGER]] == [f"{i:02}" for i in range(1, len(SMALL) + len(LARGER) + 1)]
     for path in SMALL:

@@ -41,6 +41,45 @@ def test_sizes_that_do_not_fit_the_world():
 
 
 @pytest.mark.parametrize(
+    ("box", "text"),
+    [
+        (
+            {"dp": 2},
+            """
+            ProcessGroupMesh(dp=2) holds 2 ranks, but the world has 1.
+
+              torchrun --nproc-per-node 2 script.py   # start 2 ranks: a script by itself is a world of 1
+              launch.spawn(main, 2)                   # or have it start them here, such as for a test
+              ProcessGroupMesh(dp=-1)                 # or let dp be what is left: 1
+            """,
+        ),
+        (
+            {"dp": -1, "tp": 2},
+            """
+            ProcessGroupMesh(dp=-1, tp=2) cannot be filled: the world has 1, and 1 is not divisible by 2.
+
+              torchrun --nproc-per-node 2 script.py   # start 2 ranks: a script by itself is a world of 1
+              launch.spawn(main, 2)                   # or have it start them here, such as for a test
+              ProcessGroupMesh(dp=-1, tp=1)           # tp may be 1
+            """,
+        ),
+        (
+            {"dp": 8, "tp": 8},
+            """
+            ProcessGroupMesh(dp=8, tp=8) holds 64 ranks, but the world has 1.
+
+              torchrun --nnodes 8 --nproc-per-node 8 script.py   # start 64 ranks: a script by itself is a world of 1
+              Layout(dp=8, tp=8)                                 # or plan it without processes
+              ProcessGroupMesh(dp=-1, tp=1)                      # sizes that divide 1; dp is then 1
+            """,
+        ),
+    ],
+)
+def test_a_script_that_nobody_started_several_times(box, text):
+    says(ShapeError, lambda: sizes.fill("ProcessGroupMesh", box, 1, "the world has 1"), text)
+
+
+@pytest.mark.parametrize(
     ("call", "text"),
     [
         (
@@ -122,7 +161,11 @@ def test_sizes_that_do_not_fit_the_ranks(call, text):
         ),
         (lambda: Layout(dp=2.0), "Layout: the size of axis dp is a whole number, not 2.0."),
         (lambda: Layout(dp="2"), "Layout: the size of axis dp is a whole number, not '2'."),
-        (lambda: Layout((2, 2)), "Layout: the size of axis 0 is a whole number, not (2, 2)."),
+        (lambda: Layout((2, 2)), "Layout: sizes are given one by one, not as (2, 2).\n\n  Layout(2, 2)"),
+        (lambda: BOX.view([4, -1]), "view: sizes are given one by one, not as [4, -1].\n\n  view(4, -1)"),
+        (lambda: Layout({"dp": 2}), "Layout: sizes are given one by one, not as {'dp': 2}.\n\n  Layout(dp=2)"),
+        (lambda: Layout(("dp", 2)), "Layout: sizes are given one by one, not as ('dp', 2)."),
+        (lambda: Layout(()), "Layout: sizes are given one by one, not as ()."),
         (lambda: Layout(dp=None), "Layout: the size of axis dp is a whole number, not None."),
         (
             lambda: Layout(2, tp=2),

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import html
 import itertools
-import json
 import math
-import re
-import shutil
-import subprocess
 import zlib
+from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -20,8 +14,9 @@ from hypothesis import given, settings, strategies as st
 
 from pgmesh import Layout, ProcessGroupMesh, console, ink, page, picture, plan, svg
 from pgmesh.machine import Level, take_machine
+from pgmesh.place import place_of
 from pgmesh.svg import Box, Drawing
-from tests import golden_files as golden
+from tests import browser, golden_files as golden
 from tests.dry import dry_world
 from tests.test_draw import layouts
 
@@ -248,97 +243,101 @@ def test_no_line_is_wider_than_the_terminal(name, width):
 
 # ---- in a browser ----
 
-FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--hide-scrollbars",
-    "--force-device-scale-factor=1",
-)
+PAGES = {
+    "8": lambda: page.page([plan(EIGHT, nodes="2x4")]),
+    "64": lambda: page.page([plan(SIXTY_FOUR, nodes="8x8")]),
+    "64-and-its-view": lambda: page.page([plan(SIXTY_FOUR, nodes="8x8", views={"moe": {"pp": 2, "edp": 4, "ep": 8}})]),
+    "64-two-orders": lambda: page.page([plan(SIXTY_FOUR, nodes="8x8"), plan(Layout(tp=4, dp=16), nodes="8x8")]),
+    "1024": lambda: page.page([plan(Layout(pp=4, dp=16, cp=2, tp=8), nodes="128x8")], "dp"),
+    "domains": lambda: page.page([plan(Layout(pp=4, dp=9, tp=8), domains="4x18x4")]),
+    "no-hosts": lambda: page.page([plan(Layout(dp=2, tp=2), families=[("dp", "tp")])]),
+    "a-rank": lambda: page.rank_page(
+        place_of(SIXTY_FOUR, 13, take_machine("8x8")), picture.figure(SIXTY_FOUR, host=hosts("8x8"), mark=13)
+    ),
+}
 
 
-def browser() -> str:
-    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if not found:
-        pytest.skip("no Chromium here to draw with")
-    return found
+@pytest.fixture
+def looked_at():
+    """A browser is there."""
+    if browser.found() is None:
+        pytest.skip(browser.ABSENT)
 
 
+@pytest.mark.usefixtures("looked_at")
 @pytest.mark.parametrize("name", ["64-ranks", "two-meshes", "page"])
 def test_a_browser_draws_it(name, tmp_path):
     if name == "page":
         source, width, height = tmp_path / "page.html", 1200, 900
-        source.write_text(page.page([plan(SIXTY_FOUR, nodes="8x8")]), encoding="utf-8")
+        source.write_text(PAGES["64"](), encoding="utf-8")
         colours = {svg.colour(number, 16) for number in range(16)}
     else:
         drawing = DRAWINGS[name]()
         source, width, height = tmp_path / "drawing.svg", math.ceil(drawing.width), math.ceil(drawing.height)
         source.write_text(drawing.svg(), encoding="utf-8")
         colours = {box.fill for box in drawing.boxes if box.kind == "cell"}
-    image = tmp_path / "drawn.png"
-    command = [browser(), *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},{height}"]
-    subprocess.run([*command, f"--screenshot={image}", source.as_uri()], check=True, capture_output=True, timeout=120)
-    seen = pixels(image.read_bytes())
-    assert colours <= seen
+    assert colours <= pixels(browser.drawn(source, width, height, tmp_path))
 
 
-MEASURE = """<script>
-const box = node => node.getBoundingClientRect();
-const inside = (a, b) =>
-  a.left >= b.left - 1 && a.right <= b.right + 1 && a.top >= b.top - 2 && a.bottom <= b.bottom + 2;
-const apart = (a, b) =>
-  a.right <= b.left + 1 || b.right <= a.left + 1 || a.bottom <= b.top + 4 || b.bottom <= a.top + 4;
-document.title = JSON.stringify([...document.querySelectorAll("svg")].map(svg => {
-  const faults = [], all = kind => [...svg.querySelectorAll(kind)].map(node => [node.textContent, box(node)]);
-  const texts = all("text"), cells = all("rect.cell");
-  for (const [text, words] of texts) if (!inside(words, box(svg))) faults.push("cut: " + text);
-  for (const some of [texts, cells])
-    some.forEach(([text, one], i) => some.slice(i + 1).forEach(([other, two]) => {
-      if (!apart(one, two)) faults.push(text + " on " + other);
-    }));
-  const held = texts.filter(([, words]) => cells.some(([, cell]) => inside(words, cell)));
-  return {faults: faults.slice(0, 9), held: held.length, cells: cells.length};
-}));
-</script>"""
-"""The browser measures drawings: it alone knows how wide letters are. (Their boxes are taller than they.)"""
+READABLE = 7.0
+"""How tall letters are at least, in a browser's pixels."""
 
 
+@pytest.mark.usefixtures("looked_at")
 def test_in_a_browser_nothing_overlaps_or_is_cut(tmp_path):
-    seen = measured([draw() for draw in DRAWINGS.values()], tmp_path)
-    for name, drawing in zip(DRAWINGS, seen, strict=True):
+    (seen,) = browser.measured([whole(draw() for draw in DRAWINGS.values())], 4000, tmp_path)
+    for name, drawing in zip(DRAWINGS, seen["drawings"], strict=True):
         assert drawing["faults"] == [], name
         assert drawing["held"] >= drawing["cells"] > 0, name
+        assert drawing["smallest"] > READABLE - 0.01, name
 
 
+@pytest.mark.usefixtures("looked_at")
+@pytest.mark.parametrize("width", [1440, 400])
+def test_on_a_page_nothing_overlaps_or_is_cut_and_all_can_be_read(width, tmp_path):
+    seen = browser.measured([make() for make in PAGES.values()], width, tmp_path)
+    for (name, make), page_ in zip(PAGES.items(), seen, strict=True):
+        assert page_["faults"] == [], name
+        assert page_["lines"] > 3, name
+        assert len(page_["drawings"]) == make().count("<svg"), name
+        for drawing in page_["drawings"]:
+            assert drawing["faults"] == [], name
+            assert drawing["held"] >= drawing["cells"] > 0, name
+            assert drawing["smallest"] > READABLE - 0.01, name
+    cells = {name: sum(drawing["cells"] for drawing in page_["drawings"]) for name, page_ in zip(PAGES, seen)}
+    assert (cells["8"], cells["64"], cells["64-and-its-view"], cells["1024"]) == (8, 64, 128, 1024)
+
+
+@pytest.mark.usefixtures("looked_at")
 def test_the_measuring_in_a_browser_can_fail(tmp_path):
     drawing = DRAWINGS["8-ranks"]()
     long = tuple(replace(words, text=words.text * 9) if words.kind == "rank" else words for words in drawing.words)
     first = next(box for box in drawing.boxes if box.kind == "cell")
     near = tuple(replace(first, x=first.x + 3) if box.kind == "cell" else box for box in drawing.boxes)
-    wide, narrow, stacked = measured(
-        [replace(drawing, words=long), replace(drawing, width=drawing.width / 2), replace(drawing, boxes=near)],
-        tmp_path,
-    )
+    broken = [replace(drawing, words=long), replace(drawing, width=drawing.width / 2), replace(drawing, boxes=near)]
+    good = PAGES["64"]()
+    shrunk = good.replace("</style>", "svg { max-width: 100%; height: auto }</style>")
+    unscrolled = good.replace("overflow-x: auto", "overflow-x: hidden")
+    raised = good.replace("</style>", ".wide { margin-top: -80px }</style>")
+    tight = good.replace("</style>", "li { line-height: 5px }</style>")
+    spilt = good.replace("</style>", "p { width: 1200px }</style>")
+    seen = browser.measured([whole(broken), good, shrunk, unscrolled, raised, tight, spilt], 400, tmp_path)
+    wide, narrow, stacked = seen[0]["drawings"]
     assert wide["faults"]
     assert wide["held"] < wide["cells"]
     assert any(fault.startswith("cut: ") for fault in narrow["faults"])
     assert stacked["faults"]
+    assert seen[1]["faults"] == []
+    assert seen[2]["drawings"][0]["smallest"] < READABLE
+    assert set(seen[3]["faults"]) == {"cut: what scrolls"}
+    assert any(fault.endswith(" on a picture") for fault in seen[4]["faults"])
+    assert any(fault.startswith("NCCL: ") for fault in seen[5]["faults"])
+    assert "cut: P" in seen[6]["faults"]
 
 
-def measured(drawings: list[Drawing], folder: Path) -> list[dict[str, Any]]:
-    """What a browser finds wrong with each of these drawings."""
-    page, drawn = folder / "measured.html", "".join(drawing.svg() for drawing in drawings)
-    page.write_text(f"<!doctype html><meta charset=utf-8><title></title>{drawn}{MEASURE}", encoding="utf-8")
-    command = [browser(), *FLAGS, f"--user-data-dir={folder / 'profile'}", "--window-size=4000,4000", "--dump-dom"]
-    shown = subprocess.run([*command, page.as_uri()], check=True, capture_output=True, timeout=120, encoding="utf-8")
-    title = re.search("<title>(.*?)</title>", shown.stdout)
-    assert title
-    return json.loads(html.unescape(title[1]))
+def whole(drawings: Iterable[Drawing]) -> str:
+    """A page of drawings alone."""
+    return "<!doctype html><meta charset=utf-8>" + "".join(drawing.svg() for drawing in drawings)
 
 
 def pixels(png: bytes) -> set[str]:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 from pgmesh import ink, wording
 from pgmesh.commands import given
 from pgmesh.commands.given import Given, Typed, UsageError
-from pgmesh.errors import MismatchError, PgmeshError, WorldError
+from pgmesh.errors import LaunchError, MismatchError, PgmeshError, WorldError
 from pgmesh.ink import Line
+from pgmesh.launchers import believe
 from pgmesh.layout import Axis, Layout
 from pgmesh.machine import Level, misplaced, seen
 from pgmesh.plans import laid_out
@@ -68,7 +69,9 @@ def run(args: argparse.Namespace, typed: Typed) -> int:
 
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # torch's own groups of Gloo connect when they are first used
     try:
-        launch.join(args.backend, timeout=timedelta(seconds=args.timeout))
+        with _bar(_is_first()) as bar:
+            bar.begin("waiting for the other ranks")
+            launch.join(args.backend, timeout=timedelta(seconds=args.timeout))
         return _Check(args, typed, plan, sizes).run()
     except PgmeshError as error:  # this rank could not join the others
         _tell_failure(error, args)
@@ -84,6 +87,13 @@ def take_bytes(text: str, typed: Typed) -> tuple[int, ...]:
             raise UsageError(f"sizes are written {SIZES}, not {text!r}.", (typed.but({text: SIZES}), "for example"))
         sizes.append(int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2]])
     return tuple(sizes)
+
+
+def _is_first() -> bool:
+    """Whether this rank is to be the one that tells. Where launchers contradict each other, joining says so."""
+    with contextlib.suppress(LaunchError):
+        return believe(os.environ).rank == 0
+    return False
 
 
 def _tell_failure(error: Exception, args: argparse.Namespace) -> None:
@@ -130,12 +140,15 @@ class _Check:
         hall = self.hall
         hall.stage("at its beginning", self._meaning())
         with _bar(hall.rank == 0) as bar:
-            bar.begin(f"waiting for {hall.size} ranks")
+            bar.begin(f"waiting for {hall.size:,} ranks")
             hall.meet()
             sizes = self._sizes()
             layout = laid_out(sizes)
-            families: list[tuple[Axis, ...]] = [(axis,) for axis in layout.axes]
-            families += [given.take_axes(text, layout, self.typed) for text in self.args.family]
+            asked = [given.take_axes(text, layout, self.typed) for text in self.args.family]
+            once: dict[frozenset[Axis], tuple[Axis, ...]] = {}
+            for axes in [*((axis,) for axis in layout.axes), *asked]:
+                once.setdefault(frozenset(axes), axes)
+            families = [*once.values()]
             hosts = self._place(layout)
             mesh = ProcessGroupMesh(hall.size, name="check")
             view = (
@@ -209,7 +222,8 @@ class _Check:
         group = mesh.group(*families[0])
         backend, device = groups.world_options().backend, groups.device_of(group).type
         count = sum(len(family.blocks) for family in measured.families)
-        self._line("ok", f"{count:,} groups of {len(families)} families connected, in {measured.connected:.2f} s")
+        what = f"{count:,} group{'s' * (count > 1)} of {len(families)} famil{'ies' if len(families) > 1 else 'y'}"
+        self._line("ok", f"{what} connected, in {measured.connected:.2f} s")
         self._line("ok", f"every sum is right, of {', '.join(map(in_bytes, measured.sizes))}")
         width = ink.width_of(sys.stdout)
         self.lines += [[], *table(measured, width), [], *findings(measured, width)]
@@ -276,6 +290,7 @@ class _Bar:
     def begin(self, doing: str) -> None:
         if self.progress is not None:
             self.task = self.progress.add_task(doing, total=None)
+            self.progress.refresh()
 
     def steps(self, total: int) -> None:
         if self.progress is not None:
@@ -284,4 +299,4 @@ class _Bar:
     def advance(self, doing: str) -> None:
         """A step is done, and the next begins."""
         if self.progress is not None:
-            self.progress.update(self.task, advance=1, description=doing)
+            self.progress.update(self.task, advance=1, description=doing, refresh=True)

@@ -15,7 +15,7 @@ from pgmesh.errors import PgmeshError
 from pgmesh.layout import Axis, Layout, alike
 from pgmesh.machine import Level, Machine, take_machine
 from pgmesh.plans import laid_out
-from pgmesh.sizes import divisors
+from pgmesh.sizes import divisors, torchrun
 
 A = TypeVar("A", str, Axis)
 
@@ -63,9 +63,17 @@ class Typed:
         >>> Typed(("show", "--rank", "2", "2", "2")).but_run(["2", "2"], ["2", "4"])
         'pgmesh show --rank 2 2 4'
         """
-        n = len(run)
-        at = max(i for i in range(len(self.words) - n + 1) if self.words[i : i + n] == (*run,))
+        n, at = len(run), self._last(run)
         return Typed((*self.words[:at], *changed, *self.words[at + n :])).but({})
+
+    def has_run(self, run: Sequence[str]) -> bool:
+        """Whether these words follow one another in the line."""
+        return self._last(run) >= 0
+
+    def _last(self, run: Sequence[str]) -> int:
+        """Where the last run of these words begins; -1 where there is none."""
+        n = len(run)
+        return max((i for i in range(len(self.words) - n + 1) if self.words[i : i + n] == (*run,)), default=-1)
 
     def but_last(self, word: str, changed: str) -> str:
         """The line with the last of a word changed."""
@@ -132,7 +140,17 @@ def take_hosts(args: argparse.Namespace, sizes: Mapping[Axis, int], typed: Typed
         count = math.prod(size for size in sizes.values() if size != -1)
         hosts, of = (count, 8) if -1 in sizes.values() else (count // 8, 8) if count % 8 == 0 else (1, count)
         right = f"{hosts}x{of}" if args.domains is None else f"1x{hosts}x{of}"
+        numbers = [int(number) for number in re.findall("[1-9][0-9]*", where(args))]
+        if len(numbers) == 2 + (args.domains is not None) and sizes:  # 8*8, 8 x 8: what was meant, where it fits
+            room = math.prod(numbers)
+            right = "x".join(map(str, numbers)) if _fits(sizes, room) else right
         raise UsageError(str(error), (typed.but({where(args): right}), "for example")) from None
+
+
+def _fits(sizes: Mapping[Axis, int], room: int) -> bool:
+    """Whether sizes hold just so many ranks, or can."""
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    return room % fixed == 0 if -1 in sizes.values() else room == fixed
 
 
 def where(args: argparse.Namespace) -> str:
@@ -159,6 +177,26 @@ def take_axes(text: str, layout: Layout, typed: Typed) -> tuple[Axis, ...]:
         )
         raise UsageError(f"{says}: the axes are {', '.join(known)}.", (typed.but({text: ",".join(right)}), ""))
     return tuple(by_name[name] for name in names)
+
+
+def whole_views(words: Sequence[str], typed: Typed) -> tuple[list[str], Typed]:
+    """Views in one word each, where their sizes are words of their own behind ``moe:``; and the line with these.
+
+    >>> whole_views(["moe:", "ep=8", "edp=-1"], Typed(("plan", "dp=8", "--view", "moe:", "ep=8", "edp=-1")))[0]
+    ['moe: ep=8 edp=-1']
+    """
+
+    def joined(said: Sequence[str]) -> list[str]:
+        views: list[str] = []
+        for word in said:
+            if views and views[-1].partition(" ")[0] in opened and "=" in word and not word.startswith("-"):
+                views[-1] += f" {word}"
+            else:
+                views.append(word)
+        return views
+
+    opened = {word for word in words if word.endswith(":") and " " not in word}
+    return joined(words), Typed(tuple(joined(typed.words)))
 
 
 def take_views(words: Iterable[str], given: Given) -> dict[str, dict[str, int]]:
@@ -253,22 +291,79 @@ def _named(words: Sequence[str], typed: Typed, inside: str | None = None) -> dic
     for word in words:
         axis, _, size = word.partition("=")
         good = axis.isidentifier() and re.fullmatch(SIZE, size)
+        if not good:
+            _refuse_meant(words, word, typed, inside)
         if not good or axis in sizes:
-            name, number = re.search(r"[A-Za-z_]+", word), re.search(r"-1|[1-9][0-9]*", word)
-            usual = 2 if inside is None else 1 if "-1" in inside else -1
-            said = {word.partition("=")[0] for word in words}
-            free = next((usual for usual in ("dp", "tp", "pp") if usual not in said), "axis")
-            right = f"{name[0] if name else free}={number[0] if number else usual}"
-            right = "" if right.partition("=")[0] in sizes else right
+            right = _mended(words, 2 if inside is None else 1 if "-1" in inside else -1)
             says = (
                 f"axis {axis} is given twice"
                 if good
                 else f"sizes are written pp=2, at least 1, or -1 for what is left, not {word!r}"
             )
-            change = {inside: inside.replace(word, right).strip()} if inside else {word: right or None}
-            raise UsageError(f"{says}.", (typed.but(change), "for example"))
+            raise UsageError(f"{says}.", (_line(words, right, typed, inside), "for example"))
         sizes[axis] = int(size)
     return sizes
+
+
+def _line(words: Sequence[str], right: Sequence[str], typed: Typed, inside: str | None) -> str:
+    """The line with other sizes: those of a view where they stand inside one."""
+    if inside is not None:
+        name, colon, _ = inside.rpartition(":")
+        return typed.but({inside: f"{name}{colon}{' ' * bool(colon)}{' '.join(right)}"})
+    if typed.has_run(words):
+        return typed.but_run(words, right)
+    return Typed(tuple(said for said in typed.words if said not in words)).but({}, *right)  # there are options between
+
+
+def _refuse_meant(words: Sequence[str], wrong: str, typed: Typed, inside: str | None) -> None:
+    """UsageError where it is plain which sizes were meant: by this one word, or by all of them together."""
+    for some in ([wrong], words):
+        meant = _meant(some)
+        whole = meant if some is words else [right for word in words for right in (meant if word == wrong else [word])]
+        if meant and _is_well(whole):
+            says = f"sizes are written {' '.join(meant)}, not {' '.join(some)!r}."
+            raise UsageError(says, (_line(words, whole, typed, inside), ""))
+
+
+def _mended(words: Sequence[str], size: int) -> list[str]:
+    """Sizes near what these words say, each axis once.
+
+    Args:
+        size: of an axis that has none.
+
+    >>> _mended(["8", "dp=2", "pp", "dp", "4"], 2)
+    ['tp=8', 'dp=2', 'pp=2', 'axis=4']
+    """
+    sizes: dict[str, str] = {}
+    said = {word.partition("=")[0] for word in words}
+    for word in words:
+        name, number = re.search(r"[A-Za-z_][A-Za-z_0-9]*", word), re.search(r"-1|[1-9][0-9]*", word.partition("=")[2])
+        number = number or (None if name else re.search(r"[1-9][0-9]*", word))
+        free = next((usual for usual in ("dp", "tp", "pp") if usual not in (said | {*sizes})), "axis")
+        sizes.setdefault(name[0] if name else free, number[0] if number else str(size))
+    return [f"{axis}={size}" for axis, size in sizes.items()]
+
+
+def _meant(words: Sequence[str]) -> list[str]:
+    """The sizes that words mean that are written in another way; none where that is not plain.
+
+    >>> _meant(["dp=2,tp=-1"]), _meant(["dp", "2", "tp:", "4"]), _meant(["2x4"]), _meant(["dp"])
+    (['dp=2', 'tp=-1'], ['dp=2', 'tp=4'], ['2', '4'], [])
+    """
+    text = " ".join(words)
+    if re.fullmatch(rf"({SIZE})([x*,; ]+({SIZE}))+", text):
+        return re.findall(SIZE, text)
+    pair = rf"(?:([A-Za-z_]\w*) ?[=: ] ?|([A-Za-z_]+))({SIZE})"
+    whole = re.fullmatch(rf"({pair}[,; ]*)+", text)
+    return [f"{spaced or close}={size}" for spaced, close, size in re.findall(pair, text)] if whole else []
+
+
+def _is_well(words: Sequence[str]) -> bool:
+    """Whether these are sizes as they are written, each axis once."""
+    if all(re.fullmatch(SIZE, word) for word in words):
+        return True
+    axes = [axis for axis, _, size in (word.partition("=") for word in words) if re.fullmatch(SIZE, size)]
+    return len(axes) == len(words) == len(set(axes)) and all(map(str.isidentifier, axes))
 
 
 def fill(
@@ -311,6 +406,8 @@ def fill(
         f"axis {axis} of {right[axis]}" if axis in range(len(sizes)) else f"{axis} {right[axis]}" for axis in other
     )
     ways = [(better, f"with {changed}")]
+    if host.name == "world" and count == 1:  # nobody started the others
+        ways.insert(0, (f"{torchrun(fixed)} -m {typed.but({})}", f"on {fixed:,} ranks"))
     room = _hosts_for(fixed, host, machine)
     if not free and room and host.name != "world":
         ways.append((typed.but({hosts: room}), f"or on {fixed:,} ranks"))

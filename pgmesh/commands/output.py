@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
-from pgmesh.commands.given import UsageError
+from pgmesh.commands.given import Typed, UsageError
+
+
+def check(args: argparse.Namespace, typed: Typed) -> None:
+    """UsageError where standard output is asked for more than one answer."""
+    if sum(file == "-" for file in (args.svg, args.html)) + args.json < 2:
+        return
+    words, room = list(typed.words), not args.json
+    for i, word in enumerate(words):
+        if word == "-" and words[i - 1] in ("--svg", "--html"):
+            words[i] = word if room else f"{words[0]}.{words[i - 1][2:]}"
+            room = False
+    better = Typed(tuple(words))
+    ways = [] if better == typed else [(better.but({}), "")]
+    raise UsageError("standard output takes one answer; give the others a file.", *ways)
 
 
 def save(text: str, file: str) -> bool:

@@ -8,7 +8,7 @@ import sys
 
 from pgmesh import ink, traffic, wording
 from pgmesh.commands import given, output
-from pgmesh.commands.given import Given, Typed, UsageError
+from pgmesh.commands.given import Given, Typed
 from pgmesh.ink import Line
 from pgmesh.plans import Plan, laid_out, plan, suggest
 
@@ -54,6 +54,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, typed: Typed) -> int:
+    args.view, typed = given.whole_views(args.view, typed)
+    output.check(args, typed)
     for words in (args.view, args.compare, args.family):  # a size behind an option is a size
         args.sizes += [word for word in words if "=" in word and ":" not in word and " " not in word]
         words[:] = [word for word in words if word not in args.sizes]
@@ -120,8 +122,6 @@ def _save(plans: list[Plan], args: argparse.Namespace, colour: tuple[str | int, 
     if args.svg or args.html:
         from pgmesh import page, svg  # not before somebody asks for them
 
-        if (args.svg and args.json and args.svg == "-") or args.svg == args.html == "-":
-            raise UsageError("standard output takes one answer; give the others a file.")
         drawn = [figure for one in plans for figure in page.figures(one, *colour)]
         if args.svg and output.save(svg.drawing(*drawn).svg(), args.svg):
             lines.append([(f"The picture is in {args.svg}", "")])

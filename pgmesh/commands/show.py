@@ -24,6 +24,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, typed: Typed) -> int:
+    output.check(args, typed)
     mesh = given.take(args, typed)
     layout, rank = mesh.layout, args.rank
     if rank not in layout:

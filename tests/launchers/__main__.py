@@ -13,13 +13,17 @@ import time
 from pathlib import Path
 
 from pgmesh.launchers import TORCHRUN as VARIABLES
+from tests.debian import Skip
 from tests.launchers.cluster import free_ports, slurm
-from tests.launchers.install import Skip, install
+from tests.launchers.install import install
 
 ROOT = Path(__file__).parents[2]
 PYTHON = shlex.quote(sys.executable)
 MEMBER = f"{PYTHON} {shlex.quote(str(Path(__file__).with_name('member.py')))}"
-TORCHRUN = f"{PYTHON} -m torch.distributed.run --standalone --nproc-per-node 4 {MEMBER.split(' ', 1)[1]}"
+ELASTIC = f"{PYTHON} -m torch.distributed.run --standalone --nproc-per-node 4"
+TORCHRUN = f"{ELASTIC} {MEMBER.split(' ', 1)[1]}"
+PGMESH = f"{PYTHON} -m pgmesh"
+CHECK = "check dp=2 tp=2 --nodes 1x4 --bytes 8,64K --repeats 2 --timeout 60"
 MPIRUN = "mpirun.openmpi --allow-run-as-root"
 SECONDS = 150
 
@@ -71,6 +75,50 @@ def refuses(title: str, command: str, env: dict[str, str], words: str) -> None:
     )
 
 
+def checks(title: str, command: str, env: dict[str, str]) -> None:
+    """``pgmesh check`` on four ranks of one host goes well, and the first of them tells, alone and without colour."""
+    start = time.monotonic()
+    code, said = run(title, f"{command} {CHECK}", env)
+    lines = said.splitlines()
+    told = [
+        "4 ranks over gloo on cpu",
+        "ok    4 ranks came and mean the same: dp=2 tp=2",
+        "ok    ranks are where they are planned: 1 host of 4",
+        "ok    every sum is right, of 8 B, 64 KiB",
+    ]
+    good = code == 0 and all(lines.count(line) == 1 for line in told) and "\x1b" not in said
+    good = good and len(re.findall(r"^(dp|tp) +2 +8 B ", said, re.MULTILINE)) == 2
+    good = good and len(re.findall(r"the\s+fastest\s+of\s+its\s+links", said)) == 1
+    tell(title, good, f"exit code {code}\n{said}", time.monotonic() - start)
+
+
+def ends(title: str, start: str, words: str, env: dict[str, str], status: int, says: str, ranks: int = 0) -> None:
+    """``pgmesh check`` ends with this status, and says this once.
+
+    Args:
+        start: what starts ranks.
+        words: what check is told.
+        ranks: how many of them are seen to end with that status, each by itself.
+    """
+    began = time.monotonic()
+    each = f"{PGMESH} {words}; status=$?; [ {ranks} = 0 ] || echo a rank ends with $status; exit $status"
+    code, said = run(title, f"{start} bash -c {shlex.quote(each)}", env)
+    good = code == status and said.count(says) == 1 and said.count(f"a rank ends with {status}") == ranks
+    tell(title, good, f"exit code {code}\n{said}", time.monotonic() - began)
+
+
+def examined(title: str, command: str, env: dict[str, str], ranks: int, believed: str) -> None:
+    """``pgmesh doctor`` says of each rank which it is, by whom, and that nothing is bad."""
+    start = time.monotonic()
+    code, said = run(title, f"{command} {PGMESH} doctor", env)
+    flat = re.sub(r"\n {6}", " ", said)
+    found = re.findall(
+        rf"^ok    launcher: rank (\d) of {ranks}, local rank \d[ of0-9]*: {believed}", flat, re.MULTILINE
+    )
+    good = code == 0 and sorted(found) == [str(rank) for rank in range(ranks)]
+    tell(title, good, f"exit code {code}\n{said}", time.monotonic() - start)
+
+
 def tell(title: str, good: bool, said: str, seconds: float) -> None:
     print(f"{'passed' if good else 'FAILED'}  {title}  ({seconds:.1f} s)", flush=True)
     if not good:
@@ -102,6 +150,21 @@ def mpi_and_torchrun(env: dict[str, str]) -> None:
     )
 
 
+def preflights(env: dict[str, str]) -> None:
+    """``pgmesh check`` and ``doctor`` under torchrun and MPI."""
+    open_mpi, port = f"{MPIRUN} --oversubscribe -n 4", env | {"MASTER_PORT": str(free_ports(1)[0])}
+    checks("check under torchrun", f"{ELASTIC} -m pgmesh", env)
+    checks("check under mpirun of Open MPI", f"{open_mpi} {PGMESH}", env)
+    checks("check under mpiexec of MPICH", f"mpiexec.hydra -n 4 {PGMESH}", port)
+    two = "mpiexec.hydra -launcher fork -hosts h1:2,h2:2 -n 4"
+    both = port | {"MASTER_ADDR": "127.0.0.1"}
+    misplaced = "MismatchError: ranks are not on the hosts that are planned:"
+    ends("check of two hosts that are one", two, "check dp=2 tp=2 --nodes 2x2", both, 1, misplaced)
+    ends("check of sizes that do not fit", open_mpi, "check dp=2 tp=3", env, 2, "holds 6 ranks, but the world has 4.")
+    examined("doctor under mpirun of Open MPI", f"{MPIRUN} --oversubscribe -n 2", env, 2, "Open MPI, because")
+    examined("doctor under mpiexec of MPICH", "mpiexec.hydra -n 2", port, 2, "MPICH, because")
+
+
 def slurm_and_within(env: dict[str, str], folder: Path) -> None:
     srun, host = "Slurm, because SLURM_STEP_ID is set", os.uname().nodename
     passes("srun on one host", f"srun -N1 -n4 {MEMBER}", env, srun, [0, 1, 2, 3], "127.0.0.1")
@@ -128,6 +191,15 @@ def slurm_and_within(env: dict[str, str], folder: Path) -> None:
         env,
         "Slurm says RANK should be 1, but it is 0:",
     )
+    checks("check under srun", f"srun -N1 -n4 {PGMESH}", env)
+    checks("check under srun on two hosts", f"srun -N2 -n4 {PGMESH}", env)
+    one, misplaced = "srun -N1 -n4", "MismatchError: ranks are not on the hosts that are planned:"
+    ends("check under srun of two hosts that are one", one, "check dp=2 tp=2 --nodes 2x2", env, 1, misplaced, 4)
+    wrong = "pgmesh check: dp=2 tp=3 holds 6 ranks, but the world has 4."
+    ends("check under srun of sizes that do not fit", one, "check dp=2 tp=3", env, 2, wrong, 4)
+    absent = f"[ $SLURM_PROCID = 3 ] || {PGMESH} check dp=2 tp=2 --timeout 10"
+    refuses("check where a rank never comes", f"{one} bash -c {shlex.quote(absent)}", env, "/4 clients joined.")
+    examined("doctor under srun", "srun -N1 -n2", env, 2, "Slurm, because")
     refuses(
         "a job that a step submitted",
         f"srun -N1 -n2 bash -c {shlex.quote('[ $SLURM_PROCID = 0 ] || ' + batch(folder, '-n2', MEMBER))}",
@@ -157,6 +229,7 @@ def main() -> int:
     env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory(prefix="launchers.") as name:
         mpi_and_torchrun(env)
+        preflights(env)
         with slurm(Path(name)) as more:
             slurm_and_within(env | {"SLURM_CONF": more["SLURM_CONF"]}, Path(name))
     print(f"{len(failures)} failed" if failures else "all passed")
