@@ -10,8 +10,8 @@ from pgmesh import ProcessGroupMesh, launch
 try:
     from accelerate.data_loader import prepare_data_loader
     from accelerate.utils import ParallelismConfig
-except ModuleNotFoundError as error:
-    raise SystemExit(f"this example needs {str(error.name).partition('.')[0]}: pip install accelerate") from None
+except ModuleNotFoundError:
+    raise SystemExit("this example needs accelerate: pip install accelerate") from None
 
 ROWS = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
 

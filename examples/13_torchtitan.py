@@ -9,8 +9,8 @@ from pgmesh import ProcessGroupMesh, launch
 
 try:
     from torchtitan.distributed import ParallelDims
-except ModuleNotFoundError as error:
-    raise SystemExit(f"this example needs {str(error.name).partition('.')[0]}: pip install torchtitan") from None
+except ModuleNotFoundError:
+    raise SystemExit("this example needs torchtitan: pip install torchtitan") from None
 
 
 class Dims(ParallelDims):
