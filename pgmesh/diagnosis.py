@@ -17,6 +17,7 @@ from typing import Any
 
 from pgmesh.errors import LaunchError, SeamError
 from pgmesh.launchers import LAUNCHERS, Found, believe
+from pgmesh.sizes import many
 
 TRIED_ON = "2.13"
 """As ``groups.TRIED_ON``, which is not there where it would be needed."""
@@ -108,8 +109,7 @@ def torch_and_seam(load: Callable[[str], Any]) -> Iterator[Finding]:
         return
     there = [name for name in BACKENDS if dist.is_backend_available(name)]
     devices = torch.cuda.device_count()
-    says = f"torch {torch.__version__} with {', '.join(there) or 'no backend'}; {devices} CUDA device"
-    says += "s" * (devices != 1)
+    says = f"torch {torch.__version__} with {', '.join(there) or 'no backend'}; {many(devices, 'CUDA device')}"
     if devices and "nccl" not in there:
         yield Finding(
             "warn", "torch", says, "there are CUDA devices, and no NCCL: install a build of torch that has it"

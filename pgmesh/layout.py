@@ -78,7 +78,9 @@ class Layout:
         box = take_sizes("Layout", shape, sizes)
         if ranks is not None:
             ranks = take_ranks("Layout", ranks)
-            box = fill("Layout", box, len(ranks), f"{len(ranks)} ranks are given", pick=False)
+            box = fill(
+                "Layout", box, len(ranks), f"{len(ranks)} rank{'s are' if len(ranks) > 1 else ' is'} given", pick=False
+            )
         elif -1 in box.values():
             raise ShapeError(f"{spell('Layout', box)} cannot know what is left: give it ranks, such as ranks=range(8).")
         self._arrange(box, range(math.prod(box.values())) if ranks is None else ranks)

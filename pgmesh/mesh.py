@@ -76,7 +76,9 @@ class ProcessGroupMesh:
             foreign = [rank for rank in ((order[0], order[-1]) if isinstance(order, range) else order) if rank >= world]
             if foreign:
                 raise PlaceError(f"{who}: the world's ranks are 0 to {world - 1}; there is no rank {some(foreign)}.")
-            box = fill(who, box, len(order), f"{len(order)} rank{'s' * (len(order) > 1)} are given", pick=False)
+            box = fill(
+                who, box, len(order), f"{len(order)} rank{'s are' if len(order) > 1 else ' is'} given", pick=False
+            )
         layout = Layout.of(box, order)
         self._set(layout, Family(name, layout), root=True, part_of=layout)
 
@@ -430,7 +432,7 @@ class ProcessGroupMesh:
         >>> mesh.group("tp")                                   # doctest: +ELLIPSIS
         <torch.distributed...
         >>> print(mesh.report())                               # doctest: +ELLIPSIS
-        rank 5 of ProcessGroupMesh(pp=2, dp=2, tp=2, name='example') holds 1 groups:
+        rank 5 of ProcessGroupMesh(pp=2, dp=2, tp=2, name='example') holds 1 group:
           group tp of mesh 'example': ranks 4, 5; made, made at ...
         what others last said:
           nothing

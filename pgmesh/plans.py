@@ -28,6 +28,7 @@ from pgmesh.errors import PlaceError, ShapeError
 from pgmesh.layout import Axis, Layout
 from pgmesh.locality import ENOUGH, Spread, split, spread
 from pgmesh.machine import Level, Machine, take_machine
+from pgmesh.sizes import many
 
 if TYPE_CHECKING:
     from pgmesh.mesh import ProcessGroupMesh
@@ -246,7 +247,8 @@ def suggest(sizes: Mapping[str, int], machine: Machine) -> Layout:
     if (room % fixed == 0 and room > fixed) or free:
         box.setdefault(free[0] if free else "dp", -1)
     if room % fixed or (room != fixed and -1 not in box.values()):
-        raise ShapeError(f"{wording.sizes(sizes)} holds {fixed} ranks, which do not fit on {machine[0]}.")
+        do = "do" if fixed > 1 else "does"
+        raise ShapeError(f"{wording.sizes(sizes)} holds {many(fixed, 'rank')}, which {do} not fit on {machine[0]}.")
     ordered = {axis: box[axis] if box[axis] != -1 else room // fixed for axis in traffic.by_traffic(list(box))}
     return laid_out(ordered)
 
@@ -266,7 +268,8 @@ def check_room(layout: Layout, machine: Machine) -> None:
     else:
         last = layout.rank_of([-1 if (stride or 0) > 0 else 0 for stride in layout.strides])
     if machine and last >= machine[0].capacity:
-        raise ShapeError(f"{machine[0]} hold {machine[0].capacity:,} ranks, but there is a rank {last:,}.")
+        hold = "holds" if machine[0].count == 1 else "hold"
+        raise ShapeError(f"{machine[0]} {hold} {many(machine[0].capacity, 'rank')}, but there is a rank {last:,}.")
 
 
 def _family(
@@ -378,7 +381,7 @@ def _finding(family: FamilyPlan, number: int, layout: Layout, machine: Machine, 
             return Finding(says, True, view if family.view else f"--order {','.join(order)}", then)
     if size > fence.largest:
         best = -(-size // fence.largest)
-        says += f" A {fence.name} holds {fence.largest:,} ranks at most, so {size:,} take {best:,} at best."
+        says += f" A {fence.name} holds {many(fence.largest, 'rank')} at most, so {size:,} take {best:,} at best."
         return Finding(says, heavier == 1 or lie.high > best)
     if heavier * size > fence.largest:
         return Finding(f"{says} What talks more fills the {fence.name}: no order keeps both on one.", False)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from pgmesh.errors import LifetimeError, WorldError
 from pgmesh.rendezvous import MOST_ASKED, Pause, Read, Steps, Told, junk, ranks_in_words, told
-from pgmesh.sizes import some
+from pgmesh.sizes import many, some
 
 if TYPE_CHECKING:
     from pgmesh.family import Family
@@ -72,8 +72,7 @@ class Report:
     trouble: str = ""
 
     def __str__(self) -> str:
-        count = len(self.held)
-        lines = [f"rank {self.rank} of {self.mesh} holds {count} group{'s' * (count != 1)}:"]
+        lines = [f"rank {self.rank} of {self.mesh} holds {many(len(self.held), 'group')}:"]
         lines += [f"  {held}" for held in self.held]
         saying: dict[str, list[int]] = {}
         for rank, said in self.others.items():

@@ -39,6 +39,15 @@ def some(ranks: Iterable[object], most: int = 8) -> str:
     return ", ".join(map(str, ranks[: most - 1])) + f", ..., {ranks[-1]}"
 
 
+def many(count: int, noun: str) -> str:
+    """So many of a thing.
+
+    >>> many(1, "rank"), many(2048, "rank")
+    ('1 rank', '2,048 ranks')
+    """
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def take_sizes(who: str, shape: tuple[int, ...], sizes: dict[str, int]) -> dict[str | int, int]:
     """Sizes by axis, each a whole number of at least 1, or -1 at most once."""
     if shape and sizes:
@@ -168,7 +177,7 @@ def _ways_out(who: str, box: dict[str | int, int], fixed: int, count: int, pick:
             left //= changes[axis]
         ways.append((call({filled: -1, **changes}), f"sizes that divide {count}; {_axis(filled)} is then {left}"))
     if pick and fixed < count and not free:
-        ways.append((call({}, ranks=range(fixed)), f"or name the {fixed} ranks to use"))
+        ways.append((call({}, ranks=range(fixed)), f"or name the {fixed} rank{'s' * (fixed > 1)} to use"))
     return ways
 
 

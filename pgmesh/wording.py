@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pgmesh import costs, traffic
 from pgmesh.ink import Line, columns, ranks_in, wrapped
+from pgmesh.sizes import many
 
 if TYPE_CHECKING:
     from pgmesh.locality import Spread
@@ -25,7 +26,7 @@ def title(plan: Plan) -> str:
     layout = plan.layout
     where = f" on {' in '.join(map(str, plan.machine))}" if plan.machine else ""
     axes = f": {sizes(dict(zip(layout.axes, layout.shape)))}" if layout.axes else ""
-    return f"{len(layout):,} rank{'s' * (len(layout) > 1)}{axes}{where}"
+    return f"{many(len(layout), 'rank')}{axes}{where}"
 
 
 def table(plan: Plan, width: int = 80) -> list[Line]:
@@ -71,8 +72,8 @@ def price(plan: Plan, width: int = 80) -> list[Line]:
     if not count:
         return [[("Each group has one rank: no communicators.", "")]]
     same = [f"{family.name} is {family.same_as}" for family in plan.families if family.same_as]
-    noun = f"{count} communicator{'s' * (count > 1)}"
-    lines: list[Line] = [[(f"A rank that uses each family holds {noun}, the world's not counted:", "")]]
+    held = many(count, "communicator")
+    lines: list[Line] = [[(f"A rank that uses each family holds {held}, the world's not counted:", "")]]
     threads, descriptors = costs.GLOO_THREADS * count, costs.GLOO_DESCRIPTORS * count
     lines.append([(f"  NCCL  {costs.NCCL.times(count)}, by NVIDIA/nccl issues 2363, 964 and 1685", "")])
     gloo = f"{threads} threads, {descriptors} descriptors and {costs.GLOO.times(count)}"

@@ -370,7 +370,7 @@ def report_while_hanging(folder):
 
 def test_a_signal_prints_the_report_of_a_rank_that_hangs(tmp_path):
     said = world(4).run(report_while_hanging, str(tmp_path))[0]
-    assert said == "rank 0 of ProcessGroupMesh(dp=4, name='hangs') holds 1 groups:\n"
+    assert said == "rank 0 of ProcessGroupMesh(dp=4, name='hangs') holds 1 group:\n"
 
 
 def listen_beside_another():

@@ -91,6 +91,14 @@ def test_a_script_that_nobody_started_several_times(box, text):
             """,
         ),
         (
+            lambda: Layout(dp=2, ranks=[7]),
+            """
+            Layout(dp=2) holds 2 ranks, but 1 rank is given.
+
+              Layout(dp=-1, ranks=...)   # let dp be what is left: 1
+            """,
+        ),
+        (
             lambda: Layout(dp=3, tp=2, ranks=range(9)),
             """
             Layout(dp=3, tp=2) holds 6 ranks, but 9 ranks are given.

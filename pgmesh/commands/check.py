@@ -21,6 +21,7 @@ from pgmesh.launchers import believe
 from pgmesh.layout import Axis, Layout
 from pgmesh.machine import Level, misplaced, seen
 from pgmesh.plans import laid_out
+from pgmesh.sizes import many
 
 if TYPE_CHECKING:
     from pgmesh.measured import Measured
@@ -140,7 +141,7 @@ class _Check:
         hall = self.hall
         hall.stage("at its beginning", self._meaning())
         with _bar(hall.rank == 0) as bar:
-            bar.begin(f"waiting for {hall.size:,} ranks")
+            bar.begin(f"waiting for {many(hall.size, 'rank')}")
             hall.meet()
             sizes = self._sizes()
             layout = laid_out(sizes)
@@ -202,7 +203,7 @@ class _Check:
             where = f"{there}" if there else f"{len({*names})} hosts, whose ranks do not follow one another"
             self.data["hosts"] = names
             self.data["planned"] = hosts[0].spell() if hosts else None
-            came = f"{hall.size:,} rank{'s' * (hall.size > 1)} came and mean the same: {wording.sizes(_box(layout))}"
+            came = f"{many(hall.size, 'rank')} came and mean the same: {wording.sizes(_box(layout))}"
             self._line("ok", came)
             if hosts:
                 self._line("ok", f"ranks are where they are planned: {where}")
@@ -222,12 +223,12 @@ class _Check:
         group = mesh.group(*families[0])
         backend, device = groups.world_options().backend, groups.device_of(group).type
         count = sum(len(family.blocks) for family in measured.families)
-        what = f"{count:,} group{'s' * (count > 1)} of {len(families)} famil{'ies' if len(families) > 1 else 'y'}"
+        what = f"{many(count, 'group')} of {len(families)} famil{'ies' if len(families) > 1 else 'y'}"
         self._line("ok", f"{what} connected, in {measured.connected:.2f} s")
         self._line("ok", f"every sum is right, of {', '.join(map(in_bytes, measured.sizes))}")
         width = ink.width_of(sys.stdout)
         self.lines += [[], *table(measured, width), [], *findings(measured, width)]
-        self.lines[0:0] = [[(f"{len(layout):,} ranks over {backend} on {device}", "bold")]]
+        self.lines[0:0] = [[(f"{many(len(layout), 'rank')} over {backend} on {device}", "bold")]]
         self.data |= {"ranks": len(layout), "axes": list(layout.axes), "shape": list(layout.shape)}
         self.data |= {"backend": backend, "device": device, **measured.data()}
 

@@ -15,7 +15,7 @@ from pgmesh.errors import PgmeshError
 from pgmesh.layout import Axis, Layout, alike
 from pgmesh.machine import Level, Machine, take_machine
 from pgmesh.plans import laid_out
-from pgmesh.sizes import divisors, torchrun
+from pgmesh.sizes import divisors, many, torchrun
 
 A = TypeVar("A", str, Axis)
 
@@ -225,9 +225,9 @@ def _filled(name: str, box: dict[str, int], count: int, text: str, colon: str, t
     if len(free) > 1:
         fault = f"has {len(free)} sizes of -1; one may be"
     elif free and count % fixed:
-        fault = f"cannot be filled: the mesh has {count:,} ranks, and {fixed:,} does not divide it"
+        fault = f"cannot be filled: the mesh has {many(count, 'rank')}, and {fixed:,} does not divide it"
     elif not free and fixed != count:
-        fault = f"holds {fixed:,} ranks, but the mesh has {count:,}"
+        fault = f"holds {many(fixed, 'rank')}, but the mesh has {count:,}"
     else:
         return {axis: count // fixed if size == -1 else size for axis, size in box.items()}
     right = wording.sizes(_nearest(box, count, free[:1]))
@@ -393,9 +393,10 @@ def fill(
     if len(free) > 1:
         says = f"at most one size is -1, what is left; here are {wording.listed(free)}."
     elif free:
-        says = f"{wording.sizes(sizes)} cannot be filled: {whole} ranks, and {fixed:,} does not divide it."
+        room = f"{whole} rank{'s' * (count > 1)}, and {fixed:,} does not divide it"
+        says = f"{wording.sizes(sizes)} cannot be filled: {room}."
     else:
-        says = f"{wording.sizes(sizes)} holds {fixed:,} ranks, but {whole}."
+        says = f"{wording.sizes(sizes)} holds {many(fixed, 'rank')}, but {whole}."
     right = _nearest(sizes, count, free[:1])
     other = [axis for axis in sizes if right[axis] != sizes[axis]]
     if 0 in sizes:
@@ -407,10 +408,10 @@ def fill(
     )
     ways = [(better, f"with {changed}")]
     if host.name == "world" and count == 1:  # nobody started the others
-        ways.insert(0, (f"{torchrun(fixed)} -m {typed.but({})}", f"on {fixed:,} ranks"))
+        ways.insert(0, (f"{torchrun(fixed)} -m {typed.but({})}", f"on {many(fixed, 'rank')}"))
     room = _hosts_for(fixed, host, machine)
     if not free and room and host.name != "world":
-        ways.append((typed.but({hosts: room}), f"or on {fixed:,} ranks"))
+        ways.append((typed.but({hosts: room}), f"or on {many(fixed, 'rank')}"))
     raise UsageError(says, *ways)
 
 
