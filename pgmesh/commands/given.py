@@ -393,8 +393,8 @@ def fill(
     if len(free) > 1:
         says = f"at most one size is -1, what is left; here are {wording.listed(free)}."
     elif free:
-        room = f"{whole} rank{'s' * (count > 1)}, and {fixed:,} does not divide it"
-        says = f"{wording.sizes(sizes)} cannot be filled: {room}."
+        why = f"{whole} rank{'s' * (count > 1)}, and {fixed:,} does not divide it"
+        says = f"{wording.sizes(sizes)} cannot be filled: {why}."
     else:
         says = f"{wording.sizes(sizes)} holds {many(fixed, 'rank')}, but {whole}."
     right = _nearest(sizes, count, free[:1])
