@@ -100,8 +100,8 @@ def width_of(stream: TextIO) -> int:
 
 
 def is_coloured(stream: TextIO) -> bool:
-    """Whether lines written to a stream get their colours: it is a terminal, and rich is installed."""
-    return is_seen(stream) and find_spec("rich") is not None
+    """Whether lines written to a stream get their colours: it is a terminal that has some, and rich is installed."""
+    return is_seen(stream) and os.environ.get("TERM") != "dumb" and find_spec("rich") is not None
 
 
 def write(lines: Sequence[Line], stream: TextIO) -> None:

@@ -327,6 +327,11 @@ def test_the_terminal_that_open_mpi_gives_each_rank_is_nobody_who_looks(monkeypa
         assert not ink.is_seen(terminal)
 
 
+def test_a_terminal_that_knows_no_colours_gets_none():
+    pytest.importorskip("rich")
+    assert "\x1b" not in in_a_terminal("show --rank 5 pp=2 dp=2 tp=2", rich=True, env={"TERM": "dumb"})
+
+
 def test_each_group_has_its_colour_in_a_terminal():
     pytest.importorskip("rich")
     coloured = in_a_terminal("show --rank 5 pp=2 dp=2 tp=2", rich=True)
