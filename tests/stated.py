@@ -5,9 +5,13 @@ Megatron's equation, for an order whose first axis is the fastest: rank = i0 + i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 Block = tuple[int, ...]
+Stages = Sequence[int] | Callable[[list[int]], Sequence[int]]
 
 
 def coords(fastest_first: Sequence[str], sizes: Mapping[str, int]) -> list[dict[str, int]]:
@@ -66,6 +70,12 @@ def tile(ours: Sequence[Block], theirs: Sequence[Block], whole: Sequence[Block])
     return True
 
 
+def picked(pipeline: Block, stages: Stages) -> Block:
+    """Some ranks of a pipeline, each once, in its order."""
+    chosen = stages(list(pipeline)) if callable(stages) else [pipeline[stage] for stage in stages]
+    return tuple(rank for rank in pipeline if rank in chosen)
+
+
 def megatron(
     world: int,
     *,
@@ -78,6 +88,8 @@ def megatron(
     offset: int = 0,
     instances: int = 1,
     hierarchical: Sequence[int] = (),
+    embedding: Stages = (0, -1),
+    position_embedding: Stages = (0,),
 ) -> dict[str, list[Block]]:
     """Every list of Megatron's parallel state, by our names. ``between instances`` comes from the experts alone."""
     etp = tp if etp is None else etp
@@ -108,8 +120,8 @@ def megatron(
         "tensor+data+context": of_dense("tp", "dp", "cp"),
         "tensor+context": of_dense("tp", "cp"),
         "amax": of_dense("tp", "dp"),
-        "embedding": [tuple(dict.fromkeys((ranks[0], ranks[-1]))) for ranks in pipelines],
-        "position embedding": [ranks[:1] for ranks in pipelines],
+        "embedding": [picked(ranks, embedding) for ranks in pipelines],
+        "position embedding": [picked(ranks, position_embedding) for ranks in pipelines],
         "expert": of_expert("ep"),
         "expert-tensor": of_expert("tp"),
         "expert-tensor+expert": of_expert("tp", "ep"),
@@ -125,3 +137,127 @@ def megatron(
             part for ranks in of_dense("cp") for part in levels(ranks, hierarchical)[level]
         ]
     return found
+
+
+def fairscale(world: int, *, tp: int = 1, cp: int = 1, pp: int = 1) -> dict[str, list[Block]]:
+    """The four lists of ezpz's code, which reshapes all ranks to dp x pp x cp x tp."""
+    sizes = {"tp": tp, "cp": cp, "pp": pp, "dp": world // (tp * cp * pp)}
+    words = {"tensor": "tp", "context": "cp", "pipeline": "pp", "data": "dp"}
+    return {word: groups(list(sizes), sizes, [axis]) for word, axis in words.items()}
+
+
+def oslo(world: int, **given: int) -> dict[str, list[Block]]:
+    """OSLO's modes, of which its page gives no lists: tensor is the fastest, then sequence, expert, data, pipeline."""
+    modes = ("tensor", "sequence", "expert", "data", "pipeline")
+    known = math.prod(size for size in given.values() if size != -1)
+    sizes = {mode: world // known if given.get(mode) == -1 else given.get(mode, 1) for mode in modes}
+    return {"global": [tuple(range(world))], **{mode: groups(modes, sizes, [mode]) for mode in modes}}
+
+
+def olmo(world: int, **given: int) -> dict[str, list[Block]]:
+    """What the functions of OLMo-core's page return, over its axes in its order; ``dp`` alone if nothing is given."""
+    given = given or {"dp": -1}
+    left = world // math.prod(given.get(axis, 1) for axis in ("pp", "cp", "tp"))
+    data = {axis: given[axis] for axis in ("dp", "dp_replicate", "dp_shard") if axis in given}
+    if "dp_replicate" in data or "dp_shard" in data:
+        data = {"dp_replicate": data.get("dp_replicate", -1), "dp_shard": data.get("dp_shard", -1)}
+    known = math.prod(size for size in data.values() if size != -1)
+    data = {axis: left // known if size == -1 else size for axis, size in data.items()}
+    front = {"pp": given["pp"]} if "pp" in given else {}
+    box = {**front, **data, **{axis: given[axis] for axis in ("cp", "tp") if axis in given}}
+    order = list(reversed(box))
+    along = {"loader": [*data], "model": [*data, *({"cp"} & {*box})], "shard": ["dp_shard"], "expert": ["dp_shard"]}
+    along |= {"replicate": ["dp_replicate"], "tensor": ["tp"], "context": ["cp"], "pipeline": ["pp"]}
+    if "pp" in box:
+        along["stage"] = [axis for axis in box if axis != "pp"]
+    return {word: groups(order, box, axes) for word, axes in along.items() if {*axes} <= {*box}}
+
+
+def olmo_experts(world: int, *, ep: int = -1) -> dict[str, list[Block]]:
+    """Its mesh for experts alone, ep_replicate x ep_shard."""
+    sizes = {"ep_shard": world if ep == -1 else ep, "ep_replicate": 1 if ep == -1 else world // ep}
+    whole = groups(list(sizes), sizes, list(sizes))
+    found = {
+        "expert": groups(list(sizes), sizes, ["ep_shard"]),
+        "replicate": groups(list(sizes), sizes, ["ep_replicate"]),
+    }
+    return {**found, "model": whole, "loader": whole}
+
+
+# ---- lists that answer as an arrangement does, for a line of a page that asks it ----
+
+
+@dataclass
+class Lists:
+    """Lists by name, seen from a rank."""
+
+    lists: Mapping[str, list[Block]]
+    rank: int = 5
+
+    def __getitem__(self, name: str) -> Family:
+        asked = sorted(name.split("+"))
+        return Family(next(each for known, each in self.lists.items() if sorted(known.split("+")) == asked), self.rank)
+
+    def seen_by(self, rank: int) -> Lists:
+        return Lists(self.lists, rank)
+
+
+@dataclass
+class Family:
+    """Lists of one name."""
+
+    blocks: list[Block]
+    rank: int
+
+    def __contains__(self, rank: int) -> bool:
+        return any(rank in block for block in self.blocks)
+
+    @property
+    def ranks(self) -> Block:
+        return next(block for block in self.blocks if self.rank in block)
+
+    def __getattr__(self, word: str) -> int:
+        index, size = self.ranks.index(self.rank), len(self.ranks)
+        return {"size": size, "index": index, "source": self.ranks[0], "first": self.ranks[0], "last": self.ranks[-1]}[
+            word
+        ]
+
+    def partition(self) -> tuple[Block, ...]:
+        return tuple(self.blocks)
+
+    def next(self, *, wrap: bool) -> int:
+        assert wrap
+        return self.ranks[(self.index + 1) % self.size]
+
+    def previous(self, *, wrap: bool) -> int:
+        assert wrap
+        return self.ranks[self.index - 1]
+
+    def is_first(self) -> bool:
+        return self.rank == self.first
+
+    def is_last(self) -> bool:
+        return self.rank == self.last
+
+    def group(self, **_: object) -> Group:
+        return group_of(self.ranks)
+
+    def along(self) -> Family:
+        return self
+
+    def device_mesh(self) -> Group:
+        return Group(self.ranks)
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group of ranks."""
+
+    ranks: Block
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+group_of = functools.cache(Group)
+"""A group is shared by its ranks."""

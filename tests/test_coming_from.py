@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 import doctest
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import Layout, launch, recipes
-from tests import pages
+from pgmesh.parallel import PipelineParallel
+from tests import pages, stated
 from tests.dry import dry_world
 
 DOCS = Path(__file__).parent.parent / "docs" / "coming_from"
@@ -57,6 +59,7 @@ ROWS = [row for page in PAGES for row in rows(page)]
 def namespace(page: str) -> dict[str, Any]:
     """What a line on a page may use: the examples at the top of it, and whatever its lines give a name."""
     names: dict[str, Any] = {"torch": torch, "dist": dist, "timedelta": timedelta, "Layout": Layout, "recipes": recipes}
+    names["PipelineParallel"] = PipelineParallel
     text = (DOCS / f"{page}.md").read_text()
     for example in doctest.DocTestParser().get_examples(text):
         if re.match(r"\w+ = ", example.source):
@@ -74,6 +77,43 @@ def test_a_line_gives_what_it_says(row: Row):
         if re.match(r"\w+ = ", row.now[0]):
             return  # it ran
         assert repr(eval(row.now[0], names)) == (row.gives or "None")
+
+
+def megatron(world: int, *, order: str = "tp-cp-ep-dp-pp", rank_offset: int = 0, **given: Any) -> stated.Lists:
+    """The oracle, in the words of our recipe."""
+    theirs = {"hierarchical_cp": "hierarchical", "optimizer_instances": "instances"}
+    words = {theirs.get(word, word): value for word, value in given.items() if word != "of"}
+    fastest_first = [*order.split("-"), *(axis for axis in ("cp", "ep") if axis not in order.split("-"))]
+    return stated.Lists(stated.megatron(world, order=fastest_first, offset=rank_offset, **words))
+
+
+def stating(lists: Callable[..., dict[str, list[tuple[int, ...]]]]) -> Callable[..., stated.Lists]:
+    return lambda world, **given: stated.Lists(lists(world, **{name: given[name] for name in given if name != "of"}))
+
+
+ORACLE = SimpleNamespace(
+    megatron=megatron,
+    **{each.__name__: stating(each) for each in (stated.fairscale, stated.oslo, stated.olmo, stated.olmo_experts)},
+)
+FIGURES = [
+    row for row in ROWS if '["' in row.now[0] and re.fullmatch(r"[\d(), ]+|True|False", row.gives or "") is not None
+]
+"""Lines that ask an arrangement for ranks, sizes and places."""
+
+
+@pytest.mark.parametrize("row", FIGURES, ids=str)
+def test_a_figure_follows_from_loops_over_the_stated_lists(row: Row):
+    names: dict[str, Any] = {"recipes": ORACLE, "Layout": Layout}
+    for example in doctest.DocTestParser().get_examples((DOCS / f"{row.page}.md").read_text()):
+        if "recipes." in example.source and re.match(r"\w+ = ", example.source):
+            exec(example.source, names)
+    assert repr(eval(row.now[0], names)) == row.gives
+
+
+def test_most_lines_have_such_a_figure():
+    counts = {page: sum(row.page == page for row in FIGURES) for page in PAGES}
+    assert counts["megatron"] > 80
+    assert all(count > 8 for count in counts.values())
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.gives is None], ids=str)

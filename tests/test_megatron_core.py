@@ -21,6 +21,7 @@ from torch import nn
 
 from pgmesh import AxisError, SeamError, WorldError, recipes
 from pgmesh.interop import megatron
+from tests import pages
 from tests.dry import dry_world
 from tests.test_nccl import YAML, standing_in, told
 from tests.torch_seam import c10d, tables
@@ -369,6 +370,24 @@ def test_a_gpt_of_megatron_core_trains_as_one_process_does():
         pytest.skip("megatron-core is not installed: it has no wheel for this Python")
     worst = world(4).run(as_one_process_does)
     assert max(worst) < 1e-6
+
+
+# ---- the page's own globals ----
+
+
+def test_every_global_of_megatrons_page_is_filled_or_empty_in_a_block(state: Any):
+    named = pages.MEGATRON_GLOBALS.split()
+    with dry_world(5, 8, dist.HashStore()):
+        arrangement = recipes.megatron(8, tp=2, cp=2, hierarchical_cp=[2], optimizer_instances=2, name="globals")
+        for name in named:
+            setattr(state, name, "of somebody else")
+        with megatron.published(arrangement, gloo=True, virtual_pipeline=2):
+            assert "of somebody else" not in {str(getattr(state, name)) for name in named}
+            empty = {name for name in named if getattr(state, name) is None}
+        for name in named:
+            assert getattr(state, name) == "of somebody else"
+            setattr(state, name, None)
+    assert empty == {name for name in named if name.startswith("_MPU_")} | {"_GLOBAL_SYMMETRIC_MEMORY_BUFFER"}
 
 
 # ---- settings of NCCL ----

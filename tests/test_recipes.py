@@ -520,9 +520,8 @@ def test_fairscale_has_the_lists_of_its_page():
     assert list(eight["tensor"].partition()) == numbers("[g0, g1], [g2, g3], [g4, g5], [g6, g7]")
     assert list(eight["data"].partition()) == numbers("[g0, g2, g4, g6], [g1, g3, g5, g7]")
     sixteen = recipes.fairscale(16, tp=2, cp=2, pp=2, of=Layout)
-    box = [("tp", 2), ("cp", 2), ("pp", 2), ("dp", 2)]  # the fastest first, as the page's code reshapes
-    for name, axis in {"tensor": "tp", "context": "cp", "pipeline": "pp", "data": "dp"}.items():
-        assert list(sixteen[name].partition()) == stated.groups([each for each, _ in box], dict(box), [axis])
+    for name, lists in stated.fairscale(16, tp=2, cp=2, pp=2).items():
+        assert list(sixteen[name].partition()) == lists
     assert list(sixteen["context"].partition()) == numbers(
         "[g0, g2], [g1, g3], [g4, g6], [g5, g7], [g8, g10], [g9, g11], [g12, g14], [g13, g15]"
     )
@@ -530,10 +529,6 @@ def test_fairscale_has_the_lists_of_its_page():
     assert list(sixteen["pipeline"].partition()) == numbers(said_for_data)
     said_for_pipelines = "[g0, g8], [g1, g9], [g2, g10], [g3, g11], [g4, g12], [g5, g13], [g6, g16], [g7, g15]"
     assert list(sixteen["data"].partition()) == numbers(said_for_pipelines.replace("g16", "g14"))
-
-
-def olmo_stated(axes: dict[str, int], *along: str) -> list[tuple[int, ...]]:
-    return stated.groups(list(reversed(axes)), axes, along)
 
 
 @pytest.mark.parametrize(
@@ -552,35 +547,41 @@ def olmo_stated(axes: dict[str, int], *along: str) -> list[tuple[int, ...]]:
     ],
 )
 def test_olmo_has_what_its_functions_return(given: dict[str, int]):
-    whole = 32
-    left = whole // math.prod(given.get(axis) or 1 for axis in ("pp", "cp", "tp"))
-    hybrid = [axis for axis in ("dp_replicate", "dp_shard") if axis in given]
-    if hybrid:
-        known = {axis: given[axis] for axis in hybrid if given[axis] != -1}
-        data = {
-            "dp_replicate": known.get("dp_replicate") or left // known["dp_shard"],
-            "dp_shard": known.get("dp_shard") or left // known["dp_replicate"],
-        }
-    else:
-        data = {"dp": left}
-    front = {"pp": given["pp"]} if "pp" in given else {}
-    back = {axis: given[axis] for axis in ("cp", "tp") if axis in given}
-    box = {**front, **data, **back}  # the page's order of axes, outermost first
-    olmo = recipes.olmo(whole, **given, of=Layout)
-    assert (olmo.dense.axes, olmo.dense.shape) == (tuple(box), tuple(box.values()))
-    assert list(olmo["loader"].partition()) == olmo_stated(box, *data)
-    assert blocks(olmo, "model") == sorted(olmo_stated(box, *data, *[axis for axis in ("cp",) if axis in box]))
-    flat = {("dp_cp" if axis == list(data)[-1] and "cp" in box else axis): size for axis, size in data.items()}
-    assert olmo["model"].axes == tuple(flat)
-    words = {"tensor": "tp", "context": "cp", "pipeline": "pp", "replicate": "dp_replicate", "shard": "dp_shard"}
-    for word, axis in {**words, "expert": "dp_shard"}.items():
-        if axis in box:
-            assert list(olmo[word].partition()) == olmo_stated(box, axis)
-        else:
-            with pytest.raises(AxisError, match=f"has no group '{word}'"):
-                olmo[word]
-    if "pp" in box:
-        assert list(olmo["stage"].partition()) == olmo_stated(box, *[axis for axis in box if axis != "pp"])
+    olmo = recipes.olmo(32, **given, of=Layout)
+    assert {name: blocks(olmo, name) for name in olmo} == {
+        name: sorted(lists) for name, lists in stated.olmo(32, **given).items()
+    }
+    for word in {"tensor", "context", "pipeline", "replicate", "shard", "expert", "stage"} - {*olmo}:
+        with pytest.raises(AxisError, match=f"has no group '{word}'"):
+            olmo[word]
+    data = [axis for axis in ("dp", "dp_replicate", "dp_shard") if axis in olmo.dense.axes]
+    order = [axis for axis in ("pp", *data, "cp", "tp") if axis in data or axis in given]
+    assert olmo.dense.axes == tuple(order)  # the page's order, outermost first
+    assert olmo["loader"].axes == tuple(data)
+    assert olmo["model"].axes == (*data[:-1], "dp_cp" if "cp" in given else data[-1])
+
+
+def test_whatever_the_sizes_the_lists_are_those_of_loops():
+    """OLMo-core, fairscale and OSLO, each with all its sizes at random."""
+    chance = random.Random(5)
+    for _ in range(150):
+        sizes = [chance.choice([1, 1, 2, 3, 4]) for _ in range(5)]
+        whole = math.prod(sizes)
+        if whole > 96:
+            continue
+        a, b, c, d, e = sizes
+        mode = chance.choice(["tensor", "sequence", "expert", "data", "pipeline"])
+        five = dict(zip(("tensor", "sequence", "expert", "data", "pipeline"), sizes)) | {mode: -1}
+        hybrid = {"pp": a, "dp_replicate": b, "dp_shard": c, "cp": d, "tp": e}
+        ours_and_theirs: list[tuple[Arrangement, dict[str, Any]]] = [
+            (recipes.oslo(whole, **five, of=Layout), stated.oslo(whole, **five)),
+            (recipes.fairscale(whole, tp=a, cp=b, pp=c, of=Layout), stated.fairscale(whole, tp=a, cp=b, pp=c)),
+            (recipes.olmo(whole, **hybrid, of=Layout), stated.olmo(whole, **hybrid)),
+            (recipes.olmo(whole, dp=-1, pp=a, cp=b, of=Layout), stated.olmo(whole, dp=-1, pp=a, cp=b)),
+            (recipes.olmo_experts(whole, ep=a * b, of=Layout), stated.olmo_experts(whole, ep=a * b)),
+        ]
+        for ours, theirs in ours_and_theirs:
+            assert {name: blocks(ours, name) for name in ours} == {name: sorted(theirs[name]) for name in theirs}
 
 
 def test_olmo_mesh_of_experts():
@@ -605,8 +606,8 @@ def test_olmo_hands_out_device_meshes_of_its_axes():
 def test_oslo_has_five_sizes_and_the_whole():
     sizes = {"pipeline": 2, "data": 3, "expert": 1, "sequence": 1, "tensor": 2}
     oslo = recipes.oslo(12, **sizes, of=Layout)
-    for mode in sizes:
-        assert list(oslo[mode].partition()) == stated.groups(list(reversed(sizes)), sizes, [mode])
+    for mode, lists in stated.oslo(12, **sizes).items():
+        assert list(oslo[mode].partition()) == lists
     assert oslo.seen_by(3)["global"].ranks == tuple(range(12))
     assert oslo.seen_by(3)["global"].index == 3
 
