@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import doctest
+import io
 import re
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -19,6 +21,7 @@ from pgmesh import Layout, launch, recipes
 from pgmesh.parallel import PipelineParallel
 from tests import pages, stated
 from tests.dry import dry_world
+from tests.worlds import world
 
 DOCS = Path(__file__).parent.parent / "docs" / "coming_from"
 PAGES: dict[str, Mapping[str, str]] = {
@@ -121,6 +124,44 @@ def test_a_line_for_a_job_names_what_is_there(row: Row):
     call = ast.parse(row.now[0], mode="eval").body
     assert isinstance(call, ast.Call)
     assert callable(eval(ast.unparse(call.func), {"launch": launch}))
+
+
+# ---- a script on each page ----
+
+
+def script_of(page: str) -> str:
+    """The whole script that a page has."""
+    found = re.findall(r"^```python\n(import .*?)^```$", (DOCS / f"{page}.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(found) == 1
+    return str(found[0])
+
+
+def said_by(script: str) -> str:
+    """What it prints on this rank, in the world that is there."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        exec(compile(script, "script.py", "exec"), {"__name__": "__main__"})
+    return said.getvalue()
+
+
+def powers(*ranks: int) -> float:
+    return float(sum(2**rank for rank in ranks))
+
+
+SAYS: dict[str, Callable[[int], str]] = {
+    "megatron": lambda r: f"{r ^ 4} {powers(r, r ^ 2, r ^ 4, r ^ 6)}",
+    "olmo_core": lambda r: (
+        "ProcessGroupMesh(dp_replicate=2, dp_shard=1, cp=2, tp=2) 8.0"
+    ),  # 16 weights, the mean of 0 and 1
+    "fairscale": lambda r: f"{tuple(sorted((r, r ^ 4)))} {powers(r & 6, (r ^ 4) & 6)}",
+    "oslo": lambda r: f"{r & 1} {powers(r, r ^ 2)}",
+    "colossalai": lambda r: f"{(r >> 2, r >> 1 & 1, r & 1)} {powers(*range(8))}",
+}
+
+
+@pytest.mark.parametrize("page", SAYS)
+def test_the_script_of_a_page_runs(page: str):
+    assert world(8).run(said_by, script_of(page)) == [f"{SAYS[page](rank)}\n" for rank in range(8)]
+    assert {path.stem for path in DOCS.glob("*.md")} == {*SAYS}
 
 
 @pytest.mark.parametrize("page", PAGES)
