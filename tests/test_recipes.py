@@ -32,6 +32,7 @@ from pgmesh.sizes import divisors
 from tests import stated
 from tests.dry import dry_world
 from tests.test_messages import says
+from tests.torch_seam import timeout_of
 from tests.worlds import check_sums, world
 
 AXES = ["tp", "cp", "ep", "dp", "pp"]
@@ -218,6 +219,20 @@ def test_semantics_1_an_order_says_its_direction_and_words_have_none():
         assert all(list(ranks) == sorted(ranks) for ranks in arrangement[name].partition())
 
 
+def the_whole_ends() -> tuple[bool, float]:
+    with recipes.megatron(4, tp=4, name="whole") as arrangement:
+        tensor, one = arrangement["tensor"], arrangement["context"]
+        check_sums({"tensor": (tensor.group(), tensor.ranks), "context": (one.group(), one.ranks)})
+        own = tensor.group() is not dist.group.WORLD
+    total = torch.ones(1)
+    dist.all_reduce(total)  # of the world, which goes on
+    return own, total.item()
+
+
+def test_semantics_4_a_group_as_large_as_the_world_is_our_own_and_one_of_size_1_is_a_group():
+    assert world(4).run(the_whole_ends) == [(True, 4.0)] * 4
+
+
 def test_semantics_5_a_group_is_shared_by_what_it_is_and_a_second_one_is_asked_for():
     with dry_world(5, 8):
         arrangement = recipes.megatron(8, tp=2, ep=2, pp=2, name="shared")
@@ -343,6 +358,28 @@ def test_semantics_10_combinations_are_axes_and_nothing_more():
     }.items():
         assert arrangement[name].partition() == arrangement.dense.partition(*axes)
     assert arrangement["pipeline+expert-tensor+expert"].partition() == arrangement.expert.partition("pp", "ep", "etp")
+
+
+def test_semantics_11_any_group_has_a_twin_with_its_timeout():
+    with dry_world(5, 8, dist.HashStore()):
+        arrangement = recipes.megatron(
+            8,
+            tp=2,
+            cp=2,
+            ep=2,
+            pp=2,
+            hierarchical_cp=[2, 1],
+            embedding=middle_too,
+            position_embedding=[-1],
+            name="twins",
+        )
+        arrangement.configure(timeout=timedelta(seconds=77))
+        for name, family in arrangement.families.items():
+            group, twin = family.group(), family.group(backend="gloo")
+            assert twin is not group, name
+            assert twin is family.group(backend="gloo")
+            assert (dist.get_backend(twin), dist.get_process_group_ranks(twin)) == ("gloo", [*family.ranks])
+            assert timeout_of(twin) == timedelta(seconds=77)
 
 
 def test_semantics_13_the_source_is_the_first_of_the_list():
