@@ -964,6 +964,45 @@ def test_the_call_that_an_error_proposes_would_be_right():
     assert set(taken) == {0, 1, 2}  # two where both meshes are wrong
 
 
+def test_a_world_that_has_fewer_ranks():
+    with dry_world(0, 4):
+        says(
+            ShapeError,
+            lambda: recipes.megatron(8, tp=2),
+            """
+            recipes.megatron(8, ...) arranges 8 ranks, but the world has 4.
+
+              torchrun --nproc-per-node 8 script.py   # start as many
+              recipes.megatron(4, ...)                # or arrange those that there are
+            """,
+        )
+        with pytest.raises(
+            ShapeError, match=r"^recipes\.megatron\(1, \.\.\.\) arranges 1 rank from 6 on, but the world has 4"
+        ):
+            recipes.megatron(1, rank_offset=6)
+        for call in (
+            lambda: recipes.fairscale(8),
+            lambda: recipes.oslo(8, data=8),
+            lambda: recipes.olmo(8),
+            lambda: recipes.olmo_experts(8),
+        ):
+            with pytest.raises(ShapeError, match="arranges 8 ranks, but the world has 4"):
+                call()
+
+
+def test_one_process_alone_is_told_to_start_more():
+    says(
+        ShapeError,
+        lambda: plan(1, tp=2, pp=2),
+        """
+        recipes.megatron(1, tp=2, cp=1, pp=2): tp x cp x pp is 2 x 1 x 2 = 4, which does not divide 1 rank.
+
+          torchrun --nproc-per-node 4 script.py   # this is one process alone: start more
+          recipes.megatron(1, tp=1, cp=1, pp=1)   # sizes that divide 1
+        """,
+    )
+
+
 @pytest.mark.parametrize(
     ("error", "call", "text"),
     [
@@ -976,6 +1015,19 @@ def test_the_call_that_an_error_proposes_would_be_right():
             AxisError,
             lambda: recipes.oslo(8, data=8, of=Layout)["context"],
             "recipes.oslo(8, data=8) has no group 'context'. It has global, data, tensor, pipeline, sequence, expert.",
+        ),
+        *(
+            (
+                AxisError,
+                lambda short=short: plan(8)[short],
+                f"recipes.megatron(8) has no group '{short}'. Did you mean '{name}'? It has {GROUPS}.",
+            )
+            for short, name in {"tp": "tensor", "dp_cp": "data+context", "etp": "expert-tensor"}.items()
+        ),
+        (
+            AxisError,
+            lambda: recipes.olmo(8, of=Layout)["dp"],
+            "recipes.olmo(8) has no group 'dp'. Did you mean 'model'? It has model, loader.",
         ),
         (AxisError, lambda: plan(8)[5], f"recipes.megatron(8) has no group 5. It has {GROUPS}."),
         (

@@ -344,7 +344,8 @@ class Arrangement:
         for mesh, axes in self.meanings:
             if len(set(asked)) == len(asked) and all(word in axes for word in asked):
                 return Family(name, mesh, tuple(axes[word] for word in name.split("+")), self.rank)
-        close = alike(name, list(self.families))
+        along = [known for known, family in self.families.items() if family.axes == (name,)]
+        close = next(iter([*self.short.get(name, ()), *along]), None) or alike(name, list(self.families))
         hint = f" Did you mean {close!r}?" if close else ""
         raise AxisError(f"{self.call} has no group {name!r}.{hint} It has {', '.join(self.families)}.")
 

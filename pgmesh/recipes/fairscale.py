@@ -46,7 +46,7 @@ def fairscale(
     ranks = take_world(who, world)
     sizes = {"tp": take(who, "tp", tp), "cp": take(who, "cp", cp), "pp": take(who, "pp", pp)}
     dp = what_is_left(who, world, sizes)
-    mesh = made(of, {"dp": dp, "pp": pp, "cp": cp, "tp": tp}, ranks, name)
+    mesh = made(who, of, {"dp": dp, "pp": pp, "cp": cp, "tp": tp}, ranks, name)
     arrangement = Arrangement.of(
         call(who, world, **{axis: size for axis, size in sizes.items() if size != 1}),
         "the last axis varies fastest: dp, pp, cp, tp",

@@ -21,12 +21,25 @@ def call(who: str, world: int, /, **given: object) -> str:
     return f"recipes.{who}({', '.join([str(world), *words])})"
 
 
-def made(of: Any, box: Mapping[str, int], ranks: range, name: str | None) -> Any:
-    """The mesh of a recipe: made with ``of``, ProcessGroupMesh unless given."""
+def made(who: str, of: Any, box: Mapping[str, int], ranks: range, name: str | None) -> Any:
+    """The mesh of a recipe: made with ``of``, ProcessGroupMesh unless given.
+
+    Raises:
+        ShapeError: the world has fewer ranks.
+    """
     if of is None:
-        from pgmesh.mesh import ProcessGroupMesh  # only now, since it needs torch
+        from pgmesh import groups  # only now, since it needs torch
+        from pgmesh.mesh import ProcessGroupMesh
 
         of = ProcessGroupMesh
+        _, there = groups.world_rank_and_size()
+        if ranks[-1] >= there:
+            first = f" from {ranks[0]} on" * bool(ranks[0])
+            here, more = f"recipes.{who}({there}, ...)", f"torchrun --nproc-per-node {ranks[-1] + 1} script.py"
+            raise ShapeError(
+                f"recipes.{who}({len(ranks)}, ...) arranges {some_ranks(len(ranks))}{first}, but the world has {there}."
+                f"\n\n  {more}   # start as many\n  {here:<{len(more)}}   # or arrange those that there are"
+            )
     return of(**box, ranks=ranks, **({} if name is None else {"name": name}))
 
 
@@ -96,10 +109,22 @@ def what_is_left(
             mended[name] = max(n for n in divisors(left) if n <= sizes[name])
             left //= mended[name]
     product = f"{' x '.join(every)} is {' x '.join(map(str, every.values()))} = {fixed}"
+    started = f"  torchrun --nproc-per-node {fixed} script.py   # this is one process alone: start more\n" * (
+        world == 1
+    )
     raise ShapeError(
-        f"{call(who, world, **every, **given)}: {product}, which does not divide {world} ranks.\n\n"
+        f"{call(who, world, **every, **given)}: {product}, which does not divide {some_ranks(world)}.\n\n{started}"
         f"  {call(who, world, **{**every, **mended}, **given)}   # {why}"
     )
+
+
+def some_ranks(count: int) -> str:
+    """So many ranks, in words.
+
+    >>> some_ranks(1), some_ranks(2)
+    ('1 rank', '2 ranks')
+    """
+    return f"{count} rank{'s' * (count != 1)}"
 
 
 def any_of(values: Iterable[object]) -> str:

@@ -120,6 +120,7 @@ def megatron(
     expert_sizes = {"tp": ("etp", etp), "ep": ("ep", ep), "dp": ("edp", edp), "pp": ("pp", pp)}
     slowest_first = ranked[::-1]  # as a mesh has its axes
     dense = made(
+        "megatron",
         of,
         {axis: dense_sizes[axis] for axis in slowest_first if axis in dense_sizes},
         ranks,

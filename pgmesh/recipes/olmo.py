@@ -75,7 +75,7 @@ def olmo(
     if ep is not None:
         _check_experts(spelled, ep, tp, data)
     box = {axis: {**rest, **data}[axis] for axis in ("pp", *data, "cp", "tp") if axis in rest or axis in data}
-    mesh = made(of, box, ranks, name)
+    mesh = made(who, of, box, ranks, name)
     loader = tuple(data)
     model, model_axes = mesh, loader
     if cp is not None:  # for gradients, context parallel ranks are copies of the model
@@ -111,7 +111,7 @@ def olmo_experts(world: int, *, ep: int = -1, of: Any = None, name: str | None =
     ranks = take_world("olmo_experts", world)
     size = world if ep == -1 else take("olmo_experts", "ep", ep)
     copies = what_is_left("olmo_experts", world, {"ep": size})
-    mesh = made(of, {"ep_replicate": copies, "ep_shard": size}, ranks, name)
+    mesh = made("olmo_experts", of, {"ep_replicate": copies, "ep_shard": size}, ranks, name)
     whole = mesh.view(dp=world)
     return Arrangement.of(
         call("olmo_experts", world, ep=None if ep == -1 else ep),

@@ -45,7 +45,7 @@ def oslo(
     given = {"data": data, "tensor": tensor, "pipeline": pipeline, "sequence": sequence, "expert": expert}
     who, ranks = "recipes.oslo", take_world("oslo", world)
     sizes = fill(who, take_sizes(who, (), given), world, f"the world has {world}", pick=False)
-    mesh = made(of, {str(axis): sizes[mode] for mode, axis in AXES.items()}, ranks, name)
+    mesh = made("oslo", of, {str(axis): sizes[mode] for mode, axis in AXES.items()}, ranks, name)
     return Arrangement.of(
         call("oslo", world, **{mode: size for mode, size in given.items() if size != 1}),
         f"the last axis varies fastest: {', '.join(map(str, mesh.axes))}",
