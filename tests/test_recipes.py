@@ -935,9 +935,9 @@ def olmo(whole: int = 8, **sizes: Any) -> Callable[[], object]:
         (
             lambda: recipes.oslo(8, data=2, tensor=2, of=Layout),
             """
-            recipes.oslo(data=2, tensor=2, pipeline=1, sequence=1, expert=1) holds 4 ranks, but the world has 8.
+            recipes.oslo(8, data=2, tensor=2, pipeline=1, sequence=1, expert=1) holds 4 ranks, but the world has 8.
 
-              recipes.oslo(data=-1, tensor=2, pipeline=1, sequence=1, expert=1)   # let data be what is left: 4
+              recipes.oslo(8, data=-1, tensor=2, pipeline=1, sequence=1, expert=1)   # let data be what is left: 4
             """,
         ),
     ],
@@ -997,7 +997,7 @@ def test_one_process_alone_is_told_to_start_more():
         """
         recipes.megatron(1, tp=2, cp=1, pp=2): tp x cp x pp is 2 x 1 x 2 = 4, which does not divide 1 rank.
 
-          torchrun --nproc-per-node 4 script.py   # this is one process alone: start more
+          torchrun --nproc-per-node 4 script.py   # a script by itself is a world of 1: start more
           recipes.megatron(1, tp=1, cp=1, pp=1)   # sizes that divide 1
         """,
     )

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pgmesh.errors import ShapeError
-from pgmesh.sizes import divisors, take_size
+from pgmesh.sizes import divisors, take_size, torchrun
 
 
 def call(who: str, world: int, /, **given: object) -> str:
@@ -35,7 +35,7 @@ def made(who: str, of: Any, box: Mapping[str, int], ranks: range, name: str | No
         _, there = groups.world_rank_and_size()
         if ranks[-1] >= there:
             first = f" from {ranks[0]} on" * bool(ranks[0])
-            here, more = f"recipes.{who}({there}, ...)", f"torchrun --nproc-per-node {ranks[-1] + 1} script.py"
+            here, more = f"recipes.{who}({there}, ...)", f"{torchrun(ranks[-1] + 1)} script.py"
             raise ShapeError(
                 f"recipes.{who}({len(ranks)}, ...) arranges {some_ranks(len(ranks))}{first}, but the world has {there}."
                 f"\n\n  {more}   # start as many\n  {here:<{len(more)}}   # or arrange those that there are"
@@ -109,12 +109,13 @@ def what_is_left(
             mended[name] = max(n for n in divisors(left) if n <= sizes[name])
             left //= mended[name]
     product = f"{' x '.join(every)} is {' x '.join(map(str, every.values()))} = {fixed}"
-    started = f"  torchrun --nproc-per-node {fixed} script.py   # this is one process alone: start more\n" * (
-        world == 1
-    )
+    ways = [(call(who, world, **{**every, **mended}, **given), why)]
+    if world == 1:
+        ways = [(f"{torchrun(fixed)} script.py", "a script by itself is a world of 1: start more"), *ways]
+    width = max(len(way) for way, _ in ways)
     raise ShapeError(
-        f"{call(who, world, **every, **given)}: {product}, which does not divide {some_ranks(world)}.\n\n{started}"
-        f"  {call(who, world, **{**every, **mended}, **given)}   # {why}"
+        f"{call(who, world, **every, **given)}: {product}, which does not divide {some_ranks(world)}.\n\n"
+        + "\n".join(f"  {way:<{width}}   # {why}" for way, why in ways)
     )
 
 

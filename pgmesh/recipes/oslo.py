@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pgmesh.errors import ShapeError
 from pgmesh.layout import Axis
 from pgmesh.recipes.arrangement import Arrangement, Family
 from pgmesh.recipes.given import call, made, take_world
@@ -44,7 +45,10 @@ def oslo(
     """
     given = {"data": data, "tensor": tensor, "pipeline": pipeline, "sequence": sequence, "expert": expert}
     who, ranks = "recipes.oslo", take_world("oslo", world)
-    sizes = fill(who, take_sizes(who, (), given), world, f"the world has {world}", pick=False)
+    try:
+        sizes = fill(who, take_sizes(who, (), given), world, f"the world has {world}", pick=False)
+    except ShapeError as error:  # whose calls have sizes alone
+        raise ShapeError(str(error).replace(f"{who}(", f"{who}({world}, ")) from None
     mesh = made("oslo", of, {str(axis): sizes[mode] for mode, axis in AXES.items()}, ranks, name)
     return Arrangement.of(
         call("oslo", world, **{mode: size for mode, size in given.items() if size != 1}),
