@@ -61,6 +61,7 @@ from tests.test_faults import (
 from tests.test_groups import groups_of
 from tests.worlds import check_sums, fresh
 
+test_faults.PATIENCE = 60.0  # where a name server loses questions, a connection to the store takes half a minute
 PRELOAD[:] = ["__main__", "torch"]  # what other tests need, seconds each, is not needed here
 
 D = 4.0  # seconds: the deadline of the calls that faults fall into
@@ -344,10 +345,12 @@ def run_case(case: Case, seed: int, tally: Tally, *, beats_fast: bool = True, lo
         folder = Path(name)
         own.run(dist.get_rank)
         assert store.process.pid is not None
-        actor = threading.Thread(target=tried, args=(lambda: do_it(plan, folder, own.pids, store.process.pid or 0),))
-        actor.daemon = True
+        did: list[Tried] = []
+        actor = threading.Thread(
+            target=lambda: did.append(tried(lambda: do_it(plan, folder, own.pids, store.process.pid or 0))), daemon=True
+        )
         actor.start()
-        outcomes = own.outcomes(live_through, plan, folder, deadline=90.0)
+        outcomes = own.outcomes(live_through, plan, folder, deadline=150.0)
         actor.join(5.0)
     text = f"{case}{load} (seed {seed})"
 
@@ -355,6 +358,7 @@ def run_case(case: Case, seed: int, tally: Tally, *, beats_fast: bool = True, lo
         if not holds:
             tally.breaks(f"{text}: {words}")
 
+    promise(bool(did) and not did[0].kind, f"the one who strikes: {did}")
     seen: dict[int, tuple[Tried, str, Tried, dict[str, tuple[int, int]]]] = {}
     for outcome in outcomes:
         if outcome.rank in plan.alive:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
-from pgmesh.errors import PgmeshError
+from pgmesh.errors import MismatchError, PgmeshError
 from pgmesh.polling import drive
 from pgmesh.rendezvous import (
     ERRORS,
@@ -32,10 +32,13 @@ from pgmesh.rendezvous import (
     Swap,
     Told,
     Wait,
+    agree,
+    introduce,
     pack,
     told,
     unpack,
 )
+from pgmesh.report import Report, _read_last_words
 
 words = st.text(st.characters(codec=None), max_size=12)  # with lone surrogates, which JSON can spell
 plain = st.one_of(
@@ -296,6 +299,48 @@ def test_junk_for_one_meeting_never_touches_another(came, end, told_by_one):
     )
     error = bad.end.error()
     assert error is None or isinstance(error, PgmeshError)
+
+
+# -- what is junk is named by its key -------------------------------------------------------------------------------
+
+
+def test_a_card_that_is_none_is_named_by_the_key_under_which_it_lies():
+    line = pack(rank=1, line="train.py:5", who="process 1", card="1 nonsense").encode()
+    one, _ = inspected(MINE + b"\n" + line + b"\n")
+    assert one.end is not None
+    assert one.end.text == (
+        "group tp of mesh 'actor': the store's key group#0/came holds b'1 nonsense', which no pgmesh wrote."
+    )
+    for name, held in [
+        ("mesh", {"mesh": b"nonsense"}),
+        ("mesh/said", {"mesh": b'1 {"a": 1}', "mesh/said": b"nonsense\n"}),
+    ]:
+        with pytest.raises(MismatchError, match=f"the store's key {name} holds b'nonsense', which no pgmesh wrote"):
+            drive(introduce("mesh", card(), listed=False), Memory(0, held))
+    with pytest.raises(MismatchError, match="the store's key group/options holds b'nonsense', which no pgmesh wrote"):
+        drive(agree("group/options", card()), Memory(0, {"group/options": b"nonsense"}))
+
+
+def test_a_member_under_whose_key_lies_nonsense_is_not_said_to_be_silent():
+    memory, one = Memory(0, {told(1): b"nonsense"}), meeting()
+    drive(party(one).meet(), memory)
+    assert one.end is not None
+    assert "\n  rank 1: the store's key pgmesh/told/1 holds b'nonsense', which no pgmesh wrote\n" in one.end.text
+
+
+def test_a_report_asks_every_rank_and_says_what_is_nonsense():
+    held = {told(rank): Told(rank, 3, "in a collective" if rank < 40 else "").pack().encode() for rank in range(100)}
+    held[told(7)] = b"nonsense"
+    others: dict[int, str] = {}
+    assert drive(_read_last_words([*range(200)], others), Memory(0, held)) == 200
+    assert others.pop(7) == "the store's key pgmesh/told/7 holds b'nonsense', which no pgmesh wrote"
+    assert others == {
+        rank: "in a collective" if rank < 40 else "not waiting for anyone" for rank in range(100) if rank != 7
+    }
+    text = str(Report("ProcessGroupMesh(200)", 150, (), {rank: others[rank] for rank in (1, 2, 50, 60)}))
+    assert text.endswith(
+        "what others last said:\n  ranks 1, 2: in a collective\n  ranks 50, 60: not waiting for anyone"
+    )
 
 
 # -- nothing is run ---------------------------------------------------------------------------------------------------
