@@ -128,6 +128,7 @@ REFUSALS = [
     "plan 2 4 --order 1,0",
     "plan 2 2 2 --compare 2,1,0",
     "plan 2 4 --suggest --nodes 2x4",
+    "show --rank 0 --order 1,0 -1 2 --nodes 1x8",
     "plan 2 2 2 --family 0,3",
     "show --rank 2 2 2 2 --nodes 2x2",
     "plan dp=0",
@@ -166,6 +167,9 @@ REFUSALS = [
     "plan dp=8 --view 'moe: ep'",
     "plan dp=8 --view moe: ep=3 edp=2",
     "plan dp=8 --view 'moe: ep=4,edp=2'",
+    "plan dp=8 --view 'moe: 4 2'",
+    "plan dp=2x --view ep=3 --family dp --nodes 2x3",
+    "plan --nodes 2x4 --view moe: ep=2 edp=-1",
     "plan dp=8 --view 'moe: ep=8' 'moe: ep=8'",
     "plan --suggest tp=3 --nodes 2x4",
     "plan --suggest tp=3 cp=3 dp=2 --nodes 2x4",
@@ -239,6 +243,8 @@ def test_a_view_is_typed_with_quotes_or_without(capsys):
     quoted = said(capsys, f"plan {MESH} --view 'moe: ep=8 edp=-1' 'b: x=64'")
     assert said(capsys, f"plan {MESH} --view moe: ep=8 edp=-1 b: x=64") == quoted
     assert said(capsys, "plan --view moe: ep=8 edp=-1 b: x=64 --nodes 8x8 pp=2 dp=4 cp=2 tp=4") == quoted
+    assert said(capsys, f"plan {MESH} --view 'moe: ep=8 edp=-1' --view b: x=64") == quoted
+    assert "a view is written 'moe: ep=8 edp=-1', not 'moe:'" in said(capsys, "plan dp=4 --view moe: --view x=2", 2)
 
 
 @pytest.mark.parametrize("words", [[], *([name] for name in COMMANDS)], ids=" ".join)

@@ -58,12 +58,14 @@ class Typed:
         return shlex.join(["pgmesh", *said, *more])
 
     def but_run(self, run: Sequence[str], changed: Sequence[str]) -> str:
-        """The line with the last run of words changed that are these.
+        """The line with the last run of words changed that are these; as it is where there is none.
 
         >>> Typed(("show", "--rank", "2", "2", "2")).but_run(["2", "2"], ["2", "4"])
         'pgmesh show --rank 2 2 4'
         """
         n, at = len(run), self._last(run)
+        if at < 0:
+            return self.but({})
         return Typed((*self.words[:at], *changed, *self.words[at + n :])).but({})
 
     def has_run(self, run: Sequence[str]) -> bool:
@@ -124,7 +126,9 @@ def take(args: argparse.Namespace, typed: Typed, *, fit: bool = True) -> Given:
     sizes = _numbered(args.sizes, typed) or _as_axes(_named(args.sizes, typed))
     machine = take_hosts(args, sizes, typed)
     if not sizes:
-        raise UsageError("say the sizes of the axes.", (typed.but({}, "pp=2", "dp=2", "tp=2"), "for example"))
+        command, *rest = typed.words
+        line = Typed((command, "pp=2", "dp=2", "tp=2", *rest))  # not behind a view, whose they would be
+        raise UsageError("say the sizes of the axes.", (line.but({}), "for example"))
     if fit:
         sizes = fill(sizes, machine, where(args), typed)
     if args.order is not None:
@@ -179,24 +183,31 @@ def take_axes(text: str, layout: Layout, typed: Typed) -> tuple[Axis, ...]:
     return tuple(by_name[name] for name in names)
 
 
-def whole_views(words: Sequence[str], typed: Typed) -> tuple[list[str], Typed]:
+def whole_views(views: Sequence[str], typed: Typed) -> tuple[list[str], Typed]:
     """Views in one word each, where their sizes are words of their own behind ``moe:``; and the line with these.
 
     >>> whole_views(["moe:", "ep=8", "edp=-1"], Typed(("plan", "dp=8", "--view", "moe:", "ep=8", "edp=-1")))[0]
     ['moe: ep=8 edp=-1']
     """
-
-    def joined(said: Sequence[str]) -> list[str]:
-        views: list[str] = []
-        for word in said:
-            if views and views[-1].partition(" ")[0] in opened and "=" in word and not word.startswith("-"):
-                views[-1] += f" {word}"
-            else:
-                views.append(word)
-        return views
-
-    opened = {word for word in words if word.endswith(":") and " " not in word}
-    return joined(words), Typed(tuple(joined(typed.words)))
+    said: list[str] = []
+    joined: list[str] = []
+    is_open = False
+    for word in typed.words:
+        if is_open and "=" in word and not word.startswith("-"):
+            said[-1] += f" {word}"
+            continue
+        joined += said[-1:] if is_open else []
+        said.append(word)
+        is_open = word in views and word.endswith(":") and " " not in word
+    joined += said[-1:] if is_open else []
+    whole: list[str] = []
+    rest = list(views)
+    while rest:
+        parts = joined[0].split(" ") if joined else []
+        fits = parts == rest[: len(parts)] != []
+        whole.append(joined.pop(0) if fits else rest[0])
+        del rest[: len(parts) if fits else 1]
+    return whole, Typed(tuple(said))
 
 
 def take_views(words: Iterable[str], given: Given) -> dict[str, dict[str, int]]:
@@ -243,9 +254,14 @@ def named(sizes: Mapping[Axis, int], typed: Typed, why: str, order: str = "") ->
     said = [int(number) for number in re.split(r"[,\s]+", order) if number.isdecimal()]
     right = ",".join(names[i] for i in said) if sorted(said) == list(range(len(names))) else ",".join(names)
     words = Typed(tuple(right if word == order else word for word in typed.words))
-    run = [str(size) for size in sizes.values()]
-    better = words.but_run(run, [f"{name}={size}" for name, size in zip(names, run)])
-    raise UsageError(f"{why}, and these axes are numbered: name them.", (better, "for example"))
+    full = [str(size) for size in sizes.values()]
+    runs = [full, *([*full[:i], "-1", *full[i + 1 :]] for i in range(len(full)))]  # one may have been what is left
+    ways = [
+        (words.but_run(run, [f"{a}={n}" for a, n in zip(names, run)]), "for example")
+        for run in runs
+        if words.has_run(run)
+    ]
+    raise UsageError(f"{why}, and these axes are numbered: name them.", *ways[:1])
 
 
 def reorder(sizes: Mapping[Axis, int], order: str, typed: Typed) -> dict[Axis, int]:
@@ -307,12 +323,13 @@ def _named(words: Sequence[str], typed: Typed, inside: str | None = None) -> dic
 
 def _line(words: Sequence[str], right: Sequence[str], typed: Typed, inside: str | None) -> str:
     """The line with other sizes: those of a view where they stand inside one."""
+    there = [size for size in right if size]
     if inside is not None:
         name, colon, _ = inside.rpartition(":")
-        return typed.but({inside: f"{name}{colon}{' ' * bool(colon)}{' '.join(right)}"})
+        return typed.but({inside: f"{name}{colon}{' ' * bool(colon)}{' '.join(there)}"})
     if typed.has_run(words):
-        return typed.but_run(words, right)
-    return Typed(tuple(said for said in typed.words if said not in words)).but({}, *right)  # there are options between
+        return typed.but_run(words, there)
+    return typed.but({word: size or None for word, size in zip(words, right)})  # there are options between
 
 
 def _refuse_meant(words: Sequence[str], wrong: str, typed: Typed, inside: str | None) -> None:
@@ -320,28 +337,33 @@ def _refuse_meant(words: Sequence[str], wrong: str, typed: Typed, inside: str | 
     for some in ([wrong], words):
         meant = _meant(some)
         whole = meant if some is words else [right for word in words for right in (meant if word == wrong else [word])]
-        if meant and _is_well(whole):
+        if not meant or not _is_well(whole) or not (inside is None or "=" in whole[0]):  # axes of a view have names
+            continue
+        if inside is not None or typed.has_run(words):
             says = f"sizes are written {' '.join(meant)}, not {' '.join(some)!r}."
             raise UsageError(says, (_line(words, whole, typed, inside), ""))
 
 
 def _mended(words: Sequence[str], size: int) -> list[str]:
-    """Sizes near what these words say, each axis once.
+    """Sizes near what these words say, one for each; "" for an axis that is there already.
 
     Args:
         size: of an axis that has none.
 
     >>> _mended(["8", "dp=2", "pp", "dp", "4"], 2)
-    ['tp=8', 'dp=2', 'pp=2', 'axis=4']
+    ['tp=8', 'dp=2', 'pp=2', '', 'axis=4']
     """
-    sizes: dict[str, str] = {}
+    axes: set[str] = set()
+    mended: list[str] = []
     said = {word.partition("=")[0] for word in words}
     for word in words:
         name, number = re.search(r"[A-Za-z_][A-Za-z_0-9]*", word), re.search(r"-1|[1-9][0-9]*", word.partition("=")[2])
         number = number or (None if name else re.search(r"[1-9][0-9]*", word))
-        free = next((usual for usual in ("dp", "tp", "pp") if usual not in (said | {*sizes})), "axis")
-        sizes.setdefault(name[0] if name else free, number[0] if number else str(size))
-    return [f"{axis}={size}" for axis, size in sizes.items()]
+        free = next((usual for usual in ("dp", "tp", "pp") if usual not in said | axes), "axis")
+        axis = name[0] if name else free
+        mended.append("" if axis in axes else f"{axis}={number[0] if number else size}")
+        axes.add(axis)
+    return mended
 
 
 def _meant(words: Sequence[str]) -> list[str]:
@@ -406,7 +428,7 @@ def fill(
     changed = ", ".join(
         f"axis {axis} of {right[axis]}" if axis in range(len(sizes)) else f"{axis} {right[axis]}" for axis in other
     )
-    ways = [(better, f"with {changed}")]
+    ways = [(better, f"with {changed}")] if better != typed.but({}) else []
     if host.name == "world" and count == 1:  # nobody started the others
         ways.insert(0, (f"{torchrun(fixed)} -m {typed.but({})}", f"on {many(fixed, 'rank')}"))
     room = _hosts_for(fixed, host, machine)
