@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from pgmesh import wording
+from pgmesh.commands.spelling import SIZE, is_well, meant, mended
 from pgmesh.errors import PgmeshError
 from pgmesh.layout import Axis, Layout, alike
 from pgmesh.machine import Level, Machine, take_machine
@@ -19,7 +20,6 @@ from pgmesh.sizes import divisors, many, torchrun
 
 A = TypeVar("A", str, Axis)
 
-SIZE = r"-1|0*[1-9][0-9]*"
 USUAL = {1: ("dp",), 2: ("dp", "tp"), 3: ("pp", "dp", "tp"), 4: ("pp", "dp", "cp", "tp")}
 """What so many axes are often called."""
 
@@ -310,7 +310,7 @@ def _named(words: Sequence[str], typed: Typed, inside: str | None = None) -> dic
         if not good:
             _refuse_meant(words, word, typed, inside)
         if not good or axis in sizes:
-            right = _mended(words, 2 if inside is None else 1 if "-1" in inside else -1)
+            right = mended(words, 2 if inside is None else 1 if "-1" in inside else -1)
             says = (
                 f"axis {axis} is given twice"
                 if good
@@ -335,57 +335,13 @@ def _line(words: Sequence[str], right: Sequence[str], typed: Typed, inside: str 
 def _refuse_meant(words: Sequence[str], wrong: str, typed: Typed, inside: str | None) -> None:
     """UsageError where it is plain which sizes were meant: by this one word, or by all of them together."""
     for some in ([wrong], words):
-        meant = _meant(some)
-        whole = meant if some is words else [right for word in words for right in (meant if word == wrong else [word])]
-        if not meant or not _is_well(whole) or not (inside is None or "=" in whole[0]):  # axes of a view have names
+        sizes = meant(some)
+        whole = sizes if some is words else [said for word in words for said in (sizes if word == wrong else [word])]
+        if not sizes or not is_well(whole) or not (inside is None or "=" in whole[0]):  # axes of a view have names
             continue
         if inside is not None or typed.has_run(words):
-            says = f"sizes are written {' '.join(meant)}, not {' '.join(some)!r}."
+            says = f"sizes are written {' '.join(sizes)}, not {' '.join(some)!r}."
             raise UsageError(says, (_line(words, whole, typed, inside), ""))
-
-
-def _mended(words: Sequence[str], size: int) -> list[str]:
-    """Sizes near what these words say, one for each; "" for an axis that is there already.
-
-    Args:
-        size: of an axis that has none.
-
-    >>> _mended(["8", "dp=2", "pp", "dp", "4"], 2)
-    ['tp=8', 'dp=2', 'pp=2', '', 'axis=4']
-    """
-    axes: set[str] = set()
-    mended: list[str] = []
-    said = {word.partition("=")[0] for word in words}
-    for word in words:
-        name, number = re.search(r"[A-Za-z_][A-Za-z_0-9]*", word), re.search(r"-1|[1-9][0-9]*", word.partition("=")[2])
-        number = number or (None if name else re.search(r"[1-9][0-9]*", word))
-        free = next((usual for usual in ("dp", "tp", "pp") if usual not in said | axes), "axis")
-        axis = name[0] if name else free
-        mended.append("" if axis in axes else f"{axis}={number[0] if number else size}")
-        axes.add(axis)
-    return mended
-
-
-def _meant(words: Sequence[str]) -> list[str]:
-    """The sizes that words mean that are written in another way; none where that is not plain.
-
-    >>> _meant(["dp=2,tp=-1"]), _meant(["dp", "2", "tp:", "4"]), _meant(["2x4"]), _meant(["dp"])
-    (['dp=2', 'tp=-1'], ['dp=2', 'tp=4'], ['2', '4'], [])
-    """
-    text = " ".join(words)
-    if re.fullmatch(rf"({SIZE})([x*,; ]+({SIZE}))+", text):
-        return re.findall(SIZE, text)
-    pair = rf"(?:([A-Za-z_]\w*) ?[=: ] ?|([A-Za-z_]+))({SIZE})"
-    whole = re.fullmatch(rf"({pair}[,; ]*)+", text)
-    return [f"{spaced or close}={size}" for spaced, close, size in re.findall(pair, text)] if whole else []
-
-
-def _is_well(words: Sequence[str]) -> bool:
-    """Whether these are sizes as they are written, each axis once."""
-    if all(re.fullmatch(SIZE, word) for word in words):
-        return True
-    axes = [axis for axis, _, size in (word.partition("=") for word in words) if re.fullmatch(SIZE, size)]
-    return len(axes) == len(words) == len(set(axes)) and all(map(str.isidentifier, axes))
 
 
 def fill(
