@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +13,7 @@ from pgmesh.parallel import ContextParallel, DataParallel, compose, ring
 from tests.dry import dry_world
 from tests.parallel_models import TinyGPT, alone
 from tests.parallel_steps import train_and_check
+from tests.said import says
 from tests.worlds import check_sums, world
 
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}  # float64: only the order of sums differs
@@ -75,17 +75,26 @@ def train_along_cp(sizes, ranks, how):
     with ProcessGroupMesh(**sizes, ranks=ranks) as mesh:
         context = ContextParallel(mesh, "cp", **how)
         together = compose(mesh, DataParallel(mesh, "dp", over=("dp", "cp")), context)
-        train_and_check(together, TinyGPT(layers=2), alone(TinyGPT(layers=2)), context=context)
+        model = {"layers": 2, "heads": 8}
+        train_and_check(together, TinyGPT(**model), alone(TinyGPT(**model)), context=context)
         check_sums({"cp": (mesh.group("cp"), mesh.ranks("cp"))})
 
 
-@pytest.mark.parametrize("how", [{}, {"balanced": False}, {"attention": "ulysses"}], ids=str)
-def test_training_with_sequences_cut_is_that_of_one_process(how):
-    world(4).run(train_along_cp, {"dp": 1, "cp": 4}, range(4), how)
+@pytest.mark.parametrize(
+    ("sizes", "how"),
+    [
+        ({"dp": 2, "cp": 4}, {}),  # of eight positions: the longest ring of two chunks each
+        ({"dp": 1, "cp": 8}, {"balanced": False}),
+        ({"dp": 1, "cp": 8}, {"attention": "ulysses"}),
+    ],
+    ids=str,
+)
+def test_training_with_sequences_cut_is_that_of_one_process(sizes, how):
+    world(8).run(train_along_cp, sizes, range(8), how)
 
 
 def test_training_on_permuted_ranks_is_that_of_one_process():
-    world(4).run(train_along_cp, {"cp": 2, "dp": 2}, [2, 0, 3, 1], {})
+    world(8).run(train_along_cp, {"cp": 4, "dp": 2}, [5, 2, 7, 0, 3, 6, 1, 4], {})
 
 
 # ---- what needs no other rank ----
@@ -95,13 +104,6 @@ def test_training_on_permuted_ranks_is_that_of_one_process():
 def mesh() -> Iterator[ProcessGroupMesh]:
     with dry_world(5, 8), ProcessGroupMesh(pp=2, cp=4, name="actor") as mesh:
         yield mesh
-
-
-def says(error, call, text):
-    with pytest.raises(error) as caught:
-        call()
-    assert type(caught.value) is error
-    assert str(caught.value) == textwrap.dedent(text).strip()
 
 
 def test_rank_i_holds_chunks_i_and_2n_1_i(mesh):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 
 import pytest
@@ -39,6 +38,7 @@ from tests.parallel_models import (
     weights_of,
 )
 from tests.parallel_steps import train_and_check
+from tests.said import says
 from tests.test_groups import groups_of
 from tests.worlds import check_sums, world
 
@@ -100,7 +100,7 @@ def travel(sizes, over, tensor, counts):
 
     with ProcessGroupMesh(**sizes) as mesh:
         cut = {"tensor": tensor, "columns": ["up"], "rows": ["down"]} if tensor else {}
-        method = ExpertParallel(mesh, "ep", over=over, **cut)
+        method = ExpertParallel(mesh, "ep", over=over, uneven=True, **cut)
         method.apply(layer)
         at = mesh.index(*over)
         mine = [each.split(counts)[at].clone().requires_grad_() for each in (tokens, weights)]
@@ -183,15 +183,15 @@ def trained(sizes, view, over, tensor):
 @pytest.mark.parametrize(
     ("sizes", "view", "over", "tensor"),
     [
-        ({"dp": 4}, {"ep": 4}, ["ep"], None),
-        ({"dp": 4}, {"edp": 2, "ep": 2}, ["edp", "ep"], None),
-        ({"dp": 4}, {"ep": 2, "etp": 2}, ["ep", "etp"], "etp"),
-        ({"dp": 2, "tp": 2}, {"ep": 2, "etp": 2}, ["ep"], "etp"),
+        ({"dp": 8}, {"ep": 8}, ["ep"], None),
+        ({"dp": 8}, {"edp": 2, "ep": 4}, ["edp", "ep"], None),
+        ({"dp": 8}, {"edp": 2, "ep": 2, "etp": 2}, ["edp", "ep", "etp"], "etp"),
+        ({"dp": 4, "tp": 2}, {"ep": 4, "etp": 2}, ["ep"], "etp"),
     ],
     ids=str,
 )
 def test_training_with_experts_shared_out_is_that_of_one_process(sizes, view, over, tensor):
-    world(4).run(trained, sizes, view, over, tensor)
+    world(8).run(trained, sizes, view, over, tensor)
 
 
 # ---- what needs no other rank ----
@@ -207,13 +207,6 @@ def layer_of(experts: int = 4, expert=Expert) -> nn.Module:
     layer = nn.Module()
     layer.mix, layer.experts = mix, nn.ModuleList(expert() for _ in range(experts))
     return layer
-
-
-def says(error, call, text):
-    with pytest.raises(error) as caught:
-        call()
-    assert type(caught.value) is error
-    assert str(caught.value) == textwrap.dedent(text).strip()
 
 
 def test_a_rank_keeps_its_experts_under_their_names(mesh):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,6 +65,8 @@ NEVER = {
 SEAM = "groups"
 """The one file that may use private names of torch."""
 
+NAMED_TUPLE = {"_asdict", "_fields", "_make", "_replace"}
+
 
 def offences(path: str, source: str) -> list[str]:
     """What is wrong with what a file imports, given its path inside pgmesh/."""
@@ -75,7 +78,8 @@ def offences(path: str, source: str) -> list[str]:
     found = {(line, f"imports {name}, which is not above it") for line, name in imports if not may_import(floor, name)}
     found |= {(line, f"imports {name}") for line, name in imports if is_in(NEVER.get(floor, "-"), name)}
     if floor != SEAM:
-        found |= {(line, f"uses {name}, which is private") for line, name in private_names(path, tree)}
+        private = [*private_names(path, tree), *foreign_names(path, tree, ours() | defined_names(source))]
+        found |= {(line, f"uses {name}, which is private") for line, name in private}
     return [f"{path}:{line} {what}" for line, what in sorted(found)]
 
 
@@ -124,6 +128,37 @@ def private_names(path: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
         private = [i for i, part in enumerate(parts) if part.startswith("_") and not part.startswith("__")]
         if is_in("torch", name) and private:
             yield line, ".".join(parts[: private[0] + 1])
+
+
+def foreign_names(path: str, tree: ast.AST, ours: set[str]) -> Iterator[tuple[int, str]]:
+    """Private names, asked of an object, that nobody in pgmesh defines: they are somebody else's, most likely torch's.
+
+    Names of modules are not looked at, which ``private_names`` knows, nor the public ones of a named tuple. What is
+    called alike here and there goes unseen.
+    """
+    modules = {bound for _, bound, _ in names_imported(path, tree)}
+    for node in (node for node in ast.walk(tree) if isinstance(node, ast.Attribute)):
+        private = node.attr.startswith("_") and not node.attr.startswith("__")
+        if private and node.attr not in ours | NAMED_TUPLE and dotted(node)[0] not in modules:
+            yield node.lineno, ".".join(dotted(node))
+
+
+@functools.cache
+def ours() -> set[str]:
+    return set().union(*(defined_names(file.read_text()) for file in PACKAGE.rglob("*.py")))
+
+
+def defined_names(source: str) -> set[str]:
+    """The names that a file gives to something: functions, classes, what is assigned to, and slots."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+            found.add(node.id if isinstance(node, ast.Name) else node.attr)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+    return found
 
 
 def dotted(node: ast.expr) -> list[str]:
@@ -186,6 +221,12 @@ def test_imports_point_down_only(file):
             "from torch.distributed.c10d import _x",
             "uses torch.distributed.c10d._x, which is private",
         ),
+        ("parallel/data.py", "def f(module):\n    return module._modules", "uses module._modules, which is private"),
+        (
+            "parallel/data.py",
+            "for a in b():\n    a.c()._parameters",
+            "uses (an expression)._parameters, which is private",
+        ),
     ],
 )
 def test_a_wrong_import_is_seen(path, source, complaint):
@@ -217,8 +258,9 @@ def test_a_new_file_has_to_be_given_a_floor():
         ),
         ("interop/__init__.py", "from pgmesh.interop.device_mesh import x\nfrom .device_mesh import y"),
         ("groups.py", "import torch\ntorch._C\nfrom torch.distributed.c10d import _x"),
-        ("launch.py", "import os, torch\nos._exit(1)\ntorch.__version__\nself._torch\ntorch.f(self._x).y"),
+        ("launch.py", "import os, torch\nos._exit(1)\ntorch.__version__\nself._torch = 1\ntorch.f(self._torch).y"),
         ("__main__.py", "import pgmesh.parallel"),
+        ("parallel/data.py", "a._mine = b\nc(d)._mine\nmesh._family\nmesh.stats()._replace(e=f)"),
     ],
 )
 def test_a_right_import_is_let_pass(path, source):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -18,9 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pgmesh import AxisError, MembershipError, MethodError, OptionsError, PgmeshError, ProcessGroupMesh, ShapeError
-from pgmesh.parallel import DataParallel, Level, Method, compose, find
+from pgmesh import AxisError, MembershipError, MethodError, OptionsError, ProcessGroupMesh, ShapeError
+from pgmesh.layout import Axis, Layout
+from pgmesh.parallel import DataParallel, ExpertParallel, Level, Method, compose, find
+from pgmesh.parallel.composing import meeting
 from tests.dry import dry_world
+from tests.said import says
 from tests.test_groups import groups_of
 from tests.worlds import check_sums, world
 
@@ -31,13 +34,6 @@ ROOT = Path(__file__).parent.parent
 def mesh() -> Iterator[ProcessGroupMesh]:
     with dry_world(5, 8), ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor") as mesh:
         yield mesh
-
-
-def says(error: type[PgmeshError], call: Callable[[], object], text: str) -> None:
-    with pytest.raises(error) as caught:
-        call()
-    assert type(caught.value) is error
-    assert str(caught.value) == textwrap.dedent(text).strip()
 
 
 class Signs(Method):
@@ -228,9 +224,16 @@ def test_no_axis_is_forgotten(mesh: ProcessGroupMesh):
         compose(mesh, unowned=["qq"])
 
 
+class Experts(Context):
+    """Lies over the ranks of others, but for those of stages."""
+
+    def shares(self, axis: Axis, other: Method) -> bool:
+        return other.level is not Level.PIPELINE
+
+
 def test_a_method_may_be_on_a_view_of_the_mesh_and_not_on_another(mesh: ProcessGroupMesh):
-    moe = mesh.view(edp=2, ep=4)
-    both = compose(mesh, Data(mesh, "dp"), Context(moe, "ep"), unowned=["pp", "tp"])
+    moe = mesh.view(pp=2, edp=1, ep=4)
+    both = compose(mesh, Data(mesh, "dp"), Experts(moe, "ep"), Tensor(mesh, "tp"), Pipeline(mesh, "pp"))
     assert (both.size, both.index) == (2, 0)
     with ProcessGroupMesh(dp=8, name="critic") as critic:
         says(
@@ -239,6 +242,104 @@ def test_a_method_may_be_on_a_view_of_the_mesh_and_not_on_another(mesh: ProcessG
             "Data along dp is on mesh 'critic', but is composed on mesh 'actor'. "
             "Methods of one composition are on one mesh, its views and its slices.",
         )
+
+
+def owned_twice(one: str, axis: str, other: str, its: str, ranks: str) -> str:
+    return (
+        f"ranks {ranks} have two owners: {one} has both along {axis}, and {other} both along {its} of another view or "
+        "slice. An axis has one owner, whatever it is called; experts alone, and methods that say so in shares(), lie "
+        f"over the ranks of others.\n\n  mesh.view(...)   # of which {its} lies over other ranks than {axis}"
+    )
+
+
+def test_an_axis_of_a_view_or_a_slice_that_lies_over_an_owned_one_has_two_owners(mesh: ProcessGroupMesh):
+    dp, tp = Data(mesh, "dp"), Tensor(mesh, "tp")
+    for view, its, axis, ranks in [
+        (mesh.view(pp=2, edp=2, etp=2), "edp", "dp", "0 and 2"),  # dp by another name
+        (mesh.view(all=8), "all", "dp", "0 and 2"),
+        (mesh.view(pp=2, both=4), "both", "dp", "0 and 2"),
+        (mesh.at(pp=1), "dp", "dp", "4 and 6"),
+        (mesh.along("tp"), "tp", "tp", "4 and 5"),
+    ]:
+        method = Context(view, its)
+        one = dp if axis == "dp" else tp
+        says(
+            AxisError,
+            lambda method=method: compose(mesh, dp, tp, method, unowned=["pp"]),
+            owned_twice(str(one), axis, str(method), its, ranks),
+        )
+    compose(mesh, dp, tp, Context(mesh.view(stage=2, rest=4), "stage"), unowned=["pp"])  # over pp, which nobody owns
+    compose(mesh, Data(mesh.at(pp=1), "dp"), Tensor(mesh.along("tp"), "tp"), Pipeline(mesh, "pp"))
+
+
+def test_experts_lie_over_any_ranks_but_those_of_stages(mesh: ProcessGroupMesh):
+    dense = [Data(mesh, "dp"), Tensor(mesh, "tp"), Pipeline(mesh, "pp")]
+    for sizes, axes, over, tensor in [
+        ({"pp": 2, "ep": 4}, ["ep"], ["ep"], None),  # over dp and tp
+        ({"pp": 2, "edp": 2, "ep": 2}, ["ep"], ["edp", "ep"], None),  # over tp
+        ({"pp": 2, "ep": 2, "etp": 2}, ["ep"], ["ep"], "etp"),  # experts cut where layers are
+        ({"pp": 2, "etp": 2, "ep": 2}, ["ep"], ["etp", "ep"], "etp"),  # of tokens that are gathered
+    ]:
+        cut = {"tensor": tensor, "columns": ["up"], "rows": ["down"]} if tensor else {}
+        compose(mesh, *dense, ExpertParallel(mesh.view(**sizes), *axes, over=over, **cut))
+    cut = {"tensor": "etp", "columns": ["up"], "rows": ["down"]}
+    says(
+        AxisError,
+        lambda: compose(mesh, *dense, ExpertParallel(mesh.view(pp=2, etp=2, ep=2), "ep", **cut)),
+        owned_twice("Data along dp", "dp", "ExpertParallel along etp, ep", "etp", "0 and 2"),  # whose rows differ
+    )
+    for sizes, axis in [({"ep": 8}, "ep"), ({"ep": 4, "edp": 2}, "ep"), ({"ep": 2, "edp": 4}, "ep")]:
+        experts = ExpertParallel(mesh.view(**sizes), axis)
+        says(
+            AxisError,
+            lambda experts=experts: compose(mesh, *dense, experts),
+            owned_twice("Pipeline along pp", "pp", "ExpertParallel along ep", "ep", "0 and 4"),
+        )
+    says(
+        AxisError,
+        lambda: compose(mesh, *dense, ExpertParallel(mesh.view(edp=4, ep=2), "ep", over=["edp", "ep"])),
+        """
+        ExpertParallel along ep sums over edp, and so over ranks 0 and 4, which are stages of Pipeline along pp: they have different weights.
+
+          ExpertParallel(..., over=...)   # axes that stay within a stage
+        """,  # noqa: E501
+    )
+    says(
+        AxisError,
+        lambda: compose(mesh, Data(mesh, "dp", over=["pp", "dp"]), *dense[1:]),
+        """
+        Data along dp sums over pp, and so over ranks 0 and 4, which are stages of Pipeline along pp: they have different weights.
+
+          Data(..., over=...)   # axes that stay within a stage
+        """,  # noqa: E501
+    )
+
+
+def test_an_axis_is_owned_by_who_owns_all_of_its_ranks_in_a_view_or_a_slice(mesh: ProcessGroupMesh):
+    rest = [Pipeline(mesh, "pp")]
+    together = compose(mesh, Data(mesh.view(pp=2, all=4), "all"), *rest)
+    assert (together.size, together.index) == (4, 1)
+    compose(mesh, Data(mesh.at(pp=1), "dp"), Tensor(mesh, "tp"), *rest)
+    for half in (Data(mesh.view(2, 2, 2), 1), Experts(mesh.view(pp=2, ep=4), "ep"), Data(mesh.at(pp=1), "dp")):
+        with pytest.raises(AxisError, match=r"^no method owns (tp|dp)=2, so its 2 ranks would do the same work"):
+            compose(mesh, half, *rest)
+    with pytest.raises(AxisError, match=r"^no method owns pp=2"):
+        compose(mesh, Data(mesh.at(pp=1), "dp", "tp"))
+
+
+@pytest.mark.parametrize("ranks", [None, [5, 2, 7, 0, 3, 6, 1, 4, 8, 9, 11, 10]], ids=["in order", "permuted"])
+def test_ranks_meet_where_a_plain_list_says_so(ranks: list[int] | None):
+    whole = Layout(12) if ranks is None else Layout(12, ranks=ranks)
+    shapes = [(3, 4), (4, 3), (2, 6), (6, 2), (2, 3, 2), (3, 2, 2), (2, 2, 3), (12,)]
+    views = [whole.view(*shape) for shape in shapes]
+    slices = [view.at({0: i}) for view in views for i in (0, 1) if len(view.axes) > 1]
+    for one, other in itertools.product(views, views + slices):
+        for axis, its in itertools.product(one.axes, other.axes):
+            theirs = [{*block} for block in other.partition(its)]
+            pairs = [{*block} & its_block for block in one.partition(axis) for its_block in theirs]
+            both = meeting(one, axis, other, its)
+            assert (both is not None) == any(len(pair) > 1 for pair in pairs), (one, axis, other, its)
+            assert both is None or any({*both} <= pair for pair in pairs)
 
 
 def test_compose_takes_methods(mesh: ProcessGroupMesh):

@@ -14,16 +14,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from pgmesh import AxisError, MethodError, OptionsError, PlaceError, ProcessGroupMesh, ShapeError
 from pgmesh.parallel import (
     Composition,
     DataParallel,
-    Level,
     Method,
     PipelineParallel,
     ShardedDataParallel,
+    TensorParallel,
     checkpoint,
     compose,
     weights,
@@ -50,8 +49,9 @@ from tests.parallel_models import (
     weights_of,
     whole,
 )
+from tests.said import says
 from tests.test_groups import groups_of
-from tests.test_parallel_base import says
+from tests.test_tensor_parallel import BLOCKS
 from tests.worlds import check_sums, world
 
 torch.set_num_threads(1)  # also on ranks, which import this: others share their cores
@@ -62,18 +62,8 @@ def expected(*, clip: float | None = None, **model: Any) -> Trained:
     return alone(TinyGPT(**model), clip=clip)
 
 
-class Split(Method):
-    """Tensor parallelism by torch's own styles, as anybody could write it."""
-
-    level = Level.TENSOR
-
-    def apply(self, module: nn.Module) -> nn.Module:
-        into, out_of = ColwiseParallel(), RowwiseParallel()
-        for block in module.blocks:
-            if hasattr(block, "qkv"):
-                plan = {"qkv": into, "out": out_of, "up": into, "down": out_of}
-                parallelize_module(block, self.mesh.device_mesh(*self.owns), plan)
-        return module
+def split(mesh: ProcessGroupMesh) -> TensorParallel:
+    return TensorParallel(mesh, "tp", plan=BLOCKS)
 
 
 def stages(mesh: ProcessGroupMesh, axis: str = "pp", **changes: Any) -> PipelineParallel:
@@ -175,7 +165,7 @@ def sharded() -> None:
         dist.barrier()
     with ProcessGroupMesh(dp=2, mid=1, cp=2, tp=2, name="combined") as mesh:
         method = ShardedDataParallel(mesh, "dp", over=("dp", "cp"))
-        module = train_and_check(compose(mesh, method, Split(mesh, "tp"), unowned=["cp"]))
+        module = train_and_check(compose(mesh, method, split(mesh), unowned=["cp"]))
         weight = module.blocks[0].up.weight
         assert weight.device_mesh.mesh_dim_names == ("dp_cp", "tp")
         assert weight.to_local().numel() == weight.numel() / 8
@@ -219,7 +209,7 @@ def test_axes_that_cannot_be_cut_along_are_told():
         )
         says(
             MethodError,
-            lambda: DataParallel(mesh, "dp").apply(Split(mesh, "tp").apply(TinyGPT())),
+            lambda: DataParallel(mesh, "dp").apply(split(mesh).apply(TinyGPT())),
             "blocks.0.qkv.weight is cut already, as a DTensor, which torch's DDP does not take; fully_shard does, also "
             "with weights that stay whole along dp.\n\n"
             "  ShardedDataParallel(mesh, 'dp', replicate=['dp'])",
@@ -290,7 +280,7 @@ def in_no_time() -> None:
     mesh = ProcessGroupMesh(pp=2, tp=4)
     for schedule, virtual, tied in [("zero-bubble", 1, True), ("zero-bubble", 2, False), ("zero-bubble-v", 2, True)]:
         pipeline = stages(mesh, schedule=schedule, virtual=virtual, microbatches=4)
-        train_and_check(compose(mesh, pipeline, Split(mesh, "tp")), tied=tied)
+        train_and_check(compose(mesh, pipeline, split(mesh)), tied=tied)
 
 
 def test_zero_bubble_schedules_with_tensor_parallel():
@@ -473,7 +463,7 @@ def test_the_parts_share_the_weights_of_the_whole_and_leave_it_as_it_is():
 def dp_pp_tp(ranks: list[int] | None, replicate: list[str], tied: bool) -> None:
     mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, ranks=ranks)
     data = ShardedDataParallel(mesh, "dp", replicate=replicate)
-    module = train_and_check(compose(mesh, stages(mesh), data, Split(mesh, "tp")), tied=tied)
+    module = train_and_check(compose(mesh, stages(mesh), data, split(mesh)), tied=tied)
     weight = next(block for block in module.parts[0].blocks if hasattr(block, "up")).up.weight
     assert weight.numel() / weight.to_local().numel() == (2 if replicate else 4)
 
@@ -489,7 +479,7 @@ def test_data_pipeline_and_tensor_parallel(ranks: list[int] | None, replicate: l
 
 def hsdp_tp() -> None:
     mesh = ProcessGroupMesh(rep=2, dp=2, tp=2)
-    composition = compose(mesh, Split(mesh, "tp"), ShardedDataParallel(mesh, "rep", "dp", replicate="rep"))
+    composition = compose(mesh, split(mesh), ShardedDataParallel(mesh, "rep", "dp", replicate="rep"))
     train_and_check(composition, tied=True)
 
 
@@ -504,7 +494,7 @@ def two_meshes() -> None:
     judge = ProcessGroupMesh(tp=2, pp=2, dp=2, ranks=[0, 2, 4, 6, 1, 3, 5, 7], name="judge")
     runs = []
     for seed, mesh in enumerate((actor, critic, judge)):
-        methods: list[Method] = [Split(mesh, "tp"), ShardedDataParallel(mesh, "dp")]
+        methods: list[Method] = [split(mesh), ShardedDataParallel(mesh, "dp")]
         composition = compose(mesh, *methods, *([stages(mesh)] if "pp" in mesh.axes else []))
         module = composition.apply(TinyGPT(seed=seed, tied=seed == 2))
         runs.append((composition, module, torch.optim.AdamW(module.parameters(), 0.05, eps=1e-4), seed))
@@ -540,7 +530,7 @@ def clipped() -> None:
         with ProcessGroupMesh(name=name, **shape) as mesh:
             methods: list[Method] = [(DataParallel if name == "virtual" else ShardedDataParallel)(mesh, "dp")]
             if "tp" in shape:
-                methods.append(Split(mesh, "tp"))
+                methods.append(split(mesh))
             if "pp" in shape:
                 methods.append(stages(mesh, schedule="interleaved", virtual=2 if name == "virtual" else 1))
             composition = compose(mesh, *methods)
@@ -601,12 +591,12 @@ def one_start() -> None:
     torch.manual_seed(mesh.ranks("dp", "tp")[0])
     assert layer.weight.equal(torch.randn(4))
     assert layer.weight.equal(mine) == (mesh.index("dp", "tp") == 0)
-    split = Split(mesh, "tp").apply(TinyGPT(seed=mesh.index("pp", "dp")))
-    weights.broadcast(split, mesh, "pp", "dp")
-    same("broadcast", weights_of(split), weights_of(TinyGPT(seed=0)))
+    cut = split(mesh).apply(TinyGPT(seed=mesh.index("pp", "dp")))
+    weights.broadcast(cut, mesh, "pp", "dp")
+    same("broadcast", weights_of(cut), weights_of(TinyGPT(seed=0)))
     says(
         MethodError,
-        lambda: weights.broadcast(split, mesh, "tp"),
+        lambda: weights.broadcast(cut, mesh, "tp"),
         "blocks.0.qkv.weight is cut along tp, whose ranks mean to hold different parts of it: broadcast along axes "
         "that it is whole along, or before it is cut.",
     )
@@ -621,7 +611,7 @@ def methods_of(mesh: ProcessGroupMesh) -> list[Method]:
     """Sharded where there is dp, split where there is tp, in stages where there is pp, two on a rank."""
     methods: list[Method] = [ShardedDataParallel(mesh, "dp")]
     if "tp" in mesh.axes:
-        methods.append(Split(mesh, "tp"))
+        methods.append(split(mesh))
     if "pp" in mesh.axes:
         methods.append(stages(mesh, schedule="interleaved", virtual=2))
     return methods

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 
 import pytest
@@ -11,10 +10,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from pgmesh import AxisError, MethodError, OptionsError, ProcessGroupMesh, ShapeError
-from pgmesh.parallel import TensorParallel, attention_plan, compose, mlp_plan
+from pgmesh.parallel import PipelineParallel, TensorParallel, attention_plan, compose, mlp_plan
 from tests.dry import dry_world
-from tests.parallel_models import TinyGPT, alone
+from tests.parallel_models import FIRST, LAST, TinyGPT, alone
 from tests.parallel_steps import train_and_check
+from tests.said import says
 from tests.test_groups import groups_of
 from tests.worlds import check_sums, world
 
@@ -29,7 +29,7 @@ SEQUENCE = {
 }
 CASES = {
     "blocks": {"plan": BLOCKS},
-    "words": {"plan": WORDS, "heads": 4},
+    "words": {"plan": WORDS, "heads": 8},
     "gathered": {"plan": {**BLOCKS, "head": "gathered"}},
     "sequence": {"plan": SEQUENCE, "sequence": True},
     "torch's": {"plan": {**BLOCKS, "blocks.*.up": ColwiseParallel()}},
@@ -43,9 +43,8 @@ def trained(sizes, ranks, cases):
             tied = case == "tied"
             method = TensorParallel(mesh, "tp", **CASES[case])
             together = compose(mesh, method, unowned=[axis for axis in mesh.axes if axis != "tp"])
-            model = train_and_check(
-                together, TinyGPT(tied=tied, layers=2), alone(TinyGPT(tied=tied, layers=2)), around=method.loss
-            )
+            model = {"tied": tied, "layers": 2, "heads": 8}
+            model = train_and_check(together, TinyGPT(**model), alone(TinyGPT(**model)), around=method.loss)
             cut = model.blocks[0].up.weight
             assert cut.to_local().size(0) * mesh.size("tp") == cut.size(0)
             if tied:
@@ -55,12 +54,12 @@ def trained(sizes, ranks, cases):
         check_sums(groups_of(mesh))
 
 
-def test_training_with_layers_cut_in_four_is_that_of_one_process():
-    world(4).run(trained, {"tp": 4}, range(4), list(CASES))
+def test_training_with_layers_cut_in_eight_is_that_of_one_process():
+    world(8).run(trained, {"tp": 8}, range(8), list(CASES))
 
 
 def test_training_on_permuted_ranks_is_that_of_one_process():
-    world(4).run(trained, {"tp": 2, "dp": 2}, [2, 0, 3, 1], ["words", "sequence"])
+    world(8).run(trained, {"tp": 4, "dp": 2}, [5, 2, 7, 0, 3, 6, 1, 4], ["words", "sequence"])
 
 
 # ---- what needs no other rank ----
@@ -70,13 +69,6 @@ def test_training_on_permuted_ranks_is_that_of_one_process():
 def mesh() -> Iterator[ProcessGroupMesh]:
     with dry_world(5, 8), ProcessGroupMesh(dp=2, tp=4, name="actor") as mesh:
         yield mesh
-
-
-def says(error, call, text):
-    with pytest.raises(error) as caught:
-        call()
-    assert type(caught.value) is error
-    assert str(caught.value) == textwrap.dedent(text).strip()
 
 
 def test_ready_plans_name_layers_into_and_out_of():
@@ -98,6 +90,25 @@ def test_what_another_stage_has_is_left_to_it(mesh):
     model.tokens = model.places = None
     TensorParallel(mesh, "tp", plan=WORDS).apply(model)
     assert isinstance(model.head.weight, DTensor)
+
+
+@pytest.mark.parametrize("pattern", ["tokens", "t*", "place?", "blocks.0.up", "blocks.*.up"])
+def test_what_a_pipeline_has_cut_off_may_be_named(mesh, pattern):
+    pipeline = PipelineParallel(mesh, "dp", layers="blocks", first=FIRST, last=LAST, loss=None, microbatches=2)
+    (part,) = pipeline.cut(TinyGPT())
+    TensorParallel(mesh, "tp", plan={pattern: "columns"}).apply(part)
+    cut = [name for name, weight in part.named_parameters() if isinstance(weight, DTensor) and "bias" not in name]
+    assert cut == (["blocks.2.up.weight", "blocks.3.up.weight"] if pattern == "blocks.*.up" else [])
+    with pytest.raises(MethodError, match=r"^the plan names 'tokenz', which TinyGPT does not have"):
+        TensorParallel(mesh, "tp", plan={"tokenz": "columns"}).apply(part)
+
+
+def test_a_module_under_two_names_is_cut_once(mesh, monkeypatch):
+    cut, twice = [], nn.Module()
+    twice.one = twice.other = nn.Linear(4, 8)
+    monkeypatch.setattr("pgmesh.parallel.tensor.parallelize_module", lambda module, *how: cut.append(module))
+    TensorParallel(mesh, "tp", plan={"one": "columns", "o*r": "columns"}).apply(twice)
+    assert cut == [twice.one]
 
 
 def test_sizes_that_do_not_divide_are_told_with_those_that_would(mesh):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
+from fnmatch import fnmatch
+from typing import Any
 
 from torch import nn
 
 MARK = "pgmesh_apart"
+GONE = "pgmesh_gone"
 
 
 def keep_apart(weights: Iterable[nn.Parameter], cut: str = "") -> None:
@@ -25,12 +27,40 @@ def kept_apart(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: weight for name, weight in module.named_parameters() if hasattr(weight, MARK)}
 
 
-def is_elsewhere(module: nn.Module | None) -> bool:
-    """Whether another stage of a pipeline has this module: here it is None, or what stands in for it."""
-    pipeline = sys.modules.get("pgmesh.parallel.pipeline")
-    return module is None or (pipeline is not None and isinstance(module, pipeline.Elsewhere))
+class Elsewhere(nn.Module):
+    """In place of a layer that another stage of a pipeline has: it passes on what it is given."""
+
+    def forward(self, x: Any, *more: Any, **keywords: Any) -> Any:
+        return x
 
 
 def is_part(module: nn.Module) -> bool:
     """Whether other stages of a pipeline have some of a module."""
-    return any(is_elsewhere(child) for each in module.modules() for child in each._modules.values())
+    return any(isinstance(each, Elsewhere) or hasattr(each, GONE) for each in module.modules())
+
+
+def named(module: nn.Module, pattern: str) -> list[str]:
+    """The modules that a dotted name with * for any names, but for those that another stage has."""
+    each = module.named_modules(remove_duplicate=False)
+    return [name for name, found in each if fits(name, pattern) and not isinstance(found, Elsewhere)]
+
+
+def is_elsewhere(module: nn.Module, pattern: str) -> bool:
+    """Whether another stage has something that a pattern names, or what holds it: here it is None, or stood in for."""
+    gone = [name for name, each in module.named_modules() if isinstance(each, Elsewhere)]
+    gone += getattr(module, GONE, ())
+    words = pattern.split(".")
+    if any(fits(name, ".".join(words[: name.count(".") + 1])) for name in gone):
+        return True
+    found: Any = module
+    for word in words:  # None, in a stage that was cut by hand
+        found = getattr(found, word, module)
+        if found is None or found is module:
+            return found is None
+    return False
+
+
+def fits(name: str, pattern: str) -> bool:
+    """Whether a dotted name is one that a pattern names, word by word."""
+    words, wanted = name.split("."), pattern.split(".")
+    return len(words) == len(wanted) and all(map(fnmatch, words, wanted))

@@ -110,6 +110,14 @@ class Method:
         """
         return self.apply(inner(module))
 
+    def shares(self, axis: Axis, other: Method) -> bool:
+        """Whether the ranks along an axis of its own may be another method's too, which reads them with other axes.
+
+        They may not, unless a method says so: experts are shared out over ranks that other methods made hold tokens of
+        their own. ``compose`` asks where methods are on different views or slices of a mesh.
+        """
+        return False
+
     @property
     def size(self) -> int:
         """How many ranks share out the rows of a batch along its axes; 1 where all of them read the same rows."""

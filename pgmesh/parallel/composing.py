@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from pgmesh.errors import AxisError, MethodError
 from pgmesh.layout import Axis, Layout
 from pgmesh.mesh import ProcessGroupMesh
-from pgmesh.parallel.base import Method, listed, share, sizes_of
+from pgmesh.parallel.base import Level, Method, listed, share, sizes_of
 
 
 class Composition:
@@ -116,7 +117,8 @@ def compose(mesh: ProcessGroupMesh, *methods: Method, unowned: Iterable[Axis] = 
         unowned: axes of more than one rank that no method owns, on purpose.
 
     Raises:
-        AxisError: an axis with two owners, or of more than one rank and with none.
+        AxisError: an axis with two owners, or of more than one rank and with none; methods on different views or slices
+            that own the same ranks, though neither ``shares`` them; a sum over stages of a pipeline.
         MethodError: what is no method, or is on another mesh.
 
     >>> from pgmesh.parallel import Level, Method, compose
@@ -127,7 +129,6 @@ def compose(mesh: ProcessGroupMesh, *methods: Method, unowned: Iterable[Axis] = 
     >>> compose(mesh, Rows(mesh, "dp"), Weights(mesh, "tp"), unowned=["pp"])
     Composition(Weights along tp; Rows along dp)
     """
-    owners: dict[tuple[Layout, Axis], Method] = {}
     for method in methods:
         if not isinstance(method, Method):
             named = method.__name__ if isinstance(method, type) else "DataParallel"
@@ -138,23 +139,73 @@ def compose(mesh: ProcessGroupMesh, *methods: Method, unowned: Iterable[Axis] = 
                 f"{method} is on {method.mesh._family.words}, but is composed on {mesh._family.words}. "
                 f"Methods of one composition are on one mesh, its views and its slices."
             )
-        for axis in method.owns:
-            other = owners.setdefault((method.mesh.layout, axis), method)
-            if other is not method:
-                raise AxisError(
-                    f"axis {axis} has two owners: {other}, and {method}. An axis has one; what sums over it too "
-                    f"says so.\n\n"
-                    f"  {type(method).__name__}(mesh, ..., over=...)   # the axes it sums over, {axis} among them"
-                )
+    for one, other in itertools.combinations(methods, 2):
+        check_apart(one, other)
     meant = mesh.along(*unowned).axes if (unowned := tuple(unowned)) else ()
     for axis in mesh.axes:
-        if mesh.size(axis) > 1 and (mesh.layout, axis) not in owners and axis not in meant:
+        if mesh.size(axis) > 1 and axis not in meant and not any(has(method, mesh, axis) for method in methods):
+            owned = listed(axis for method in methods for axis in method.owns)
             raise AxisError(
                 f"no method owns {sizes_of(mesh, [axis])}, so its {mesh.size(axis)} ranks would do the same work "
-                f"unaware of each other. Owned are: {listed(axis for _, axis in owners) or 'none'}.\n\n"
+                f"unaware of each other. Owned are: {owned or 'none'}.\n\n"
                 f"  compose(mesh, ..., unowned=[{axis!r}])   # if that is meant"
             )
     return Composition(mesh, tuple(sorted(methods, key=lambda method: method.level)))
+
+
+def check_apart(one: Method, other: Method) -> None:
+    """Two methods own no axis in common, nor ranks that one of them does not share, nor sums over another's stages."""
+    alike = one.mesh.layout == other.mesh.layout
+    for axis, its in itertools.product(one.owns, other.owns):
+        if alike and axis == its:
+            raise AxisError(
+                f"axis {axis} has two owners: {one}, and {other}. An axis has one; what sums over it too says so.\n\n"
+                f"  {type(other).__name__}(mesh, ..., over=...)   # the axes it sums over, {axis} among them"
+            )
+        shared = alike or one.shares(axis, other) or other.shares(its, one)
+        if both := None if shared else meeting(one.mesh.layout, axis, other.mesh.layout, its):
+            raise AxisError(
+                f"ranks {both[0]} and {both[1]} have two owners: {one} has both along {axis}, and {other} both along "
+                f"{its} of another view or slice. An axis has one owner, whatever it is called; experts alone, and "
+                "methods that say so in shares(), lie over the ranks of others.\n\n"
+                f"  mesh.view(...)   # of which {its} lies over other ranks than {axis}"
+            )
+    for stages, sums in ((one, other), (other, one)):
+        if stages.level is Level.PIPELINE and sums.level is not Level.PIPELINE:
+            for axis, its in itertools.product(stages.owns, sums.reduces):
+                if both := meeting(stages.mesh.layout, axis, sums.mesh.layout, its):
+                    raise AxisError(
+                        f"{sums} sums over {its}, and so over ranks {both[0]} and {both[1]}, which are stages of "
+                        f"{stages}: they have different weights.\n\n"
+                        f"  {type(sums).__name__}(..., over=...)   # axes that stay within a stage"
+                    )
+
+
+def meeting(layout: Layout, axis: Axis, other: Layout, its: Axis) -> tuple[int, int] | None:
+    """Two ranks that share a block along an axis of one layout and a block along an axis of another."""
+    if layout == other:
+        block = layout.block_of(layout.ranks()[0], axis)
+        return (block[0], block[1]) if axis == its and len(block) > 1 else None
+    for block in other.partition(its) if layout.size(axis) > 1 and other.size(its) > 1 else ():
+        seen: dict[tuple[int, ...], int] = {}  # where along the other axes of the layout
+        for rank in block:
+            if rank in layout:
+                place = tuple(i for name, i in zip(layout.axes, layout.coord_of(rank)) if name != axis)
+                if place in seen:
+                    return seen[place], rank
+                seen[place] = rank
+    return None
+
+
+def has(method: Method, mesh: ProcessGroupMesh, axis: Axis) -> bool:
+    """Whether a method owns an axis of the mesh: as its own, or as part of one of a view or of a slice."""
+    layout = method.mesh.layout
+    if layout == mesh.layout:
+        return axis in method.owns
+    if type(method).shares is not Method.shares:
+        return False  # it lies over ranks of others, who own them
+    blocks = [block for block in mesh.layout.partition(axis) if any(rank in layout for rank in block)]
+    return all(block[0] in layout and {*block} <= {*layout.block_of(block[0], *method.owns)} for block in blocks)
 
 
 def groups_held(mesh: ProcessGroupMesh) -> set[tuple[int, ...]]:

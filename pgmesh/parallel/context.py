@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from pgmesh.errors import MethodError, OptionsError, ShapeError
 from pgmesh.parallel.apart import is_part
 from pgmesh.parallel.base import Level, Method, sizes_of
+from pgmesh.parallel.even import check_even
 from pgmesh.parallel.exchange import gather
 from pgmesh.parallel.ring import ring_attention, ulysses_attention
 from pgmesh.parallel.shares import multiples_near
@@ -103,9 +104,13 @@ class ContextParallel(Method):
 
         Every rank along the axes calls it, forward and backward, with parts of one length.
 
+        Each forward begins with a small exchange, in which ranks tell what they bring: so parts that do not fit
+        together are an error on all of them, before any is sent.
+
         Raises:
             OptionsError: a mask other than the causal one, or dropout: neither would be that of one process.
-            ShapeError: ulysses with heads, or a balanced ring with positions, that do not divide.
+            ShapeError: parts of unequal lengths; or ulysses with heads, or a balanced ring with positions, that do not
+                divide.
         """
         if attn_mask is not None or dropout_p:
             what = "mask of its own" if attn_mask is not None else f"dropout ({dropout_p})"
@@ -113,6 +118,19 @@ class ContextParallel(Method):
                 f"attention along {self._sizes} knows no {what}: is_causal=True is the one mask, and dropout_p is 0.0."
             )
         group = self.mesh.group(*self.owns)
+        self._check_even(
+            query.device,
+            {
+                "positions": query.size(-2),
+                "positions of keys": key.size(-2),
+                "heads": query.size(-3),
+                "heads of keys": key.size(-3),
+                "numbers in a key": key.size(-1),
+                "numbers in a value": value.size(-1),
+                "rows": key.shape[:-3].numel(),
+                "bytes in a number": key.element_size(),
+            },
+        )
         if self._ring:
             self._check_balanced(query.size(-2))
             return ring_attention(
@@ -161,7 +179,12 @@ class ContextParallel(Method):
 
         Args:
             along: the tensor's dimension that counts positions.
+
+        Raises:
+            ShapeError: the parts are of unequal lengths.
         """
+        others = part.numel() // max(1, part.size(along))
+        self._check_even(part.device, {"positions": part.size(along), "numbers at a position": others})
         self._check_balanced(part.size(along))
         parts = gather(part, self.mesh.group(*self.owns)).unbind()
         places: dict[int, Tensor] = {}
@@ -189,6 +212,10 @@ class ContextParallel(Method):
     def _chunks(self, index: int) -> tuple[int, ...]:
         """Which chunks of a sequence the rank at this index holds."""
         return (index, 2 * self._n - 1 - index) if self._balanced else (index,)
+
+    def _check_even(self, device: torch.device, numbers: Mapping[str, int]) -> None:
+        way_out = "method.cut(whole)   # gives each rank a part of one length"
+        check_even("ContextParallel", numbers, self.mesh, self.owns, device, way_out)
 
     def _check_balanced(self, length: int) -> None:
         if self._balanced and length % 2:

@@ -17,15 +17,20 @@ from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.apart import kept_apart
 from pgmesh.parallel.base import Method, listed, sizes_of
+from pgmesh.parallel.even import EvenRows
 
 
 class DataParallel(Method):
     """Replicates a module along its axes and averages gradients in the backward pass, by torch's DDP.
 
+    The mean of ranks' gradients is that of the batch where ranks read equally many rows: so it is checked, before each
+    forward pass in training that gradients are averaged after.
+
     Args:
         mesh: the mesh.
         axes: along which ranks read different rows.
         over: the axes to average over, where they are more: ``over=("dp", "cp")`` with context parallelism along cp.
+        uneven: whether ranks may read unequal numbers of rows, since the program weighs its losses itself.
         options: what the group is made with, as in ``mesh.configure``.
         keywords: for torch's DistributedDataParallel, such as ``bucket_cap_mb=50``.
 
@@ -44,11 +49,12 @@ class DataParallel(Method):
         mesh: ProcessGroupMesh,
         *axes: Axis,
         over: Iterable[Axis] | None = None,
+        uneven: bool = False,
         options: Mapping[str, Any] | None = None,
         **keywords: Any,
     ) -> None:
         super().__init__(mesh, *axes, over=over, options=options)
-        self.keywords = keywords
+        self.uneven, self.keywords = uneven, keywords
 
     def apply(self, module: nn.Module) -> nn.Module:
         """DDP around the module, whose weights become those of the first rank along the axes.
@@ -67,7 +73,10 @@ class DataParallel(Method):
                 )
         if apart:
             keep_from_ddp(module, apart)
-        return DistributedDataParallel(module, process_group=self.mesh.group(*self.reduces), **self.keywords)
+        whole = DistributedDataParallel(module, process_group=self.mesh.group(*self.reduces), **self.keywords)
+        if not self.uneven:
+            EvenRows(self, whole)
+        return whole
 
     def sampler(self, dataset: Dataset[Any], **keywords: Any) -> DistributedSampler[Any]:
         """torch's sampler of this rank's share of a data set; ranks that read the same rows get the same ones.

@@ -14,6 +14,7 @@ from pgmesh.errors import AxisError, MethodError
 from pgmesh.parallel import experts as plain
 from pgmesh.parallel.apart import is_part, keep_apart
 from pgmesh.parallel.base import Level, Method, listed, sizes_of
+from pgmesh.parallel.even import check_even
 from pgmesh.parallel.exchange import alike, exchange, gather, total
 from pgmesh.parallel.shares import equal_share
 
@@ -32,9 +33,9 @@ class ExpertParallel(Method):
     ModuleDict of this rank's, under their old names. Every rank builds the module with the same weights before.
 
     No token is dropped. Ranks along the axes hold tokens of their own. Each rank's loss is the mean over its tokens,
-    and the model's the mean of theirs, which all hold as many. As gradients of experts arrive they are summed over the
-    ranks that hold the same experts and divided by all that hold tokens; ``DataParallel`` and ``ShardedDataParallel``
-    leave them alone, and have the router and all else. Untested on GPUs.
+    and the model's the mean of theirs, which all hold as many: in training that is checked. As gradients of experts
+    arrive they are summed over the ranks that hold the same experts and divided by all that hold tokens;
+    ``DataParallel`` and ``ShardedDataParallel`` leave them alone, and have the router and all else. Untested on GPUs.
 
     Args:
         mesh: a view of the mesh, such as ``mesh.view(pp=2, edp=2, ep=2)``, or the mesh itself.
@@ -44,6 +45,7 @@ class ExpertParallel(Method):
             own, which are gathered; if not, they hold the same tokens, as in tensor parallelism.
         columns: the linear layers of an expert whose outputs are cut along ``tensor``: names, with * for any.
         rows: those whose inputs are cut; they have no bias.
+        uneven: whether ranks may hold unequal numbers of tokens, since the program weighs its losses itself.
         options: as in ``Method``.
 
     Raises:
@@ -65,6 +67,7 @@ class ExpertParallel(Method):
         tensor: Axis | None = None,
         columns: Iterable[str] = (),
         rows: Iterable[str] = (),
+        uneven: bool = False,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(mesh, *axes, over=over, options=options)
@@ -79,6 +82,16 @@ class ExpertParallel(Method):
         self.owns = mesh.along(*self._axes, *self._tensor).axes
         self._gathers = bool(self._tensor) and self._tensor[0] in self.reduces
         self._copies = tuple(axis for axis in self.reduces if axis not in self.owns)
+        same = () if self._gathers else self._tensor  # hold the same tokens, and so as many
+        self._uneven, self._even = uneven, same if uneven else mesh.along(*{*self.reduces, *same}).axes
+
+    def shares(self, axis: Axis, other: Method) -> bool:
+        """Experts lie over ranks of any method but a pipeline's, whose stages never meet.
+
+        But where an expert is cut between ranks that hold the same tokens, they are ranks of tensor parallelism.
+        """
+        same = axis in self._tensor and not self._gathers
+        return other.level is Level.TENSOR if same else other.level is not Level.PIPELINE
 
     # -- a module -----------------------------------------------------------------------------------------------
 
@@ -175,8 +188,18 @@ class ExpertParallel(Method):
     def mix(self, tokens: Tensor, weights: Tensor, chosen: Tensor, experts: nn.ModuleList | nn.ModuleDict) -> Tensor:
         """``pgmesh.parallel.mix``, where ``experts`` are this rank's and ``chosen`` may be any rank's.
 
-        Every rank along the axes calls it, forward and backward, with as many tokens as it has: none will do.
+        Every rank along the axes calls it, forward and backward, with as many tokens as the others; ``uneven``, with as
+        many as it has, and none will do.
+
+        Raises:
+            ShapeError: ranks hold unequal numbers of tokens, on all of them.
         """
+        if self._even and torch.is_grad_enabled():
+            way_out = "ExpertParallel(..., uneven=True)   # if the program weighs its losses itself"
+            if self._uneven:
+                own = self.mesh.along(*self.reduces, *self._even).axes
+                way_out = f"ExpertParallel(..., over={own!r})   # if they hold tokens of their own"
+            check_even("ExpertParallel", {"tokens": len(tokens)}, self.mesh, self._even, tokens.device, way_out)
         group, n = self.mesh.group(*self._axes), self.mesh.size(*self._axes)
 
         def serve(rows: Tensor, counts: Tensor) -> Tensor:

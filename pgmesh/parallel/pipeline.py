@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 from pgmesh.errors import MethodError, OptionsError, PlaceError, ShapeError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
+from pgmesh.parallel.apart import GONE, Elsewhere
 from pgmesh.parallel.base import Level, Method, sizes_of
+from pgmesh.parallel.even import compare, device_of, even_rows, told
 from pgmesh.sizes import divisors
 
 SCHEDULES: dict[str, Any] = {
@@ -56,7 +58,8 @@ class PipelineParallel(Method):
         layers: the name of the ModuleList, ModuleDict or Sequential to cut: ``"blocks"``, ``"model.layers"``.
         first: the names of the modules that come before the layers.
         last: the names of those that come after.
-        loss: the mean loss of some rows, from the output of the last stage and the target.
+        loss: the mean loss of some rows, from the output of the last stage and the target; None for a pipeline that
+            only goes forward.
         microbatches: how many equal parts a batch is cut in.
         schedule: "gpipe", "1f1b", "interleaved", "zero-bubble" or "zero-bubble-v". The last two go without data
             parallelism.
@@ -269,23 +272,22 @@ class Pipeline(nn.Module):
         self.parts = nn.ModuleList(parts)
         """One for each virtual stage, under the names of the whole."""
         self.tied = tied
-        mesh, kind = method.mesh, SCHEDULES[method.schedule]
         if method.schedule in SPLIT and any(isinstance(part, (DistributedDataParallel, FSDPModule)) for part in parts):
             raise MethodError(
                 f"schedule {method.schedule!r} computes the gradients of weights apart from the others, where "
                 f"torch's fully_shard leaves wrong ones, and DDP may.\n\n"
                 f"  PipelineParallel(..., schedule='interleaved')   # with data parallelism"
             )
-        group = mesh.group(method.axis)
-        self.stages = [
-            PipelineStage(part, method.stage(i), method.stages, _device_of(part), group=group)
-            for i, part in enumerate(parts)
-        ]
-        one = self.stages[0] if method.schedule in SINGLE else self.stages
-        self.schedule = kind(one, method.microbatches, method.loss)
+        self.even = even_rows(parts, method.mesh)
+        self.schedules: dict[bool, tuple[list[Any], Any]] = {}
+        """With a loss and without one: the shapes of the inputs that it was made for, and the schedule."""
+        method.mesh.group(method.axis)
 
     def step(self, *inputs: torch.Tensor, target: torch.Tensor) -> list[torch.Tensor]:
         """Forward and backward through all stages: gradients of the batch's mean loss, added to those that are there.
+
+        Under ``torch.no_grad()`` it goes forward alone, for the losses of a batch that is not trained on. The first
+        step with a batch of other shapes goes forward twice, since stages are told the shapes.
 
         Args:
             inputs: this rank's rows; only the first stage looks at them.
@@ -295,38 +297,103 @@ class Pipeline(nn.Module):
             The loss of each microbatch, on the last stage; nothing on others.
 
         Raises:
-            ShapeError: the rows cannot be cut into equal microbatches.
+            OptionsError: the method was given no loss.
+            ShapeError: the rows cannot be cut into equal microbatches, or ranks have other numbers of rows: those
+                along the axis read the same ones, and of those that data parallelism averages over each as many.
         """
-        method, losses = self.method, list[torch.Tensor]()
-        rows = {len(each) for each in (*inputs, target)}
-        if len(rows) > 1 or min(rows) % method.microbatches:
-            counts = " and ".join(map(str, sorted(rows)))
+        if self.method.loss is None:
+            raise OptionsError(
+                f"{self.method} was given no loss, so a step has nothing to go back from: the last stage takes the "
+                "loss of each microbatch, and goes back from there.\n\n"
+                "  PipelineParallel(..., loss=cross_entropy)   # the mean loss of some rows, from output and target\n"
+                "  PipelineParallel(..., loss=lambda output, target: output)   # where the module's output is a loss\n"
+                "  model(inputs)   # outputs alone, on the last stage, without gradients"
+            )
+        losses, training = list[torch.Tensor](), torch.is_grad_enabled()
+        schedule = self._ready(inputs, target, training=training)
+        mine = inputs if self._has(0) else ()
+        last = {"target": target, "losses": losses} if self._has(self.method.stages - 1) else {}
+        with self._gradients_aside(), contextlib.ExitStack() as quiet:
+            # The first time, torch runs each stage once to learn its shapes, which must not look like a last backward.
+            for part in self.parts:
+                if isinstance(part, DistributedDataParallel):
+                    quiet.enter_context(part.no_sync())
+            if training:
+                schedule.step(*mine, **last, return_outputs=False)
+                self._sum_tied()
+            else:
+                schedule.eval(*mine, **last, return_outputs=False)
+        return losses
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        """Forward alone, without gradients: what the whole module makes of these rows, on the last stage.
+
+        The loss need not be given for it. What is to be trained takes ``step``.
+
+        Args:
+            inputs: this rank's rows; only the first stage looks at them.
+
+        Returns:
+            The outputs, on the rank with the last stage; None on others.
+
+        Raises:
+            MethodError: schedule "zero-bubble-v", which torch 2.13 does not run forward alone.
+            ShapeError: as in ``step``.
+        """
+        schedule = self._ready(inputs)
+        with self._gradients_aside(), torch.no_grad():
+            return schedule.step(*(inputs if self._has(0) else ()))
+
+    @contextlib.contextmanager
+    def _gradients_aside(self) -> Iterator[None]:
+        """Gradients that are there come back afterwards: torch divides all of one by the number of microbatches."""
+        before = [(weight, weight.grad) for weight in self.parameters() if weight.grad is not None]
+        for weight, _ in before:
+            weight.grad = None
+        try:
+            yield
+        finally:
+            for weight, gradient in before:
+                weight.grad = gradient if weight.grad is None else weight.grad + gradient
+
+    def _ready(self, inputs: tuple[torch.Tensor, ...], *target: torch.Tensor, training: bool = False) -> Any:
+        """The schedule for a batch of these shapes. Ranks along the axis make it anew together, if one sees others."""
+        method, shapes, loss = self.method, [(each.shape, each.dtype) for each in inputs], bool(target)
+        if method.schedule == V and not training:
+            raise MethodError(
+                f"schedule {V!r} always goes forward and back, as torch 2.13 has it.\n\n"
+                f"  PipelineParallel(..., schedule='zero-bubble', virtual=2)   # goes forward alone, too"
+            )
+        rows, known = {len(each) for each in (*inputs, *target)}, self.schedules.get(loss, (None, None))
+        numbers = [min(rows, default=0), max(rows, default=0), shapes != known[0]]
+        axes = method.owns
+        way_out = f"together.share(rows)   # of compose(...): the same rows on each rank along {method.axis}"
+        if training and self.even is not None:  # one question to all, so that all learn of it
+            axes = method.mesh.along(*axes, *self.even.method.reduces).axes
+            way_out = f"{way_out}\n  {self.even.way_out}"
+        everyone = told(numbers, method.mesh, axes, device_of(self))
+        if len(rows) > 1 or numbers[0] % method.microbatches or not rows:
+            counts = " and ".join(map(str, sorted(rows))) or "no"
             raise ShapeError(
                 f"{counts} rows cannot be cut into {method.microbatches} equal microbatches along "
                 f"{sizes_of(method.mesh, method.owns)}: inputs and target have one number of rows, which "
                 f"{method.microbatches} divides."
             )
-        places = [method.stage(i) for i in range(method.virtual)]
-        last = method.stages - 1 in places
-        # Put aside, since torch divides all of a gradient by the number of microbatches, whatever it was before.
-        before = [(weight, weight.grad) for weight in self.parameters() if weight.grad is not None]
-        for weight, _ in before:
-            weight.grad = None
-        with contextlib.ExitStack() as quiet:
-            # The first time, torch runs each stage once to learn its shapes, which must not look like a last backward.
-            for part in self.parts:
-                if isinstance(part, DistributedDataParallel):
-                    quiet.enter_context(part.no_sync())
-            self.schedule.step(
-                *(inputs if 0 in places else ()),
-                target=target if last else None,
-                losses=losses if last else None,
-                return_outputs=False,
-            )
-        self._sum_tied()
-        for weight, gradient in before:
-            weight.grad = gradient if weight.grad is None else weight.grad + gradient
-        return losses
+        compare("PipelineParallel", ["rows", "rows"], everyone, method.mesh, axes, way_out)
+        if any(changed for *_, changed in everyone):
+            group = method.mesh.group(method.axis)
+            stages = [
+                PipelineStage(part, method.stage(i), method.stages, device_of(part), group=group)
+                for i, part in enumerate(self.parts)
+            ]
+            one = stages[0] if method.schedule in SINGLE else stages
+            schedule = SCHEDULES[method.schedule](one, method.microbatches, method.loss if loss else None)
+            known = self.schedules[loss] = shapes, schedule
+        return known[1]
+
+    def _has(self, stage: int) -> bool:
+        """Whether this rank has a stage."""
+        return self.method.holder(stage) == self.method.mesh.rank
 
     def copies(self) -> list[nn.Parameter]:
         """The weights of this rank that the first stage has too, so that a norm counts them once."""
@@ -359,13 +426,6 @@ class Pipeline(nn.Module):
         ]
 
 
-class Elsewhere(nn.Module):
-    """In place of a layer that another stage has: it passes on what it is given."""
-
-    def forward(self, x: Any, *more: Any, **keywords: Any) -> Any:
-        return x
-
-
 def shared_out(layers: int, stages: int) -> list[range]:
     """Which layers each stage has: as evenly as they can be, one more on the first ones.
 
@@ -378,7 +438,7 @@ def shared_out(layers: int, stages: int) -> list[range]:
 
 
 def _part(
-    module: nn.Module, layers: str, absent: Iterable[nn.Module], gone: Iterable[str], fresh: Iterable[str]
+    module: nn.Module, layers: str, absent: Iterable[nn.Module], gone: Sequence[str], fresh: Iterable[str]
 ) -> Any:
     """A module of the same weights without some of its layers and modules.
 
@@ -396,6 +456,7 @@ def _part(
     for name in gone:
         parent, _, child = name.rpartition(".")
         setattr(part.get_submodule(parent), child, None)
+    setattr(part, GONE, tuple(gone))
     return part
 
 
@@ -405,10 +466,6 @@ def _ancestors(names: Iterable[str]) -> Iterator[str]:
         while name:
             name = name.rpartition(".")[0]
             yield name
-
-
-def _device_of(part: nn.Module) -> torch.device:
-    return next((weight.device for weight in part.parameters()), torch.device("cpu"))
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:

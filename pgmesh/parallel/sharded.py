@@ -16,6 +16,7 @@ from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.apart import kept_apart
 from pgmesh.parallel.base import Method, listed
 from pgmesh.parallel.data import sampler
+from pgmesh.parallel.even import EvenRows
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -36,6 +37,7 @@ class ShardedDataParallel(Method):
         replicate: those of ``over`` along which weights are whole.
         layers: the modules that are gathered one at a time, given the whole module; those in its ModuleLists,
             ModuleDicts and Sequentials unless given. What is in none of them is gathered with the whole.
+        uneven: whether ranks may read unequal numbers of rows, as in ``DataParallel``.
         options: what the group along ``over`` is made with, as in ``mesh.configure``.
         keywords: for torch's fully_shard, such as ``mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)``,
             ``reshard_after_forward=False`` or ``offload_policy=``.
@@ -60,6 +62,7 @@ class ShardedDataParallel(Method):
         over: Iterable[Axis] | None = None,
         replicate: Axis | Iterable[Axis] = (),
         layers: Callable[[nn.Module], Iterable[nn.Module]] | None = None,
+        uneven: bool = False,
         options: Mapping[str, Any] | None = None,
         **keywords: Any,
     ) -> None:
@@ -72,7 +75,7 @@ class ShardedDataParallel(Method):
                 f"ShardedDataParallel over {listed(self.reduces)} keeps weights whole along some of these axes, but "
                 f"replicate= names {listed(self.replicates)}."
             )
-        self.layers, self.keywords = layers or layers_of, keywords
+        self.layers, self.uneven, self.keywords = layers or layers_of, uneven, keywords
 
     def device_mesh(self) -> DeviceMesh:
         """torch's DeviceMesh for fully_shard: along the axes that cut, or those that replicate and then those.
@@ -105,6 +108,8 @@ class ShardedDataParallel(Method):
         for layer in self.layers(module):
             fully_shard(layer, mesh=device_mesh, **keywords)
         fully_shard(module, mesh=device_mesh, **keywords)
+        if not self.uneven:
+            EvenRows(self, module)
         return module
 
     def sampler(self, dataset: Dataset[Any], **keywords: Any) -> DistributedSampler[Any]:

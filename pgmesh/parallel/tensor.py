@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from fnmatch import fnmatch
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,8 +21,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from pgmesh.errors import AxisError, MethodError, OptionsError
-from pgmesh.parallel.apart import is_elsewhere
+from pgmesh.parallel.apart import is_elsewhere, named
 from pgmesh.parallel.base import Level, Method, listed, sizes_of
+from pgmesh.parallel.even import check_even, device_of, tensors
 from pgmesh.parallel.shares import equal_share
 
 if TYPE_CHECKING:
@@ -159,10 +159,13 @@ class TensorParallel(Method):
         for name, style in found.items():
             self._check(name, module.get_submodule(name), style)
         shared = _homes(module)
-        for name, style in found.items():
-            torch_style = self._style(module.get_submodule(name), style)
+        for layer, style in {module.get_submodule(name): style for name, style in found.items()}.items():
+            torch_style = self._style(layer, style)
+            if self._cuts(layer, style):
+                layer.register_forward_pre_hook(self._check_length)
             if torch_style is not None:
-                parallelize_module(module.get_submodule(name), self.mesh.device_mesh(*self.owns), torch_style)
+                parallelize_module(layer, self.mesh.device_mesh(*self.owns), torch_style)
+        module.register_forward_pre_hook(self._check_even, with_kwargs=True)
         self._share_again(module, shared)
         for weight in module.parameters():
             if isinstance(weight, DTensor) and weight.requires_grad:
@@ -179,17 +182,8 @@ class TensorParallel(Method):
 
     def _named(self, module: nn.Module, pattern: str) -> list[str]:
         """The modules that a pattern names, but for those that another stage of a pipeline has."""
-        places, absent = [("", module)], False
-        for word in pattern.split(".") if pattern else []:
-            children = [
-                (f"{path}.{name}".lstrip("."), child)
-                for path, each in places
-                for name, child in each._modules.items()
-                if fnmatch(name, word)
-            ]
-            absent = absent or any(is_elsewhere(child) for _, child in children)
-            places = [(path, child) for path, child in children if child is not None and not is_elsewhere(child)]
-        if not places and not absent:
+        found = named(module, pattern)
+        if not found and not is_elsewhere(module, pattern):
             names = [name for name, _ in module.named_modules() if name]
             stars = {".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names}
             near = difflib.get_close_matches(pattern, sorted(stars | set(names)), 1)
@@ -197,7 +191,7 @@ class TensorParallel(Method):
                 f"the plan names {pattern!r}, which {type(module).__name__} does not have."
                 + (f" Did you mean {near[0]!r}?" if near else f" It has {listed(sorted(stars)) or 'no modules'}.")
             )
-        return [path for path, _ in places]
+        return found
 
     def _check_all_named(self, module: nn.Module, found: Mapping[str, object]) -> None:
         """Every module with weights of its own is named, or is in one that is named as whole."""
@@ -252,6 +246,24 @@ class TensorParallel(Method):
                 input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True
             )
         return None
+
+    def _check_even(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """Ranks are given the same rows: torch sums their outputs, of whatever sizes, and may say nothing."""
+        first: Sequence[int] = next((each.shape for each in tensors((args, keywords))), ())
+        numbers = dict(zip(("rows", "positions"), (*first[:2], 0, 0)))
+        way_out = "together.share(rows)   # of compose(...): the same rows on each rank along the axis"
+        check_even("TensorParallel", numbers, self.mesh, self.owns, device_of(module), way_out)
+
+    def _check_length(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
+        """What is cut by positions has as many as divide: torch would take each rank's share for one of the others'."""
+        for whole in args[:1]:
+            count = whole.size(1)
+            equal_share(count, f"a sequence of {count} positions", "positions", self.mesh, self.owns)
+
+    def _cuts(self, layer: nn.Module, style: str | ParallelStyle) -> bool:
+        """Whether whole sequences go into a layer, and cut ones come out."""
+        words = style == "vocabulary" and isinstance(layer, nn.Embedding) and self._next_is_cut
+        return self.sequence and (style == "enter" or words)
 
     @property
     def _next_is_cut(self) -> bool:
