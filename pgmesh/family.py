@@ -32,8 +32,8 @@ from pgmesh import groups
 from pgmesh.errors import LifetimeError, NameTakenError, OptionsError, PlaceError, WorldError
 from pgmesh.heart import Heart
 from pgmesh.options import GroupOptions
-from pgmesh.polling import PollingStore, drive, once, perform
-from pgmesh.rendezvous import Card, Delete, End, Generations, Meeting, Pause, Read, Step, Steps, agree, introduce
+from pgmesh.polling import PollingStore, once
+from pgmesh.rendezvous import Card, Delete, End, Generations, Meeting, Step, Steps, agree, introduce
 from pgmesh.sizes import progression, some
 
 if TYPE_CHECKING:
@@ -43,9 +43,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("pgmesh")
 
 T = TypeVar("T")
-
-YOUNG = 1.0
-"""Seconds in which a store that has answered is counted on to go on."""
 
 MOST_GROUPS = 100
 """How many groups one process may hold before it is warned."""
@@ -83,23 +80,6 @@ class _Registry:
     def run(self, steps: Steps[T], seconds: float) -> T:
         """Run a protocol on the store, for so many seconds and no longer."""
         return self.reach().run(steps, seconds)
-
-    def run_here(self, steps: Steps[T], seconds: float) -> T:
-        """Run a protocol in the thread that asks, once the store has answered another, and for no long.
-
-        Another thread asks with a deadline, which torch's client has none of; but to hand over every question holds up
-        the many that are asked when a job begins.
-        """
-        start, heart = time.monotonic(), self.reach()
-        heart.ask(Read("answers"), seconds)
-
-        def do(step: Step) -> Any:
-            if isinstance(step, Pause):
-                return time.sleep(step.seconds)
-            waited = time.monotonic() - start
-            return perform(heart.part, step) if waited < YOUNG else heart.ask(step, max(YOUNG, seconds - waited))
-
-        return drive(steps, do)
 
     def warn_of_many(self) -> None:
         """Say once that this process holds too many groups."""
@@ -241,7 +221,7 @@ class Family:
     def known(self) -> list[tuple[groups.Made, GroupOptions, int]]:
         """The groups that live, each with its options and its generation. It waits for no thread that makes one."""
         found = [(key, self._cache.get(key)) for key in tuple(self._cache)]
-        generation = {key: sum(self._generations.of(key.ranks, key)) for key, _ in found}
+        generation = {key: sum(self._generations.of(key.ranks, self._kind_of(key))) for key, _ in found}
         return [(made, key.options, generation[key]) for key, made in found if made is not None]
 
     def prospect(self, layout: Layout, axes: tuple[Axis, ...]) -> tuple[str, tuple[int, ...], Card]:
@@ -263,7 +243,7 @@ class Family:
         with self.lock:
             for key in [key for key, made in self._cache.items() if made.group is group]:
                 self._drop([key], reason, abort=True)
-                self._generations.fail(key.ranks, key)
+                self._generations.fail(key.ranks, self._kind_of(key))
 
     def group_of(self, ranks: tuple[int, ...], tag: str, asked: Mapping[str, Any]) -> dist.ProcessGroup:
         """The group of any ranks of this family."""
@@ -336,7 +316,7 @@ class Family:
             self._registry.run(self._agree_on(keys[0], card), self.patience)
         polling = {
             backend: PollingStore(
-                self._registry.run_here,
+                self._registry.run,
                 card,
                 key.ranks,
                 options.timeout or timedelta(),
@@ -379,13 +359,18 @@ class Family:
 
     def _name_of(self, key: _Key, usual: GroupOptions) -> str:
         """A name that is a function of what the group is, never of how many groups were made before it."""
+        kind = self._kind_of(key, usual)
+        released, failed = self._generations.of(key.ranks, kind)
+        return f"{self.key}/{_word(key.ranks)}/{kind}.{released}.{failed}"
+
+    def _kind_of(self, key: _Key, usual: GroupOptions | None = None) -> str:
+        """What tells a group from others of the same ranks: its tag, and what was asked for beyond the configured."""
+        usual = usual or self._usual(key.ranks, key.tag)
         unusual: list[tuple[str, Any]] = []
         if key.options is not usual and key.options != usual:
             plain = usual.given
             unusual = sorted(each for each in key.options.given.items() if plain.get(each[0]) != each[1])
-        kind = _kind(key.options.backend, key.tag, str(unusual))
-        released, failed = self._generations.of(key.ranks, key)
-        return f"{self.key}/{_word(key.ranks)}/{kind}.{released}.{failed}"
+        return _kind(key.tag, str(unusual))
 
     def _open(self) -> None:
         """At the family's first group: see that no other could be taken for it."""
@@ -566,7 +551,7 @@ class Family:
                     del self._cache[key]
                     self._forget_meetings(made.name)
                     self._forget_hits()
-                    self._generations.fail(key.ranks, key)
+                    self._generations.fail(key.ranks, self._kind_of(key))
                     self._delete(made.stop())
                     groups.disown(group, f"{made.words} was destroyed; ask its mesh for it anew.")
 
@@ -652,9 +637,9 @@ def _set_word(ranks: range | tuple[int, ...]) -> str:
 
 
 @functools.lru_cache(64)
-def _kind(backend: str | None, tag: str, unusual: str) -> str:
-    """What tells groups of the same ranks apart, as a short word."""
-    return _digest(f"{backend} {tag!r} {unusual}".encode())
+def _kind(tag: str, unusual: str) -> str:
+    """What tells groups of the same ranks apart, as a short word. What is configured does not: it is compared."""
+    return _digest(f"{tag!r} {unusual}".encode())
 
 
 def _digest(data: bytes) -> str:

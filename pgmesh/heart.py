@@ -14,11 +14,11 @@ import heapq
 import itertools
 import math
 import os
-import queue
 import secrets
 import socket
 import threading
 import time
+from collections import deque
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -81,6 +81,36 @@ class _Job:
         self.done.acquire()
 
 
+class _Mailbox:
+    """Jobs for the thread, which waits for them with a deadline; None is the last.
+
+    Not Python's own: up to 3.12, ``SimpleQueue.get`` takes a timeout that is over before it waits for one without end.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: deque[_Job | None] = deque()
+        self._bell = threading.Lock()  # released when there is something
+        self._bell.acquire()
+
+    def put(self, job: _Job | None) -> None:
+        self._jobs.append(job)
+        with contextlib.suppress(RuntimeError):  # it rings already
+            self._bell.release()
+
+    def wait(self, seconds: float) -> None:
+        """Wait until something may have come, for so long and no longer."""
+        if not self._jobs:
+            self._bell.acquire(timeout=min(seconds, threading.TIMEOUT_MAX))
+
+    def take(self) -> _Job | None:
+        """What came first.
+
+        Raises:
+            IndexError: there is nothing.
+        """
+        return self._jobs.popleft()
+
+
 class Heart:
     """The thread of one process in one world.
 
@@ -96,7 +126,7 @@ class Heart:
         self._shared, self._where, self._rank, self._number = store, where, rank, number
         self.pace = max(1.0, world_size / CROWD)
         self.period = BEAT * self.pace
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs = _Mailbox()
         self._paused: list[tuple[float, int, _Job]] = []  # a heap: when each is due
         self._count = itertools.count()
         self._beat_due = math.inf
@@ -207,6 +237,7 @@ class Heart:
     def _run(self) -> None:
         while (job := self._next()) is not None:
             self._advance(job)
+            del job  # else its error lives, with every frame that it passed, until something else is asked
         with contextlib.suppress(Exception):
             if self._beating:
                 self._perform(Say(()))
@@ -222,8 +253,9 @@ class Heart:
             if self._beat_due <= now:
                 return _Job(once(Say(())))
             due = min(self._beat_due, self._paused[0][0] if self._paused else math.inf)
-            with contextlib.suppress(queue.Empty):
-                return self._jobs.get(timeout=min(due - now, threading.TIMEOUT_MAX))
+            with contextlib.suppress(IndexError):
+                return self._jobs.take()
+            self._jobs.wait(due - now)
 
     def _advance(self, job: _Job) -> None:
         """Go on with a job until it pauses or is done."""

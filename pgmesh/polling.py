@@ -204,7 +204,8 @@ class PollingStore(dist.Store):
                 yield Pause(min(seconds, end - now))
 
     def _warn(self, key: str, waited: float) -> Steps[None]:
-        log.warning("%s", (yield from self._missing(key, timedelta(seconds=round(waited)))))
+        if words := (yield from self._missing(key, timedelta(seconds=round(waited)), yet=True)):
+            log.warning("%s", words)
 
     def _tell_of_waiting(self, key: str, waited: float) -> Steps[None]:
         self._telling = True
@@ -227,7 +228,7 @@ class PollingStore(dist.Store):
         if value is None:
             return False
         card, _, body = value.partition(SEAL)
-        yield from refuse(self._refused[0] if self._refused else f"{key}/refused", self._card, card)
+        yield from refuse(self._refused[0] if self._refused else f"{key}/refused", self._card, card, key)
         self._found[key] = body
         return True
 
@@ -254,7 +255,7 @@ class PollingStore(dist.Store):
         except WorldError:
             return None
 
-    def _missing(self, key: str | None, limit: timedelta | None) -> Steps[str | None]:
+    def _missing(self, key: str | None, limit: timedelta | None, *, yet: bool = False) -> Steps[str | None]:
         key = key or next(iter(self.written), None)
         if key is None:
             return None
@@ -268,14 +269,16 @@ class PollingStore(dist.Store):
             seen[rank] = yield Read(address)
         who = [rank for rank, value in seen.items() if value is None]
         if not who:
-            self._card.check(*(value.partition(SEAL)[0] for value in seen.values() if value is not None))
+            for rank, value in seen.items():
+                self._card.check((value or b"").partition(SEAL)[0], key=asked[rank])
             return None
         words = ""
         for rank in who[:8]:
             last_told = Told.unpack(rank, (yield Read(told(rank)))) if isinstance(rank, int) else None
             words += f"\n  rank {rank} last said: {last_told}" if last_told else ""
+        came = f"ha{'ve' if len(who) > 1 else 's'} not come" if yet else "never came"
         return (
-            f"{self._card.what}: rank{'s' * (len(who) > 1)} {some(who)} never came to the first collective, in "
+            f"{self._card.what}: rank{'s' * (len(who) > 1)} {some(who)} {came} to the first collective, in "
             f"{(limit or self._timeout).total_seconds():g} s. The group's ranks are {some(self._ranks)}.{words}"
         )
 

@@ -269,7 +269,7 @@ def wait_for_word(heard):
 
 def test_a_first_collective_that_waits_long_says_for_whom(tmp_path):
     lines = world(4).run(wait_long, str(tmp_path))
-    assert "group tp of mesh 'watched': rank 1 never came to the first collective" in lines[0][0]
+    assert "group tp of mesh 'watched': rank 1 has not come to the first collective" in lines[0][0]
 
 
 def mean_other_options():

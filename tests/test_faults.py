@@ -32,7 +32,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pgmesh import ProcessGroupMesh, connecting, family, groups, heart, polling
+from pgmesh import ProcessGroupMesh, connecting, groups, heart, polling
 from pgmesh.launch import Outcome, StoreProcess
 from pgmesh.polling import perform
 from pgmesh.rendezvous import Read, Say, Step, Told, told
@@ -157,6 +157,7 @@ DIFFER: dict[str, tuple[dict[str, Any], str]] = {
     "axes": ({"dp": 2, "cp": 2}, "axes: ['dp', 'tp'] on ranks 0, 1, 2, ['dp', 'cp'] on rank 3"),
     "ranks": ({"dp": 2, "tp": 2, "ranks": [3, 1, 2, 0]}, "ranks: range(0, 4) on ranks 0, 1, 2, (3, 1, 2, 0 "),
     "options": (ALIKE, f"timeout: {worlds.DEADLINE} on ranks 0, 1, 2, 7.0 on rank 3"),
+    "backend": (ALIKE, "backend: gloo on ranks 0, 1, 2, cpu:gloo on rank 3"),
 }
 
 
@@ -167,6 +168,8 @@ def differ() -> dict[str, tuple[Tried, Tried]]:
         mesh = ProcessGroupMesh(**(theirs if odd else ALIKE), name=f"actor, {what}")
         if odd and what == "options":
             mesh.configure(*mesh.axes, timeout=timedelta(seconds=7))
+        if odd and what == "backend":
+            mesh.configure(*mesh.axes, backend="cpu:gloo")
         if odd:
             until_waiting(0, 1, 2)
         failed = tried(lambda mesh=mesh: mesh.connect(mesh.axes, timeout=LONG))
@@ -955,10 +958,7 @@ def die_at(folder: Path, points: Sequence[tuple[int, str]]) -> tuple[Tried, Trie
     if me != victim and order == "first":
         dead = folder / f"dead {three} {k} {order}"
         until(lambda: dead.exists() or ((told := last_told(victim)) and told.waits), "the victim waits, or is dead")
-    with contextlib.ExitStack() as stack:
-        if me == victim:
-            for asks in (heart, family):  # what connect asks, and what the backend does as it connects
-                stack.enter_context(mock.patch.object(asks, "perform", die))
+    with mock.patch.object(heart, "perform", die if me == victim else perform):
         failed = tried(lambda: mesh.connect(timeout=LONG))
     survivors = ProcessGroupMesh(2, ranks=[first, last], name=f"survivors {three}")
     return failed, tried(lambda: connected(survivors) if me != victim else check_sums(groups_of(mesh)))

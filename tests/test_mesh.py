@@ -332,6 +332,23 @@ def test_destroying_one_twin_does_not_rename_the_other(mesh):
     assert again.group("dp", tag="twin").group_name.split("/")[-1] == before.split("/")[-1]
 
 
+def test_a_group_that_failed_and_is_then_configured_does_not_get_its_old_name_again(mesh):
+    names = []
+    for seconds in (10, 20, 30):
+        mesh.configure("dp", timeout=timedelta(seconds=seconds))
+        names.append(mesh.group("dp").group_name)
+        dist.destroy_process_group(mesh.group("dp"))  # as far as the others know, it failed
+    assert len({*names}) == 3, names
+
+
+def test_what_is_configured_is_no_part_of_a_name_but_compared(mesh):
+    before = mesh.group("dp").group_name
+    mesh.close()
+    again = ProcessGroupMesh(pp=2, dp=2, tp=2)
+    again.configure("dp", backend="cpu:fake")
+    assert again.group("dp").group_name.split("/")[-1] == before.split("/")[-1]
+
+
 def test_no_tag_is_the_empty_tag(mesh):
     assert mesh.group("dp", tag=None) is mesh.group("dp", tag="") is mesh.group("dp")
     with pytest.raises(pgmesh.OptionsError, match="a tag is a word"):

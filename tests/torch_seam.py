@@ -90,7 +90,6 @@ def counted_store() -> Iterator[list[str]]:
         mock.patch.object(c10d, "_get_default_store", return_value=store),
         mock.patch.object(family._registry(), "store", store),
         mock.patch.object(heart, "perform", lambda store, step: perform(CountingStore(store, done), step)),
-        mock.patch.object(family, "perform", lambda store, step: perform(CountingStore(store, done), step)),
     ):
         yield done
 

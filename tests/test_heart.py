@@ -1,0 +1,54 @@
+"""The thread that asks the store: late or not, it goes on, and it keeps nothing of what it did."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch.distributed as dist
+
+from pgmesh.heart import Heart, _Mailbox
+from pgmesh.rendezvous import Steps, Swap
+
+LONG = 20.0
+
+
+@pytest.fixture
+def heart():
+    beating = Heart(dist.HashStore(), "nowhere", 0, 1)
+    yield beating
+    beating.stop()
+
+
+def test_a_wait_that_is_over_before_it_begins_ends_at_once():
+    """Of Python's SimpleQueue, up to 3.12, one such wait in some thousands has no end."""
+    mailbox, done = _Mailbox(), threading.Event()
+
+    def wait() -> None:
+        for _ in range(30_000):
+            mailbox.put(None)
+            mailbox.take()
+            mailbox.wait(1e-9)  # as it rings still
+            mailbox.wait(1e-9)
+        done.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    assert done.wait(LONG)
+
+
+def test_what_a_question_raised_is_not_kept(heart: Heart):
+    class Held:
+        """Something that a frame of the question holds."""
+
+    def steps() -> Steps[None]:
+        held = Held()
+        watched.append(weakref.ref(held))
+        yield Swap("key", "value")
+        raise ValueError("the last word")
+
+    watched: list[weakref.ref[Held]] = []
+    with pytest.raises(ValueError, match="the last word") as raised:
+        heart.run(steps(), LONG)
+    del raised
+    gc.collect()
+    assert watched[0]() is None
