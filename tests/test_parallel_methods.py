@@ -131,6 +131,23 @@ def test_gradients_accumulate_and_are_averaged_once():
     world(8).run(accumulated)
 
 
+def ended_at_once() -> None:
+    """DDP that outlives its mesh lets go of the group last, right after a collective on it."""
+    for _ in range(40):
+        with ProcessGroupMesh(dp=2) as mesh:
+            module = DataParallel(mesh, "dp").apply(nn.Linear(2, 2))
+            module(torch.ones(1, 2)).sum().backward()
+            check_sums(groups_of(mesh))
+        kept = list(vars(module))
+        assert kept.index("pgmesh_group") > kept.index("reducer")  # what stands later is let go of later
+        del module
+        dist.barrier()
+
+
+def test_a_module_that_outlives_its_mesh_ends():
+    world(2).run(ended_at_once)
+
+
 def test_a_sampler_shares_out_a_data_set_and_says_when_it_cannot():
     with dry_world(5, 8), ProcessGroupMesh(pp=2, dp=2, tp=2) as mesh:
         for method in (DataParallel(mesh, "pp", "tp"), ShardedDataParallel(mesh, "pp", "tp")):

@@ -73,7 +73,11 @@ class DataParallel(Method):
                 )
         if apart:
             keep_from_ddp(module, apart)
-        whole = DistributedDataParallel(module, process_group=self.mesh.group(*self.reduces), **self.keywords)
+        group = self.mesh.group(*self.reduces)
+        whole = DistributedDataParallel(module, process_group=group, **self.keywords)
+        # After its reducer, so as to go after it. A reducer that is the last to let go of a Gloo group waits for the
+        # group's threads with Python's lock in its hands, which one of them may need: both then wait for ever.
+        vars(whole)["pgmesh_group"] = group
         if not self.uneven:
             EvenRows(self, whole)
         return whole

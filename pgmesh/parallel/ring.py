@@ -178,14 +178,7 @@ def ulysses_attention(
     Every rank of the group calls it, forward and backward, with parts of one length; rank i of n holds part i of n. The
     attention itself is torch's. Untested on GPUs.
 
-    Args:
-        q: this rank's queries, (..., heads, positions, width).
-        k: this rank's keys; fewer heads with ``enable_gqa``.
-        v: this rank's values.
-        group: the ranks that share the sequence out, in its order.
-        is_causal: no position sees later ones.
-        scale: of the scores; 1 / sqrt(width) unless given.
-        enable_gqa: each head of k and v serves as many heads of q as there are for it.
+    Arguments are those of ``ring_attention``.
 
     Raises:
         ShapeError: the heads do not divide by the ranks.
