@@ -300,6 +300,34 @@ def test_what_does_not_fit_is_told_with_the_numbers(mesh):
     )
 
 
+def saved_and_loaded(folder) -> None:
+    """Two steps with experts arranged in one way, and the third where they are arranged in another."""
+    expected = alone_in_parts()
+    for name, view, steps in [("saving", {"edp": 2, "ep": 2}, [0, 1]), ("loading", {"ep": 4}, [2])]:
+        with ProcessGroupMesh(dp=4, name=name) as mesh:
+            experts = ExpertParallel(mesh.view(**view), "ep", over=[*view])
+            together = compose(mesh, DataParallel(mesh, "dp"), experts)
+            model = together.apply(model_of())
+            optimizer = optimizer_of(model.parameters())
+            if name == "loading":
+                checkpoint.load(folder, mesh, model, optimizer)
+            for step in steps:
+                codes, target = (together.share(each) for each in batch(step))
+                optimizer.zero_grad()
+                loss_of(model(codes), target).backward()
+                same(f"{name}: gradients", gradients_of(model), expected.gradients[step])
+                optimizer.step()
+            if name == "saving":
+                checkpoint.save(folder, mesh, model, optimizer)
+            else:
+                same("weights", weights_of(model), expected.weights)
+            check_sums(groups_of(mesh))
+
+
+def test_a_checkpoint_of_whole_experts_is_loaded_where_they_lie_on_other_ranks(tmp_path):
+    world(4).run(saved_and_loaded, tmp_path)
+
+
 def test_a_checkpoint_refuses_experts_whose_parts_it_would_take_for_one(mesh, tmp_path):
     layer = layer_of()
     ExpertParallel(mesh, "ep", tensor="etp", columns=["up"], rows=["down"]).apply(layer)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,16 @@ from torch import nn
 
 from pgmesh import AxisError, MembershipError, MethodError, OptionsError, ProcessGroupMesh, ShapeError
 from pgmesh.layout import Axis, Layout
-from pgmesh.parallel import DataParallel, ExpertParallel, Level, Method, compose, find
+from pgmesh.parallel import (
+    DataParallel,
+    ExpertParallel,
+    Level,
+    Method,
+    PipelineParallel,
+    ShardedDataParallel,
+    compose,
+    find,
+)
 from pgmesh.parallel.composing import meeting
 from tests.dry import dry_world
 from tests.said import says
@@ -123,6 +133,32 @@ def test_options_are_what_the_group_is_made_with(mesh: ProcessGroupMesh):
         lambda: Data(mesh, "dp", options={"timeot": 3}),
         "a group has no option timeot; it has backend, timeout, high_priority, nccl, description.",
     )
+
+
+def hybrid(mesh: ProcessGroupMesh, options: dict[str, Any]) -> list[dist.ProcessGroup]:
+    ShardedDataParallel(mesh, "pp", "dp", replicate="pp", options=options)
+    return [mesh.group("pp"), mesh.group("dp"), mesh.group("pp", "dp")]
+
+
+def experts(mesh: ProcessGroupMesh, options: dict[str, Any]) -> list[dist.ProcessGroup]:
+    cut = {"tensor": "tp", "columns": ["up"], "rows": ["down"]}
+    ExpertParallel(mesh, "dp", over=["pp", "dp"], **cut, options=options)
+    return [mesh.group("pp"), mesh.group("dp"), mesh.group("tp"), mesh.group("pp", "dp")]
+
+
+def both_ends(mesh: ProcessGroupMesh, options: dict[str, Any]) -> list[dist.ProcessGroup]:
+    stages = mesh.view(pp=4, tp=2)
+    PipelineParallel(stages, "pp", layers="blocks", loss=None, microbatches=4, options=options)
+    return [stages.group("pp"), *([stages.at(pp=[0, -1]).group("pp")] if stages.index("pp") in (0, 3) else [])]
+
+
+@pytest.mark.parametrize("rank", [5, 7])
+@pytest.mark.parametrize("made", [hybrid, experts, both_ends])
+def test_options_are_what_every_group_of_a_method_is_made_with(made: Callable[..., Any], rank: int):
+    minutes = timedelta(minutes=3)
+    with dry_world(rank, 8), ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor") as mesh:
+        ranks = {tuple(dist.get_process_group_ranks(each)) for each in made(mesh, {"timeout": minutes})}
+        assert {each.ranks: given.timeout for each, given, _ in mesh._family.known()} == dict.fromkeys(ranks, minutes)
 
 
 def test_bad_axes_are_told_when_the_method_is_made(mesh: ProcessGroupMesh):

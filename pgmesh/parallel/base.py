@@ -37,7 +37,8 @@ class Method:
         axes: those that the method owns: it alone decides how work is split along them.
         over: the axes that it sums over, when they are more than its own: a gradient is summed over data and
             context, though another method owns the context. Unless given, its own.
-        options: what the group along ``over`` is made with, as in ``mesh.configure``.
+        options: what the group along ``over`` is made with, as in ``mesh.configure``. A method that has others besides
+            calls ``configure`` for those.
 
     Raises:
         AxisError: no axes, one that the mesh does not have, or ``over`` without one that is owned.
@@ -95,8 +96,25 @@ class Method:
                 f"{listed(self.reduces)} alone.\n\n"
                 f"  {who}(mesh, {', '.join(map(repr, self.owns))}, over={whole!r})"
             )
-        if options:
-            mesh.configure(*self.reduces, **options)
+        self.configure(options, self.reduces)
+
+    def configure(self, options: Mapping[str, Any] | None, *families: tuple[Axis, ...]) -> None:
+        """Have the groups along some axes made with the options that the method was given, if any.
+
+        Args:
+            options: as in ``mesh.configure``.
+            families: the axes of each group.
+
+        Raises:
+            OptionsError: no such option, or it is too late: a group was made.
+
+        >>> from datetime import timedelta
+        >>> from pgmesh.parallel import Method
+        >>> Method(mesh, "dp").configure({"timeout": timedelta(minutes=10)}, ("pp", "dp"))
+        """
+        for axes in families if options else ():
+            if axes:
+                self.mesh.configure(*axes, **(options or {}))
 
     def apply(self, module: nn.Module) -> nn.Module:
         """The module to use from here on: the same one changed, or one around it."""

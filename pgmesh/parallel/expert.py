@@ -46,7 +46,7 @@ class ExpertParallel(Method):
         columns: the linear layers of an expert whose outputs are cut along ``tensor``: names, with * for any.
         rows: those whose inputs are cut; they have no bias.
         uneven: whether ranks may hold unequal numbers of tokens, since the program weighs its losses itself.
-        options: as in ``Method``.
+        options: what its groups are made with, as in ``mesh.configure``.
 
     Raises:
         AxisError: ``tensor`` without ``columns`` and ``rows``, or the other way round.
@@ -82,6 +82,7 @@ class ExpertParallel(Method):
         self.owns = mesh.along(*self._axes, *self._tensor).axes
         self._gathers = bool(self._tensor) and self._tensor[0] in self.reduces
         self._copies = tuple(axis for axis in self.reduces if axis not in self.owns)
+        self.configure(options, self._axes, self._copies, self._tensor)
         same = () if self._gathers else self._tensor  # hold the same tokens, and so as many
         self._uneven, self._even = uneven, same if uneven else mesh.along(*{*self.reduces, *same}).axes
 

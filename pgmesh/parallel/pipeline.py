@@ -64,7 +64,7 @@ class PipelineParallel(Method):
         schedule: "gpipe", "1f1b", "interleaved", "zero-bubble" or "zero-bubble-v". The last two go without data
             parallelism.
         virtual: how many stages each rank has.
-        options: what the group is made with, as in ``mesh.configure``.
+        options: what its groups are made with, as in ``mesh.configure``: that of all stages, and that of both ends.
 
     Raises:
         OptionsError: a schedule that there is not, or that has another number of virtual stages.
@@ -127,8 +127,15 @@ class PipelineParallel(Method):
                 f"{microbatches} microbatches are not divisible by {rounds}.\n\n"
                 f"  PipelineParallel(..., microbatches={low})   # or {high}"
             )
+        if options:
+            self._ends.configure(axis, **options)
 
     # -- places -------------------------------------------------------------------------------------------------
+
+    @property
+    def _ends(self) -> ProcessGroupMesh:
+        """The first and the last stage, for weights that both have."""
+        return self.mesh.at({self.axis: [0, -1]})
 
     @property
     def stages(self) -> int:
@@ -401,7 +408,7 @@ class Pipeline(nn.Module):
 
     def _sum_tied(self) -> None:
         """A weight that two stages share learns from what both do with it."""
-        ends = self.method.mesh.at({self.method.axis: [0, -1]})
+        ends = self.method._ends
         apart = self.method.holder(0) != self.method.holder(self.method.stages - 1)
         for first, last in self.tied if self.method.mesh.rank in ends else ():
             here = [*self._weight(0, first), *self._weight(self.method.stages - 1, last)]

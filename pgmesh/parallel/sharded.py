@@ -38,7 +38,7 @@ class ShardedDataParallel(Method):
         layers: the modules that are gathered one at a time, given the whole module; those in its ModuleLists,
             ModuleDicts and Sequentials unless given. What is in none of them is gathered with the whole.
         uneven: whether ranks may read unequal numbers of rows, as in ``DataParallel``.
-        options: what the group along ``over`` is made with, as in ``mesh.configure``.
+        options: what its groups are made with, as in ``mesh.configure``.
         keywords: for torch's fully_shard, such as ``mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)``,
             ``reshard_after_forward=False`` or ``offload_policy=``.
 
@@ -75,6 +75,7 @@ class ShardedDataParallel(Method):
                 f"ShardedDataParallel over {listed(self.reduces)} keeps weights whole along some of these axes, but "
                 f"replicate= names {listed(self.replicates)}."
             )
+        self.configure(options, self.replicates, self.shards)
         self.layers, self.uneven, self.keywords = layers or layers_of, uneven, keywords
 
     def device_mesh(self) -> DeviceMesh:
