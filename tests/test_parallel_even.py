@@ -206,7 +206,7 @@ def rows_of_pipelines() -> None:
             ShapeError,
             lambda: learn(3),
             "3 rows cannot be cut into 2 equal microbatches along pp=2: inputs and target have one number of rows, "
-            "which 2 divides.",
+            "which 2 divides.\n\n  2 or 4 rows would do",
         )
         alone = mesh.rank == 3  # has other rows than targets
         told = (

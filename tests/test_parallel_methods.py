@@ -222,7 +222,8 @@ def test_axes_that_cannot_be_cut_along_are_told():
         says(
             AxisError,
             lambda: ShardedDataParallel(mesh, "dp", replicate="tp"),
-            "ShardedDataParallel over dp keeps weights whole along some of these axes, but replicate= names tp.",
+            "ShardedDataParallel over dp keeps weights whole along some of these axes, but replicate= names tp.\n\n"
+            "  ShardedDataParallel(mesh, 'dp', 'tp', replicate=('tp',))",
         )
         says(
             MethodError,
@@ -393,7 +394,7 @@ def test_what_cannot_be_a_pipeline_is_told():
             """,
         )
         stages_ = functools.partial(stages, mesh, microbatches=4)
-        says(PlaceError, lambda: stages_().stage(1), "a rank has 1 virtual stages, from 0; there is no 1.")
+        says(PlaceError, lambda: stages_().stage(1), "a rank has 1 virtual stage, from 0; there is no 1.")
         says(
             ShapeError,
             lambda: stages_().cut(TinyGPT(layers=3)),
@@ -417,7 +418,8 @@ def test_what_cannot_be_a_pipeline_is_told():
             MethodError,
             lambda: stages_(last=["head"]).cut(TinyGPT()),
             "no stage is given norm.weight, norm.bias of TinyGPT: its weights are in blocks, in first= (tokens, "
-            "places) or in last= (head).",
+            "places) or in last= (head).\n\n"
+            "  PipelineParallel(..., last=['head', 'norm'])   # or first=",
         )
         shared = TinyGPT()
         shared.blocks[2].up = shared.blocks[0].up
@@ -439,13 +441,13 @@ def test_what_cannot_be_a_pipeline_is_told():
             ShapeError,
             lambda: module.step(codes, target=target),
             "6 rows cannot be cut into 4 equal microbatches along pp=4: inputs and target have one number of rows, "
-            "which 4 divides.",
+            "which 4 divides.\n\n  4 or 8 rows would do",
         )
         says(
             ShapeError,
             lambda: module.step(codes[:4], target=target),
             "4 and 6 rows cannot be cut into 4 equal microbatches along pp=4: inputs and target have one number of "
-            "rows, which 4 divides.",
+            "rows, which 4 divides.\n\n  4 or 8 rows would do",
         )
 
 

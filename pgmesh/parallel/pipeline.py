@@ -29,6 +29,7 @@ from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.apart import GONE, Elsewhere
 from pgmesh.parallel.base import Level, Method, sizes_of
 from pgmesh.parallel.even import compare, device_of, even_rows, told
+from pgmesh.parallel.shares import multiples_near
 from pgmesh.sizes import divisors
 
 SCHEDULES: dict[str, Any] = {
@@ -152,7 +153,8 @@ class PipelineParallel(Method):
             PlaceError: this rank has no such stage.
         """
         if not 0 <= virtual < self.virtual:
-            raise PlaceError(f"a rank has {self.virtual} virtual stages, from 0; there is no {virtual}.")
+            many = f"{self.virtual} virtual stage{'s' * (self.virtual > 1)}"
+            raise PlaceError(f"a rank has {many}, from 0; there is no {virtual}.")
         size, index = self.mesh.size(self.axis), self.mesh.index(self.axis)
         back = self.schedule == V and virtual % 2
         return virtual * size + (size - 1 - index if back else index)
@@ -266,7 +268,8 @@ class PipelineParallel(Method):
             raise MethodError(
                 f"no stage is given {', '.join(left[:3])}{', ...' * (len(left) > 3)} of {type(module).__name__}: its "
                 f"weights are in {self.layers}, in first= ({', '.join(self.first) or 'none'}) or in last= "
-                f"({', '.join(self.last) or 'none'})."
+                f"({', '.join(self.last) or 'none'}).\n\n"
+                f"  PipelineParallel(..., last={[*self.last, left[0].split('.')[0]]!r})   # or first="
             )
 
 
@@ -384,7 +387,8 @@ class Pipeline(nn.Module):
             raise ShapeError(
                 f"{counts} rows cannot be cut into {method.microbatches} equal microbatches along "
                 f"{sizes_of(method.mesh, method.owns)}: inputs and target have one number of rows, which "
-                f"{method.microbatches} divides."
+                f"{method.microbatches} divides.\n\n"
+                f"  {multiples_near(max(rows, default=0), method.microbatches)} rows would do"
             )
         compare("PipelineParallel", ["rows", "rows"], everyone, method.mesh, axes, way_out)
         if any(changed for *_, changed in everyone):

@@ -71,9 +71,11 @@ class ShardedDataParallel(Method):
         self.replicates = mesh.along(*whole).axes if whole else ()
         self.shards = tuple(axis for axis in self.reduces if axis not in self.replicates)
         if not set(self.replicates) <= set(self.reduces):
+            both = mesh.along(*self.owns, *self.replicates).axes
             raise AxisError(
                 f"ShardedDataParallel over {listed(self.reduces)} keeps weights whole along some of these axes, but "
-                f"replicate= names {listed(self.replicates)}."
+                f"replicate= names {listed(self.replicates)}.\n\n"
+                f"  {type(self).__name__}(mesh, {', '.join(map(repr, both))}, replicate={whole!r})"
             )
         self.configure(options, self.replicates, self.shards)
         self.layers, self.uneven, self.keywords = layers or layers_of, uneven, keywords
