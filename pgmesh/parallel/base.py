@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from pgmesh.errors import AxisError, ShapeError
+from pgmesh.errors import AxisError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
+from pgmesh.parallel.shares import equal_part, sizes_of
 
 
 class Level(IntEnum):
@@ -166,18 +167,7 @@ def listed(axes: Iterable[Axis]) -> str:
     return ", ".join(map(str, axes))
 
 
-def sizes_of(mesh: ProcessGroupMesh, axes: Iterable[Axis]) -> str:
-    """Axes with their sizes, for a message: "dp=2 x cp=2"."""
-    return " x ".join(f"{'axis ' * isinstance(axis, int)}{axis}={mesh.size(axis)}" for axis in axes)
-
-
 def share(rows: torch.Tensor, size: int, index: int, axes: str) -> torch.Tensor:
     """One of so many equal shares of the rows."""
-    count = rows.shape[0]
-    if count % size:
-        near = [n for n in (count // size * size, (count // size + 1) * size) if n]
-        raise ShapeError(
-            f"a batch of {count} rows cannot be shared out evenly along {axes}: {count} is not divisible by {size}.\n\n"
-            f"  {' or '.join(map(str, near))} rows would do"
-        )
-    return rows.narrow(0, index * (count // size), count // size)
+    each = equal_part(rows.shape[0], f"a batch of {rows.shape[0]} rows", "rows", size, axes)
+    return rows.narrow(0, index * each, each)

@@ -12,7 +12,8 @@ from torch import nn
 from pgmesh.errors import AxisError, MethodError
 from pgmesh.layout import Axis, Layout
 from pgmesh.mesh import ProcessGroupMesh
-from pgmesh.parallel.base import Level, Method, listed, share, sizes_of
+from pgmesh.parallel.base import Level, Method, listed, share
+from pgmesh.parallel.shares import sizes_of
 
 
 class Composition:

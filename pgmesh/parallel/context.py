@@ -10,11 +10,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from pgmesh.errors import MethodError, OptionsError, ShapeError
 from pgmesh.parallel.apart import is_part
-from pgmesh.parallel.base import Level, Method, sizes_of
+from pgmesh.parallel.base import Level, Method
 from pgmesh.parallel.even import check_even
 from pgmesh.parallel.exchange import gather
 from pgmesh.parallel.ring import ring_attention, ulysses_attention
-from pgmesh.parallel.shares import multiples_near
+from pgmesh.parallel.shares import equal_share, multiples_near, sizes_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -144,12 +144,8 @@ class ContextParallel(Method):
                 balanced=self._balanced,
             )
         for heads in (query.size(-3), key.size(-3)):
-            if heads % self._n:
-                raise ShapeError(
-                    f"{heads} heads cannot be shared out evenly along {self._sizes}: "
-                    f"{heads} is not divisible by {self._n}.\n\n"
-                    f"  {multiples_near(heads, self._n)} heads would do, or attention='ring', which takes any number"
-                )
+            way = ", or attention='ring', which takes any number"
+            equal_share(heads, f"{heads} heads", "heads", self.mesh, self.owns, way)
         return ulysses_attention(query, key, value, group, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
 
     def cut(self, whole: Tensor, along: int = 1) -> Tensor:

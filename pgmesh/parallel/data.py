@@ -16,8 +16,9 @@ from pgmesh.groups import keep_from_ddp
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.apart import kept_apart
-from pgmesh.parallel.base import Method, listed, sizes_of
+from pgmesh.parallel.base import Method, listed
 from pgmesh.parallel.even import EvenRows
+from pgmesh.parallel.shares import sizes_of
 
 
 class DataParallel(Method):

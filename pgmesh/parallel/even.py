@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pgmesh.errors import ShapeError
-from pgmesh.parallel.base import Method, sizes_of
+from pgmesh.parallel.base import Method
+from pgmesh.parallel.shares import sizes_of
 from pgmesh.sizes import some
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from torch import nn
 from pgmesh.errors import AxisError, MethodError
 from pgmesh.parallel import experts as plain
 from pgmesh.parallel.apart import is_part, keep_apart
-from pgmesh.parallel.base import Level, Method, listed, sizes_of
+from pgmesh.parallel.base import Level, Method, listed
 from pgmesh.parallel.even import check_even
 from pgmesh.parallel.exchange import alike, exchange, gather, total
-from pgmesh.parallel.shares import equal_share
+from pgmesh.parallel.shares import equal_share, sizes_of
 
 if TYPE_CHECKING:
     from torch import Tensor

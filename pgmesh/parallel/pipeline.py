@@ -27,9 +27,9 @@ from pgmesh.errors import MethodError, OptionsError, PlaceError, ShapeError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.apart import GONE, Elsewhere
-from pgmesh.parallel.base import Level, Method, sizes_of
+from pgmesh.parallel.base import Level, Method
 from pgmesh.parallel.even import compare, device_of, even_rows, told
-from pgmesh.parallel.shares import multiples_near
+from pgmesh.parallel.shares import multiples_near, sizes_of
 from pgmesh.sizes import divisors
 
 SCHEDULES: dict[str, Any] = {

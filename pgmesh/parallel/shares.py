@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 from pgmesh.errors import ShapeError
-from pgmesh.parallel.base import sizes_of
+from pgmesh.layout import Axis
+from pgmesh.mesh import ProcessGroupMesh
 
-if TYPE_CHECKING:
-    from pgmesh.layout import Axis
-    from pgmesh.mesh import ProcessGroupMesh
+
+def sizes_of(mesh: ProcessGroupMesh, axes: Iterable[Axis]) -> str:
+    """Axes with their sizes, for a message: "dp=2 x cp=2"."""
+    return " x ".join(f"{'axis ' * isinstance(axis, int)}{axis}={mesh.size(axis)}" for axis in axes)
 
 
 def multiples_near(count: int, unit: int) -> str:
@@ -22,16 +23,23 @@ def multiples_near(count: int, unit: int) -> str:
     return " or ".join(str(n) for n in (count // unit * unit, (count // unit + 1) * unit) if n)
 
 
-def equal_share(count: int, what: str, unit: str, mesh: ProcessGroupMesh, axes: Sequence[Axis]) -> int:
+def equal_share(count: int, what: str, unit: str, mesh: ProcessGroupMesh, axes: Sequence[Axis], way: str = "") -> int:
     """How many each rank along the axes gets.
+
+    Args:
+        way: another way out.
 
     Raises:
         ShapeError: they do not divide. It says how many would.
     """
-    n = mesh.size(*axes)
+    return equal_part(count, what, unit, mesh.size(*axes), sizes_of(mesh, axes), way)
+
+
+def equal_part(count: int, what: str, unit: str, n: int, along: str, way: str = "") -> int:
+    """The same for so many ranks along what the words say."""
     if count % n:
         raise ShapeError(
-            f"{what} cannot be shared out evenly along {sizes_of(mesh, axes)}: {count} is not divisible by {n}.\n\n"
-            f"  {multiples_near(count, n)} {unit} would do"
+            f"{what} cannot be shared out evenly along {along}: {count} is not divisible by {n}.\n\n"
+            f"  {multiples_near(count, n)} {unit} would do{way}"
         )
     return count // n

@@ -22,9 +22,9 @@ from torch.distributed.tensor.parallel import (
 
 from pgmesh.errors import AxisError, MethodError, OptionsError
 from pgmesh.parallel.apart import is_elsewhere, named
-from pgmesh.parallel.base import Level, Method, listed, sizes_of
+from pgmesh.parallel.base import Level, Method, listed
 from pgmesh.parallel.even import check_even, device_of, tensors
-from pgmesh.parallel.shares import equal_share
+from pgmesh.parallel.shares import equal_share, sizes_of
 
 if TYPE_CHECKING:
     from pgmesh.layout import Axis
