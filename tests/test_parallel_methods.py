@@ -358,6 +358,24 @@ def test_what_cannot_be_a_pipeline_is_told():
             "there is no schedule '1b1f'; there are gpipe, 1f1b, interleaved, zero-bubble, zero-bubble-v.",
         )
         says(
+            AxisError,
+            lambda: PipelineParallel(mesh, "pp", "dp", layers="blocks", loss=None, microbatches=8),
+            """
+            PipelineParallel works along one axis, not along pp, dp: a view has them as one.
+
+              PipelineParallel(mesh.view(..., dp=8), 'dp', ...)
+            """,
+        )
+        says(
+            OptionsError,
+            lambda: stages(mesh, schedule="interleaved", virtual=0),
+            """
+            a rank has 1 virtual stage or more, not 0.
+
+              PipelineParallel(..., virtual=1)   # or more
+            """,
+        )
+        says(
             OptionsError,
             lambda: stages(mesh, virtual=2),
             """
@@ -403,6 +421,21 @@ def test_what_cannot_be_a_pipeline_is_told():
 
               1, 2 stages would do, or 4 layers and more
             """,
+        )
+        says(
+            ShapeError,
+            lambda: stages_().cut(TinyGPT(layers=1)),
+            """
+            blocks has 1 layer, too few for 4 stages (pp=4, 1 virtual on each): a stage has one at least.
+
+              1 stage would do, or 4 layers and more
+            """,
+        )
+        says(
+            MethodError,
+            lambda: stages_(layers="norm").cut(TinyGPT()),
+            "layers= names 'norm', a LayerNorm without layers: what is cut is a ModuleList, ModuleDict or Sequential "
+            "of them.",
         )
         says(
             MethodError,

@@ -187,7 +187,16 @@ def test_a_plan_says_what_can_be_done(mesh):
         """
         TensorParallel works along one axis, not along dp, tp: a view has them as one.
 
-          TensorParallel(mesh.view(..., tp=8), 'tp', plan=...)
+          TensorParallel(mesh.view(..., tp=8), 'tp', ...)
+        """,
+    )
+    says(
+        OptionsError,
+        lambda: TensorParallel(mesh, "tp", plan={}),
+        """
+        TensorParallel: a plan says what is done to which modules, not {}.
+
+          TensorParallel(mesh, 'tp', plan={'blocks.*.up': 'columns', 'blocks.*.down': 'rows'})
         """,
     )
 

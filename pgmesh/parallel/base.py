@@ -162,6 +162,21 @@ class Method:
         return f"{type(self).__name__} along {listed(self.owns)}"
 
 
+def only(method: Method) -> Axis:
+    """The axis of a method that works along one.
+
+    Raises:
+        AxisError: it was given more.
+    """
+    if len(method.owns) > 1:
+        who, axis, size = type(method).__name__, str(method.owns[-1]), method.mesh.size(*method.owns)
+        raise AxisError(
+            f"{who} works along one axis, not along {listed(method.owns)}: a view has them as one.\n\n"
+            f"  {who}(mesh.view(..., {axis}={size}), {axis!r}, ...)"
+        )
+    return method.owns[0]
+
+
 def listed(axes: Iterable[Axis]) -> str:
     """Axes in words."""
     return ", ".join(map(str, axes))

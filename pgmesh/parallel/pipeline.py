@@ -27,10 +27,10 @@ from pgmesh.errors import MethodError, OptionsError, PlaceError, ShapeError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.apart import GONE, Elsewhere
-from pgmesh.parallel.base import Level, Method
+from pgmesh.parallel.base import Level, Method, only
 from pgmesh.parallel.even import compare, device_of, even_rows, told
 from pgmesh.parallel.shares import multiples_near, sizes_of
-from pgmesh.sizes import divisors
+from pgmesh.sizes import divisors, many
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -68,6 +68,7 @@ class PipelineParallel(Method):
         options: what its groups are made with, as in ``mesh.configure``: that of all stages, and that of both ends.
 
     Raises:
+        AxisError: more than one axis.
         OptionsError: a schedule that there is not, or that has another number of virtual stages.
 
     Source: https://docs.pytorch.org/docs/2.13/distributed.pipelining.html
@@ -86,8 +87,7 @@ class PipelineParallel(Method):
     def __init__(
         self,
         mesh: ProcessGroupMesh,
-        axis: Axis,
-        *,
+        *axis: Axis,
         layers: str,
         first: Iterable[str] = (),
         last: Iterable[str] = (),
@@ -97,12 +97,16 @@ class PipelineParallel(Method):
         virtual: int = 1,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(mesh, axis, options=options)
-        (self.axis,) = self.owns
+        super().__init__(mesh, *axis, options=options)
+        self.axis = only(self)
         self.layers, self.first, self.last = layers, tuple(first), tuple(last)
         self.loss, self.microbatches, self.schedule, self.virtual = loss, microbatches, schedule, virtual
         if schedule not in SCHEDULES:
             raise OptionsError(f"there is no schedule {schedule!r}; there are {', '.join(SCHEDULES)}.")
+        if virtual < 1:
+            raise OptionsError(
+                f"a rank has 1 virtual stage or more, not {virtual}.\n\n  PipelineParallel(..., virtual=1)   # or more"
+            )
         if schedule in SINGLE and virtual != 1:
             raise OptionsError(
                 f"schedule {schedule!r} has one stage on a rank, not {virtual}.\n\n"
@@ -114,7 +118,7 @@ class PipelineParallel(Method):
                 f"  PipelineParallel(..., schedule={V!r}, virtual=2)"
             )
 
-        rounds = max(1, microbatches // mesh.size(axis))
+        rounds = max(1, microbatches // mesh.size(self.axis))
         if microbatches < 1 or (schedule == "1f1b" and microbatches < self.stages):
             raise OptionsError(
                 f"{microbatches} microbatches are too few for schedule {schedule!r} along "
@@ -129,7 +133,7 @@ class PipelineParallel(Method):
                 f"  PipelineParallel(..., microbatches={low})   # or {high}"
             )
         if options:
-            self._ends.configure(axis, **options)
+            self._ends.configure(self.axis, **options)
 
     # -- places -------------------------------------------------------------------------------------------------
 
@@ -153,8 +157,7 @@ class PipelineParallel(Method):
             PlaceError: this rank has no such stage.
         """
         if not 0 <= virtual < self.virtual:
-            many = f"{self.virtual} virtual stage{'s' * (self.virtual > 1)}"
-            raise PlaceError(f"a rank has {many}, from 0; there is no {virtual}.")
+            raise PlaceError(f"a rank has {many(self.virtual, 'virtual stage')}, from 0; there is no {virtual}.")
         size, index = self.mesh.size(self.axis), self.mesh.index(self.axis)
         back = self.schedule == V and virtual % 2
         return virtual * size + (size - 1 - index if back else index)
@@ -198,17 +201,25 @@ class PipelineParallel(Method):
         """This rank's parts of a module, one for each virtual stage. They share its weights; it stays as it is.
 
         Raises:
-            MethodError: a name that the module does not have, or weights that no stage is given.
+            MethodError: a name that the module does not have, one that holds no layers, or weights that no stage is
+                given.
             ShapeError: fewer layers than stages.
         """
-        layers = list(self._named(module, self.layers, "layers").children())
+        held = self._named(module, self.layers, "layers")
+        layers = list(held.children())
+        if not layers:
+            raise MethodError(
+                f"layers= names {self.layers!r}, a {type(held).__name__} without layers: what is cut is a ModuleList, "
+                "ModuleDict or Sequential of them."
+            )
         shares = shared_out(len(layers), self.stages)
         if not all(shares):
-            does = [n for n in divisors(self.stages) if n <= len(layers)]
+            does = [str(n) for n in divisors(self.stages) if n <= len(layers)]
+            would = f"{', '.join(does)} stage{'s' * (len(layers) > 1)} would do"
             raise ShapeError(
-                f"{self.layers} has {len(layers)} layers, too few for {self.stages} stages "
+                f"{self.layers} has {many(len(layers), 'layer')}, too few for {self.stages} stages "
                 f"({sizes_of(self.mesh, self.owns)}, {self.virtual} virtual on each): a stage has one at least.\n\n"
-                f"  {', '.join(map(str, does))} stages would do, or {self.stages} layers and more"
+                f"  {would}, or {self.stages} layers and more"
             )
         for names, what in ((self.first, "first"), (self.last, "last")):
             for name in names:

@@ -20,9 +20,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from pgmesh.errors import AxisError, MethodError, OptionsError
+from pgmesh.errors import MethodError, OptionsError
 from pgmesh.parallel.apart import is_elsewhere, named
-from pgmesh.parallel.base import Level, Method, listed
+from pgmesh.parallel.base import Level, Method, listed, only
 from pgmesh.parallel.even import check_even, device_of, tensors
 from pgmesh.parallel.shares import equal_share, sizes_of
 
@@ -105,7 +105,7 @@ class TensorParallel(Method):
 
     Raises:
         AxisError: more than one axis.
-        OptionsError: a word that there is not.
+        OptionsError: no plan, or a word in it that there is not.
         ShapeError: heads that do not divide.
 
     Source: https://docs.pytorch.org/docs/2.13/distributed.tensor.parallel.html
@@ -128,10 +128,11 @@ class TensorParallel(Method):
         options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(mesh, *axis, options=options)
-        if len(self.owns) > 1:
-            raise AxisError(
-                f"TensorParallel works along one axis, not along {listed(self.owns)}: a view has them as one.\n\n"
-                f"  TensorParallel(mesh.view(..., tp={mesh.size(*self.owns)}), 'tp', plan=...)"
+        only(self)
+        if not isinstance(plan, Mapping) or not plan:
+            raise OptionsError(
+                f"TensorParallel: a plan says what is done to which modules, not {plan!r}.\n\n"
+                f"  TensorParallel(mesh, {self.owns[0]!r}, plan={{'blocks.*.up': 'columns', 'blocks.*.down': 'rows'}})"
             )
         words = [word for word in WORDS if sequence or word not in ("sequence", "enter", "whole")]
         for name, style in plan.items():
