@@ -4,7 +4,7 @@ All of it happens in the same processes, in turn: each repetition makes a mesh w
 them, then on the next, and every other repetition goes through the sides backwards. Every part starts at a barrier and
 is timed by each rank for itself; a figure is the median over the repetitions of the median over the ranks. To use the
 groups is one all_reduce on each, whose sum is checked. Our own ``connect`` stands beside what the peers, which connect
-as they make, take to make.
+as they make, take to make. Bare Gloo is no peer, but the floor below us.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.report import BEST, OURS, Figure, Wish
-from benchmarks.sides import FAMILIES, present
+from benchmarks.sides import FAMILIES, Bare, present
 from pgmesh import ProcessGroupMesh
 from pgmesh.launch import PRELOAD, spawn
 
 DEADLINE = timedelta(seconds=240)
+FLOOR = "bare Gloo"
 ASKED_AT = 64
 """Threads and descriptors are asked for at this many ranks."""
 
@@ -40,11 +41,13 @@ def figures(ranks: int, repetitions: int) -> list[Figure]:
     def figure(what: str, part: str, unit: str, *wishes: Wish) -> Figure:
         values = {
             side: median(median(values) for values in zip(*(rank[side, part] for rank in told)))
-            for side in present()
+            for side in (*present(), FLOOR)
             if (side, part) in told[0]
         }
         if part == "connect":
-            values |= figure("", "make", unit).values.items() - {(OURS, figure("", "make", unit).values[OURS])}
+            values |= {
+                side: value for side, value in figure("", "make", unit).values.items() if side not in (OURS, FLOOR)
+            }
         return Figure(f"{ranks} gloo ranks: {what}", values, unit, wishes)
 
     found = [
@@ -87,7 +90,8 @@ def measure(sizes: dict[str, int], repetitions: int) -> dict[tuple[str, str], li
     took: dict[tuple[str, str], list[float]] = defaultdict(list)
     gc.collect()
     gc.freeze()  # what is here now is no garbage, and costs later collections nothing
-    turns = [(side, make, part) for part in ("make", "make and use") for side, make in present().items()]
+    sides = {**present(), FLOOR: Bare}
+    turns = [(side, make, part) for part in ("make", "make and use") for side, make in sides.items()]
     turns.append((OURS, Connected, "connect"))
     for repetition in range(repetitions):
         for side, make, part in turns[:: 1 if repetition % 2 else -1]:

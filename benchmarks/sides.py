@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
-from pgmesh import Layout, ProcessGroupMesh
+from pgmesh import Layout, ProcessGroupMesh, groups
 
 FAMILIES = (("tp",), ("cp",), ("pp",), ("dp",), ("dp", "cp"), ("cp", "tp"))
 
@@ -142,6 +142,27 @@ class OwnBlocks(Theirs):
         self.kept += [
             dist.new_group([dist.get_rank()], backend="fake", use_local_synchronization=True) for _ in FAMILIES
         ]
+
+
+class Bare:
+    """No peer, but the floor: the same groups, each reading torch's own store by itself.
+
+    No card is compared, nobody is named who does not come, and while one group waits nothing else reaches the store.
+    """
+
+    def __init__(self, name: str, sizes: dict[str, int]) -> None:
+        layout, me = Layout(**sizes), dist.get_rank()
+        store, options = groups.world_store(), groups.world_options()
+        self.groups = []
+        for axes in FAMILIES:
+            block = layout.block_of(me, *axes)
+            key = f"{groups.PREFIX}bare {name}/{axes} of {block[0]}"
+            self.groups.append(groups.build(key, block, me, options, store, {"gloo": store}, key))
+
+    def close(self) -> None:
+        for group in self.groups:
+            groups.tear_down(groups.Made(group, "a bare group", ""), "was closed.")
+        self.__dict__.clear()
 
 
 SIDES: dict[str, type[Side]] = {

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SMALL = sorted(EXAMPLES.glob("0*.py"))
 LARGER = sorted(EXAMPLES.glob("1*.py"))

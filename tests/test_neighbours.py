@@ -21,6 +21,8 @@ from tests.test_groups import groups_of
 from tests.torch_seam import c10d, tables
 from tests.worlds import check_sums, world
 
+pytestmark = pytest.mark.long
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 

@@ -25,6 +25,8 @@ from tests.test_groups import groups_of
 from tests.test_tensor_parallel import BLOCKS, SEQUENCE
 from tests.worlds import check_sums, world
 
+pytestmark = pytest.mark.long
+
 torch.set_num_threads(1)  # also on ranks, which import this: others share their cores
 
 SHARE = "together.share(rows)   # of compose(...): the same rows on each rank along the axis"

@@ -54,6 +54,8 @@ from tests.test_groups import groups_of
 from tests.test_tensor_parallel import BLOCKS
 from tests.worlds import check_sums, world
 
+pytestmark = pytest.mark.long
+
 torch.set_num_threads(1)  # also on ranks, which import this: others share their cores
 
 

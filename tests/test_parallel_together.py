@@ -23,6 +23,8 @@ from tests.test_groups import groups_of
 from tests.test_tensor_parallel import WORDS
 from tests.worlds import check_sums, world
 
+pytestmark = pytest.mark.long
+
 PERMUTED = [5, 2, 7, 0, 3, 6, 1, 4]
 
 

@@ -18,6 +18,8 @@ from tests.said import says
 from tests.test_groups import groups_of
 from tests.worlds import check_sums, world
 
+pytestmark = pytest.mark.long
+
 BLOCKS = {**attention_plan("blocks.*", ["qkv"], "out"), **mlp_plan("blocks.*", ["up"], "down")}
 WORDS = {**BLOCKS, "tokens": "vocabulary", "head": "vocabulary"}
 SEQUENCE = {
