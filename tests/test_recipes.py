@@ -888,16 +888,57 @@ def olmo(whole: int = 8, **sizes: Any) -> Callable[[], object]:
         ),
         (
             olmo(dp=2, tp=2),
-            "recipes.olmo(8, dp=2, tp=2): dp is 2, but what is left for data parallelism is 4 ranks.",
+            """
+            recipes.olmo(8, dp=2, tp=2): dp is 2, but what is left for data parallelism is 4 ranks.
+
+              recipes.olmo(8, dp=-1, tp=2)   # let dp be what is left: 4
+            """,
         ),
         (
             olmo(dp_replicate=3),
-            "recipes.olmo(8, dp_replicate=3): dp_replicate is 3, but what is left for data parallelism is 8 ranks.",
+            """
+            recipes.olmo(8, dp_replicate=3): dp_replicate is 3, but what is left for data parallelism is 8 ranks.
+
+              recipes.olmo(8, dp_replicate=2)   # dp_replicate may be 1, 2, 4 or 8
+            """,
         ),
         (
             olmo(dp_replicate=2, dp_shard=2),
             "recipes.olmo(8, dp_replicate=2, dp_shard=2): dp_replicate x dp_shard is 4, but what is left for data "
-            "parallelism is 8 ranks.",
+            "parallelism is 8 ranks.\n\n"
+            "  recipes.olmo(8, dp_replicate=-1, dp_shard=2)   # let dp_replicate be what is left: 4",
+        ),
+        (
+            olmo(dp_replicate=3, dp_shard=3),
+            "recipes.olmo(8, dp_replicate=3, dp_shard=3): dp_replicate x dp_shard is 9, but what is left for data "
+            "parallelism is 8 ranks.\n\n"
+            "  recipes.olmo(8, dp_replicate=-1, dp_shard=2)   # dp_shard may be 1, 2, 4 or 8; dp_replicate is what is "
+            "left",
+        ),
+        (
+            olmo(dp=3),
+            """
+            recipes.olmo(8, dp=3): dp is 3, but what is left for data parallelism is 8 ranks.
+
+              recipes.olmo(8, dp=-1)   # let dp be what is left: 8
+            """,
+        ),
+        (
+            olmo(dp_shard=3, ep=3),
+            """
+            recipes.olmo(8, dp_shard=3, ep=3): dp_shard is 3, but what is left for data parallelism is 8 ranks.
+
+              recipes.olmo(8, dp_shard=2, ep=2)   # dp_shard may be 1, 2, 4 or 8
+            """,
+        ),
+        (
+            olmo(1, dp=2),
+            """
+            recipes.olmo(1, dp=2): dp is 2, but what is left for data parallelism is 1 rank.
+
+              torchrun --nproc-per-node 2 script.py   # a script by itself is a world of 1: start more
+              recipes.olmo(1, dp=-1)                  # let dp be what is left: 1
+            """,
         ),
         (
             olmo(dp_replicate=-1, dp_shard=-1),
@@ -962,6 +1003,17 @@ def test_the_call_that_an_error_proposes_would_be_right():
         words = ", ".join(f"{name}={size}" for name, size in sizes.items())
         taken.append(proposals(f"recipes.megatron({chance.choice([8, 12, 16, 48])}, {words})"))
     assert set(taken) == {0, 1, 2}  # two where both meshes are wrong
+
+
+def test_the_call_that_olmo_proposes_would_be_right():
+    taken = []
+    for whole, tp, replicate, shard in itertools.product((8, 12), (2, 3), (None, 2, 3, 5), (None, -1, 2, 3, 4)):
+        hybrid = f"dp_replicate={replicate}, dp_shard={shard}"
+        data = f"dp={whole + 1}" if replicate is None and shard in (None, -1) else hybrid
+        taken.append(proposals(f"recipes.olmo({whole}, tp={tp}, {data})"))
+        if shard in (2, 3, 4):
+            taken.append(proposals(f"recipes.olmo({whole}, {hybrid}, ep={shard})"))
+    assert set(taken) == {0, 1, 2}  # two where tp does not divide the world either
 
 
 def test_a_world_that_has_fewer_ranks():

@@ -8,8 +8,8 @@ from typing import Any
 from pgmesh.errors import ShapeError
 from pgmesh.layout import Axis
 from pgmesh.recipes.arrangement import Arrangement, Family
-from pgmesh.recipes.given import call, made, take, take_world, what_is_left
-from pgmesh.sizes import take_size
+from pgmesh.recipes.given import any_of, call, made, some_ranks, take, take_world, what_is_left
+from pgmesh.sizes import divisors, take_size, torchrun
 
 WORDS: dict[str, Axis] = {
     "replicate": "dp_replicate",
@@ -71,7 +71,8 @@ def olmo(
             raise ShapeError(f"{spelled}: every other size goes with one of data parallelism.\n\n  {plain}")
         dp = -1
     left = what_is_left(who, world, rest, given={axis: size for axis, size in given.items() if axis not in rest})
-    data = _data(spelled, left, {"dp_replicate": dp_replicate, "dp_shard": dp_shard} if hybrid else {"dp": dp})
+    sizes = {"dp_replicate": dp_replicate, "dp_shard": dp_shard} if hybrid else {"dp": dp}
+    data = _data(world, left, sizes, given)
     if ep is not None:
         _check_experts(spelled, ep, tp, data)
     box = {axis: {**rest, **data}[axis] for axis in ("pp", *data, "cp", "tp") if axis in rest or axis in data}
@@ -121,17 +122,48 @@ def olmo_experts(world: int, *, ep: int = -1, of: Any = None, name: str | None =
     )
 
 
-def _data(spelled: str, left: int, sizes: dict[str, int | None]) -> dict[str, int]:
+def _data(world: int, left: int, sizes: dict[str, int | None], given: dict[str, int | None]) -> dict[str, int]:
     """The sizes of data parallelism, with what is left in place of what was not given."""
+    spelled = call("olmo", world, **given)
     found = {axis: -1 if size is None else take_size("recipes.olmo", axis, size) for axis, size in sizes.items()}
-    fixed = math.prod(size for size in found.values() if size != -1)
-    free = [axis for axis, size in found.items() if size == -1]
+    fixed = {axis: size for axis, size in found.items() if size != -1}
+    free = [axis for axis in found if axis not in fixed]
+    product = math.prod(fixed.values())
     if len(free) > 1:
         raise ShapeError(f"{spelled}: at most one of {' and '.join(free)} is -1, what is left.")
-    if left % fixed or (not free and fixed != left):
-        words = " x ".join(axis for axis in found if axis not in free)
-        raise ShapeError(f"{spelled}: {words} is {fixed}, but what is left for data parallelism is {left} ranks.")
-    return {axis: left // fixed if size == -1 else size for axis, size in found.items()}
+    if left % product or (not free and product != left):
+        is_left = f"what is left for data parallelism is {some_ranks(left)}"
+        ways = [_mended(world, left, fixed, given, is_whole=not free)]
+        if world == 1:
+            ways.insert(0, (f"{torchrun(product)} script.py", "a script by itself is a world of 1: start more"))
+        width = max(len(way) for way, _ in ways)
+        raise ShapeError(
+            f"{spelled}: {' x '.join(fixed)} is {product}, but {is_left}.\n\n"
+            + "\n".join(f"  {way:<{width}}   # {why}" for way, why in ways)
+        )
+    return {axis: left // product if size == -1 else size for axis, size in found.items()}
+
+
+def _mended(
+    world: int, left: int, fixed: dict[str, int], given: dict[str, int | None], *, is_whole: bool
+) -> tuple[str, str]:
+    """The call with sizes of data parallelism that fit in what is left, or fill it, and why."""
+    better: dict[str, int | None] = {}
+    for axis, size in fixed.items():
+        rest = math.prod(fixed.values()) // size
+        if left % rest == 0:  # this one alone mends it
+            would = divisors(left // rest)
+            near = min(would, key=lambda n: (abs(n - size), n))
+            better = {axis: -1 if is_whole else near}
+            why = f"let {axis} be what is left: {left // rest}" if is_whole else f"{axis} may be {any_of(would)}"
+            break
+    else:
+        first, last = fixed
+        better = {first: -1, last: max(n for n in divisors(left) if n <= fixed[last])}
+        why = f"{last} may be {any_of(divisors(left))}; {first} is what is left"
+    if given["ep"] == given["dp_shard"] and "dp_shard" in better:  # experts go over the same ranks
+        better["ep"] = better["dp_shard"]
+    return call("olmo", world, **{**given, **better}), why
 
 
 def _check_experts(spelled: str, ep: int, tp: int | None, data: dict[str, int]) -> None:
