@@ -292,6 +292,19 @@ def test_the_module_and_the_script_are_one(capsys):
     assert 'pgmesh = "pgmesh.__main__:main"' in (ROOT / "pyproject.toml").read_text()
 
 
+@pytest.mark.parametrize("line", ["--version", ANSWERS["plan"], "plan dp=3 --nodes 2x2"])
+def test_the_script_that_is_installed_answers_as_the_module(line):
+    script = Path(sys.executable).with_name("pgmesh")
+    if not script.exists():
+        pytest.skip(f"there is no {script.name} beside {sys.executable}: install it")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
+    words = [str(script), *shlex.split(line)]
+    ours = subprocess.run(words, env=environment, capture_output=True, text=True, encoding="utf-8", timeout=60)
+    module = run("-m", "pgmesh", *shlex.split(line))
+    assert (ours.returncode, ours.stdout, ours.stderr) == (module.returncode, module.stdout, module.stderr)
+    assert ours.stdout or ours.returncode == 2
+
+
 def test_a_reader_that_has_read_enough_is_no_error():
     words = [sys.executable, "-m", "pgmesh", "plan", "pp=16", "dp=512", "cp=8", "tp=16", "--svg", "-"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
