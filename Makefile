@@ -10,11 +10,13 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # torch asks a name server for both ends of each connection, also of this machine's own, and waits five seconds for a
 # question that is lost. Names that stand in /etc/hosts are enough here.
 LOCAL := RES_OPTIONS=attempts:0
+# It warns of each name that it does not find.
+QUIET := $(LOCAL) TORCH_CPP_LOG_LEVEL=ERROR
 
 .PHONY: demo test test-long browser test-launchers chaos bench bench-quick format clean
 
 demo: $(VENV)/demo           ## the whole story on eight processes of this machine
-	$(LOCAL) $(RUN) examples/train_gpt.py
+	$(QUIET) $(RUN) examples/train_gpt.py
 
 test: $(VENV)/dev            ## style, types, doctests and tests: under four minutes
 	$(RUN) -m ruff check .
@@ -36,10 +38,10 @@ chaos: $(VENV)/dev           ## every fault at every moment, and the protocol's 
 	$(LOCAL) $(RUN) -m tests.chaos --minutes 8
 
 bench: $(BENCH)/made         ## beside its peers, as ratios: under five minutes
-	$(LOCAL) $(BENCH)/bin/python -m benchmarks $(ARGS)
+	$(QUIET) $(BENCH)/bin/python -m benchmarks $(ARGS)
 
 bench-quick: $(BENCH)/made   ## under 40 seconds, once installed
-	$(LOCAL) $(BENCH)/bin/python -m benchmarks --quick $(ARGS)
+	$(QUIET) $(BENCH)/bin/python -m benchmarks --quick $(ARGS)
 
 format: $(VENV)/dev
 	$(RUN) -m ruff check --fix .

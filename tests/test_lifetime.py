@@ -32,6 +32,7 @@ from pgmesh import (
     groups as pgmesh_groups,
     launch,
 )
+from tests.said import without_names
 from tests.test_groups import groups_of
 from tests.test_launch import clean_env, script
 from tests.torch_seam import c10d, counted_store, tables, timeout_of
@@ -705,7 +706,8 @@ def endings(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], tu
 
     def of(ending: str, rank: int) -> tuple[Any, str, str]:
         name = f"{ending}.{rank}"
-        return codes[name], (folder / f"{name}.out").read_text(), (folder / f"{name}.err").read_text()
+        err = without_names((folder / f"{name}.err").read_text())
+        return codes[name], (folder / f"{name}.out").read_text(), err
 
     return of
 
