@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -180,8 +183,10 @@ def test_tensor_ranks_that_are_given_other_rows_are_told_before_torch_sums_them(
 # ---- pipelines ----
 
 
-def stages(mesh: ProcessGroupMesh, schedule: str = "1f1b", virtual: int = 1, loss=loss_of) -> PipelineParallel:
-    names = {"layers": "blocks", "first": FIRST, "last": LAST}
+def stages(
+    mesh: ProcessGroupMesh, schedule: str = "1f1b", virtual: int = 1, loss=loss_of, **more: Any
+) -> PipelineParallel:
+    names = {"layers": "blocks", "first": FIRST, "last": LAST, **more}
     return PipelineParallel(mesh, "pp", **names, loss=loss, microbatches=2, schedule=schedule, virtual=virtual)
 
 
@@ -221,6 +226,28 @@ def rows_of_pipelines() -> None:
 
 def test_rows_that_differ_in_a_pipeline_are_told_on_all_its_ranks():
     world(4).run(rows_of_pipelines)
+
+
+def timeout_of_a_pipeline() -> None:
+    minutes = timedelta(minutes=3)
+    with ProcessGroupMesh(pp=2, dp=2) as mesh:
+        everyone = mesh.group()  # of the same ranks as the comparison's, made before and with the world's timeout
+        codes, target = batch(0)
+        method = stages(mesh, options={"timeout": minutes})
+        model = compose(mesh, method, DataParallel(mesh, "dp")).apply(TinyGPT(layers=2))
+        model.step(codes, target=target)
+        made = {(each.ranks, given.timeout) for each, given, _ in mesh._family.known()}
+        assert ((0, 1, 2, 3), minutes) in made
+        assert (mesh.ranks("pp"), minutes) in made
+        assert (mesh.ranks("dp"), minutes) not in made
+        assert mesh.group() is everyone
+        assert mesh.group("pp", "dp", timeout=minutes) is not everyone
+        assert mesh.group("pp", timeout=minutes) is mesh.group("pp")
+        check_sums(groups_of(mesh))
+
+
+def test_the_timeout_of_a_pipeline_holds_where_rows_are_compared():
+    world(4).run(timeout_of_a_pipeline)
 
 
 def batches_of_other_shapes(data: type | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,15 +22,24 @@ if TYPE_CHECKING:
 EVEN = "pgmesh_even"
 
 
-def told(numbers: Sequence[int], mesh: ProcessGroupMesh, axes: Sequence[Axis], device: torch.device) -> list[list[int]]:
+def told(
+    numbers: Sequence[int],
+    mesh: ProcessGroupMesh,
+    axes: Sequence[Axis],
+    device: torch.device,
+    timeout: timedelta | None = None,
+) -> list[list[int]]:
     """The numbers of every rank along the axes, in the order of the mesh. Every one of these ranks calls it.
+
+    With a timeout, which is then the same on all, the group is one that has it.
 
     They go between processes and not between GPUs, which nobody waits for so: beside work on GPUs (``device``), by
     a Gloo twin of the group. Untested on GPUs.
     """
     if mesh.size(*axes) == 1:
         return [list(numbers)]
-    group = mesh.group(*axes) if device.type == "cpu" else mesh.group(*axes, backend="gloo")
+    options: dict[str, Any] = {} if device.type == "cpu" else {"backend": "gloo"}
+    group = mesh.group(*axes, **options, **({} if timeout is None else {"timeout": timeout}))
     mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     everyone = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(everyone, mine, group=group)

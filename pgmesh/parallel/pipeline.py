@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ class PipelineParallel(Method):
             parallelism.
         virtual: how many stages each rank has.
         options: what its groups are made with, as in ``mesh.configure``: that of all stages, and that of both ends.
+            Its timeout holds where rows are compared, too.
 
     Raises:
         AxisError: more than one axis.
@@ -101,6 +103,7 @@ class PipelineParallel(Method):
         self.axis = only(self)
         self.layers, self.first, self.last = layers, tuple(first), tuple(last)
         self.loss, self.microbatches, self.schedule, self.virtual = loss, microbatches, schedule, virtual
+        self.timeout: timedelta | None = (options or {}).get("timeout")
         if schedule not in SCHEDULES:
             raise OptionsError(f"there is no schedule {schedule!r}; there are {', '.join(SCHEDULES)}.")
         if virtual < 1:
@@ -392,7 +395,7 @@ class Pipeline(nn.Module):
         if training and self.even is not None:  # one question to all, so that all learn of it
             axes = method.mesh.along(*axes, *self.even.method.reduces).axes
             way_out = f"{way_out}\n  {self.even.way_out}"
-        everyone = told(numbers, method.mesh, axes, device_of(self))
+        everyone = told(numbers, method.mesh, axes, device_of(self), method.timeout)
         if len(rows) > 1 or numbers[0] % method.microbatches or not rows:
             counts = " and ".join(map(str, sorted(rows))) or "no"
             raise ShapeError(
