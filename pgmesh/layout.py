@@ -66,13 +66,14 @@ class Layout:
     1
     """
 
-    __slots__ = ("_axes", "_number", "_origin", "_peel", "_sought", "_spelled", "_steps", "_table")
+    __slots__ = ("_axes", "_number", "_origin", "_peel", "_sliced", "_sought", "_spelled", "_steps", "_table")
 
     _axes: tuple[Axis, ...]
     _steps: tuple[Steps, ...]
     _origin: int
     _table: _Table | None
     _spelled: tuple[tuple[Axis, int | None], ...]  # the axes as first named; a fixed one has its index beside it
+    _sliced: bool
 
     def __init__(self, /, *shape: int, ranks: Iterable[int] | None = None, **sizes: int) -> None:
         box = take_sizes("Layout", shape, sizes)
@@ -101,7 +102,7 @@ class Layout:
         for size in reversed(tuple(box.values())):
             steps.append(range(0, size * unit, unit))
             unit *= size
-        self._set(tuple(box), tuple(reversed(steps)), origin, table, tuple((axis, None) for axis in box))
+        self._set(tuple(box), tuple(reversed(steps)), origin, table, tuple((axis, None) for axis in box), False)
 
     def _set(
         self,
@@ -110,15 +111,17 @@ class Layout:
         origin: int,
         table: _Table | None,
         spelled: tuple[tuple[Axis, int | None], ...],
+        sliced: bool,
     ) -> None:
         self._axes, self._steps, self._origin, self._table, self._spelled = axes, steps, origin, table, spelled
+        self._sliced = sliced
         self._number = {axis: i for i, axis in enumerate(axes)}
         self._sought: tuple[object, tuple[int, ...] | None] = (None, None)
         # To find a coord, peel off the axis with the widest steps first: the others add up to less than one of them.
         self._peel = sorted(((*_pace(step), i) for i, step in enumerate(steps) if len(step) > 1), reverse=True)
 
     def _parts(self) -> dict[str, Any]:
-        return {name: getattr(self, f"_{name}") for name in ("axes", "steps", "origin", "table", "spelled")}
+        return {name: getattr(self, f"_{name}") for name in ("axes", "steps", "origin", "table", "spelled", "sliced")}
 
     def _like(self, **changed: Any) -> Layout:
         layout = object.__new__(Layout)
@@ -166,6 +169,15 @@ class Layout:
         (4, 8)
         """
         return math.prod(len(self._steps[i]) for i in self._find(axes))
+
+    @property
+    def is_slice(self) -> bool:
+        """Whether ``at`` or ``along`` took it from a larger layout.
+
+        >>> layout.is_slice, layout.at(pp=0).is_slice
+        (False, True)
+        """
+        return self._sliced
 
     def ranks(self) -> tuple[int, ...]:
         """Every rank, in the order of the mesh: the last axis varies fastest.
@@ -347,6 +359,7 @@ class Layout:
             steps=tuple(steps[i] for i in left),
             origin=origin,
             spelled=tuple(spelled.items()),
+            sliced=self._sliced or math.prod(len(steps[i]) for i in left) < len(self),
         )
 
     def along(self, rank: int, *axes: Axis) -> Layout:
@@ -385,7 +398,7 @@ class Layout:
                 steps.append(runs[-1][:size])
                 runs[-1] = runs[-1][::size]
             else:
-                return self._read_anew(box)._like(spelled=spelled)
+                return self._read_anew(box)._like(spelled=spelled, sliced=self._sliced)
         return self._like(axes=tuple(box), steps=tuple(reversed(steps)), spelled=spelled)
 
     def _read_anew(self, box: Mapping[Axis, int]) -> Layout:

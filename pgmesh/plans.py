@@ -28,7 +28,7 @@ from pgmesh.errors import PlaceError, ShapeError
 from pgmesh.layout import Axis, Layout
 from pgmesh.locality import ENOUGH, Spread, split, spread
 from pgmesh.machine import Level, Machine, take_machine
-from pgmesh.sizes import many
+from pgmesh.sizes import many, nearest, spell
 
 if TYPE_CHECKING:
     from pgmesh.mesh import ProcessGroupMesh
@@ -204,6 +204,9 @@ def plan(
 ) -> Plan:
     """What an arrangement would be like, at once and without processes.
 
+    The ranks of a whole layout, 0 and those that follow, fill the hosts. A mesh, a slice and a layout of other ranks
+    may leave places to others.
+
     Args:
         layout: a Layout, or a mesh.
         nodes: the hosts: ``"8x8"`` is 8 hosts of 8 ranks, ``"8,8,4"`` or ``[8, 8, 4]`` the ranks of each.
@@ -212,7 +215,7 @@ def plan(
         families: combinations of axes to look at beside each axis: ``[("dp", "cp")]``.
 
     Raises:
-        ShapeError: hosts or views that do not hold the ranks.
+        ShapeError: hosts that the ranks do not fit or do not fill, or views that do not hold them.
         AxisError: a family along an axis that is not there.
 
     >>> print(plan(Layout(tp=4, dp=2), nodes="2x4").findings[0].says)
@@ -220,6 +223,8 @@ def plan(
     """
     base = layout if isinstance(layout, Layout) else layout.layout
     machine = take_machine(nodes, domains)
+    if base is layout:
+        _check_fit(base, machine, nodes, domains)
     check_room(base, machine)
     read = tuple((name, base.view(**axes)) for name, axes in (views or {}).items())
     found: list[FamilyPlan] = []
@@ -263,13 +268,56 @@ def laid_out(sizes: Mapping[str, int] | Mapping[Axis, int]) -> Layout:
 
 def check_room(layout: Layout, machine: Machine) -> None:
     """ShapeError if the hosts do not hold the ranks."""
-    if None in layout.strides:
-        last = max(layout.ranks())
-    else:
-        last = layout.rank_of([-1 if (stride or 0) > 0 else 0 for stride in layout.strides])
+    last = _last(layout)
     if machine and last >= machine[0].capacity:
         hold = "holds" if machine[0].count == 1 else "hold"
         raise ShapeError(f"{machine[0]} {hold} {many(machine[0].capacity, 'rank')}, but there is a rank {last:,}.")
+
+
+def _last(layout: Layout) -> int:
+    """The highest rank."""
+    if None in layout.strides:
+        return max(layout.ranks())
+    return layout.rank_of([-1 if (stride or 0) > 0 else 0 for stride in layout.strides])
+
+
+def _check_fit(
+    layout: Layout, machine: Machine, nodes: str | Sequence[int] | None, domains: str | Sequence[int] | None
+) -> None:
+    """ShapeError if a whole layout, of the ranks from 0 on, is not of as many as the hosts hold."""
+    if not machine or layout.is_slice or _last(layout) + 1 != len(layout):
+        return
+    host, count = machine[0], len(layout)
+    if count == host.capacity:
+        return
+    box = dict(zip(layout.axes, layout.shape))
+    more: dict[str, object] = {} if layout.ranks_in_order() == range(count) else {"ranks": ...}
+    where = f"nodes={nodes!r}" if nodes is not None else f"domains={domains!r}"
+    near = nearest(box, host.capacity, [])
+    other = [axis for axis in box if near[axis] != box[axis]]
+    changed = ", ".join(f"axis {a} of {near[a]}" if isinstance(a, int) else f"{a} {near[a]}" for a in other)
+    ways = [(f"plan({spell('Layout', near, **more)}, {where})", f"with {changed}")]
+    if domains is None:
+        filled = _filled(host, count).spell()
+        ways.append((f"plan({spell('Layout', box, **more)}, nodes={filled!r})", f"or on {many(count, 'rank')}"))
+    width = max(len(way) for way, _ in ways)
+    raise ShapeError(
+        f"{spell('Layout', box, **more)} holds {many(count, 'rank')}, but {host} "
+        f"{'holds' if host.count == 1 else 'hold'} {host.capacity:,}.\n\n"
+        + "\n".join(f"  {way:<{width}}   # {why}" for way, why in ways)
+    )
+
+
+def _filled(host: Level, count: int) -> Level:
+    """As many of these hosts as so many ranks fill, and more of the last kind where they are too few."""
+    runs: list[tuple[int, int]] = []
+    for n, size in (*host.runs[:-1], (count, host.runs[-1][1])):
+        whole = min(n, count // size)
+        count -= whole * size
+        runs += [(whole, size)] * bool(whole)
+        if whole < n:
+            break
+    return Level(host.name, (*runs, *[(1, count)] * bool(count)))
 
 
 def _family(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar, Union
 
 from pgmesh.errors import ShapeError
+
+A = TypeVar("A", str, Union[str, int])
 
 
 def spell(who: str, box: dict[str | int, int], **more: object) -> str:
@@ -199,6 +201,26 @@ def divisors(count: int) -> list[int]:
     """
     low = [n for n in range(1, math.isqrt(count) + 1) if count % n == 0]
     return low + [count // n for n in reversed(low) if n * n != count]
+
+
+def nearest(sizes: Mapping[A, int], count: int, free: Sequence[A]) -> dict[A, int]:
+    """Sizes near these that hold just so many ranks: one changed where that will do, a data axis if there is one.
+
+    >>> nearest({"pp": 2, "dp": 4}, 6, []), nearest({"dp": 4, "tp": 2}, 9, [])
+    ({'pp': 2, 'dp': 3}, {'dp': 9, 'tp': 1})
+    """
+    right = {axis: size for axis, size in sizes.items() if size != -1}
+    if not free:
+        for axis in sorted(right, key=lambda axis: ("dp" not in str(axis), list(right).index(axis))):
+            rest = math.prod(size for other, size in right.items() if other != axis)
+            if count % rest == 0:
+                return {**sizes, axis: count // rest}
+    left = count
+    filled = free[0] if free else next(iter(sizes))
+    for axis in reversed([axis for axis in right if axis != filled]):
+        right[axis] = max(n for n in divisors(left) if n <= right[axis])
+        left //= right[axis]
+    return {axis: right[axis] if axis != filled and axis in right else left if axis == filled else 1 for axis in sizes}
 
 
 def _any_of(values: list[int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -11,6 +12,7 @@ from pgmesh import AxisError, Layout, PlaceError, ShapeError, costs, plan, traff
 from pgmesh.machine import take_machine
 from pgmesh.plans import suggest
 from tests import golden_files as golden
+from tests.said import says
 
 BASE = Layout(pp=2, dp=4, cp=2, tp=4)
 TURNED = Layout(tp=4, cp=2, dp=4, pp=2)
@@ -207,12 +209,84 @@ def test_axes_are_known_by_their_names(axis, method):
 
 def test_what_does_not_fit_is_said():
     with pytest.raises(ShapeError, match="2 hosts of 8 hold 16 ranks, but there is a rank 63"):
-        plan(BASE, nodes="2x8")
+        plan(BASE.at(pp=1), nodes="2x8")
     with pytest.raises(AxisError, match="no axis 'pt'"):
         plan(BASE, families=[("pt",)])
     with pytest.raises(ShapeError, match="holds 6 ranks"):
         plan(BASE, views={"moe": {"ep": 6}})
     assert plan(BASE.at(pp=1), nodes="8x8")["tp"].groups == 8
+
+
+FIT = [
+    (
+        lambda: plan(Layout(dp=4, tp=2), nodes="3x3"),
+        """
+        Layout(dp=4, tp=2) holds 8 ranks, but 3 hosts of 3 hold 9.
+
+          plan(Layout(dp=9, tp=1), nodes='3x3')     # with dp 9, tp 1
+          plan(Layout(dp=4, tp=2), nodes='2x3,2')   # or on 8 ranks
+        """,
+    ),
+    (
+        lambda: plan(BASE, nodes="2x8"),
+        """
+        Layout(pp=2, dp=4, cp=2, tp=4) holds 64 ranks, but 2 hosts of 8 hold 16.
+
+          plan(Layout(pp=2, dp=1, cp=2, tp=4), nodes='2x8')   # with dp 1
+          plan(Layout(pp=2, dp=4, cp=2, tp=4), nodes='8x8')   # or on 64 ranks
+        """,
+    ),
+    (
+        lambda: plan(Layout(2, 2, ranks=[3, 1, 2, 0]), nodes=[4, 4]),
+        """
+        Layout(2, 2, ranks=...) holds 4 ranks, but 2 hosts of 4 hold 8.
+
+          plan(Layout(4, 2, ranks=...), nodes=[4, 4])   # with axis 0 of 4
+          plan(Layout(2, 2, ranks=...), nodes='1x4')    # or on 4 ranks
+        """,
+    ),
+    (
+        lambda: plan(Layout(dp=16), nodes="8,4"),
+        """
+        Layout(dp=16) holds 16 ranks, but 2 hosts of 8 and 4 hold 12.
+
+          plan(Layout(dp=12), nodes='8,4')     # with dp 12
+          plan(Layout(dp=16), nodes='8,2x4')   # or on 16 ranks
+        """,
+    ),
+    (
+        lambda: plan(Layout(tp=4, dp=72), domains="4x18x8"),
+        """
+        Layout(tp=4, dp=72) holds 288 ranks, but 72 hosts of 8 hold 576.
+
+          plan(Layout(tp=4, dp=144), domains='4x18x8')   # with dp 144
+        """,
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "text"), FIT)
+def test_a_layout_and_hosts_of_other_numbers_are_told_with_calls_that_would_do(call, text):
+    says(ShapeError, call, text)
+    offered = re.findall(r"^ *(plan\(.*?\)) +#", text, flags=re.MULTILINE)
+    assert offered
+    for better in offered:
+        if "ranks=..." not in better:
+            eval(better)
+
+
+def test_slices_meshes_and_other_ranks_leave_places_to_others():
+    for pp in (0, 1, [0], slice(1)):
+        assert len(plan(BASE.at(pp=pp), nodes="8x8").layout) == 32
+    assert len(plan(BASE.at(pp=0).view(ep=8, edp=4), nodes="8x8").layout) == 32
+    assert len(plan(Layout(dp=4, ranks=range(4, 8)), nodes="2x4").layout) == 4
+    with pytest.raises(ShapeError, match="holds 64 ranks, but 16 hosts of 8 hold 128"):
+        plan(BASE.at(pp=[0, 1]), nodes="16x8")  # all of it
+
+    class Mesh:
+        layout = Layout(dp=6)
+
+    assert len(plan(Mesh(), nodes="2x4").layout) == 6
 
 
 def test_plan_is_a_function_of_the_package():

@@ -8,7 +8,6 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from pgmesh import wording
 from pgmesh.commands.spelling import SIZE, is_well, meant, mended
@@ -16,9 +15,7 @@ from pgmesh.errors import PgmeshError
 from pgmesh.layout import Axis, Layout, alike
 from pgmesh.machine import Level, Machine, take_machine
 from pgmesh.plans import laid_out
-from pgmesh.sizes import divisors, many, torchrun
-
-A = TypeVar("A", str, Axis)
+from pgmesh.sizes import many, nearest, torchrun
 
 USUAL = {1: ("dp",), 2: ("dp", "tp"), 3: ("pp", "dp", "tp"), 4: ("pp", "dp", "cp", "tp")}
 """What so many axes are often called."""
@@ -241,7 +238,7 @@ def _filled(name: str, box: dict[str, int], count: int, text: str, colon: str, t
         fault = f"holds {many(fixed, 'rank')}, but the mesh has {count:,}"
     else:
         return {axis: count // fixed if size == -1 else size for axis, size in box.items()}
-    right = wording.sizes(_nearest(box, count, free[:1]))
+    right = wording.sizes(nearest(box, count, free[:1]))
     better = typed.but({text: f"{name}: {right}" if colon else right})
     raise UsageError(f"view {name!r}: {wording.sizes(box)} {fault}.", (better, ""))
 
@@ -375,7 +372,7 @@ def fill(
         says = f"{wording.sizes(sizes)} cannot be filled: {why}."
     else:
         says = f"{wording.sizes(sizes)} holds {many(fixed, 'rank')}, but {whole}."
-    right = _nearest(sizes, count, free[:1])
+    right = nearest(sizes, count, free[:1])
     other = [axis for axis in sizes if right[axis] != sizes[axis]]
     if 0 in sizes:
         better = typed.but_run([*map(str, sizes.values())], [*map(str, right.values())])
@@ -407,19 +404,3 @@ def _hosts_for(ranks: int, host: Level, machine: Machine) -> str | None:
     numbers = [ranks // machine[-1].largest]
     numbers += [outer.largest // inner.largest for outer, inner in zip(machine[:0:-1], machine[-2::-1])]
     return "x".join(map(str, [*numbers, host.largest]))
-
-
-def _nearest(sizes: Mapping[A, int], count: int, free: Sequence[A]) -> dict[A, int]:
-    """Sizes near these that hold just so many ranks: one changed where that will do, a data axis if there is one."""
-    right = {axis: size for axis, size in sizes.items() if size != -1}
-    if not free:
-        for axis in sorted(right, key=lambda axis: ("dp" not in str(axis), list(right).index(axis))):
-            rest = math.prod(size for other, size in right.items() if other != axis)
-            if count % rest == 0:
-                return {**sizes, axis: count // rest}
-    left = count
-    filled = free[0] if free else next(iter(sizes))
-    for axis in reversed([axis for axis in right if axis != filled]):
-        right[axis] = max(n for n in divisors(left) if n <= right[axis])
-        left //= right[axis]
-    return {axis: right[axis] if axis != filled and axis in right else left if axis == filled else 1 for axis in sizes}
