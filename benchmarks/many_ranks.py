@@ -21,12 +21,11 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.report import BEST, OURS, Figure, Wish
-from benchmarks.sides import FAMILIES, Bare, present
+from benchmarks.sides import FAMILIES, FLOOR, Bare, present
 from pgmesh import ProcessGroupMesh
 from pgmesh.launch import PRELOAD, spawn
 
 DEADLINE = timedelta(seconds=240)
-FLOOR = "bare Gloo"
 ASKED_AT = 64
 """Threads and descriptors are asked for at this many ranks."""
 

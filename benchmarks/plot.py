@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import say
-from benchmarks.sides import SIDES
+from benchmarks.sides import FLOOR, SIDES
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 480, 330, 62, 32, 34, 44
-COLOURS = dict(zip(SIDES, ("#c1121f", "#1d4e89", "#5a7d2a", "#b8860b", "#6b4c9a", "#2a9d8f")))
+COLOURS = dict(zip((*SIDES, FLOOR), ("#c1121f", "#1d4e89", "#5a7d2a", "#b8860b", "#6b4c9a", "#2a9d8f", "#999999")))
 PANELS = {
     "one rank, six families made": r"one rank of ([\d,]+)$",
     "gloo ranks, six families made": r"(\d+) gloo ranks: made \(",
@@ -33,7 +33,7 @@ def drawing(records: Iterable[Mapping[str, Any]]) -> str:
     """Records of figures, drawn: the panels for which there are figures, beside each other, with one legend."""
     last = {record["what"]: record for record in records}
     panels = {title: found for title, pattern in PANELS.items() if (found := _curves(last.values(), pattern))}
-    sides = [side for side in SIDES if any(side in curves for curves in panels.values())]
+    sides = [side for side in COLOURS if any(side in curves for curves in panels.values())]
     parts = [_panel(title, curves, i * WIDTH) for i, (title, curves) in enumerate(panels.items())]
     width, height = max(WIDTH * len(panels), LEFT + 150 * len(sides)), HEIGHT + 30
     for i, side in enumerate(sides):

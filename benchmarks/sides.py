@@ -173,6 +173,7 @@ SIDES: dict[str, type[Side]] = {
     "all blocks": AllBlocks,
     "own blocks": OwnBlocks,
 }
+FLOOR = "bare Gloo"
 NEEDS = {"Megatron-Core": "megatron.core.parallel_state", "HyperCommGrid": "megatron.core.hyper_comm_grid"}
 
 
