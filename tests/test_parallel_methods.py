@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from pgmesh import AxisError, MethodError, OptionsError, PlaceError, ProcessGroupMesh, ShapeError
@@ -217,6 +217,27 @@ def half() -> None:
 
 def test_mixed_precision_is_passed_through():
     world(8).run(half)
+
+
+def kept_and_offloaded() -> None:
+    """Both keywords reach fully_shard: layers stay whole after forward, or are cut again; gradients are the same."""
+    with ProcessGroupMesh(dp=2) as mesh:
+        codes, target = batch(0)
+        for keep in (True, False):
+            policy = CPUOffloadPolicy(pin_memory=False)
+            method = ShardedDataParallel(mesh, "dp", reshard_after_forward=not keep, offload_policy=policy)
+            module = method.apply(TinyGPT())
+            loss = loss_of(module(method.share(codes)), method.share(target))
+            cut = {isinstance(weight, DTensor) for weight in module.blocks.parameters()}
+            assert cut == {not keep}
+            assert all(each._get_fsdp_state()._fsdp_param_group.offload_policy is policy for each in module.blocks)
+            loss.backward()
+            same("gradients", gradients_of(module), expected().gradients[0])
+        check_sums(groups_of(mesh))
+
+
+def test_resharding_and_offloading_are_passed_through():
+    world(2).run(kept_and_offloaded)
 
 
 def test_axes_that_cannot_be_cut_along_are_told():
