@@ -368,5 +368,5 @@ def slow_to_reach(line: str, who: int) -> Answer:
 
 
 def test_a_rank_that_is_slow_to_reach_is_told_from_one_that_is_slow_by_itself():
-    text = told_by_the_first(world(4).run(slow_to_reach, "dp=2 tp=2 --bytes 8 --repeats 1", 1), 0)
+    text = told_by_the_first(world(4).run(slow_to_reach, "dp=2 tp=2 --bytes 8 --repeats 7", 1), 0)
     assert re.search(r"\nRank 1 is slow to reach: the fastest of its links takes \d", text), text

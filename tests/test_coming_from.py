@@ -158,6 +158,7 @@ SAYS: dict[str, Callable[[int], str]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", SAYS)
 def test_the_script_of_a_page_runs(page: str):
     assert world(8).run(said_by, script_of(page)) == [f"{SAYS[page](rank)}\n" for rank in range(8)]

@@ -16,6 +16,8 @@ from tests.parallel_steps import train_and_check
 from tests.said import says
 from tests.worlds import check_sums, world
 
+pytestmark = pytest.mark.long
+
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}  # float64: only the order of sums differs
 
 

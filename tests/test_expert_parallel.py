@@ -42,6 +42,8 @@ from tests.said import says
 from tests.test_groups import groups_of
 from tests.worlds import check_sums, world
 
+pytestmark = pytest.mark.long
+
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}  # float64: only the order of sums differs
 EXPERTS, TOP, ALIKE = 8, 2, 0.1
 

@@ -363,6 +363,7 @@ def as_one_process_does() -> float:
     return worst
 
 
+@pytest.mark.long
 def test_a_gpt_of_megatron_core_trains_as_one_process_does():
     """Weights are float64, but Megatron's loss computes in float32: so gradients agree to 1e-5 and no better."""
     pytest.importorskip("numpy")

@@ -557,6 +557,7 @@ def installed(package: Path, target: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(target), str(ROOT)])}
 
 
+@pytest.mark.long
 def test_a_method_of_another_package_is_found_once_pip_has_installed_it(tmp_path: Path):
     environment = installed(ROOT / "examples" / "plugin", tmp_path / "site")
     script = tmp_path / "use.py"
