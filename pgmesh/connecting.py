@@ -40,9 +40,9 @@ from pgmesh.rendezvous import (
     Told,
     error_in_words,
     pauses,
-    ranks_in_words,
     told,
 )
+from pgmesh.sizes import ranks_in_words
 
 if TYPE_CHECKING:
     from pgmesh.layout import Axis, Layout

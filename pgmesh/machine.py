@@ -17,7 +17,7 @@ from functools import cached_property
 from itertools import accumulate, groupby
 
 from pgmesh.errors import ShapeError
-from pgmesh.sizes import some
+from pgmesh.sizes import ranks_in_words
 
 NAMES = ("host", "domain")
 """What the two innermost levels are called; a level beyond them is called by its number."""
@@ -196,18 +196,14 @@ def misplaced(hosts: Level, names: Sequence[str]) -> list[str]:
             holds.setdefault(names[rank], {}).setdefault(unit, []).append(rank)
         if len(there) > 1:
             (first, ranks), *others = there.items()
-            each = [f"{_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} on {first}"]
-            each += [f"{_ranks(others)} on {name}" for name, others in others]
-            says.append(f"host {unit} is planned for {_ranks(hosts.ranks_of(unit))}, but {_listed(each)}.")
+            each = [f"{ranks_in_words(ranks)} {'is' if len(ranks) == 1 else 'are'} on {first}"]
+            each += [f"{ranks_in_words(others)} on {name}" for name, others in others]
+            says.append(f"host {unit} is planned for {ranks_in_words(hosts.ranks_of(unit))}, but {_listed(each)}.")
     for name, units in holds.items():
         if len(units) > 1:
-            each = [_ranks(ranks) for ranks in units.values()]
+            each = [ranks_in_words(ranks) for ranks in units.values()]
             says.append(f"{_listed(each)} are planned on {len(units)} hosts, but all are on {name}.")
     return says
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {some(tuple(ranks))}"
 
 
 def _listed(words: Sequence[str]) -> str:

@@ -31,7 +31,7 @@ from pgmesh.layout import Axis, Layout
 from pgmesh.locality import Spread, spread
 from pgmesh.machine import Level
 from pgmesh.rendezvous import FIRST_PAUSE, LONGEST_PAUSE, Add, Append, Read, pack, unpack
-from pgmesh.sizes import some
+from pgmesh.sizes import ranks_in_words, some
 
 SEATS = "pgmesh/seats"
 
@@ -104,9 +104,7 @@ class Placement:
 
     def __str__(self) -> str:
         sizes = tuple((len(list(same)), size) for size, same in groupby(map(len, self.hosts)))
-        names = [
-            f"{self.seats[ranks[0]].host} holds rank{'s' * (len(ranks) > 1)} {some(ranks)}" for ranks in self.hosts
-        ]
+        names = [f"{self.seats[ranks[0]].host} holds {ranks_in_words(ranks)}" for ranks in self.hosts]
         more = f"; and {len(names) - 8} more" if len(names) > 8 else ""
         return f"{Level('host', sizes)}: {'; '.join(names[:8])}{more}"
 
@@ -173,7 +171,7 @@ def _exchange(seats: _Seats, me: int, wanted: range | tuple[int, ...], seconds: 
     missing = [rank for rank in wanted if rank not in seats.known]
     if missing:
         raise MissingRanksError(
-            f"rank{'s' * (len(missing) > 1)} {some(missing)} of {some(wanted)} did not say on which host they are, in "
+            f"{ranks_in_words(missing)} of {some(wanted)} did not say on which host they are, in "
             f"{seconds:g} s. Each of them has to ask too."
         )
 

@@ -29,7 +29,7 @@ from pgmesh.rendezvous import (
     refuse,
     told,
 )
-from pgmesh.sizes import some
+from pgmesh.sizes import ranks_in_words, some
 
 T = TypeVar("T")
 
@@ -278,7 +278,7 @@ class PollingStore(dist.Store):
             words += f"\n  rank {rank} last said: {last_told}" if last_told else ""
         came = f"ha{'ve' if len(who) > 1 else 's'} not come" if yet else "never came"
         return (
-            f"{self._card.what}: rank{'s' * (len(who) > 1)} {some(who)} {came} to the first collective, in "
+            f"{self._card.what}: {ranks_in_words(who)} {came} to the first collective, in "
             f"{(limit or self._timeout).total_seconds():g} s. The group's ranks are {some(self._ranks)}.{words}"
         )
 

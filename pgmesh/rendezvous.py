@@ -21,12 +21,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar, Union
 
 from pgmesh.errors import CircleError, MismatchError, MissingRanksError, PgmeshError, WorldError
-from pgmesh.sizes import some
+from pgmesh.sizes import ranks_in_words, some
 
 VERSION = 1
 """Of what is written here for others. Who reads another is told so."""
@@ -243,15 +243,6 @@ def _meant(word: bytes) -> tuple[int, dict[str, Any]] | None:
 def _value(value: Any) -> str:
     text = "none" if value is None else str(value)[:200]
     return f"({text})" if ", " in text and text[0].isdigit() else text
-
-
-def ranks_in_words(ranks: Collection[int], most: int = 8) -> str:
-    """Ranks for a message.
-
-    >>> ranks_in_words([2]), ranks_in_words([2, 3])
-    ('rank 2', 'ranks 2, 3')
-    """
-    return f"rank{'s' * (len(ranks) != 1)} {some(tuple(ranks), most)}"
 
 
 def error_in_words(error: BaseException) -> str:

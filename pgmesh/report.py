@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pgmesh.errors import LifetimeError, WorldError
-from pgmesh.rendezvous import MOST_ASKED, Pause, Read, Steps, Told, junk, ranks_in_words, told
-from pgmesh.sizes import many, some
+from pgmesh.rendezvous import MOST_ASKED, Pause, Read, Steps, Told, junk, told
+from pgmesh.sizes import many, ranks_in_words, some
 
 if TYPE_CHECKING:
     from pgmesh.family import Family

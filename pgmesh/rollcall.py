@@ -29,9 +29,9 @@ from pgmesh.rendezvous import (
     Step,
     Swap,
     Told,
-    ranks_in_words,
     told,
 )
+from pgmesh.sizes import ranks_in_words
 
 LAST_WORD = 5.0
 """Seconds that the store is given for each answer, beyond the deadline of a stage."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, Union
 
 from pgmesh.errors import ShapeError
@@ -39,6 +39,15 @@ def some(ranks: Iterable[object], most: int = 8) -> str:
     if len(ranks) <= most:
         return ", ".join(map(str, ranks))
     return ", ".join(map(str, ranks[: most - 1])) + f", ..., {ranks[-1]}"
+
+
+def ranks_in_words(ranks: Collection[object], most: int = 8) -> str:
+    """Ranks for a message, with the word before them.
+
+    >>> ranks_in_words([2]), ranks_in_words([2, 3])
+    ('rank 2', 'ranks 2, 3')
+    """
+    return f"rank{'s' * (len(ranks) != 1)} {some(ranks, most)}"
 
 
 def many(count: int, noun: str) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pgmesh.errors import ShapeError
 from pgmesh.parallel.base import Method
 from pgmesh.parallel.shares import sizes_of
-from pgmesh.sizes import some
+from pgmesh.sizes import ranks_in_words
 
 if TYPE_CHECKING:
     from pgmesh.layout import Axis
@@ -76,7 +76,7 @@ def compare(
         for rank, number in zip(mesh.ranks(*axes), numbers):
             ranks.setdefault(number, []).append(rank)
         if len(ranks) > 1:
-            each = [f"{n} on rank{'s' * (len(who) > 1)} {some(who)}" for n, who in ranks.items()]
+            each = [f"{n} on {ranks_in_words(who)}" for n, who in ranks.items()]
             raise ShapeError(
                 f"{what} takes as many {unit} on each rank along {sizes_of(mesh, axes)}, but there are "
                 f"{'; '.join(each[:4])}{'; ...' * (len(each) > 4)}.\n\n  {way_out}"
