@@ -18,6 +18,7 @@ from typing import ClassVar
 
 from pgmesh import pbs
 from pgmesh.errors import LaunchError
+from pgmesh.sizes import calls_in_lines
 from pgmesh.slurm import hosts_of, tasks_of
 
 Environ = Mapping[str, str]
@@ -161,9 +162,7 @@ def _error(problem: str, values: Mapping[str, str | None], *ways: tuple[str, str
     read = [
         f"  {name:<{width}} = {'(not set)' if value is None else value or '(empty)'}" for name, value in values.items()
     ]
-    width = max((len(call) for call, _ in ways), default=0)
-    calls = [f"  {call:<{width}}   # {why}" for call, why in ways]
-    return LaunchError("\n\n".join(["\n".join(part) for part in ([problem], read, calls) if part]))
+    return LaunchError("\n\n".join(part for part in (problem, "\n".join(read), calls_in_lines(ways)) if part))
 
 
 # ---- one class a launcher ----

@@ -28,7 +28,7 @@ from pgmesh.errors import PlaceError, ShapeError
 from pgmesh.layout import Axis, Layout
 from pgmesh.locality import ENOUGH, Spread, split, spread
 from pgmesh.machine import Level, Machine, take_machine
-from pgmesh.sizes import many, nearest, spell
+from pgmesh.sizes import calls_in_lines, many, nearest, spell
 
 if TYPE_CHECKING:
     from pgmesh.mesh import ProcessGroupMesh
@@ -300,11 +300,9 @@ def _check_fit(
     if domains is None:
         filled = _filled(host, count).spell()
         ways.append((f"plan({spell('Layout', box, **more)}, nodes={filled!r})", f"or on {many(count, 'rank')}"))
-    width = max(len(way) for way, _ in ways)
     raise ShapeError(
         f"{spell('Layout', box, **more)} holds {many(count, 'rank')}, but {host} "
-        f"{'holds' if host.count == 1 else 'hold'} {host.capacity:,}.\n\n"
-        + "\n".join(f"  {way:<{width}}   # {why}" for way, why in ways)
+        f"{'holds' if host.count == 1 else 'hold'} {host.capacity:,}.\n\n{calls_in_lines(ways)}"
     )
 
 

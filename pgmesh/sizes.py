@@ -59,6 +59,17 @@ def many(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
+def calls_in_lines(ways: Sequence[tuple[str, str]]) -> str:
+    """Calls that would be right, for the end of a message: a line for each, its reason beside it.
+
+    >>> print(calls_in_lines([("plan(4)", "with dp 2"), ("plan(16)", "or on 16 ranks")]))
+      plan(4)    # with dp 2
+      plan(16)   # or on 16 ranks
+    """
+    width = max((len(call) for call, _ in ways), default=0)
+    return "\n".join(f"  {call:<{width}}   # {why}" for call, why in ways)
+
+
 def take_sizes(who: str, shape: tuple[int, ...], sizes: dict[str, int]) -> dict[str | int, int]:
     """Sizes by axis, each a whole number of at least 1, or -1 at most once."""
     if shape and sizes:
@@ -150,8 +161,7 @@ def fill(who: str, box: dict[str | int, int], count: int, whole: str, *, pick: b
     else:
         problem = f"{spell(who, box)} holds {fixed} rank{'s' * (fixed > 1)}, but {whole}."
     ways = _ways_out(who, box, fixed, count, pick)
-    width = max((len(call) for call, _ in ways), default=0)
-    raise ShapeError("\n".join([problem, *[""] * bool(ways), *(f"  {call:{width}}   # {why}" for call, why in ways)]))
+    raise ShapeError(f"{problem}\n\n{calls_in_lines(ways)}")
 
 
 def _ways_out(who: str, box: dict[str | int, int], fixed: int, count: int, pick: bool) -> list[tuple[str, str]]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pgmesh.errors import ShapeError
-from pgmesh.sizes import divisors, take_size, torchrun
+from pgmesh.sizes import calls_in_lines, divisors, take_size, torchrun
 
 
 def call(who: str, world: int, /, **given: object) -> str:
@@ -35,10 +35,13 @@ def made(who: str, of: Any, box: Mapping[str, int], ranks: range, name: str | No
         _, there = groups.world_rank_and_size()
         if ranks[-1] >= there:
             first = f" from {ranks[0]} on" * bool(ranks[0])
-            here, more = f"recipes.{who}({there}, ...)", f"{torchrun(ranks[-1] + 1)} script.py"
+            ways = [
+                (f"{torchrun(ranks[-1] + 1)} script.py", "start as many"),
+                (f"recipes.{who}({there}, ...)", "or arrange those that there are"),
+            ]
             raise ShapeError(
                 f"recipes.{who}({len(ranks)}, ...) arranges {some_ranks(len(ranks))}{first}, but the world has {there}."
-                f"\n\n  {more}   # start as many\n  {here:<{len(more)}}   # or arrange those that there are"
+                f"\n\n{calls_in_lines(ways)}"
             )
     return of(**box, ranks=ranks, **({} if name is None else {"name": name}))
 
@@ -112,10 +115,9 @@ def what_is_left(
     ways = [(call(who, world, **{**every, **mended}, **given), why)]
     if world == 1:
         ways = [(f"{torchrun(fixed)} script.py", "a script by itself is a world of 1: start more"), *ways]
-    width = max(len(way) for way, _ in ways)
     raise ShapeError(
         f"{call(who, world, **every, **given)}: {product}, which does not divide {some_ranks(world)}.\n\n"
-        + "\n".join(f"  {way:<{width}}   # {why}" for way, why in ways)
+        + calls_in_lines(ways)
     )
 
 

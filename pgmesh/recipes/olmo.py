@@ -9,7 +9,7 @@ from pgmesh.errors import ShapeError
 from pgmesh.layout import Axis
 from pgmesh.recipes.arrangement import Arrangement, Family
 from pgmesh.recipes.given import any_of, call, made, some_ranks, take, take_world, what_is_left
-from pgmesh.sizes import divisors, take_size, torchrun
+from pgmesh.sizes import calls_in_lines, divisors, take_size, torchrun
 
 WORDS: dict[str, Axis] = {
     "replicate": "dp_replicate",
@@ -136,11 +136,7 @@ def _data(world: int, left: int, sizes: dict[str, int | None], given: dict[str, 
         ways = [_mended(world, left, fixed, given, is_whole=not free)]
         if world == 1:
             ways.insert(0, (f"{torchrun(product)} script.py", "a script by itself is a world of 1: start more"))
-        width = max(len(way) for way, _ in ways)
-        raise ShapeError(
-            f"{spelled}: {' x '.join(fixed)} is {product}, but {is_left}.\n\n"
-            + "\n".join(f"  {way:<{width}}   # {why}" for way, why in ways)
-        )
+        raise ShapeError(f"{spelled}: {' x '.join(fixed)} is {product}, but {is_left}.\n\n{calls_in_lines(ways)}")
     return {axis: left // product if size == -1 else size for axis, size in found.items()}
 
 
