@@ -9,7 +9,6 @@ that, so that no wait of torch's holds up a beat.
 from __future__ import annotations
 
 import contextlib
-import functools
 import heapq
 import itertools
 import math
@@ -192,11 +191,6 @@ class Heart:
             self._waits[threading.get_ident()] = step.waits
         return self.run(once(step), seconds)
 
-    @functools.cached_property
-    def part(self) -> Any:
-        """This world's part of the store over torch's connection, for one who asks it by himself."""
-        return self._part_of(underlying(self._shared))
-
     def beat(self) -> None:
         """From here on, tell the others that this process lives, so that they may count on it."""
         self._speak()
@@ -291,7 +285,7 @@ class Heart:
         try:
             if self._own is not None:
                 self._store, self._own = self._part_of(self._own), None
-            self._store = self._store or self.part
+            self._store = self._store or self._part_of(underlying(self._shared))
             return self._tell() if isinstance(step, Say) else perform(self._store, step)
         except RuntimeError as error:
             if isinstance(error, PgmeshError):
