@@ -113,9 +113,10 @@ class Method:
         >>> from pgmesh.parallel import Method
         >>> Method(mesh, "dp").configure({"timeout": timedelta(minutes=10)}, ("pp", "dp"))
         """
-        for axes in families if options else ():
-            if axes:
-                self.mesh.configure(*axes, **(options or {}))
+        if options:
+            for axes in families:
+                if axes:
+                    self.mesh.configure(*axes, **options)
 
     def apply(self, module: nn.Module) -> nn.Module:
         """The module to use from here on: the same one changed, or one around it."""
