@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Union, overload
 
 from pgmesh import draw
 from pgmesh.errors import AxisError, PlaceError, ShapeError
-from pgmesh.sizes import fill, progression, some, spell, take_ranks, take_sizes
+from pgmesh.sizes import fill, fill_with, progression, some, spell, take_ranks, take_sizes
 
 Axis = Union[str, int]
 """An axis, by its name or its number."""
@@ -79,9 +79,7 @@ class Layout:
         box = take_sizes("Layout", shape, sizes)
         if ranks is not None:
             ranks = take_ranks("Layout", ranks)
-            box = fill(
-                "Layout", box, len(ranks), f"{len(ranks)} rank{'s are' if len(ranks) > 1 else ' is'} given", pick=False
-            )
+            box = fill_with("Layout", box, ranks)
         elif -1 in box.values():
             raise ShapeError(f"{spell('Layout', box)} cannot know what is left: give it ranks, such as ranks=range(8).")
         self._arrange(box, range(math.prod(box.values())) if ranks is None else ranks)

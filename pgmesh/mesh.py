@@ -12,7 +12,7 @@ from pgmesh import draw, groups
 from pgmesh.errors import AxisError, LifetimeError, MembershipError, OptionsError, PlaceError, ShapeError
 from pgmesh.family import Family, find_family
 from pgmesh.layout import Axis, Keep, Layout, Partition
-from pgmesh.sizes import fill, some, take_ranks, take_sizes
+from pgmesh.sizes import fill, fill_with, some, take_ranks, take_sizes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -76,9 +76,7 @@ class ProcessGroupMesh:
             foreign = [rank for rank in ((order[0], order[-1]) if isinstance(order, range) else order) if rank >= world]
             if foreign:
                 raise PlaceError(f"{who}: the world's ranks are 0 to {world - 1}; there is no rank {some(foreign)}.")
-            box = fill(
-                who, box, len(order), f"{len(order)} rank{'s are' if len(order) > 1 else ' is'} given", pick=False
-            )
+            box = fill_with(who, box, order)
         layout = Layout.of(box, order)
         self._set(layout, Family(name, layout), root=True, part_of=layout)
 

@@ -164,6 +164,12 @@ def fill(who: str, box: dict[str | int, int], count: int, whole: str, *, pick: b
     raise ShapeError(f"{problem}\n\n{calls_in_lines(ways)}")
 
 
+def fill_with(who: str, box: dict[str | int, int], ranks: Collection[int]) -> dict[str | int, int]:
+    """The sizes with -1 put right for ranks that were named; ShapeError when they do not hold exactly those."""
+    whole = f"{len(ranks)} rank{'s are' if len(ranks) > 1 else ' is'} given"
+    return fill(who, box, len(ranks), whole, pick=False)
+
+
 def _ways_out(who: str, box: dict[str | int, int], fixed: int, count: int, pick: bool) -> list[tuple[str, str]]:
     """Calls that would hold ``count`` ranks, each with its reason."""
     given: dict[str, Any] = {"ranks": ...} if who == "Layout" else {}
