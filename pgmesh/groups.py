@@ -274,16 +274,21 @@ def _type_of(backend: str) -> Any:
 def default_device() -> str:
     """The type of the device that groups communicate from: an accelerator where the backend serves one that is here."""
     devices = list(backends_of(world_options().backend).by_device)
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = _accelerator()
     return accelerator.type if accelerator is not None and accelerator.type in devices else devices[0]
 
 
 def device_of(group: Any) -> Any:
     """Where a group communicates from: an accelerator if it serves one that is here."""
     devices = group._device_types
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = _accelerator()
     here = [device for device in devices if accelerator is not None and device.type == accelerator.type]
     return here[0] if here else next(iter(sorted(devices, key=str)))
+
+
+def _accelerator() -> torch.device | None:
+    """What is here: unasked, torch names what it was built for, on a machine without a driver too."""
+    return torch.accelerator.current_accelerator(check_available=True)
 
 
 def connects_apart(group: Any) -> bool:

@@ -15,6 +15,7 @@ import threading
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -45,6 +46,15 @@ def mesh():
     """The running example, seen from rank 5."""
     with dry_world(5, 8):
         yield ProcessGroupMesh(pp=2, dp=2, tp=2)
+
+
+@pytest.mark.parametrize(("here", "device"), [(False, "cpu"), (True, "cuda")], ids=["no driver", "a driver"])
+def test_an_accelerator_that_torch_was_built_for_is_used_only_where_it_is_here(mesh, monkeypatch, here, device):
+    def current_accelerator(check_available: bool = False) -> torch.device | None:
+        return torch.device("cuda") if here or not check_available else None
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
+    assert groups.default_device() == groups.device_of(mesh.group("tp")).type == device
 
 
 @pytest.mark.parametrize(("size", "sizes"), SHAPES.items(), ids=map(str, SHAPES))
