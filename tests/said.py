@@ -22,3 +22,10 @@ def says(error: type[PgmeshError], call: Callable[[], object], text: str) -> Non
 def without_names(text: str) -> str:
     """What a process said, without torch's word that nobody told it the name of a host."""
     return re.sub(r"\[W[^\n]*hostname of the client socket cannot be retrieved[^\n]*\n?", "", text)
+
+
+def in_one_wording(text: str) -> str:
+    """What Python says of what it cannot pickle or find, which 3.13 and 3.14 word anew, as 3.10 words it."""
+    text = re.sub(r"Can't get local object", "Can't pickle local object", text)
+    text = re.sub(r"local object <function (\S+) at 0x\w+>", r"local object '\1'", text)
+    return re.sub(r"module (\S+) has no attribute ('\w+')", r"Can't get attribute \2 on <module \1>", text)

@@ -1006,7 +1006,7 @@ def test_a_rank_may_die_at_any_of_its_operations(tmp_path: Path):
 # ---- a process ends ----
 
 ENDINGS = """
-import os, signal, sys, time
+import os, signal, sys, time, warnings
 import torch.distributed as dist
 from datetime import timedelta
 
@@ -1024,6 +1024,7 @@ def be(rank, port):
     if rank == 1:
         while b"group tp" not in our_store().get(told(0)):
             time.sleep(0.01)
+        warnings.filterwarnings("ignore", "This process", DeprecationWarning)  # of a fork beside threads, from 3.12 on
         child = os.fork()
         if child == 0:
             try:

@@ -598,7 +598,7 @@ def test_outside_any_world_a_mesh_that_travelled_knows_its_places():
 # ---- fork and exit ----
 
 ENDINGS = """
-import faulthandler, json, os, signal, sys, time
+import faulthandler, json, os, signal, sys, time, warnings
 import torch
 import torch.distributed as dist
 from datetime import timedelta
@@ -637,6 +637,7 @@ def with_torch_destroyed(mesh):
 def in_a_fork(mesh):
     used(mesh)
     group, told = mesh.group("tp"), []
+    warnings.filterwarnings("ignore", "This process", DeprecationWarning)  # of a fork beside threads, from 3.12 on
     child = os.fork()
     if child == 0:
         for ask in (lambda: mesh.group("tp"), lambda: dist.all_reduce(torch.ones(1), group=group), mesh.close,
