@@ -1,24 +1,31 @@
 """From nothing to groups that work: importing, and joining a world of many ranks.
 
 Imports are timed in fresh processes, in turn: ``pgmesh`` in a Python that has imported nothing else, and what makes
-groups in one that has imported torch. Joining is timed from the moment at which all processes stand ready
-until the slowest of them is done; each side has processes of its own, which are ready before it begins.
+groups in one that has imported torch. Every side has its bytecode at hand, as pip leaves it: the peers where they are
+installed, and pgmesh, which may run from its sources here, in a compiled copy. Joining is timed from the moment at
+which all processes stand ready until the slowest of them is done; each side has processes of its own, which are ready
+before it begins.
 """
 
 from __future__ import annotations
 
+import compileall
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from datetime import timedelta
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import pgmesh
 from benchmarks.many_ranks import box
 from benchmarks.report import OURS, Figure, Wish, medians
 from benchmarks.sides import absent, present
@@ -40,6 +47,14 @@ def figures(rounds: int, ranks: int) -> list[Figure]:
 
 
 def _imports(rounds: int) -> list[Figure]:
+    with tempfile.TemporaryDirectory() as home:
+        shutil.copytree(Path(pgmesh.__file__).parent, Path(home, "pgmesh"))
+        if not compileall.compile_dir(home, quiet=1):
+            raise SystemExit("pgmesh does not compile")
+        return _imports_from(home, rounds)
+
+
+def _imports_from(home: str, rounds: int) -> list[Figure]:
     ours = ("", "import pgmesh")
     beyond = {
         OURS: ("import torch", "from pgmesh import ProcessGroupMesh"),
@@ -48,10 +63,10 @@ def _imports(rounds: int) -> list[Figure]:
         beyond["Megatron-Core"] = ("import torch", "import megatron.core.parallel_state")
     took: dict[str, dict[str, list[float]]] = {"first": defaultdict(list), "beyond": defaultdict(list)}
     for number in range(rounds):
-        took["first"][OURS].append(_in_a_fresh_process(*ours))
+        took["first"][OURS].append(_in_a_fresh_process(home, *ours))
         for side, words in beyond.items():
             if number < 2 or side == OURS:
-                took["beyond"][side].append(_in_a_fresh_process(*words))
+                took["beyond"][side].append(_in_a_fresh_process(home, *words))
     return [
         Figure("import pgmesh, beyond Python", medians(took["first"]), wishes=(Wish(most=30e-3),)),
         Figure(
@@ -63,10 +78,11 @@ def _imports(rounds: int) -> list[Figure]:
     ]
 
 
-def _in_a_fresh_process(before: str, what: str) -> float:
+def _in_a_fresh_process(home: str, before: str, what: str) -> float:
+    """The seconds of an import, by a Python that looks into this folder first: where it is started."""
     script = TIMED.format(before=before, what=what)
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-W", "ignore", "-c", script], cwd=home, capture_output=True, text=True, timeout=60, check=True
     )
     return float(run.stdout)
 

@@ -20,6 +20,7 @@ through a table. Everything in this file is shown on one layout:
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -539,14 +540,7 @@ class Layout:
 
     def _spread(self, start: int, along: Sequence[int]) -> tuple[int, ...]:
         """The ranks that one reaches from a position along these axes, the last varying fastest."""
-        return tuple(self._at(self._reach(start, along)))
-
-    def _reach(self, start: int, along: Sequence[int]) -> Sequence[int]:
-        """The positions that one reaches from a position along these axes."""
-        positions: Sequence[int] = range(start, start + 1)
-        for steps in _fuse([self._steps[i] for i in along]):
-            positions = _each_from(positions, steps)
-        return positions
+        return tuple(self._at(_reach((start,), _fuse(self._steps[i] for i in along))))
 
     def _at(self, positions: Sequence[int]) -> Iterable[int]:
         """The ranks at positions."""
@@ -592,20 +586,21 @@ class Partition(Sequence[tuple[int, ...]]):
         return self._layout._spread(start, self._along)
 
     def __iter__(self) -> Iterator[tuple[int, ...]]:
+        return itertools.chain.from_iterable(self._runs())
+
+    def _runs(self) -> Iterator[Iterable[tuple[int, ...]]]:
+        """The blocks, some at a time, made from the fewest and longest ranges."""
         layout = self._layout
-        within = layout._reach(0, self._along)
-        outer, *inner = _fuse([layout._steps[i] for i in self._others]) or [range(1)]
-        pace = (
-            max(1, AT_ONCE // math.prod(map(len, [within, *inner]))) if inner else len(outer)
-        )  # a range costs nothing
+        along = _fuse(layout._steps[i] for i in self._along)
+        outer, *inner = _fuse(layout._steps[i] for i in self._others) or [range(1)]
+        members, inside = math.prod(map(len, along)), math.prod(map(len, inner))
+        pace = max(1, AT_ONCE // (members * inside))
         for first in range(0, len(outer), pace):
             starts = _moved(outer[first : first + pace], layout._origin)
-            for steps in inner:
-                starts = _each_from(starts, steps)
-            if len(within) <= len(starts):  # the n-th members of all blocks, then turned into blocks
-                yield from zip(*[layout._at(_moved(starts, step)) for step in within])
+            if members <= len(starts) * inside:  # the n-th members of all blocks, then turned into blocks
+                yield zip(*[layout._at(_reach(_moved(starts, step), inner)) for step in _reach(range(1), along)])
             else:
-                yield from (tuple(layout._at(_moved(within, start))) for start in starts)
+                yield (tuple(layout._at(_reach((start,), along))) for start in _reach(starts, inner))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and len(self) == len(other) and all(map(operator.eq, self, other))
@@ -630,6 +625,13 @@ def _fuse(steps: Iterable[Steps]) -> list[Steps]:
         else:
             runs.append(step)
     return runs
+
+
+def _reach(starts: Sequence[int], runs: Iterable[Steps]) -> Sequence[int]:
+    """The positions that one reaches from each of these along these runs, the last varying fastest."""
+    for steps in runs:
+        starts = _each_from(starts, steps)
+    return starts
 
 
 def _each_from(starts: Sequence[int], steps: Steps) -> Sequence[int]:
