@@ -40,6 +40,7 @@ from pgmesh import ProcessGroupMesh, connecting, groups, launch
 from pgmesh.launch import PRELOAD, StoreProcess
 from pgmesh.rendezvous import Add
 from tests import test_faults
+from tests.ledger import held, resident
 from tests.test_faults import (
     BEAT,
     LONG,
@@ -52,7 +53,6 @@ from tests.test_faults import (
     connected,
     die_at_each,
     flag,
-    held,
     tried,
     until,
     until_flag,
@@ -61,8 +61,9 @@ from tests.test_faults import (
 from tests.test_groups import groups_of
 from tests.worlds import check_sums, fresh
 
-test_faults.PATIENCE = 60.0  # where a name server loses questions, a connection to the store takes half a minute
-PRELOAD[:] = ["__main__", "torch"]  # what other tests need, seconds each, is not needed here
+if __name__ != "tests.chaos":  # where it runs, and in its ranks: the tests' own worlds go without, wherever it is read
+    test_faults.PATIENCE = 60.0  # where a name server loses questions, a connection to the store takes half a minute
+    PRELOAD[:] = ["__main__", "torch"]  # what other tests need, seconds each, is not needed here
 
 D = 4.0  # seconds: the deadline of the calls that faults fall into
 N = 4
@@ -444,9 +445,7 @@ def cycle(times: int) -> list[dict[str, int]]:
             mesh.release(*axes)
         if i in (times // 5, times):
             dist.barrier()
-            gc.collect()
-            keys = groups.world_store().num_keys()
-            memory = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 10
+            keys, memory = groups.world_store().num_keys(), resident()
             seen.append({**held(), "store keys": keys, "KiB": memory})
         if i in (times // 5, times):
             dist.barrier()

@@ -6,7 +6,6 @@ fails, torch has changed, and what pgmesh does about it may go.
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import threading
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh
+from tests.ledger import resident
 from tests.test_groups import groups_of
 from tests.torch_seam import c10d, tables
 from tests.worlds import check_sums, fresh, world
@@ -265,19 +265,13 @@ def held() -> dict[str, int]:
     }
 
 
-def resident() -> int:
-    """KiB of memory."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
-
-
 def cycles(times: int) -> list[tuple[dict[str, int], int]]:
     mesh, seen = ProcessGroupMesh(dp=2, tp=2), []
     for cycle in range(times + 1):
         if cycle in (20, times):
-            gc.collect()
+            memory = resident()
             dist.barrier()
-            seen.append((held(), resident()))
+            seen.append((held(), memory))
             dist.barrier()
         check_sums({axis: (mesh.group(axis), mesh.ranks(axis)) for axis in mesh.axes})
         for axis in mesh.axes:

@@ -1,0 +1,240 @@
+"""What stays behind after each kind of fault that a process survives: nothing.
+
+Four ranks run into one kind of fault again and again. Early and late, each counts its descriptors, its threads, the
+entries of torch's tables and the keys in the store, of which none may be more, and its resident memory, which may grow
+by MOST in TIMES faults: for each, by less than the 175 KiB of a group. `python -m tests.chaos --part ledger` does so
+for 500 cycles in which nothing fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pgmesh import ProcessGroupMesh, connecting, groups
+from pgmesh.polling import PollingStore
+from tests.ledger import COUNTED, held, resident
+from tests.test_faults import LONG, quick, until
+from tests.torch_seam import c10d
+from tests.worlds import World, check_sums, fresh
+
+pytestmark = pytest.mark.skipif(not COUNTED, reason="counts in /proc")
+
+FIRST, TIMES = 3, 8
+"""So many faults before the first count, and so many from then to the last."""
+
+MOST = 1024
+"""KiB."""
+
+SOON, SOONER = timedelta(seconds=0.15), timedelta(seconds=0.05)
+ALL = ("dp", "tp")
+
+
+# ---- faults, on each rank of a new mesh ----
+
+
+def fails(kind: str, act: Callable[[], Any], *, forget: bool = False) -> None:
+    """A collective that failed keeps its error, and that all frames that it passed, unless they are forgotten."""
+    try:
+        act()
+    except BaseException as error:
+        assert type(error).__name__ == kind, error  # noqa: PT017
+        if forget:
+            error.__traceback__ = None
+    else:
+        raise AssertionError(f"no {kind}")
+
+
+def never_comes(mesh: ProcessGroupMesh) -> None:
+    if mesh.rank < 3:
+        fails("MissingRanksError", lambda: mesh.connect(ALL, timeout=SOONER))
+
+
+def comes_too_late(mesh: ProcessGroupMesh) -> None:
+    never_comes(mesh)
+    dist.barrier()
+    if mesh.rank == 3:
+        fails("MissingRanksError", lambda: mesh.connect(ALL, timeout=LONG))
+    mesh.connect(ALL, timeout=LONG)
+    check_sums({"all": (mesh.group(), mesh.ranks())})
+
+
+def never_comes_to_the_first_collective(mesh: ProcessGroupMesh) -> None:
+    if mesh.rank < 3:
+        group = mesh.group(timeout=SOONER)
+        fails("MissingRanksError", lambda: dist.all_reduce(torch.ones(1), group=group), forget=True)
+
+
+def means_another_mesh(mesh: ProcessGroupMesh) -> None:
+    mesh.close()
+    dist.barrier()
+    mesh = ProcessGroupMesh(dp=4 if mesh.rank == 3 else 2, tp=-1, name="another")
+    fails("MismatchError", lambda: mesh.connect(ALL, timeout=LONG))
+    dist.barrier()
+    mesh.close()
+
+
+def means_other_options(mesh: ProcessGroupMesh) -> None:
+    mesh.configure(*ALL, timeout=timedelta(seconds=7 + (mesh.rank == 3)))
+    fails("MismatchError", lambda: mesh.connect(ALL, timeout=LONG))
+
+
+def waits_in_a_circle(mesh: ProcessGroupMesh) -> None:
+    first = {0: "tp", 1: "dp", 3: "tp", 2: "dp"}[mesh.rank]  # 0 waits for 1, 1 for 3, 3 for 2, 2 for 0
+    fails("CircleError", lambda: mesh.connect(first, timeout=LONG))
+
+
+def is_released_while_it_waits(mesh: ProcessGroupMesh, *, forget: bool = True) -> None:
+    if mesh.rank > 0:
+        return
+    looked, check_open = [], PollingStore._check_open
+
+    def look(store: PollingStore) -> None:
+        looked.append(store)
+        check_open(store)
+
+    with mock.patch.object(PollingStore, "_check_open", look):
+        work = dist.all_reduce(torch.ones(1), group=mesh.group(), async_op=True)
+        until(lambda: len(looked) > 1, "it has written its address, and looked for another's")
+    mesh.release(*ALL)
+    fails("LifetimeError", work.wait, forget=forget)
+
+
+def is_refused(mesh: ProcessGroupMesh) -> None:
+    fails("ShapeError", lambda: ProcessGroupMesh(dp=3, tp=2))
+    fails("PlaceError", lambda: mesh.group_of([0, 0]))
+    fails("AxisError", lambda: mesh.connect("dp", "pp"))
+    fails("OptionsError", lambda: mesh.group("tp", high_priority=True))
+    fails("OptionsError", lambda: mesh.group("tp", backend="carrier pigeon"))
+
+
+def cannot_make(mesh: ProcessGroupMesh) -> None:
+    broken = mock.patch.dict(groups._DIRECT, gloo=mock.Mock(side_effect=OSError("Too many open files")))
+    one_stops("OSError", mesh, broken)
+
+
+def is_interrupted(mesh: ProcessGroupMesh) -> None:
+    one_stops("KeyboardInterrupt", mesh, mock.patch.object(connecting, "_unbroken", side_effect=KeyboardInterrupt))
+
+
+def is_interrupted_in_the_first_collective(mesh: ProcessGroupMesh) -> None:
+    """The others hang in Gloo until the group's timeout."""
+    mesh.configure(*ALL, timeout=SOON)
+    interrupted = mock.patch.object(connecting._Warming, "begin", side_effect=KeyboardInterrupt)
+    one_stops("KeyboardInterrupt", mesh, interrupted)
+
+
+def one_stops(kind: str, mesh: ProcessGroupMesh, broken: Any) -> None:
+    if mesh.rank == 3:
+        with broken:
+            fails(kind, lambda: mesh.connect(ALL, timeout=LONG))
+    else:
+        fails("MissingRanksError", lambda: mesh.connect(ALL, timeout=LONG))
+
+
+FAULTS: list[Callable[[ProcessGroupMesh], None]] = [
+    never_comes,
+    comes_too_late,
+    never_comes_to_the_first_collective,
+    means_another_mesh,
+    means_other_options,
+    waits_in_a_circle,
+    is_released_while_it_waits,
+    is_refused,
+    cannot_make,
+    is_interrupted,
+    is_interrupted_in_the_first_collective,
+]
+
+# ---- faults on purpose in the ledger's own sense: something stays ----
+
+kept: list[Any] = []
+
+
+def keeps_memory(mesh: ProcessGroupMesh) -> None:
+    is_refused(mesh)
+    kept.append(b"\1" * (2 * MOST * 1024 // TIMES))
+
+
+def keeps_its_error(mesh: ProcessGroupMesh) -> None:
+    is_released_while_it_waits(mesh, forget=False)
+
+
+def keeps_a_key(mesh: ProcessGroupMesh) -> None:
+    is_refused(mesh)
+    c10d._get_default_store().set(f"kept {len(kept)}", "")
+    kept.append(0)
+
+
+LEAKS: dict[Callable[[ProcessGroupMesh], None], set[str]] = {
+    keeps_memory: {"KiB"},
+    keeps_its_error: {"descriptors", "threads"},
+    keeps_a_key: {"keys"},
+}
+
+
+# ---- the ledger ----
+
+
+class Count(NamedTuple):
+    """What a rank holds, and what is in the store."""
+
+    held: dict[str, int]
+    memory: int
+
+
+def again_and_again(fault: Callable[[ProcessGroupMesh], None]) -> list[Count]:
+    quick()
+    seen = []
+    for i in range(1, FIRST + TIMES + 1):
+        mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+        fault(mesh)
+        dist.barrier()
+        mesh.close()
+        del mesh
+        if i in (FIRST, FIRST + TIMES):
+            memory = resident()  # which collects what is garbage first
+            until(lambda: not held()["stranded"], "collectives that hang in Gloo end")
+            dist.barrier()
+            seen.append(Count(held() | {"keys": c10d._get_default_store().num_keys()}, memory))
+            dist.barrier()
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    mesh.connect(ALL, timeout=LONG)
+    check_sums({"all": (mesh.group(), mesh.ranks())})
+    return seen
+
+
+def grown(early: Count, late: Count) -> dict[str, int]:
+    """What is more than it was, and by how much; of memory, what is more than may be."""
+    more = {what: late.held[what] - early.held[what] for what in early.held}
+    more["KiB"] = max(0, late.memory - early.memory - MOST)
+    return {what: number for what, number in more.items() if number > 0}
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[World]:
+    with fresh(4) as own:
+        yield own
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_that_is_survived_leaves_nothing_behind(four: World, fault: Callable[[ProcessGroupMesh], None]):
+    for early, late in four.run(again_and_again, fault):
+        print(late.memory - early.memory, "KiB", late.held)
+        more = grown(early, late)
+        if fault in (means_another_mesh, means_other_options):
+            assert more.pop("keys", 0) <= TIMES  # what refused them stays, in a key each
+        assert not more
+
+
+@pytest.mark.parametrize("leak", LEAKS, ids=lambda leak: leak.__name__)
+def test_the_ledger_sees_what_stays(four: World, leak: Callable[[ProcessGroupMesh], None]):
+    ranks = [grown(early, late) for early, late in four.run(again_and_again, leak)]
+    print(ranks)
+    assert {what for more in ranks for what in more} == LEAKS[leak]
