@@ -12,6 +12,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 LOCAL := RES_OPTIONS=attempts:0
 # It warns of each name that it does not find.
 QUIET := $(LOCAL) TORCH_CPP_LOG_LEVEL=ERROR
+# A file is one worker's, and tests/conftest.py says which come first.
+BY_TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-long browser test-launchers chaos bench bench-quick format clean
 
@@ -22,10 +24,10 @@ test: $(VENV)/dev            ## style, types, doctests and tests: under four min
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
-	$(LOCAL) $(RUN) -m pytest -q -n 2 --dist loadfile -m 'not long'
+	$(LOCAL) $(RUN) -m pytest -q $(BY_TWO) -m 'not long'
 
 test-long: $(VENV)/dev       ## the tests that train, and every example
-	$(LOCAL) $(RUN) -m pytest -q -n 2 --dist loadfile -m long
+	$(LOCAL) $(RUN) -m pytest -q $(BY_TWO) -m long
 
 browser: $(VENV)/dev         ## Debian's Chromium, which tests measure pictures with; needs root where it is not there
 	$(RUN) -m tests.browser

@@ -1,15 +1,54 @@
-"""Hypothesis tries the same examples on every run, or others with --hypothesis-seed."""
+"""How the tests run: Hypothesis tries the same examples each time, and no worker is left alone with a long file."""
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 from hypothesis import settings
+
+LONGEST = (
+    "test_faults",
+    "test_model",
+    "test_check",
+    "test_laws",
+    "test_launch",
+    "test_pictures",
+    "test_groups",
+    "test_recipes",
+    "test_hazards",
+    "test_lifetime",
+    "test_ledger",
+    "test_worlds",
+    "test_device_mesh",
+    "test_command_line",
+    "test_mesh",
+    "test_readme",
+    "test_parallel_base",
+    "test_promptness",
+    "test_counts",
+    "test_megatron_core",
+    "test_connect",
+)
+"""The files that take longest, longest first: those that wait by turns with those that compute."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
     fixed = config.getoption("hypothesis_seed") is None
     settings.register_profile("pgmesh", derandomize=fixed, deadline=None, database=None, print_blob=True)
     settings.load_profile("pgmesh")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A worker is given the next file when it is done with one."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is never garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header(config: pytest.Config) -> str:

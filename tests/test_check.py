@@ -10,11 +10,10 @@ import re
 import shlex
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,9 +24,11 @@ import torch.distributed as dist
 
 from pgmesh import heart, placement
 from pgmesh.__main__ import main
+from pgmesh.commands import check
 from pgmesh.machine import Level, misplaced, seen
 from pgmesh.placement import Placement, Seat
 from pgmesh.probes import Probe
+from tests.apart import apart
 from tests.said import without_names
 from tests.terminal import COLOUR, in_a_terminal, screen
 from tests.torch_seam import tables
@@ -114,27 +115,27 @@ def test_json_has_each_group_and_both_bandwidths_with_their_formula():
     assert data["slowest_rank"] in range(4)
 
 
-def two_ranks(rich: bool) -> str:
+PIPED = "import sys; from pgmesh.__main__ import main; sys.exit(main())"
+
+
+def two_ranks(folder: Path, rich: bool) -> str:
     """What a terminal is sent by the first of two ranks. The second, which is piped, says nothing."""
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as ear:
         port = ear.getsockname()[1]
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
     line = f"check dp=2 --family dp {QUICK.replace('20', '60')}"
-    other = subprocess.Popen(
-        [sys.executable, "-m", "pgmesh", *shlex.split(line)],
-        env=os.environ | env | {"RANK": "1", "LOCAL_RANK": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    with other:
+    second = os.environ | env | {"RANK": "1", "LOCAL_RANK": "1"}
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(apart, folder, PIPED, *shlex.split(line), environs=[second])
         shown = in_a_terminal(line, rich=rich, env=env | {"RANK": "0", "LOCAL_RANK": "0"})
-        assert (without_names(other.stdout.read().decode()), other.wait(60)) == ("", 0)
+        ((out, err),) = other.result()
+        assert (out, without_names(err)) == ("", "")
     return without_names(shown)
 
 
-def test_in_a_terminal_a_bar_shows_each_stage_and_is_gone_in_the_end():
+def test_in_a_terminal_a_bar_shows_each_stage_and_is_gone_in_the_end(tmp_path: Path):
     pytest.importorskip("rich")
-    shown = two_ranks(rich=True)
+    shown = two_ranks(tmp_path, rich=True)
     for stage in ("waiting for the other ranks", "waiting for 2 ranks", "connecting", "working alone", "dp: 8 B",
                   "dp: 4 KiB", "dp: links"):  # fmt: skip
         assert re.search(rf"{stage}.* .*━", shown), stage
@@ -146,8 +147,8 @@ def test_in_a_terminal_a_bar_shows_each_stage_and_is_gone_in_the_end():
     assert "━" not in "".join(lines)
 
 
-def test_in_a_terminal_without_rich_there_is_neither_bar_nor_colour():
-    shown = two_ranks(rich=False)
+def test_in_a_terminal_without_rich_there_is_neither_bar_nor_colour(tmp_path: Path):
+    shown = two_ranks(tmp_path, rich=False)
     assert "\x1b" not in shown
     assert max(map(len, shown.splitlines())) <= 80
     assert shown.startswith("2 ranks over gloo on cpu\nok    2 ranks came and mean the same: dp=2\n")
@@ -173,8 +174,14 @@ def test_nothing_is_left_of_it():
 # ---- what fails, fails on every rank with one error ----
 
 
+def hurried(line: str) -> Answer:
+    """As checked; after a failure the first to leave waits half a second for the others."""
+    with mock.patch.object(check, "FAREWELL", 0.5):
+        return checked(line)
+
+
 def absent(line: str, who: int) -> Answer | None:
-    return None if dist.get_rank() == who else checked(line)
+    return None if dist.get_rank() == who else hurried(line)
 
 
 def test_a_rank_that_never_comes_is_named():
@@ -310,8 +317,8 @@ def dying(line: str, who: int) -> Answer:
             os.kill(os.getpid(), signal.SIGKILL)
         real(self, *args)
 
-    with mock.patch.object(Probe, "check_sum", end), mock.patch.object(heart, "SUSPICION", 2.0):
-        return checked(line)
+    with mock.patch.object(Probe, "check_sum", end), mock.patch.object(heart, "BEAT", 0.2):
+        return hurried(line)
 
 
 def test_a_rank_that_dies_half_way_is_named_by_all_others():
@@ -348,8 +355,9 @@ def slowed(pid: int, run: float = 0.004, stop: float = 0.040) -> Iterator[None]:
 
 
 def test_a_rank_that_is_slowed_on_purpose_is_found():
-    with fresh(4) as own, slowed(own.pids[2]):
-        data = json.loads(told_by_the_first(own.run(checked, "dp=2 tp=2 --bytes 256K --repeats 3 --json"), 0))
+    line = "dp=2 tp=2 --bytes 256K --repeats 3 --json"
+    with slowed(world(4).pids[2]):
+        data = json.loads(told_by_the_first(world(4).run(checked, line), 0))
     assert (data["slowest_rank"], data["slowest_rank_stands_out"]) == (2, True), data["each_rank"]
     assert data["each_rank"][2]["own_work"] > 1.5, data["each_rank"]
     assert [family["slowest"][-1] for family in data["families"]] == [[0, 2], [2, 3]]
@@ -360,7 +368,7 @@ def slow_to_reach(line: str, who: int) -> Answer:
 
     def late(self: Probe, *works: Any) -> None:
         if dist.get_rank() == who:
-            time.sleep(0.01)
+            time.sleep(0.005)
         real(self, *works)
 
     with mock.patch.object(Probe, "_all", late):

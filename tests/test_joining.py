@@ -6,7 +6,6 @@ import itertools
 import os
 import socket
 import subprocess
-import sys
 import zlib
 
 import pytest
@@ -16,8 +15,9 @@ import torch.distributed as dist
 from pgmesh.errors import LaunchError
 from pgmesh.launch import StoreProcess, from_openmpi, from_slurm, from_torch, join
 from pgmesh.launchers import PORTS, Found, OpenMPI, Slurm, Torchrun, at, believe, single_out
+from tests.apart import apart
 from tests.launchers.install import Skip, install
-from tests.test_launch import clean_env, script
+from tests.test_launch import clean_env
 from tests.test_launchers import BY_HAND, HYDRA, HYDRA_ON_TWO, ONE_HOST, OPEN_MPI, SRUN, TORCHRUN
 from tests.test_messages import says
 
@@ -258,17 +258,7 @@ def free_port(among=range(20_000, 30_000)) -> int:
 
 def together(tmp_path, call, environs):
     """What processes say that call at once, each in its environment, and the log of the first of them."""
-    command = [sys.executable, script(tmp_path, JOIN), call]
-    ranks = [
-        subprocess.Popen(command, env=clean_env(**e), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for e in environs
-    ]
-    try:
-        said = [rank.communicate(timeout=60) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * len(ranks), said
+    said = apart(tmp_path, JOIN, call, environs=[clean_env(**environ) for environ in environs])
     log = [line for line in said[0][1].splitlines() if line.startswith("pgmesh ")]
     return "".join(out for out, _ in said), log
 

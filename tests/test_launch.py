@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from pgmesh.errors import LaunchError
 from pgmesh.launch import TORCHRUN, Outcome, StoreProcess, join, results, spawn
+from tests.apart import apart
 from tests.said import in_one_wording
 from tests.test_messages import says
 
@@ -198,12 +199,19 @@ def test_the_deadline_ends_even_a_rank_that_ignores_sigterm(tmp_path):
 
 def test_ctrl_c_ends_every_rank(tmp_path):
     text = f"""
-from pathlib import Path
+import os, signal, time
+import torch.distributed as dist
 from pgmesh.launch import spawn
-from tests.test_launch import hang_on
+
+def hang():
+    with open(f"{tmp_path}/{{dist.get_rank()}}.part", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(file.name, file.name.replace("part", "pid"))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(600)
 
 if __name__ == "__main__":
-    spawn(hang_on, 2, 0, Path({str(tmp_path)!r}))
+    spawn(hang, 2)
 """
     command = [sys.executable, script(tmp_path, text)]
     parent = subprocess.Popen(command, env=clean_env(), stderr=subprocess.PIPE, text=True)
@@ -257,19 +265,12 @@ SCRIPTS: dict[str, tuple[str, str]] = {
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What each script says on its standard error. They run at once."""
-    running = {}
-    for name, (text, _) in SCRIPTS.items():
-        folder = tmp_path_factory.mktemp("script")
-        script(folder, text)
-        running[name] = subprocess.Popen(
-            [sys.executable, "script.py"], env=clean_env(), cwd=folder, stderr=subprocess.PIPE, text=True
-        )
-    try:
-        return {name: process.communicate(timeout=60)[1] for name, process in running.items()}
-    finally:
-        for process in running.values():
-            process.kill()
+    """What each script says on its standard error. They run at once, each as the main program."""
+    run = "import os, runpy; runpy.run_path(os.environ['SCRIPT'], run_name='__main__')"
+    paths = [script(tmp_path_factory.mktemp("script"), text) for text, _ in SCRIPTS.values()]
+    environs = [clean_env(SCRIPT=path) for path in paths]
+    said = apart(tmp_path_factory.mktemp("said"), run, environs=environs, statuses=(0, 1))
+    return {name: err for name, (_, err) in zip(SCRIPTS, said)}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -385,11 +386,8 @@ def test_join_under_torchrun(tmp_path):
 
 
 def test_join_without_a_launcher_is_a_world_of_one(tmp_path):
-    done = subprocess.run(
-        [sys.executable, script(tmp_path, JOIN)], env=clean_env(), capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "everyone [0]\n"
+    ((out, _),) = apart(tmp_path, JOIN, environs=[clean_env()])
+    assert out == "everyone [0]\n"
 
 
 @pytest.mark.parametrize(

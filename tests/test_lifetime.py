@@ -65,7 +65,7 @@ def name_the_missing() -> None:
     """Rank 0 waits in three groups at once, and rank 3 with it in the last. Rank 1 made its two, rank 2 none."""
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     for axes in [("tp",), ("dp",), ()]:
-        mesh.configure(*axes, timeout=seconds(2))
+        mesh.configure(*axes, timeout=seconds(1))
     if mesh.rank == 1:
         mesh.group("tp")
         mesh.group("dp", "tp")
@@ -78,11 +78,11 @@ def name_the_missing() -> None:
             with pytest.raises(MissingRanksError) as caught:
                 work.wait()
             told.append(str(caught.value).partition("\n")[0])  # then what the missing last said, if they did
-        assert 2 <= time.monotonic() - start < 4
+        assert 1 <= time.monotonic() - start < 3
         lines = [
-            "group tp of mesh 'actor': rank 1 never came to the first collective, in 2 s. The group's ranks are 0, 1.",
-            "group dp of mesh 'actor': rank 2 never came to the first collective, in 2 s. The group's ranks are 0, 2.",
-            "group dp, tp of mesh 'actor': ranks 1, 2 never came to the first collective, in 2 s. "
+            "group tp of mesh 'actor': rank 1 never came to the first collective, in 1 s. The group's ranks are 0, 1.",
+            "group dp of mesh 'actor': rank 2 never came to the first collective, in 1 s. The group's ranks are 0, 2.",
+            "group dp, tp of mesh 'actor': ranks 1, 2 never came to the first collective, in 1 s. "
             "The group's ranks are 0, 1, 2, 3.",
         ]
         assert told == lines[-len(told) :]
@@ -269,29 +269,6 @@ def close_after_the_world() -> tuple[Any, ...]:
 
 def test_a_mesh_may_be_closed_after_its_world():
     assert launch.spawn(close_after_the_world, 2) == [((0,), (0, 1)), ((1,), (0, 1))]
-
-
-END_WHILE_WAITING = """
-import torch, torch.distributed as dist
-from pgmesh import ProcessGroupMesh, launch
-
-def main():
-    mesh = ProcessGroupMesh(dp=2, name="actor")
-    if mesh.rank == 0:
-        work = dist.all_reduce(torch.ones(1), group=mesh.group("dp"), async_op=True)
-    dist.destroy_process_group()
-
-launch.join("gloo")
-main()
-"""
-
-
-def test_a_world_may_end_while_a_collective_waits(tmp_path):
-    program = tmp_path / "end.py"
-    program.write_text(END_WHILE_WAITING)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(program)]
-    done = subprocess.run(torchrun, capture_output=True, text=True, timeout=90, check=False, env=clean_env())
-    assert done.returncode == 0, done.stderr
 
 
 # ---- what ranks do not describe alike ----
@@ -598,10 +575,11 @@ def test_outside_any_world_a_mesh_that_travelled_knows_its_places():
 # ---- fork and exit ----
 
 ENDINGS = """
-import faulthandler, json, os, signal, sys, time, warnings
+import faulthandler, gc, json, os, signal, sys, time, warnings
 import torch
 import torch.distributed as dist
 from datetime import timedelta
+from pgmesh import ProcessGroupMesh, launch
 
 def used(mesh):
     dist.all_reduce(torch.ones(1), group=mesh.group("tp"))
@@ -634,6 +612,11 @@ def with_torch_destroyed(mesh):
     dist.barrier()
     dist.destroy_process_group()
 
+def with_torch_destroyed_while_one_waits(mesh):
+    if mesh.rank == 0:
+        work = dist.all_reduce(torch.ones(1), group=mesh.group("tp"), async_op=True)
+    dist.destroy_process_group()
+
 def in_a_fork(mesh):
     used(mesh)
     group, told = mesh.group("tp"), []
@@ -662,18 +645,18 @@ def be(rank, port, ending):
     for number, kind in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{ending.__name__}.{rank}.{kind}", os.O_WRONLY | os.O_CREAT), number)
     faulthandler.enable()
-    from pgmesh import ProcessGroupMesh, launch
     launch.join("gloo")
     mesh = ProcessGroupMesh(dp=1, tp=2, name="actor")
     ending(mesh)
 
 if __name__ == "__main__":
     endings = [nothing_closed, in_an_error, with_a_failed_collective, with_a_pending_collective,
-               with_torch_destroyed, in_a_fork]
+               with_torch_destroyed, with_torch_destroyed_while_one_waits, in_a_fork]
     ports, pids = json.loads(sys.argv[1]), {}
+    gc.freeze()  # what was imported is not looked through at each end
     for ending, port in zip(endings, ports):
         for rank in range(2):
-            pid = os.fork()  # nothing was started yet: each is a process of its own, that torch was loaded in
+            pid = os.fork()  # nothing was started yet: each is a process of its own, with torch loaded
             if pid == 0:
                 be(rank, port, ending)
                 sys.exit(0)
@@ -699,7 +682,7 @@ def endings(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], tu
     All end as interpreters do, and so are no ranks of the tests' pool, which end otherwise.
     """
     folder: Path = tmp_path_factory.mktemp("endings")
-    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(6)]
+    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(7)]
     command = [sys.executable, script(folder, ENDINGS), json.dumps([store.port for store in stores])]
     done = subprocess.run(command, env=clean_env(), cwd=folder, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -715,7 +698,14 @@ def endings(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], tu
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
-    "ending", ["nothing_closed", "with_a_failed_collective", "with_a_pending_collective", "with_torch_destroyed"]
+    "ending",
+    [
+        "nothing_closed",
+        "with_a_failed_collective",
+        "with_a_pending_collective",
+        "with_torch_destroyed",
+        "with_torch_destroyed_while_one_waits",
+    ],
 )
 def test_a_process_may_end_without_close(endings, ending: str, rank: int):
     code, out, err = endings(ending, rank)

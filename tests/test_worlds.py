@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from pgmesh.errors import LaunchError
 from tests.test_launch import clean_env, gone, running, script
-from tests.worlds import check_sums, close_worlds, fresh, world
+from tests.worlds import PRELOAD, check_sums, close_worlds, fresh, world
 
 
 def pid() -> int:
@@ -60,6 +60,17 @@ def test_a_world_is_shared():
     first = world(2).run(pid)
     assert first == world(2).pids == world(2).run(pid)
     assert os.getpid() not in first
+
+
+def has_come_with(modules: list[str]) -> bool:
+    return {*modules} <= sys.modules.keys()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere ranks may not be forked")
+def test_ranks_come_with_what_tests_need():
+    """Else each imports it for itself, for seconds. (pytest imports every module here, whatever that changes.)"""
+    assert "tests.frozen" in PRELOAD
+    assert all(world(2).run(has_come_with, PRELOAD))
 
 
 def test_each_rank_may_have_its_own_arguments():
@@ -153,8 +164,12 @@ def test_closed_worlds_are_gone_and_made_anew():
 def test_no_rank_outlives_the_tests(tmp_path):
     text = """
 import os, signal, sys
-from tests.test_worlds import pid
-from tests.worlds import world
+from tests.worlds import PRELOAD, world
+
+PRELOAD[:] = ["torch"]  # nothing else is needed here
+
+def pid():
+    return os.getpid()
 
 if __name__ == "__main__":
     print(*world(2).run(pid), flush=True)

@@ -1,0 +1,45 @@
+"""Programs in processes of their own, each with its own environment, forked off the server that has torch loaded.
+
+For what happens before there is a world, or without one: a program that imports torch anew takes seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pgmesh.launch.processes import context
+
+
+def apart(
+    folder: Path, program: str, *words: str, environs: Sequence[Mapping[str, str]], statuses: Sequence[int] = (0,)
+) -> list[tuple[str, str]]:
+    """What a program says on both outputs, run at once in each of these environments, if it ends as it has to."""
+    processes = context()
+    files = [(folder / f"{i}.out", folder / f"{i}.err") for i in range(len(environs))]
+    running = [
+        processes.Process(target=_run, args=(program, words, {**environ}, *map(str, said)))
+        for environ, said in zip(environs, files)
+    ]
+    try:
+        for process in running:
+            process.start()
+        for process in running:
+            process.join(60)
+    finally:
+        for process in running:
+            process.kill()
+    said = [(out.read_text(), err.read_text()) for out, err in files]
+    assert {process.exitcode for process in running} <= {*statuses}, said
+    return said
+
+
+def _run(program: str, words: Sequence[str], environ: dict[str, str], out: str, err: str) -> None:
+    os.environ.clear()
+    os.environ.update(environ)
+    for number, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    sys.argv = ["script.py", *words]
+    exec(compile(program, "script.py", "exec"), {"__name__": "__main__"})
