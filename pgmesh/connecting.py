@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 import logging
 import os
@@ -22,7 +23,7 @@ from pgmesh import groups
 from pgmesh.errors import LifetimeError, MismatchError, MissingRanksError, PgmeshError, WorldError
 from pgmesh.family import Family, caller
 from pgmesh.heart import alone, who
-from pgmesh.polling import drive
+from pgmesh.polling import PollingStore
 from pgmesh.rendezvous import (
     INSPECTION,
     MOST_ASKED,
@@ -32,8 +33,10 @@ from pgmesh.rendezvous import (
     Meeting,
     Party,
     Pause,
+    Raw,
     Read,
     Ready,
+    Say,
     Step,
     Steps,
     Swap,
@@ -53,10 +56,19 @@ _numbers = itertools.count(1)
 """Counts this process's waits."""
 
 LAST_WORD = 5.0
-"""Seconds that the store is given for each answer, once the deadline has come."""
+"""Seconds that the store is given for what it is asked at once, when the deadline has come."""
 
 FAREWELL = 0.2
 """Seconds that it is given to take a last word from a rank that is interrupted."""
+
+MOST_AT_ONCE = 32
+"""How often the store is asked at most before this rank's own thread sees what else there is to do."""
+
+MOST_TOLD = 64
+"""Members of a group that tell each other where they can be reached as they meet: each is sent what all have said."""
+
+HERE = (Pause, Ready, Say)
+"""What a protocol does not ask of the store."""
 
 GRACE = 0.5
 """Seconds that it is given at least for what it was asked before the deadline, however shortly."""
@@ -176,7 +188,9 @@ class _Call:
         self.heart = family.beating()
         self.start, self.end = start, start + seconds
         self.made = {
-            _meeting(family, made.name, made.ranks, made.card): made for made in found if made.card is not None
+            _meeting(family, made.name, made.ranks, made.card, made.stores.get("gloo")): made
+            for made in found
+            if made.card is not None
         }
         self.meetings = list(self.made)
         self.warming: list[_Warming] = []
@@ -205,13 +219,13 @@ class _Call:
         self.hurried = not isinstance(error, Exception)
         try:
             with contextlib.suppress(WorldError):  # what happened is worse
-                drive(self._party().cancel(error), self._perform)
+                self._drive(self._party().cancel(error))
         finally:
             self._leave()
 
     def run(self) -> Connected:
         try:
-            drive(self._meet(), self._perform)
+            self._drive(self._meet())
             self._warm_up()
         except BaseException as error:
             self.hurried = True
@@ -244,13 +258,50 @@ class _Call:
             yield from party.cancel(error)
             raise
         yield from party.meet()
+        for warming in self.warming:
+            if "gloo" in warming.made.stores:
+                yield from warming.made.stores["gloo"].publish()
 
-    def _perform(self, step: Step) -> Any:
-        try:
-            return self._do(step)
-        except BaseException:
-            self.hurried = True
-            raise
+    def _drive(self, steps: Steps[None]) -> None:
+        """Run a protocol to its end: what it asks of the store in stretches, and the rest here.
+
+        What interrupts it is raised inside it too.
+        """
+        advance: Callable[[Any], Step | None] = steps.send
+        answer: Any = None
+        with contextlib.suppress(StopIteration):
+            while True:
+                step = advance(answer)
+                try:
+                    while not isinstance(step, HERE):
+                        if step is None:
+                            return
+                        step = self.heart.run(self._stretch(steps, step), self._patience())
+                    advance, answer = steps.send, self._do(step)
+                except BaseException as error:
+                    self.hurried = True
+                    if inspect.getgeneratorstate(steps) == inspect.GEN_CLOSED:  # its own last word
+                        raise
+                    advance, answer = steps.throw, error
+
+    def _stretch(self, steps: Steps[None], step: Step) -> Steps[Step | None]:
+        """Go on with a protocol, up to the next step that is for here, or for so many; None for its end.
+
+        It runs in the heart. Where that is let go of, the protocol itself is as it was.
+        """
+        for _ in range(1 if self.hurried else MOST_AT_ONCE):
+            self._count(step)
+            try:
+                advance, answer = steps.send, (yield step)
+            except Exception as error:
+                advance, answer = steps.throw, error
+            try:
+                step = advance(answer)
+            except StopIteration:
+                return None
+            if isinstance(step, HERE):
+                break
+        return step
 
     def _do(self, step: Step) -> Any:
         if isinstance(step, Pause):
@@ -259,10 +310,26 @@ class _Call:
             return time.monotonic() - self.start
         if isinstance(step, Ready):
             return self._ready(step.meeting)
-        self.operations += 1
-        self.family.asked += 1
+        return self._perform(step)
+
+    def _perform(self, step: Step) -> Any:
+        """Ask the store one thing."""
+        self._count(step)
+        try:
+            return self.heart.ask(step, self._patience())
+        except BaseException:
+            self.hurried = True
+            raise
+
+    def _count(self, step: Step) -> None:
+        ours = not isinstance(step, Raw)  # else it is the backend's
+        self.operations += ours
+        self.family.asked += ours
+
+    def _patience(self) -> float:
+        """Seconds that the store is given."""
         late = time.monotonic() >= self.end
-        return self.heart.ask(step, FAREWELL if self.hurried else LAST_WORD if late else _left(self.end))
+        return FAREWELL if self.hurried else LAST_WORD if late else _left(self.end)
 
     def _ready(self, meeting: Meeting) -> None:
         made = self.made.get(meeting)
@@ -271,6 +338,8 @@ class _Call:
         if not groups.is_known(made.group):
             raise LifetimeError(f"{made.words} was let go of while it was being connected.")
         self.met.update(dict.fromkeys(self.asked[made.name], time.monotonic() - self.start))
+        if "gloo" in made.stores and meeting.end is not None:
+            made.stores["gloo"].learn(meeting.end.at)
         warming = _Warming(made, meeting.broken, self.heart.suspicion)
         self.warming.append(warming)
         # Gloo connects in a thread of its own. NCCL does so in ours: once all are decided, in one order on all ranks.
@@ -432,11 +501,12 @@ class _Warming:
             self.error.__cause__ = self._failed
 
 
-def _meeting(family: Family, name: str, ranks: Sequence[int], card: Card) -> Meeting:
+def _meeting(family: Family, name: str, ranks: Sequence[int], card: Card, store: PollingStore | None = None) -> Meeting:
     with family.lock:  # of two threads that connect one group, each has a meeting of its own
         number = family.meetings[name]
         family.meetings[name] += 1
-    return Meeting(f"{name}/meeting.{number}", ranks, card, f"{name}/options/refused", family.refused)
+    at = store.at if store is not None and len(ranks) <= MOST_TOLD else ""
+    return Meeting(f"{name}/meeting.{number}", ranks, card, f"{name}/options/refused", family.refused, at)
 
 
 @contextlib.contextmanager

@@ -69,13 +69,14 @@ def word_of_the_world(store: Any, number: int) -> str:
 class _Job:
     """What a thread wants to have done, and what came of it."""
 
-    __slots__ = ("answer", "done", "error", "given_up", "steps")
+    __slots__ = ("answer", "done", "error", "given_up", "inside", "steps")
 
     def __init__(self, steps: Steps[Any]) -> None:
         self.steps = steps
         self.answer: Any = None
         self.error: BaseException | None = None
         self.given_up = False
+        self.inside = False  # whether the thread runs the steps at this moment
         self.done = threading.Lock()  # held until it is
         self.done.acquire()
 
@@ -173,6 +174,8 @@ class Heart:
                     raise WorldError(f"the store at {self._where} gave no answer for {waited:.1f} s. {STILL}")
         finally:
             job.given_up = True  # what was not asked by now is not asked later, when nobody counts on it
+            while job.inside:  # from here on, the steps are the caller's again
+                time.sleep(0)
         if job.error is None:
             result: T = job.answer
             return result
@@ -254,6 +257,7 @@ class Heart:
     def _advance(self, job: _Job) -> None:
         """Go on with a job until it pauses or is done."""
         send, answer = job.steps.send, None
+        job.inside = True
         while not job.given_up:
             try:
                 step = send(answer)
@@ -261,6 +265,7 @@ class Heart:
                 return self._end(job, answer=stop.value)
             except BaseException as error:
                 return self._end(job, error=error)
+            job.inside = False
             if isinstance(step, Pause):
                 due = time.monotonic() + step.seconds
                 return heapq.heappush(self._paused, (due, next(self._count), job))
@@ -268,12 +273,14 @@ class Heart:
                 send, answer = job.steps.send, self._perform(step)
             except Exception as error:
                 send, answer = job.steps.throw, error
+            job.inside = True
         with contextlib.suppress(Exception):
             job.steps.close()
+        job.inside = False
         return None
 
     def _end(self, job: _Job, *, answer: Any = None, error: BaseException | None = None) -> None:
-        job.answer, job.error = answer, error
+        job.answer, job.error, job.inside = answer, error, False
         job.done.release()
 
     def _perform(self, step: Step) -> Any:

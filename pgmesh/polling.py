@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -133,17 +134,14 @@ class PollingStore(dist.Store):
         self._run, self._card, self._ranks, self._timeout = run, card, ranks, timeout
         self.limit: timedelta | None = None  # set later, and then whatever the backend says
         self._addresses, self._first, self._refused, self._tell = addresses, first, refused, tell
-        self._held: list[tuple[str, Any]] | None = [] if addresses else None
+        self._own: list[tuple[str, bytes]] = []  # where this rank can be reached
+        self._held = addresses  # whether that is held back
         self._found: dict[str, bytes] = {}
         self._closed = self._telling = False
+        self.used = False  # whether the group has been in a collective
         self.operations, self.waited = 0, 0.0  # how often the store was asked; seconds spent waiting
         self.written: set[str] = set()
         self.failure: PgmeshError | None = None
-
-    @property
-    def used(self) -> bool:
-        """Whether the group has been in a collective."""
-        return self._held is None and self.operations > 0
 
     def close(self) -> None:
         """End every wait."""
@@ -166,9 +164,34 @@ class PollingStore(dist.Store):
             self.operations += not isinstance(step, Pause)
             answer = yield step
 
+    # -- what members tell each other as they meet ------------------------------------------------------------------
+
+    @property
+    def at(self) -> str:
+        """Where this rank can be reached, as text; "" if the backend has not said."""
+        return ",".join(base64.b64encode(value).decode() for _, value in self._own)
+
+    def learn(self, at: Sequence[str]) -> None:
+        """Where each member can be reached, as all of them are told: then nobody need ask the store for it."""
+        try:
+            addresses = [[base64.b64decode(each, validate=True) for each in words.split(",")] for words in at]
+        except ValueError:
+            return
+        if {*map(len, addresses)} == {len(self._own)} and len(addresses) == len(self._ranks):
+            for (key, _), values in zip(self._own, zip(*addresses)):
+                stem = key.rpartition("/")[0]
+                self._found.update((f"{stem}/{i}", value) for i, value in enumerate(values))
+
+    def publish(self) -> Steps[None]:
+        """Say in the store too where this rank can be reached: it is taken back when the group is let go of."""
+        yield from self._counted(self._begin())
+
     # -- what a backend waits for -------------------------------------------------------------------------------
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self.used = True
+        if not self._closed and all(key in self._found for key in keys):
+            return
         limit = self.limit or (self._timeout if timeout is None else timeout)
         start = time.monotonic()
         try:
@@ -235,7 +258,7 @@ class PollingStore(dist.Store):
     def get(self, key: str) -> bytes:
         if key not in self._found:
             self.wait([key])
-        return self._found.pop(key)
+        return self._found[key]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return [self.get(key) for key in keys]
@@ -288,9 +311,10 @@ class PollingStore(dist.Store):
     # -- what a backend writes, and whatever else it asks -------------------------------------------------------
 
     def set(self, key: str, value: Any) -> None:
-        if self._held is not None:
-            self._held.append((key, value))
-        else:
+        if self._addresses:
+            self._own.append((key, bytes(value)))
+        if not self._held:
+            self.used = True
             self._go(self._set(key, value))
 
     def multi_set(self, keys: list[str], values: list[Any]) -> None:
@@ -309,9 +333,10 @@ class PollingStore(dist.Store):
         """This rank is in a collective: see that all is agreed on, and say where it can be reached."""
         self._check_open()
         yield from self._first()
-        held, self._held = self._held, None
-        for key, value in held or ():
-            yield self._sealed(key, value)
+        if self._held:
+            self._held = False
+            for key, value in self._own:
+                yield self._sealed(key, value)
 
     def _ask(self, operation: str, *arguments: Any) -> Any:
         return self._go(once(Raw(operation, arguments)))

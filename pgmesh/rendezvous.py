@@ -41,6 +41,10 @@ FIRST_INSPECTION, INSPECTION = 0.025, 0.2
 """Seconds until a rank that waits asks why, and then between two times that it does: with the longest pause of the
 others, what differs is told to all within 0.1 s of the one that came with it."""
 
+SLOWEST = 1.0
+"""Seconds up to which a rank that took long to come waits as long again before it asks why: where the store is slow, to
+ask would make it slower."""
+
 MOST_ASKED = 32
 """How many of a group's missing ranks one inspection asks after, and how many of those that they wait for in turn.
 
@@ -339,20 +343,25 @@ class Beats:
 
 @dataclass(frozen=True)
 class End:
-    """How a meeting ended, the same for all its members."""
+    """How a meeting ended, the same for all its members.
+
+    Args:
+        at: where each member can be reached, in the order of the group, if it was made and each of them said so.
+    """
 
     kind: str
     text: str = ""
+    at: tuple[str, ...] = field(default=(), compare=False)
 
     def pack(self) -> str:
-        return pack(kind=self.kind, text=self.text[: LONGEST // 8])
+        return pack(kind=self.kind, text=self.text[: LONGEST // 8], at=self.at)
 
     @classmethod
     def unpack(cls, key: str, text: bytes) -> End:
-        record = unpack(text, kind=str, text=str)
-        if record is None or record["kind"] not in ERRORS:
+        record = unpack(text, kind=str, text=str, at=list)
+        if record is None or record["kind"] not in ERRORS or not all(isinstance(each, str) for each in record["at"]):
             return cls("mismatch", f"{junk(key, text)}.")
-        return cls(record["kind"], record["text"])
+        return cls(record["kind"], record["text"], tuple(record["at"]))
 
     def error(self) -> PgmeshError | None:
         """What a member raises; None for a group that was made."""
@@ -464,6 +473,7 @@ class Meeting:
         card: what this rank means by it.
         refused: a key under which a rank that means something else by the group says so.
         mesh: the same for a rank that means another mesh.
+        at: where this rank can be reached; "" for what the members do not tell each other here.
     """
 
     name: str
@@ -471,6 +481,7 @@ class Meeting:
     card: Card
     refused: str | None = None
     mesh: str | None = None
+    at: str = ""
     end: End | None = None
     missing: tuple[int, ...] = ()
     counted: Any = ""  # what the count was when the roll was called
@@ -525,7 +536,8 @@ class Meeting:
 
     def arrive(self, me: int, line: str, who: str) -> Steps[None]:
         """Come to the meeting. The last to come, who is told so by the count, decides that it is made."""
-        yield Append(f"{self.name}/came", pack(rank=me, line=line, who=who, card=self.card.word.decode()) + "\n")
+        came = pack(rank=me, line=line, who=who, card=self.card.word.decode(), at=self.at)
+        yield Append(f"{self.name}/came", came + "\n")
         if (yield Add(f"{self.name}/count")) >= len(self.ranks):
             yield from self._call_roll()
 
@@ -549,10 +561,11 @@ class Meeting:
         key = f"{self.name}/came"
         cards: list[bytes] = []
         who: dict[int, str] = {}
+        at: dict[int, str] = {}
         members = {*self.ranks}
         text = (yield Read(key)) or b""
         for line in text.splitlines():
-            record = unpack(line, rank=int, line=str, who=str, card=str)
+            record = unpack(line, rank=int, line=str, who=str, card=str, at=str)
             if record is None or record["rank"] not in members:
                 yield from self.decide(
                     End("mismatch", f"{self.words}: the store's key {key} holds {quoted(line)}, which no member wrote.")
@@ -563,12 +576,14 @@ class Meeting:
                 yield from self.decide(End("mismatch", f"{self.words}: both {both} came as rank {record['rank']}."))
                 return
             cards.append(record["card"].encode())
+            at[record["rank"]] = record["at"]
         trouble = self.card.trouble(cards, key)
         self.missing = tuple(rank for rank in self.ranks if rank not in who)
         if trouble is not None:
             yield from self.decide(End("mismatch", trouble))
         elif not self.missing:
-            yield from self.decide(MADE)
+            told_by_all = all(at.values()) and sum(map(len, at.values())) < LONGEST // 2
+            yield from self.decide(End("made", at=tuple(map(at.__getitem__, self.ranks))) if told_by_all else MADE)
 
 
 @dataclass
@@ -639,7 +654,8 @@ class Party:
 
     def _wait(self) -> Steps[None]:
         now = yield Pause(0.0)
-        inspection, warning, end = now + FIRST_INSPECTION * self.pace, self.deadline / 3, self.deadline
+        inspection = now + max(FIRST_INSPECTION * self.pace, min(now, SLOWEST))
+        warning, end = self.deadline / 3, self.deadline
         for pause in pauses(self.pace):
             self._now = now
             for meeting in self._open():

@@ -24,7 +24,7 @@ import torch.distributed as dist
 import pgmesh.family
 import pgmesh.polling
 from pgmesh import AxisError, LifetimeError, MismatchError, MissingRanksError, ProcessGroupMesh, connecting, launch
-from pgmesh.rendezvous import Pause, Ready
+from pgmesh.rendezvous import Pause, Raw
 from tests.dry import dry_world
 from tests.worlds import check_sums, fresh, world
 
@@ -61,22 +61,26 @@ def test_ranks_that_name_their_families_in_other_orders_connect():
 def count_operations(folder):
     """By kind, on this rank, until all its groups are met: all but the last rank have come before that one does."""
     mesh, done, last = ProcessGroupMesh(dp=-1, tp=2), [], dist.get_world_size() - 1
-    perform, warm_up = connecting._Call._perform, connecting._Call._warm_up
+    count, do, warm_up = connecting._Call._count, connecting._Call._do, connecting._Call._warm_up
     families = ["dp", "tp", ("dp", "tp")]
 
-    def performed(call, step):
-        if not isinstance(step, (Pause, Ready)):
+    def counted(call, step):
+        if not isinstance(step, Raw):  # which is the backend's
             done.append(type(step).__name__)
-        elif isinstance(step, Pause) and not step.seconds:  # it has come to all its meetings
+        count(call, step)
+
+    def did(call, step):
+        if isinstance(step, Pause) and not step.seconds:  # it has come to all its meetings
             Path(folder, f"came {mesh.rank}").touch()
             wait_for(Path(folder, f"came {last}"))
-        return perform(call, step)
+        return do(call, step)
 
     for rank in range(last) if mesh.rank == last else ():
         wait_for(Path(folder, f"came {rank}"))
     counts = []
     with (
-        mock.patch.object(connecting._Call, "_perform", performed),
+        mock.patch.object(connecting._Call, "_count", counted),
+        mock.patch.object(connecting._Call, "_do", did),
         mock.patch.object(connecting._Call, "_warm_up", lambda call: (counts.append(Counter(done)), warm_up(call))),
     ):
         connected = mesh.connect(*families)
@@ -94,6 +98,47 @@ def test_a_group_costs_three_operations_and_a_fourth_on_the_rank_that_comes_last
         assert counts == {"Append": 1 + groups, "Add": groups, "Swap": 1 + mine, "Read": groups}
         decided += mine
     assert decided == all_groups
+
+
+def talk_to_all(most=None, paired=False):
+    """How often the backend of each group asked the store, from its making until each member has talked to each."""
+    mesh = ProcessGroupMesh(dp=2, tp=4)
+    if paired and mesh.index("tp") < 2:  # two members meet before the others come
+        if mesh.index("tp"):
+            dist.send(torch.ones(1), group=mesh.group("tp"), group_dst=0)
+        else:
+            dist.recv(torch.ones(1), group=mesh.group("tp"), group_src=1)
+    with mock.patch.object(connecting, "MOST_TOLD", most or connecting.MOST_TOLD):
+        mesh.connect("dp", "tp", ("dp", "tp"))
+    asked = {}
+    for axes in ("dp",), ("tp",), ("dp", "tp"):
+        group = mesh.group(*axes)
+        mine, theirs = torch.full((group.size(),), float(mesh.rank)), torch.zeros(group.size())
+        dist.all_to_all_single(theirs, mine, group=group)
+        assert theirs.tolist() == list(map(float, mesh.ranks(*axes)))
+        store = mesh._family.made(group).stores["gloo"]
+        assert store.used
+        asked[axes] = store.operations
+    check_sums(all_groups(mesh))
+    return asked
+
+
+def test_connected_members_know_where_all_of_them_are_and_ask_the_store_no_more():
+    for asked in world(8).run(talk_to_all):
+        assert asked == {("dp",): 1, ("tp",): 1, ("dp", "tp"): 1}  # to say where it is
+
+
+def test_members_of_a_large_group_ask_the_store_for_those_that_they_talk_to():
+    for asked in world(8).run(talk_to_all, 4):
+        assert asked.pop(("dp", "tp")) >= 1 + 7
+        assert asked == {("dp",): 1, ("tp",): 1}
+
+
+def test_members_that_met_before_connect_with_the_others():
+    for rank, asked in enumerate(world(8).run(talk_to_all, None, True)):
+        tp = asked.pop(("tp",))
+        assert tp >= 2 if rank % 4 < 2 else tp == 1
+        assert asked == {("dp",): 1, ("dp", "tp"): 1}
 
 
 def one_by_one_and_at_once():

@@ -49,9 +49,9 @@ values = st.recursive(
 )
 
 RECORDS: list[dict[str, Any]] = [
-    {"v": 1, "rank": 1, "line": "train.py:7", "who": "process 1 on host", "card": '1 {"shape": [2]}'},
-    {"v": 1, "kind": "made", "text": ""},
-    {"v": 1, "kind": "circle", "text": "ranks 0, 1 wait for each other"},
+    {"v": 1, "rank": 1, "line": "train.py:7", "who": "process 1 on host", "card": '1 {"shape": [2]}', "at": ""},
+    {"v": 1, "kind": "made", "text": "", "at": []},
+    {"v": 1, "kind": "circle", "text": "ranks 0, 1 wait for each other", "at": []},
     {
         "v": 1,
         "rank": 1,
@@ -95,19 +95,21 @@ EDGES = [
     b"1e999",
     b"9" * 5000,
     b'{"v": 1}',
-    b'{"v": true, "kind": "made", "text": ""}',
-    b'{"v": 2, "kind": "made", "text": ""}',
-    b'{"v": 1, "kind": "made", "text": NaN}',
-    b'{"v": 1, "kind": ["made"], "text": ""}',
-    b'{"v": 1, "v": 1, "kind": "made", "kind": "lost", "text": ""}',
-    b'{"v": 1, "rank": 1, "line": "", "who": "", "card": "\\ud800"}',
-    b'{"v": 1, "rank": 1e0, "line": "", "who": "", "card": ""}',
-    b'{"v": 1, "rank": 1, "line": "", "who": "", "card": "1 [[1, 2]]"}',
+    b'{"v": true, "kind": "made", "text": "", "at": []}',
+    b'{"v": 1, "kind": "made", "text": "", "at": [7]}',
+    b'{"v": 1, "kind": "made", "text": "", "at": ["Af8=", "no base64"]}',
+    b'{"v": 2, "kind": "made", "text": "", "at": []}',
+    b'{"v": 1, "kind": "made", "text": NaN, "at": []}',
+    b'{"v": 1, "kind": ["made"], "text": "", "at": []}',
+    b'{"v": 1, "v": 1, "kind": "made", "kind": "lost", "text": "", "at": []}',
+    b'{"v": 1, "rank": 1, "line": "", "who": "", "at": "", "card": "\\ud800"}',
+    b'{"v": 1, "rank": 1e0, "line": "", "who": "", "at": "", "card": ""}',
+    b'{"v": 1, "rank": 1, "line": "", "who": "", "at": "", "card": "1 [[1, 2]]"}',
     json.dumps(RECORDS[1]).encode("utf-16"),
     "\u2028\u0085".encode(),
     *(nested(depth) for depth in (500, 900, 990, 2_000, 100_000)),
     *(deep_told(depth) for depth in (500, 900, 2_000)),
-    b'{"v": 1, "rank": 1, "line": "", "who": "", "card": "1 {\\"shape\\": ' + nested(900) + b'}"}',
+    b'{"v": 1, "rank": 1, "line": "", "who": "", "at": "", "card": "1 {\\"shape\\": ' + nested(900) + b'}"}',
     b'"' + b"x" * (LONGEST + 1) + b'"',
     json.dumps({**RECORDS[1], "text": "x" * LONGEST}).encode(),
 ]
@@ -161,8 +163,8 @@ def test_what_is_told_is_read_strictly(text):
 def test_an_end_is_one_of_ours_or_names_the_key(text):
     end = End.unpack("group/end", text)
     assert end.kind in ERRORS
-    record = unpack(text, kind=str, text=str)
-    if record is None or record["kind"] not in ERRORS:
+    record = unpack(text, kind=str, text=str, at=list)
+    if record is None or record["kind"] not in ERRORS or not all(isinstance(each, str) for each in record["at"]):
         assert end.kind == "mismatch"
         assert "the store's key group/end holds" in end.text
         assert len(end.text) < 1000
@@ -246,21 +248,21 @@ def looked(text: bytes) -> Meeting:
     return one
 
 
-MINE = pack(rank=0, line="train.py:3", who="process 0", card=card(0).word.decode()).encode()
-OTHER = pack(rank=1, line="train.py:5", who="process 1", card=card(1).word.decode()).encode()
+MINE = pack(rank=0, line="train.py:3", who="process 0", card=card(0).word.decode(), at="").encode()
+OTHER = pack(rank=1, line="train.py:5", who="process 1", card=card(1).word.decode(), at="").encode()
 
 
 @given(st.lists(junk | st.sampled_from([MINE, OTHER]), max_size=5))
-@example([MINE, b'{"v": 1, "rank": 1, "line": "", "who": "", "card": "\\ud800"}'])
-@example([MINE, b'{"v": 1, "rank": 1, "line": "", "who": "", "card": "1 [[1, 2]]"}'])
+@example([MINE, b'{"v": 1, "rank": 1, "line": "", "who": "", "at": "", "card": "\\ud800"}'])
+@example([MINE, b'{"v": 1, "rank": 1, "line": "", "who": "", "at": "", "card": "1 [[1, 2]]"}'])
 @example([MINE, OTHER, OTHER])
-@example([MINE, OTHER, pack(rank=1, line="", who="process 2", card=card(1).word.decode()).encode()])
+@example([MINE, OTHER, pack(rank=1, line="", who="process 2", card=card(1).word.decode(), at="").encode()])
 def test_junk_among_arrivals_is_a_mismatch_and_a_group_is_made_without_any(lines):
     one, memory = inspected(b"".join(line + b"\n" for line in lines))
     assert memory.written <= {one.tomb}
     if one.end == MADE:
         assert {MINE, OTHER} <= {line for each in lines for line in each.splitlines()} or all(
-            unpack(line, rank=int, line=str, who=str, card=str) for each in lines for line in each.splitlines()
+            unpack(line, rank=int, line=str, who=str, card=str, at=str) for each in lines for line in each.splitlines()
         )
     if any(unpack(line) is None for each in lines for line in each.splitlines()):
         assert one.end is not None
@@ -285,7 +287,7 @@ def test_junk_for_a_decision_is_a_mismatch_that_names_the_key(text):
 def test_junk_for_one_meeting_never_touches_another(came, end, told_by_one):
     """One meeting and its member speak nonsense; the other is made all the same."""
     bad, good = meeting("bad#0"), meeting("good#0", (0, 2))
-    third = pack(rank=2, line="train.py:9", who="process 2", card=card(2).word.decode()) + "\n"
+    third = pack(rank=2, line="train.py:9", who="process 2", card=card(2).word.decode(), at="") + "\n"
     held = {"good#0/came": third.encode(), "good#0/count": b"1", told(1): told_by_one}
     held |= {"bad#0/came": came} if came else {}
     held |= {"bad#0/end": end} if end else {}
@@ -305,7 +307,7 @@ def test_junk_for_one_meeting_never_touches_another(came, end, told_by_one):
 
 
 def test_a_card_that_is_none_is_named_by_the_key_under_which_it_lies():
-    line = pack(rank=1, line="train.py:5", who="process 1", card="1 nonsense").encode()
+    line = pack(rank=1, line="train.py:5", who="process 1", card="1 nonsense", at="").encode()
     one, _ = inspected(MINE + b"\n" + line + b"\n")
     assert one.end is not None
     assert one.end.text == (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import threading
 import time
 from datetime import timedelta
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from hypothesis import given, strategies as st
 
 from pgmesh import LifetimeError, MismatchError, MissingRanksError
 from pgmesh.polling import SEAL, PollingStore, drive, perform
@@ -152,3 +154,20 @@ def test_what_bears_another_card_is_not_handed_out_when_asked_for_again():
     for _ in range(2):
         with pytest.raises(MismatchError):
             one.get("a/1")
+
+
+@given(st.lists(st.text("Az09+/=,", max_size=12) | st.just("AAAA"), max_size=3))
+def test_what_members_say_of_where_they_are_is_taken_whole_or_not_at_all(at):
+    store = polling(dist.HashStore(), ranks=(4, 6))
+    store.set("gloo/cpu/0", b"here")
+    store.learn(at)
+    try:
+        said = [[base64.b64decode(each, validate=True) for each in words.split(",")] for words in at]
+    except ValueError:
+        said = []
+    if [len(values) for values in said] == [1, 1]:
+        assert [store.get("gloo/cpu/0"), store.get("gloo/cpu/1")] == [values[0] for values in said]
+        assert store.operations == 0
+    else:
+        assert store._held
+        assert not store._found
