@@ -4,8 +4,8 @@ All of it happens in the same processes, in turn: each repetition makes a mesh w
 them, then on the next, and every other repetition goes through the sides backwards. Every part starts at a barrier and
 is timed by each rank for itself; a figure is the median over the repetitions of the median over the ranks. To use the
 groups is one all_reduce on each, whose sum is checked. Megatron-Core, which takes ten times as long as any other, takes
-part in two repetitions. Our own ``connect`` stands beside what the peers, which connect as they make, take to make. Bare
-Gloo is no peer, but the floor below us.
+part in two repetitions. Our own ``connect`` stands beside what the peers, which connect as they make, take to make.
+Bare Gloo is no peer, but the floor below us.
 """
 
 from __future__ import annotations
