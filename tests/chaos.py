@@ -179,13 +179,17 @@ def suffer_it(plan: Plan, folder: Path) -> None:
 def at_its_phase(plan: Plan, folder: Path) -> Iterator[None]:
     """Have the fault strike at its moment, once."""
     once = iter([True])
-    perform, begin = connecting._Call._perform, connecting._Warming.begin
+    count, patience, begin = connecting._Call._count, connecting._Call._patience, connecting._Warming.begin
+    asked: list[Any] = []
 
-    def performed(call: Any, step: Any) -> Any:
-        answer = perform(call, step)
-        if plan.case.phase == "after arriving" and isinstance(step, Add) and next(once, False):
+    def counted(call: Any, step: Any) -> None:
+        asked[:] = [step]
+        count(call, step)
+
+    def patient(call: Any) -> float:  # before each question; the one before is answered
+        if plan.case.phase == "after arriving" and isinstance(next(iter(asked), None), Add) and next(once, False):
             strike(plan, folder)
-        return answer
+        return patience(call)
 
     def begun(warming: Any) -> None:
         if plan.case.phase == "after the decision" and next(once, False):
@@ -195,7 +199,9 @@ def at_its_phase(plan: Plan, folder: Path) -> Iterator[None]:
             strike(plan, folder)
 
     with (
-        mock.patch.object(connecting._Call, "_perform", performed),
+        mock.patch.object(connecting, "MOST_AT_ONCE", 1),
+        mock.patch.object(connecting._Call, "_count", counted),
+        mock.patch.object(connecting._Call, "_patience", patient),
         mock.patch.object(connecting._Warming, "begin", begun),
     ):
         yield
