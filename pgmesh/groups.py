@@ -147,13 +147,18 @@ def _check_and_tell_outside(group: Any) -> Any:
 def _explain_failure(function: str, *args: Any, **kwargs: Any) -> Any:
     """What torch logs of a collective that raised: the moment to raise what we know in place of what torch says."""
     error = sys.exc_info()[1]
-    if isinstance(error, PgmeshError):
-        return {"func_name": function}
     group = next((each for each in (*args, *kwargs.values()) if isinstance(each, dist.ProcessGroup)), None)
     store = ours[group][1] if group in ours else None
+    failure = None if store is None else store.failure
+    if isinstance(error, PgmeshError):
+        if failure is not None and str(error) == str(failure):
+            # The collective keeps the error that ended it. Were that raised to the user, it would keep the user's
+            # frames and this collective's, and so the collective itself: a circle that Python cannot see.
+            raise type(error)(str(error)) from error.with_traceback(None).__cause__
+        return {"func_name": function}
     if store is not None and isinstance(error, RuntimeError):
-        if store.failure is not None:
-            raise type(store.failure)(str(store.failure)) from error
+        if failure is not None:
+            raise type(failure)(str(failure)) from error
         missing = store.missing() if re.search("time(d )?out", str(error), re.IGNORECASE) else None
         if missing:
             raise MissingRanksError(f"{missing} Or they let go of it since.") from error

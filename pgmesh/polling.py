@@ -326,7 +326,8 @@ class PollingStore(dist.Store):
         yield self._sealed(key, value)
 
     def _sealed(self, key: str, value: Any) -> Raw:
-        self.written.add(key)
+        self.written.add(key)  # before it is seen that nobody closed: who closes later takes this key away too
+        self._check_open()
         return Raw("set", (key, self._card.word + SEAL + bytes(value)))
 
     def _begin(self) -> Steps[None]:

@@ -8,6 +8,7 @@ for 500 cycles in which nothing fails.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -18,7 +19,9 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh, connecting, groups
+from pgmesh.family import Family
 from pgmesh.polling import PollingStore
+from pgmesh.rendezvous import Pause, Steps
 from tests.ledger import COUNTED, held, resident
 from tests.test_faults import LONG, quick, until
 from tests.torch_seam import c10d
@@ -40,7 +43,7 @@ ALL = ("dp", "tp")
 
 
 def fails(kind: str, act: Callable[[], Any], *, forget: bool = False) -> None:
-    """A collective that failed keeps its error, and that all frames that it passed, unless they are forgotten."""
+    """The work of a collective keeps its error, and that all frames that it passed, unless they are forgotten."""
     try:
         act()
     except BaseException as error:
@@ -68,7 +71,7 @@ def comes_too_late(mesh: ProcessGroupMesh) -> None:
 def never_comes_to_the_first_collective(mesh: ProcessGroupMesh) -> None:
     if mesh.rank < 3:
         group = mesh.group(timeout=SOONER)
-        fails("MissingRanksError", lambda: dist.all_reduce(torch.ones(1), group=group), forget=True)
+        fails("MissingRanksError", lambda: dist.all_reduce(torch.ones(1), group=group))
 
 
 def means_another_mesh(mesh: ProcessGroupMesh) -> None:
@@ -93,17 +96,43 @@ def waits_in_a_circle(mesh: ProcessGroupMesh) -> None:
 def is_released_while_it_waits(mesh: ProcessGroupMesh, *, forget: bool = True) -> None:
     if mesh.rank > 0:
         return
-    looked, check_open = [], PollingStore._check_open
+    looked, look = [], PollingStore._look
 
-    def look(store: PollingStore) -> None:
-        looked.append(store)
-        check_open(store)
+    def seen_to_look(store: PollingStore, key: str) -> Steps[bool]:
+        looked.append(key)
+        return (yield from look(store, key))
 
-    with mock.patch.object(PollingStore, "_check_open", look):
+    with mock.patch.object(PollingStore, "_look", seen_to_look):
         work = dist.all_reduce(torch.ones(1), group=mesh.group(), async_op=True)
         until(lambda: len(looked) > 1, "it has written its address, and looked for another's")
     mesh.release(*ALL)
     fails("LifetimeError", work.wait, forget=forget)
+
+
+def is_released_as_it_begins(mesh: ProcessGroupMesh) -> None:
+    if mesh.rank > 0:
+        return
+    began, stopped = threading.Event(), threading.Event()
+    agree_on_mesh, close = Family._agree_on_mesh, PollingStore.close
+
+    def agree_late(family: Family) -> Steps[None]:
+        began.set()
+        while not stopped.is_set():
+            yield Pause(0.01)
+        yield from agree_on_mesh(family)
+
+    def seen_to_close(store: PollingStore) -> None:
+        close(store)
+        stopped.set()
+
+    with (
+        mock.patch.object(Family, "_agree_on_mesh", agree_late),
+        mock.patch.object(PollingStore, "close", seen_to_close),
+    ):
+        work = dist.all_reduce(torch.ones(1), group=mesh.group(), async_op=True)
+        until(began.is_set, "the collective begins")
+        mesh.release(*ALL)
+        fails("LifetimeError", work.wait, forget=True)
 
 
 def is_refused(mesh: ProcessGroupMesh) -> None:
@@ -146,6 +175,7 @@ FAULTS: list[Callable[[ProcessGroupMesh], None]] = [
     means_other_options,
     waits_in_a_circle,
     is_released_while_it_waits,
+    is_released_as_it_begins,
     is_refused,
     cannot_make,
     is_interrupted,
