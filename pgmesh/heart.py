@@ -269,6 +269,9 @@ class Heart:
             if isinstance(step, Pause):
                 due = time.monotonic() + step.seconds
                 return heapq.heappush(self._paused, (due, next(self._count), job))
+            if self._beat_due <= time.monotonic():  # it does not wait for the end of a long job
+                with contextlib.suppress(WorldError):
+                    self._perform(Say(()))
             try:
                 send, answer = job.steps.send, self._perform(step)
             except Exception as error:

@@ -2,13 +2,15 @@
 
 import gc
 import threading
+import time
 import weakref
 
 import pytest
 import torch.distributed as dist
 
 from pgmesh.heart import Heart, _Mailbox
-from pgmesh.rendezvous import Steps, Swap
+from pgmesh.polling import once
+from pgmesh.rendezvous import Add, Read, Steps, Swap, told
 
 LONG = 20.0
 
@@ -52,3 +54,22 @@ def test_what_a_question_raised_is_not_kept(heart: Heart):
     del raised
     gc.collect()
     assert watched[0]() is None
+
+
+def test_a_long_job_does_not_hold_up_a_beat():
+    store = dist.HashStore()
+    heart = Heart(store, "here", 0, 2)
+    heart.period = 0.05
+    heart.beat()
+    heart.run(once(Add("started")), LONG)
+    beats = []
+
+    def steps() -> Steps[None]:
+        end = time.monotonic() + 1.0
+        while time.monotonic() < end:
+            yield Add("asked")
+            beats.append((yield Read(told(0))))
+
+    heart.run(steps(), LONG)
+    heart.stop()
+    assert 5 < len(set(beats)) <= 25
