@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import itertools
 import logging
@@ -26,6 +25,7 @@ from pgmesh.heart import alone, who
 from pgmesh.polling import PollingStore
 from pgmesh.rendezvous import (
     INSPECTION,
+    MADE,
     MOST_ASKED,
     Beats,
     Card,
@@ -67,8 +67,11 @@ MOST_AT_ONCE = 32
 MOST_TOLD = 64
 """Members of a group that tell each other where they can be reached as they meet: each is sent what all have said."""
 
+LONGEST_STRETCH = 0.1
+"""Seconds after which it is asked no more at once: each stretch has as much time to be answered as one question."""
+
 HERE = (Pause, Ready, Say)
-"""What a protocol does not ask of the store."""
+"""What a protocol does in this rank's own thread: pause, begin a collective, say what this thread waits for."""
 
 GRACE = 0.5
 """Seconds that it is given at least for what it was asked before the deadline, however shortly."""
@@ -197,6 +200,7 @@ class _Call:
         self.met: dict[Spelling, float] = {}
         self.operations = 0
         self.hurried = False  # whether something ends this call
+        self.warnings: list[str] = []  # to be logged here: a handler of the user's must not hold up the heart
 
     def _party(self) -> Party:
         return Party(
@@ -210,7 +214,7 @@ class _Call:
             again=self.family.failed,
             pace=self.heart.pace,
             alone=alone() and threading.current_thread() is threading.main_thread(),
-            warn=functools.partial(log.warning, "%s"),
+            warn=self.warnings.append,
         )
 
     def cancel(self, error: BaseException, meetings: Sequence[Meeting]) -> None:
@@ -269,26 +273,29 @@ class _Call:
         """
         advance: Callable[[Any], Step | None] = steps.send
         answer: Any = None
-        with contextlib.suppress(StopIteration):
-            while True:
+        while True:
+            try:
                 step = advance(answer)
-                try:
-                    while not isinstance(step, HERE):
-                        if step is None:
-                            return
-                        step = self.heart.run(self._stretch(steps, step), self._patience())
-                    advance, answer = steps.send, self._do(step)
-                except BaseException as error:
-                    self.hurried = True
-                    if inspect.getgeneratorstate(steps) == inspect.GEN_CLOSED:  # its own last word
-                        raise
-                    advance, answer = steps.throw, error
+            except StopIteration:
+                return
+            try:
+                while not isinstance(step, HERE):
+                    if step is None:
+                        return
+                    step = self.heart.run(self._stretch(steps, step), self._patience())
+                advance, answer = steps.send, self._do(step)
+            except BaseException as error:
+                self.hurried = True
+                if inspect.getgeneratorstate(steps) != inspect.GEN_SUSPENDED:  # it was its own, or it is still asked
+                    raise
+                advance, answer = steps.throw, error
 
     def _stretch(self, steps: Steps[None], step: Step) -> Steps[Step | None]:
         """Go on with a protocol, up to the next step that is for here, or for so many; None for its end.
 
         It runs in the heart. Where that is let go of, the protocol itself is as it was.
         """
+        end = time.monotonic() + LONGEST_STRETCH
         for _ in range(1 if self.hurried else MOST_AT_ONCE):
             self._count(step)
             try:
@@ -299,12 +306,14 @@ class _Call:
                 step = advance(answer)
             except StopIteration:
                 return None
-            if isinstance(step, HERE):
+            if isinstance(step, HERE) or time.monotonic() >= end:
                 break
         return step
 
     def _do(self, step: Step) -> Any:
         if isinstance(step, Pause):
+            while self.warnings:
+                log.warning("%s", self.warnings.pop(0))
             self._look_after_warming()
             time.sleep(step.seconds)
             return time.monotonic() - self.start
@@ -374,6 +383,10 @@ class _Call:
 
     def _break_off(self, error: BaseException) -> None:
         """Tell the members of groups that were made, and are not warm, that this rank is out."""
+        begun = {warming.made.name for warming in self.warming}
+        for meeting, made in self.made.items():  # it may have learned so, and had no time to begin
+            if meeting.end == MADE and made.name not in begun:
+                self.warming.append(_Warming(made, meeting.broken, self.heart.suspicion))
         for warming in self.warming:
             if not warming.done and warming.error is None and not isinstance(error, WorldError):
                 why = f"rank {self.family.rank} stopped connecting at {self.line}: {error_in_words(error)}"

@@ -138,7 +138,8 @@ class Heart:
         self.steady = False  # whether no wait of torch's can hold up a beat any more
         self._word = ""  # the world's
         self._gone = ""  # what the store failed with, once it did
-        self._stopped = False
+        self._stopped = self._ended = False
+        self._process = os.getpid()  # a fork has no such thread
         self._asked_at = math.inf  # when the store was asked what it has not answered
         self._thread = threading.Thread(target=self._run, name="pgmesh-heart", daemon=True)
         self._thread.start()
@@ -162,19 +163,19 @@ class Heart:
             WorldError: it was not done in so many seconds, or the store is gone.
         """
         start, waited, job = time.monotonic(), 0.0, _Job(steps)
-        if not self._thread.is_alive():
+        if not self._is_there():
             raise self._lost(LEFT)
-        self._jobs.put(job)
         try:
+            self._jobs.put(job)
             while not job.done.acquire(timeout=min(max(0.0, seconds - waited), GLANCE)):
                 waited = time.monotonic() - start
-                if not self._thread.is_alive():
+                if not self._is_there():
                     raise self._lost(LEFT)
                 if waited >= seconds:
                     raise WorldError(f"the store at {self._where} gave no answer for {waited:.1f} s. {STILL}")
         finally:
             job.given_up = True  # what was not asked by now is not asked later, when nobody counts on it
-            while job.inside:  # from here on, the steps are the caller's again
+            while job.inside and self._is_there():  # from here on, the steps are the caller's again
                 time.sleep(0)
         if job.error is None:
             result: T = job.answer
@@ -183,6 +184,10 @@ class Heart:
             raise job.error
         finally:
             del job  # else the error keeps this frame, and this frame the error
+
+    def _is_there(self) -> bool:
+        """Whether the thread lives, in this process. Ctrl-C in ``Thread.is_alive`` would make it say no, up to 3.12."""
+        return not self._ended and os.getpid() == self._process
 
     def ask(self, step: Step, seconds: float) -> Any:
         """The answer of the store.
@@ -232,6 +237,12 @@ class Heart:
     # -- the thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        finally:
+            self._ended = True
+
+    def _serve(self) -> None:
         while (job := self._next()) is not None:
             self._advance(job)
             del job  # else its error lives, with every frame that it passed, until something else is asked

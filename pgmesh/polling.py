@@ -134,7 +134,7 @@ class PollingStore(dist.Store):
         self._run, self._card, self._ranks, self._timeout = run, card, ranks, timeout
         self.limit: timedelta | None = None  # set later, and then whatever the backend says
         self._addresses, self._first, self._refused, self._tell = addresses, first, refused, tell
-        self._own: list[tuple[str, bytes]] = []  # where this rank can be reached
+        self._own: dict[str, bytes] = {}  # where this rank can be reached
         self._held = addresses  # whether that is held back
         self._found: dict[str, bytes] = {}
         self._closed = self._telling = False
@@ -169,7 +169,7 @@ class PollingStore(dist.Store):
     @property
     def at(self) -> str:
         """Where this rank can be reached, as text; "" if the backend has not said."""
-        return ",".join(base64.b64encode(value).decode() for _, value in self._own)
+        return ",".join(base64.b64encode(value).decode() for value in self._own.values())
 
     def learn(self, at: Sequence[str]) -> None:
         """Where each member can be reached, as all of them are told: then nobody need ask the store for it."""
@@ -177,8 +177,8 @@ class PollingStore(dist.Store):
             addresses = [[base64.b64decode(each, validate=True) for each in words.split(",")] for words in at]
         except ValueError:
             return
-        if {*map(len, addresses)} == {len(self._own)} and len(addresses) == len(self._ranks):
-            for (key, _), values in zip(self._own, zip(*addresses)):
+        if {*map(len, addresses)} == {len(self._own)} and len(at) == len(self._ranks) and all(map(all, addresses)):
+            for key, values in zip(self._own, zip(*addresses)):
                 stem = key.rpartition("/")[0]
                 self._found.update((f"{stem}/{i}", value) for i, value in enumerate(values))
 
@@ -312,7 +312,7 @@ class PollingStore(dist.Store):
 
     def set(self, key: str, value: Any) -> None:
         if self._addresses:
-            self._own.append((key, bytes(value)))
+            self._own[key] = bytes(value)
         if not self._held:
             self.used = True
             self._go(self._set(key, value))
@@ -335,9 +335,9 @@ class PollingStore(dist.Store):
         self._check_open()
         yield from self._first()
         if self._held:
-            self._held = False
-            for key, value in self._own:
+            for key, value in self._own.items():
                 yield self._sealed(key, value)
+            self._held = False
 
     def _ask(self, operation: str, *arguments: Any) -> Any:
         return self._go(once(Raw(operation, arguments)))

@@ -41,9 +41,9 @@ FIRST_INSPECTION, INSPECTION = 0.025, 0.2
 """Seconds until a rank that waits asks why, and then between two times that it does: with the longest pause of the
 others, what differs is told to all within 0.1 s of the one that came with it."""
 
-SLOWEST = 1.0
-"""Seconds up to which a rank that took long to come waits as long again before it asks why: where the store is slow, to
-ask would make it slower."""
+SLOWEST = 0.3
+"""Seconds up to which a rank that took long to come waits as long again before it first asks why: where the store is
+slow, to ask would make it slower."""
 
 MOST_ASKED = 32
 """How many of a group's missing ranks one inspection asks after, and how many of those that they wait for in turn.
@@ -566,7 +566,7 @@ class Meeting:
         text = (yield Read(key)) or b""
         for line in text.splitlines():
             record = unpack(line, rank=int, line=str, who=str, card=str, at=str)
-            if record is None or record["rank"] not in members:
+            if record is None or record["rank"] not in members or not record["at"].isascii():
                 yield from self.decide(
                     End("mismatch", f"{self.words}: the store's key {key} holds {quoted(line)}, which no member wrote.")
                 )

@@ -23,8 +23,17 @@ import torch.distributed as dist
 
 import pgmesh.family
 import pgmesh.polling
-from pgmesh import AxisError, LifetimeError, MismatchError, MissingRanksError, ProcessGroupMesh, connecting, launch
-from pgmesh.rendezvous import Pause, Raw
+from pgmesh import (
+    AxisError,
+    LifetimeError,
+    MismatchError,
+    MissingRanksError,
+    ProcessGroupMesh,
+    connecting,
+    heart,
+    launch,
+)
+from pgmesh.rendezvous import Pause, Raw, Ready
 from tests.dry import dry_world
 from tests.worlds import check_sums, fresh, world
 
@@ -139,6 +148,37 @@ def test_members_that_met_before_connect_with_the_others():
         tp = asked.pop(("tp",))
         assert tp >= 2 if rank % 4 < 2 else tp == 1
         assert asked == {("dp",): 1, ("dp", "tp"): 1}
+
+
+def interrupted_as_it_learns():
+    """Ctrl-C reaches rank 1 when the others have decided, and before it begins its first collective."""
+    mesh, run, once = ProcessGroupMesh(dp=4), heart.Heart.run, iter([True])
+
+    def ran(*asked):
+        step = run(*asked)
+        if mesh.rank == 1 and isinstance(step, Ready) and next(once, False):
+            raise KeyboardInterrupt
+        return step
+
+    start = time.monotonic()
+    with mock.patch.object(heart.Heart, "run", ran):
+        try:
+            mesh.connect(timeout=seconds(20))
+            first = ""
+        except (KeyboardInterrupt, MissingRanksError) as error:
+            first = f"{type(error).__name__} {error}"
+    took = time.monotonic() - start
+    dist.barrier()
+    mesh.connect()
+    check_sums({"dp": (mesh.group(), range(4))})
+    return first, took
+
+
+def test_who_is_interrupted_as_it_learns_of_the_decision_tells_the_others():
+    for rank, (first, took) in enumerate(world(4).run(interrupted_as_it_learns)):
+        assert first.startswith("KeyboardInterrupt" if rank == 1 else "MissingRanksError"), first
+        assert rank == 1 or "rank 1 stopped connecting at test_connect.py" in first
+        assert took < 10
 
 
 def one_by_one_and_at_once():

@@ -1,0 +1,121 @@
+"""How connect drives a meeting: what it asks runs in the heart, in stretches, and what ends it reaches both sides."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from pgmesh import WorldError, connecting, heart
+from pgmesh.heart import Heart
+from pgmesh.rendezvous import Card, End, Meeting, Party, Read, Say, Steps
+
+LONG = 20.0
+
+
+@pytest.fixture
+def thread():
+    beating = Heart(dist.HashStore(), "nowhere", 0, 1)
+    yield beating
+    beating.stop()
+
+
+def call_of(thread: Heart, seconds: float) -> Any:
+    """A call of connect, without a family."""
+    call: Any = object.__new__(connecting._Call)
+    call.heart, call.start, call.seconds, call.end = thread, time.monotonic(), seconds, time.monotonic() + seconds
+    call.operations, call.hurried, call.warnings, call.warming, call.made = 0, False, [], [], {}
+    call.family = SimpleNamespace(asked=0)
+    return call
+
+
+def party_of(call: Any, members: int) -> Party:
+    meeting = Meeting("group/meeting.0", range(members), Card(0, {}, "group dp", ""), "group/options/refused")
+    return Party(0, [meeting], 1, "train.py:7", "me", call.seconds, suspicion=LONG, warn=call.warnings.append)
+
+
+def test_ctrl_c_as_a_question_is_handed_over_is_raised_and_told(thread: Heart):
+    call, put, once = call_of(thread, LONG), heart._Mailbox.put, iter([True])
+    party = party_of(call, 2)
+
+    def interrupted(mailbox: Any, job: Any) -> None:
+        put(mailbox, job)
+        if threading.current_thread() is threading.main_thread() and next(once, False):
+            raise KeyboardInterrupt
+
+    with mock.patch.object(heart._Mailbox, "put", interrupted), pytest.raises(KeyboardInterrupt):
+        call._drive(party.meet())
+    end = End.unpack("", thread.ask(Read("group/meeting.0/end"), LONG))
+    assert end.kind == "missing"
+    assert "rank 0 stopped connecting at train.py:7: KeyboardInterrupt" in end.text
+
+
+def test_a_slow_store_answers_many_questions_before_it_counts_as_silent(thread: Heart, monkeypatch):
+    """Forty are asked after, at 30 ms each: longer than the store is given for one answer."""
+    call, perform = call_of(thread, 1.0), heart.perform
+    party = party_of(call, 40)
+    monkeypatch.setattr(heart, "perform", lambda store, step: (time.sleep(0.03), perform(store, step))[1])
+    call._drive(party.meet())
+    end = party.meetings[0].end
+    assert end is not None
+    assert end.kind == "missing"
+    assert "ranks 1, 2, 3" in end.text
+
+
+def test_a_warning_is_logged_by_the_thread_that_waits(thread: Heart, caplog):
+    call = call_of(thread, 0.6)
+    with caplog.at_level(logging.WARNING, "pgmesh"):
+        call._drive(party_of(call, 2).meet())
+    (record,) = caplog.records
+    assert record.threadName == threading.current_thread().name
+    assert "rank 1 did not come so far, in 0 s" in record.message
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_process_that_is_forked_off_while_the_heart_runs_steps_waits_for_nobody(thread: Heart):
+    children: list[int] = []
+    parent = os.getpid()
+    before = signal.signal(signal.SIGUSR1, lambda *_: children.append(os.fork()))
+
+    def steps() -> Steps[None]:
+        yield Read("x")
+        os.kill(parent, signal.SIGUSR1)
+        end = time.monotonic() + LONG
+        while not children and time.monotonic() < end:
+            time.sleep(0.001)
+        yield Read("y")
+
+    try:
+        thread.run(steps(), LONG)
+    except WorldError:
+        os._exit(7 if os.getpid() != parent else 1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        if os.getpid() != parent:
+            os._exit(1)
+    end = time.monotonic() + LONG
+    while (ended := os.waitpid(children[0], os.WNOHANG))[0] == 0:
+        if time.monotonic() > end:
+            os.kill(children[0], signal.SIGKILL)
+        time.sleep(0.01)
+    assert os.waitstatus_to_exitcode(ended[1]) == 7
+
+
+@pytest.mark.parametrize(("came_after", "asks_after"), [(0.001, 0.025), (0.1, 0.1), (5.0, 0.3)])
+def test_a_rank_that_was_slow_to_come_asks_why_as_much_later(came_after, asks_after):
+    """As where the store is slow. It looks all the while."""
+    meeting = Meeting("group/meeting.0", range(2), Card(0, {}, "group dp", ""))
+    steps = Party(0, [meeting], 1, "train.py:7", "me", LONG, suspicion=LONG)._wait()
+    now, step = came_after, next(steps)
+    while not isinstance(step, Say):
+        now += getattr(step, "seconds", 0.0)
+        step = steps.send(None if isinstance(step, Read) else now)
+    assert asks_after <= now - came_after < asks_after + 0.06
