@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -228,7 +229,8 @@ class PollingStore(dist.Store):
 
     def _warn(self, key: str, waited: float) -> Steps[None]:
         if words := (yield from self._missing(key, timedelta(seconds=round(waited)), yet=True)):
-            log.warning("%s", words)
+            # In a thread of its own: a handler of the user's may block, and this one beats and asks for all.
+            threading.Thread(target=log.warning, args=("%s", words), name="pgmesh-word", daemon=True).start()
 
     def _tell_of_waiting(self, key: str, waited: float) -> Steps[None]:
         self._telling = True
