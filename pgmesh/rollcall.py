@@ -152,6 +152,7 @@ class RollCall:
             while not (told := self.look("told") is not None) and time.monotonic() < end:
                 time.sleep(LONGEST_PAUSE)
             self.ask(Add(f"{self.family.key}/left"))
+        self.heart.say("")
         self.family.close()
         return told
 

@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pgmesh import heart, placement
+from pgmesh import ProcessGroupMesh, heart, placement
 from pgmesh.__main__ import main
 from pgmesh.commands import check
 from pgmesh.machine import Level, misplaced, seen
@@ -169,6 +169,14 @@ def test_nothing_is_left_of_it():
     before = world(4).run(held)
     told_by_the_first(world(4).run(checked, f"dp=4 {QUICK}"), 0)
     assert world(4).run(held) == before
+    for others in world(4).run(said_by_others):
+        assert not any("pgmesh check" in said for said in others)
+
+
+def said_by_others() -> list[str]:
+    mesh = ProcessGroupMesh(dp=4)
+    mesh.connect()
+    return list(mesh.report().others.values())
 
 
 # ---- what fails, fails on every rank with one error ----
