@@ -80,7 +80,7 @@ def parts(quick: bool, ranks: list[int]) -> list[tuple[str, Callable[[], list[Fi
     from benchmarks import blocks, hits, many_ranks, one_rank, planning, starting, stores
 
     def of(n: int) -> list[Figure]:
-        return many_ranks.figures(n, 3 if quick else 6)
+        return many_ranks.figures(n, 3 if quick else 5 if n <= 32 else 4)
 
     return [
         ("hits", lambda: hits.figures(9 if quick else 21)),
