@@ -191,7 +191,7 @@ class _Call:
         self.heart = family.beating()
         self.start, self.end = start, start + seconds
         self.made = {
-            _meeting(family, made.name, made.ranks, made.card, made.stores.get("gloo")): made
+            _meeting(family, made.name, made.ranks, made.card, made.gloo): made
             for made in found
             if made.card is not None
         }
@@ -263,8 +263,8 @@ class _Call:
             raise
         yield from party.meet()
         for warming in self.warming:
-            if "gloo" in warming.made.stores:
-                yield from warming.made.stores["gloo"].publish()
+            if warming.made.gloo is not None:
+                yield from warming.made.gloo.publish()
 
     def _drive(self, steps: Steps[None]) -> None:
         """Run a protocol to its end: what it asks of the store in stretches, and the rest here.
@@ -347,8 +347,8 @@ class _Call:
         if not groups.is_known(made.group):
             raise LifetimeError(f"{made.words} was let go of while it was being connected.")
         self.met.update(dict.fromkeys(self.asked[made.name], time.monotonic() - self.start))
-        if "gloo" in made.stores and meeting.end is not None:
-            made.stores["gloo"].learn(meeting.end.at)
+        if made.gloo is not None and meeting.end is not None:
+            made.gloo.learn(meeting.end.at)
         warming = _Warming(made, meeting.broken, self.heart.suspicion)
         self.warming.append(warming)
         # Gloo connects in a thread of its own. NCCL does so in ours: once all are decided, in one order on all ranks.
@@ -472,7 +472,7 @@ class _Warming:
         except Exception as error:
             # Without the frames that it passed: they know this group, and the backend keeps the error.
             self._failed, self._failed_at = error.with_traceback(None), time.monotonic()
-            store = self.made.stores.get("gloo")
+            store = self.made.gloo
             if store is not None and store.failure is not None:
                 self.error = store.failure
             return False

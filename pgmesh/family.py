@@ -283,7 +283,7 @@ class Family:
                     blocks = () if layout is None else tuple(layout.partition(*axes))
                     made = self._make_with_all(options, words, description, blocks)
                 self._cache[key] = made
-                groups.ours[made.group] = (self, made.stores.get("gloo"))
+                groups.ours[made.group] = (self, made.gloo)
                 self.making += time.monotonic() - start
                 if groups.held() > MOST_GROUPS and not self._registry.warned:
                     self._registry.warn_of_many()

@@ -322,6 +322,11 @@ class Made:
         """What torch knows it by."""
         return str(self.group.group_name)
 
+    @property
+    def gloo(self) -> PollingStore | None:
+        """What Gloo reads through, where it is among the backends."""
+        return self.stores.get("gloo")
+
     def stop(self) -> list[str]:
         """Let nobody wait for the group any more, and say which keys were written for it."""
         for store in self.stores.values():
