@@ -61,9 +61,6 @@ LAST_WORD = 5.0
 FAREWELL = 0.2
 """Seconds that it is given to take a last word from a rank that is interrupted."""
 
-MOST_AT_ONCE = 32
-"""How often the store is asked at most before this rank's own thread sees what else there is to do."""
-
 MOST_TOLD = 64
 """Members of a group that tell each other where they can be reached as they meet: each is sent what all have said."""
 
@@ -291,12 +288,12 @@ class _Call:
                 advance, answer = steps.throw, error
 
     def _stretch(self, steps: Steps[None], step: Step) -> Steps[Step | None]:
-        """Go on with a protocol, up to the next step that is for here, or for so many; None for its end.
+        """Go on with a protocol, up to the next step that is for here, or for so long; None for its end.
 
         It runs in the heart. Where that is let go of, the protocol itself is as it was.
         """
-        end = time.monotonic() + LONGEST_STRETCH
-        for _ in range(1 if self.hurried else MOST_AT_ONCE):
+        end = time.monotonic() + (0.0 if self.hurried else LONGEST_STRETCH)
+        while True:
             self._count(step)
             try:
                 advance, answer = steps.send, (yield step)
@@ -307,8 +304,7 @@ class _Call:
             except StopIteration:
                 return None
             if isinstance(step, HERE) or time.monotonic() >= end:
-                break
-        return step
+                return step
 
     def _do(self, step: Step) -> Any:
         if isinstance(step, Pause):

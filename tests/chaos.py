@@ -199,7 +199,7 @@ def at_its_phase(plan: Plan, folder: Path) -> Iterator[None]:
             strike(plan, folder)
 
     with (
-        mock.patch.object(connecting, "MOST_AT_ONCE", 1),
+        mock.patch.object(connecting, "LONGEST_STRETCH", 0.0),
         mock.patch.object(connecting._Call, "_count", counted),
         mock.patch.object(connecting._Call, "_patience", patient),
         mock.patch.object(connecting._Warming, "begin", begun),
