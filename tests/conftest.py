@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 
 import pytest
+import torch.distributed as dist
 from hypothesis import settings
+
+from pgmesh.heart import Heart
 
 LONGEST = (
     "test_faults",
@@ -31,6 +35,14 @@ LONGEST = (
     "test_connect",
 )
 """The files that take longest, longest first: those that wait by turns with those that compute."""
+
+
+@pytest.fixture
+def heart() -> Iterator[Heart]:
+    """The thread that asks, over a store in memory."""
+    beating = Heart(dist.HashStore(), "nowhere", 0, 1)
+    yield beating
+    beating.stop()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -12,26 +12,18 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
 
-from pgmesh import WorldError, connecting, heart
-from pgmesh.heart import Heart
+from pgmesh import WorldError, connecting
+from pgmesh.heart import Heart, _Mailbox, perform
 from pgmesh.rendezvous import Card, End, Meeting, Party, Read, Say, Steps
 
 LONG = 20.0
 
 
-@pytest.fixture
-def thread():
-    beating = Heart(dist.HashStore(), "nowhere", 0, 1)
-    yield beating
-    beating.stop()
-
-
-def call_of(thread: Heart, seconds: float) -> Any:
+def call_of(heart: Heart, seconds: float) -> Any:
     """A call of connect, without a family."""
     call: Any = object.__new__(connecting._Call)
-    call.heart, call.start, call.seconds, call.end = thread, time.monotonic(), seconds, time.monotonic() + seconds
+    call.heart, call.start, call.seconds, call.end = heart, time.monotonic(), seconds, time.monotonic() + seconds
     call.operations, call.hurried, call.warnings, call.warming, call.made = 0, False, [], [], {}
     call.family = SimpleNamespace(asked=0)
     return call
@@ -42,8 +34,8 @@ def party_of(call: Any, members: int) -> Party:
     return Party(0, [meeting], 1, "train.py:7", "me", call.seconds, suspicion=LONG, warn=call.warnings.append)
 
 
-def test_ctrl_c_as_a_question_is_handed_over_is_raised_and_told(thread: Heart):
-    call, put, once = call_of(thread, LONG), heart._Mailbox.put, iter([True])
+def test_ctrl_c_as_a_question_is_handed_over_is_raised_and_told(heart: Heart):
+    call, put, once = call_of(heart, LONG), _Mailbox.put, iter([True])
     party = party_of(call, 2)
 
     def interrupted(mailbox: Any, job: Any) -> None:
@@ -51,18 +43,18 @@ def test_ctrl_c_as_a_question_is_handed_over_is_raised_and_told(thread: Heart):
         if threading.current_thread() is threading.main_thread() and next(once, False):
             raise KeyboardInterrupt
 
-    with mock.patch.object(heart._Mailbox, "put", interrupted), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(_Mailbox, "put", interrupted), pytest.raises(KeyboardInterrupt):
         call._drive(party.meet())
-    end = End.unpack("", thread.ask(Read("group/meeting.0/end"), LONG))
+    end = End.unpack("", heart.ask(Read("group/meeting.0/end"), LONG))
     assert end.kind == "missing"
     assert "rank 0 stopped connecting at train.py:7: KeyboardInterrupt" in end.text
 
 
-def test_a_slow_store_answers_many_questions_before_it_counts_as_silent(thread: Heart, monkeypatch):
+def test_a_slow_store_answers_many_questions_before_it_counts_as_silent(heart: Heart, monkeypatch):
     """Forty are asked after, at 30 ms each: longer than the store is given for one answer."""
-    call, perform = call_of(thread, 1.0), heart.perform
+    call = call_of(heart, 1.0)
     party = party_of(call, 40)
-    monkeypatch.setattr(heart, "perform", lambda store, step: (time.sleep(0.03), perform(store, step))[1])
+    monkeypatch.setattr("pgmesh.heart.perform", lambda store, step: (time.sleep(0.03), perform(store, step))[1])
     call._drive(party.meet())
     end = party.meetings[0].end
     assert end is not None
@@ -70,8 +62,8 @@ def test_a_slow_store_answers_many_questions_before_it_counts_as_silent(thread: 
     assert "ranks 1, 2, 3" in end.text
 
 
-def test_a_warning_is_logged_by_the_thread_that_waits(thread: Heart, caplog):
-    call = call_of(thread, 0.6)
+def test_a_warning_is_logged_by_the_thread_that_waits(heart: Heart, caplog):
+    call = call_of(heart, 0.6)
     with caplog.at_level(logging.WARNING, "pgmesh"):
         call._drive(party_of(call, 2).meet())
     (record,) = caplog.records
@@ -80,7 +72,7 @@ def test_a_warning_is_logged_by_the_thread_that_waits(thread: Heart, caplog):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_process_that_is_forked_off_while_the_heart_runs_steps_waits_for_nobody(thread: Heart):
+def test_a_process_that_is_forked_off_while_the_heart_runs_steps_waits_for_nobody(heart: Heart):
     children: list[int] = []
     parent = os.getpid()
     before = signal.signal(signal.SIGUSR1, lambda *_: children.append(os.fork()))
@@ -94,7 +86,7 @@ def test_a_process_that_is_forked_off_while_the_heart_runs_steps_waits_for_nobod
         yield Read("y")
 
     try:
-        thread.run(steps(), LONG)
+        heart.run(steps(), LONG)
     except WorldError:
         os._exit(7 if os.getpid() != parent else 1)
     finally:

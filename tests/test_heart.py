@@ -15,13 +15,6 @@ from pgmesh.rendezvous import Add, Read, Steps, Swap, told
 LONG = 20.0
 
 
-@pytest.fixture
-def heart():
-    beating = Heart(dist.HashStore(), "nowhere", 0, 1)
-    yield beating
-    beating.stop()
-
-
 def test_a_wait_that_is_over_before_it_begins_ends_at_once():
     """Of Python's SimpleQueue, up to 3.12, one such wait in some thousands has no end."""
     mailbox, done = _Mailbox(), threading.Event()
