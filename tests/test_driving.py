@@ -50,6 +50,26 @@ def test_ctrl_c_as_a_question_is_handed_over_is_raised_and_told(heart: Heart):
     assert "rank 0 stopped connecting at train.py:7: KeyboardInterrupt" in end.text
 
 
+def test_what_is_interrupted_while_the_heart_is_inside_the_protocol_is_raised_as_it_is(heart: Heart):
+    """As by Ctrl-C a second time: nothing can be raised inside steps that another thread runs at this moment."""
+    call, inside, leave = call_of(heart, LONG), threading.Event(), threading.Event()
+
+    def steps() -> Steps[None]:
+        yield Read("x")
+        inside.set()
+        leave.wait(LONG)
+
+    def interrupted(stretch: Any, seconds: float) -> Any:
+        next(stretch)
+        threading.Thread(target=next, args=(stretch, None), daemon=True).start()
+        assert inside.wait(LONG)
+        raise KeyboardInterrupt
+
+    with mock.patch.object(heart, "run", interrupted), pytest.raises(KeyboardInterrupt):
+        call._drive(steps())
+    leave.set()
+
+
 def test_a_slow_store_answers_many_questions_before_it_counts_as_silent(heart: Heart, monkeypatch):
     """Forty are asked after, at 30 ms each: longer than the store is given for one answer."""
     call = call_of(heart, 1.0)

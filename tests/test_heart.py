@@ -4,6 +4,7 @@ import gc
 import threading
 import time
 import weakref
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -66,3 +67,10 @@ def test_a_long_job_does_not_hold_up_a_beat():
     heart.run(steps(), LONG)
     heart.stop()
     assert 5 < len(set(beats)) <= 25
+
+
+def test_whether_the_thread_lives_is_not_asked_of_python(heart: Heart):
+    """Up to 3.12, Ctrl-C inside Thread.is_alive has it say no of a living thread, for good."""
+    with mock.patch.object(threading.Thread, "is_alive", return_value=False):
+        heart.run(once(Swap("key", "value")), LONG)
+    assert heart.run(once(Read("key")), LONG) == b"value"

@@ -255,6 +255,7 @@ OTHER = pack(rank=1, line="train.py:5", who="process 1", card=card(1).word.decod
 @given(st.lists(junk | st.sampled_from([MINE, OTHER]), max_size=5))
 @example([MINE, b'{"v": 1, "rank": 1, "line": "", "who": "", "at": "", "card": "\\ud800"}'])
 @example([MINE, b'{"v": 1, "rank": 1, "line": "", "who": "", "at": "", "card": "1 [[1, 2]]"}'])
+@example([MINE, pack(rank=1, line="", who="", card=card(1).word.decode(), at="\u20ac").encode()])
 @example([MINE, OTHER, OTHER])
 @example([MINE, OTHER, pack(rank=1, line="", who="process 2", card=card(1).word.decode(), at="").encode()])
 def test_junk_among_arrivals_is_a_mismatch_and_a_group_is_made_without_any(lines):
@@ -264,10 +265,28 @@ def test_junk_among_arrivals_is_a_mismatch_and_a_group_is_made_without_any(lines
         assert {MINE, OTHER} <= {line for each in lines for line in each.splitlines()} or all(
             unpack(line, rank=int, line=str, who=str, card=str, at=str) for each in lines for line in each.splitlines()
         )
+    if any(not str((unpack(line) or {}).get("at", "")).isascii() for each in lines for line in each.splitlines()):
+        assert one.end is not None  # an address that is longer in the store than it seems
+        assert one.end.kind == "mismatch"
     if any(unpack(line) is None for each in lines for line in each.splitlines()):
         assert one.end is not None
         assert one.end.kind == "mismatch"
         assert one.words in one.end.text or card().what in one.end.text
+
+
+@pytest.mark.parametrize(("mine", "theirs", "told"), [(100, 100, True), (100, 0, False), (1 << 14, 1 << 14, False)])
+def test_addresses_go_with_the_decision_where_all_are_known_and_few_enough(mine, theirs, told):
+    """What could not be read again is not sent: members then ask for each other's, one by one."""
+    one, memory = meeting(), Memory(0, {})
+    lines = [
+        pack(rank=rank, line="train.py:3", who=f"process {rank}", card=card(rank).word.decode(), at="A" * size)
+        for rank, size in ((0, mine), (1, theirs))
+    ]
+    memory.held["group#0/came"] = "".join(line + "\n" for line in lines).encode()
+    drive(one.inspect(again=True), memory)
+    assert one.end == MADE
+    assert one.end.at == (("A" * mine, "A" * theirs) if told else ())
+    assert End.unpack("", memory.held["group#0/end"]) == MADE
 
 
 @given(junk)
