@@ -421,6 +421,8 @@ class _Call:
             family.attended.setdefault(name, []).append(meeting)
             if name in done:
                 family.connected[name] = meeting
+            if meeting.end is not None and meeting.end.kind == "mismatch":
+                family.refusals.update(filter(None, (meeting.refused, meeting.mesh)))
         for warming in self.warming:
             if warming.error is not None or not warming.done:
                 if not warming.told:

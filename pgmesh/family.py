@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pgmesh import groups
-from pgmesh.errors import LifetimeError, NameTakenError, OptionsError, PlaceError, WorldError
+from pgmesh.errors import LifetimeError, MismatchError, NameTakenError, OptionsError, PlaceError, WorldError
 from pgmesh.heart import Heart
 from pgmesh.options import GroupOptions
 from pgmesh.polling import PollingStore, once
@@ -57,6 +57,7 @@ class _Registry:
         self.families: weakref.WeakSet[Family] = weakref.WeakSet()
         self.open: set[Family] = set()  # those that hold groups live until they are closed
         self.options = groups.world_options()
+        self.refused: defaultdict[str, set[str]] = defaultdict(set)  # by the meshes' name, see ``Family.refusals``
         self.heart: Heart | None = None  # once the store was asked for something
         self.warned = False  # of too many groups
         self.forked = False  # whether this process only inherited the world, from the one it was forked off
@@ -182,8 +183,11 @@ class Family:
             self.number = registry.numbers[kin]
             registry.numbers[kin] += 1
             registry.families.add(self)
-        self.key = f"{groups.PREFIX}{kin}.{self.number}"
+        self._kin, self.key = kin, f"{groups.PREFIX}{kin}.{self.number}"
         self.agreed = False
+        self.refusals: set[str] = (
+            set()
+        )  # keys that told what ranks meant differently: they go when such ranks meet again
         self.meetings: defaultdict[str, int] = defaultdict(
             int
         )  # how often the members of a group, by its name, met to connect it
@@ -309,11 +313,16 @@ class Family:
             group = groups.build(name, key.ranks, self.rank, options, store, alone, description)
             return groups.Made(group, words, line, ranks=key.ranks)
         keys: list[str] = []
+        refused = (f"{name}/options/refused", self.refused)
         mend = "Configure its axes alike on every rank, or let every rank ask for it with the same options."
         card = Card(self.rank, options.given, words, mend)
         if options is not self._registry.options and options != self._registry.options:
             keys = [f"{name}/options"]
-            self._registry.run(self._agree_on(keys[0], card), self.patience)
+            try:
+                self._registry.run(self._agree_on(keys[0], card), self.patience)
+            except MismatchError:
+                self.refusals.update(refused)
+                raise
         polling = {
             backend: PollingStore(
                 self._registry.run,
@@ -322,7 +331,7 @@ class Family:
                 options.timeout or timedelta(),
                 addresses=backend == "gloo",
                 first=self._agree_on_mesh,
-                refused=(f"{name}/options/refused", self.refused),
+                refused=refused,
                 tell=self.tell,
             )
             for backend in backends.names
@@ -405,6 +414,8 @@ class Family:
         """See that all members mean the same mesh, as steps."""
         yield from introduce(self.key, self.card, listed=listed)
         self.agreed = True
+        if stale := self._registry.refused.pop(self._kin, None):
+            yield Delete(tuple(stale))
 
     @functools.cached_property
     def card(self) -> Card:
@@ -507,6 +518,7 @@ class Family:
                 self._forget_meetings(name)
             if self.agreed and not at_exit:
                 self._delete([self.key, f"{self.key}/said"])
+            self._registry.refused[self._kin] |= self.refusals
             with _registering:
                 self._registry.open.discard(self)
         finally:
@@ -532,6 +544,7 @@ class Family:
 
     def _drop(self, keys: Iterable[_Key], reason: str, *, abort: bool = False, at_exit: bool = False) -> None:
         self._forget_hits()
+        groups.sweep()
         for key in keys:
             made = self._cache.pop(key)
             if not at_exit:
@@ -539,6 +552,9 @@ class Family:
             if made.by == "others" or not groups.is_known(made.group):
                 continue
             written = made.stop()
+            for store in made.stores.values():
+                if isinstance(store.failure, MismatchError):
+                    self.refusals.update(store.refused)
             groups.tear_down(made, reason, abort=abort or at_exit)
             if not at_exit:
                 self._delete(written)

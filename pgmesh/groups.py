@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed import c10d_logger as _c10d_logger, distributed_c10d as _c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from pgmesh import polling
 from pgmesh.errors import (
     LifetimeError,
     MissingRanksError,
@@ -417,8 +418,7 @@ def build(
         store: the world's, which torch hands out as the group's.
         stores: what each backend reads through.
     """
-    if _stranded:
-        sweep()
+    sweep()
     rank, size, backends = ranks.index(me), len(ranks), backends_of(options.backend)
     prefixed = dist.PrefixStore(f"{name}/", store)
     group: Any = dist.ProcessGroup(prefixed, rank, size)
@@ -482,8 +482,31 @@ def strand(group: Any, work: Any) -> None:
     _stranded.append((group, work))
 
 
+def _has_work_alone(error: weakref.ref[PgmeshError]) -> bool:
+    """Whether an error that a backend raised is held by the work that failed with it, and by nobody else.
+
+    A work keeps its error, and the error what it passed on its way to the user: the frames there, among them those that
+    hold the work. That is a circle which Python cannot see. It can count: who asks holds the error, and one more does.
+    And the work keeps the traceback with which the error came to it, beside a list, who asks, and the one after it.
+    """
+    return sys.getrefcount(error()) == 2 and 4 in map(sys.getrefcount, _tracebacks_from(error()))
+
+
+def _tracebacks_from(error: BaseException | None) -> list[Any]:
+    """Where an error was on its way to the backend."""
+    found, each = [], error and error.__traceback__
+    while each:
+        if each.tb_frame.f_code.co_filename == polling.__file__:
+            found.append(each)
+        each = each.tb_next
+    return found
+
+
 def sweep() -> None:
-    """Let go of what was stranded and is over."""
+    """Let go of what was stranded and is over, and of what failed and is forgotten."""
+    forgotten = [each for each in list(polling.raised) if _has_work_alone(each)]
+    for error in filter(None, (each() for each in forgotten)):
+        error.__traceback__ = None
     for stranded in [each for each in _stranded if each[1].is_completed()]:
         _stranded.remove(stranded)
         ctypes.pythonapi.Py_DecRef(ctypes.py_object(stranded[0]))

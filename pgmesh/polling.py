@@ -6,6 +6,7 @@ import base64
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -99,6 +100,24 @@ def drive(steps: Steps[T], perform: Callable[[Step], Any]) -> T:
             send, answer = steps.throw, error
 
 
+raised: list[weakref.ref[PgmeshError]] = []
+"""Errors that were raised in a backend, and that it may keep."""
+
+
+def _copy(error: PgmeshError) -> PgmeshError:
+    """The same error, without the frames that it passed: they hold what reads through the store that failed."""
+    copy = type(error)(str(error))
+    copy.__cause__ = error.__cause__
+    return copy
+
+
+def _for_backend(error: PgmeshError) -> PgmeshError:
+    """A copy of an error, to be raised in a backend."""
+    copy = _copy(error)
+    raised.append(weakref.ref(copy, raised.remove))
+    return copy
+
+
 class PollingStore(dist.Store):
     """The store that a backend reads through: it polls where the client would hold its lock and wait.
 
@@ -134,7 +153,7 @@ class PollingStore(dist.Store):
         super().__init__()
         self._run, self._card, self._ranks, self._timeout = run, card, ranks, timeout
         self.limit: timedelta | None = None  # set later, and then whatever the backend says
-        self._addresses, self._first, self._refused, self._tell = addresses, first, refused, tell
+        self._addresses, self._first, self.refused, self._tell = addresses, first, refused, tell
         self._own: dict[str, bytes] = {}  # where this rank can be reached
         self._held = addresses  # whether that is held back
         self._found: dict[str, bytes] = {}
@@ -198,15 +217,15 @@ class PollingStore(dist.Store):
         try:
             self._go(self._wait(keys, limit), limit.total_seconds())
         except PgmeshError as error:
-            # A backend that failed to connect says only so if it is used again. A copy: the error itself will know
-            # every frame that it passes, and so keep alive what reads through this store.
-            self.failure = type(error)(str(error))
-            raise
+            self.failure = _copy(error)  # a backend that failed to connect says only so if it is used again
+        else:
+            return
         finally:
             self.waited += time.monotonic() - start
             if self._telling:
                 self._telling = False
                 self._tell("")
+        raise _for_backend(self.failure)
 
     def _wait(self, keys: list[str], limit: timedelta) -> Steps[None]:
         yield from self._begin()
@@ -238,7 +257,7 @@ class PollingStore(dist.Store):
         yield from ()
 
     def _check_refused(self) -> Steps[None]:
-        for key in self._refused:
+        for key in self.refused:
             text = yield Read(key)
             if text is not None and (error := End.unpack(key, text).error()):
                 raise error
@@ -253,7 +272,7 @@ class PollingStore(dist.Store):
         if value is None:
             return False
         card, _, body = value.partition(SEAL)
-        yield from refuse(self._refused[0] if self._refused else f"{key}/refused", self._card, card, key)
+        yield from refuse(self.refused[0] if self.refused else f"{key}/refused", self._card, card, key)
         self._found[key] = body
         return True
 
@@ -273,7 +292,7 @@ class PollingStore(dist.Store):
             limit: how long it was waited for.
 
         Raises:
-            MismatchError: all came, but not all mean the same.
+            MismatchError: not all mean the same.
         """
         try:
             return self._go(self._missing(key, limit), 0.0)
@@ -281,6 +300,7 @@ class PollingStore(dist.Store):
             return None
 
     def _missing(self, key: str | None, limit: timedelta | None, *, yet: bool = False) -> Steps[str | None]:
+        yield from self._check_refused()
         key = key or next(iter(self.written), None)
         if key is None:
             return None

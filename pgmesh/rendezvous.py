@@ -813,7 +813,10 @@ def _circle_in_words(circle: Sequence[tuple[int, Wait]]) -> str:
         f"\n  rank {rank} connects {wait.words} at {wait.line}, and waits for rank {circle[(i + 1) % len(circle)][0]}"
         for i, (rank, wait) in enumerate(circle)
     ]
-    return (
-        f"ranks {some([rank for rank, _ in circle])} wait for each other:{''.join(lines)}\n\n"
-        "Let every rank connect its groups in one call, as in mesh.connect('dp', 'tp'), or in one order."
-    )
+    mend = "Let every rank connect its groups in one call, as in mesh.connect('dp', 'tp'), or in one order."
+    if len({wait.words for _, wait in circle}) < len({wait.name for _, wait in circle}):
+        mend = (
+            "What is called the same there is not the same group: these ranks have made or released it a different "
+            "number of times. Let every rank make and release the same meshes, in one order."
+        )
+    return f"ranks {some([rank for rank, _ in circle])} wait for each other:{''.join(lines)}\n\n{mend}"

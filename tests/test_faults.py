@@ -277,6 +277,21 @@ def test_ranks_that_wait_in_a_circle_are_told_all_of_it():
         assert not again.kind, again.text
 
 
+def one_mesh_more_on_one_rank() -> Tried:
+    quick()
+    if dist.get_rank() == 0:
+        ProcessGroupMesh(dp=2, tp=2, name="actor").close()
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    return tried(lambda: mesh.connect(("dp", "tp"), timeout=LONG))
+
+
+def test_ranks_that_count_their_meshes_differently_are_told_so():
+    with fresh(4) as own:
+        for failed in results(own.outcomes(one_mesh_more_on_one_rank)):
+            assert failed.kind == "CircleError"
+            assert "What is called the same there is not the same group" in failed.text
+
+
 def in_threads() -> None:
     """Four threads on every rank connect four groups, each rank in another order."""
     quick()

@@ -9,6 +9,7 @@ for 500 cycles in which nothing fails.
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pgmesh import ProcessGroupMesh, connecting, groups
+from pgmesh import ProcessGroupMesh, connecting, groups, polling
 from pgmesh.family import Family
 from pgmesh.polling import PollingStore
 from pgmesh.rendezvous import Pause, Steps
@@ -42,14 +43,12 @@ ALL = ("dp", "tp")
 # ---- faults, on each rank of a new mesh ----
 
 
-def fails(kind: str, act: Callable[[], Any], *, forget: bool = False) -> None:
-    """The work of a collective keeps its error, and that all frames that it passed, unless they are forgotten."""
+def fails(kind: str, act: Callable[[], Any], keep: Callable[[BaseException], Any] = lambda error: None) -> None:
     try:
         act()
     except BaseException as error:
         assert type(error).__name__ == kind, error  # noqa: PT017
-        if forget:
-            error.__traceback__ = None
+        keep(error)
     else:
         raise AssertionError(f"no {kind}")
 
@@ -88,12 +87,28 @@ def means_other_options(mesh: ProcessGroupMesh) -> None:
     fails("MismatchError", lambda: mesh.connect(ALL, timeout=LONG))
 
 
+def uses_other_options(mesh: ProcessGroupMesh) -> None:
+    """Who finds its neighbours in the ring there learns of it when the collective has timed out."""
+    mesh.configure(*ALL, timeout=SOON * (1 + (mesh.rank == 3)))
+
+    def use() -> None:
+        try:
+            group = mesh.group()
+        finally:
+            dist.barrier()
+        dist.all_reduce(torch.ones(1), group=group)
+
+    fails("MismatchError", use)
+
+
 def waits_in_a_circle(mesh: ProcessGroupMesh) -> None:
     first = {0: "tp", 1: "dp", 3: "tp", 2: "dp"}[mesh.rank]  # 0 waits for 1, 1 for 3, 3 for 2, 2 for 0
     fails("CircleError", lambda: mesh.connect(first, timeout=LONG))
 
 
-def is_released_while_it_waits(mesh: ProcessGroupMesh, *, forget: bool = True) -> None:
+def is_released_while_it_waits(
+    mesh: ProcessGroupMesh, keep: Callable[[BaseException], Any] = lambda error: None
+) -> None:
     if mesh.rank > 0:
         return
     looked, look = [], PollingStore._look
@@ -106,7 +121,7 @@ def is_released_while_it_waits(mesh: ProcessGroupMesh, *, forget: bool = True) -
         work = dist.all_reduce(torch.ones(1), group=mesh.group(), async_op=True)
         until(lambda: len(looked) > 1, "it has written its address, and looked for another's")
     mesh.release(*ALL)
-    fails("LifetimeError", work.wait, forget=forget)
+    fails("LifetimeError", work.wait, keep)
 
 
 def is_released_as_it_begins(mesh: ProcessGroupMesh) -> None:
@@ -132,7 +147,7 @@ def is_released_as_it_begins(mesh: ProcessGroupMesh) -> None:
         work = dist.all_reduce(torch.ones(1), group=mesh.group(), async_op=True)
         until(began.is_set, "the collective begins")
         mesh.release(*ALL)
-        fails("LifetimeError", work.wait, forget=True)
+        fails("LifetimeError", work.wait)
 
 
 def is_refused(mesh: ProcessGroupMesh) -> None:
@@ -173,6 +188,7 @@ FAULTS: list[Callable[[ProcessGroupMesh], None]] = [
     never_comes_to_the_first_collective,
     means_another_mesh,
     means_other_options,
+    uses_other_options,
     waits_in_a_circle,
     is_released_while_it_waits,
     is_released_as_it_begins,
@@ -193,7 +209,7 @@ def keeps_memory(mesh: ProcessGroupMesh) -> None:
 
 
 def keeps_its_error(mesh: ProcessGroupMesh) -> None:
-    is_released_while_it_waits(mesh, forget=False)
+    is_released_while_it_waits(mesh, kept.append)
 
 
 def keeps_a_key(mesh: ProcessGroupMesh) -> None:
@@ -207,6 +223,39 @@ LEAKS: dict[Callable[[ProcessGroupMesh], None], set[str]] = {
     keeps_its_error: {"descriptors", "threads"},
     keeps_a_key: {"keys"},
 }
+
+
+# ---- what is kept for who keeps its error ----
+
+
+def fails_alone(mesh: ProcessGroupMesh, how: str) -> None:
+    work = dist.all_reduce(torch.ones(1), group=mesh.group(timeout=SOONER), async_op=True)
+    if how == "waited for late":
+        until(work.is_completed, "it fails")
+        groups.sweep()
+    fails("MissingRanksError", work.wait, lambda error: (groups.sweep(), kept.append(error)))
+    if how == "the work is gone":
+        del work
+
+
+def errors_keep_their_frames() -> None:
+    for how in ("waited for late", "waited for", "the work is gone"):
+        mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+        if mesh.rank > 0:
+            mesh.close()
+            continue
+        fails_alone(mesh, how)
+        mesh.close()
+        (error,) = kept
+        assert "fails" in {frame.name for frame in traceback.extract_tb(error.__traceback__)}, how
+        del error
+        kept.clear()
+        groups.sweep()
+        assert not polling.raised, how
+
+
+def test_an_error_keeps_its_frames_for_as_long_as_somebody_has_it(four: World):
+    four.run(errors_keep_their_frames)
 
 
 # ---- the ledger ----
@@ -257,10 +306,7 @@ def four() -> Iterator[World]:
 def test_a_fault_that_is_survived_leaves_nothing_behind(four: World, fault: Callable[[ProcessGroupMesh], None]):
     for early, late in four.run(again_and_again, fault):
         print(late.memory - early.memory, "KiB", late.held)
-        more = grown(early, late)
-        if fault in (means_another_mesh, means_other_options):
-            assert more.pop("keys", 0) <= TIMES  # what refused them stays, in a key each
-        assert not more
+        assert not grown(early, late)
 
 
 @pytest.mark.parametrize("leak", LEAKS, ids=lambda leak: leak.__name__)
