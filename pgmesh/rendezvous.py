@@ -126,16 +126,17 @@ def told(rank: int) -> str:
     return f"pgmesh/told/{rank}"
 
 
-def pauses(pace: float = 1.0) -> Iterator[float]:
-    """How long to pause between looks: each time half as long again, up to a limit.
+def pauses(pace: float = 1.0, first: float = 0.0) -> Iterator[float]:
+    """How long to pause between looks, at least so long at first: each time half as long again, up to a limit.
 
     >>> [round(pause, 4) for pause, _ in zip(pauses(), range(10))]
     [0.002, 0.003, 0.0045, 0.0068, 0.0101, 0.0152, 0.0228, 0.0342, 0.05, 0.05]
     """
-    pause = FIRST_PAUSE
+    longest = LONGEST_PAUSE * pace
+    pause = min(max(first, FIRST_PAUSE), longest)
     while True:
         yield pause
-        pause = min(pause * 1.5, LONGEST_PAUSE * pace)
+        pause = min(pause * 1.5, longest)
 
 
 # -- records: data that is read strictly, and never run --------------------------------------------------------------
@@ -656,7 +657,7 @@ class Party:
         now = yield Pause(0.0)
         inspection = now + max(FIRST_INSPECTION * self.pace, min(now, SLOWEST))
         warning, end = self.deadline / 3, self.deadline
-        for pause in pauses(self.pace):
+        for pause in pauses(self.pace, now / 4):  # a slow store is asked less often
             self._now = now
             for meeting in self._open():
                 yield from meeting.look()

@@ -15,7 +15,7 @@ import pytest
 
 from pgmesh import WorldError, connecting
 from pgmesh.heart import Heart, _Mailbox, perform
-from pgmesh.rendezvous import Card, End, Meeting, Party, Read, Say, Steps
+from pgmesh.rendezvous import Card, End, Meeting, Party, Pause, Read, Say, Steps
 
 LONG = 20.0
 
@@ -119,6 +119,15 @@ def test_a_process_that_is_forked_off_while_the_heart_runs_steps_waits_for_nobod
             os.kill(children[0], signal.SIGKILL)
         time.sleep(0.01)
     assert os.waitstatus_to_exitcode(ended[1]) == 7
+
+
+@pytest.mark.parametrize(("came_after", "looks_after"), [(0.001, 0.002), (0.04, 0.01), (5.0, 0.05)])
+def test_a_rank_that_was_slow_to_come_looks_as_much_later(came_after, looks_after):
+    meeting = Meeting("group/meeting.0", range(2), Card(0, {}, "group dp", ""))
+    steps = Party(0, [meeting], 1, "train.py:7", "me", LONG, suspicion=LONG)._wait()
+    assert next(steps) == Pause(0.0)
+    assert steps.send(came_after) == Read("group/meeting.0/end")
+    assert steps.send(None) == Pause(looks_after)
 
 
 @pytest.mark.parametrize(("came_after", "asks_after"), [(0.001, 0.025), (0.1, 0.1), (5.0, 0.3)])
