@@ -327,9 +327,7 @@ class _Call:
             raise
 
     def _count(self, step: Step) -> None:
-        ours = not isinstance(step, Raw)  # else it is the backend's
-        self.operations += ours
-        self.family.asked += ours
+        self.operations += not isinstance(step, Raw)  # which is the backend's
 
     def _patience(self) -> float:
         """Seconds that the store is given."""
@@ -415,6 +413,7 @@ class _Call:
         """Remember what is in the store, and let go of what cannot be used."""
         family, done = self.family, {each.made.name for each in self.warming if each.done}
         self.heart.hush()
+        family.asked += self.operations
         for meeting in self.meetings:
             name, _, number = meeting.name.rpartition("/meeting.")
             family.meetings[name] = max(family.meetings[name], int(number) + 1)
@@ -422,7 +421,7 @@ class _Call:
             if name in done:
                 family.connected[name] = meeting
             if meeting.end is not None and meeting.end.kind == "mismatch":
-                family.refusals.update(filter(None, (meeting.refused, meeting.mesh)))
+                family.remember_refusals(filter(None, (meeting.refused, meeting.mesh)))
         for warming in self.warming:
             if warming.error is not None or not warming.done:
                 if not warming.told:

@@ -33,7 +33,7 @@ from pgmesh.errors import LifetimeError, MismatchError, NameTakenError, OptionsE
 from pgmesh.heart import Heart
 from pgmesh.options import GroupOptions
 from pgmesh.polling import PollingStore, once
-from pgmesh.rendezvous import Card, Delete, End, Generations, Meeting, Step, Steps, agree, introduce
+from pgmesh.rendezvous import Card, Delete, End, Generations, Meeting, Read, Step, Steps, agree, introduce
 from pgmesh.sizes import progression, some
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class _Registry:
         self.families: weakref.WeakSet[Family] = weakref.WeakSet()
         self.open: set[Family] = set()  # those that hold groups live until they are closed
         self.options = groups.world_options()
-        self.refused: defaultdict[str, set[str]] = defaultdict(set)  # by the meshes' name, see ``Family.refusals``
+        self.refusals: defaultdict[str, set[str]] = defaultdict(set)  # by the meshes' name and ranks
         self.heart: Heart | None = None  # once the store was asked for something
         self.warned = False  # of too many groups
         self.forked = False  # whether this process only inherited the world, from the one it was forked off
@@ -110,7 +110,7 @@ def _registry() -> _Registry:
     return registry
 
 
-def beating() -> Heart:
+def reach() -> Heart:
     """The thread that speaks with the world's store for this process."""
     return _registry().reach()
 
@@ -183,14 +183,9 @@ class Family:
             self.number = registry.numbers[kin]
             registry.numbers[kin] += 1
             registry.families.add(self)
-        self._kin, self.key = kin, f"{groups.PREFIX}{kin}.{self.number}"
+        self.key = f"{groups.PREFIX}{kin}.{self.number}"
         self.agreed = False
-        self.refusals: set[str] = (
-            set()
-        )  # keys that told what ranks meant differently: they go when such ranks meet again
-        self.meetings: defaultdict[str, int] = defaultdict(
-            int
-        )  # how often the members of a group, by its name, met to connect it
+        self.meetings: defaultdict[str, int] = defaultdict(int)  # by group, how often its members met to connect it
         self.connected: dict[str, Meeting] = {}  # by a group's name, the meeting in which connect saw it through
         self.attended: dict[str, list[Meeting]] = {}  # by group; the last member to let go of it takes their keys away
         self.untold: dict[str, End] = {}  # by key, what connect has yet to tell, since the store did not answer
@@ -244,6 +239,7 @@ class Family:
 
     def abandon(self, group: dist.ProcessGroup, reason: str) -> None:
         """Let go of a group that cannot be used any more; asked for again, it is another."""
+        groups.sweep()
         with self.lock:
             for key in [key for key, made in self._cache.items() if made.group is group]:
                 self._drop([key], reason, abort=True)
@@ -263,6 +259,7 @@ class Family:
         axes: tuple[Axis, ...] = (),
     ) -> dist.ProcessGroup:
         """The group of these ranks, which are a block along axes of a layout where one is given."""
+        groups.sweep()
         with self.lock:
             usual = self._usual(ranks, tag)
             options = usual.but(asked) if asked else usual
@@ -321,7 +318,7 @@ class Family:
             try:
                 self._registry.run(self._agree_on(keys[0], card), self.patience)
             except MismatchError:
-                self.refusals.update(refused)
+                self.remember_refusals(refused)
                 raise
         polling = {
             backend: PollingStore(
@@ -412,10 +409,30 @@ class Family:
 
     def introduce(self, *, listed: bool) -> Steps[None]:
         """See that all members mean the same mesh, as steps."""
-        yield from introduce(self.key, self.card, listed=listed)
+        known = self._registry.refusals[self._namesake] if self._registry.refusals else set[str]()
+        stale = [key for key in known if not key.startswith(f"{self.key}/")]
+        yield from introduce(self.key, self.card, listed=listed or bool(stale))
         self.agreed = True
-        if stale := self._registry.refused.pop(self._kin, None):
-            yield Delete(tuple(stale))
+        if stale:
+            said = (yield Read(f"{self.key}/said")) or b""
+            if len({line.partition(b" ")[0] for line in said.splitlines()}) == self.layout.size():
+                yield Delete(tuple(stale))
+            known.difference_update(stale)
+
+    @property
+    def _namesake(self) -> str:
+        """What a later mesh of the same name, over the same ranks, has in common with this one."""
+        return f"{self.name}/{_set_word(self.layout.ranks_in_order())}"
+
+    def remember_refusals(self, keys: Iterable[str]) -> None:
+        """These keys may tell that ranks meant different things.
+
+        They are for those who still wait, or come late. Once all ranks have introduced themselves to a later mesh of
+        this name, they have closed this one, and the last of them takes the keys away. Where there is no name, two such
+        meshes may live at once, and the keys stay.
+        """
+        if self.name is not None:
+            self._registry.refusals[self._namesake].update(keys)
 
     @functools.cached_property
     def card(self) -> Card:
@@ -498,6 +515,7 @@ class Family:
     def release(self, ranks: tuple[int, ...]) -> None:
         """Destroy the groups of these ranks; asked for again, they are made anew under new names."""
         self.check()
+        groups.sweep()
         with self.lock:
             self._drop(
                 [key for key in self._cache if key.ranks == ranks],
@@ -507,6 +525,8 @@ class Family:
 
     def close(self, reason: str | None = None, *, at_exit: bool = False) -> None:
         """Destroy every group of the family; it makes no more."""
+        if not at_exit:
+            groups.sweep()
         if not self.lock.acquire(timeout=1.0 if at_exit else -1):
             return  # a thread is stuck with it, and the process is ending
         try:
@@ -518,7 +538,6 @@ class Family:
                 self._forget_meetings(name)
             if self.agreed and not at_exit:
                 self._delete([self.key, f"{self.key}/said"])
-            self._registry.refused[self._kin] |= self.refusals
             with _registering:
                 self._registry.open.discard(self)
         finally:
@@ -542,19 +561,22 @@ class Family:
         for meeting in self.attended.pop(name, ()):
             self._clean(meeting.leave())
 
+    def _stop(self, made: groups.Made) -> list[str]:
+        """Let nobody wait for a group any more, and say which keys were written for it."""
+        for store in made.stores.values():
+            if store.mismatched:
+                self.remember_refusals(store.refused)
+        return made.stop()
+
     def _drop(self, keys: Iterable[_Key], reason: str, *, abort: bool = False, at_exit: bool = False) -> None:
         self._forget_hits()
-        groups.sweep()
         for key in keys:
             made = self._cache.pop(key)
             if not at_exit:
                 self._forget_meetings(made.name)
             if made.by == "others" or not groups.is_known(made.group):
                 continue
-            written = made.stop()
-            for store in made.stores.values():
-                if isinstance(store.failure, MismatchError):
-                    self.refusals.update(store.refused)
+            written = self._stop(made)
             groups.tear_down(made, reason, abort=abort or at_exit)
             if not at_exit:
                 self._delete(written)
@@ -568,7 +590,7 @@ class Family:
                     self._forget_meetings(made.name)
                     self._forget_hits()
                     self._generations.fail(key.ranks, self._kind_of(key))
-                    self._delete(made.stop())
+                    self._delete(self._stop(made))
                     groups.disown(group, f"{made.words} was destroyed; ask its mesh for it anew.")
 
     def _forget_hits(self) -> None:

@@ -418,7 +418,6 @@ def build(
         store: the world's, which torch hands out as the group's.
         stores: what each backend reads through.
     """
-    sweep()
     rank, size, backends = ranks.index(me), len(ranks), backends_of(options.backend)
     prefixed = dist.PrefixStore(f"{name}/", store)
     group: Any = dist.ProcessGroup(prefixed, rank, size)
@@ -482,31 +481,40 @@ def strand(group: Any, work: Any) -> None:
     _stranded.append((group, work))
 
 
-def _has_work_alone(error: weakref.ref[PgmeshError]) -> bool:
-    """Whether an error that a backend raised is held by the work that failed with it, and by nobody else.
+def _is_forgotten(error: weakref.ref[PgmeshError]) -> bool:
+    """Whether an error of a backend was raised to the user, and is held by nobody but the work that failed with it.
 
     A work keeps its error, and the error what it passed on its way to the user: the frames there, among them those that
     hold the work. That is a circle which Python cannot see. It can count: who asks holds the error, and one more does.
-    And the work keeps the traceback with which the error came to it, beside a list, who asks, and the one after it.
+    That this is the work is told by the traceback with which the error came to it: the work holds that one, beside who
+    asks, the list here and the traceback before it; those after it are held by one less.
     """
-    return sys.getrefcount(error()) == 2 and 4 in map(sys.getrefcount, _tracebacks_from(error()))
+    if sys.getrefcount(error()) != 2:
+        return False
+    held = [*map(sys.getrefcount, _tracebacks(error()))]
+    return held[:1] == [4] and {*held[1:]} == {3}
 
 
-def _tracebacks_from(error: BaseException | None) -> list[Any]:
-    """Where an error was on its way to the backend."""
+def _tracebacks(error: BaseException | None) -> list[Any]:
+    """Where an error was before it came to the user; nothing if it never did."""
     found, each = [], error and error.__traceback__
     while each:
-        if each.tb_frame.f_code.co_filename == polling.__file__:
-            found.append(each)
+        found.append(each)
         each = each.tb_next
-    return found
+    ours = [place.tb_frame.f_code.co_filename == polling.__file__ for place in found]
+    return found[ours.index(True) :] if True in ours[1:] and not ours[0] else []
+
+
+def _let_frames_go(error: BaseException | None) -> None:
+    if error is not None:
+        error.__traceback__ = None
 
 
 def sweep() -> None:
     """Let go of what was stranded and is over, and of what failed and is forgotten."""
-    forgotten = [each for each in list(polling.raised) if _has_work_alone(each)]
-    for error in filter(None, (each() for each in forgotten)):
-        error.__traceback__ = None
+    for error in list(polling.raised):
+        if _is_forgotten(error):
+            _let_frames_go(error())
     for stranded in [each for each in _stranded if each[1].is_completed()]:
         _stranded.remove(stranded)
         ctypes.pythonapi.Py_DecRef(ctypes.py_object(stranded[0]))

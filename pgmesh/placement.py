@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from pgmesh import groups
 from pgmesh.errors import LaunchError, MissingRanksError, PlaceError
-from pgmesh.family import beating
+from pgmesh.family import reach
 from pgmesh.launchers import believe
 from pgmesh.layout import Axis, Layout
 from pgmesh.locality import Spread, spread
@@ -145,7 +145,7 @@ def _exchange(seats: _Seats, me: int, wanted: range | tuple[int, ...], seconds: 
     end = time.monotonic() + seconds
 
     def ask(step: Any) -> Any:
-        return beating().ask(step, max(end - time.monotonic(), 1.0))
+        return reach().ask(step, max(end - time.monotonic(), 1.0))
 
     with seats.posting:
         if not seats.posted:

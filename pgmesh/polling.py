@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from pgmesh.errors import LifetimeError, MissingRanksError, PgmeshError, WorldError
+from pgmesh.errors import LifetimeError, MismatchError, MissingRanksError, PgmeshError, WorldError
 from pgmesh.rendezvous import (
     LONGEST_PAUSE,
     Add,
@@ -111,11 +111,13 @@ def _copy(error: PgmeshError) -> PgmeshError:
     return copy
 
 
-def _for_backend(error: PgmeshError) -> PgmeshError:
-    """A copy of an error, to be raised in a backend."""
+def _raise_in_backend(error: PgmeshError) -> None:
     copy = _copy(error)
     raised.append(weakref.ref(copy, raised.remove))
-    return copy
+    try:
+        raise copy
+    finally:
+        del copy  # else the error keeps this frame, and this frame the error
 
 
 class PollingStore(dist.Store):
@@ -162,6 +164,7 @@ class PollingStore(dist.Store):
         self.operations, self.waited = 0, 0.0  # how often the store was asked; seconds spent waiting
         self.written: set[str] = set()
         self.failure: PgmeshError | None = None
+        self.mismatched = False  # whether it was ever learnt that ranks mean different things
 
     def close(self) -> None:
         """End every wait."""
@@ -170,7 +173,11 @@ class PollingStore(dist.Store):
     def _go(self, steps: Steps[T], seconds: float | None = None) -> T:
         """Run steps, for as long as the group's collectives may take unless a time is given."""
         limit = self._timeout.total_seconds() if seconds is None else seconds
-        result: T = self._run(self._counted(steps), limit + LAST_WORDS)
+        try:
+            result: T = self._run(self._counted(steps), limit + LAST_WORDS)
+        except MismatchError:
+            self.mismatched = True
+            raise
         return result
 
     def _counted(self, steps: Steps[T]) -> Steps[T]:
@@ -225,7 +232,7 @@ class PollingStore(dist.Store):
             if self._telling:
                 self._telling = False
                 self._tell("")
-        raise _for_backend(self.failure)
+        _raise_in_backend(self.failure)
 
     def _wait(self, keys: list[str], limit: timedelta) -> Steps[None]:
         yield from self._begin()

@@ -817,7 +817,7 @@ def _circle_in_words(circle: Sequence[tuple[int, Wait]]) -> str:
     mend = "Let every rank connect its groups in one call, as in mesh.connect('dp', 'tp'), or in one order."
     if len({wait.words for _, wait in circle}) < len({wait.name for _, wait in circle}):
         mend = (
-            "What is called the same there is not the same group: these ranks have made or released it a different "
-            "number of times. Let every rank make and release the same meshes, in one order."
+            "What is called the same there is not the same group: these ranks have made, closed or tried it a different"
+            " number of times. Let every rank make and close the same meshes, in one order."
         )
     return f"ranks {some([rank for rank, _ in circle])} wait for each other:{''.join(lines)}\n\n{mend}"

@@ -90,7 +90,7 @@ class Stats:
     Args:
         groups: how many it holds.
         communicators: how many this process holds, of all meshes.
-        operations: how often the store was asked by connect, and by the backends through ours.
+        operations: how often the store was asked by connect, once it is done, and by the backends through ours.
         making: seconds spent making groups.
         waiting: seconds spent waiting for members in first collectives.
     """

@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -25,7 +24,6 @@ def call_of(heart: Heart, seconds: float) -> Any:
     call: Any = object.__new__(connecting._Call)
     call.heart, call.start, call.seconds, call.end = heart, time.monotonic(), seconds, time.monotonic() + seconds
     call.operations, call.hurried, call.warnings, call.warming, call.made = 0, False, [], [], {}
-    call.family = SimpleNamespace(asked=0)
     return call
 
 

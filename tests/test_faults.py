@@ -277,6 +277,24 @@ def test_ranks_that_wait_in_a_circle_are_told_all_of_it():
         assert not again.kind, again.text
 
 
+def mends_its_mesh_at_once(name: str) -> tuple[Tried, Tried]:
+    quick()
+    if dist.get_rank() == 3:
+        until_waiting(0, 1, 2)
+    with ProcessGroupMesh(dp=2, tp=2, ranks=[3, 1, 2, 0] if dist.get_rank() == 3 else None, name=name) as wrong:
+        failed = tried(lambda: wrong.connect(("dp", "tp"), timeout=LONG))
+    right = ProcessGroupMesh(dp=2, tp=2, name=name)
+    return failed, tried(lambda: connected(right, ("dp", "tp")))
+
+
+def test_who_means_another_mesh_may_mend_it_while_the_others_still_learn_of_it():
+    with fresh(4) as own:
+        for name in ("first", "second", "third"):
+            for failed, again in results(own.outcomes(mends_its_mesh_at_once, name)):
+                assert failed.kind == "MismatchError", failed.text
+                assert not again.kind, again.text
+
+
 def one_mesh_more_on_one_rank() -> Tried:
     quick()
     if dist.get_rank() == 0:
@@ -289,7 +307,7 @@ def test_ranks_that_count_their_meshes_differently_are_told_so():
     with fresh(4) as own:
         for failed in results(own.outcomes(one_mesh_more_on_one_rank)):
             assert failed.kind == "CircleError"
-            assert "What is called the same there is not the same group" in failed.text
+            assert "made, closed or tried it a different number of times" in failed.text
 
 
 def in_threads() -> None:

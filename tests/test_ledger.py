@@ -74,12 +74,12 @@ def never_comes_to_the_first_collective(mesh: ProcessGroupMesh) -> None:
 
 
 def means_another_mesh(mesh: ProcessGroupMesh) -> None:
-    mesh.close()
-    dist.barrier()
-    mesh = ProcessGroupMesh(dp=4 if mesh.rank == 3 else 2, tp=-1, name="another")
-    fails("MismatchError", lambda: mesh.connect(ALL, timeout=LONG))
-    dist.barrier()
-    mesh.close()
+    """What told of it goes when all have come to a mesh of that name again."""
+    with ProcessGroupMesh(dp=4 if mesh.rank == 3 else 2, tp=-1, name="another") as wrong:
+        fails("MismatchError", lambda: wrong.connect(ALL, timeout=LONG))
+    with ProcessGroupMesh(dp=2, tp=2, name="another") as right:
+        right.connect(ALL, timeout=LONG)
+        dist.barrier()
 
 
 def means_other_options(mesh: ProcessGroupMesh) -> None:
@@ -238,6 +238,13 @@ def fails_alone(mesh: ProcessGroupMesh, how: str) -> None:
         del work
 
 
+def last_of(place: Any) -> Any:
+    """The traceback that debuggers begin with."""
+    while place.tb_next:
+        place = place.tb_next
+    return place
+
+
 def errors_keep_their_frames() -> None:
     for how in ("waited for late", "waited for", "the work is gone"):
         mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
@@ -247,8 +254,13 @@ def errors_keep_their_frames() -> None:
         fails_alone(mesh, how)
         mesh.close()
         (error,) = kept
-        assert "fails" in {frame.name for frame in traceback.extract_tb(error.__traceback__)}, how
+        passed = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        assert "fails" in {frame.f_code.co_name for frame in passed}, how
+        del passed
+        kept.append(last_of(error.__traceback__))
         del error
+        groups.sweep()
+        assert kept[0].__traceback__, how
         kept.clear()
         groups.sweep()
         assert not polling.raised, how
