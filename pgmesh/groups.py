@@ -516,8 +516,9 @@ def sweep() -> None:
         if _is_forgotten(error):
             _let_frames_go(error())
     for stranded in [each for each in _stranded if each[1].is_completed()]:
-        _stranded.remove(stranded)
-        ctypes.pythonapi.Py_DecRef(ctypes.py_object(stranded[0]))
+        with contextlib.suppress(ValueError):  # another thread was here
+            _stranded.remove(stranded)
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(stranded[0]))
 
 
 def disarm(group: Any) -> None:

@@ -8,9 +8,11 @@ for 500 cycles in which nothing fails.
 
 from __future__ import annotations
 
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, NamedTuple
 from unittest import mock
@@ -268,6 +270,16 @@ def errors_keep_their_frames() -> None:
 
 def test_an_error_keeps_its_frames_for_as_long_as_somebody_has_it(four: World):
     four.run(errors_keep_their_frames)
+
+
+def test_of_two_threads_that_sweep_at_once_one_lets_go():
+    both, group = threading.Barrier(2), object()
+    held = sys.getrefcount(group)
+    groups.strand(group, mock.Mock(is_completed=lambda: both.wait(10.0) >= 0))
+    with ThreadPoolExecutor() as pool:
+        for done in [pool.submit(groups.sweep) for _ in range(2)]:
+            done.result()
+    assert sys.getrefcount(group) == held
 
 
 # ---- the ledger ----
