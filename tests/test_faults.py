@@ -310,6 +310,23 @@ def test_ranks_that_count_their_meshes_differently_are_told_so():
             assert "made, closed or tried it a different number of times" in failed.text
 
 
+def adds_two() -> tuple[Tried, Tried]:
+    quick()
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    twice = mock.patch.object(torch, "ones", lambda *size, **how: torch.full(size, 2.0, **how))
+    with twice if mesh.rank == 3 else contextlib.nullcontext():
+        failed = tried(lambda: mesh.connect(("dp", "tp"), timeout=LONG))
+    return failed, tried(lambda: connected(mesh, ("dp", "tp")))
+
+
+def test_a_first_sum_that_is_wrong_is_told_to_all_and_the_group_is_made_anew():
+    with fresh(4) as own:
+        for failed, again in results(own.outcomes(adds_two)):
+            assert failed.kind == "MismatchError", failed.text
+            assert "group dp, tp of mesh 'actor' has 4 members, but one from each adds up to 5." in failed.text
+            assert not again.kind, again.text
+
+
 def in_threads() -> None:
     """Four threads on every rank connect four groups, each rank in another order."""
     quick()
