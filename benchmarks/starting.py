@@ -59,7 +59,7 @@ def _imports_from(home: str, rounds: int) -> list[Figure]:
     beyond = {
         OURS: ("import torch", "from pgmesh import ProcessGroupMesh"),
     }
-    if "Megatron-Core" not in absent():
+    if rounds > 1 and "Megatron-Core" not in absent():
         beyond["Megatron-Core"] = ("import torch", "import megatron.core.parallel_state")
     took: dict[str, dict[str, list[float]]] = {"first": defaultdict(list), "beyond": defaultdict(list)}
     for number in range(rounds):
