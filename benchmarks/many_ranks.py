@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.report import BEST, OURS, Figure, Wish
-from benchmarks.sides import FAMILIES, FLOOR, Bare, present
+from benchmarks.sides import FAMILIES, FLOOR, with_floor
 from pgmesh import ProcessGroupMesh
 from pgmesh.launch import PRELOAD, spawn
 
@@ -41,7 +41,7 @@ def figures(ranks: int, repetitions: int) -> list[Figure]:
     def figure(what: str, part: str, unit: str, *wishes: Wish) -> Figure:
         values = {
             side: median(median(values) for values in zip(*(rank[side, part] for rank in told)))
-            for side in (*present(), FLOOR)
+            for side in with_floor()
             if (side, part) in told[0]
         }
         if part == "connect":
@@ -90,7 +90,7 @@ def measure(sizes: dict[str, int], repetitions: int) -> dict[tuple[str, str], li
     took: dict[tuple[str, str], list[float]] = defaultdict(list)
     gc.collect()
     gc.freeze()  # what is here now is no garbage, and costs later collections nothing
-    sides = {**present(), FLOOR: Bare}
+    sides = with_floor()
     turns = [(side, make, part) for part in ("make", "make and use") for side, make in sides.items()]
     turns.append((OURS, Connected, "connect"))
     for repetition in range(repetitions):

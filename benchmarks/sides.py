@@ -196,6 +196,11 @@ def present() -> dict[str, type[Side]]:
     return {name: side for name, side in SIDES.items() if name not in absent()}
 
 
+def with_floor() -> dict[str, type[Side]]:
+    """The same, and the floor below them."""
+    return {**present(), FLOOR: Bare}
+
+
 def grid(sizes: dict[str, int]) -> Any:
     """A HyperCommGrid of these sizes."""
     with mock.patch.dict(os.environ, WORLD_SIZE=str(math.prod(sizes.values()))):  # which it believes before torch

@@ -28,7 +28,7 @@ import torch.distributed as dist
 import pgmesh
 from benchmarks.many_ranks import box
 from benchmarks.report import OURS, Figure, Wish, medians
-from benchmarks.sides import FLOOR, Bare, absent, present
+from benchmarks.sides import FLOOR, absent, with_floor
 from pgmesh.launch import GRACE, LocalWorld, packed, results
 
 DEADLINE = timedelta(seconds=120)
@@ -107,7 +107,7 @@ class Standing(LocalWorld):
 def _joining(ranks: int) -> list[Figure]:
     joined, used = {ALONE: _plain(ranks)}, {}
     for side in (OURS, "DeviceMesh", "HyperCommGrid", FLOOR):
-        if side in {**present(), FLOOR: Bare}:
+        if side in with_floor():
             with Standing(ranks, timeout=DEADLINE) as world:
                 start, moments = world.run(_use, side, box(ranks))
             used[side] = max(moment[1] for moment in moments) - start
@@ -122,7 +122,7 @@ def _joining(ranks: int) -> list[Figure]:
 def _use(side: str, sizes: dict[str, int]) -> tuple[float, float]:
     """On a rank that has just joined: when it had, and when a collective on every family was done."""
     joined = time.monotonic()
-    made = {**present(), FLOOR: Bare}[side]("started", sizes)
+    made = with_floor()[side]("started", sizes)
     sums = [torch.ones(1) for _ in made.groups]
     for group, ones in zip(made.groups, sums):
         dist.all_reduce(ones, group=group)

@@ -155,11 +155,11 @@ def _explain_failure(function: str, *args: Any, **kwargs: Any) -> Any:
         if failure is not None and str(error) == str(failure):
             # The collective keeps the error that ended it. Were that raised to the user, it would keep the user's
             # frames and this collective's, and so the collective itself: a circle that Python cannot see.
-            raise type(error)(str(error)) from error.with_traceback(None).__cause__
+            raise polling.without_frames(error.with_traceback(None))
         return {"func_name": function}
     if store is not None and isinstance(error, RuntimeError):
         if failure is not None:
-            raise type(failure)(str(failure)) from error
+            raise polling.without_frames(failure) from error
         missing = store.missing() if re.search("time(d )?out", str(error), re.IGNORECASE) else None
         if missing:
             raise MissingRanksError(f"{missing} Or they let go of it since.") from error
@@ -501,8 +501,8 @@ def _tracebacks(error: BaseException | None) -> list[Any]:
     while each:
         found.append(each)
         each = each.tb_next
-    ours = [place.tb_frame.f_code.co_filename == polling.__file__ for place in found]
-    return found[ours.index(True) :] if True in ours[1:] and not ours[0] else []
+    ours = [i for i, place in enumerate(found) if place.tb_frame.f_code.co_filename == polling.__file__]
+    return found[ours[0] :] if ours and ours[0] else []
 
 
 def _let_frames_go(error: BaseException | None) -> None:

@@ -104,7 +104,7 @@ raised: list[weakref.ref[PgmeshError]] = []
 """Errors that were raised in a backend, and that it may keep."""
 
 
-def _copy(error: PgmeshError) -> PgmeshError:
+def without_frames(error: PgmeshError) -> PgmeshError:
     """The same error, without the frames that it passed: they hold what reads through the store that failed."""
     copy = type(error)(str(error))
     copy.__cause__ = error.__cause__
@@ -112,7 +112,7 @@ def _copy(error: PgmeshError) -> PgmeshError:
 
 
 def _raise_in_backend(error: PgmeshError) -> None:
-    copy = _copy(error)
+    copy = without_frames(error)
     raised.append(weakref.ref(copy, raised.remove))
     try:
         raise copy
@@ -224,7 +224,7 @@ class PollingStore(dist.Store):
         try:
             self._go(self._wait(keys, limit), limit.total_seconds())
         except PgmeshError as error:
-            self.failure = _copy(error)  # a backend that failed to connect says only so if it is used again
+            self.failure = without_frames(error)  # a backend that failed to connect says only so if it is used again
         else:
             return
         finally:
