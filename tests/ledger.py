@@ -13,16 +13,29 @@ from tests.torch_seam import tables
 COUNTED = os.path.isdir("/proc/self/fd")
 """Whether this machine tells what a process holds."""
 
+PF_EXITING = 4
+"""Linux's flag of a thread that ends: in linux/sched.h, and in proc(5) for the field."""
+
 
 def held() -> dict[str, int]:
     """How many descriptors, threads, entries of torch's tables, and collectives that hang."""
     groups.sweep()
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
-        "threads": len(os.listdir("/proc/self/task")),
+        "threads": threads(),
         "stranded": len(groups._stranded),
         **tables(),
     }
+
+
+def threads() -> int:
+    """How many threads there are, but those that end: who was joined may stand in the list for a moment yet."""
+    count = 0
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/self/task/{thread}/stat") as file:
+            flags = int(file.read().rpartition(")")[2].split()[6])
+            count += not flags & PF_EXITING
+    return count
 
 
 def resident() -> int:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh
-from tests.ledger import resident
+from tests.ledger import resident, threads
 from tests.test_groups import groups_of
 from tests.torch_seam import c10d, tables
 from tests.worlds import check_sums, fresh, world
@@ -259,7 +259,7 @@ def held() -> dict[str, int]:
     """What this process and the store hold now."""
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
-        "threads": len(os.listdir("/proc/self/task")),
+        "threads": threads(),
         "keys": c10d._get_default_store().num_keys(),
         **tables(),
     }
