@@ -80,11 +80,11 @@ def parts(quick: bool, ranks: list[int]) -> list[tuple[str, Callable[[], list[Fi
     from benchmarks import blocks, hits, many_ranks, one_rank, planning, starting, stores
 
     def of(n: int) -> list[Figure]:
-        return many_ranks.figures(n, 2 if quick else 5 if n <= 32 else 4)
+        return many_ranks.figures(n, 2 if quick else 4)
 
     return [
         ("hits", lambda: hits.figures(9 if quick else 21)),
-        ("one rank", lambda: one_rank.figures(1, (1_024, 65_536), 1.0) if quick else one_rank.figures(5)),
+        ("one rank", lambda: one_rank.figures(1, (1_024, 65_536), 1.0) if quick else one_rank.figures(4)),
         ("blocks", lambda: blocks.figures(1 if quick else 5)),
         *(("ranks", partial(of, n)) for n in ranks),
         ("store", lambda: stores.figures([4] if quick else [4, 8, 16], 0.3 if quick else 1.0)),

@@ -17,8 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.one_rank import box
-from benchmarks.sides import FAMILIES
+from benchmarks.sides import FAMILIES, box
 from pgmesh import Layout
 from pgmesh.heart import BEAT, CROWD, SUSPICION
 from pgmesh.polling import ABSENT

@@ -19,12 +19,12 @@ from typing import Any
 
 from benchmarks import dry
 from benchmarks.report import OURS, Figure, Wish, medians
-from benchmarks.sides import FAMILIES, present
+from benchmarks.sides import FAMILIES, box, present
 from pgmesh import ProcessGroupMesh
 from pgmesh.launch import spawn
 
 SIZES = (1_024, 8_192, 65_536, 1_048_576)
-LONGEST = 10.0
+LONGEST = 8.0
 """Seconds."""
 ENOUGH = 1.5
 """Seconds after which a side is not repeated."""
@@ -48,10 +48,6 @@ def figures(repetitions: int, sizes: tuple[int, ...] = SIZES, longest: float = L
     found.append(Figure(f"a mesh without groups, {sizes[0]:,} ranks", held[sizes[0]], "B"))
     found.append(Figure(f"a mesh without groups, {sizes[-1]:,}", held[sizes[-1]], "B", (limit,)))
     return [*found, *_memory()] if len(sizes) > 2 and os.path.exists("/proc/self/statm") else found
-
-
-def box(ranks: int) -> dict[str, int]:
-    return {"dp": ranks // 64, "pp": 4, "cp": 2, "tp": 8}
 
 
 def seconds(
@@ -120,7 +116,7 @@ def _held_by_a_mesh(ranks: int) -> float:
     return held
 
 
-def _memory(repetitions: int = 3, ranks: int = 65_536) -> list[Figure]:
+def _memory(repetitions: int = 2, ranks: int = 65_536) -> list[Figure]:
     sides = [
         side for side in present() if side not in ("Megatron-Core", "all blocks")
     ]  # which take long, and it is known

@@ -66,10 +66,10 @@ class Figure:
     left_out: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def met(self) -> bool | None:
-        """Whether all that is asked for is reached; None where nothing is, or where the other side is not there."""
-        met = [each for wish in self.wishes if (each := wish.met(self.values)) is not None]
-        return all(met) if met else None
+    def met(self) -> dict[str, bool]:
+        """What is asked for, and whether it is reached; nothing where the other side is not there."""
+        met = {wish.say(self.unit): wish.met(self.values) for wish in self.wishes}
+        return {wish: each for wish, each in met.items() if each is not None}
 
     def ratio(self, side: str) -> float | None:
         """How many times less ours is than a side's, or than the best peer's."""
@@ -88,8 +88,7 @@ class Figure:
             "left out": dict(self.left_out),
             "times less than the best peer": self.ratio(BEST),
             "times less than DeviceMesh": self.ratio("DeviceMesh"),
-            "asked for": [wish.say(self.unit) for wish in self.wishes],
-            "met": self.met,
+            "asked for, and met": self.met,
         }
 
 
@@ -115,8 +114,8 @@ def table(title: str, figures: Iterable[Figure]) -> str:
             figure.what,
             *map(figure.cell, columns),
             *("" if (ratio := figure.ratio(side)) is None else f"{_three(ratio)}x" for side in ratios),
-            ", ".join(wish.say(figure.unit) for wish in figure.wishes),
-            {True: "yes", False: "NO", None: ""}[figure.met],
+            ", ".join(figure.met),
+            ", ".join("yes" if met else "NO" for met in figure.met.values()),
         )
         for figure in figures
     ]
@@ -131,13 +130,12 @@ def table(title: str, figures: Iterable[Figure]) -> str:
 
 
 def verdict(figures: Iterable[Figure]) -> str:
-    """Which of all the figures are not met."""
-    figures = list(figures)
-    missed = [figure for figure in figures if figure.met is False]
-    asked = sum(figure.met is not None for figure in figures)
+    """What is asked for and not reached."""
+    wishes = [(figure.what, wish, met) for figure in figures for wish, met in figure.met.items()]
+    missed = [f"\n  {what}: {wish}" for what, wish, met in wishes if not met]
     if not missed:
-        return f"all {asked} that are asked for are met"
-    return f"not met, {len(missed)} of {asked}:\n" + "\n".join(f"  {figure.what}" for figure in missed)
+        return f"all {len(wishes)} that are asked for are met"
+    return f"not met, {len(missed)} of {len(wishes)}:{''.join(missed)}"
 
 
 def say(value: float, unit: str) -> str:

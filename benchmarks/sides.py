@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
 import logging
 import math
 import os
@@ -23,6 +24,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from pgmesh import Layout, ProcessGroupMesh, groups
 
 FAMILIES = (("tp",), ("cp",), ("pp",), ("dp",), ("dp", "cp"), ("cp", "tp"))
+
+
+def box(ranks: int) -> dict[str, int]:
+    """The sizes that so many ranks are compared at: dp x pp=4 x cp=2 x tp=8; where that does not fit, dealt ones."""
+    return {"dp": ranks // 64, "pp": 4, "cp": 2, "tp": 8} if ranks % 64 == 0 else dealt(ranks)
+
+
+def dealt(ranks: int) -> dict[str, int]:
+    """Sizes that hold so many ranks, twos dealt to the axes in turn: 64 is dp=2 x pp=4 x cp=2 x tp=4."""
+    sizes, axes = {"dp": 1, "pp": 1, "cp": 1, "tp": 1}, itertools.cycle(("cp", "tp", "pp", "dp", "tp", "pp"))
+    while ranks % 2 == 0:
+        sizes[next(axes)] *= 2
+        ranks //= 2
+    sizes["dp"] *= ranks
+    return sizes
 
 
 class Side(Protocol):

@@ -26,9 +26,8 @@ import torch
 import torch.distributed as dist
 
 import pgmesh
-from benchmarks.many_ranks import box
 from benchmarks.report import OURS, Figure, Wish, medians
-from benchmarks.sides import FLOOR, absent, with_floor
+from benchmarks.sides import FLOOR, absent, box, with_floor
 from pgmesh.launch import GRACE, LocalWorld, packed, results
 
 DEADLINE = timedelta(seconds=120)

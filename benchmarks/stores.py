@@ -17,9 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.many_ranks import box
 from benchmarks.report import OURS, Figure, Wish
-from benchmarks.sides import FAMILIES, present
+from benchmarks.sides import FAMILIES, box, present
 from pgmesh import ProcessGroupMesh
 from pgmesh.launch import StoreProcess, spawn
 from tests.torch_seam import c10d, counted_store
