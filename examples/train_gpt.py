@@ -215,7 +215,8 @@ def chart(losses: list[float], alone: list[float], height: int = 12) -> str:
         here = [[round((top - loss) / level) == row for loss in curve] for curve in (losses, alone)]
         marks = "".join(" o+⊕"[a + 2 * b] for a, b in zip(*here, strict=True))
         lines.append(f"{top - row * level:5.2f} │{marks.rstrip()}")
-    return "\n".join([*lines, f"      └{'─' * len(losses)}", "       o mesh  + alone  ⊕ both\n"])
+    steps = f"step 1 to {len(losses)}"
+    return "\n".join([" loss", *lines, f"      └{'─' * len(losses)}", f"       {steps}:  o mesh  + alone  ⊕ both\n"])
 
 
 # ---- Telling of it ----
