@@ -409,14 +409,15 @@ class Family:
 
     def introduce(self, *, listed: bool) -> Steps[None]:
         """See that all members mean the same mesh, as steps."""
-        stale = tuple(self._registry.refusals[self._namesake]) if self._registry.refusals else ()
+        known = self._registry.refusals[self._namesake] if self._registry.refusals else set[str]()
+        stale = [key for key in known if not key.startswith(f"{self.key}/")]
         yield from introduce(self.key, self.card, listed=listed or bool(stale))
         self.agreed = True
         if stale:
             said = (yield Read(f"{self.key}/said")) or b""
             if len({line.partition(b" ")[0] for line in said.splitlines()}) == self.layout.size():
-                yield Delete(stale)
-            self._registry.refusals[self._namesake].difference_update(stale)
+                yield Delete(tuple(stale))
+            known.difference_update(stale)
 
     @property
     def _namesake(self) -> str:
