@@ -268,12 +268,13 @@ class Family:
             if made is None:
                 self.check()
                 start = time.monotonic()
+                tagged = f", tag={tag}" if tag else ""
                 if layout is None:
-                    description = f"ranks {some(ranks)}"
+                    description = f"ranks {some(ranks)}{tagged}"
                     words = f"group of {description} of {self.words}"
                 else:
-                    description = layout.describe(self.rank, *axes)
-                    words = f"group {', '.join(map(str, axes or layout.axes))} of {self.words}"
+                    description = layout.describe(self.rank, *axes) + tagged
+                    words = f"group {', '.join(map(str, axes or layout.axes))}{tagged} of {self.words}"
                 if options is not self._registry.options:
                     _check_honoured(options, words)
                 self._open()
@@ -361,7 +362,8 @@ class Family:
             )
             if self.rank in block:
                 mine = group
-        return groups.Made(mine, words, caller(), by="torch")
+        ranks = tuple(dist.get_process_group_ranks(mine)) if mine is not None else ()
+        return groups.Made(mine, words, caller(), by="torch", ranks=ranks)
 
     def _name_of(self, key: _Key, usual: GroupOptions) -> str:
         """A name that is a function of what the group is, never of how many groups were made before it."""
@@ -643,14 +645,17 @@ class Family:
     def adopt(self, layout: Layout, axes: tuple[Axis, ...], group: dist.ProcessGroup) -> None:
         """Take a group made elsewhere for the one along these axes. It is never destroyed from here."""
         self.check()
-        block, members = layout.block_of(self.rank, *axes), tuple(dist.get_process_group_ranks(group))
         words = f"group {', '.join(map(str, axes))} of {self.words}"
+        if not groups.is_known(group):
+            raise PlaceError(f"{words}: what is adopted is a process group that torch knows, not {group!r}.")
+        block, members = layout.block_of(self.rank, *axes), tuple(dist.get_process_group_ranks(group))
         if members != block:
             raise PlaceError(f"{words} has ranks {some(block)}; the group to adopt has {some(members)}.")
         with self.lock:
             self._open()
             self._cache.setdefault(
-                _Key(block, self._registry.options, ""), groups.Made(group, words, caller(), by="others")
+                _Key(block, self._registry.options, ""),
+                groups.Made(group, words, caller(), by="others", ranks=block),
             )
 
 

@@ -162,7 +162,7 @@ def _explain_failure(function: str, *args: Any, **kwargs: Any) -> Any:
             raise polling.without_frames(failure) from error
         missing = store.missing() if re.search("time(d )?out", str(error), re.IGNORECASE) else None
         if missing:
-            raise MissingRanksError(f"{missing} Or they let go of it since.") from error
+            raise MissingRanksError(f"{missing}\nOr they came, and let go of it since.") from error
     return _describe_failure(function, *args, **kwargs)
 
 

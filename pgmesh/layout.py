@@ -23,7 +23,7 @@ import difflib
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Union, overload
 
 from pgmesh import draw
@@ -192,10 +192,13 @@ class Layout:
         >>> layout.at(tp=1).ranks_in_order()
         range(1, 9, 2)
         """
+        return self._straight() or self.ranks()
+
+    def _straight(self) -> range | None:
         runs = _fuse(self._steps) or [range(1)]
         if self._table is None and len(runs) == 1 and isinstance(runs[0], range):
             return range(self._origin, self._origin + len(runs[0]) * runs[0].step, runs[0].step)
-        return self.ranks()
+        return None
 
     def __contains__(self, rank: object) -> bool:
         return self._seek(rank) is not None
@@ -326,6 +329,8 @@ class Layout:
         >>> Layout(pp=4, tp=2).at(pp=[0, -1]).ranks()
         (0, 1, 6, 7)
         """
+        if fixed is not None and not isinstance(fixed, Mapping):
+            raise PlaceError(f"at takes indices by axis, such as at({{0: 1}}) or at(pp=1), not {fixed!r}.")
         origin, steps, axes, spelled = self._origin, list(self._steps), list(self._axes), dict(self._spelled)
         seen: set[int] = set()
         for axis, keep in [*(fixed or {}).items(), *indices.items()]:
@@ -339,7 +344,7 @@ class Layout:
                     picked: Steps = step[keep]
                 except (TypeError, ValueError) as error:
                     raise PlaceError(f"{keep} is no slice of axis {axis}: {error}.") from None
-            elif isinstance(keep, Iterable):
+            elif isinstance(keep, Iterable) and getattr(keep, "ndim", 1) > 0:  # a tensor may be one number
                 picked = tuple(dict.fromkeys(step[self._index(i, one)] for one in keep))
             else:
                 place = self._index(i, keep)
@@ -401,9 +406,8 @@ class Layout:
         return self._like(axes=tuple(box), steps=tuple(reversed(steps)), spelled=spelled)
 
     def _read_anew(self, box: Mapping[Axis, int]) -> Layout:
-        """The last resort of ``view``: steps that are uneven may still lead over ranks that are even."""
-        even = self._table is None and all(isinstance(step, range) for step in self._steps)
-        straight = None if even else progression(self.ranks())
+        """The last resort of ``view``: ranks in any order, of which uneven steps may lead over those that are even."""
+        straight = None if self._table is None else progression(self.ranks())
         if straight is None:
             raise ShapeError(
                 f"{spell('view', dict(box))} would cut {self._brief()} where its ranks ({self._listed()}) do not "
@@ -438,12 +442,11 @@ class Layout:
         'ProcessGroupMesh(dp=2, tp=2, ranks=range(4))'
         """
         box = dict(zip(self._axes, self.shape))
-        ranks: object = self.ranks_in_order()
+        ranks = self._straight()
         if ranks == range(len(self) if world is None else world):
             return spell(who, box, **more)
         whole = self._table is not None and len(self) == len(self._table.ranks)
-        short = isinstance(ranks, range) or whole or len(self) <= 64
-        return spell(who, box, ranks=ranks if short else ..., **more)
+        return spell(who, box, ranks=ranks or (self.ranks() if whole or len(self) <= 64 else ...), **more)
 
     def __str__(self) -> str:
         return draw.text(self)
@@ -481,10 +484,12 @@ class Layout:
         try:
             number = self._number.get(axis)
         except TypeError:
-            words = ", ".join(map(repr, axis)) if isinstance(axis, (list, tuple, set)) else "'dp', 'tp'"
-            raise AxisError(f"axes are arguments of their own: ({words}), not {axis!r} in one.") from None
+            number = None
         if number is not None:
             return number
+        if isinstance(axis, tuple) or not isinstance(axis, Hashable):
+            words = ", ".join(map(repr, axis)) if isinstance(axis, (list, tuple, set)) else "'dp', 'tp'"
+            raise AxisError(f"axes are arguments of their own: {words} in place of the {type(axis).__name__} {axis!r}.")
         fixed = dict(self._spelled).get(axis)
         if isinstance(axis, int) and fixed is None and -len(self._axes) <= axis < len(self._axes):
             return axis % len(self._axes)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -245,6 +246,12 @@ class ProcessGroupMesh:
             self._answers["neighbor", axis, step, wrap] = rank
         return rank
 
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.layout)
+
+    def __len__(self) -> int:
+        return len(self.layout)
+
     def __contains__(self, rank: object) -> bool:
         return rank in self.layout
 
@@ -279,7 +286,7 @@ class ProcessGroupMesh:
         if not options:  # the hot path: what was answered before is remembered
             try:
                 return self._groups[axes]
-            except KeyError:
+            except (KeyError, TypeError):  # or it is no axis, which is told below
                 pass
         self._check_member()
         if options:
@@ -307,9 +314,14 @@ class ProcessGroupMesh:
 
     def _members(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Ranks of the mesh in its order, this rank among them."""
-        members = tuple(sorted(ranks, key=self.layout.coord_of))
+        try:
+            members = tuple(sorted(map(operator.index, ranks), key=self.layout.coord_of))
+        except TypeError:
+            raise PlaceError(f"ranks are whole numbers, such as [0, 3], not {ranks!r}.") from None
         if len(set(members)) != len(members):
             raise PlaceError(f"each rank is named once, but {list(members)} names one twice.")
+        if not members:
+            raise PlaceError("there is no rank to make a group of; ranks is empty.")
         if self.rank not in members:
             raise MembershipError(
                 f"rank {self.rank} asked for the group of ranks {some(members)}, of which it is no member.\n\n"
@@ -395,6 +407,13 @@ class ProcessGroupMesh:
             raise OptionsError(f"timeout is a timedelta, such as timedelta(seconds={timeout}), not {timeout!r}.")
         from pgmesh.connecting import connect  # here and below: what a program may never use is not loaded before
 
+        for each in families:
+            if isinstance(each, (list, set)):
+                raise AxisError(
+                    f"a family is an axis or a tuple of axes, not the {type(each).__name__} {each!r}.\n\n"
+                    f"  mesh.connect({tuple(each)})   # one group along all of them\n"
+                    f"  mesh.connect(*{tuple(each)})  # a group along each"
+                )
         combinations = [each if isinstance(each, tuple) else (each,) for each in families or self.axes]
         return connect(self._family, self.layout, combinations, timeout.total_seconds(), progress=progress)
 
@@ -552,7 +571,7 @@ class ProcessGroupMesh:
         """
         try:
             return self._parts[axes]
-        except KeyError:
+        except (KeyError, TypeError):  # or it is no axis, which is told below
             self._check_member()
             layout = self.layout.along(self.rank, *axes)
             if layout == self.layout:
@@ -624,7 +643,7 @@ class ProcessGroupMesh:
         if not self._root:
             raise LifetimeError(
                 f"{self!r} is a view or a slice and shares the groups of {self._family.call}: close that mesh, or\n\n"
-                f"  release('{self.axes[0] if self.axes else ''}')   # to let go of the groups along an axis"
+                f"  release({', '.join(map(repr, self.axes[:1]))})   # to let go of the groups along an axis"
             )
 
     def _check_member(self) -> None:

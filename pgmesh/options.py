@@ -57,10 +57,16 @@ class GroupOptions:
         if self.backend is not None and not (isinstance(self.backend, str) and self.backend):
             raise OptionsError(f"backend is a name, such as 'nccl' or 'gloo', not {self.backend!r}.")
         if self.timeout is not None and not isinstance(self.timeout, timedelta):
-            hint = f"timedelta(seconds={self.timeout})" if isinstance(self.timeout, (int, float)) else "timedelta"
+            hint = f"timedelta(seconds={self.timeout if isinstance(self.timeout, (int, float)) else 30})"
             raise OptionsError(f"timeout is a timedelta, such as {hint}, not {self.timeout!r}.")
         if self.timeout is not None and self.timeout <= timedelta():
             raise OptionsError(f"timeout is longer than nothing, not {self.timeout}.")
+        if self.high_priority is not None and not isinstance(self.high_priority, bool):
+            raise OptionsError(f"high_priority is True or False, not {self.high_priority!r}.")
+        if self.description is not None and not isinstance(self.description, str):
+            raise OptionsError(f"description is a word or some, such as 'gradients', not {self.description!r}.")
+        if self.nccl is not None and not isinstance(self.nccl, Mapping):
+            raise OptionsError(f"nccl is settings by name, such as {{'max_ctas': 8}}, not {self.nccl!r}.")
         unknown = sorted(set(self.nccl or ()) - set(NCCL_SETTINGS))
         if unknown:
             raise OptionsError(f"NCCL has no setting {', '.join(unknown)}; it has {', '.join(NCCL_SETTINGS)}.")

@@ -47,6 +47,12 @@ TELL = 1.0
 LAST_WORDS = 1.0
 """Seconds beyond its deadline that a wait may take to say who is missing."""
 
+OTHERWISE = (
+    "That is another group by the same words: an option that is asked for in the call makes another one, and meshes "
+    "without a name are told apart by how many were made before. Configure options, and name meshes."
+)
+"""Why ranks may wait for each other in what is called alike."""
+
 SEAL = b"\0"
 """Between a rank's card and what it wrote."""
 
@@ -260,8 +266,12 @@ class PollingStore(dist.Store):
 
     def _tell_of_waiting(self, key: str, waited: float) -> Steps[None]:
         self._telling = True
-        self._tell(f"in the first collective of {self._card.what}, waiting for others")
+        self._tell(f"{self._waiting}, waiting for others")
         yield from ()
+
+    @property
+    def _waiting(self) -> str:
+        return f"in the first collective of {self._card.what}"
 
     def _check_refused(self) -> Steps[None]:
         for key in self.refused:
@@ -328,6 +338,8 @@ class PollingStore(dist.Store):
         for rank in who[:8]:
             last_told = Told.unpack(rank, (yield Read(told(rank)))) if isinstance(rank, int) else None
             words += f"\n  rank {rank} last said: {last_told}" if last_told else ""
+        if f": {self._waiting}," in words:
+            words += f"\n{OTHERWISE}"
         came = f"ha{'ve' if len(who) > 1 else 's'} not come" if yet else "never came"
         return (
             f"{self._card.what}: {ranks_in_words(who)} {came} to the first collective, in "

@@ -72,7 +72,7 @@ class Report:
     trouble: str = ""
 
     def __str__(self) -> str:
-        lines = [f"rank {self.rank} of {self.mesh} holds {many(len(self.held), 'group')}:"]
+        lines = [f"rank {self.rank} of {self.mesh} holds {many(len(self.held), 'group')}{':' * bool(self.held)}"]
         lines += [f"  {held}" for held in self.held]
         saying: dict[str, list[int]] = {}
         for rank, said in self.others.items():

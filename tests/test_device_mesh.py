@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from pgmesh import PlaceError, ProcessGroupMesh, from_device_mesh
+from tests.dry import dry_world
 from tests.test_groups import groups_of
 from tests.torch_seam import c10d, tables
 from tests.worlds import check_sums, world
@@ -394,6 +395,25 @@ def test_from_device_mesh_is_the_way_back():
     world(4).run(there_and_back)
 
 
+def test_from_device_mesh_is_the_way_back_of_numbered_axes_too():
+    with dry_world(5, 8):
+        mesh = ProcessGroupMesh(2, 2, 2, name="actor")
+        again = from_device_mesh(mesh.device_mesh(), name="again")
+        assert (again.axes, again.ranks()) == (mesh.axes, mesh.ranks())
+        assert all(again.group(axis) is mesh.group(axis) for axis in mesh.axes)
+        assert again.device_mesh() is mesh.device_mesh()
+        plane = from_device_mesh(mesh.device_mesh(0, 2), name="plane")
+        assert (plane.axes, plane.group(1)) == ((0, 1), mesh.group(2))
+        assert plane.device_mesh(1).get_group() is mesh.group(2)
+
+
+def test_all_that_goes_through_this_rank_has_one_device_mesh_root():
+    with dry_world(5, 8):
+        mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor")
+        for part in (mesh.at(pp=1), mesh.along("dp", "tp"), mesh.at(pp=1).at(dp=0)):
+            assert part.device_mesh("tp")._get_root_mesh() is mesh.device_mesh()
+
+
 def over_torchs(names: tuple[str, str] | None) -> None:
     """torch's groups along the axes, ours along both; closing leaves torch's alone."""
     theirs = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
@@ -405,6 +425,7 @@ def over_torchs(names: tuple[str, str] | None) -> None:
     both, twin = mesh.group(), mesh.group(mesh.axes[0], tag="other")
     assert tables()["pg_map"] - before == 2
     assert twin is not mesh.group(mesh.axes[0])
+    assert mesh.device_mesh(mesh.axes[1]).get_group() is theirs.get_group(1)
     if names:
         assert both.group_desc == "mesh[dp=*, tp=*]"
         assert mesh.device_mesh("tp").get_group() is theirs.get_group("tp")

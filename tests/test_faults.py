@@ -295,6 +295,22 @@ def test_who_means_another_mesh_may_mend_it_while_the_others_still_learn_of_it()
                 assert not again.kind, again.text
 
 
+def asks_with_another_option() -> Tried:
+    quick()
+    with mock.patch.object(polling, "TELL", 0.0):
+        group = ProcessGroupMesh(dp=2, name="actor").group(timeout=timedelta(seconds=D + 0.1 * dist.get_rank()))
+        return tried(lambda: dist.all_reduce(torch.ones(1), group=group))
+
+
+def test_who_waits_in_another_group_by_the_same_words_is_told_what_makes_it_another():
+    with fresh(2) as own:
+        first, second = results(own.outcomes(asks_with_another_option))
+    assert first.kind == second.kind == "MissingRanksError"
+    assert "rank 1 never came to the first collective" in first.text
+    assert "rank 1 last said: in the first collective of group dp of mesh 'actor', waiting for others" in first.text
+    assert first.text.endswith(polling.OTHERWISE)
+
+
 def one_mesh_more_on_one_rank() -> Tried:
     quick()
     if dist.get_rank() == 0:

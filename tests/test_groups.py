@@ -5,6 +5,7 @@ After each test the oracle adds up a mask over every group that the test made.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 from pgmesh import Layout, OptionsError, ProcessGroupMesh
 from tests.torch_seam import counted_store
-from tests.worlds import check_sums, fresh, world
+from tests.worlds import DEADLINE, check_sums, fresh, world
 
 Groups = dict[str, tuple[dist.ProcessGroup, Sequence[int]]]
 
@@ -407,12 +408,46 @@ def made_with_all() -> None:
     asked = [tuple(call.args[0]) for call in new_group.call_args_list]
     assert asked == [*mesh.partition("tp"), *mesh.partition("dp"), *mesh.partition()]
     assert groups[0] is groups[2]
+    assert {call.kwargs["timeout"] for call in new_group.call_args_list} == {timedelta(seconds=DEADLINE)}
+    assert [group.group_desc for group in groups[1:]] == [
+        f"mesh[dp=*, tp={mesh.index('tp')}]",
+        f"mesh[dp={mesh.index('dp')}, tp=*]",
+        "mesh[dp=*, tp=*]",
+    ]
+    assert f"ranks {', '.join(map(str, mesh.ranks('tp')))}; made" in str(mesh.report())
     assert dist.get_backend(groups[0]) == "lantern"
     check_sums({f"lantern {axes}": (group, mesh.ranks(*axes)) for axes, group in zip(asked_for, groups)})
     mesh.release("tp")
     again = mesh.group("tp", backend="lantern")
     assert again is not groups[0]
     check_sums({"again": (again, mesh.ranks("tp")), **groups_of(mesh)})
+
+
+def on_a_named_interface() -> None:
+    mesh = ProcessGroupMesh(dp=2)
+    with (
+        mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="lo"),
+        mock.patch.object(dist.ProcessGroupGloo, "create_device", wraps=dist.ProcessGroupGloo.create_device) as made,
+    ):
+        group = mesh.group("dp")
+    assert [call.kwargs for call in made.call_args_list] == [{"interface": "lo", "lazy_init": True}]
+    check_sums({"on lo": (group, mesh.ranks())})
+
+
+def test_gloo_takes_the_interface_that_is_named():
+    world(2).run(on_a_named_interface)
+
+
+def tagged() -> None:
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    group = mesh.group("tp", tag="all-gather")
+    assert group.group_desc == f"actor[dp={mesh.index('dp')}, tp=*, tag=all-gather]"
+    assert "group tp, tag=all-gather of mesh 'actor'" in str(mesh.report())
+    check_sums({"tagged": (group, mesh.ranks("tp"))})
+
+
+def test_a_tagged_group_says_its_tag():
+    world(4).run(tagged)
 
 
 def test_an_unknown_backend_makes_its_groups_through_new_group_for_every_block():

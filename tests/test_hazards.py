@@ -30,6 +30,9 @@ PATIENCE = 2.0  # seconds for torch alone, where a tenth of a second is enough w
 LONG = timedelta(seconds=20)
 
 
+NOBODY = -1
+
+
 def fails(n: int, fn: Callable[..., Any], *args: Any) -> bool:
     """Whether not every rank is right in time: one hangs, raises, or has a wrong sum."""
     with fresh(n) as own:
@@ -50,9 +53,9 @@ def members_make_at_once() -> None:
     check_sums(groups_of(mesh))
 
 
-def torch_members_make() -> None:
-    """torch names a group by how often its process called new_group, and rank 0 has called it once more."""
-    if dist.get_rank() == 0:
+def torch_members_make(odd: int) -> None:
+    """torch names a group by how often its process called new_group, and one rank has called it once more."""
+    if dist.get_rank() == odd:
         dist.new_group([0])
     block = [[0, 1], [2, 3]][dist.get_rank() // 2]
     check_sums({"tp": (dist.new_group(block, timeout=LONG), block)})
@@ -63,7 +66,8 @@ def test_members_alone_make_a_group():
 
 
 def test_torch_alone_needs_every_rank_of_the_world():
-    assert fails(4, torch_members_make)
+    assert not fails(2, torch_members_make, NOBODY)
+    assert fails(4, torch_members_make, 0)
 
 
 # ---- 2: ranks that hold different numbers of groups ----
@@ -76,9 +80,9 @@ def uneven() -> None:
     check_sums(groups_of(mesh))
 
 
-def torch_uneven() -> None:
-    """Rank 0 alone has a group more: of itself, which needs nobody."""
-    if dist.get_rank() == 0:
+def torch_uneven(odd: int) -> None:
+    """One rank alone has a group more: of itself, which needs nobody."""
+    if dist.get_rank() == odd:
         dist.new_group([0], use_local_synchronization=True)
     everyone = range(dist.get_world_size())
     check_sums({"all": (dist.new_group(everyone, use_local_synchronization=True, timeout=LONG), everyone)})
@@ -89,7 +93,8 @@ def test_ranks_that_hold_different_numbers_of_groups_meet():
 
 
 def test_torch_alone_loses_ranks_that_hold_different_numbers_of_groups():
-    assert fails(2, torch_uneven)
+    assert not fails(2, torch_uneven, NOBODY)
+    assert fails(2, torch_uneven, 0)
 
 
 def make_use_and_release(times: int) -> None:

@@ -534,6 +534,19 @@ def test_going_through_a_large_partition_gives_what_looking_up_each_block_gives(
                 assert list(partition) == [partition[i] for i in range(len(partition))], (part, axes)
 
 
+def test_what_a_huge_uneven_layout_says_of_itself_costs_nothing():
+    whole = Layout(pp=1 << 10, tp=1 << 10)
+    for part in (whole.at(pp=[0, 1, *range(3, 1 << 10)]), whole.at(tp=slice(0, -1))):
+        tracemalloc.start()
+        try:
+            assert repr(part).endswith("ranks=...)")
+            with pytest.raises(ShapeError, match="would cut"):
+                part.view(-1)
+            assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        finally:
+            tracemalloc.stop()
+
+
 def test_the_first_block_of_a_huge_partition_costs_nothing():
     layout = Layout(dp=1 << 12, cp=1 << 4, tp=1 << 4)
     tracemalloc.start()

@@ -227,6 +227,49 @@ LEAKS: dict[Callable[[ProcessGroupMesh], None], set[str]] = {
 }
 
 
+# ---- a mesh that was refused, and then may be introduced ----
+
+
+def refused_and_then_alone() -> list[int]:
+    """How many keys there are before, after one mesh in vain, and after two that are alike."""
+    store, seen = c10d._get_default_store(), []
+
+    def count() -> None:
+        dist.barrier()
+        seen.append(store.num_keys())
+        dist.barrier()
+
+    ProcessGroupMesh(2, name="first").connect()
+    count()
+    mesh = ProcessGroupMesh(**({"dp": 2, "tp": 1} if dist.get_rank() == 0 else {"dp": 1, "tp": 2}), name="actor")
+    if mesh.rank == 0:
+        mesh.group(timeout=LONG)
+    dist.barrier()
+    if mesh.rank == 1:
+        fails("MismatchError", lambda: mesh.group(timeout=LONG))
+    dist.barrier()
+    if mesh.rank == 0:
+        mesh.close()
+    dist.barrier()
+    if mesh.rank == 1:  # nobody holds another meaning against it any more
+        mesh.group(timeout=LONG)
+        mesh.close()
+    count()
+    for _ in range(2):
+        with ProcessGroupMesh(dp=2, tp=1, name="actor") as alike:
+            alike.connect("dp")
+            dist.barrier()
+        count()
+    return seen
+
+
+def test_a_refusal_goes_also_where_the_refused_mesh_was_introduced_in_the_end():
+    with fresh(2) as own:
+        for before, after, *later in own.run(refused_and_then_alone):
+            assert after == before + 1
+            assert later == [before, before]
+
+
 # ---- what is kept for who keeps its error ----
 
 

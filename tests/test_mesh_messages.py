@@ -53,6 +53,94 @@ ProcessGroupMesh(dp=2, tp=2) holds 4 ranks, but the world has 8.
         ProcessGroupMesh(dp=2, tp=2)
 
 
+@pytest.mark.parametrize("verb", ["group", "along", "index", "size", "ranks", "partition", "neighbor", "device_mesh"])
+@pytest.mark.parametrize("several", [["dp", "tp"], ("dp", "tp")], ids=["list", "tuple"])
+def test_axes_that_are_one_argument(mesh, verb, several):
+    kind = type(several).__name__
+    with says(pgmesh.AxisError, f"axes are arguments of their own: 'dp', 'tp' in place of the {kind} {several!r}."):
+        getattr(mesh, verb)(several)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda mesh: mesh.group_of(5), pgmesh.PlaceError, "ranks are whole numbers, such as [0, 3], not 5."),
+        (lambda mesh: mesh.group_of([5.0]), pgmesh.PlaceError, "ranks are whole numbers, such as [0, 3], not [5.0]."),
+        (lambda mesh: mesh.release(ranks=5), pgmesh.PlaceError, "ranks are whole numbers, such as [0, 3], not 5."),
+        (
+            lambda mesh: mesh.group_of([]),
+            pgmesh.PlaceError,
+            "there is no rank to make a group of; ranks is empty.",
+        ),
+        (
+            lambda mesh: mesh.at(1),
+            pgmesh.PlaceError,
+            "at takes indices by axis, such as at({0: 1}) or at(pp=1), not 1.",
+        ),
+        (
+            lambda mesh: mesh.at([0]),
+            pgmesh.PlaceError,
+            "at takes indices by axis, such as at({0: 1}) or at(pp=1), not [0].",
+        ),
+        (
+            lambda mesh: mesh.adopt("dp", 3),
+            pgmesh.PlaceError,
+            "group dp of ProcessGroupMesh(pp=2, dp=2, tp=2): what is adopted is a process group that torch knows, "
+            "not 3.",
+        ),
+        (
+            lambda mesh: mesh.group("dp", high_priority="no"),
+            pgmesh.OptionsError,
+            "high_priority is True or False, not 'no'.",
+        ),
+        (
+            lambda mesh: mesh.group("dp", description=3),
+            pgmesh.OptionsError,
+            "description is a word or some, such as 'gradients', not 3.",
+        ),
+        (
+            lambda mesh: mesh.group("dp", nccl=["max_ctas"]),
+            pgmesh.OptionsError,
+            "nccl is settings by name, such as {'max_ctas': 8}, not ['max_ctas'].",
+        ),
+        (
+            lambda mesh: mesh.set_timeout("tp"),
+            pgmesh.OptionsError,
+            "timeout is a timedelta, such as timedelta(seconds=30), not 'tp'.",
+        ),
+    ],
+)
+def test_values_of_the_wrong_kind(mesh, call, error, text):
+    with says(error, text):
+        call(mesh)
+
+
+def test_closing_a_view_names_the_call_that_would_be_right():
+    mesh = ProcessGroupMesh(2, 4, name="m")
+    with says(
+        pgmesh.LifetimeError,
+        """
+ProcessGroupMesh(8) is a view or a slice and shares the groups of ProcessGroupMesh(2, 4, name='m'): close that mesh, or
+
+  release(0)   # to let go of the groups along an axis
+""",
+    ):
+        mesh.view(8).close()
+
+
+def test_a_family_that_is_a_list(mesh):
+    with says(
+        pgmesh.AxisError,
+        """
+a family is an axis or a tuple of axes, not the list ['dp', 'tp'].
+
+  mesh.connect(('dp', 'tp'))   # one group along all of them
+  mesh.connect(*('dp', 'tp'))  # a group along each
+""",
+    ):
+        mesh.connect("pp", ["dp", "tp"])
+
+
 def test_sizes_that_do_not_divide_the_world():
     with says(
         pgmesh.ShapeError,

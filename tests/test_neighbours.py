@@ -112,7 +112,7 @@ def test_a_model_is_sharded_along_a_flattened_name(prepare: bool):
 
 
 def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("torchtitan_example", EXAMPLES / "13_torchtitan.py")
+    spec = importlib.util.spec_from_file_location("torchtitan_example", EXAMPLES / "torchtitan_meshes.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -153,9 +153,9 @@ def findings(planned) -> list[tuple[str, bool, str]]:
         ),
         (Layout(dp=9, tp=8), {"domains": "1x18x4"}, [("Good: tp stays inside one domain.", False, "")]),
         (
-            Layout(x=2, y=4),
+            Layout(x=3, y=4),
             {},
-            [("Where groups lie on hosts is not known: say what hosts there are.", False, "--nodes 8x8")],
+            [("Where groups lie on hosts is not known: say what hosts there are.", False, "--nodes 2x6")],
         ),
         (Layout(x=2, y=4), {"nodes": "2x4"}, []),
     ],

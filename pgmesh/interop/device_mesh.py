@@ -28,7 +28,7 @@ def from_device_mesh(device_mesh: DeviceMesh, *, name: str | None = None) -> Pro
     """
     ranks = device_mesh.mesh.flatten().tolist()
     names = device_mesh.mesh_dim_names
-    if names is None:
+    if names is None or all(name.isdecimal() for name in names):  # as numbered axes are called there
         mesh = ProcessGroupMesh(*device_mesh.shape, ranks=ranks, name=name)
     else:
         mesh = ProcessGroupMesh(**dict(zip(names, device_mesh.shape)), ranks=ranks, name=name)
@@ -39,5 +39,6 @@ def from_device_mesh(device_mesh: DeviceMesh, *, name: str | None = None) -> Pro
         except PlaceError:
             mesh.close()
             raise
-        mesh._family.adopt_device_mesh(mesh.layout, device_mesh)
+        if names == tuple(map(str, mesh.axes)):  # else torch could not cut it by the names of the axes
+            mesh._family.adopt_device_mesh(mesh.layout, device_mesh)
     return mesh

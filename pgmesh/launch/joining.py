@@ -141,7 +141,7 @@ def _take_device(found: Found, backend: str) -> None:
         name = "LOCAL_RANK" if "LOCAL_RANK" in dict(found.read) else "the local rank"
         raise LaunchError(
             f"{name} is {local_rank}, but this process sees {seen} CUDA devices.\n\n"
-            f"  torchrun --nproc-per-node {max(seen, 1)} script.py    # a rank for each device\n"
-            '  join("gloo")                              # or ranks that need none'
+            + f"  torchrun --nproc-per-node {seen} script.py    # a rank for each device\n" * (seen > 0)
+            + f'  join("gloo")                              # {"or ranks that" if seen else "ranks that"} need none'
         )
     torch.cuda.set_device(local_rank)

@@ -46,7 +46,7 @@ def spawn(
         fn: a function at module level. Its arguments and its result must pickle.
         n: how many ranks, 1 or more.
         backend: as torch names it.
-        timeout: the deadline of the whole call.
+        timeout: the deadline of the whole call. Collectives time out after half of it, so that it comes out why.
 
     Raises:
         LaunchError: a rank raised, died or was not done in time. The first failure is told first, with its
@@ -56,9 +56,11 @@ def spawn(
         >>> spawn(torch.distributed.get_rank, 4)
         [0, 1, 2, 3]
     """
+    if not isinstance(timeout, timedelta):
+        raise LaunchError(f"timeout is a timedelta, such as timedelta(seconds={timeout}), not {timeout!r}.")
     start = time.monotonic()
     call = packed(fn, args, kwargs)
-    with LocalWorld(n, backend, timeout) as world:
+    with LocalWorld(n, backend, timeout / 2) as world:
         return results(world.gather([call] * n, timeout.total_seconds(), grace=GRACE, start=start))
 
 
@@ -134,8 +136,8 @@ class LocalWorld:
     def __init__(
         self, n: int, backend: str = "gloo", timeout: timedelta | None = None, store: StoreProcess | None = None
     ) -> None:
-        if n < 1:
-            raise LaunchError(f"a world has 1 rank or more, not {n}")
+        if not isinstance(n, int) or n < 1:
+            raise LaunchError(f"a world has 1 rank or more, not {n!r}")
         processes = context()
         # Hosted here, the store needs no port guessed beforehand, and no rank's death takes it away.
         self._store = store or dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -143,14 +143,14 @@ def compose(mesh: ProcessGroupMesh, *methods: Method, unowned: Iterable[Axis] = 
     for one, other in itertools.combinations(methods, 2):
         check_apart(one, other)
     meant = mesh.along(*unowned).axes if (unowned := tuple(unowned)) else ()
-    for axis in mesh.axes:
-        if mesh.size(axis) > 1 and axis not in meant and not any(has(method, mesh, axis) for method in methods):
-            owned = listed(axis for method in methods for axis in method.owns)
-            raise AxisError(
-                f"no method owns {sizes_of(mesh, [axis])}, so its {mesh.size(axis)} ranks would do the same work "
-                f"unaware of each other. Owned are: {owned or 'none'}.\n\n"
-                f"  compose(mesh, ..., unowned=[{axis!r}])   # if that is meant"
-            )
+    several = [axis for axis in mesh.axes if mesh.size(axis) > 1 and axis not in meant]
+    if bare := [axis for axis in several if not any(has(method, mesh, axis) for method in methods)]:
+        owned = listed(axis for method in methods for axis in method.owns)
+        raise AxisError(
+            f"no method owns {sizes_of(mesh, bare)}, so {'their' if bare[1:] else 'its'} {mesh.size(*bare)} ranks "
+            f"would do the same work unaware of each other. Owned are: {owned or 'none'}.\n\n"
+            f"  compose(mesh, ..., unowned={bare})   # if that is meant"
+        )
     return Composition(mesh, tuple(sorted(methods, key=lambda method: method.level)))
 
 
