@@ -20,13 +20,13 @@ BY_TWO := -n 2 --dist loadfile --no-loadscope-reorder
 demo: $(VENV)/demo           ## the whole story on eight processes of this machine
 	$(QUIET) $(RUN) examples/train_gpt.py
 
-test: $(VENV)/dev            ## style, types, doctests and tests: under four minutes
+test: $(VENV)/dev            ## style, types, doctests and tests: three minutes
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(LOCAL) $(RUN) -m pytest -q $(BY_TWO) -m 'not long'
 
-test-long: $(VENV)/dev       ## the tests that train, and every example
+test-long: $(VENV)/dev       ## those that train or take long, and every example
 	$(LOCAL) $(RUN) -m pytest -q $(BY_TWO) -m long
 
 browser: $(VENV)/dev         ## Debian's Chromium, which tests measure pictures with; needs root where it is not there

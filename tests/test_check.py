@@ -133,6 +133,7 @@ def two_ranks(folder: Path, rich: bool) -> str:
     return without_names(shown)
 
 
+@pytest.mark.long
 def test_in_a_terminal_a_bar_shows_each_stage_and_is_gone_in_the_end(tmp_path: Path):
     pytest.importorskip("rich")
     shown = two_ranks(tmp_path, rich=True)
@@ -147,6 +148,7 @@ def test_in_a_terminal_a_bar_shows_each_stage_and_is_gone_in_the_end(tmp_path: P
     assert "━" not in "".join(lines)
 
 
+@pytest.mark.long
 def test_in_a_terminal_without_rich_there_is_neither_bar_nor_colour(tmp_path: Path):
     shown = two_ranks(tmp_path, rich=False)
     assert "\x1b" not in shown
@@ -362,6 +364,7 @@ def slowed(pid: int, run: float = 0.004, stop: float = 0.040) -> Iterator[None]:
         thread.join()
 
 
+@pytest.mark.long
 def test_a_rank_that_is_slowed_on_purpose_is_found():
     line = "dp=2 tp=2 --bytes 256K --repeats 3 --json"
     with slowed(world(4).pids[2]):
@@ -383,6 +386,7 @@ def slow_to_reach(line: str, who: int) -> Answer:
         return checked(line)
 
 
+@pytest.mark.long
 def test_a_rank_that_is_slow_to_reach_is_told_from_one_that_is_slow_by_itself():
     text = told_by_the_first(world(4).run(slow_to_reach, "dp=2 tp=2 --bytes 8 --repeats 7", 1), 0)
     assert re.search(r"\nRank 1 is slow to reach: the fastest of its links takes \d", text), text

@@ -41,6 +41,7 @@ def try_all(
 # -- nothing fails ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_circles_are_found_where_they_are_and_nowhere_else():
     """Three ranks that connect two groups each, one after another: 216 programs, or 38 but for the ranks' names.
 
