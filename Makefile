@@ -20,7 +20,7 @@ BY_TWO := -n 2 --dist loadfile --no-loadscope-reorder
 demo: $(VENV)/demo           ## the whole story on eight processes of this machine
 	$(QUIET) $(RUN) examples/train_gpt.py
 
-test: $(VENV)/dev            ## style, types, doctests and tests: three minutes
+test: $(VENV)/dev            ## style, types, doctests and tests: under four minutes
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy

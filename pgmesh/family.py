@@ -419,7 +419,7 @@ class Family:
             said = (yield Read(f"{self.key}/said")) or b""
             if len({line.partition(b" ")[0] for line in said.splitlines()}) == self.layout.size():
                 yield Delete(tuple(stale))
-            known.difference_update(stale)
+                known.difference_update(stale)
 
     @property
     def _namesake(self) -> str:
@@ -430,7 +430,8 @@ class Family:
         """These keys may tell that ranks meant different things.
 
         They are for those who still wait, or come late. Once all ranks have introduced themselves to a later mesh of
-        this name, they have closed this one, and the last of them takes the keys away. Where there is no name, two such
+        this name, they have closed this one, and the last of them takes the keys away if it knows them; else who does,
+        once it is the last. Where there is no name, two such
         meshes may live at once, and the keys stay.
         """
         if self.name is not None:
