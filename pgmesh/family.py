@@ -352,6 +352,7 @@ class Family:
                 f"{sum(map(len, blocks))}. Ask the mesh of the whole world for a group along its axes."
             )
         mine: Any = None
+        ranks: tuple[int, ...] = ()
         for block in blocks:
             group = dist.new_group(
                 list(block),
@@ -361,8 +362,7 @@ class Family:
                 sort_ranks=False,
             )
             if self.rank in block:
-                mine = group
-        ranks = tuple(dist.get_process_group_ranks(mine)) if mine is not None else ()
+                mine, ranks = group, block
         return groups.Made(mine, words, caller(), by="torch", ranks=ranks)
 
     def _name_of(self, key: _Key, usual: GroupOptions) -> str:
@@ -431,8 +431,7 @@ class Family:
 
         They are for those who still wait, or come late. Once all ranks have introduced themselves to a later mesh of
         this name, they have closed this one, and the last of them takes the keys away if it knows them; else who does,
-        once it is the last. Where there is no name, two such
-        meshes may live at once, and the keys stay.
+        once it is the last. Where there is no name, two such meshes may live at once, and the keys stay.
         """
         if self.name is not None:
             self._registry.refusals[self._namesake].update(keys)

@@ -13,6 +13,7 @@ from pgmesh import draw, groups
 from pgmesh.errors import AxisError, LifetimeError, MembershipError, OptionsError, PlaceError, ShapeError
 from pgmesh.family import Family, find_family
 from pgmesh.layout import Axis, Keep, Layout, Partition
+from pgmesh.options import no_timedelta
 from pgmesh.sizes import fill, fill_with, some, take_ranks, take_sizes
 
 if TYPE_CHECKING:
@@ -404,9 +405,7 @@ class ProcessGroupMesh:
         """
         self._check_member()
         if not isinstance(timeout, timedelta):
-            raise OptionsError(f"timeout is a timedelta, such as timedelta(seconds={timeout}), not {timeout!r}.")
-        from pgmesh.connecting import connect  # here and below: what a program may never use is not loaded before
-
+            raise OptionsError(no_timedelta(timeout))
         for each in families:
             if isinstance(each, (list, set)):
                 raise AxisError(
@@ -414,6 +413,8 @@ class ProcessGroupMesh:
                     f"  mesh.connect({tuple(each)})   # one group along all of them\n"
                     f"  mesh.connect(*{tuple(each)})  # a group along each"
                 )
+        from pgmesh.connecting import connect  # here and below: what a program may never use is not loaded before
+
         combinations = [each if isinstance(each, tuple) else (each,) for each in families or self.axes]
         return connect(self._family, self.layout, combinations, timeout.total_seconds(), progress=progress)
 

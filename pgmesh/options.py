@@ -57,8 +57,7 @@ class GroupOptions:
         if self.backend is not None and not (isinstance(self.backend, str) and self.backend):
             raise OptionsError(f"backend is a name, such as 'nccl' or 'gloo', not {self.backend!r}.")
         if self.timeout is not None and not isinstance(self.timeout, timedelta):
-            hint = f"timedelta(seconds={self.timeout if isinstance(self.timeout, (int, float)) else 30})"
-            raise OptionsError(f"timeout is a timedelta, such as {hint}, not {self.timeout!r}.")
+            raise OptionsError(no_timedelta(self.timeout))
         if self.timeout is not None and self.timeout <= timedelta():
             raise OptionsError(f"timeout is longer than nothing, not {self.timeout}.")
         if self.high_priority is not None and not isinstance(self.high_priority, bool):
@@ -135,3 +134,9 @@ class GroupOptions:
     def __repr__(self) -> str:
         words = ((each.name, getattr(self, each.name)) for each in dataclasses.fields(self))
         return f"GroupOptions({', '.join(f'{name}={value!r}' for name, value in words if value is not None)})"
+
+
+def no_timedelta(timeout: object) -> str:
+    """What to say of a timeout that is something else."""
+    seconds = timeout if isinstance(timeout, (int, float)) else 30
+    return f"timeout is a timedelta, such as timedelta(seconds={seconds}), not {timeout!r}."

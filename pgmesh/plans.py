@@ -28,7 +28,7 @@ from pgmesh.errors import PlaceError, ShapeError
 from pgmesh.layout import Axis, Layout
 from pgmesh.locality import ENOUGH, Spread, split, spread
 from pgmesh.machine import Level, Machine, take_machine
-from pgmesh.sizes import calls_in_lines, divisors, many, nearest, spell
+from pgmesh.sizes import calls_in_lines, largest_divisor, many, nearest, spell
 
 if TYPE_CHECKING:
     from pgmesh.mesh import ProcessGroupMesh
@@ -384,7 +384,7 @@ def _findings(
 ) -> list[Finding]:
     """What is bad about where the groups lie, heaviest first, and what would mend it."""
     if not machine:
-        ranks = max(n for n in divisors(layout.size()) if n <= 8)
+        ranks = largest_divisor(layout.size(), 8)
         hosts = f"--nodes {layout.size() // ranks}x{ranks}"
         return [Finding("Where groups lie on hosts is not known: say what hosts there are.", False, hosts)]
     number = min(1, len(machine) - 1)

@@ -266,12 +266,12 @@ class PollingStore(dist.Store):
 
     def _tell_of_waiting(self, key: str, waited: float) -> Steps[None]:
         self._telling = True
-        self._tell(f"{self._waiting}, waiting for others")
+        self._tell(self._waiting)
         yield from ()
 
     @property
     def _waiting(self) -> str:
-        return f"in the first collective of {self._card.what}"
+        return f"in the first collective of {self._card.what}, waiting for others"
 
     def _check_refused(self) -> Steps[None]:
         for key in self.refused:
@@ -334,11 +334,12 @@ class PollingStore(dist.Store):
             for rank, value in seen.items():
                 self._card.check((value or b"").partition(SEAL)[0], key=asked[rank])
             return None
-        words = ""
+        said = {}
         for rank in who[:8]:
-            last_told = Told.unpack(rank, (yield Read(told(rank)))) if isinstance(rank, int) else None
-            words += f"\n  rank {rank} last said: {last_told}" if last_told else ""
-        if f": {self._waiting}," in words:
+            if isinstance(rank, int) and (last_told := Told.unpack(rank, (yield Read(told(rank))))):
+                said[rank] = str(last_told)
+        words = "".join(f"\n  rank {rank} last said: {last}" for rank, last in said.items())
+        if self._waiting in said.values():
             words += f"\n{OTHERWISE}"
         came = f"ha{'ve' if len(who) > 1 else 's'} not come" if yet else "never came"
         return (

@@ -200,7 +200,7 @@ def _ways_out(who: str, box: dict[str | int, int], fixed: int, count: int, pick:
         left, changes = count, dict[str | int, int]()
         filled = (free or list(box))[0]
         for axis in reversed([axis for axis in box if axis != filled]):
-            changes[axis] = max(n for n in divisors(left) if n <= box[axis])
+            changes[axis] = largest_divisor(left, box[axis])
             left //= changes[axis]
         ways.append((call({filled: -1, **changes}), f"sizes that divide {count}; {_axis(filled)} is then {left}"))
     if pick and fixed < count and not free:
@@ -228,6 +228,15 @@ def divisors(count: int) -> list[int]:
     return low + [count // n for n in reversed(low) if n * n != count]
 
 
+def largest_divisor(count: int, most: int) -> int:
+    """The largest that divides a number and is at most so much.
+
+    >>> largest_divisor(12, 5)
+    4
+    """
+    return max(n for n in divisors(count) if n <= most)
+
+
 def nearest(sizes: Mapping[A, int], count: int, free: Sequence[A]) -> dict[A, int]:
     """Sizes near these that hold just so many ranks: one changed where that will do, a data axis if there is one.
 
@@ -243,7 +252,7 @@ def nearest(sizes: Mapping[A, int], count: int, free: Sequence[A]) -> dict[A, in
     left = count
     filled = free[0] if free else next(iter(sizes))
     for axis in reversed([axis for axis in right if axis != filled]):
-        right[axis] = max(n for n in divisors(left) if n <= right[axis])
+        right[axis] = largest_divisor(left, right[axis])
         left //= right[axis]
     return {axis: right[axis] if axis != filled and axis in right else left if axis == filled else 1 for axis in sizes}
 

@@ -8,8 +8,8 @@ from pathlib import Path
 FOLDER = Path(__file__).parent / "golden"
 
 
-def check(name: str, text: str) -> None:
-    """The text is that of the file."""
+def check(name: str | Path, text: str) -> None:
+    """The text is that of the file: one of the folder, or at a path from the root of all files."""
     file = FOLDER / name
     if os.environ.get("GOLDEN") == "write":
         file.parent.mkdir(exist_ok=True)

@@ -6,7 +6,6 @@ fails, torch has changed, and what pgmesh does about it may go.
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 import time
@@ -21,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh
-from tests.ledger import resident, threads
+from tests import ledger
+from tests.ledger import COUNTED, resident
 from tests.test_groups import groups_of
-from tests.torch_seam import c10d, tables
+from tests.torch_seam import c10d
 from tests.worlds import check_sums, fresh, world
 
 PATIENCE = 2.0  # seconds for torch alone, where a tenth of a second is enough when it works
@@ -262,12 +262,7 @@ def test_six_threads_make_and_use_six_groups_at_once():
 
 def held() -> dict[str, int]:
     """What this process and the store hold now."""
-    return {
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "threads": threads(),
-        "keys": c10d._get_default_store().num_keys(),
-        **tables(),
-    }
+    return {**ledger.held(), "keys": c10d._get_default_store().num_keys()}
 
 
 def cycles(times: int) -> list[tuple[dict[str, int], int]]:
@@ -285,7 +280,7 @@ def cycles(times: int) -> list[tuple[dict[str, int], int]]:
     return seen
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts in /proc")
+@pytest.mark.skipif(not COUNTED, reason="counts in /proc")
 def test_making_and_releasing_120_times_leaves_nothing():
     for (early, memory), (late, more) in world(4).run(cycles, 120):
         assert late == early
@@ -307,7 +302,7 @@ def torch_cycles(times: int) -> list[dict[str, int]]:
     return seen
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts in /proc")
+@pytest.mark.skipif(not COUNTED, reason="counts in /proc")
 def test_torch_alone_leaves_threads_descriptors_and_keys_behind():
     with fresh(2) as own:
         for early, late in own.run(torch_cycles, 15):

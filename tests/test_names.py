@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import pgmesh
 from pgmesh import parallel
+from tests import golden_files
 
 PAGE = Path(__file__).parents[1] / "docs" / "names.md"
 
@@ -92,9 +92,7 @@ def line(what: Any) -> str:
 
 
 def test_the_page_of_names_is_what_the_code_says():
-    if os.environ.get("GOLDEN") == "write":
-        PAGE.write_text(page(), encoding="utf-8")
-    assert PAGE.read_text(encoding="utf-8") == page(), "GOLDEN=write writes it anew"
+    golden_files.check(PAGE, page())
 
 
 def test_every_public_name_has_a_line():

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from pgmesh.errors import LaunchError
 from pgmesh.launchers import Found, OpenMPI, Slurm, Torchrun, at, believe, single_out
+from pgmesh.sizes import calls_in_lines
 
 log = logging.getLogger("pgmesh")
 
@@ -139,9 +140,9 @@ def _take_device(found: Found, backend: str) -> None:
         local_rank = 0  # Slurm binds one to each task
     if local_rank >= seen:
         name = "LOCAL_RANK" if "LOCAL_RANK" in dict(found.read) else "the local rank"
+        ways = [(f"torchrun --nproc-per-node {seen} script.py", "a rank for each device")] * (seen > 0)
+        ways.append(('join("gloo")', "or ranks that need none" if seen else "ranks that need none"))
         raise LaunchError(
-            f"{name} is {local_rank}, but this process sees {seen} CUDA devices.\n\n"
-            + f"  torchrun --nproc-per-node {seen} script.py    # a rank for each device\n" * (seen > 0)
-            + f'  join("gloo")                              # {"or ranks that" if seen else "ranks that"} need none'
+            f"{name} is {local_rank}, but this process sees {seen} CUDA devices.\n\n{calls_in_lines(ways)}"
         )
     torch.cuda.set_device(local_rank)

@@ -25,6 +25,7 @@ from pgmesh.errors import LaunchError
 from pgmesh.launch.joining import join
 from pgmesh.launch.processes import ABOVE, OURS, UNGUARDED, context, script, unguarded
 from pgmesh.launch.store import StoreProcess
+from pgmesh.options import no_timedelta
 
 GRACE = 0.5  # seconds in which the other ranks may tell their side of a first failure
 
@@ -57,7 +58,7 @@ def spawn(
         [0, 1, 2, 3]
     """
     if not isinstance(timeout, timedelta):
-        raise LaunchError(f"timeout is a timedelta, such as timedelta(seconds={timeout}), not {timeout!r}.")
+        raise LaunchError(no_timedelta(timeout))
     start = time.monotonic()
     call = packed(fn, args, kwargs)
     with LocalWorld(n, backend, timeout / 2) as world:
