@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 # so that layouts, plans and pictures never import torch.
 _HOME = {
     "ProcessGroupMesh": "mesh",
+    "meshes": "mesh",
     "Layout": "layout",
     "plan": "plans",
     "GroupOptions": "options",
@@ -78,6 +79,6 @@ if TYPE_CHECKING:
     )
     from pgmesh.interop import from_device_mesh as from_device_mesh
     from pgmesh.layout import Layout as Layout
-    from pgmesh.mesh import ProcessGroupMesh as ProcessGroupMesh
+    from pgmesh.mesh import ProcessGroupMesh as ProcessGroupMesh, meshes as meshes
     from pgmesh.options import GroupOptions as GroupOptions
     from pgmesh.plans import plan as plan

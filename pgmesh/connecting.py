@@ -239,7 +239,9 @@ class _Call:
         errors += [warming.error for warming in self.warming if warming.error]
         if errors:
             self.family.failed = True
-            raise type(errors[0])("\n\n".join(dict.fromkeys(map(str, errors[:8])))) from errors[0].__cause__
+            doubt = self.heart.doubt() if any(isinstance(error, MissingRanksError) for error in errors) else ""
+            text = "\n\n".join(dict.fromkeys(map(str, errors[:8])))
+            raise type(errors[0])(f"{text}{doubt}") from errors[0].__cause__
         self.family.failed = False
         return Connected(self.met, self.warm(), self.operations)
 

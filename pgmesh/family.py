@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import functools
 import hashlib
+import itertools
 import logging
 import math
 import os
@@ -69,7 +70,7 @@ class _Registry:
                 raise LifetimeError("this process was forked off a rank and shares its sockets: it asks no store.")
             if self.heart is None:
                 rank, size = groups.world_rank_and_size()
-                self.heart = Heart(self.store, groups.store_address(), rank, size, _left)
+                self.heart = Heart(self.store, groups.store_address(), rank, size)
             return self.heart
 
     def beating(self) -> Heart:
@@ -97,7 +98,7 @@ class _Registry:
 
 
 _registries: weakref.WeakKeyDictionary[Any, _Registry] = weakref.WeakKeyDictionary()
-_left = 0  # how many worlds this process has left
+_serials = itertools.count()  # in which order families were made
 _registering = threading.RLock()  # held for all that touches a registry, and never while waiting for a family's lock
 
 
@@ -143,12 +144,20 @@ class Family:
             of meshes that this process has made on it do.
         layout: the root's layout, which all members must describe alike.
         call: the call that made the root, for messages, where that was not here.
+        number: the number that the mesh had where it was made, if that was not here. It gets the same one here unless
+            this process has used that up.
     """
 
     def __init__(
-        self, name: str | None, layout: Layout, call: str | None = None, *, outside: int | None = None
+        self,
+        name: str | None,
+        layout: Layout,
+        call: str | None = None,
+        *,
+        number: int | None = None,
+        outside: int | None = None,
     ) -> None:
-        self.name, self.layout, self._call = name, layout, call
+        self.name, self.layout, self._call, self._travelled = name, layout, call, number
         self.rank, self.world_size = groups.world_rank_and_size() if outside is None else (outside, 0)
         self.line = caller()
         self.ended: str | None = None
@@ -161,7 +170,7 @@ class Family:
         self.making = 0.0  # seconds spent making groups
         self.patience = 30.0  # seconds that the store may take for one answer
         self.asked = 0  # how often connect asked the store
-        self.number = 0
+        self.number, self.serial = 0, next(_serials)
         if outside is not None:
             self.ended = "came here outside any world."
             return
@@ -178,10 +187,11 @@ class Family:
                 if name is not None and other.name == name:
                     raise NameTakenError(
                         f"a mesh named {name!r} lives already, made at {other.line}: {other.call}.\n\n"
-                        f"  close() it first, or give this one a name of its own."
+                        f"  mesh = pgmesh.meshes()[{name!r}]    # use that one\n"
+                        f"  pgmesh.meshes()[{name!r}].close()   # or close it first, or give this one another name"
                     )
-            self.number = registry.numbers[kin]
-            registry.numbers[kin] += 1
+            self.number = max(registry.numbers[kin], number or 0)
+            registry.numbers[kin] = self.number + 1
             registry.families.add(self)
         self.key = f"{groups.PREFIX}{kin}.{self.number}"
         self.agreed = False
@@ -203,7 +213,12 @@ class Family:
     @property
     def words(self) -> str:
         """What messages call the mesh."""
-        return f"mesh {self.name!r}" if self.name else self.call
+        words = f"mesh {self.name!r}" if self.name else self.call
+        if self._travelled in (None, self.number):
+            return words
+        return (
+            f"{words} (unpickled as number {self.number} of its name, since number {self._travelled} was used up here)"
+        )
 
     def remember(self, mesh: Any) -> None:
         """A mesh of this family remembers groups: it is told to forget them when they go."""
@@ -285,10 +300,16 @@ class Family:
                     blocks = () if layout is None else tuple(layout.partition(*axes))
                     made = self._make_with_all(options, words, description, blocks)
                 self._cache[key] = made
-                groups.ours[made.group] = (self, made.gloo)
+                groups.gloo_stores[made.group] = made.gloo
                 self.making += time.monotonic() - start
                 if groups.held() > MOST_GROUPS and not self._registry.warned:
                     self._registry.warn_of_many()
+            if made.by == "others" and not groups.is_known(made.group):
+                raise LifetimeError(
+                    f"{made.words} was adopted at {made.line}, and torch has destroyed it since.\n\n"
+                    f"  mesh.{_call('release', axes) if layout else f'release(ranks={list(ranks)})'}   "
+                    "# then adopt another, or ask for a group of the mesh's own"
+                )
             return made.group
 
     def _usual(self, ranks: tuple[int, ...], tag: str) -> GroupOptions:
@@ -331,6 +352,7 @@ class Family:
                 first=self._agree_on_mesh,
                 refused=refused,
                 tell=self.tell,
+                doubt=self.doubt,
             )
             for backend in backends.names
         }
@@ -391,7 +413,9 @@ class Family:
                     raise NameTakenError(
                         f"two unnamed meshes live that only the order of making tells apart: {self.call}, made at "
                         f"{other.line} and at {self.line}. Ranks that use them in other orders would cross.\n\n"
-                        f"  ProcessGroupMesh(..., name='actor')   # name them, or close() the one that is done with"
+                        f"  pgmesh.meshes()[{self.call!r}].close()   # close the first, if it is done with\n"
+                        f"  {self.layout.spell('ProcessGroupMesh', world=self.world_size, name='actor')}   "
+                        "# or name this one"
                     )
             self._registry.open.add(self)
 
@@ -466,6 +490,10 @@ class Family:
         """Tell other processes what this one does."""
         self._registry.reach().say(doing)
 
+    def doubt(self) -> str:
+        """Return why ranks may not find each other on this store; "" for nothing."""
+        return self._registry.reach().doubt()
+
     def beating(self) -> Heart:
         """The thread that speaks with the store for this process; it tells the others that this process lives."""
         return self._registry.beating()
@@ -526,11 +554,16 @@ class Family:
             self._generations.release(ranks)
 
     def close(self, reason: str | None = None, *, at_exit: bool = False) -> None:
-        """Destroy every group of the family; it makes no more."""
+        """Destroy every group of the family; it makes no more.
+
+        Args:
+            reason: why, where that was not asked for here: the world ended, or the process.
+        """
         if not at_exit:
             groups.sweep()
-        if not self.lock.acquire(timeout=1.0 if at_exit else -1):
-            return  # a thread is stuck with it, and the process is ending
+        if not self.lock.acquire(timeout=-1 if reason is None else 1.0):
+            self.ended = self.ended or reason  # a thread is stuck with the lock, and the process or the world is ending
+            return
         try:
             if self.ended is not None:
                 return
@@ -576,21 +609,28 @@ class Family:
             made = self._cache.pop(key)
             if not at_exit:
                 self._forget_meetings(made.name)
-            if made.by == "others" or not groups.is_known(made.group):
+            if made.by == "others":
                 continue
             written = self._stop(made)
-            groups.tear_down(made, reason, abort=abort or at_exit)
+            if groups.is_known(made.group):
+                groups.tear_down(made, reason, abort=abort or at_exit)
+            else:
+                groups.invalidate(made, reason)
             if not at_exit:
                 self._delete(written)
 
     def forget(self, group: Any) -> None:
-        """torch destroyed one of our groups: drop it, and never use its name again."""
+        """torch destroyed a group: if it is one of ours, drop it, and never use its name again."""
+        if not any(made.group is group for made, _, _ in self.known()):
+            return  # without the lock, which its holder may wait with
         with self.lock:
             for key, made in list(self._cache.items()):
                 if made.group is group:
+                    self._forget_hits()
+                    if made.by == "others":  # whoever asks for it learns that it is gone
+                        continue
                     del self._cache[key]
                     self._forget_meetings(made.name)
-                    self._forget_hits()
                     self._generations.fail(key.ranks, self._kind_of(key))
                     self._delete(self._stop(made))
                     groups.disown(group, f"{made.words} was destroyed; ask its mesh for it anew.")
@@ -600,13 +640,14 @@ class Family:
         for mesh in list(self.meshes):
             mesh.forget()
 
-    def end(self, reason: str) -> None:
-        """The groups went without us: with their world, or with the process that was forked."""
+    def end_in_child(self, reason: str) -> None:
+        """The groups stayed behind in the process that was forked."""
+        self.lock = threading.RLock()
         self.ended = reason
         self._forget_hits()
         for made in self._cache.values():
             made.stop()
-            groups.released[made.group] = f"{made.words} {reason}"
+            groups.invalidate(made, reason)
             groups.strike(made.group)
 
     def check(self) -> None:
@@ -651,12 +692,25 @@ class Family:
         block, members = layout.block_of(self.rank, *axes), tuple(dist.get_process_group_ranks(group))
         if members != block:
             raise PlaceError(f"{words} has ranks {some(block)}; the group to adopt has {some(members)}.")
+        key = _Key(block, self._registry.options, "")
         with self.lock:
-            self._open()
-            self._cache.setdefault(
-                _Key(block, self._registry.options, ""),
-                groups.Made(group, words, caller(), by="others", ranks=block),
-            )
+            if (block, "") in self._configured:
+                options, by, line = self._configured[block, ""]
+                raise OptionsError(
+                    f"{words} was configured with {options} at {line}, which a group that was made elsewhere does not "
+                    f"follow.\n\n"
+                    f"  mesh.{_call('group', axes)}   # a group that does; else adopt without configuring {by}"
+                )
+            made = self._cache.get(key)
+            if made is not None and made.group is not group:
+                how = "adopted" if made.by == "others" else "made"
+                raise LifetimeError(
+                    f"{words} was {how} at {made.line} already, and may be in use.\n\n"
+                    f"  mesh.{_call('release', axes)}   # let go of it first, then adopt"
+                )
+            if made is None:
+                self._open()
+                self._cache[key] = groups.Made(group, words, caller(), by="others", ranks=block)
 
 
 def _check_honoured(options: GroupOptions, words: str) -> None:
@@ -720,7 +774,7 @@ def find_family(name: str | None, number: int, layout: Layout, call: str, rank: 
         for family in _registry().living():
             if family.origin == (name, number, layout):
                 return family
-    family = Family(name, layout, call)
+    family = Family(name, layout, call, number=number)
     family.origin = (name, number, layout)
     return family
 
@@ -733,6 +787,12 @@ def _all_families() -> list[Family]:
         return [family for registry in list(_registries.values()) for family in registry.families]
 
 
+def living() -> list[Family]:
+    """The families of this world that are not closed, in the order in which they were made."""
+    with _registering:
+        return sorted(_registry().living(), key=lambda family: family.serial) if dist.is_initialized() else []
+
+
 def close_all() -> None:
     """Close every mesh of this process."""
     for family in _all_families():
@@ -740,20 +800,17 @@ def close_all() -> None:
 
 
 def _forget(group: Any) -> None:
-    family, _ = groups.ours.get(group, (None, None))
-    if family is not None:
+    for family in _all_families():
         family.forget(group)
 
 
 def _end_world(reason: str) -> None:
-    global _left
-    _left += 1
+    for family in _all_families():
+        family.close(f"ended when {reason}.")
     for registry in list(_registries.values()):
         if registry.heart is not None:
             registry.heart.stop("not there any more: it left the world")
-    for family in _all_families():
-        if family.ended is None:
-            family.end(f"ended when {reason}.")
+        registry.store = None  # a mesh that outlives the world holds no connection
 
 
 def _at_exit() -> None:
@@ -773,10 +830,7 @@ def _in_child() -> None:
     if dist.is_initialized():
         _registry().forked, _registry().heart = True, None
     for family in _all_families():
-        family.lock = threading.RLock()
-        for made in family._cache.values():
-            groups.disarm(made.group)
-        family.end("was made before this process was forked.")
+        family.end_in_child("was made before this process was forked.")
 
 
 atexit.register(_at_exit)

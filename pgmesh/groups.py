@@ -131,8 +131,8 @@ class _Names(dict[Any, str]):
 
 released: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
-ours: weakref.WeakKeyDictionary[Any, tuple[Any, PollingStore | None]] = weakref.WeakKeyDictionary()
-"""The groups made here: whose each is, and what it reads through where collectives wait in it."""
+gloo_stores: weakref.WeakKeyDictionary[Any, PollingStore | None] = weakref.WeakKeyDictionary()
+"""The groups that were made here, each with the store that Gloo reads through."""
 
 _is_outside = c10d._rank_not_in_group
 _describe_failure = c10d_logger._get_msg_dict
@@ -149,7 +149,7 @@ def _explain_failure(function: str, *args: Any, **kwargs: Any) -> Any:
     """What torch logs of a collective that raised: the moment to raise what we know in place of what torch says."""
     error = sys.exc_info()[1]
     group = next((each for each in (*args, *kwargs.values()) if isinstance(each, dist.ProcessGroup)), None)
-    store = ours[group][1] if group in ours else None
+    store = None if group is None else gloo_stores.get(group)
     failure = None if store is None else store.failure
     if isinstance(error, PgmeshError):
         if failure is not None and str(error) == str(failure):
@@ -470,6 +470,12 @@ def tear_down(made: Made, reason: str, *, abort: bool = False) -> None:
         with contextlib.suppress(RuntimeError):  # a backend that cannot be ended has nothing to end
             group.abort() if abort else group.shutdown()
     disarm(group)
+
+
+def invalidate(made: Made, reason: str) -> None:
+    """Have a group that torch destroyed name itself, and answer no more, to whoever still uses it."""
+    released[made.group] = f"{made.words} {reason}"
+    disarm(made.group)
 
 
 _stranded: list[tuple[Any, Any]] = []

@@ -18,13 +18,14 @@ import socket
 import threading
 import time
 from collections import deque
-from typing import Any, TypeVar
+from collections.abc import Collection
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch.distributed as dist
 
 from pgmesh.errors import PgmeshError, WorldError
-from pgmesh.polling import once, perform, underlying
-from pgmesh.rendezvous import MOST_ASKED, UNSTEADY, Pause, Say, Step, Steps, Told, Wait, told
+from pgmesh.polling import ABSENT, once, perform, underlying
+from pgmesh.rendezvous import MOST_ASKED, UNSTEADY, Delete, Pause, Say, Step, Steps, Told, Wait, told
 
 T = TypeVar("T")
 
@@ -45,7 +46,16 @@ GLANCE = 0.5
 """Seconds after which one who waits sees whether there still is somebody who asks."""
 
 WORLD = "pgmesh.world"
-"""The key under which the ranks of a world agree on a word of their own, which all their other keys begin with."""
+"""The key that holds the name of the world on this store. All other keys of that world begin with its name."""
+
+REPLACED = "+"
+"""Ends the name of a world that replaced another on the same store before all its ranks had left that one."""
+
+OVER = "over"
+"""In place of a name: the world that had it is over, and the next one sets another."""
+
+left_worlds: set[str] = set()
+"""The names of the worlds that this process has left."""
 
 
 def who() -> str:
@@ -53,17 +63,37 @@ def who() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
-def word_of_the_world(store: Any, number: int) -> str:
-    """A word that the ranks of a world share and no other world on the same store has: the first lays it down.
+def enter_world(store: Any, left: Collection[str]) -> str:
+    """Return the name of the world on a store, which no other world on it has. The first rank to ask sets it.
+
+    On a store that no world used, every rank gets one name, whatever its process did before. On a store that a world
+    used, ranks whose processes left the same worlds get one name; so do all ranks once everyone has left.
 
     Args:
-        number: how many worlds this process was in before. What an earlier world left is laid over.
+        store: the world's, with the prefix that it was given.
+        left: the worlds that this process has left.
     """
-    word = f"{number}.{secrets.token_hex(4)}"
-    seen = store.compare_set(WORLD, "", word).decode()
-    while int(seen.partition(".")[0]) < number:
-        seen = store.compare_set(WORLD, seen, word).decode()
-    return str(seen)
+    name = store.compare_set(WORLD, "", new := secrets.token_hex(4)).decode()
+    while name == OVER or name in left:
+        name = store.compare_set(WORLD, name, new + REPLACED * (name != OVER)).decode()
+    store.add(f"{WORLD}.{name}.entered", 1)
+    return str(name)
+
+
+def leave_world(store: Any, name: str) -> bool:
+    """Leave a world, and return whether this was the last rank to do so. The last one deletes the world's name."""
+    entered, gone = f"{WORLD}.{name}.entered", f"{WORLD}.{name}.left"
+    if store.add(gone, 1) != store.add(entered, 0):
+        return False
+    for key in (entered, gone):
+        store.delete_key(key)
+    if store.compare_set(WORLD, name, OVER).decode() == OVER:
+        store.delete_key(WORLD)
+    return True
+
+
+class _ReadName(NamedTuple):
+    """Read which world is on the store now."""
 
 
 class _Job:
@@ -119,11 +149,12 @@ class Heart:
         where: the store's host and port, for messages.
         rank: this process's.
         world_size: of how many.
-        number: how many worlds this process was in before.
+        left: the worlds that this process has left; this one is added when it is left.
     """
 
-    def __init__(self, store: Any, where: str, rank: int, world_size: int, number: int = 0) -> None:
-        self._shared, self._where, self._rank, self._number = store, where, rank, number
+    def __init__(self, store: Any, where: str, rank: int, world_size: int, left: set[str] | None = None) -> None:
+        self._shared, self._where, self._rank, self._world_size = store, where, rank, world_size
+        self._left = left_worlds if left is None else left
         self.pace = max(1.0, world_size / CROWD)
         self.period = BEAT * self.pace
         self._jobs = _Mailbox()
@@ -136,7 +167,7 @@ class Heart:
         self._store: Any = None  # the world's, or a connection of its own, as this world's part of it
         self._own: Any = None  # such a connection, once it is there
         self.steady = False  # whether no wait of torch's can hold up a beat any more
-        self._word = ""  # the world's
+        self._name = ""  # the world's
         self._gone = ""  # what the store failed with, once it did
         self._stopped = self._ended = False
         self._process = os.getpid()  # a fork has no such thread
@@ -199,6 +230,20 @@ class Heart:
             self._waits[threading.get_ident()] = step.waits
         return self.run(once(step), seconds)
 
+    def doubt(self) -> str:
+        """Return why ranks may not find each other on this store, as a sentence with the call that helps; else ""."""
+        try:
+            name = self.run(once(cast(Step, _ReadName())), 1.0)
+        except WorldError:
+            return ""
+        if name == self._name and not name.endswith(REPLACED):
+            return ""
+        return (
+            f"\n\nThe store at {self._where} served another world too. Ranks whose processes were in that world do not "
+            "meet those that were not, unless each world has a store or a prefix of its own:\n\n"
+            "  dist.init_process_group(..., store=dist.PrefixStore('attempt-2', store))"
+        )
+
     def beat(self) -> None:
         """From here on, tell the others that this process lives, so that they may count on it."""
         self._speak()
@@ -226,10 +271,12 @@ class Heart:
         self._post(Say(()))
 
     def stop(self, gone: str = "") -> None:
-        """Tell the others why this process tells no more, and end the thread."""
+        """Tell the others why this process tells no more, leave the world, and end the thread."""
         self._doing, self._stopped = gone, True
         self._jobs.put(None)
         self._thread.join(0.5)
+        if self._name:
+            self._left.add(self._name)
 
     def _post(self, step: Step) -> None:
         self._jobs.put(_Job(once(step)))
@@ -241,6 +288,7 @@ class Heart:
             self._serve()
         finally:
             self._ended = True
+            self._shared = self._store = self._own = None  # a mesh that outlives the world holds no connection
 
     def _serve(self) -> None:
         while (job := self._next()) is not None:
@@ -249,6 +297,8 @@ class Heart:
         with contextlib.suppress(Exception):
             if self._beating:
                 self._perform(Say(()))
+            if self._name and not self._gone and leave_world(self._shared, self._name):
+                perform(self._store, Delete(tuple(map(told, range(self._world_size)))))
         for left in [job for *_, job in self._paused]:
             self._end(left, error=self._lost(LEFT))
 
@@ -307,6 +357,8 @@ class Heart:
             if self._own is not None:
                 self._store, self._own = self._part_of(self._own), None
             self._store = self._store or self._part_of(underlying(self._shared))
+            if isinstance(step, _ReadName):
+                return self._shared.compare_set(WORLD, ABSENT, ABSENT).decode()
             return self._tell() if isinstance(step, Say) else perform(self._store, step)
         except RuntimeError as error:
             if isinstance(error, PgmeshError):
@@ -322,9 +374,9 @@ class Heart:
         return WorldError(f"the store at {self._where} is gone: {what}. {STILL}")
 
     def _part_of(self, store: Any) -> Any:
-        """This world's part of a store: its keys begin with a word of the world's own."""
-        self._word = self._word or word_of_the_world(self._shared, self._number)
-        return dist.PrefixStore(f"pgmesh.{self._word}", store)
+        """This world's part of a store: its keys begin with the world's name."""
+        self._name = self._name or enter_world(self._shared, self._left)
+        return dist.PrefixStore(f"pgmesh.{self._name}", store)
 
     def _take_own(self) -> None:
         """Take a connection of one's own, where the store has such.
@@ -335,7 +387,8 @@ class Heart:
         store = underlying(self._shared)
         if isinstance(store, dist.TCPStore):
             with contextlib.suppress(RuntimeError):
-                self._own = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
+                own = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
+                self._own = None if self._ended else own
         self.steady = True
 
     def _tell(self) -> None:

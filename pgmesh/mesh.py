@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pgmesh import draw, groups
 from pgmesh.errors import AxisError, LifetimeError, MembershipError, OptionsError, PlaceError, ShapeError
-from pgmesh.family import Family, find_family
+from pgmesh.family import Family, find_family, living
 from pgmesh.layout import Axis, Keep, Layout, Partition
 from pgmesh.options import no_timedelta
 from pgmesh.sizes import fill, fill_with, some, take_ranks, take_sizes
@@ -373,7 +373,9 @@ class ProcessGroupMesh:
         """Take a group that was made elsewhere for the one along an axis; it is never destroyed from here.
 
         Raises:
+            LifetimeError: another group was made or adopted there.
             MembershipError: this rank is not in the mesh.
+            OptionsError: the axis was configured, which this group does not follow.
             PlaceError: the group's ranks are not those of this rank's block.
         """
         self._check_member()
@@ -653,6 +655,23 @@ class ProcessGroupMesh:
                 f"rank {self.rank} is not in {self!r}, so it has no place and no group there.\n\n"
                 f"  if mesh.rank in mesh: ...   # ask first"
             )
+
+
+def meshes() -> dict[str, ProcessGroupMesh]:
+    """The living meshes of this process by name, in the order in which they were made; unnamed ones by their call.
+
+    A mesh that holds groups lives until it is closed, also when no variable holds it any more.
+
+    >>> import pgmesh
+    >>> pgmesh.meshes()["example"].group("tp") is mesh.group("tp")
+    True
+    """
+    found: dict[str, ProcessGroupMesh] = {}
+    for family in living():
+        mesh = object.__new__(ProcessGroupMesh)
+        mesh._set(family.layout, family, root=True, part_of=family.layout)
+        found.setdefault(family.name or family.call, mesh)
+    return found
 
 
 def _plain(indices: Mapping[str, Keep]) -> tuple[object, ...] | None:

@@ -144,6 +144,7 @@ class PollingStore(dist.Store):
         first: what to do before this rank first writes to the others or waits for them.
         refused: keys under which a rank that means something else says so.
         tell: tells other processes what this one does.
+        doubt: says why ranks may not find each other on this store; "" for nothing.
     """
 
     def __init__(
@@ -157,11 +158,12 @@ class PollingStore(dist.Store):
         first: Callable[[], Steps[None]],
         refused: Sequence[str] = (),
         tell: Callable[[str], None] = lambda doing: None,
+        doubt: Callable[[], str] = lambda: "",
     ) -> None:
         super().__init__()
         self._run, self._card, self._ranks, self._timeout = run, card, ranks, timeout
         self.limit: timedelta | None = None  # set later, and then whatever the backend says
-        self._addresses, self._first, self.refused, self._tell = addresses, first, refused, tell
+        self._addresses, self._first, self.refused, self._tell, self._doubt = addresses, first, refused, tell, doubt
         self._own: dict[str, bytes] = {}  # where this rank can be reached
         self._held = addresses  # whether that is held back
         self._found: dict[str, bytes] = {}
@@ -230,6 +232,8 @@ class PollingStore(dist.Store):
         try:
             self._go(self._wait(keys, limit), limit.total_seconds())
         except PgmeshError as error:
+            if isinstance(error, MissingRanksError):
+                error = MissingRanksError(f"{error}{self._doubt()}")
             self.failure = without_frames(error)  # a backend that failed to connect says only so if it is used again
         else:
             return

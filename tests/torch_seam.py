@@ -97,4 +97,4 @@ def counted_store() -> Iterator[list[str]]:
 def our_store() -> dist.Store:
     """The part of the world's store that is pgmesh's."""
     store = c10d._get_default_store()
-    return dist.PrefixStore(f"pgmesh.{heart.word_of_the_world(store, family._left)}", underlying(store))
+    return dist.PrefixStore(f"pgmesh.{store.get(heart.WORLD).decode()}", underlying(store))

@@ -34,8 +34,11 @@ def from_device_mesh(device_mesh: DeviceMesh, *, name: str | None = None) -> Pro
         mesh = ProcessGroupMesh(**dict(zip(names, device_mesh.shape)), ranks=ranks, name=name)
     if mesh.rank in mesh:
         try:
+            seen: set[tuple[int, ...]] = set()  # axes of one rank have the same ranks, and so share a group here
             for i, axis in enumerate(mesh.axes):
-                mesh.adopt(axis, device_mesh.get_group(i))
+                if mesh.ranks(axis) not in seen:
+                    mesh.adopt(axis, device_mesh.get_group(i))
+                seen.add(mesh.ranks(axis))
         except PlaceError:
             mesh.close()
             raise
