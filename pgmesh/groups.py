@@ -41,6 +41,13 @@ from pgmesh.rendezvous import Card
 c10d: Any = _c10d  # its tables are read and written here as torch itself does, whatever their stubs say
 c10d_logger: Any = _c10d_logger
 
+# What follows changes torch's tables for good, and what it changed leads to the names in this very module.
+if loaded := getattr(c10d, "_changed_by_pgmesh", None):
+    raise SeamError(
+        f"pgmesh.groups was loaded in this process already, from {loaded}, and torch's tables lead there. It can "
+        f"neither be reloaded nor stand beside another copy, here {__file__}: start a new process, with one copy."
+    )
+
 # -- the seam: every private name of torch, with its reason ------------------------------------------------------
 
 TRIED_ON = ("2.13",)
@@ -185,6 +192,7 @@ def keep_from_ddp(module: torch.nn.Module, names: Sequence[str]) -> None:
 # torch takes DeviceMeshes of one shape for equal whatever their groups are, so that what DTensor remembers of one mesh
 # would run on the groups of another. It does compare this field, made for tests that run ranks as threads.
 DeviceMesh._thread_id = property(_mark_of, mark)  # type: ignore[assignment]
+c10d._changed_by_pgmesh = __file__
 c10d._pg_names = _Names(c10d._pg_names)
 c10d._rank_not_in_group = _check_and_tell_outside
 c10d_logger._get_msg_dict = _explain_failure

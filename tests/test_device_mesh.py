@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from pgmesh import PlaceError, ProcessGroupMesh, from_device_mesh
+from pgmesh import LifetimeError, OptionsError, PlaceError, ProcessGroupMesh, from_device_mesh
 from tests.dry import dry_world
 from tests.test_groups import groups_of
 from tests.torch_seam import c10d, tables
@@ -453,6 +454,55 @@ def adopt_the_wrong_one() -> None:
 
 def test_a_group_of_other_ranks_cannot_be_adopted():
     world(4).run(adopt_the_wrong_one)
+
+
+def adopt_where_that_does_nothing() -> None:
+    """Each case in which another group would be handed out, or none, in place of the one that is adopted."""
+    theirs = {
+        axis: init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")).get_group(axis) for axis in ("dp", "tp")
+    }
+    again = dist.new_group(dist.get_process_group_ranks(theirs["tp"]), use_local_synchronization=True)
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    mesh.configure("dp", timeout=timedelta(seconds=40))
+    with pytest.raises(OptionsError, match=r"group dp of mesh 'actor' was configured with .*seconds=40.* at test_"):
+        mesh.adopt("dp", theirs["dp"])
+    own = mesh.group("tp")
+    with pytest.raises(LifetimeError, match=r"(?s)group tp of mesh 'actor' was made at .*mesh\.release\('tp'\)"):
+        mesh.adopt("tp", theirs["tp"])
+    assert mesh.group("tp") is own
+    check_sums(groups_of(mesh))
+    dist.barrier()
+    mesh.release("tp")
+    mesh.adopt("tp", theirs["tp"])
+    mesh.adopt("tp", theirs["tp"])  # the same again changes nothing
+    with pytest.raises(LifetimeError, match=r"(?s)group tp of mesh 'actor' was adopted at .*mesh\.release\('tp'\)"):
+        mesh.adopt("tp", again)
+    assert mesh.group("tp") is theirs["tp"]
+    check_sums(groups_of(mesh))
+    dist.barrier()
+    dist.destroy_process_group(theirs["tp"])
+    for ask in (mesh.group, mesh.device_mesh):
+        with pytest.raises(LifetimeError, match=r"(?s)was adopted at .*torch has destroyed it.*mesh\.release\('tp'\)"):
+            ask("tp")
+    mesh.release("tp")
+    mesh.adopt("tp", again)
+    check_sums(groups_of(mesh))
+    dist.barrier()
+    mesh.release("tp")
+    assert mesh.group("tp") not in (theirs["tp"], again)
+    check_sums(groups_of(mesh))
+    dist.destroy_process_group(again)
+
+
+def test_a_group_is_adopted_or_the_reason_is_raised():
+    world(4).run(adopt_where_that_does_nothing)
+
+
+def test_axes_of_one_rank_share_the_group_that_is_adopted_first():
+    with dry_world(0, 2):
+        mesh = from_device_mesh(ProcessGroupMesh(pp=1, dp=2, tp=1, name="actor").device_mesh(), name="again")
+        assert mesh.group("pp") is mesh.group("tp")
+        assert mesh.group("pp").size() == 1
 
 
 def over_permuted() -> None:

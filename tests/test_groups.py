@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import Layout, OptionsError, ProcessGroupMesh
+from tests.test_launch import clean_env, script
 from tests.torch_seam import counted_store
 from tests.worlds import DEADLINE, check_sums, fresh, world
 
@@ -471,3 +475,54 @@ def not_with_some() -> None:
 def test_an_unknown_backend_says_that_it_needs_every_rank_of_the_world():
     with fresh(4) as own:
         own.run(not_with_some)
+
+
+RELOADED = """
+import importlib, sys
+import torch, torch.distributed as dist
+import pgmesh
+from pgmesh import groups
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = pgmesh.ProcessGroupMesh(dp=1, name="actor")
+old = mesh.group("dp", tag="old")
+mesh.release("dp")
+
+def again():
+    importlib.reload(groups)
+
+def beside():
+    first = {name: sys.modules.pop(name) for name in [*sys.modules] if name.split(".")[0] == "pgmesh"}
+    try:
+        import pgmesh.groups
+    finally:
+        sys.modules.update(first)
+
+for load in (again, beside):
+    try:
+        load()
+    except Exception as error:
+        print(type(error).__name__, error)
+    group = mesh.group("dp", tag=load.__name__)
+    dist.all_reduce(torch.ones(1), group=group)
+    dist.all_reduce(torch.ones(1))
+    mesh.release("dp")
+    try:
+        dist.all_reduce(torch.ones(1), group=group)
+    except pgmesh.LifetimeError as error:
+        print(error)
+"""
+
+
+def test_a_second_load_is_refused_and_the_first_goes_on(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, script(tmp_path, RELOADED)], env=clean_env(), capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    refused, released = done.stdout.splitlines()[::2], done.stdout.splitlines()[1::2]
+    assert all(line.startswith("SeamError pgmesh.groups was loaded in this process already") for line in refused)
+    assert [*map(bool, refused)] == [True, True]
+    assert all(
+        f"group dp, tag={name} of mesh 'actor' was released" in line
+        for name, line in zip(("again", "beside"), released)
+    )

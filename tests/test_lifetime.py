@@ -560,6 +560,31 @@ def test_in_another_process_a_mesh_that_travelled_makes_its_groups_anew():
     world(8).run(unpack_elsewhere, data[1])
 
 
+def unpacked_beside_the_original() -> None:
+    """Rank 0 keeps the mesh that the others get by pickle. Of these, rank 1 has made and closed one of its name."""
+    mesh = ProcessGroupMesh(dp=4, name="actor") if dist.get_rank() == 0 else None
+    if dist.get_rank() == 1:
+        ProcessGroupMesh(dp=4, name="actor").close()
+    sent = [mesh]
+    dist.broadcast_object_list(sent)
+    mesh = sent[0]
+    if mesh.rank != 1:
+        ours = mesh.group_of([0, 2, 3])  # on ranks 2 and 3, which made none of this name, it has the number of rank 0's
+        check_sums({"ours": (ours, [0, 2, 3])})
+    dist.barrier()
+    mesh.configure("dp", timeout=seconds(2))
+    with pytest.raises(MissingRanksError) as caught:
+        dist.barrier(group=mesh.group("dp"))
+    whose = "group dp of mesh 'actor' (unpickled as number 1 of its name, since number 0 was used up here)"
+    assert str(caught.value).startswith(f"{whose}: ") is (mesh.rank == 1)
+    assert mesh.rank == 1 or "rank 1 never came" in str(caught.value)
+    dist.barrier()
+
+
+def test_a_mesh_that_was_unpickled_beside_the_original_meets_it_or_says_why_not():
+    world(4).run(unpacked_beside_the_original)
+
+
 def test_outside_any_world_a_mesh_that_travelled_knows_its_places():
     data = world(4).run(packed_parts)
     mesh, stage, moe, block = pickle.loads(data[3])

@@ -291,11 +291,44 @@ def test_a_name_that_is_taken():
     mesh = ProcessGroupMesh(dp=8, name="actor")
     with pytest.raises(pgmesh.NameTakenError) as info:
         ProcessGroupMesh(tp=8, name="actor")
-    first, _, call = str(info.value).splitlines()
+    first, _, use, close = str(info.value).splitlines()
     assert first.startswith("a mesh named 'actor' lives already, made at test_mesh_messages.py:")
     assert first.endswith(": ProcessGroupMesh(dp=8, name='actor').")
-    assert call == "  close() it first, or give this one a name of its own."
-    assert mesh.group().size() == 8
+    assert use == "  mesh = pgmesh.meshes()['actor']    # use that one"
+    assert close == "  pgmesh.meshes()['actor'].close()   # or close it first, or give this one another name"
+    same: dict[str, pgmesh.ProcessGroupMesh] = {}
+    exec(use.strip(), {"pgmesh": pgmesh}, same)
+    assert same["mesh"].group() is mesh.group()
+    exec(close.strip(), {"pgmesh": pgmesh})
+    with pytest.raises(pgmesh.LifetimeError):
+        mesh.group()
+    assert ProcessGroupMesh(tp=8, name="actor").group().size() == 8
+
+
+def test_two_meshes_without_a_name_that_are_alike():
+    first, second = ProcessGroupMesh(dp=8), ProcessGroupMesh(dp=8)
+    with pytest.raises(pgmesh.NameTakenError) as info:
+        second.group("dp")
+    close, name = str(info.value).splitlines()[2:]
+    assert close == "  pgmesh.meshes()['ProcessGroupMesh(dp=8)'].close()   # close the first, if it is done with"
+    assert name == "  ProcessGroupMesh(dp=8, name='actor')   # or name this one"
+    assert eval(name).group("dp").size() == 8
+    exec(close.strip(), {"pgmesh": pgmesh})
+    assert second.group("dp").size() == 8
+    with pytest.raises(pgmesh.LifetimeError):
+        first.group("dp")
+
+
+def test_a_cell_of_a_notebook_may_be_run_again():
+    """A mesh that no variable holds any more is found by its name, and closed."""
+    ProcessGroupMesh(dp=8, name="actor").group("dp")
+    ProcessGroupMesh(tp=8).group("tp")
+    assert [*pgmesh.meshes()] == ["actor", "ProcessGroupMesh(tp=8)"]
+    for mesh in pgmesh.meshes().values():
+        assert mesh.group().size() == 8
+        mesh.close()
+    assert pgmesh.meshes() == {}
+    assert ProcessGroupMesh(dp=8, name="actor").group("dp").size() == 8
 
 
 def test_two_meshes_that_only_order_tells_apart():
