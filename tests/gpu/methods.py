@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import cross_entropy
 
 from pgmesh import ProcessGroupMesh
 from pgmesh.parallel import (

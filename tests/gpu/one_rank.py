@@ -1,4 +1,4 @@
-"""A world of one rank on NCCL: groups, timeouts, NCCL's settings, device meshes, and every parallel method at size 1."""
+"""A world of one rank on NCCL: groups, timeouts, NCCL's settings, device meshes, each parallel method at size 1."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def gone() -> None:
     mesh.close()
     for group in (released, closed, again):
         for use in (lambda g: dist.all_reduce(number(1), group=g), lambda g: dist.broadcast(number(1), 0, group=g)):
-            with pytest.raises(LifetimeError, match="of mesh 'gone' was (released|closed)"):
+            with pytest.raises(LifetimeError, match=r"of mesh 'gone' was (released|closed)"):
                 use(group)
 
 
