@@ -4,12 +4,13 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 BENCH := .venv-bench
-# The Python that has CUDA, for `make test-gpu`. Another than that of .venv has torch, cachetools and pytest of its own.
+# The Python that sees the GPU. One that is not .venv's has torch, cachetools and pytest, and nothing is installed.
 GPU_PYTHON ?= $(RUN)
-# The torch of `make test-torch`, which has an environment of its own, and the tests to run there: all, unless given.
+# The torch of `make test-torch`, which makes an environment for it.
 TORCH ?= 2.15.0
 TORCH_VENV = .venv-torch-$(TORCH)
 TORCH_RUN = $(TORCH_VENV)/bin/python
+# What pytest runs in these two, such as tests/test_groups.py, or "-k sharded"; all of it unless given.
 TESTS ?=
 # Build and run-time packages alike come from these versions; a looser range would fetch another torch.
 export PIP_CONSTRAINT := $(CURDIR)/.ci/constraints.txt
@@ -36,10 +37,10 @@ test: $(VENV)/dev            ## style, types, doctests and tests: under four min
 test-long: $(VENV)/dev       ## those that train or take long, and every example
 	$(LOCAL) $(RUN) -m pytest -q $(BY_TWO) -m long
 
-test-gpu: $(if $(filter $(RUN),$(GPU_PYTHON)),$(VENV)/dev)  ## one rank on NCCL, then eight that share the GPU; skipped without a GPU
+test-gpu: $(if $(filter $(RUN),$(GPU_PYTHON)),$(VENV)/dev)  ## NCCL, and ranks that share a GPU; skipped without one
 	$(LOCAL) $(GPU_PYTHON) -m tests.gpu $(TESTS)
 
-test-torch: $(TORCH_VENV)/made  ## on another torch: make test-torch TORCH=2.15.0 TESTS=tests/test_groups.py; 5.4 GB
+test-torch: $(TORCH_VENV)/made  ## on another torch: make test-torch TORCH=2.15.0; 5.6 GB
 	$(TORCH_RUN) -m tests.on_torch $(TORCH)
 	$(LOCAL) PGMESH_TORCH=$(TORCH) $(TORCH_RUN) -m pytest -q -p tests.on_torch $(BY_TWO) -m 'not long' $(TESTS)
 
@@ -82,15 +83,16 @@ $(VENV)/dev: $(VENV)/made pyproject.toml .ci/constraints.txt .ci/neighbours.txt
 		|| echo "accelerate or torchtitan cannot be installed here: their tests are skipped"
 	@touch $@
 
-# pgmesh comes without what it needs, and the tools without what they need, so that nothing replaces this torch.
-# The constraints pin another one: torch takes what it asks for itself.
+# torch is installed with its own dependencies; pgmesh and the tools without any, or pip would replace this torch.
+# The constraints pin another torch, so they are a list of tools here.
 $(TORCH_VENV)/made: .ci/constraints.txt .ci/neighbours.txt
 	$(PYTHON) -m venv $(TORCH_VENV)
 	env -u PIP_CONSTRAINT $(TORCH_RUN) -m pip install --quiet torch==$(TORCH)
 	grep -Ev '^(torch|megatron-core)==' .ci/constraints.txt >$(TORCH_VENV)/tools.txt
 	env -u PIP_CONSTRAINT $(TORCH_RUN) -m pip install --quiet --no-deps --requirement $(TORCH_VENV)/tools.txt --editable .
 	env -u PIP_CONSTRAINT $(TORCH_RUN) -m pip install --quiet --no-deps --requirement .ci/neighbours.txt \
-		$$(grep ^megatron-core== .ci/constraints.txt) || echo "Megatron-Core, accelerate or torchtitan cannot be installed here: their tests are skipped"
+		$$(grep ^megatron-core== .ci/constraints.txt) \
+		|| echo "Megatron-Core, accelerate or torchtitan cannot be installed here: their tests are skipped"
 	@touch $@
 
 # The peers, for the benchmark alone. What cannot be installed here is left out of its tables, with a word.
