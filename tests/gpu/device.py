@@ -131,6 +131,12 @@ def reduce_scatter_tensor(group: dist.ProcessGroup, me: int, n: int) -> tuple[An
     return mine, [me * n]
 
 
+def scatter(group: dist.ProcessGroup, me: int, n: int) -> tuple[Any, Any]:
+    mine = number(-1)
+    dist.scatter(mine, [number(i) for i in range(n)] if me == 0 else None, group=group, group_src=0)
+    return mine, [me]
+
+
 def all_to_all_single(group: dist.ProcessGroup, me: int, n: int) -> tuple[Any, Any]:
     found = number(-1).repeat(n)
     dist.all_to_all_single(found, number(me).repeat(n), group=group)
@@ -161,6 +167,7 @@ COLLECTIVES = {
         all_gather,
         all_gather_into_tensor,
         reduce_scatter_tensor,
+        scatter,
         all_to_all_single,
         send,
         barrier,

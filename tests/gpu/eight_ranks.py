@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh
 from tests.gpu.device import COLLECTIVES, SHARED, close, is_right, lacks, run
-from tests.gpu.methods import CASES, SHARDED, check, check_checkpoint
+from tests.gpu.methods import CASES, CUT, SHARDED, check, check_checkpoint
 
 DOCUMENTED = ("all_reduce", "broadcast")
 """Source: https://docs.pytorch.org/docs/2.13/distributed.html#backends"""
@@ -68,5 +68,5 @@ def test_a_method_stays_on_the_device_and_equals_one_process(name: str):
 
 def test_a_checkpoint_of_one_mesh_is_loaded_on_another(tmp_path):
     pytest.importorskip("numpy", reason="torch sends objects through numpy")
-    skip_without(SHARDED)
+    skip_without((*SHARDED, *CUT))
     run(8, SHARED, check_checkpoint, str(tmp_path), False)

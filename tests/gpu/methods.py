@@ -148,8 +148,7 @@ def hybrid(mesh: ProcessGroupMesh) -> None:
 
 def tensor(mesh: ProcessGroupMesh) -> None:
     method = TensorParallel(mesh, "tp", plan=WORDS, heads=4)
-    together = compose(mesh, ShardedDataParallel(mesh, "dp"), method)
-    train(together, model_of(), alone(model_of()), around=method.loss)
+    train(compose(mesh, method, unowned=["dp"]), model_of(), alone(model_of()), around=method.loss)
 
 
 def sequence(mesh: ProcessGroupMesh) -> None:
@@ -320,31 +319,33 @@ class Case(NamedTuple):
 
     check: Callable[[ProcessGroupMesh], None]
     sizes: dict[str, int]
-    needs: tuple[str, ...] = ("all_reduce", "broadcast", "all_gather")
+    needs: tuple[str, ...]
+    """The collectives that it takes of the backend, on the device."""
 
 
 REDUCED = ("all_reduce", "broadcast", "all_gather")
 SHARDED = (*REDUCED, "all_gather_into_tensor", "reduce_scatter_tensor")
+CUT = (*REDUCED, "all_gather_into_tensor", "scatter")
 CASES = {
     case.check.__name__: case
     for case in (
-        Case(data, {"dp": 8}),
+        Case(data, {"dp": 8}, REDUCED),
         Case(sharded, {"dp": 8}, SHARDED),
         Case(hybrid, {"rep": 2, "dp": 4}, SHARDED),
-        Case(tensor, {"dp": 2, "tp": 4}, SHARDED),
-        Case(sequence, {"dp": 2, "tp": 4}, SHARDED),
+        Case(tensor, {"dp": 2, "tp": 4}, CUT),
+        Case(sequence, {"dp": 2, "tp": 4}, (*SHARDED, *CUT)),
         Case(ulysses, {"dp": 2, "cp": 4}, (*REDUCED, "all_to_all_single")),
         Case(ring, {"dp": 2, "cp": 4}, (*REDUCED, "send")),
         Case(experts, {"dp": 8}, (*REDUCED, "all_to_all_single")),
         Case(experts_cut, {"dp": 8}, (*REDUCED, "all_to_all_single")),
         Case(pipeline, {"pp": 2, "dp": 4}, (*REDUCED, "send")),
         Case(pipeline_experts, {"pp": 2, "dp": 4}, (*REDUCED, "all_to_all_single", "send")),
-        Case(together, {"dp": 2, "cp": 2, "tp": 2}, (*SHARDED, "all_to_all_single")),
-        Case(all_of_them, {"pp": 2, "dp": 1, "cp": 2, "tp": 2}, (*SHARDED, "send")),
+        Case(together, {"dp": 2, "cp": 2, "tp": 2}, (*SHARDED, *CUT, "all_to_all_single")),
+        Case(all_of_them, {"pp": 2, "dp": 1, "cp": 2, "tp": 2}, (*SHARDED, *CUT, "send")),
         Case(norm_and_clip, {"dp": 8}, SHARDED),
-        Case(broadcast, {"dp": 4, "tp": 2}),
-        Case(seeds, {"dp": 4, "tp": 2}),
-        Case(device_mesh, {"dp": 4, "tp": 2}, SHARDED),
+        Case(broadcast, {"dp": 4, "tp": 2}, REDUCED),
+        Case(seeds, {"dp": 4, "tp": 2}, REDUCED),
+        Case(device_mesh, {"dp": 4, "tp": 2}, CUT),
     )
 }
 

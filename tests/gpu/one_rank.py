@@ -69,6 +69,19 @@ def test_a_group_of_two_backends_serves_both_devices():
     run(1, MIXED, on_the_cpu_too)
 
 
+def twin() -> None:
+    """Methods compare numbers of rows over a Gloo twin of a group on NCCL."""
+    with ProcessGroupMesh(**AXES, name="twin") as mesh:
+        group, mine = mesh.group("dp", backend="gloo"), torch.full((1,), 3.0)
+        dist.all_reduce(mine, group=group)
+        assert (mine.item(), dist.get_backend(group)) == (3.0, "gloo")
+        is_right("all_reduce", mesh.group("dp"))
+
+
+def test_a_gloo_group_beside_the_same_ranks_on_nccl():
+    run(1, ALONE, twin)
+
+
 def gone() -> None:
     mesh = ProcessGroupMesh(**AXES, name="gone")
     released = mesh.group("tp")  # the group along each axis: they have the same ranks here
