@@ -4,6 +4,14 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 BENCH := .venv-bench
+# The Python that sees the GPU. One that is not .venv's has torch, cachetools and pytest, and nothing is installed.
+GPU_PYTHON ?= $(RUN)
+# The torch of `make test-torch`, which makes an environment for it.
+TORCH ?= 2.15.0
+TORCH_VENV = .venv-torch-$(TORCH)
+TORCH_RUN = $(TORCH_VENV)/bin/python
+# What pytest runs in these two, such as tests/test_groups.py, or "-k sharded"; all of it unless given.
+TESTS ?=
 # Build and run-time packages alike come from these versions; a looser range would fetch another torch.
 export PIP_CONSTRAINT := $(CURDIR)/.ci/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -15,7 +23,7 @@ QUIET := $(LOCAL) TORCH_CPP_LOG_LEVEL=ERROR
 # A file is one worker's, and tests/conftest.py says which come first.
 BY_TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-long browser test-launchers chaos bench bench-quick format clean
+.PHONY: demo test test-long test-gpu test-torch browser test-launchers chaos bench bench-quick format clean
 
 demo: $(VENV)/demo           ## the whole story on eight processes of this machine
 	$(QUIET) $(RUN) examples/train_gpt.py
@@ -28,6 +36,13 @@ test: $(VENV)/dev            ## style, types, doctests and tests: under four min
 
 test-long: $(VENV)/dev       ## those that train or take long, and every example
 	$(LOCAL) $(RUN) -m pytest -q $(BY_TWO) -m long
+
+test-gpu: $(if $(filter $(RUN),$(GPU_PYTHON)),$(VENV)/dev)  ## NCCL, and ranks that share a GPU; skipped without one
+	$(LOCAL) $(GPU_PYTHON) -m tests.gpu $(TESTS)
+
+test-torch: $(TORCH_VENV)/made  ## on another torch: make test-torch TORCH=2.15.0; 5.6 GB
+	$(TORCH_RUN) -m tests.on_torch $(TORCH)
+	$(LOCAL) PGMESH_TORCH=$(TORCH) $(TORCH_RUN) -m pytest -q -p tests.on_torch $(BY_TWO) -m 'not long' $(TESTS)
 
 browser: $(VENV)/dev         ## Debian's Chromium, which tests measure pictures with; needs root where it is not there
 	$(RUN) -m tests.browser
@@ -50,7 +65,7 @@ format: $(VENV)/dev
 	$(RUN) -m ruff format .
 
 clean:
-	rm -rf $(VENV) $(BENCH) build dist *.egg-info .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH) .venv-torch-* build dist *.egg-info .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/made:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))' \
@@ -66,6 +81,18 @@ $(VENV)/dev: $(VENV)/made pyproject.toml .ci/constraints.txt .ci/neighbours.txt
 	$(RUN) -m pip install --quiet --editable '.[dev]'
 	$(RUN) -m pip install --quiet --no-deps --requirement .ci/neighbours.txt \
 		|| echo "accelerate or torchtitan cannot be installed here: their tests are skipped"
+	@touch $@
+
+# torch is installed with its own dependencies; pgmesh and the tools without any, or pip would replace this torch.
+# The constraints pin another torch, so they are a list of tools here.
+$(TORCH_VENV)/made: .ci/constraints.txt .ci/neighbours.txt
+	$(PYTHON) -m venv $(TORCH_VENV)
+	env -u PIP_CONSTRAINT $(TORCH_RUN) -m pip install --quiet torch==$(TORCH)
+	grep -Ev '^(torch|megatron-core)==' .ci/constraints.txt >$(TORCH_VENV)/tools.txt
+	env -u PIP_CONSTRAINT $(TORCH_RUN) -m pip install --quiet --no-deps --requirement $(TORCH_VENV)/tools.txt --editable .
+	env -u PIP_CONSTRAINT $(TORCH_RUN) -m pip install --quiet --no-deps --requirement .ci/neighbours.txt \
+		$$(grep ^megatron-core== .ci/constraints.txt) \
+		|| echo "Megatron-Core, accelerate or torchtitan cannot be installed here: their tests are skipped"
 	@touch $@
 
 # The peers, for the benchmark alone. What cannot be installed here is left out of its tables, with a word.

@@ -121,9 +121,12 @@ def test_a_group_may_be_made_used_and_released_again_and_again():
 
 
 def test_torch_alone_meets_its_own_past():
-    """A group of local synchronisation that was destroyed leaves its addresses under the name of the next."""
+    """A group of local synchronisation that was destroyed leaves its addresses under the name of the next.
+
+    torch 2.15 has cured it; where that began, between 2.13 and 2.15, is unknown.
+    """
     assert not fails(2, torch_make_use_and_destroy, 1)
-    assert fails(2, torch_make_use_and_destroy, 20)
+    assert fails(2, torch_make_use_and_destroy, 20) is (torch.__version__ < "2.15")
 
 
 # ---- 3: a world that is bound to a device ----

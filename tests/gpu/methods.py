@@ -1,0 +1,363 @@
+"""Each parallel method on the device, gradient by gradient against one process on the same device, in 64-bit floats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from pgmesh import ProcessGroupMesh
+from pgmesh.parallel import (
+    Composition,
+    ContextParallel,
+    DataParallel,
+    ExpertParallel,
+    PipelineParallel,
+    Seeds,
+    ShardedDataParallel,
+    TensorParallel,
+    checkpoint,
+    compose,
+    weights,
+)
+from tests.gpu.device import DEVICE, placed
+from tests.parallel_models import (
+    CONTEXT,
+    FIRST,
+    LAST,
+    STEPS,
+    TinyGPT,
+    Trained,
+    batch,
+    gradients_of,
+    loss_of,
+    named,
+    optimizer_of,
+    same,
+    weights_of,
+)
+from tests.test_expert_parallel import Block as Mixture, cut_as
+from tests.test_parallel_together import in_microbatches, whole_loss
+from tests.test_tensor_parallel import SEQUENCE, WORDS
+
+TOLERANCE = 1e-10  # of 64-bit floats: sums are taken in another order, and on a GPU in another one each time
+Rows = Callable[[torch.Tensor], Iterable[torch.Tensor]]
+
+
+class Model(TinyGPT):
+    """The tiny GPT with its position numbers where its input is."""
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x, torch.arange(x.shape[1], device=x.device) if positions is None else positions)
+
+
+def model_of(block: Callable[[], nn.Module] | None = None) -> nn.Module:
+    return Model(layers=2, block=block).to(DEVICE)
+
+
+def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    codes, target = batch(step)
+    return codes.to(DEVICE), target.to(DEVICE)
+
+
+def alone(model: nn.Module, parts: Rows = lambda rows: [rows]) -> Trained:
+    """The training of one process, on the same device.
+
+    Args:
+        parts: the rows whose mean gradients are averaged: experts' loads are balanced within each.
+    """
+    optimizer, trained = optimizer_of(model.parameters()), Trained([], [], {})
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        pieces = list(zip(*(parts(each) for each in batch_of(step)), strict=True))
+        for codes, target in pieces:
+            loss_of(model(codes), target).backward()
+        for weight in model.parameters():
+            weight.grad /= len(pieces)  # and not each loss: that of the experts' loads counts as it is
+        trained.gradients.append(gradients_of(model))
+        optimizer.step()
+    trained.weights = weights_of(model)
+    return trained
+
+
+def train(
+    together: Composition,
+    model: nn.Module,
+    expected: Trained,
+    *,
+    context: ContextParallel | None = None,
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    cut: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = lambda whole: whole,
+) -> None:
+    """Three steps, as ``parallel_steps.train_and_check``; and all that there is stays on the device."""
+    model = together.apply(model)
+    optimizer = optimizer_of(model.parameters())
+    for step in range(STEPS):
+        codes, target = (together.share(each) for each in batch_of(step))
+        inputs = {}
+        if context is not None:
+            codes, target = context.cut(codes), context.cut(target)
+            inputs["positions"] = context.positions(CONTEXT, DEVICE)
+        optimizer.zero_grad()
+        with around():
+            if hasattr(model, "step"):
+                out = model.step(codes, *(each.expand(len(codes), -1) for each in inputs.values()), target=target)
+                placed("losses", out or [codes])
+            else:
+                out = model(codes, **inputs)
+                placed("outputs", [out, loss := loss_of(out, target)])
+                loss.backward()
+        gradients = gradients_of(model)
+        placed("gradients", map(local, gradients.values()))
+        same(f"gradients of step {step}", gradients, cut(expected.gradients[step]), TOLERANCE)
+        optimizer.step()
+    placed("weights", (local(weight) for _, weight in named(model)))
+    placed("what the optimizer keeps", moments(optimizer))
+    same("weights", weights_of(model), cut(expected.weights), TOLERANCE)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """What it keeps for each weight; its counts of steps are on the CPU, as torch has them."""
+    return [local(each[name]) for each in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+
+
+# ---- training with each method ----
+
+
+def data(mesh: ProcessGroupMesh) -> None:
+    train(compose(mesh, DataParallel(mesh, "dp")), model_of(), alone(model_of()))
+
+
+def sharded(mesh: ProcessGroupMesh) -> None:
+    train(compose(mesh, ShardedDataParallel(mesh, "dp")), model_of(), alone(model_of()))
+
+
+def hybrid(mesh: ProcessGroupMesh) -> None:
+    method = ShardedDataParallel(mesh, "rep", "dp", replicate="rep")
+    train(compose(mesh, method), model_of(), alone(model_of()))
+
+
+def tensor(mesh: ProcessGroupMesh) -> None:
+    method = TensorParallel(mesh, "tp", plan=WORDS, heads=4)
+    train(compose(mesh, method, unowned=["dp"]), model_of(), alone(model_of()), around=method.loss)
+
+
+def sequence(mesh: ProcessGroupMesh) -> None:
+    method = TensorParallel(mesh, "tp", plan=SEQUENCE, sequence=True)
+    together = compose(mesh, ShardedDataParallel(mesh, "dp"), method)
+    train(together, model_of(), alone(model_of()), around=method.loss)
+
+
+def context(mesh: ProcessGroupMesh, kind: str) -> None:
+    method = ContextParallel(mesh, "cp", attention=kind)
+    together = compose(mesh, DataParallel(mesh, "dp", over=("dp", "cp")), method)
+    train(together, model_of(), alone(model_of()), context=method)
+
+
+def ulysses(mesh: ProcessGroupMesh) -> None:
+    context(mesh, "ulysses")
+
+
+def ring(mesh: ProcessGroupMesh) -> None:
+    context(mesh, "ring")
+
+
+def with_experts(mesh: ProcessGroupMesh, moe: ProcessGroupMesh, tensor: str | None, *others: Any) -> None:
+    cut = {"tensor": tensor, "columns": ["up"], "rows": ["down"]} if tensor else {}
+    over = [axis for axis in moe.axes if axis != "pp"]
+    parts: Rows = (lambda rows: in_microbatches(rows, mesh.size("dp"))) if others else (lambda rows: [rows])
+    model = model_of(Mixture)
+    train(
+        compose(mesh, *others, DataParallel(mesh, "dp"), ExpertParallel(moe, "ep", over=over, **cut)),
+        model,
+        alone(model_of(Mixture), parts),
+        cut=lambda whole: {**whole, **cut_as(dict(model.named_parameters()), whole, moe, tensor)},
+    )
+
+
+def experts(mesh: ProcessGroupMesh) -> None:
+    with_experts(mesh, mesh.view(edp=mesh.size() // min(4, mesh.size()), ep=-1), None)
+
+
+def experts_cut(mesh: ProcessGroupMesh) -> None:
+    n = min(2, mesh.size())
+    with_experts(mesh, mesh.view(edp=-1, ep=n, etp=n), "etp")
+
+
+def stages(mesh: ProcessGroupMesh, loss: Callable[..., torch.Tensor] = loss_of) -> PipelineParallel:
+    return PipelineParallel(mesh, "pp", layers="blocks", first=FIRST, last=LAST, loss=loss, microbatches=2)
+
+
+def pipeline(mesh: ProcessGroupMesh) -> None:
+    train(compose(mesh, stages(mesh), DataParallel(mesh, "dp")), model_of(), alone(model_of()))
+
+
+def pipeline_experts(mesh: ProcessGroupMesh) -> None:
+    moe = mesh.view(pp=mesh.size("pp"), edp=-1, ep=min(2, mesh.size("dp")))
+    with_experts(mesh, moe, None, stages(mesh))
+
+
+def together(mesh: ProcessGroupMesh) -> None:
+    """Tensor, context and sharded data parallelism."""
+    tensor, context = TensorParallel(mesh, "tp", plan=WORDS), ContextParallel(mesh, "cp", attention="ulysses")
+    both = compose(mesh, ShardedDataParallel(mesh, "dp", over=("dp", "cp")), context, tensor)
+    train(both, model_of(), alone(model_of()), context=context, around=tensor.loss)
+
+
+def all_of_them(mesh: ProcessGroupMesh) -> None:
+    """The same in a pipeline."""
+    tensor, context = TensorParallel(mesh, "tp", plan=WORDS), ContextParallel(mesh, "cp")
+    sharded = ShardedDataParallel(mesh, "dp", over=("dp", "cp"))
+    every = compose(mesh, stages(mesh, whole_loss), sharded, context, tensor)
+    train(every, model_of(), alone(model_of()), context=context, around=tensor.loss)
+
+
+# ---- what stands beside the methods ----
+
+
+def norm_and_clip(mesh: ProcessGroupMesh) -> None:
+    """The norm over all ranks, in 32-bit floats on a GPU, and gradients scaled by it."""
+    right = model_of()
+    loss_of(right(batch_of(0)[0]), batch_of(0)[1]).backward()
+    expected = nn.utils.clip_grad_norm_(right.parameters(), 0.1)
+    both = compose(mesh, ShardedDataParallel(mesh, "dp"))
+    model = both.apply(model_of())
+    loss_of(model(both.share(batch_of(0)[0])), both.share(batch_of(0)[1])).backward()
+    found = weights.clip(0.1, weights.Held(model, mesh))
+    placed("the norm", [found])
+    torch.testing.assert_close(found.double(), expected.double(), rtol=1e-6, atol=0.0)
+    same("clipped gradients", gradients_of(model), gradients_of(right), 1e-6)
+
+
+def broadcast(mesh: ProcessGroupMesh) -> None:
+    torch.manual_seed(mesh.rank)
+    layer = nn.BatchNorm1d(4, device=DEVICE)
+    nn.init.normal_(layer.weight)
+    layer.running_mean.fill_(mesh.rank)
+    weights.broadcast(layer, mesh, "dp")
+    torch.manual_seed(mesh.ranks("dp")[0])
+    right = nn.init.normal_(torch.empty(4, device=DEVICE))
+    placed("weights and buffers", [layer.weight, layer.running_mean])
+    assert torch.equal(layer.weight.detach(), right), "not the first rank's weight"
+    assert layer.running_mean.tolist() == [mesh.ranks("dp")[0]] * 4, "not the first rank's buffer"
+
+
+def seeds(mesh: ProcessGroupMesh) -> None:
+    """Streams differ along tp and agree along dp, on the device; outside, random numbers are what they were."""
+    torch.manual_seed(1)
+    right = torch.rand(8, device=DEVICE)
+    torch.manual_seed(1)
+    stream = Seeds(mesh, "tp", seed=7)
+    with stream:
+        mine = torch.rand(8, device=DEVICE)
+    assert torch.equal(torch.rand(8, device=DEVICE), right), "the stream changed the random numbers outside"
+    everyone = [torch.empty_like(mine) for _ in mesh.ranks()]
+    torch.distributed.all_gather(everyone, mine, group=mesh.group())
+    drawn = {rank: tuple(each.tolist()) for rank, each in zip(mesh.ranks(), everyone)}
+    for rank, other in ((a, b) for a in drawn for b in drawn):
+        alike = mesh.layout.index_of(rank, "tp") == mesh.layout.index_of(other, "tp")
+        assert (drawn[rank] == drawn[other]) is alike, f"rank {rank} and rank {other} drew {'other' * alike} numbers"
+    state = stream.state_dict()
+    with stream:
+        later = torch.rand(8, device=DEVICE)
+    again = Seeds(mesh, "tp", seed=7)
+    again.load_state_dict(state)
+    with again:
+        assert torch.equal(torch.rand(8, device=DEVICE), later), "a loaded stream draws other numbers"
+
+
+def saved_and_loaded(mesh: ProcessGroupMesh, other: ProcessGroupMesh, folder: str | Path) -> None:
+    """What was saved sharded along dp is loaded along dp and tp."""
+    both = compose(mesh, ShardedDataParallel(mesh, "dp"))
+    model = both.apply(model_of())
+    optimizer = optimizer_of(model.parameters())
+    loss_of(model(both.share(batch_of(0)[0])), both.share(batch_of(0)[1])).backward()
+    optimizer.step()
+    checkpoint.save(folder, mesh, model, optimizer)
+    tensor = TensorParallel(other, "tp", plan=WORDS)
+    cut = compose(other, ShardedDataParallel(other, "dp"), tensor)
+    loaded = cut.apply(Model(layers=2, seed=1).to(DEVICE))
+    reader = optimizer_of(loaded.parameters())
+    checkpoint.load(folder, other, loaded, reader)
+    placed("loaded weights", map(local, loaded.parameters()))
+    placed("what the loaded optimizer keeps", moments(reader))
+    right = model_of()
+    one = optimizer_of(right.parameters())
+    for step in range(2):
+        one.zero_grad()
+        loss_of(right(batch_of(step)[0]), batch_of(step)[1]).backward()
+        one.step()
+    reader.zero_grad()
+    with tensor.loss():
+        loss_of(loaded(cut.share(batch_of(1)[0])), cut.share(batch_of(1)[1])).backward()
+    reader.step()
+    same("weights after a load and a step", weights_of(loaded), weights_of(right), TOLERANCE)
+
+
+def device_mesh(mesh: ProcessGroupMesh) -> None:
+    """torch's DeviceMesh over these groups is of the device, and DTensor works on it."""
+    found = mesh.device_mesh("dp", "tp")
+    assert found.device_type == DEVICE.type, f"a DeviceMesh of {found.device_type}"
+    whole = torch.arange(64.0, device=DEVICE).view(8, 8)
+    shards = [torch.distributed.tensor.Shard(0), torch.distributed.tensor.Shard(1)]
+    cut = torch.distributed.tensor.distribute_tensor(whole, found, shards)
+    placed("a part and the whole", [cut.to_local(), cut.full_tensor()])
+    assert torch.equal(cut.full_tensor(), whole), "a DTensor is not put together as it was"
+
+
+class Case(NamedTuple):
+    """A check of a mesh of eight ranks; on one rank every axis has size 1."""
+
+    check: Callable[[ProcessGroupMesh], None]
+    sizes: dict[str, int]
+    needs: tuple[str, ...]
+    """The collectives that it takes of the backend, on the device."""
+
+
+REDUCED = ("all_reduce", "broadcast", "all_gather")
+SHARDED = (*REDUCED, "all_gather_into_tensor", "reduce_scatter_tensor")
+CUT = (*REDUCED, "all_gather_into_tensor", "scatter")
+CASES = {
+    case.check.__name__: case
+    for case in (
+        Case(data, {"dp": 8}, REDUCED),
+        Case(sharded, {"dp": 8}, SHARDED),
+        Case(hybrid, {"rep": 2, "dp": 4}, SHARDED),
+        Case(tensor, {"dp": 2, "tp": 4}, CUT),
+        Case(sequence, {"dp": 2, "tp": 4}, (*SHARDED, *CUT)),
+        Case(ulysses, {"dp": 2, "cp": 4}, (*REDUCED, "all_to_all_single")),
+        Case(ring, {"dp": 2, "cp": 4}, (*REDUCED, "send")),
+        Case(experts, {"dp": 8}, (*REDUCED, "all_to_all_single")),
+        Case(experts_cut, {"dp": 8}, (*REDUCED, "all_to_all_single")),
+        Case(pipeline, {"pp": 2, "dp": 4}, (*REDUCED, "send")),
+        Case(pipeline_experts, {"pp": 2, "dp": 4}, (*REDUCED, "all_to_all_single", "send")),
+        Case(together, {"dp": 2, "cp": 2, "tp": 2}, (*SHARDED, *CUT, "all_to_all_single")),
+        Case(all_of_them, {"pp": 2, "dp": 1, "cp": 2, "tp": 2}, (*SHARDED, *CUT, "send")),
+        Case(norm_and_clip, {"dp": 8}, SHARDED),
+        Case(broadcast, {"dp": 4, "tp": 2}, REDUCED),
+        Case(seeds, {"dp": 4, "tp": 2}, REDUCED),
+        Case(device_mesh, {"dp": 4, "tp": 2}, CUT),
+    )
+}
+
+
+def check(name: str, alone: bool) -> None:
+    """A case on a mesh of this world."""
+    case = CASES[name]
+    with ProcessGroupMesh(**(dict.fromkeys(case.sizes, 1) if alone else case.sizes), name=name) as mesh:
+        case.check(mesh)
+
+
+def check_checkpoint(folder: str, alone: bool) -> None:
+    sizes = {"dp": 1, "tp": 1} if alone else {"dp": 2, "tp": 4}
+    with ProcessGroupMesh(dp=-1, name="saves") as mesh, ProcessGroupMesh(**sizes, name="loads") as other:
+        saved_and_loaded(mesh, other, folder)
