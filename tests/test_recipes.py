@@ -548,6 +548,84 @@ def test_fairscale_gives_each_axis_its_backend_and_timeout():
         )
 
 
+# ---- groups of one rank: the same ranks, and each with its own options ----
+
+
+def backends(arrangement: Arrangement) -> dict[str, str]:
+    return {name: dist.get_backend(arrangement[name].group()) for name in arrangement}
+
+
+def test_a_backend_for_an_axis_of_size_1_is_for_that_axis_alone():
+    with dry_world(5, 8, dist.HashStore()):
+        arrangement = recipes.fairscale(8, tp=2, pp_backend="gloo", name="ones")
+        assert backends(arrangement) == {"tensor": "fake", "context": "fake", "pipeline": "gloo", "data": "fake"}
+        total = torch.full((1,), 7.0)
+        dist.all_reduce(total, group=arrangement["pipeline"].group())
+        assert total.item() == 7
+        assert arrangement["pipeline"].group() is arrangement.dense.group("pp") is arrangement.dense["pp"].group()
+        assert arrangement["pipeline"].along().device_mesh().get_group() is arrangement["pipeline"].group()
+        assert dist.get_backend(arrangement.dense.group_of([5])) == "fake"
+        assert dist.get_backend(arrangement["pipeline"].group(backend="fake")) == "fake"
+
+
+def test_fairscale_gives_each_axis_the_backend_that_ezpz_gives_it_whatever_the_sizes():
+    chance = random.Random(16)
+    with dry_world(5, 8, dist.HashStore()):
+        for _ in range(60):
+            sizes = {axis: chance.choice([1, 1, 2]) for axis in ("tp", "pp", "cp")}
+            given = {f"{axis}_backend": chance.choice([None, "gloo", "fake"]) for axis in (*sizes, "dp")}
+            with recipes.fairscale(8, **sizes, **given) as arrangement:
+                axes = {"tensor": "tp", "context": "cp", "pipeline": "pp", "data": "dp"}
+                expected = {name: given[f"{axis}_backend"] or "fake" for name, axis in axes.items()}
+                assert backends(arrangement) == expected, (sizes, given)
+
+
+def test_megatron_with_one_stage_may_have_a_backend_for_its_pipeline_alone():
+    with dry_world(5, 8, dist.HashStore()):
+        arrangement = recipes.megatron(8, tp=2, name="one stage")
+        arrangement.configure("pipeline", backend="gloo")
+        found = backends(arrangement)
+        of_the_pipeline = {"pipeline", "embedding", "position embedding"}  # all of axis pp, as with two stages
+        assert {name for name, backend in found.items() if backend == "gloo"} == of_the_pipeline
+        assert {name for name in arrangement if arrangement[name].size == 1} > of_the_pipeline
+
+
+def test_options_for_an_axis_of_size_1_are_given_before_its_first_group_and_no_other():
+    with dry_world(5, 8, dist.HashStore()):
+        mesh = ProcessGroupMesh(pp=1, cp=1, dp=8, name="early")
+        shared = mesh.group("cp")
+        mesh.configure("pp", backend="gloo")  # the group along cp is another
+        assert (dist.get_backend(mesh.group("pp")), mesh.group("cp")) == ("gloo", shared)
+        assert mesh.group("pp").group_name != shared.group_name
+        assert mesh.group("pp", "cp") is mesh.group("cp", "pp") is shared
+        assert mesh.at(dp=5).group("pp") is mesh.along("pp", "cp").group("pp") is mesh.group("pp")
+        with pytest.raises(OptionsError, match=r"so it is too late to configure it"):
+            mesh.configure("pp", timeout=timedelta(seconds=5))
+        with pytest.raises(OptionsError, match=r"so it is too late to configure it"):
+            mesh.configure("cp", backend="gloo")
+        mesh.release("pp")
+        mesh.configure("cp", backend="gloo", timeout=timedelta(seconds=5))
+        mesh.configure("pp", timeout=timedelta(seconds=5))
+        assert mesh.group("cp") is mesh.group("pp")  # alike again, and so one group
+        assert timeout_of(mesh.group("cp")) == timedelta(seconds=5)
+
+
+def one_stage_on_real_groups() -> dict[str, str]:
+    with recipes.fairscale(4, tp=2, pp_backend="cpu:gloo", name="real ones") as arrangement:
+        check_sums({name: (arrangement[name].group(), arrangement[name].ranks) for name in arrangement})
+        arrangement.connect()
+        config = {name: dist.get_backend_config(arrangement[name].group()) for name in arrangement}
+        assert len({id(arrangement[name].group()) for name in arrangement}) == 4
+        return config
+
+
+def test_groups_of_one_rank_with_options_of_their_own_sum_and_connect():
+    found = world(4).run(one_stage_on_real_groups)
+    assert found == [found[0]] * 4
+    assert found[0]["pipeline"] == "cpu:gloo"
+    assert found[0]["context"] == found[0]["data"] == found[0]["tensor"]
+
+
 # ---- the other systems ----
 
 

@@ -28,15 +28,15 @@ def fairscale(
     Args:
         world: how many ranks; data is what is left of them.
         tp, pp, cp: sizes.
-        tp_backend, pp_backend, cp_backend, dp_backend: what groups along one axis are made with; the world's unless
-            given.
+        tp_backend, pp_backend, cp_backend, dp_backend: the backend of the groups along one axis, of size 1 too; the
+            world's unless given.
         timeout: how long their collectives may wait; the world's unless given.
         of: what the mesh is made with; ``Layout`` makes a plan. ProcessGroupMesh unless given.
         name: as for ``ProcessGroupMesh``.
 
     Raises:
         ShapeError: sizes that do not divide the world.
-        OptionsError: two axes of the same ranks, all of size 1, that are given different backends.
+        OptionsError: a backend or a timeout of the wrong kind.
 
     >>> from pgmesh import Layout, recipes
     >>> recipes.fairscale(8, tp=2, of=Layout)["data"].partition()
