@@ -22,6 +22,7 @@ from pgmesh import (
     MembershipError,
     MissingRanksError,
     OptionsError,
+    PgmeshError,
     PlaceError,
     ProcessGroupMesh,
     ShapeError,
@@ -32,7 +33,7 @@ from pgmesh.sizes import divisors
 from tests import stated
 from tests.dry import dry_world
 from tests.test_messages import says
-from tests.torch_seam import timeout_of
+from tests.torch_seam import tables, timeout_of
 from tests.worlds import check_sums, world
 
 AXES = ["tp", "cp", "ep", "dp", "pp"]
@@ -546,6 +547,82 @@ def test_fairscale_gives_each_axis_its_backend_and_timeout():
         assert {axis: options.timeout for axis, options in made.items()} == dict.fromkeys(
             ["tp", "cp", "pp", "dp"], timedelta(minutes=3)
         )
+
+
+# ---- a recipe that is refused leaves nothing behind ----
+
+
+def beyond(ranks: list[int]) -> list[int]:
+    return [ranks[8]]
+
+
+REFUSED: list[tuple[Callable[..., Arrangement], dict[str, Any], dict[str, Any]]] = [
+    (recipes.megatron, {"pp": 2, "ep": 2, "order": "tp-pp-ep-dp"}, {"order": "tp-ep-dp-pp"}),
+    (recipes.megatron, {"pp": 2, "tp": 2, "order": "tp-cp-pp-dp", "ep": 2, "etp": 1}, {"order": "tp-cp-ep-dp-pp"}),
+    (recipes.megatron, {"tp": 2, "order": "tp-dp-tp"}, {"order": "tp-dp"}),
+    (recipes.megatron, {"tp": 3}, {"tp": 2}),
+    (recipes.megatron, {"ep": 3}, {"ep": 4}),
+    (recipes.megatron, {"tp": 2, "etp": 3}, {"etp": 1}),
+    (recipes.megatron, {"rank_offset": 1}, {"rank_offset": 0}),
+    (recipes.megatron, {"cp": 4, "hierarchical_cp": [2, 3]}, {"hierarchical_cp": [2, 2]}),
+    (recipes.megatron, {"cp": 4, "hierarchical_cp": []}, {"hierarchical_cp": [4]}),
+    (recipes.megatron, {"cp": 4, "hierarchical_cp": [-2, -2]}, {"hierarchical_cp": None}),
+    (recipes.megatron, {"cp": 4, "hierarchical_cp": ["2", "2"]}, {"hierarchical_cp": [2, 2]}),
+    (recipes.megatron, {"pp": 2, "embedding": [2]}, {"embedding": [1]}),
+    (recipes.megatron, {"pp": 2, "embedding": []}, {"embedding": 0}),
+    (recipes.megatron, {"pp": 2, "embedding": "first"}, {"embedding": [0]}),
+    (recipes.megatron, {"pp": 2, "embedding": lambda ranks: [99]}, {"embedding": lambda ranks: ranks}),
+    (recipes.megatron, {"pp": 2, "embedding": beyond}, {"embedding": lambda ranks: [ranks[0]]}),
+    (recipes.megatron, {"pp": 2, "position_embedding": [2]}, {"position_embedding": [1]}),
+    (recipes.megatron, {"pp": 2, "position_embedding": lambda ranks: []}, {"position_embedding": (0,)}),
+    (recipes.megatron, {"tp": 2, "optimizer_instances": 3}, {"optimizer_instances": 2}),
+    (recipes.megatron, {"tp": 2, "optimizer_instances": 0}, {"optimizer_instances": 1}),
+    (
+        recipes.megatron,
+        {"tp": 2, "ep": 2, "cp": 2, "order": "cp-tp-dp-ep-pp", "optimizer_instances": 2},
+        {"order": "tp-cp-ep-dp-pp"},
+    ),
+    (recipes.fairscale, {"tp": 3}, {"tp": 2}),
+    (recipes.fairscale, {"tp": 2, "pp_backend": 5}, {"pp_backend": "fake"}),
+    (recipes.fairscale, {"tp": 2, "dp_backend": ""}, {"dp_backend": None}),
+    (recipes.fairscale, {"tp": 2, "timeout": "soon"}, {"timeout": timedelta(seconds=5)}),
+    (recipes.olmo, {"tp": 2}, {"dp": -1}),
+    (recipes.olmo, {"dp": 3}, {"dp": -1}),
+    (recipes.olmo, {"dp_shard": 4, "ep": 2}, {"ep": 4}),
+    (recipes.olmo, {"dp_replicate": 3, "cp": 2}, {"dp_replicate": 2}),
+    (recipes.olmo_experts, {"ep": 3}, {"ep": 2}),
+    (recipes.oslo, {"data": 2, "tensor": 2}, {"data": -1}),
+    (recipes.oslo, {"data": 2, "expert": 3}, {"expert": -1}),
+]
+"""Calls that are refused, and what mends each."""
+
+
+@pytest.mark.parametrize(("recipe", "bad", "better"), REFUSED)
+def test_a_recipe_that_is_refused_leaves_nothing_behind(
+    recipe: Callable[..., Arrangement], bad: dict[str, Any], better: dict[str, Any]
+):
+    with dry_world(5, 8):
+        before = tables()
+        with pytest.raises((PgmeshError, IndexError)) as held:  # and with it the frames of the recipe
+            recipe(8, **bad, name="refused")
+        assert held.tb is not None
+        assert tables() == before
+        arrangement = recipe(8, **{**bad, **better}, name="refused")
+        family = arrangement.dense._family
+        assert family._registry.living() == [family]
+        assert family.number == 0  # the first mesh of this name, as on a rank that was not refused
+        assert arrangement.dense.group().size() == 8
+
+
+def test_settings_of_nccl_that_are_refused_set_nothing():
+    with dry_world(5, 8):
+        arrangement = recipes.megatron(8, tp=2, name="settings")
+        for wrong in ({"max_ctas": "many"}, {"max_cta": 8}, {"net_name": 8}):
+            with pytest.raises(OptionsError):
+                arrangement.configure_nccl({"dp": {"max_ctas": 8}, "tp": wrong})
+        arrangement.configure_nccl({"dp_cp": {"max_ctas": 4}, "tp": {"max_ctas": 2}})  # dp has the ranks of dp_cp
+        options = {made.words: options for made, options, _ in _made(arrangement, "data", "tensor")}
+        assert [each.nccl for each in options.values()] == [{"max_ctas": 4}, {"max_ctas": 2}]
 
 
 # ---- groups of one rank: the same ranks, and each with its own options ----

@@ -392,7 +392,10 @@ class Arrangement:
         >>> recipes.megatron(8, tp=2, of=Layout).configure_nccl({"dp_cp": {"max_ctas": 8}, "tensor": {"min_ctas": 4}})
         """
         known = {**{name: (name,) for name in self}, **self.short}
-        for name, options in nccl.read(settings, known).items():
+        read = nccl.read(settings, known)
+        for options in read.values():
+            GroupOptions.of(options)  # all are checked before one is set
+        for name, options in read.items():
             for each in known[name]:
                 self[each].configure(**options)
 

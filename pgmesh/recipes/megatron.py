@@ -9,7 +9,7 @@ from typing import Any, Union
 from pgmesh.errors import ShapeError
 from pgmesh.layout import Axis
 from pgmesh.recipes.arrangement import Arrangement, Family, Pick, sliced
-from pgmesh.recipes.given import any_of, call, made, take, take_world, what_is_left
+from pgmesh.recipes.given import any_of, arranged, call, take, take_world, what_is_left
 from pgmesh.sizes import divisors, some
 
 ORDER = "tp-cp-ep-dp-pp"
@@ -119,42 +119,40 @@ def megatron(
     dense_sizes = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
     expert_sizes = {"tp": ("etp", etp), "ep": ("ep", ep), "dp": ("edp", edp), "pp": ("pp", pp)}
     slowest_first = ranked[::-1]  # as a mesh has its axes
-    dense = made(
-        "megatron",
-        of,
-        {axis: dense_sizes[axis] for axis in slowest_first if axis in dense_sizes},
-        ranks,
-        name,
-    )
-    expert = dense.view(**dict(expert_sizes[axis] for axis in slowest_first if axis in expert_sizes))
-    _check_pipelines(spelled, order, dense, expert)
-    return Arrangement.of(
-        spelled,
-        f"fastest axis first: {'-'.join(ranked)}",
-        [(dense, DENSE), (expert, EXPERT)],
-        [
-            "tensor",
-            "pipeline",
-            Family("model", dense, ("pp", "tp")),
-            "data",
-            "data+context",
-            "context",
-            *_levels(spelled, dense, cp, hierarchical_cp),
-            "tensor+data",
-            "tensor+data+context",
-            "tensor+context",
-            Family("amax", dense, ("dp", "tp")),
-            _stages("embedding", dense, embedding),
-            _stages("position embedding", dense, position_embedding),
-            "expert",
-            "expert-tensor",
-            "expert-tensor+expert",
-            "expert-tensor+expert+pipeline",
-            "expert-data",
-            *_instances(spelled, dense, expert, instances),
-        ],
-        {**SHORT, "hcp": [f"context level {level}" for level in range(1, len(hierarchical_cp or ()) + 1)]},
-    )
+
+    def arrange(dense: Any) -> Arrangement:
+        expert = dense.view(**dict(expert_sizes[axis] for axis in slowest_first if axis in expert_sizes))
+        _check_pipelines(spelled, order, dense, expert)
+        return Arrangement.of(
+            spelled,
+            f"fastest axis first: {'-'.join(ranked)}",
+            [(dense, DENSE), (expert, EXPERT)],
+            [
+                "tensor",
+                "pipeline",
+                Family("model", dense, ("pp", "tp")),
+                "data",
+                "data+context",
+                "context",
+                *_levels(spelled, dense, cp, hierarchical_cp),
+                "tensor+data",
+                "tensor+data+context",
+                "tensor+context",
+                Family("amax", dense, ("dp", "tp")),
+                _stages("embedding", dense, embedding),
+                _stages("position embedding", dense, position_embedding),
+                "expert",
+                "expert-tensor",
+                "expert-tensor+expert",
+                "expert-tensor+expert+pipeline",
+                "expert-data",
+                *_instances(spelled, dense, expert, instances),
+            ],
+            {**SHORT, "hcp": [f"context level {level}" for level in range(1, len(hierarchical_cp or ()) + 1)]},
+        )
+
+    box = {axis: dense_sizes[axis] for axis in slowest_first if axis in dense_sizes}
+    return arranged("megatron", of, box, ranks, name, arrange)
 
 
 def hybrid_context(arrangement: Arrangement) -> dict[int, Family]:
@@ -249,10 +247,10 @@ def _levels(spelled: str, dense: Any, cp: int, sizes: Sequence[int] | None) -> l
     """Context parallelism in levels: the first is contiguous, each next one steps over those before it."""
     if sizes is None:
         return []
+    sizes = [take("megatron", "hierarchical_cp", size) for size in sizes]
     if not sizes or math.prod(sizes) != cp:
         product = f"{' x '.join(map(str, sizes)) or 'nothing'} is {math.prod(sizes)}"
         raise ShapeError(f"{spelled}: the sizes of hierarchical_cp multiply to cp, but {product} and cp is {cp}.")
-    sizes = [take("megatron", "hierarchical_cp", size) for size in sizes]
     levels = {f"cp{level}": size for level, size in enumerate(sizes, 1)}
     box: dict[str, int] = {}
     for axis, size in zip(dense.axes, dense.shape):

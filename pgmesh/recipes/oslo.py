@@ -7,7 +7,7 @@ from typing import Any
 from pgmesh.errors import ShapeError
 from pgmesh.layout import Axis
 from pgmesh.recipes.arrangement import Arrangement, Family
-from pgmesh.recipes.given import call, made, take_world
+from pgmesh.recipes.given import arranged, call, take_world
 from pgmesh.sizes import fill, take_sizes
 
 AXES: dict[str, Axis] = {"pipeline": "pp", "data": "dp", "expert": "ep", "sequence": "sp", "tensor": "tp"}
@@ -49,10 +49,16 @@ def oslo(
         sizes = fill(who, take_sizes(who, (), given), world, f"the world has {world}", pick=False)
     except ShapeError as error:  # whose calls have sizes alone
         raise ShapeError(str(error).replace(f"{who}(", f"{who}({world}, ")) from None
-    mesh = made("oslo", of, {str(axis): sizes[mode] for mode, axis in AXES.items()}, ranks, name)
-    return Arrangement.of(
-        call("oslo", world, **{mode: size for mode, size in given.items() if size != 1}),
-        f"the last axis varies fastest: {', '.join(map(str, mesh.axes))}",
-        [(mesh, AXES)],
-        [Family("global", mesh, ()), "data", "tensor", "pipeline", "sequence", "expert"],
+    return arranged(
+        "oslo",
+        of,
+        {str(axis): sizes[mode] for mode, axis in AXES.items()},
+        ranks,
+        name,
+        lambda mesh: Arrangement.of(
+            call("oslo", world, **{mode: size for mode, size in given.items() if size != 1}),
+            f"the last axis varies fastest: {', '.join(map(str, mesh.axes))}",
+            [(mesh, AXES)],
+            [Family("global", mesh, ()), "data", "tensor", "pipeline", "sequence", "expert"],
+        ),
     )
