@@ -71,9 +71,9 @@ def tile(ours: Sequence[Block], theirs: Sequence[Block], whole: Sequence[Block])
 
 
 def picked(pipeline: Block, stages: Stages) -> Block:
-    """Some ranks of a pipeline, each once, in its order."""
+    """Some ranks of a pipeline, each once, in the order given."""
     chosen = stages(list(pipeline)) if callable(stages) else [pipeline[stage] for stage in stages]
-    return tuple(rank for rank in pipeline if rank in chosen)
+    return tuple(dict.fromkeys(chosen))
 
 
 def megatron(

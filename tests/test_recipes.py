@@ -315,6 +315,36 @@ def test_semantics_8_a_function_picks_any_ranks_of_each_pipeline():
     ]
 
 
+def last_first(ranks: list[int]) -> list[int]:
+    return [ranks[-1], ranks[0]]
+
+
+def test_semantics_8_ranks_that_a_function_picks_keep_the_order_that_it_gives():
+    arrangement = plan(8, tp=2, pp=4, embedding=last_first, position_embedding=(-1, 0))
+    assert arrangement["embedding"].partition() == arrangement["position embedding"].partition() == ((6, 0), (7, 1))
+    mine = arrangement.seen_by(0)["embedding"]
+    assert (mine.ranks, mine.index, mine.source, mine.first, mine.last) == ((6, 0), 1, 6, 6, 0)
+    assert plan(2, tp=2, embedding=last_first)["embedding"].partition() == ((0,), (1,))  # named twice, there once
+    with dry_world(6, 8):
+        family = recipes.megatron(8, tp=2, pp=4, embedding=last_first, name="last first")["embedding"]
+        assert dist.get_process_group_ranks(family.group()) == [6, 0] == [*family.ranks]
+        assert dist.get_rank(family.group()) == family.index == 0
+
+
+def last_first_on_real_groups() -> None:
+    with recipes.megatron(4, pp=4, embedding=last_first, name="last first") as arrangement:
+        embedding = arrangement["embedding"]
+        if arrangement.rank in embedding:
+            check_sums({"embedding": (embedding.group(), embedding.ranks)})
+            seen = torch.tensor([arrangement.rank])
+            dist.broadcast(seen, group=embedding.group(), group_src=0)
+            assert seen.item() == embedding.source == 3
+
+
+def test_a_group_in_the_order_that_a_function_gives_sums_right():
+    world(4).run(last_first_on_real_groups)
+
+
 @pytest.mark.parametrize(("chosen", "wrong"), [([], "[]"), ([1], "[1]"), ([0, 1], "[0, 1]")])
 def test_semantics_8_a_function_that_picks_no_such_ranks_is_found_out_at_once(chosen: list[int], wrong: str):
     says(

@@ -75,7 +75,8 @@ def megatron(
         rank_offset: the first rank.
         hierarchical_cp: sizes that multiply to ``cp``: families "context level 1", which is contiguous, and so on.
         optimizer_instances: how many copies of the optimizer's state there are.
-        embedding: which stages hold the word embeddings: by number, or a function of a pipeline's ranks.
+        embedding: which stages hold the word embeddings: by number, or a function of a pipeline's ranks. Their ranks
+            stand in the group in the order given.
         position_embedding: which hold position embeddings.
         of: what the mesh is made with; ``Layout`` makes a plan. ProcessGroupMesh unless given.
         name: as for ``ProcessGroupMesh``.
