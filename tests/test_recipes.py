@@ -623,6 +623,7 @@ REFUSED: list[tuple[Callable[..., Arrangement], dict[str, Any], dict[str, Any]]]
     (recipes.olmo_experts, {"ep": 3}, {"ep": 2}),
     (recipes.oslo, {"data": 2, "tensor": 2}, {"data": -1}),
     (recipes.oslo, {"data": 2, "expert": 3}, {"expert": -1}),
+    (recipes.oslo, {"data": 2, "tensor": 4, "order": "data"}, {"order": "data-tensor"}),
 ]
 """Calls that are refused, and what mends each."""
 
@@ -832,6 +833,40 @@ def test_oslo_has_five_sizes_and_the_whole():
         assert list(oslo[mode].partition()) == lists
     assert oslo.seen_by(3)["global"].ranks == tuple(range(12))
     assert oslo.seen_by(3)["global"].index == 3
+
+
+def test_oslo_in_the_order_of_its_code_has_the_lists_of_its_code():
+    """Where sequence is alone, or 1: in that code its runs of neighbours overlap those of tensor and of experts."""
+    tried = 0
+    for sizes in itertools.product((1, 2, 3), repeat=5):
+        five = dict(zip(("data", "pipeline", "expert", "sequence", "tensor"), sizes))
+        whole = math.prod(sizes)
+        if whole > 36 or (five["sequence"] > 1 and five["tensor"] * five["expert"] > 1):
+            continue
+        tried += 1
+        ours = recipes.oslo(whole, **five, order="data-pipeline-expert-sequence-tensor", of=Layout)
+        theirs = stated.oslo_code(whole, **five)
+        assert {mode: blocks(ours, mode) for mode in theirs} == {mode: sorted(theirs[mode]) for mode in theirs}
+    assert tried > 80
+    three = {"data": 2, "pipeline": 2, "tensor": 2}
+    theirs = stated.oslo_code(8, **three, expert=1, sequence=1)
+    assert blocks(recipes.oslo(8, **three, of=Layout), "data") != sorted(theirs["data"])
+
+
+def test_an_order_of_oslo_is_any_and_names_what_is_larger_than_1():
+    chance = random.Random(8)
+    modes = ["pipeline", "data", "expert", "sequence", "tensor"]
+    for _ in range(60):
+        sizes = {mode: chance.choice([1, 1, 2, 3]) for mode in modes}
+        named = [mode for mode in chance.sample(modes, 5) if sizes[mode] > 1 or chance.random() < 0.5]
+        order, whole = "-".join(named or ["data"]), math.prod(sizes.values())
+        ours = recipes.oslo(whole, **sizes, order=order, of=Layout)
+        theirs = stated.oslo(whole, **sizes, order=order)
+        assert {mode: blocks(ours, mode) for mode in ours} == {mode: sorted(theirs[mode]) for mode in theirs}
+        assert eval(repr(ours)[:-1] + ", of=Layout)").dense == ours.dense
+    assert "the last axis varies fastest: dp, pp, tp, ep, sp" in str(
+        recipes.oslo(8, data=2, pipeline=2, tensor=2, order="data-pipeline-tensor", of=Layout)
+    )
 
 
 # ---- what an arrangement is ----
@@ -1157,6 +1192,32 @@ def olmo(whole: int = 8, **sizes: Any) -> Callable[[], object]:
 
               recipes.fairscale(4, tp=4, cp=1, pp=1)   # tp may be 1, 2 or 4
             """,
+        ),
+        *(
+            (
+                lambda order=order: recipes.oslo(8, data=2, tensor=4, order=order, of=Layout),
+                f"recipes.oslo(8, data=2, tensor=4, order={order!r}): {text}\n\n"
+                f"  order='pipeline-data-expert-sequence-tensor'   # outermost axis first",
+            )
+            for order, text in {
+                "dp-tp": "the order names dp or tp; it may name pipeline, data, expert, sequence, tensor.",
+                "data-tensor-data": "the order names data more than once.",
+                "pipeline-data": "tensor has size 4, but the order does not name it.",
+            }.items()
+        ),
+        (
+            failing(tp=3, order="tp-dp-pp", rank_offset=8, position_embedding=[-1]),
+            "recipes.megatron(8, tp=3, cp=1, pp=1, order='tp-dp-pp', rank_offset=8, position_embedding=[-1]): "
+            "tp x cp x pp is 3 x 1 x 1 = 3, which does not divide 8 ranks.\n\n"
+            "  recipes.megatron(8, tp=2, cp=1, pp=1, order='tp-dp-pp', rank_offset=8, position_embedding=[-1])   "
+            "# tp may be 1, 2, 4 or 8",
+        ),
+        (
+            lambda: recipes.oslo(8, data=2, tensor=2, order="data-tensor", of=Layout),
+            "recipes.oslo(8, data=2, tensor=2, pipeline=1, sequence=1, expert=1, order='data-tensor') holds 4 ranks, "
+            "but the world has 8.\n\n"
+            "  recipes.oslo(8, data=-1, tensor=2, pipeline=1, sequence=1, expert=1, order='data-tensor')   "
+            "# let data be what is left: 4",
         ),
         (
             lambda: recipes.oslo(8, data=2, tensor=2, of=Layout),

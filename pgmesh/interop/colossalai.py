@@ -258,7 +258,7 @@ class ColossalMesh:
         """Raise for the first negative index, as ``ravel`` does, with the call that counts from 0."""
         axes, lists = _axes(axis, len(self.shape)), list[Any](indices if _several(axis) else [indices])
         number, index = next((n, i) for n, each in zip(axes, lists) for i in _ints("a list", each) if i < 0)
-        mended = [[i + self.shape[n] * (i < 0) for i in each] for n, each in zip(axes, lists)]
+        mended = [[i + self.shape[n] * (i < 0) for i in _ints("a list", each)] for n, each in zip(axes, lists)]
         call = f"{axes}, {mended}" if _several(axis) else f"{number}, {mended[0]}"
         fits = all(0 <= i < self.shape[n] for n, each in zip(axes, mended) for i in each)
         way = f"\n\n  create_group_along_axis({call})   # indices count from 0" if fits else ""

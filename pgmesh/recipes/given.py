@@ -140,6 +140,39 @@ def what_is_left(
     )
 
 
+def take_order(
+    spelled: str, order: object, default: str, direction: str, sizes: Mapping[str, Mapping[str, int]]
+) -> list[str]:
+    """The axes that an order names, as they stand in it.
+
+    Args:
+        spelled: the call, for messages.
+        order: axes joined by ``-``.
+        default: an order of all axes.
+        direction: which way it goes, such as "fastest axis first".
+        sizes: the sizes of each mesh, by a word for it in messages. An axis larger than 1 has to be named.
+
+    Raises:
+        ShapeError: an axis that does not exist, is named twice, or is left out.
+
+    >>> take_order("recipes.oslo(8)", "data-tensor", "pipeline-data-tensor", "outermost axis first", {})
+    ['data', 'tensor']
+    """
+    known, asked = default.split("-"), str(order).lower().split("-")
+    hint = f"\n\n  order={default!r}   # {direction}"
+    unknown = [axis for axis in asked if axis not in known]
+    if unknown:
+        raise ShapeError(f"{spelled}: the order names {any_of(unknown)}; it may name {', '.join(known)}.{hint}")
+    if len(set(asked)) != len(asked):
+        twice = next(axis for axis in asked if asked.count(axis) > 1)
+        raise ShapeError(f"{spelled}: the order names {twice} more than once.{hint}")
+    for what, each in sizes.items():
+        for axis, size in each.items():
+            if axis not in asked and size != 1:
+                raise ShapeError(f"{spelled}: {axis} {what}has size {size}, but the order does not name it.{hint}")
+    return asked
+
+
 def some_ranks(count: int) -> str:
     """So many ranks, in words.
 
