@@ -311,10 +311,15 @@ class Family:
         All groups of one rank have the same ranks, so their options are kept by axes: else the backend of one axis of
         size 1 would be that of all. In the name of the group they count as if they were asked for in the call.
         """
-        kept: _Kept = (frozenset(layout.along(self.rank, *axes).axes), tag)
+        kept = self._kept_by(layout, axes, tag)
         self._alone.add(kept)
         usual = self._registry.options
         return usual.but(self._configured[kept][0].keywords()) if kept in self._configured else usual
+
+    def _kept_by(self, layout: Layout, axes: tuple[Axis, ...], tag: str) -> _Kept:
+        """Where options that are configured for this rank's block are kept."""
+        ranks = layout.block_of(self.rank, *axes)
+        return (ranks if len(ranks) > 1 else frozenset(layout.along(self.rank, *axes).axes), tag)
 
     def _make(self, key: _Key, usual: GroupOptions, words: str, description: str) -> groups.Made:
         """Build a group directly. Nobody waits for anybody.
@@ -498,9 +503,8 @@ class Family:
         if self.rank not in layout:
             return
         ranks = layout.block_of(self.rank, *axes)
-        names = layout.along(self.rank, *axes).axes
-        spelling = ", ".join(map(str, names))
-        kept_by: _Kept = (ranks if len(ranks) > 1 else frozenset(names), tag)
+        spelling = ", ".join(map(str, layout.along(self.rank, *axes).axes))
+        kept_by = self._kept_by(layout, axes, tag)
         with self.lock:
             before, by, line = self._configured.get(kept_by, (GroupOptions(), spelling, ""))
             after = before.but(options)
