@@ -22,7 +22,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, Union
 
 import cachetools
 import torch
@@ -116,6 +116,10 @@ def reach() -> Heart:
     return _registry().reach()
 
 
+_Kept = tuple[Union[tuple[int, ...], frozenset[Any]], str]
+"""Where configured options are kept: the ranks of a group, or the axes of a group of one rank; and its tag."""
+
+
 class _Key:
     """What a group is, hashed once: its ranks may be many."""
 
@@ -163,7 +167,8 @@ class Family:
         self.ended: str | None = None
         self.meshes: weakref.WeakSet[Any] = weakref.WeakSet()  # those that remember groups of ours
         self._cache: cachetools.Cache[_Key, groups.Made] = cachetools.Cache(math.inf)
-        self._configured: dict[tuple[tuple[int, ...], str], tuple[GroupOptions, str, str]] = {}
+        self._configured: dict[_Kept, tuple[GroupOptions, str, str]] = {}
+        self._alone: set[_Kept] = set()  # the axes whose group of one rank was asked for
         self._generations = Generations()
         self._device_meshes: dict[Layout, DeviceMesh] = {}
         self.lock = threading.RLock()
@@ -276,8 +281,10 @@ class Family:
         """The group of these ranks, which are a block along axes of a layout where one is given."""
         groups.sweep()
         with self.lock:
-            usual = self._usual(ranks, tag)
-            options = usual.but(asked) if asked else usual
+            usual = options = self._usual(ranks, tag)
+            if len(ranks) == 1 and layout is not None:
+                options = self._usual_alone(layout, axes, tag)
+            options = options.but(asked) if asked else options
             key = _Key(ranks, options, tag)
             made = self._cache.get(key)
             if made is None:
@@ -318,6 +325,22 @@ class Family:
         if self._configured and (ranks, tag) in self._configured:
             usual = usual.but(self._configured[ranks, tag][0].keywords())
         return usual
+
+    def _usual_alone(self, layout: Layout, axes: tuple[Axis, ...], tag: str) -> GroupOptions:
+        """The same for a group of one rank.
+
+        All groups of one rank have the same ranks, so their options are kept by axes: else the backend of one axis of
+        size 1 would be that of all. In the name of the group they count as if they were asked for in the call.
+        """
+        kept = self._kept_by(layout, axes, tag)
+        self._alone.add(kept)
+        usual = self._registry.options
+        return usual.but(self._configured[kept][0].keywords()) if kept in self._configured else usual
+
+    def _kept_by(self, layout: Layout, axes: tuple[Axis, ...], tag: str) -> _Kept:
+        """Where options that are configured for this rank's block are kept."""
+        ranks = layout.block_of(self.rank, *axes)
+        return (ranks if len(ranks) > 1 else frozenset(layout.along(self.rank, *axes).axes), tag)
 
     def _make(self, key: _Key, usual: GroupOptions, words: str, description: str) -> groups.Made:
         """Build a group directly. Nobody waits for anybody.
@@ -509,13 +532,14 @@ class Family:
             return
         ranks = layout.block_of(self.rank, *axes)
         spelling = ", ".join(map(str, layout.along(self.rank, *axes).axes))
+        kept_by = self._kept_by(layout, axes, tag)
         with self.lock:
-            before, by, line = self._configured.get((ranks, tag), (GroupOptions(), spelling, ""))
+            before, by, line = self._configured.get(kept_by, (GroupOptions(), spelling, ""))
             after = before.but(options)
             if after.keywords() == before.keywords():
                 return
             for key, made in self._cache.items():
-                if (key.ranks, key.tag) == (ranks, tag):
+                if (key.ranks, key.tag) == (ranks, tag) and (len(ranks) > 1 or kept_by in self._alone):
                     raise OptionsError(
                         f"{made.words} was made at {made.line}, so it is too late to configure it.\n\n"
                         f"  {_call('configure', axes, '...')}   # before the first {_call('group', axes)}\n"
@@ -529,7 +553,7 @@ class Family:
                     f"configured with {before} at {line}, and {spelling} now with {given}.\n\n"
                     f"  {apart}   # a communicator of its own; else the same options for both"
                 )
-            self._configured[ranks, tag] = (after, by, caller())
+            self._configured[kept_by] = (after, by, caller())
 
     def set_timeout(self, timeout: timedelta, ranks: tuple[int, ...] | None) -> None:
         """Change how long collectives may wait: of the groups of these ranks, or of all that were made."""
@@ -552,6 +576,8 @@ class Family:
                 f"was released at {caller()}; ask its mesh for it anew.",
             )
             self._generations.release(ranks)
+            if len(ranks) == 1:
+                self._alone.clear()
 
     def close(self, reason: str | None = None, *, at_exit: bool = False) -> None:
         """Destroy every group of the family; it makes no more.

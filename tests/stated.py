@@ -71,9 +71,9 @@ def tile(ours: Sequence[Block], theirs: Sequence[Block], whole: Sequence[Block])
 
 
 def picked(pipeline: Block, stages: Stages) -> Block:
-    """Some ranks of a pipeline, each once, in its order."""
+    """Some ranks of a pipeline, each once, in the order given."""
     chosen = stages(list(pipeline)) if callable(stages) else [pipeline[stage] for stage in stages]
-    return tuple(rank for rank in pipeline if rank in chosen)
+    return tuple(dict.fromkeys(chosen))
 
 
 def megatron(
@@ -146,12 +146,35 @@ def fairscale(world: int, *, tp: int = 1, cp: int = 1, pp: int = 1) -> dict[str,
     return {word: groups(list(sizes), sizes, [axis]) for word, axis in words.items()}
 
 
-def oslo(world: int, **given: int) -> dict[str, list[Block]]:
-    """OSLO's modes, of which its page gives no lists: tensor is the fastest, then sequence, expert, data, pipeline."""
+def oslo(world: int, *, order: str = "pipeline-data-expert-sequence-tensor", **given: int) -> dict[str, list[Block]]:
+    """OSLO's modes, of which its page gives no lists, in an order whose last is the fastest."""
     modes = ("tensor", "sequence", "expert", "data", "pipeline")
     known = math.prod(size for size in given.values() if size != -1)
     sizes = {mode: world // known if given.get(mode) == -1 else given.get(mode, 1) for mode in modes}
-    return {"global": [tuple(range(world))], **{mode: groups(modes, sizes, [mode]) for mode in modes}}
+    fastest_first = [*(mode for mode in modes if mode not in order.split("-")), *reversed(order.split("-"))]
+    return {"global": [tuple(range(world))], **{mode: groups(fastest_first, sizes, [mode]) for mode in modes}}
+
+
+def oslo_code(
+    world: int, *, data: int, pipeline: int, expert: int, sequence: int, tensor: int
+) -> dict[str, list[Block]]:
+    """The lists that OSLO's code makes, mode by mode, each on its own.
+
+    Data steps over the whole of what one copy takes; pipelines step inside of that. Tensor and sequence are runs of
+    ranks that follow one another, and experts runs of ranks that stand ``tensor`` apart.
+    """
+    copy = world // data
+    stage = copy // pipeline
+    apart = [range(first, world, tensor) for first in range(tensor)]
+    return {
+        "data": [tuple(first + copy * i for i in range(data)) for first in range(copy)],
+        "pipeline": [
+            tuple(copy * i + first + stage * j for j in range(pipeline)) for i in range(data) for first in range(stage)
+        ],
+        "tensor": slices(tuple(range(world)), tensor),
+        "sequence": slices(tuple(range(world)), sequence),
+        "expert": [part for ranks in apart for part in slices(tuple(ranks), expert)],
+    }
 
 
 def olmo(world: int, **given: int) -> dict[str, list[Block]]:

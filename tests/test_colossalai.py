@@ -102,6 +102,37 @@ def test_groups_along_axes_are_the_ranks_that_agree_elsewhere(shape: tuple[int, 
                             assert group is None
 
 
+@given(shapes.filter(lambda shape: np.prod(shape) < 40), st.data())
+def test_a_negative_index_is_refused_wherever_a_rank_is_looked_up_and_a_negative_axis_counts_from_the_end(
+    shape: tuple[int, ...], data: st.DataObject
+):
+    axis = data.draw(st.integers(0, len(shape) - 1))
+    index = data.draw(st.integers(-shape[axis] - 1, -1))
+    with dry_world(0, int(np.prod(shape))):
+        mesh = ColossalMesh(*shape)
+        assert mesh.size(axis - len(shape)) == shape[axis]
+        assert mesh.coordinate(axis - len(shape)) == mesh.coordinate(axis) == 0
+        assert mesh.get_group_along_axis(axis - len(shape)) is mesh.get_group_along_axis(axis)
+        before = tables()
+        coords = mesh.get_coords_along_axis(mesh.coordinate(), axis - len(shape), [0, index])
+        assert coords == mesh.get_coords_along_axis(mesh.coordinate(), axis, [0, index])
+        assert coords[1][axis] == index  # as it was given: a coord belongs to no shape before ravel
+        asked = [
+            lambda: mesh.ravel(coords[1], shape),
+            lambda: mesh.unravel(index, shape),
+            lambda: mesh.get_group([0, index]),
+            lambda: mesh.get_group_along_axis(axis, [0, index]),
+            lambda: mesh.create_group_along_axis(axis - len(shape), [0, index]),
+            lambda: mesh.create_group_along_axis([axis], [[index]]),
+        ]
+        for ask in asked:
+            with pytest.raises(PlaceError) as caught:
+                ask()
+            assert f"{index}" in str(caught.value)
+        assert tables() == before
+        assert mesh.ravel(coords[1], shape, "wrap") == np.ravel_multi_index(coords[1], shape, "wrap")
+
+
 def apart() -> None:
     """The indices differ from rank to rank, and on each rank they name a block along one of the axes."""
     mesh = ColossalMesh(1, 2, 2)
@@ -274,6 +305,23 @@ def test_the_two_columns_are_the_same(theirs: str, ours: str):
             "the list of indices along axis 0 is of whole numbers, not [[0, 1]].",
         ),
         (lambda mesh: mesh.get_group_along_axis(0, [1, 2]), PlaceError, "axis 0 has 2 indices, 0 to 1; there is no 2."),
+        (
+            lambda mesh: mesh.get_group_along_axis(0, [0, -1]),
+            PlaceError,
+            "axis 0 of shape (2, 2, 2) has indices 0 to 1; there is no -1.\n\n"
+            "  create_group_along_axis(0, [0, 1])   # indices count from 0",
+        ),
+        (
+            lambda mesh: mesh.create_group_along_axis([2, -3], [[0, 1], (-2, -1)]),
+            PlaceError,
+            "axis 0 of shape (2, 2, 2) has indices 0 to 1; there is no -2.\n\n"
+            "  create_group_along_axis([2, 0], [[0, 1], [0, 1]])   # indices count from 0",
+        ),
+        (
+            lambda mesh: mesh.create_group_along_axis(0, [-1, -3]),
+            PlaceError,
+            "axis 0 of shape (2, 2, 2) has indices 0 to 1; there is no -1.",
+        ),
         (
             lambda mesh: mesh.get_group([5, 5]),
             PlaceError,

@@ -91,7 +91,9 @@ def megatron(world: int, *, order: str = "tp-cp-ep-dp-pp", rank_offset: int = 0,
 
 
 def stating(lists: Callable[..., dict[str, list[tuple[int, ...]]]]) -> Callable[..., stated.Lists]:
-    return lambda world, **given: stated.Lists(lists(world, **{name: given[name] for name in given if name != "of"}))
+    return lambda world, **given: stated.Lists(
+        lists(world, **{name: given[name] for name in given if name not in ("of", "name")})
+    )
 
 
 ORACLE = SimpleNamespace(

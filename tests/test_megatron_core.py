@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import doctest
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 import itertools
 import warnings
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -19,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pgmesh import AxisError, SeamError, WorldError, recipes
+from pgmesh import AxisError, SeamError, ShapeError, WorldError, recipes
 from pgmesh.interop import megatron
 from tests import pages
 from tests.dry import dry_world
@@ -124,6 +126,35 @@ def test_the_state_is_what_megatron_would_make(state: Any, sizes: str):
             assert answers(state) == nothing != theirs
 
 
+def last_first(ranks: list[int]) -> list[int]:
+    return [ranks[-1], ranks[0]]
+
+
+def test_embedding_ranks_stand_as_the_function_gives_them(state: Any):
+    """So which of them is asked whether it holds the first stage is Megatron's own; in its group torch sorts them."""
+    for rank in range(8):
+        with dry_world(rank, 8), mock.patch.dict(vars(state)):
+            found = []
+            sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4}
+            state.initialize_model_parallel(
+                **sizes,
+                virtual_pipeline_model_parallel_size=2,
+                get_embedding_ranks=last_first,
+                create_gloo_process_groups=False,
+            )
+            theirs = state._EMBEDDING_GROUP and dist.get_process_group_ranks(state._EMBEDDING_GROUP)
+            in_group = partial(state.is_rank_in_embedding_group, ignore_virtual=False)
+            found.append((state._EMBEDDING_GLOBAL_RANKS, [in_group(vp_stage=chunk) for chunk in (0, 1)]))
+            state.destroy_model_parallel()
+            arrangement = recipes.megatron(8, tp=2, pp=4, embedding=last_first)
+            with megatron.published(arrangement, virtual_pipeline=2):
+                found.append((state._EMBEDDING_GLOBAL_RANKS, [in_group(vp_stage=chunk) for chunk in (0, 1)]))
+                ours = state._EMBEDDING_GROUP and dist.get_process_group_ranks(state._EMBEDDING_GROUP)
+            assert found[0] == found[1]
+            assert ours == found[1][0]
+            assert theirs == (ours and sorted(ours))
+
+
 def test_every_field_and_every_global_is_accounted_for(state: Any):
     collection = importlib.import_module("megatron.core.process_groups_config").ProcessGroupCollection
     assert {field.name for field in fields(collection)} == megatron.FIELDS.keys()
@@ -141,8 +172,8 @@ def test_every_field_and_every_global_is_accounted_for(state: Any):
 
 
 def test_what_is_asked_for_beside_the_groups(state: Any):
-    with dry_world(5, 8, dist.HashStore()):
-        arrangement = recipes.megatron(8, cp=4, hierarchical_cp=[2, 2])
+    with dry_world(5, 16, dist.HashStore()):
+        arrangement = recipes.megatron(16, cp=4, pp=2, hierarchical_cp=[2, 2])
         slices = recipes.hybrid_context(arrangement)
         with megatron.published(arrangement, gloo=True, all_gather=True, hybrid=slices, virtual_pipeline=3):
             second, first = [state.get_data_parallel_group(True, False, ag) for ag in (True, False)]
@@ -229,6 +260,59 @@ def test_a_global_that_is_gone(state: Any, monkeypatch: pytest.MonkeyPatch):
         "megatron-core 0.16.1, beside which pgmesh was tried on 0.16.1, has no _CONTEXT_PARALLEL_GROUP in its "
         "parallel_state.\n\n  pip install megatron-core==0.16.1"
     )
+    assert vars(state) == before
+
+
+MAINS = (
+    "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT",
+    "_EXPERT_GTP_WEIGHT_REMAT_GROUP",
+    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP",
+    "_GTP_WEIGHT_REMAT_GROUP",
+)
+"""Some groups that ``parallel_state`` has on Megatron-LM's main branch, and 0.16.1 has not."""
+
+
+def test_groups_that_we_do_not_know(state: Any, monkeypatch: pytest.MonkeyPatch):
+    for name in MAINS:
+        monkeypatch.setattr(state, name, None, raising=False)
+    before = dict(vars(state))
+    with dry_world(5, 8), pytest.raises(SeamError) as caught, megatron.published(recipes.megatron(8)):
+        pytest.fail("the block was run")
+    assert str(caught.value) == (
+        "megatron-core 0.16.1, beside which pgmesh was tried on 0.16.1, has groups in its parallel_state that pgmesh "
+        "does not know: _DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT, _EXPERT_GTP_WEIGHT_REMAT_GROUP, "
+        "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP, _GTP_WEIGHT_REMAT_GROUP. Code that reads them would "
+        "find none.\n\n  pip install megatron-core==0.16.1"
+    )
+    assert vars(state) == before
+
+
+def test_a_megatron_core_that_was_never_installed_has_a_version_too(state: Any, monkeypatch: pytest.MonkeyPatch):
+    """A checkout of Megatron-LM on the path."""
+    gone = importlib.metadata.PackageNotFoundError("megatron-core")
+    monkeypatch.setattr(importlib.metadata, "version", mock.Mock(side_effect=gone))
+    monkeypatch.setattr(state, MAINS[0], None, raising=False)
+    with dry_world(5, 8), pytest.raises(SeamError) as caught, megatron.published(recipes.megatron(8)):
+        pytest.fail("the block was run")
+    assert str(caught.value).startswith("megatron-core 0.16.1, ")
+    assert MAINS[0] in str(caught.value)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_virtual_stages_of_a_pipeline_of_one_are_refused_as_megatron_does(state: Any, chunks: int):
+    before = dict(vars(state))
+    with dry_world(5, 8):
+        with pytest.raises(RuntimeError, match="size should be greater than 1 with interleaved schedule"):
+            state.initialize_model_parallel(virtual_pipeline_model_parallel_size=chunks)
+        arrangement = recipes.megatron(8, tp=2)
+        with pytest.raises(ShapeError) as caught, megatron.published(arrangement, virtual_pipeline=chunks):
+            pytest.fail("the block was run")
+        assert str(caught.value) == (
+            f"virtual_pipeline={chunks} takes a pipeline of more than 1 stage, but recipes.megatron(8, tp=2) has pp=1."
+            f"\n\n  megatron.published(arrangement)   # without virtual_pipeline"
+        )
+        with megatron.published(arrangement):  # the call that the error names
+            assert state.get_virtual_pipeline_model_parallel_world_size() is None
     assert vars(state) == before
 
 
@@ -379,7 +463,9 @@ def test_a_gpt_of_megatron_core_trains_as_one_process_does():
 def test_every_global_of_megatrons_page_is_filled_or_empty_in_a_block(state: Any):
     named = pages.MEGATRON_GLOBALS.split()
     with dry_world(5, 8, dist.HashStore()):
-        arrangement = recipes.megatron(8, tp=2, cp=2, hierarchical_cp=[2], optimizer_instances=2, name="globals")
+        arrangement = recipes.megatron(
+            8, pp=2, cp=2, hierarchical_cp=[2], optimizer_instances=2, position_embedding=[0, -1], name="globals"
+        )
         for name in named:
             setattr(state, name, "of somebody else")
         with megatron.published(arrangement, gloo=True, virtual_pipeline=2):

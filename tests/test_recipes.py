@@ -22,6 +22,7 @@ from pgmesh import (
     MembershipError,
     MissingRanksError,
     OptionsError,
+    PgmeshError,
     PlaceError,
     ProcessGroupMesh,
     ShapeError,
@@ -32,7 +33,7 @@ from pgmesh.sizes import divisors
 from tests import stated
 from tests.dry import dry_world
 from tests.test_messages import says
-from tests.torch_seam import timeout_of
+from tests.torch_seam import tables, timeout_of
 from tests.worlds import check_sums, world
 
 AXES = ["tp", "cp", "ep", "dp", "pp"]
@@ -314,6 +315,36 @@ def test_semantics_8_a_function_picks_any_ranks_of_each_pipeline():
     ]
 
 
+def last_first(ranks: list[int]) -> list[int]:
+    return [ranks[-1], ranks[0]]
+
+
+def test_semantics_8_ranks_that_a_function_picks_keep_the_order_that_it_gives():
+    arrangement = plan(8, tp=2, pp=4, embedding=last_first, position_embedding=(-1, 0))
+    assert arrangement["embedding"].partition() == arrangement["position embedding"].partition() == ((6, 0), (7, 1))
+    mine = arrangement.seen_by(0)["embedding"]
+    assert (mine.ranks, mine.index, mine.source, mine.first, mine.last) == ((6, 0), 1, 6, 6, 0)
+    assert plan(2, tp=2, embedding=last_first)["embedding"].partition() == ((0,), (1,))  # named twice, there once
+    with dry_world(6, 8):
+        family = recipes.megatron(8, tp=2, pp=4, embedding=last_first, name="last first")["embedding"]
+        assert dist.get_process_group_ranks(family.group()) == [6, 0] == [*family.ranks]
+        assert dist.get_rank(family.group()) == family.index == 0
+
+
+def last_first_on_real_groups() -> None:
+    with recipes.megatron(4, pp=4, embedding=last_first, name="last first") as arrangement:
+        embedding = arrangement["embedding"]
+        if arrangement.rank in embedding:
+            check_sums({"embedding": (embedding.group(), embedding.ranks)})
+            seen = torch.tensor([arrangement.rank])
+            dist.broadcast(seen, group=embedding.group(), group_src=0)
+            assert seen.item() == embedding.source == 3
+
+
+def test_a_group_in_the_order_that_a_function_gives_sums_right():
+    world(4).run(last_first_on_real_groups)
+
+
 @pytest.mark.parametrize(("chosen", "wrong"), [([], "[]"), ([1], "[1]"), ([0, 1], "[0, 1]")])
 def test_semantics_8_a_function_that_picks_no_such_ranks_is_found_out_at_once(chosen: list[int], wrong: str):
     says(
@@ -548,6 +579,161 @@ def test_fairscale_gives_each_axis_its_backend_and_timeout():
         )
 
 
+# ---- a recipe that is refused leaves nothing behind ----
+
+
+def beyond(ranks: list[int]) -> list[int]:
+    return [ranks[8]]
+
+
+REFUSED: list[tuple[Callable[..., Arrangement], dict[str, Any], dict[str, Any]]] = [
+    (recipes.megatron, {"pp": 2, "ep": 2, "order": "tp-pp-ep-dp"}, {"order": "tp-ep-dp-pp"}),
+    (recipes.megatron, {"pp": 2, "tp": 2, "order": "tp-cp-pp-dp", "ep": 2, "etp": 1}, {"order": "tp-cp-ep-dp-pp"}),
+    (recipes.megatron, {"tp": 2, "order": "tp-dp-tp"}, {"order": "tp-dp"}),
+    (recipes.megatron, {"tp": 3}, {"tp": 2}),
+    (recipes.megatron, {"ep": 3}, {"ep": 4}),
+    (recipes.megatron, {"tp": 2, "etp": 3}, {"etp": 1}),
+    (recipes.megatron, {"rank_offset": 1}, {"rank_offset": 0}),
+    (recipes.megatron, {"cp": 4, "hierarchical_cp": [2, 3]}, {"hierarchical_cp": [2, 2]}),
+    (recipes.megatron, {"cp": 4, "hierarchical_cp": []}, {"hierarchical_cp": [4]}),
+    (recipes.megatron, {"cp": 4, "hierarchical_cp": [-2, -2]}, {"hierarchical_cp": None}),
+    (recipes.megatron, {"cp": 4, "hierarchical_cp": ["2", "2"]}, {"hierarchical_cp": [2, 2]}),
+    (recipes.megatron, {"pp": 2, "embedding": [2]}, {"embedding": [1]}),
+    (recipes.megatron, {"pp": 2, "embedding": []}, {"embedding": 0}),
+    (recipes.megatron, {"pp": 2, "embedding": "first"}, {"embedding": [0]}),
+    (recipes.megatron, {"pp": 2, "embedding": lambda ranks: [99]}, {"embedding": lambda ranks: ranks}),
+    (recipes.megatron, {"pp": 2, "embedding": beyond}, {"embedding": lambda ranks: [ranks[0]]}),
+    (recipes.megatron, {"pp": 2, "position_embedding": [2]}, {"position_embedding": [1]}),
+    (recipes.megatron, {"pp": 2, "position_embedding": lambda ranks: []}, {"position_embedding": (0,)}),
+    (recipes.megatron, {"tp": 2, "optimizer_instances": 3}, {"optimizer_instances": 2}),
+    (recipes.megatron, {"tp": 2, "optimizer_instances": 0}, {"optimizer_instances": 1}),
+    (
+        recipes.megatron,
+        {"tp": 2, "ep": 2, "cp": 2, "order": "cp-tp-dp-ep-pp", "optimizer_instances": 2},
+        {"order": "tp-cp-ep-dp-pp"},
+    ),
+    (recipes.fairscale, {"tp": 3}, {"tp": 2}),
+    (recipes.fairscale, {"tp": 2, "pp_backend": 5}, {"pp_backend": "fake"}),
+    (recipes.fairscale, {"tp": 2, "dp_backend": ""}, {"dp_backend": None}),
+    (recipes.fairscale, {"tp": 2, "timeout": "soon"}, {"timeout": timedelta(seconds=5)}),
+    (recipes.olmo, {"tp": 2}, {"dp": -1}),
+    (recipes.olmo, {"dp": 3}, {"dp": -1}),
+    (recipes.olmo, {"dp_shard": 4, "ep": 2}, {"ep": 4}),
+    (recipes.olmo, {"dp_replicate": 3, "cp": 2}, {"dp_replicate": 2}),
+    (recipes.olmo_experts, {"ep": 3}, {"ep": 2}),
+    (recipes.oslo, {"data": 2, "tensor": 2}, {"data": -1}),
+    (recipes.oslo, {"data": 2, "expert": 3}, {"expert": -1}),
+    (recipes.oslo, {"data": 2, "tensor": 4, "order": "data"}, {"order": "data-tensor"}),
+]
+"""Calls that are refused, and what mends each."""
+
+
+@pytest.mark.parametrize(("recipe", "bad", "better"), REFUSED)
+def test_a_recipe_that_is_refused_leaves_nothing_behind(
+    recipe: Callable[..., Arrangement], bad: dict[str, Any], better: dict[str, Any]
+):
+    with dry_world(5, 8):
+        before = tables()
+        with pytest.raises((PgmeshError, IndexError)) as held:  # and with it the frames of the recipe
+            recipe(8, **bad, name="refused")
+        assert held.tb is not None
+        assert tables() == before
+        arrangement = recipe(8, **{**bad, **better}, name="refused")
+        family = arrangement.dense._family
+        assert family._registry.living() == [family]
+        assert family.number == 0  # the first mesh of this name, as on a rank that was not refused
+        assert arrangement.dense.group().size() == 8
+
+
+def test_settings_of_nccl_that_are_refused_set_nothing():
+    with dry_world(5, 8):
+        arrangement = recipes.megatron(8, tp=2, name="settings")
+        for wrong in ({"max_ctas": "many"}, {"max_cta": 8}, {"net_name": 8}):
+            with pytest.raises(OptionsError):
+                arrangement.configure_nccl({"dp": {"max_ctas": 8}, "tp": wrong})
+        arrangement.configure_nccl({"dp_cp": {"max_ctas": 4}, "tp": {"max_ctas": 2}})  # dp has the ranks of dp_cp
+        options = {made.words: options for made, options, _ in _made(arrangement, "data", "tensor")}
+        assert [each.nccl for each in options.values()] == [{"max_ctas": 4}, {"max_ctas": 2}]
+
+
+# ---- groups of one rank: the same ranks, and each with its own options ----
+
+
+def backends(arrangement: Arrangement) -> dict[str, str]:
+    return {name: dist.get_backend(arrangement[name].group()) for name in arrangement}
+
+
+def test_a_backend_for_an_axis_of_size_1_is_for_that_axis_alone():
+    with dry_world(5, 8, dist.HashStore()):
+        arrangement = recipes.fairscale(8, tp=2, pp_backend="gloo", name="ones")
+        assert backends(arrangement) == {"tensor": "fake", "context": "fake", "pipeline": "gloo", "data": "fake"}
+        total = torch.full((1,), 7.0)
+        dist.all_reduce(total, group=arrangement["pipeline"].group())
+        assert total.item() == 7
+        assert arrangement["pipeline"].group() is arrangement.dense.group("pp") is arrangement.dense["pp"].group()
+        assert arrangement["pipeline"].along().device_mesh().get_group() is arrangement["pipeline"].group()
+        assert dist.get_backend(arrangement.dense.group_of([5])) == "fake"
+        assert dist.get_backend(arrangement["pipeline"].group(backend="fake")) == "fake"
+
+
+def test_fairscale_gives_each_axis_the_backend_that_ezpz_gives_it_whatever_the_sizes():
+    chance = random.Random(16)
+    with dry_world(5, 8, dist.HashStore()):
+        for _ in range(60):
+            sizes = {axis: chance.choice([1, 1, 2]) for axis in ("tp", "pp", "cp")}
+            given = {f"{axis}_backend": chance.choice([None, "gloo", "fake"]) for axis in (*sizes, "dp")}
+            with recipes.fairscale(8, **sizes, **given) as arrangement:
+                axes = {"tensor": "tp", "context": "cp", "pipeline": "pp", "data": "dp"}
+                expected = {name: given[f"{axis}_backend"] or "fake" for name, axis in axes.items()}
+                assert backends(arrangement) == expected, (sizes, given)
+
+
+def test_megatron_with_one_stage_may_have_a_backend_for_its_pipeline_alone():
+    with dry_world(5, 8, dist.HashStore()):
+        arrangement = recipes.megatron(8, tp=2, name="one stage")
+        arrangement.configure("pipeline", backend="gloo")
+        found = backends(arrangement)
+        of_the_pipeline = {"pipeline", "embedding", "position embedding"}  # all of axis pp, as with two stages
+        assert {name for name, backend in found.items() if backend == "gloo"} == of_the_pipeline
+        assert {name for name in arrangement if arrangement[name].size == 1} > of_the_pipeline
+
+
+def test_options_for_an_axis_of_size_1_are_given_before_its_first_group_and_no_other():
+    with dry_world(5, 8, dist.HashStore()):
+        mesh = ProcessGroupMesh(pp=1, cp=1, dp=8, name="early")
+        shared = mesh.group("cp")
+        mesh.configure("pp", backend="gloo")  # the group along cp is another
+        assert (dist.get_backend(mesh.group("pp")), mesh.group("cp")) == ("gloo", shared)
+        assert mesh.group("pp").group_name != shared.group_name
+        assert mesh.group("pp", "cp") is mesh.group("cp", "pp") is shared
+        assert mesh.at(dp=5).group("pp") is mesh.along("pp", "cp").group("pp") is mesh.group("pp")
+        with pytest.raises(OptionsError, match=r"so it is too late to configure it"):
+            mesh.configure("pp", timeout=timedelta(seconds=5))
+        with pytest.raises(OptionsError, match=r"so it is too late to configure it"):
+            mesh.configure("cp", backend="gloo")
+        mesh.release("pp")
+        mesh.configure("cp", backend="gloo", timeout=timedelta(seconds=5))
+        mesh.configure("pp", timeout=timedelta(seconds=5))
+        assert mesh.group("cp") is mesh.group("pp")  # alike again, and so one group
+        assert timeout_of(mesh.group("cp")) == timedelta(seconds=5)
+
+
+def one_stage_on_real_groups() -> dict[str, str]:
+    with recipes.fairscale(4, tp=2, pp_backend="cpu:gloo", name="real ones") as arrangement:
+        check_sums({name: (arrangement[name].group(), arrangement[name].ranks) for name in arrangement})
+        arrangement.connect()
+        config = {name: dist.get_backend_config(arrangement[name].group()) for name in arrangement}
+        assert len({id(arrangement[name].group()) for name in arrangement}) == 4
+        return config
+
+
+def test_groups_of_one_rank_with_options_of_their_own_sum_and_connect():
+    found = world(4).run(one_stage_on_real_groups)
+    assert found == [found[0]] * 4
+    assert found[0]["pipeline"] == "cpu:gloo"
+    assert found[0]["context"] == found[0]["data"] == found[0]["tensor"]
+
+
 # ---- the other systems ----
 
 
@@ -647,6 +833,40 @@ def test_oslo_has_five_sizes_and_the_whole():
         assert list(oslo[mode].partition()) == lists
     assert oslo.seen_by(3)["global"].ranks == tuple(range(12))
     assert oslo.seen_by(3)["global"].index == 3
+
+
+def test_oslo_in_the_order_of_its_code_has_the_lists_of_its_code():
+    """Where sequence is alone, or 1: in that code its runs of neighbours overlap those of tensor and of experts."""
+    tried = 0
+    for sizes in itertools.product((1, 2, 3), repeat=5):
+        five = dict(zip(("data", "pipeline", "expert", "sequence", "tensor"), sizes))
+        whole = math.prod(sizes)
+        if whole > 36 or (five["sequence"] > 1 and five["tensor"] * five["expert"] > 1):
+            continue
+        tried += 1
+        ours = recipes.oslo(whole, **five, order="data-pipeline-expert-sequence-tensor", of=Layout)
+        theirs = stated.oslo_code(whole, **five)
+        assert {mode: blocks(ours, mode) for mode in theirs} == {mode: sorted(theirs[mode]) for mode in theirs}
+    assert tried > 80
+    three = {"data": 2, "pipeline": 2, "tensor": 2}
+    theirs = stated.oslo_code(8, **three, expert=1, sequence=1)
+    assert blocks(recipes.oslo(8, **three, of=Layout), "data") != sorted(theirs["data"])
+
+
+def test_an_order_of_oslo_is_any_and_names_what_is_larger_than_1():
+    chance = random.Random(8)
+    modes = ["pipeline", "data", "expert", "sequence", "tensor"]
+    for _ in range(60):
+        sizes = {mode: chance.choice([1, 1, 2, 3]) for mode in modes}
+        named = [mode for mode in chance.sample(modes, 5) if sizes[mode] > 1 or chance.random() < 0.5]
+        order, whole = "-".join(named or ["data"]), math.prod(sizes.values())
+        ours = recipes.oslo(whole, **sizes, order=order, of=Layout)
+        theirs = stated.oslo(whole, **sizes, order=order)
+        assert {mode: blocks(ours, mode) for mode in ours} == {mode: sorted(theirs[mode]) for mode in theirs}
+        assert eval(repr(ours)[:-1] + ", of=Layout)").dense == ours.dense
+    assert "the last axis varies fastest: dp, pp, tp, ep, sp" in str(
+        recipes.oslo(8, data=2, pipeline=2, tensor=2, order="data-pipeline-tensor", of=Layout)
+    )
 
 
 # ---- what an arrangement is ----
@@ -972,6 +1192,32 @@ def olmo(whole: int = 8, **sizes: Any) -> Callable[[], object]:
 
               recipes.fairscale(4, tp=4, cp=1, pp=1)   # tp may be 1, 2 or 4
             """,
+        ),
+        *(
+            (
+                lambda order=order: recipes.oslo(8, data=2, tensor=4, order=order, of=Layout),
+                f"recipes.oslo(8, data=2, tensor=4, order={order!r}): {text}\n\n"
+                f"  order='pipeline-data-expert-sequence-tensor'   # outermost axis first",
+            )
+            for order, text in {
+                "dp-tp": "the order names dp or tp; it may name pipeline, data, expert, sequence, tensor.",
+                "data-tensor-data": "the order names data more than once.",
+                "pipeline-data": "tensor has size 4, but the order does not name it.",
+            }.items()
+        ),
+        (
+            failing(tp=3, order="tp-dp-pp", rank_offset=8, position_embedding=[-1]),
+            "recipes.megatron(8, tp=3, cp=1, pp=1, order='tp-dp-pp', rank_offset=8, position_embedding=[-1]): "
+            "tp x cp x pp is 3 x 1 x 1 = 3, which does not divide 8 ranks.\n\n"
+            "  recipes.megatron(8, tp=2, cp=1, pp=1, order='tp-dp-pp', rank_offset=8, position_embedding=[-1])   "
+            "# tp may be 1, 2, 4 or 8",
+        ),
+        (
+            lambda: recipes.oslo(8, data=2, tensor=2, order="data-tensor", of=Layout),
+            "recipes.oslo(8, data=2, tensor=2, pipeline=1, sequence=1, expert=1, order='data-tensor') holds 4 ranks, "
+            "but the world has 8.\n\n"
+            "  recipes.oslo(8, data=-1, tensor=2, pipeline=1, sequence=1, expert=1, order='data-tensor')   "
+            "# let data be what is left: 4",
         ),
         (
             lambda: recipes.oslo(8, data=2, tensor=2, of=Layout),

@@ -8,7 +8,8 @@ differs, on purpose:
 - Groups are made by their members alone, in any order; nothing here waits for another rank.
 - Another ``backend=`` is another group; there, whoever asks second is given the first one's.
 - After ``destroy_mesh_process_groups`` a group says that it was closed or released; there it is handed out, dead.
-- Coords are of plain ints, never ``np.int64``; a negative axis counts from the end everywhere.
+- Coords are of plain ints, never ``np.int64``; a negative axis counts from the end everywhere. A negative index is an
+  error everywhere, as there; ``ravel`` alone wraps or clips it.
 - Two of these over the same ranks and shape need a ``name=`` each, as meshes do: no two communicators cross.
 """
 
@@ -236,7 +237,7 @@ class ColossalMesh:
 
         Raises:
             AxisError: there is no such axis, or it is named twice.
-            PlaceError: there is no such index, or not as many lists of indices as axes.
+            PlaceError: there is no such index, a negative one among them; or not as many lists of indices as axes.
 
         >>> ColossalMesh(mesh=mesh).create_group_along_axis([1, 2]) is mesh.group("dp", "tp")
         True
@@ -247,8 +248,22 @@ class ColossalMesh:
         if indices is None or len(indices) == 0:
             axis = _axes(axis, len(coord))
             indices = [range(self.shape[number]) for number in axis]
-        ranks = [self.mesh.rank_of(place) for place in self.get_coords_along_axis(coord, axis, indices)]
+        places = self.get_coords_along_axis(coord, axis, indices)
+        if any(index < 0 for place in places for index in place):
+            self._refuse_negative(axis, indices)
+        ranks = [self.mesh.rank_of(place) for place in places]
         return self.get_group(ranks, backend=backend) if self.rank in ranks else None
+
+    def _refuse_negative(self, axis: Axes, indices: Indices) -> None:
+        """Raise for the first negative index, as ``ravel`` does, with the call that counts from 0."""
+        axes, lists = _axes(axis, len(self.shape)), list[Any](indices if _several(axis) else [indices])
+        number, index = next((n, i) for n, each in zip(axes, lists) for i in _ints("a list", each) if i < 0)
+        mended = [[i + self.shape[n] * (i < 0) for i in _ints("a list", each)] for n, each in zip(axes, lists)]
+        call = f"{axes}, {mended}" if _several(axis) else f"{number}, {mended[0]}"
+        fits = all(0 <= i < self.shape[n] for n, each in zip(axes, mended) for i in each)
+        way = f"\n\n  create_group_along_axis({call})   # indices count from 0" if fits else ""
+        last = self.shape[number] - 1
+        raise PlaceError(f"axis {number} of shape {self.shape} has indices 0 to {last}; there is no {index}.{way}")
 
     def get_group_along_axis(
         self, axis: Axes, indices_at_axis: Indices | None = None, backend: str | None = None

@@ -7,13 +7,12 @@ Needs ``megatron-core``, tried with 0.16.1. Names of its fields and globals are 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from pgmesh.errors import AxisError, SeamError, WorldError
+from pgmesh.errors import AxisError, SeamError, ShapeError, WorldError
 from pgmesh.layout import alike
 
 if TYPE_CHECKING:
@@ -92,6 +91,10 @@ RANKS = {
 }
 """Those that hold a group's ranks."""
 
+ALL_GATHER = "_DATA_PARALLEL_GROUP_WITH_CP_AG"
+HYBRID = "_HYBRID_DP_CP_GROUPS"
+"""Those that hold groups which ``published`` is asked for."""
+
 LIST = "_global_process_group_list"
 """Every group, for a timeout that is changed for all; None stands for the world's."""
 
@@ -147,7 +150,8 @@ def published(
         virtual_pipeline: how many chunks of the model a rank holds; which of them runs is for the schedule to say.
 
     Raises:
-        SeamError: this megatron-core lacks a global that is to be filled.
+        SeamError: this megatron-core lacks a global that is to be filled, or has groups that pgmesh does not know.
+        ShapeError: ``virtual_pipeline`` without a pipeline.
         WorldError: megatron-core is not installed.
 
     >>> from pgmesh import recipes
@@ -157,12 +161,25 @@ def published(
     1
     """
     state = vars(_core("parallel_state"))
+    known = {*GROUPS, *TWINS, ALL_GATHER, HYBRID}
+    unknown = sorted(name for name in state if _is_state(name) and "GROUP" in name and name not in known)
+    if unknown:
+        raise SeamError(
+            f"megatron-core {_version()}, beside which pgmesh was tried on {TRIED_ON}, has groups in its "
+            f"parallel_state that pgmesh does not know: {', '.join(unknown)}. Code that reads them would find none."
+            f"\n\n  pip install megatron-core=={TRIED_ON}"
+        )
+    if virtual_pipeline is not None and arrangement["pipeline"].size == 1:
+        raise ShapeError(
+            f"virtual_pipeline={virtual_pipeline} takes a pipeline of more than 1 stage, but {arrangement!r} has pp=1."
+            f"\n\n  megatron.published(arrangement)   # without virtual_pipeline"
+        )
     filled: dict[str, Any] = {name: _group(arrangement, family) for name, family in GROUPS.items()}
     if gloo:
         filled |= {name: _group(arrangement, family, backend="gloo") for name, family in TWINS.items()}
     if all_gather:
-        filled["_DATA_PARALLEL_GROUP_WITH_CP_AG"] = _group(arrangement, "data+context", tag="all-gather")
-    filled["_HYBRID_DP_CP_GROUPS"] = {size: family.group() for size, family in (hybrid or {}).items()}
+        filled[ALL_GATHER] = _group(arrangement, "data+context", tag="all-gather")
+    filled[HYBRID] = {size: family.group() for size, family in (hybrid or {}).items()}
     filled[LIST] = _each_once(filled)
     filled |= {name: _ranks(arrangement, family) for name, family in RANKS.items()}
     filled["_GLOBAL_MEMORY_BUFFER"] = _core("utils").GlobalMemoryBuffer()
@@ -227,4 +244,4 @@ def _core(module: str) -> Any:
 
 
 def _version() -> str:
-    return importlib.metadata.version("megatron-core")
+    return str(_core("package_info").__version__)

@@ -26,7 +26,7 @@ Mesh = Union[Layout, "ProcessGroupMesh"]
 """What a recipe is made of: a plan, or a mesh with groups."""
 
 Pick = Callable[[list[int]], Sequence[int]]
-"""Which of the ranks of a block belong: some of them, at least one. One that is named twice counts once."""
+"""Which of the ranks of a block belong, in this order: some of them, at least one. One named twice counts once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,7 @@ class Family:
         mesh: whose axes they are.
         axes: which; none for all.
         rank: whose group is "mine".
-        pick: which ranks of each block belong; all, unless given.
+        pick: which ranks of each block belong, and in which order; all, unless given.
 
     >>> from pgmesh import recipes
     >>> tensor = recipes.megatron(8, tp=2, pp=2)["tensor"]         # on rank 5
@@ -74,7 +74,7 @@ class Family:
         return blocks if self.pick is None else tuple(map(self._picked, blocks))
 
     def block_of(self, rank: int) -> tuple[int, ...]:
-        """The ranks that share a group with a rank, in the order of the mesh.
+        """The ranks that share a group with a rank, in the order of the mesh, or as picked.
 
         Raises:
             MembershipError: the rank has no such group.
@@ -96,19 +96,19 @@ class Family:
     def _picked(self, block: tuple[int, ...]) -> tuple[int, ...]:
         if self.pick is None:
             return block
-        chosen = list(self.pick(list(block)))
+        chosen, known = list(self.pick(list(block))), {rank: rank for rank in block}
         if not chosen or not set(chosen) <= set(block):
             raise ShapeError(
                 f"the ranks of {self.name!r} are some of each pipeline's ranks, at least one: of {list(block)} your "
                 f"function chose {chosen}."
             )
-        return tuple(rank for rank in block if rank in chosen)
+        return tuple(dict.fromkeys(known[rank] for rank in chosen))
 
     # -- of mine ------------------------------------------------------------------------------------------------
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of my group, in the order of the mesh.
+        """The ranks of my group, in the order of the mesh, or as picked.
 
         Raises:
             MembershipError: this rank has no such group.
@@ -392,7 +392,10 @@ class Arrangement:
         >>> recipes.megatron(8, tp=2, of=Layout).configure_nccl({"dp_cp": {"max_ctas": 8}, "tensor": {"min_ctas": 4}})
         """
         known = {**{name: (name,) for name in self}, **self.short}
-        for name, options in nccl.read(settings, known).items():
+        read = nccl.read(settings, known)
+        for options in read.values():
+            GroupOptions.of(options)  # all are checked before one is set
+        for name, options in read.items():
             for each in known[name]:
                 self[each].configure(**options)
 

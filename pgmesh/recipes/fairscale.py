@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 from pgmesh.recipes.arrangement import Arrangement
-from pgmesh.recipes.given import call, made, take, take_world, what_is_left
+from pgmesh.recipes.given import arranged, call, take, take_world, what_is_left
 
 
 def fairscale(
@@ -28,15 +28,15 @@ def fairscale(
     Args:
         world: how many ranks; data is what is left of them.
         tp, pp, cp: sizes.
-        tp_backend, pp_backend, cp_backend, dp_backend: what groups along one axis are made with; the world's unless
-            given.
+        tp_backend, pp_backend, cp_backend, dp_backend: the backend of the groups along one axis, of size 1 too; the
+            world's unless given.
         timeout: how long their collectives may wait; the world's unless given.
         of: what the mesh is made with; ``Layout`` makes a plan. ProcessGroupMesh unless given.
         name: as for ``ProcessGroupMesh``.
 
     Raises:
         ShapeError: sizes that do not divide the world.
-        OptionsError: two axes of the same ranks, all of size 1, that are given different backends.
+        OptionsError: a backend or a timeout of the wrong kind.
 
     >>> from pgmesh import Layout, recipes
     >>> recipes.fairscale(8, tp=2, of=Layout)["data"].partition()
@@ -46,15 +46,18 @@ def fairscale(
     ranks = take_world(who, world)
     sizes = {"tp": take(who, "tp", tp), "cp": take(who, "cp", cp), "pp": take(who, "pp", pp)}
     dp = what_is_left(who, world, sizes)
-    mesh = made(who, of, {"dp": dp, "pp": pp, "cp": cp, "tp": tp}, ranks, name)
-    arrangement = Arrangement.of(
-        call(who, world, **{axis: size for axis, size in sizes.items() if size != 1}),
-        "the last axis varies fastest: dp, pp, cp, tp",
-        [(mesh, {"tensor": "tp", "context": "cp", "pipeline": "pp", "data": "dp"})],
-        ["tensor", "context", "pipeline", "data"],
-    )
     backends = {"tensor": tp_backend, "context": cp_backend, "pipeline": pp_backend, "data": dp_backend}
-    for family, backend in backends.items():
-        if backend is not None or timeout is not None:
-            arrangement.configure(family, backend=backend, timeout=timeout)
-    return arrangement
+
+    def arrange(mesh: Any) -> Arrangement:
+        arrangement = Arrangement.of(
+            call(who, world, **{axis: size for axis, size in sizes.items() if size != 1}),
+            "the last axis varies fastest: dp, pp, cp, tp",
+            [(mesh, {"tensor": "tp", "context": "cp", "pipeline": "pp", "data": "dp"})],
+            ["tensor", "context", "pipeline", "data"],
+        )
+        for family, backend in backends.items():
+            if backend is not None or timeout is not None:
+                arrangement.configure(family, backend=backend, timeout=timeout)
+        return arrangement
+
+    return arranged(who, of, {"dp": dp, "pp": pp, "cp": cp, "tp": tp}, ranks, name, arrange)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from pgmesh.errors import ShapeError
+from pgmesh.layout import Layout
 from pgmesh.sizes import calls_in_lines, divisors, take_size, torchrun
+
+if TYPE_CHECKING:
+    from pgmesh.recipes.arrangement import Arrangement
 
 
 def call(who: str, world: int, /, **given: object) -> str:
@@ -21,12 +25,27 @@ def call(who: str, world: int, /, **given: object) -> str:
     return f"recipes.{who}({', '.join([str(world), *words])})"
 
 
-def made(who: str, of: Any, box: Mapping[str, int], ranks: range, name: str | None) -> Any:
-    """The mesh of a recipe: made with ``of``, ProcessGroupMesh unless given.
+def arranged(
+    who: str,
+    of: Any,
+    box: Mapping[str, int],
+    ranks: range,
+    name: str | None,
+    arrange: Callable[[Any], Arrangement],
+) -> Arrangement:
+    """The arrangement of a recipe over a mesh. It is made over a layout first, so that a refused one makes no mesh.
+
+    Args:
+        of: the class of the mesh; ProcessGroupMesh unless given.
+        box: the axes and their sizes.
+        arrange: makes the arrangement over a layout or a mesh, and does all its checks.
 
     Raises:
         ShapeError: the world has fewer ranks.
     """
+    plan = arrange(Layout(**box, ranks=ranks))
+    if of is Layout and name is None:
+        return plan
     if of is None:
         from pgmesh import groups  # only now, since it needs torch
         from pgmesh.mesh import ProcessGroupMesh
@@ -43,7 +62,7 @@ def made(who: str, of: Any, box: Mapping[str, int], ranks: range, name: str | No
                 f"recipes.{who}({len(ranks)}, ...) arranges {some_ranks(len(ranks))}{first}, but the world has {there}."
                 f"\n\n{calls_in_lines(ways)}"
             )
-    return of(**box, ranks=ranks, **({} if name is None else {"name": name}))
+    return arrange(of(**box, ranks=ranks, **({} if name is None else {"name": name})))
 
 
 def take_world(who: str, world: object, first: object = 0) -> range:
@@ -119,6 +138,39 @@ def what_is_left(
         f"{call(who, world, **every, **given)}: {product}, which does not divide {some_ranks(world)}.\n\n"
         + calls_in_lines(ways)
     )
+
+
+def take_order(
+    spelled: str, order: object, default: str, direction: str, sizes: Mapping[str, Mapping[str, int]]
+) -> list[str]:
+    """The axes that an order names, as they stand in it.
+
+    Args:
+        spelled: the call, for messages.
+        order: axes joined by ``-``.
+        default: an order of all axes.
+        direction: which way it goes, such as "fastest axis first".
+        sizes: the sizes of each mesh, by a word for it in messages. An axis larger than 1 has to be named.
+
+    Raises:
+        ShapeError: an axis that does not exist, is named twice, or is left out.
+
+    >>> take_order("recipes.oslo(8)", "data-tensor", "pipeline-data-tensor", "outermost axis first", {})
+    ['data', 'tensor']
+    """
+    known, asked = default.split("-"), str(order).lower().split("-")
+    hint = f"\n\n  order={default!r}   # {direction}"
+    unknown = [axis for axis in asked if axis not in known]
+    if unknown:
+        raise ShapeError(f"{spelled}: the order names {any_of(unknown)}; it may name {', '.join(known)}.{hint}")
+    if len(set(asked)) != len(asked):
+        twice = next(axis for axis in asked if asked.count(axis) > 1)
+        raise ShapeError(f"{spelled}: the order names {twice} more than once.{hint}")
+    for what, each in sizes.items():
+        for axis, size in each.items():
+            if axis not in asked and size != 1:
+                raise ShapeError(f"{spelled}: {axis} {what}has size {size}, but the order does not name it.{hint}")
+    return asked
 
 
 def some_ranks(count: int) -> str:

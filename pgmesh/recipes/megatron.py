@@ -9,7 +9,7 @@ from typing import Any, Union
 from pgmesh.errors import ShapeError
 from pgmesh.layout import Axis
 from pgmesh.recipes.arrangement import Arrangement, Family, Pick, sliced
-from pgmesh.recipes.given import any_of, call, made, take, take_world, what_is_left
+from pgmesh.recipes.given import any_of, arranged, call, take, take_order, take_world, what_is_left
 from pgmesh.sizes import divisors, some
 
 ORDER = "tp-cp-ep-dp-pp"
@@ -75,7 +75,8 @@ def megatron(
         rank_offset: the first rank.
         hierarchical_cp: sizes that multiply to ``cp``: families "context level 1", which is contiguous, and so on.
         optimizer_instances: how many copies of the optimizer's state there are.
-        embedding: which stages hold the word embeddings: by number, or a function of a pipeline's ranks.
+        embedding: which stages hold the word embeddings: by number, or a function of a pipeline's ranks. Their ranks
+            stand in the group in the order given.
         position_embedding: which hold position embeddings.
         of: what the mesh is made with; ``Layout`` makes a plan. ProcessGroupMesh unless given.
         name: as for ``ProcessGroupMesh``.
@@ -101,60 +102,58 @@ def megatron(
     etp = tp if etp is None else take("megatron", "etp", etp)
     instances = take("megatron", "optimizer_instances", optimizer_instances)
     given = {name: value for name, value in (("ep", ep), ("etp", etp)) if value != {"ep": 1, "etp": tp}[name]}
-    dp = what_is_left("megatron", world, {"tp": tp, "cp": cp, "pp": pp}, given=given)
-    edp = what_is_left("megatron", world, {"ep": ep, "etp": etp}, {"pp": pp}, {"tp": tp, "cp": cp})
-    spelled = call(
-        "megatron",
-        world,
-        **{axis: size for axis, size in sizes.items() if size != 1},
-        etp=given.get("etp"),
-        order=None if order == ORDER else order,
-        rank_offset=rank_offset or None,
-        hierarchical_cp=hierarchical_cp and list(hierarchical_cp),
-        optimizer_instances=None if instances == 1 else instances,
-        embedding=None if embedding == (0, -1) else embedding,
-        position_embedding=None if position_embedding == (0,) else position_embedding,
-    )
-    ranked = _ordered(spelled, order, {**sizes, "dp": dp}, {"tp": etp, "ep": ep, "dp": edp})
+    more = {
+        "order": None if order == ORDER else order,
+        "rank_offset": rank_offset or None,
+        "hierarchical_cp": hierarchical_cp and list(hierarchical_cp),
+        "optimizer_instances": None if instances == 1 else instances,
+        "embedding": None if embedding == (0, -1) else embedding,
+        "position_embedding": None if position_embedding == (0,) else position_embedding,
+    }
+    dp = what_is_left("megatron", world, {"tp": tp, "cp": cp, "pp": pp}, given={**given, **more})
+    edp = what_is_left("megatron", world, {"ep": ep, "etp": etp}, {"pp": pp}, {"tp": tp, "cp": cp, **more})
+    named = {axis: size for axis, size in sizes.items() if size != 1}
+    spelled = call("megatron", world, **named, etp=given.get("etp"), **more)
+    every = {"": {**sizes, "dp": dp}, "of experts ": {"tp": etp, "ep": ep, "dp": edp}}
+    asked = take_order(spelled, order, ORDER, "fastest axis first", every)
+    ranked = [*asked, *(axis for axis in ("tp", "pp", "dp", "ep", "cp") if axis not in asked)]  # these have size 1
     dense_sizes = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
     expert_sizes = {"tp": ("etp", etp), "ep": ("ep", ep), "dp": ("edp", edp), "pp": ("pp", pp)}
     slowest_first = ranked[::-1]  # as a mesh has its axes
-    dense = made(
-        "megatron",
-        of,
-        {axis: dense_sizes[axis] for axis in slowest_first if axis in dense_sizes},
-        ranks,
-        name,
-    )
-    expert = dense.view(**dict(expert_sizes[axis] for axis in slowest_first if axis in expert_sizes))
-    _check_pipelines(spelled, order, dense, expert)
-    return Arrangement.of(
-        spelled,
-        f"fastest axis first: {'-'.join(ranked)}",
-        [(dense, DENSE), (expert, EXPERT)],
-        [
-            "tensor",
-            "pipeline",
-            Family("model", dense, ("pp", "tp")),
-            "data",
-            "data+context",
-            "context",
-            *_levels(spelled, dense, cp, hierarchical_cp),
-            "tensor+data",
-            "tensor+data+context",
-            "tensor+context",
-            Family("amax", dense, ("dp", "tp")),
-            _stages("embedding", dense, embedding),
-            _stages("position embedding", dense, position_embedding),
-            "expert",
-            "expert-tensor",
-            "expert-tensor+expert",
-            "expert-tensor+expert+pipeline",
-            "expert-data",
-            *_instances(spelled, dense, expert, instances),
-        ],
-        {**SHORT, "hcp": [f"context level {level}" for level in range(1, len(hierarchical_cp or ()) + 1)]},
-    )
+
+    def arrange(dense: Any) -> Arrangement:
+        expert = dense.view(**dict(expert_sizes[axis] for axis in slowest_first if axis in expert_sizes))
+        _check_pipelines(spelled, order, dense, expert)
+        return Arrangement.of(
+            spelled,
+            f"fastest axis first: {'-'.join(ranked)}",
+            [(dense, DENSE), (expert, EXPERT)],
+            [
+                "tensor",
+                "pipeline",
+                Family("model", dense, ("pp", "tp")),
+                "data",
+                "data+context",
+                "context",
+                *_levels(spelled, dense, cp, hierarchical_cp),
+                "tensor+data",
+                "tensor+data+context",
+                "tensor+context",
+                Family("amax", dense, ("dp", "tp")),
+                _stages("embedding", dense, embedding),
+                _stages("position embedding", dense, position_embedding),
+                "expert",
+                "expert-tensor",
+                "expert-tensor+expert",
+                "expert-tensor+expert+pipeline",
+                "expert-data",
+                *_instances(spelled, dense, expert, instances),
+            ],
+            {**SHORT, "hcp": [f"context level {level}" for level in range(1, len(hierarchical_cp or ()) + 1)]},
+        )
+
+    box = {axis: dense_sizes[axis] for axis in slowest_first if axis in dense_sizes}
+    return arranged("megatron", of, box, ranks, name, arrange)
 
 
 def hybrid_context(arrangement: Arrangement) -> dict[int, Family]:
@@ -180,24 +179,6 @@ def hybrid_context(arrangement: Arrangement) -> dict[int, Family]:
             )
         found[size] = Family(f"data+context by {size}", cut[0], cut[2], arrangement.rank)
     return found
-
-
-def _ordered(spelled: str, order: str, dense: dict[str, int], expert: dict[str, int]) -> list[str]:
-    """The five axes, the fastest first; those of size 1 that were left out come last."""
-    known = ORDER.split("-")
-    asked = str(order).lower().split("-")
-    hint = f"\n\n  order={ORDER!r}   # fastest axis first"
-    unknown = [axis for axis in asked if axis not in known]
-    if unknown:
-        raise ShapeError(f"{spelled}: the order names {any_of(unknown)}; it may name {', '.join(known)}.{hint}")
-    if len(set(asked)) != len(asked):
-        twice = next(axis for axis in asked if asked.count(axis) > 1)
-        raise ShapeError(f"{spelled}: the order names {twice} more than once.{hint}")
-    for sizes, what in ((dense, ""), (expert, "of experts ")):
-        for axis, size in sizes.items():
-            if axis not in asked and size != 1:
-                raise ShapeError(f"{spelled}: {axis} {what}has size {size}, but the order does not name it.{hint}")
-    return [*asked, *(axis for axis in ("tp", "pp", "dp", "ep", "cp") if axis not in asked)]
 
 
 def _check_pipelines(spelled: str, order: str, dense: Any, expert: Any) -> None:
@@ -249,10 +230,10 @@ def _levels(spelled: str, dense: Any, cp: int, sizes: Sequence[int] | None) -> l
     """Context parallelism in levels: the first is contiguous, each next one steps over those before it."""
     if sizes is None:
         return []
+    sizes = [take("megatron", "hierarchical_cp", size) for size in sizes]
     if not sizes or math.prod(sizes) != cp:
         product = f"{' x '.join(map(str, sizes)) or 'nothing'} is {math.prod(sizes)}"
         raise ShapeError(f"{spelled}: the sizes of hierarchical_cp multiply to cp, but {product} and cp is {cp}.")
-    sizes = [take("megatron", "hierarchical_cp", size) for size in sizes]
     levels = {f"cp{level}": size for level, size in enumerate(sizes, 1)}
     box: dict[str, int] = {}
     for axis, size in zip(dense.axes, dense.shape):

@@ -8,7 +8,7 @@ from typing import Any
 from pgmesh.errors import ShapeError
 from pgmesh.layout import Axis
 from pgmesh.recipes.arrangement import Arrangement, Family
-from pgmesh.recipes.given import any_of, call, made, some_ranks, take, take_world, what_is_left
+from pgmesh.recipes.given import any_of, arranged, call, some_ranks, take, take_world, what_is_left
 from pgmesh.sizes import calls_in_lines, divisors, take_size, torchrun
 
 WORDS: dict[str, Axis] = {
@@ -76,21 +76,24 @@ def olmo(
     if ep is not None:
         _check_experts(spelled, ep, tp, data)
     box = {axis: {**rest, **data}[axis] for axis in ("pp", *data, "cp", "tp") if axis in rest or axis in data}
-    mesh = made(who, of, box, ranks, name)
     loader = tuple(data)
-    model, model_axes = mesh, loader
-    if cp is not None:  # for gradients, context parallel ranks are copies of the model
-        model_axes = (*loader[:-1], "dp_cp")
-        merged = {"dp_cp" if axis == loader[-1] else axis: size for axis, size in box.items() if axis != "cp"}
-        model = mesh.view(**{**merged, "dp_cp": data[loader[-1]] * cp})
     words = {word: axis for word, axis in WORDS.items() if axis in box}
-    stage = [Family("stage", mesh, tuple(axis for axis in box if axis != "pp"))] if pp is not None else []
-    return Arrangement.of(
-        spelled,
-        f"the last axis varies fastest: {', '.join(box)}",
-        [(mesh, words)],
-        [Family("model", model, model_axes), Family("loader", mesh, loader), *words, *stage],
-    )
+
+    def arrange(mesh: Any) -> Arrangement:
+        model, model_axes = mesh, loader
+        if cp is not None:  # for gradients, context parallel ranks are copies of the model
+            model_axes = (*loader[:-1], "dp_cp")
+            merged = {"dp_cp" if axis == loader[-1] else axis: size for axis, size in box.items() if axis != "cp"}
+            model = mesh.view(**{**merged, "dp_cp": data[loader[-1]] * cp})
+        stage = [Family("stage", mesh, tuple(axis for axis in box if axis != "pp"))] if pp is not None else []
+        return Arrangement.of(
+            spelled,
+            f"the last axis varies fastest: {', '.join(box)}",
+            [(mesh, words)],
+            [Family("model", model, model_axes), Family("loader", mesh, loader), *words, *stage],
+        )
+
+    return arranged(who, of, box, ranks, name, arrange)
 
 
 def olmo_experts(world: int, *, ep: int = -1, of: Any = None, name: str | None = None) -> Arrangement:
@@ -112,14 +115,17 @@ def olmo_experts(world: int, *, ep: int = -1, of: Any = None, name: str | None =
     ranks = take_world("olmo_experts", world)
     size = world if ep == -1 else take("olmo_experts", "ep", ep)
     copies = what_is_left("olmo_experts", world, {"ep": size})
-    mesh = made("olmo_experts", of, {"ep_replicate": copies, "ep_shard": size}, ranks, name)
-    whole = mesh.view(dp=world)
-    return Arrangement.of(
-        call("olmo_experts", world, ep=None if ep == -1 else ep),
-        "the last axis varies fastest: ep_replicate, ep_shard",
-        [(mesh, {"expert": "ep_shard", "replicate": "ep_replicate"})],
-        [Family("model", whole, ("dp",)), Family("loader", whole, ("dp",)), "expert", "replicate"],
-    )
+
+    def arrange(mesh: Any) -> Arrangement:
+        whole = mesh.view(dp=world)
+        return Arrangement.of(
+            call("olmo_experts", world, ep=None if ep == -1 else ep),
+            "the last axis varies fastest: ep_replicate, ep_shard",
+            [(mesh, {"expert": "ep_shard", "replicate": "ep_replicate"})],
+            [Family("model", whole, ("dp",)), Family("loader", whole, ("dp",)), "expert", "replicate"],
+        )
+
+    return arranged("olmo_experts", of, {"ep_replicate": copies, "ep_shard": size}, ranks, name, arrange)
 
 
 def _data(world: int, left: int, sizes: dict[str, int | None], given: dict[str, int | None]) -> dict[str, int]:
