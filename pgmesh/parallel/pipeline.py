@@ -296,10 +296,13 @@ class Pipeline(nn.Module):
         self.parts = nn.ModuleList(parts)
         """One for each virtual stage, under the names of the whole."""
         self.tied = tied
-        if method.schedule in SPLIT and any(isinstance(part, (DistributedDataParallel, FSDPModule)) for part in parts):
+        hooked = any(getattr(weight, "_post_accumulate_grad_hooks", None) for weight in self.parameters())
+        data = hooked or any(isinstance(part, (DistributedDataParallel, FSDPModule)) for part in parts)
+        if method.schedule in SPLIT and data:
             raise MethodError(
                 f"schedule {method.schedule!r} computes the gradients of weights apart from the others, where "
-                f"torch's fully_shard leaves wrong ones, and DDP may.\n\n"
+                "torch's fully_shard leaves wrong ones, and DDP may, and hooks that wait for a weight's gradient never "
+                "run.\n\n"
                 f"  PipelineParallel(..., schedule='interleaved')   # with data parallelism"
             )
         self.even = even_rows(parts, method.mesh)
