@@ -35,7 +35,7 @@ from tests.worlds import check_sums, world
 torch.set_num_threads(1)  # on ranks too, which import this: others share their cores
 
 ROOT = Path(__file__).parent.parent
-ROWS, STEPS, RATE = 8, 3, 0.1
+ROWS, STEPS, RATE = 16, 3, 0.1
 STAGE = ("0", "2", "blocks.0", "blocks.1")
 """What the first of two stages has."""
 
@@ -143,13 +143,13 @@ def same(found: tuple[list[dict[str, torch.Tensor]], nn.Module], right: tuple[li
         assert furthest <= TOLERANCE, f"{name} differs by {furthest:.0e}"
 
 
-def beside(mesh: ProcessGroupMesh, kind: str) -> list[Method]:
-    """The other methods, along x."""
+def beside(mesh: ProcessGroupMesh, kind: str, axis: str = "x") -> list[Method]:
+    """Another method, along an axis."""
     plan = {"0": "columns", "2": "rows"}
-    pipeline = functools.partial(PipelineParallel, mesh, "x", layers="blocks", first="012", loss=loss_of)
+    pipeline = functools.partial(PipelineParallel, mesh, axis, layers="blocks", first="012", loss=loss_of)
     return {
-        "sharding": lambda: [ShardedDataParallel(mesh, "x")],
-        "tensor": lambda: [TensorParallel(mesh, "x", plan=plan)],
+        "sharding": lambda: [ShardedDataParallel(mesh, axis)],
+        "tensor": lambda: [TensorParallel(mesh, axis, plan=plan)],
         "pipeline": lambda: [pipeline(microbatches=4)],
         "two stages": lambda: [pipeline(microbatches=4, schedule="interleaved", virtual=2)],
     }[kind]()
@@ -173,6 +173,20 @@ def average_beside(page: str) -> None:
 @pytest.mark.parametrize("page", AVERAGES)
 def test_an_average_of_a_page_beside_the_other_methods(page: str):
     world(4).run(average_beside, page)
+
+
+def average_beside_two() -> None:
+    average = AVERAGES["README"]()
+    for kind in ("sharding", "tensor"):
+        with ProcessGroupMesh(pp=2, dp=2, x=2, name=f"two stages, {kind}") as mesh:
+            together = compose(mesh, average(mesh, "dp"), *beside(mesh, "two stages", "pp"), *beside(mesh, kind))
+            same(train(together.apply(Model()), together.share), alone())
+            check_sums(groups_of(mesh))
+
+
+@pytest.mark.long
+def test_an_average_beside_two_other_methods():
+    world(8).run(average_beside_two)
 
 
 # ---- means of weights ----

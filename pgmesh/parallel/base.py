@@ -24,7 +24,7 @@ class Level(IntEnum):
     TOKEN = 1
     """Moves tokens between ranks inside a layer: context and experts."""
     SHARD = 2
-    """Replaces the weights by shards of them. What methods further in keep of a weight is left behind."""
+    """Replaces the weights by shards. References that a method of a lower level kept are then out of date."""
     DATA = 3
     """Sums gradients. It may keep references to weights: no method replaces them afterwards."""
     PIPELINE = 4
