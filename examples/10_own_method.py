@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from pgmesh import ProcessGroupMesh, launch
-from pgmesh.parallel import Level, Method, compose
+from pgmesh.parallel import Level, Method, compose, local
 
 
 class Average(Method):
@@ -15,13 +15,14 @@ class Average(Method):
     splits_batch = True  # its ranks read different rows
 
     def apply(self, module: nn.Module) -> nn.Module:
-        for weight in module.parameters():
+        for weight in self.weights(module):  # without frozen weights and experts
             weight.register_post_accumulate_grad_hook(self.average)
         return module
 
     def average(self, weight: nn.Parameter) -> None:
-        dist.all_reduce(weight.grad.to_local(), group=self.mesh.group(*self.reduces))
-        weight.grad.to_local().div_(self.mesh.size(*self.reduces))
+        gradient = local(weight.grad)  # this rank's part, where another method cuts the weight
+        dist.all_reduce(gradient, group=self.mesh.group(*self.reduces))
+        gradient /= self.mesh.size(*self.reduces)
 
 
 class Split(Method):

@@ -20,6 +20,7 @@ _HOME = {
     **dict.fromkeys(["Router", "Routes", "balance_loss", "mix", "with_loss"], "experts"),
     "Seeds": "seeds",
     "seed_of": "seeds",
+    "local": "weights",
 }
 
 __all__ = [*_HOME]
@@ -59,3 +60,4 @@ if TYPE_CHECKING:
         attention_plan as attention_plan,
         mlp_plan as mlp_plan,
     )
+    from pgmesh.parallel.weights import local as local

@@ -27,6 +27,13 @@ def kept_apart(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: weight for name, weight in module.named_parameters() if hasattr(weight, MARK)}
 
 
+def first_names(module: nn.Module) -> dict[str, str]:
+    """The first name of each weight that has several, by each other name."""
+    first = dict[int, str]()
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: found for name, weight in named if (found := first.setdefault(id(weight), name)) != name}
+
+
 class Elsewhere(nn.Module):
     """In place of a layer that another stage of a pipeline has: it passes on what it is given."""
 

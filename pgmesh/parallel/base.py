@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import IntEnum
 from typing import Any, ClassVar
 
@@ -12,6 +12,7 @@ from torch import nn
 from pgmesh.errors import AxisError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
+from pgmesh.parallel.apart import MARK
 from pgmesh.parallel.shares import equal_part, sizes_of
 
 
@@ -22,9 +23,11 @@ class Level(IntEnum):
     """Cuts the weights of single layers."""
     TOKEN = 1
     """Moves tokens between ranks inside a layer: context and experts."""
-    DATA = 2
-    """Replicates or shards what is left, and sums its gradients."""
-    PIPELINE = 3
+    SHARD = 2
+    """Replaces the weights by shards. References that a method of a lower level kept are then out of date."""
+    DATA = 3
+    """Sums gradients. It may keep references to weights: no method replaces them afterwards."""
+    PIPELINE = 4
     """Runs whole layers on different ranks."""
 
 
@@ -121,6 +124,22 @@ class Method:
     def apply(self, module: nn.Module) -> nn.Module:
         """The module to use from here on: the same one changed, or one around it."""
         raise NotImplementedError(f"{type(self).__name__} has no apply(module) -> module, which every method writes.")
+
+    def weights(self, module: nn.Module) -> Iterator[nn.Parameter]:
+        """The weights of a module whose gradients a method may sum over its axes.
+
+        Frozen weights have no gradient, and experts are different weights on each rank: they are left out.
+
+        Args:
+            module: what ``apply`` was given.
+
+        >>> from pgmesh.parallel import Method
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> layer.bias.requires_grad = False
+        >>> [tuple(weight.shape) for weight in Method(mesh, "dp").weights(layer)]
+        [(2, 2)]
+        """
+        return (weight for weight in module.parameters() if weight.requires_grad and not hasattr(weight, MARK))
 
     def around(self, module: nn.Module, inner: Callable[[nn.Module], nn.Module]) -> nn.Module:
         """Apply the methods inside this one, then this one.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,12 @@ from torch.distributed.checkpoint.state_dict import (
 from pgmesh.errors import MethodError
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.apart import MARK, kept_apart
+from pgmesh.parallel.pipeline import Pipeline
 
 # One entry for each weight, by its name, in place of a list in the order of parameters: stages know their own alone.
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-PART = re.compile(r"(^|\.)parts\.\d+\.")
+SECTIONS = {"model": ("",), "optimizer": ("state.", "param_groups.")}
+"""What stands before a weight's name in an entry."""
 
 
 def save(
@@ -31,7 +35,7 @@ def save(
 ) -> None:
     """Write a model, and what its optimizer remembers, each weight once, whole or in parts, by its name in the model.
 
-    Every rank of the mesh calls it.
+    Every rank of the mesh calls it. Tied weights have one optimizer state, under the weight's first name in the model.
 
     Args:
         folder: one that all ranks see.
@@ -66,8 +70,11 @@ def load(
         reason = str(error).strip().splitlines()[-1]
         raise MethodError(f"{folder} does not hold what this model needs: {reason}") from error
     loaded: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
-    for short, long, _ in entries:
-        loaded[short.split("/")[0]][long] = state[short]
+    for short, long, value in entries:
+        found = state[short]
+        if isinstance(found, torch.Tensor) and found is not value:  # this rank has a tied weight twice
+            found = value.copy_(found)
+        loaded[short.split("/")[0]][long] = found
     set_model_state_dict(module, loaded["model"])
     if optimizer is not None:
         set_optimizer_state_dict(module, optimizer, loaded["optimizer"], options=FLAT)
@@ -84,8 +91,21 @@ def _entries(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> list
     states: dict[str, dict[str, Any]] = {"model": get_model_state_dict(module)}
     if optimizer is not None:
         states["optimizer"] = get_optimizer_state_dict(module, optimizer, options=FLAT)
+    pipelines = {f"{name}.".lstrip("."): each for name, each in module.named_modules() if isinstance(each, Pipeline)}
     return [
-        (f"{kind}/" + PART.sub(r"\1", long), long, value)
+        (f"{kind}/{_in_the_whole(long, SECTIONS[kind], pipelines)}", long, value)
         for kind, state in states.items()
         for long, value in state.items()
     ]
+
+
+def _in_the_whole(long: str, sections: Iterable[str], pipelines: Mapping[str, Pipeline]) -> str:
+    """An entry's name on this rank, without the parts of pipelines. Optimizer entries have a weight's first name."""
+    for (prefix, pipeline), section in itertools.product(pipelines.items(), sections):
+        if found := re.match(re.escape(section + prefix) + r"parts\.\d+\.(.*)", long):
+            name = found[1]
+            for other, first in pipeline.first_names.items() if section else ():
+                if name.startswith(f"{other}."):
+                    name = first + name.removeprefix(other)
+            return section + prefix + name
+    return long

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -14,6 +13,7 @@ from pgmesh.layout import Axis, Layout
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Level, Method, listed, share
 from pgmesh.parallel.shares import sizes_of
+from pgmesh.sizes import many
 
 
 class Composition:
@@ -42,12 +42,19 @@ class Composition:
         if not methods:
             return module
         *inside, method = methods
-        inner: Callable[[nn.Module], nn.Module] = functools.partial(self._apply, tuple(inside), told)
+        held = dict[str, nn.Parameter]()
+
+        def inner(part: nn.Module) -> nn.Module:
+            part = self._apply(tuple(inside), told, part)
+            held.update(part.named_parameters())
+            return part
+
         before = groups_held(self.mesh)
         try:
             applied = method.around(module, inner)
             if not isinstance(applied, nn.Module):
                 raise TypeError(f"apply returned {applied!r}, not the module to use from here on")
+            check_kept(method, inside, held, applied)
         except BaseException as error:
             release_since(before, method)
             if error in told or not isinstance(error, Exception):  # one inside this one has said it
@@ -109,8 +116,8 @@ class Composition:
 def compose(mesh: ProcessGroupMesh, *methods: Method, unowned: Iterable[Axis] = ()) -> Composition:
     """Methods that will be applied to one module together, in any order: they are put from the inside out.
 
-    Tensor methods are innermost, then context and experts, then data and sharding, and a pipeline outermost;
-    those of one level stay as given.
+    Tensor methods are innermost, then context and experts, then sharding, then data, and a pipeline outermost; those
+    of one level stay as given.
 
     Args:
         mesh: the mesh whose axes they own.
@@ -207,6 +214,24 @@ def has(method: Method, mesh: ProcessGroupMesh, axis: Axis) -> bool:
         return False  # it lies over ranks of others, who own them
     blocks = [block for block in mesh.layout.partition(axis) if any(rank in layout for rank in block)]
     return all(block[0] in layout and {*block} <= {*layout.block_of(block[0], *method.owns)} for block in blocks)
+
+
+def check_kept(method: Method, inside: Sequence[Method], held: Mapping[str, nn.Parameter], applied: nn.Module) -> None:
+    """A data method replaces no weights that another one was given: a reference to the old ones never sees a gradient.
+
+    Methods further in do without references: sharding replaces weights after them.
+    """
+    keeper = next((each for each in inside if each.level is Level.DATA), None)
+    if keeper is None or method.level is not Level.DATA:
+        return
+    there = {id(weight) for weight in applied.parameters()}
+    if lost := [name for name, weight in held.items() if id(weight) not in there]:
+        who, other = type(method).__name__, type(keeper).__name__
+        raise MethodError(
+            f"{method} replaced {many(len(lost), 'weight')}, among them {lost[0]}, but {keeper} was applied before and "
+            f"may keep references to the old ones.\n\n"
+            f"  {who}.level = Level.SHARD   # then compose applies it before {other}"
+        )
 
 
 def groups_held(mesh: ProcessGroupMesh) -> set[tuple[int, ...]]:

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterable, Mapping, Sized
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -60,6 +61,8 @@ class DataParallel(Method):
     def apply(self, module: nn.Module) -> nn.Module:
         """DDP around the module, whose weights become those of the first rank along the axes.
 
+        DDP takes no module without a gradient, such as a frozen stage of a pipeline: that module stays as it is.
+
         Raises:
             MethodError: a weight is a DTensor, which DDP does not take.
         """
@@ -74,11 +77,16 @@ class DataParallel(Method):
                 )
         if apart:
             keep_from_ddp(module, apart)
-        group = self.mesh.group(*self.reduces)
-        whole = DistributedDataParallel(module, process_group=group, **self.keywords)
-        # After its reducer, so as to go after it. A reducer that is the last to let go of a Gloo group waits for the
-        # group's threads with Python's lock in its hands, which one of them may need: both then wait for ever.
-        vars(whole)["pgmesh_group"] = group
+        group, whole = self.mesh.group(*self.reduces), module
+        if self._learns(module):
+            whole = DistributedDataParallel(module, process_group=group, **self.keywords)
+            # After its reducer, so as to go after it. A reducer that is the last to let go of a Gloo group waits for
+            # the group's threads with Python's lock in its hands, which one of them may need: both then wait for ever.
+            vars(whole)["pgmesh_group"] = group
+        elif self.keywords.get("init_sync", True):
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                if name not in apart:
+                    dist.broadcast(tensor.detach(), self.mesh.ranks(*self.reduces)[0], group=group)
         if not self.uneven:
             EvenRows(self, whole)
         return whole
@@ -112,9 +120,15 @@ class DataParallel(Method):
         Raises:
             MethodError: the module is another.
         """
-        if not isinstance(module, DistributedDataParallel):
+        if isinstance(module, DistributedDataParallel):
+            return contextlib.nullcontext() if last else module.no_sync()
+        if self._learns(module):
             raise MethodError(f"{self} accumulates in what its apply() gave, not in a {type(module).__name__}.")
-        return contextlib.nullcontext() if last else module.no_sync()
+        return contextlib.nullcontext()
+
+    def _learns(self, module: nn.Module) -> bool:
+        """Whether a module has gradients to average."""
+        return next(self.weights(module), None) is not None
 
 
 def sampler(method: Method, dataset: Any, **keywords: Any) -> DistributedSampler[Any]:

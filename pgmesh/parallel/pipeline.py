@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pgmesh.errors import MethodError, OptionsError, PlaceError, ShapeError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
-from pgmesh.parallel.apart import GONE, Elsewhere
+from pgmesh.parallel.apart import GONE, Elsewhere, first_names
 from pgmesh.parallel.base import Level, Method, only
 from pgmesh.parallel.even import compare, device_of, even_rows, told
 from pgmesh.parallel.shares import multiples_near, sizes_of
@@ -197,8 +197,8 @@ class PipelineParallel(Method):
 
     def around(self, module: nn.Module, inner: Callable[[nn.Module], nn.Module]) -> Pipeline:
         """The same, with other methods applied to each part after it is cut."""
-        tied = self.tied(module)
-        return Pipeline(self, [inner(part) for part in self.cut(module)], tied)
+        tied, names = self.tied(module), first_names(module)
+        return Pipeline(self, [inner(part) for part in self.cut(module)], tied, names)
 
     def cut(self, module: nn.Module) -> list[nn.Module]:
         """This rank's parts of a module, one for each virtual stage. They share its weights; it stays as it is.
@@ -290,16 +290,21 @@ class PipelineParallel(Method):
 class Pipeline(nn.Module):
     """This rank's stages of a module, and the schedule that runs them. ``PipelineParallel.apply`` makes it."""
 
-    def __init__(self, method: PipelineParallel, parts: list[nn.Module], tied: list[tuple[str, str]]) -> None:
+    def __init__(
+        self, method: PipelineParallel, parts: list[nn.Module], tied: list[tuple[str, str]], names: dict[str, str]
+    ) -> None:
         super().__init__()
         self.method = method
         self.parts = nn.ModuleList(parts)
         """One for each virtual stage, under the names of the whole."""
-        self.tied = tied
-        if method.schedule in SPLIT and any(isinstance(part, (DistributedDataParallel, FSDPModule)) for part in parts):
+        self.tied, self.first_names = tied, names
+        hooked = any(getattr(weight, "_post_accumulate_grad_hooks", None) for weight in self.parameters())
+        data = hooked or any(isinstance(part, (DistributedDataParallel, FSDPModule)) for part in parts)
+        if method.schedule in SPLIT and data:
             raise MethodError(
                 f"schedule {method.schedule!r} computes the gradients of weights apart from the others, where "
-                f"torch's fully_shard leaves wrong ones, and DDP may.\n\n"
+                "torch's fully_shard leaves wrong ones, and DDP may, and hooks that wait for a weight's gradient never "
+                "run.\n\n"
                 f"  PipelineParallel(..., schedule='interleaved')   # with data parallelism"
             )
         self.even = even_rows(parts, method.mesh)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -14,7 +14,7 @@ from pgmesh.errors import AxisError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.apart import kept_apart
-from pgmesh.parallel.base import Method, listed
+from pgmesh.parallel.base import Level, Method, listed
 from pgmesh.parallel.data import sampler
 from pgmesh.parallel.even import EvenRows
 
@@ -53,6 +53,7 @@ class ShardedDataParallel(Method):
     ('dp_tp',)
     """
 
+    level: ClassVar[Level] = Level.SHARD
     splits_batch = True
 
     def __init__(

@@ -17,6 +17,20 @@ from pgmesh.parallel.apart import MARK, kept_apart
 from pgmesh.parallel.base import listed
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor, sharing its memory: the local tensor of a DTensor, any other tensor as it is.
+
+    Args:
+        tensor: a weight or a gradient, which sharding or tensor parallelism may have cut.
+
+    >>> from pgmesh.parallel import local
+    >>> from torch.distributed.tensor import Shard, distribute_tensor
+    >>> local(torch.ones(4)).shape, local(distribute_tensor(torch.ones(4), mesh.device_mesh("tp"), [Shard(0)])).shape
+    (torch.Size([4]), torch.Size([2]))
+    """
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def broadcast(module: nn.Module, mesh: ProcessGroupMesh, *axes: Axis) -> None:
     """Give every rank along these axes the weights and buffers of the first one.
 
@@ -50,8 +64,7 @@ def broadcast(module: nn.Module, mesh: ProcessGroupMesh, *axes: Axis) -> None:
                         f"{name} is cut along {names[i]}, whose ranks mean to hold different parts of it: broadcast "
                         f"along axes that it is whole along, or before it is cut."
                     )
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        dist.broadcast(local.detach(), ranks[0], group=group)
+        dist.broadcast(local(tensor).detach(), ranks[0], group=group)
 
 
 class Held:
@@ -164,7 +177,7 @@ def clip(limit: float, *held: Held, order: float = 2.0) -> torch.Tensor:
     done = set[int]()
     for weight in (weight for each in held for weight in each.weights):
         if weight.grad is not None and id(weight) not in done:
-            local = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
-            local.mul_(scale.to(local))
+            gradient = local(weight.grad)
+            gradient.mul_(scale.to(gradient))
             done.add(id(weight))
     return found
