@@ -718,10 +718,10 @@ class Family:
         block, members = layout.block_of(self.rank, *axes), tuple(dist.get_process_group_ranks(group))
         if members != block:
             raise PlaceError(f"{words} has ranks {some(block)}; the group to adopt has {some(members)}.")
-        key = _Key(block, self._registry.options, "")
+        key, kept_by = _Key(block, self._registry.options, ""), self._kept_by(layout, axes, "")
         with self.lock:
-            if (block, "") in self._configured:
-                options, by, line = self._configured[block, ""]
+            if kept_by in self._configured:
+                options, by, line = self._configured[kept_by]
                 raise OptionsError(
                     f"{words} was configured with {options} at {line}, which a group that was made elsewhere does not "
                     f"follow.\n\n"
@@ -737,6 +737,8 @@ class Family:
             if made is None:
                 self._open()
                 self._cache[key] = groups.Made(group, words, caller(), by="others", ranks=block)
+            if len(block) == 1:
+                self._alone.add(kept_by)
 
 
 def _check_honoured(options: GroupOptions, words: str) -> None:

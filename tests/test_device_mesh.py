@@ -498,6 +498,19 @@ def test_a_group_is_adopted_or_the_reason_is_raised():
     world(4).run(adopt_where_that_does_nothing)
 
 
+def test_an_axis_of_one_rank_is_adopted_or_configured_but_not_both():
+    with dry_world(0, 2):
+        theirs = ProcessGroupMesh(pp=1, dp=2, name="theirs").group("pp")
+        mesh = ProcessGroupMesh(pp=1, dp=2, tp=1, name="actor")
+        mesh.configure("tp", timeout=timedelta(seconds=40))
+        with pytest.raises(OptionsError, match="group tp of mesh 'actor' was configured with"):
+            mesh.adopt("tp", theirs)
+        mesh.adopt("pp", theirs)
+        assert mesh.group("pp") is theirs
+        with pytest.raises(OptionsError, match="group pp of mesh 'actor' was made at .* too late"):
+            mesh.configure("pp", timeout=timedelta(seconds=40))
+
+
 def test_axes_of_one_rank_share_the_group_that_is_adopted_first():
     with dry_world(0, 2):
         mesh = from_device_mesh(ProcessGroupMesh(pp=1, dp=2, tp=1, name="actor").device_mesh(), name="again")
