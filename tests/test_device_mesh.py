@@ -507,7 +507,7 @@ def test_an_axis_of_one_rank_is_adopted_or_configured_but_not_both():
             mesh.adopt("tp", theirs)
         mesh.adopt("pp", theirs)
         assert mesh.group("pp") is theirs
-        with pytest.raises(OptionsError, match="group pp of mesh 'actor' was made at .* too late"):
+        with pytest.raises(OptionsError, match=r"group pp of mesh 'actor' was made at .* too late"):
             mesh.configure("pp", timeout=timedelta(seconds=40))
 
 

@@ -32,7 +32,7 @@ GIVEN = {"Arrangement", "Family", "Composition", "Level", "Routes"}
 """What a program is given, and never makes."""
 
 MODULES = {
-    "pgmesh": ("plan", "GroupOptions"),
+    "pgmesh": ("plan", "GroupOptions", "meshes"),
     "pgmesh.launch": tuple(pgmesh.launch.__all__),
     "pgmesh.interop": ("from_device_mesh",),
     "pgmesh.interop.megatron": ("process_groups", "published"),
