@@ -220,6 +220,19 @@ def test_a_stream_repeats_where_torchs_cpu_generator_is_put_back_and_then_goes_o
     assert drawn[3].equal(right[1])
 
 
+def test_a_rehearsal_leaves_streams_where_they_were(mesh: ProcessGroupMesh):
+    seeds, other, plain = (Seeds(mesh, "tp", seed=7) for _ in range(3))
+    with plain:
+        right = torch.rand(3)
+    with module.rehearsal(), seeds, other:
+        torch.rand(3)
+    torch.rand(1)  # another order than in the rehearsal
+    for each in (other, seeds):
+        assert each.state_dict()["entries"] == 0
+        with each:
+            assert torch.rand(3).equal(right)
+
+
 def test_what_is_remembered_of_a_stream_is_bounded(mesh: ProcessGroupMesh, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "REMEMBERED", 4)
     seeds, states = Seeds(mesh, "tp", seed=7), []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 from types import TracebackType
@@ -12,7 +13,7 @@ import torch
 from pgmesh.errors import LifetimeError, OptionsError, SeamError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor
 
@@ -50,6 +51,10 @@ def seed_of(mesh: ProcessGroupMesh, *axes: Axis, seed: int, tag: str = "") -> in
     mesh.index(*axes)  # refuses outsiders, axes that are not there, and those named twice
     places = [f"{axis}={mesh.index(axis)}" for axis in sorted(axes, key=str)]
     return hashed("/".join([str(seed), tag, *places]))
+
+
+_rehearsals: list[list[tuple[Seeds, int]]] = []
+"""The streams that were entered anew in each rehearsal under way, and where torch's CPU generator stood."""
 
 
 class Seeds:
@@ -124,6 +129,8 @@ class Seeds:
             if len(self._known) == REMEMBERED:
                 self._older, self._known = self._known, {}
             self._known[place] = found
+            if _rehearsals:
+                _rehearsals[-1].append((self, place))
         return found
 
     def state_dict(self) -> dict[str, int]:
@@ -142,6 +149,19 @@ class Seeds:
                 "program's, or another place's along the axes by which ranks differ."
             )
         self._entries, self._known, self._older = state["entries"], {}, {}
+
+
+@contextlib.contextmanager
+def rehearsal() -> Iterator[None]:
+    """Afterwards every stream stands where it stood, though it was entered within."""
+    _rehearsals.append([])
+    try:
+        yield
+    finally:
+        for seeds, place in _rehearsals.pop():
+            seeds._entries -= 1
+            seeds._known.pop(place, None)
+            seeds._older.pop(place, None)
 
 
 def hashed(text: str) -> int:
