@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
@@ -12,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import _utils
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.functional import dropout, mse_loss
 from torch.utils.checkpoint import checkpoint
 
-from pgmesh import ProcessGroupMesh
+from pgmesh import MethodError, ProcessGroupMesh
 from pgmesh.parallel import (
     DataParallel,
     ExpertParallel,
@@ -25,14 +27,16 @@ from pgmesh.parallel import (
     ShardedDataParallel,
     compose,
 )
+from tests.dry import dry_world
 from tests.parallel_models import FIRST, LAST, batch, gradients_of, loss_of, same, whole
+from tests.said import says
 from tests.test_groups import groups_of
 from tests.worlds import check_sums, world
 
 torch.set_num_threads(1)  # on ranks too, which import this: others share their cores
 
 WIDTH, PARTS = 6, 4
-SHAPES = [(8, 3), (16, 5), (8, 3), (16, 5)]  # two shapes in turn
+SHAPES = [(8, 3), (16, 5), (8, 3), (16, 5), (16, 5)]  # two shapes in turn, and one again
 
 
 class Layer(nn.Module):
@@ -117,6 +121,8 @@ def noisy(schedule: str, virtual: int, data: type[Method] | None, again: bool, f
             given, target = rows_of(step, rows, length)
             for weight in itertools.chain(model.parameters(), *(plain.parameters() for plain in plains)):
                 weight.grad = None
+                if step == 4:  # with a known shape, so that no stage is made anew
+                    weight.requires_grad_()
             losses = model.step(together.share(given), target=together.share(target))
             right = []
             for plain, mine, wanted in zip(plains, given.chunk(len(plains)), target.chunk(len(plains)), strict=True):
@@ -160,6 +166,37 @@ def test_batch_norm_and_dropout_in_a_pipeline_with_two_shapes_in_turn(schedule, 
 @pytest.mark.parametrize("data", [DataParallel, ShardedDataParallel])
 def test_batch_norm_and_dropout_in_a_pipeline_with_data_parallel(data):
     world(4).run(noisy, "1f1b", 1, data, True, False)
+
+
+# ---- what stages may hand on ----
+
+
+class Wrapping(nn.Module):
+    """A part of a pipeline that returns something else than its next part can take."""
+
+    def __init__(self, wrap: Callable[[torch.Tensor], object]) -> None:
+        super().__init__()
+        self.layers, self.wrap = nn.ModuleList(nn.Linear(2, 2) for _ in range(2)), wrap
+
+    def forward(self, x: torch.Tensor) -> object:
+        for layer in self.layers:
+            x = layer(x)
+        return self.wrap(x)
+
+
+def test_a_stage_that_hands_on_no_plain_tensors_is_told():
+    with dry_world(0, 1), ProcessGroupMesh(pp=1, tp=1) as mesh:
+        model = functools.partial(
+            PipelineParallel, mesh, "pp", layers="layers", loss=None, microbatches=2, virtual=2, schedule="interleaved"
+        )
+        told = """
+        stage 0 of a pipeline returns a {}, and the next stage takes a tensor or a tuple of tensors, none of them a DTensor.
+
+          return x.to_local()   # of a DTensor x, where the next stage takes this rank's part of it
+        """  # noqa: E501
+        tensor = functools.partial(DTensor.from_local, device_mesh=mesh.device_mesh("tp"), placements=[Replicate()])
+        for wrap, name in ((lambda x: {"x": x}, "dict"), (tensor, "DTensor"), (lambda x: (x, None), "NoneType")):
+            says(MethodError, lambda wrap=wrap: model().apply(Wrapping(wrap))(torch.ones(4, 2)), told.format(name))
 
 
 # ---- random numbers ----

@@ -429,8 +429,7 @@ class Pipeline(nn.Module):
             for i, part in enumerate(self.parts):
                 device, sender, taker = device_of(part), method.previous(i), method.next(i)
                 if sender is None:
-                    rows = len(inputs[0]) // method.microbatches
-                    given = tuple(each[:rows].to(device, copy=True) for each in inputs)
+                    given = tuple(each[: len(each) // method.microbatches].to(device, copy=True) for each in inputs)
                 else:
                     given = made if sender == method.mesh.rank else receive(sender, group, device)
                 # DDP would synchronise buffers and count the pass, so not through it.
