@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import _utils
+from torch.distributed.pipelining import PipelineStage, _utils
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.functional import dropout, mse_loss
 from torch.utils.checkpoint import checkpoint
@@ -27,6 +27,7 @@ from pgmesh.parallel import (
     ShardedDataParallel,
     compose,
 )
+from pgmesh.parallel.apart import Elsewhere
 from tests.dry import dry_world
 from tests.parallel_models import FIRST, LAST, batch, gradients_of, loss_of, same, whole
 from tests.said import says
@@ -44,6 +45,7 @@ class Layer(nn.Module):
 
     mean: torch.Tensor | None
     seen: torch.Tensor
+    times: torch.Tensor
 
     def __init__(self, mesh: ProcessGroupMesh, number: int, plain: float, again: bool) -> None:
         super().__init__()
@@ -57,6 +59,9 @@ class Layer(nn.Module):
         self.seen = self.seen + 1  # another tensor
         mean = x.detach().mean()
         self.mean = mean if self.mean is None else (self.mean + mean) / 2  # there after the first time alone
+        if not hasattr(self, "times"):
+            self.register_buffer("times", torch.zeros(()))
+        self.times.add_(1)
         x = x + mask * kind.unsqueeze(-1) * flat.view_as(x)
         if self.again and torch.is_grad_enabled():
             return checkpoint(self.drop, x, use_reentrant=False)
@@ -172,23 +177,28 @@ def test_batch_norm_and_dropout_in_a_pipeline_with_data_parallel(data):
 
 
 class Wrapping(nn.Module):
-    """A part of a pipeline that returns something else than its next part can take."""
+    """One stage of two, or the last alone, returns something else than the next can take."""
 
-    def __init__(self, wrap: Callable[[torch.Tensor], object]) -> None:
+    def __init__(self, wrap: Callable[[torch.Tensor], object], last: bool = False) -> None:
         super().__init__()
-        self.layers, self.wrap = nn.ModuleList(nn.Linear(2, 2) for _ in range(2)), wrap
+        self.layers, self.wrap, self.last = nn.ModuleList(nn.Linear(2, 2) for _ in range(2)), wrap, last
 
     def forward(self, x: torch.Tensor) -> object:
         for layer in self.layers:
             x = layer(x)
-        return self.wrap(x)
+        return x if self.last and isinstance(self.layers[1], Elsewhere) else self.wrap(x)
 
 
 def test_a_stage_that_hands_on_no_plain_tensors_is_told():
     with dry_world(0, 1), ProcessGroupMesh(pp=1, tp=1) as mesh:
-        model = functools.partial(
-            PipelineParallel, mesh, "pp", layers="layers", loss=None, microbatches=2, virtual=2, schedule="interleaved"
-        )
+
+        def model(module: nn.Module) -> nn.Module:
+            names = {"layers": "layers", "schedule": "interleaved"}
+            return PipelineParallel(mesh, "pp", **names, loss=loss, microbatches=2, virtual=2).apply(module)
+
+        def loss(out: DTensor, target: torch.Tensor) -> torch.Tensor:
+            return mse_loss(out.to_local(), target)
+
         told = """
         stage 0 of a pipeline returns a {}, and the next stage takes a tensor or a tuple of tensors, none of them a DTensor.
 
@@ -196,7 +206,9 @@ def test_a_stage_that_hands_on_no_plain_tensors_is_told():
         """  # noqa: E501
         tensor = functools.partial(DTensor.from_local, device_mesh=mesh.device_mesh("tp"), placements=[Replicate()])
         for wrap, name in ((lambda x: {"x": x}, "dict"), (tensor, "DTensor"), (lambda x: (x, None), "NoneType")):
-            says(MethodError, lambda wrap=wrap: model().apply(Wrapping(wrap))(torch.ones(4, 2)), told.format(name))
+            says(MethodError, lambda wrap=wrap: model(Wrapping(wrap))(torch.ones(4, 2)), told.format(name))
+        with mock.patch.object(PipelineStage, "_forward_metadata_inference"):  # torch has nothing to find out
+            assert len(model(Wrapping(tensor, last=True)).step(torch.ones(4, 2), target=torch.ones(4, 2))) == 2
 
 
 # ---- random numbers ----
