@@ -7,9 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.functional import dropout
+from torch.utils.checkpoint import checkpoint
 
-from pgmesh import AxisError, LifetimeError, MembershipError, OptionsError, ProcessGroupMesh
-from pgmesh.parallel import Seeds, seed_of
+from pgmesh import AxisError, LifetimeError, MembershipError, OptionsError, ProcessGroupMesh, SeamError
+from pgmesh.parallel import Seeds, seed_of, seeds as module
 from tests.dry import dry_world
 from tests.worlds import world
 
@@ -70,7 +73,10 @@ def test_a_stream_goes_on_where_it_stopped_and_the_outside_never_sees_it(mesh: P
             inside.append(torch.rand(3))
         outside.append(torch.rand(2))
     assert torch.cat(outside).equal(untouched)
-    assert torch.cat(inside).equal(torch.rand(6, generator=torch.Generator().manual_seed(seeds.seed)))
+    for entry, drawn in enumerate(inside):  # a stream of its own for each entry, for ever
+        digest = hashlib.sha256(f"{seeds.seed}/{entry}".encode()).digest()
+        seed = int.from_bytes(digest[:8], "little")
+        assert drawn.equal(torch.rand(3, generator=torch.Generator().manual_seed(seed)))
 
 
 def test_an_error_inside_leaves_the_outside_as_it_was(mesh: ProcessGroupMesh):
@@ -120,6 +126,151 @@ def test_what_it_is_given_has_to_be_right(mesh: ProcessGroupMesh):
 def fail() -> None:
     torch.rand(1)
     raise ZeroDivisionError
+
+
+# ---- activation checkpointing ----
+
+
+class Dropping(nn.Module):
+    """Layers with two entries of one stream each, an entry of another inside the second, and dropout outside."""
+
+    def __init__(self, mesh: ProcessGroupMesh, axes: tuple[str, ...], kind: bool | None) -> None:
+        super().__init__()
+        self.kind = kind
+        """Whether checkpoint is reentrant; None for no checkpoint."""
+        self.layers = nn.ModuleList(nn.Linear(16, 16, dtype=torch.float64) for _ in range(3))
+        for number, layer in enumerate(self.layers):
+            nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(number))
+            nn.init.zeros_(layer.bias)
+        self.seeds, self.other = Seeds(mesh, *axes, seed=7), Seeds(mesh, "dp", seed=7)
+        self.masks: list[torch.Tensor] = []
+
+    def run(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with self.seeds:
+            mask = dropout(torch.ones_like(x))
+        if torch.is_grad_enabled() != (self.kind is True):  # the first time, not the recomputation
+            self.masks.append(mask)
+        x = dropout(layer(x * mask), 0.2).tanh()
+        with self.seeds:
+            x = dropout(x)
+            with self.other:
+                return dropout(x, 0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.run(layer, x) if self.kind is None else checkpoint(self.run, layer, x, use_reentrant=self.kind)
+        return x
+
+
+def gradients(mesh: ProcessGroupMesh, axes: tuple[str, ...], kind: bool | None, seed: int) -> list[torch.Tensor]:
+    """The gradients of two forward passes before two backward passes, then what is drawn outside, then masks."""
+    model = Dropping(mesh, axes, kind)
+    torch.manual_seed(seed)
+    torch.rand(seed)
+    rows = torch.ones(4, 16, dtype=torch.float64, requires_grad=True)
+    losses = [model(rows).square().sum() for _ in range(2)]
+    for loss in losses:
+        loss.backward()
+    assert rows.grad is not None
+    weights = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    assert len(weights) == 6
+    return [rows.grad, *weights, torch.rand(4), *model.masks[:6]]
+
+
+@pytest.mark.parametrize("kind", [True, False], ids=["reentrant", "not reentrant"])
+def test_a_checkpointed_function_draws_the_same_when_it_is_computed_again(mesh: ProcessGroupMesh, kind: bool):
+    plain, again = gradients(mesh, ("tp",), None, 3), gradients(mesh, ("tp",), kind, 3)
+    for one, other in zip(plain, again, strict=True):
+        assert one.equal(other)
+    masks = again[-6:]
+    assert all(not a.equal(b) for i, a in enumerate(masks) for b in masks[:i])
+
+
+def checkpointed(kind: bool) -> tuple[tuple[int, ...], list[list[float]]]:
+    """Ranks whose generators are seeded differently and have drawn differently many numbers."""
+    with ProcessGroupMesh(dp=2, tp=2, name="checkpointed") as mesh:
+        assert mesh.coord is not None
+        plain, again = (gradients(mesh, ("tp",), each, mesh.rank) for each in (None, kind))
+        assert all(one.equal(other) for one, other in zip(plain, again, strict=True))
+        return mesh.coord, [mask.flatten().tolist() for mask in again[-6:]]
+
+
+@pytest.mark.parametrize("kind", [True, False], ids=["reentrant", "not reentrant"])
+def test_checkpointed_masks_agree_and_differ_on_real_ranks_that_are_seeded_differently(kind: bool):
+    found = dict(world(4).run(checkpointed, kind))
+    assert found[0, 0] == found[1, 0]
+    assert found[0, 1] == found[1, 1]
+    assert all(one != other for one, other in zip(found[0, 0], found[0, 1], strict=True))
+
+
+def test_a_stream_repeats_where_torchs_cpu_generator_is_put_back_and_then_goes_on(mesh: ProcessGroupMesh):
+    seeds, plain, drawn = Seeds(mesh, "tp", seed=7), Seeds(mesh, "tp", seed=7), []
+    with plain:
+        right = [torch.rand(3)]
+    with plain:
+        right.append(torch.rand(3))
+    for _ in range(2):
+        with torch.random.fork_rng(devices=[]), seeds:
+            drawn.append(torch.rand(3))
+    with seeds:
+        drawn.append(torch.rand(3))
+    with seeds:
+        drawn.append(torch.rand(3))
+    assert all(drawn[i].equal(right[0]) for i in range(3))
+    assert drawn[3].equal(right[1])
+
+
+def test_a_rehearsal_leaves_streams_where_they_were(mesh: ProcessGroupMesh):
+    seeds, other, plain = (Seeds(mesh, "tp", seed=7) for _ in range(3))
+    with plain:
+        right = torch.rand(3)
+    with module.rehearsal(), seeds, other:
+        torch.rand(3)
+    torch.rand(1)  # another order than in the rehearsal
+    for each in (other, seeds):
+        assert each.state_dict()["entries"] == 0
+        with each:
+            assert torch.rand(3).equal(right)
+
+
+def test_what_is_remembered_of_a_stream_is_bounded(mesh: ProcessGroupMesh, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "REMEMBERED", 4)
+    seeds, states = Seeds(mesh, "tp", seed=7), []
+    for entry in range(20):
+        states.append(torch.get_rng_state())
+        with seeds:
+            torch.rand(1)
+        assert len(seeds._known) + len(seeds._older) <= 8
+        for back in range(min(entry + 1, 4)):
+            torch.set_rng_state(states[entry - back])
+            with seeds:
+                assert torch.initial_seed() == module.hashed(f"{seeds.seed}/{entry - back}")
+        torch.set_rng_state(states[entry])
+        with seeds:
+            pass
+
+
+def test_no_number_depends_on_the_seed_that_torchs_generator_remembers():
+    torch.manual_seed(5)
+    torch.randn(3, dtype=torch.float64)
+    state = torch.get_rng_state()
+    right = torch.rand(2000), torch.randn(3), torch.randperm(5)
+    module.words(state)[0] += 1
+    torch.set_rng_state(state)
+    assert torch.initial_seed() == 6
+    assert all(a.equal(b) for a, b in zip(right, (torch.rand(2000), torch.randn(3), torch.randperm(5)), strict=True))
+
+
+def test_a_torch_whose_generator_keeps_its_seed_elsewhere_is_told(
+    mesh: ProcessGroupMesh, monkeypatch: pytest.MonkeyPatch
+):
+    seeds = Seeds(mesh, "tp", seed=7)
+    monkeypatch.setattr(torch, "initial_seed", lambda: 1 << 40)
+    with pytest.raises(SeamError, match="does not start with its seed"), seeds:
+        pass
+    monkeypatch.undo()
+    with seeds:
+        pass
 
 
 def masks() -> tuple[tuple[int, ...], list[float]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,6 +67,33 @@ def pass_on(tensor: Tensor, group: ProcessGroup, tag: int = 0) -> tuple[Tensor, 
         ]
     )
     return coming, works
+
+
+def send(tensors: Sequence[Tensor], rank: int, group: ProcessGroup, device: torch.device) -> None:
+    """Send tensors of any shapes and types to a rank of the world that calls ``receive``.
+
+    Each message is a batch of its own, as in torch's pipelines: so NCCL connects the whole group at the first one.
+    """
+    file = io.BytesIO()
+    torch.save([tensor.detach().clone() for tensor in tensors], file)  # copies: a part of a tensor is saved whole
+    content = torch.frombuffer(file.getbuffer(), dtype=torch.uint8).to(device)
+    _message(dist.isend, torch.tensor([content.numel()], device=device), rank, group)
+    _message(dist.isend, content, rank, group)
+
+
+def receive(rank: int, group: ProcessGroup, device: torch.device) -> tuple[Tensor, ...]:
+    """What a rank of the world sends with ``send``, on this device."""
+    size = _message(dist.irecv, torch.empty(1, dtype=torch.int64, device=device), rank, group)
+    content = _message(dist.irecv, torch.empty(int(size), dtype=torch.uint8, device=device), rank, group)
+    file = bytearray(len(content))
+    torch.frombuffer(file, dtype=torch.uint8).copy_(content)
+    return tuple(torch.load(io.BytesIO(file), map_location=device, weights_only=True))
+
+
+def _message(operation: Callable[..., Any], tensor: Tensor, rank: int, group: ProcessGroup) -> Tensor:
+    for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, rank, group)]):
+        work.wait()
+    return tensor
 
 
 def total(part: Tensor, group: ProcessGroup) -> Tensor:

@@ -30,6 +30,8 @@ from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.apart import GONE, Elsewhere, first_names
 from pgmesh.parallel.base import Level, Method, only
 from pgmesh.parallel.even import compare, device_of, even_rows, told
+from pgmesh.parallel.exchange import receive, send
+from pgmesh.parallel.seeds import rehearsal
 from pgmesh.parallel.shares import multiples_near, sizes_of
 from pgmesh.sizes import divisors, many
 
@@ -315,8 +317,9 @@ class Pipeline(nn.Module):
     def step(self, *inputs: torch.Tensor, target: torch.Tensor) -> list[torch.Tensor]:
         """Forward and backward through all stages: gradients of the batch's mean loss, added to those that are there.
 
-        Under ``torch.no_grad()`` it goes forward alone, for the losses of a batch that is not trained on. The first
-        step with a batch of other shapes goes forward twice, since stages are told the shapes.
+        Under ``torch.no_grad()`` it goes forward alone, for the losses of a batch that is not trained on. Before the
+        first step with other shapes the first microbatch goes forward once more, without gradients, since stages have
+        to know what they will be handed. It leaves no trace in buffers and in torch's random numbers.
 
         Args:
             inputs: this rank's rows; only the first stage looks at them.
@@ -329,6 +332,7 @@ class Pipeline(nn.Module):
             OptionsError: the method was given no loss.
             ShapeError: the rows cannot be cut into equal microbatches, or ranks have other numbers of rows: those
                 along the axis read the same ones, and of those that data parallelism averages over each as many.
+            MethodError: a stage hands on what is no plain tensor.
         """
         if self.method.loss is None:
             raise OptionsError(
@@ -342,11 +346,7 @@ class Pipeline(nn.Module):
         schedule = self._ready(inputs, target, training=training)
         mine = inputs if self._has(0) else ()
         last = {"target": target, "losses": losses} if self._has(self.method.stages - 1) else {}
-        with self._gradients_aside(), contextlib.ExitStack() as quiet:
-            # The first time, torch runs each stage once to learn its shapes, which must not look like a last backward.
-            for part in self.parts:
-                if isinstance(part, DistributedDataParallel):
-                    quiet.enter_context(part.no_sync())
+        with self._gradients_aside():
             if training:
                 schedule.step(*mine, **last, return_outputs=False)
                 self._sum_tied()
@@ -366,7 +366,8 @@ class Pipeline(nn.Module):
             The outputs, on the rank with the last stage; None on others.
 
         Raises:
-            MethodError: schedule "zero-bubble-v", which torch 2.13 does not run forward alone.
+            MethodError: schedule "zero-bubble-v", which torch 2.13 does not run forward alone; or a stage hands on what
+                is no plain tensor.
             ShapeError: as in ``step``.
         """
         schedule = self._ready(inputs)
@@ -411,15 +412,42 @@ class Pipeline(nn.Module):
             )
         compare("PipelineParallel", ["rows", "rows"], everyone, method.mesh, axes, way_out)
         if any(changed for *_, changed in everyone):
-            group = method.mesh.group(method.axis)
+            group, handed = method.mesh.group(method.axis), self._handed_on(inputs)
             stages = [
-                PipelineStage(part, method.stage(i), method.stages, device_of(part), group=group)
-                for i, part in enumerate(self.parts)
+                PipelineStage(part, method.stage(i), method.stages, device_of(part), given, made, group=group)
+                for i, (part, (given, made)) in enumerate(zip(self.parts, handed, strict=True))
             ]
             one = stages[0] if method.schedule in SINGLE else stages
             schedule = SCHEDULES[method.schedule](one, method.microbatches, method.loss if loss else None)
             known = self.schedules[loss] = shapes, schedule
         return known[1]
+
+    def _handed_on(self, inputs: tuple[torch.Tensor, ...]) -> list[tuple[tuple[torch.Tensor, ...], ...]]:
+        """Inputs and outputs of each of this rank's stages, from a forward pass of the first microbatch.
+
+        Where a stage lacks them, torch runs all stages after the first on uninitialised memory, to learn the shapes.
+        """
+        method, group = self.method, self.method.mesh.group(self.method.axis)
+        found = list[tuple[tuple[torch.Tensor, ...], ...]]()
+        made: tuple[torch.Tensor, ...] = ()
+        with torch.no_grad(), _without_a_trace(self.parts):
+            for i, part in enumerate(self.parts):
+                device, sender, taker = device_of(part), method.previous(i), method.next(i)
+                if sender is None:
+                    given = tuple(each[: len(each) // method.microbatches].to(device, copy=True) for each in inputs)
+                else:
+                    given = made if sender == method.mesh.rank else receive(sender, group, device)
+                # DDP would synchronise buffers and count the pass, so not through it.
+                out = (part.module if isinstance(part, DistributedDataParallel) else part)(*given)
+                several = tuple(out) if type(out) in (tuple, list) else (out,)
+                if taker is None:  # torch counts the last outputs and sends none
+                    made = tuple(torch.empty(0) for _ in several)
+                else:
+                    made = _plain(several, method.stage(i))
+                    if taker != method.mesh.rank:
+                        send(made, taker, group, device)
+                found.append((_differentiable(given), _differentiable(made)))
+        return found
 
     def _has(self, stage: int) -> bool:
         """Whether this rank has a stage."""
@@ -454,6 +482,46 @@ class Pipeline(nn.Module):
             for found, weight in part.named_parameters(remove_duplicate=False)
             if found.removeprefix("module.") == name
         ]
+
+
+def _plain(outputs: tuple[Any, ...], stage: int) -> tuple[torch.Tensor, ...]:
+    """The outputs of a stage that another one follows.
+
+    Raises:
+        MethodError: some of them are no plain tensors.
+    """
+    for each in outputs:
+        if not isinstance(each, torch.Tensor) or isinstance(each, DTensor):
+            raise MethodError(
+                f"stage {stage} of a pipeline returns a {type(each).__name__}, and the next stage takes a tensor or a "
+                "tuple of tensors, none of them a DTensor.\n\n"
+                "  return x.to_local()   # of a DTensor x, where the next stage takes this rank's part of it"
+            )
+    return outputs
+
+
+def _differentiable(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Tensors that stand for what stages hand on in training: gradients go back for all that can have one."""
+    return tuple(each.detach().requires_grad_(each.is_floating_point() or each.is_complex()) for each in tensors)
+
+
+@contextlib.contextmanager
+def _without_a_trace(parts: Iterable[nn.Module]) -> Iterator[None]:
+    """Modules run on copies of their buffers; torch's random numbers and ``Seeds`` go on afterwards where they were."""
+    parts = tuple(parts)
+    kept = [(module._buffers, dict(module._buffers)) for part in parts for module in part.modules()]
+    copies = {id(buffer): buffer.clone() for part in parts for buffer in part.buffers()}
+    devices = {device for part in parts if (device := device_of(part)).type != "cpu"}
+    kind = next((device.type for device in devices), None)
+    with torch.random.fork_rng(devices, device_type=kind), rehearsal():
+        try:
+            for buffers, before in kept:
+                buffers.update({name: each if each is None else copies[id(each)] for name, each in before.items()})
+            yield
+        finally:
+            for buffers, before in kept:
+                buffers.clear()
+                buffers.update(before)
 
 
 def shared_out(layers: int, stages: int) -> list[range]:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import hashlib
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from pgmesh.errors import LifetimeError, OptionsError
+from pgmesh.errors import LifetimeError, OptionsError, SeamError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
     from torch import Tensor
 
     from pgmesh.layout import Axis
     from pgmesh.mesh import ProcessGroupMesh
+
+REMEMBERED = 1 << 16
+"""How many entries of a stream can be repeated, at least: more than any program has between forward and backward."""
 
 
 def seed_of(mesh: ProcessGroupMesh, *axes: Axis, seed: int, tag: str = "") -> int:
@@ -43,16 +50,24 @@ def seed_of(mesh: ProcessGroupMesh, *axes: Axis, seed: int, tag: str = "") -> in
         raise OptionsError(f"a seed is a whole number, such as seed=0, not {seed!r}.")
     mesh.index(*axes)  # refuses outsiders, axes that are not there, and those named twice
     places = [f"{axis}={mesh.index(axis)}" for axis in sorted(axes, key=str)]
-    digest = hashlib.sha256("/".join([str(seed), tag, *places]).encode()).digest()
-    return int.from_bytes(digest[:8], "little")
+    return hashed("/".join([str(seed), tag, *places]))
+
+
+_rehearsals: list[list[tuple[Seeds, int]]] = []
+"""The streams that were entered anew in each rehearsal under way, and where torch's CPU generator stood."""
 
 
 class Seeds:
     """A stream of random numbers for ``with``: ranks differ along the axes named, and agree along the others.
 
-    Inside, torch's generators give this stream, which goes on where it stopped when it was last entered. Outside they
-    give what they would have given without it. On the CPU, and on the current CUDA device where there is
-    one: that is untested.
+    Each entry draws numbers of its own: the generators of the CPU and of the current CUDA device are seeded with the
+    SHA-256 of the stream's seed and the number of the entry, and put back afterwards. What is drawn outside is what
+    would have been drawn without it; only ``torch.initial_seed()`` is another. CUDA is untested.
+
+    Ranks agree where they enter a stream equally often, however their own generators are seeded and whatever they draw
+    elsewhere. An entry is repeated where torch's CPU generator is put back to where the entry began, or seeded so
+    again. So a function under torch's activation checkpointing, of either kind, draws the same when it is computed
+    again, unless it is given ``preserve_rng_state=False``. An entry that an error ends is repeated too.
 
     Args:
         mesh: whose axes.
@@ -76,33 +91,53 @@ class Seeds:
 
     def __init__(self, mesh: ProcessGroupMesh, *axes: Axis, seed: int, tag: str = "") -> None:
         self.seed = seed_of(mesh, *axes, seed=seed, tag=tag)
-        self._states: dict[str, Tensor] = {}
-        self._outside: dict[str, Tensor] | None = None
+        self._entries = 0
+        self._known: dict[int, int] = {}  # where torch's CPU generator stood: the number of the entry
+        self._older: dict[int, int] = {}
+        self._entered: tuple[dict[str, Tensor], int] | None = None
 
     def __enter__(self) -> None:
-        if self._outside is not None:
+        if self._entered is not None:
             raise LifetimeError("this stream of random numbers is entered already; leave it before you enter it again.")
-        self._outside = _states()
-        for device in self._outside:
-            if device in self._states:
-                _set(device, self._states[device])
-            else:
-                _generator(device).manual_seed(self.seed)
+        outside = _states()
+        start = words(outside["cpu"])[:]
+        if start[0] != torch.initial_seed():
+            raise SeamError(
+                f"in torch {torch.__version__} the state of the CPU generator does not start with its seed, as it does "
+                "in torch 2.13. Seeds needs it to repeat an entry under activation checkpointing."
+            )
+        place = hashed(str(start))
+        seed = hashed(f"{self.seed}/{self._entry(place)}")
+        for device in outside:
+            _generator(device).manual_seed(seed)
+        self._entered = outside, place
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        outside, self._outside = self._outside or {}, None
-        inside = _states()
-        self._states.update({device: inside[device] for device in outside})
+        (outside, place), self._entered = self._entered or ({}, 0), None
+        if outside and kind is None:  # the next entry begins elsewhere, though nothing was drawn
+            words(outside["cpu"])[0] = place
         for device, state in outside.items():
-            _set(device, state)
+            _generator(device).set_state(state)
 
-    def state_dict(self) -> dict[str, Any]:
+    def _entry(self, place: int) -> int:
+        """The number of the entry that began at this place; a new one where none did."""
+        found = self._known.get(place, self._older.get(place))
+        if found is None:
+            found, self._entries = self._entries, self._entries + 1
+            if len(self._known) == REMEMBERED:
+                self._older, self._known = self._known, {}
+            self._known[place] = found
+            if _rehearsals:
+                _rehearsals[-1].append((self, place))
+        return found
+
+    def state_dict(self) -> dict[str, int]:
         """Where the stream stands, for a checkpoint."""
-        return {"seed": self.seed, "states": dict(self._states)}
+        return {"seed": self.seed, "entries": self._entries}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on from there.
 
         Raises:
@@ -113,7 +148,34 @@ class Seeds:
                 f"this is the state of the stream with seed {state['seed']}, but here is seed {self.seed}: another "
                 "program's, or another place's along the axes by which ranks differ."
             )
-        self._states = dict(state["states"])
+        self._entries, self._known, self._older = state["entries"], {}, {}
+
+
+@contextlib.contextmanager
+def rehearsal() -> Iterator[None]:
+    """Afterwards every stream stands where it stood, though it was entered within."""
+    _rehearsals.append([])
+    try:
+        yield
+    finally:
+        for seeds, place in _rehearsals.pop():
+            seeds._entries -= 1
+            seeds._known.pop(place, None)
+            seeds._older.pop(place, None)
+
+
+def hashed(text: str) -> int:
+    """The first 8 bytes of the SHA-256 of a text, the lowest first."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+
+def words(state: Tensor) -> ctypes.Array[ctypes.c_uint64]:
+    """The start of a state of torch's CPU generator, to read and to write: its seed, and where it stands.
+
+    No number depends on the seed once it is set, but whoever puts a state back puts it back too. So it can tell entries
+    apart between which nothing was drawn. Tensor operations are avoided: modes of torch intercept them.
+    """
+    return (ctypes.c_uint64 * 4).from_address(state.data_ptr())
 
 
 def _generator(device: str) -> torch.Generator:
@@ -129,7 +191,3 @@ def _states() -> dict[str, Tensor]:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         devices.append(f"cuda:{torch.cuda.current_device()}")
     return {device: _generator(device).get_state() for device in devices}
-
-
-def _set(device: str, state: Tensor) -> None:
-    _generator(device).set_state(state)
