@@ -68,6 +68,8 @@ SEAM: dict[str, str] = {
     "distributed_c10d._get_default_timeout": "the timeout of a world whose backend does not tell",
     "device_mesh.DeviceMesh._hash_key": "meshes of one shape with groups of their own have to differ",
     "nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model": "others' weights are not DDP's",
+    "nn.Module._buffers": "a pipeline's first pass with a shape runs on copies of the buffers",
+    "Tensor._post_accumulate_grad_hooks": "hooks that some schedules of a pipeline would skip",
     "ProcessGroup._set_default_backend": "a group built directly is told what it runs on",
     "ProcessGroup._register_backend": "the same, device by device",
     "ProcessGroup._get_backend": "the world's timeout is kept by its backend",
@@ -89,9 +91,9 @@ def missing_names(torch: Any = torch) -> dict[str, str]:
 
     def there(path: str) -> bool:
         root, *names = path.split(".")
-        place = getattr(torch if root in ("_C", "nn") else torch.distributed, root, None)
+        place = getattr(torch if root in ("_C", "nn", "Tensor") else torch.distributed, root, None)
         for name in names:
-            place = getattr(place, name, None)
+            place = getattr(place, name, getattr(place, "__annotations__", {}).get(name))
         return place is not None
 
     optional = {name for name in SEAM if name.startswith("ProcessGroupGloo") and not dist.is_gloo_available()}
@@ -187,6 +189,16 @@ def keep_from_ddp(module: torch.nn.Module, names: Sequence[str]) -> None:
     """Have DDP leave these weights alone."""
     ignore: Any = torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
     ignore(module, names)
+
+
+def buffer_table(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """The buffers of a module by name, those that are None too: to replace them and to put them back."""
+    return module._buffers
+
+
+def has_gradient_hooks(weight: torch.Tensor) -> bool:
+    """Whether hooks wait for the gradient of a weight."""
+    return bool(weight._post_accumulate_grad_hooks)
 
 
 # torch takes DeviceMeshes of one shape for equal whatever their groups are, so that what DTensor remembers of one mesh

@@ -24,6 +24,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from pgmesh import groups
 from pgmesh.errors import MethodError, OptionsError, PlaceError, ShapeError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
@@ -33,6 +34,7 @@ from pgmesh.parallel.even import compare, device_of, even_rows, told
 from pgmesh.parallel.exchange import receive, send
 from pgmesh.parallel.seeds import rehearsal
 from pgmesh.parallel.shares import multiples_near, sizes_of
+from pgmesh.parallel.weights import local
 from pgmesh.sizes import divisors, many
 
 SCHEDULES: dict[str, Any] = {
@@ -300,7 +302,7 @@ class Pipeline(nn.Module):
         self.parts = nn.ModuleList(parts)
         """One for each virtual stage, under the names of the whole."""
         self.tied, self.first_names = tied, names
-        hooked = any(getattr(weight, "_post_accumulate_grad_hooks", None) for weight in self.parameters())
+        hooked = any(map(groups.has_gradient_hooks, self.parameters()))
         data = hooked or any(isinstance(part, (DistributedDataParallel, FSDPModule)) for part in parts)
         if method.schedule in SPLIT and data:
             raise MethodError(
@@ -463,7 +465,7 @@ class Pipeline(nn.Module):
         apart = self.method.holder(0) != self.method.holder(self.method.stages - 1)
         for first, last in self.tied if self.method.mesh.rank in ends else ():
             here = [*self._weight(0, first), *self._weight(self.method.stages - 1, last)]
-            gradients = [_local(weight.grad) for weight in here if weight.grad is not None]
+            gradients = [local(weight.grad) for weight in here if weight.grad is not None]
             if not gradients:
                 continue
             for other in gradients[1:]:
@@ -509,7 +511,8 @@ def _differentiable(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]
 def _without_a_trace(parts: Iterable[nn.Module]) -> Iterator[None]:
     """Modules run on copies of their buffers; torch's random numbers and ``Seeds`` go on afterwards where they were."""
     parts = tuple(parts)
-    kept = [(module._buffers, dict(module._buffers)) for part in parts for module in part.modules()]
+    tables = [groups.buffer_table(module) for part in parts for module in part.modules()]
+    kept = [(table, dict(table)) for table in tables]
     copies = {id(buffer): buffer.clone() for part in parts for buffer in part.buffers()}
     devices = {device for part in parts if (device := device_of(part)).type != "cpu"}
     kind = next((device.type for device in devices), None)
@@ -564,7 +567,3 @@ def _ancestors(names: Iterable[str]) -> Iterator[str]:
         while name:
             name = name.rpartition(".")[0]
             yield name
-
-
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
