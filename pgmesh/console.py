@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -46,14 +47,27 @@ def lines(
             break
     fit = max(1, (width + 2) // (_width(panels[0][0]) + 2))
     drawn: list[Line] = []
-    for i in range(0, len(panels), fit):
-        for row in zip(*panels[i : i + fit]):
-            line: Line = []
-            for part in row:
-                line += [*([("  ", "")] if line else []), *part]
-            drawn.append(line)
+    strip: list[list[Line]] = []  # panels side by side
+    for panel, lines_of_it in zip(figure.panels, panels):
+        if len(strip) == fit or panel.skipped:
+            drawn += _beside(strip)
+            strip = []
+        if panel.skipped:
+            drawn += wrapped(f"{GAP} {', '.join(panel.skipped)}", width, "dim")
+        strip.append(lines_of_it)
+    drawn += _beside(strip)
     notes = [figure.note, figure.legend.split(";")[0] * coloured]
     return [*drawn, *(line for note in filter(None, notes) for line in wrapped(note, width, "dim"))]
+
+
+def _beside(panels: Sequence[list[Line]]) -> list[Line]:
+    drawn = []
+    for row in zip(*panels):
+        line: Line = []
+        for part in row:
+            line += [*([("  ", "")] if line else []), *part]
+        drawn.append(line)
+    return drawn
 
 
 def _width(line: Line) -> int:

@@ -6,17 +6,19 @@ Nothing here needs torch to be there: where it cannot be imported, that is a fin
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import os
 import platform
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pgmesh.errors import LaunchError, SeamError
-from pgmesh.launchers import LAUNCHERS, Found, believe
+from pgmesh.launchers import LAST_PORT, LAUNCHERS, Found, believe
 from pgmesh.sizes import many
 
 TRIED_ON = "2.13"
@@ -201,29 +203,118 @@ def matching(chosen: str, there: Sequence[str]) -> list[str]:
 
 
 def store(environ: Mapping[str, str], found: Found | None, seconds: float) -> Iterator[Finding]:
-    """Whether the place where ranks meet can be reached."""
+    """Whether this process can reach the store; on the rank that is to host it, whether it can."""
     if found is None:
         return
     if found.size == 1 and found.address is None:
         yield Finding("--", "store", "a world of one needs no store")
         return
     try:
-        address, port = found.end_point()
+        found.end_point()
     except LaunchError as error:
         problem, _, rest = str(error).partition("\n\n")
         yield Finding("bad", "store", problem, rest)
         return
+    yield _look(environ, found, seconds)[0]
+
+
+def hosts_store(environ: Mapping[str, str], found: Found) -> bool:
+    """Whether this process hosts its world's store: rank 0 does, unless torchrun's agent or a StoreProcess does."""
+    return found.rank == 0 and not _is_hosted(environ)
+
+
+def wait_for_store(environ: Mapping[str, str], found: Found, seconds: float) -> Finding | None:
+    """Wait until this process can reach the store, or host it.
+
+    Args:
+        environ: as ``os.environ`` is.
+        found: where the store is.
+        seconds: how long to ask. What cannot change meanwhile is not waited for.
+
+    Returns:
+        None once it can; else what is wrong, as ``store`` says it.
+    """
+    end = time.monotonic() + seconds
+    while True:
+        finding, is_final = _look(environ, found, max(end - time.monotonic(), PAUSE))
+        if is_final or time.monotonic() + PAUSE > end:
+            break
+        time.sleep(PAUSE)
+    if finding.mark != "ok":
+        return finding
+    where = "{}:{}".format(*found.end_point())
+    says = f"nobody listened at {where} in {seconds:g} s: rank 0, which hosts the store, did not start"
+    return None if is_final else Finding("bad", "store", says, "start rank 0, and see that it ends with no error")
+
+
+PAUSE = 0.2
+"""Seconds between two looks for the store."""
+
+
+def _is_hosted(environ: Mapping[str, str]) -> bool:
+    """Whether a process that started before the ranks hosts the store. torch tells it by this variable too."""
+    return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _look(environ: Mapping[str, str], found: Found, seconds: float) -> tuple[Finding, bool]:
+    """What is found of the store, and whether it will stay so."""
+    address, port = found.end_point()
+    answer = _in_time(lambda: socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM), seconds)
+    if isinstance(answer, Exception):
+        return Finding("bad", "store", f"the name {address} cannot be resolved: {_words(answer)}", RIGHT_ADDRESS), False
+    if hosts_store(environ, found):
+        return _hosting(address, port, answer), True
     where = f"{address}:{port}"
     answer = _in_time(lambda: _connect(address, port, seconds), seconds)
-    there_first = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun hosts it, before ranks start
     if not isinstance(answer, Exception):
-        yield Finding("ok", "store", f"somebody listens at {where}")
-    elif isinstance(answer, ConnectionRefusedError) and not there_first:
+        return Finding("ok", "store", f"somebody listens at {where}"), True
+    if isinstance(answer, ConnectionRefusedError) and not _is_hosted(environ):
         says = f"nobody listens at {where} yet, which can be reached"
-        yield Finding("ok", "store", f"{says}: rank 0 does once it joins")
-    else:
-        mend = "see that MASTER_ADDR names rank 0's host, and that no firewall is between"
-        yield Finding("bad", "store", f"{where} cannot be reached: {_words(answer)}", mend)
+        return Finding("ok", "store", f"{says}: rank 0 does once it joins"), False
+    mend = "see that MASTER_ADDR names rank 0's host, and that no firewall is between"
+    return Finding("bad", "store", f"{where} cannot be reached: {_words(answer)}", mend), False
+
+
+RIGHT_ADDRESS = "set MASTER_ADDR to a name or an address of rank 0's host, the same on every rank"
+
+
+def _hosting(address: str, port: int, infos: Sequence[tuple[Any, ...]]) -> Finding:
+    """Whether this process, rank 0, can host the store, and this host has the address by which others look for it."""
+    error = _port_error(port)
+    if error is not None:
+        says = f"this process, rank 0, cannot listen at port {port}: {_words(error)}"
+        if error.errno == errno.EADDRINUSE:
+            says = f"port {port} is taken on this host, where this process, rank 0, is to host the store"
+        first = max(port, 1023) + 1
+        free = next((near for near in range(first, min(first + 100, LAST_PORT)) if _port_error(near) is None), None)
+        call = "set MASTER_PORT to another" if free is None else f"export MASTER_PORT={free}   # is free here"
+        return Finding("bad", "store", says, f"{call}; the same on every rank")
+    if all(_bind_error(family, place) for family, _, _, _, place in infos):
+        there = ", ".join(dict.fromkeys(str(place[0]) for *_, place in infos))
+        named = address if there == address else f"{address} ({there})"
+        says = f"no interface of this host has the address {named}, but this process, rank 0, hosts the store"
+        mend = f"{RIGHT_ADDRESS}; this host calls itself {socket.gethostname()}"
+        return Finding("bad", "store", says, mend)
+    says = f"port {port} is free on this host, {address}: this process, rank 0, listens there once it joins"
+    return Finding("ok", "store", says)
+
+
+def _port_error(port: int) -> OSError | None:
+    """Why this process cannot listen at a port of all interfaces, as torch's store does; None if it can."""
+    return _bind_error(socket.AF_INET6, ("::", port)) and _bind_error(socket.AF_INET, ("0.0.0.0", port))
+
+
+def _bind_error(family: int, place: tuple[Any, ...]) -> OSError | None:
+    """Why a socket cannot be bound there; None if it can. It does not listen, so nothing can connect to it."""
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as bound:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            bound.bind(place)
+    except OSError as error:
+        return error
+    return None
 
 
 def _connect(address: str, port: int, seconds: float) -> None:

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 STYLE = f"""
 body {{ font: 15px/1.5 {svg.FONT}; color: {svg.INK}; background: #fff }}
-body {{ margin: 2rem auto; max-width: 1420px; padding: 0 1rem }}
+body {{ margin: 2rem auto; max-width: 1600px; padding: 0 1rem }}
 h1 {{ font-size: 1.3rem }} h2 {{ font-size: 1rem; margin-top: 2rem }}
 table {{ border-collapse: collapse }}
-th, td {{ padding: .25rem .9rem .25rem 0; text-align: left; border-bottom: 1px solid #e2e8f0 }}
+th, td {{ padding: .25rem .7rem .25rem 0; text-align: left; border-bottom: 1px solid #e2e8f0 }}
 td {{ font-variant-numeric: tabular-nums }}
 th {{ color: {svg.QUIET}; font-weight: 500 }} td.n, th.n {{ text-align: right }}
 .intra {{ color: #15803d }} .mixed {{ color: #b45309 }} .bad {{ color: #b91c1c }} .quiet {{ color: {svg.QUIET} }}
@@ -28,10 +28,15 @@ code {{ background: #f1f5f9; padding: .1rem .35rem; border-radius: 4px }}
 """
 
 
-def figures(plan: Plan, *axes: Axis) -> list[Figure]:
-    """The mesh of a plan and its views, side by side over the same ranks and hosts."""
+def figures(plan: Plan, *axes: Axis, title: str | None = None) -> list[Figure]:
+    """The mesh of a plan and its views, side by side over the same ranks and hosts.
+
+    Args:
+        axes: the axes whose groups have a colour each.
+        title: of the mesh; the sizes of its axes unless given.
+    """
     host = plan.machine[0] if plan.machine else None
-    drawn = [figure(plan.layout, *(axes or colour_axes(plan.layout)), host=host)]
+    drawn = [figure(plan.layout, *(axes or colour_axes(plan.layout)), host=host, title=title)]
     for name, view in plan.views:
         sizes = wording.sizes(dict(zip(view.axes, view.shape)))
         drawn.append(figure(view, *colour_axes(view), host=host, title=f"{name}: {sizes}"))
@@ -85,12 +90,21 @@ def part(plan: Plan, *axes: Axis) -> str:
     for finding in plan.findings:
         mend = f" <code>{safe(finding.mend)}</code>" if finding.mend else ""
         parts.append(f'<p class="{"bad" if finding.bad else ""}">{safe(finding.says)}{mend}</p>')
-    parts += [_wide(svg.drawing(*figures(plan, *axes)).svg()), "<h2>Groups</h2>", _wide(_table(plan))]
+    drawn = svg.drawing(*figures(plan, *axes, title=None if plan.views else ""))  # the sizes are in the headline
+    tables = [f"<h2>Groups</h2>\n{_wide(_table(plan))}"]
     if plan.communicators:
         first, *costs_of_all = wording.price(plan, 10_000)
-        parts += ["<h2>What a rank holds</h2>", f"<p>{safe(ink.plain([first]))}</p>", "<ul>"]
-        parts += [*(f"<li>{safe(ink.plain([line]).strip())}</li>" for line in costs_of_all), "</ul>"]
-    return "\n".join(parts)
+        holds = ["<h2>What a rank holds</h2>", f"<p>{safe(ink.plain([first]))}</p>", "<ul>"]
+        holds += [*(f"<li>{safe(ink.plain([line]).strip())}</li>" for line in costs_of_all), "</ul>"]
+        tables.append("\n".join(holds))
+    return "\n".join([*parts, _beside(_wide(drawn.svg()), _beside(*tables))])
+
+
+def _beside(first: str, *others: str) -> str:
+    """Parts side by side, as far as the window is wide; others take the room that the first leaves."""
+    each = [f'<div style="min-width: 0">{first}</div>']
+    each += [f'<div style="min-width: 0; flex: 1 1 36rem">{other}</div>' for other in others]
+    return "\n".join(['<div style="display: flex; flex-wrap: wrap; gap: 0 1.5rem">', *each, "</div>"])
 
 
 def _wide(part: str) -> str:
@@ -107,7 +121,7 @@ def _sources() -> str:
 
 def _table(plan: Plan) -> str:
     head = "<th>family<th class=n>size<th class=n>groups<th class=n>stride"
-    head += "".join(f"<th class=n>{level.name}s<th><th class=n>ring hops that leave" for level in plan.machine)
+    head += "".join(f"<th class=n>{level.name}s<th>kind<th class=n>ring hops that leave" for level in plan.machine)
     rows = []
     for row, family in zip(wording.rows(plan), plan.families):
         cells = "".join(f'<td class="{"" if i == 0 else "n"}">{safe(text)}' for i, (text, _) in enumerate(row[:4]))

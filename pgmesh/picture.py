@@ -47,6 +47,8 @@ class Panel:
     rows: tuple[str, ...]
     columns: tuple[str, ...]
     cells: tuple[Cell, ...]
+    skipped: tuple[str, ...] = ()  # what is left out just before it: pp0 dp8 to dp14
+    follows: bool = True  # nothing is left out there but on the innermost of the outer axes
 
     @property
     def host(self) -> int | None:
@@ -72,6 +74,29 @@ class Panel:
                 else:
                     boxes.append((host, range(row, row + 1), across))
         return boxes
+
+    def regions(self) -> list[tuple[int, list[tuple[range, range]]]]:
+        """Each host with the rectangles of its cells that touch; a host in several pieces has several.
+
+        >>> from pgmesh.machine import Level
+        >>> figure(layout, host=Level("host", ((1, 3), (1, 5)))).panels[0].regions()
+        [(0, [(range(0, 1), range(0, 2)), (range(1, 2), range(0, 1))]), (1, [(range(1, 2), range(1, 2))])]
+        """
+        regions: dict[int, list[list[tuple[range, range]]]] = {}
+        for host, down, across in self.boxes():
+            mine = regions.setdefault(host, [])
+            near = [parts for parts in mine if any(_touch((down, across), part) for part in parts)]
+            mine[:] = [parts for parts in mine if parts not in near]
+            mine.append([*(part for parts in near for part in parts), (down, across)])
+        return [(host, parts) for host, mine in regions.items() for parts in mine]
+
+
+def _touch(one: tuple[range, range], other: tuple[range, range]) -> bool:
+    """Whether two rectangles that do not overlap have a part of an edge in common."""
+    (down, across), (low, wide) = one, other
+    rows = min(down.stop, low.stop) - max(down.start, low.start)
+    columns = min(across.stop, wide.stop) - max(across.start, wide.start)
+    return min(rows, columns) == 0 and max(rows, columns) > 0
 
 
 def _runs(cells: Sequence[Cell]) -> list[tuple[int, range]]:
@@ -129,16 +154,19 @@ def figure(
     cut = max(0, len(layout.axes) - 2)
     colours: dict[int, int] = {}
     panels = tuple(
-        _panel(layout, outer, shown[cut:], chosen, colours, host, mark)
+        _panel(layout, outer, shown[cut:], chosen, colours, host, mark, _skipped(layout.axes, shown[:cut], outer))
         for outer in product(*shown[:cut])
         if GAP not in outer
     )
     seen = sum(cell.rank is not None for panel in panels for cell in panel.cells)
     sizes = " ".join(f"{axis}={size}" for axis, size in zip(layout.axes, layout.shape))
-    legend = f"one colour: one {' x '.join(map(str, chosen))} group" if chosen else ""
+    legend = [f"one colour: one {' x '.join(map(str, chosen))} group"] * bool(chosen)
+    if host:
+        there = [number for panel in panels for number, _ in panel.regions()]
+        legend.append(f"{'one box' if len(there) == len({*there}) else 'boxes of the same name'}: one {host.name}")
     return Figure(
         title=sizes if title is None else title,
-        legend=f"{legend}; one box: one {host.name}" if host else legend,
+        legend="; ".join(legend),
         note=f"a sample: {seen:,} of {len(layout):,} ranks, from the ends of the axes" if seen < len(layout) else "",
         panels=panels,
         across=len(shown[cut - 1]) - shown[cut - 1].count(GAP) if cut else 1,
@@ -156,6 +184,23 @@ def _fitting(layout: Layout, mark: int | None, most: int, wide: int) -> list[Pla
     return shown_indices(layout, mark, limits)
 
 
+def _skipped(axes: Sequence[Axis], shown: Sequence[Place], outer: Place) -> tuple[str, ...]:
+    """What is left out just before the panel at a place on the outer axes: for each of them words, or "" for nothing.
+
+    >>> _skipped(("pp", "dp"), [(0, GAP, 7), (0, 1, GAP, 15)], (7, 0)), _skipped(("pp",), [(GAP, 3)], (3,))
+    (('pp1 to pp6', ''), ('pp0 to pp2',))
+    """
+    words = []
+    for k, (indices, index) in enumerate(zip(shown, outer)):
+        at = indices.index(index)
+        begins = all(other == next(i for i in more if i != GAP) for other, more in zip(outer[k + 1 :], shown[k + 1 :]))
+        before = indices[at - 2] if at > 1 else -1
+        missing = range(int(before) + 1, int(index)) if at and indices[at - 1] == GAP and begins else ()
+        ends = " to ".join(place_in_words((axes[k],), (end,)) for end in dict.fromkeys([*missing[:1], *missing[-1:]]))
+        words.append(" ".join(filter(None, (place_in_words(tuple(axes[:k]), outer[:k]), ends))) if missing else "")
+    return tuple(words)
+
+
 def _panel(
     layout: Layout,
     outer: Place,
@@ -164,6 +209,7 @@ def _panel(
     colours: dict[int, int],
     host: Level | None,
     mark: int | None,
+    skipped: tuple[str, ...],
 ) -> Panel:
     axes = layout.axes[len(outer) :]
     columns = list(product(*shown[-1:]))
@@ -194,4 +240,6 @@ def _panel(
         tuple(place_in_words(axes[:-1], row) for row in rows) if len(axes) > 1 else (),
         tuple(place_in_words(axes[-1:], column) for column in columns) if axes else (),
         tuple(cells),
+        tuple(filter(None, skipped)),
+        not any(skipped[:-1]),
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import platform
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -28,8 +29,12 @@ Advance = Callable[[str], None]
 
 
 def versions() -> dict[str, str]:
-    """What has to be of one version on all ranks."""
-    return {"torch": str(torch.__version__), "pgmesh": str(importlib.import_module("pgmesh").__version__)}
+    """The versions that have to be the same on all ranks: pgmesh's, torch's, and Python's without its last number."""
+    return {
+        "pgmesh": str(importlib.import_module("pgmesh").__version__),
+        "torch": str(torch.__version__),
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+    }
 
 
 class Preflight:

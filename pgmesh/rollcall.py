@@ -59,15 +59,20 @@ class RollCall:
         self._meeting: Meeting | None = None
         self._start = time.monotonic()
 
-    def stage(self, doing: str, meaning: Mapping[str, Any] | None = None) -> None:
+    def stage(
+        self, doing: str, meaning: Mapping[str, Any] | None = None, what: str | None = None, mend: str | None = None
+    ) -> None:
         """Begin a stage, which ends at ``meet`` or ``give_up``.
 
         Args:
             doing: what is done in it, for messages: "connecting".
             meaning: what this rank means by it, to be the same on all ranks.
+            what: what is meant; the whole work unless given.
+            mend: what to do where ranks mean different things; the same as in other stages unless given.
         """
         number = next(self._stages)
-        card = Card(self.rank, {**(meaning or {}), "size of the world": self.size}, self.what, self.mend)
+        meant = {**(meaning or {}), "size of the world": self.size}
+        card = Card(self.rank, meant, what or self.what, mend or self.mend)
         self._stage = f"{self.what}, {doing}"
         self._meeting = Meeting(f"{self.family.key}/stage{number}.0", range(self.size), card)
         self.heart.say(self._stage)

@@ -6,6 +6,7 @@ Places are counted in pixels. A cell is as wide as the widest word that has to s
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -38,13 +39,21 @@ class Box:
     thick: float = 1
     round: float = 4
     title: str = ""
+    parts: tuple[Box, ...] = ()  # the rectangles that it is made of, where it is none itself
+    outline: tuple[tuple[tuple[float, float], ...], ...] = ()  # the corners around these
+
+    def moved(self, x: float, y: float) -> Box:
+        """The same at another place."""
+        parts = tuple(part.moved(x, y) for part in self.parts)
+        outline = tuple(tuple((across + x, down + y) for across, down in loop) for loop in self.outline)
+        return replace(self, x=self.x + x, y=self.y + y, parts=parts, outline=outline)
 
 
 @dataclass(frozen=True)
 class Words:
     """Text, which stands on a line at y and begins, is centred or ends at x."""
 
-    kind: str  # title, note, panel, axis, host, rank
+    kind: str  # title, note, panel, axis, host, rank, gap
     x: float
     y: float
     text: str
@@ -127,7 +136,7 @@ def drawing(*figures: Figure) -> Drawing:
     words: list[Words] = []
     x = edge
     for part in parts:
-        boxes += [replace(box, x=box.x + x, y=box.y + edge) for box in part.boxes]
+        boxes += [box.moved(x, edge) for box in part.boxes]
         words += [replace(word, x=word.x + x, y=word.y + edge) for word in part.words]
         x += part.width + between
     width, height = x - between + edge, max(part.height for part in parts) + 2 * edge
@@ -192,22 +201,37 @@ def _figure(figure: Figure, sizes: Sizes, room: float) -> Drawing:
     grid = _grid(figure, sizes)
     panels = [_panel(panel, figure, grid) for panel in figure.panels]
     wide, tall, between = max(p.width for p in panels), max(p.height for p in panels), 12.0
-    fit = max(1, int((room + between) // (wide + between)))
+    gutter = GUTTER * any(panel.skipped and panel.follows for panel in figure.panels)
+    fit = max(1, int((room - gutter + between) // (wide + between)))
     across = _across(len(panels), figure.across, fit)
-    words = [Words("title", 0, 16, figure.title, 16, bold=True)]
-    top = 26.0
+    words = [Words("title", 0, 16, figure.title, 16, bold=True)] if figure.title else []
+    top = 26.0 if figure.title else 0.0
     for line in filter(None, (figure.legend, figure.note)):
         words.append(Words("note", 0, top + 10, line, 11.5, fill=QUIET))
         top += 17
     top += 10
+    width = max((word.span[1] for word in words), default=0.0)
     boxes: list[Box] = []
-    for i, panel in enumerate(panels):
-        x, y = i % across * (wide + between), top + i // across * (tall + between)
-        boxes += [replace(box, x=box.x + x, y=box.y + y) for box in panel.boxes]
-        words += [replace(word, x=word.x + x, y=word.y + y) for word in panel.words]
-    lines = -(-len(panels) // across)
-    width = max(min(across, len(panels)) * (wide + between) - between, *(word.span[1] for word in words[:3]))
-    return Drawing(width, top + lines * (tall + between) - between, tuple(boxes), tuple(words))
+    x, y, count = 0.0, top, 0  # where the next panel stands, and how many stand left of it
+    for panel, drawn in zip(figure.panels, panels):
+        if count == across or (count and not panel.follows):
+            x, y, count = 0.0, y + tall + between, 0
+        if panel.skipped and count:
+            words.append(Words("gap", x + GUTTER / 2 - between / 2, y + tall / 2, GAP, GUTTER / 2, "middle", QUIET))
+            x += GUTTER
+        elif panel.skipped:
+            says = f"{GAP} {', '.join(panel.skipped)}"
+            words.append(Words("gap", 0, y + 10, says, 11.5, fill=QUIET))
+            width, y = max(width, words[-1].span[1]), y + 17 + between / 2
+        boxes += [box.moved(x, y) for box in drawn.boxes]
+        words += [replace(word, x=word.x + x, y=word.y + y) for word in drawn.words]
+        width = max(width, x + wide)
+        x, count = x + wide + between, count + 1
+    return Drawing(width, y + tall, tuple(boxes), tuple(words))
+
+
+GUTTER = 36.0
+"""How wide the place is where panels are left out."""
 
 
 def _across(panels: int, inner: int, fit: int) -> int:
@@ -295,29 +319,82 @@ def _panel(panel: Panel, figure: Figure, grid: _Grid) -> Drawing:
 def _hosts(panel: Panel, figure: Figure, grid: _Grid, words: list[Words]) -> list[Box]:
     sizes, boxes = grid.sizes, []
     around, label = sizes.gap / 2 - 1 + (1 if grid.side else 0), 0 if grid.side else sizes.small + 3
-    for host, down, across in panel.boxes():
+    for host, parts in panel.regions():
         name = f"{figure.host} {host:,}"
-        x, y = grid.x(across.start) - around, grid.y(down.start) - (label or around)
-        width = len(across) * (grid.cell + sizes.gap) - sizes.gap + 2 * around
-        height = grid.y(down.stop - 1) + sizes.tall + around - y
-        boxes.append(Box("host", x, y, width, height, GROUND, FRAME, 1.2, 5, name))
+        each = []
+        for down, across in parts:
+            x, y = grid.x(across.start) - around, grid.y(down.start) - (label or around)
+            width = len(across) * (grid.cell + sizes.gap) - sizes.gap + 2 * around
+            height = grid.y(down.stop - 1) + sizes.tall + around - y
+            each.append(Box("host", x, y, width, height, GROUND, FRAME, 1.2, 5, name))
+        first = each[0]
+        boxes.append(_joined(each, parts, grid, around, label or around) if len(each) > 1 else first)
         if grid.side:
-            words.append(
-                Words(
-                    "host",
-                    x + width + sizes.gap / 2,
-                    y + height / 2 + sizes.small * 0.35,
-                    name,
-                    sizes.small,
-                    fill=QUIET,
-                )
-            )
+            middle = first.y + first.height / 2 + sizes.small * 0.35
+            words.append(Words("host", first.x + first.width + sizes.gap / 2, middle, name, sizes.small, fill=QUIET))
             continue
         for short in (name, f"{figure.host[0]}{host}", f"{host}"):
-            if width_of(short, sizes.small - 0.5) <= width - 4:
-                words.append(Words("host", x + 3, y + sizes.small, short, sizes.small - 0.5, fill=QUIET))
+            if width_of(short, sizes.small - 0.5) <= first.width - 4:
+                words.append(Words("host", first.x + 3, first.y + sizes.small, short, sizes.small - 0.5, fill=QUIET))
                 break
     return boxes
+
+
+def _joined(each: Sequence[Box], parts: Sequence[tuple[range, range]], grid: _Grid, around: float, above: float) -> Box:
+    """One box for a host whose cells make no rectangle, with an outline around all of them."""
+
+    def x_of(column: int, is_left: bool) -> float:
+        return grid.x(column) - around if is_left else grid.x(column - 1) + grid.cell + around
+
+    def y_of(row: int, is_top: bool) -> float:
+        return grid.y(row) - above if is_top else grid.y(row - 1) + grid.sizes.tall + around
+
+    loops = outline({(row, column) for down, across in parts for row in down for column in across})
+    placed = tuple(tuple((x_of(*column), y_of(*row)) for row, column in loop) for loop in loops)
+    xs, ys = zip(*(corner for loop in placed for corner in loop))
+    box = replace(each[0], x=min(xs), y=min(ys), width=max(xs) - min(xs), height=max(ys) - min(ys))
+    return replace(box, parts=tuple(each), outline=placed)
+
+
+Side = tuple[int, bool]
+"""A line between rows or columns, by the number of the one after it; whether it is above or left of the cells."""
+
+
+def outline(cells: Collection[tuple[int, int]]) -> list[list[tuple[Side, Side]]]:
+    """The corners around cells, each by the lines that meet there: clockwise, around holes the other way.
+
+    Args:
+        cells: the row and the column of each.
+
+    >>> outline({(0, 0), (0, 1)})
+    [[((0, True), (2, False)), ((1, False), (2, False)), ((1, False), (0, True)), ((0, True), (0, True))]]
+    """
+    edges: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}  # from a corner, by direction: right, down, left, up
+    for row, column in sorted(cells):
+        corners = [(row, column), (row, column + 1), (row + 1, column + 1), (row + 1, column)]
+        beside = [(row - 1, column), (row, column + 1), (row + 1, column), (row, column - 1)]
+        for way, other in enumerate(beside):
+            if other not in cells:
+                edges.setdefault(corners[way], {})[way] = corners[(way + 1) % 4]
+    loops = []
+    while edges:
+        start, ways = next(iter(edges.items()))
+        at, way = start, min(ways)
+        loop: list[tuple[Side, Side]] = []
+        first = way
+        while not loop or (at, way) != (start, first):
+            to = edges[at].pop(way)
+            if not edges[at]:
+                del edges[at]
+            at = to
+            there = {*edges.get(at, ()), *([first] if at == start else [])}
+            turned = next(turn % 4 for turn in (way + 1, way, way + 3) if turn % 4 in there)
+            if turned != way:
+                across, down = (way, turned) if way % 2 == 0 else (turned, way)
+                loop.append(((at[0], across == 0), (at[1], down == 3)))
+            way = turned
+        loops.append(loop)
+    return loops
 
 
 def _cell(cell: Cell, figure: Figure, grid: _Grid) -> tuple[Box, Words]:
@@ -345,11 +422,14 @@ def _text(cell: Cell) -> str:
 
 
 def _box(box: Box) -> str:
+    kind = "path" if box.outline else "rect"
     place = f'x="{_n(box.x)}" y="{_n(box.y)}" width="{_n(box.width)}" height="{_n(box.height)}" rx="{_n(box.round)}"'
+    if box.outline:
+        lines = (" L".join(f"{_n(x)} {_n(y)}" for x, y in loop) for loop in box.outline)
+        place = f'd="{" ".join(f"M{line} Z" for line in lines)}" stroke-linejoin="round"'
     edge = f' stroke="{box.stroke}" stroke-width="{_n(box.thick)}"' if box.stroke else ""
-    if not box.title:
-        return f'<rect class="{box.kind}" {place} fill="{box.fill}"{edge}/>'
-    return f'<rect class="{box.kind}" {place} fill="{box.fill}"{edge}><title>{safe(box.title)}</title></rect>'
+    start = f'<{kind} class="{box.kind}" {place} fill="{box.fill}"{edge}'
+    return f"{start}><title>{safe(box.title)}</title></{kind}>" if box.title else f"{start}/>"
 
 
 def _words(words: Words) -> str:

@@ -69,7 +69,9 @@ const faultsOf = (view) => {
   for (const node of page.querySelectorAll(".wide"))
     if (node.scrollWidth > node.clientWidth && view.getComputedStyle(node).overflowX != "auto")
       faults.push("cut: what scrolls");
-  return {drawings, faults: faults.slice(0, 9), lines: lines.length};
+  const picture = page.querySelector("svg"), table = page.querySelector("table");
+  const beside = Boolean(table) && box(table).left > box(picture).right;
+  return {drawings, faults: faults.slice(0, 9), lines: lines.length, beside};
 };
 """
 """What is wrong with each picture and with the page around them. (Boxes of letters are taller than letters.)"""

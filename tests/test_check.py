@@ -22,9 +22,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pgmesh import ProcessGroupMesh, heart, placement
+from pgmesh import ProcessGroupMesh, diagnosis, heart, placement, preflight
 from pgmesh.__main__ import main
 from pgmesh.commands import check
+from pgmesh.launchers import believe
 from pgmesh.machine import Level, misplaced, seen
 from pgmesh.placement import Placement, Seat
 from pgmesh.probes import Probe
@@ -210,6 +211,103 @@ def test_where_the_first_rank_never_comes_the_others_tell():
     for status, out, err in answers[1:]:
         assert (status, out) == (1, "")
         assert "MissingRanksError: pgmesh check (ranks 0, 1, 2, 3): rank 0 did not come in 1 s.\n" in err
+
+
+def started(folder: Path, ranks: list[int], size: int, line: str, address: str = "127.0.0.1") -> list[tuple[str, str]]:
+    """What ranks say whose rank 0 hosts the store, as under srun and mpirun, where they fail."""
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as ear:
+        port = ear.getsockname()[1]
+    place = {"WORLD_SIZE": str(size), "MASTER_ADDR": address, "MASTER_PORT": str(port), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    environs = [os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in ranks]
+    said = apart(folder, PIPED, "check", *shlex.split(line), environs=environs, statuses=(1,))
+    return [(out, without_names(err)) for out, err in said]
+
+
+def test_a_rank_that_never_starts_is_named_alone(tmp_path: Path):
+    said = started(tmp_path, [0, 1, 2], 4, "dp=4 --timeout 4")
+    assert said[1:] == [("", "")] * 2
+    assert said[0] == (
+        "",
+        "pgmesh check failed: MissingRanksError: pgmesh check (ranks 0, 1, 2, 3): rank 3 did not come in 4 s.\n"
+        "  rank 3 was never heard from: it has not connected anything yet, or cannot be reached\n\n"
+        "Rank 0 waited at pgmesh check, at its beginning.\n",
+    )
+
+
+def alone(monkeypatch, line: str, **place: object) -> str:
+    """What a rank says that cannot join, and fails."""
+    for name, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 4, "MASTER_ADDR": "127.0.0.1", **place}.items():
+        monkeypatch.setenv(name, str(value))
+    status, out, err = checked(line)
+    assert (status, out) == (1, "")
+    return err
+
+
+def test_where_rank_0_never_starts_the_others_name_it_alone(monkeypatch):
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as ear:
+        port = ear.getsockname()[1]
+    assert alone(monkeypatch, "dp=4 --timeout 0.5", MASTER_PORT=port) == (
+        "pgmesh check failed: LaunchError: rank 1 of 4 cannot join: nobody listened at "
+        f"127.0.0.1:{port} in 0.5 s: rank 0, which hosts the store, did not start\n\n"
+        "  start rank 0, and see that it ends with no error\n"
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_address_of_rank_0_that_cannot_be_resolved_is_told_as_doctor_tells_it(rank, monkeypatch):
+    unknown = socket.gaierror(-2, "Name or service not known")
+    monkeypatch.setattr(socket, "getaddrinfo", mock.Mock(side_effect=unknown))
+    said = alone(monkeypatch, "dp=4 --timeout 0.5", RANK=rank, MASTER_ADDR="nowhere", MASTER_PORT=29500)
+    (finding,) = diagnosis.store(os.environ, believe(os.environ), 1.0)
+    assert finding.says == "the name nowhere cannot be resolved: Name or service not known"
+    assert said == (
+        f"pgmesh check failed: LaunchError: rank {rank} of 4 cannot join: {finding.says}\n\n  {finding.mend}\n"
+    )
+
+
+def test_a_name_that_is_resolved_later_is_waited_for(monkeypatch):
+    real, asked = socket.getaddrinfo, []
+
+    def later(*words: Any, **more: Any) -> Any:
+        asked.append(words)
+        if len(asked) < 3:
+            raise socket.gaierror(-2, "Name or service not known")
+        return real(*words, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", later)
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as ear:
+        environ = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}
+        environ["MASTER_PORT"] = str(ear.getsockname()[1])
+        assert diagnosis.wait_for_store(environ, believe(environ), 20.0) is None
+    assert len(asked) >= 3
+
+
+def test_rank_0_whose_port_is_taken_fails_at_once_as_doctor_tells_it(monkeypatch):
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as ear:
+        port = ear.getsockname()[1]
+        start = time.monotonic()
+        said = alone(monkeypatch, "dp=4 --timeout 30", RANK=0, MASTER_PORT=port)
+        assert time.monotonic() - start < 10
+        (finding,) = diagnosis.store(os.environ, believe(os.environ), 1.0)
+    assert finding.says.startswith(f"port {port} is taken on this host")
+    assert said == f"pgmesh check failed: LaunchError: rank 0 of 4 cannot join: {finding.says}\n\n  {finding.mend}\n"
+
+
+def of_version(line: str, package: str, version: str) -> Answer:
+    with mock.patch.object(preflight, "versions", return_value=preflight.versions() | {package: version}):
+        return checked(line)
+
+
+@pytest.mark.parametrize("package", ["Python", "pgmesh", "torch"])
+def test_ranks_of_other_versions_are_named_and_it_is_called_that(package):
+    mine = preflight.versions()[package]
+    lines = [("dp=2 tp=2", package, mine)] * 3 + [("dp=4 tp=1", package, "1.0")]
+    text = told_by_the_first(world(4).run_each(of_version, lines), 1)
+    assert text == (
+        "pgmesh check failed: MismatchError: version mismatch: the software is not the same on all ranks:\n"
+        f"  {package}: {mine} on ranks 0, 1, 2, 1.0 on rank 3\n\n"
+        "Install the same versions on every rank's host.\n"
+    )
 
 
 def test_a_rank_with_other_sizes_is_named():

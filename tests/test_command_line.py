@@ -71,7 +71,11 @@ def test_files_are_written_where_it_is_asked(capsys, tmp_path):
     text = said(capsys, f"plan {MESH} --svg {drawing} --html {site}")
     assert f"The picture is in {drawing}\nThe page is in {site}\n" in text
     assert drawing.read_text().count('<rect class="cell"') == 64
-    assert drawing.read_text() in site.read_text()
+    ranks, shown = (re.findall("(?s)<title>(rank .*?)</title>", file.read_text()) for file in (drawing, site))
+    assert len(ranks) == 64
+    assert ranks == shown  # the page has the picture's title in its headline
+    two = [said(capsys, f"plan {MESH} --view 'moe: pp=2 edp=-1 ep=8' --{kind} -") for kind in ("svg", "html")]
+    assert two[0] in two[1]
     assert said(capsys, f"plan {MESH} --svg -") == drawing.read_text()
     assert said(capsys, f"plan {MESH} --html -") == site.read_text()
     marked = said(capsys, f"show --rank 13 {MESH} --svg - --colour dp,cp")

@@ -228,7 +228,7 @@ def test_interfaces_that_leave_none():
 def test_a_store_that_listens_one_that_does_not_yet_and_one_that_cannot_be_reached():
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         port = server.getsockname()[1]
-        place = found(address="127.0.0.1", port=port)
+        place = found(rank=1, address="127.0.0.1", port=port)
         assert brief(diagnosis.store({}, place, 2.0)) == [("ok", f"somebody listens at 127.0.0.1:{port}")]
     assert brief(diagnosis.store({}, place, 2.0)) == [
         ("ok", f"nobody listens at 127.0.0.1:{port} yet, which can be reached: rank 0 does once it joins")
@@ -238,10 +238,80 @@ def test_a_store_that_listens_one_that_does_not_yet_and_one_that_cannot_be_reach
     assert "MASTER_ADDR" in finding.mend
 
 
+def free_port() -> int:
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        return server.getsockname()[1]
+
+
+def test_rank_0_hosts_the_store_where_its_port_is_free():
+    port = free_port()
+    place = found(address="127.0.0.1", port=port)
+    says = f"port {port} is free on this host, 127.0.0.1: this process, rank 0, listens there once it joins"
+    assert brief(diagnosis.store({}, place, 2.0)) == [("ok", says)]
+    with closing(socket.create_server(("127.0.0.1", port))) as server:  # as a job that has just ended leaves it
+        client = socket.create_connection(("127.0.0.1", port))
+        server.accept()[0].close()
+        client.close()
+    assert brief(diagnosis.store({}, place, 2.0)) == [("ok", says)]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", ""])
+def test_a_port_that_another_process_has_is_not_free_for_rank_0(host):
+    with closing(socket.create_server((host, 0))) as server:
+        port = server.getsockname()[1]
+        place = found(address="127.0.0.1", port=port)
+        (finding,) = diagnosis.store({}, place, 2.0)
+        assert brief([finding]) == [
+            ("bad", f"port {port} is taken on this host, where this process, rank 0, is to host the store")
+        ]
+        other = re.fullmatch(r"export MASTER_PORT=(\d+)   # is free here; the same on every rank", finding.mend)
+        with closing(socket.create_server(("", int(other[1])))):
+            pass
+        environ = {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # the agent of torchrun listens, and rank 0 does not
+        assert brief(diagnosis.store(environ, place, 2.0)) == [("ok", f"somebody listens at 127.0.0.1:{port}")]
+
+
+def test_a_port_that_rank_0_may_not_take():
+    with mock.patch.object(socket.socket, "bind", side_effect=PermissionError(13, "Permission denied")):
+        (finding,) = diagnosis.store({}, found(address="127.0.0.1", port=80), 2.0)
+    assert brief([finding]) == [("bad", "this process, rank 0, cannot listen at port 80: Permission denied")]
+    assert finding.mend == "set MASTER_PORT to another; the same on every rank"
+
+
+def test_an_address_that_is_no_interface_of_this_host_is_not_that_of_rank_0():
+    with mock.patch.object(socket, "getaddrinfo", return_value=[(socket.AF_INET, 1, 6, "", ("192.0.2.7", 0))]):
+        (finding,) = diagnosis.store({}, found(address="n9", port=free_port()), 2.0)
+    assert brief([finding]) == [
+        ("bad", "no interface of this host has the address n9 (192.0.2.7), but this process, rank 0, hosts the store")
+    ]
+    assert finding.mend == (
+        "set MASTER_ADDR to a name or an address of rank 0's host, the same on every rank; "
+        f"this host calls itself {socket.gethostname()}"
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_name_of_rank_0_that_is_no_address(rank):
+    with mock.patch.object(socket, "getaddrinfo", side_effect=socket.gaierror(-2, "Name or service not known")):
+        (finding,) = diagnosis.store({}, found(rank=rank, address="nowhere", port=29500), 2.0)
+    assert brief([finding]) == [("bad", "the name nowhere cannot be resolved: Name or service not known")]
+    assert finding.mend == "set MASTER_ADDR to a name or an address of rank 0's host, the same on every rank"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("given", ["--standalone", "--master-addr 127.0.0.1 --master-port {port}"])
+def test_under_torchrun_the_agent_has_the_port(given):
+    words = ["torch.distributed.run", *given.format(port=free_port()).split(), "--nproc-per-node", "1"]
+    line = [sys.executable, "-m", *words, "-m", "pgmesh", "doctor"]
+    ran = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    flat = re.sub(r"\n {6}", " ", ran.stdout)
+    assert re.search(r"^ok    store: somebody listens at \S+:\d+$", flat, re.MULTILINE), ran.stdout + ran.stderr
+
+
 def test_a_store_that_does_not_answer_is_not_waited_for():
     start = time.monotonic()
     with mock.patch.object(socket, "create_connection", side_effect=lambda *_, **__: time.sleep(5)):
-        (finding,) = diagnosis.store({}, found(address="10.255.255.1", port=1), 0.1)
+        (finding,) = diagnosis.store({}, found(rank=1, address="10.255.255.1", port=1), 0.1)
     assert time.monotonic() - start < 3
     assert brief([finding]) == [("bad", "10.255.255.1:1 cannot be reached: no answer in 0.1 s")]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import hostlist
 import pytest
@@ -26,6 +28,8 @@ from pgmesh.launchers import (
 )
 from pgmesh.pbs import hosts_in
 from pgmesh.slurm import hosts_of, tasks_of
+from tests import debian
+from tests.launchers import __main__ as launchers
 from tests.test_messages import says
 
 ROOT = Path(__file__).parent.parent
@@ -810,3 +814,35 @@ def test_the_page_names_every_variable():
         "SLURM_STEPID",
     }  # to check alone
     assert sorted(name for name in names if name not in page) == []
+
+
+# ---- make test-launchers ----
+
+
+def run_where(monkeypatch, *programs: str) -> list[str]:
+    """The launchers that make test-launchers runs where it can install nothing, and these programs are there."""
+    monkeypatch.setattr(debian, "install", mock.Mock(side_effect=debian.Skip("apt-get update failed")))
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in programs else None)
+    ran: list[str] = []
+    for name in ("torchrun", "open_mpi", "mpich", "slurm"):
+        monkeypatch.setattr(launchers, f"under_{name}", lambda *_, name=name: ran.append(name), raising=False)
+    return ran
+
+
+def test_test_launchers_fails_where_no_launcher_is_there(monkeypatch, capsys):
+    ran = run_where(monkeypatch)
+    assert (launchers.main(), ran) == (1, [])
+    assert capsys.readouterr().out == (
+        "FAILED: nothing was run, since no launcher is here. Slurm: apt-get update failed; "
+        "Open MPI: apt-get update failed; MPICH: apt-get update failed\n"
+    )
+
+
+def test_test_launchers_names_those_that_are_not_there(monkeypatch, capsys):
+    ran = run_where(monkeypatch, "mpiexec.hydra", "srun")
+    assert (launchers.main(), ran) == (0, ["torchrun", "mpich"])
+    assert capsys.readouterr().out == (
+        "all passed that could be run\nnot run: Slurm: apt-get update failed; Open MPI: apt-get update failed\n"
+    )
+    monkeypatch.setattr(launchers, "failures", ["torchrun"])
+    assert launchers.main() == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import zlib
 from collections.abc import Iterable
 from dataclasses import replace
@@ -14,6 +15,7 @@ from hypothesis import given, settings, strategies as st
 
 from pgmesh import Layout, ProcessGroupMesh, console, ink, page, picture, plan, svg
 from pgmesh.machine import Level, take_machine
+from pgmesh.picture import Cell, Panel
 from pgmesh.place import place_of
 from pgmesh.svg import Box, Drawing
 from tests import browser, golden_files as golden
@@ -35,6 +37,8 @@ DRAWINGS = {
     "64-ranks-hosts-of-rows": lambda: svg.drawing(picture.figure(SIXTY_FOUR, "dp", host=hosts("16x4"))),
     "64-ranks-hosts-of-half-rows": lambda: svg.drawing(picture.figure(SIXTY_FOUR, "dp", host=hosts("32x2"))),
     "uneven-hosts": lambda: svg.drawing(picture.figure(Layout(dp=5, tp=4), host=hosts("8,6,6"))),
+    "uneven-hosts-over-panels": lambda: svg.drawing(picture.figure(Layout(pp=2, dp=2, tp=5), host=hosts("8,8,4"))),
+    "4096-ranks": lambda: svg.drawing(picture.figure(Layout(pp=8, dp=16, cp=4, tp=8), host=hosts("512x8"))),
     "hosts-of-one": lambda: svg.drawing(picture.figure(Layout(dp=2, tp=4), host=hosts("8x1"))),
     "1024-ranks": lambda: svg.drawing(picture.figure(Layout(pp=4, dp=16, cp=2, tp=8), "dp", host=hosts("128x8"))),
     "a-million-ranks": lambda: svg.drawing(
@@ -79,7 +83,7 @@ def check_geometry(drawing: Drawing) -> None:
     by_kind = {kind: [box for box in drawing.boxes if box.kind == kind] for kind in ("cell", "host", "panel", "ground")}
     (ground,) = by_kind["ground"]
     for kind in ("cell", "host", "panel"):
-        crowd = sorted(by_kind[kind], key=lambda box: (box.y, box.x))
+        crowd = sorted((part for box in by_kind[kind] for part in box.parts or [box]), key=lambda box: (box.y, box.x))
         for i, one in enumerate(crowd):
             for other in crowd[i + 1 : i + 80]:
                 assert not overlap(one, other), (one, other)
@@ -166,6 +170,89 @@ def test_more_ranks_than_can_be_looked_at_are_sampled(layout):
     assert drawn.note == f"a sample: {len(ranks):,} of {len(layout):,} ranks, from the ends of the axes"
 
 
+def texts(drawn: str, kind: str = "text") -> list[str]:
+    return [node.text or "" for node in ElementTree.fromstring(drawn).iter(f"{{http://www.w3.org/2000/svg}}{kind}")]
+
+
+def test_panels_that_are_left_out_have_an_ellipsis():
+    layout = Layout(pp=8, dp=16, cp=4, tp=8)
+    words = [word for word in texts(svg.of(layout, host=hosts("512x8"))) if word.startswith(("pp", "…"))]
+    turns = [[f"pp{pp} dp{dp}" for dp in range(8)] + ["…", f"pp{pp} dp15"] for pp in (0, 7)]
+    assert words == ["pp=8 dp=16 cp=4 tp=8", *turns[0], "… pp1 to pp6", *turns[1]]
+    lines = ink.plain(console.lines(layout, host=hosts("512x8"))).splitlines()
+    heads = [line.strip("┌─┐ ") for line in lines if line.startswith(("┌", "…"))]
+    assert heads == [
+        "pp0 dp0",
+        "… pp0 dp1 to dp14",
+        "pp0 dp15",
+        "… pp1 to pp6",
+        "pp7 dp0",
+        "… pp7 dp1 to dp14",
+        "pp7 dp15",
+    ]
+
+
+@settings(max_examples=40)
+@given(layouts(), st.data())
+def test_what_is_left_out_is_said_and_nothing_else(layout, data):
+    outer = Layout(**{f"axis{i}": size for i, size in enumerate(layout.shape[:-2])}) if layout.shape[2:] else None
+    mark = data.draw(st.sampled_from(layout.ranks()))
+    drawn = picture.figure(layout, mark=mark, most=data.draw(st.integers(1, 60)))
+    last = -1
+    for panel in drawn.panels:
+        first = next(cell.rank for cell in panel.cells if cell.rank is not None)
+        place = layout.coord_of(first)[:-2]
+        here = outer.rank_of(place) if outer is not None else 0
+        assert bool(panel.skipped) == (here != last + 1)
+        last = here
+    assert last == (len(outer) - 1 if outer is not None else 0)
+
+
+def test_a_host_whose_ranks_are_contiguous_has_one_box():
+    drawn = svg.of(Layout(dp=5, tp=4), host=hosts("8,6,6"))
+    titles = [title for title in texts(drawn, "title") if title.startswith("host")]
+    assert titles == ["host 0", "host 1", "host 2"]
+    assert "one box: one host" in drawn
+    names = [word for word in texts(drawn) if word.startswith("host")]
+    assert names == ["host 0", "host 1", "host 2"]
+    parts = svg.of(Layout(pp=2, dp=2, tp=5), host=hosts("8,8,4"))  # host 1 is in both panels
+    assert [word for word in texts(parts) if word.startswith("host")] == ["host 0", "host 1", "host 1", "host 2"]
+    assert "boxes of the same name: one host" in parts
+    assert "one box: one host" not in parts
+
+
+@settings(max_examples=100)
+@given(st.lists(st.lists(st.integers(0, 2), min_size=4, max_size=4), min_size=1, max_size=4))
+def test_regions_and_outlines_of_hosts_in_any_place(rows):
+    cells = tuple(Cell(i, j, 4 * i + j, host=host) for i, row in enumerate(rows) for j, host in enumerate(row))
+    panel = Panel("", tuple("abcd"[: len(rows)]), tuple("wxyz"), cells)
+    left = {(cell.row, cell.column): cell.host for cell in cells}
+    found = {}
+    while left:  # by hand: whoever is reached step by step
+        (row, column), host = left.popitem()
+        reached, todo = {(row, column)}, [(row, column)]
+        while todo:
+            row, column = todo.pop()
+            for step in ((row + 1, column), (row - 1, column), (row, column + 1), (row, column - 1)):
+                if left.get(step) == host:
+                    del left[step]
+                    reached.add(step)
+                    todo.append(step)
+        found[frozenset(reached)] = host
+    regions = {
+        frozenset((row, column) for down, across in parts for row in down for column in across): host
+        for host, parts in panel.regions()
+    }
+    assert regions == found
+    for region in regions:
+        area = 0
+        for loop in svg.outline(region):
+            corners = [(row[0], column[0]) for row, column in loop]
+            assert all((a[0] == b[0]) != (a[1] == b[1]) for a, b in itertools.pairwise([*corners, corners[0]]))
+            area += sum(a[1] * b[0] - b[1] * a[0] for a, b in itertools.pairwise([*corners, corners[0]]))
+        assert area == 2 * len(region)
+
+
 def test_colours_of_neighbours_differ_and_are_light_enough_for_text():
     for count in (1, 2, 5, 12, 128):
         colours = [svg.colour(number, count) for number in range(count)]
@@ -197,7 +284,11 @@ def test_notebooks_show_a_mesh_with_this_rank_and_a_plan_as_its_page():
         assert ProcessGroupMesh(pp=2, dp=2, tp=2)._repr_html_() == svg.of(EIGHT, mark=5)
     planned = plan(EIGHT, nodes="2x4")
     assert planned._repr_html_() in planned.html() == page.page([planned])
-    assert planned.svg("dp") in planned.html("dp")
+    drawn, (shown,) = planned.svg("dp"), re.findall("(?s)<svg.*?</svg>", planned.html("dp"))
+    assert texts(shown, "title") == texts(drawn, "title")
+    assert texts(shown) == texts(drawn)[1:]  # the page has the title in its headline
+    viewed = plan(EIGHT, nodes="2x4", views={"moe": {"ep": 8}})
+    assert viewed.svg("dp") in viewed.html("dp")
 
 
 def test_a_page_has_numbers_pictures_and_no_scripts():
@@ -207,6 +298,18 @@ def test_a_page_has_numbers_pictures_and_no_scripts():
     assert "src=" not in text
     assert "tp spans 8 hosts: every hop leaves the host." in text
     golden.check("page.html", page.page([plan(EIGHT, nodes="2x4")]))
+
+
+def test_a_page_says_its_title_once_and_each_column_has_a_header():
+    text = page.page([plan(EIGHT, nodes="2x4")])
+    body = text[text.index("<body>") :]
+    assert body.count("pp=2 dp=2 tp=2") == body.count("<h1>") == 1
+    (head,) = re.findall("<table><tr>(.*)", body)
+    assert re.findall("<th[^>]*>([^<]*)", head) == [
+        *("family", "size", "groups", "stride", "hosts", "kind", "ring hops that leave", "one group")
+    ]
+    views = page.page([plan(EIGHT, nodes="2x4", views={"moe": {"ep": 8}})])  # two pictures, which are told apart
+    assert [word in views for word in (">pp=2 dp=2 tp=2</text>", ">moe: ep=8</text>")] == [True, True]
 
 
 # ---- in a terminal ----
@@ -304,6 +407,8 @@ def test_on_a_page_nothing_overlaps_or_is_cut_and_all_can_be_read(width, tmp_pat
             assert drawing["faults"] == [], name
             assert drawing["held"] >= drawing["cells"] > 0, name
             assert drawing["smallest"] > READABLE - 0.01, name
+        if name in ("8", "64", "no-hosts"):  # the numbers stand beside the picture where there is room for both
+            assert page_["beside"] == (width > 1000), name
     cells = {name: sum(drawing["cells"] for drawing in page_["drawings"]) for name, page_ in zip(PAGES, seen)}
     assert (cells["8"], cells["64"], cells["64-and-its-view"], cells["1024"]) == (8, 64, 128, 1024)
 

@@ -66,13 +66,11 @@ def run(args: argparse.Namespace, typed: Typed) -> int:
     sizes = take_bytes(args.bytes, typed)
     if args.timeout <= 0 or args.repeats < 1:
         raise UsageError("--timeout and --repeats are more than nothing.", (typed.but({}), "without them"))
-    from pgmesh import launch  # which loads torch
-
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # torch's own groups of Gloo connect when they are first used
     try:
         with _bar(_is_first()) as bar:
             bar.begin("waiting for the other ranks")
-            launch.join(args.backend, timeout=timedelta(seconds=args.timeout))
+            _join(args.backend, args.timeout)
         return _Check(args, typed, plan, sizes).run()
     except PgmeshError as error:  # this rank could not join the others
         _tell_failure(error, args)
@@ -95,6 +93,36 @@ def _is_first() -> bool:
     with contextlib.suppress(LaunchError):
         return believe(os.environ).rank == 0
     return False
+
+
+STORES: list[object] = []
+"""The store that this process hosts, if it does. It lasts as long as the process: its threads talk to it to the end."""
+
+
+def _join(backend: str | None, seconds: float) -> None:
+    """Join the world, and wait for no other rank: the roll call names those that do not come.
+
+    Raises:
+        LaunchError: this process cannot join. It says what ``pgmesh doctor`` says.
+    """
+    import torch.distributed as dist
+
+    from pgmesh import launch
+    from pgmesh.diagnosis import hosts_store, wait_for_store
+
+    timeout = timedelta(seconds=seconds)
+    if not dist.is_initialized() and ((found := believe(os.environ)).size > 1 or found.address is not None):
+        (host, port), who = found.end_point(), f"rank {found.rank} of {found.size} cannot join"
+        problem = wait_for_store(os.environ, found, seconds)
+        if problem is not None:
+            raise LaunchError(f"{who}: {problem.says}\n\n  {problem.mend}")
+        if hosts_store(os.environ, found):
+            try:
+                STORES.append(dist.TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False))
+            except dist.DistError as error:
+                raise LaunchError(f"{who}: {error}") from error
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # else torch's rank 0 waits, and names nobody
+    launch.join(backend, timeout=timeout)
 
 
 def _tell_failure(error: Exception, args: argparse.Namespace) -> None:
@@ -136,12 +164,17 @@ class _Check:
 
     def _check(self) -> None:
         from pgmesh.mesh import ProcessGroupMesh
-        from pgmesh.preflight import Preflight
+        from pgmesh.preflight import Preflight, versions
 
         hall = self.hall
-        hall.stage("at its beginning", self._meaning())
+        hall.stage("at its beginning")
         with _bar(hall.rank == 0) as bar:
             bar.begin(f"waiting for {many(hall.size, 'rank')}")
+            hall.meet()
+            same = "Install the same versions on every rank's host."
+            hall.stage("comparing versions", versions(), "version mismatch: the software", same)
+            hall.meet()
+            hall.stage("comparing command lines", self._meaning())
             hall.meet()
             sizes = self._sizes()
             layout = laid_out(sizes)
@@ -168,8 +201,6 @@ class _Check:
 
     def _meaning(self) -> dict[str, Any]:
         """What all ranks have to mean alike."""
-        from pgmesh.preflight import versions
-
         args = self.args
         return {
             "sizes": wording.sizes(self.plan.sizes),
@@ -178,7 +209,6 @@ class _Check:
             "bytes": args.bytes,
             "repeats": args.repeats,
             "backend": args.backend,
-            **versions(),
         }
 
     def _sizes(self) -> dict[Axis, int]:

@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import os
+import shutil
 
 from tests import debian
 from tests.debian import Skip
 
+SLURM, OPEN_MPI, MPICH = "Slurm", "Open MPI", "MPICH"
 PROGRAMS = {
-    "slurmctld": "slurm-wlm",
-    "slurmd": "slurm-wlm",
-    "srun": "slurm-wlm",
-    "munged": "munge",
-    "mpirun.openmpi": "openmpi-bin",
-    "mpiexec.hydra": "mpich",
+    SLURM: {"slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "srun": "slurm-wlm", "munged": "munge"},
+    OPEN_MPI: {"mpirun.openmpi": "openmpi-bin"},
+    MPICH: {"mpiexec.hydra": "mpich"},
 }
+"""The launchers; of each the programs that are run, and the packages that hold them."""
 
 
-def install() -> None:
-    """Have them all.
+def install() -> dict[str, str]:
+    """Install what is missing, as far as that is possible.
+
+    Returns:
+        Why a launcher cannot be run, for each that cannot.
 
     Raises:
-        Skip: there is no root, no apt or no network.
         CalledProcessError: apt tried, and failed.
     """
+    why = ""
+    try:
+        debian.install({program: package for programs in PROGRAMS.values() for program, package in programs.items()})
+    except Skip as reason:
+        why = str(reason)
+    absent = {name: why for name, programs in PROGRAMS.items() if not all(map(shutil.which, programs))}
     if os.geteuid() != 0:
-        raise Skip("a Slurm of one's own needs root")
-    debian.install(PROGRAMS)
+        absent.setdefault(SLURM, "a Slurm of one's own needs root")
+    return absent
