@@ -13,7 +13,7 @@ from pgmesh import draw, groups
 from pgmesh.errors import AxisError, LifetimeError, MembershipError, OptionsError, PlaceError, ShapeError
 from pgmesh.family import Family, find_family
 from pgmesh.layout import Axis, Keep, Layout, Partition
-from pgmesh.options import no_timedelta
+from pgmesh.options import Timeout, named_timeout, to_timedelta
 from pgmesh.sizes import fill, fill_with, some, take_ranks, take_sizes
 
 if TYPE_CHECKING:
@@ -341,33 +341,32 @@ class ProcessGroupMesh:
         Raises:
             OptionsError: no such option, or it is too late: the group was made.
 
-        >>> from datetime import timedelta
-        >>> mesh.configure("pp", timeout=timedelta(minutes=10))
+        >>> mesh.configure("pp", timeout=600)
         """
         self._family.configure(self.layout, axes, _tag(tag), options)
 
-    def set_timeout(self, timeout: timedelta, *axes: Axis) -> None:
+    def set_timeout(self, *axes: Axis, timeout: Timeout | None = None) -> None:
         """Change how long collectives of groups that were made may wait, from the next one on, on this rank.
 
         Which group it is stays the same. Every member sets its own; groups still to be made are configured.
 
         Args:
-            timeout: how long.
             axes: of the groups along these axes, twins and tagged ones too; none for every group of this mesh, its
                 views and slices.
+            timeout: a timedelta or a number of seconds. Always given, by name.
 
         Raises:
             MembershipError: this rank is not in the mesh.
-            OptionsError: no timedelta, or none longer than nothing.
+            OptionsError: no timeout, or one that is not more than 0.
 
-        >>> from datetime import timedelta
         >>> group = mesh.group("tp")
-        >>> mesh.set_timeout(timedelta(minutes=2), "tp")
+        >>> mesh.set_timeout("tp", timeout=120)
         >>> mesh.group("tp") is group
         True
         """
         self._check_member()
-        self._family.set_timeout(timeout, self.layout.block_of(self.rank, *axes) if axes else None)
+        limit = named_timeout("mesh", axes, timeout, of="axes", known=self.axes)
+        self._family.set_timeout(limit, self.layout.block_of(self.rank, *axes) if axes else None)
 
     def adopt(self, axis: Axis, group: ProcessGroup) -> None:
         """Take a group that was made elsewhere for the one along an axis; it is never destroyed from here.
@@ -380,7 +379,7 @@ class ProcessGroupMesh:
         self._family.adopt(self.layout, (axis,), group)
 
     def connect(
-        self, *families: Axis | tuple[Axis, ...], timeout: timedelta = CONNECT, progress: bool = False
+        self, *families: Axis | tuple[Axis, ...], timeout: Timeout = CONNECT, progress: bool = False
     ) -> Connected:
         """Connect and warm groups now, with all their members, or say within seconds who is missing and why.
 
@@ -391,10 +390,11 @@ class ProcessGroupMesh:
 
         Args:
             families: the axes of each group: "tp", or ("dp", "tp") for one along two. Each axis, if none are given.
-            timeout: how long to wait for the others.
+            timeout: how long to wait for the others: a timedelta or a number of seconds.
             progress: show a bar.
 
         Raises:
+            OptionsError: a timeout that is not more than 0.
             MissingRanksError: members that did not come, each with what it is doing; or that were lost.
             MismatchError: ranks mean different things, each value with its ranks.
             CircleError: ranks that wait for each other, each with its group and line.
@@ -404,8 +404,7 @@ class ProcessGroupMesh:
         0 store operations
         """
         self._check_member()
-        if not isinstance(timeout, timedelta):
-            raise OptionsError(no_timedelta(timeout))
+        seconds = to_timedelta(timeout).total_seconds()
         for each in families:
             if isinstance(each, (list, set)):
                 raise AxisError(
@@ -416,20 +415,21 @@ class ProcessGroupMesh:
         from pgmesh.connecting import connect  # here and below: what a program may never use is not loaded before
 
         combinations = [each if isinstance(each, tuple) else (each,) for each in families or self.axes]
-        return connect(self._family, self.layout, combinations, timeout.total_seconds(), progress=progress)
+        return connect(self._family, self.layout, combinations, seconds, progress=progress)
 
-    def locality(self, *axes: Axis, timeout: timedelta = CONNECT) -> Spread:
+    def locality(self, *axes: Axis, timeout: Timeout = CONNECT) -> Spread:
         """How the groups along these axes lie on the hosts: each inside one, each rank on another, or mixed.
 
         The ranks say themselves where they are, once in a world: every rank of the mesh calls it, in any order.
 
         Args:
             axes: which; none for the group of the whole mesh.
-            timeout: how long to wait for the others.
+            timeout: how long to wait for the others: a timedelta or a number of seconds.
 
         Raises:
             AxisError: there is no such axis, or it is named twice.
             MembershipError: this rank is not in the mesh.
+            OptionsError: a timeout that is not more than 0.
             MissingRanksError: some did not call it in time.
             WorldError: the store does not answer.
 

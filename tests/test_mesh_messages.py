@@ -106,7 +106,7 @@ def test_axes_that_are_one_argument(mesh, verb, several):
         (
             lambda mesh: mesh.set_timeout("tp"),
             pgmesh.OptionsError,
-            "timeout is a timedelta, such as timedelta(seconds=30), not 'tp'.",
+            "set_timeout takes its timeout by name, after the axes.\n\n  mesh.set_timeout('tp', timeout=30)",
         ),
     ],
 )
@@ -207,8 +207,15 @@ def test_ranks_that_are_named_twice(mesh):
     ("options", "text"),
     [
         ({"timeot": 3}, "a group has no option timeot; it has backend, timeout, high_priority, nccl, description."),
-        ({"timeout": 3}, "timeout is a timedelta, such as timedelta(seconds=3), not 3."),
-        ({"timeout": timedelta(0)}, "timeout is longer than nothing, not 0:00:00."),
+        (
+            {"timeout": "3"},
+            "timeout is a timedelta or a number of seconds, more than 0, such as timeout=30, not '3'.",
+        ),
+        (
+            {"timeout": timedelta(0)},
+            "timeout is a timedelta or a number of seconds, more than 0, such as timeout=30, not "
+            "datetime.timedelta(0).",
+        ),
         ({"backend": 3}, "backend is a name, such as 'nccl' or 'gloo', not 3."),
         (
             {"nccl": {"max_cta": 3}},

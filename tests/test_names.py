@@ -22,7 +22,8 @@ HEAD = """# Names
 
 What a program may call, each with one line of what it gets. `help(pgmesh.ProcessGroupMesh.group)` has the arguments,
 the errors and an example; [groups](groups.md), [methods](parallel.md), [recipes](recipes.md), [launchers](launchers.md)
-and [faults](faults.md) have the rest. `mesh.layout` is the mesh's layout, and `print` draws both.
+and [faults](faults.md) have the rest. `mesh.layout` is the mesh's layout, and `print` draws both. A timeout is a
+timedelta or a number of seconds.
 """
 
 INSIDE = {"forget", "of", "spell", "describe", "is_slice", "ranks_in_order"}
