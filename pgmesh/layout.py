@@ -676,6 +676,31 @@ def _many(size: int) -> str:
     return f"{size} indices, 0 to {size - 1}" if size > 1 else "one index, 0"
 
 
+def taken(before: Layout, after: Layout) -> dict[Axis, int | range | tuple[int, ...]]:
+    """What ``at`` was asked for: the index of each axis that it fixed, and the indices of those that it cut.
+
+    >>> taken(layout, layout.at(pp=1, tp=[1]))
+    {'pp': 1, 'tp': range(1, 2)}
+    """
+    first = before.coord_of(after.rank_of([0] * len(after._axes)))
+    asked: dict[Axis, int | range | tuple[int, ...]] = {}
+    for axis, old, start in zip(before._axes, before._steps, first):
+        if axis not in after._number:
+            asked[axis] = start
+            continue
+        new = after._steps[after._number[axis]]
+        if isinstance(old, range) and isinstance(new, range):
+            pace = new.step // old.step if len(new) > 1 else 1
+            kept: range | tuple[int, ...] = range(start, start + len(new) * pace, pace)
+        else:
+            number = {step: i for i, step in enumerate(old)}
+            kept = tuple(number[old[start] + step] for step in new)
+            kept = progression(kept) or kept
+        if kept != range(len(old)):
+            asked[axis] = kept
+    return asked
+
+
 def alike(wrong: object, names: list[str]) -> str | None:
     """The name that was meant: the same letters in another order or case, or nearly the same."""
     folded = {name.casefold(): name for name in names}

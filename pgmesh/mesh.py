@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import operator
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from pgmesh import draw, groups
 from pgmesh.errors import AxisError, LifetimeError, MembershipError, OptionsError, PlaceError, ShapeError
 from pgmesh.family import Family, find_family
-from pgmesh.layout import Axis, Keep, Layout, Partition
+from pgmesh.layout import Axis, Keep, Layout, Partition, taken
 from pgmesh.options import Timeout, named_timeout, to_timedelta
-from pgmesh.sizes import fill, fill_with, some, take_ranks, take_sizes
+from pgmesh.sizes import fill, fill_with, some, spell, take_ranks, take_sizes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -52,14 +53,14 @@ class ProcessGroupMesh:
     ((2, 2, 2), ('pp', 'dp', 'tp'), 5, (1, 0, 1))
     """
 
-    __slots__ = ("__weakref__", "_answers", "_family", "_groups", "_part_of", "_parts", "_root", "layout")
+    __slots__ = ("__weakref__", "_answers", "_family", "_groups", "_part_of", "_parts", "_way", "layout")
 
     layout: Layout  # where each rank sits, without processes
     _family: Family
-    _root: bool
     _part_of: Layout  # the layout whose device mesh ours is a slice of
     _groups: dict[tuple[Axis, ...], ProcessGroup]
     _parts: dict[Any, ProcessGroupMesh]
+    _way: tuple[tuple[str, Layout], ...]  # the calls that took it from its mesh: each verb, and the layout it was of
     _answers: dict[Any, Any]  # what was asked before: a mesh and its rank never change
 
     def __init__(
@@ -80,10 +81,10 @@ class ProcessGroupMesh:
                 raise PlaceError(f"{who}: the world's ranks are 0 to {world - 1}; there is no rank {some(foreign)}.")
             box = fill_with(who, box, order)
         layout = Layout.of(box, order)
-        self._set(layout, Family(name, layout), root=True, part_of=layout)
+        self._set(layout, Family(name, layout), way=(), part_of=layout)
 
-    def _set(self, layout: Layout, family: Family, *, root: bool, part_of: Layout) -> None:
-        self.layout, self._family, self._root, self._part_of = layout, family, root, part_of
+    def _set(self, layout: Layout, family: Family, *, way: tuple[tuple[str, Layout], ...], part_of: Layout) -> None:
+        self.layout, self._family, self._way, self._part_of = layout, family, way, part_of
         self._groups, self._parts, self._answers = {}, {}, {}
         family.remember(self)
 
@@ -91,9 +92,9 @@ class ProcessGroupMesh:
         """Ask the family again for every group: some were let go of."""
         self._groups.clear()
 
-    def _part(self, layout: Layout, *, part_of: Layout | None = None) -> ProcessGroupMesh:
+    def _part(self, verb: str, layout: Layout, *, part_of: Layout | None = None) -> ProcessGroupMesh:
         mesh = object.__new__(ProcessGroupMesh)
-        mesh._set(layout, self._family, root=False, part_of=part_of or layout)
+        mesh._set(layout, self._family, way=(*self._way, (verb, self.layout)), part_of=part_of or layout)
         return mesh
 
     # -- what it is ---------------------------------------------------------------------------------------------
@@ -544,7 +545,7 @@ class ProcessGroupMesh:
             ShapeError: nothing is left.
 
         >>> mesh.at(pp=1)
-        ProcessGroupMesh(dp=2, tp=2, ranks=range(4, 8))
+        ProcessGroupMesh(pp=2, dp=2, tp=2, name='example').at(pp=1)
         >>> mesh.at(pp=[0, -1]).ranks("pp")             # first and last stage: tied embeddings
         (1, 5)
         """
@@ -555,7 +556,7 @@ class ProcessGroupMesh:
         if layout not in self._parts:
             only_fixes = len(layout.axes) + len(fixed or ()) + len(indices) == len(self.axes)
             through_me = only_fixes and self.rank in layout
-            self._parts[layout] = self._part(layout, part_of=self._part_of if through_me else None)
+            self._parts[layout] = self._part("at", layout, part_of=self._part_of if through_me else None)
         if seen is not None:
             self._parts[seen] = self._parts[layout]
         return self._parts[layout]
@@ -577,7 +578,7 @@ class ProcessGroupMesh:
             layout = self.layout.along(self.rank, *axes)
             if layout == self.layout:
                 return self
-            return self._parts.setdefault(axes, self._part(layout, part_of=self._part_of))
+            return self._parts.setdefault(axes, self._part("along", layout, part_of=self._part_of))
 
     def __getitem__(self, axes: Axis | tuple[Axis, ...]) -> ProcessGroupMesh:
         return self.along(*axes) if isinstance(axes, tuple) else self.along(axes)
@@ -598,7 +599,7 @@ class ProcessGroupMesh:
         """
         layout = self.layout.view(*shape, **sizes)
         if layout not in self._parts:
-            self._parts[layout] = self._part(layout)
+            self._parts[layout] = self._part("view", layout)
         return self._parts[layout]
 
     # -- torch's DeviceMesh -------------------------------------------------------------------------------------
@@ -626,7 +627,9 @@ class ProcessGroupMesh:
     # -- text and travel ----------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        return self._family.call if self._root else self.layout.spell("ProcessGroupMesh", world=self._family.world_size)
+        layouts = [*(layout for _, layout in self._way), self.layout]
+        calls = map(_call_of, (verb for verb, _ in self._way), layouts, layouts[1:])
+        return self._family.call + "".join(calls)
 
     def __str__(self) -> str:
         return draw.text(self.layout, mark=self.rank)
@@ -638,12 +641,12 @@ class ProcessGroupMesh:
 
     def __reduce__(self) -> tuple[Any, ...]:
         root = (self._family.name, self._family.number, self._family.layout, self._family.call, self._family.rank)
-        return _revive, (root, self.layout, self._root, self._part_of)
+        return _revive, (root, self.layout, self._way, self._part_of)
 
     def _check_root(self) -> None:
-        if not self._root:
+        if self._way:
             raise LifetimeError(
-                f"{self!r} is a view or a slice and shares the groups of {self._family.call}: close that mesh, or\n\n"
+                f"{self!r} is a view or a slice and shares the groups of its mesh: close that one, or\n\n"
                 f"  release({', '.join(map(repr, self.axes[:1]))})   # to let go of the groups along an axis"
             )
 
@@ -679,8 +682,36 @@ def _tag(tag: object) -> str:
     return tag or ""
 
 
-def _revive(root: tuple[Any, ...], layout: Layout, is_root: bool, part_of: Layout) -> ProcessGroupMesh:
+def _call_of(verb: str, before: Layout, after: Layout) -> str:
+    """The call that takes one layout from another, as text."""
+    if verb == "along":
+        return f".along({', '.join(map(repr, after.axes))})"
+    if verb == "view":
+        return spell(".view", dict(zip(after.axes, after.shape)))
+    asked = {axis: _kept(keep) for axis, keep in taken(before, after).items()}
+    if all(isinstance(axis, str) and axis.isidentifier() and not keyword.iskeyword(axis) for axis in asked):
+        return f".at({', '.join(f'{axis}={keep}' for axis, keep in asked.items())})"
+    return f".at({{{', '.join(f'{axis!r}: {keep}' for axis, keep in asked.items())}}})"
+
+
+def _kept(keep: int | range | tuple[int, ...]) -> str:
+    """An index, or the indices that are kept of an axis, as text."""
+    if isinstance(keep, tuple):
+        return f"[{some(keep, 32)}]"
+    if isinstance(keep, int):
+        return str(keep)
+    end = keep[-1] + (1 if keep.step > 0 else -1)
+    ends = f"{keep[0]}, {end if end >= 0 else None}"
+    return f"slice({ends})" if keep.step == 1 else f"slice({ends}, {keep.step})"
+
+
+def _revive(
+    root: tuple[Any, ...], layout: Layout, way: tuple[tuple[str, Layout], ...], part_of: Layout
+) -> ProcessGroupMesh:
     """A mesh that travelled: of its family where that lives here, else of one made anew."""
     mesh = object.__new__(ProcessGroupMesh)
-    mesh._set(layout, find_family(*root), root=is_root, part_of=part_of)
+    family = find_family(*root)
+    if family.rank != root[-1]:  # along its own rank is another slice
+        way = tuple(("at" if verb == "along" else verb, before) for verb, before in way)
+    mesh._set(layout, family, way=way, part_of=part_of)
     return mesh

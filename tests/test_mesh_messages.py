@@ -120,7 +120,7 @@ def test_closing_a_view_names_the_call_that_would_be_right():
     with says(
         pgmesh.LifetimeError,
         """
-ProcessGroupMesh(8) is a view or a slice and shares the groups of ProcessGroupMesh(2, 4, name='m'): close that mesh, or
+ProcessGroupMesh(2, 4, name='m').view(8) is a view or a slice and shares the groups of its mesh: close that one, or
 
   release(0)   # to let go of the groups along an axis
 """,
@@ -274,8 +274,7 @@ def test_closing_what_is_a_part(mesh):
     with says(
         pgmesh.LifetimeError,
         """
-ProcessGroupMesh(dp=2, tp=2, ranks=range(4, 8)) is a view or a slice and shares the groups of \
-ProcessGroupMesh(pp=2, dp=2, tp=2): close that mesh, or
+ProcessGroupMesh(pp=2, dp=2, tp=2).at(pp=1) is a view or a slice and shares the groups of its mesh: close that one, or
 
   release('dp')   # to let go of the groups along an axis
 """,

@@ -210,7 +210,7 @@ class Family:
 
         >>> from pgmesh import recipes
         >>> recipes.olmo(8, dp_replicate=2, tp=2)["model"].along()     # on rank 5
-        ProcessGroupMesh(dp_replicate=2, dp_shard=2, ranks=range(1, 9, 2))
+        ProcessGroupMesh(dp_replicate=2, dp_shard=2, tp=2).along('dp_replicate', 'dp_shard')
         """
         return self.mesh_of_mine().along(*self.axes)
 
