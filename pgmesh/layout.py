@@ -387,34 +387,29 @@ class Layout:
 
         >>> layout.view(pp=2, edp=1, ep=4).block_of(5, "ep")
         (4, 5, 6, 7)
+        >>> layout.along(5, "pp", "tp").view(n=4).ranks()      # axes that do not touch, read as one
+        (0, 1, 4, 5)
         """
         box = fill("view", take_sizes("view", shape, sizes), len(self), f"the mesh has {len(self)}", pick=False)
         fixed = ((axis, index) for axis, index in self._spelled if index is not None and axis not in box)
         spelled = (*fixed, *((axis, None) for axis in box))
-        runs = _fuse(self._steps)
-        steps: list[Steps] = []
-        for size in reversed(tuple(box.values())):
-            if size == 1:
-                steps.append(range(1))
-            elif size == len(runs[-1]):
-                steps.append(runs.pop())
-            elif isinstance(runs[-1], range) and len(runs[-1]) % size == 0:
-                steps.append(runs[-1][:size])
-                runs[-1] = runs[-1][::size]
-            else:
-                return self._read_anew(box)._like(spelled=spelled, sliced=self._sliced)
-        return self._like(axes=tuple(box), steps=tuple(reversed(steps)), spelled=spelled)
-
-    def _read_anew(self, box: Mapping[Axis, int]) -> Layout:
-        """The last resort of ``view``: ranks in any order, of which uneven steps may lead over those that are even."""
-        straight = None if self._table is None else progression(self.ranks())
-        if straight is None:
+        steps = _cut(_fuse(self._steps), tuple(box.values()))
+        if steps is not None and _are_nested(steps):
+            return self._like(axes=tuple(box), steps=steps, spelled=spelled)
+        if steps is None and (self._table is None or _cut([_from_zero(self._run())], tuple(box.values())) is None):
+            anew = spell("ProcessGroupMesh", dict(box), ranks=...)
+            ranks = self.ranks() if len(self) <= 64 else "mesh.ranks()"
             raise ShapeError(
                 f"{spell('view', dict(box))} would cut {self._brief()} where its ranks ({self._listed()}) do not "
                 f"follow one another evenly.\n\n"
-                f"  {spell('ProcessGroupMesh', dict(box), ranks=...)}   # a mesh of its own can read any ranks"
+                f"  {anew.replace('ranks=...', f'ranks={ranks}')}   # a mesh of its own can read any ranks"
             )
-        return Layout.of(box, straight)
+        return Layout.of(box, self._run())._like(spelled=spelled, sliced=self._sliced)
+
+    def _run(self) -> range | tuple[int, ...]:
+        """The ranks, as a range where they are one."""
+        ranks = self.ranks()
+        return progression(ranks) or ranks
 
     # -- text ---------------------------------------------------------------------------------------------------
 
@@ -630,6 +625,46 @@ def _fuse(steps: Iterable[Steps]) -> list[Steps]:
         else:
             runs.append(step)
     return runs
+
+
+def _cut(runs: list[Steps], sizes: Sequence[int]) -> tuple[Steps, ...] | None:
+    """These runs read with axes of these sizes, which hold as many: merged whole, and split where they are even.
+
+    None if an axis would have other steps in one place than in another.
+    """
+    steps: list[Steps] = []
+    for size in reversed(sizes):
+        pieces: list[Steps] = []
+        while size > 1:
+            run = runs[-1]
+            count = math.gcd(size, len(run))
+            piece, heads = run[:count], run[::count]
+            even = isinstance(run, range) or all(
+                place == heads[i // count] + piece[i % count] for i, place in enumerate(run)
+            )
+            if count == 1 or not even:
+                return None
+            runs = _fuse([*runs[:-1], progression(heads) or heads])
+            pieces.insert(0, piece)
+            size //= count
+        step = _reach(range(1), pieces)
+        steps.insert(0, step if isinstance(step, range) else progression(tuple(step)) or tuple(step))
+    return tuple(steps)
+
+
+def _are_nested(steps: Iterable[Steps]) -> bool:
+    """Whether each axis has wider steps than all narrower ones reach together, which is how a coord is found."""
+    spans: list[tuple[int, int]] = []
+    for step in steps:
+        if len(step) > 1:
+            ends = (step[0], step[-1]) if isinstance(step, range) else step
+            spans.append((_pace(step)[0], max(ends) - min(ends)))
+    reach = 0
+    for pace, span in sorted(spans):
+        if reach >= pace:
+            return False
+        reach += span
+    return True
 
 
 def _reach(starts: Sequence[int], runs: Iterable[Steps]) -> Sequence[int]:

@@ -596,6 +596,9 @@ class ProcessGroupMesh:
         >>> moe = mesh.view(pp=2, edp=1, ep=4)
         >>> moe.group("ep") is mesh.group("dp", "tp")
         True
+        >>> fsdp = mesh.along("pp", "tp").view(fsdp=4)         # one axis of two that do not touch
+        >>> fsdp.group("fsdp") is mesh.group("pp", "tp")
+        True
         """
         layout = self.layout.view(*shape, **sizes)
         if layout not in self._parts:
