@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, Union, overload
 
 from pgmesh import draw
 from pgmesh.errors import AxisError, PlaceError, ShapeError
+from pgmesh.seen import Seen
 from pgmesh.sizes import fill, fill_with, progression, some, spell, take_ranks, take_sizes
 
 Axis = Union[str, int]
@@ -307,6 +308,18 @@ class Layout:
         ((0, 1), (2, 3), (4, 5), (6, 7))
         """
         return Partition(self, self._find(axes))
+
+    def seen_by(self, rank: int) -> Seen:
+        """This layout as a rank sees it: the methods of a mesh that need no groups, with no process of that rank.
+
+        Raises:
+            PlaceError: the rank is not in this layout.
+
+        >>> layout.seen_by(5).label(), layout.seen_by(5).index("dp", "tp"), layout.seen_by(5).ranks("pp")
+        ('pp1-dp0-tp1', 1, (1, 5))
+        """
+        self.coord_of(rank)
+        return Seen(self, operator.index(rank))
 
     # -- smaller, and read with other axes ----------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ FLOORS = [
     "draw",
     "picture",
     "svg",
+    "seen",
     "layout",
     "locality",
     "traffic",
