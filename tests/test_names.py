@@ -96,6 +96,15 @@ def test_the_page_of_names_is_what_the_code_says():
     golden_files.check(PAGE, page())
 
 
+def test_dir_shows_public_names_alone():
+    import_all = [getattr(pgmesh, name) for name in dir(pgmesh)]
+    assert len(import_all) == len(dir(pgmesh))
+    shown = {name for name in dir(pgmesh) if not name.startswith("__")}
+    assert shown == {*pgmesh.__all__, *pgmesh._MODULES}
+    assert not {"Any", "annotations", "TYPE_CHECKING", "importlib", "sizes"} & shown
+    assert {"__version__", "__all__", "__doc__", "__file__"} <= {*dir(pgmesh)}
+
+
 def test_every_public_name_has_a_line():
     public = {*pgmesh.__all__, *pgmesh.launch.__all__, *pgmesh.recipes.__all__, *parallel.__all__}
     for kind in (pgmesh.ProcessGroupMesh, pgmesh.Layout):
