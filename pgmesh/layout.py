@@ -24,9 +24,9 @@ import itertools
 import math
 import operator
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Union, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, Union, overload
 
-from pgmesh import draw
+from pgmesh import draw, hints
 from pgmesh.errors import AxisError, PlaceError, ShapeError
 from pgmesh.seen import Seen
 from pgmesh.sizes import fill, fill_with, progression, some, spell, take_ranks, take_sizes
@@ -476,6 +476,11 @@ class Layout:
     def __hash__(self) -> int:
         last = tuple(size - 1 for size in self.shape)
         return hash((self._axes, self.shape, self._rank_at(self._origin), self.rank_of(last)))
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise hints.unknown(self, name, hints.LAYOUT)
 
     # -- the arithmetic -----------------------------------------------------------------------------------------
 

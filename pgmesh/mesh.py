@@ -10,7 +10,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from pgmesh import draw, groups
+from pgmesh import draw, groups, hints
 from pgmesh.errors import AxisError, LifetimeError, MembershipError, OptionsError, PlaceError, ShapeError
 from pgmesh.family import Family, find_family
 from pgmesh.layout import Axis, Keep, Layout, Partition, taken
@@ -646,6 +646,12 @@ class ProcessGroupMesh:
         root = (self._family.name, self._family.number, self._family.layout, self._family.call, self._family.rank)
         return _revive, (root, self.layout, self._way, self._part_of)
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            calls = {**hints.MESH, name: f"mesh.layout.{name}"} if name in _OF_LAYOUT else hints.MESH
+            raise hints.unknown(self, name, calls)
+
     def _check_root(self) -> None:
         if self._way:
             raise LifetimeError(
@@ -676,6 +682,8 @@ def _plain(indices: Mapping[str, Keep]) -> tuple[object, ...] | None:
 
 
 _PLAIN = frozenset({int, type(None)})
+
+_OF_LAYOUT = {name for name in dir(Layout) if not name.startswith("_") and name not in dir(ProcessGroupMesh)}
 
 
 def _tag(tag: object) -> str:

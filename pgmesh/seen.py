@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pgmesh import draw
+from pgmesh import draw, hints
 from pgmesh.errors import MembershipError
 
 if TYPE_CHECKING:
@@ -99,6 +99,11 @@ class Seen:
 
     def __contains__(self, rank: object) -> bool:
         return rank in self.layout
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise hints.unknown(self, name, hints.LAYOUT)
 
     def __repr__(self) -> str:
         return f"{self.layout!r}.seen_by({self.rank})"

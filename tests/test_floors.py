@@ -15,6 +15,7 @@ FLOORS = [
     "__init__",
     "errors",
     "sizes",
+    "hints",
     "ink",
     "machine",
     "draw",
