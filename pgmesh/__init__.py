@@ -56,7 +56,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME, *_MODULES])
+    return sorted([*_HOME, *_MODULES, *(name for name in globals() if name.startswith("__"))])
 
 
 if TYPE_CHECKING:

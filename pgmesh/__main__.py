@@ -10,6 +10,7 @@ import importlib
 import io
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 from pgmesh.commands.given import Typed, UsageError
@@ -29,6 +30,7 @@ ABOUT = "Arrange the ranks of a torch.distributed job in an N-D mesh, and see wh
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Do what a command line says; its exit status."""
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)  # torch's, where it is missing
     words = tuple(sys.argv[1:] if argv is None else argv)
     parser = _parser(words)
     if not words:

@@ -24,10 +24,11 @@ import itertools
 import math
 import operator
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Union, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, Union, overload
 
-from pgmesh import draw
+from pgmesh import draw, hints
 from pgmesh.errors import AxisError, PlaceError, ShapeError
+from pgmesh.seen import Seen
 from pgmesh.sizes import fill, fill_with, progression, some, spell, take_ranks, take_sizes
 
 Axis = Union[str, int]
@@ -308,6 +309,18 @@ class Layout:
         """
         return Partition(self, self._find(axes))
 
+    def seen_by(self, rank: int) -> Seen:
+        """This layout as a rank sees it: the methods of a mesh that need no groups, with no process of that rank.
+
+        Raises:
+            PlaceError: the rank is not in this layout.
+
+        >>> layout.seen_by(5).label(), layout.seen_by(5).index("dp", "tp"), layout.seen_by(5).ranks("pp")
+        ('pp1-dp0-tp1', 1, (1, 5))
+        """
+        self.coord_of(rank)
+        return Seen(self, operator.index(rank))
+
     # -- smaller, and read with other axes ----------------------------------------------------------------------
 
     def at(self, fixed: Mapping[Axis, Keep] | None = None, /, **indices: Keep) -> Layout:
@@ -387,34 +400,29 @@ class Layout:
 
         >>> layout.view(pp=2, edp=1, ep=4).block_of(5, "ep")
         (4, 5, 6, 7)
+        >>> layout.along(5, "pp", "tp").view(n=4).ranks()      # axes that do not touch, read as one
+        (0, 1, 4, 5)
         """
         box = fill("view", take_sizes("view", shape, sizes), len(self), f"the mesh has {len(self)}", pick=False)
         fixed = ((axis, index) for axis, index in self._spelled if index is not None and axis not in box)
         spelled = (*fixed, *((axis, None) for axis in box))
-        runs = _fuse(self._steps)
-        steps: list[Steps] = []
-        for size in reversed(tuple(box.values())):
-            if size == 1:
-                steps.append(range(1))
-            elif size == len(runs[-1]):
-                steps.append(runs.pop())
-            elif isinstance(runs[-1], range) and len(runs[-1]) % size == 0:
-                steps.append(runs[-1][:size])
-                runs[-1] = runs[-1][::size]
-            else:
-                return self._read_anew(box)._like(spelled=spelled, sliced=self._sliced)
-        return self._like(axes=tuple(box), steps=tuple(reversed(steps)), spelled=spelled)
-
-    def _read_anew(self, box: Mapping[Axis, int]) -> Layout:
-        """The last resort of ``view``: ranks in any order, of which uneven steps may lead over those that are even."""
-        straight = None if self._table is None else progression(self.ranks())
-        if straight is None:
+        steps = _cut(_fuse(self._steps), tuple(box.values()))
+        if steps is not None and _are_nested(steps):
+            return self._like(axes=tuple(box), steps=steps, spelled=spelled)
+        if steps is None and (self._table is None or _cut([_from_zero(self._run())], tuple(box.values())) is None):
+            anew = spell("ProcessGroupMesh", dict(box), ranks=...)
+            ranks = self.ranks() if len(self) <= 64 else "mesh.ranks()"
             raise ShapeError(
                 f"{spell('view', dict(box))} would cut {self._brief()} where its ranks ({self._listed()}) do not "
                 f"follow one another evenly.\n\n"
-                f"  {spell('ProcessGroupMesh', dict(box), ranks=...)}   # a mesh of its own can read any ranks"
+                f"  {anew.replace('ranks=...', f'ranks={ranks}')}   # a mesh of its own can read any ranks"
             )
-        return Layout.of(box, straight)
+        return Layout.of(box, self._run())._like(spelled=spelled, sliced=self._sliced)
+
+    def _run(self) -> range | tuple[int, ...]:
+        """The ranks, as a range where they are one."""
+        ranks = self.ranks()
+        return progression(ranks) or ranks
 
     # -- text ---------------------------------------------------------------------------------------------------
 
@@ -468,6 +476,11 @@ class Layout:
     def __hash__(self) -> int:
         last = tuple(size - 1 for size in self.shape)
         return hash((self._axes, self.shape, self._rank_at(self._origin), self.rank_of(last)))
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise hints.unknown(self, name, hints.LAYOUT)
 
     # -- the arithmetic -----------------------------------------------------------------------------------------
 
@@ -632,6 +645,46 @@ def _fuse(steps: Iterable[Steps]) -> list[Steps]:
     return runs
 
 
+def _cut(runs: list[Steps], sizes: Sequence[int]) -> tuple[Steps, ...] | None:
+    """These runs read with axes of these sizes, which hold as many: merged whole, and split where they are even.
+
+    None if an axis would have other steps in one place than in another.
+    """
+    steps: list[Steps] = []
+    for size in reversed(sizes):
+        pieces: list[Steps] = []
+        while size > 1:
+            run = runs[-1]
+            count = math.gcd(size, len(run))
+            piece, heads = run[:count], run[::count]
+            even = isinstance(run, range) or all(
+                place == heads[i // count] + piece[i % count] for i, place in enumerate(run)
+            )
+            if count == 1 or not even:
+                return None
+            runs = _fuse([*runs[:-1], progression(heads) or heads])
+            pieces.insert(0, piece)
+            size //= count
+        step = _reach(range(1), pieces)
+        steps.insert(0, step if isinstance(step, range) else progression(tuple(step)) or tuple(step))
+    return tuple(steps)
+
+
+def _are_nested(steps: Iterable[Steps]) -> bool:
+    """Whether each axis has wider steps than all narrower ones reach together, which is how a coord is found."""
+    spans: list[tuple[int, int]] = []
+    for step in steps:
+        if len(step) > 1:
+            ends = (step[0], step[-1]) if isinstance(step, range) else step
+            spans.append((_pace(step)[0], max(ends) - min(ends)))
+    reach = 0
+    for pace, span in sorted(spans):
+        if reach >= pace:
+            return False
+        reach += span
+    return True
+
+
 def _reach(starts: Sequence[int], runs: Iterable[Steps]) -> Sequence[int]:
     """The positions that one reaches from each of these along these runs, the last varying fastest."""
     for steps in runs:
@@ -674,6 +727,31 @@ def _from_zero(steps: Steps) -> Steps:
 
 def _many(size: int) -> str:
     return f"{size} indices, 0 to {size - 1}" if size > 1 else "one index, 0"
+
+
+def taken(before: Layout, after: Layout) -> dict[Axis, int | range | tuple[int, ...]]:
+    """What ``at`` was asked for: the index of each axis that it fixed, and the indices of those that it cut.
+
+    >>> taken(layout, layout.at(pp=1, tp=[1]))
+    {'pp': 1, 'tp': range(1, 2)}
+    """
+    first = before.coord_of(after.rank_of([0] * len(after._axes)))
+    asked: dict[Axis, int | range | tuple[int, ...]] = {}
+    for axis, old, start in zip(before._axes, before._steps, first):
+        if axis not in after._number:
+            asked[axis] = start
+            continue
+        new = after._steps[after._number[axis]]
+        if isinstance(old, range) and isinstance(new, range):
+            pace = new.step // old.step if len(new) > 1 else 1
+            kept: range | tuple[int, ...] = range(start, start + len(new) * pace, pace)
+        else:
+            number = {step: i for i, step in enumerate(old)}
+            kept = tuple(number[old[start] + step] for step in new)
+            kept = progression(kept) or kept
+        if kept != range(len(old)):
+            asked[axis] = kept
+    return asked
 
 
 def alike(wrong: object, names: list[str]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import operator
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,12 +10,12 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from pgmesh import draw, groups
+from pgmesh import draw, groups, hints
 from pgmesh.errors import AxisError, LifetimeError, MembershipError, OptionsError, PlaceError, ShapeError
 from pgmesh.family import Family, find_family, living
-from pgmesh.layout import Axis, Keep, Layout, Partition
-from pgmesh.options import no_timedelta
-from pgmesh.sizes import fill, fill_with, some, take_ranks, take_sizes
+from pgmesh.layout import Axis, Keep, Layout, Partition, taken
+from pgmesh.options import Timeout, named_timeout, to_timedelta
+from pgmesh.sizes import fill, fill_with, some, spell, take_ranks, take_sizes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -52,14 +53,14 @@ class ProcessGroupMesh:
     ((2, 2, 2), ('pp', 'dp', 'tp'), 5, (1, 0, 1))
     """
 
-    __slots__ = ("__weakref__", "_answers", "_family", "_groups", "_part_of", "_parts", "_root", "layout")
+    __slots__ = ("__weakref__", "_answers", "_family", "_groups", "_part_of", "_parts", "_way", "layout")
 
     layout: Layout  # where each rank sits, without processes
     _family: Family
-    _root: bool
     _part_of: Layout  # the layout whose device mesh ours is a slice of
     _groups: dict[tuple[Axis, ...], ProcessGroup]
     _parts: dict[Any, ProcessGroupMesh]
+    _way: tuple[tuple[str, Layout], ...]  # the calls that took it from its mesh: each verb, and the layout it was of
     _answers: dict[Any, Any]  # what was asked before: a mesh and its rank never change
 
     def __init__(
@@ -80,10 +81,10 @@ class ProcessGroupMesh:
                 raise PlaceError(f"{who}: the world's ranks are 0 to {world - 1}; there is no rank {some(foreign)}.")
             box = fill_with(who, box, order)
         layout = Layout.of(box, order)
-        self._set(layout, Family(name, layout), root=True, part_of=layout)
+        self._set(layout, Family(name, layout), way=(), part_of=layout)
 
-    def _set(self, layout: Layout, family: Family, *, root: bool, part_of: Layout) -> None:
-        self.layout, self._family, self._root, self._part_of = layout, family, root, part_of
+    def _set(self, layout: Layout, family: Family, *, way: tuple[tuple[str, Layout], ...], part_of: Layout) -> None:
+        self.layout, self._family, self._way, self._part_of = layout, family, way, part_of
         self._groups, self._parts, self._answers = {}, {}, {}
         family.remember(self)
 
@@ -91,9 +92,9 @@ class ProcessGroupMesh:
         """Ask the family again for every group: some were let go of."""
         self._groups.clear()
 
-    def _part(self, layout: Layout, *, part_of: Layout | None = None) -> ProcessGroupMesh:
+    def _part(self, verb: str, layout: Layout, *, part_of: Layout | None = None) -> ProcessGroupMesh:
         mesh = object.__new__(ProcessGroupMesh)
-        mesh._set(layout, self._family, root=False, part_of=part_of or layout)
+        mesh._set(layout, self._family, way=(*self._way, (verb, self.layout)), part_of=part_of or layout)
         return mesh
 
     # -- what it is ---------------------------------------------------------------------------------------------
@@ -240,11 +241,12 @@ class ProcessGroupMesh:
         (1, None, 1)
         """
         try:
-            rank: int | None = self._answers["neighbor", axis, step, wrap]
+            rank: int | None = self._answers["neighbor", axis, step, type(step), wrap]
         except (KeyError, TypeError):
             self._check_member()
             rank = self.layout.neighbor_of(self.rank, axis, step, wrap=wrap)
-            self._answers["neighbor", axis, step, wrap] = rank
+            if type(step) is int:  # a tensor is remembered by what it is, and may be written to
+                self._answers["neighbor", axis, step, int, wrap] = rank
         return rank
 
     def __iter__(self) -> Iterator[int]:
@@ -341,33 +343,32 @@ class ProcessGroupMesh:
         Raises:
             OptionsError: no such option, or it is too late: the group was made.
 
-        >>> from datetime import timedelta
-        >>> mesh.configure("pp", timeout=timedelta(minutes=10))
+        >>> mesh.configure("pp", timeout=600)
         """
         self._family.configure(self.layout, axes, _tag(tag), options)
 
-    def set_timeout(self, timeout: timedelta, *axes: Axis) -> None:
+    def set_timeout(self, *axes: Axis, timeout: Timeout | None = None) -> None:
         """Change how long collectives of groups that were made may wait, from the next one on, on this rank.
 
         Which group it is stays the same. Every member sets its own; groups still to be made are configured.
 
         Args:
-            timeout: how long.
             axes: of the groups along these axes, twins and tagged ones too; none for every group of this mesh, its
                 views and slices.
+            timeout: a timedelta or a number of seconds. Always given, by name.
 
         Raises:
             MembershipError: this rank is not in the mesh.
-            OptionsError: no timedelta, or none longer than nothing.
+            OptionsError: no timeout, or one that is not more than 0.
 
-        >>> from datetime import timedelta
         >>> group = mesh.group("tp")
-        >>> mesh.set_timeout(timedelta(minutes=2), "tp")
+        >>> mesh.set_timeout("tp", timeout=120)
         >>> mesh.group("tp") is group
         True
         """
         self._check_member()
-        self._family.set_timeout(timeout, self.layout.block_of(self.rank, *axes) if axes else None)
+        limit = named_timeout("mesh", axes, timeout, of="axes", known=self.axes)
+        self._family.set_timeout(limit, self.layout.block_of(self.rank, *axes) if axes else None)
 
     def adopt(self, axis: Axis, group: ProcessGroup) -> None:
         """Take a group that was made elsewhere for the one along an axis; it is never destroyed from here.
@@ -382,7 +383,7 @@ class ProcessGroupMesh:
         self._family.adopt(self.layout, (axis,), group)
 
     def connect(
-        self, *families: Axis | tuple[Axis, ...], timeout: timedelta = CONNECT, progress: bool = False
+        self, *families: Axis | tuple[Axis, ...], timeout: Timeout = CONNECT, progress: bool = False
     ) -> Connected:
         """Connect and warm groups now, with all their members, or say within seconds who is missing and why.
 
@@ -393,10 +394,11 @@ class ProcessGroupMesh:
 
         Args:
             families: the axes of each group: "tp", or ("dp", "tp") for one along two. Each axis, if none are given.
-            timeout: how long to wait for the others.
+            timeout: how long to wait for the others: a timedelta or a number of seconds.
             progress: show a bar.
 
         Raises:
+            OptionsError: a timeout that is not more than 0.
             MissingRanksError: members that did not come, each with what it is doing; or that were lost.
             MismatchError: ranks mean different things, each value with its ranks.
             CircleError: ranks that wait for each other, each with its group and line.
@@ -406,8 +408,7 @@ class ProcessGroupMesh:
         0 store operations
         """
         self._check_member()
-        if not isinstance(timeout, timedelta):
-            raise OptionsError(no_timedelta(timeout))
+        seconds = to_timedelta(timeout).total_seconds()
         for each in families:
             if isinstance(each, (list, set)):
                 raise AxisError(
@@ -418,20 +419,21 @@ class ProcessGroupMesh:
         from pgmesh.connecting import connect  # here and below: what a program may never use is not loaded before
 
         combinations = [each if isinstance(each, tuple) else (each,) for each in families or self.axes]
-        return connect(self._family, self.layout, combinations, timeout.total_seconds(), progress=progress)
+        return connect(self._family, self.layout, combinations, seconds, progress=progress)
 
-    def locality(self, *axes: Axis, timeout: timedelta = CONNECT) -> Spread:
+    def locality(self, *axes: Axis, timeout: Timeout = CONNECT) -> Spread:
         """How the groups along these axes lie on the hosts: each inside one, each rank on another, or mixed.
 
         The ranks say themselves where they are, once in a world: every rank of the mesh calls it, in any order.
 
         Args:
             axes: which; none for the group of the whole mesh.
-            timeout: how long to wait for the others.
+            timeout: how long to wait for the others: a timedelta or a number of seconds.
 
         Raises:
             AxisError: there is no such axis, or it is named twice.
             MembershipError: this rank is not in the mesh.
+            OptionsError: a timeout that is not more than 0.
             MissingRanksError: some did not call it in time.
             WorldError: the store does not answer.
 
@@ -546,7 +548,7 @@ class ProcessGroupMesh:
             ShapeError: nothing is left.
 
         >>> mesh.at(pp=1)
-        ProcessGroupMesh(dp=2, tp=2, ranks=range(4, 8))
+        ProcessGroupMesh(pp=2, dp=2, tp=2, name='example').at(pp=1)
         >>> mesh.at(pp=[0, -1]).ranks("pp")             # first and last stage: tied embeddings
         (1, 5)
         """
@@ -557,7 +559,7 @@ class ProcessGroupMesh:
         if layout not in self._parts:
             only_fixes = len(layout.axes) + len(fixed or ()) + len(indices) == len(self.axes)
             through_me = only_fixes and self.rank in layout
-            self._parts[layout] = self._part(layout, part_of=self._part_of if through_me else None)
+            self._parts[layout] = self._part("at", layout, part_of=self._part_of if through_me else None)
         if seen is not None:
             self._parts[seen] = self._parts[layout]
         return self._parts[layout]
@@ -579,7 +581,7 @@ class ProcessGroupMesh:
             layout = self.layout.along(self.rank, *axes)
             if layout == self.layout:
                 return self
-            return self._parts.setdefault(axes, self._part(layout, part_of=self._part_of))
+            return self._parts.setdefault(axes, self._part("along", layout, part_of=self._part_of))
 
     def __getitem__(self, axes: Axis | tuple[Axis, ...]) -> ProcessGroupMesh:
         return self.along(*axes) if isinstance(axes, tuple) else self.along(axes)
@@ -597,10 +599,13 @@ class ProcessGroupMesh:
         >>> moe = mesh.view(pp=2, edp=1, ep=4)
         >>> moe.group("ep") is mesh.group("dp", "tp")
         True
+        >>> fsdp = mesh.along("pp", "tp").view(fsdp=4)         # one axis of two that do not touch
+        >>> fsdp.group("fsdp") is mesh.group("pp", "tp")
+        True
         """
         layout = self.layout.view(*shape, **sizes)
         if layout not in self._parts:
-            self._parts[layout] = self._part(layout)
+            self._parts[layout] = self._part("view", layout)
         return self._parts[layout]
 
     # -- torch's DeviceMesh -------------------------------------------------------------------------------------
@@ -628,7 +633,9 @@ class ProcessGroupMesh:
     # -- text and travel ----------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        return self._family.call if self._root else self.layout.spell("ProcessGroupMesh", world=self._family.world_size)
+        layouts = [*(layout for _, layout in self._way), self.layout]
+        calls = map(_call_of, (verb for verb, _ in self._way), layouts, layouts[1:])
+        return self._family.call + "".join(calls)
 
     def __str__(self) -> str:
         return draw.text(self.layout, mark=self.rank)
@@ -640,12 +647,18 @@ class ProcessGroupMesh:
 
     def __reduce__(self) -> tuple[Any, ...]:
         root = (self._family.name, self._family.number, self._family.layout, self._family.call, self._family.rank)
-        return _revive, (root, self.layout, self._root, self._part_of)
+        return _revive, (root, self.layout, self._way, self._part_of)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            calls = {**hints.MESH, name: f"mesh.layout.{name}"} if name in _OF_LAYOUT else hints.MESH
+            raise hints.unknown(self, name, calls)
 
     def _check_root(self) -> None:
-        if not self._root:
+        if self._way:
             raise LifetimeError(
-                f"{self!r} is a view or a slice and shares the groups of {self._family.call}: close that mesh, or\n\n"
+                f"{self!r} is a view or a slice and shares the groups of its mesh: close that one, or\n\n"
                 f"  release({', '.join(map(repr, self.axes[:1]))})   # to let go of the groups along an axis"
             )
 
@@ -669,7 +682,7 @@ def meshes() -> dict[str, ProcessGroupMesh]:
     found: dict[str, ProcessGroupMesh] = {}
     for family in living():
         mesh = object.__new__(ProcessGroupMesh)
-        mesh._set(family.layout, family, root=True, part_of=family.layout)
+        mesh._set(family.layout, family, way=(), part_of=family.layout)
         found.setdefault(family.name or family.call, mesh)
     return found
 
@@ -690,6 +703,8 @@ def _plain(indices: Mapping[str, Keep]) -> tuple[object, ...] | None:
 
 _PLAIN = frozenset({int, type(None)})
 
+_OF_LAYOUT = {name for name in dir(Layout) if not name.startswith("_") and name not in dir(ProcessGroupMesh)}
+
 
 def _tag(tag: object) -> str:
     """A tag as part of what a group is; none is the empty one."""
@@ -698,8 +713,36 @@ def _tag(tag: object) -> str:
     return tag or ""
 
 
-def _revive(root: tuple[Any, ...], layout: Layout, is_root: bool, part_of: Layout) -> ProcessGroupMesh:
+def _call_of(verb: str, before: Layout, after: Layout) -> str:
+    """The call that takes one layout from another, as text."""
+    if verb == "along":
+        return f".along({', '.join(map(repr, after.axes))})"
+    if verb == "view":
+        return spell(".view", dict(zip(after.axes, after.shape)))
+    asked = {axis: _kept(keep) for axis, keep in taken(before, after).items()}
+    if all(isinstance(axis, str) and axis.isidentifier() and not keyword.iskeyword(axis) for axis in asked):
+        return f".at({', '.join(f'{axis}={keep}' for axis, keep in asked.items())})"
+    return f".at({{{', '.join(f'{axis!r}: {keep}' for axis, keep in asked.items())}}})"
+
+
+def _kept(keep: int | range | tuple[int, ...]) -> str:
+    """An index, or the indices that are kept of an axis, as text."""
+    if isinstance(keep, tuple):
+        return f"[{some(keep, 32)}]"
+    if isinstance(keep, int):
+        return str(keep)
+    end = keep[-1] + (1 if keep.step > 0 else -1)
+    ends = f"{keep[0]}, {end if end >= 0 else None}"
+    return f"slice({ends})" if keep.step == 1 else f"slice({ends}, {keep.step})"
+
+
+def _revive(
+    root: tuple[Any, ...], layout: Layout, way: tuple[tuple[str, Layout], ...], part_of: Layout
+) -> ProcessGroupMesh:
     """A mesh that travelled: of its family where that lives here, else of one made anew."""
     mesh = object.__new__(ProcessGroupMesh)
-    mesh._set(layout, find_family(*root), root=is_root, part_of=part_of)
+    family = find_family(*root)
+    if family.rank != root[-1]:  # along its own rank is another slice
+        way = tuple(("at" if verb == "along" else verb, before) for verb, before in way)
+    mesh._set(layout, family, way=way, part_of=part_of)
     return mesh

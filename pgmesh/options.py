@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, Union
 
-from pgmesh.errors import OptionsError
+from pgmesh.errors import OptionsError, PgmeshError
+
+Timeout = Union[timedelta, float]
+"""A timeout as a caller gives it: a timedelta or a number of seconds."""
 
 NCCL_SETTINGS = (
     "blocking",
@@ -34,7 +37,7 @@ class GroupOptions:
 
     Args:
         backend: "nccl", "gloo", "cpu:gloo,cuda:nccl", ...: any that torch.distributed knows.
-        timeout: how long a collective may wait for its members.
+        timeout: how long a collective may wait for its members: a timedelta or a number of seconds.
         high_priority: NCCL alone: run on a high-priority stream.
         nccl: NCCL alone: settings of its communicator, such as ``{"max_ctas": 8}``.
         description: words for profiles and flight records in place of the axes. It makes no difference between
@@ -43,7 +46,7 @@ class GroupOptions:
     Raises:
         OptionsError: a value of the wrong kind, or a setting that NCCL does not have.
 
-    >>> GroupOptions(timeout=timedelta(minutes=10), nccl={"max_ctas": 8})
+    >>> GroupOptions(timeout=600, nccl={"max_ctas": 8})
     GroupOptions(timeout=datetime.timedelta(seconds=600), nccl={'max_ctas': 8})
     """
 
@@ -53,13 +56,22 @@ class GroupOptions:
     nccl: Mapping[str, int | str] | None = None
     description: str | None = field(default=None, compare=False)
 
+    if TYPE_CHECKING:  # seconds are taken, but never kept
+
+        def __init__(
+            self,
+            backend: str | None = None,
+            timeout: Timeout | None = None,
+            high_priority: bool | None = None,
+            nccl: Mapping[str, int | str] | None = None,
+            description: str | None = None,
+        ) -> None: ...
+
     def __post_init__(self) -> None:
         if self.backend is not None and not (isinstance(self.backend, str) and self.backend):
             raise OptionsError(f"backend is a name, such as 'nccl' or 'gloo', not {self.backend!r}.")
-        if self.timeout is not None and not isinstance(self.timeout, timedelta):
-            raise OptionsError(no_timedelta(self.timeout))
-        if self.timeout is not None and self.timeout <= timedelta():
-            raise OptionsError(f"timeout is longer than nothing, not {self.timeout}.")
+        if self.timeout is not None:
+            object.__setattr__(self, "timeout", to_timedelta(self.timeout))
         if self.high_priority is not None and not isinstance(self.high_priority, bool):
             raise OptionsError(f"high_priority is True or False, not {self.high_priority!r}.")
         if self.description is not None and not isinstance(self.description, str):
@@ -136,7 +148,49 @@ class GroupOptions:
         return f"GroupOptions({', '.join(f'{name}={value!r}' for name, value in words if value is not None)})"
 
 
-def no_timedelta(timeout: object) -> str:
-    """What to say of a timeout that is something else."""
-    seconds = timeout if isinstance(timeout, (int, float)) else 30
-    return f"timeout is a timedelta, such as timedelta(seconds={seconds}), not {timeout!r}."
+def to_timedelta(timeout: object, error: type[PgmeshError] = OptionsError) -> timedelta:
+    """A timeout as a timedelta, from a timedelta or a number of seconds.
+
+    Args:
+        timeout: more than 0.
+        error: raised for anything else.
+
+    >>> to_timedelta(90), to_timedelta(timedelta(minutes=1))
+    (datetime.timedelta(seconds=90), datetime.timedelta(seconds=60))
+    """
+    span = timeout
+    if isinstance(timeout, (int, float)) and not isinstance(timeout, bool):
+        try:
+            span = timedelta(seconds=timeout)
+        except (OverflowError, ValueError):  # infinite, or not a number
+            span = None
+    if not isinstance(span, timedelta) or span <= timedelta():
+        raise error(f"timeout is a timedelta or a number of seconds, more than 0, such as timeout=30, not {timeout!r}.")
+    return span
+
+
+def named_timeout(
+    who: str, names: Iterable[object], timeout: Timeout | None, *, of: str, known: Iterable[object]
+) -> timedelta:
+    """The timeout of ``who.set_timeout(*names, timeout=)``.
+
+    Args:
+        of: the plural noun for the names.
+        known: the names there are. A number that is none of them is a timeout in the wrong place.
+
+    Raises:
+        OptionsError: no timeout, or it stands among the names.
+
+    >>> named_timeout("mesh", ["tp"], 90, of="axes", known=["dp", "tp"])
+    datetime.timedelta(seconds=90)
+    """
+    if timeout is not None:
+        return to_timedelta(timeout)
+    seconds, rest = 30.0, list[object]()
+    for name in names:
+        try:
+            seconds = to_timedelta(name if name not in known else None).total_seconds()
+        except OptionsError:
+            rest.append(name)
+    call = ", ".join([*map(repr, rest), f"timeout={int(seconds) if seconds.is_integer() else seconds}"])
+    raise OptionsError(f"set_timeout takes its timeout by name, after the {of}.\n\n  {who}.set_timeout({call})")

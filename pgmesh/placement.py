@@ -15,7 +15,6 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -30,6 +29,7 @@ from pgmesh.launchers import believe
 from pgmesh.layout import Axis, Layout
 from pgmesh.locality import Spread, spread
 from pgmesh.machine import Level
+from pgmesh.options import Timeout, to_timedelta
 from pgmesh.rendezvous import FIRST_PAUSE, LONGEST_PAUSE, Add, Append, Read, pack, unpack
 from pgmesh.sizes import ranks_in_words, some
 
@@ -121,15 +121,17 @@ class _Seats:
 _worlds: weakref.WeakKeyDictionary[Any, _Seats] = weakref.WeakKeyDictionary()
 
 
-def place(ranks: Iterable[int] | None = None, *, timeout: timedelta) -> Placement:
+def place(ranks: Iterable[int] | None = None, *, timeout: Timeout) -> Placement:
     """Where these ranks are, each of which asks too; all of the world, unless given.
 
     In a dry world, which is this process alone, all are here.
 
     Raises:
         MissingRanksError: some did not ask in time.
+        OptionsError: a timeout that is not more than 0.
         WorldError: there is no world, or its store does not answer.
     """
+    seconds = to_timedelta(timeout).total_seconds()
     me, size = groups.world_rank_and_size()
     wanted = range(size) if ranks is None else tuple(ranks)
     if size == 1 or groups.backends_of(groups.world_options().backend).dry:
@@ -137,7 +139,7 @@ def place(ranks: Iterable[int] | None = None, *, timeout: timedelta) -> Placemen
     world: Any = dist.group.WORLD
     seats = _worlds.setdefault(world, _Seats())
     if not all(rank in seats.known for rank in wanted):
-        _exchange(seats, me, wanted, timeout.total_seconds())
+        _exchange(seats, me, wanted, seconds)
     return Placement({rank: seats.known[rank] for rank in wanted})
 
 

@@ -6,14 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from pgmesh.launch import fake_world
 
 
 @contextmanager
 def dry_world(rank: int, size: int, store: dist.Store | None = None) -> Iterator[None]:
     """This process is rank ``rank`` of ``size``, in which no collective moves anything."""
-    dist.init_process_group("fake", rank=rank, world_size=size, store=store or FakeStore())
+    fake_world(rank, size)
     try:
+        if store is not None:
+            dist.destroy_process_group()  # torch knows the backend from here on
+            dist.init_process_group("fake", rank=rank, world_size=size, store=store)
         yield
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -534,3 +534,28 @@ def over_permuted() -> None:
 
 def test_a_device_mesh_whose_order_torch_lost_is_refused_and_leaves_nothing():
     world(4).run(over_permuted)
+
+
+# ---- axes that do not touch ----
+
+
+def fsdp_over_axes_that_do_not_touch() -> None:
+    mesh = ProcessGroupMesh(dp=2, tp=2, cp=2, ranks=[7, 2, 5, 0, 1, 6, 3, 4])
+    view = mesh.along("dp", "cp").view(fsdp=4)
+    assert view.group("fsdp") is view.group() is mesh.group("dp", "cp")
+    assert (view.ranks(), view.index("fsdp")) == (mesh.ranks("dp", "cp"), mesh.index("dp", "cp"))
+    assert view.view(dp=2, cp=2).group("cp") is mesh.group("cp")
+    assert view.at(fsdp=slice(0, 2)).ranks() == mesh.ranks("dp", "cp")[:2]
+    with no_more_groups():
+        assert view.device_mesh().get_group() is mesh.group("dp", "cp")
+        assert view.device_mesh().mesh.tolist() == list(view.ranks())
+        model = net()
+        for layer in (model.up, model.down, model):
+            fully_shard(layer, mesh=view.device_mesh("fsdp"))
+        same(step(model, mine(view, "fsdp")), step(net(), batch()))
+    view.connect("fsdp")
+    check_sums({"fsdp": (view.group("fsdp"), view.ranks())})
+
+
+def test_fsdp_over_axes_that_do_not_touch():
+    world(8).run(fsdp_over_axes_that_do_not_touch)

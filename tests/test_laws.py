@@ -12,13 +12,11 @@ laws that speak of groups hold where there are processes, and are tested there:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from functools import cache
 from itertools import combinations, pairwise, product
 from math import prod
 from random import Random
 
-import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -159,6 +157,26 @@ def test_view_ranks_is_ranks(layout, plain):
 
 
 @everywhere
+def test_axes_that_do_not_touch_are_read_as_one(layout, plain):
+    """The slice along two axes with others between them is one axis, and that is two again."""
+    for outer, inner in [
+        (a, b) for a, b in combinations(layout.axes, 2) if layout.axes.index(b) > layout.axes.index(a) + 1
+    ]:
+        block = plain.partition(outer, inner)[-1]
+        part, view = layout.along(block[0], outer, inner), layout.along(block[0], outer, inner).view(m=-1)
+        assert (view.axes, view.shape, view.ranks(), view.block_of(block[-1])) == (("m",), (len(block),), block, block)
+        assert [view.index_of(rank, "m") for rank in block] == [*range(len(block))]
+        assert {rank for rank in range(3 * max(layout.ranks()) + 9) if rank in view} == {*block}
+        assert view.view(**{outer: layout.size(outer), inner: -1}) == part
+        for shape in shapes(len(block), 2):
+            if has_steps(block, shape) or has_steps([plain.ranks().index(rank) for rank in block], shape):
+                assert view.view(*shape).partition(1) == PlainMesh(range(2), shape, block).partition(1)
+            else:
+                with pytest.raises(ShapeError, match="do not follow one another evenly"):
+                    view.view(*shape)
+
+
+@everywhere
 def test_neighbor_forth_then_back_is_home(layout, plain):
     for axis in layout.axes:
         for line in plain.partition(axis):
@@ -241,32 +259,23 @@ def sizes_of(draw, n: int) -> list[int]:
 class Walk:
     """A layout and its oracle, led through the same steps.
 
-    With them goes an array of places that numpy cuts and reads anew without a copy, until a list of indices makes
-    that impossible: it knows which views there are.
+    There is a view of some sizes exactly where each of its axes has the same steps everywhere: in the ranks, or in
+    their places in the root.
     """
 
     def __init__(self, layout: Layout, plain: PlainMesh) -> None:
         self.layout, self.plain = layout, plain
-        self.places: np.ndarray | None = np.arange(len(layout)).reshape(plain.shape)
+        self.place = {rank: place for place, rank in enumerate(plain.ranks())}
 
     def at(self, data: st.DataObject) -> None:
         choices = {axis: parts(size) | indices(size) for axis, size in zip(self.plain.axes, self.plain.shape)}
         kept = data.draw(st.fixed_dictionaries({}, optional=choices), label="at")
-        self.cut(kept)
         self.layout, self.plain = self.layout.at(kept), self.plain.at(kept)
 
     def along(self, data: st.DataObject) -> None:
         rank = data.draw(st.sampled_from(self.plain.ranks()), label="along")
         axes = data.draw(some_of(self.plain.axes))
-        here = dict(zip(self.plain.axes, self.plain.coord_of(rank)))
-        self.cut({axis: here[axis] for axis in here if axis not in (axes or here)})
         self.layout, self.plain = self.layout.along(rank, *axes), self.plain.along(rank, *axes)
-
-    def cut(self, kept: dict[Axis, Keep]) -> None:
-        if any(isinstance(keep, list) for keep in kept.values()):
-            self.places = None
-        elif self.places is not None:
-            self.places = self.places[(*(kept.get(axis, slice(None)) for axis in self.plain.axes), ...)]
 
     def view(self, data: st.DataObject) -> None:
         sizes = data.draw(sizes_of(self.plain.size()) | st.just(self.plain.shape or (1,)), label="view")
@@ -274,17 +283,14 @@ class Walk:
         try:
             self.layout = self.layout.view(**shape)
         except ShapeError:
-            assert not self.must_be_readable_as(sizes)
+            assert not self.is_readable_as(sizes)
         else:
+            assert self.is_readable_as(sizes)
             self.plain = self.plain.view(shape, sizes)
-            self.places = None if self.places is None else np.reshape(self.places, sizes, copy=False)
 
-    def must_be_readable_as(self, sizes: Sequence[int]) -> bool:
-        if self.places is not None:
-            with suppress(ValueError):
-                np.reshape(self.places, sizes, copy=False)
-                return True
-        return is_one_run(self.plain.ranks()) or without_ones(sizes) == without_ones(self.plain.shape)
+    def is_readable_as(self, sizes: Sequence[int]) -> bool:
+        ranks = self.plain.ranks()
+        return has_steps(ranks, sizes) or has_steps([self.place[rank] for rank in ranks], sizes)
 
     def check(self, data: st.DataObject) -> None:
         layout, plain = self.layout, self.plain
@@ -309,8 +315,15 @@ def is_one_run(ranks: Sequence[int]) -> bool:
     return len({after - before for before, after in pairwise(ranks)}) < 2
 
 
-def without_ones(sizes: Iterable[int]) -> list[int]:
-    return [size for size in sizes if size > 1]
+def has_steps(places: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether each axis of these sizes moves one along these places by the same steps from everywhere."""
+    table = PlainMesh(range(len(sizes)), sizes, places).table
+    origin = places[0]
+    steps = [
+        [table[(0,) * i + (n,) + (0,) * (len(sizes) - i - 1)] - origin for n in range(size)]
+        for i, size in enumerate(sizes)
+    ]
+    return all(place == origin + sum(step[n] for step, n in zip(steps, coord)) for coord, place in table.items())
 
 
 @settings(max_examples=200)

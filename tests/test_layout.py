@@ -257,8 +257,10 @@ def test_a_view_of_an_even_slice_goes_on():
 def test_a_view_of_an_uneven_slice_may_not_cut_it():
     part = Layout(pp=4, tp=4).at(tp=[0, 1])
     assert part.view(pp=2, vp=2, tp=2).ranks() == part.ranks()
+    assert part.view(n=8).ranks() == part.ranks()
+    assert part.view(n=8).view(pp=4, tp=2) == part
     with pytest.raises(ShapeError, match="do not follow one another evenly"):
-        part.view(n=8)
+        Layout(pp=3, tp=4).at(tp=[0, 1]).view(a=2, b=3)
     with pytest.raises(ShapeError, match="do not follow one another evenly"):
         Layout(pp=8).at(pp=[0, 1, 3, 7]).view(2, 2)
 
@@ -474,7 +476,7 @@ def test_a_million_ranks_take_no_more_memory_than_eight():
         lambda layout: error_of(lambda: layout.coord_of(10**9)),
         lambda layout: error_of(lambda: layout.rank_of((64, 0, 0))),
         lambda layout: error_of(lambda: layout.size("xp")),
-        lambda layout: error_of(lambda: layout.at(tp=[0, 1]).view(n=-1)),
+        lambda layout: error_of(lambda: layout.at(tp=[0, 1, 2]).view(-1, 2)),
     ],
 )
 def test_a_question_about_a_million_ranks_takes_little_memory(ask):
@@ -541,7 +543,7 @@ def test_what_a_huge_uneven_layout_says_of_itself_costs_nothing():
         try:
             assert repr(part).endswith("ranks=...)")
             with pytest.raises(ShapeError, match="would cut"):
-                part.view(-1)
+                part.view(3, -1)
             assert tracemalloc.get_traced_memory()[1] < 1 << 20
         finally:
             tracemalloc.stop()

@@ -105,6 +105,16 @@ def test_views_and_slices_share_by_what_a_group_is(mesh):
     assert mesh.view(pp=2, dp=2, tp=2).group("tp") is mesh.group("tp")
 
 
+@pytest.mark.parametrize("count", [4, 40])
+def test_a_view_that_cannot_be_says_which_mesh_can(count):
+    with dry_world(0, 6 * count):
+        mesh = ProcessGroupMesh(pp=count, dp=2, tp=3).at(dp=0)
+        with pytest.raises(pgmesh.ShapeError, match="do not follow one another evenly") as caught:
+            mesh.view(-1, 2)
+        call = str(caught.value).splitlines()[-1].partition("   #")[0]
+        assert eval(call).ranks() == mesh.ranks()
+
+
 def test_numbered_axes_keep_their_numbers():
     with dry_world(5, 8):
         mesh = ProcessGroupMesh(2, 2, 2)

@@ -106,7 +106,7 @@ def test_axes_that_are_one_argument(mesh, verb, several):
         (
             lambda mesh: mesh.set_timeout("tp"),
             pgmesh.OptionsError,
-            "timeout is a timedelta, such as timedelta(seconds=30), not 'tp'.",
+            "set_timeout takes its timeout by name, after the axes.\n\n  mesh.set_timeout('tp', timeout=30)",
         ),
     ],
 )
@@ -120,7 +120,7 @@ def test_closing_a_view_names_the_call_that_would_be_right():
     with says(
         pgmesh.LifetimeError,
         """
-ProcessGroupMesh(8) is a view or a slice and shares the groups of ProcessGroupMesh(2, 4, name='m'): close that mesh, or
+ProcessGroupMesh(2, 4, name='m').view(8) is a view or a slice and shares the groups of its mesh: close that one, or
 
   release(0)   # to let go of the groups along an axis
 """,
@@ -207,8 +207,15 @@ def test_ranks_that_are_named_twice(mesh):
     ("options", "text"),
     [
         ({"timeot": 3}, "a group has no option timeot; it has backend, timeout, high_priority, nccl, description."),
-        ({"timeout": 3}, "timeout is a timedelta, such as timedelta(seconds=3), not 3."),
-        ({"timeout": timedelta(0)}, "timeout is longer than nothing, not 0:00:00."),
+        (
+            {"timeout": "3"},
+            "timeout is a timedelta or a number of seconds, more than 0, such as timeout=30, not '3'.",
+        ),
+        (
+            {"timeout": timedelta(0)},
+            "timeout is a timedelta or a number of seconds, more than 0, such as timeout=30, not "
+            "datetime.timedelta(0).",
+        ),
         ({"backend": 3}, "backend is a name, such as 'nccl' or 'gloo', not 3."),
         (
             {"nccl": {"max_cta": 3}},
@@ -267,8 +274,7 @@ def test_closing_what_is_a_part(mesh):
     with says(
         pgmesh.LifetimeError,
         """
-ProcessGroupMesh(dp=2, tp=2, ranks=range(4, 8)) is a view or a slice and shares the groups of \
-ProcessGroupMesh(pp=2, dp=2, tp=2): close that mesh, or
+ProcessGroupMesh(pp=2, dp=2, tp=2).at(pp=1) is a view or a slice and shares the groups of its mesh: close that one, or
 
   release('dp')   # to let go of the groups along an axis
 """,

@@ -229,20 +229,20 @@ def test_nothing_left(call, text):
 def test_a_view_that_would_cut():
     says(
         ShapeError,
-        lambda: Layout(pp=3, tp=4).at(tp=[0, 1]).view(n=6),
+        lambda: Layout(pp=3, tp=4).at(tp=[0, 1]).view(a=2, b=3),
         """
-        view(n=6) would cut mesh (pp=3, tp=2) where its ranks (0, 1, 4, 5, 8, 9) do not follow one another evenly.
+        view(a=2, b=3) would cut mesh (pp=3, tp=2) where its ranks (0, 1, 4, 5, 8, 9) do not follow one another evenly.
 
-          ProcessGroupMesh(n=6, ranks=...)   # a mesh of its own can read any ranks
+          ProcessGroupMesh(a=2, b=3, ranks=(0, 1, 4, 5, 8, 9))   # a mesh of its own can read any ranks
         """,
     )
     says(
         ShapeError,
-        lambda: Layout(pp=99, tp=4).at(tp=[0, 1]).view(n=-1),
+        lambda: Layout(pp=99, tp=4).at(tp=[0, 1]).view(a=2, n=-1),
         """
-        view(n=198) would cut mesh (pp=99, tp=2) where its ranks (0, ..., 393) do not follow one another evenly.
+        view(a=2, n=99) would cut mesh (pp=99, tp=2) where its ranks (0, ..., 393) do not follow one another evenly.
 
-          ProcessGroupMesh(n=198, ranks=...)   # a mesh of its own can read any ranks
+          ProcessGroupMesh(a=2, n=99, ranks=mesh.ranks())   # a mesh of its own can read any ranks
         """,
     )
 

@@ -22,7 +22,8 @@ HEAD = """# Names
 
 What a program may call, each with one line of what it gets. `help(pgmesh.ProcessGroupMesh.group)` has the arguments,
 the errors and an example; [groups](groups.md), [methods](parallel.md), [recipes](recipes.md), [launchers](launchers.md)
-and [faults](faults.md) have the rest. `mesh.layout` is the mesh's layout, and `print` draws both.
+and [faults](faults.md) have the rest. `mesh.layout` is the mesh's layout, and `print` draws both. A timeout is a
+timedelta or a number of seconds.
 """
 
 INSIDE = {"forget", "of", "spell", "describe", "is_slice", "ranks_in_order"}
@@ -93,6 +94,15 @@ def line(what: Any) -> str:
 
 def test_the_page_of_names_is_what_the_code_says():
     golden_files.check(PAGE, page())
+
+
+def test_dir_shows_public_names_alone():
+    import_all = [getattr(pgmesh, name) for name in dir(pgmesh)]
+    assert len(import_all) == len(dir(pgmesh))
+    shown = {name for name in dir(pgmesh) if not name.startswith("__")}
+    assert shown == {*pgmesh.__all__, *pgmesh._MODULES}
+    assert not {"Any", "annotations", "TYPE_CHECKING", "importlib", "sizes"} & shown
+    assert {"__version__", "__all__", "__doc__", "__file__"} <= {*dir(pgmesh)}
 
 
 def test_every_public_name_has_a_line():

@@ -554,7 +554,7 @@ def test_sharp_is_a_setting_of_the_family():
 def test_a_plan_checks_options_and_sets_nothing():
     arrangement = plan(8)
     arrangement.configure("data", timeout=timedelta(minutes=1), high_priority=True)
-    arrangement.set_timeout(timedelta(minutes=1))
+    arrangement.set_timeout(timeout=timedelta(minutes=1))
     arrangement.close()
     with pytest.raises(OptionsError, match=r"^a group has no option colour; it has "):
         arrangement.configure("data", colour="red")
@@ -1430,8 +1430,8 @@ def timeouts_change() -> float:
     arrangement = recipes.megatron(4, tp=2, name="impatient")
     tensor, data = arrangement["tensor"].group(), arrangement["data"].group()
     check_sums({name: (arrangement[name].group(), arrangement[name].ranks) for name in ("tensor", "data")})
-    arrangement.set_timeout(timedelta(seconds=50))
-    arrangement.set_timeout(timedelta(seconds=0.2), "data")
+    arrangement.set_timeout(timeout=timedelta(seconds=50))
+    arrangement.set_timeout("data", timeout=0.2)
     assert (arrangement["tensor"].group(), arrangement["data"].group()) == (tensor, data)
     start = time.monotonic()
     if arrangement["data"].index == 0:  # the others never come
@@ -1439,12 +1439,12 @@ def timeouts_change() -> float:
             dist.all_reduce(torch.ones(1), group=data)
     took = time.monotonic() - start
     check_sums({"tensor": (tensor, arrangement["tensor"].ranks)})  # goes on
-    arrangement.set_timeout(timedelta(seconds=0.2))
+    arrangement.set_timeout(timeout=timedelta(seconds=0.2))
     if arrangement["tensor"].index == 0:
         with pytest.raises(RuntimeError, match=r"(?i)timed out|closed by peer"):
             dist.all_reduce(torch.ones(1), group=tensor)
     late = arrangement["tensor"].group(tag="late")
-    arrangement.set_timeout(timedelta(seconds=0.2), "tensor")  # of one that has not connected yet
+    arrangement.set_timeout("tensor", timeout=timedelta(seconds=0.2))  # of one that has not connected yet
     if arrangement["tensor"].index == 0:
         with pytest.raises(MissingRanksError, match=r"rank \d never came to the first collective, in 0\.2 s\."):
             dist.all_reduce(torch.ones(1), group=late)
@@ -1460,13 +1460,14 @@ def test_a_timeout_that_is_none_is_an_error():
         mesh = ProcessGroupMesh(dp=2, tp=2, name="none")
         says(
             OptionsError,
-            lambda: mesh.set_timeout(5),  # type: ignore[arg-type]
-            "timeout is a timedelta, such as timedelta(seconds=5), not 5.",
+            lambda: mesh.set_timeout(5),
+            "set_timeout takes its timeout by name, after the axes.\n\n  mesh.set_timeout(timeout=5)",
         )
         says(
             OptionsError,
-            lambda: mesh.set_timeout(timedelta(), "dp"),
-            "timeout is longer than nothing, not 0:00:00.",
+            lambda: mesh.set_timeout("dp", timeout=timedelta()),
+            "timeout is a timedelta or a number of seconds, more than 0, such as timeout=30, not "
+            "datetime.timedelta(0).",
         )
 
 

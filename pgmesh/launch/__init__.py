@@ -1,7 +1,8 @@
-"""Join the world that a launcher made, or spawn a small one here."""
+"""Join the world that a launcher made, spawn a small one here, or be one rank of a fake one."""
 
 from __future__ import annotations
 
+from pgmesh.launch.faking import fake_world
 from pgmesh.launch.joining import from_openmpi, from_slurm, from_torch, join
 from pgmesh.launch.placing import placement
 from pgmesh.launch.processes import PRELOAD as PRELOAD
@@ -16,4 +17,4 @@ from pgmesh.launch.spawning import (
 from pgmesh.launch.store import StoreProcess
 from pgmesh.launchers import TORCHRUN as TORCHRUN
 
-__all__ = ["StoreProcess", "from_openmpi", "from_slurm", "from_torch", "join", "placement", "spawn"]
+__all__ = ["StoreProcess", "fake_world", "from_openmpi", "from_slurm", "from_torch", "join", "placement", "spawn"]

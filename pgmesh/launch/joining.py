@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from pgmesh.errors import LaunchError
 from pgmesh.launchers import Found, OpenMPI, Slurm, Torchrun, at, believe, single_out
+from pgmesh.options import Timeout, to_timedelta
 from pgmesh.sizes import calls_in_lines
 
 log = logging.getLogger("pgmesh")
@@ -19,7 +19,7 @@ log = logging.getLogger("pgmesh")
 def join(
     backend: str | None = None,
     *,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
     host: str | None = None,
     port: int | None = None,
 ) -> None:
@@ -31,8 +31,8 @@ def join(
     Args:
         backend: as torch names it; by default "nccl", on the device of the local rank, where there is CUDA, else
             "gloo".
-        timeout: how long to wait for the other ranks, here and in each collective of the default group; by
-            default what torch allows the backend.
+        timeout: how long to wait for the other ranks, here and in each collective of the default group: a timedelta
+            or a number of seconds; by default what torch allows the backend.
         host: by which name or address the others reach rank 0. By default MASTER_ADDR, else what the launcher tells:
             the first host of srun's step, or this one where all ranks are on it.
         port: one that is free there, where rank 0 hosts the world's store. By default MASTER_PORT, else one that is
@@ -40,7 +40,7 @@ def join(
 
     Raises:
         LaunchError: the launchers' variables are incomplete or contradict each other, nothing tells where rank 0 is,
-            the local rank names no device, or the world cannot be reached.
+            the local rank names no device, a timeout is not more than 0, or the world cannot be reached.
 
     Example: a script that calls join() is started in any of these ways.
 
@@ -53,7 +53,7 @@ def join(
         _initialise(at(believe(os.environ), host, port), backend, timeout)
 
 
-def from_torch(backend: str | None = None, *, timeout: timedelta | None = None) -> None:
+def from_torch(backend: str | None = None, *, timeout: Timeout | None = None) -> None:
     """The same, by the variables of torchrun alone: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
 
     Raises:
@@ -64,7 +64,7 @@ def from_torch(backend: str | None = None, *, timeout: timedelta | None = None) 
 
 
 def from_slurm(
-    host: str | None = None, port: int | None = None, *, backend: str | None = None, timeout: timedelta | None = None
+    host: str | None = None, port: int | None = None, *, backend: str | None = None, timeout: Timeout | None = None
 ) -> None:
     """The same, by Slurm's variables alone: this process is a task of srun.
 
@@ -83,7 +83,7 @@ def from_slurm(
 
 
 def from_openmpi(
-    host: str | None = None, port: int | None = None, *, backend: str | None = None, timeout: timedelta | None = None
+    host: str | None = None, port: int | None = None, *, backend: str | None = None, timeout: Timeout | None = None
 ) -> None:
     """The same, by Open MPI's variables alone: this process was started by mpirun.
 
@@ -101,13 +101,14 @@ def from_openmpi(
         _initialise(at(single_out(OpenMPI, os.environ), host, port), backend, timeout)
 
 
-def _initialise(found: Found, backend: str | None, timeout: timedelta | None) -> None:
+def _initialise(found: Found, backend: str | None, timeout: Timeout | None) -> None:
+    limit = None if timeout is None else to_timedelta(timeout, LaunchError)
     if backend is None:
         backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     if found.size == 1 and found.address is None:
         log.info("joins as %s", found.line)
         _take_device(found, backend)
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
         return
     host, port = found.end_point()
     log.info("joins as %s; rank 0 is at %s:%d", found.line, host, port)
@@ -118,7 +119,7 @@ def _initialise(found: Found, backend: str | None, timeout: timedelta | None) ->
             init_method=f"tcp://{f'[{host}]' if ':' in host else host}:{port}",
             rank=found.rank,
             world_size=found.size,
-            timeout=timeout,
+            timeout=limit,
         )
     except dist.DistError as error:
         where = f"rank {found.rank} of {found.size} could not join at {host}:{port}"

@@ -25,7 +25,7 @@ from pgmesh.errors import LaunchError
 from pgmesh.launch.joining import join
 from pgmesh.launch.processes import ABOVE, OURS, UNGUARDED, context, script, unguarded
 from pgmesh.launch.store import StoreProcess
-from pgmesh.options import no_timedelta
+from pgmesh.options import Timeout, to_timedelta
 
 GRACE = 0.5  # seconds in which the other ranks may tell their side of a first failure
 
@@ -35,7 +35,7 @@ def spawn(
     n: int,
     *args: Any,
     backend: str = "gloo",
-    timeout: timedelta = timedelta(seconds=120),
+    timeout: Timeout = timedelta(seconds=120),
     **kwargs: Any,
 ) -> list[Any]:
     """What fn(*args, **kwargs) returns on n local processes that form one world, in rank order.
@@ -47,22 +47,22 @@ def spawn(
         fn: a function at module level. Its arguments and its result must pickle.
         n: how many ranks, 1 or more.
         backend: as torch names it.
-        timeout: the deadline of the whole call. Collectives time out after half of it, so that it comes out why.
+        timeout: the deadline of the whole call, a timedelta or a number of seconds. Collectives time out after half of
+            it, so that it comes out why.
 
     Raises:
         LaunchError: a rank raised, died or was not done in time. The first failure is told first, with its
-            traceback, and chained. Or fn cannot be sent to another process.
+            traceback, and chained. Or fn cannot be sent to another process, or the timeout is not more than 0.
 
     Example:
         >>> spawn(torch.distributed.get_rank, 4)
         [0, 1, 2, 3]
     """
-    if not isinstance(timeout, timedelta):
-        raise LaunchError(no_timedelta(timeout))
+    limit = to_timedelta(timeout, LaunchError)
     start = time.monotonic()
     call = packed(fn, args, kwargs)
-    with LocalWorld(n, backend, timeout / 2) as world:
-        return results(world.gather([call] * n, timeout.total_seconds(), grace=GRACE, start=start))
+    with LocalWorld(n, backend, limit / 2) as world:
+        return results(world.gather([call] * n, limit.total_seconds(), grace=GRACE, start=start))
 
 
 def packed(fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pgmesh.errors import ShapeError
+from pgmesh.options import Timeout
 from pgmesh.parallel.base import Method
 from pgmesh.parallel.shares import sizes_of
 from pgmesh.sizes import ranks_in_words
@@ -27,7 +27,7 @@ def told(
     mesh: ProcessGroupMesh,
     axes: Sequence[Axis],
     device: torch.device,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
 ) -> list[list[int]]:
     """The numbers of every rank along the axes, in the order of the mesh. Every one of these ranks calls it.
 

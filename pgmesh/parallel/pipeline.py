@@ -6,7 +6,6 @@ import contextlib
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from pgmesh import groups
 from pgmesh.errors import MethodError, OptionsError, PlaceError, ShapeError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
+from pgmesh.options import Timeout
 from pgmesh.parallel.apart import GONE, Elsewhere, first_names
 from pgmesh.parallel.base import Level, Method, only
 from pgmesh.parallel.even import compare, device_of, even_rows, told
@@ -107,7 +107,7 @@ class PipelineParallel(Method):
         self.axis = only(self)
         self.layers, self.first, self.last = layers, tuple(first), tuple(last)
         self.loss, self.microbatches, self.schedule, self.virtual = loss, microbatches, schedule, virtual
-        self.timeout: timedelta | None = (options or {}).get("timeout")
+        self.timeout: Timeout | None = (options or {}).get("timeout")
         if schedule not in SCHEDULES:
             raise OptionsError(f"there is no schedule {schedule!r}; there are {', '.join(SCHEDULES)}.")
         if virtual < 1:

@@ -6,14 +6,13 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Union
 
 from pgmesh.errors import AxisError, MembershipError, ShapeError, WorldError
 from pgmesh.ink import columns, plain, ranks_in
 from pgmesh.layout import Axis, Layout, alike
-from pgmesh.options import GroupOptions
+from pgmesh.options import GroupOptions, Timeout, named_timeout
 from pgmesh.recipes import nccl
 
 if TYPE_CHECKING:
@@ -211,7 +210,7 @@ class Family:
 
         >>> from pgmesh import recipes
         >>> recipes.olmo(8, dp_replicate=2, tp=2)["model"].along()     # on rank 5
-        ProcessGroupMesh(dp_replicate=2, dp_shard=2, ranks=range(1, 9, 2))
+        ProcessGroupMesh(dp_replicate=2, dp_shard=2, tp=2).along('dp_replicate', 'dp_shard')
         """
         return self.mesh_of_mine().along(*self.axes)
 
@@ -399,23 +398,28 @@ class Arrangement:
             for each in known[name]:
                 self[each].configure(**options)
 
-    def set_timeout(self, timeout: timedelta, *names: str) -> None:
+    def set_timeout(self, *names: str, timeout: Timeout | None = None) -> None:
         """Change how long collectives of groups that were made may wait, on this rank; a plan has none.
 
         Args:
             names: which; none for every group of the mesh, its views and slices.
+            timeout: a timedelta or a number of seconds. Always given, by name.
 
-        >>> from datetime import timedelta
+        Raises:
+            AxisError: there is no such group.
+            OptionsError: no timeout, or one that is not more than 0.
+
         >>> from pgmesh import recipes
-        >>> recipes.megatron(8, tp=2, pp=2).set_timeout(timedelta(minutes=2))
+        >>> recipes.megatron(8, tp=2, pp=2).set_timeout(timeout=120)
         """
+        limit = named_timeout("arrangement", names, timeout, of="groups", known=())
         if isinstance(self.dense, Layout):
             return
         if not names:
-            self.dense.set_timeout(timeout)
+            self.dense.set_timeout(timeout=limit)
         for family in map(self.__getitem__, names):
             if self.dense.rank in family:
-                family.mesh_of_mine().set_timeout(timeout, *(family.axes or family.layout.axes))
+                family.mesh_of_mine().set_timeout(*(family.axes or family.layout.axes), timeout=limit)
 
     def connect(self, *names: str, **how: Any) -> list[Connected]:
         """Connect and warm my groups now, as ``mesh.connect`` does, in one call for each mesh.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
+from pgmesh.options import Timeout
 from pgmesh.recipes.arrangement import Arrangement
 from pgmesh.recipes.given import arranged, call, take, take_world, what_is_left
 
@@ -19,7 +19,7 @@ def fairscale(
     pp_backend: str | None = None,
     cp_backend: str | None = None,
     dp_backend: str | None = None,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
     of: Any = None,
     name: str | None = None,
 ) -> Arrangement:
@@ -30,7 +30,7 @@ def fairscale(
         tp, pp, cp: sizes.
         tp_backend, pp_backend, cp_backend, dp_backend: the backend of the groups along one axis, of size 1 too; the
             world's unless given.
-        timeout: how long their collectives may wait; the world's unless given.
+        timeout: how long their collectives may wait, a timedelta or a number of seconds; the world's unless given.
         of: what the mesh is made with; ``Layout`` makes a plan. ProcessGroupMesh unless given.
         name: as for ``ProcessGroupMesh``.
 

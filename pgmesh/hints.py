@@ -1,0 +1,94 @@
+"""Names that users of torch's DeviceMesh, Megatron and ColossalAI try, and the calls that do it here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pgmesh.sizes import spell
+
+if TYPE_CHECKING:
+    from pgmesh.layout import Layout
+
+MESH = {
+    # DeviceMesh
+    "get_group": "mesh.group({axis})",
+    "get_all_groups": "[mesh.group(axis) for axis in mesh.axes]",
+    "get_rank": "mesh.rank",
+    "get_local_rank": "mesh.index({axis})",
+    "get_coordinate": "mesh.coord",
+    "mesh_dim_names": "mesh.axes",
+    "ndim": "len(mesh.axes)",
+    "device_type": "mesh.device_mesh().device_type",
+    "mesh": "mesh.device_mesh().mesh",
+    "_flatten": "mesh.group({axes})",
+    "_unflatten": "mesh.view({sizes})",
+    # torch.distributed, Megatron, ColossalAI
+    "get_process_group": "mesh.group({axis})",
+    "get_process_group_ranks": "mesh.ranks({axis})",
+    "new_group": "mesh.group_of(mesh.ranks({axis}))",
+    "create_group": "mesh.group_of(mesh.ranks({axis}))",
+    "get_world_size": "mesh.size()",
+    "world_size": "mesh.size()",
+    "local_rank": "mesh.index({axis})",
+    "barrier": "torch.distributed.barrier(group=mesh.group())",
+    "destroy": "mesh.close()",
+    "get_group_along_axis": "mesh.group({axis})",
+    "get_ranks_in_group": "mesh.ranks({axis})",
+    "coordinate": "mesh.coord",
+    "neighbour": "mesh.neighbor({axis})",
+}
+"""For names that a mesh does not have."""
+
+LAYOUT = {
+    # what takes processes
+    "group": "{made}.group({axis})",
+    "get_group": "{made}.group({axis})",
+    "group_of": "{made}.group_of(layout.ranks())",
+    "configure": "{made}.configure({axis}, timeout=600)",
+    "set_timeout": "{made}.set_timeout({axis}, timeout=600)",
+    "connect": "{made}.connect({axis})",
+    "locality": "{made}.locality({axis})",
+    "report": "{made}.report()",
+    "stats": "{made}.stats()",
+    "release": "{made}.release({axis})",
+    "device_mesh": "{made}.device_mesh()",
+    # what takes a rank
+    "rank": "layout.seen_by({rank})",
+    "coord": "layout.coord_of({rank})",
+    "get_coordinate": "layout.coord_of({rank})",
+    "index": "layout.index_of({index})",
+    "get_local_rank": "layout.index_of({index})",
+    "label": "layout.label_of({rank})",
+    "neighbor": "layout.neighbor_of({index})",
+    "neighbour": "layout.neighbor_of({index})",
+    "neighbour_of": "layout.neighbor_of({index})",
+    # DeviceMesh
+    "mesh_dim_names": "layout.axes",
+    "ndim": "len(layout.axes)",
+    "mesh": "layout.ranks()",
+}
+"""For names that a layout does not have."""
+
+
+def unknown(of: Any, name: str, calls: Mapping[str, str]) -> AttributeError:
+    """What to raise for an attribute that is not there: as Python says it, and with the call where one is known.
+
+    Args:
+        of: a layout, or what has one.
+        calls: by name, with the words in braces that are filled in here.
+    """
+    says = f"{type(of).__name__!r} object has no attribute {name!r}"
+    if name not in calls:  # also while ``of`` is being made, and has no layout yet
+        return AttributeError(says, name=name, obj=of)
+    layout: Layout = getattr(of, "layout", of)
+    rank, axes = str(layout.rank_of([0] * len(layout.axes))), [repr(axis) for axis in layout.axes]
+    call = calls[name].format(
+        axis=", ".join(axes[-1:]),
+        axes=", ".join(axes[-2:]),
+        sizes=spell("", dict(zip(layout.axes, layout.shape)))[1:-1],
+        rank=rank,
+        index=", ".join([rank, *axes[-1:]]),
+        made=layout.spell("ProcessGroupMesh"),
+    )
+    return AttributeError(f"{says}.\n\n  {call}")

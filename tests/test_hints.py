@@ -1,0 +1,130 @@
+"""Names that users of DeviceMesh, Megatron and others try: an AttributeError that shows the call."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from pgmesh import Layout, ProcessGroupMesh, ShapeError, hints, plan
+from tests.dry import dry_world
+
+BOX = Layout(pp=2, dp=2, tp=2)
+
+
+@pytest.fixture
+def mesh():
+    with dry_world(5, 8):
+        yield ProcessGroupMesh(pp=2, dp=2, tp=2, name="m")
+
+
+def hint_of(of: object, name: str) -> str:
+    """The call in the error."""
+    assert not hasattr(of, name)
+    with pytest.raises(AttributeError) as caught:
+        getattr(of, name)
+    says, nothing, call = str(caught.value).splitlines()
+    assert says == f"{type(of).__name__!r} object has no attribute {name!r}."
+    assert nothing == ""
+    return call.strip()
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("get_group", "mesh.group('tp')"),
+        ("get_local_rank", "mesh.index('tp')"),
+        ("get_rank", "mesh.rank"),
+        ("get_coordinate", "mesh.coord"),
+        ("get_all_groups", "[mesh.group(axis) for axis in mesh.axes]"),
+        ("mesh_dim_names", "mesh.axes"),
+        ("ndim", "len(mesh.axes)"),
+        ("device_type", "mesh.device_mesh().device_type"),
+        ("mesh", "mesh.device_mesh().mesh"),
+        ("_flatten", "mesh.group('dp', 'tp')"),
+        ("neighbour", "mesh.neighbor('tp')"),
+        ("seen_by", "mesh.layout.seen_by"),
+        ("neighbor_of", "mesh.layout.neighbor_of"),
+    ],
+)
+def test_of_a_mesh(mesh, name, call):
+    assert hint_of(mesh, name) == call
+    assert hint_of(mesh.at(pp=1), name) == call
+
+
+@pytest.mark.parametrize("name", hints.MESH)
+def test_each_call_of_a_mesh_runs(mesh, name):
+    eval(hint_of(mesh, name), {"mesh": mesh, "torch": __import__("torch")})
+
+
+@pytest.mark.parametrize("name", hints.LAYOUT)
+def test_each_call_of_a_layout_runs(mesh, name):
+    call = hint_of(BOX, name)
+    mesh.close()
+    eval(call, {"layout": BOX, "ProcessGroupMesh": ProcessGroupMesh, "torch": __import__("torch")})
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("group", "ProcessGroupMesh(pp=2, dp=2, tp=2).group('tp')"),
+        ("connect", "ProcessGroupMesh(pp=2, dp=2, tp=2).connect('tp')"),
+        ("device_mesh", "ProcessGroupMesh(pp=2, dp=2, tp=2).device_mesh()"),
+        ("get_group", "ProcessGroupMesh(pp=2, dp=2, tp=2).group('tp')"),
+        ("index", "layout.index_of(0, 'tp')"),
+        ("coord", "layout.coord_of(0)"),
+        ("rank", "layout.seen_by(0)"),
+        ("neighbour_of", "layout.neighbor_of(0, 'tp')"),
+        ("mesh_dim_names", "layout.axes"),
+    ],
+)
+def test_of_a_layout(name, call):
+    assert hint_of(BOX, name) == call
+
+
+def test_numbered_axes_and_slices():
+    assert hint_of(Layout(2, 4), "group") == "ProcessGroupMesh(2, 4).group(1)"
+    assert hint_of(BOX.at(pp=1), "coord") == "layout.coord_of(4)"
+    assert hint_of(BOX.at(pp=1), "group") == "ProcessGroupMesh(dp=2, tp=2, ranks=range(4, 8)).group('tp')"
+    assert hint_of(BOX.seen_by(5), "group") == "ProcessGroupMesh(pp=2, dp=2, tp=2).group('tp')"
+
+
+def test_other_names_are_as_python_says(mesh):
+    for of in (mesh, BOX, BOX.seen_by(0)):
+        with pytest.raises(AttributeError) as caught:
+            _ = of.nothing
+        assert str(caught.value) == f"{type(of).__name__!r} object has no attribute 'nothing'"
+        assert (caught.value.name, caught.value.obj) == ("nothing", of)
+    assert not {*hints.MESH} & {*dir(mesh)}
+    assert not {*hints.LAYOUT} & {*dir(BOX)}
+
+
+@pytest.mark.parametrize(
+    ("call", "right"),
+    [
+        (lambda: plan("dp=8 tp=8"), "plan(Layout(dp=8, tp=8))"),
+        (lambda: plan("dp=8, tp=8", nodes="8x8"), "plan(Layout(dp=8, tp=8), nodes='8x8')"),
+        (lambda: plan(layout="dp=8 tp=8"), "plan(Layout(dp=8, tp=8))"),
+        (lambda: plan("8 8"), "plan(Layout(8, 8))"),
+        (lambda: plan(dp=8), "plan(Layout(dp=8))"),
+        (lambda: plan(dp=8, tp=8, nodes="8x8"), "plan(Layout(dp=8, tp=8), nodes='8x8')"),
+        (lambda: plan(dp=-1, tp=8, nodes="8x8"), "plan(Layout(dp=-1, tp=8, ranks=range(64)), nodes='8x8')"),
+        (lambda: plan(dp=-1, tp=8), "plan(Layout(dp=-1, tp=8, ranks=range(8)))"),
+        (lambda: plan({"dp": 8, "tp": 8}), "plan(Layout(dp=8, tp=8))"),
+        (lambda: plan(8, 8), "plan(Layout(8, 8))"),
+        (lambda: plan(8), "plan(Layout(8))"),
+        (lambda: plan([2, 4]), "plan(Layout(2, 4))"),
+        (lambda: plan(), "plan(Layout(dp=8, tp=8))"),
+        (lambda: plan("64 GPUs"), "plan(Layout(dp=8, tp=8))"),
+        (lambda: plan(dist), "plan(Layout(dp=8, tp=8))"),
+    ],
+)
+def test_sizes_given_to_plan(call, right):
+    with pytest.raises(ShapeError) as caught:
+        call()
+    assert str(caught.value) == f"plan is given a Layout or a mesh.\n\n  {right}"
+    eval(right, {"plan": plan, "Layout": Layout})
+
+
+def test_other_arguments_that_plan_does_not_have_are_as_python_says():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'node'"):
+        plan(BOX, node="2x4")

@@ -1,0 +1,120 @@
+"""The repr of a slice or a view: which mesh it is of, as a call that gives it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from contextlib import suppress
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+import pgmesh
+from pgmesh import ProcessGroupMesh
+from tests.dry import dry_world
+
+ROOT = "ProcessGroupMesh(pp=2, dp=2, tp=2, name='example')"
+NUMBERED = "ProcessGroupMesh(2, 2, 2)"
+WIDE = "ProcessGroupMesh(n=100, t=2)"
+
+
+@pytest.fixture
+def mesh():
+    with dry_world(5, 8):
+        yield ProcessGroupMesh(pp=2, dp=2, tp=2, name="example")
+
+
+def again(mesh: ProcessGroupMesh, root: ProcessGroupMesh) -> ProcessGroupMesh:
+    """What the repr gives, where the root lives."""
+    text = repr(mesh)
+    assert text.startswith(repr(root))
+    return eval(f"root{text.removeprefix(repr(root))}", {"root": root})
+
+
+@pytest.mark.parametrize(
+    ("take", "says"),
+    [
+        (lambda mesh: mesh.at(pp=1), ".at(pp=1)"),
+        (lambda mesh: mesh.at(pp=-1), ".at(pp=1)"),
+        (lambda mesh: mesh.at({"pp": 1}, tp=0), ".at(pp=1, tp=0)"),
+        (lambda mesh: mesh.at(pp=1, dp=0, tp=1), ".at(pp=1, dp=0, tp=1)"),
+        (lambda mesh: mesh.at(tp=slice(1, None)), ".at(tp=slice(1, 2))"),
+        (lambda mesh: mesh.at(tp=[1]), ".at(tp=slice(1, 2))"),
+        (lambda mesh: mesh.at(tp=[1, 0]), ".at(tp=slice(1, None, -1))"),
+        (lambda mesh: mesh.at(tp=(i for i in (1, 0))), ".at(tp=slice(1, None, -1))"),
+        (lambda mesh: mesh.along("dp", "tp"), ".along('dp', 'tp')"),
+        (lambda mesh: mesh["tp", "dp"], ".along('dp', 'tp')"),
+        (lambda mesh: mesh["tp"], ".along('tp')"),
+        (lambda mesh: mesh.view(pp=2, ep=4), ".view(pp=2, ep=4)"),
+        (lambda mesh: mesh.view(pp=2, ep=-1), ".view(pp=2, ep=4)"),
+        (lambda mesh: mesh.view(2, 4), ".view(2, 4)"),
+        (lambda mesh: mesh.view(2, 4).at({0: 1}), ".view(2, 4).at({0: 1})"),
+        (lambda mesh: mesh.view(2, 4).at({0: 1}).along(1), ".view(2, 4).at({0: 1})"),
+        (lambda mesh: mesh.at(pp=1).view(ep=4).at(ep=[1, 2]), ".at(pp=1).view(ep=4).at(ep=slice(1, 3))"),
+        (lambda mesh: mesh.along("dp", "tp").view(dp=4).at(dp=0), ".along('dp', 'tp').view(dp=4).at(dp=0)"),
+        (lambda mesh: mesh.along("dp", "tp").along("tp"), ".along('dp', 'tp').along('tp')"),
+    ],
+)
+def test_a_part_says_which_it_is_of_which_mesh(mesh, take, says):
+    part = take(mesh)
+    assert repr(part) == f"{ROOT}{says}"
+    assert again(part, mesh).layout == part.layout
+    for there in (copy.copy(part), copy.deepcopy(part), pickle.loads(pickle.dumps(part))):
+        assert repr(there) == repr(part)
+    assert repr(mesh) == ROOT
+
+
+def test_numbered_axes_keep_their_numbers():
+    with dry_world(5, 8):
+        mesh = ProcessGroupMesh(2, 2, 2)
+        assert repr(mesh.at({0: 1})) == f"{NUMBERED}.at({{0: 1}})"
+        assert repr(mesh.at({0: 1}).at({2: 0})) == f"{NUMBERED}.at({{0: 1}}).at({{2: 0}})"
+        assert repr(mesh.at({0: 1}).along(2)) == f"{NUMBERED}.at({{0: 1}}).along(2)"
+        assert again(mesh.at({0: 1}).along(2), mesh).axes == (2,)
+
+
+def test_it_is_never_absurdly_long():
+    with dry_world(5, 200):
+        mesh = ProcessGroupMesh(n=100, t=2)
+        assert repr(mesh.at(n=slice(3, 90, 2))) == f"{WIDE}.at(n=slice(3, 90, 2))"
+        assert repr(mesh.at(n=[0, 1, 3])) == f"{WIDE}.at(n=[0, 1, 3])"
+        odd = [i for i in range(100) if i % 5]
+        start, end = repr(mesh.at(n=odd)).split(", ..., ")
+        assert start == f"{WIDE}.at(n={odd[:31]}".rstrip("]")
+        assert end == "99])"
+
+
+def test_on_another_rank_along_reads_as_the_slice_that_was_sent():
+    with dry_world(5, 8):
+        mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, name="example")
+        sent = pickle.dumps([mesh.along("dp", "tp"), mesh.along("dp", "tp").along("tp").view(t=2)])
+    with dry_world(0, 8):
+        mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, name="example")
+        part, deep = pickle.loads(sent)
+        assert (repr(part), repr(deep)) == (f"{ROOT}.at(pp=1)", f"{ROOT}.at(pp=1).at(dp=0).view(t=2)")
+        assert again(part, mesh).ranks() == part.ranks() == (4, 5, 6, 7)
+        assert again(deep, mesh).ranks() == deep.ranks() == (4, 5)
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_it_gives_the_part_whatever_the_road(data):
+    """The call in the repr, run, is the same ranks in the same order on the same axes."""
+    with dry_world(5, 8):
+        root = mesh = ProcessGroupMesh(2, 2, 2, name="walk")
+        for _ in range(data.draw(st.integers(1, 3))):
+            kind = data.draw(st.sampled_from(["at", "along", "view"]))
+            if kind == "view":
+                with suppress(pgmesh.ShapeError):
+                    mesh = mesh.view(**{"abcd"[len(mesh.axes)]: -1})
+            elif kind == "at":
+                kept = {
+                    axis: data.draw(st.integers(0, size - 1) | st.permutations(range(size)))
+                    for axis, size in zip(mesh.axes, mesh.shape)
+                    if data.draw(st.booleans())
+                }
+                mesh = mesh.at(kept)
+            elif mesh.rank in mesh and mesh.axes:
+                mesh = mesh.along(*data.draw(st.lists(st.sampled_from(mesh.axes), unique=True, min_size=1)))
+        if mesh is not root:
+            assert again(mesh, root).layout == mesh.layout

@@ -1,0 +1,155 @@
+"""A timeout is a timedelta or a number of seconds, wherever a public function takes one."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from pgmesh import GroupOptions, LaunchError, OptionsError, ProcessGroupMesh, launch, recipes
+from pgmesh.parallel import PipelineParallel
+from tests.dry import dry_world
+from tests.torch_seam import timeout_of
+from tests.worlds import check_sums, world
+
+WRONG = ("tp", True, 0, -1, 0.0, math.nan, math.inf, 1e300, 1e-9, timedelta(), timedelta(seconds=-1), [30])
+
+
+@pytest.fixture
+def mesh():
+    with dry_world(5, 8):
+        yield ProcessGroupMesh(pp=2, dp=2, tp=2, name="m")
+
+
+def refusal(timeout: object) -> str:
+    return f"timeout is a timedelta or a number of seconds, more than 0, such as timeout=30, not {timeout!r}."
+
+
+@pytest.mark.parametrize("timeout", [600, 600.0, timedelta(minutes=10)])
+def test_options_keep_a_timedelta(timeout):
+    options = GroupOptions(timeout=timeout)
+    assert options.timeout == timedelta(seconds=600)
+    assert isinstance(options.timeout, timedelta)
+    assert options == GroupOptions(timeout=timedelta(minutes=10))
+    assert hash(options) == hash(GroupOptions(timeout=timedelta(minutes=10)))
+    assert options.given == {"timeout": 600.0}
+    assert repr(options) == "GroupOptions(timeout=datetime.timedelta(seconds=600))"
+
+
+def test_seconds_and_a_timedelta_mean_the_same_group(mesh):
+    assert mesh.group("dp", timeout=0.5) is mesh.group("dp", timeout=timedelta(milliseconds=500))
+    mesh.configure("tp", timeout=600)
+    mesh.configure("tp", timeout=timedelta(minutes=10))  # says the same again
+    assert mesh.group("tp") is mesh.group("tp", timeout=timedelta(minutes=10)) is mesh.group("tp", timeout=600)
+    with recipes.fairscale(8, tp=2, timeout=60, name="f") as arrangement:
+        assert arrangement["tensor"].group() is arrangement["tensor"].group(timeout=timedelta(minutes=1))
+    PipelineParallel(mesh, "pp", layers="l", loss=None, microbatches=2, options={"timeout": 60})
+    assert mesh.group("pp") is mesh.group("pp", timeout=timedelta(minutes=1))
+
+
+def timeouts_in_two_ways() -> list[timedelta]:
+    mesh = ProcessGroupMesh(dp=2, name="two ways")
+    mesh.configure("dp", timeout=(600, timedelta(minutes=10))[mesh.rank])
+    mesh.connect("dp", timeout=(20, timedelta(seconds=20))[mesh.rank])
+    asked = mesh.group("dp", timeout=(50.0, timedelta(seconds=50))[mesh.rank])
+    check_sums({"dp": (mesh.group("dp"), range(2)), "asked": (asked, range(2))})
+    seen = [timeout_of(mesh.group("dp")), timeout_of(asked)]
+    mesh.set_timeout("dp", timeout=(40, timedelta(seconds=40))[mesh.rank])
+    mesh.locality("dp", timeout=20)
+    launch.placement(timeout=20)
+    return [*seen, timeout_of(mesh.group("dp")), timeout_of(asked)]
+
+
+def test_ranks_that_say_it_in_two_ways_meet():
+    seconds = [timedelta(seconds=n) for n in (600, 50, 40, 40)]
+    assert world(2).run(timeouts_in_two_ways) == [seconds, seconds]
+
+
+@pytest.mark.parametrize("timeout", WRONG, ids=repr)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda mesh, timeout: GroupOptions(timeout=timeout),
+        lambda mesh, timeout: mesh.group("dp", timeout=timeout),
+        lambda mesh, timeout: mesh.group_of([4, 5], timeout=timeout),
+        lambda mesh, timeout: mesh.configure("dp", timeout=timeout),
+        lambda mesh, timeout: mesh.set_timeout("dp", timeout=timeout),
+        lambda mesh, timeout: mesh.connect("dp", timeout=timeout),
+        lambda mesh, timeout: mesh.locality("dp", timeout=timeout),
+        lambda mesh, timeout: launch.placement(timeout=timeout),
+        lambda mesh, timeout: recipes.fairscale(8, name="f", timeout=timeout),
+        lambda mesh, timeout: recipes.fairscale(8, name="f").set_timeout("tensor", timeout=timeout),
+    ],
+)
+def test_what_is_no_timeout_is_refused_in_one_text(mesh, call, timeout):
+    with pytest.raises(OptionsError) as caught:
+        call(mesh, timeout)
+    assert str(caught.value) == refusal(timeout)
+
+
+@pytest.mark.parametrize("timeout", WRONG, ids=repr)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda timeout: launch.spawn(dist.get_rank, 1, timeout=timeout),
+        lambda timeout: launch.join("gloo", timeout=timeout),
+    ],
+    ids=["spawn", "join"],
+)
+def test_launchers_refuse_it_as_their_own_error(call, timeout):
+    with pytest.raises(LaunchError) as caught:
+        call(timeout)
+    assert str(caught.value) == refusal(timeout)
+    assert not dist.is_initialized()
+
+
+def test_launchers_take_seconds():
+    assert launch.spawn(dist.get_rank, 1, timeout=60) == [0]
+    launch.join("gloo", timeout=7)
+    try:
+        assert timeout_of(dist.group.WORLD) == timedelta(seconds=7)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("given", "right"),
+    [
+        ((timedelta(minutes=2), "tp"), "'tp', timeout=120"),
+        (("tp", timedelta(minutes=2)), "'tp', timeout=120"),
+        ((timedelta(seconds=0.5), "dp", "tp"), "'dp', 'tp', timeout=0.5"),
+        ((5,), "timeout=5"),
+        ((2.5, "tp"), "'tp', timeout=2.5"),
+        (("tp",), "'tp', timeout=30"),
+        ((0,), "0, timeout=30"),
+        ((), "timeout=30"),
+    ],
+)
+def test_a_timeout_among_the_axes_is_answered_with_the_right_call(mesh, given, right):
+    with pytest.raises(OptionsError) as caught:
+        mesh.set_timeout(*given)
+    says, nothing, call = str(caught.value).splitlines()
+    assert says == "set_timeout takes its timeout by name, after the axes."
+    assert (nothing, call) == ("", f"  mesh.set_timeout({right})")
+    exec(call.strip(), {"mesh": mesh})
+
+
+@pytest.mark.parametrize(
+    ("given", "right"),
+    [
+        ((timedelta(minutes=2), "tensor"), "'tensor', timeout=120"),
+        ((7,), "timeout=7"),
+        (("data",), "'data', timeout=30"),
+    ],
+)
+def test_so_it_is_of_an_arrangement(given, right):
+    with dry_world(5, 8):
+        arrangement = recipes.fairscale(8, tp=2, name="f")
+        with pytest.raises(OptionsError) as caught:
+            arrangement.set_timeout(*given)
+        assert str(caught.value) == (
+            f"set_timeout takes its timeout by name, after the groups.\n\n  arrangement.set_timeout({right})"
+        )
+        exec(str(caught.value).splitlines()[-1].strip(), {"arrangement": arrangement})
