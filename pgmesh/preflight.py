@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -15,9 +16,12 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from pgmesh import groups, measured
-from pgmesh.errors import MissingRanksError, PgmeshError, WorldError
+from pgmesh import groups, launch, measured
+from pgmesh.diagnosis import hosts_store, wait_for_store
+from pgmesh.errors import LaunchError, MissingRanksError, PgmeshError, WorldError
+from pgmesh.launchers import believe
 from pgmesh.layout import Axis
 from pgmesh.measured import Measured, Record, name_of
 from pgmesh.mesh import ProcessGroupMesh
@@ -35,6 +39,31 @@ def versions() -> dict[str, str]:
         "torch": str(torch.__version__),
         "Python": ".".join(platform.python_version_tuple()[:2]),
     }
+
+
+STORES: list[object] = []
+"""The store that this process hosts, if it does. It lives as long as the process, whose threads use it to the end."""
+
+
+def join(backend: str | None, seconds: float) -> None:
+    """Join the world, and wait for no other rank: the roll call names those that do not come.
+
+    Raises:
+        LaunchError: this process cannot join. It says what ``pgmesh doctor`` says.
+    """
+    timeout = timedelta(seconds=seconds)
+    if not dist.is_initialized() and ((found := believe(os.environ)).size > 1 or found.address is not None):
+        (host, port), who = found.end_point(), f"rank {found.rank} of {found.size} cannot join"
+        problem = wait_for_store(os.environ, found, seconds)
+        if problem is not None:
+            raise LaunchError(f"{who}: {problem.says}\n\n  {problem.mend}")
+        if hosts_store(os.environ, found):
+            try:
+                STORES.append(dist.TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False))
+            except dist.DistError as error:
+                raise LaunchError(f"{who}: {error}") from error
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # else torch's rank 0 waits, and names nobody
+    launch.join(backend, timeout=timeout)
 
 
 class Preflight:

@@ -67,10 +67,12 @@ def run(args: argparse.Namespace, typed: Typed) -> int:
     if args.timeout <= 0 or args.repeats < 1:
         raise UsageError("--timeout and --repeats are more than nothing.", (typed.but({}), "without them"))
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # torch's own groups of Gloo connect when they are first used
+    from pgmesh import preflight  # it brings torch
+
     try:
         with _bar(_is_first()) as bar:
             bar.begin("waiting for the other ranks")
-            _join(args.backend, args.timeout)
+            preflight.join(args.backend, args.timeout)
         return _Check(args, typed, plan, sizes).run()
     except PgmeshError as error:  # this rank could not join the others
         _tell_failure(error, args)
@@ -93,36 +95,6 @@ def _is_first() -> bool:
     with contextlib.suppress(LaunchError):
         return believe(os.environ).rank == 0
     return False
-
-
-STORES: list[object] = []
-"""The store that this process hosts, if it does. It lasts as long as the process: its threads talk to it to the end."""
-
-
-def _join(backend: str | None, seconds: float) -> None:
-    """Join the world, and wait for no other rank: the roll call names those that do not come.
-
-    Raises:
-        LaunchError: this process cannot join. It says what ``pgmesh doctor`` says.
-    """
-    import torch.distributed as dist
-
-    from pgmesh import launch
-    from pgmesh.diagnosis import hosts_store, wait_for_store
-
-    timeout = timedelta(seconds=seconds)
-    if not dist.is_initialized() and ((found := believe(os.environ)).size > 1 or found.address is not None):
-        (host, port), who = found.end_point(), f"rank {found.rank} of {found.size} cannot join"
-        problem = wait_for_store(os.environ, found, seconds)
-        if problem is not None:
-            raise LaunchError(f"{who}: {problem.says}\n\n  {problem.mend}")
-        if hosts_store(os.environ, found):
-            try:
-                STORES.append(dist.TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False))
-            except dist.DistError as error:
-                raise LaunchError(f"{who}: {error}") from error
-            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # else torch's rank 0 waits, and names nobody
-    launch.join(backend, timeout=timeout)
 
 
 def _tell_failure(error: Exception, args: argparse.Namespace) -> None:
