@@ -299,7 +299,7 @@ def test_the_two_columns_are_the_same(theirs: str, ours: str):
         (
             lambda mesh: ColossalMesh(mesh=mesh.mesh.at({0: 0})).coordinate(),
             MembershipError,
-            "rank 5 is not in ProcessGroupMesh(2, 2, ranks=range(4)), so it has no coordinate there.",
+            "rank 5 is not in ProcessGroupMesh({1: 2, 2: 2}, ranks=range(4)), so it has no coordinate there.",
         ),
         (
             lambda mesh: mesh.get_ranks_in_group(mesh.get_group_along_axis(0, [0])),

@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "pgmesh"
 FLOORS = [
     "__init__",
     "errors",
+    "options",
     "sizes",
     "ink",
     "machine",
@@ -29,7 +30,6 @@ FLOORS = [
     "plans",
     "place",
     "console",
-    "options",
     "slurm",
     "pbs",
     "launchers",
