@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from math import prod
 from random import Random
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from pgmesh import Layout, PgmeshError, ProcessGroupMesh, ShapeError, plan
+from pgmesh import Layout, LifetimeError, PgmeshError, ProcessGroupMesh, ShapeError, plan
 from pgmesh.plans import Plan
 from tests.dry import dry_world
 
@@ -38,6 +39,13 @@ def caught(call: Callable[[], object]) -> PgmeshError | None:
     return None
 
 
+def close(opened: list[ProcessGroupMesh]) -> None:
+    """Close these meshes; views are closed with the mesh that they are of."""
+    while opened:
+        with suppress(LifetimeError):
+            opened.pop().close()
+
+
 def check(error: PgmeshError, names: dict[str, Any], is_right: Callable[[Any, str], bool], mistakes: int) -> None:
     """Each suggested call makes the right thing; with several mistakes it may lead to an error whose calls do."""
     calls = suggested(error)
@@ -58,13 +66,11 @@ def check(error: PgmeshError, names: dict[str, Any], is_right: Callable[[Any, st
             continue
         made = here[word[1]] if word else here["made"]
         assert acts or is_right(made, why), f"{error}\n\n{call}"
-        if isinstance(made, ProcessGroupMesh) and made._root:
-            if word:
-                opened.append(made)
-            else:
-                made.close()
-    for mesh in opened:
-        mesh.close()
+        if isinstance(made, ProcessGroupMesh):
+            opened.append(made)
+        if not (word or acts):
+            close(opened)
+    close(opened)
 
 
 def shuffled(n: int) -> list[int]:
