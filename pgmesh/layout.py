@@ -29,7 +29,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Union, overload
 from pgmesh import draw, hints
 from pgmesh.errors import AxisError, PlaceError, ShapeError
 from pgmesh.seen import Seen
-from pgmesh.sizes import fill, fill_with, progression, some, spell, take_ranks, take_sizes
+from pgmesh.sizes import (
+    Sizes,
+    Text,
+    arguments,
+    brief,
+    enough,
+    fill,
+    fill_with,
+    is_truth,
+    is_word,
+    progression,
+    some,
+    spell,
+    take_ranks,
+    take_sizes,
+    whole_number,
+    written,
+)
 
 Axis = Union[str, int]
 """An axis, by its name or its number."""
@@ -55,15 +72,19 @@ class Layout:
     """Ranks arranged in a box, with no processes and no torch: what a mesh is before it has any groups.
 
     Args:
-        shape: the sizes of numbered axes, outermost first: the last axis varies fastest.
+        shape: the sizes of numbered axes, outermost first: the last axis varies fastest. Or one mapping of sizes by
+            axis, with any names or numbers.
         ranks: the ranks to arrange, in this order; ``range`` of the size unless given.
         sizes: the sizes of named axes, outermost first. At most one size is -1: what is left of ``ranks``.
 
     Raises:
         ShapeError: the sizes do not hold the ranks, or the ranks are no ranks.
+        OptionsError: an option of groups in place of a size.
 
     >>> Layout(pp=2, dp=-1, tp=2, ranks=range(8)).shape
     (2, 2, 2)
+    >>> Layout({"data-parallel": 2, "tp": 2}).size("data-parallel")
+    2
     >>> Layout(2, 2, ranks=[3, 1, 2, 0]).rank_of((0, 1))
     1
     """
@@ -77,14 +98,16 @@ class Layout:
     _spelled: tuple[tuple[Axis, int | None], ...]  # the axes as first named; a fixed one has its index beside it
     _sliced: bool
 
-    def __init__(self, /, *shape: int, ranks: Iterable[int] | None = None, **sizes: int) -> None:
-        box = take_sizes("Layout", shape, sizes)
-        if ranks is not None:
-            ranks = take_ranks("Layout", ranks)
-            box = fill_with("Layout", box, ranks)
+    def __init__(self, /, *shape: int | Sizes, ranks: Iterable[int] | None = None, **sizes: int) -> None:
+        order = None if ranks is None else take_ranks("Layout", ranks)
+        more = arguments(order)
+        box = take_sizes("Layout", shape, sizes, more, None if order is None else len(order))
+        if order is not None:
+            box = fill_with("Layout", box, order, more)
         elif -1 in box.values():
-            raise ShapeError(f"{spell('Layout', box)} cannot know what is left: give it ranks, such as ranks=range(8).")
-        self._arrange(box, range(math.prod(box.values())) if ranks is None else ranks)
+            call = spell("Layout", box, ranks=enough(box))
+            raise ShapeError(f"{spell('Layout', box)} cannot know what is left: give it ranks, such as {call}.")
+        self._arrange(box, range(math.prod(box.values())) if order is None else order)
 
     @classmethod
     def of(cls, box: Mapping[Axis, int], ranks: range | tuple[int, ...]) -> Layout:
@@ -116,7 +139,7 @@ class Layout:
         self._axes, self._steps, self._origin, self._table, self._spelled = axes, steps, origin, table, spelled
         self._sliced = sliced
         self._number = {axis: i for i, axis in enumerate(axes)}
-        self._sought: tuple[object, tuple[int, ...] | None] = (None, None)
+        self._sought: tuple[int | None, tuple[int, ...] | None] = (None, None)
         # To find a coord, peel off the axis with the widest steps first: the others add up to less than one of them.
         self._peel = sorted(((*_pace(step), i) for i, step in enumerate(steps) if len(step) > 1), reverse=True)
 
@@ -280,7 +303,7 @@ class Layout:
         coord = list(self.coord_of(rank))
         size = len(self._steps[i])
         try:
-            coord[i] += operator.index(step)
+            coord[i] += whole_number(step)
         except TypeError:
             raise PlaceError(f"a step along axis {axis} is a whole number, not {step!r}.") from None
         if wrap:
@@ -358,7 +381,7 @@ class Layout:
                 except (TypeError, ValueError) as error:
                     raise PlaceError(f"{keep} is no slice of axis {axis}: {error}.") from None
             elif isinstance(keep, Iterable) and getattr(keep, "ndim", 1) > 0:  # a tensor may be one number
-                picked = tuple(dict.fromkeys(step[self._index(i, one)] for one in keep))
+                picked = tuple(dict.fromkeys(step[self._index(i, one)] for one in self._indices(i, keep)))
             else:
                 place = self._index(i, keep)
                 origin += step[place]
@@ -366,8 +389,7 @@ class Layout:
                 axes[i] = _GONE
                 continue
             if not picked:
-                call = f"at({{{axis}: {keep!r}}})" if isinstance(axis, int) else f"at({axis}={keep!r})"
-                raise ShapeError(f"{call} keeps nothing of axis {axis}, which has {_many(len(step))}.")
+                raise ShapeError(f"{_at(axis, keep)} keeps nothing of axis {axis}, which has {_many(len(step))}.")
             origin += picked[0]
             steps[i] = _from_zero(progression(picked) or picked)
         left = [i for i, axis in enumerate(axes) if axis is not _GONE]
@@ -388,34 +410,35 @@ class Layout:
         along, coord = self._find(axes), self.coord_of(rank)
         return self.at({self._axes[i]: index for i, index in enumerate(coord) if i not in along})
 
-    def view(self, /, *shape: int, **sizes: int) -> Layout:
+    def view(self, /, *shape: int | Sizes, **sizes: int) -> Layout:
         """The same ranks in the same order, read with other axes: split, merged or both.
 
         Args:
-            shape: the new sizes, for numbered axes.
+            shape: the new sizes, for numbered axes, or one mapping of sizes by axis.
             sizes: the new sizes by name. At most one size is -1: what is left.
 
         Raises:
             ShapeError: the sizes do not hold the ranks, or would cut an uneven slice.
+            OptionsError: an option of groups in place of a size.
 
         >>> layout.view(pp=2, edp=1, ep=4).block_of(5, "ep")
         (4, 5, 6, 7)
         >>> layout.along(5, "pp", "tp").view(n=4).ranks()      # axes that do not touch, read as one
         (0, 1, 4, 5)
         """
-        box = fill("view", take_sizes("view", shape, sizes), len(self), f"the mesh has {len(self)}", pick=False)
+        count = len(self)
+        box = fill("view", take_sizes("view", shape, sizes, count=count), count, f"the mesh has {count}", pick=False)
         fixed = ((axis, index) for axis, index in self._spelled if index is not None and axis not in box)
         spelled = (*fixed, *((axis, None) for axis in box))
         steps = _cut(_fuse(self._steps), tuple(box.values()))
         if steps is not None and _are_nested(steps):
             return self._like(axes=tuple(box), steps=steps, spelled=spelled)
         if steps is None and (self._table is None or _cut([_from_zero(self._run())], tuple(box.values())) is None):
-            anew = spell("ProcessGroupMesh", dict(box), ranks=...)
-            ranks = self.ranks() if len(self) <= 64 else "mesh.ranks()"
+            call = spell("ProcessGroupMesh", box, ranks=Text(brief(self._ranks_written(), "mesh.ranks()")))
             raise ShapeError(
-                f"{spell('view', dict(box))} would cut {self._brief()} where its ranks ({self._listed()}) do not "
+                f"{spell('view', box)} would cut {self._brief()} where its ranks ({self._listed()}) do not "
                 f"follow one another evenly.\n\n"
-                f"  {anew.replace('ranks=...', f'ranks={ranks}')}   # a mesh of its own can read any ranks"
+                f"  {call}   # a mesh of its own can read any ranks"
             )
         return Layout.of(box, self._run())._like(spelled=spelled, sliced=self._sliced)
 
@@ -453,8 +476,7 @@ class Layout:
         ranks = self._straight()
         if ranks == range(len(self) if world is None else world):
             return spell(who, box, **more)
-        whole = self._table is not None and len(self) == len(self._table.ranks)
-        return spell(who, box, ranks=ranks or (self.ranks() if whole or len(self) <= 64 else ...), **more)
+        return spell(who, box, ranks=ranks or Text(self._ranks_written()), **more)
 
     def __str__(self) -> str:
         return draw.text(self)
@@ -504,7 +526,8 @@ class Layout:
             words = ", ".join(map(repr, axis)) if isinstance(axis, (list, tuple, set)) else "'dp', 'tp'"
             raise AxisError(f"axes are arguments of their own: {words} in place of the {type(axis).__name__} {axis!r}.")
         fixed = dict(self._spelled).get(axis)
-        if isinstance(axis, int) and fixed is None and -len(self._axes) <= axis < len(self._axes):
+        positions = 0 if isinstance(next(iter(self._axes), 0), int) else len(self._axes)  # numbered ones keep numbers
+        if isinstance(axis, int) and fixed is None and -len(self._axes) <= axis < positions:
             return axis % len(self._axes)
         if fixed is not None:
             raise AxisError(f"axis {axis} is fixed at {fixed} in {self._brief()}; ask the mesh that it was cut from.")
@@ -516,12 +539,22 @@ class Layout:
         """An index of an axis, counted from the start."""
         size, axis = len(self._steps[i]), self._axes[i]
         try:
-            place = operator.index(index)
+            place: int = index if type(index) is int else whole_number(index)
         except TypeError:
             raise PlaceError(f"an index of axis {axis} is a whole number, not {index!r}.") from None
         if not -size <= place < size:
             raise PlaceError(f"axis {axis} has {_many(size)}; there is no {place}.")
         return place % size
+
+    def _indices(self, i: int, keep: Iterable[Any]) -> Iterable[Any]:
+        """Indices to keep of an axis; PlaceError if they are a mask."""
+        kept = tuple(keep)
+        if len(kept) != len(self._steps[i]) or not all(map(is_truth, kept)):
+            return kept
+        axis, places = self._axes[i], [place for place, keeps in enumerate(kept) if keeps]
+        if not places:
+            raise PlaceError(f"axis {axis} is given a mask that keeps nothing; it takes indices.")
+        raise PlaceError(f"axis {axis} is given a mask; it takes indices.\n\n  {_at(axis, places)}")
 
     def _position(self, coord: Sequence[int]) -> int:
         return self._origin + sum(step[self._index(i, c)] for i, (step, c) in enumerate(zip(self._steps, coord)))
@@ -532,16 +565,18 @@ class Layout:
     def _seek(self, rank: object) -> tuple[int, ...] | None:
         """The coord of a rank, None if it is not here. The last one is remembered: most questions are of one rank."""
         sought, coord = self._sought
-        if sought is not rank:
+        if sought is rank:
+            return coord
+        if type(rank) is int:
             coord = self._find_coord(rank)
             self._sought = (rank, coord)
-        return coord
-
-    def _find_coord(self, rank: object) -> tuple[int, ...] | None:
+            return coord
         try:
-            rank = operator.index(rank)  # type: ignore[arg-type]
+            return self._find_coord(whole_number(rank))  # not remembered: a tensor may be written in place
         except TypeError:
             return None
+
+    def _find_coord(self, rank: int) -> tuple[int, ...] | None:
         position = rank if self._table is None else self._table.position.get(rank)
         if position is None:
             return None
@@ -570,6 +605,20 @@ class Layout:
             return some(self.ranks())
         first, last = ([end] * len(self._axes) for end in (0, -1))
         return f"{self.rank_of(first)}, ..., {self.rank_of(last)}"
+
+    def _ranks_written(self) -> str:
+        """The ranks as an expression, at no cost for the many that follow some arithmetic.
+
+        >>> Layout(pp=99, tp=4).at(tp=[0, 1])._ranks_written()
+        '[a + b for a in range(0, 396, 4) for b in range(2)]'
+        """
+        runs = _fuse(self._steps)
+        if self._table is not None or len(runs) < 2 or len(self) <= 64:
+            return written(self._straight() or self.ranks())
+        first = _moved(runs[0], self._origin)
+        names = [chr(ord("a") + i) for i in range(len(runs))]
+        loops = [f"for {a} in {written(steps)}" for a, steps in zip(names, [first, *runs[1:]])]
+        return f"[{' + '.join(names)} {' '.join(loops)}]"
 
     def _brief(self) -> str:
         return spell("mesh ", dict(zip(self._axes, self.shape)))
@@ -723,6 +772,11 @@ def _from_zero(steps: Steps) -> Steps:
     if isinstance(steps, range):
         return range(0, len(steps) * steps.step, steps.step)
     return tuple(step - steps[0] for step in steps)
+
+
+def _at(axis: Axis, keep: object) -> str:
+    """The call of ``at`` for one axis, as text."""
+    return f"at({axis}={keep!r})" if is_word(axis) else f"at({{{axis!r}: {keep!r}}})"
 
 
 def _many(size: int) -> str:

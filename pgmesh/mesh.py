@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import keyword
-import operator
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
@@ -15,7 +13,7 @@ from pgmesh.errors import AxisError, LifetimeError, MembershipError, OptionsErro
 from pgmesh.family import Family, find_family, living
 from pgmesh.layout import Axis, Keep, Layout, Partition, taken
 from pgmesh.options import Timeout, named_timeout, to_timedelta
-from pgmesh.sizes import fill, fill_with, some, spell, take_ranks, take_sizes
+from pgmesh.sizes import Sizes, arguments, fill, fill_with, is_word, some, spell, take_ranks, take_sizes, whole_number
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -28,6 +26,9 @@ if TYPE_CHECKING:
 CONNECT = timedelta(seconds=30)
 """How long ``connect`` waits for the others."""
 
+LONGEST_NAME = 1024
+"""Bytes of a mesh's name. It begins keys of the store, and TCPStore closes the connection at a key of 8,192 bytes."""
+
 
 class ProcessGroupMesh:
     """The ranks of a torch.distributed job in an N-D box, with the process group along any of its axes.
@@ -36,14 +37,16 @@ class ProcessGroupMesh:
     and slices share the groups of the mesh they came from; other meshes never do.
 
     Args:
-        shape: the sizes of numbered axes, outermost first: the last axis varies fastest.
+        shape: the sizes of numbered axes, outermost first: the last axis varies fastest. Or one mapping of sizes by
+            axis, with any names or numbers: ``ProcessGroupMesh({"pp": 2, "dp": -1})``.
         ranks: the ranks to arrange, in this order; the whole world unless given.
         name: what tells this mesh from others on every rank. Unnamed meshes are told apart by their ranks and by
             how many were made on them, so two that are alike need names.
         sizes: the sizes of named axes, outermost first. At most one size is -1: what is left.
 
     Raises:
-        ShapeError: the sizes do not hold the ranks.
+        ShapeError: the sizes do not hold the ranks, or the name is none.
+        OptionsError: an option of groups in place of a size.
         PlaceError: a rank that the world does not have.
         NameTakenError: a living mesh has this name.
         WorldError: torch.distributed is not initialised.
@@ -64,22 +67,24 @@ class ProcessGroupMesh:
     _answers: dict[Any, Any]  # what was asked before: a mesh and its rank never change
 
     def __init__(
-        self, /, *shape: int, ranks: Iterable[int] | None = None, name: str | None = None, **sizes: int
+        self, /, *shape: int | Sizes, ranks: Iterable[int] | None = None, name: str | None = None, **sizes: int
     ) -> None:
         who = "ProcessGroupMesh"
         _, world = groups.world_rank_and_size()
-        box = take_sizes(who, shape, sizes)
-        if name is not None and not (isinstance(name, str) and name and name.isprintable() and "/" not in name):
-            raise ShapeError(f"{who}: a name is a word without '/', such as name='actor', not {name!r}.")
-        if ranks is None:
-            order: range | tuple[int, ...] = range(world)
-            box = fill(who, box, world, f"the world has {world}")
+        if name is not None:
+            _check_name(who, name)
+        given = None if ranks is None else take_ranks(who, ranks)
+        order = range(world) if given is None else given
+        ends = (order[0], order[-1]) if isinstance(order, range) else order
+        foreign = [rank for rank in dict.fromkeys(ends) if rank >= world]
+        if foreign:
+            raise PlaceError(f"{who}: the world's ranks are 0 to {world - 1}; there is no rank {some(foreign)}.")
+        more = arguments(given, name=name)
+        box = take_sizes(who, shape, sizes, more, len(order))
+        if given is None:
+            box = fill(who, box, world, f"the world has {world}", more=more)
         else:
-            order = take_ranks(who, ranks)
-            foreign = [rank for rank in ((order[0], order[-1]) if isinstance(order, range) else order) if rank >= world]
-            if foreign:
-                raise PlaceError(f"{who}: the world's ranks are 0 to {world - 1}; there is no rank {some(foreign)}.")
-            box = fill_with(who, box, order)
+            box = fill_with(who, box, order, more)
         layout = Layout.of(box, order)
         self._set(layout, Family(name, layout), way=(), part_of=layout)
 
@@ -241,12 +246,12 @@ class ProcessGroupMesh:
         (1, None, 1)
         """
         try:
-            rank: int | None = self._answers["neighbor", axis, step, type(step), wrap]
+            rank: int | None = self._answers["neighbor", axis, type(step), step, wrap]
         except (KeyError, TypeError):
             self._check_member()
             rank = self.layout.neighbor_of(self.rank, axis, step, wrap=wrap)
-            if type(step) is int:  # a tensor is remembered by what it is, and may be written to
-                self._answers["neighbor", axis, step, int, wrap] = rank
+            if type(step) is int:  # others change in place (tensors)
+                self._answers["neighbor", axis, type(step), step, wrap] = rank
         return rank
 
     def __iter__(self) -> Iterator[int]:
@@ -318,7 +323,7 @@ class ProcessGroupMesh:
     def _members(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Ranks of the mesh in its order, this rank among them."""
         try:
-            members = tuple(sorted(map(operator.index, ranks), key=self.layout.coord_of))
+            members = tuple(sorted(map(whole_number, ranks), key=self.layout.coord_of))
         except TypeError:
             raise PlaceError(f"ranks are whole numbers, such as [0, 3], not {ranks!r}.") from None
         if len(set(members)) != len(members):
@@ -586,15 +591,16 @@ class ProcessGroupMesh:
     def __getitem__(self, axes: Axis | tuple[Axis, ...]) -> ProcessGroupMesh:
         return self.along(*axes) if isinstance(axes, tuple) else self.along(axes)
 
-    def view(self, /, *shape: int, **sizes: int) -> ProcessGroupMesh:
+    def view(self, /, *shape: int | Sizes, **sizes: int) -> ProcessGroupMesh:
         """The same ranks in the same order, read with other axes, sharing the groups: split, merged or both.
 
         Args:
-            shape: the new sizes, for numbered axes.
+            shape: the new sizes, for numbered axes, or one mapping of sizes by axis.
             sizes: the new sizes by name. At most one size is -1: what is left.
 
         Raises:
             ShapeError: the sizes do not hold the ranks, or would cut an uneven slice.
+            OptionsError: an option of groups in place of a size.
 
         >>> moe = mesh.view(pp=2, edp=1, ep=4)
         >>> moe.group("ep") is mesh.group("dp", "tp")
@@ -687,6 +693,16 @@ def meshes() -> dict[str, ProcessGroupMesh]:
     return found
 
 
+def _check_name(who: str, name: object) -> None:
+    if not (isinstance(name, str) and name and name.isprintable() and "/" not in name):
+        raise ShapeError(f"{who}: a name is a word without '/', such as name='actor', not {name!r}.")
+    size = len(name.encode())
+    if size > LONGEST_NAME:
+        raise ShapeError(
+            f"{who}: a name has at most {LONGEST_NAME:,} bytes in UTF-8, and {name[:16]!r}... has {size:,}."
+        )
+
+
 def _plain(indices: Mapping[str, Keep]) -> tuple[object, ...] | None:
     """What is asked for as a key to remember the answer by; None unless it is all plain ints, which equal no others."""
     key: list[object] = [...]  # which no axis is called
@@ -720,7 +736,7 @@ def _call_of(verb: str, before: Layout, after: Layout) -> str:
     if verb == "view":
         return spell(".view", dict(zip(after.axes, after.shape)))
     asked = {axis: _kept(keep) for axis, keep in taken(before, after).items()}
-    if all(isinstance(axis, str) and axis.isidentifier() and not keyword.iskeyword(axis) for axis in asked):
+    if all(map(is_word, asked)):
         return f".at({', '.join(f'{axis}={keep}' for axis, keep in asked.items())})"
     return f".at({{{', '.join(f'{axis!r}: {keep}' for axis, keep in asked.items())}}})"
 

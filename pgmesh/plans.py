@@ -30,7 +30,19 @@ from pgmesh.errors import PlaceError, ShapeError
 from pgmesh.layout import Axis, Layout
 from pgmesh.locality import ENOUGH, Spread, split, spread
 from pgmesh.machine import Level, Machine, take_machine
-from pgmesh.sizes import calls_in_lines, largest_divisor, many, nearest, spell
+from pgmesh.sizes import (
+    Sizes,
+    Text,
+    brief,
+    calls_in_lines,
+    enough,
+    fill,
+    largest_divisor,
+    many,
+    nearest,
+    spell,
+    take_sizes,
+)
 
 if TYPE_CHECKING:
     from pgmesh.mesh import ProcessGroupMesh
@@ -193,7 +205,7 @@ class Plan:
         return f"<Plan of {wording.title(self)}>"
 
 
-Planned = Union[Layout, "ProcessGroupMesh"]
+Planned = Union[Layout, "ProcessGroupMesh", Sizes]
 
 P = ParamSpec("P")
 
@@ -245,7 +257,7 @@ def plan(
     *,
     nodes: str | Sequence[int] | None = None,
     domains: str | Sequence[int] | None = None,
-    views: Mapping[str, Mapping[str, int]] | None = None,
+    views: Mapping[str, Sizes] | None = None,
     families: Iterable[Sequence[Axis]] = (),
 ) -> Plan:
     """What an arrangement would be like, at once and without processes.
@@ -254,25 +266,29 @@ def plan(
     may leave places to others.
 
     Args:
-        layout: a Layout, or a mesh.
+        layout: a Layout, a mesh, or sizes by axis, of which one may be -1: what is left of the hosts.
         nodes: the hosts: ``"8x8"`` is 8 hosts of 8 ranks, ``"8,8,4"`` or ``[8, 8, 4]`` the ranks of each.
         domains: or hosts in what holds them: ``"4x18x4"`` is 4 domains of 18 hosts of 4 ranks.
         views: the same ranks read with other axes: ``{"moe": {"edp": -1, "ep": 8}}``.
         families: combinations of axes to look at beside each axis: ``[("dp", "cp")]``.
 
     Raises:
-        ShapeError: hosts that the ranks do not fit or do not fill, or views that do not hold them.
+        ShapeError: sizes that are none, hosts that the ranks do not fit or do not fill, or views that do not hold them.
         AxisError: a family along an axis that is not there.
 
     >>> print(plan(Layout(tp=4, dp=2), nodes="2x4").findings[0].says)
     tp spans 2 hosts: 2 of 4 hops of a ring leave the host.
     """
+    machine, families = take_machine(nodes, domains), [*families]
+    given = {"nodes": nodes, "domains": domains, "views": views, "families": families}
+    more = {word: Text(repr(value)) for word, value in given.items() if value}
+    if isinstance(layout, Mapping):
+        layout = laid_out(_filled_out(layout, machine, more))
     base = layout if isinstance(layout, Layout) else layout.layout
-    machine = take_machine(nodes, domains)
     if base is layout:
-        _check_fit(base, machine, nodes, domains)
+        _check_fit(base, machine, more, views or {})
     check_room(base, machine)
-    read = tuple((name, base.view(**axes)) for name, axes in (views or {}).items())
+    read = tuple((name, base.view(axes)) for name, axes in (views or {}).items())
     found: list[FamilyPlan] = []
     known: dict[object, str] = {}
     asked = [("", base, axes) for axes in [*((axis,) for axis in base.axes), *map(tuple, families)]]
@@ -304,6 +320,19 @@ def suggest(sizes: Mapping[str, int], machine: Machine) -> Layout:
     return laid_out(ordered)
 
 
+def _filled_out(sizes: Sizes, machine: Machine, more: Mapping[str, object]) -> dict[Axis, int]:
+    """The sizes with -1 put right for the hosts."""
+    box = take_sizes("plan", (sizes,), {}, more)
+    if -1 not in box.values():
+        return box
+    if not machine:
+        call = spell("plan", box, **{"nodes": f"1x{len(enough(box))}", **more})
+        raise ShapeError(f"{spell('plan', box)} cannot know what is left: give it hosts, such as {call}.")
+    host = machine[0]
+    hold = f"{host} {'holds' if host.count == 1 else 'hold'} {host.capacity:,}"
+    return fill("plan", box, host.capacity, hold, pick=False, more=more)
+
+
 def laid_out(sizes: Mapping[str, int] | Mapping[Axis, int]) -> Layout:
     """The layout of these sizes, whatever the axes are called."""
     box: dict[Axis, int] = {}
@@ -327,29 +356,45 @@ def _last(layout: Layout) -> int:
     return layout.rank_of([-1 if (stride or 0) > 0 else 0 for stride in layout.strides])
 
 
-def _check_fit(
-    layout: Layout, machine: Machine, nodes: str | Sequence[int] | None, domains: str | Sequence[int] | None
-) -> None:
-    """ShapeError if a whole layout, of the ranks from 0 on, is not of as many as the hosts hold."""
+def _check_fit(layout: Layout, machine: Machine, more: Mapping[str, object], views: Mapping[str, Sizes]) -> None:
+    """ShapeError if a whole layout, of the ranks from 0 on, is not of as many as the hosts hold.
+
+    Args:
+        more: the other arguments of ``plan``, which suggested calls repeat.
+    """
     if not machine or layout.is_slice or _last(layout) + 1 != len(layout):
         return
     host, count = machine[0], len(layout)
     if count == host.capacity:
         return
     box = dict(zip(layout.axes, layout.shape))
-    more: dict[str, object] = {} if layout.ranks_in_order() == range(count) else {"ranks": ...}
-    where = f"nodes={nodes!r}" if nodes is not None else f"domains={domains!r}"
     near = nearest(box, host.capacity, [])
     other = [axis for axis in box if near[axis] != box[axis]]
     changed = ", ".join(f"axis {a} of {near[a]}" if isinstance(a, int) else f"{a} {near[a]}" for a in other)
-    ways = [(f"plan({spell('Layout', near, **more)}, {where})", f"with {changed}")]
-    if domains is None:
-        filled = _filled(host, count).spell()
-        ways.append((f"plan({spell('Layout', box, **more)}, nodes={filled!r})", f"or on {many(count, 'rank')}"))
+    ways: list[tuple[str, str]] = []
+    if layout.ranks_in_order() == range(count) and _holds(laid_out(near), views):
+        ways.append((_call(spell("Layout", near), more), f"with {changed}"))
+    if "domains" not in more or not ways:
+        hosts = {word: value for word, value in more.items() if word != "domains"}
+        call = _call(brief(repr(layout), "layout"), {**hosts, "nodes": repr(_filled(host, count).spell())})
+        ways.append((call, f"{'or ' * bool(ways)}on {many(count, 'rank')}"))
     raise ShapeError(
-        f"{spell('Layout', box, **more)} holds {many(count, 'rank')}, but {host} "
+        f"{brief(repr(layout), 'the layout')} holds {many(count, 'rank')}, but {host} "
         f"{'holds' if host.count == 1 else 'hold'} {host.capacity:,}.\n\n{calls_in_lines(ways)}"
     )
+
+
+def _holds(layout: Layout, views: Mapping[str, Sizes]) -> bool:
+    """Whether a layout can be read in all of these views."""
+    try:
+        return all(layout.view(sizes) for sizes in views.values())
+    except ShapeError:
+        return False
+
+
+def _call(layout: str, more: Mapping[str, object]) -> str:
+    """The call of ``plan`` for a layout, as text."""
+    return f"plan({', '.join([layout, *(f'{word}={value}' for word, value in more.items())])})"
 
 
 def _filled(host: Level, count: int) -> Level:

@@ -2,31 +2,157 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
+import unicodedata
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from datetime import timedelta
+from keyword import iskeyword
 from typing import Any, TypeVar, Union
 
-from pgmesh.errors import ShapeError
+from pgmesh.errors import OptionsError, ShapeError
+from pgmesh.options import GroupOptions
 
 A = TypeVar("A", str, Union[str, int])
 
+Sizes = Mapping[Any, int]
+"""Sizes by axis in one mapping: any name, or the numbers of numbered axes."""
 
-def spell(who: str, box: dict[str | int, int], **more: object) -> str:
-    """The call that makes a box, as text.
+SHORT = 400
+"""Ranks that take more characters than this are not printed in a suggested call."""
+
+_OPTIONS: dict[str, Any] = {
+    "backend": "gloo",
+    "timeout": timedelta(seconds=30),
+    "high_priority": True,
+    "nccl": {"max_ctas": 8},
+    "description": "gradients",
+}
+_INSTEAD = {"options": "timeout", "pg_options": "high_priority", "backend_override": "backend"}
+_SHAPES = ("mesh_shape", "shape", "sizes", "dims")
+_NAMES = ("mesh_dim_names", "dim_names", "axis_names", "names", "axes")
+
+NOT_AXES = {
+    **dict.fromkeys((field.name for field in dataclasses.fields(GroupOptions)), "is an option of groups"),
+    **dict.fromkeys(_INSTEAD, "stands for options of groups"),
+    "tag": "tells groups on the same ranks apart",
+    **dict.fromkeys(("device", "device_type", "device_id"), "follows from the backend of a group"),
+    **dict.fromkeys(_SHAPES, "stands for all sizes"),
+    **dict.fromkeys((*_NAMES, "axis", "dim", "ndim"), "stands for the axes"),
+    **dict.fromkeys(("mesh", "device_mesh"), "is an argument of interop.from_device_mesh"),
+    **dict.fromkeys(("world_size", "store", "init_method", "init_backend"), "belongs to the world"),
+    **dict.fromkeys(("rank", "local_rank"), "belongs to the process"),
+    **dict.fromkeys(("group", "process_group"), "is made by the mesh, or given to mesh.adopt"),
+    "ranks": "is the same in a view",
+    "name": "is an argument of ProcessGroupMesh",
+    "layout": "is made from the sizes",
+}
+"""Keywords that are never axes, each with what it is. A mapping may name an axis so."""
+
+
+_BOOLS = ("b", "torch.bool")  # numpy's kind, torch's name
+
+
+class Text(str):
+    """Text that stands in a call as it is."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def spell(who: str, box: Mapping[str | int, int], **more: object) -> str:
+    """The call that makes a box, as text: by position or keyword where that means the same, else as a mapping.
+
+    ``plan`` takes a mapping alone.
 
     >>> spell("ProcessGroupMesh", {"dp": 2, "tp": 2}, ranks=range(4))
     'ProcessGroupMesh(dp=2, tp=2, ranks=range(4))'
+    >>> spell("Layout", {"timeout": 2, "data-parallel": 4}), spell("Layout", {1: 2, 2: 2})
+    ("Layout({'timeout': 2, 'data-parallel': 4})", 'Layout({1: 2, 2: 2})')
     """
-    words = [str(size) if isinstance(axis, int) else f"{axis}={size}" for axis, size in box.items()]
-    words += [f"{word}={_plain(value)}" for word, value in more.items()]
+    if who != "plan" and list(box) == list(range(len(box))):
+        words = [str(size) for size in box.values()]
+    elif who != "plan" and all(is_word(axis) and axis not in NOT_AXES for axis in box):
+        words = [f"{axis}={size}" for axis, size in box.items()]
+    else:
+        words = [f"{{{', '.join(f'{axis!r}: {size}' for axis, size in box.items())}}}"]
+    words += [f"{word}={written(value)}" for word, value in more.items()]
     return f"{who}({', '.join(words)})"
 
 
-def _plain(value: object) -> str:
-    if value is ...:
-        return "..."
-    return f"range({len(value)})" if isinstance(value, range) and value == range(len(value)) else repr(value)
+def is_word(axis: str | int) -> bool:
+    """Whether an axis can be the keyword of a call.
+
+    >>> is_word("dp"), is_word("class"), is_word("data-parallel"), is_word(0)
+    (True, False, False, False)
+    """
+    if not isinstance(axis, str) or not axis.isidentifier() or iskeyword(axis) or axis == "__debug__":
+        return False
+    return axis.isascii() or unicodedata.normalize("NFKC", axis) == axis  # which Python's parser reads in its place
+
+
+def written(value: object) -> str:
+    """A value as the expression that makes it; of many whole numbers, those that follow a range as one.
+
+    >>> written(range(4)), written((*range(50), *range(60, 90, 2)))
+    ('range(4)', '(*range(50), *range(60, 90, 2))')
+    """
+    if isinstance(value, range):
+        return f"range({len(value)})" if value == range(len(value)) else repr(value)
+    if isinstance(value, timedelta):
+        return f"timedelta(seconds={value.total_seconds():.15g})"
+    if not isinstance(value, (tuple, list)) or len(value) <= 64:
+        return repr(value)
+    parts: list[str] = []
+    start = 0
+    while start < len(value):
+        end = start + 1
+        step = value[end] - value[start] if end < len(value) else 0
+        while end < len(value) and step and value[end] - value[end - 1] == step:
+            end += 1
+        if end - start < 4:
+            end = start + 1
+            parts.append(str(value[start]))
+        else:
+            parts.append(f"*{written(range(value[start], value[start] + step * (end - start), step))}")
+        start = end
+    return f"({', '.join(parts)},)" if len(parts) == 1 else f"({', '.join(parts)})"
+
+
+def arguments(ranks: range | tuple[int, ...] | None, **more: object) -> dict[str, object]:
+    """The arguments beside the sizes, as suggested calls repeat them: without None, and long ranks as ``ranks``."""
+    kept = {} if ranks is None else {"ranks": Text(brief(written(ranks), "ranks"))}
+    return {**kept, **{word: value for word, value in more.items() if value is not None}}
+
+
+def brief(text: str, instead: str) -> str:
+    """Ranks as text for a message: another expression where they would take too much room."""
+    return text if len(text) <= SHORT else instead
+
+
+def is_truth(value: object) -> bool:
+    """Whether a value is True or False, of Python, numpy or torch.
+
+    >>> is_truth(True), is_truth(1)
+    (True, False)
+    """
+    dtype = getattr(value, "dtype", None)
+    return isinstance(value, bool) or (dtype is not None and (getattr(dtype, "kind", "") or str(dtype)) in _BOOLS)
+
+
+def whole_number(value: Any) -> int:
+    """A value as a whole number.
+
+    Raises:
+        TypeError: it is none; True and False are none.
+
+    >>> whole_number(3)
+    3
+    """
+    if type(value) is not int and is_truth(value):
+        raise TypeError(f"{value!r} is no number")
+    return operator.index(value)
 
 
 def some(ranks: Iterable[object], most: int = 8) -> str:
@@ -70,39 +196,197 @@ def calls_in_lines(ways: Sequence[tuple[str, str]]) -> str:
     return "\n".join(f"  {call:<{width}}   # {why}" for call, why in ways)
 
 
-def take_sizes(who: str, shape: tuple[int, ...], sizes: dict[str, int]) -> dict[str | int, int]:
-    """Sizes by axis, each a whole number of at least 1, or -1 at most once."""
+def take_sizes(
+    who: str,
+    shape: Sequence[Any],
+    sizes: Mapping[str, Any],
+    more: Mapping[str, object] | None = None,
+    count: int | None = None,
+) -> dict[str | int, int]:
+    """Sizes by axis, each a whole number of at least 1, or -1 at most once.
+
+    Args:
+        shape: what was given by position: the sizes of numbered axes, or one mapping of all sizes.
+        sizes: what was given by keyword.
+        more: the other arguments of the call, which suggested calls repeat.
+        count: the number of ranks, if it is known: it tells which suggested calls would do.
+
+    Raises:
+        ShapeError: sizes that are none, or a keyword that is no axis.
+        OptionsError: a keyword that is an option of groups.
+    """
+    more = more or {}
+    if any(word in NOT_AXES for word in sizes):
+        raise _not_axes(who, shape, sizes, more, count)
+    mappings = [size for size in shape if isinstance(size, Mapping)]
+    if mappings and (len(shape) > 1 or sizes):
+        raise _not_both(who, shape, sizes, more)
     if shape and sizes:
         raise ShapeError(
             f"{who}: give every size by position or every size by name, not both: "
             f"{', '.join(map(str, shape))} stand{'s' * (len(shape) == 1)} beside {', '.join(sizes)}."
         )
-    if len(shape) == 1 and isinstance(shape[0], (tuple, list, dict)):
-        raise _all_in_one(who, shape[0])
-    box: dict[str | int, int] = dict(enumerate(shape))
-    box.update(sizes)
+    if len(shape) == 1 and isinstance(shape[0], (tuple, list)):
+        raise _all_in_one(who, shape[0], more)
+    given: Mapping[Any, Any] = mappings[0] if mappings else sizes or dict[Any, Any](enumerate(shape))
+    box: dict[str | int, int] = {}
+    for axis, size in given.items():
+        name = _take_axis(who, axis)
+        box[name] = take_size(who, name, size)
     if not box:
-        raise ShapeError(f"{who} needs at least one axis, such as {who}(dp=2).")
-    for axis, size in box.items():
-        if isinstance(axis, str) and not axis.isidentifier():
-            raise ShapeError(f"{who}: an axis is named by a word, such as dp, not {axis!r}.")
-        box[axis] = take_size(who, axis, size)
+        size = 2 if who == "Layout" and "ranks" not in more else -1
+        raise ShapeError(f"{who} needs at least one axis, such as {spell(who, {'dp': size}, **more)}.")
+    if len({isinstance(axis, int) for axis in box}) > 1:
+        raise ShapeError(f"{who}: give every axis a name or every axis a number, not both: {given!r}.")
+    for axis in sizes:
+        if not axis.isidentifier():
+            call = spell(who, box, **more)
+            raise ShapeError(f"{who}: an axis is named by a word, such as dp, not {axis!r}.\n\n  {call}")
     if sum(size == -1 for size in box.values()) > 1:
         free = ", ".join(str(axis) for axis, size in box.items() if size == -1)
         raise ShapeError(f"{spell(who, box)}: at most one size is -1, what is left; here are {free}.")
     return box
 
 
-def _all_in_one(who: str, given: tuple[Any, ...] | list[Any] | dict[Any, Any]) -> ShapeError:
+def _take_axis(who: str, axis: Any) -> str | int:
+    """The name or the number of an axis."""
+    if isinstance(axis, str):
+        if axis and axis.isprintable():
+            return str.__str__(axis)  # also of a member of an enum
+    elif _is_whole(axis) and axis >= 0:
+        return operator.index(axis)
+    raise ShapeError(f"{who}: an axis is a word that can be printed, or a number from 0 on, not {axis!r}.")
+
+
+def _not_axes(
+    who: str, shape: Sequence[Any], sizes: Mapping[str, Any], more: Mapping[str, object], count: int | None
+) -> ShapeError | OptionsError:
+    """The error for keywords that are never axes, with the calls that do what they mean."""
+    words = [word for word in sizes if word in NOT_AXES]
+    says = f"{who}: " + " ".join(f"{word} is no axis; it {NOT_AXES[word]}." for word in words)
+    box, options = _meant_sizes(shape, sizes), _meant_options(sizes)
+    about_groups = bool(options) or "tag" in sizes
+    if not box and not shape and not {*_SHAPES, *_NAMES} & {*words}:
+        box = {"dp": -1}
+    world = sizes.get("world_size", 0)
+    ranks = range(world) if who == "Layout" and _is_whole(world) and world > 0 else None
+    ways = [_with_ranks(who, box, more, ranks)] if box else []
+    if about_groups and who == "Layout":
+        says += " A layout has no groups."
+    elif about_groups:
+        mesh = "part" if who == "view" else "mesh"
+        ways = [f"{mesh} = {'mesh.' * (who == 'view')}{way}" for way in ways]
+        first = repr(next(iter(box), "dp"))
+        if options:
+            keywords = ", ".join(f"{word}={written(value)}" for word, value in options.items())
+            each = f"for axis in {mesh}.axes: " if len(box) > 1 else ""
+            ways.append(f"{each}{mesh}.configure({'axis' if each else first}, {keywords})")
+        if "tag" in sizes:
+            tag = sizes["tag"] if isinstance(sizes["tag"], str) and sizes["tag"] else "own"
+            ways.append(f"{mesh}.group({first}, tag={tag!r})")
+    elif not shape and all(map(_is_size, sizes.values())) and _fits(sizes, count):
+        named = f"{_with_ranks(who, {**sizes}, more, None)}   # with axes of these names"
+        ways = [*ways * _fits(box, count), named]
+    error = OptionsError if about_groups else ShapeError
+    return error(says + "\n" * bool(ways) + "".join(f"\n  {way}" for way in ways))
+
+
+def _with_ranks(who: str, box: Mapping[Any, int], more: Mapping[str, object], ranks: range | None) -> str:
+    """A call that makes a box; of a layout of which a size is left, with ranks."""
+    if who == "Layout" and -1 in box.values() and "ranks" not in more:
+        more = {"ranks": ranks or enough(box), **more}
+    return spell(who, box, **more)
+
+
+def _fits(box: Mapping[Any, int], count: int | None) -> bool:
+    """Whether sizes hold just so many ranks, or as many as one likes."""
+    fixed = math.prod(size for size in box.values() if size != -1)
+    free = sum(size == -1 for size in box.values())
+    return free < 2 and (count is None or (count % fixed == 0 if free else count == fixed))
+
+
+def _meant_sizes(shape: Sequence[Any], sizes: Mapping[str, Any]) -> dict[Any, int]:
+    """The sizes of a call with keywords that are never axes; {} where they are not plain."""
+    box: dict[Any, Any] = {axis: size for axis, size in sizes.items() if axis not in NOT_AXES}
+    inner = [each for each in shape if isinstance(each, (Mapping, list, tuple))]
+    given = next((sizes[word] for word in _SHAPES if word in sizes), inner[0] if inner else shape)
+    names = next((sizes[word] for word in _NAMES if word in sizes), ())
+    if not box and isinstance(given, Mapping):
+        box = dict(given)
+    elif not box and isinstance(given, (list, tuple)):
+        named = isinstance(names, (list, tuple)) and len({name for name in names if isinstance(name, str)})
+        box = dict(zip(names if named == len(given) else range(len(given)), given))
+    return box if all(map(_is_size, box.values())) else {}
+
+
+def _meant_options(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of groups among keywords, each with a value that is good."""
+    options: dict[str, Any] = {}
+    for word, value in sizes.items():
+        if word in _OPTIONS:
+            options[word] = value
+        elif word in _INSTEAD:
+            inside = value.keywords() if isinstance(value, GroupOptions) else value
+            inside = inside if isinstance(inside, Mapping) else {}
+            known = {option: inside[option] for option in _OPTIONS if inside.get(option) is not None}
+            options.update(known or {_INSTEAD[word]: None})
+    return {option: _good(option, value) for option, value in options.items()}
+
+
+def _good(option: str, value: Any) -> Any:
+    """The value of an option of groups, or an example where it is none."""
+    if option == "timeout" and isinstance(value, (int, float)) and not isinstance(value, bool):
+        value = timedelta(seconds=value)
+    try:
+        GroupOptions(**{option: value})
+    except OptionsError:
+        return _OPTIONS[option]
+    return _OPTIONS[option] if value is None else value
+
+
+def _not_both(who: str, shape: Sequence[Any], sizes: Mapping[str, Any], more: Mapping[str, object]) -> ShapeError:
+    """The error for a mapping and other sizes, with the one call that has all of them."""
+    parts = [each for each in (*shape, sizes) if isinstance(each, Mapping)]
+    axes = [axis for part in parts for axis in part]
+    first = {axis: next(part[axis] for part in parts if axis in part) for axis in axes}
+    last = {axis: next(part[axis] for part in reversed(parts) if axis in part) for axis in axes}
+    twice = "".join(
+        f" Axis {axis} is {first[axis]!r} and {last[axis]!r}." for axis in first if first[axis] != last[axis]
+    )
+    boxes = [first, last] if twice else [first]
+    good = len(parts) > len(shape) and all(_is_size(size) for box in boxes for size in box.values())
+    lines = [f"\n  {spell(who, box, **more)}" for box in boxes if good]
+    return ShapeError(f"{who}: give all sizes in one mapping, or none in any.{twice}" + "\n" * good + "".join(lines))
+
+
+def _is_whole(number: Any) -> bool:
+    try:
+        whole_number(number)
+    except TypeError:
+        return False
+    return True
+
+
+def _is_size(size: Any) -> bool:
+    return _is_whole(size) and (size == -1 or size >= 1)
+
+
+def enough(box: Mapping[str | int, int]) -> range:
+    """Ranks that fill sizes of which one is -1."""
+    fixed = math.prod(size for size in box.values() if size != -1)
+    return range(fixed * max(2, 8 // fixed))
+
+
+def _all_in_one(who: str, given: Sequence[Any], more: Mapping[str, object]) -> ShapeError:
     """Sizes as some other libraries' meshes take them, spelled as here."""
-    box = given if isinstance(given, dict) else dict(enumerate(given))
-    good = box and all(isinstance(size, int) for size in box.values())
-    return ShapeError(f"{who}: sizes are given one by one, not as {given!r}." + f"\n\n  {spell(who, box)}" * bool(good))
+    good = given and all(map(_is_size, given))
+    call = f"\n\n  {spell(who, dict(enumerate(given)), **more)}" if good else ""
+    return ShapeError(f"{who}: sizes are given one by one, not as {given!r}.{call}")
 
 
 def take_size(who: str, axis: str | int, size: Any) -> int:
     try:
-        size = operator.index(size)
+        size = whole_number(size)
     except TypeError:
         raise ShapeError(f"{who}: the size of axis {axis} is a whole number, not {size!r}.") from None
     if size < 1 and size != -1:
@@ -114,7 +398,8 @@ def take_ranks(who: str, ranks: Iterable[int]) -> range | tuple[int, ...]:
     """Ranks in the order given, as a range where they follow one."""
     if not isinstance(ranks, range):
         try:
-            ranks = tuple(map(operator.index, ranks))
+            given = tuple(ranks)
+            ranks = given if {int}.issuperset(map(type, given)) else tuple(map(whole_number, given))
         except TypeError:
             raise ShapeError(f"{who}: ranks are whole numbers, such as ranks=range(4), not {ranks!r}.") from None
     if not ranks:
@@ -144,13 +429,23 @@ def progression(values: range | tuple[int, ...]) -> range | None:
     return straight if straight[-1] == values[-1] and tuple(straight) == values else None
 
 
-def fill(who: str, box: dict[str | int, int], count: int, whole: str, *, pick: bool = True) -> dict[str | int, int]:
+def fill(
+    who: str,
+    box: dict[str | int, int],
+    count: int,
+    whole: str,
+    *,
+    pick: bool = True,
+    more: Mapping[str, object] | None = None,
+) -> dict[str | int, int]:
     """The sizes with -1 put right for ``count`` ranks; ShapeError when they do not hold exactly that many.
 
     Args:
         whole: how many there are, in words: "the world has 8".
         pick: whether naming fewer ranks with ``ranks=`` would be a way out.
+        more: the other arguments of the call, which suggested calls repeat.
     """
+    more = more or {}
     fixed = math.prod(size for size in box.values() if size != -1)
     if -1 in box.values():
         if count % fixed == 0:
@@ -160,22 +455,25 @@ def fill(who: str, box: dict[str | int, int], count: int, whole: str, *, pick: b
         return box
     else:
         problem = f"{spell(who, box)} holds {fixed} rank{'s' * (fixed > 1)}, but {whole}."
-    ways = _ways_out(who, box, fixed, count, pick)
+    ways = _ways_out(who, box, fixed, count, pick, more)
     raise ShapeError(f"{problem}\n\n{calls_in_lines(ways)}")
 
 
-def fill_with(who: str, box: dict[str | int, int], ranks: Collection[int]) -> dict[str | int, int]:
+def fill_with(
+    who: str, box: dict[str | int, int], ranks: Collection[int], more: Mapping[str, object]
+) -> dict[str | int, int]:
     """The sizes with -1 put right for ranks that were named; ShapeError when they do not hold exactly those."""
     whole = f"{len(ranks)} rank{'s are' if len(ranks) > 1 else ' is'} given"
-    return fill(who, box, len(ranks), whole, pick=False)
+    return fill(who, box, len(ranks), whole, pick=False, more=more)
 
 
-def _ways_out(who: str, box: dict[str | int, int], fixed: int, count: int, pick: bool) -> list[tuple[str, str]]:
+def _ways_out(
+    who: str, box: dict[str | int, int], fixed: int, count: int, pick: bool, more: Mapping[str, object]
+) -> list[tuple[str, str]]:
     """Calls that would hold ``count`` ranks, each with its reason."""
-    given: dict[str, Any] = {"ranks": ...} if who == "Layout" else {}
 
-    def call(changes: dict[str | int, int], **more: object) -> str:
-        return spell(who, {**box, **changes}, **{**given, **more})
+    def call(changes: dict[str | int, int], **ranks: object) -> str:
+        return spell(who, {**box, **changes}, **ranks, **more)
 
     ways: list[tuple[str, str]] = []
     if pick and count == 1:
@@ -183,7 +481,8 @@ def _ways_out(who: str, box: dict[str | int, int], fixed: int, count: int, pick:
         if fixed <= 16:
             ways.append((f"launch.spawn(main, {fixed})", "or have it start them here, such as for a test"))
         else:
-            ways.append((spell("Layout", box, **given), "or plan it without processes"))
+            whole = {axis: 1 if size == -1 else size for axis, size in box.items()}
+            ways.append((spell("Layout", whole), "or plan it without processes"))
     free = [axis for axis, size in box.items() if size == -1]
     for axis, size in box.items():
         rest = fixed // max(size, 1)

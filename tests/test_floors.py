@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "pgmesh"
 FLOORS = [
     "__init__",
     "errors",
+    "options",
     "sizes",
     "hints",
     "ink",
@@ -31,7 +32,6 @@ FLOORS = [
     "plans",
     "place",
     "console",
-    "options",
     "slurm",
     "pbs",
     "launchers",

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pgmesh import Layout, OptionsError, ProcessGroupMesh
+from pgmesh import Layout, OptionsError, ProcessGroupMesh, ShapeError
 from tests.test_launch import clean_env, script
 from tests.torch_seam import counted_store
 from tests.worlds import DEADLINE, check_sums, fresh, world
@@ -526,3 +526,22 @@ def test_a_second_load_is_refused_and_the_first_goes_on(tmp_path: Path):
         f"group dp, tag={name} of mesh 'actor' was released" in line
         for name, line in zip(("again", "beside"), released)
     )
+
+
+# ---- long words ----
+
+
+def connect_long_words() -> None:
+    """Connect groups whose words are as long as they may be, over torch's store and ours."""
+    with pytest.raises(ShapeError, match=r"at most 1,024 bytes in UTF-8, and 'x+'\.\.\. has 9,000"):
+        ProcessGroupMesh(dp=-1, name="x" * 9000)
+    mesh = ProcessGroupMesh({"a" * 9000: 2, "b": -1}, name="é" * 512)
+    mesh.configure("b", description="d" * 9000)
+    mesh.connect("a" * 9000, "b", ("a" * 9000, "b"))
+    check_sums({"b": (mesh.group("b"), mesh.ranks("b")), "tagged": (mesh.group(tag="t" * 9000), mesh.ranks())})
+    mesh.close()
+    dist.barrier(dist.new_group())  # torch's own connection to the store lives too
+
+
+def test_no_word_is_too_long_for_the_store():
+    world(4).run(connect_long_words)

@@ -15,6 +15,7 @@ from random import Random
 
 import numpy as np
 import pytest
+import torch
 
 import pgmesh
 from pgmesh import AxisError, Layout, PgmeshError, PlaceError, ShapeError
@@ -22,6 +23,8 @@ from pgmesh.layout import Partition
 from tests.plain import PlainMesh
 
 ROOT = Path(__file__).parent.parent
+
+TRUTHS = (True, np.True_, torch.tensor(True))
 
 
 @pytest.fixture
@@ -71,6 +74,77 @@ def test_numpy_integers_are_ranks_too(box):
     assert np.int64(5) in box
     assert box.coord_of(np.int64(5)) == (1, 0, 1)
     assert box.rank_of(np.array([1, 0, 1])) == 5
+
+
+@pytest.mark.parametrize("number", [torch.tensor, np.array], ids=["torch", "numpy"])
+@pytest.mark.parametrize("ranks", [range(8), (3, 1, 4, 5, 0, 2, 6, 7)], ids=["straight", "permuted"])
+def test_a_rank_that_is_written_in_place_is_looked_up_anew(number, ranks):
+    asks: list[Callable[[Layout, object], object]] = [
+        lambda layout, rank: rank in layout,
+        Layout.coord_of,
+        Layout.label_of,
+        lambda layout, rank: layout.block_of(rank, "tp"),
+        lambda layout, rank: layout.neighbor_of(rank, "tp", wrap=True),
+    ]
+    for ask in asks:
+        layout, rank = Layout(pp=2, dp=2, tp=2, ranks=ranks), number(0)
+        for value in (3, 6, 1):
+            rank[...] = value
+            assert ask(layout, rank) == ask(Layout(pp=2, dp=2, tp=2, ranks=ranks), value)
+        rank[...] = 9
+        assert rank not in layout
+
+
+@pytest.mark.parametrize("truth", TRUTHS, ids=lambda truth: type(truth).__module__)
+@pytest.mark.parametrize("ranks", [range(8), (3, 1, 4, 5, 0, 2, 6, 7)], ids=["straight", "permuted"])
+def test_a_truth_value_is_no_rank(truth, ranks):
+    layout = Layout(pp=2, dp=2, tp=2, ranks=ranks)
+    assert 1 in layout  # and is remembered, though True equals it
+    assert truth not in layout
+    with pytest.raises(PlaceError, match="is not in mesh"):
+        layout.coord_of(truth)
+    with pytest.raises(ShapeError, match="ranks are whole numbers"):
+        Layout(dp=2, ranks=[0, truth])
+
+
+@pytest.mark.parametrize("truth", TRUTHS, ids=lambda truth: type(truth).__module__)
+def test_a_truth_value_is_no_index_and_no_size(box, truth):
+    for ask in (lambda: box.rank_of((truth, 0, 0)), lambda: box.at(pp=truth), lambda: box.at(pp=[0, truth, 1])):
+        with pytest.raises(PlaceError, match="an index of axis pp is a whole number, not"):
+            ask()
+    with pytest.raises(PlaceError, match="a step along axis pp is a whole number, not"):
+        box.neighbor_of(0, "pp", truth)
+    for make in (lambda: Layout(dp=truth), lambda: Layout(truth), lambda: box.view(dp=truth, n=-1)):
+        with pytest.raises(ShapeError, match="is a whole number, not"):
+            make()
+
+
+@pytest.mark.parametrize("kind", [list, tuple, iter, np.array, torch.tensor])
+@pytest.mark.parametrize(
+    ("mask", "call"),
+    [
+        ([True, False, False, True], "at(pp=[0, 3])"),
+        ([False, True, False, False], "at(pp=[1])"),
+        ([True] * 4, "at(pp=[0, 1, 2, 3])"),
+    ],
+)
+def test_a_mask_is_an_error_that_shows_the_indices(kind, mask, call):
+    with pytest.raises(PlaceError) as caught:
+        Layout(pp=4, tp=2).at(pp=kind(mask))
+    text = "axis pp is given a mask; it takes indices.\n\n  "
+    assert str(caught.value) == text + call
+    with pytest.raises(PlaceError) as caught:
+        Layout(2, 4).at({1: kind(mask)})
+    assert str(caught.value) == text.replace("pp", "1") + call.replace("pp=", "{1: ").replace(")", "})")
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_a_mask_of_another_length_or_of_nothing_is_an_error(kind):
+    for mask in ([True], [True, False], [False] * 8):
+        with pytest.raises(PlaceError, match="an index of axis pp is a whole number, not"):
+            Layout(pp=4, tp=2).at(pp=kind(mask))
+    with pytest.raises(PlaceError, match=r"^axis pp is given a mask that keeps nothing; it takes indices\.$"):
+        Layout(pp=4, tp=2).at(pp=kind([False] * 4))
 
 
 @pytest.mark.parametrize("stranger", ["1", None, 1.5, 1.0, (1,), [], {}])
@@ -373,11 +447,15 @@ def test_copies_are_equal_and_whole(layout, copied):
         (Layout(2, 2, ranks=[3, 1, 0, 2]), "Layout(2, 2, ranks=(3, 1, 0, 2))"),
         (Layout(pp=2, dp=2).at(pp=1), "Layout(dp=2, ranks=range(2, 4))"),
         (Layout(pp=2, dp=2, tp=2).at(dp=1), "Layout(pp=2, tp=2, ranks=(2, 3, 6, 7))"),
-        (Layout(a=99, b=99).at(b=[1, 5]), "Layout(a=99, b=2, ranks=...)"),
+        (
+            Layout(a=99, b=99).at(b=[1, 5]),
+            "Layout(a=99, b=2, ranks=[a + b for a in range(1, 9802, 99) for b in range(0, 8, 4)])",
+        ),
     ],
 )
 def test_the_repr_is_a_call(layout, call):
     assert repr(layout) == call
+    assert eval(repr(layout)) == layout
 
 
 # ---- partitions ----
@@ -541,12 +619,14 @@ def test_what_a_huge_uneven_layout_says_of_itself_costs_nothing():
     for part in (whole.at(pp=[0, 1, *range(3, 1 << 10)]), whole.at(tp=slice(0, -1))):
         tracemalloc.start()
         try:
-            assert repr(part).endswith("ranks=...)")
+            call = repr(part)
             with pytest.raises(ShapeError, match="would cut"):
                 part.view(3, -1)
             assert tracemalloc.get_traced_memory()[1] < 1 << 20
         finally:
             tracemalloc.stop()
+        assert len(call) < 120
+        assert eval(call) == part
 
 
 def test_the_first_block_of_a_huge_partition_costs_nothing():

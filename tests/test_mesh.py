@@ -14,6 +14,7 @@ import sys
 import threading
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -46,6 +47,24 @@ def mesh():
     """The running example, seen from rank 5."""
     with dry_world(5, 8):
         yield ProcessGroupMesh(pp=2, dp=2, tp=2)
+
+
+@pytest.mark.parametrize("number", [torch.tensor, np.array], ids=["torch", "numpy"])
+def test_a_step_that_is_written_in_place_is_taken_anew(number):
+    with dry_world(0, 8):
+        mesh, step = ProcessGroupMesh(dp=8), number(0)
+        for value in (1, 3, 2):
+            step[...] = value
+            assert mesh.neighbor("dp", step) == value
+
+
+def test_a_truth_value_is_no_step_and_no_member(mesh):
+    assert mesh.neighbor("tp", -1) == 4  # and is remembered
+    assert mesh.neighbor("pp", 1) is None
+    for ask in (lambda: mesh.neighbor("pp", True), lambda: mesh.group_of([5, True])):
+        with pytest.raises(pgmesh.PlaceError, match="whole number"):
+            ask()
+    assert True not in mesh
 
 
 @pytest.mark.parametrize(("here", "device"), [(False, "cpu"), (True, "cuda")], ids=["no driver", "a driver"])

@@ -163,6 +163,20 @@ def test_a_name_that_is_none():
         ProcessGroupMesh(dp=8, name="a/b")
 
 
+@pytest.mark.parametrize(("name", "size"), [("x" * 1025, "1,025"), ("é" * 4500, "9,000")])
+def test_a_name_that_is_too_long(name, size):
+    with says(
+        pgmesh.ShapeError,
+        f"ProcessGroupMesh: a name has at most 1,024 bytes in UTF-8, and {name[:16]!r}... has {size}.",
+    ):
+        ProcessGroupMesh(dp=8, name=name)
+
+
+def test_a_rank_is_missing_once():
+    with says(pgmesh.PlaceError, "ProcessGroupMesh: the world's ranks are 0 to 7; there is no rank 9."):
+        ProcessGroupMesh(dp=1, ranks=[9])
+
+
 def test_an_unknown_axis(mesh):
     with says(pgmesh.AxisError, "there is no axis 'tpp' in mesh (pp=2, dp=2, tp=2). Did you mean 'tp'?"):
         mesh.group("tpp")

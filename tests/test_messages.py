@@ -87,7 +87,7 @@ def test_a_script_that_nobody_started_several_times(box, text):
             """
             Layout(dp=2, tp=2) holds 4 ranks, but 8 ranks are given.
 
-              Layout(dp=-1, tp=2, ranks=...)   # let dp be what is left: 4
+              Layout(dp=-1, tp=2, ranks=range(8))   # let dp be what is left: 4
             """,
         ),
         (
@@ -95,7 +95,7 @@ def test_a_script_that_nobody_started_several_times(box, text):
             """
             Layout(dp=2) holds 2 ranks, but 1 rank is given.
 
-              Layout(dp=-1, ranks=...)   # let dp be what is left: 1
+              Layout(dp=-1, ranks=range(7, 8))   # let dp be what is left: 1
             """,
         ),
         (
@@ -103,7 +103,7 @@ def test_a_script_that_nobody_started_several_times(box, text):
             """
             Layout(dp=3, tp=2) holds 6 ranks, but 9 ranks are given.
 
-              Layout(dp=3, tp=-1, ranks=...)   # let tp be what is left: 3
+              Layout(dp=3, tp=-1, ranks=range(9))   # let tp be what is left: 3
             """,
         ),
         (
@@ -111,7 +111,7 @@ def test_a_script_that_nobody_started_several_times(box, text):
             """
             Layout(dp=3, tp=3) holds 9 ranks, but 8 ranks are given.
 
-              Layout(dp=-1, tp=2, ranks=...)   # sizes that divide 8; dp is then 4
+              Layout(dp=-1, tp=2, ranks=range(8))   # sizes that divide 8; dp is then 4
             """,
         ),
         (
@@ -119,7 +119,7 @@ def test_a_script_that_nobody_started_several_times(box, text):
             """
             Layout(dp=-1, tp=3) cannot be filled: 8 ranks are given, and 8 is not divisible by 3.
 
-              Layout(dp=-1, tp=2, ranks=...)   # tp may be 1, 2, 4 or 8
+              Layout(dp=-1, tp=2, ranks=range(8))   # tp may be 1, 2, 4 or 8
             """,
         ),
         (
@@ -153,7 +153,7 @@ def test_sizes_that_do_not_fit_the_ranks(call, text):
         ),
         (
             lambda: Layout(dp=-1),
-            "Layout(dp=-1) cannot know what is left: give it ranks, such as ranks=range(8).",
+            "Layout(dp=-1) cannot know what is left: give it ranks, such as Layout(dp=-1, ranks=range(8)).",
         ),
         (
             lambda: Layout(dp=0),
@@ -171,7 +171,6 @@ def test_sizes_that_do_not_fit_the_ranks(call, text):
         (lambda: Layout(dp="2"), "Layout: the size of axis dp is a whole number, not '2'."),
         (lambda: Layout((2, 2)), "Layout: sizes are given one by one, not as (2, 2).\n\n  Layout(2, 2)"),
         (lambda: BOX.view([4, -1]), "view: sizes are given one by one, not as [4, -1].\n\n  view(4, -1)"),
-        (lambda: Layout({"dp": 2}), "Layout: sizes are given one by one, not as {'dp': 2}.\n\n  Layout(dp=2)"),
         (lambda: Layout(("dp", 2)), "Layout: sizes are given one by one, not as ('dp', 2)."),
         (lambda: Layout(()), "Layout: sizes are given one by one, not as ()."),
         (lambda: Layout(dp=None), "Layout: the size of axis dp is a whole number, not None."),
@@ -242,7 +241,8 @@ def test_a_view_that_would_cut():
         """
         view(a=2, n=99) would cut mesh (pp=99, tp=2) where its ranks (0, ..., 393) do not follow one another evenly.
 
-          ProcessGroupMesh(a=2, n=99, ranks=mesh.ranks())   # a mesh of its own can read any ranks
+          ProcessGroupMesh(a=2, n=99, ranks=[a + b for a in range(0, 396, 4) for b in range(2)])   \
+ # a mesh of its own can read any ranks
         """,
     )
 

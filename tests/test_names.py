@@ -24,6 +24,11 @@ What a program may call, each with one line of what it gets. `help(pgmesh.Proces
 the errors and an example; [groups](groups.md), [methods](parallel.md), [recipes](recipes.md), [launchers](launchers.md)
 and [faults](faults.md) have the rest. `mesh.layout` is the mesh's layout, and `print` draws both. A timeout is a
 timedelta or a number of seconds.
+
+Sizes are keywords (`dp=2, tp=4`), numbers (`2, 4`) or one mapping (`{"dp": 2, "tp": 4}`), as from a configuration
+file. In a mapping an axis may have any name. Keywords that mean something else in pgmesh or torch (`timeout`,
+`backend`, `device`, `mesh_dim_names`, `rank`, `tag`, ...) are never axes: the error shows the right call. True and
+False are no sizes, indices or ranks.
 """
 
 INSIDE = {"forget", "of", "spell", "describe", "is_slice", "ranks_in_order"}

@@ -157,11 +157,7 @@ class _Check:
             families = [*once.values()]
             hosts = self._place(layout)
             mesh = ProcessGroupMesh(hall.size, name="check")
-            view = (
-                mesh.view(*sizes.values())
-                if layout.axes[0] == 0
-                else mesh.view(**{str(a): n for a, n in sizes.items()})
-            )
+            view = mesh.view(sizes)
             try:
                 check = Preflight(hall, view, families, hosts, self.sizes, self.args.repeats, bar.advance, mesh.close)
                 bar.steps(check.steps)

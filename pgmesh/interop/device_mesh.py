@@ -31,7 +31,7 @@ def from_device_mesh(device_mesh: DeviceMesh, *, name: str | None = None) -> Pro
     if names is None or all(name.isdecimal() for name in names):  # as numbered axes are called there
         mesh = ProcessGroupMesh(*device_mesh.shape, ranks=ranks, name=name)
     else:
-        mesh = ProcessGroupMesh(**dict(zip(names, device_mesh.shape)), ranks=ranks, name=name)
+        mesh = ProcessGroupMesh(dict(zip(names, device_mesh.shape)), ranks=ranks, name=name)
     if mesh.rank in mesh:
         try:
             seen: set[tuple[int, ...]] = set()  # axes of one rank have the same ranks, and so share a group here

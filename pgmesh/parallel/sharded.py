@@ -93,7 +93,7 @@ class ShardedDataParallel(Method):
                 mesh = _fused(mesh, axes)
             names += ["_".join(map(str, axes))] if len(axes) > 1 else axes
         if not self.shards:  # fully_shard wants an axis to cut along: one of a single rank
-            mesh = mesh.view(**{str(axis): mesh.size(axis) for axis in mesh.axes}, _one=1)
+            mesh = mesh.view({**{str(axis): mesh.size(axis) for axis in mesh.axes}, "_one": 1})
             names.append("_one")
         found = mesh.device_mesh(*names)
         if found.mesh_dim_names != tuple(map(str, names)):
@@ -153,4 +153,4 @@ def _fused(mesh: ProcessGroupMesh, axes: tuple[Axis, ...]) -> ProcessGroupMesh:
             box["_".join(map(str, axes))] = math.prod(map(mesh.size, axes))
         elif axis not in axes:
             box[str(axis)] = mesh.size(axis)
-    return mesh.view(**box)
+    return mesh.view(box)

@@ -502,4 +502,4 @@ def sliced(mesh: Any, axes: Sequence[Axis], size: int) -> tuple[Any, tuple[Axis,
         inner.append(f"member{number}")
         outer.append(f"instance{number}")
         left //= within
-    return mesh.view(**dict(reversed(anew.items()))), tuple(outer), tuple(inner)
+    return mesh.view(dict(reversed(anew.items()))), tuple(outer), tuple(inner)
