@@ -218,25 +218,25 @@ def _answering_sizes(function: Callable[P, Plan]) -> Callable[P, Plan]:
     def answering(*args: P.args, **keywords: P.kwargs) -> Plan:
         sizes = {name: value for name, value in keywords.items() if name not in known}
         given = args or tuple(value for name, value in keywords.items() if name == "layout")
-        is_one = len(given) == 1 and isinstance(getattr(given[0], "layout", given[0]), Layout)
-        if not is_one and all(isinstance(size, int) for size in sizes.values()):
+        is_one = len(given) == 1 and isinstance(getattr(given[0], "layout", given[0]), (Layout, Mapping))
+        if (sizes or not is_one) and all(isinstance(size, int) for size in sizes.values()):
             others = {name: value for name, value in keywords.items() if name in known and name != "layout"}
-            raise _no_layout(_sizes_in(given) if given else sizes, others)
+            raise _no_layout({**_sizes_in(given), **sizes} if given else sizes, others)
         return function(*args, **keywords)
 
     return answering
 
 
 def _sizes_in(given: tuple[Any, ...]) -> dict[Any, Any]:
-    """The sizes in what stands where a layout should: text, a dict, a list or numbers. None, if they are no sizes."""
+    """The sizes in what stands in place of a layout: text, a mapping, a list or numbers. None, if they are no sizes."""
     first = given[0]
     if isinstance(first, str):
         words = [word.rpartition("=")[::2] for word in first.replace(",", " ").split()]
         box = {name or i: int(size) if size.lstrip("-").isdecimal() else size for i, (name, size) in enumerate(words)}
+    elif isinstance(first, Mapping):
+        box = dict(first)
     else:
-        box = (
-            first if isinstance(first, dict) else dict(enumerate(first if isinstance(first, (list, tuple)) else given))
-        )
+        box = dict(enumerate(first if isinstance(first, (list, tuple)) else given))
     alike = len(set(map(type, box))) == 1 and all(isinstance(size, int) for size in box.values())
     return box if alike else {}
 
@@ -248,7 +248,7 @@ def _no_layout(sizes: Mapping[Any, Any], others: Mapping[str, Any]) -> ShapeErro
         machine = take_machine(others.get("nodes"), others.get("domains"))
         more["ranks"] = range(machine[0].capacity if machine else abs(math.prod(box.values())))
     words = [spell("Layout", box, **more), *(f"{name}={value!r}" for name, value in others.items())]
-    return ShapeError(f"plan is given a Layout or a mesh.\n\n  plan({', '.join(words)})")
+    return ShapeError(f"plan is given a Layout, a mesh or a mapping of sizes.\n\n  plan({', '.join(words)})")
 
 
 @_answering_sizes

@@ -458,9 +458,8 @@ def test_a_group_of_other_ranks_cannot_be_adopted():
 
 def adopt_where_that_does_nothing() -> None:
     """Each case in which another group would be handed out, or none, in place of the one that is adopted."""
-    theirs = {
-        axis: init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")).get_group(axis) for axis in ("dp", "tp")
-    }
+    whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    theirs = {axis: whole.get_group(axis) for axis in ("dp", "tp")}
     again = dist.new_group(dist.get_process_group_ranks(theirs["tp"]), use_local_synchronization=True)
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     mesh.configure("dp", timeout=timedelta(seconds=40))
@@ -491,7 +490,8 @@ def adopt_where_that_does_nothing() -> None:
     mesh.release("tp")
     assert mesh.group("tp") not in (theirs["tp"], again)
     check_sums(groups_of(mesh))
-    dist.destroy_process_group(again)
+    for group in (again, theirs["dp"]):
+        dist.destroy_process_group(group)
 
 
 def test_a_group_is_adopted_or_the_reason_is_raised():

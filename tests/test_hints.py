@@ -109,7 +109,7 @@ def test_other_names_are_as_python_says(mesh):
         (lambda: plan(dp=8, tp=8, nodes="8x8"), "plan(Layout(dp=8, tp=8), nodes='8x8')"),
         (lambda: plan(dp=-1, tp=8, nodes="8x8"), "plan(Layout(dp=-1, tp=8, ranks=range(64)), nodes='8x8')"),
         (lambda: plan(dp=-1, tp=8), "plan(Layout(dp=-1, tp=8, ranks=range(8)))"),
-        (lambda: plan({"dp": 8, "tp": 8}), "plan(Layout(dp=8, tp=8))"),
+        (lambda: plan({"dp": 8}, tp=8), "plan(Layout(dp=8, tp=8))"),
         (lambda: plan(8, 8), "plan(Layout(8, 8))"),
         (lambda: plan(8), "plan(Layout(8))"),
         (lambda: plan([2, 4]), "plan(Layout(2, 4))"),
@@ -121,7 +121,7 @@ def test_other_names_are_as_python_says(mesh):
 def test_sizes_given_to_plan(call, right):
     with pytest.raises(ShapeError) as caught:
         call()
-    assert str(caught.value) == f"plan is given a Layout or a mesh.\n\n  {right}"
+    assert str(caught.value) == f"plan is given a Layout, a mesh or a mapping of sizes.\n\n  {right}"
     eval(right, {"plan": plan, "Layout": Layout})
 
 

@@ -242,7 +242,7 @@ def test_a_view_that_would_cut():
         view(a=2, n=99) would cut mesh (pp=99, tp=2) where its ranks (0, ..., 393) do not follow one another evenly.
 
           ProcessGroupMesh(a=2, n=99, ranks=[a + b for a in range(0, 396, 4) for b in range(2)])   \
- # a mesh of its own can read any ranks
+# a mesh of its own can read any ranks
         """,
     )
 

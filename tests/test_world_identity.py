@@ -99,11 +99,21 @@ def wait_for(store: dist.Store, key: str) -> None:
     store.wait([key], DEADLINE)
 
 
+def meet(store: dist.Store, key: str) -> None:
+    """Wait until two ranks have come here, in no world."""
+    end = time.monotonic() + DEADLINE.total_seconds()
+    store.add(key, 1)
+    while store.add(key, 0) < 2:
+        assert time.monotonic() < end, f"the other rank did not come to {key}"
+        time.sleep(0.01)
+
+
 @contextmanager
 def left_for_others() -> Iterator[int]:
     """This rank leaves the tests' world for worlds of its own, and comes back to one for the tests' sake."""
     rank = dist.get_rank()
     dist.destroy_process_group()
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # else torch's own world meets its past addresses on a used store
     try:
         yield rank
     finally:
@@ -142,14 +152,11 @@ def meet_again_and_again(port: int, how: str) -> None:
         for number in range(4):
             with world_on(store, rank, 2):
                 used(ProcessGroupMesh(dp=2, name="actor"), how)
-            store.add(f"left {number}", 1)
-            while store.add(f"left {number}", 0) < 2:
-                time.sleep(0.01)
+            meet(store, f"left {number}")
 
 
 @pytest.mark.parametrize("how", ["connect", "first collectives"])
-def test_processes_that_left_the_same_worlds_meet_on_the_same_store(how: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")  # else torch's own world meets its past addresses
+def test_processes_that_left_the_same_worlds_meet_on_the_same_store(how: str):
     with StoreProcess() as server, fresh(2) as own:
         own.run(meet_again_and_again, server.port, how)
 
@@ -185,9 +192,7 @@ def meet_a_process_with_another_past(port: int) -> str:
                 with pytest.raises(MissingRanksError) as caught:
                     mesh.connect(timeout=timedelta(seconds=3))
                 told = str(caught.value)
-                tcp.add("told", 1)
-                while tcp.add("told", 0) < 2:
-                    time.sleep(0.01)
+                meet(tcp, "told")
         tcp.set("done", "")
         return told
 
@@ -196,8 +201,7 @@ def heart_of(mesh: ProcessGroupMesh) -> Heart:
     return mesh._family._registry.reach()
 
 
-def test_ranks_that_cannot_meet_on_a_used_store_are_told_why(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
+def test_ranks_that_cannot_meet_on_a_used_store_are_told_why():
     with StoreProcess() as server, fresh(3) as own:
         one, _, other = own.run(meet_a_process_with_another_past, server.port)
     for told in (one, other):
@@ -227,16 +231,21 @@ def live_in(worlds: int, port: int) -> list[tuple[int, int, int]]:
                 mesh.group("dp")
             mesh.close()
             del group
-            tcp.add(f"left {number}", 1)
-            while tcp.add(f"left {number}", 0) < 2:
-                time.sleep(0.01)
-            counts.append((settled_descriptors(), threads(), sum(b"pgmesh" in key for key in keys(tcp))))
+            meet(tcp, f"left {number}")
+            counts.append((settled_descriptors(), threads(), settled_keys(tcp)))
+            meet(tcp, f"counted {number}")
             del mesh
     return counts
 
 
-def keys(store: dist.TCPStore) -> list[bytes]:
-    return [key if isinstance(key, bytes) else str(key).encode() for key in store.list_keys()]
+def settled_keys(store: dist.TCPStore) -> int:
+    """How many keys of ours are in the store, once ranks that are slow to leave had time to."""
+    for _ in range(100):
+        count = sum("pgmesh" in str(key) for key in store.list_keys())
+        if not count:
+            break
+        threading.Event().wait(0.05)
+    return count
 
 
 def settled_descriptors() -> int:
