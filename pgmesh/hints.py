@@ -71,24 +71,49 @@ LAYOUT = {
 """For names that a layout does not have."""
 
 
-def unknown(of: Any, name: str, calls: Mapping[str, str]) -> AttributeError:
-    """What to raise for an attribute that is not there: as Python says it, and with the call where one is known.
+class _Absent:
+    """Stands for an attribute that a class does not have: asked for it, raises the error that shows the right call.
+
+    ``__getattr__`` would do the same, and make every other attribute of the class half as fast again.
+    """
+
+    def __init__(self, name: str, call: str) -> None:
+        self.name, self.call = name, call
+
+    def __get__(self, of: Any, kind: type) -> Any:
+        if of is None:
+            raise AttributeError(f"type object {kind.__name__!r} has no attribute {self.name!r}")
+        layout: Layout = getattr(of, "layout", of)
+        rank, axes = str(layout.rank_of([0] * len(layout.axes))), [repr(axis) for axis in layout.axes]
+        call = self.call.format(
+            axis=", ".join(axes[-1:]),
+            axes=", ".join(axes[-2:]),
+            sizes=spell("", dict(zip(layout.axes, layout.shape)))[1:-1],
+            rank=rank,
+            index=", ".join([rank, *axes[-1:]]),
+            made=layout.spell("ProcessGroupMesh"),
+        )
+        raise AttributeError(f"{kind.__name__!r} object has no attribute {self.name!r}.\n\n  {call}")
+
+
+def answer(kind: Any, calls: Mapping[str, str]) -> None:
+    """Have instances of a class answer these names with an error that shows the right call.
 
     Args:
-        of: a layout, or what has one.
-        calls: by name, with the words in braces that are filled in here.
+        kind: the class. Its instances are layouts, or have one.
+        calls: by name, with words in braces that are filled in from the layout. Names that the class has stay.
     """
-    says = f"{type(of).__name__!r} object has no attribute {name!r}"
-    if name not in calls:  # also while ``of`` is being made, and has no layout yet
-        return AttributeError(says, name=name, obj=of)
-    layout: Layout = getattr(of, "layout", of)
-    rank, axes = str(layout.rank_of([0] * len(layout.axes))), [repr(axis) for axis in layout.axes]
-    call = calls[name].format(
-        axis=", ".join(axes[-1:]),
-        axes=", ".join(axes[-2:]),
-        sizes=spell("", dict(zip(layout.axes, layout.shape)))[1:-1],
-        rank=rank,
-        index=", ".join([rank, *axes[-1:]]),
-        made=layout.spell("ProcessGroupMesh"),
-    )
-    return AttributeError(f"{says}.\n\n  {call}")
+    for name, call in calls.items():
+        if name not in vars(kind) and name not in getattr(kind, "__dataclass_fields__", ()):
+            setattr(kind, name, _Absent(name, call))
+    kind.__dir__ = _names
+
+
+def public(kind: type) -> set[str]:
+    """The public names that a class defines."""
+    return {name for name, what in vars(kind).items() if not (name.startswith("_") or isinstance(what, _Absent))}
+
+
+def _names(of: Any) -> list[str]:
+    """What ``dir`` shows of an object: no names that are answered with an error."""
+    return [name for name in object.__dir__(of) if not isinstance(vars(type(of)).get(name), _Absent)]

@@ -24,7 +24,7 @@ import itertools
 import math
 import operator
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Union, overload
+from typing import Any, NamedTuple, Union, overload
 
 from pgmesh import draw, hints
 from pgmesh.errors import AxisError, PlaceError, ShapeError
@@ -499,11 +499,6 @@ class Layout:
         last = tuple(size - 1 for size in self.shape)
         return hash((self._axes, self.shape, self._rank_at(self._origin), self.rank_of(last)))
 
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            raise hints.unknown(self, name, hints.LAYOUT)
-
     # -- the arithmetic -----------------------------------------------------------------------------------------
 
     def _find(self, axes: tuple[Axis, ...]) -> tuple[int, ...]:
@@ -622,6 +617,9 @@ class Layout:
 
     def _brief(self) -> str:
         return spell("mesh ", dict(zip(self._axes, self.shape)))
+
+
+hints.answer(Layout, hints.LAYOUT)
 
 
 class Partition(Sequence[tuple[int, ...]]):

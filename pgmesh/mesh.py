@@ -655,12 +655,6 @@ class ProcessGroupMesh:
         root = (self._family.name, self._family.number, self._family.layout, self._family.call, self._family.rank)
         return _revive, (root, self.layout, self._way, self._part_of)
 
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            calls = {**hints.MESH, name: f"mesh.layout.{name}"} if name in _OF_LAYOUT else hints.MESH
-            raise hints.unknown(self, name, calls)
-
     def _check_root(self) -> None:
         if self._way:
             raise LifetimeError(
@@ -719,7 +713,7 @@ def _plain(indices: Mapping[str, Keep]) -> tuple[object, ...] | None:
 
 _PLAIN = frozenset({int, type(None)})
 
-_OF_LAYOUT = {name for name in dir(Layout) if not name.startswith("_") and name not in dir(ProcessGroupMesh)}
+hints.answer(ProcessGroupMesh, {**{name: f"mesh.layout.{name}" for name in hints.public(Layout)}, **hints.MESH})
 
 
 def _tag(tag: object) -> str:

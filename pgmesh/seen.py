@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pgmesh import draw, hints
 from pgmesh.errors import MembershipError
@@ -100,13 +100,11 @@ class Seen:
     def __contains__(self, rank: object) -> bool:
         return rank in self.layout
 
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            raise hints.unknown(self, name, hints.LAYOUT)
-
     def __repr__(self) -> str:
         return f"{self.layout!r}.seen_by({self.rank})"
 
     def __str__(self) -> str:
         return draw.text(self.layout, mark=self.rank)
+
+
+hints.answer(Seen, hints.LAYOUT)
