@@ -20,7 +20,7 @@ import time
 import weakref
 from array import array
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, Union
 
@@ -433,10 +433,11 @@ class Family:
             twins = [] if self.name is not None else self._registry.living()
             for other in twins:
                 if other is not self and other.name is None and other.layout == self.layout:
+                    key = next(key for key, family in living().items() if family is other)
                     raise NameTakenError(
                         f"two unnamed meshes live that only the order of making tells apart: {self.call}, made at "
                         f"{other.line} and at {self.line}. Ranks that use them in other orders would cross.\n\n"
-                        f"  pgmesh.meshes()[{self.call!r}].close()   # close the first, if it is done with\n"
+                        f"  pgmesh.meshes()[{key!r}].close()   # close the other, if it is done with\n"
                         f"  {self.layout.spell('ProcessGroupMesh', world=self.world_size, name='actor')}   "
                         "# or name this one"
                     )
@@ -555,13 +556,12 @@ class Family:
                 )
             self._configured[kept_by] = (after, by, caller())
 
-    def set_timeout(self, timeout: timedelta, ranks: tuple[int, ...] | None) -> None:
-        """Change how long collectives may wait: of the groups of these ranks, or of all that were made."""
+    def set_timeout(self, timeout: timedelta, chosen: Callable[[tuple[int, ...]], bool]) -> None:
+        """Change how long collectives may wait: of the groups that were made whose ranks are chosen."""
         self.check()
-        GroupOptions(timeout=timeout)  # checked
         with self.lock:
             for key, made in self._cache.items():
-                if ranks in (None, key.ranks):
+                if chosen(key.ranks) and groups.is_known(made.group):  # torch may have destroyed an adopted one
                     groups.set_timeout(made, timeout)
 
     # -- ending -------------------------------------------------------------------------------------------------
@@ -815,10 +815,21 @@ def _all_families() -> list[Family]:
         return [family for registry in list(_registries.values()) for family in registry.families]
 
 
-def living() -> list[Family]:
-    """The families of this world that are not closed, in the order in which they were made."""
+def living() -> dict[str, Family]:
+    """The families of this world that are not closed, in the order in which they were made.
+
+    They are found by name; unnamed ones by their call, with a number where several were made by one call.
+    """
+    if not dist.is_initialized():
+        return {}
     with _registering:
-        return sorted(_registry().living(), key=lambda family: family.serial) if dist.is_initialized() else []
+        families = sorted(_registry().living(), key=lambda family: family.serial)
+    names, found = {family.name for family in families}, dict[str, Family]()
+    for family in families:
+        calls = (family.call + f" ({number})" * (number > 1) for number in itertools.count(1))
+        key = family.name or next(call for call in calls if call not in found and call not in names)
+        found[key] = family
+    return found
 
 
 def close_all() -> None:

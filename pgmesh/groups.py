@@ -463,7 +463,7 @@ def build(
 
 def held() -> int:
     """How many groups this process holds beside the world's, torch's own among them."""
-    return len(c10d._world.pg_map) - 1
+    return max(0, len(c10d._world.pg_map) - 1)
 
 
 def set_timeout(made: Made, timeout: timedelta) -> None:

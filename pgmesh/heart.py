@@ -52,7 +52,10 @@ REPLACED = "+"
 """Ends the name of a world that replaced another on the same store before all its ranks had left that one."""
 
 OVER = "over"
-"""In place of a name: the world that had it is over, and the next one sets another."""
+"""In place of a name: the last rank of that world is about to delete the key, and no rank sets a name meanwhile."""
+
+LEAVING = 1.0
+"""Seconds after which a rank that was about to delete the name of its world counts as dead."""
 
 left_worlds: set[str] = set()
 """The names of the worlds that this process has left."""
@@ -66,16 +69,24 @@ def who() -> str:
 def enter_world(store: Any, left: Collection[str]) -> str:
     """Return the name of the world on a store, which no other world on it has. The first rank to ask sets it.
 
-    On a store that no world used, every rank gets one name, whatever its process did before. On a store that a world
-    used, ranks whose processes left the same worlds get one name; so do all ranks once everyone has left.
+    On an unused store, all ranks get one name. On a used store, ranks that left the same worlds get one name, and all
+    ranks do once everybody has left.
 
     Args:
         store: the world's, with the prefix that it was given.
         left: the worlds that this process has left.
     """
-    name = store.compare_set(WORLD, "", new := secrets.token_hex(4)).decode()
-    while name == OVER or name in left:
-        name = store.compare_set(WORLD, name, new + REPLACED * (name != OVER)).decode()
+    new, patience = secrets.token_hex(4), time.monotonic() + LEAVING
+    while True:
+        name = store.compare_set(WORLD, "", new).decode()
+        if name == OVER and time.monotonic() < patience:
+            time.sleep(0.005)  # the last rank of that world is about to delete this
+        elif name == OVER or name in left:
+            if store.compare_set(WORLD, name, new + REPLACED).decode() == new + REPLACED:
+                name = new + REPLACED
+                break  # else another rank was faster, or the key was deleted: look again
+        else:
+            break
     store.add(f"{WORLD}.{name}.entered", 1)
     return str(name)
 

@@ -355,11 +355,11 @@ class ProcessGroupMesh:
     def set_timeout(self, *axes: Axis, timeout: Timeout | None = None) -> None:
         """Change how long collectives of groups that were made may wait, from the next one on, on this rank.
 
-        Which group it is stays the same. Every member sets its own; groups still to be made are configured.
+        The group object stays the same. Every member sets its own. Use ``configure`` for groups that are not made yet.
 
         Args:
-            axes: of the groups along these axes, twins and tagged ones too; none for every group of this mesh, its
-                views and slices.
+            axes: of the groups along these axes, twins and tagged ones too; none for every group whose ranks are all
+                in this mesh, its views and slices.
             timeout: a timedelta or a number of seconds. Always given, by name.
 
         Raises:
@@ -373,7 +373,11 @@ class ProcessGroupMesh:
         """
         self._check_member()
         limit = named_timeout("mesh", axes, timeout, of="axes", known=self.axes)
-        self._family.set_timeout(limit, self.layout.block_of(self.rank, *axes) if axes else None)
+        if axes:
+            block = self.layout.block_of(self.rank, *axes)
+            self._family.set_timeout(limit, lambda ranks: ranks == block)
+        else:
+            self._family.set_timeout(limit, frozenset(self.layout.ranks()).issuperset)
 
     def adopt(self, axis: Axis, group: ProcessGroup) -> None:
         """Take a group that was made elsewhere for the one along an axis; it is never destroyed from here.
@@ -446,6 +450,7 @@ class ProcessGroupMesh:
         'intra'
         """
         self._check_member()
+        self._family.check()
         self.layout.size(*axes)
         from pgmesh.placement import place
 
@@ -561,13 +566,13 @@ class ProcessGroupMesh:
         if seen in self._parts:
             return self._parts[seen]
         layout = self.layout.at(fixed, **indices)
-        if layout not in self._parts:
+        if ("at", layout) not in self._parts:
             only_fixes = len(layout.axes) + len(fixed or ()) + len(indices) == len(self.axes)
             through_me = only_fixes and self.rank in layout
-            self._parts[layout] = self._part("at", layout, part_of=self._part_of if through_me else None)
+            self._parts["at", layout] = self._part("at", layout, part_of=self._part_of if through_me else None)
         if seen is not None:
-            self._parts[seen] = self._parts[layout]
-        return self._parts[layout]
+            self._parts[seen] = self._parts["at", layout]
+        return self._parts["at", layout]
 
     def along(self, *axes: Axis) -> ProcessGroupMesh:
         """The slice through this rank along these axes: the others fixed where it is. ``mesh[axes]`` is the same.
@@ -610,9 +615,9 @@ class ProcessGroupMesh:
         True
         """
         layout = self.layout.view(*shape, **sizes)
-        if layout not in self._parts:
-            self._parts[layout] = self._part("view", layout)
-        return self._parts[layout]
+        if ("view", layout) not in self._parts:
+            self._parts["view", layout] = self._part("view", layout)
+        return self._parts["view", layout]
 
     # -- torch's DeviceMesh -------------------------------------------------------------------------------------
 
@@ -673,17 +678,17 @@ class ProcessGroupMesh:
 def meshes() -> dict[str, ProcessGroupMesh]:
     """The living meshes of this process by name, in the order in which they were made; unnamed ones by their call.
 
-    A mesh that holds groups lives until it is closed, also when no variable holds it any more.
+    Where one call made several, all but the first have a number after it. A mesh that holds groups lives until it is
+    closed, also when no variable holds it any more.
 
     >>> import pgmesh
     >>> pgmesh.meshes()["example"].group("tp") is mesh.group("tp")
     True
     """
     found: dict[str, ProcessGroupMesh] = {}
-    for family in living():
-        mesh = object.__new__(ProcessGroupMesh)
+    for key, family in living().items():
+        found[key] = mesh = object.__new__(ProcessGroupMesh)
         mesh._set(family.layout, family, way=(), part_of=family.layout)
-        found.setdefault(family.name or family.call, mesh)
     return found
 
 

@@ -366,7 +366,7 @@ def test_messages(call: Any, error: type[Exception], text: str):
 def test_two_of_one_shape_need_names():
     with dry_world(5, 8):
         first, second = ColossalMesh(2, 2, 2), ColossalMesh(2, 2, 2)
-        with pytest.raises(NameTakenError, match=r"close the first.*\n.*name='actor'\)   # or name this one"):
+        with pytest.raises(NameTakenError, match=r"close the other.*\n.*name='actor'\)   # or name this one"):
             first.get_group_along_axis(0)
         assert ColossalMesh(2, 2, 2, name="critic").get_group_along_axis(0).size() == second.size(0) == 2
 

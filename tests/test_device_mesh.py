@@ -480,6 +480,7 @@ def adopt_where_that_does_nothing() -> None:
     check_sums(groups_of(mesh))
     dist.barrier()
     dist.destroy_process_group(theirs["tp"])
+    mesh.set_timeout(timeout=30)  # of the others
     for ask in (mesh.group, mesh.device_mesh):
         with pytest.raises(LifetimeError, match=r"(?s)was adopted at .*torch has destroyed it.*mesh\.release\('tp'\)"):
             ask("tp")

@@ -330,13 +330,43 @@ def test_two_meshes_without_a_name_that_are_alike():
     with pytest.raises(pgmesh.NameTakenError) as info:
         second.group("dp")
     close, name = str(info.value).splitlines()[2:]
-    assert close == "  pgmesh.meshes()['ProcessGroupMesh(dp=8)'].close()   # close the first, if it is done with"
+    assert close == "  pgmesh.meshes()['ProcessGroupMesh(dp=8)'].close()   # close the other, if it is done with"
+    with pytest.raises(pgmesh.NameTakenError) as info:
+        first.group("dp")
+    assert "  pgmesh.meshes()['ProcessGroupMesh(dp=8) (2)'].close()" in str(info.value)
+    assert [*pgmesh.meshes()] == ["ProcessGroupMesh(dp=8)", "ProcessGroupMesh(dp=8) (2)"]
     assert name == "  ProcessGroupMesh(dp=8, name='actor')   # or name this one"
     assert eval(name).group("dp").size() == 8
     exec(close.strip(), {"pgmesh": pgmesh})
     assert second.group("dp").size() == 8
     with pytest.raises(pgmesh.LifetimeError):
         first.group("dp")
+
+
+def test_a_mesh_may_be_named_like_the_call_of_another():
+    plain = ProcessGroupMesh(8)
+    named = ProcessGroupMesh(dp=8, name="ProcessGroupMesh(8)")
+    assert {key: mesh.axes for key, mesh in pgmesh.meshes().items()} == {
+        "ProcessGroupMesh(8) (2)": plain.axes,
+        "ProcessGroupMesh(8)": named.axes,
+    }
+
+
+def test_a_part_depends_on_how_it_was_asked_for_and_not_on_what_was_asked_before():
+    for early in (False, True):
+        mesh = ProcessGroupMesh(dp=8, tp=1, name=f"actor{early}")
+        if early:
+            mesh.at(tp=0)
+        view = mesh.view(dp=8)
+        assert repr(view).endswith(".view(dp=8)")
+        assert view.device_mesh()._get_root_mesh().mesh_dim_names == ("dp",)
+
+
+def test_a_closed_mesh_asks_for_no_hosts():
+    mesh = ProcessGroupMesh(dp=8, name="actor")
+    mesh.close()
+    with pytest.raises(pgmesh.LifetimeError, match="mesh 'actor' was closed at"):
+        mesh.locality("dp")
 
 
 def test_a_cell_of_a_notebook_may_be_run_again():

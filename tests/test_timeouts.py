@@ -153,3 +153,18 @@ def test_so_it_is_of_an_arrangement(given, right):
             f"set_timeout takes its timeout by name, after the groups.\n\n  arrangement.set_timeout({right})"
         )
         exec(str(caught.value).splitlines()[-1].strip(), {"arrangement": arrangement})
+
+
+def slices_set_their_own() -> None:
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="slices")
+    tp, dp, whole = mesh.group("tp"), mesh.group("dp"), mesh.group()
+    mesh.set_timeout(timeout=40)
+    mesh["tp"].set_timeout(timeout=50)
+    mesh.view(all=4).set_timeout("all", timeout=60)
+    assert [timeout_of(group).total_seconds() for group in (tp, dp, whole)] == [50, 40, 60]
+    mesh.view(all=4).set_timeout(timeout=70)
+    assert {timeout_of(group).total_seconds() for group in (tp, dp, whole)} == {70}
+
+
+def test_a_slice_sets_the_timeouts_of_the_groups_inside_it_alone():
+    world(4).run(slices_set_their_own)

@@ -7,9 +7,10 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -65,6 +66,82 @@ def test_the_name_of_a_world(worlds: list[tuple[bool, set[int], set[int]]], orde
                 left[process].add(names[process])
                 past[process].append(number)
                 leave_world(store, names[process])
+
+
+class Interrupted:
+    """A store that does something else before its nth operation of a kind."""
+
+    def __init__(self, store: dist.Store, operation: str, number: int, act: Callable[[], object]) -> None:
+        self.store, self.operation, self.left, self.act = store, operation, number, act
+
+    def __getattr__(self, operation: str) -> Callable[..., Any]:
+        def ask(*arguments: Any) -> Any:
+            if operation == self.operation:
+                self.left -= 1
+                assert self.left > -100, f"{operation} is asked without end"
+                if self.left == 0:
+                    self.act()
+            return getattr(self.store, operation)(*arguments)
+
+        return ask
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_rank_enters_the_next_world_as_the_last_rank_leaves_the_first(number: int):
+    """Before each look of the rank that enters, the last rank leaves."""
+    store = dist.HashStore()
+    first = enter_world(store, set())
+    assert enter_world(store, set()) == first
+    leave_world(store, first)
+    slow = Interrupted(store, "compare_set", number, lambda: leave_world(store, first))
+    second = enter_world(slow, {first})
+    assert second != first
+    assert enter_world(store, {first}) == enter_world(store, set()) == second
+
+
+def test_no_rank_sets_a_name_that_the_last_rank_to_leave_would_delete():
+    store, names = dist.HashStore(), list[str]()
+    asked, first = threading.Event(), enter_world(store, set())
+    late = threading.Thread(
+        target=lambda: names.append(enter_world(Interrupted(store, "compare_set", 2, asked.set), {first}))
+    )
+
+    def enter_meanwhile() -> None:  # the name is over, and not yet deleted
+        late.start()
+        assert asked.wait(DEADLINE.total_seconds())
+
+    assert leave_world(Interrupted(store, "delete_key", 3, enter_meanwhile), first)
+    late.join(DEADLINE.total_seconds())
+    assert names == [enter_world(store, {first})]
+
+
+def test_a_rank_that_died_as_it_deleted_the_name_of_its_world_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(heart, "LEAVING", 0.02)
+    store = dist.HashStore()
+    store.set(heart.WORLD, heart.OVER)
+    assert enter_world(store, set()) == enter_world(store, set())
+
+
+def test_ranks_that_leave_and_enter_at_once_stay_together():
+    """Rank by rank, each enters the next world as soon as it has left one."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    together, names = threading.Barrier(2), [list[str](), list[str]()]
+
+    def live(rank: int) -> None:
+        store, left = client(server.port), set[str]()
+        for _ in range(300):
+            names[rank].append(enter_world(store, left))
+            together.wait(DEADLINE.total_seconds())
+            left.add(names[rank][-1])
+            leave_world(store, names[rank][-1])
+
+    threads = [threading.Thread(target=live, args=(rank,)) for rank in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(DEADLINE.total_seconds())
+    assert names[0] == names[1]
+    assert len({*names[0]}) == 300
 
 
 def test_the_last_rank_to_leave_a_world_deletes_its_keys():
