@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, DistributedSampler
@@ -64,16 +65,25 @@ class DataParallel(Method):
         DDP takes no module without a gradient, such as a frozen stage of a pipeline: that module stays as it is.
 
         Raises:
-            MethodError: a weight is a DTensor, which DDP does not take.
+            MethodError: a weight is a DTensor, which DDP does not take, or DDP is inside the module already.
         """
-        apart = [*kept_apart(module)]
+        apart, axes = [*kept_apart(module)], ", ".join(map(repr, self.owns))
+        for each in module.modules():
+            if isinstance(each, DistributedDataParallel):  # an outer one breaks the sums of an inner one
+                raise MethodError(
+                    f"torch's DDP is in the module already, and a second one along {listed(self.reduces)} would leave "
+                    "wrong gradients. One method averages along all axes.\n\n"
+                    f"  DataParallel(mesh, {', '.join(map(repr, (*vars(each).get('pgmesh_axes', ()), *self.owns)))})"
+                )
         for name, weight in module.named_parameters():
             if isinstance(weight, DTensor) and name not in apart:
-                axes = ", ".join(map(repr, self.owns))
+                over = f", over={self.reduces!r}" * (self.reduces != self.owns) + ", uneven=True" * self.uneven
+                sharded = any(isinstance(each, FSDPModule) for each in module.modules())
                 raise MethodError(
                     f"{name} is cut already, as a DTensor, which torch's DDP does not take; fully_shard does, also "
-                    f"with weights that stay whole along {listed(self.owns)}.\n\n"
-                    f"  ShardedDataParallel(mesh, {axes}, replicate=[{axes}])"
+                    f"with weights that stay whole along {listed(self.reduces)}.\n\n"
+                    f"  ShardedDataParallel(mesh, {'..., ' * sharded}{axes}{over}, replicate={[*self.reduces]!r})"
+                    f"{'   # in place of both' * sharded}"
                 )
         if apart:
             keep_from_ddp(module, apart)
@@ -82,7 +92,7 @@ class DataParallel(Method):
             whole = DistributedDataParallel(module, process_group=group, **self.keywords)
             # After its reducer, so as to go after it. A reducer that is the last to let go of a Gloo group waits for
             # the group's threads with Python's lock in its hands, which one of them may need: both then wait for ever.
-            vars(whole)["pgmesh_group"] = group
+            vars(whole)["pgmesh_group"], vars(whole)["pgmesh_axes"] = group, self.reduces
         elif self.keywords.get("init_sync", True):
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 if name not in apart:

@@ -28,7 +28,7 @@ from pgmesh.errors import MethodError, OptionsError, PlaceError, ShapeError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.options import Timeout
-from pgmesh.parallel.apart import GONE, Elsewhere, first_names
+from pgmesh.parallel.apart import GONE, Elsewhere, first_names, kept_apart
 from pgmesh.parallel.base import Level, Method, only
 from pgmesh.parallel.even import compare, device_of, even_rows, told
 from pgmesh.parallel.exchange import receive, send
@@ -311,6 +311,13 @@ class Pipeline(nn.Module):
                 "run.\n\n"
                 f"  PipelineParallel(..., schedule='interleaved')   # with data parallelism"
             )
+        for stage, name in ((stage, name) for pair in tied for stage, name in zip((0, method.stages - 1), pair)):
+            if self._has(stage) and not self._weight(stage, name):
+                raise MethodError(
+                    f"{name}, which is tied to a weight of another stage, is not found in what a method made of stage "
+                    f"{stage}: it has {', '.join([n for n, _ in self.parts.named_parameters()][:4])}, ... A method "
+                    "keeps the names of weights, and may put 'module.' before them."
+                )
         self.even = even_rows(parts, method.mesh)
         self.schedules: dict[bool, tuple[list[Any], Any]] = {}
         """With a loss and without one: the shapes of the inputs that it was made for, and the schedule."""
@@ -390,21 +397,25 @@ class Pipeline(nn.Module):
 
     def _ready(self, inputs: tuple[torch.Tensor, ...], *target: torch.Tensor, training: bool = False) -> Any:
         """The schedule for a batch of these shapes. Ranks along the axis make it anew together, if one sees others."""
-        method, shapes, loss = self.method, [(each.shape, each.dtype) for each in inputs], bool(target)
+        method, loss, known = self.method, bool(target), self.schedules.get(bool(target), (None, None))
+        seen = [*((each.shape, each.dtype) for each in inputs), *self._precision()]
         if method.schedule == V and not training:
             raise MethodError(
                 f"schedule {V!r} always goes forward and back, as torch 2.13 has it.\n\n"
                 f"  PipelineParallel(..., schedule='zero-bubble', virtual=2)   # goes forward alone, too"
             )
-        rows, known = {len(each) for each in (*inputs, *target)}, self.schedules.get(loss, (None, None))
-        numbers = [min(rows, default=0), max(rows, default=0), shapes != known[0]]
+        rows = {len(each) for each in (*inputs, *target)}
+        uncut = len(rows) != 1 or max(rows) % method.microbatches > 0 or not max(rows)
+        numbers = [min(rows, default=0), max(rows, default=0), uncut, seen != known[0]]
         axes = method.owns
         way_out = f"together.share(rows)   # of compose(...): the same rows on each rank along {method.axis}"
         if training and self.even is not None:  # one question to all, so that all learn of it
             axes = method.mesh.along(*axes, *self.even.method.reduces).axes
             way_out = f"{way_out}\n  {self.even.way_out}"
-        everyone = told(numbers, method.mesh, axes, device_of(self), method.timeout)
-        if len(rows) > 1 or numbers[0] % method.microbatches or not rows:
+        asked = method.mesh.axes if self._meets_others() else axes
+        everyone = told(numbers, method.mesh, asked, device_of(self), method.timeout)
+        changed = any(each[3] for each in everyone)
+        if uncut:
             counts = " and ".join(map(str, sorted(rows))) or "no"
             raise ShapeError(
                 f"{counts} rows cannot be cut into {method.microbatches} equal microbatches along "
@@ -412,8 +423,12 @@ class Pipeline(nn.Module):
                 f"{method.microbatches} divides.\n\n"
                 f"  {multiples_near(max(rows, default=0), method.microbatches)} rows would do"
             )
-        compare("PipelineParallel", ["rows", "rows"], everyone, method.mesh, axes, way_out)
-        if any(changed for *_, changed in everyone):
+        along = method.mesh.ranks(*axes)
+        beside = [each for rank, each in zip(method.mesh.ranks(*asked), everyone) if rank in along]
+        compare("PipelineParallel", ["rows", "rows"], beside, method.mesh, axes, way_out)
+        if any(each[2] for each in everyone):
+            raise ShapeError(f"rows of other ranks cannot be cut into {method.microbatches} equal microbatches.")
+        if changed:
             group, handed = method.mesh.group(method.axis), self._handed_on(inputs)
             stages = [
                 PipelineStage(part, method.stage(i), method.stages, device_of(part), given, made, group=group)
@@ -421,8 +436,18 @@ class Pipeline(nn.Module):
             ]
             one = stages[0] if method.schedule in SINGLE else stages
             schedule = SCHEDULES[method.schedule](one, method.microbatches, method.loss if loss else None)
-            known = self.schedules[loss] = shapes, schedule
+            known = self.schedules[loss] = seen, schedule
         return known[1]
+
+    def _precision(self) -> list[Any]:
+        """What decides the dtypes that stages hand on, besides their inputs."""
+        kind = device_of(self).type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return [autocast, {weight.dtype for weight in self.parameters()}]
+
+    def _meets_others(self) -> bool:
+        """Whether stages communicate with other data ranks in their forward pass: then all begin it together."""
+        return any(isinstance(each, FSDPModule) for each in self.modules()) or bool(kept_apart(self))
 
     def _handed_on(self, inputs: tuple[torch.Tensor, ...]) -> list[tuple[tuple[torch.Tensor, ...], ...]]:
         """Inputs and outputs of each of this rank's stages, from a forward pass of the first microbatch.
@@ -482,8 +507,13 @@ class Pipeline(nn.Module):
             for i, part in enumerate(self.parts)
             if self.method.stage(i) == stage
             for found, weight in part.named_parameters(remove_duplicate=False)
-            if found.removeprefix("module.") == name
+            if _unwrapped(found) == _unwrapped(name)
         ]
+
+
+def _unwrapped(name: str) -> str:
+    """The name of a weight without the words that DDP and torch.compile put in."""
+    return ".".join(word for word in name.split(".") if word not in ("module", "_orig_mod"))
 
 
 def _plain(outputs: tuple[Any, ...], stage: int) -> tuple[torch.Tensor, ...]:
@@ -549,6 +579,8 @@ def _part(
     above = {id(module.get_submodule(name)) for name in (layers, *_ancestors([layers, *gone, *fresh]))}
     memo: dict[int, Any] = {id(sub): sub for sub in module.modules() if id(sub) not in above}
     memo.update((id(weight), weight) for weight in (*module.parameters(), *module.buffers()))
+    for sub in (sub for sub in module.modules() if id(sub) in above):  # what else it holds is shared: groups, Seeds
+        memo.update((id(what), what) for name, what in vars(sub).items() if not name.startswith("_"))
     for sub in (sub for name in fresh for sub in module.get_submodule(name).modules()):
         for known in (sub, *sub.parameters(recurse=False), *sub.buffers(recurse=False)):
             memo.pop(id(known), None)

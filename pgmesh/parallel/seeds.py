@@ -64,10 +64,11 @@ class Seeds:
     SHA-256 of the stream's seed and the number of the entry, and put back afterwards. What is drawn outside is what
     would have been drawn without it; only ``torch.initial_seed()`` is another. CUDA is untested.
 
-    Ranks agree where they enter a stream equally often, however their own generators are seeded and whatever they draw
-    elsewhere. An entry is repeated where torch's CPU generator is put back to where the entry began, or seeded so
-    again. So a function under torch's activation checkpointing, of either kind, draws the same when it is computed
-    again, unless it is given ``preserve_rng_state=False``. An entry that an error ends is repeated too.
+    Ranks agree if they enter a stream equally often, whatever they draw elsewhere. Restoring torch's CPU generator to
+    its state at an earlier entry, or seeding it to that state, repeats that entry. So a function under torch's
+    activation checkpointing, of either kind, draws the same when it is computed again, unless it is given
+    ``preserve_rng_state=False``. A rank that seeds its generator alike before each entry repeats its first entry, and
+    no longer agrees with ranks that do not. An entry that an error ends is repeated too.
 
     Args:
         mesh: whose axes.
