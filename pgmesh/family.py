@@ -35,7 +35,7 @@ from pgmesh.heart import Heart
 from pgmesh.options import GroupOptions
 from pgmesh.polling import PollingStore, once
 from pgmesh.rendezvous import Card, Delete, End, Generations, Meeting, Read, Step, Steps, agree, introduce
-from pgmesh.sizes import progression, some
+from pgmesh.sizes import calls_in_lines, progression, some
 
 if TYPE_CHECKING:
     from pgmesh.layout import Axis, Layout
@@ -543,12 +543,12 @@ class Family:
                 if (key.ranks, key.tag) == (ranks, tag) and (len(ranks) > 1 or kept_by in self._alone):
                     raise OptionsError(
                         f"{made.words} was made at {made.line}, so it is too late to configure it.\n\n"
-                        f"  {_call('configure', axes, '...')}   # before the first {_call('group', axes)}\n"
-                        f"  {_call('release', axes)}   # or let go of it first"
+                        f"{calls_in_lines(_instead_of_configuring(axes, tag, given))}"
                     )
             kept = {name: value for name, value in before.keywords().items() if value is not None}
             if by != spelling and any(after.keywords()[name] != value for name, value in kept.items()):
-                apart = _call("configure", axes, "tag='...'", "...")
+                words = [f"{name}={value!r}" for name, value in given.given.items()]
+                apart = f"mesh.{_call('configure', axes, 'tag=' + repr(spelling), *words)}"
                 raise OptionsError(
                     f"{spelling} and {by} are the same ranks here ({some(ranks)}), and so one group, but {by} was "
                     f"configured with {before} at {line}, and {spelling} now with {given}.\n\n"
@@ -556,13 +556,15 @@ class Family:
                 )
             self._configured[kept_by] = (after, by, caller())
 
-    def set_timeout(self, timeout: timedelta, chosen: Callable[[tuple[int, ...]], bool]) -> None:
-        """Change how long collectives may wait: of the groups that were made whose ranks are chosen."""
+    def set_timeout(self, timeout: timedelta, chosen: Callable[[tuple[int, ...]], bool]) -> int:
+        """Change how long collectives may wait: of the groups that were made whose ranks are chosen; how many."""
         self.check()
         with self.lock:
-            for key, made in self._cache.items():
-                if chosen(key.ranks) and groups.is_known(made.group):  # torch may have destroyed an adopted one
+            found = [made for key, made in self._cache.items() if chosen(key.ranks)]
+            for made in found:
+                if groups.is_known(made.group):  # torch may have destroyed an adopted one
                     groups.set_timeout(made, timeout)
+        return len(found)
 
     # -- ending -------------------------------------------------------------------------------------------------
 
@@ -713,7 +715,7 @@ class Family:
         """Take a group made elsewhere for the one along these axes. It is never destroyed from here."""
         self.check()
         words = f"group {', '.join(map(str, axes))} of {self.words}"
-        if not groups.is_known(group):
+        if not (isinstance(group, dist.ProcessGroup) and groups.is_known(group)):
             raise PlaceError(f"{words}: what is adopted is a process group that torch knows, not {group!r}.")
         block, members = layout.block_of(self.rank, *axes), tuple(dist.get_process_group_ranks(group))
         if members != block:
@@ -739,6 +741,17 @@ class Family:
                 self._cache[key] = groups.Made(group, words, caller(), by="others", ranks=block)
             if len(block) == 1:
                 self._alone.add(kept_by)
+
+
+def _instead_of_configuring(axes: tuple[Axis, ...], tag: str, given: GroupOptions) -> list[tuple[str, str]]:
+    """Calls for options that come after the group was made."""
+    ways, tagged = [], [f"tag={tag!r}"] * bool(tag)
+    if [*given.given] == ["timeout"] and not tag:
+        timeout = f"timeout={given.given['timeout']:g}"
+        ways.append((f"mesh.{_call('set_timeout', axes, timeout)}", "on every member: the group stays"))
+    options = [f"{name}={value!r}" for name, value in given.given.items()]
+    again = f"mesh.{_call('release', axes)}; mesh.{_call('configure', axes, *tagged, *options)}"
+    return [*ways, (again, f"{'or ' * bool(ways)}on every member: the next one is made so")]
 
 
 def _check_honoured(options: GroupOptions, words: str) -> None:

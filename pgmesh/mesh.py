@@ -364,7 +364,7 @@ class ProcessGroupMesh:
 
         Raises:
             MembershipError: this rank is not in the mesh.
-            OptionsError: no timeout, or one that is not more than 0.
+            OptionsError: no timeout, one that is not more than 0, or no group along these axes was made yet.
 
         >>> group = mesh.group("tp")
         >>> mesh.set_timeout("tp", timeout=120)
@@ -375,12 +375,21 @@ class ProcessGroupMesh:
         limit = named_timeout("mesh", axes, timeout, of="axes", known=self.axes)
         if axes:
             block = self.layout.block_of(self.rank, *axes)
-            self._family.set_timeout(limit, lambda ranks: ranks == block)
+            if not self._family.set_timeout(limit, lambda ranks: ranks == block):
+                words = ", ".join([*map(repr, axes), f"timeout={limit.total_seconds():g}"])
+                raise OptionsError(
+                    f"this rank has no group along {', '.join(map(str, axes))} yet, whose timeout could be changed.\n\n"
+                    f"  mesh.configure({words})   # on every member: the group is made so"
+                )
         else:
             self._family.set_timeout(limit, frozenset(self.layout.ranks()).issuperset)
 
     def adopt(self, axis: Axis, group: ProcessGroup) -> None:
         """Take a group that was made elsewhere for the one along an axis; it is never destroyed from here.
+
+        Args:
+            axis: which.
+            group: a process group of torch, of the ranks of this rank's block, in the order of the mesh.
 
         Raises:
             LifetimeError: another group was made or adopted there.
@@ -389,6 +398,8 @@ class ProcessGroupMesh:
             PlaceError: the group's ranks are not those of this rank's block.
         """
         self._check_member()
+        if hasattr(axis, "group_name"):
+            raise PlaceError(f"adopt takes an axis and then a group.\n\n  mesh.adopt({group!r}, group)")
         self._family.adopt(self.layout, (axis,), group)
 
     def connect(

@@ -83,6 +83,17 @@ def test_axes_that_are_one_argument(mesh, verb, several):
             "at takes indices by axis, such as at({0: 1}) or at(pp=1), not [0].",
         ),
         (
+            lambda mesh: mesh.adopt(mesh.group("dp", tag="other"), "dp"),
+            pgmesh.PlaceError,
+            "adopt takes an axis and then a group.\n\n  mesh.adopt('dp', group)",
+        ),
+        (
+            lambda mesh: mesh.adopt("dp", [1, 3]),
+            pgmesh.PlaceError,
+            "group dp of ProcessGroupMesh(pp=2, dp=2, tp=2): what is adopted is a process group that torch knows, "
+            "not [1, 3].",
+        ),
+        (
             lambda mesh: mesh.adopt("dp", 3),
             pgmesh.PlaceError,
             "group dp of ProcessGroupMesh(pp=2, dp=2, tp=2): what is adopted is a process group that torch knows, "
@@ -260,14 +271,22 @@ def test_a_backend_that_is_not_there(mesh):
 def test_configuring_too_late(mesh):
     mesh.group("dp")
     with pytest.raises(pgmesh.OptionsError) as info:
-        mesh.configure("dp", timeout=timedelta(days=1))
+        mesh.configure("dp", timeout=timedelta(hours=1))
     first, _, *calls = str(info.value).splitlines()
     assert first.startswith("group dp of ProcessGroupMesh(pp=2, dp=2, tp=2) was made at test_mesh_messages.py:")
     assert first.endswith(", so it is too late to configure it.")
     assert calls == [
-        "  configure('dp', ...)   # before the first group('dp')",
-        "  release('dp')   # or let go of it first",
+        "  mesh.set_timeout('dp', timeout=3600)                       # on every member: the group stays",
+        "  mesh.release('dp'); mesh.configure('dp', timeout=3600.0)   # or on every member: the next one is made so",
     ]
+    for call in calls:
+        exec(call.strip(), {"mesh": mesh})
+    mesh.group("dp", tag="own")
+    with pytest.raises(pgmesh.OptionsError) as info:
+        mesh.configure("dp", tag="own", backend="gloo", timeout=5)
+    (call,) = str(info.value).splitlines()[2:]
+    assert "; mesh.configure('dp', tag='own', backend='gloo', timeout=5.0)   # on every member" in call
+    exec(call.strip(), {"mesh": mesh})
 
 
 def test_one_group_under_two_spellings_and_two_minds():
@@ -277,9 +296,9 @@ def test_one_group_under_two_spellings_and_two_minds():
         mesh.configure("dp", "cp", timeout=timedelta(minutes=2))
     text = str(info.value)
     assert text.startswith("dp, cp and dp are the same ranks here (0, 1, 2, 3, 4, 5, 6, 7), and so one group, but dp")
-    assert text.endswith(
-        "configure('dp', 'cp', tag='...', ...)   # a communicator of its own; else the same options for both"
-    )
+    call = "  mesh.configure('dp', 'cp', tag='dp, cp', timeout=120.0)"
+    assert text.endswith(f"{call}   # a communicator of its own; else the same options for both")
+    exec(call.strip(), {"mesh": mesh})
     mesh.configure("dp", "cp", timeout=timedelta(minutes=1))
     mesh.configure("dp", "cp", timeout=timedelta(minutes=2), tag="own")
 

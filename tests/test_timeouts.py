@@ -128,6 +128,8 @@ def test_launchers_take_seconds():
     ],
 )
 def test_a_timeout_among_the_axes_is_answered_with_the_right_call(mesh, given, right):
+    for axes in (("tp",), ("dp", "tp"), mesh.axes[:1]):
+        mesh.group(*axes)
     with pytest.raises(OptionsError) as caught:
         mesh.set_timeout(*given)
     says, nothing, call = str(caught.value).splitlines()
@@ -147,12 +149,26 @@ def test_a_timeout_among_the_axes_is_answered_with_the_right_call(mesh, given, r
 def test_so_it_is_of_an_arrangement(given, right):
     with dry_world(5, 8):
         arrangement = recipes.fairscale(8, tp=2, name="f")
+        for name in ("tensor", "data"):
+            arrangement[name].group()
         with pytest.raises(OptionsError) as caught:
             arrangement.set_timeout(*given)
         assert str(caught.value) == (
             f"set_timeout takes its timeout by name, after the groups.\n\n  arrangement.set_timeout({right})"
         )
         exec(str(caught.value).splitlines()[-1].strip(), {"arrangement": arrangement})
+
+
+def test_there_is_no_timeout_to_change_before_a_group_is_made(mesh):
+    with pytest.raises(OptionsError) as caught:
+        mesh.set_timeout("tp", timeout=7)
+    says, nothing, call = str(caught.value).splitlines()
+    assert says == "this rank has no group along tp yet, whose timeout could be changed."
+    assert (nothing, call) == ("", "  mesh.configure('tp', timeout=7)   # on every member: the group is made so")
+    exec(call.strip(), {"mesh": mesh})
+    mesh.group("tp")
+    mesh.set_timeout("tp", timeout=8)
+    mesh.set_timeout(timeout=9)
 
 
 def slices_set_their_own() -> None:
