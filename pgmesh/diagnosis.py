@@ -139,7 +139,7 @@ def torch_and_seam(load: Callable[[str], Any]) -> Iterator[Finding]:
 def host(seconds: float, found: Found | None) -> Iterator[Finding]:
     """What this host's name means."""
     name = socket.gethostname()
-    answer = _in_time(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM), seconds)
+    answer = in_time(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM), seconds)
     if isinstance(answer, Exception):
         says = f"this host calls itself {name}, which is no address: {_words(answer)}"
         yield Finding("warn", "host", says, f"add {name} to /etc/hosts, or set GLOO_SOCKET_IFNAME")
@@ -259,13 +259,13 @@ def _is_hosted(environ: Mapping[str, str]) -> bool:
 def _look(environ: Mapping[str, str], found: Found, seconds: float) -> tuple[Finding, bool]:
     """What is found of the store, and whether it will stay so."""
     address, port = found.end_point()
-    answer = _in_time(lambda: socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM), seconds)
+    answer = in_time(lambda: socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM), seconds)
     if isinstance(answer, Exception):
         return Finding("bad", "store", f"the name {address} cannot be resolved: {_words(answer)}", RIGHT_ADDRESS), False
     if hosts_store(environ, found):
         return _hosting(address, port, answer), True
     where = f"{address}:{port}"
-    answer = _in_time(lambda: _connect(address, port, seconds), seconds)
+    answer = in_time(lambda: _connect(address, port, seconds), seconds)
     if not isinstance(answer, Exception):
         return Finding("ok", "store", f"somebody listens at {where}"), True
     if isinstance(answer, ConnectionRefusedError) and not _is_hosted(environ):
@@ -330,7 +330,7 @@ def _words(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
-def _in_time(ask: Callable[[], Any], seconds: float) -> Any:
+def in_time(ask: Callable[[], Any], seconds: float) -> Any:
     """The answer, or the error; a TimeoutError where there is none in time. A resolver has no deadline of its own."""
     answers: list[Any] = []
 

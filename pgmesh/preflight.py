@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import groups, launch, measured
-from pgmesh.diagnosis import hosts_store, wait_for_store
+from pgmesh.diagnosis import hosts_store, in_time, wait_for_store
 from pgmesh.errors import LaunchError, MissingRanksError, PgmeshError, WorldError
 from pgmesh.launchers import believe
 from pgmesh.layout import Axis
@@ -63,7 +63,19 @@ def join(backend: str | None, seconds: float) -> None:
             except dist.DistError as error:
                 raise LaunchError(f"{who}: {error}") from error
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # else torch's rank 0 waits, and names nobody
-    launch.join(backend, timeout=timeout)
+        else:
+            answer = in_time(lambda: dist.TCPStore(host, port, timeout=timeout, wait_for_workers=False), seconds)
+            if isinstance(answer, Exception):  # torch's own join would wait for it without end
+                raise LaunchError(
+                    f"{who}: something listens at {host}:{port}, and does not answer as torch's store does: "
+                    f"{str(answer).splitlines()[0]}\n\n  export MASTER_PORT=<the port of rank 0's store>"
+                )
+    try:
+        launch.join(backend, timeout=timeout)
+    except RuntimeError as error:
+        if isinstance(error, PgmeshError):
+            raise
+        raise LaunchError(f"this rank cannot join: {str(error).splitlines()[0]}") from error
 
 
 class Preflight:

@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pgmesh import ProcessGroupMesh, diagnosis, heart, placement, preflight
+from pgmesh import ProcessGroupMesh, diagnosis, heart, launch, placement, preflight
 from pgmesh.__main__ import main
 from pgmesh.commands import check
 from pgmesh.launchers import believe
@@ -291,6 +291,27 @@ def test_rank_0_whose_port_is_taken_fails_at_once_as_doctor_tells_it(monkeypatch
         (finding,) = diagnosis.store(os.environ, believe(os.environ), 1.0)
     assert finding.says.startswith(f"port {port} is taken on this host")
     assert said == f"pgmesh check failed: LaunchError: rank 0 of 4 cannot join: {finding.says}\n\n  {finding.mend}\n"
+
+
+def test_what_listens_and_is_no_store_is_told_in_time(monkeypatch):
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as ear:
+        port = ear.getsockname()[1]
+        start = time.monotonic()
+        said = alone(monkeypatch, "dp=4 --timeout 1", RANK=1, MASTER_PORT=port)
+        assert time.monotonic() - start < 10
+    assert said.startswith(
+        f"pgmesh check failed: LaunchError: rank 1 of 4 cannot join: something listens at 127.0.0.1:{port}, and does "
+        "not answer as torch's store does: "
+    )
+    assert said.endswith("\n\n  export MASTER_PORT=<the port of rank 0's store>\n")
+
+
+def test_an_interface_that_gloo_cannot_find_is_an_error_of_the_check(monkeypatch):
+    with launch.StoreProcess() as store:
+        environ = {"TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "eth99", "WORLD_SIZE": 1, "LOCAL_RANK": 0}
+        said = alone(monkeypatch, "dp=1 --timeout 5", RANK=0, MASTER_PORT=store.port, **environ)
+    assert said.startswith("pgmesh check failed: LaunchError: this rank cannot join: ")
+    assert "eth99" in said
 
 
 def of_version(line: str, package: str, version: str) -> Answer:
