@@ -237,6 +237,11 @@ def test_ranks_that_are_named_twice(mesh):
             "min_ctas, net_name, nvls_ctas, split_share, traffic_class.",
         ),
         (
+            {"nccl": {1: 2, "a": 3}},
+            "NCCL has no setting 1, a; it has blocking, cga_cluster_size, collnet_enable, cta_policy, max_ctas, "
+            "min_ctas, net_name, nvls_ctas, split_share, traffic_class.",
+        ),
+        (
             {"backend": "gloo", "high_priority": True},
             "group dp of ProcessGroupMesh(pp=2, dp=2, tp=2): backend gloo cannot honour high_priority=True; NCCL "
             "alone can.",
