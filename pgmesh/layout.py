@@ -472,6 +472,8 @@ class Layout:
         >>> layout.at(pp=0).spell("ProcessGroupMesh", world=8)
         'ProcessGroupMesh(dp=2, tp=2, ranks=range(4))'
         """
+        if not self._axes:  # of one rank, every axis fixed
+            return f"{self.view(1).spell(who, world=world, **more)}.at({{0: 0}})"
         box = dict(zip(self._axes, self.shape))
         ranks = self._straight()
         if ranks == range(len(self) if world is None else world):
@@ -619,7 +621,8 @@ class Layout:
         return spell("mesh ", dict(zip(self._axes, self.shape)))
 
 
-hints.answer(Layout, hints.LAYOUT)
+hints.answer(Seen, "seen", {**{name: f"seen.layout.{name}" for name in hints.public(Layout)}, **hints.SEEN})
+hints.answer(Layout, "layout", hints.LAYOUT)
 
 
 class Partition(Sequence[tuple[int, ...]]):

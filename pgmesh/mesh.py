@@ -713,7 +713,8 @@ def _plain(indices: Mapping[str, Keep]) -> tuple[object, ...] | None:
 
 _PLAIN = frozenset({int, type(None)})
 
-hints.answer(ProcessGroupMesh, {**{name: f"mesh.layout.{name}" for name in hints.public(Layout)}, **hints.MESH})
+_OF_LAYOUT = {name: f"mesh.layout.{name}" for name in hints.public(Layout)}
+hints.answer(ProcessGroupMesh, "mesh", {**_OF_LAYOUT, **hints.MESH})
 
 
 def _tag(tag: object) -> str:

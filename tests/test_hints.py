@@ -88,6 +88,49 @@ def test_numbered_axes_and_slices():
     assert hint_of(BOX.seen_by(5), "group") == "ProcessGroupMesh(pp=2, dp=2, tp=2).group('tp')"
 
 
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("neighbour", "seen.neighbor('tp')"),
+        ("get_coordinate", "seen.coord"),
+        ("get_local_rank", "seen.index('tp')"),
+        ("get_rank", "seen.rank"),
+        ("world_size", "seen.size()"),
+        ("get_process_group_ranks", "seen.ranks('tp')"),
+        ("mesh_dim_names", "seen.axes"),
+        ("_unflatten", "seen.view(pp=2, dp=2, tp=2)"),
+        ("coord_of", "seen.layout.coord_of"),
+        ("group", "ProcessGroupMesh(pp=2, dp=2, tp=2).group('tp')"),
+    ],
+)
+def test_of_a_layout_as_a_rank_sees_it(name, call):
+    assert hint_of(BOX.seen_by(3), name) == call
+
+
+@pytest.mark.parametrize("name", hints.SEEN)
+def test_each_call_of_a_layout_as_a_rank_sees_it_runs(mesh, name):
+    call = hint_of(BOX.seen_by(3), name)
+    mesh.close()
+    eval(call, {"seen": BOX.seen_by(3), "ProcessGroupMesh": ProcessGroupMesh, "torch": __import__("torch")})
+
+
+def test_a_hint_of_many_ranks_is_short():
+    ranks = (*range(100_000, 200_000), *range(1, 100_000, 2), *range(0, 100_000, 2))
+    scattered = tuple(sorted(ranks, key=lambda rank: rank * 77_773 % 200_000))
+    for of in (Layout(dp=-1, ranks=scattered), Layout(dp=-1, ranks=scattered).seen_by(3)):
+        with pytest.raises(AttributeError) as caught:
+            _ = of.group
+        assert len(str(caught.value)) < 600
+        assert "ranks=layout.ranks()).group('dp')" in str(caught.value).replace("seen.", "layout.")
+
+
+def test_a_local_rank_is_not_said_to_be_an_index(mesh):
+    for of in (mesh, BOX, BOX.seen_by(0)):
+        with pytest.raises(AttributeError) as caught:
+            _ = of.local_rank
+        assert str(caught.value) == f"{type(of).__name__!r} object has no attribute 'local_rank'"
+
+
 def test_other_names_are_as_python_says(mesh):
     for of in (mesh, BOX, BOX.seen_by(0)):
         with pytest.raises(AttributeError) as caught:
@@ -96,6 +139,7 @@ def test_other_names_are_as_python_says(mesh):
         assert (caught.value.name, caught.value.obj) == ("nothing", of)
     assert not {*hints.MESH} & {*dir(mesh)}
     assert not {*hints.LAYOUT} & {*dir(BOX)}
+    assert not {*hints.SEEN} & {*dir(BOX.seen_by(0))}
 
 
 @pytest.mark.parametrize(
