@@ -57,7 +57,7 @@ ProcessGroupMesh(dp=2, tp=2) holds 4 ranks, but the world has 8.
 @pytest.mark.parametrize("several", [["dp", "tp"], ("dp", "tp")], ids=["list", "tuple"])
 def test_axes_that_are_one_argument(mesh, verb, several):
     kind = type(several).__name__
-    with says(pgmesh.AxisError, f"axes are arguments of their own: 'dp', 'tp' in place of the {kind} {several!r}."):
+    with says(pgmesh.AxisError, f"axes are separate arguments, not a {kind} {several!r}.\n\n  mesh.group('dp', 'tp')"):
         getattr(mesh, verb)(several)
 
 

@@ -85,7 +85,7 @@ def test_it_is_a_value():
     assert eval(repr(seen)) == seen == pickle.loads(pickle.dumps(seen)) == copy.deepcopy(seen)
     outside = seen.at(pp=0)
     assert repr(outside) == "Seen(Layout(dp=2, tp=2), 5)"
-    assert eval(repr(outside)) == outside
+    assert eval(repr(outside), {"Layout": Layout, "Seen": Seen}) == outside
     assert seen != BOX.seen_by(4)
     assert hash(seen) == hash(BOX.seen_by(5))
 
