@@ -278,7 +278,7 @@ def _not_axes(
     about_groups = bool(options) or "tag" in sizes
     box = _good_sizes(who, _meant_sizes(shape, sizes), count)
     ways = [spell(who, box, **more)] if box else []
-    if about_groups and who == "Layout":
+    if about_groups and who in ("Layout", "plan"):
         says += " A layout has no groups."
     elif about_groups and box:
         mesh, first = "part" if who == "view" else "mesh", next(iter(box))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
@@ -151,8 +152,17 @@ def test_other_names_are_as_python_says(mesh):
         (lambda: plan("8 8"), "plan(Layout(8, 8))"),
         (lambda: plan(dp=8), "plan(Layout(dp=8))"),
         (lambda: plan(dp=8, tp=8, nodes="8x8"), "plan(Layout(dp=8, tp=8), nodes='8x8')"),
-        (lambda: plan(dp=-1, tp=8, nodes="8x8"), "plan(Layout(dp=-1, tp=8, ranks=range(64)), nodes='8x8')"),
-        (lambda: plan(dp=-1, tp=8), "plan(Layout(dp=-1, tp=8, ranks=range(8)))"),
+        (lambda: plan(dp=-1, tp=8, nodes="8x8"), "plan({'dp': -1, 'tp': 8}, nodes='8x8')"),
+        (lambda: plan(dp=-1, tp=8), "plan({'dp': -1, 'tp': 8}, nodes='1x16')"),
+        (lambda: plan(dp=2, tp=4, ranks=range(8)), "plan(Layout(dp=2, tp=4, ranks=range(8)))"),
+        (
+            lambda: plan(dp=2, tp=4, ranks=[3, 1, 2, 0, 7, 6, 5, 4]),
+            "plan(Layout(dp=2, tp=4, ranks=(3, 1, 2, 0, 7, 6, 5, 4)))",
+        ),
+        (
+            lambda: plan(dp=2, tp=4, families=(("dp", "tp") for _ in "1")),
+            "plan(Layout(dp=2, tp=4), families=[('dp', 'tp')])",
+        ),
         (lambda: plan({"dp": 8}, tp=8), "plan(Layout(dp=8, tp=8))"),
         (lambda: plan(8, 8), "plan(Layout(8, 8))"),
         (lambda: plan(8), "plan(Layout(8))"),
@@ -167,6 +177,33 @@ def test_sizes_given_to_plan(call, right):
         call()
     assert str(caught.value) == f"plan is given a Layout, a mesh or a mapping of sizes.\n\n  {right}"
     eval(right, {"plan": plan, "Layout": Layout})
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: plan(dp=True), "plan: the size of axis dp is a whole number, not True."),
+        (lambda: plan(dp=0), "plan: the size of axis dp is 0; a size is at least 1, or -1 for what is left."),
+        (
+            lambda: plan(dp=-1, tp=-1),
+            "plan({'dp': -1, 'tp': -1}): at most one size is -1, what is left; here are dp, tp.",
+        ),
+        (
+            lambda: plan({"dp": 8}, nodes="2x4", views=[("a", {"ep": 8})]),
+            "plan: views is a mapping of sizes by name, such as {'moe': {'edp': -1, 'ep': 8}}, not [('a', {'ep': 8})].",
+        ),
+    ],
+)
+def test_sizes_and_views_that_plan_does_not_take(call, text):
+    with pytest.raises(ShapeError) as caught:
+        call()
+    assert str(caught.value) == text
+
+
+def test_hosts_in_an_array():
+    assert plan(Layout(8), nodes=np.array([4, 4])) == plan(Layout(8), nodes="2x4")
+    with pytest.raises(ShapeError, match=r"\n  plan\(Layout\(1, 4, 2\), nodes=\[4, 4\]\) "):
+        plan(Layout(2, 4, 2), nodes=np.array([4, 4]))
 
 
 def test_other_arguments_that_plan_does_not_have_are_as_python_says():

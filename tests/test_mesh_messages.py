@@ -411,3 +411,11 @@ def test_errors_are_what_people_catch():
         for builtin in builtins if isinstance(builtins, tuple) else (builtins,):
             assert issubclass(error, builtin)
         assert error.__module__ == "pgmesh"
+
+
+def test_a_group_of_a_part_without_axes_is_named_by_its_rank(mesh):
+    part = mesh.at(pp=1, dp=0, tp=1)
+    part.group()
+    assert "group of rank 5 of ProcessGroupMesh(pp=2, dp=2, tp=2): ranks 5; made, made at" in str(part.report())
+    with pytest.raises(pgmesh.OptionsError, match=r"^group of rank 5 of ProcessGroupMesh"):
+        part.configure(timeout=9)
