@@ -41,7 +41,8 @@ class GroupOptions:
 
     Args:
         backend: "nccl", "gloo", "cpu:gloo,cuda:nccl", ...: any that torch.distributed knows.
-        timeout: how long a collective may wait for its members: a timedelta or a number of seconds.
+        timeout: how long a collective may wait for its members: a timedelta or a number of seconds, at most 36,500
+            days.
         high_priority: NCCL alone: run on a high-priority stream.
         nccl: NCCL alone: settings of its communicator, such as ``{"max_ctas": 8}``.
         description: words for profiles and flight records in place of the axes. It makes no difference between

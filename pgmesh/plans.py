@@ -1,4 +1,4 @@
-"""What an arrangement would be like before it runs: its groups, where they lie on the hosts, what they would cost.
+"""Predict the groups of an arrangement, their hosts and their costs, without processes.
 
 >>> print(plan(layout, nodes="2x4"))
 8 ranks: pp=2 dp=2 tp=2 on 2 hosts of 4
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from pgmesh.mesh import ProcessGroupMesh
 
 SHORT = 8
-"""How many ranks of a sample group are listed; of a longer one, the first and the last."""
+"""Number of ranks listed of a sample group. Of a larger one, the first ranks and the last."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class FamilyPlan:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing to know about an arrangement, in a sentence."""
+    """One fact about an arrangement, in a sentence."""
 
     says: str
     bad: bool
@@ -88,7 +88,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Plan:
-    """What ``plan`` finds out. It prints, compares with ==, stands beside others, and turns to JSON.
+    """The result of ``plan``. It can be printed, compared with ==, shown beside others, and turned into JSON.
 
     >>> ours = plan(layout, nodes="2x4")
     >>> ours == plan(layout, nodes="2x4"), ours["tp"].groups, ours["pp"].spreads[0].high
@@ -137,7 +137,7 @@ class Plan:
         return ink.plain(wording.comparison([self, *others]))
 
     def data(self) -> dict[str, Any]:
-        """Everything in it, as JSON knows things."""
+        """All of it, as data that JSON can hold."""
         return {
             "format": 1,
             "ranks": len(self.layout),
@@ -218,7 +218,7 @@ def plan(
     families: Iterable[Sequence[Axis]] = (),
     **sizes: Any,
 ) -> Plan:
-    """What an arrangement would be like, at once and without processes.
+    """Predict the groups of an arrangement, their hosts and their costs, without processes.
 
     The ranks of a whole layout, 0 and those that follow, fill the hosts. A mesh, a slice and a layout of other ranks
     may leave places to others.
@@ -391,7 +391,7 @@ def _check_fit(layout: Layout, machine: Machine, more: Mapping[str, object], vie
 
 
 def _holds(layout: Layout, views: Mapping[str, Sizes]) -> bool:
-    """Whether a layout can be read in all of these views."""
+    """Whether a layout can be read with all of these views."""
     try:
         return all(layout.view(sizes) for sizes in views.values())
     except ShapeError:
@@ -404,7 +404,7 @@ def _call(layout: str, more: Mapping[str, object]) -> str:
 
 
 def _filled(host: Level, count: int) -> Level:
-    """As many of these hosts as so many ranks fill, and more of the last kind where they are too few."""
+    """The hosts that ``count`` ranks fill; the last kind is repeated if there are too few."""
     runs: list[tuple[int, int]] = []
     for n, size in (*host.runs[:-1], (count, host.runs[-1][1])):
         whole = min(n, count // size)
@@ -438,7 +438,7 @@ def _family(
 
 
 def _strides(layout: Layout, axes: tuple[Axis, ...]) -> tuple[int, ...]:
-    """The fewest strides that lead over a group: where one axis goes on evenly in the next, they are one."""
+    """The fewest strides of a group: axes that continue one another evenly are fused."""
     strides = [(layout.size(axis), stride) for axis, stride in zip(layout.axes, layout.strides) if axis in axes]
     fused: list[tuple[int, int]] = []
     for size, stride in strides:
@@ -464,7 +464,7 @@ def _sample(layout: Layout, axes: tuple[Axis, ...]) -> tuple[int, ...]:
 
 
 def _what(layout: Layout, axes: tuple[Axis, ...], family: FamilyPlan) -> object:
-    """What tells a family's groups from others': all of them, or the arithmetic that leads to them."""
+    """A value that is equal for families with the same groups: the groups, or the arithmetic that leads to them."""
     along, others = split(layout, axes)
     if along is not None and others is not None:
         return (family.sample[0], family.size, family.strides, len(layout), _strides(layout, layout.axes))
@@ -479,7 +479,7 @@ def _what(layout: Layout, axes: tuple[Axis, ...], family: FamilyPlan) -> object:
 def _findings(
     layout: Layout, families: list[FamilyPlan], machine: Machine, views: tuple[tuple[str, Layout], ...]
 ) -> list[Finding]:
-    """What is bad about where the groups lie, heaviest first, and what would mend it."""
+    """Problems of the placement of groups, most traffic first, each with its cure."""
     if not machine:
         ranks = largest_divisor(layout.size(), 8)
         hosts = f"--nodes {layout.size() // ranks}x{ranks}"
@@ -507,7 +507,7 @@ def _findings(
 
 
 def _finding(family: FamilyPlan, number: int, layout: Layout, machine: Machine, heavier: int) -> Finding:
-    """What to say of a family that talks much and leaves its host, where ``heavier`` ranks talk more."""
+    """The finding for a family that leaves its host. ``heavier``: the product of the sizes with more traffic."""
     fence, lie, size = machine[number], family.spreads[number], family.size
     says = f"{family.name} spans {wording.units(lie.low, lie.high, fence.name)}: {_hops(lie, size, fence)}."
     if lie.intra:

@@ -308,8 +308,10 @@ def _meant_sizes(shape: Sequence[Any], sizes: Mapping[str, Any]) -> Any:
     names = [sizes[word] for word in _NAMES if word in sizes]
     if len(given) != 1 or not names or isinstance(given[0], Mapping):
         return given[0] if len(given) == 1 else None
-    fit = all(isinstance(each, (tuple, list)) for each in (*names, *given)) and len(names[0]) == len(given[0])
-    return dict(zip(names[0], given[0])) if fit and len({*map(str, names[0])}) == len(names[0]) else None
+    if not all(isinstance(each, (tuple, list)) for each in (*names, *given)):
+        return None
+    words = [name for name in names[0] if isinstance(name, str)]
+    return dict(zip(words, given[0])) if len({*words}) == len(names[0]) == len(given[0]) else None
 
 
 def _good_sizes(who: str, given: Any, count: int | None) -> dict[str | int, int]:

@@ -469,6 +469,11 @@ def test_a_suggested_call_runs(world, call, text):
             "mesh_dim_names is no axis; it stands for the axes.",
         ),
         (
+            lambda: ProcessGroupMesh(mesh_shape=(2, 4), mesh_dim_names=(["dp"], ["tp"])),
+            "ProcessGroupMesh: mesh_shape is no axis; it stands for all sizes. "
+            "mesh_dim_names is no axis; it stands for the axes.",
+        ),
+        (
             lambda: ProcessGroupMesh(mesh_shape=(2, 4), mesh_dim_names=("dp", "dp")),
             "ProcessGroupMesh: mesh_shape is no axis; it stands for all sizes. "
             "mesh_dim_names is no axis; it stands for the axes.",
