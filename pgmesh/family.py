@@ -35,7 +35,7 @@ from pgmesh.heart import Heart
 from pgmesh.options import GroupOptions
 from pgmesh.polling import PollingStore, once
 from pgmesh.rendezvous import Card, Delete, End, Generations, Meeting, Read, Step, Steps, agree, introduce
-from pgmesh.sizes import progression, ranks_in_words, some
+from pgmesh.sizes import progression, some
 
 if TYPE_CHECKING:
     from pgmesh.layout import Axis, Layout
@@ -296,7 +296,7 @@ class Family:
                     words = f"group of {description} of {self.words}"
                 else:
                     description = layout.describe(self.rank, *axes) + tagged
-                    along = ", ".join(map(str, axes or layout.axes)) or f"of {ranks_in_words(ranks)}"
+                    along = ", ".join(map(str, axes or layout.axes)) or f"of rank {ranks[0]}"
                     words = f"group {along}{tagged} of {self.words}"
                 if options is not self._registry.options:
                     _check_honoured(options, words)
