@@ -29,7 +29,7 @@ _GROUPS = {
     "get_group": "{made}.group({axis})",
     "group_of": "{made}.group_of({it}.ranks())",
     "configure": "{made}.configure({axis}, timeout=600)",
-    "set_timeout": "{made}.set_timeout({axis}, timeout=600)",
+    "set_timeout": "{made}.configure({axis}, timeout=600)",  # a new mesh has no groups yet
     "connect": "{made}.connect({axis})",
     "locality": "{made}.locality({axis})",
     "report": "{made}.report()",

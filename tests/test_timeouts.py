@@ -139,8 +139,6 @@ def test_launchers_take_seconds():
         ((2.5, "tp"), "'tp', timeout=2.5"),
         (("tp",), "'tp', timeout=30"),
         ((0,), "0, timeout=30"),
-        ((1,), "1, timeout=30"),  # axis 1, as in group(1)
-        ((1, 30), "1, timeout=30"),
         ((np.int64(7), "tp"), "'tp', timeout=7"),
         ((), "timeout=30"),
     ],
@@ -152,6 +150,15 @@ def test_a_timeout_among_the_axes_is_answered_with_the_right_call(mesh, given, r
     assert says == "set_timeout takes its timeout by name, after the axes."
     assert (nothing, call) == ("", f"  mesh.set_timeout({right})")
     exec(call.strip(), {"mesh": mesh})
+
+
+@pytest.mark.parametrize("given", [(1,), (1, 30)])
+def test_a_number_that_is_an_axis_stays_one(mesh, given):
+    """Axis 1 is dp, as in ``group(1)``."""
+    mesh.group("dp")
+    with pytest.raises(OptionsError, match=r"\n\n  mesh\.set_timeout\(1, timeout=30\)$") as caught:
+        mesh.set_timeout(*given)
+    exec(str(caught.value).splitlines()[-1].strip(), {"mesh": mesh})
 
 
 def test_only_the_last_number_is_taken_as_the_timeout(mesh):
