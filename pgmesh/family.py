@@ -296,7 +296,8 @@ class Family:
                     words = f"group of {description} of {self.words}"
                 else:
                     description = layout.describe(self.rank, *axes) + tagged
-                    words = f"group {', '.join(map(str, axes or layout.axes))}{tagged} of {self.words}"
+                    along = ", ".join(map(str, axes or layout.axes)) or f"of rank {ranks[0]}"
+                    words = f"group {along}{tagged} of {self.words}"
                 if options is not self._registry.options:
                     _check_honoured(options, words)
                 self._open()

@@ -1,59 +1,65 @@
-"""Names that users of torch's DeviceMesh, Megatron and ColossalAI try, and the calls that do it here."""
+"""Attribute names of other libraries, and our equivalent: DeviceMesh, torch.distributed, Megatron, ColossalAI."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from pgmesh.sizes import spell
+from pgmesh.sizes import Text, brief, spell
 
 if TYPE_CHECKING:
     from pgmesh.layout import Layout
 
-MESH = {
-    # DeviceMesh
-    "get_group": "mesh.group({axis})",
-    "get_all_groups": "[mesh.group(axis) for axis in mesh.axes]",
-    "get_rank": "mesh.rank",
-    "get_local_rank": "mesh.index({axis})",
-    "get_coordinate": "mesh.coord",
-    "mesh_dim_names": "mesh.axes",
-    "ndim": "len(mesh.axes)",
-    "device_type": "mesh.device_mesh().device_type",
-    "mesh": "mesh.device_mesh().mesh",
-    "_flatten": "mesh.group({axes})",
-    "_unflatten": "mesh.view({sizes})",
-    # torch.distributed, Megatron, ColossalAI
-    "get_process_group": "mesh.group({axis})",
-    "get_process_group_ranks": "mesh.ranks({axis})",
-    "new_group": "mesh.group_of(mesh.ranks({axis}))",
-    "create_group": "mesh.group_of(mesh.ranks({axis}))",
-    "get_world_size": "mesh.size()",
-    "world_size": "mesh.size()",
-    "local_rank": "mesh.index({axis})",
-    "barrier": "torch.distributed.barrier(group=mesh.group())",
-    "destroy": "mesh.close()",
-    "get_group_along_axis": "mesh.group({axis})",
-    "get_ranks_in_group": "mesh.ranks({axis})",
-    "coordinate": "mesh.coord",
-    "neighbour": "mesh.neighbor({axis})",
+_PLACES = {
+    "get_rank": "{it}.rank",
+    "get_local_rank": "{it}.index({axis})",
+    "get_coordinate": "{it}.coord",
+    "coordinate": "{it}.coord",
+    "mesh_dim_names": "{it}.axes",
+    "ndim": "len({it}.axes)",
+    "_unflatten": "{it}.view({sizes})",
+    "get_process_group_ranks": "{it}.ranks({axis})",
+    "get_ranks_in_group": "{it}.ranks({axis})",
+    "get_world_size": "{it}.size()",
+    "world_size": "{it}.size()",
+    "neighbour": "{it}.neighbor({axis})",
 }
-"""For names that a mesh does not have."""
-
-LAYOUT = {
-    # what takes processes
+_GROUPS = {
     "group": "{made}.group({axis})",
     "get_group": "{made}.group({axis})",
-    "group_of": "{made}.group_of(layout.ranks())",
+    "group_of": "{made}.group_of({it}.ranks())",
     "configure": "{made}.configure({axis}, timeout=600)",
-    "set_timeout": "{made}.set_timeout({axis}, timeout=600)",
+    "set_timeout": "{made}.configure({axis}, timeout=600)",  # a new mesh has no groups yet
     "connect": "{made}.connect({axis})",
     "locality": "{made}.locality({axis})",
     "report": "{made}.report()",
     "stats": "{made}.stats()",
     "release": "{made}.release({axis})",
     "device_mesh": "{made}.device_mesh()",
-    # what takes a rank
+}
+
+MESH = {
+    **_PLACES,
+    "get_group": "mesh.group({axis})",
+    "get_all_groups": "[mesh.group(axis) for axis in mesh.axes]",
+    "device_type": "mesh.device_mesh().device_type",
+    "mesh": "mesh.device_mesh().mesh",
+    "_flatten": "mesh.group({axes})",
+    "get_process_group": "mesh.group({axis})",
+    "new_group": "mesh.group_of(mesh.ranks({axis}))",
+    "create_group": "mesh.group_of(mesh.ranks({axis}))",
+    "barrier": "torch.distributed.barrier(group=mesh.group())",
+    "destroy": "mesh.close()",
+    "get_group_along_axis": "mesh.group({axis})",
+}
+"""For names that a mesh does not have."""
+
+SEEN = {**_PLACES, **_GROUPS, "mesh": "seen.ranks()"}
+"""For names that ``Layout.seen_by`` does not have."""
+
+LAYOUT = {
+    **_GROUPS,
+    # methods that need a rank
     "rank": "layout.seen_by({rank})",
     "coord": "layout.coord_of({rank})",
     "get_coordinate": "layout.coord_of({rank})",
@@ -72,40 +78,46 @@ LAYOUT = {
 
 
 class _Absent:
-    """Stands for an attribute that a class does not have: asked for it, raises the error that shows the right call.
+    """A descriptor for an attribute that a class does not have. It raises the error that shows the right call.
 
-    ``__getattr__`` would do the same, and make every other attribute of the class half as fast again.
+    ``__getattr__`` would do the same, but makes every other attribute of the class half as fast again.
     """
 
-    def __init__(self, name: str, call: str) -> None:
-        self.name, self.call = name, call
+    def __init__(self, it: str, name: str, call: str) -> None:
+        self.it, self.name, self.call = it, name, call
 
     def __get__(self, of: Any, kind: type) -> Any:
         if of is None:
             raise AttributeError(f"type object {kind.__name__!r} has no attribute {self.name!r}")
         layout: Layout = getattr(of, "layout", of)
         rank, axes = str(layout.rank_of([0] * len(layout.axes))), [repr(axis) for axis in layout.axes]
+        made = layout.spell("ProcessGroupMesh") if "{made}" in self.call else ""
+        if made != brief(made, ""):
+            ranks = Text(f"{self.it}.ranks()")
+            made = spell("ProcessGroupMesh", dict(zip(layout.axes, layout.shape)), ranks=ranks)
         call = self.call.format(
+            it=self.it,
             axis=", ".join(axes[-1:]),
             axes=", ".join(axes[-2:]),
             sizes=spell("", dict(zip(layout.axes, layout.shape)))[1:-1],
             rank=rank,
             index=", ".join([rank, *axes[-1:]]),
-            made=layout.spell("ProcessGroupMesh"),
+            made=made,
         )
         raise AttributeError(f"{kind.__name__!r} object has no attribute {self.name!r}.\n\n  {call}")
 
 
-def answer(kind: Any, calls: Mapping[str, str]) -> None:
-    """Have instances of a class answer these names with an error that shows the right call.
+def answer(kind: Any, it: str, calls: Mapping[str, str]) -> None:
+    """Make instances of a class raise an error that shows the right call for these names.
 
     Args:
         kind: the class. Its instances are layouts, or have one.
+        it: the variable that stands for an instance in a call.
         calls: by name, with words in braces that are filled in from the layout. Names that the class has stay.
     """
     for name, call in calls.items():
         if name not in vars(kind) and name not in getattr(kind, "__dataclass_fields__", ()):
-            setattr(kind, name, _Absent(name, call))
+            setattr(kind, name, _Absent(it, name, call))
     kind.__dir__ = _names
 
 
@@ -115,5 +127,5 @@ def public(kind: type) -> set[str]:
 
 
 def _names(of: Any) -> list[str]:
-    """What ``dir`` shows of an object: no names that are answered with an error."""
+    """The names that ``dir`` shows: none that raise an error."""
     return [name for name in object.__dir__(of) if not isinstance(vars(type(of)).get(name), _Absent)]

@@ -22,6 +22,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
+import numbers
 import operator
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Union, overload
@@ -58,7 +59,7 @@ Steps = Union[range, tuple[int, ...]]
 """How far each index of an axis moves one along the ranks. The first is always 0."""
 
 AT_ONCE = 1 << 14
-"""How many ranks of a partition are placed at a time for who goes through all: a few cost as much as many."""
+"""Batch size when iterating over a partition."""
 
 
 class _Table(NamedTuple):
@@ -376,10 +377,7 @@ class Layout:
             seen.add(i)
             step = self._steps[i]
             if isinstance(keep, slice):
-                try:
-                    picked: Steps = step[keep]
-                except (TypeError, ValueError) as error:
-                    raise PlaceError(f"{keep} is no slice of axis {axis}: {error}.") from None
+                picked: Steps = _sliced(step, keep, f"axis {axis}")
             elif isinstance(keep, Iterable) and getattr(keep, "ndim", 1) > 0:  # a tensor may be one number
                 picked = tuple(dict.fromkeys(step[self._index(i, one)] for one in self._indices(i, keep)))
             else:
@@ -389,7 +387,7 @@ class Layout:
                 axes[i] = _GONE
                 continue
             if not picked:
-                raise ShapeError(f"{_at(axis, keep)} keeps nothing of axis {axis}, which has {_many(len(step))}.")
+                raise ShapeError(f"{at_call({axis: keep})} keeps nothing of axis {axis}, which has {_many(len(step))}.")
             origin += picked[0]
             steps[i] = _from_zero(progression(picked) or picked)
         left = [i for i, axis in enumerate(axes) if axis is not _GONE]
@@ -472,6 +470,8 @@ class Layout:
         >>> layout.at(pp=0).spell("ProcessGroupMesh", world=8)
         'ProcessGroupMesh(dp=2, tp=2, ranks=range(4))'
         """
+        if not self._axes:  # of one rank, every axis fixed
+            return f"{self.view(1).spell(who, world=world, **more)}.at({{0: 0}})"
         box = dict(zip(self._axes, self.shape))
         ranks = self._straight()
         if ranks == range(len(self) if world is None else world):
@@ -507,23 +507,31 @@ class Layout:
             return tuple(range(len(self._axes)))
         found = sorted(map(self._find_one, axes))
         if len(set(found)) != len(found):
-            raise AxisError(f"each axis is named once, but ({', '.join(map(str, axes))}) names one twice.")
+            twice = next(i for i in found if found.count(i) > 1)
+            words = dict.fromkeys(str(axis) for axis in axes if self._find_one(axis) == twice)
+            ways = f", as {' and as '.join(words)}" if len(words) > 1 else ""
+            raise AxisError(f"axis {self._axes[twice]} is named twice{ways}.")
         return tuple(found)
 
     def _find_one(self, axis: Axis) -> int:
-        try:
+        kind = type(axis)
+        if kind is str or kind is int or (isinstance(axis, (str, numbers.Integral)) and kind is not bool):
             number = self._number.get(axis)
-        except TypeError:
-            number = None
-        if number is not None:
-            return number
-        if isinstance(axis, tuple) or not isinstance(axis, Hashable):
-            words = ", ".join(map(repr, axis)) if isinstance(axis, (list, tuple, set)) else "'dp', 'tp'"
-            raise AxisError(f"axes are arguments of their own: {words} in place of the {type(axis).__name__} {axis!r}.")
+            if number is not None:
+                return number
+        elif isinstance(axis, (tuple, slice)) or not isinstance(axis, Hashable):
+            known = {*map(repr, self._axes)}
+            given = axis if isinstance(axis, (list, tuple, set)) and {*map(repr, axis)} <= known else self._axes[-2:]
+            raise AxisError(
+                f"axes are separate arguments, not a {kind.__name__} {axis!r}.\n\n"
+                f"  mesh.group({', '.join(map(repr, given))})"
+            )
+        else:
+            raise AxisError(f"there is no axis {axis!r} in {self._brief()}.")
         fixed = dict(self._spelled).get(axis)
         positions = 0 if isinstance(next(iter(self._axes), 0), int) else len(self._axes)  # numbered ones keep numbers
-        if isinstance(axis, int) and fixed is None and -len(self._axes) <= axis < positions:
-            return axis % len(self._axes)
+        if not isinstance(axis, str) and fixed is None and -len(self._axes) <= axis < positions:
+            return int(axis) % len(self._axes)
         if fixed is not None:
             raise AxisError(f"axis {axis} is fixed at {fixed} in {self._brief()}; ask the mesh that it was cut from.")
         close = alike(axis, [name for name in self._axes if isinstance(name, str)])
@@ -549,7 +557,7 @@ class Layout:
         axis, places = self._axes[i], [place for place, keeps in enumerate(kept) if keeps]
         if not places:
             raise PlaceError(f"axis {axis} is given a mask that keeps nothing; it takes indices.")
-        raise PlaceError(f"axis {axis} is given a mask; it takes indices.\n\n  {_at(axis, places)}")
+        raise PlaceError(f"axis {axis} is given a mask; it takes indices.\n\n  {at_call({axis: places})}")
 
     def _position(self, coord: Sequence[int]) -> int:
         return self._origin + sum(step[self._index(i, c)] for i, (step, c) in enumerate(zip(self._steps, coord)))
@@ -588,9 +596,9 @@ class Layout:
 
     def _spread(self, start: int, along: Sequence[int]) -> tuple[int, ...]:
         """The ranks that one reaches from a position along these axes, the last varying fastest."""
-        return tuple(self._at(_reach((start,), _fuse(self._steps[i] for i in along))))
+        return tuple(self._ranks_at(_reach((start,), _fuse(self._steps[i] for i in along))))
 
-    def _at(self, positions: Sequence[int]) -> Iterable[int]:
+    def _ranks_at(self, positions: Sequence[int]) -> Iterable[int]:
         """The ranks at positions."""
         return positions if self._table is None else map(self._table.ranks.__getitem__, positions)
 
@@ -619,7 +627,8 @@ class Layout:
         return spell("mesh ", dict(zip(self._axes, self.shape)))
 
 
-hints.answer(Layout, hints.LAYOUT)
+hints.answer(Seen, "seen", {**{name: f"seen.layout.{name}" for name in hints.public(Layout)}, **hints.SEEN})
+hints.answer(Layout, "layout", hints.LAYOUT)
 
 
 class Partition(Sequence[tuple[int, ...]]):
@@ -640,7 +649,12 @@ class Partition(Sequence[tuple[int, ...]]):
     def __getitem__(self, which: slice) -> tuple[tuple[int, ...], ...]: ...
     def __getitem__(self, which: int | slice) -> tuple[int, ...] | tuple[tuple[int, ...], ...]:
         if isinstance(which, slice):
-            return tuple(self[i] for i in range(len(self))[which])
+            return tuple(self[i] for i in _sliced(range(len(self)), which, f"{len(self)} blocks"))
+        try:
+            which = whole_number(which)
+        except TypeError:
+            last = len(self) - 1
+            raise PlaceError(f"a block is found by its number, 0 to {last}, not {which!r}.") from None
         if not -len(self) <= which < len(self):
             raise PlaceError(f"there are {len(self)} blocks; there is no number {which}.")
         start, number = self._layout._origin, which % len(self)
@@ -663,9 +677,9 @@ class Partition(Sequence[tuple[int, ...]]):
         for first in range(0, len(outer), pace):
             starts = _moved(outer[first : first + pace], layout._origin)
             if members <= len(starts) * inside:  # the n-th members of all blocks, then turned into blocks
-                yield zip(*[layout._at(_reach(_moved(starts, step), inner)) for step in _reach(range(1), along)])
+                yield zip(*[layout._ranks_at(_reach(_moved(starts, step), inner)) for step in _reach(range(1), along)])
             else:
-                yield (tuple(layout._at(_reach((start,), along))) for start in _reach(starts, inner))
+                yield (tuple(layout._ranks_at(_reach((start,), along))) for start in _reach(starts, inner))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and len(self) == len(other) and all(map(operator.eq, self, other))
@@ -693,10 +707,7 @@ def _fuse(steps: Iterable[Steps]) -> list[Steps]:
 
 
 def _cut(runs: list[Steps], sizes: Sequence[int]) -> tuple[Steps, ...] | None:
-    """These runs read with axes of these sizes, which hold as many: merged whole, and split where they are even.
-
-    None if an axis would have other steps in one place than in another.
-    """
+    """Reshape steps to ``sizes``; None if an axis would not have one list of steps."""
     steps: list[Steps] = []
     for size in reversed(sizes):
         pieces: list[Steps] = []
@@ -772,9 +783,24 @@ def _from_zero(steps: Steps) -> Steps:
     return tuple(step - steps[0] for step in steps)
 
 
-def _at(axis: Axis, keep: object) -> str:
-    """The call of ``at`` for one axis, as text."""
-    return f"at({axis}={keep!r})" if is_word(axis) else f"at({{{axis!r}: {keep!r}}})"
+def at_call(asked: Mapping[Axis, object]) -> str:
+    """The call of ``at`` for these axes, as text.
+
+    >>> at_call({"pp": 1}), at_call({0: [1, 2]})
+    ('at(pp=1)', 'at({0: [1, 2]})')
+    """
+    if all(map(is_word, asked)):
+        return f"at({', '.join(f'{axis}={keep!r}' for axis, keep in asked.items())})"
+    return f"at({dict(asked)!r})"
+
+
+def _sliced(values: Steps, part: slice, whole: str) -> Steps:
+    """A slice of values; PlaceError where one of its ends is no number."""
+    try:
+        ends = (None if end is None else whole_number(end) for end in (part.start, part.stop, part.step))
+        return values[slice(*ends)]
+    except (TypeError, ValueError) as error:
+        raise PlaceError(f"{part} is no slice of {whole}: {error}.") from None
 
 
 def _many(size: int) -> str:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from pgmesh import draw, groups, hints
 from pgmesh.errors import AxisError, LifetimeError, MembershipError, OptionsError, PlaceError, ShapeError
 from pgmesh.family import Family, find_family, living
-from pgmesh.layout import Axis, Keep, Layout, Partition, taken
+from pgmesh.layout import Axis, Keep, Layout, Partition, at_call, taken
 from pgmesh.options import Timeout, named_timeout, to_timedelta
-from pgmesh.sizes import Sizes, arguments, fill, fill_with, is_word, some, spell, take_ranks, take_sizes, whole_number
+from pgmesh.sizes import Sizes, Text, arguments, fill, fill_with, some, spell, take_ranks, take_sizes, whole_number
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -729,7 +729,8 @@ def _plain(indices: Mapping[str, Keep]) -> tuple[object, ...] | None:
 
 _PLAIN = frozenset({int, type(None)})
 
-hints.answer(ProcessGroupMesh, {**{name: f"mesh.layout.{name}" for name in hints.public(Layout)}, **hints.MESH})
+_OF_LAYOUT = {name: f"mesh.layout.{name}" for name in hints.public(Layout)}
+hints.answer(ProcessGroupMesh, "mesh", {**_OF_LAYOUT, **hints.MESH})
 
 
 def _tag(tag: object) -> str:
@@ -745,10 +746,7 @@ def _call_of(verb: str, before: Layout, after: Layout) -> str:
         return f".along({', '.join(map(repr, after.axes))})"
     if verb == "view":
         return spell(".view", dict(zip(after.axes, after.shape)))
-    asked = {axis: _kept(keep) for axis, keep in taken(before, after).items()}
-    if all(map(is_word, asked)):
-        return f".at({', '.join(f'{axis}={keep}' for axis, keep in asked.items())})"
-    return f".at({{{', '.join(f'{axis!r}: {keep}' for axis, keep in asked.items())}}})"
+    return "." + at_call({axis: Text(_kept(keep)) for axis, keep in taken(before, after).items()})
 
 
 def _kept(keep: int | range | tuple[int, ...]) -> str:

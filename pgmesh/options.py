@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+import numbers
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Union
@@ -13,6 +14,9 @@ from pgmesh.errors import OptionsError, PgmeshError
 
 Timeout = Union[timedelta, float]
 """A timeout as a caller gives it: a timedelta or a number of seconds."""
+
+LONGEST = timedelta(days=36500)
+"""Maximum timeout. torch adds timeouts to a clock in 64-bit nanoseconds, which overflow after 292 years."""
 
 NCCL_SETTINGS = (
     "blocking",
@@ -37,7 +41,8 @@ class GroupOptions:
 
     Args:
         backend: "nccl", "gloo", "cpu:gloo,cuda:nccl", ...: any that torch.distributed knows.
-        timeout: how long a collective may wait for its members: a timedelta or a number of seconds.
+        timeout: how long a collective may wait for its members: a timedelta or a number of seconds, at most 36,500
+            days.
         high_priority: NCCL alone: run on a high-priority stream.
         nccl: NCCL alone: settings of its communicator, such as ``{"max_ctas": 8}``.
         description: words for profiles and flight records in place of the axes. It makes no difference between
@@ -78,7 +83,7 @@ class GroupOptions:
             raise OptionsError(f"description is a word or some, such as 'gradients', not {self.description!r}.")
         if self.nccl is not None and not isinstance(self.nccl, Mapping):
             raise OptionsError(f"nccl is settings by name, such as {{'max_ctas': 8}}, not {self.nccl!r}.")
-        unknown = sorted(set(self.nccl or ()) - set(NCCL_SETTINGS))
+        unknown = sorted(map(str, set(self.nccl or ()) - set(NCCL_SETTINGS)))
         if unknown:
             raise OptionsError(f"NCCL has no setting {', '.join(unknown)}; it has {', '.join(NCCL_SETTINGS)}.")
         for name, value in (self.nccl or {}).items():
@@ -108,7 +113,7 @@ class GroupOptions:
         GroupOptions(nccl={'max_ctas': 8, 'min_ctas': 4})
         """
         names = [each.name for each in dataclasses.fields(self)]
-        unknown = sorted(set(changes) - set(names))
+        unknown = sorted(map(str, set(changes) - set(names)))
         if unknown:
             raise OptionsError(f"a group has no option {', '.join(unknown)}; it has {', '.join(names)}.")
         given = {name: value for name, value in changes.items() if value is not None}
@@ -152,45 +157,54 @@ def to_timedelta(timeout: object, error: type[PgmeshError] = OptionsError) -> ti
     """A timeout as a timedelta, from a timedelta or a number of seconds.
 
     Args:
-        timeout: more than 0.
+        timeout: more than 0, at most ``LONGEST``.
         error: raised for anything else.
 
     >>> to_timedelta(90), to_timedelta(timedelta(minutes=1))
     (datetime.timedelta(seconds=90), datetime.timedelta(seconds=60))
     """
     span = timeout
-    if isinstance(timeout, (int, float)) and not isinstance(timeout, bool):
+    if isinstance(timeout, numbers.Real) and not isinstance(timeout, bool):  # numpy's numbers too
         try:
-            span = timedelta(seconds=timeout)
+            span = timedelta(seconds=float(timeout))
         except (OverflowError, ValueError):  # infinite, or not a number
             span = None
     if not isinstance(span, timedelta) or span <= timedelta():
         raise error(f"timeout is a timedelta or a number of seconds, more than 0, such as timeout=30, not {timeout!r}.")
+    if span > LONGEST:
+        raise error(
+            f"timeout is at most {LONGEST.days:,} days, because torch counts it in 64-bit nanoseconds; "
+            f"it is {timeout!r}.\n\n  timeout=timedelta(days={LONGEST.days})"
+        )
     return span
 
 
 def named_timeout(
-    who: str, names: Iterable[object], timeout: Timeout | None, *, of: str, known: Iterable[object]
+    who: str, names: Sequence[object], timeout: Timeout | None, *, of: str, known: Sequence[object]
 ) -> timedelta:
     """The timeout of ``who.set_timeout(*names, timeout=)``.
 
     Args:
         of: the plural noun for the names.
-        known: the names there are. A number that is none of them is a timeout in the wrong place.
+        known: the names there are, in order: the position of one may stand for it.
 
     Raises:
-        OptionsError: no timeout, or it stands among the names.
+        OptionsError: no timeout, or it stands among the names. The last number that is no name is taken as it.
 
     >>> named_timeout("mesh", ["tp"], 90, of="axes", known=["dp", "tp"])
     datetime.timedelta(seconds=90)
     """
     if timeout is not None:
         return to_timedelta(timeout)
-    seconds, rest = 30.0, list[object]()
-    for name in names:
+    seconds, rest = 30.0, [*names]
+    for i in reversed(range(len(rest))):
         try:
-            seconds = to_timedelta(name if name not in known else None).total_seconds()
+            span = to_timedelta(rest[i])
         except OptionsError:
-            rest.append(name)
+            continue
+        if rest[i] not in known and not (len(rest) == 1 and rest[i] in range(len(known))):  # alone, it is an axis
+            seconds = span.total_seconds()
+            del rest[i]
+            break
     call = ", ".join([*map(repr, rest), f"timeout={int(seconds) if seconds.is_integer() else seconds}"])
     raise OptionsError(f"set_timeout takes its timeout by name, after the {of}.\n\n  {who}.set_timeout({call})")

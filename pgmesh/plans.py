@@ -1,4 +1,4 @@
-"""What an arrangement would be like before it runs: its groups, where they lie on the hosts, what they would cost.
+"""Predict the groups of an arrangement, their hosts and their costs, without processes.
 
 >>> print(plan(layout, nodes="2x4"))
 8 ranks: pp=2 dp=2 tp=2 on 2 hosts of 4
@@ -17,13 +17,12 @@ Good: tp stays inside one host.
 
 from __future__ import annotations
 
-import functools
-import inspect
+import contextlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, ParamSpec, Union
+from typing import TYPE_CHECKING, Any, Union
 
 from pgmesh import costs, ink, traffic, wording
 from pgmesh.errors import PlaceError, ShapeError
@@ -33,6 +32,7 @@ from pgmesh.machine import Level, Machine, take_machine
 from pgmesh.sizes import (
     Sizes,
     Text,
+    arguments,
     brief,
     calls_in_lines,
     enough,
@@ -41,6 +41,7 @@ from pgmesh.sizes import (
     many,
     nearest,
     spell,
+    take_ranks,
     take_sizes,
 )
 
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from pgmesh.mesh import ProcessGroupMesh
 
 SHORT = 8
-"""How many ranks of a sample group are listed; of a longer one, the first and the last."""
+"""Number of ranks listed of a sample group. Of a larger one, the first ranks and the last."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class FamilyPlan:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing to know about an arrangement, in a sentence."""
+    """One fact about an arrangement, in a sentence."""
 
     says: str
     bad: bool
@@ -87,7 +88,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Plan:
-    """What ``plan`` finds out. It prints, compares with ==, stands beside others, and turns to JSON.
+    """The result of ``plan``. It can be printed, compared with ==, shown beside others, and turned into JSON.
 
     >>> ours = plan(layout, nodes="2x4")
     >>> ours == plan(layout, nodes="2x4"), ours["tp"].groups, ours["pp"].spreads[0].high
@@ -136,7 +137,7 @@ class Plan:
         return ink.plain(wording.comparison([self, *others]))
 
     def data(self) -> dict[str, Any]:
-        """Everything in it, as JSON knows things."""
+        """All of it, as data that JSON can hold."""
         return {
             "format": 1,
             "ranks": len(self.layout),
@@ -207,60 +208,17 @@ class Plan:
 
 Planned = Union[Layout, "ProcessGroupMesh", Sizes]
 
-P = ParamSpec("P")
 
-
-def _answering_sizes(function: Callable[P, Plan]) -> Callable[P, Plan]:
-    """Have a call with sizes in place of a layout answered with the right call."""
-    known = inspect.signature(function).parameters
-
-    @functools.wraps(function)
-    def answering(*args: P.args, **keywords: P.kwargs) -> Plan:
-        sizes = {name: value for name, value in keywords.items() if name not in known}
-        given = args or tuple(value for name, value in keywords.items() if name == "layout")
-        is_one = len(given) == 1 and isinstance(getattr(given[0], "layout", given[0]), (Layout, Mapping))
-        if (sizes or not is_one) and all(isinstance(size, int) for size in sizes.values()):
-            others = {name: value for name, value in keywords.items() if name in known and name != "layout"}
-            raise _no_layout({**_sizes_in(given), **sizes} if given else sizes, others)
-        return function(*args, **keywords)
-
-    return answering
-
-
-def _sizes_in(given: tuple[Any, ...]) -> dict[Any, Any]:
-    """The sizes in what stands in place of a layout: text, a mapping, a list or numbers. None, if they are no sizes."""
-    first = given[0]
-    if isinstance(first, str):
-        words = [word.rpartition("=")[::2] for word in first.replace(",", " ").split()]
-        box = {name or i: int(size) if size.lstrip("-").isdecimal() else size for i, (name, size) in enumerate(words)}
-    elif isinstance(first, Mapping):
-        box = dict(first)
-    else:
-        box = dict(enumerate(first if isinstance(first, (list, tuple)) else given))
-    alike = len(set(map(type, box))) == 1 and all(isinstance(size, int) for size in box.values())
-    return box if alike else {}
-
-
-def _no_layout(sizes: Mapping[Any, Any], others: Mapping[str, Any]) -> ShapeError:
-    box = dict(sizes) or {"dp": 8, "tp": 8}
-    more: dict[str, object] = {}
-    if -1 in box.values():
-        machine = take_machine(others.get("nodes"), others.get("domains"))
-        more["ranks"] = range(machine[0].capacity if machine else abs(math.prod(box.values())))
-    words = [spell("Layout", box, **more), *(f"{name}={value!r}" for name, value in others.items())]
-    return ShapeError(f"plan is given a Layout, a mesh or a mapping of sizes.\n\n  plan({', '.join(words)})")
-
-
-@_answering_sizes
 def plan(
-    layout: Planned,
-    *,
+    layout: Planned | None = None,
+    *shape: Any,
     nodes: str | Sequence[int] | None = None,
     domains: str | Sequence[int] | None = None,
     views: Mapping[str, Sizes] | None = None,
     families: Iterable[Sequence[Axis]] = (),
+    **sizes: Any,
 ) -> Plan:
-    """What an arrangement would be like, at once and without processes.
+    """Predict the groups of an arrangement, their hosts and their costs, without processes.
 
     The ranks of a whole layout, 0 and those that follow, fill the hosts. A mesh, a slice and a layout of other ranks
     may leave places to others.
@@ -271,6 +229,8 @@ def plan(
         domains: or hosts in what holds them: ``"4x18x4"`` is 4 domains of 18 hosts of 4 ranks.
         views: the same ranks read with other axes: ``{"moe": {"edp": -1, "ep": 8}}``.
         families: combinations of axes to look at beside each axis: ``[("dp", "cp")]``.
+        shape: sizes by position, which are refused with the call that takes them.
+        sizes: sizes by name, which are refused likewise.
 
     Raises:
         ShapeError: sizes that are none, hosts that the ranks do not fit or do not fill, or views that do not hold them.
@@ -279,13 +239,20 @@ def plan(
     >>> print(plan(Layout(tp=4, dp=2), nodes="2x4").findings[0].says)
     tp spans 2 hosts: 2 of 4 hops of a ring leave the host.
     """
-    machine, families = take_machine(nodes, domains), [*families]
+    whole, families = getattr(layout, "layout", layout), [*families]
+    nodes, domains = _listed(nodes), _listed(domains)
+    machine = take_machine(nodes, domains)
+    if views is not None and not isinstance(views, Mapping):
+        example = {"moe": {"edp": -1, "ep": 8}}
+        raise ShapeError(f"plan: views is a mapping of sizes by name, such as {example}, not {views!r}.")
     given = {"nodes": nodes, "domains": domains, "views": views, "families": families}
     more = {word: Text(repr(value)) for word, value in given.items() if value}
-    if isinstance(layout, Mapping):
-        layout = laid_out(_filled_out(layout, machine, more))
-    base = layout if isinstance(layout, Layout) else layout.layout
-    if base is layout:
+    if isinstance(whole, Layout) and sizes and not shape:
+        raise TypeError(f"plan() got an unexpected keyword argument {next(iter(sizes))!r}")
+    if shape or sizes or not isinstance(whole, (Layout, Mapping)):
+        raise _no_layout((layout, *shape), sizes, more)
+    base = whole if isinstance(whole, Layout) else laid_out(_filled_out(whole, machine, more))
+    if whole is layout:
         _check_fit(base, machine, more, views or {})
     check_room(base, machine)
     read = tuple((name, base.view(axes)) for name, axes in (views or {}).items())
@@ -299,6 +266,45 @@ def plan(
             found.append(family)
     findings = _findings(base, found, machine, read)
     return Plan(base, machine, tuple(found), tuple(findings), read)
+
+
+def _listed(hosts: Any) -> Any:
+    """Hosts as text or a list, also where they are given as an array."""
+    return hosts.tolist() if hasattr(hosts, "tolist") else hosts
+
+
+def _no_layout(given: tuple[Any, ...], sizes: dict[str, Any], more: Mapping[str, object]) -> ShapeError:
+    """The error for sizes that are not in one mapping, with the call that takes them.
+
+    Args:
+        given: the positional arguments: text, a mapping, a list or numbers. Others are answered with an example.
+        more: the other arguments of ``plan``, which suggested calls repeat.
+
+    Raises:
+        ShapeError: keywords that are no sizes, or ranks that they do not hold.
+    """
+    ranks = sizes.pop("ranks", None)
+    order = None if ranks is None else take_ranks("plan", ranks)
+    first = given[0] if len(given) == 1 else given
+    if isinstance(first, str):
+        words = [word.rpartition("=")[::2] for word in first.replace(",", " ").split()]
+        first = {name or i: int(size) if size.lstrip("-").isdecimal() else size for i, (name, size) in enumerate(words)}
+    elif not isinstance(first, Mapping):
+        first = dict(enumerate(first if isinstance(first, (list, tuple)) else [] if first is None else [first]))
+    box: Mapping[Axis, int] = {"dp": 8, "tp": 8}
+    if sizes:
+        box = take_sizes("plan", ({**first, **sizes},) if first else (), {} if first else sizes)
+    else:
+        with contextlib.suppress(ShapeError):
+            box = take_sizes("plan", (first,), {})
+    if order is not None:
+        Layout(box, ranks=order)
+    if -1 in box.values() and order is None:
+        known = {"nodes", "domains"} & {*more}
+        call = spell("plan", box, **{**({} if known else {"nodes": f"1x{len(enough(box))}"}), **more})
+    else:
+        call = _call(spell("Layout", box, **arguments(order)), more)
+    return ShapeError(f"plan is given a Layout, a mesh or a mapping of sizes.\n\n  {call}")
 
 
 def suggest(sizes: Mapping[str, int], machine: Machine) -> Layout:
@@ -385,7 +391,7 @@ def _check_fit(layout: Layout, machine: Machine, more: Mapping[str, object], vie
 
 
 def _holds(layout: Layout, views: Mapping[str, Sizes]) -> bool:
-    """Whether a layout can be read in all of these views."""
+    """Whether a layout can be read with all of these views."""
     try:
         return all(layout.view(sizes) for sizes in views.values())
     except ShapeError:
@@ -398,7 +404,7 @@ def _call(layout: str, more: Mapping[str, object]) -> str:
 
 
 def _filled(host: Level, count: int) -> Level:
-    """As many of these hosts as so many ranks fill, and more of the last kind where they are too few."""
+    """The hosts that ``count`` ranks fill; the last kind is repeated if there are too few."""
     runs: list[tuple[int, int]] = []
     for n, size in (*host.runs[:-1], (count, host.runs[-1][1])):
         whole = min(n, count // size)
@@ -432,7 +438,7 @@ def _family(
 
 
 def _strides(layout: Layout, axes: tuple[Axis, ...]) -> tuple[int, ...]:
-    """The fewest strides that lead over a group: where one axis goes on evenly in the next, they are one."""
+    """The fewest strides of a group: axes that continue one another evenly are fused."""
     strides = [(layout.size(axis), stride) for axis, stride in zip(layout.axes, layout.strides) if axis in axes]
     fused: list[tuple[int, int]] = []
     for size, stride in strides:
@@ -458,7 +464,7 @@ def _sample(layout: Layout, axes: tuple[Axis, ...]) -> tuple[int, ...]:
 
 
 def _what(layout: Layout, axes: tuple[Axis, ...], family: FamilyPlan) -> object:
-    """What tells a family's groups from others': all of them, or the arithmetic that leads to them."""
+    """A value that is equal for families with the same groups: the groups, or the arithmetic that leads to them."""
     along, others = split(layout, axes)
     if along is not None and others is not None:
         return (family.sample[0], family.size, family.strides, len(layout), _strides(layout, layout.axes))
@@ -473,7 +479,7 @@ def _what(layout: Layout, axes: tuple[Axis, ...], family: FamilyPlan) -> object:
 def _findings(
     layout: Layout, families: list[FamilyPlan], machine: Machine, views: tuple[tuple[str, Layout], ...]
 ) -> list[Finding]:
-    """What is bad about where the groups lie, heaviest first, and what would mend it."""
+    """Problems of the placement of groups, most traffic first, each with its cure."""
     if not machine:
         ranks = largest_divisor(layout.size(), 8)
         hosts = f"--nodes {layout.size() // ranks}x{ranks}"
@@ -501,7 +507,7 @@ def _findings(
 
 
 def _finding(family: FamilyPlan, number: int, layout: Layout, machine: Machine, heavier: int) -> Finding:
-    """What to say of a family that talks much and leaves its host, where ``heavier`` ranks talk more."""
+    """The finding for a family that leaves its host. ``heavier``: the product of the sizes with more traffic."""
     fence, lie, size = machine[number], family.spreads[number], family.size
     says = f"{family.name} spans {wording.units(lie.low, lie.high, fence.name)}: {_hops(lie, size, fence)}."
     if lie.intra:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pgmesh import draw, hints
+from pgmesh import draw
 from pgmesh.errors import MembershipError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ class Seen:
 
     Args:
         layout: where each rank sits.
-        rank: the rank that sees it. Like the rank of a mesh, it may be outside of a slice.
+        rank: the rank that sees it. The rank may lie outside a slice.
 
     >>> seen = layout.seen_by(5)
     >>> seen.coord, seen.index("dp", "tp"), seen.ranks("dp", "tp"), seen.neighbor("pp", -1)
@@ -101,10 +101,9 @@ class Seen:
         return rank in self.layout
 
     def __repr__(self) -> str:
-        return f"{self.layout!r}.seen_by({self.rank})"
+        if self.rank in self.layout:
+            return f"{self.layout!r}.seen_by({self.rank})"
+        return f"Seen({self.layout!r}, {self.rank})"  # seen_by refuses a rank outside
 
     def __str__(self) -> str:
         return draw.text(self.layout, mark=self.rank)
-
-
-hints.answer(Seen, hints.LAYOUT)

@@ -1,8 +1,8 @@
-"""Sizes and ranks as a user gives them: checked, completed, or answered with the call that would be right."""
+"""Sizes and ranks as a user gives them: checked and completed; errors suggest a corrected call."""
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import math
 import operator
 import unicodedata
@@ -22,20 +22,26 @@ Sizes = Mapping[Any, int]
 SHORT = 400
 """Ranks that take more characters than this are not printed in a suggested call."""
 
-_OPTIONS: dict[str, Any] = {
-    "backend": "gloo",
-    "timeout": timedelta(seconds=30),
-    "high_priority": True,
-    "nccl": {"max_ctas": 8},
-    "description": "gradients",
+_EXAMPLES: dict[str, tuple[str, object]] = {
+    "backend": ("backend", "gloo"),
+    "timeout": ("timeout", 600),
+    "high_priority": ("high_priority", True),
+    "nccl": ("nccl", {"max_ctas": 8}),
+    "description": ("description", "gradients"),
+    "options": ("timeout", 600),
+    "pg_options": ("high_priority", True),
+    "backend_override": ("backend", "gloo"),
 }
-_INSTEAD = {"options": "timeout", "pg_options": "high_priority", "backend_override": "backend"}
+"""Options of groups, by our names and others': our name, and a value for a suggested call."""
+
 _SHAPES = ("mesh_shape", "shape", "sizes", "dims")
 _NAMES = ("mesh_dim_names", "dim_names", "axis_names", "names", "axes")
 
 NOT_AXES = {
-    **dict.fromkeys((field.name for field in dataclasses.fields(GroupOptions)), "is an option of groups"),
-    **dict.fromkeys(_INSTEAD, "stands for options of groups"),
+    **{
+        word: f"{'is an option' if word == own else 'stands for options'} of groups"
+        for word, (own, _) in _EXAMPLES.items()
+    },
     "tag": "tells groups on the same ranks apart",
     **dict.fromkeys(("device", "device_type", "device_id"), "follows from the backend of a group"),
     **dict.fromkeys(_SHAPES, "stands for all sizes"),
@@ -44,8 +50,8 @@ NOT_AXES = {
     **dict.fromkeys(("world_size", "store", "init_method", "init_backend"), "belongs to the world"),
     **dict.fromkeys(("rank", "local_rank"), "belongs to the process"),
     **dict.fromkeys(("group", "process_group"), "is made by the mesh, or given to mesh.adopt"),
-    "ranks": "is the same in a view",
-    "name": "is an argument of ProcessGroupMesh",
+    "ranks": "is left out: a view keeps the ranks of its mesh",
+    "name": "is an argument of ProcessGroupMesh: a view has the name of its mesh",
     "layout": "is made from the sizes",
 }
 """Keywords that are never axes, each with what it is. A mapping may name an axis so."""
@@ -62,7 +68,7 @@ class Text(str):
 
 
 def spell(who: str, box: Mapping[str | int, int], **more: object) -> str:
-    """The call that makes a box, as text: by position or keyword where that means the same, else as a mapping.
+    """The call that makes a box, as text. Positional for axes 0..n-1, keywords where legal, else a mapping.
 
     ``plan`` takes a mapping alone.
 
@@ -93,7 +99,7 @@ def is_word(axis: str | int) -> bool:
 
 
 def written(value: object) -> str:
-    """A value as the expression that makes it; of many whole numbers, those that follow a range as one.
+    """A value as the expression that makes it. Runs of more than 64 integers are written as ranges.
 
     >>> written(range(4)), written((*range(50), *range(60, 90, 2)))
     ('range(4)', '(*range(50), *range(60, 90, 2))')
@@ -127,7 +133,7 @@ def arguments(ranks: range | tuple[int, ...] | None, **more: object) -> dict[str
 
 
 def brief(text: str, instead: str) -> str:
-    """Ranks as text for a message: another expression where they would take too much room."""
+    """``text``, or ``instead`` if longer than SHORT."""
     return text if len(text) <= SHORT else instead
 
 
@@ -220,18 +226,20 @@ def take_sizes(
         raise _not_axes(who, shape, sizes, more, count)
     mappings = [size for size in shape if isinstance(size, Mapping)]
     if mappings and (len(shape) > 1 or sizes):
-        raise _not_both(who, shape, sizes, more)
+        raise _not_both(who, shape, sizes, more, count)
     if shape and sizes:
         raise ShapeError(
             f"{who}: give every size by position or every size by name, not both: "
             f"{', '.join(map(str, shape))} stand{'s' * (len(shape) == 1)} beside {', '.join(sizes)}."
         )
     if len(shape) == 1 and isinstance(shape[0], (tuple, list)):
-        raise _all_in_one(who, shape[0], more)
+        raise _all_in_one(who, shape[0], more, count)
     given: Mapping[Any, Any] = mappings[0] if mappings else sizes or dict[Any, Any](enumerate(shape))
     box: dict[str | int, int] = {}
     for axis, size in given.items():
         name = _take_axis(who, axis)
+        if name in box:  # numbers that are equal, but not for Python's dict
+            raise ShapeError(f"{who}: axis {name} is given twice.")
         box[name] = take_size(who, name, size)
     if not box:
         size = 2 if who == "Layout" and "ranks" not in more else -1
@@ -253,98 +261,86 @@ def _take_axis(who: str, axis: Any) -> str | int:
     if isinstance(axis, str):
         if axis and axis.isprintable():
             return str.__str__(axis)  # also of a member of an enum
-    elif _is_whole(axis) and axis >= 0:
-        return operator.index(axis)
+    else:
+        with contextlib.suppress(TypeError):
+            if (number := whole_number(axis)) >= 0:
+                return number
     raise ShapeError(f"{who}: an axis is a word that can be printed, or a number from 0 on, not {axis!r}.")
 
 
 def _not_axes(
     who: str, shape: Sequence[Any], sizes: Mapping[str, Any], more: Mapping[str, object], count: int | None
 ) -> ShapeError | OptionsError:
-    """The error for keywords that are never axes, with the calls that do what they mean."""
+    """The error for keywords that are never axes. It suggests a call only if all other arguments are good sizes."""
     words = [word for word in sizes if word in NOT_AXES]
     says = f"{who}: " + " ".join(f"{word} is no axis; it {NOT_AXES[word]}." for word in words)
-    box, options = _meant_sizes(shape, sizes), _meant_options(sizes)
+    options = dict(_option(word, sizes[word]) for word in words if word in _EXAMPLES)
     about_groups = bool(options) or "tag" in sizes
-    if not box and not shape and not {*_SHAPES, *_NAMES} & {*words}:
-        box = {"dp": -1}
-    world = sizes.get("world_size", 0)
-    ranks = range(world) if who == "Layout" and _is_whole(world) and world > 0 else None
-    ways = [_with_ranks(who, box, more, ranks)] if box else []
-    if about_groups and who == "Layout":
+    box = _good_sizes(who, _meant_sizes(shape, sizes), count)
+    ways = [spell(who, box, **more)] if box else []
+    if about_groups and who in ("Layout", "plan"):
         says += " A layout has no groups."
-    elif about_groups:
-        mesh = "part" if who == "view" else "mesh"
-        ways = [f"{mesh} = {'mesh.' * (who == 'view')}{way}" for way in ways]
-        first = repr(next(iter(box), "dp"))
+    elif about_groups and box:
+        mesh, first = "part" if who == "view" else "mesh", next(iter(box))
+        ways = [f"{mesh} = {'mesh.' * (who == 'view')}{ways[0]}"]
         if options:
             keywords = ", ".join(f"{word}={written(value)}" for word, value in options.items())
             each = f"for axis in {mesh}.axes: " if len(box) > 1 else ""
-            ways.append(f"{each}{mesh}.configure({'axis' if each else first}, {keywords})")
+            ways.append(f"{each}{mesh}.configure({'axis' if each else repr(first)}, {keywords})")
         if "tag" in sizes:
             tag = sizes["tag"] if isinstance(sizes["tag"], str) and sizes["tag"] else "own"
-            ways.append(f"{mesh}.group({first}, tag={tag!r})")
-    elif not shape and all(map(_is_size, sizes.values())) and _fits(sizes, count):
-        named = f"{_with_ranks(who, {**sizes}, more, None)}   # with axes of these names"
-        ways = [*ways * _fits(box, count), named]
+            ways.append(f"{mesh}.group({first!r}, tag={tag!r})")
+    elif not about_groups and not shape and (named := _good_sizes(who, sizes, count)):
+        ways.append(f"{spell(who, named, **more)}   # with axes of these names")
     error = OptionsError if about_groups else ShapeError
     return error(says + "\n" * bool(ways) + "".join(f"\n  {way}" for way in ways))
 
 
-def _with_ranks(who: str, box: Mapping[Any, int], more: Mapping[str, object], ranks: range | None) -> str:
-    """A call that makes a box; of a layout of which a size is left, with ranks."""
-    if who == "Layout" and -1 in box.values() and "ranks" not in more:
-        more = {"ranks": ranks or enough(box), **more}
-    return spell(who, box, **more)
+def _meant_sizes(shape: Sequence[Any], sizes: Mapping[str, Any]) -> Any:
+    """The one mapping or sequence that holds all sizes of a call with keywords that are never axes; else None."""
+    first: Any = shape
+    if len(shape) == 2 and isinstance(shape[0], str) and isinstance(shape[1], (tuple, list)):
+        first = shape[1]  # after torch's device_type
+    elif len(shape) == 1 and isinstance(shape[0], (Mapping, tuple, list)):
+        first = shape[0]
+    axes = {axis: size for axis, size in sizes.items() if axis not in NOT_AXES}
+    given = [*filter(len, (first, axes)), *(sizes[word] for word in _SHAPES if word in sizes)]
+    names = [sizes[word] for word in _NAMES if word in sizes]
+    if len(given) != 1 or not names or isinstance(given[0], Mapping):
+        return given[0] if len(given) == 1 else None
+    if not all(isinstance(each, (tuple, list)) for each in (*names, *given)):
+        return None
+    words = [name for name in names[0] if isinstance(name, str)]
+    return dict(zip(words, given[0])) if len({*words}) == len(names[0]) == len(given[0]) else None
 
 
-def _fits(box: Mapping[Any, int], count: int | None) -> bool:
-    """Whether sizes hold just so many ranks, or as many as one likes."""
-    fixed = math.prod(size for size in box.values() if size != -1)
-    free = sum(size == -1 for size in box.values())
-    return free < 2 and (count is None or (count % fixed == 0 if free else count == fixed))
-
-
-def _meant_sizes(shape: Sequence[Any], sizes: Mapping[str, Any]) -> dict[Any, int]:
-    """The sizes of a call with keywords that are never axes; {} where they are not plain."""
-    box: dict[Any, Any] = {axis: size for axis, size in sizes.items() if axis not in NOT_AXES}
-    inner = [each for each in shape if isinstance(each, (Mapping, list, tuple))]
-    given = next((sizes[word] for word in _SHAPES if word in sizes), inner[0] if inner else shape)
-    names = next((sizes[word] for word in _NAMES if word in sizes), ())
-    if not box and isinstance(given, Mapping):
-        box = dict(given)
-    elif not box and isinstance(given, (list, tuple)):
-        named = isinstance(names, (list, tuple)) and len({name for name in names if isinstance(name, str)})
-        box = dict(zip(names if named == len(given) else range(len(given)), given))
-    return box if all(map(_is_size, box.values())) else {}
-
-
-def _meant_options(sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of groups among keywords, each with a value that is good."""
-    options: dict[str, Any] = {}
-    for word, value in sizes.items():
-        if word in _OPTIONS:
-            options[word] = value
-        elif word in _INSTEAD:
-            inside = value.keywords() if isinstance(value, GroupOptions) else value
-            inside = inside if isinstance(inside, Mapping) else {}
-            known = {option: inside[option] for option in _OPTIONS if inside.get(option) is not None}
-            options.update(known or {_INSTEAD[word]: None})
-    return {option: _good(option, value) for option, value in options.items()}
-
-
-def _good(option: str, value: Any) -> Any:
-    """The value of an option of groups, or an example where it is none."""
-    if option == "timeout" and isinstance(value, (int, float)) and not isinstance(value, bool):
-        value = timedelta(seconds=value)
+def _good_sizes(who: str, given: Any, count: int | None) -> dict[str | int, int]:
+    """The sizes in a mapping, a sequence or one number; {} unless they are good and hold ``count`` ranks, if given."""
+    sizes = given if isinstance(given, (Mapping, tuple, list)) else (given,)
     try:
-        GroupOptions(**{option: value})
-    except OptionsError:
-        return _OPTIONS[option]
-    return _OPTIONS[option] if value is None else value
+        box = take_sizes(who, (sizes,) if isinstance(sizes, Mapping) else (dict(enumerate(sizes)),), {})
+    except ShapeError:
+        return {}
+    fixed = math.prod(size for size in box.values() if size != -1)
+    if -1 in box.values():
+        fits = count % fixed == 0 if count else who != "Layout"  # which has no world to fill
+    else:
+        fits = count in (None, fixed)
+    return box if fits else {}
 
 
-def _not_both(who: str, shape: Sequence[Any], sizes: Mapping[str, Any], more: Mapping[str, object]) -> ShapeError:
+def _option(word: str, value: object) -> tuple[str, object]:
+    """The name and the value of an option in a suggested call: an example where the value is none."""
+    name, example = _EXAMPLES[word]
+    with contextlib.suppress(OptionsError):
+        if name == word and value is not None and GroupOptions(**{word: value}):  # type: ignore[arg-type]
+            return name, value
+    return name, example
+
+
+def _not_both(
+    who: str, shape: Sequence[Any], sizes: Mapping[str, Any], more: Mapping[str, object], count: int | None
+) -> ShapeError:
     """The error for a mapping and other sizes, with the one call that has all of them."""
     parts = [each for each in (*shape, sizes) if isinstance(each, Mapping)]
     axes = [axis for part in parts for axis in part]
@@ -353,22 +349,12 @@ def _not_both(who: str, shape: Sequence[Any], sizes: Mapping[str, Any], more: Ma
     twice = "".join(
         f" Axis {axis} is {first[axis]!r} and {last[axis]!r}." for axis in first if first[axis] != last[axis]
     )
-    boxes = [first, last] if twice else [first]
-    good = len(parts) > len(shape) and all(_is_size(size) for box in boxes for size in box.values())
+    boxes = [_good_sizes(who, each, count) for each in ([first, last] if twice else [first])]
+    good = len(parts) > len(shape) and all(boxes)
     lines = [f"\n  {spell(who, box, **more)}" for box in boxes if good]
-    return ShapeError(f"{who}: give all sizes in one mapping, or none in any.{twice}" + "\n" * good + "".join(lines))
-
-
-def _is_whole(number: Any) -> bool:
-    try:
-        whole_number(number)
-    except TypeError:
-        return False
-    return True
-
-
-def _is_size(size: Any) -> bool:
-    return _is_whole(size) and (size == -1 or size >= 1)
+    return ShapeError(
+        f"{who}: give all sizes in one mapping, or all as keywords.{twice}" + "\n" * good + "".join(lines)
+    )
 
 
 def enough(box: Mapping[str | int, int]) -> range:
@@ -377,10 +363,10 @@ def enough(box: Mapping[str | int, int]) -> range:
     return range(fixed * max(2, 8 // fixed))
 
 
-def _all_in_one(who: str, given: Sequence[Any], more: Mapping[str, object]) -> ShapeError:
+def _all_in_one(who: str, given: Sequence[Any], more: Mapping[str, object], count: int | None) -> ShapeError:
     """Sizes as some other libraries' meshes take them, spelled as here."""
-    good = given and all(map(_is_size, given))
-    call = f"\n\n  {spell(who, dict(enumerate(given)), **more)}" if good else ""
+    box = _good_sizes(who, given, count)
+    call = f"\n\n  {spell(who, box, **more)}" if box else ""
     return ShapeError(f"{who}: sizes are given one by one, not as {given!r}.{call}")
 
 
@@ -442,7 +428,7 @@ def fill(
 
     Args:
         whole: how many there are, in words: "the world has 8".
-        pick: whether naming fewer ranks with ``ranks=`` would be a way out.
+        pick: whether to suggest ``ranks=``.
         more: the other arguments of the call, which suggested calls repeat.
     """
     more = more or {}
@@ -496,12 +482,9 @@ def _ways_out(
             ways.append((call({axis: near}), f"{_axis(axis)} may be {_any_of(would)}"))
         break
     else:  # no one size mends it: the nearest smaller sizes that divide, and one axis for the rest
-        left, changes = count, dict[str | int, int]()
-        filled = (free or list(box))[0]
-        for axis in reversed([axis for axis in box if axis != filled]):
-            changes[axis] = largest_divisor(left, box[axis])
-            left //= changes[axis]
-        ways.append((call({filled: -1, **changes}), f"sizes that divide {count}; {_axis(filled)} is then {left}"))
+        changes, filled = nearest(box, count, free), (free or list(box))[0]
+        why = f"sizes that divide {count}; {_axis(filled)} is then {changes[filled]}"
+        ways.append((call({**changes, filled: -1}), why))
     if pick and fixed < count and not free:
         ways.append((call({}, ranks=range(fixed)), f"or name the {fixed} rank{'s' * (fixed > 1)} to use"))
     return ways

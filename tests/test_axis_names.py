@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given, strategies as st
 
 import pgmesh
@@ -85,7 +86,7 @@ def test_a_member_of_an_enum_is_its_name():
         (
             lambda: Layout({"pp": 2}, dp=4, ranks=range(8, 16)),
             """
-            Layout: give all sizes in one mapping, or none in any.
+            Layout: give all sizes in one mapping, or all as keywords.
 
               Layout(pp=2, dp=4, ranks=range(8, 16))
             """,
@@ -93,7 +94,7 @@ def test_a_member_of_an_enum_is_its_name():
         (
             lambda: Layout({"pp": 2}, {"class": 4}),
             """
-            Layout: give all sizes in one mapping, or none in any.
+            Layout: give all sizes in one mapping, or all as keywords.
 
               Layout({'pp': 2, 'class': 4})
             """,
@@ -101,13 +102,13 @@ def test_a_member_of_an_enum_is_its_name():
         (
             lambda: Layout({"pp": 2}, pp=3),
             """
-            Layout: give all sizes in one mapping, or none in any. Axis pp is 2 and 3.
+            Layout: give all sizes in one mapping, or all as keywords. Axis pp is 2 and 3.
 
               Layout(pp=2)
               Layout(pp=3)
             """,
         ),
-        (lambda: Layout({"pp": 2}, 4), "Layout: give all sizes in one mapping, or none in any."),
+        (lambda: Layout({"pp": 2}, 4), "Layout: give all sizes in one mapping, or all as keywords."),
         (
             lambda: Layout(**{"data-parallel": 2}),
             """
@@ -155,8 +156,7 @@ def test_the_repr_of_any_layout_makes_it(axes, data):
         for axis in axes:
             kept = st.lists(st.integers(0, layout.size(axis) - 1), min_size=1)
             layout = layout.at({axis: draw(st.just(slice(None)) | st.integers(0, layout.size(axis) - 1) | kept)})
-    if layout.axes:
-        assert eval(repr(layout)) == layout
+    assert eval(repr(layout)) == layout
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_no_keyword_that_means_something_else_is_an_axis(world, word):
             ProcessGroupMesh: timeout is no axis; it is an option of groups.
 
               mesh = ProcessGroupMesh(dp=8, name='train')
-              mesh.configure('dp', timeout=timedelta(seconds=30))
+              mesh.configure('dp', timeout=30)
             """,
         ),
         (
@@ -280,7 +280,7 @@ option of groups.
             ProcessGroupMesh: options is no axis; it stands for options of groups.
 
               mesh = ProcessGroupMesh(dp=4, ranks=range(4))
-              mesh.configure('dp', backend='gloo')
+              mesh.configure('dp', timeout=600)
             """,
         ),
         (
@@ -298,7 +298,7 @@ option of groups.
             view: timeout is no axis; it is an option of groups.
 
               part = mesh.view(pp=2, tp=4)
-              for axis in part.axes: part.configure(axis, timeout=timedelta(seconds=30))
+              for axis in part.axes: part.configure(axis, timeout=30)
             """,
         ),
         (
@@ -368,15 +368,131 @@ def test_options_of_groups_are_answered_with_configure(world, call, text):
             """,
         ),
         (
-            lambda: Layout(dp=-1, tp=2, world_size=16),
+            lambda: Layout(dp=-1, tp=2, world_size=16),  # -1 of no ranks
+            "Layout: world_size is no axis; it belongs to the world.",
+        ),
+        (
+            lambda: ProcessGroupMesh(shape=8),
             """
-            Layout: world_size is no axis; it belongs to the world.
+            ProcessGroupMesh: shape is no axis; it stands for all sizes.
 
-              Layout(dp=-1, tp=2, ranks=range(16))
-              Layout({'dp': -1, 'tp': 2, 'world_size': 16}, ranks=range(64))   # with axes of these names
+              ProcessGroupMesh(8)
+              ProcessGroupMesh({'shape': 8})   # with axes of these names
             """,
         ),
     ],
 )
 def test_other_keywords_are_answered_with_the_call_that_they_mean(world, call, text):
     says(ShapeError, call, text)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda: ProcessGroupMesh(shape=8, timeout=3),
+            """
+            ProcessGroupMesh: shape is no axis; it stands for all sizes. timeout is no axis; it is an option of groups.
+
+              mesh = ProcessGroupMesh(8)
+              mesh.configure(0, timeout=3)
+            """,
+        ),
+        (
+            lambda: ProcessGroupMesh(dp=8, timeout=float("inf")),
+            """
+            ProcessGroupMesh: timeout is no axis; it is an option of groups.
+
+              mesh = ProcessGroupMesh(dp=8)
+              mesh.configure('dp', timeout=600)
+            """,
+        ),
+        (
+            lambda: ProcessGroupMesh(dp=8, timeout=float("nan")),
+            """
+            ProcessGroupMesh: timeout is no axis; it is an option of groups.
+
+              mesh = ProcessGroupMesh(dp=8)
+              mesh.configure('dp', timeout=600)
+            """,
+        ),
+        (
+            lambda: Layout(dp=2, timeout=1e300),
+            """
+            Layout: timeout is no axis; it is an option of groups. A layout has no groups.
+
+              Layout(dp=2)
+            """,
+        ),
+        (
+            lambda: Layout(dp=2, options={"timeout": float("inf")}),
+            """
+            Layout: options is no axis; it stands for options of groups. A layout has no groups.
+
+              Layout(dp=2)
+            """,
+        ),
+    ],
+)
+def test_a_suggested_call_runs(world, call, text):
+    with pytest.raises(OptionsError) as caught:
+        call()
+    says(OptionsError, call, text)
+    scope = {"ProcessGroupMesh": ProcessGroupMesh, "Layout": Layout, "timedelta": timedelta}
+    for line in str(caught.value).splitlines()[2:]:
+        exec(line.strip(), scope)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda: ProcessGroupMesh(pp="2", tp=4, timeout=30),
+            "ProcessGroupMesh: timeout is no axis; it is an option of groups.",
+        ),
+        (
+            lambda: ProcessGroupMesh(pp=2.0, tp=4, timeout=30),
+            "ProcessGroupMesh: timeout is no axis; it is an option of groups.",
+        ),
+        (
+            lambda: Layout(pp="2", tp=4, timeout=30),
+            "Layout: timeout is no axis; it is an option of groups. A layout has no groups.",
+        ),
+        (lambda: ProcessGroupMesh(timeout=30), "ProcessGroupMesh: timeout is no axis; it is an option of groups."),
+        (
+            lambda: ProcessGroupMesh(dp=4, timeout=30),  # the world has 8
+            "ProcessGroupMesh: timeout is no axis; it is an option of groups.",
+        ),
+        (
+            lambda: ProcessGroupMesh(mesh_shape=(), mesh_dim_names=5),
+            "ProcessGroupMesh: mesh_shape is no axis; it stands for all sizes. "
+            "mesh_dim_names is no axis; it stands for the axes.",
+        ),
+        (
+            lambda: ProcessGroupMesh(mesh_shape=(2, 4), mesh_dim_names=(["dp"], ["tp"])),
+            "ProcessGroupMesh: mesh_shape is no axis; it stands for all sizes. "
+            "mesh_dim_names is no axis; it stands for the axes.",
+        ),
+        (
+            lambda: ProcessGroupMesh(mesh_shape=(2, 4), mesh_dim_names=("dp", "dp")),
+            "ProcessGroupMesh: mesh_shape is no axis; it stands for all sizes. "
+            "mesh_dim_names is no axis; it stands for the axes.",
+        ),
+        (
+            lambda: Layout(8).view(dp="8", ranks=range(8)),
+            "view: ranks is no axis; it is left out: a view keeps the ranks of its mesh.",
+        ),
+        (
+            lambda: Layout(8).view(dp="8", name="x"),
+            "view: name is no axis; it is an argument of ProcessGroupMesh: a view has the name of its mesh.",
+        ),
+    ],
+)
+def test_no_call_is_suggested_where_a_size_is_none(world, call, text):
+    with pytest.raises(ShapeError if "option" not in text else OptionsError) as caught:
+        call()
+    assert str(caught.value) == text
+
+
+def test_an_axis_that_two_numbers_name_is_refused():
+    says(ShapeError, lambda: Layout({np.int64(1): 2, torch.tensor(1): 3}), "Layout: axis 1 is given twice.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
@@ -88,6 +89,49 @@ def test_numbered_axes_and_slices():
     assert hint_of(BOX.seen_by(5), "group") == "ProcessGroupMesh(pp=2, dp=2, tp=2).group('tp')"
 
 
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("neighbour", "seen.neighbor('tp')"),
+        ("get_coordinate", "seen.coord"),
+        ("get_local_rank", "seen.index('tp')"),
+        ("get_rank", "seen.rank"),
+        ("world_size", "seen.size()"),
+        ("get_process_group_ranks", "seen.ranks('tp')"),
+        ("mesh_dim_names", "seen.axes"),
+        ("_unflatten", "seen.view(pp=2, dp=2, tp=2)"),
+        ("coord_of", "seen.layout.coord_of"),
+        ("group", "ProcessGroupMesh(pp=2, dp=2, tp=2).group('tp')"),
+    ],
+)
+def test_of_a_layout_as_a_rank_sees_it(name, call):
+    assert hint_of(BOX.seen_by(3), name) == call
+
+
+@pytest.mark.parametrize("name", hints.SEEN)
+def test_each_call_of_a_layout_as_a_rank_sees_it_runs(mesh, name):
+    call = hint_of(BOX.seen_by(3), name)
+    mesh.close()
+    eval(call, {"seen": BOX.seen_by(3), "ProcessGroupMesh": ProcessGroupMesh, "torch": __import__("torch")})
+
+
+def test_a_hint_of_many_ranks_is_short():
+    ranks = (*range(100_000, 200_000), *range(1, 100_000, 2), *range(0, 100_000, 2))
+    scattered = tuple(sorted(ranks, key=lambda rank: rank * 77_773 % 200_000))
+    for of in (Layout(dp=-1, ranks=scattered), Layout(dp=-1, ranks=scattered).seen_by(3)):
+        with pytest.raises(AttributeError) as caught:
+            _ = of.group
+        assert len(str(caught.value)) < 600
+        assert "ranks=layout.ranks()).group('dp')" in str(caught.value).replace("seen.", "layout.")
+
+
+def test_a_local_rank_is_not_said_to_be_an_index(mesh):
+    for of in (mesh, BOX, BOX.seen_by(0)):
+        with pytest.raises(AttributeError) as caught:
+            _ = of.local_rank
+        assert str(caught.value) == f"{type(of).__name__!r} object has no attribute 'local_rank'"
+
+
 def test_other_names_are_as_python_says(mesh):
     for of in (mesh, BOX, BOX.seen_by(0)):
         with pytest.raises(AttributeError) as caught:
@@ -96,6 +140,7 @@ def test_other_names_are_as_python_says(mesh):
         assert (caught.value.name, caught.value.obj) == ("nothing", of)
     assert not {*hints.MESH} & {*dir(mesh)}
     assert not {*hints.LAYOUT} & {*dir(BOX)}
+    assert not {*hints.SEEN} & {*dir(BOX.seen_by(0))}
 
 
 @pytest.mark.parametrize(
@@ -107,8 +152,17 @@ def test_other_names_are_as_python_says(mesh):
         (lambda: plan("8 8"), "plan(Layout(8, 8))"),
         (lambda: plan(dp=8), "plan(Layout(dp=8))"),
         (lambda: plan(dp=8, tp=8, nodes="8x8"), "plan(Layout(dp=8, tp=8), nodes='8x8')"),
-        (lambda: plan(dp=-1, tp=8, nodes="8x8"), "plan(Layout(dp=-1, tp=8, ranks=range(64)), nodes='8x8')"),
-        (lambda: plan(dp=-1, tp=8), "plan(Layout(dp=-1, tp=8, ranks=range(8)))"),
+        (lambda: plan(dp=-1, tp=8, nodes="8x8"), "plan({'dp': -1, 'tp': 8}, nodes='8x8')"),
+        (lambda: plan(dp=-1, tp=8), "plan({'dp': -1, 'tp': 8}, nodes='1x16')"),
+        (lambda: plan(dp=2, tp=4, ranks=range(8)), "plan(Layout(dp=2, tp=4, ranks=range(8)))"),
+        (
+            lambda: plan(dp=2, tp=4, ranks=[3, 1, 2, 0, 7, 6, 5, 4]),
+            "plan(Layout(dp=2, tp=4, ranks=(3, 1, 2, 0, 7, 6, 5, 4)))",
+        ),
+        (
+            lambda: plan(dp=2, tp=4, families=(("dp", "tp") for _ in "1")),
+            "plan(Layout(dp=2, tp=4), families=[('dp', 'tp')])",
+        ),
         (lambda: plan({"dp": 8}, tp=8), "plan(Layout(dp=8, tp=8))"),
         (lambda: plan(8, 8), "plan(Layout(8, 8))"),
         (lambda: plan(8), "plan(Layout(8))"),
@@ -123,6 +177,33 @@ def test_sizes_given_to_plan(call, right):
         call()
     assert str(caught.value) == f"plan is given a Layout, a mesh or a mapping of sizes.\n\n  {right}"
     eval(right, {"plan": plan, "Layout": Layout})
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: plan(dp=True), "plan: the size of axis dp is a whole number, not True."),
+        (lambda: plan(dp=0), "plan: the size of axis dp is 0; a size is at least 1, or -1 for what is left."),
+        (
+            lambda: plan(dp=-1, tp=-1),
+            "plan({'dp': -1, 'tp': -1}): at most one size is -1, what is left; here are dp, tp.",
+        ),
+        (
+            lambda: plan({"dp": 8}, nodes="2x4", views=[("a", {"ep": 8})]),
+            "plan: views is a mapping of sizes by name, such as {'moe': {'edp': -1, 'ep': 8}}, not [('a', {'ep': 8})].",
+        ),
+    ],
+)
+def test_sizes_and_views_that_plan_does_not_take(call, text):
+    with pytest.raises(ShapeError) as caught:
+        call()
+    assert str(caught.value) == text
+
+
+def test_hosts_in_an_array():
+    assert plan(Layout(8), nodes=np.array([4, 4])) == plan(Layout(8), nodes="2x4")
+    with pytest.raises(ShapeError, match=r"\n  plan\(Layout\(1, 4, 2\), nodes=\[4, 4\]\) "):
+        plan(Layout(2, 4, 2), nodes=np.array([4, 4]))
 
 
 def test_other_arguments_that_plan_does_not_have_are_as_python_says():

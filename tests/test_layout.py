@@ -637,3 +637,28 @@ def test_the_first_block_of_a_huge_partition_costs_nothing():
         assert tracemalloc.get_traced_memory()[1] < 2 << 20
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("number", [np.int64(-1), np.uint8(2)])
+def test_numbers_of_numpy_are_axes(number):
+    assert Layout(2, 3, 5).size(number) == Layout(a=2, b=3, c=5).size(number) == 5
+
+
+def test_blocks_by_number():
+    partition = Layout(pp=2, tp=2).partition("tp")
+    assert partition[1] == partition[np.int64(1)] == partition[torch.tensor(1)] == partition[-1] == (2, 3)
+    assert partition[np.int64(1) :] == ((2, 3),)
+    for wrong in (True, "a", 1.0, None):
+        with pytest.raises(PlaceError) as caught:
+            _ = partition[wrong]
+        assert str(caught.value) == f"a block is found by its number, 0 to 1, not {wrong!r}."
+    with pytest.raises(PlaceError, match=r"^there are 2 blocks; there is no number 2\.$"):
+        _ = partition[2]
+    with pytest.raises(PlaceError, match=r"^slice\(True, None, None\) is no slice of 2 blocks: True is no number\.$"):
+        _ = partition[True:]
+
+
+def test_a_truth_value_is_no_end_of_a_slice():
+    says = r"^slice\(True, None, None\) is no slice of axis pp: True is no number\.$"
+    with pytest.raises(PlaceError, match=says):
+        Layout(pp=2, tp=2).at(pp=slice(True, None))

@@ -57,7 +57,7 @@ ProcessGroupMesh(dp=2, tp=2) holds 4 ranks, but the world has 8.
 @pytest.mark.parametrize("several", [["dp", "tp"], ("dp", "tp")], ids=["list", "tuple"])
 def test_axes_that_are_one_argument(mesh, verb, several):
     kind = type(several).__name__
-    with says(pgmesh.AxisError, f"axes are arguments of their own: 'dp', 'tp' in place of the {kind} {several!r}."):
+    with says(pgmesh.AxisError, f"axes are separate arguments, not a {kind} {several!r}.\n\n  mesh.group('dp', 'tp')"):
         getattr(mesh, verb)(several)
 
 
@@ -245,6 +245,11 @@ def test_ranks_that_are_named_twice(mesh):
         (
             {"nccl": {"max_cta": 3}},
             "NCCL has no setting max_cta; it has blocking, cga_cluster_size, collnet_enable, cta_policy, max_ctas, "
+            "min_ctas, net_name, nvls_ctas, split_share, traffic_class.",
+        ),
+        (
+            {"nccl": {1: 2, "a": 3}},
+            "NCCL has no setting 1, a; it has blocking, cga_cluster_size, collnet_enable, cta_policy, max_ctas, "
             "min_ctas, net_name, nvls_ctas, split_share, traffic_class.",
         ),
         (
@@ -455,3 +460,11 @@ def test_errors_are_what_people_catch():
         for builtin in builtins if isinstance(builtins, tuple) else (builtins,):
             assert issubclass(error, builtin)
         assert error.__module__ == "pgmesh"
+
+
+def test_a_group_of_a_part_without_axes_is_named_by_its_rank(mesh):
+    part = mesh.at(pp=1, dp=0, tp=1)
+    part.group()
+    assert "group of rank 5 of ProcessGroupMesh(pp=2, dp=2, tp=2): ranks 5; made, made at" in str(part.report())
+    with pytest.raises(pgmesh.OptionsError, match=r"^group of rank 5 of ProcessGroupMesh"):
+        part.configure(timeout=9)

@@ -8,6 +8,7 @@ import textwrap
 import traceback
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from pgmesh import AxisError, Layout, PgmeshError, PlaceError, ShapeError, errors, sizes
@@ -267,6 +268,15 @@ def test_a_view_that_would_cut():
         (lambda: NUMBERED.size("tp"), "there is no axis 'tp' in mesh (2, 2, 2)."),
         (lambda: NUMBERED.size(12), "there is no axis 12 in mesh (2, 2, 2)."),
         (lambda: NUMBERED.size(-4), "there is no axis -4 in mesh (2, 2, 2)."),
+        (lambda: NUMBERED.size(True), "there is no axis True in mesh (2, 2, 2)."),
+        (lambda: NUMBERED.size(1.0), "there is no axis 1.0 in mesh (2, 2, 2)."),
+        (lambda: NUMBERED.size(np.float32(1)), f"there is no axis {np.float32(1)!r} in mesh (2, 2, 2)."),
+        (lambda: BOX.size(False), "there is no axis False in mesh (pp=2, dp=2, tp=2)."),
+        (lambda: BOX.size(None), "there is no axis None in mesh (pp=2, dp=2, tp=2)."),
+        (
+            lambda: BOX.size(["a", "b"]),  # none of its axes
+            "axes are separate arguments, not a list ['a', 'b'].\n\n  mesh.group('dp', 'tp')",
+        ),
     ],
 )
 def test_an_axis_that_is_not_there(call, text):
@@ -276,8 +286,8 @@ def test_an_axis_that_is_not_there(call, text):
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: BOX.size("tp", "tp"), "each axis is named once, but (tp, tp) names one twice."),
-        (lambda: BOX.index_of(0, "tp", "dp", -1), "each axis is named once, but (tp, dp, -1) names one twice."),
+        (lambda: BOX.size("tp", "tp"), "axis tp is named twice."),
+        (lambda: BOX.index_of(0, "tp", "dp", -1), "axis tp is named twice, as tp and as -1."),
         (lambda: BOX.at({"tp": 0}, tp=1), "axis tp is given twice."),
         (lambda: NUMBERED.at({0: 0, -3: 1}), "axis 0 is given twice."),
     ],

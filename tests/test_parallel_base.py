@@ -177,7 +177,7 @@ def test_bad_axes_are_told_when_the_method_is_made(mesh: ProcessGroupMesh):
         "Data is given a mesh and then its axes, such as Data(mesh, 'dp'), not 'dp'.",
     )
     says(AxisError, lambda: Data(mesh, "ddp"), "there is no axis 'ddp' in mesh (pp=2, dp=2, tp=2). Did you mean 'dp'?")
-    says(AxisError, lambda: Data(mesh, "dp", "dp"), "each axis is named once, but (dp, dp) names one twice.")
+    says(AxisError, lambda: Data(mesh, "dp", "dp"), "axis dp is named twice.")
     says(
         AxisError,
         lambda: Data(mesh, "dp", over=["tp"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
@@ -15,6 +16,7 @@ from tests.torch_seam import timeout_of
 from tests.worlds import check_sums, world
 
 WRONG = ("tp", True, 0, -1, 0.0, math.nan, math.inf, 1e300, 1e-9, timedelta(), timedelta(seconds=-1), [30])
+WRONG += (np.bool_(True), np.float64("inf"), "30")
 
 
 @pytest.fixture
@@ -27,7 +29,9 @@ def refusal(timeout: object) -> str:
     return f"timeout is a timedelta or a number of seconds, more than 0, such as timeout=30, not {timeout!r}."
 
 
-@pytest.mark.parametrize("timeout", [600, 600.0, timedelta(minutes=10)])
+@pytest.mark.parametrize(
+    "timeout", [600, 600.0, timedelta(minutes=10), np.int64(600), np.float32(600), np.uint8(200) * np.int64(3)]
+)
 def test_options_keep_a_timedelta(timeout):
     options = GroupOptions(timeout=timeout)
     assert options.timeout == timedelta(seconds=600)
@@ -36,6 +40,17 @@ def test_options_keep_a_timedelta(timeout):
     assert hash(options) == hash(GroupOptions(timeout=timedelta(minutes=10)))
     assert options.given == {"timeout": 600.0}
     assert repr(options) == "GroupOptions(timeout=datetime.timedelta(seconds=600))"
+
+
+@pytest.mark.parametrize("timeout", [1e10, timedelta.max, timedelta(days=36501)])
+def test_a_timeout_that_overflows_in_torch_is_refused(timeout):
+    with pytest.raises(OptionsError) as caught:
+        GroupOptions(timeout=timeout)
+    assert str(caught.value) == (
+        f"timeout is at most 36,500 days, because torch counts it in 64-bit nanoseconds; it is {timeout!r}.\n\n"
+        "  timeout=timedelta(days=36500)"
+    )
+    assert GroupOptions(timeout=timedelta(days=36500)).timeout == timedelta(days=36500)
 
 
 def test_seconds_and_a_timedelta_mean_the_same_group(mesh):
@@ -124,6 +139,7 @@ def test_launchers_take_seconds():
         ((2.5, "tp"), "'tp', timeout=2.5"),
         (("tp",), "'tp', timeout=30"),
         ((0,), "0, timeout=30"),
+        ((np.int64(7), "tp"), "'tp', timeout=7"),
         ((), "timeout=30"),
     ],
 )
@@ -136,6 +152,20 @@ def test_a_timeout_among_the_axes_is_answered_with_the_right_call(mesh, given, r
     assert says == "set_timeout takes its timeout by name, after the axes."
     assert (nothing, call) == ("", f"  mesh.set_timeout({right})")
     exec(call.strip(), {"mesh": mesh})
+
+
+@pytest.mark.parametrize("given", [(1,), (1, 30)])
+def test_a_number_that_is_an_axis_stays_one(mesh, given):
+    """Axis 1 is dp, as in ``group(1)``."""
+    mesh.group("dp")
+    with pytest.raises(OptionsError, match=r"\n\n  mesh\.set_timeout\(1, timeout=30\)$") as caught:
+        mesh.set_timeout(*given)
+    exec(str(caught.value).splitlines()[-1].strip(), {"mesh": mesh})
+
+
+def test_only_the_last_number_is_taken_as_the_timeout(mesh):
+    with pytest.raises(OptionsError, match=r"\n\n  mesh\.set_timeout\(5, timeout=6\)$"):
+        mesh.set_timeout(5, 6)
 
 
 @pytest.mark.parametrize(
