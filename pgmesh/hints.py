@@ -104,6 +104,8 @@ class _Absent:
             index=", ".join([rank, *axes[-1:]]),
             made=made,
         )
+        if "{ax" in self.call or "{index}" in self.call:
+            call += "   # for example: name the axes that you mean"
         raise AttributeError(f"{kind.__name__!r} object has no attribute {self.name!r}.\n\n  {call}")
 
 

@@ -573,7 +573,7 @@ class ProcessGroupMesh:
         >>> mesh.at(pp=[0, -1]).ranks("pp")             # first and last stage: tied embeddings
         (1, 5)
         """
-        seen = None if fixed else _plain(indices)
+        seen = None if fixed is not None else _plain(indices)
         if seen in self._parts:
             return self._parts[seen]
         layout = self.layout.at(fixed, **indices)

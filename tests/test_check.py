@@ -308,7 +308,12 @@ def test_what_listens_and_is_no_store_is_told_in_time(monkeypatch):
 
 def test_an_interface_that_gloo_cannot_find_is_an_error_of_the_check(monkeypatch):
     with launch.StoreProcess() as store:
-        environ = {"TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "eth99", "WORLD_SIZE": 1, "LOCAL_RANK": 0}
+        environ = {
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "GLOO_SOCKET_IFNAME": "eth99",
+            "WORLD_SIZE": 1,
+            "LOCAL_RANK": 0,
+        }
         said = alone(monkeypatch, "dp=1 --timeout 5", RANK=0, MASTER_PORT=store.port, **environ)
     assert said.startswith("pgmesh check failed: LaunchError: this rank cannot join: ")
     assert "eth99" in said

@@ -26,7 +26,9 @@ def hint_of(of: object, name: str) -> str:
     says, nothing, call = str(caught.value).splitlines()
     assert says == f"{type(of).__name__!r} object has no attribute {name!r}."
     assert nothing == ""
-    return call.strip()
+    call, _, comment = call.strip().partition("   # ")
+    assert comment in ("", "for example: name the axes that you mean")
+    return call
 
 
 @pytest.mark.parametrize(
@@ -50,6 +52,14 @@ def hint_of(of: object, name: str) -> str:
 def test_of_a_mesh(mesh, name, call):
     assert hint_of(mesh, name) == call
     assert hint_of(mesh.at(pp=1), name) == call
+
+
+def test_a_call_with_axes_says_that_these_are_an_example(mesh):
+    """Which axes were meant, an attribute cannot know."""
+    for name, comment in (("get_group", "   # for example: name the axes that you mean"), ("get_rank", "")):
+        with pytest.raises(AttributeError) as caught:
+            getattr(mesh, name)
+        assert str(caught.value).endswith(f"{hint_of(mesh, name)}{comment}")
 
 
 @pytest.mark.parametrize("name", hints.MESH)

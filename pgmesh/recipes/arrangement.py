@@ -407,7 +407,7 @@ class Arrangement:
 
         Raises:
             AxisError: there is no such group.
-            OptionsError: no timeout, or one that is not more than 0.
+            OptionsError: no timeout, one that is not more than 0, or a group that was not made yet.
 
         >>> from pgmesh import recipes
         >>> recipes.megatron(8, tp=2, pp=2).set_timeout(timeout=120)
