@@ -540,7 +540,9 @@ def connect_long_words() -> None:
     mesh.connect("a" * 9000, "b", ("a" * 9000, "b"))
     check_sums({"b": (mesh.group("b"), mesh.ranks("b")), "tagged": (mesh.group(tag="t" * 9000), mesh.ranks())})
     mesh.close()
-    dist.barrier(dist.new_group())  # torch's own connection to the store lives too
+    torchs = dist.new_group()
+    dist.barrier(torchs)  # torch's own connection to the store lives too
+    dist.destroy_process_group(torchs)
 
 
 def test_no_word_is_too_long_for_the_store():
