@@ -44,7 +44,8 @@ Answer = tuple[int, str, str]
 def checked(line: str) -> Answer:
     """What a rank's check ends with, and says on both outputs."""
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    variables = mock.patch.dict(os.environ)  # a check sets some for its process, which here is the tests'
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), variables:
         status = main(["check", *shlex.split(line)])
     return status, out.getvalue(), err.getvalue()
 
