@@ -242,7 +242,7 @@ class Heart:
         return self.run(once(step), seconds)
 
     def doubt(self) -> str:
-        """Return why ranks may not find each other on this store, as a sentence with the call that helps; else ""."""
+        """Return why ranks may not find each other on this store, with the call that helps; "" if nothing is known."""
         try:
             name = self.run(once(cast(Step, _ReadName())), 1.0)
         except WorldError:
@@ -250,8 +250,8 @@ class Heart:
         if name == self._name and not name.endswith(REPLACED):
             return ""
         return (
-            f"\n\nThe store at {self._where} served another world too. Ranks whose processes were in that world do not "
-            "meet those that were not, unless each world has a store or a prefix of its own:\n\n"
+            f"\n\nThe store at {self._where} served another world too. Ranks that were in it and ranks that were not use "
+            "different keys. Give each world a store or a prefix of its own:\n\n"
             "  dist.init_process_group(..., store=dist.PrefixStore('attempt-2', store))"
         )
 

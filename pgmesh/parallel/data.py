@@ -62,7 +62,8 @@ class DataParallel(Method):
     def apply(self, module: nn.Module) -> nn.Module:
         """DDP around the module, whose weights become those of the first rank along the axes.
 
-        DDP takes no module without a gradient, such as a frozen stage of a pipeline: that module stays as it is.
+        DDP refuses a module without trainable weights, such as a frozen stage of a pipeline. That module is returned
+        unchanged.
 
         Raises:
             MethodError: a weight is a DTensor, which DDP does not take, or DDP is inside the module already.

@@ -452,7 +452,7 @@ class Pipeline(nn.Module):
     def _handed_on(self, inputs: tuple[torch.Tensor, ...]) -> list[tuple[tuple[torch.Tensor, ...], ...]]:
         """Inputs and outputs of each of this rank's stages, from a forward pass of the first microbatch.
 
-        Where a stage lacks them, torch runs all stages after the first on uninitialised memory, to learn the shapes.
+        Without them torch infers the shapes by running all stages after the first on uninitialised memory.
         """
         method, group = self.method, self.method.mesh.group(self.method.axis)
         found = list[tuple[tuple[torch.Tensor, ...], ...]]()
@@ -533,13 +533,13 @@ def _plain(outputs: tuple[Any, ...], stage: int) -> tuple[torch.Tensor, ...]:
 
 
 def _differentiable(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Tensors that stand for what stages hand on in training: gradients go back for all that can have one."""
+    """The tensors with requires_grad set where they can have a gradient: stages receive one for each of these."""
     return tuple(each.detach().requires_grad_(each.is_floating_point() or each.is_complex()) for each in tensors)
 
 
 @contextlib.contextmanager
 def _without_a_trace(parts: Iterable[nn.Module]) -> Iterator[None]:
-    """Modules run on copies of their buffers; torch's random numbers and ``Seeds`` go on afterwards where they were."""
+    """Run modules on copies of their buffers; then restore the buffers, torch's random state and ``Seeds``."""
     parts = tuple(parts)
     tables = [groups.buffer_table(module) for part in parts for module in part.modules()]
     kept = [(table, dict(table)) for table in tables]

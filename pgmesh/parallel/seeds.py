@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pgmesh.mesh import ProcessGroupMesh
 
 REMEMBERED = 1 << 16
-"""How many entries of a stream can be repeated, at least: more than any program has between forward and backward."""
+"""Number of recent entries of a stream that can be repeated: more than any program has between forward and backward."""
 
 
 def seed_of(mesh: ProcessGroupMesh, *axes: Axis, seed: int, tag: str = "") -> int:
@@ -173,8 +173,8 @@ def hashed(text: str) -> int:
 def words(state: Tensor) -> ctypes.Array[ctypes.c_uint64]:
     """The start of a state of torch's CPU generator, to read and to write: its seed, and where it stands.
 
-    No number depends on the seed once it is set, but whoever puts a state back puts it back too. So it can tell entries
-    apart between which nothing was drawn. Tensor operations are avoided: modes of torch intercept them.
+    The seed in a state does not affect the numbers that are drawn. ``Seeds`` overwrites it with a mark, so that two
+    entries without a draw between them have different states. No tensor operations: modes of torch intercept them.
     """
     return (ctypes.c_uint64 * 4).from_address(state.data_ptr())
 
