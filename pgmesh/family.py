@@ -61,6 +61,7 @@ class _Registry:
         self.refusals: defaultdict[str, set[str]] = defaultdict(set)  # by the meshes' name and ranks
         self.heart: Heart | None = None  # once the store was asked for something
         self.warned = False  # of too many groups
+        self.ending = False  # whether torch is destroying this world
         self.forked = False  # whether this process only inherited the world, from the one it was forked off
 
     def reach(self) -> Heart:
@@ -608,10 +609,15 @@ class Family:
             self.lock.release()
 
     def _clean(self, steps: Steps[None]) -> None:
-        """Take something out of the store; where that is gone, so is this, and where it hangs nobody waits for it."""
+        """Take something out of the store; where that is gone, so is this, and where it hangs nobody waits for it.
+
+        At the end of the world nobody waits at all: the thread does it before it ends.
+        """
         with contextlib.suppress(WorldError, LifetimeError):
             heart = self._registry.reach()
-            if not heart.silent:
+            if self._registry.ending:
+                heart.post(steps)
+            elif not heart.silent:
                 heart.run(steps, 1.0)
 
     def _delete(self, keys: Sequence[str]) -> None:
@@ -858,6 +864,8 @@ def _forget(group: Any) -> None:
 
 
 def _end_world(reason: str) -> None:
+    for registry in list(_registries.values()):
+        registry.ending = True
     for family in _all_families():
         family.close(f"ended when {reason}.")
     for registry in list(_registries.values()):

@@ -94,7 +94,8 @@ def enter_world(store: Any, left: Collection[str]) -> str:
 def leave_world(store: Any, name: str) -> bool:
     """Leave a world, and return whether this was the last rank to do so. The last one deletes the world's name."""
     entered, gone = f"{WORLD}.{name}.entered", f"{WORLD}.{name}.left"
-    if store.add(gone, 1) != store.add(entered, 0):
+    left = str(store.add(gone, 1))
+    if store.compare_set(entered, ABSENT, ABSENT).decode() != left:  # this reads it; add(entered, 0) would make it anew
         return False
     for key in (entered, gone):
         store.delete_key(key)
@@ -250,8 +251,8 @@ class Heart:
         if name == self._name and not name.endswith(REPLACED):
             return ""
         return (
-            f"\n\nThe store at {self._where} served another world too. Ranks that were in it and ranks that were not use "
-            "different keys. Give each world a store or a prefix of its own:\n\n"
+            f"\n\nThe store at {self._where} served another world too. Ranks that were in it and ranks that were not "
+            "use different keys. Give each world a store or a prefix of its own:\n\n"
             "  dist.init_process_group(..., store=dist.PrefixStore('attempt-2', store))"
         )
 
@@ -265,7 +266,7 @@ class Heart:
     def _speak(self) -> None:
         if not self._beating:
             self._beating = True
-            self._post(Say(()))
+            self.post(once(Say(())))
 
     def hush(self) -> None:
         """The thread that calls waits for nobody any more; the next beat says so."""
@@ -279,7 +280,7 @@ class Heart:
         """
         self._doing = doing
         self._speak()
-        self._post(Say(()))
+        self.post(once(Say(())))
 
     def stop(self, gone: str = "") -> None:
         """Tell the others why this process tells no more, leave the world, and end the thread."""
@@ -289,8 +290,9 @@ class Heart:
         if self._name:
             self._left.add(self._name)
 
-    def _post(self, step: Step) -> None:
-        self._jobs.put(_Job(once(step)))
+    def post(self, steps: Steps[Any]) -> None:
+        """Have a protocol run in its turn, before the thread ends. Waits for nothing and raises nothing."""
+        self._jobs.put(_Job(steps))
 
     # -- the thread ---------------------------------------------------------------------------------------------
 
