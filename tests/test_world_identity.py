@@ -303,7 +303,7 @@ def test_ranks_that_cannot_meet_on_a_used_store_are_told_why():
 
 def live_in(worlds: int, port: int) -> list[tuple[int, int, int]]:
     """Live in so many worlds, closing the mesh in every other one; what this process holds after each."""
-    counts = []
+    counts, kept = [], []
     with left_for_others() as rank:
         tcp = client(port)
         for number in range(worlds):
@@ -317,11 +317,11 @@ def live_in(worlds: int, port: int) -> list[tuple[int, int, int]]:
             with pytest.raises(LifetimeError, match="closed" if number % 2 else "ended when torch.distributed"):
                 mesh.group("dp")
             mesh.close()
+            kept.append(mesh)  # a mesh that outlives its world holds no connection
             del group
             meet(tcp, f"left {number}")
             counts.append((settled_descriptors(), threads(), settled_keys(tcp)))
             meet(tcp, f"counted {number}")
-            del mesh
     return counts
 
 
