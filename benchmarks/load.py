@@ -19,9 +19,8 @@ from dataclasses import dataclass
 
 from benchmarks.sides import FAMILIES, box
 from pgmesh import Layout
-from pgmesh.heart import BEAT, CROWD, SUSPICION
-from pgmesh.polling import ABSENT
-from pgmesh.rendezvous import (
+from pgmesh.rendezvous.polling_store import ABSENT
+from pgmesh.rendezvous.protocol import (
     MADE,
     MOST_ASKED,
     Add,
@@ -40,6 +39,7 @@ from pgmesh.rendezvous import (
     introduce,
     told,
 )
+from pgmesh.rendezvous.store_thread import BEAT, CROWD, SUSPICION
 
 ROUND_TRIP = 200e-6
 """Seconds from a rank to the store and back, where the store is idle: what networks of data centres take."""

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
-from pgmesh import Layout, ProcessGroupMesh, groups
+from pgmesh import Layout, ProcessGroupMesh
+from pgmesh.groups import building
 
 FAMILIES = (("tp",), ("cp",), ("pp",), ("dp",), ("dp", "cp"), ("cp", "tp"))
 
@@ -168,16 +169,16 @@ class Bare:
 
     def __init__(self, name: str, sizes: dict[str, int]) -> None:
         layout, me = Layout(**sizes), dist.get_rank()
-        store, options = groups.world_store(), groups.world_options()
+        store, options = building.world_store(), building.world_options()
         self.groups = []
         for axes in FAMILIES:
             block = layout.block_of(me, *axes)
-            key = f"{groups.PREFIX}bare {name}/{axes} of {block[0]}"
-            self.groups.append(groups.build(key, block, me, options, store, {"gloo": store}, key))
+            key = f"{building.PREFIX}bare {name}/{axes} of {block[0]}"
+            self.groups.append(building.build(key, block, me, options, store, {"gloo": store}, key))
 
     def close(self) -> None:
         for group in self.groups:
-            groups.tear_down(groups.Made(group, "a bare group", ""), "was closed.")
+            building.tear_down(building.Made(group, "a bare group", ""), "was closed.")
         self.__dict__.clear()
 
 

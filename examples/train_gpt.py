@@ -25,7 +25,14 @@ from gpt import ALPHABET, GPT, LAYERS, TEXT, batch_of, loss_of
 from torch.distributed.tensor import DTensor, Replicate
 
 from pgmesh import ProcessGroupMesh, launch
-from pgmesh.parallel import PipelineParallel, ShardedDataParallel, TensorParallel, attention_plan, compose, mlp_plan
+from pgmesh.parallel import (
+    PipelineParallel,
+    ShardedDataParallel,
+    TensorParallel,
+    attention_plan,
+    compose,
+    mlp_plan,
+)
 
 STEPS, MICROBATCHES, RATE = 40, 2, 1e-2
 CUTS = {**attention_plan("blocks.*", ["qkv"], "out"), **mlp_plan("blocks.*", ["up"], "down")}

@@ -11,7 +11,7 @@ _HOME = {
     "ProcessGroupMesh": "mesh",
     "meshes": "mesh",
     "Layout": "layout",
-    "plan": "plans",
+    "plan": "planning.plan",
     "GroupOptions": "options",
     "from_device_mesh": "interop",
     **dict.fromkeys(
@@ -35,10 +35,12 @@ _HOME = {
         "errors",
     ),
 }
-_MODULES = (
-    *("launch", "interop", "recipes", "parallel", "layout", "draw", "svg"),
-    *("plans", "errors", "options", "groups", "family", "mesh"),
-)
+# Modules, by the names under which they are attributes of the package.
+_MODULES = {
+    **{name: name for name in ("launch", "interop", "recipes", "parallel", "drawing", "planning", "topology")},
+    **{name: name for name in ("errors", "options", "layout", "mesh")},
+    "svg": "drawing.svg",
+}
 
 __all__ = [*_HOME]
 __version__ = "0.1.0"
@@ -48,7 +50,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOME:
         value = getattr(importlib.import_module(f"pgmesh.{_HOME[name]}"), name)
     elif name in _MODULES:
-        value = importlib.import_module(f"pgmesh.{name}")
+        value = importlib.import_module(f"pgmesh.{_MODULES[name]}")
     else:
         raise AttributeError(f"module 'pgmesh' has no attribute {name!r}")
     globals()[name] = value
@@ -81,4 +83,4 @@ if TYPE_CHECKING:
     from pgmesh.layout import Layout as Layout
     from pgmesh.mesh import ProcessGroupMesh as ProcessGroupMesh, meshes as meshes
     from pgmesh.options import GroupOptions as GroupOptions
-    from pgmesh.plans import plan as plan
+    from pgmesh.planning.plan import plan as plan

@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from pgmesh.commands.given import Typed, UsageError
+from pgmesh.cli.arguments import Typed, UsageError
 from pgmesh.errors import PgmeshError
 
 COMMANDS = {
@@ -22,7 +22,7 @@ COMMANDS = {
     "check": "the preflight of a job: all its ranks come, connect, sum rightly, are measured",
     "doctor": "launcher, torch, network and store, as this process finds them; what to do",
 }
-"""Each is a file of ``pgmesh.commands``: ``add`` says what it takes, ``EXAMPLES`` ends its help, and ``run`` does it
+"""Each is a file of ``pgmesh.cli``: ``add`` says what it takes, ``EXAMPLES`` ends its help, and ``run`` does it
 and returns the exit status."""
 
 ABOUT = "Arrange the ranks of a torch.distributed job in an N-D mesh, and see what that would be like."
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(words)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a frame that a terminal cannot draw is no reason to fail
-    command = importlib.import_module(f"pgmesh.commands.{args.command}")
+    command = importlib.import_module(f"pgmesh.cli.{args.command}")
     try:
         return int(command.run(args, Typed(words)))
     except (UsageError, PgmeshError) as error:
@@ -59,7 +59,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     for name, says in COMMANDS.items():
         own = commands.add_parser(name, help=says, description=f"{says[0].upper()}{says[1:]}.")
         if name in words[:1]:
-            command = importlib.import_module(f"pgmesh.commands.{name}")
+            command = importlib.import_module(f"pgmesh.cli.{name}")
             own.epilog, own.formatter_class = command.EXAMPLES, argparse.RawDescriptionHelpFormatter
             command.add(own)
     return parser

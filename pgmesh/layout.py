@@ -27,10 +27,8 @@ import operator
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Union, overload
 
-from pgmesh import draw, hints
-from pgmesh.errors import AxisError, PlaceError, ShapeError
-from pgmesh.seen import Seen
-from pgmesh.sizes import (
+from pgmesh._util import missing_attributes
+from pgmesh._util.sizes import (
     Sizes,
     Text,
     arguments,
@@ -48,6 +46,9 @@ from pgmesh.sizes import (
     whole_number,
     written,
 )
+from pgmesh.drawing import plain_text
+from pgmesh.errors import AxisError, PlaceError, ShapeError
+from pgmesh.seen import Seen
 
 Axis = Union[str, int]
 """An axis, by its name or its number."""
@@ -479,10 +480,10 @@ class Layout:
         return spell(who, box, ranks=ranks or Text(self._ranks_written()), **more)
 
     def __str__(self) -> str:
-        return draw.text(self)
+        return plain_text.text(self)
 
     def _repr_html_(self) -> str:
-        from pgmesh import svg  # a notebook's picture; whoever prints text has no use for it
+        from pgmesh.drawing import svg  # a notebook's picture; whoever prints text has no use for it
 
         return svg.of(self)
 
@@ -627,8 +628,12 @@ class Layout:
         return spell("mesh ", dict(zip(self._axes, self.shape)))
 
 
-hints.answer(Seen, "seen", {**{name: f"seen.layout.{name}" for name in hints.public(Layout)}, **hints.SEEN})
-hints.answer(Layout, "layout", hints.LAYOUT)
+missing_attributes.answer(
+    Seen,
+    "seen",
+    {**{name: f"seen.layout.{name}" for name in missing_attributes.public(Layout)}, **missing_attributes.SEEN},
+)
+missing_attributes.answer(Layout, "layout", missing_attributes.LAYOUT)
 
 
 class Partition(Sequence[tuple[int, ...]]):

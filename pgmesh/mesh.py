@@ -8,20 +8,33 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from pgmesh import draw, groups, hints
+from pgmesh._util import missing_attributes
+from pgmesh._util.sizes import (
+    Sizes,
+    Text,
+    arguments,
+    fill,
+    fill_with,
+    some,
+    spell,
+    take_ranks,
+    take_sizes,
+    whole_number,
+)
+from pgmesh.drawing import plain_text
 from pgmesh.errors import AxisError, LifetimeError, MembershipError, OptionsError, PlaceError, ShapeError
-from pgmesh.family import Family, find_family, living
+from pgmesh.groups import building
+from pgmesh.groups.cache import Family, find_family, living
 from pgmesh.layout import Axis, Keep, Layout, Partition, at_call, taken
 from pgmesh.options import Timeout, named_timeout, to_timedelta
-from pgmesh.sizes import Sizes, Text, arguments, fill, fill_with, some, spell, take_ranks, take_sizes, whole_number
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from pgmesh.connecting import Connected
-    from pgmesh.locality import Spread
-    from pgmesh.report import Report, Stats
+    from pgmesh.connect.connecting import Connected
+    from pgmesh.connect.report import Report, Stats
+    from pgmesh.topology.locality import Spread
 
 CONNECT = timedelta(seconds=30)
 """How long ``connect`` waits for the others."""
@@ -70,7 +83,7 @@ class ProcessGroupMesh:
         self, /, *shape: int | Sizes, ranks: Iterable[int] | None = None, name: str | None = None, **sizes: int
     ) -> None:
         who = "ProcessGroupMesh"
-        _, world = groups.world_rank_and_size()
+        _, world = building.world_rank_and_size()
         if name is not None:
             _check_name(who, name)
         given = None if ranks is None else take_ranks(who, ranks)
@@ -436,7 +449,9 @@ class ProcessGroupMesh:
                     f"  mesh.connect({tuple(each)})   # one group along all of them\n"
                     f"  mesh.connect(*{tuple(each)})  # a group along each"
                 )
-        from pgmesh.connecting import connect  # here and below: what a program may never use is not loaded before
+        from pgmesh.connect.connecting import (
+            connect,  # here and below: what a program may never use is not loaded before
+        )
 
         combinations = [each if isinstance(each, tuple) else (each,) for each in families or self.axes]
         return connect(self._family, self.layout, combinations, seconds, progress=progress)
@@ -463,7 +478,7 @@ class ProcessGroupMesh:
         self._check_member()
         self._family.check()
         self.layout.size(*axes)
-        from pgmesh.placement import place
+        from pgmesh.topology.host_mapping import place
 
         return place(self.layout.ranks(), timeout=timeout).spread(self.layout, *axes)
 
@@ -480,7 +495,7 @@ class ProcessGroupMesh:
         what others last said:
           nothing
         """
-        from pgmesh.report import report
+        from pgmesh.connect.report import report
 
         return report(self._family)
 
@@ -492,7 +507,7 @@ class ProcessGroupMesh:
         Raises:
             LifetimeError: this is not the main thread, which alone may take signals.
         """
-        from pgmesh.report import print_on, report
+        from pgmesh.connect.report import print_on, report
 
         family = weakref.ref(self._family)
         print_on(number, lambda: report(there) if (there := family()) else "a mesh that is gone")
@@ -503,7 +518,7 @@ class ProcessGroupMesh:
         >>> mesh.stats().groups, mesh.stats().operations
         (0, 0)
         """
-        from pgmesh.report import stats
+        from pgmesh.connect.report import stats
 
         return stats(self._family)
 
@@ -660,10 +675,10 @@ class ProcessGroupMesh:
         return self._family.call + "".join(calls)
 
     def __str__(self) -> str:
-        return draw.text(self.layout, mark=self.rank)
+        return plain_text.text(self.layout, mark=self.rank)
 
     def _repr_html_(self) -> str:
-        from pgmesh import svg  # for notebooks alone
+        from pgmesh.drawing import svg  # for notebooks alone
 
         return svg.of(self.layout, mark=self.rank)
 
@@ -729,8 +744,8 @@ def _plain(indices: Mapping[str, Keep]) -> tuple[object, ...] | None:
 
 _PLAIN = frozenset({int, type(None)})
 
-_OF_LAYOUT = {name: f"mesh.layout.{name}" for name in hints.public(Layout)}
-hints.answer(ProcessGroupMesh, "mesh", {**_OF_LAYOUT, **hints.MESH})
+_OF_LAYOUT = {name: f"mesh.layout.{name}" for name in missing_attributes.public(Layout)}
+missing_attributes.answer(ProcessGroupMesh, "mesh", {**_OF_LAYOUT, **missing_attributes.MESH})
 
 
 def _tag(tag: object) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pgmesh import draw
+from pgmesh.drawing import plain_text
 from pgmesh.errors import MembershipError
 
 if TYPE_CHECKING:
@@ -106,4 +106,4 @@ class Seen:
         return f"Seen({self.layout!r}, {self.rank})"  # seen_by refuses a rank outside
 
     def __str__(self) -> str:
-        return draw.text(self.layout, mark=self.rank)
+        return plain_text.text(self.layout, mark=self.rank)

@@ -36,9 +36,11 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from pgmesh import ProcessGroupMesh, connecting, groups, launch
+from pgmesh import ProcessGroupMesh, launch
+from pgmesh.connect import connecting
+from pgmesh.groups import building
 from pgmesh.launch import PRELOAD, StoreProcess
-from pgmesh.rendezvous import Add
+from pgmesh.rendezvous.protocol import Add
 from tests import test_faults
 from tests.ledger import held, resident
 from tests.test_faults import (
@@ -257,7 +259,7 @@ def what_stays(before: dict[str, int]) -> dict[str, tuple[int, int]]:
 
     def more() -> dict[str, tuple[int, int]]:
         gc.collect()
-        groups.sweep()
+        building.sweep()
         now = held()
         return {what: (count, now[what]) for what, count in before.items() if now[what] > count}
 
@@ -451,7 +453,7 @@ def cycle(times: int) -> list[dict[str, int]]:
             mesh.release(*axes)
         if i in (times // 5, times):
             dist.barrier()
-            keys, memory = groups.world_store().num_keys(), resident()
+            keys, memory = building.world_store().num_keys(), resident()
             seen.append({**held(), "store keys": keys, "KiB": memory})
         if i in (times // 5, times):
             dist.barrier()

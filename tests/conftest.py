@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import settings
 
-from pgmesh.heart import Heart
+from pgmesh.rendezvous.store_thread import Heart
 
 LONGEST = (
     "test_faults",

@@ -13,11 +13,19 @@ import torch
 from hypothesis import example, given, strategies as st
 
 import pgmesh
-from pgmesh import GroupOptions, Layout, OptionsError, PgmeshError, ProcessGroupMesh, ShapeError, plan
+from pgmesh import (
+    GroupOptions,
+    Layout,
+    OptionsError,
+    PgmeshError,
+    ProcessGroupMesh,
+    ShapeError,
+    plan,
+)
+from pgmesh._util.sizes import NOT_AXES
 from pgmesh.interop import from_device_mesh
 from pgmesh.options import GroupOptions as Options
-from pgmesh.place import place_of
-from pgmesh.sizes import NOT_AXES
+from pgmesh.planning.rank_report import place_of
 from tests.dry import dry_world
 from tests.said import says
 

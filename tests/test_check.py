@@ -22,13 +22,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pgmesh import ProcessGroupMesh, diagnosis, heart, launch, placement, preflight
+from pgmesh import ProcessGroupMesh, launch
 from pgmesh.__main__ import main
-from pgmesh.commands import check
-from pgmesh.launchers import believe
-from pgmesh.machine import Level, misplaced, seen
-from pgmesh.placement import Placement, Seat
-from pgmesh.probes import Probe
+from pgmesh.cli import check
+from pgmesh.launch.detect import believe
+from pgmesh.preflight import diagnosis, preflight
+from pgmesh.preflight.microbenchmarks import Probe
+from pgmesh.rendezvous import store_thread
+from pgmesh.topology import host_mapping
+from pgmesh.topology.host_mapping import Placement, Seat
+from pgmesh.topology.hosts import Level, misplaced, seen
 from tests.apart import apart
 from tests.said import without_names
 from tests.terminal import COLOUR, in_a_terminal, screen
@@ -407,7 +410,7 @@ def test_a_sum_over_other_ranks_fails():
 
 def on_hosts(line: str, names: list[str]) -> Answer:
     places = Placement({rank: Seat(name, "", None) for rank, name in enumerate(names)})
-    with mock.patch.object(placement, "place", return_value=places):
+    with mock.patch.object(host_mapping, "place", return_value=places):
         return checked(line)
 
 
@@ -452,7 +455,7 @@ def dying(line: str, who: int) -> Answer:
             os.kill(os.getpid(), signal.SIGKILL)
         real(self, *args)
 
-    with mock.patch.object(Probe, "check_sum", end), mock.patch.object(heart, "BEAT", 0.2):
+    with mock.patch.object(Probe, "check_sum", end), mock.patch.object(store_thread, "BEAT", 0.2):
         return hurried(line)
 
 

@@ -14,7 +14,15 @@ import torch.distributed as dist
 from hypothesis import given, strategies as st
 
 import pgmesh
-from pgmesh import AxisError, LifetimeError, MembershipError, NameTakenError, PlaceError, ProcessGroupMesh, ShapeError
+from pgmesh import (
+    AxisError,
+    LifetimeError,
+    MembershipError,
+    NameTakenError,
+    PlaceError,
+    ProcessGroupMesh,
+    ShapeError,
+)
 from pgmesh.interop.colossalai import ColossalMesh
 from tests.dry import dry_world
 from tests.test_groups import groups_of

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 import pgmesh
-from pgmesh import Layout, ink, plan
+from pgmesh import Layout, plan
 from pgmesh.__main__ import COMMANDS, main
+from pgmesh.drawing import styled_text
 from tests import golden_files as golden
 from tests.said import without_names
 from tests.terminal import COLOUR, in_a_terminal
@@ -346,9 +347,9 @@ def test_the_terminal_that_open_mpi_gives_each_rank_is_nobody_who_looks(monkeypa
     ours, theirs = pty.openpty()
     with os.fdopen(ours), os.fdopen(theirs, "w") as terminal:
         monkeypatch.delenv("OMPI_COMM_WORLD_RANK", raising=False)
-        assert ink.is_seen(terminal)
+        assert styled_text.is_seen(terminal)
         monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
-        assert not ink.is_seen(terminal)
+        assert not styled_text.is_seen(terminal)
 
 
 def test_a_terminal_that_knows_no_colours_gets_none():

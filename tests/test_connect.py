@@ -21,19 +21,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import pgmesh.family
-import pgmesh.polling
+import pgmesh.groups.cache
+import pgmesh.rendezvous.polling_store
 from pgmesh import (
     AxisError,
     LifetimeError,
     MismatchError,
     MissingRanksError,
     ProcessGroupMesh,
-    connecting,
-    heart,
     launch,
 )
-from pgmesh.rendezvous import Pause, Raw, Ready
+from pgmesh.connect import connecting
+from pgmesh.rendezvous import store_thread
+from pgmesh.rendezvous.protocol import Pause, Raw, Ready
 from tests.dry import dry_world
 from tests.worlds import check_sums, fresh, world
 
@@ -152,7 +152,7 @@ def test_members_that_met_before_connect_with_the_others():
 
 def interrupted_as_it_learns():
     """Ctrl-C reaches rank 1 when the others have decided, and before it begins its first collective."""
-    mesh, run, once = ProcessGroupMesh(dp=4), heart.Heart.run, iter([True])
+    mesh, run, once = ProcessGroupMesh(dp=4), store_thread.Heart.run, iter([True])
 
     def ran(*asked):
         step = run(*asked)
@@ -161,7 +161,7 @@ def interrupted_as_it_learns():
         return step
 
     start = time.monotonic()
-    with mock.patch.object(heart.Heart, "run", ran):
+    with mock.patch.object(store_thread.Heart, "run", ran):
         try:
             mesh.connect(timeout=seconds(20))
             first = ""
@@ -326,7 +326,7 @@ class Heard(logging.Handler):
 
 def wait_long(folder):
     mesh = ProcessGroupMesh(dp=2, tp=2, name="watched")
-    heard, pgmesh.polling.WATCH, pgmesh.polling.TELL = Heard(), 0.3, 0.05
+    heard, pgmesh.rendezvous.polling_store.WATCH, pgmesh.rendezvous.polling_store.TELL = Heard(), 0.3, 0.05
     done = Path(folder, "done")
     total = torch.tensor([2.0**mesh.rank])
     if mesh.rank == 1:  # it is stuck elsewhere, and says where
@@ -335,7 +335,7 @@ def wait_long(folder):
     elif mesh.rank == 0:
         threading.Thread(target=lambda: (wait_for_word(heard), done.touch()), daemon=True).start()
     dist.all_reduce(total, group=mesh.group("tp"))
-    pgmesh.polling.WATCH, pgmesh.polling.TELL = 10.0, 1.0
+    pgmesh.rendezvous.polling_store.WATCH, pgmesh.rendezvous.polling_store.TELL = 10.0, 1.0
     check_sums(all_groups(mesh))
     return heard.lines, heard.threads
 
@@ -507,7 +507,7 @@ def test_a_closed_mesh_still_reports():
 
 
 def test_too_many_groups_are_told_of_once(caplog, monkeypatch):
-    monkeypatch.setattr(pgmesh.family, "MOST_GROUPS", 3)
+    monkeypatch.setattr(pgmesh.groups.cache, "MOST_GROUPS", 3)
     with dry_world(0, 64):
         mesh = ProcessGroupMesh(*[2] * 6)
         for axis in range(6):

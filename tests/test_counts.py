@@ -163,7 +163,10 @@ def test_a_plan_of_a_million_ranks_holds_no_list_of_them():
 # ---- what is imported ----
 
 NEVER_FIRST = ("torch", "numpy", "rich", "cachetools", "json", "asyncio", "logging", "subprocess")
-ON_DEMAND = ("launch", "interop", "recipes", "parallel", "commands", "plans", "svg", "page", "picture", "console")
+ON_DEMAND = (
+    *("launch", "interop", "recipes", "parallel", "cli", "planning", "preflight"),
+    *("drawing.svg", "drawing.figures", "drawing.terminal"),
+)
 
 
 def loaded(script: str) -> set[str]:

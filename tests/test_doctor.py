@@ -18,11 +18,11 @@ from unittest import mock
 
 import pytest
 
-from pgmesh import diagnosis
 from pgmesh.__main__ import main
-from pgmesh.diagnosis import Finding
 from pgmesh.errors import SeamError
-from pgmesh.launchers import LAUNCHERS, Found
+from pgmesh.launch.detect import LAUNCHERS, Found
+from pgmesh.preflight import diagnosis
+from pgmesh.preflight.diagnosis import Finding
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -141,15 +141,15 @@ def lacking(**instead):
 
 def test_a_torch_that_lacks_private_names():
     error = SeamError("torch 9.9 lacks what pgmesh, tried on torch 2.13, makes groups with:\n  _C.x: dry runs")
-    findings = list(diagnosis.torch_and_seam(lacking(**{"pgmesh.groups": error})))
-    assert (diagnosis.TRIED_ON,) == importlib.import_module("pgmesh.groups").TRIED_ON
+    findings = list(diagnosis.torch_and_seam(lacking(**{"pgmesh.groups.building": error})))
+    assert (diagnosis.TRIED_ON,) == importlib.import_module("pgmesh.groups.building").TRIED_ON
     assert [(finding.mark, finding.what) for finding in findings] == [("ok", "torch"), ("bad", "seam")]
     assert "_C.x: dry runs\ninstall torch 2.13" in findings[1].mend
 
 
 def test_a_torch_that_was_not_tried():
     groups = SimpleNamespace(TRIED_ON=("1.0",), SEAM={"a": "b"})
-    findings = list(diagnosis.torch_and_seam(lacking(**{"pgmesh.groups": groups})))
+    findings = list(diagnosis.torch_and_seam(lacking(**{"pgmesh.groups.building": groups})))
     assert (findings[1].mark, findings[1].mend) == (
         "warn",
         "pgmesh was tried on torch 1.0: run its tests with this one",

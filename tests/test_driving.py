@@ -12,9 +12,10 @@ from unittest import mock
 
 import pytest
 
-from pgmesh import WorldError, connecting
-from pgmesh.heart import Heart, _Mailbox, perform
-from pgmesh.rendezvous import Card, End, Meeting, Party, Pause, Read, Say, Steps
+from pgmesh import WorldError
+from pgmesh.connect import connecting
+from pgmesh.rendezvous.protocol import Card, End, Meeting, Party, Pause, Read, Say, Steps
+from pgmesh.rendezvous.store_thread import Heart, _Mailbox, perform
 
 LONG = 20.0
 
@@ -72,7 +73,9 @@ def test_a_slow_store_answers_many_questions_before_it_counts_as_silent(heart: H
     """Forty are asked after, at 30 ms each: longer than the store is given for one answer."""
     call = call_of(heart, 1.0)
     party = party_of(call, 40)
-    monkeypatch.setattr("pgmesh.heart.perform", lambda store, step: (time.sleep(0.03), perform(store, step))[1])
+    monkeypatch.setattr(
+        "pgmesh.rendezvous.store_thread.perform", lambda store, step: (time.sleep(0.03), perform(store, step))[1]
+    )
     call._drive(party.meet())
     end = party.meetings[0].end
     assert end is not None

@@ -32,10 +32,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pgmesh import ProcessGroupMesh, connecting, groups, heart, polling
+from pgmesh import ProcessGroupMesh
+from pgmesh.connect import connecting
+from pgmesh.groups import building
 from pgmesh.launch import Outcome, StoreProcess
-from pgmesh.polling import perform
-from pgmesh.rendezvous import Read, Say, Step, Told, told
+from pgmesh.rendezvous import polling_store, store_thread
+from pgmesh.rendezvous.polling_store import perform
+from pgmesh.rendezvous.protocol import Read, Say, Step, Told, told
 from tests import worlds
 from tests.ledger import COUNTED, held
 from tests.said import without_names
@@ -45,7 +48,7 @@ from tests.torch_seam import counted_store, our_store, tables
 from tests.worlds import STARVED, World, check_sums, fresh, world
 
 BEAT = 1.0 if STARVED else 0.2
-H = BEAT * heart.SUSPICION  # seconds of silence after which a rank is suspected
+H = BEAT * store_thread.SUSPICION  # seconds of silence after which a rank is suspected
 SLACK = 30.0 if STARVED else 1.0  # seconds that a busy machine may add to any bound
 LONG = timedelta(seconds=60 if STARVED else 12)  # a deadline that nobody should reach
 PATIENCE = 120.0 if STARVED else 30.0  # seconds for whatever a test waits for
@@ -107,7 +110,7 @@ def until_flag(folder: Path, name: str) -> None:
 
 def be_quick() -> None:
     """Beat fast, and give the store little time for its last word."""
-    heart.BEAT, connecting.LAST_WORD = BEAT, 0.5
+    store_thread.BEAT, connecting.LAST_WORD = BEAT, 0.5
     logging.getLogger("pgmesh").addHandler(logging.NullHandler())  # what a test does not look for is not printed
 
 
@@ -297,7 +300,7 @@ def test_who_means_another_mesh_may_mend_it_while_the_others_still_learn_of_it()
 
 def asks_with_another_option() -> Tried:
     quick()
-    with mock.patch.object(polling, "TELL", 0.0):
+    with mock.patch.object(polling_store, "TELL", 0.0):
         group = ProcessGroupMesh(dp=2, name="actor").group(timeout=timedelta(seconds=D + 0.1 * dist.get_rank()))
         return tried(lambda: dist.all_reduce(torch.ones(1), group=group))
 
@@ -308,7 +311,7 @@ def test_who_waits_in_another_group_by_the_same_words_is_told_what_makes_it_anot
     assert first.kind == second.kind == "MissingRanksError"
     assert "rank 1 never came to the first collective" in first.text
     assert "rank 1 last said: in the first collective of group dp of mesh 'actor', waiting for others" in first.text
-    assert first.text.endswith(polling.OTHERWISE)
+    assert first.text.endswith(polling_store.OTHERWISE)
 
 
 def one_mesh_more_on_one_rank() -> Tried:
@@ -588,7 +591,7 @@ def wrong_world(rank: int, size: int) -> Tried:
     """Rank 1 of the world of 2 takes itself for another."""
     be_quick()
     mistaken = (rank, size) if dist.get_rank() == 1 else (dist.get_rank(), 2)
-    with mock.patch.object(groups, "world_rank_and_size", return_value=mistaken):
+    with mock.patch.object(building, "world_rank_and_size", return_value=mistaken):
         if dist.get_rank() == 1:
             until_waiting(0)
         mesh = ProcessGroupMesh(dp=2, ranks=range(2), name="actor")
@@ -736,7 +739,7 @@ def test_without_a_store_every_call_of_a_rank_that_never_connected_ends_too(tmp_
         print({name: (each.kind, round(each.took, 2)) for name, each in calls.items()})
         for name in ("first collective", "group", "connect"):
             assert (calls[name].kind, calls[name].text[: len(words)]) == ("WorldError", words)
-            assert calls[name].took < (1.0 if how == "dies" else D / 3 + polling.LAST_WORDS) + SLACK
+            assert calls[name].took < (1.0 if how == "dies" else D / 3 + polling_store.LAST_WORDS) + SLACK
         assert reported
         for name in ("report", "sums", "destroy", "release", "close"):
             assert not calls[name].kind, calls[name]
@@ -895,9 +898,9 @@ def one_cannot_make() -> tuple[Tried, Tried]:
     bystander = quick()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     before = tables()
-    broken = mock.patch.object(groups, "_gloo", side_effect=OSError("Too many open files"))
-    broken = broken if mesh.rank == 3 else mock.patch.object(groups, "nothing", create=True)
-    with broken, mock.patch.dict(groups._DIRECT, gloo=lambda *args: groups._gloo(*args)):
+    broken = mock.patch.object(building, "_gloo", side_effect=OSError("Too many open files"))
+    broken = broken if mesh.rank == 3 else mock.patch.object(building, "nothing", create=True)
+    with broken, mock.patch.dict(building._DIRECT, gloo=lambda *args: building._gloo(*args)):
         failed = tried(lambda: mesh.connect("dp", "tp", timeout=timedelta(seconds=D)))
     if mesh.rank == 3:
         assert tables() == before
@@ -988,7 +991,7 @@ def die_at(folder: Path, points: Sequence[tuple[int, str]]) -> tuple[Tried, Trie
     if me != victim and order == "first":
         dead = folder / f"dead {three} {k} {order}"
         until(lambda: dead.exists() or ((told := last_told(victim)) and told.waits), "the victim waits, or is dead")
-    with mock.patch.object(heart, "perform", die if me == victim else perform):
+    with mock.patch.object(store_thread, "perform", die if me == victim else perform):
         failed = tried(lambda: mesh.connect(timeout=LONG))
     survivors = ProcessGroupMesh(2, ranks=[first, last], name=f"survivors {three}")
     return failed, tried(lambda: connected(survivors) if me != victim else check_sums(groups_of(mesh)))
@@ -1045,7 +1048,7 @@ def be(rank, port):
                        MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     os.dup2(os.open(f"{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
     from pgmesh import ProcessGroupMesh, launch
-    from pgmesh.heart import told
+    from pgmesh.rendezvous.store_thread import told
     from tests.torch_seam import our_store
     launch.join("gloo")
     mesh = ProcessGroupMesh(dp=1, tp=2, name="actor")

@@ -12,57 +12,43 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "pgmesh"
 
 FLOORS = [
-    "__init__",
     "errors",
     "options",
-    "sizes",
-    "hints",
-    "ink",
-    "machine",
-    "draw",
-    "picture",
-    "svg",
+    "_util",
+    "topology/hosts",
+    "drawing",
     "seen",
     "layout",
-    "locality",
-    "traffic",
-    "costs",
-    "wording",
-    "page",
-    "plans",
-    "place",
-    "console",
-    "slurm",
-    "pbs",
-    "launchers",
+    "topology/locality",
+    "launch/slurm",
+    "launch/pbs",
+    "launch/detect",
+    "rendezvous/protocol",
+    "torch_private",
     "rendezvous",
-    "polling",
     "groups",
-    "heart",
-    "family",
-    "placement",
-    "connecting",
-    "report",
-    "launch",
+    "connect",
+    "topology",
     "mesh",
-    "rollcall",
-    "probes",
-    "measured",
-    "diagnosis",
+    "launch",
+    "planning",
     "preflight",
-    "interop",
-    "recipes",
     "parallel",
-    "commands",
+    "recipes",
+    "interop",
+    "cli",
     "__main__",
+    "__init__",
 ]
-"""A file, or a folder of them, imports only from those that stand above it in this list."""
+"""From the bottom to the top. A file imports only from its own entry and those before it in this list.
+
+An entry is a file, or a folder without the files that have an entry of their own. ``pgmesh/__init__.py`` stands on
+top: it exports names of all others, and none of them imports it."""
 
 NEVER = {
-    **dict.fromkeys([*FLOORS[: FLOORS.index("rendezvous") + 1], "commands", "__main__"], "torch"),
-    "mesh": "pgmesh.launch",
+    **dict.fromkeys([*FLOORS[: FLOORS.index("rendezvous/protocol") + 1], "planning", "cli", "__main__"], "torch"),
 }
-"""What a file does without, though the list would let it."""
+"""Packages that an entry never imports, although they are below it."""
 
 SEAM = "groups"
 """The one file that may use private names of torch."""
@@ -72,12 +58,12 @@ NAMED_TUPLE = {"_asdict", "_fields", "_make", "_replace"}
 
 def offences(path: str, source: str) -> list[str]:
     """What is wrong with what a file imports, given its path inside pgmesh/."""
-    floor = Path(path).parts[0].removesuffix(".py")
-    if floor not in FLOORS:
-        return [f"{path} has no floor: give {floor} its place in FLOORS"]
+    floor = floor_of(path.removesuffix(".py").removesuffix("/__init__"))
+    if floor is None:
+        return [f"{path} has no floor: give {Path(path).parts[0].removesuffix('.py')} its place in FLOORS"]
     tree = Executed().visit(ast.parse(source))
     imports = [(line, whole) for line, _, whole in names_imported(path, tree)]
-    found = {(line, f"imports {name}, which is not above it") for line, name in imports if not may_import(floor, name)}
+    found = {(line, f"imports {name}, which is above it") for line, name in imports if not may_import(floor, name)}
     found |= {(line, f"imports {name}") for line, name in imports if is_in(NEVER.get(floor, "-"), name)}
     if floor != SEAM:
         private = [*private_names(path, tree), *foreign_names(path, tree, ours() | defined_names(source))]
@@ -91,6 +77,11 @@ class Executed(ast.NodeTransformer):
     def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
         self.generic_visit(node)
         return node.orelse if ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING") else node
+
+
+def floor_of(module: str) -> str | None:
+    """The entry of FLOORS for a module given as a path: its own, else that of its folder."""
+    return next((each for each in (module, module.partition("/")[0]) if each in FLOORS), None)
 
 
 def names_imported(path: str, tree: ast.AST) -> Iterator[tuple[int, str, str]]:
@@ -111,9 +102,11 @@ def names_imported(path: str, tree: ast.AST) -> Iterator[tuple[int, str, str]]:
 
 
 def may_import(floor: str, name: str) -> bool:
-    package, _, file = name.partition(".")
-    file = file.split(".")[0]
-    return package != "pgmesh" or (file in FLOORS and FLOORS.index(file) <= FLOORS.index(floor))
+    package, *inside = name.split(".")
+    if package != "pgmesh":
+        return True
+    target = floor_of("/".join(inside[:2])) or "__init__"
+    return FLOORS.index(target) <= FLOORS.index(floor)
 
 
 def private_names(path: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -190,20 +183,20 @@ def test_imports_point_down_only(file):
         (
             "layout.py",
             "from pgmesh.mesh import ProcessGroupMesh",
-            "imports pgmesh.mesh.ProcessGroupMesh, which is not above it",
+            "imports pgmesh.mesh.ProcessGroupMesh, which is above it",
         ),
-        ("layout.py", "from pgmesh import mesh", "imports pgmesh.mesh, which is not above it"),
-        ("layout.py", "import pgmesh.mesh as m", "imports pgmesh.mesh, which is not above it"),
-        ("layout.py", "from . import mesh", "imports pgmesh.mesh, which is not above it"),
-        ("layout.py", "from .mesh import x", "imports pgmesh.mesh.x, which is not above it"),
-        ("interop/megatron.py", "from ..recipes import x", "imports pgmesh.recipes.x, which is not above it"),
-        ("mesh.py", "import pgmesh", "imports pgmesh, which is not above it"),
-        ("mesh.py", "from pgmesh import Layout", "imports pgmesh.Layout, which is not above it"),
-        ("mesh.py", "from pgmesh.parallel.data import x", "imports pgmesh.parallel.data.x, which is not above it"),
-        ("mesh.py", "from pgmesh.interop import x", "imports pgmesh.interop.x, which is not above it"),
-        ("mesh.py", "from pgmesh.recipes import x", "imports pgmesh.recipes.x, which is not above it"),
-        ("mesh.py", "from pgmesh.launch import join", "imports pgmesh.launch.join"),
-        ("draw.py", "import torch", "imports torch"),
+        ("layout.py", "from pgmesh import mesh", "imports pgmesh.mesh, which is above it"),
+        ("layout.py", "import pgmesh.mesh as m", "imports pgmesh.mesh, which is above it"),
+        ("layout.py", "from . import mesh", "imports pgmesh.mesh, which is above it"),
+        ("layout.py", "from .mesh import x", "imports pgmesh.mesh.x, which is above it"),
+        ("recipes/megatron.py", "from ..interop import x", "imports pgmesh.interop.x, which is above it"),
+        ("mesh.py", "import pgmesh", "imports pgmesh, which is above it"),
+        ("mesh.py", "from pgmesh import Layout", "imports pgmesh.Layout, which is above it"),
+        ("mesh.py", "from pgmesh.parallel.data import x", "imports pgmesh.parallel.data.x, which is above it"),
+        ("mesh.py", "from pgmesh.interop import x", "imports pgmesh.interop.x, which is above it"),
+        ("mesh.py", "from pgmesh.recipes import x", "imports pgmesh.recipes.x, which is above it"),
+        ("mesh.py", "from pgmesh.launch import join", "imports pgmesh.launch.join, which is above it"),
+        ("drawing/svg.py", "import torch", "imports torch"),
         ("options.py", "from torch import distributed", "imports torch.distributed"),
         ("mesh.py", "import torch\ntorch._C", "uses torch._C, which is private"),
         ("mesh.py", "import torch\ntorch.distributed._x.y()", "uses torch.distributed._x, which is private"),
@@ -213,7 +206,7 @@ def test_imports_point_down_only(file):
             "uses torch.distributed.c10d._x, which is private",
         ),
         (
-            "launch.py",
+            "launch/joining.py",
             "from torch.distributed import c10d as c\nc._world.a",
             "uses torch.distributed.c10d._world, which is private",
         ),
@@ -238,12 +231,14 @@ def test_a_wrong_import_is_seen(path, source, complaint):
 
 def test_imports_inside_functions_are_seen():
     source = "def f():\n    if True:\n        from pgmesh.mesh import x"
-    assert offences("draw.py", source) == ["draw.py:3 imports pgmesh.mesh.x, which is not above it"]
+    assert offences("drawing/svg.py", source) == ["drawing/svg.py:3 imports pgmesh.mesh.x, which is above it"]
 
 
 def test_imports_for_a_type_checker_are_let_pass_but_not_their_else():
-    source = "if TYPE_CHECKING:\n    from pgmesh.mesh import x\n    import torch\nelse:\n    import pgmesh.groups"
-    assert offences("draw.py", source) == ["draw.py:5 imports pgmesh.groups, which is not above it"]
+    source = (
+        "if TYPE_CHECKING:\n    from pgmesh.mesh import x\n    import torch\nelse:\n    import pgmesh.groups.building"
+    )
+    assert offences("drawing/svg.py", source) == ["drawing/svg.py:5 imports pgmesh.groups.building, which is above it"]
 
 
 def test_a_new_file_has_to_be_given_a_floor():
@@ -256,11 +251,14 @@ def test_a_new_file_has_to_be_given_a_floor():
     [
         (
             "mesh.py",
-            "from pgmesh import draw, groups\nfrom pgmesh.layout import Layout\nimport torch.distributed as dist",
+            "from pgmesh.drawing import svg\nfrom pgmesh.layout import Layout\nimport torch.distributed as dist",
         ),
         ("interop/__init__.py", "from pgmesh.interop.device_mesh import x\nfrom .device_mesh import y"),
-        ("groups.py", "import torch\ntorch._C\nfrom torch.distributed.c10d import _x"),
-        ("launch.py", "import os, torch\nos._exit(1)\ntorch.__version__\nself._torch = 1\ntorch.f(self._torch).y"),
+        ("groups/building.py", "import torch\ntorch._C\nfrom torch.distributed.c10d import _x"),
+        (
+            "launch/joining.py",
+            "import os, torch\nos._exit(1)\ntorch.__version__\nself._torch = 1\ntorch.f(self._torch).y",
+        ),
         ("__main__.py", "import pgmesh.parallel"),
         ("parallel/data.py", "a._mine = b\nc(d)._mine\nmesh._family\nmesh.stats()._replace(e=f)"),
     ],

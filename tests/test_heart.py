@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from pgmesh.heart import Heart, _Mailbox
-from pgmesh.polling import once
-from pgmesh.rendezvous import Add, Read, Steps, Swap, told
+from pgmesh.rendezvous.polling_store import once
+from pgmesh.rendezvous.protocol import Add, Read, Steps, Swap, told
+from pgmesh.rendezvous.store_thread import Heart, _Mailbox
 
 LONG = 20.0
 

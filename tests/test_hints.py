@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from pgmesh import Layout, ProcessGroupMesh, ShapeError, hints, plan
+from pgmesh import Layout, ProcessGroupMesh, ShapeError, plan
+from pgmesh._util import missing_attributes
 from tests.dry import dry_world
 
 BOX = Layout(pp=2, dp=2, tp=2)
@@ -62,12 +63,12 @@ def test_a_call_with_axes_says_that_these_are_an_example(mesh):
         assert str(caught.value).endswith(f"{hint_of(mesh, name)}{comment}")
 
 
-@pytest.mark.parametrize("name", hints.MESH)
+@pytest.mark.parametrize("name", missing_attributes.MESH)
 def test_each_call_of_a_mesh_runs(mesh, name):
     eval(hint_of(mesh, name), {"mesh": mesh, "torch": __import__("torch")})
 
 
-@pytest.mark.parametrize("name", hints.LAYOUT)
+@pytest.mark.parametrize("name", missing_attributes.LAYOUT)
 def test_each_call_of_a_layout_runs(mesh, name):
     call = hint_of(BOX, name)
     mesh.close()
@@ -118,7 +119,7 @@ def test_of_a_layout_as_a_rank_sees_it(name, call):
     assert hint_of(BOX.seen_by(3), name) == call
 
 
-@pytest.mark.parametrize("name", hints.SEEN)
+@pytest.mark.parametrize("name", missing_attributes.SEEN)
 def test_each_call_of_a_layout_as_a_rank_sees_it_runs(mesh, name):
     call = hint_of(BOX.seen_by(3), name)
     mesh.close()
@@ -148,9 +149,9 @@ def test_other_names_are_as_python_says(mesh):
             _ = of.nothing
         assert str(caught.value) == f"{type(of).__name__!r} object has no attribute 'nothing'"
         assert (caught.value.name, caught.value.obj) == ("nothing", of)
-    assert not {*hints.MESH} & {*dir(mesh)}
-    assert not {*hints.LAYOUT} & {*dir(BOX)}
-    assert not {*hints.SEEN} & {*dir(BOX.seen_by(0))}
+    assert not {*missing_attributes.MESH} & {*dir(mesh)}
+    assert not {*missing_attributes.LAYOUT} & {*dir(BOX)}
+    assert not {*missing_attributes.SEEN} & {*dir(BOX.seen_by(0))}
 
 
 @pytest.mark.parametrize(

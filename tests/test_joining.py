@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from pgmesh.errors import LaunchError
 from pgmesh.launch import StoreProcess, from_openmpi, from_slurm, from_torch, join
-from pgmesh.launchers import PORTS, Found, OpenMPI, Slurm, Torchrun, at, believe, single_out
+from pgmesh.launch.detect import PORTS, Found, OpenMPI, Slurm, Torchrun, at, believe, single_out
 from tests.apart import apart
 from tests.launchers.install import PROGRAMS, SLURM, install
 from tests.test_launch import clean_env

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from pgmesh.errors import LaunchError
-from pgmesh.launchers import (
+from pgmesh.launch.detect import (
     LAUNCHERS,
     MPI,
     MPICH,
@@ -26,8 +26,8 @@ from pgmesh.launchers import (
     Torchrun,
     believe,
 )
-from pgmesh.pbs import hosts_in
-from pgmesh.slurm import hosts_of, tasks_of
+from pgmesh.launch.pbs import hosts_in
+from pgmesh.launch.slurm import hosts_of, tasks_of
 from tests import debian
 from tests.launchers import __main__ as launchers
 from tests.test_messages import says
@@ -795,7 +795,7 @@ def test_what_is_no_count_of_tasks_is_refused(text):
 
 
 def test_it_works_where_there_is_no_torch():
-    code = "import sys; sys.modules['torch'] = None; from pgmesh.launchers import believe; print(believe({}).line)"
+    code = "import sys; sys.modules['torch'] = None; from pgmesh.launch.detect import believe; print(believe({}).line)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout == "rank 0 of 1, local rank 0 of 1: no launcher, because none of their variables is set\n"
 

@@ -21,10 +21,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pgmesh import ProcessGroupMesh, connecting, groups, polling
-from pgmesh.family import Family, reach
-from pgmesh.polling import PollingStore
-from pgmesh.rendezvous import Pause, Steps
+from pgmesh import ProcessGroupMesh
+from pgmesh.connect import connecting
+from pgmesh.groups import building
+from pgmesh.groups.cache import Family, reach
+from pgmesh.rendezvous import polling_store
+from pgmesh.rendezvous.polling_store import PollingStore
+from pgmesh.rendezvous.protocol import Pause, Steps
 from tests.ledger import COUNTED, held, resident
 from tests.test_faults import LONG, quick, until
 from tests.torch_seam import c10d
@@ -161,7 +164,7 @@ def is_refused(mesh: ProcessGroupMesh) -> None:
 
 
 def cannot_make(mesh: ProcessGroupMesh) -> None:
-    broken = mock.patch.dict(groups._DIRECT, gloo=mock.Mock(side_effect=OSError("Too many open files")))
+    broken = mock.patch.dict(building._DIRECT, gloo=mock.Mock(side_effect=OSError("Too many open files")))
     one_stops("OSError", mesh, broken)
 
 
@@ -279,8 +282,8 @@ def fails_alone(mesh: ProcessGroupMesh, how: str) -> None:
     work = dist.all_reduce(torch.ones(1), group=mesh.group(timeout=SOONER), async_op=True)
     if how == "waited for late":
         until(work.is_completed, "it fails")
-        groups.sweep()
-    fails("MissingRanksError", work.wait, lambda error: (groups.sweep(), kept.append(error)))
+        building.sweep()
+    fails("MissingRanksError", work.wait, lambda error: (building.sweep(), kept.append(error)))
     if how == "the work is gone":
         del work
 
@@ -306,11 +309,11 @@ def errors_keep_their_frames() -> None:
         del passed
         kept.append(last_of(error.__traceback__))
         del error
-        groups.sweep()
+        building.sweep()
         assert kept[0].__traceback__, how
         kept.clear()
-        groups.sweep()
-        assert not polling.raised, how
+        building.sweep()
+        assert not polling_store.raised, how
 
 
 def test_an_error_keeps_its_frames_for_as_long_as_somebody_has_it(four: World):
@@ -320,9 +323,9 @@ def test_an_error_keeps_its_frames_for_as_long_as_somebody_has_it(four: World):
 def test_of_two_threads_that_sweep_at_once_one_lets_go():
     both, group = threading.Barrier(2), object()
     held = sys.getrefcount(group)
-    groups.strand(group, mock.Mock(is_completed=lambda: both.wait(10.0) >= 0))
+    building.strand(group, mock.Mock(is_completed=lambda: both.wait(10.0) >= 0))
     with ThreadPoolExecutor() as pool:
-        for done in [pool.submit(groups.sweep) for _ in range(2)]:
+        for done in [pool.submit(building.sweep) for _ in range(2)]:
             done.result()
     assert sys.getrefcount(group) == held
 

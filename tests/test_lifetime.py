@@ -29,10 +29,9 @@ from pgmesh import (
     NameTakenError,
     OptionsError,
     ProcessGroupMesh,
-    family as pgmesh_family,
-    groups as pgmesh_groups,
     launch,
 )
+from pgmesh.groups import building as pgmesh_groups, cache as pgmesh_family
 from tests.said import without_names
 from tests.test_groups import groups_of
 from tests.test_launch import clean_env, script

@@ -9,9 +9,10 @@ import tracemalloc
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
-from pgmesh import Layout, ShapeError, locality, plan
-from pgmesh.locality import Spread, spread
-from pgmesh.machine import Level, take_machine
+from pgmesh import Layout, ShapeError, plan
+from pgmesh.topology import locality
+from pgmesh.topology.hosts import Level, take_machine
+from pgmesh.topology.locality import Spread, spread
 
 A_MILLION = {"pp": 16, "dp": 512, "cp": 8, "tp": 16}
 

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 import pgmesh
-from pgmesh import GroupOptions, ProcessGroupMesh, groups
+from pgmesh import GroupOptions, ProcessGroupMesh
+from pgmesh.groups import building
 from tests.dry import dry_world
 
 SHAPES = {
@@ -73,7 +74,7 @@ def test_an_accelerator_that_torch_was_built_for_is_used_only_where_it_is_here(m
         return torch.device("cuda") if here or not check_available else None
 
     monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
-    assert groups.default_device() == groups.device_of(mesh.group("tp")).type == device
+    assert building.default_device() == building.device_of(mesh.group("tp")).type == device
 
 
 @pytest.mark.parametrize(("size", "sizes"), SHAPES.items(), ids=map(str, SHAPES))
@@ -494,7 +495,7 @@ def test_a_world_of_a_million_costs_no_more_than_its_groups():
 
 
 def test_the_seam_is_whole():
-    assert groups.missing_names() == {}, "this torch lacks private names that pgmesh needs: see groups.SEAM"
+    assert building.missing_names() == {}, "this torch lacks private names that pgmesh needs: see groups.SEAM"
 
 
 def test_the_seam_says_what_is_gone():
@@ -504,8 +505,8 @@ def test_the_seam_says_what_is_gone():
         class distributed:  # noqa: N801
             distributed_c10d = None
 
-    gone = groups.missing_names(Torch)
-    assert gone == groups.SEAM
+    gone = building.missing_names(Torch)
+    assert gone == building.SEAM
     assert all(reason for reason in gone.values())
 
 

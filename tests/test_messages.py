@@ -11,7 +11,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from pgmesh import AxisError, Layout, PgmeshError, PlaceError, ShapeError, errors, sizes
+from pgmesh import AxisError, Layout, PgmeshError, PlaceError, ShapeError, errors
+from pgmesh._util import sizes
 
 BOX = Layout(pp=2, dp=2, tp=2)
 NUMBERED = Layout(2, 2, 2)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pgmesh.rendezvous import MOST_ASKED
+from pgmesh.rendezvous.protocol import MOST_ASKED
 from tests.model.__main__ import main
 from tests.model.ideal import Ideal
 from tests.model.mutants import MUTANTS, Mutant, caught

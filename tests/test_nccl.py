@@ -16,7 +16,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from pgmesh import Layout, OptionsError, ProcessGroupMesh, groups, recipes
+from pgmesh import Layout, OptionsError, ProcessGroupMesh, recipes
+from pgmesh.groups import building
 from pgmesh.options import NCCL_SETTINGS
 from tests.dry import dry_world
 from tests.test_messages import says
@@ -48,21 +49,21 @@ class StandIn:
 
     def __new__(cls, store: Any, rank: int, size: int, options: Any) -> Any:
         cls.made.append(options)
-        return groups._FakeBackend._create_internal(rank, size, groups._FakeBackend.Options())
+        return building._FakeBackend._create_internal(rank, size, building._FakeBackend.Options())
 
 
 @contextmanager
 def standing_in() -> Iterator[type[StandIn]]:
     """A torch that has NCCL, as far as it is asked; this process is rank 5 of 8."""
     StandIn.made, StandIn.settings = [], NCCL_SETTINGS
-    groups.backends_of.cache_clear()
+    building.backends_of.cache_clear()
     with (
         mock.patch.object(dist, "is_nccl_available", return_value=True),
         mock.patch.object(dist, "ProcessGroupNCCL", StandIn, create=True),
         dry_world(5, 8, dist.HashStore()),
     ):
         yield StandIn
-    groups.backends_of.cache_clear()
+    building.backends_of.cache_clear()
 
 
 @pytest.fixture

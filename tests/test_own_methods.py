@@ -17,15 +17,8 @@ import torch
 from torch import nn
 
 from pgmesh import MethodError, ProcessGroupMesh
-from pgmesh.parallel import (
-    Level,
-    Method,
-    PipelineParallel,
-    ShardedDataParallel,
-    TensorParallel,
-    compose,
-)
-from pgmesh.parallel.apart import keep_apart
+from pgmesh.parallel import Level, Method, PipelineParallel, ShardedDataParallel, TensorParallel, compose
+from pgmesh.parallel.ownership import keep_apart
 from tests.dry import dry_world
 from tests.parallel_models import TOLERANCE, named, whole
 from tests.said import says

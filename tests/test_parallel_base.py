@@ -19,7 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pgmesh import AxisError, MembershipError, MethodError, OptionsError, ProcessGroupMesh, ShapeError
+from pgmesh import (
+    AxisError,
+    MembershipError,
+    MethodError,
+    OptionsError,
+    ProcessGroupMesh,
+    ShapeError,
+)
 from pgmesh.layout import Axis, Layout
 from pgmesh.parallel import (
     DataParallel,

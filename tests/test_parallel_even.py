@@ -82,7 +82,7 @@ def test_parts_of_a_sequence_that_are_unequal_are_told_before_any_is_sent(kind: 
 
 def test_many_numbers_are_told_in_a_few_words():
     with dry_world(0, 8), ProcessGroupMesh(dp=8) as mesh:
-        from pgmesh.parallel.even import compare
+        from pgmesh.parallel.input_checks import compare
 
         says(
             ShapeError,

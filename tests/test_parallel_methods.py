@@ -27,7 +27,7 @@ from pgmesh.parallel import (
     compose,
     weights,
 )
-from pgmesh.parallel.apart import keep_apart
+from pgmesh.parallel.ownership import keep_apart
 from pgmesh.parallel.pipeline import SCHEDULES, shared_out
 from pgmesh.parallel.weights import Held
 from tests.dry import dry_world

@@ -13,11 +13,13 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from pgmesh import Layout, ProcessGroupMesh, console, ink, page, picture, plan, svg
-from pgmesh.machine import Level, take_machine
-from pgmesh.picture import Cell, Panel
-from pgmesh.place import place_of
-from pgmesh.svg import Box, Drawing
+from pgmesh import Layout, ProcessGroupMesh, plan
+from pgmesh.drawing import figures, styled_text, svg, terminal
+from pgmesh.drawing.figures import Cell, Panel
+from pgmesh.drawing.svg import Box, Drawing
+from pgmesh.planning import html
+from pgmesh.planning.rank_report import place_of
+from pgmesh.topology.hosts import Level, take_machine
 from tests import browser, golden_files as golden
 from tests.dry import dry_world
 from tests.test_draw import layouts
@@ -31,27 +33,27 @@ def hosts(spelled: str) -> Level:
 
 
 DRAWINGS = {
-    "8-ranks": lambda: svg.drawing(picture.figure(EIGHT, "tp", host=hosts("2x4"), mark=5)),
-    "8-ranks-no-hosts": lambda: svg.drawing(picture.figure(EIGHT, "dp", "tp")),
-    "64-ranks": lambda: svg.drawing(picture.figure(SIXTY_FOUR, "tp", host=hosts("8x8"))),
-    "64-ranks-hosts-of-rows": lambda: svg.drawing(picture.figure(SIXTY_FOUR, "dp", host=hosts("16x4"))),
-    "64-ranks-hosts-of-half-rows": lambda: svg.drawing(picture.figure(SIXTY_FOUR, "dp", host=hosts("32x2"))),
-    "uneven-hosts": lambda: svg.drawing(picture.figure(Layout(dp=5, tp=4), host=hosts("8,6,6"))),
-    "uneven-hosts-over-panels": lambda: svg.drawing(picture.figure(Layout(pp=2, dp=2, tp=5), host=hosts("8,8,4"))),
-    "4096-ranks": lambda: svg.drawing(picture.figure(Layout(pp=8, dp=16, cp=4, tp=8), host=hosts("512x8"))),
-    "hosts-of-one": lambda: svg.drawing(picture.figure(Layout(dp=2, tp=4), host=hosts("8x1"))),
-    "1024-ranks": lambda: svg.drawing(picture.figure(Layout(pp=4, dp=16, cp=2, tp=8), "dp", host=hosts("128x8"))),
+    "8-ranks": lambda: svg.drawing(figures.figure(EIGHT, "tp", host=hosts("2x4"), mark=5)),
+    "8-ranks-no-hosts": lambda: svg.drawing(figures.figure(EIGHT, "dp", "tp")),
+    "64-ranks": lambda: svg.drawing(figures.figure(SIXTY_FOUR, "tp", host=hosts("8x8"))),
+    "64-ranks-hosts-of-rows": lambda: svg.drawing(figures.figure(SIXTY_FOUR, "dp", host=hosts("16x4"))),
+    "64-ranks-hosts-of-half-rows": lambda: svg.drawing(figures.figure(SIXTY_FOUR, "dp", host=hosts("32x2"))),
+    "uneven-hosts": lambda: svg.drawing(figures.figure(Layout(dp=5, tp=4), host=hosts("8,6,6"))),
+    "uneven-hosts-over-panels": lambda: svg.drawing(figures.figure(Layout(pp=2, dp=2, tp=5), host=hosts("8,8,4"))),
+    "4096-ranks": lambda: svg.drawing(figures.figure(Layout(pp=8, dp=16, cp=4, tp=8), host=hosts("512x8"))),
+    "hosts-of-one": lambda: svg.drawing(figures.figure(Layout(dp=2, tp=4), host=hosts("8x1"))),
+    "1024-ranks": lambda: svg.drawing(figures.figure(Layout(pp=4, dp=16, cp=2, tp=8), "dp", host=hosts("128x8"))),
     "a-million-ranks": lambda: svg.drawing(
-        picture.figure(Layout(pp=16, dp=512, cp=8, tp=16), host=hosts("131072x8"), mark=77777)
+        figures.figure(Layout(pp=16, dp=512, cp=8, tp=16), host=hosts("131072x8"), mark=77777)
     ),
     "two-meshes": lambda: svg.drawing(
-        *page.figures(plan(SIXTY_FOUR, nodes="8x8", views={"moe": {"pp": 2, "edp": 4, "ep": 8}}))
+        *html.figures(plan(SIXTY_FOUR, nodes="8x8", views={"moe": {"pp": 2, "edp": 4, "ep": 8}}))
     ),
-    "one-axis": lambda: svg.drawing(picture.figure(Layout(dp=300))),
-    "one-rank": lambda: svg.drawing(picture.figure(Layout(dp=1))),
-    "no-axis": lambda: svg.drawing(picture.figure(EIGHT.at(pp=1, dp=0, tp=1))),
+    "one-axis": lambda: svg.drawing(figures.figure(Layout(dp=300))),
+    "one-rank": lambda: svg.drawing(figures.figure(Layout(dp=1))),
+    "no-axis": lambda: svg.drawing(figures.figure(EIGHT.at(pp=1, dp=0, tp=1))),
     "long-names": lambda: svg.drawing(
-        picture.figure(Layout(pipeline_stage=2, data_replicate=3, tensor_model=2), host=hosts("3x4"))
+        figures.figure(Layout(pipeline_stage=2, data_replicate=3, tensor_model=2), host=hosts("3x4"))
     ),
 }
 
@@ -126,7 +128,7 @@ def test_nothing_overlaps_and_no_text_is_cut_in_any_picture(layout, data):
     host = data.draw(st.sampled_from([None, Level("host", ((-(-(last + 1) // size), size),))]))
     axes = data.draw(st.lists(st.sampled_from(layout.axes), unique=True))
     mark = data.draw(st.sampled_from(layout.ranks()))
-    check_geometry(svg.drawing(picture.figure(layout, *axes, host=host, mark=mark, most=200, wide=12)))
+    check_geometry(svg.drawing(figures.figure(layout, *axes, host=host, mark=mark, most=200, wide=12)))
 
 
 # ---- what they show ----
@@ -138,7 +140,7 @@ def test_cells_tell_the_truth(layout, data):
     axes = data.draw(st.lists(st.sampled_from(layout.axes), unique=True, min_size=1))
     host = Level("host", ((max(layout.ranks()) // 4 + 1, 4),))
     mark = data.draw(st.sampled_from(layout.ranks()))
-    drawn = picture.figure(layout, *axes, host=host, mark=mark, most=10_000, wide=10_000)
+    drawn = figures.figure(layout, *axes, host=host, mark=mark, most=10_000, wide=10_000)
     cells = [cell for panel in drawn.panels for cell in panel.cells]
     assert [cell.rank for cell in cells] == list(layout.ranks())
     assert [cell.rank for cell in cells if cell.marked] == [mark]
@@ -162,9 +164,9 @@ def test_cells_tell_the_truth(layout, data):
                                     Layout(a=9, b=9, c=9, d=9, e=9, f=9)])  # fmt: skip
 def test_more_ranks_than_can_be_looked_at_are_sampled(layout):
     mark = len(layout) // 3
-    drawn = picture.figure(layout, mark=mark)
+    drawn = figures.figure(layout, mark=mark)
     cells = [cell for panel in drawn.panels for cell in panel.cells]
-    assert len(cells) <= picture.MOST
+    assert len(cells) <= figures.MOST
     ranks = [cell.rank for cell in cells if cell.rank is not None]
     assert mark in ranks
     assert drawn.note == f"a sample: {len(ranks):,} of {len(layout):,} ranks, from the ends of the axes"
@@ -179,7 +181,7 @@ def test_panels_that_are_left_out_have_an_ellipsis():
     words = [word for word in texts(svg.of(layout, host=hosts("512x8"))) if word.startswith(("pp", "…"))]
     turns = [[f"pp{pp} dp{dp}" for dp in range(8)] + ["…", f"pp{pp} dp15"] for pp in (0, 7)]
     assert words == ["pp=8 dp=16 cp=4 tp=8", *turns[0], "… pp1 to pp6", *turns[1]]
-    lines = ink.plain(console.lines(layout, host=hosts("512x8"))).splitlines()
+    lines = styled_text.plain(terminal.lines(layout, host=hosts("512x8"))).splitlines()
     heads = [line.strip("┌─┐ ") for line in lines if line.startswith(("┌", "…"))]
     assert heads == [
         "pp0 dp0",
@@ -197,7 +199,7 @@ def test_panels_that_are_left_out_have_an_ellipsis():
 def test_what_is_left_out_is_said_and_nothing_else(layout, data):
     outer = Layout(**{f"axis{i}": size for i, size in enumerate(layout.shape[:-2])}) if layout.shape[2:] else None
     mark = data.draw(st.sampled_from(layout.ranks()))
-    drawn = picture.figure(layout, mark=mark, most=data.draw(st.integers(1, 60)))
+    drawn = figures.figure(layout, mark=mark, most=data.draw(st.integers(1, 60)))
     last = -1
     for panel in drawn.panels:
         first = next(cell.rank for cell in panel.cells if cell.rank is not None)
@@ -266,7 +268,7 @@ def test_colours_of_neighbours_differ_and_are_light_enough_for_text():
 
 
 def test_the_text_of_an_svg_is_xml_whatever_axes_are_called():
-    drawn = svg.drawing(picture.figure(EIGHT, title='<b> & "x"')).svg()
+    drawn = svg.drawing(figures.figure(EIGHT, title='<b> & "x"')).svg()
     root = ElementTree.fromstring(drawn)
     assert '<b> & "x"' in [node.text for node in root.iter("{http://www.w3.org/2000/svg}text")]
     titles = [node.text for node in root.iter("{http://www.w3.org/2000/svg}title")]
@@ -283,7 +285,7 @@ def test_notebooks_show_a_mesh_with_this_rank_and_a_plan_as_its_page():
     with dry_world(5, 8):
         assert ProcessGroupMesh(pp=2, dp=2, tp=2)._repr_html_() == svg.of(EIGHT, mark=5)
     planned = plan(EIGHT, nodes="2x4")
-    assert planned._repr_html_() in planned.html() == page.page([planned])
+    assert planned._repr_html_() in planned.html() == html.page([planned])
     drawn, (shown,) = planned.svg("dp"), re.findall("(?s)<svg.*?</svg>", planned.html("dp"))
     assert texts(shown, "title") == texts(drawn, "title")
     assert texts(shown) == texts(drawn)[1:]  # the page has the title in its headline
@@ -292,70 +294,70 @@ def test_notebooks_show_a_mesh_with_this_rank_and_a_plan_as_its_page():
 
 
 def test_a_page_has_numbers_pictures_and_no_scripts():
-    text = page.page([plan(SIXTY_FOUR, nodes="8x8"), plan(Layout(tp=8, dp=8), nodes="8x8")])
+    text = html.page([plan(SIXTY_FOUR, nodes="8x8"), plan(Layout(tp=8, dp=8), nodes="8x8")])
     assert text.count("<svg") == 2
     assert "<script" not in text
     assert "src=" not in text
     assert "tp spans 8 hosts: every hop leaves the host." in text
-    golden.check("page.html", page.page([plan(EIGHT, nodes="2x4")]))
+    golden.check("page.html", html.page([plan(EIGHT, nodes="2x4")]))
 
 
 def test_a_page_says_its_title_once_and_each_column_has_a_header():
-    text = page.page([plan(EIGHT, nodes="2x4")])
+    text = html.page([plan(EIGHT, nodes="2x4")])
     body = text[text.index("<body>") :]
     assert body.count("pp=2 dp=2 tp=2") == body.count("<h1>") == 1
     (head,) = re.findall("<table><tr>(.*)", body)
     assert re.findall("<th[^>]*>([^<]*)", head) == [
         *("family", "size", "groups", "stride", "hosts", "kind", "ring hops that leave", "one group")
     ]
-    views = page.page([plan(EIGHT, nodes="2x4", views={"moe": {"ep": 8}})])  # two pictures, which are told apart
+    views = html.page([plan(EIGHT, nodes="2x4", views={"moe": {"ep": 8}})])  # two pictures, which are told apart
     assert [word in views for word in (">pp=2 dp=2 tp=2</text>", ">moe: ep=8</text>")] == [True, True]
 
 
 # ---- in a terminal ----
 
 TERMINAL = {
-    "hosts-of-panels": lambda **more: console.lines(SIXTY_FOUR, host=hosts("8x8"), mark=13, **more),
-    "hosts-of-rows": lambda **more: console.lines(SIXTY_FOUR, host=hosts("16x4"), **more),
-    "ragged-hosts": lambda **more: console.lines(SIXTY_FOUR, host=hosts("6x8,4x4"), **more),
-    "a-million-ranks": lambda **more: console.lines(
+    "hosts-of-panels": lambda **more: terminal.lines(SIXTY_FOUR, host=hosts("8x8"), mark=13, **more),
+    "hosts-of-rows": lambda **more: terminal.lines(SIXTY_FOUR, host=hosts("16x4"), **more),
+    "ragged-hosts": lambda **more: terminal.lines(SIXTY_FOUR, host=hosts("6x8,4x4"), **more),
+    "a-million-ranks": lambda **more: terminal.lines(
         Layout(pp=16, dp=512, cp=8, tp=16), host=hosts("131072x8"), mark=77777, **more
     ),
-    "one-axis": lambda **more: console.lines(Layout(dp=300), **more),
+    "one-axis": lambda **more: terminal.lines(Layout(dp=300), **more),
 }
 
 
 @pytest.mark.parametrize("name", TERMINAL)
 def test_a_picture_in_a_terminal_looks_like_this(name):
-    text = ink.plain(TERMINAL[name]())
+    text = styled_text.plain(TERMINAL[name]())
     assert max(map(len, text.splitlines())) <= 80
     golden.check(f"terminal-{name}.txt", text + "\n")
 
 
 def test_without_hosts_it_is_the_picture_of_draw():
     for layout in (EIGHT, SIXTY_FOUR, Layout(dp=3), Layout(2, 2, 2), EIGHT.at(pp=0, dp=0, tp=0)):
-        assert ink.plain(console.lines(layout)) == str(layout)
+        assert styled_text.plain(terminal.lines(layout)) == str(layout)
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 132])
 @pytest.mark.parametrize("name", TERMINAL)
 def test_no_line_is_wider_than_the_terminal(name, width):
     for coloured in (False, True):
-        assert max(len(ink.plain([line])) for line in TERMINAL[name](width=width, coloured=coloured)) <= width
+        assert max(len(styled_text.plain([line])) for line in TERMINAL[name](width=width, coloured=coloured)) <= width
 
 
 # ---- in a browser ----
 
 PAGES = {
-    "8": lambda: page.page([plan(EIGHT, nodes="2x4")]),
-    "64": lambda: page.page([plan(SIXTY_FOUR, nodes="8x8")]),
-    "64-and-its-view": lambda: page.page([plan(SIXTY_FOUR, nodes="8x8", views={"moe": {"pp": 2, "edp": 4, "ep": 8}})]),
-    "64-two-orders": lambda: page.page([plan(SIXTY_FOUR, nodes="8x8"), plan(Layout(tp=4, dp=16), nodes="8x8")]),
-    "1024": lambda: page.page([plan(Layout(pp=4, dp=16, cp=2, tp=8), nodes="128x8")], "dp"),
-    "domains": lambda: page.page([plan(Layout(pp=4, dp=9, tp=8), domains="4x18x4")]),
-    "no-hosts": lambda: page.page([plan(Layout(dp=2, tp=2), families=[("dp", "tp")])]),
-    "a-rank": lambda: page.rank_page(
-        place_of(SIXTY_FOUR, 13, take_machine("8x8")), picture.figure(SIXTY_FOUR, host=hosts("8x8"), mark=13)
+    "8": lambda: html.page([plan(EIGHT, nodes="2x4")]),
+    "64": lambda: html.page([plan(SIXTY_FOUR, nodes="8x8")]),
+    "64-and-its-view": lambda: html.page([plan(SIXTY_FOUR, nodes="8x8", views={"moe": {"pp": 2, "edp": 4, "ep": 8}})]),
+    "64-two-orders": lambda: html.page([plan(SIXTY_FOUR, nodes="8x8"), plan(Layout(tp=4, dp=16), nodes="8x8")]),
+    "1024": lambda: html.page([plan(Layout(pp=4, dp=16, cp=2, tp=8), nodes="128x8")], "dp"),
+    "domains": lambda: html.page([plan(Layout(pp=4, dp=9, tp=8), domains="4x18x4")]),
+    "no-hosts": lambda: html.page([plan(Layout(dp=2, tp=2), families=[("dp", "tp")])]),
+    "a-rank": lambda: html.rank_page(
+        place_of(SIXTY_FOUR, 13, take_machine("8x8")), figures.figure(SIXTY_FOUR, host=hosts("8x8"), mark=13)
     ),
 }
 

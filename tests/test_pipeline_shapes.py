@@ -27,7 +27,7 @@ from pgmesh.parallel import (
     ShardedDataParallel,
     compose,
 )
-from pgmesh.parallel.apart import Elsewhere
+from pgmesh.parallel.ownership import Elsewhere
 from tests.dry import dry_world
 from tests.parallel_models import FIRST, LAST, batch, gradients_of, loss_of, same, whole
 from tests.said import says

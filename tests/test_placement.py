@@ -12,8 +12,16 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given, strategies as st
 
-from pgmesh import Layout, MembershipError, MissingRanksError, PlaceError, ProcessGroupMesh, launch, placement
-from pgmesh.placement import Placement, Seat
+from pgmesh import (
+    Layout,
+    MembershipError,
+    MissingRanksError,
+    PlaceError,
+    ProcessGroupMesh,
+    launch,
+)
+from pgmesh.topology import host_mapping
+from pgmesh.topology.host_mapping import Placement, Seat
 from tests.test_messages import says
 from tests.torch_seam import counted_store, our_store
 from tests.worlds import check_sums, fresh, world
@@ -96,25 +104,25 @@ def test_ranks_say_themselves_where_they_are():
 
 def pretend(hosts: str) -> list[object]:
     """As if each rank were on the host of its letter, whose boot nobody knows."""
-    placement._worlds.clear()
+    host_mapping._worlds.clear()
     store = our_store()
     dist.barrier()
-    store.delete_key(placement.SEATS)
-    store.delete_key(f"{placement.SEATS}/count")
+    store.delete_key(host_mapping.SEATS)
+    store.delete_key(f"{host_mapping.SEATS}/count")
     dist.barrier()
-    real = placement._own
-    placement._own = lambda: Seat(hosts[dist.get_rank()], "", None)
+    real = host_mapping._own
+    host_mapping._own = lambda: Seat(hosts[dist.get_rank()], "", None)
     try:
         mesh = ProcessGroupMesh(dp=2, tp=2, ranks=[3, 1, 2, 0])
         found = [mesh.locality(axis).kind for axis in ("dp", "tp")]
         check_sums({axis: (mesh.group(axis), mesh.ranks(axis)) for axis in ("dp", "tp")})
         return [*found, str(launch.placement())]
     finally:
-        placement._own = real
-        placement._worlds.clear()
+        host_mapping._own = real
+        host_mapping._worlds.clear()
         dist.barrier()
-        store.delete_key(placement.SEATS)
-        store.delete_key(f"{placement.SEATS}/count")
+        store.delete_key(host_mapping.SEATS)
+        store.delete_key(f"{host_mapping.SEATS}/count")
         dist.barrier()
 
 
@@ -136,7 +144,7 @@ def test_ranks_on_pretended_hosts(hosts, told):
 
 def half() -> list[str]:
     """Members of a mesh of two ask; then, for all four, two of them alone."""
-    placement._worlds.clear()
+    host_mapping._worlds.clear()
     rank = dist.get_rank()
     mesh = ProcessGroupMesh(tp=2, ranks=[1, 2], name="half")
     said = []

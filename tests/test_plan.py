@@ -8,9 +8,10 @@ import re
 import pytest
 
 import pgmesh
-from pgmesh import AxisError, Layout, PlaceError, ShapeError, costs, plan, traffic
-from pgmesh.machine import take_machine
-from pgmesh.plans import suggest
+from pgmesh import AxisError, Layout, PlaceError, ShapeError, plan
+from pgmesh.planning import axis_heuristics, costs
+from pgmesh.planning.plan import suggest
+from pgmesh.topology.hosts import take_machine
 from tests import golden_files as golden
 from tests.said import says
 
@@ -200,7 +201,7 @@ def test_an_order_is_suggested_by_traffic():
      ("expert-data", "data"), ("seq", "context"), ("stage", "pipeline"), ("moe", "expert"), ("x", None), (0, None)],
 )  # fmt: skip
 def test_axes_are_known_by_their_names(axis, method):
-    found = traffic.method_of(axis)
+    found = axis_heuristics.method_of(axis)
     assert (found and found.name) == method
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pgmesh import LifetimeError, MismatchError, MissingRanksError, ProcessGroupMesh, groups
+from pgmesh import LifetimeError, MismatchError, MissingRanksError, ProcessGroupMesh
+from pgmesh.groups import building
 from tests.worlds import check_sums, world
 
 # ---- release ----
@@ -70,7 +71,7 @@ def keep_the_error_alone() -> None:
             kept.append(error)
         del group
         mesh.close()  # and with the group goes its last work, which holds the error too
-        groups.sweep()
+        building.sweep()
         assert keep_the_error_alone.__name__ in [frame.name for frame in traceback.extract_tb(kept[0].__traceback__)]
         kept.clear()
 

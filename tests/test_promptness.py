@@ -11,9 +11,9 @@ import math
 import pytest
 from hypothesis import assume, given, settings, strategies as st
 
-from pgmesh import rendezvous
 from pgmesh.errors import CircleError, MismatchError, MissingRanksError
-from pgmesh.rendezvous import FIRST_INSPECTION, Read, Say
+from pgmesh.rendezvous import protocol
+from pgmesh.rendezvous.protocol import FIRST_INSPECTION, Read, Say
 from tests.model.clock import Caller, Clock, H
 
 POLL = 0.3
@@ -118,5 +118,5 @@ def test_in_a_larger_world_ranks_ask_why_so_much_later(pace):
 
 
 def test_the_promises_hold_for_the_pauses_that_there_are():
-    assert FIRST_INSPECTION + rendezvous.LONGEST_PAUSE < 0.1
-    assert rendezvous.INSPECTION + 2 * rendezvous.LONGEST_PAUSE < POLL + 0.001
+    assert FIRST_INSPECTION + protocol.LONGEST_PAUSE < 0.1
+    assert protocol.INSPECTION + 2 * protocol.LONGEST_PAUSE < POLL + 0.001

@@ -28,8 +28,8 @@ from pgmesh import (
     ShapeError,
     recipes,
 )
+from pgmesh._util.sizes import divisors
 from pgmesh.recipes import Arrangement
-from pgmesh.sizes import divisors
 from tests import stated
 from tests.dry import dry_world
 from tests.test_messages import says

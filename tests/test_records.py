@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
+from pgmesh.connect.report import Report, _read_last_words
 from pgmesh.errors import MismatchError, PgmeshError
-from pgmesh.polling import drive
-from pgmesh.rendezvous import (
+from pgmesh.rendezvous.polling_store import drive
+from pgmesh.rendezvous.protocol import (
     ERRORS,
     LONGEST,
     MADE,
@@ -38,7 +39,6 @@ from pgmesh.rendezvous import (
     told,
     unpack,
 )
-from pgmesh.report import Report, _read_last_words
 
 words = st.text(st.characters(codec=None), max_size=12)  # with lone surrogates, which JSON can spell
 plain = st.one_of(

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from hypothesis import given, strategies as st
 
 from pgmesh import LifetimeError, MismatchError, MissingRanksError
-from pgmesh.polling import SEAL, PollingStore, drive, perform
-from pgmesh.rendezvous import Card, Pause, Step, Steps, agree
+from pgmesh.rendezvous.polling_store import SEAL, PollingStore, drive, perform
+from pgmesh.rendezvous.protocol import Card, Pause, Step, Steps, agree
 
 
 def card(rank: int = 0, **meaning: object) -> Card:

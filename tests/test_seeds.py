@@ -11,7 +11,14 @@ from torch import nn
 from torch.nn.functional import dropout
 from torch.utils.checkpoint import checkpoint
 
-from pgmesh import AxisError, LifetimeError, MembershipError, OptionsError, ProcessGroupMesh, SeamError
+from pgmesh import (
+    AxisError,
+    LifetimeError,
+    MembershipError,
+    OptionsError,
+    ProcessGroupMesh,
+    SeamError,
+)
 from pgmesh.parallel import Seeds, seed_of, seeds as module
 from tests.dry import dry_world
 from tests.worlds import world

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from pgmesh import Layout, LifetimeError, PgmeshError, ProcessGroupMesh, ShapeError, plan
-from pgmesh.plans import Plan
+from pgmesh.planning.plan import Plan
 from tests.dry import dry_world
 
 CALL = re.compile(r"^  (?!torchrun|launch\.)(\S.*?)(?:   +# (.*))?$|such as (\w+\(.*\))\.$", re.MULTILINE)

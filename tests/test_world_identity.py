@@ -16,11 +16,12 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given, strategies as st
 
-from pgmesh import LifetimeError, MissingRanksError, ProcessGroupMesh, heart
-from pgmesh.heart import REPLACED, Heart, enter_world, leave_world
+from pgmesh import LifetimeError, MissingRanksError, ProcessGroupMesh
 from pgmesh.launch import StoreProcess
-from pgmesh.polling import once
-from pgmesh.rendezvous import Swap
+from pgmesh.rendezvous import store_thread
+from pgmesh.rendezvous.polling_store import once
+from pgmesh.rendezvous.protocol import Swap
+from pgmesh.rendezvous.store_thread import REPLACED, Heart, enter_world, leave_world
 from tests.ledger import COUNTED, threads
 from tests.test_groups import groups_of
 from tests.worlds import check_sums, fresh
@@ -48,14 +49,14 @@ def test_the_name_of_a_world(worlds: list[tuple[bool, set[int], set[int]]], orde
     for number, (is_fresh, members, killed) in enumerate(worlds):
         if is_fresh:
             store, past = dist.HashStore(), {process: [] for process in PROCESSES}
-        nobody_in_it = not store.check([heart.WORLD])
+        nobody_in_it = not store.check([store_thread.WORLD])
         come = sorted(members)
         order.shuffle(come)
         names = {process: enter_world(store, left[process]) for process in come}
         if nobody_in_it or len({tuple(past[process]) for process in come}) == 1:
             assert len({*names.values()}) == 1
             assert not used & {*names.values()} or not any(past[process] for process in come)
-        now = store.get(heart.WORLD).decode()
+        now = store.get(store_thread.WORLD).decode()
         assert len({*names.values()}) == 1 or all(name != now or name.endswith(REPLACED) for name in names.values())
         used |= {*names.values()}
         order.shuffle(come)
@@ -116,9 +117,9 @@ def test_no_rank_sets_a_name_that_the_last_rank_to_leave_would_delete():
 
 
 def test_a_rank_that_died_as_it_deleted_the_name_of_its_world_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(heart, "LEAVING", 0.02)
+    monkeypatch.setattr(store_thread, "LEAVING", 0.02)
     store = dist.HashStore()
-    store.set(heart.WORLD, heart.OVER)
+    store.set(store_thread.WORLD, store_thread.OVER)
     assert enter_world(store, set()) == enter_world(store, set())
 
 
@@ -161,7 +162,7 @@ def test_the_last_rank_to_leave_a_world_deletes_its_keys():
         each.beat()
         each.run(once(Swap("key", "value")), 10.0)
     for left, each in enumerate(hearts):
-        assert store.check([heart.WORLD])
+        assert store.check([store_thread.WORLD])
         each.stop(f"left as number {left}")
     assert store.num_keys() == 1  # what this test wrote
 
@@ -223,7 +224,7 @@ def meet_after_unequal_pasts(port: int, how: str) -> None:
         with world_on(store, rank, 2):
             mesh = ProcessGroupMesh(dp=2, name="actor")
             if rank == 0:  # the other rank asks first
-                wait_for(dist.distributed_c10d._get_default_store(), heart.WORLD)
+                wait_for(dist.distributed_c10d._get_default_store(), store_thread.WORLD)
             used(mesh, how)
 
 

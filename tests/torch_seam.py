@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as _c10d
 
-from pgmesh import family, heart
-from pgmesh.polling import underlying
+from pgmesh.groups import cache
+from pgmesh.rendezvous import store_thread
+from pgmesh.rendezvous.polling_store import underlying
 
 c10d: Any = _c10d
 
@@ -83,13 +84,13 @@ for _operation in (
 def counted_store() -> Iterator[list[str]]:
     """The operations that this process does in the world's store meanwhile, through our thread or by itself."""
     done: list[str] = []
-    perform = heart.perform
-    family._registry().reach()  # it keeps the store that it begins with
+    perform = store_thread.perform
+    cache._registry().reach()  # it keeps the store that it begins with
     store = CountingStore(c10d._get_default_store(), done)
     with (
         mock.patch.object(c10d, "_get_default_store", return_value=store),
-        mock.patch.object(family._registry(), "store", store),
-        mock.patch.object(heart, "perform", lambda store, step: perform(CountingStore(store, done), step)),
+        mock.patch.object(cache._registry(), "store", store),
+        mock.patch.object(store_thread, "perform", lambda store, step: perform(CountingStore(store, done), step)),
     ):
         yield done
 
@@ -97,4 +98,4 @@ def counted_store() -> Iterator[list[str]]:
 def our_store() -> dist.Store:
     """The part of the world's store that is pgmesh's."""
     store = c10d._get_default_store()
-    return dist.PrefixStore(f"pgmesh.{store.get(heart.WORLD).decode()}", underlying(store))
+    return dist.PrefixStore(f"pgmesh.{store.get(store_thread.WORLD).decode()}", underlying(store))

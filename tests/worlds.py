@@ -126,7 +126,7 @@ def _checked(fn: Callable[..., Any], *args: Any) -> Any:
 
 def after_run() -> None:
     """After a run that went well: no mesh stays for the next."""
-    family = sys.modules.get("pgmesh.family")
+    family = sys.modules.get("pgmesh.groups.cache")
     if family is not None:
         family.close_all()
 

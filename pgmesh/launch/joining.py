@@ -8,10 +8,10 @@ import os
 import torch
 import torch.distributed as dist
 
+from pgmesh._util.sizes import calls_in_lines
 from pgmesh.errors import LaunchError
-from pgmesh.launchers import Found, OpenMPI, Slurm, Torchrun, at, believe, single_out
+from pgmesh.launch.detect import Found, OpenMPI, Slurm, Torchrun, at, believe, single_out
 from pgmesh.options import Timeout, to_timedelta
-from pgmesh.sizes import calls_in_lines
 
 log = logging.getLogger("pgmesh")
 

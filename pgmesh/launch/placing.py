@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from pgmesh.options import Timeout
-from pgmesh.placement import Placement, place
+from pgmesh.topology.host_mapping import Placement, place
 
 
 def placement(*, timeout: Timeout = timedelta(seconds=30)) -> Placement:

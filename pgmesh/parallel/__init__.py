@@ -17,7 +17,7 @@ _HOME = {
     "PipelineParallel": "pipeline",
     "ContextParallel": "context",
     "ExpertParallel": "expert",
-    **dict.fromkeys(["Router", "Routes", "balance_loss", "mix", "with_loss"], "experts"),
+    **dict.fromkeys(["Router", "Routes", "balance_loss", "mix", "with_loss"], "mixture"),
     "Seeds": "seeds",
     "seed_of": "seeds",
     "local": "weights",
@@ -44,14 +44,14 @@ if TYPE_CHECKING:
     from pgmesh.parallel.context import ContextParallel as ContextParallel
     from pgmesh.parallel.data import DataParallel as DataParallel
     from pgmesh.parallel.expert import ExpertParallel as ExpertParallel
-    from pgmesh.parallel.experts import (
+    from pgmesh.parallel.finding import find as find
+    from pgmesh.parallel.mixture import (
         Router as Router,
         Routes as Routes,
         balance_loss as balance_loss,
         mix as mix,
         with_loss as with_loss,
     )
-    from pgmesh.parallel.finding import find as find
     from pgmesh.parallel.pipeline import PipelineParallel as PipelineParallel
     from pgmesh.parallel.seeds import Seeds as Seeds, seed_of as seed_of
     from pgmesh.parallel.sharded import ShardedDataParallel as ShardedDataParallel

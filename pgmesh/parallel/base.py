@@ -12,8 +12,8 @@ from torch import nn
 from pgmesh.errors import AxisError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
-from pgmesh.parallel.apart import MARK
-from pgmesh.parallel.shares import equal_part, sizes_of
+from pgmesh.parallel.divisibility import equal_part, sizes_of
+from pgmesh.parallel.ownership import MARK
 
 
 class Level(IntEnum):

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from pgmesh.errors import MethodError
 from pgmesh.mesh import ProcessGroupMesh
-from pgmesh.parallel.apart import MARK, kept_apart
+from pgmesh.parallel.ownership import MARK, kept_apart
 from pgmesh.parallel.pipeline import Pipeline
 
 # One entry for each weight, by its name, in place of a list in the order of parameters: stages know their own alone.

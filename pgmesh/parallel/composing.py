@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
+from pgmesh._util.sizes import many
 from pgmesh.errors import AxisError, MethodError
 from pgmesh.layout import Axis, Layout
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Level, Method, listed, share
-from pgmesh.parallel.shares import sizes_of
-from pgmesh.sizes import many
+from pgmesh.parallel.divisibility import sizes_of
 
 
 class Composition:

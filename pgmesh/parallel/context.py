@@ -9,12 +9,12 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from pgmesh.errors import MethodError, OptionsError, ShapeError
-from pgmesh.parallel.apart import is_part
 from pgmesh.parallel.base import Level, Method
-from pgmesh.parallel.even import check_even
+from pgmesh.parallel.divisibility import equal_share, multiples_near, sizes_of
 from pgmesh.parallel.exchange import gather
+from pgmesh.parallel.input_checks import check_even
+from pgmesh.parallel.ownership import is_part
 from pgmesh.parallel.ring import ring_attention, ulysses_attention
-from pgmesh.parallel.shares import equal_share, multiples_near, sizes_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -14,13 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, DistributedSampler
 
 from pgmesh.errors import MethodError, ShapeError
-from pgmesh.groups import keep_from_ddp
+from pgmesh.groups.building import keep_from_ddp
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
-from pgmesh.parallel.apart import kept_apart
 from pgmesh.parallel.base import Method, listed
-from pgmesh.parallel.even import EvenRows
-from pgmesh.parallel.shares import sizes_of
+from pgmesh.parallel.divisibility import sizes_of
+from pgmesh.parallel.input_checks import EvenRows
+from pgmesh.parallel.ownership import kept_apart
 
 
 class DataParallel(Method):

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 from pgmesh.errors import AxisError, MethodError
-from pgmesh.parallel import experts as plain
-from pgmesh.parallel.apart import is_part, keep_apart
+from pgmesh.parallel import mixture as plain
 from pgmesh.parallel.base import Level, Method, listed
-from pgmesh.parallel.even import check_even
+from pgmesh.parallel.divisibility import equal_share, sizes_of
 from pgmesh.parallel.exchange import alike, exchange, gather, total
-from pgmesh.parallel.shares import equal_share, sizes_of
+from pgmesh.parallel.input_checks import check_even
+from pgmesh.parallel.ownership import is_part, keep_apart
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -23,19 +23,19 @@ from torch.distributed.pipelining import (
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from pgmesh import groups
+from pgmesh._util.sizes import divisors, many
 from pgmesh.errors import MethodError, OptionsError, PlaceError, ShapeError
+from pgmesh.groups import building
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.options import Timeout
-from pgmesh.parallel.apart import GONE, Elsewhere, first_names, kept_apart
 from pgmesh.parallel.base import Level, Method, only
-from pgmesh.parallel.even import compare, device_of, even_rows, told
+from pgmesh.parallel.divisibility import multiples_near, sizes_of
 from pgmesh.parallel.exchange import receive, send
+from pgmesh.parallel.input_checks import compare, device_of, even_rows, told
+from pgmesh.parallel.ownership import GONE, Elsewhere, first_names, kept_apart
 from pgmesh.parallel.seeds import rehearsal
-from pgmesh.parallel.shares import multiples_near, sizes_of
 from pgmesh.parallel.weights import local
-from pgmesh.sizes import divisors, many
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -302,7 +302,7 @@ class Pipeline(nn.Module):
         self.parts = nn.ModuleList(parts)
         """One for each virtual stage, under the names of the whole."""
         self.tied, self.first_names = tied, names
-        hooked = any(map(groups.has_gradient_hooks, self.parameters()))
+        hooked = any(map(building.has_gradient_hooks, self.parameters()))
         data = hooked or any(isinstance(part, (DistributedDataParallel, FSDPModule)) for part in parts)
         if method.schedule in SPLIT and data:
             raise MethodError(
@@ -541,7 +541,7 @@ def _differentiable(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]
 def _without_a_trace(parts: Iterable[nn.Module]) -> Iterator[None]:
     """Run modules on copies of their buffers; then restore the buffers, torch's random state and ``Seeds``."""
     parts = tuple(parts)
-    tables = [groups.buffer_table(module) for part in parts for module in part.modules()]
+    tables = [building.buffer_table(module) for part in parts for module in part.modules()]
     kept = [(table, dict(table)) for table in tables]
     copies = {id(buffer): buffer.clone() for part in parts for buffer in part.buffers()}
     devices = {device for part in parts if (device := device_of(part)).type != "cpu"}

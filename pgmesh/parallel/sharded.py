@@ -13,10 +13,10 @@ from torch.utils.data import Dataset, DistributedSampler
 from pgmesh.errors import AxisError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
-from pgmesh.parallel.apart import kept_apart
 from pgmesh.parallel.base import Level, Method, listed
 from pgmesh.parallel.data import sampler
-from pgmesh.parallel.even import EvenRows
+from pgmesh.parallel.input_checks import EvenRows
+from pgmesh.parallel.ownership import kept_apart
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

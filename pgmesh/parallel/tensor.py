@@ -21,10 +21,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from pgmesh.errors import MethodError, OptionsError
-from pgmesh.parallel.apart import is_elsewhere, named
 from pgmesh.parallel.base import Level, Method, listed, only
-from pgmesh.parallel.even import check_even, device_of, tensors
-from pgmesh.parallel.shares import equal_share, sizes_of
+from pgmesh.parallel.divisibility import equal_share, sizes_of
+from pgmesh.parallel.input_checks import check_even, device_of, tensors
+from pgmesh.parallel.ownership import is_elsewhere, named
 
 if TYPE_CHECKING:
     from pgmesh.layout import Axis

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from pgmesh.errors import AxisError, MethodError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
-from pgmesh.parallel.apart import MARK, kept_apart
 from pgmesh.parallel.base import listed
+from pgmesh.parallel.ownership import MARK, kept_apart
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Union
 
+from pgmesh.drawing.styled_text import columns, plain, ranks_in
 from pgmesh.errors import AxisError, MembershipError, ShapeError, WorldError
-from pgmesh.ink import columns, plain, ranks_in
 from pgmesh.layout import Axis, Layout, alike
 from pgmesh.options import GroupOptions, Timeout, named_timeout
 from pgmesh.recipes import nccl
@@ -18,7 +18,7 @@ from pgmesh.recipes import nccl
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from pgmesh.connecting import Connected
+    from pgmesh.connect.connecting import Connected
     from pgmesh.mesh import ProcessGroupMesh
 
 Mesh = Union[Layout, "ProcessGroupMesh"]

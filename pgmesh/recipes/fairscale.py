@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from pgmesh.options import Timeout
+from pgmesh.recipes.arguments import arranged, call, take, take_world, what_is_left
 from pgmesh.recipes.arrangement import Arrangement
-from pgmesh.recipes.given import arranged, call, take, take_world, what_is_left
 
 
 def fairscale(

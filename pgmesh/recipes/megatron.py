@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any, Union
 
+from pgmesh._util.sizes import divisors, some
 from pgmesh.errors import ShapeError
 from pgmesh.layout import Axis
+from pgmesh.recipes.arguments import any_of, arranged, call, take, take_order, take_world, what_is_left
 from pgmesh.recipes.arrangement import Arrangement, Family, Pick, sliced
-from pgmesh.recipes.given import any_of, arranged, call, take, take_order, take_world, what_is_left
-from pgmesh.sizes import divisors, some
 
 ORDER = "tp-cp-ep-dp-pp"
 

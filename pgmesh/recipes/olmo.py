@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from pgmesh._util.sizes import calls_in_lines, divisors, take_size, torchrun
 from pgmesh.errors import ShapeError
 from pgmesh.layout import Axis
+from pgmesh.recipes.arguments import any_of, arranged, call, some_ranks, take, take_world, what_is_left
 from pgmesh.recipes.arrangement import Arrangement, Family
-from pgmesh.recipes.given import any_of, arranged, call, some_ranks, take, take_world, what_is_left
-from pgmesh.sizes import calls_in_lines, divisors, take_size, torchrun
 
 WORDS: dict[str, Axis] = {
     "replicate": "dp_replicate",

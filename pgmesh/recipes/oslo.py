@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from pgmesh._util.sizes import fill, take_sizes
 from pgmesh.errors import ShapeError
 from pgmesh.layout import Axis
+from pgmesh.recipes.arguments import arranged, call, take_order, take_world
 from pgmesh.recipes.arrangement import Arrangement, Family
-from pgmesh.recipes.given import arranged, call, take_order, take_world
-from pgmesh.sizes import fill, take_sizes
 
 AXES: dict[str, Axis] = {"pipeline": "pp", "data": "dp", "expert": "ep", "sequence": "sp", "tensor": "tp"}
 """The axis of each mode, outermost first."""

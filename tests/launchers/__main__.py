@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from pgmesh.launchers import TORCHRUN as VARIABLES
+from pgmesh.launch.detect import TORCHRUN as VARIABLES
 from tests.launchers.cluster import free_ports, slurm
 from tests.launchers.install import MPICH, OPEN_MPI, PROGRAMS, SLURM, install
 

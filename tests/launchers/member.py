@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh, launch
-from pgmesh.launchers import believe
+from pgmesh.launch.detect import believe
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pgmesh.errors import MismatchError, PgmeshError
-from pgmesh.rendezvous import (
+from pgmesh.rendezvous.protocol import (
     Add,
     Append,
     Card,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from pgmesh import rendezvous as real
-from pgmesh.rendezvous import Add, Delete, End, Read, Say, Step, Swap, Told, told
+from pgmesh.rendezvous import protocol as real
+from pgmesh.rendezvous.protocol import Add, Delete, End, Read, Say, Step, Swap, Told, told
 from tests.model.programs import (
     PAIRS_AND_TRIPLE,
     Group,

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pgmesh import rendezvous as real
+from pgmesh.rendezvous import protocol as real
 
 MOST_TRIES = 9
 """Calls of one rank, retries included: who needs more tries for ever."""

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pgmesh import rendezvous as real
-from pgmesh.rendezvous import Append, Card, End, Pause, Read, Ready, Step, Swap
+from pgmesh.rendezvous import protocol as real
+from pgmesh.rendezvous.protocol import Append, Card, End, Pause, Read, Ready, Step, Swap
 from tests.model.programs import (
     MOST_TRIES,
     Call,

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from pgmesh.rendezvous import Delete, End, Pause, Read, Say, Step, Swap, Told, told
+from pgmesh.rendezvous.protocol import Delete, End, Pause, Read, Say, Step, Swap, Told, told
 from tests.model.ideal import Ideal, on_circle
 from tests.model.programs import (
     REAL,

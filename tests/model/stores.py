@@ -8,7 +8,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from pgmesh.rendezvous import Add, Append, Delete, End, Read, Say, Step, Swap, Told, told
+from pgmesh.rendezvous.protocol import Add, Append, Delete, End, Read, Say, Step, Swap, Told, told
 from tests.model.programs import Group
 
 

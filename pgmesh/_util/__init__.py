@@ -1,0 +1,1 @@
+"""Validation, formatting and suggestions: helpers that know nothing of meshes or groups."""

@@ -1,0 +1,133 @@
+"""Attribute names of other libraries, and our equivalent: DeviceMesh, torch.distributed, Megatron, ColossalAI."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pgmesh._util.sizes import Text, brief, spell
+
+if TYPE_CHECKING:
+    from pgmesh.layout import Layout
+
+_PLACES = {
+    "get_rank": "{it}.rank",
+    "get_local_rank": "{it}.index({axis})",
+    "get_coordinate": "{it}.coord",
+    "coordinate": "{it}.coord",
+    "mesh_dim_names": "{it}.axes",
+    "ndim": "len({it}.axes)",
+    "_unflatten": "{it}.view({sizes})",
+    "get_process_group_ranks": "{it}.ranks({axis})",
+    "get_ranks_in_group": "{it}.ranks({axis})",
+    "get_world_size": "{it}.size()",
+    "world_size": "{it}.size()",
+    "neighbour": "{it}.neighbor({axis})",
+}
+_GROUPS = {
+    "group": "{made}.group({axis})",
+    "get_group": "{made}.group({axis})",
+    "group_of": "{made}.group_of({it}.ranks())",
+    "configure": "{made}.configure({axis}, timeout=600)",
+    "set_timeout": "{made}.configure({axis}, timeout=600)",  # a new mesh has no groups yet
+    "connect": "{made}.connect({axis})",
+    "locality": "{made}.locality({axis})",
+    "report": "{made}.report()",
+    "stats": "{made}.stats()",
+    "release": "{made}.release({axis})",
+    "device_mesh": "{made}.device_mesh()",
+}
+
+MESH = {
+    **_PLACES,
+    "get_group": "mesh.group({axis})",
+    "get_all_groups": "[mesh.group(axis) for axis in mesh.axes]",
+    "device_type": "mesh.device_mesh().device_type",
+    "mesh": "mesh.device_mesh().mesh",
+    "_flatten": "mesh.group({axes})",
+    "get_process_group": "mesh.group({axis})",
+    "new_group": "mesh.group_of(mesh.ranks({axis}))",
+    "create_group": "mesh.group_of(mesh.ranks({axis}))",
+    "barrier": "torch.distributed.barrier(group=mesh.group())",
+    "destroy": "mesh.close()",
+    "get_group_along_axis": "mesh.group({axis})",
+}
+"""For names that a mesh does not have."""
+
+SEEN = {**_PLACES, **_GROUPS, "mesh": "seen.ranks()"}
+"""For names that ``Layout.seen_by`` does not have."""
+
+LAYOUT = {
+    **_GROUPS,
+    # methods that need a rank
+    "rank": "layout.seen_by({rank})",
+    "coord": "layout.coord_of({rank})",
+    "get_coordinate": "layout.coord_of({rank})",
+    "index": "layout.index_of({index})",
+    "get_local_rank": "layout.index_of({index})",
+    "label": "layout.label_of({rank})",
+    "neighbor": "layout.neighbor_of({index})",
+    "neighbour": "layout.neighbor_of({index})",
+    "neighbour_of": "layout.neighbor_of({index})",
+    # DeviceMesh
+    "mesh_dim_names": "layout.axes",
+    "ndim": "len(layout.axes)",
+    "mesh": "layout.ranks()",
+}
+"""For names that a layout does not have."""
+
+
+class _Absent:
+    """A descriptor for an attribute that a class does not have. It raises the error that shows the right call.
+
+    ``__getattr__`` would do the same, but makes every other attribute of the class half as fast again.
+    """
+
+    def __init__(self, it: str, name: str, call: str) -> None:
+        self.it, self.name, self.call = it, name, call
+
+    def __get__(self, of: Any, kind: type) -> Any:
+        if of is None:
+            raise AttributeError(f"type object {kind.__name__!r} has no attribute {self.name!r}")
+        layout: Layout = getattr(of, "layout", of)
+        rank, axes = str(layout.rank_of([0] * len(layout.axes))), [repr(axis) for axis in layout.axes]
+        made = layout.spell("ProcessGroupMesh") if "{made}" in self.call else ""
+        if made != brief(made, ""):
+            ranks = Text(f"{self.it}.ranks()")
+            made = spell("ProcessGroupMesh", dict(zip(layout.axes, layout.shape)), ranks=ranks)
+        call = self.call.format(
+            it=self.it,
+            axis=", ".join(axes[-1:]),
+            axes=", ".join(axes[-2:]),
+            sizes=spell("", dict(zip(layout.axes, layout.shape)))[1:-1],
+            rank=rank,
+            index=", ".join([rank, *axes[-1:]]),
+            made=made,
+        )
+        if "{ax" in self.call or "{index}" in self.call:
+            call += "   # for example: name the axes that you mean"
+        raise AttributeError(f"{kind.__name__!r} object has no attribute {self.name!r}.\n\n  {call}")
+
+
+def answer(kind: Any, it: str, calls: Mapping[str, str]) -> None:
+    """Make instances of a class raise an error that shows the right call for these names.
+
+    Args:
+        kind: the class. Its instances are layouts, or have one.
+        it: the variable that stands for an instance in a call.
+        calls: by name, with words in braces that are filled in from the layout. Names that the class has stay.
+    """
+    for name, call in calls.items():
+        if name not in vars(kind) and name not in getattr(kind, "__dataclass_fields__", ()):
+            setattr(kind, name, _Absent(it, name, call))
+    kind.__dir__ = _names
+
+
+def public(kind: type) -> set[str]:
+    """The public names that a class defines."""
+    return {name for name, what in vars(kind).items() if not (name.startswith("_") or isinstance(what, _Absent))}
+
+
+def _names(of: Any) -> list[str]:
+    """The names that ``dir`` shows: none that raise an error."""
+    return [name for name in object.__dir__(of) if not isinstance(vars(type(of)).get(name), _Absent)]

@@ -1,0 +1,302 @@
+"""``pgmesh check``: the preflight before an expensive job, run by every rank of it under its own launcher."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from pgmesh._util.sizes import many
+from pgmesh.cli import arguments
+from pgmesh.cli.arguments import Given, Typed, UsageError
+from pgmesh.drawing import styled_text
+from pgmesh.drawing.styled_text import Line
+from pgmesh.errors import LaunchError, MismatchError, PgmeshError, WorldError
+from pgmesh.launch.detect import believe
+from pgmesh.layout import Axis, Layout
+from pgmesh.planning import text_report
+from pgmesh.planning.plan import laid_out
+from pgmesh.topology.hosts import Level, misplaced, seen
+
+if TYPE_CHECKING:
+    from pgmesh.preflight.results import Measured
+    from pgmesh.topology.host_mapping import Placement
+
+EXAMPLES = """\
+examples, each run by every rank of the job:
+  torchrun --nproc-per-node 8 -m pgmesh check pp=2 dp=2 tp=2
+  srun python -m pgmesh check dp=2 tp=8 --nodes 2x8
+
+All ranks come and mean the same, stand on the hosts that are planned, connect
+the groups of each axis, sum rightly, and measure one all-reduce per family.
+Rank 0 tells. Exit status, on every rank: 0, 1 if anything failed, 2 if the
+command line is wrong."""
+
+SIZES = "8,64K,16M"
+PARTING = 10.0
+"""Seconds in which ranks leave. The first of them tells first: a launcher may end all with the first that fails."""
+
+FAREWELL = 3.0
+"""Seconds where the check failed, and some may be lost."""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    arguments.add_mesh(parser)
+    parser.add_argument(
+        "--family", nargs="+", action="extend", default=[], metavar="AXES", help="axes to check together: dp,cp"
+    )
+    parser.add_argument("--bytes", default=SIZES, metavar="SIZES", help=f"of the all-reduces, such as {SIZES}")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="batches that are timed (5)")
+    parser.add_argument("--backend", metavar="NAME", help="nccl where there is CUDA, else gloo, unless given")
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, metavar="SECONDS", help="how long to wait for others at each stage (60)"
+    )
+    parser.add_argument("--json", action="store_true", help="answer in JSON")
+
+
+def run(args: argparse.Namespace, typed: Typed) -> int:
+    args.sizes += [word for word in args.family if "=" in word]
+    args.family[:] = [word for word in args.family if word not in args.sizes]
+    plan = arguments.take(args, typed, fit=arguments.where(args) != "None")
+    sizes = take_bytes(args.bytes, typed)
+    if args.timeout <= 0 or args.repeats < 1:
+        raise UsageError("--timeout and --repeats are more than nothing.", (typed.but({}), "without them"))
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # torch's own groups of Gloo connect when they are first used
+    from pgmesh.preflight import preflight  # it brings torch
+
+    try:
+        with _bar(_is_first()) as bar:
+            bar.begin("waiting for the other ranks")
+            preflight.join(args.backend, args.timeout)
+        return _Check(args, typed, plan, sizes).run()
+    except PgmeshError as error:  # this rank could not join the others
+        _tell_failure(error, args)
+        return 1
+
+
+def take_bytes(text: str, typed: Typed) -> tuple[int, ...]:
+    """Sizes that are written ``8,64K,16M``."""
+    sizes = []
+    for word in text.split(","):
+        match = re.fullmatch(r"([1-9][0-9]*)([KMG]?)", word.strip().upper())
+        if not match:
+            raise UsageError(f"sizes are written {SIZES}, not {text!r}.", (typed.but({text: SIZES}), "for example"))
+        sizes.append(int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2]])
+    return tuple(sizes)
+
+
+def _is_first() -> bool:
+    """Whether this rank is to be the one that tells. Where launchers contradict each other, joining says so."""
+    with contextlib.suppress(LaunchError):
+        return believe(os.environ).rank == 0
+    return False
+
+
+def _tell_failure(error: Exception, args: argparse.Namespace) -> None:
+    if args.json:
+        said = {"format": 1, "status": "failed", "error": {"kind": type(error).__name__, "says": str(error)}}
+        print(json.dumps(said, indent=2), flush=True)
+    print(f"pgmesh check failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+
+
+class _Check:
+    """One rank's check, from where it has joined the others."""
+
+    def __init__(self, args: argparse.Namespace, typed: Typed, plan: Given, sizes: tuple[int, ...]) -> None:
+        from pgmesh.preflight.staged_barrier import RollCall
+
+        self.args, self.typed, self.plan, self.sizes = args, typed, plan, sizes
+        self.hall = RollCall("pgmesh check", args.timeout, "Start every rank with the same command line.")
+        self.lines: list[Line] = []  # what the first rank tells
+        self.data: dict[str, Any] = {"format": 1, "status": "ok"}
+
+    def run(self) -> int:
+        """The exit status."""
+        status = 0
+        failure: UsageError | PgmeshError | None = None
+        try:
+            self._check()
+        except UsageError as error:
+            status, failure = 2, error
+        except PgmeshError as error:
+            status, failure = 1, error
+        told = self.hall.rank == 0
+        if told:
+            self._tell(failure)
+        with contextlib.suppress(WorldError):
+            told |= self.hall.part(PARTING if status == 0 else FAREWELL)
+        if failure is not None and not told:  # the first rank is lost, so each tells for itself
+            self._tell(failure)
+        return status
+
+    def _check(self) -> None:
+        from pgmesh.mesh import ProcessGroupMesh
+        from pgmesh.preflight.preflight import Preflight, versions
+
+        hall = self.hall
+        hall.stage("at its beginning")
+        with _bar(hall.rank == 0) as bar:
+            bar.begin(f"waiting for {many(hall.size, 'rank')}")
+            hall.meet()
+            same = "Install the same versions on every rank's host."
+            hall.stage("comparing versions", versions(), "version mismatch: the software", same)
+            hall.meet()
+            hall.stage("comparing command lines", self._meaning())
+            hall.meet()
+            sizes = self._sizes()
+            layout = laid_out(sizes)
+            asked = [arguments.take_axes(text, layout, self.typed) for text in self.args.family]
+            once: dict[frozenset[Axis], tuple[Axis, ...]] = {}
+            for axes in [*((axis,) for axis in layout.axes), *asked]:
+                once.setdefault(frozenset(axes), axes)
+            families = [*once.values()]
+            hosts = self._place(layout)
+            mesh = ProcessGroupMesh(hall.size, name="check")
+            view = mesh.view(sizes)
+            try:
+                check = Preflight(hall, view, families, hosts, self.sizes, self.args.repeats, bar.advance, mesh.close)
+                bar.steps(check.steps)
+                measured = check.run()
+                if measured is not None:
+                    self._told(layout, view, families, measured)
+            finally:
+                mesh.close()
+
+    def _meaning(self) -> dict[str, Any]:
+        """What all ranks have to mean alike."""
+        args = self.args
+        return {
+            "sizes": text_report.sizes(self.plan.sizes),
+            "nodes": arguments.where(args),
+            "families": " ".join(args.family),
+            "bytes": args.bytes,
+            "repeats": args.repeats,
+            "backend": args.backend,
+        }
+
+    def _sizes(self) -> dict[Axis, int]:
+        """The sizes, which hold just the ranks of the world."""
+        size = self.hall.size
+        world = (Level("world", ((1, size),)),)
+        return arguments.fill(self.plan.sizes, world, arguments.where(self.args), self.typed, f"the world has {size:,}")
+
+    def _place(self, layout: Layout) -> list[str]:
+        """The host of each rank. The first rank sees for all whether it is as planned."""
+        from pgmesh.topology import host_mapping
+
+        hall, hosts = self.hall, self.plan.machine
+        hall.stage("looking where ranks are")
+        places = host_mapping.place(timeout=timedelta(seconds=hall.seconds))
+        names = _names(places)
+        if hall.rank == 0:
+            there = seen(names)
+            faults = misplaced(hosts[0], names) if hosts else []
+            if faults:
+                raise hall.give_up(MismatchError(_misplaced(faults, there, self.typed, arguments.where(self.args))))
+            where = f"{there}" if there else f"{len({*names})} hosts, whose ranks do not follow one another"
+            self.data["hosts"] = names
+            self.data["planned"] = hosts[0].spell() if hosts else None
+            came = f"{many(hall.size, 'rank')} came and mean the same: {text_report.sizes(_box(layout))}"
+            self._line("ok", came)
+            if hosts:
+                self._line("ok", f"ranks are where they are planned: {where}")
+            else:
+                self._line("--", f"ranks are on {where}; --nodes {there.spell() if there else '8x8'} has it checked")
+            crowd, cores = names.count(names[0]), os.cpu_count() or 1
+            if crowd > cores:
+                self._line("warn", f"{crowd} ranks share {cores} cores of {names[0]}: times differ much by chance")
+        hall.meet()
+        return names
+
+    def _told(self, layout: Layout, mesh: Any, families: list[tuple[Axis, ...]], measured: Measured) -> None:
+        """What the first rank tells of a check that went well."""
+        from pgmesh.groups import building
+        from pgmesh.preflight.results import findings, in_bytes, table
+
+        group = mesh.group(*families[0])
+        backend, device = building.world_options().backend, building.device_of(group).type
+        count = sum(len(family.blocks) for family in measured.families)
+        what = f"{many(count, 'group')} of {len(families)} famil{'ies' if len(families) > 1 else 'y'}"
+        self._line("ok", f"{what} connected, in {measured.connected:.2f} s")
+        self._line("ok", f"every sum is right, of {', '.join(map(in_bytes, measured.sizes))}")
+        width = styled_text.width_of(sys.stdout)
+        self.lines += [[], *table(measured, width), [], *findings(measured, width)]
+        self.lines[0:0] = [[(f"{many(len(layout), 'rank')} over {backend} on {device}", "bold")]]
+        self.data |= {"ranks": len(layout), "axes": list(layout.axes), "shape": list(layout.shape)}
+        self.data |= {"backend": backend, "device": device, **measured.data()}
+
+    def _line(self, mark: str, says: str) -> None:
+        width = styled_text.width_of(sys.stdout)
+        self.lines += styled_text.marked(mark, says, width)
+
+    def _tell(self, failure: Exception | None) -> None:
+        if isinstance(failure, UsageError):
+            print(f"pgmesh check: {failure}", file=sys.stderr, flush=True)
+        elif failure is not None:
+            _tell_failure(failure, self.args)
+        elif self.args.json:
+            print(json.dumps(self.data, indent=2), flush=True)
+        else:
+            styled_text.write(self.lines, sys.stdout)
+            sys.stdout.flush()
+
+
+def _names(places: Placement) -> list[str]:
+    """The name of each rank's host; hosts of one name are told apart by their numbers."""
+    names = [places.seats[ranks[0]].host for ranks in places.hosts]
+    names = [f"{name} ({number})" if names.count(name) > 1 else name for number, name in enumerate(names)]
+    return [names[places.host_of(rank)] for rank in sorted(places.seats)]
+
+
+def _box(layout: Layout) -> dict[Axis, int]:
+    return dict(zip(layout.axes, layout.shape))
+
+
+def _misplaced(faults: list[str], there: Level | None, typed: Typed, hosts: str) -> str:
+    """Ranks that are not where they are planned, and the plan that would be what there is."""
+    says = "ranks are not on the hosts that are planned:" + "".join(f"\n  {fault}" for fault in faults[:8])
+    says += f"\n  and {len(faults) - 8} more" if len(faults) > 8 else ""
+    if there is None:
+        return f"{says}\n\nRanks of one host do not follow one another: have the launcher number them host by host."
+    return f"{says}\n\n  {typed.but({hosts: there.spell()})}   # is where they are"
+
+
+@contextlib.contextmanager
+def _bar(mine: bool) -> Iterator[_Bar]:
+    """A progress bar, where somebody looks and rich is installed."""
+    if not (mine and styled_text.is_coloured(sys.stderr)):
+        yield _Bar()
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        yield _Bar(progress)
+
+
+class _Bar:
+    """Steps on a progress bar; none are shown without one."""
+
+    def __init__(self, progress: Any = None) -> None:
+        self.progress = progress
+        self.task: Any = None
+
+    def begin(self, doing: str) -> None:
+        if self.progress is not None:
+            self.task = self.progress.add_task(doing, total=None)
+            self.progress.refresh()
+
+    def steps(self, total: int) -> None:
+        if self.progress is not None:
+            self.progress.update(self.task, total=total)
+
+    def advance(self, doing: str) -> None:
+        """A step is done, and the next begins."""
+        if self.progress is not None:
+            self.progress.update(self.task, advance=1, description=doing, refresh=True)

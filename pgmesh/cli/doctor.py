@@ -1,0 +1,48 @@
+"""``pgmesh doctor``: what this process finds around it, before it joins anybody."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict
+
+from pgmesh.cli.arguments import Typed, UsageError
+from pgmesh.drawing import styled_text
+from pgmesh.drawing.styled_text import Line
+
+EXAMPLES = """\
+examples:
+  pgmesh doctor
+  srun -n 8 python -m pgmesh doctor
+
+Nothing is sent to other ranks. Exit status 1 where something is bad."""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--timeout", type=float, default=3.0, metavar="SECONDS", help="for each question to the network (3)"
+    )
+    parser.add_argument("--json", action="store_true", help="answer in JSON")
+
+
+def run(args: argparse.Namespace, typed: Typed) -> int:
+    if args.timeout <= 0:
+        raise UsageError("--timeout is more than nothing.", ("pgmesh doctor", "waits 3 s"))
+    from pgmesh.preflight.diagnosis import diagnose
+
+    findings = diagnose(os.environ, args.timeout)
+    bad = any(finding.mark == "bad" for finding in findings)
+    if args.json:
+        said = [asdict(finding) for finding in findings]
+        print(json.dumps({"format": 1, "status": "bad" if bad else "ok", "findings": said}, indent=2))
+        return int(bad)
+    width = styled_text.width_of(sys.stdout)
+    lines: list[Line] = []
+    for finding in findings:
+        lines += styled_text.marked(finding.mark, f"{finding.what}: {finding.says}", width)
+        for mend in finding.mend.splitlines():
+            lines += styled_text.wrapped(mend, width, "bold", " " * 8) if mend.strip() else [[]]
+    styled_text.write(lines, sys.stdout)
+    return int(bad)

@@ -1,0 +1,35 @@
+"""Answers, written where they are asked for."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from pgmesh.cli.arguments import Typed, UsageError
+
+
+def check(args: argparse.Namespace, typed: Typed) -> None:
+    """UsageError where standard output is asked for more than one answer."""
+    if sum(file == "-" for file in (args.svg, args.html)) + args.json < 2:
+        return
+    words, room = list(typed.words), not args.json
+    for i, word in enumerate(words):
+        if word == "-" and words[i - 1] in ("--svg", "--html"):
+            words[i] = word if room else f"{words[0]}.{words[i - 1][2:]}"
+            room = False
+    better = Typed(tuple(words))
+    ways = [] if better == typed else [(better.but({}), "")]
+    raise UsageError("standard output takes one answer; give the others a file.", *ways)
+
+
+def save(text: str, file: str) -> bool:
+    """Write to a file, or to standard output; whether it was a file."""
+    if file == "-":
+        sys.stdout.write(text)
+        return False
+    try:
+        Path(file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {file}: {error.strerror}.") from None
+    return True

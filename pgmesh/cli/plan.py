@@ -1,0 +1,151 @@
+"""``pgmesh plan``: what an arrangement would be like on these hosts, before anything runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from pgmesh.cli import arguments, output
+from pgmesh.cli.arguments import Given, Typed
+from pgmesh.drawing import styled_text
+from pgmesh.drawing.styled_text import Line
+from pgmesh.planning import axis_heuristics, text_report
+from pgmesh.planning.plan import Plan, laid_out, plan, suggest
+
+EXAMPLES = """\
+examples:
+  pgmesh plan pp=2 dp=4 cp=2 tp=4 --nodes 8x8
+  pgmesh plan tp=4 dp=16 --nodes 8x8 --compare dp,tp
+  pgmesh plan pp=2 dp=4 tp=8 --nodes 8x8 --view "moe: pp=2 edp=-1 ep=8"
+  pgmesh plan --suggest tp=8 cp=2 --nodes 8x8
+  pgmesh plan pp=4 dp=-1 tp=8 --domains 4x18x4 --svg plan.svg
+
+A stride is how many ranks apart neighbours are. A group is intra where it lies
+on one host, inter where each of its ranks has a host of its own, and mixed
+between. Nothing is sent, and torch is not loaded."""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    arguments.add_mesh(parser)
+    parser.add_argument(
+        "--family", nargs="+", action="extend", default=[], metavar="AXES", help="axes to look at together: dp,cp"
+    )
+    parser.add_argument(
+        "--view",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="VIEW",
+        help='the same ranks read with other axes: "moe: edp=-1 ep=8"',
+    )
+    parser.add_argument(
+        "--compare",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="ORDER",
+        help="other orders of the axes, side by side",
+    )
+    parser.add_argument(
+        "--suggest", action="store_true", help="put the axes in the order of their traffic; dp is what is left"
+    )
+    parser.add_argument("--picture", action="store_true", help="draw it here too")
+    arguments.add_output(parser)
+
+
+def run(args: argparse.Namespace, typed: Typed) -> int:
+    args.view, typed = arguments.whole_views(args.view, typed)
+    output.check(args, typed)
+    for words in (args.view, args.compare, args.family):  # a size behind an option is a size
+        args.sizes += [word for word in words if "=" in word and ":" not in word and " " not in word]
+        words[:] = [word for word in words if word not in args.sizes]
+    mesh = arguments.take(args, typed, fit=not args.suggest)
+    why: list[Line] = []
+    if args.suggest:
+        mesh, why = _suggested(mesh, args)
+    views = arguments.take_views(args.view, mesh)
+    families = [arguments.take_axes(text, mesh.layout, typed) for text in args.family]
+    colour = arguments.take_axes(args.colour, mesh.layout, typed) if args.colour else ()
+    orders = [arguments.reorder(mesh.sizes, order, typed) for order in args.compare]
+    layouts = dict.fromkeys([mesh.layout, *(laid_out(order) for order in orders)])
+    plans = [plan(layout, nodes=args.nodes, domains=args.domains, views=views, families=families) for layout in layouts]
+    saved = _save(plans, args, colour)
+    if args.json:
+        said = plans[0].data() if len(plans) == 1 else _compared(plans)
+        print(json.dumps(said, indent=2))
+    elif "-" not in (args.svg, args.html):
+        width = styled_text.width_of(sys.stdout)
+        lines = [*why, *(text_report.whole(plans[0], width) if len(plans) == 1 else _side_by_side(plans))]
+        if args.picture:
+            lines += [[], *_picture(plans[0], colour, width)]
+        styled_text.write([*lines, *([[], *saved] if saved else [])], sys.stdout)
+    return 0
+
+
+def _suggested(mesh: Given, args: argparse.Namespace) -> tuple[Given, list[Line]]:
+    """The sizes in the order of their traffic, and why."""
+    arguments.named(mesh.sizes, mesh.typed, "how much axes talk is told by their names")
+    whole = "dp" in mesh.sizes or -1 in mesh.sizes.values() or not mesh.machine
+    if not whole and mesh.machine[0].capacity != len(mesh.layout):
+        mesh.sizes["dp"] = -1
+    sizes = arguments.fill(mesh.sizes, mesh.machine, arguments.where(args), mesh.typed)
+    layout = suggest({str(axis): size for axis, size in sizes.items()}, mesh.machine)
+    ordered = dict(zip(layout.axes, layout.shape))
+    where = ["--nodes", args.nodes] if args.nodes else ["--domains", args.domains] if args.domains else []
+    line = Typed(("plan", *(f"{axis}={size}" for axis, size in ordered.items()), *where)).but({})
+    why: list[Line] = [[(line, "bold")], []]
+    rows = []
+    for axis in reversed(layout.axes):
+        method = axis_heuristics.method_of(axis)
+        says = f"{method.name}: {method.talk}" if method else "a name that is not known: between pipeline and data"
+        rows.append([(f"  {axis}={ordered[axis]}", "bold"), (says, "")])
+    why += [
+        [("Those that talk most stand nearest, innermost first:", "")],
+        *styled_text.columns(rows, [False, False]),
+        [],
+    ]
+    return Given(mesh.typed, ordered, mesh.machine, layout), why
+
+
+def _side_by_side(plans: list[Plan]) -> list[Line]:
+    lines = [[(text_report.title(plans[0]), "bold")], [], *text_report.comparison(plans), []]
+    if not plans[0].machine:
+        return lines
+    best = text_report.best(plans)
+    return [*lines, [(f"Best by traffic: {best.order}", "green")], *text_report.findings(best)]
+
+
+def _compared(plans: list[Plan]) -> dict[str, object]:
+    best = text_report.best(plans).order if plans[0].machine else None
+    return {"format": 1, "plans": [one.data() for one in plans], "best": best}
+
+
+def _save(plans: list[Plan], args: argparse.Namespace, colour: tuple[str | int, ...]) -> list[Line]:
+    """Pictures and pages, and a line for each file that was written."""
+    lines: list[Line] = []
+    if args.svg or args.html:
+        from pgmesh.drawing import svg  # not before somebody asks for them
+        from pgmesh.planning import html
+
+        drawn = [figure for one in plans for figure in html.figures(one, *colour)]
+        if args.svg and output.save(svg.drawing(*drawn).svg(), args.svg):
+            lines.append([(f"The picture is in {args.svg}", "")])
+        if args.html and output.save(html.page(plans, *colour), args.html):
+            lines.append([(f"The page is in {args.html}", "")])
+    return lines
+
+
+def _picture(one: Plan, colour: tuple[str | int, ...], width: int) -> list[Line]:
+    """The mesh, and its views under it."""
+    from pgmesh.drawing import terminal
+    from pgmesh.planning import html
+
+    host = one.machine[0] if one.machine else None
+    coloured = styled_text.is_coloured(sys.stdout)
+    axes = colour or html.colour_axes(one.layout)
+    lines = terminal.lines(one.layout, *axes, host=host, width=width, coloured=coloured)
+    for name, view in one.views:
+        drawn = terminal.lines(view, *html.colour_axes(view), host=host, width=width, coloured=coloured)
+        lines += [[], [(f"{name}:", "bold")], *drawn]
+    return lines

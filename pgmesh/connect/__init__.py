@@ -1,0 +1,1 @@
+"""The collective verb ``connect``, and reports on what each rank waits for."""

@@ -1,0 +1,1 @@
+"""Pictures of anything with axes, a shape and ranks: plain text, terminal, SVG."""

@@ -1,0 +1,1 @@
+"""Create, name, cache and destroy process groups."""

@@ -1,0 +1,1 @@
+"""``plan()``: the groups, hosts and costs of a shape before anything runs."""

@@ -1,0 +1,137 @@
+"""Plans as one HTML page: the numbers as a table, what to know, and the pictures. No scripts, nothing to fetch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pgmesh.drawing import styled_text, svg
+from pgmesh.drawing.figures import Figure, figure
+from pgmesh.drawing.svg import safe
+from pgmesh.planning import axis_heuristics, costs, text_report
+
+if TYPE_CHECKING:
+    from pgmesh.layout import Axis, Layout
+    from pgmesh.planning.plan import Plan
+    from pgmesh.planning.rank_report import Place
+
+STYLE = f"""
+body {{ font: 15px/1.5 {svg.FONT}; color: {svg.INK}; background: #fff }}
+body {{ margin: 2rem auto; max-width: 1600px; padding: 0 1rem }}
+h1 {{ font-size: 1.3rem }} h2 {{ font-size: 1rem; margin-top: 2rem }}
+table {{ border-collapse: collapse }}
+th, td {{ padding: .25rem .7rem .25rem 0; text-align: left; border-bottom: 1px solid #e2e8f0 }}
+td {{ font-variant-numeric: tabular-nums }}
+th {{ color: {svg.QUIET}; font-weight: 500 }} td.n, th.n {{ text-align: right }}
+.intra {{ color: #15803d }} .mixed {{ color: #b45309 }} .bad {{ color: #b91c1c }} .quiet {{ color: {svg.QUIET} }}
+a {{ overflow-wrap: anywhere }}
+code {{ background: #f1f5f9; padding: .1rem .35rem; border-radius: 4px }}
+"""
+
+
+def figures(plan: Plan, *axes: Axis, title: str | None = None) -> list[Figure]:
+    """The mesh of a plan and its views, side by side over the same ranks and hosts.
+
+    Args:
+        axes: the axes whose groups have a colour each.
+        title: of the mesh; the sizes of its axes unless given.
+    """
+    host = plan.machine[0] if plan.machine else None
+    drawn = [figure(plan.layout, *(axes or colour_axes(plan.layout)), host=host, title=title)]
+    for name, view in plan.views:
+        sizes = text_report.sizes(dict(zip(view.axes, view.shape)))
+        drawn.append(figure(view, *colour_axes(view), host=host, title=f"{name}: {sizes}"))
+    return drawn
+
+
+def colour_axes(layout: Layout) -> tuple[Axis, ...]:
+    """The axis whose groups a picture colours: the one that talks most, or the innermost that has neighbours.
+
+    >>> colour_axes(layout)
+    ('tp',)
+    """
+    wide = [axis for axis, size in zip(layout.axes, layout.shape) if size > 1] or list(layout.axes)
+    return tuple((axis_heuristics.heaviest(wide) or wide[-1:])[:1])
+
+
+def page(plans: Sequence[Plan], *axes: Axis) -> str:
+    """A whole page of one plan, or of several side by side.
+
+    >>> from pgmesh.planning.plan import plan
+    >>> "<script" in page([plan(layout, nodes="2x4")])
+    False
+    """
+    parts = [part(plan, *axes) for plan in plans]
+    parts.append(_sources())
+    if len(plans) > 1:
+        beside = safe(styled_text.plain(text_report.comparison(plans)))
+        parts.insert(0, f"<h1>{len(plans)} orders side by side</h1>\n{_wide(f'<pre>{beside}</pre>')}")
+    return _whole(text_report.title(plans[0]), parts)
+
+
+def rank_page(place: Place, drawn: Figure) -> str:
+    """A whole page of one rank."""
+    head, _, *rest = place.lines(120)
+    parts = [f"<h1>{safe(styled_text.plain([head]))}</h1>", _wide(svg.drawing(drawn).svg())]
+    parts.append(_wide(f"<pre>{safe(styled_text.plain(rest))}</pre>"))
+    return _whole(styled_text.plain([head]), parts)
+
+
+def _whole(name: str, parts: Sequence[str]) -> str:
+    title = safe(name)
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
+    body = "\n".join(parts)
+    head += f"<style>{STYLE}</style>"
+    return f'<!doctype html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}\n</body>\n</html>\n'
+
+
+def part(plan: Plan, *axes: Axis) -> str:
+    """One plan as a part of a page."""
+    parts = [f"<h1>{safe(text_report.title(plan))}</h1>"]
+    for finding in plan.findings:
+        mend = f" <code>{safe(finding.mend)}</code>" if finding.mend else ""
+        parts.append(f'<p class="{"bad" if finding.bad else ""}">{safe(finding.says)}{mend}</p>')
+    drawn = svg.drawing(*figures(plan, *axes, title=None if plan.views else ""))  # the sizes are in the headline
+    tables = [f"<h2>Groups</h2>\n{_wide(_table(plan))}"]
+    if plan.communicators:
+        first, *costs_of_all = text_report.price(plan, 10_000)
+        holds = ["<h2>What a rank holds</h2>", f"<p>{safe(styled_text.plain([first]))}</p>", "<ul>"]
+        holds += [*(f"<li>{safe(styled_text.plain([line]).strip())}</li>" for line in costs_of_all), "</ul>"]
+        tables.append("\n".join(holds))
+    return "\n".join([*parts, _beside(_wide(drawn.svg()), _beside(*tables))])
+
+
+def _beside(first: str, *others: str) -> str:
+    """Parts side by side, as far as the window is wide; others take the room that the first leaves."""
+    each = [f'<div style="min-width: 0">{first}</div>']
+    each += [f'<div style="min-width: 0; flex: 1 1 36rem">{other}</div>' for other in others]
+    return "\n".join(['<div style="display: flex; flex-wrap: wrap; gap: 0 1.5rem">', *each, "</div>"])
+
+
+def _wide(part: str) -> str:
+    """A part that keeps its size, so that it can be read: where the window is narrower, one scrolls."""
+    return f'<div class="wide" style="overflow-x: auto">{part}</div>'
+
+
+def _sources() -> str:
+    parts = ["<h2>Where the costs are from</h2>", "<ul>"]
+    for cost in costs.COSTS:
+        parts += [f'<li class="quiet">{cost.backend}: {safe(s.says)}: {_link(s.where)}</li>' for s in cost.sources]
+    return "\n".join([*parts, "</ul>"])
+
+
+def _table(plan: Plan) -> str:
+    head = "<th>family<th class=n>size<th class=n>groups<th class=n>stride"
+    head += "".join(f"<th class=n>{level.name}s<th>kind<th class=n>ring hops that leave" for level in plan.machine)
+    rows = []
+    for row, family in zip(text_report.rows(plan), plan.families):
+        cells = "".join(f'<td class="{"" if i == 0 else "n"}">{safe(text)}' for i, (text, _) in enumerate(row[:4]))
+        for i, lie in enumerate(family.spreads):
+            units, kind, hops = (safe(text) for text, _ in row[4 + 3 * i : 7 + 3 * i])
+            cells += f'<td class="n">{units}<td class="{lie.kind}">{kind}<td class="n">{hops}'
+        rows.append(f'<tr>{cells}<td class="quiet">{styled_text.ranks_in(80, family.sample, family.size)}')
+    return f"<table><tr>{head}<th>one group\n" + "\n".join(rows) + "\n</table>"
+
+
+def _link(where: str) -> str:
+    return f'<a href="{safe(where)}">{safe(where)}</a>' if where.startswith("http") else safe(where)

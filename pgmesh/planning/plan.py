@@ -1,0 +1,544 @@
+"""Predict the groups of an arrangement, their hosts and their costs, without processes.
+
+>>> print(plan(layout, nodes="2x4"))
+8 ranks: pp=2 dp=2 tp=2 on 2 hosts of 4
+<BLANKLINE>
+family  size  groups  stride  hosts         ring hops that leave  one group
+pp         2       4       4      2  inter                2 of 2  0, 4
+dp         2       4       2      1  intra                0 of 2  0, 2
+tp         2       4       1      1  intra                0 of 2  0, 1
+<BLANKLINE>
+A rank that uses each family holds 3 communicators, the world's not counted:
+  NCCL  1.6 to 9.8 GB of GPU memory, by NVIDIA/nccl issues 2363, 964 and 1685
+  Gloo  6 threads, 18 descriptors and 210 to 255 KB of memory, as measured
+<BLANKLINE>
+Good: tp stays inside one host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Union
+
+from pgmesh._util.sizes import (
+    Sizes,
+    Text,
+    arguments,
+    brief,
+    calls_in_lines,
+    enough,
+    fill,
+    largest_divisor,
+    many,
+    nearest,
+    spell,
+    take_ranks,
+    take_sizes,
+)
+from pgmesh.drawing import styled_text
+from pgmesh.errors import PlaceError, ShapeError
+from pgmesh.layout import Axis, Layout
+from pgmesh.planning import axis_heuristics, costs, text_report
+from pgmesh.topology.hosts import Level, Machine, take_machine
+from pgmesh.topology.locality import ENOUGH, Spread, split, spread
+
+if TYPE_CHECKING:
+    from pgmesh.mesh import ProcessGroupMesh
+
+SHORT = 8
+"""Number of ranks listed of a sample group. Of a larger one, the first ranks and the last."""
+
+
+@dataclass(frozen=True)
+class FamilyPlan:
+    """The groups along some axes, all of them."""
+
+    view: str  # the view they are of; "" for the mesh itself
+    axes: tuple[Axis, ...]
+    size: int
+    groups: int
+    strides: tuple[int, ...]  # how many ranks apart, outermost first; none where that differs from place to place
+    sample: tuple[int, ...]  # the first group: its ranks, or the first seven and the last
+    spreads: tuple[Spread, ...]  # one for each level of the machine
+    same_as: str  # the family before this one that has the same groups, if there is one
+
+    @property
+    def name(self) -> str:
+        """``tp``, ``dp x cp``, ``moe: ep``."""
+        return f"{self.view}: " * bool(self.view) + " x ".join(map(str, self.axes))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the sample is a whole group."""
+        return len(self.sample) == self.size
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One fact about an arrangement, in a sentence."""
+
+    says: str
+    bad: bool
+    mend: str = ""  # the option that would mend it, as on the command line
+    then: str = ""  # and what it would be like then
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The result of ``plan``. It can be printed, compared with ==, shown beside others, and turned into JSON.
+
+    >>> ours = plan(layout, nodes="2x4")
+    >>> ours == plan(layout, nodes="2x4"), ours["tp"].groups, ours["pp"].spreads[0].high
+    (True, 4, 2)
+    """
+
+    layout: Layout
+    machine: Machine
+    families: tuple[FamilyPlan, ...]
+    findings: tuple[Finding, ...]
+    views: tuple[tuple[str, Layout], ...] = ()
+
+    def __getitem__(self, name: str) -> FamilyPlan:
+        for family in self.families:
+            if family.name == name:
+                return family
+        raise PlaceError(f"there is no family {name!r}; there are {', '.join(f.name for f in self.families)}.")
+
+    @property
+    def order(self) -> str:
+        """The axes, outermost first, as on the command line.
+
+        >>> plan(layout).order
+        'pp,dp,tp'
+        """
+        return ",".join(map(str, self.layout.axes))
+
+    @property
+    def communicators(self) -> int:
+        """How many a rank holds that uses each family once; groups of one rank are not counted.
+
+        >>> plan(layout, views={"moe": {"ep": 4, "edp": 2}}).communicators  # edp's groups are tp's
+        4
+        """
+        return sum(family.size > 1 and not family.same_as for family in self.families)
+
+    def beside(self, *others: Plan) -> str:
+        """This plan and others in one table.
+
+        >>> print(plan(layout, nodes="2x4").beside(plan(Layout(tp=2, dp=2, pp=2), nodes="2x4")))
+             pp,dp,tp            tp,dp,pp
+        pp   2 hosts, 2/2 hops   1 host
+        dp   1 host              1 host
+        tp   1 host              2 hosts, 2/2 hops
+        """
+        return styled_text.plain(text_report.comparison([self, *others]))
+
+    def data(self) -> dict[str, Any]:
+        """All of it, as data that JSON can hold."""
+        return {
+            "format": 1,
+            "ranks": len(self.layout),
+            "order": list(self.layout.axes),
+            "shape": list(self.layout.shape),
+            "views": {name: dict(zip(map(str, view.axes), view.shape)) for name, view in self.views},
+            "levels": [{"name": level.name, "runs": [list(run) for run in level.runs]} for level in self.machine],
+            "families": [
+                {
+                    "name": family.name,
+                    "view": family.view,
+                    "axes": list(family.axes),
+                    "size": family.size,
+                    "groups": family.groups,
+                    "strides": list(family.strides),
+                    "sample": list(family.sample),
+                    "sample_is_whole": family.is_whole,
+                    "same_as": family.same_as,
+                    "levels": [{**asdict(spread), "kind": spread.kind} for spread in family.spreads],
+                }
+                for family in self.families
+            ],
+            "communicators": self.communicators,
+            "costs": [
+                {
+                    "backend": cost.backend,
+                    "of": cost.of,
+                    "bytes_each": [cost.low, cost.high],
+                    "bytes": [cost.low * self.communicators, cost.high * self.communicators],
+                    "sources": [asdict(source) for source in cost.sources],
+                }
+                for cost in costs.COSTS
+            ],
+            "findings": [asdict(finding) for finding in self.findings],
+        }
+
+    def json(self) -> str:
+        """The same as text."""
+        return json.dumps(self.data(), indent=2)
+
+    def svg(self, *axes: Axis) -> str:
+        """The mesh and its views as a picture; ``axes`` are those whose groups have a colour each.
+
+        >>> plan(layout, nodes="2x4").svg("dp").count('<rect class="cell"')
+        8
+        """
+        from pgmesh.drawing import svg  # not before somebody asks for them
+        from pgmesh.planning import html
+
+        return svg.drawing(*html.figures(self, *axes)).svg()
+
+    def html(self, *axes: Axis) -> str:
+        """The picture, the numbers and their sources as a page, without scripts."""
+        from pgmesh.planning import html
+
+        return html.page([self], *axes)
+
+    def _repr_html_(self) -> str:
+        from pgmesh.planning import html
+
+        return html.part(self)
+
+    def __str__(self) -> str:
+        return styled_text.plain(text_report.whole(self))
+
+    def __repr__(self) -> str:
+        return f"<Plan of {text_report.title(self)}>"
+
+
+Planned = Union[Layout, "ProcessGroupMesh", Sizes]
+
+
+def plan(
+    layout: Planned | None = None,
+    *shape: Any,
+    nodes: str | Sequence[int] | None = None,
+    domains: str | Sequence[int] | None = None,
+    views: Mapping[str, Sizes] | None = None,
+    families: Iterable[Sequence[Axis]] = (),
+    **sizes: Any,
+) -> Plan:
+    """Predict the groups of an arrangement, their hosts and their costs, without processes.
+
+    The ranks of a whole layout, 0 and those that follow, fill the hosts. A mesh, a slice and a layout of other ranks
+    may leave places to others.
+
+    Args:
+        layout: a Layout, a mesh, or sizes by axis, of which one may be -1: what is left of the hosts.
+        nodes: the hosts: ``"8x8"`` is 8 hosts of 8 ranks, ``"8,8,4"`` or ``[8, 8, 4]`` the ranks of each.
+        domains: or hosts in what holds them: ``"4x18x4"`` is 4 domains of 18 hosts of 4 ranks.
+        views: the same ranks read with other axes: ``{"moe": {"edp": -1, "ep": 8}}``.
+        families: combinations of axes to look at beside each axis: ``[("dp", "cp")]``.
+        shape: sizes by position, which are refused with the call that takes them.
+        sizes: sizes by name, which are refused likewise.
+
+    Raises:
+        ShapeError: sizes that are none, hosts that the ranks do not fit or do not fill, or views that do not hold them.
+        AxisError: a family along an axis that is not there.
+
+    >>> print(plan(Layout(tp=4, dp=2), nodes="2x4").findings[0].says)
+    tp spans 2 hosts: 2 of 4 hops of a ring leave the host.
+    """
+    whole, families = getattr(layout, "layout", layout), [*families]
+    nodes, domains = _listed(nodes), _listed(domains)
+    machine = take_machine(nodes, domains)
+    if views is not None and not isinstance(views, Mapping):
+        example = {"moe": {"edp": -1, "ep": 8}}
+        raise ShapeError(f"plan: views is a mapping of sizes by name, such as {example}, not {views!r}.")
+    given = {"nodes": nodes, "domains": domains, "views": views, "families": families}
+    more = {word: Text(repr(value)) for word, value in given.items() if value}
+    if isinstance(whole, Layout) and sizes and not shape:
+        raise TypeError(f"plan() got an unexpected keyword argument {next(iter(sizes))!r}")
+    if shape or sizes or not isinstance(whole, (Layout, Mapping)):
+        raise _no_layout((layout, *shape), sizes, more)
+    base = whole if isinstance(whole, Layout) else laid_out(_filled_out(whole, machine, more))
+    if whole is layout:
+        _check_fit(base, machine, more, views or {})
+    check_room(base, machine)
+    read = tuple((name, base.view(axes)) for name, axes in (views or {}).items())
+    found: list[FamilyPlan] = []
+    known: dict[object, str] = {}
+    asked = [("", base, axes) for axes in [*((axis,) for axis in base.axes), *map(tuple, families)]]
+    asked += [(name, view, (axis,)) for name, view in read for axis in view.axes]
+    for name, whole, axes in asked:
+        family = _family(name, whole, axes, machine, known)
+        if family.name not in [other.name for other in found]:
+            found.append(family)
+    findings = _findings(base, found, machine, read)
+    return Plan(base, machine, tuple(found), tuple(findings), read)
+
+
+def _listed(hosts: Any) -> Any:
+    """Hosts as text or a list, also where they are given as an array."""
+    return hosts.tolist() if hasattr(hosts, "tolist") else hosts
+
+
+def _no_layout(given: tuple[Any, ...], sizes: dict[str, Any], more: Mapping[str, object]) -> ShapeError:
+    """The error for sizes that are not in one mapping, with the call that takes them.
+
+    Args:
+        given: the positional arguments: text, a mapping, a list or numbers. Others are answered with an example.
+        more: the other arguments of ``plan``, which suggested calls repeat.
+
+    Raises:
+        ShapeError: keywords that are no sizes, or ranks that they do not hold.
+    """
+    ranks = sizes.pop("ranks", None)
+    order = None if ranks is None else take_ranks("plan", ranks)
+    first = given[0] if len(given) == 1 else given
+    if isinstance(first, str):
+        words = [word.rpartition("=")[::2] for word in first.replace(",", " ").split()]
+        first = {name or i: int(size) if size.lstrip("-").isdecimal() else size for i, (name, size) in enumerate(words)}
+    elif not isinstance(first, Mapping):
+        first = dict(enumerate(first if isinstance(first, (list, tuple)) else [] if first is None else [first]))
+    box: Mapping[Axis, int] = {"dp": 8, "tp": 8}
+    if sizes:
+        box = take_sizes("plan", ({**first, **sizes},) if first else (), {} if first else sizes)
+    else:
+        with contextlib.suppress(ShapeError):
+            box = take_sizes("plan", (first,), {})
+    if order is not None:
+        Layout(box, ranks=order)
+    if -1 in box.values() and order is None:
+        known = {"nodes", "domains"} & {*more}
+        call = spell("plan", box, **{**({} if known else {"nodes": f"1x{len(enough(box))}"}), **more})
+    else:
+        call = _call(spell("Layout", box, **arguments(order)), more)
+    return ShapeError(f"plan is given a Layout, a mesh or a mapping of sizes.\n\n  {call}")
+
+
+def suggest(sizes: Mapping[str, int], machine: Machine) -> Layout:
+    """These sizes in the order of their traffic; a data axis takes what ranks are left.
+
+    >>> suggest({"tp": 4, "cp": 2}, take_machine("2x8"))
+    Layout(dp=2, cp=2, tp=4)
+    """
+    box = dict(sizes)
+    free = [axis for axis, size in box.items() if size == -1]
+    fixed = math.prod(size for size in box.values() if size != -1)
+    room = machine[0].capacity if machine else fixed
+    if (room % fixed == 0 and room > fixed) or free:
+        box.setdefault(free[0] if free else "dp", -1)
+    if room % fixed or (room != fixed and -1 not in box.values()):
+        do = "do" if fixed > 1 else "does"
+        raise ShapeError(f"{text_report.sizes(sizes)} holds {many(fixed, 'rank')}, which {do} not fit on {machine[0]}.")
+    ordered = {axis: box[axis] if box[axis] != -1 else room // fixed for axis in axis_heuristics.by_traffic(list(box))}
+    return laid_out(ordered)
+
+
+def _filled_out(sizes: Sizes, machine: Machine, more: Mapping[str, object]) -> dict[Axis, int]:
+    """The sizes with -1 put right for the hosts."""
+    box = take_sizes("plan", (sizes,), {}, more)
+    if -1 not in box.values():
+        return box
+    if not machine:
+        call = spell("plan", box, **{"nodes": f"1x{len(enough(box))}", **more})
+        raise ShapeError(f"{spell('plan', box)} cannot know what is left: give it hosts, such as {call}.")
+    host = machine[0]
+    hold = f"{host} {'holds' if host.count == 1 else 'hold'} {host.capacity:,}"
+    return fill("plan", box, host.capacity, hold, pick=False, more=more)
+
+
+def laid_out(sizes: Mapping[str, int] | Mapping[Axis, int]) -> Layout:
+    """The layout of these sizes, whatever the axes are called."""
+    box: dict[Axis, int] = {}
+    for axis, size in sizes.items():
+        box[axis] = size
+    return Layout.of(box, range(math.prod(box.values())))
+
+
+def check_room(layout: Layout, machine: Machine) -> None:
+    """ShapeError if the hosts do not hold the ranks."""
+    last = _last(layout)
+    if machine and last >= machine[0].capacity:
+        hold = "holds" if machine[0].count == 1 else "hold"
+        raise ShapeError(f"{machine[0]} {hold} {many(machine[0].capacity, 'rank')}, but there is a rank {last:,}.")
+
+
+def _last(layout: Layout) -> int:
+    """The highest rank."""
+    if None in layout.strides:
+        return max(layout.ranks())
+    return layout.rank_of([-1 if (stride or 0) > 0 else 0 for stride in layout.strides])
+
+
+def _check_fit(layout: Layout, machine: Machine, more: Mapping[str, object], views: Mapping[str, Sizes]) -> None:
+    """ShapeError if a whole layout, of the ranks from 0 on, is not of as many as the hosts hold.
+
+    Args:
+        more: the other arguments of ``plan``, which suggested calls repeat.
+    """
+    if not machine or layout.is_slice or _last(layout) + 1 != len(layout):
+        return
+    host, count = machine[0], len(layout)
+    if count == host.capacity:
+        return
+    box = dict(zip(layout.axes, layout.shape))
+    near = nearest(box, host.capacity, [])
+    other = [axis for axis in box if near[axis] != box[axis]]
+    changed = ", ".join(f"axis {a} of {near[a]}" if isinstance(a, int) else f"{a} {near[a]}" for a in other)
+    ways: list[tuple[str, str]] = []
+    if layout.ranks_in_order() == range(count) and _holds(laid_out(near), views):
+        ways.append((_call(spell("Layout", near), more), f"with {changed}"))
+    if "domains" not in more or not ways:
+        hosts = {word: value for word, value in more.items() if word != "domains"}
+        call = _call(brief(repr(layout), "layout"), {**hosts, "nodes": repr(_filled(host, count).spell())})
+        ways.append((call, f"{'or ' * bool(ways)}on {many(count, 'rank')}"))
+    raise ShapeError(
+        f"{brief(repr(layout), 'the layout')} holds {many(count, 'rank')}, but {host} "
+        f"{'holds' if host.count == 1 else 'hold'} {host.capacity:,}.\n\n{calls_in_lines(ways)}"
+    )
+
+
+def _holds(layout: Layout, views: Mapping[str, Sizes]) -> bool:
+    """Whether a layout can be read with all of these views."""
+    try:
+        return all(layout.view(sizes) for sizes in views.values())
+    except ShapeError:
+        return False
+
+
+def _call(layout: str, more: Mapping[str, object]) -> str:
+    """The call of ``plan`` for a layout, as text."""
+    return f"plan({', '.join([layout, *(f'{word}={value}' for word, value in more.items())])})"
+
+
+def _filled(host: Level, count: int) -> Level:
+    """The hosts that ``count`` ranks fill; the last kind is repeated if there are too few."""
+    runs: list[tuple[int, int]] = []
+    for n, size in (*host.runs[:-1], (count, host.runs[-1][1])):
+        whole = min(n, count // size)
+        count -= whole * size
+        runs += [(whole, size)] * bool(whole)
+        if whole < n:
+            break
+    return Level(host.name, (*runs, *[(1, count)] * bool(count)))
+
+
+def _family(
+    name: str, layout: Layout, axes: tuple[Axis, ...], machine: Machine, known: dict[object, str]
+) -> FamilyPlan:
+    axes = layout.along(layout.rank_of([0] * len(layout.axes)), *axes).axes  # in the order of the mesh
+    size = layout.size(*axes)
+    groups = len(layout) // size
+    family = FamilyPlan(
+        name,
+        axes,
+        size,
+        groups,
+        _strides(layout, axes),
+        _sample(layout, axes),
+        tuple(spread(layout, axes, level) for level in machine),
+        "",
+    )
+    same = known.setdefault(_what(layout, axes, family), family.name) if size > 1 else family.name
+    if same != family.name:
+        return replace(family, same_as=same)
+    return family
+
+
+def _strides(layout: Layout, axes: tuple[Axis, ...]) -> tuple[int, ...]:
+    """The fewest strides of a group: axes that continue one another evenly are fused."""
+    strides = [(layout.size(axis), stride) for axis, stride in zip(layout.axes, layout.strides) if axis in axes]
+    fused: list[tuple[int, int]] = []
+    for size, stride in strides:
+        if stride is None:
+            return ()
+        if size > 1 and fused and fused[-1][1] == size * stride:
+            fused[-1] = (fused[-1][0] * size, stride)
+        elif size > 1:
+            fused.append((size, stride))
+    return tuple(stride for _, stride in fused)
+
+
+def _sample(layout: Layout, axes: tuple[Axis, ...]) -> tuple[int, ...]:
+    size = layout.size(*axes)
+    places = range(size) if size <= SHORT else (*range(SHORT - 1), size - 1)
+    ranks = []
+    for place in places:
+        coord = [0] * len(layout.axes)
+        for axis in reversed(axes):
+            place, coord[layout.axes.index(axis)] = divmod(place, layout.size(axis))
+        ranks.append(layout.rank_of(coord))
+    return tuple(ranks)
+
+
+def _what(layout: Layout, axes: tuple[Axis, ...], family: FamilyPlan) -> object:
+    """A value that is equal for families with the same groups: the groups, or the arithmetic that leads to them."""
+    along, others = split(layout, axes)
+    if along is not None and others is not None:
+        return (family.sample[0], family.size, family.strides, len(layout), _strides(layout, layout.axes))
+    if len(layout) <= ENOUGH:
+        return frozenset(frozenset(block) for block in layout.partition(*axes))
+    return object()
+
+
+# -- what to know about it ----------------------------------------------------------------------------------------
+
+
+def _findings(
+    layout: Layout, families: list[FamilyPlan], machine: Machine, views: tuple[tuple[str, Layout], ...]
+) -> list[Finding]:
+    """Problems of the placement of groups, most traffic first, each with its cure."""
+    if not machine:
+        ranks = largest_divisor(layout.size(), 8)
+        hosts = f"--nodes {layout.size() // ranks}x{ranks}"
+        return [Finding("Where groups lie on hosts is not known: say what hosts there are.", False, hosts)]
+    number = min(1, len(machine) - 1)
+    fence = machine[number]
+    findings, good = [], []
+    for name, whole in (("", layout), *views):
+        mine = {family.axes[0]: family for family in families if family.view == name and len(family.axes) == 1}
+        heavier = 1
+        for axis in axis_heuristics.heaviest(mine):
+            family = mine[axis]
+            if family.size == 1:
+                continue
+            if family.spreads[number].high == 1:
+                good.append(family.name)
+            else:
+                findings.append(_finding(family, number, whole, machine, heavier))
+            heavier *= family.size
+    if good and not any(finding.bad for finding in findings):
+        findings.insert(
+            0, Finding(f"Good: {text_report.listed(good)} stay{'s' * (len(good) == 1)} inside one {fence.name}.", False)
+        )
+    return findings
+
+
+def _finding(family: FamilyPlan, number: int, layout: Layout, machine: Machine, heavier: int) -> Finding:
+    """The finding for a family that leaves its host. ``heavier``: the product of the sizes with more traffic."""
+    fence, lie, size = machine[number], family.spreads[number], family.size
+    says = f"{family.name} spans {text_report.units(lie.low, lie.high, fence.name)}: {_hops(lie, size, fence)}."
+    if lie.intra:
+        cut = family.groups - lie.intra
+        verb = "spans" if cut == 1 else "span"
+        most = f"{'up to ' * (lie.high > 2)}{lie.high} {fence.name}s"
+        about = "" if lie.exact else "About "
+        says = f"{about}{cut:,} of {family.groups:,} {family.name} groups {verb} {most}, across an edge."
+    order = axis_heuristics.by_traffic([str(axis) for axis in layout.axes])
+    if order != layout.axes and _strides(layout, layout.axes) == (1,) and 0 in layout:
+        moved = laid_out({axis: layout.size(axis) for axis in order})
+        after = spread(moved, family.axes, fence)
+        if (after.high, after.hops_high, -after.intra) < (lie.high, lie.hops_high, -lie.intra):
+            view = f"--view '{family.view}: {text_report.sizes({axis: moved.size(axis) for axis in order})}'"
+            then = f"{family.name} on {text_report.units(after.low, after.high, fence.name)}"
+            return Finding(says, True, view if family.view else f"--order {','.join(order)}", then)
+    if size > fence.largest:
+        best = -(-size // fence.largest)
+        says += f" A {fence.name} holds {many(fence.largest, 'rank')} at most, so {size:,} take {best:,} at best."
+        return Finding(says, heavier == 1 or lie.high > best)
+    if heavier * size > fence.largest:
+        return Finding(f"{says} What talks more fills the {fence.name}: no order keeps both on one.", False)
+    together = f"{size} ranks do" if heavier == 1 else f"With what talks more they are {heavier * size} ranks, which do"
+    wrong = sorted({unit for _, unit in fence.runs if unit % (heavier * size)})
+    units = f"a {fence.name}" if len(wrong) == 1 else f"{fence.name}s"
+    return Finding(f"{says} {together} not divide {units} of {text_report.listed(wrong)}." if wrong else says, True)
+
+
+def _hops(lie: Spread, size: int, fence: Level) -> str:
+    if lie.hops_low == size:
+        return f"every hop leaves the {fence.name}"
+    return f"{text_report.span(lie.hops_low, lie.hops_high)} of {size} hops of a ring leave the {fence.name}"

@@ -1,0 +1,119 @@
+"""One rank's place: its coord, its groups, its neighbours, its host."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from pgmesh.drawing import styled_text
+from pgmesh.drawing.styled_text import Line
+
+if TYPE_CHECKING:
+    from pgmesh.layout import Axis, Layout
+    from pgmesh.topology.hosts import Machine
+
+SHORT = 8
+"""How many ranks of a group are listed; of a longer one, the first and the last."""
+
+
+@dataclass(frozen=True)
+class Along:
+    """A rank along one axis."""
+
+    axis: Axis
+    index: int
+    size: int
+    group: tuple[int, ...]  # its ranks, or the first seven and the last
+    units: tuple[int | None, ...]  # how many hosts, domains, ... it spans; None of a group too long to look at
+    before: int | None  # the neighbours; None at an edge
+    after: int | None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one rank stands.
+
+    >>> place_of(layout, 5).along[1]
+    Along(axis='dp', index=0, size=2, group=(5, 7), units=(), before=None, after=7)
+    """
+
+    rank: int
+    ranks: int
+    label: str
+    coord: tuple[int, ...]
+    units: tuple[tuple[str, int, int, int], ...]  # each level: its name, which unit, the place in it, how many it holds
+    along: tuple[Along, ...]
+
+    def data(self) -> dict[str, Any]:
+        """Everything in it, as JSON knows things."""
+        return {
+            "format": 1,
+            **asdict(self),
+            "units": [dict(zip(("level", "unit", "place", "size"), u)) for u in self.units],
+        }
+
+    def lines(self, width: int = 80) -> list[Line]:
+        """As lines of text.
+
+        >>> print(ink.plain(place_of(layout, 5).lines()))
+        rank 5 of 8: pp1-dp0-tp1
+        <BLANKLINE>
+        axis   index  before  after  group
+        pp    1 of 2       1      -  1, 5
+        dp    0 of 2       -      7  5, 7
+        tp    1 of 2       4      -  4, 5
+        """
+        where = "".join(f", {name} {unit:,} ({at} of {size})" for name, unit, at, size in self.units)
+        head = ["axis", "index", "before", "after", *(f"{name}s" for name, *_ in self.units)]
+        rows = [[(word, "dim") for word in head]]
+        for along in self.along:
+            words = [f"{along.index:,} of {along.size:,}", _or_dash(along.before), _or_dash(along.after)]
+            words += ["many" if units is None else f"{units:,}" for units in along.units]
+            rows.append([(str(along.axis), "bold"), *((word, "") for word in words)])
+        room = width - sum(max(len(text) for text, _ in column) + 2 for column in zip(*rows))
+        rows[0].append(("group", "dim"))
+        for row, along in zip(rows[1:], self.along):
+            row.append((styled_text.ranks_in(room, along.group, along.size), "dim"))
+        right = [False, *([True] * (3 + len(self.units))), False]
+        return [
+            [(f"rank {self.rank:,} of {self.ranks:,}: {self.label}{where}", "bold")],
+            [],
+            *styled_text.columns(rows, right),
+        ]
+
+
+def place_of(layout: Layout, rank: int, machine: Machine = ()) -> Place:
+    """Where a rank stands.
+
+    Args:
+        machine: the levels of hosts, innermost first.
+
+    Raises:
+        PlaceError: the rank is not in this layout.
+    """
+    coord = layout.coord_of(rank)
+    units = tuple(
+        (level.name, unit, level.ranks_of(unit).index(rank), len(level.ranks_of(unit)))
+        for level, unit in ((level, level.unit_of(rank)) for level in machine)
+    )
+    along = tuple(_along(layout, rank, axis, index, machine) for axis, index in zip(layout.axes, coord))
+    return Place(rank, len(layout), layout.label_of(rank), coord, units, along)
+
+
+def _along(layout: Layout, rank: int, axis: Axis, index: int, machine: Machine) -> Along:
+    line = layout.along(rank, axis)
+    size = len(line)
+    places = range(size) if size <= SHORT else (*range(SHORT - 1), size - 1)
+    return Along(
+        axis,
+        index,
+        size,
+        tuple(line.rank_of((place,)) for place in places),
+        tuple(len({level.unit_of(other) for other in line}) if size <= 1 << 16 else None for level in machine),
+        layout.neighbor_of(rank, axis, -1),
+        layout.neighbor_of(rank, axis, +1),
+    )
+
+
+def _or_dash(rank: int | None) -> str:
+    return "-" if rank is None else f"{rank}"

@@ -1,0 +1,168 @@
+"""A plan in words: one table, what it would cost, and what to know about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from pgmesh._util.sizes import many
+from pgmesh.drawing.styled_text import Line, columns, ranks_in, wrapped
+from pgmesh.planning import axis_heuristics, costs
+
+if TYPE_CHECKING:
+    from pgmesh.planning.plan import FamilyPlan, Plan
+    from pgmesh.topology.locality import Spread
+
+STYLES = {"intra": "green", "mixed": "yellow", "inter": ""}
+
+
+def whole(plan: Plan, width: int = 80) -> list[Line]:
+    """All of a plan."""
+    return [[(title(plan), "bold")], [], *table(plan, width), [], *price(plan, width), [], *findings(plan, width)]
+
+
+def title(plan: Plan) -> str:
+    """``64 ranks: pp=2 dp=4 cp=2 tp=4 on 8 hosts of 8``."""
+    layout = plan.layout
+    where = f" on {' in '.join(map(str, plan.machine))}" if plan.machine else ""
+    axes = f": {sizes(dict(zip(layout.axes, layout.shape)))}" if layout.axes else ""
+    return f"{many(len(layout), 'rank')}{axes}{where}"
+
+
+def table(plan: Plan, width: int = 80) -> list[Line]:
+    """A row for each family, with fewer words where they would not fit."""
+    if not plan.families:
+        return [[("No axes, so no groups.", "")]]
+    names = [level.name for level in plan.machine]
+    for hops, of in (("ring hops that leave", True), ("hops out", True), ("hops out", False)):
+        hops = hops if len(names) < 2 else "hops out"
+        head = ["family", "size", "groups", "stride", *(word for name in names for word in (f"{name}s", "", hops))]
+        table = [[(word, "dim") for word in head], *rows(plan, of)]
+        taken = sum(max(len(text) for text, _ in column) + 2 for column in zip(*table))
+        if taken - 2 <= width:
+            break
+    right = [False, True, True, True, *([True, False, True] * len(names))]
+    if width - taken >= 9:
+        table[0].append(("one group", "dim"))
+        for row, family in zip(table[1:], plan.families):
+            row.append((ranks_in(width - taken, family.sample, family.size), "dim"))
+        right.append(False)
+    return columns(table, right)
+
+
+def rows(plan: Plan, of: bool = True) -> list[list[tuple[str, str]]]:
+    """The cells of each family: name, size, groups, stride; then for each level units, kind and hops.
+
+    Args:
+        of: whether hops are said beside how many there are.
+    """
+    rows = []
+    for family in plan.families:
+        row = [(family.name, "bold"), (f"{family.size:,}", ""), (f"{family.groups:,}", ""), (_stride(family), "")]
+        for lie in family.spreads:
+            hops = span(lie.hops_low, lie.hops_high) + f" of {family.size:,}" * of if family.size > 1 else "-"
+            row += [(span(lie.low, lie.high), ""), (_kind(lie), STYLES[lie.kind]), (hops, "")]
+        rows.append(row)
+    return rows
+
+
+def price(plan: Plan, width: int = 80) -> list[Line]:
+    """How many communicators, and what they would take."""
+    count = plan.communicators
+    if not count:
+        return [[("Each group has one rank: no communicators.", "")]]
+    same = [f"{family.name} is {family.same_as}" for family in plan.families if family.same_as]
+    held = many(count, "communicator")
+    lines: list[Line] = [[(f"A rank that uses each family holds {held}, the world's not counted:", "")]]
+    threads, descriptors = costs.GLOO_THREADS * count, costs.GLOO_DESCRIPTORS * count
+    lines.append([(f"  NCCL  {costs.NCCL.times(count)}, by NVIDIA/nccl issues 2363, 964 and 1685", "")])
+    gloo = f"{threads} threads, {descriptors} descriptors and {costs.GLOO.times(count)}"
+    lines.append([(f"  Gloo  {gloo}, as measured", "")])
+    if same:
+        lines += wrapped(f"One group under two names is one communicator: {'; '.join(same)}.", width, "", "  ")
+    alone = [family.name for family in plan.families if family.size == 1]
+    if alone:
+        says = (
+            f"Groups of one rank are not counted ({', '.join(alone)}); NCCL takes memory for those that are used too."
+        )
+        lines += wrapped(says, width, "", "  ")
+    return lines
+
+
+def findings(plan: Plan, width: int = 80) -> list[Line]:
+    """What to know, the bad in red, then what would mend it."""
+    lines: list[Line] = []
+    for finding in plan.findings:
+        style = "red" if finding.bad else "green" if finding.says.startswith("Good") else ""
+        lines += wrapped(finding.says, width, style)
+    for mend in dict.fromkeys(finding.mend for finding in plan.findings if finding.mend):
+        mended = [finding.then for finding in plan.findings if finding.mend == mend]
+        lines.append([(f"  {mend}", "bold"), (f"   # {'; '.join(filter(None, mended))}".rstrip(" #"), "dim")])
+    if any(not lie.exact for family in plan.families for lie in family.spreads):
+        lines += wrapped("~ A sample of groups stands for all: the ranks or the hosts follow no arithmetic.", width)
+    return lines
+
+
+def comparison(plans: Sequence[Plan]) -> list[Line]:
+    """A row for each family, a column for each plan: how many hosts a group spans, and how many hops leave."""
+    names = list(dict.fromkeys(family.name for plan in plans for family in plan.families))
+    levels = [level.name for level in plans[0].machine]
+    rows = [[("", ""), *((plan.order, "bold") for plan in plans)]]
+    for name in names:
+        for i in range(max(1, len(levels))):
+            row = [(name if i == 0 else "", "bold")]
+            for plan in plans:
+                family = next((family for family in plan.families if family.name == name), None)
+                row.append(_beside(family, i) if family else ("-", "dim"))
+            rows.append(row)
+    return columns(rows, [False, *([False] * len(plans))], gap="   ")
+
+
+def best(plans: Sequence[Plan]) -> Plan:
+    """The plan whose heaviest axes span the fewest hosts; the first of those that are equal."""
+
+    def weight(plan: Plan) -> list[int]:
+        heavy = [str(axis) for axis in axis_heuristics.heaviest(plan.layout.axes)]
+        rest = [str(axis) for axis in plan.layout.axes if str(axis) not in heavy]
+        return [lie.high for name in heavy + rest for lie in reversed(plan[name].spreads)]
+
+    return min(plans, key=weight)
+
+
+# -- small words --------------------------------------------------------------------------------------------------
+
+
+def sizes(box: Mapping[str | int, int] | Mapping[str, int]) -> str:
+    return " ".join(str(size) if isinstance(axis, int) else f"{axis}={size}" for axis, size in box.items())
+
+
+def span(low: int, high: int) -> str:
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def units(low: int, high: int, name: str) -> str:
+    return f"{span(low, high)} {name}{'s' * (high > 1)}"
+
+
+def listed(words: Iterable[object]) -> str:
+    """``a, b and c``."""
+    *most, last = map(str, words)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def _kind(lie: Spread) -> str:
+    return lie.kind + "~" * (not lie.exact)
+
+
+def _stride(family: FamilyPlan) -> str:
+    return "-" if family.size == 1 else "·".join(map(str, family.strides)) or "uneven"
+
+
+def _beside(family: FamilyPlan, level: int) -> tuple[str, str]:
+    if not family.spreads:
+        return f"stride {_stride(family)}", ""
+    lie = family.spreads[level]
+    text = units(lie.low, lie.high, lie.level)
+    if lie.hops_high:
+        text += f", {span(lie.hops_low, lie.hops_high)}/{family.size} hops"
+    return text, STYLES[lie.kind]

@@ -1,0 +1,1 @@
+"""``pgmesh check`` and ``pgmesh doctor``: what to verify before an expensive job."""

@@ -1,0 +1,195 @@
+"""All ranks of the world, met again at each stage of a common work: they go on together, or all learn why not."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pgmesh._util.sizes import ranks_in_words
+from pgmesh.errors import MissingRanksError, PgmeshError
+from pgmesh.groups import building
+from pgmesh.groups.cache import Family
+from pgmesh.layout import Layout
+from pgmesh.rendezvous.polling_store import drive
+from pgmesh.rendezvous.protocol import (
+    ERRORS,
+    LONGEST_PAUSE,
+    MOST_ASKED,
+    Add,
+    Beats,
+    Card,
+    End,
+    Meeting,
+    Party,
+    Pause,
+    Read,
+    Ready,
+    Step,
+    Swap,
+    Told,
+    told,
+)
+from pgmesh.rendezvous.store_thread import who
+
+LAST_WORD = 5.0
+"""Seconds that the store is given for each answer, beyond the deadline of a stage."""
+
+PATIENCE = 3.0
+"""Seconds beyond those after which a silent rank counts as lost, for others to say first who it is."""
+
+
+class RollCall:
+    """The stages of a work that all ranks of the world do together, each with one decision for all of them.
+
+    Args:
+        what: the work, for messages: "pgmesh check".
+        seconds: how long a rank waits for the others at each stage.
+        mend: what to do where ranks mean different things.
+    """
+
+    def __init__(self, what: str, seconds: float, mend: str) -> None:
+        self.rank, self.size = building.world_rank_and_size()
+        self.what, self.seconds, self.mend = what, seconds, mend
+        self.family = Family(f"all ranks of {what}", Layout(self.size), what)
+        self.heart = self.family.beating()
+        self._stages = itertools.count()
+        self._stage = ""
+        self._meeting: Meeting | None = None
+        self._start = time.monotonic()
+
+    def stage(
+        self, doing: str, meaning: Mapping[str, Any] | None = None, what: str | None = None, mend: str | None = None
+    ) -> None:
+        """Begin a stage, which ends at ``meet`` or ``give_up``.
+
+        Args:
+            doing: what is done in it, for messages: "connecting".
+            meaning: what this rank means by it, to be the same on all ranks.
+            what: what is meant; the whole work unless given.
+            mend: what to do where ranks mean different things; the same as in other stages unless given.
+        """
+        number = next(self._stages)
+        meant = {**(meaning or {}), "size of the world": self.size}
+        card = Card(self.rank, meant, what or self.what, mend or self.mend)
+        self._stage = f"{self.what}, {doing}"
+        self._meeting = Meeting(f"{self.family.key}/stage{number}.0", range(self.size), card)
+        self.heart.say(self._stage)
+
+    def meet(self) -> None:
+        """Wait until every rank is done with this stage.
+
+        Raises:
+            MissingRanksError: ranks that did not come or were lost, or one that gave up.
+            MismatchError: ranks mean different things.
+            WorldError: the store does not answer.
+        """
+        meeting = self._open()
+        drive(self._party(meeting).meet(), self._perform)
+        error = meeting.end.error() if meeting.end is not None else None
+        if error is not None:
+            raise error
+
+    def give_up(self, error: PgmeshError) -> PgmeshError:
+        """End this stage for all ranks; the answer is what ended it, the same on each of them.
+
+        Raises:
+            WorldError: the store does not answer.
+        """
+        meeting = self._open()
+        kind = next(
+            (kind for kind, named in ERRORS.items() if named is not None and isinstance(error, named)), "missing"
+        )
+        drive(meeting.decide(End(kind, str(error))), self._perform)
+        return (meeting.end.error() if meeting.end is not None else None) or error
+
+    def lost(self, ranks: Sequence[int], doing: str) -> PgmeshError | None:
+        """Who of these is not heard from any more; or what another rank has said that ended this stage.
+
+        None if neither is known after some seconds.
+        """
+        meeting = self._open()
+        ranks = [rank for rank in ranks if rank != self.rank][:MOST_ASKED]
+        beats = Beats(self.heart.suspicion)
+        start = now = time.monotonic()
+        while now - start < self.heart.suspicion + PATIENCE:
+            text = self.ask(Read(meeting.tomb))
+            if text is not None:
+                return End.unpack(meeting.tomb, text).error()
+            for rank in ranks:
+                last = Told.unpack(rank, self.ask(Read(told(rank)))) or Told(rank)
+                beats.hear(last, now)
+                if beats.is_lost(last, now):
+                    silence = beats.silence(rank, now)
+                    return MissingRanksError(
+                        f"{doing}: {ranks_in_words([rank])} was lost; it was last heard from {silence:.0f} s ago."
+                    )
+            time.sleep(LONGEST_PAUSE * self.heart.pace)
+            now = time.monotonic()
+        return None
+
+    def put(self, key: str, value: str) -> None:
+        """Leave a text for the other ranks; it is never changed."""
+        self.ask(Swap(f"{self.family.key}/{key}", value))
+
+    def look(self, key: str) -> str | None:
+        """A text that a rank left; None if there is none."""
+        text: bytes | None = self.ask(Read(f"{self.family.key}/{key}"))
+        return None if text is None else text.decode(errors="replace")
+
+    def part(self, seconds: float) -> bool:
+        """Leave, once the first rank has told what there is to tell: it calls this when it has, and leaves last.
+
+        Args:
+            seconds: how long to wait for the others.
+
+        Returns:
+            Whether the first rank has told.
+        """
+        end = time.monotonic() + seconds
+        told = self.rank == 0
+        if told:
+            self.put("told", "told")
+            while int(self.look("left") or 0) < self.size - 1 and time.monotonic() < end:
+                time.sleep(LONGEST_PAUSE)
+        else:
+            while not (told := self.look("told") is not None) and time.monotonic() < end:
+                time.sleep(LONGEST_PAUSE)
+            self.ask(Add(f"{self.family.key}/left"))
+        self.heart.say("")
+        self.family.close()
+        return told
+
+    def ask(self, step: Step) -> Any:
+        """One access to the store, with a deadline."""
+        return self.heart.ask(step, LAST_WORD)
+
+    def _open(self) -> Meeting:
+        if self._meeting is None:
+            self.stage("at its beginning")
+        assert self._meeting is not None
+        return self._meeting
+
+    def _party(self, meeting: Meeting) -> Party:
+        self._start = time.monotonic()
+        return Party(
+            self.rank,
+            [meeting],
+            number=0,
+            line=self._stage,
+            who=who(),
+            deadline=self.seconds,
+            suspicion=self.heart.suspicion,
+            pace=self.heart.pace,
+            alone=False,
+        )
+
+    def _perform(self, step: Step) -> Any:
+        if isinstance(step, Pause):
+            time.sleep(step.seconds)
+            return time.monotonic() - self._start
+        if isinstance(step, Ready):
+            return None
+        left = self.seconds - (time.monotonic() - self._start)
+        return self.heart.ask(step, max(left, 0.0) + LAST_WORD)

@@ -1,0 +1,192 @@
+"""Sizes as a recipe is given them: checked, completed, or answered with the call that would be right."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from pgmesh._util.sizes import calls_in_lines, divisors, take_size, torchrun
+from pgmesh.errors import ShapeError
+from pgmesh.layout import Layout
+
+if TYPE_CHECKING:
+    from pgmesh.recipes.arrangement import Arrangement
+
+
+def call(who: str, world: int, /, **given: object) -> str:
+    """The call of a recipe as text: what was given, without what stands for itself.
+
+    >>> call("megatron", 16, tp=2, cp=None)
+    'recipes.megatron(16, tp=2)'
+    """
+    words = [f"{word}={getattr(value, '__name__', repr(value))}" for word, value in given.items() if value is not None]
+    return f"recipes.{who}({', '.join([str(world), *words])})"
+
+
+def arranged(
+    who: str,
+    of: Any,
+    box: Mapping[str, int],
+    ranks: range,
+    name: str | None,
+    arrange: Callable[[Any], Arrangement],
+) -> Arrangement:
+    """The arrangement of a recipe over a mesh. It is made over a layout first, so that a refused one makes no mesh.
+
+    Args:
+        of: the class of the mesh; ProcessGroupMesh unless given.
+        box: the axes and their sizes.
+        arrange: makes the arrangement over a layout or a mesh, and does all its checks.
+
+    Raises:
+        ShapeError: the world has fewer ranks.
+    """
+    plan = arrange(Layout(**box, ranks=ranks))
+    if of is Layout and name is None:
+        return plan
+    if of is None:
+        from pgmesh.groups import building  # only now, since it needs torch
+        from pgmesh.mesh import ProcessGroupMesh
+
+        of = ProcessGroupMesh
+        _, there = building.world_rank_and_size()
+        if ranks[-1] >= there:
+            first = f" from {ranks[0]} on" * bool(ranks[0])
+            ways = [
+                (f"{torchrun(ranks[-1] + 1)} script.py", "start as many"),
+                (f"recipes.{who}({there}, ...)", "or arrange those that there are"),
+            ]
+            raise ShapeError(
+                f"recipes.{who}({len(ranks)}, ...) arranges {some_ranks(len(ranks))}{first}, but the world has {there}."
+                f"\n\n{calls_in_lines(ways)}"
+            )
+    return arrange(of(**box, ranks=ranks, **({} if name is None else {"name": name})))
+
+
+def take_world(who: str, world: object, first: object = 0) -> range:
+    """The ranks of an arrangement: so many, from the first on.
+
+    Raises:
+        ShapeError: not a number of ranks.
+    """
+    try:
+        count, start = operator.index(world), operator.index(first)  # type: ignore[arg-type]
+    except TypeError:
+        count, start = 0, 0
+    if count < 1 or start < 0:
+        said = repr(world) if first == 0 else f"{world!r} from {first!r} on"
+        raise ShapeError(f"recipes.{who}: the world is so many ranks, such as recipes.{who}(8), not {said}.")
+    return range(start, start + count)
+
+
+def take(who: str, name: str, size: object) -> int:
+    """A size of at least 1.
+
+    Raises:
+        ShapeError: it is none.
+    """
+    size = take_size(f"recipes.{who}", name, size)
+    if size < 1:
+        raise ShapeError(f"recipes.{who}: the size of {name} is {size}; a size is at least 1.")
+    return size
+
+
+def what_is_left(
+    who: str,
+    world: int,
+    sizes: Mapping[str, int],
+    stay: Mapping[str, int] | None = None,
+    given: Mapping[str, object] | None = None,
+) -> int:
+    """How many times these sizes fit into the world.
+
+    Args:
+        sizes: sizes that multiply to what has to divide the world, in the order in which others are proposed for them.
+        stay: sizes that do too, and divide it.
+        given: what else stands in the call.
+
+    Raises:
+        ShapeError: they do not divide it.
+
+    >>> what_is_left("megatron", 16, {"tp": 2, "pp": 4})
+    2
+    """
+    stay, given = stay or {}, given or {}
+    every = {**sizes, **stay}
+    fixed, left = math.prod(every.values()), world // math.prod(stay.values())
+    if world % fixed == 0:
+        return world // fixed
+    mended, why = dict(sizes), f"sizes that divide {left}"
+    for name, size in sizes.items():
+        rest = math.prod(sizes.values()) // size
+        if left % rest == 0:  # this one alone mends it
+            would = divisors(left // rest)
+            mended[name] = min(would, key=lambda n: (abs(n - size), n))
+            why = f"{name} may be {any_of(would)}"
+            break
+    else:
+        for name in sizes:
+            mended[name] = max(n for n in divisors(left) if n <= sizes[name])
+            left //= mended[name]
+    product = f"{' x '.join(every)} is {' x '.join(map(str, every.values()))} = {fixed}"
+    ways = [(call(who, world, **{**every, **mended}, **given), why)]
+    if world == 1:
+        ways = [(f"{torchrun(fixed)} script.py", "a script by itself is a world of 1: start more"), *ways]
+    raise ShapeError(
+        f"{call(who, world, **every, **given)}: {product}, which does not divide {some_ranks(world)}.\n\n"
+        + calls_in_lines(ways)
+    )
+
+
+def take_order(
+    spelled: str, order: object, default: str, direction: str, sizes: Mapping[str, Mapping[str, int]]
+) -> list[str]:
+    """The axes that an order names, as they stand in it.
+
+    Args:
+        spelled: the call, for messages.
+        order: axes joined by ``-``.
+        default: an order of all axes.
+        direction: which way it goes, such as "fastest axis first".
+        sizes: the sizes of each mesh, by a word for it in messages. An axis larger than 1 has to be named.
+
+    Raises:
+        ShapeError: an axis that does not exist, is named twice, or is left out.
+
+    >>> take_order("recipes.oslo(8)", "data-tensor", "pipeline-data-tensor", "outermost axis first", {})
+    ['data', 'tensor']
+    """
+    known, asked = default.split("-"), str(order).lower().split("-")
+    hint = f"\n\n  order={default!r}   # {direction}"
+    unknown = [axis for axis in asked if axis not in known]
+    if unknown:
+        raise ShapeError(f"{spelled}: the order names {any_of(unknown)}; it may name {', '.join(known)}.{hint}")
+    if len(set(asked)) != len(asked):
+        twice = next(axis for axis in asked if asked.count(axis) > 1)
+        raise ShapeError(f"{spelled}: the order names {twice} more than once.{hint}")
+    for what, each in sizes.items():
+        for axis, size in each.items():
+            if axis not in asked and size != 1:
+                raise ShapeError(f"{spelled}: {axis} {what}has size {size}, but the order does not name it.{hint}")
+    return asked
+
+
+def some_ranks(count: int) -> str:
+    """So many ranks, in words.
+
+    >>> some_ranks(1), some_ranks(2)
+    ('1 rank', '2 ranks')
+    """
+    return f"{count} rank{'s' * (count != 1)}"
+
+
+def any_of(values: Iterable[object]) -> str:
+    """Things to choose from.
+
+    >>> any_of([1, 2, 4])
+    '1, 2 or 4'
+    """
+    *most, last = map(str, values)
+    return f"{', '.join(most)} or {last}" if most else last
