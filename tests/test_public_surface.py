@@ -1,0 +1,364 @@
+"""The public names of pgmesh and their signatures, as users reach them, compared with a listing of them.
+
+The listing holds documented paths and calls. It does not say in which file a class lives, or the name of a class that
+only a call returns. A public name that is renamed on purpose is recorded in CHANGELOG.md; ``GOLDEN=write`` then
+writes the listing anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import difflib
+import enum
+import importlib
+import inspect
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
+from typing import Any
+from unittest import mock
+
+import torch
+
+from pgmesh import Layout, ProcessGroupMesh, launch, parallel, plan
+from tests import golden_files
+
+NAME = "public-surface.txt"
+
+Surface = dict[str, list[str]]
+"""The lines of each section, sorted, by its title."""
+
+MODULES: dict[str, tuple[str, ...]] = {
+    "pgmesh": (),
+    "pgmesh.launch": (),
+    "pgmesh.interop": ("from_device_mesh",),
+    "pgmesh.interop.megatron": ("process_groups", "published"),
+    "pgmesh.interop.colossalai": ("ColossalMesh",),
+    "pgmesh.recipes": (),
+    "pgmesh.parallel": (),
+    "pgmesh.parallel.checkpoint": ("load", "save"),
+    "pgmesh.parallel.weights": ("Held", "broadcast", "clip", "norm"),
+    "pgmesh.launchers": ("believe",),
+    "pgmesh.svg": ("beside",),
+}
+"""The modules that the documentation imports from, and their documented names. Without names: those of ``__all__``."""
+
+METHODS = ("__getitem__", "__iter__", "__len__", "__contains__", "__enter__", "__exit__")
+"""The special methods that users rely on."""
+
+
+def results() -> dict[str, type]:
+    """The classes of results, by the call that returns one. Their names are not listed, so that they can change."""
+    layout = Layout(pp=2, dp=2, tp=2)
+    planned = plan(layout, nodes="2x4")
+    launcher = reach("pgmesh.launchers", "believe")({})
+    with launch.fake_world(5, 8) as world, ProcessGroupMesh(pp=2, dp=2, tp=2) as mesh:
+        mesh.group("tp")
+        stages = parallel.PipelineParallel(mesh, "pp", layers="0", loss=None, microbatches=2)
+        pipeline = stages.apply(torch.nn.Sequential(torch.nn.Sequential(torch.nn.Identity(), torch.nn.Identity())))
+        found = {
+            "layout.partition()": layout.partition("tp"),
+            "layout.seen_by()": layout.seen_by(0),
+            "plan()": planned,
+            "plan()['tp']": planned["tp"],
+            "plan()['tp'].spreads[0]": planned["tp"].spreads[0],
+            "plan().findings[0]": planned.findings[0],
+            "plan().machine[0]": planned.machine[0],
+            "mesh.partition()": mesh.partition("tp"),
+            "mesh.connect()": mesh.connect("tp"),
+            "mesh.locality()": mesh.locality("tp"),
+            "mesh.report()": mesh.report(),
+            "mesh.report().held[0]": mesh.report().held[0],
+            "mesh.stats()": mesh.stats(),
+            "launch.fake_world()": world,
+            "launch.placement()": launch.placement(),
+            "launch.placement().seats[0]": launch.placement().seats[0],
+            "the detected launcher": launcher,
+            "PipelineParallel.apply()": pipeline,
+        }
+    return {title: type(value) for title, value in found.items()}
+
+
+def surface() -> Surface:
+    """All sections of the listing."""
+    found: Surface = {}
+    classes: dict[str, type] = {}
+    for path, names in MODULES.items():
+        module = reach(*path.rpartition(".")[::2])
+        values = {name: reach(path, name) for name in names or module.__all__}
+        found[path] = sorted(lines_of(values))
+        classes |= {f"{path}.{name}": value for name, value in values.items() if isinstance(value, type)}
+    public = {*classes.values()}
+    for title, kind in classes.items():
+        found[title] = sorted([*constructor(kind), *bases(kind, public), *members(kind)])
+    for title, kind in results().items():
+        found[title] = sorted([*bases(kind, public), *members(kind)])
+    return found | command_line()
+
+
+def reach(path: str, name: str) -> Any:
+    """The value that ``from path import name`` gives, or the module ``name`` where there is no path."""
+    if not path:
+        return importlib.import_module(name)
+    module = importlib.import_module(path)
+    return getattr(module, name) if hasattr(module, name) else importlib.import_module(f"{path}.{name}")
+
+
+def lines_of(values: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each name of a module."""
+    for name, value in values.items():
+        yield f"class {name}" if isinstance(value, type) else f"function {name}{signature(value)}"
+
+
+# -- a class ----------------------------------------------------------------------------------------------------------
+
+
+def own(kind: type) -> list[type]:
+    """The class and those of its bases that belong to the same package, so not those of torch or of Python."""
+    root = kind.__module__.partition(".")[0]
+    return [each for each in kind.__mro__ if each.__module__.partition(".")[0] == root]
+
+
+def constructor(kind: type) -> Iterator[str]:
+    """The line of the constructor, unless it is that of a base from elsewhere or of an enumeration."""
+    makes = any(name in vars(each) for each in own(kind) for name in ("__init__", "__new__"))
+    if makes and not issubclass(kind, enum.Enum):
+        yield f"constructor {signature(kind)}"
+
+
+def bases(kind: type, public: Iterable[type]) -> Iterator[str]:
+    """A line for each base that users know: those of other packages, and those of our own that are public."""
+    ours, shown = own(kind), {*public}
+    foreign = [each for each in kind.__mro__ if each not in ours and each is not object]
+    for each in kind.__mro__[1:]:
+        if each in shown or (each in foreign and not any(each in other.__mro__[1:] for other in foreign)):
+            yield f"base {each.__name__}"
+
+
+def members(kind: type) -> list[str]:
+    """A line for each public member. A name that only raises a hint is not public: ``getattr`` fails."""
+    found: dict[str, str] = {}
+    for each in own(kind):
+        for name, value in vars(each).items():
+            if is_public(name) and name not in found and hasattr(kind, name):
+                found[name] = member(kind, name, value)
+    named = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
+    named.update(getattr(kind, "_fields", ()))
+    for name in filter(is_public, named):
+        found[name] = f"field {name}"
+    for each in own(kind):
+        for name in filter(is_public, assigned(each)):
+            found.setdefault(name, f"attribute {name}")
+    return sorted(found.values())
+
+
+def is_public(name: str) -> bool:
+    return name in METHODS or not name.startswith("_")
+
+
+def member(kind: type, name: str, value: Any) -> str:
+    """The line of a member that the class itself holds."""
+    if isinstance(value, (property, cached_property)):
+        return f"property {name}"
+    if isinstance(value, classmethod):
+        return f"classmethod {name}{signature(value.__func__, skip=1)}"
+    if isinstance(value, staticmethod):
+        return f"static {name}{signature(value.__func__)}"
+    if isinstance(value, type):
+        return f"class {name}"
+    if issubclass(kind, enum.Enum) and name in kind.__members__:
+        return f"member {name} = {kind.__members__[name].value!r}"
+    if callable(value):
+        return f"method {name}{signature(value, skip=1)}"
+    if inspect.isdatadescriptor(value):  # of a slot
+        return f"attribute {name}"
+    return f"value {name} = {Shown(value)!r}"
+
+
+def assigned(kind: type) -> Iterator[str]:
+    """The attributes that a class annotates, or that its functions assign to ``self``."""
+    yield from inspect.get_annotations(kind)
+    for value in vars(kind).values():
+        for function in functions_of(value):
+            for node in ast.walk(parsed(function)):
+                stores = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+                if stores and isinstance(node.value, ast.Name) and node.value.id == "self":
+                    yield node.attr
+
+
+def functions_of(value: Any) -> Iterator[Any]:
+    """The functions behind a member of a class, without those that a decorator generated."""
+    if isinstance(value, property):
+        parts = [value.fget, value.fset, value.fdel]
+    else:
+        parts = [value.func if isinstance(value, cached_property) else value]
+    for part in filter(None, parts):
+        function = inspect.unwrap(part)
+        if inspect.isfunction(function) and os.path.exists(function.__code__.co_filename):
+            yield function
+
+
+def parsed(function: Any) -> ast.Module:
+    """The source of a function. Its file comes from its code: ``__module__`` of a class may name another one."""
+    source = inspect.getsource(function)
+    return ast.parse(f"if True:\n{source}" if source[0].isspace() else source)
+
+
+# -- a signature ------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Shown:
+    """A default as text that is the same on every run and every version of Python."""
+
+    value: Any
+
+    def __repr__(self) -> str:
+        if isinstance(self.value, enum.Enum):
+            return f"{type(self.value).__name__}.{self.value.name}"
+        if inspect.isroutine(self.value) or isinstance(self.value, type):
+            return str(self.value.__name__)
+        return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(self.value))
+
+
+def signature(what: Callable[..., Any], skip: int = 0) -> str:
+    """The parameters with their kinds and defaults, without annotations.
+
+    Args:
+        what: a function or a class.
+        skip: 1 leaves out ``self`` or ``cls``.
+    """
+    empty = inspect.Parameter.empty
+    plain = [
+        each.replace(annotation=empty, default=empty if each.default is empty else Shown(each.default))
+        for each in inspect.signature(what).parameters.values()
+    ]
+    return str(inspect.Signature(plain[skip:]))
+
+
+# -- the command line -------------------------------------------------------------------------------------------------
+
+
+class Parsing(Exception):
+    """Raised in place of parsing, with the parser."""
+
+
+def parser_of(*words: str) -> argparse.ArgumentParser:
+    """The parser that the command line makes for these words."""
+
+    def stop(self: argparse.ArgumentParser, *_: object, **__: object) -> Any:
+        raise Parsing(self)
+
+    main = reach("pgmesh.__main__", "main")
+    with warnings.catch_warnings(), mock.patch.object(argparse.ArgumentParser, "parse_known_args", stop):
+        try:
+            main(words)
+        except Parsing as found:
+            return found.args[0]
+    raise AssertionError(f"pgmesh {' '.join(words)} parses no arguments")
+
+
+def command_line() -> Surface:
+    """A section for the program and one for each of its commands."""
+    whole = parser_of("--help")
+    found = {"command line": [f"command {name}" for name in commands(whole)] + [*options(whole)]}
+    for name in commands(whole):
+        found[f"command line: {name}"] = [*options(commands(parser_of(name))[name])]
+    return {title: sorted(lines) for title, lines in found.items()}
+
+
+def commands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+    chosen: list[Any] = [each.choices for each in parser._actions if isinstance(each, argparse._SubParsersAction)]
+    return chosen[0]
+
+
+def options(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """A line for each option and each positional argument."""
+    for each in parser._actions:
+        if not isinstance(each, argparse._SubParsersAction):
+            facts = {"dest": each.dest, "nargs": each.nargs, "choices": each.choices, "default": each.default}
+            given = {fact: value for fact, value in facts.items() if value not in (None, argparse.SUPPRESS)}
+            kind = f"option {' '.join(each.option_strings)}" if each.option_strings else f"argument {each.dest}"
+            yield f"{kind} ({', '.join(f'{fact}={Shown(value)!r}' for fact, value in given.items())})"
+
+
+# -- the comparison ---------------------------------------------------------------------------------------------------
+
+
+def written(found: Surface) -> str:
+    """The listing as text."""
+    return "\n".join(f"[{title}]\n" + "".join(f"{line}\n" for line in lines) for title, lines in found.items())
+
+
+def changes(before: str, after: str) -> list[str]:
+    """The lines that are gone (-) and new (+), each with its section."""
+    lines = [*difflib.unified_diff(in_sections(before), in_sections(after), n=0, lineterm="")][2:]
+    return [f"{line[0]} {line[1:]}" for line in lines if not line.startswith("@@")]
+
+
+def in_sections(text: str) -> list[str]:
+    """Each line of a listing, after the title of its section."""
+    title, found = "", []
+    for line in text.splitlines():
+        if line.startswith("["):
+            title = line
+        found.append(title if line == title else f"{title} {line}" if line else "")
+    return found
+
+
+def test_the_public_surface_is_as_it_was():
+    now = written(surface())
+    if os.environ.get("GOLDEN") != "write":
+        changed = changes((golden_files.FOLDER / NAME).read_text(encoding="utf-8"), now)
+        assert not changed, "the public surface changed:\n" + "\n".join(changed)
+    golden_files.check(NAME, now)
+
+
+class Before:
+    """A stand-in for a public class."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def turn(self, by: int = 1, *, back: bool = False) -> int:
+        return -by if back else by
+
+    def leave(self) -> None: ...
+
+
+class WithoutMethod:
+    """The same without ``leave``."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def turn(self, by: int = 1, *, back: bool = False) -> int:
+        return -by if back else by
+
+
+class WithOtherParameter(Before):
+    """The same with another name for a parameter."""
+
+    def turn(self, step: int = 1, *, back: bool = False) -> int:
+        return -step if back else step
+
+
+def changed_to(after: type) -> list[str]:
+    """The changes from the stand-in to another class."""
+    return changes(*(written({"stand-in": [*constructor(kind), *members(kind)]}) for kind in (Before, after)))
+
+
+def test_a_removed_method_is_reported():
+    assert changed_to(Before) == []
+    assert changed_to(WithoutMethod) == ["- [stand-in] method leave()"]
+
+
+def test_a_renamed_parameter_is_reported():
+    assert changed_to(WithOtherParameter) == [
+        "- [stand-in] method turn(by=1, *, back=False)",
+        "+ [stand-in] method turn(step=1, *, back=False)",
+    ]
