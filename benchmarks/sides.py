@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
-from pgmesh import Layout, ProcessGroupMesh
-from pgmesh.groups import building
+from pgmesh import Layout, ProcessGroupMesh, torch_private
+from pgmesh.groups import building, teardown
+from pgmesh.groups.world import world_options, world_store
 
 FAMILIES = (("tp",), ("cp",), ("pp",), ("dp",), ("dp", "cp"), ("cp", "tp"))
 
@@ -169,16 +170,16 @@ class Bare:
 
     def __init__(self, name: str, sizes: dict[str, int]) -> None:
         layout, me = Layout(**sizes), dist.get_rank()
-        store, options = building.world_store(), building.world_options()
+        store, options = world_store(), world_options()
         self.groups = []
         for axes in FAMILIES:
             block = layout.block_of(me, *axes)
-            key = f"{building.PREFIX}bare {name}/{axes} of {block[0]}"
+            key = f"{torch_private.PREFIX}bare {name}/{axes} of {block[0]}"
             self.groups.append(building.build(key, block, me, options, store, {"gloo": store}, key))
 
     def close(self) -> None:
         for group in self.groups:
-            building.tear_down(building.Made(group, "a bare group", ""), "was closed.")
+            teardown.tear_down(building.Made(group, "a bare group", ""), "was closed.")
         self.__dict__.clear()
 
 

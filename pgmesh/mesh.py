@@ -23,8 +23,8 @@ from pgmesh._util.sizes import (
 )
 from pgmesh.drawing import plain_text
 from pgmesh.errors import AxisError, LifetimeError, MembershipError, OptionsError, PlaceError, ShapeError
-from pgmesh.groups import building
 from pgmesh.groups.cache import Family, find_family, living
+from pgmesh.groups.world import world_rank_and_size
 from pgmesh.layout import Axis, Keep, Layout, Partition, at_call, taken
 from pgmesh.options import Timeout, named_timeout, to_timedelta
 
@@ -83,7 +83,7 @@ class ProcessGroupMesh:
         self, /, *shape: int | Sizes, ranks: Iterable[int] | None = None, name: str | None = None, **sizes: int
     ) -> None:
         who = "ProcessGroupMesh"
-        _, world = building.world_rank_and_size()
+        _, world = world_rank_and_size()
         if name is not None:
             _check_name(who, name)
         given = None if ranks is None else take_ranks(who, ranks)

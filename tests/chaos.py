@@ -38,7 +38,8 @@ import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh, launch
 from pgmesh.connect import connecting
-from pgmesh.groups import building
+from pgmesh.groups import teardown
+from pgmesh.groups.world import world_store
 from pgmesh.launch import PRELOAD, StoreProcess
 from pgmesh.rendezvous.protocol import Add
 from tests import test_faults
@@ -259,7 +260,7 @@ def what_stays(before: dict[str, int]) -> dict[str, tuple[int, int]]:
 
     def more() -> dict[str, tuple[int, int]]:
         gc.collect()
-        building.sweep()
+        teardown.sweep()
         now = held()
         return {what: (count, now[what]) for what, count in before.items() if now[what] > count}
 
@@ -453,7 +454,7 @@ def cycle(times: int) -> list[dict[str, int]]:
             mesh.release(*axes)
         if i in (times // 5, times):
             dist.barrier()
-            keys, memory = building.world_store().num_keys(), resident()
+            keys, memory = world_store().num_keys(), resident()
             seen.append({**held(), "store keys": keys, "KiB": memory})
         if i in (times // 5, times):
             dist.barrier()

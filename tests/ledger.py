@@ -7,7 +7,7 @@ import ctypes
 import gc
 import os
 
-from pgmesh.groups import building
+from pgmesh.groups import teardown
 from tests.torch_seam import tables
 
 COUNTED = os.path.isdir("/proc/self/fd")
@@ -19,11 +19,11 @@ PF_EXITING = 4
 
 def held() -> dict[str, int]:
     """How many descriptors, threads, entries of torch's tables, and collectives that hang."""
-    building.sweep()
+    teardown.sweep()
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": threads(),
-        "stranded": len(building._stranded),
+        "stranded": len(teardown._stranded),
         **tables(),
     }
 

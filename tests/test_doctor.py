@@ -141,15 +141,15 @@ def lacking(**instead):
 
 def test_a_torch_that_lacks_private_names():
     error = SeamError("torch 9.9 lacks what pgmesh, tried on torch 2.13, makes groups with:\n  _C.x: dry runs")
-    findings = list(diagnosis.torch_and_seam(lacking(**{"pgmesh.groups.building": error})))
-    assert (diagnosis.TRIED_ON,) == importlib.import_module("pgmesh.groups.building").TRIED_ON
+    findings = list(diagnosis.torch_and_seam(lacking(**{"pgmesh.torch_private": error})))
+    assert (diagnosis.TRIED_ON,) == importlib.import_module("pgmesh.torch_private").TRIED_ON
     assert [(finding.mark, finding.what) for finding in findings] == [("ok", "torch"), ("bad", "seam")]
     assert "_C.x: dry runs\ninstall torch 2.13" in findings[1].mend
 
 
 def test_a_torch_that_was_not_tried():
     groups = SimpleNamespace(TRIED_ON=("1.0",), SEAM={"a": "b"})
-    findings = list(diagnosis.torch_and_seam(lacking(**{"pgmesh.groups.building": groups})))
+    findings = list(diagnosis.torch_and_seam(lacking(**{"pgmesh.torch_private": groups})))
     assert (findings[1].mark, findings[1].mend) == (
         "warn",
         "pgmesh was tried on torch 1.0: run its tests with this one",

@@ -32,9 +32,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pgmesh import ProcessGroupMesh
+from pgmesh import ProcessGroupMesh, mesh as mesh_file
 from pgmesh.connect import connecting
-from pgmesh.groups import building
+from pgmesh.groups import backends, cache
 from pgmesh.launch import Outcome, StoreProcess
 from pgmesh.rendezvous import polling_store, store_thread
 from pgmesh.rendezvous.polling_store import perform
@@ -591,7 +591,8 @@ def wrong_world(rank: int, size: int) -> Tried:
     """Rank 1 of the world of 2 takes itself for another."""
     be_quick()
     mistaken = (rank, size) if dist.get_rank() == 1 else (dist.get_rank(), 2)
-    with mock.patch.object(building, "world_rank_and_size", return_value=mistaken):
+    here, there = (mock.patch.object(each, "world_rank_and_size", return_value=mistaken) for each in (cache, mesh_file))
+    with here, there:
         if dist.get_rank() == 1:
             until_waiting(0)
         mesh = ProcessGroupMesh(dp=2, ranks=range(2), name="actor")
@@ -898,9 +899,9 @@ def one_cannot_make() -> tuple[Tried, Tried]:
     bystander = quick()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     before = tables()
-    broken = mock.patch.object(building, "_gloo", side_effect=OSError("Too many open files"))
-    broken = broken if mesh.rank == 3 else mock.patch.object(building, "nothing", create=True)
-    with broken, mock.patch.dict(building._DIRECT, gloo=lambda *args: building._gloo(*args)):
+    broken = mock.patch.object(backends, "_gloo", side_effect=OSError("Too many open files"))
+    broken = broken if mesh.rank == 3 else mock.patch.object(backends, "nothing", create=True)
+    with broken, mock.patch.dict(backends._DIRECT, gloo=lambda *args: backends._gloo(*args)):
         failed = tried(lambda: mesh.connect("dp", "tp", timeout=timedelta(seconds=D)))
     if mesh.rank == 3:
         assert tables() == before

@@ -481,7 +481,7 @@ RELOADED = """
 import importlib, sys
 import torch, torch.distributed as dist
 import pgmesh
-from pgmesh import groups
+from pgmesh import torch_private
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 mesh = pgmesh.ProcessGroupMesh(dp=1, name="actor")
@@ -489,12 +489,12 @@ old = mesh.group("dp", tag="old")
 mesh.release("dp")
 
 def again():
-    importlib.reload(groups)
+    importlib.reload(torch_private)
 
 def beside():
     first = {name: sys.modules.pop(name) for name in [*sys.modules] if name.split(".")[0] == "pgmesh"}
     try:
-        import pgmesh.groups.building
+        import pgmesh.torch_private
     finally:
         sys.modules.update(first)
 
@@ -520,9 +520,7 @@ def test_a_second_load_is_refused_and_the_first_goes_on(tmp_path: Path):
     )
     assert done.returncode == 0, done.stderr
     refused, released = done.stdout.splitlines()[::2], done.stdout.splitlines()[1::2]
-    assert all(
-        line.startswith("SeamError pgmesh.groups.building was loaded in this process already") for line in refused
-    )
+    assert all(line.startswith("SeamError pgmesh.torch_private was loaded in this process already") for line in refused)
     assert [*map(bool, refused)] == [True, True]
     assert all(
         f"group dp, tag={name} of mesh 'actor' was released" in line

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh
 from pgmesh.connect import connecting
-from pgmesh.groups import building
+from pgmesh.groups import backends, teardown
 from pgmesh.groups.cache import Family, reach
 from pgmesh.rendezvous import polling_store
 from pgmesh.rendezvous.polling_store import PollingStore
@@ -164,7 +164,7 @@ def is_refused(mesh: ProcessGroupMesh) -> None:
 
 
 def cannot_make(mesh: ProcessGroupMesh) -> None:
-    broken = mock.patch.dict(building._DIRECT, gloo=mock.Mock(side_effect=OSError("Too many open files")))
+    broken = mock.patch.dict(backends._DIRECT, gloo=mock.Mock(side_effect=OSError("Too many open files")))
     one_stops("OSError", mesh, broken)
 
 
@@ -282,8 +282,8 @@ def fails_alone(mesh: ProcessGroupMesh, how: str) -> None:
     work = dist.all_reduce(torch.ones(1), group=mesh.group(timeout=SOONER), async_op=True)
     if how == "waited for late":
         until(work.is_completed, "it fails")
-        building.sweep()
-    fails("MissingRanksError", work.wait, lambda error: (building.sweep(), kept.append(error)))
+        teardown.sweep()
+    fails("MissingRanksError", work.wait, lambda error: (teardown.sweep(), kept.append(error)))
     if how == "the work is gone":
         del work
 
@@ -309,10 +309,10 @@ def errors_keep_their_frames() -> None:
         del passed
         kept.append(last_of(error.__traceback__))
         del error
-        building.sweep()
+        teardown.sweep()
         assert kept[0].__traceback__, how
         kept.clear()
-        building.sweep()
+        teardown.sweep()
         assert not polling_store.raised, how
 
 
@@ -323,9 +323,9 @@ def test_an_error_keeps_its_frames_for_as_long_as_somebody_has_it(four: World):
 def test_of_two_threads_that_sweep_at_once_one_lets_go():
     both, group = threading.Barrier(2), object()
     held = sys.getrefcount(group)
-    building.strand(group, mock.Mock(is_completed=lambda: both.wait(10.0) >= 0))
+    teardown.strand(group, mock.Mock(is_completed=lambda: both.wait(10.0) >= 0))
     with ThreadPoolExecutor() as pool:
-        for done in [pool.submit(building.sweep) for _ in range(2)]:
+        for done in [pool.submit(teardown.sweep) for _ in range(2)]:
             done.result()
     assert sys.getrefcount(group) == held
 

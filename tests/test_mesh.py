@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 import pgmesh
-from pgmesh import GroupOptions, ProcessGroupMesh
-from pgmesh.groups import building
+from pgmesh import GroupOptions, ProcessGroupMesh, torch_private
+from pgmesh.groups.world import default_device, device_of
 from tests.dry import dry_world
 
 SHAPES = {
@@ -74,7 +74,7 @@ def test_an_accelerator_that_torch_was_built_for_is_used_only_where_it_is_here(m
         return torch.device("cuda") if here or not check_available else None
 
     monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
-    assert building.default_device() == building.device_of(mesh.group("tp")).type == device
+    assert default_device() == device_of(mesh.group("tp")).type == device
 
 
 @pytest.mark.parametrize(("size", "sizes"), SHAPES.items(), ids=map(str, SHAPES))
@@ -495,7 +495,7 @@ def test_a_world_of_a_million_costs_no_more_than_its_groups():
 
 
 def test_the_seam_is_whole():
-    assert building.missing_names() == {}, "this torch lacks private names that pgmesh needs: see groups.SEAM"
+    assert torch_private.missing_names() == {}, "this torch lacks private names that pgmesh needs: see groups.SEAM"
 
 
 def test_the_seam_says_what_is_gone():
@@ -505,8 +505,8 @@ def test_the_seam_says_what_is_gone():
         class distributed:  # noqa: N801
             distributed_c10d = None
 
-    gone = building.missing_names(Torch)
-    assert gone == building.SEAM
+    gone = torch_private.missing_names(Torch)
+    assert gone == torch_private.SEAM
     assert all(reason for reason in gone.values())
 
 

@@ -16,8 +16,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from pgmesh import Layout, OptionsError, ProcessGroupMesh, recipes
-from pgmesh.groups import building
+from pgmesh import Layout, OptionsError, ProcessGroupMesh, recipes, torch_private
+from pgmesh.groups.backends import backends_of
 from pgmesh.options import NCCL_SETTINGS
 from tests.dry import dry_world
 from tests.test_messages import says
@@ -49,21 +49,21 @@ class StandIn:
 
     def __new__(cls, store: Any, rank: int, size: int, options: Any) -> Any:
         cls.made.append(options)
-        return building._FakeBackend._create_internal(rank, size, building._FakeBackend.Options())
+        return torch_private._FakeBackend._create_internal(rank, size, torch_private._FakeBackend.Options())
 
 
 @contextmanager
 def standing_in() -> Iterator[type[StandIn]]:
     """A torch that has NCCL, as far as it is asked; this process is rank 5 of 8."""
     StandIn.made, StandIn.settings = [], NCCL_SETTINGS
-    building.backends_of.cache_clear()
+    backends_of.cache_clear()
     with (
         mock.patch.object(dist, "is_nccl_available", return_value=True),
         mock.patch.object(dist, "ProcessGroupNCCL", StandIn, create=True),
         dry_world(5, 8, dist.HashStore()),
     ):
         yield StandIn
-    building.backends_of.cache_clear()
+    backends_of.cache_clear()
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import LifetimeError, MismatchError, MissingRanksError, ProcessGroupMesh
-from pgmesh.groups import building
+from pgmesh.groups import teardown
 from tests.worlds import check_sums, world
 
 # ---- release ----
@@ -71,7 +71,7 @@ def keep_the_error_alone() -> None:
             kept.append(error)
         del group
         mesh.close()  # and with the group goes its last work, which holds the error too
-        building.sweep()
+        teardown.sweep()
         assert keep_the_error_alone.__name__ in [frame.name for frame in traceback.extract_tb(kept[0].__traceback__)]
         kept.clear()
 

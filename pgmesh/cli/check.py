@@ -216,11 +216,11 @@ class _Check:
 
     def _told(self, layout: Layout, mesh: Any, families: list[tuple[Axis, ...]], measured: Measured) -> None:
         """What the first rank tells of a check that went well."""
-        from pgmesh.groups import building
+        from pgmesh.groups.world import device_of, world_options
         from pgmesh.preflight.results import findings, in_bytes, table
 
         group = mesh.group(*families[0])
-        backend, device = building.world_options().backend, building.device_of(group).type
+        backend, device = world_options().backend, device_of(group).type
         count = sum(len(family.blocks) for family in measured.families)
         what = f"{many(count, 'group')} of {len(families)} famil{'ies' if len(families) > 1 else 'y'}"
         self._line("ok", f"{what} connected, in {measured.connected:.2f} s")

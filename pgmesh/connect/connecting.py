@@ -18,10 +18,13 @@ from typing import TYPE_CHECKING, Any, Union
 import torch
 import torch.distributed as dist
 
+from pgmesh import torch_private
 from pgmesh._util.sizes import ranks_in_words
 from pgmesh.errors import LifetimeError, MismatchError, MissingRanksError, PgmeshError, WorldError
-from pgmesh.groups import building
+from pgmesh.groups import building, teardown
+from pgmesh.groups.backends import connects_apart
 from pgmesh.groups.cache import Family, caller
+from pgmesh.groups.world import device_of
 from pgmesh.rendezvous.polling_store import PollingStore
 from pgmesh.rendezvous.protocol import (
     INSPECTION,
@@ -340,7 +343,7 @@ class _Call:
         made = self.made.get(meeting)
         if made is None:
             return
-        if not building.is_known(made.group):
+        if not torch_private.is_known(made.group):
             raise LifetimeError(f"{made.words} was let go of while it was being connected.")
         self.met.update(dict.fromkeys(self.asked[made.name], time.monotonic() - self.start))
         if made.gloo is not None and meeting.end is not None:
@@ -348,7 +351,7 @@ class _Call:
         warming = _Warming(made, meeting.broken, self.heart.suspicion)
         self.warming.append(warming)
         # Gloo connects in a thread of its own. NCCL does so in ours: once all are decided, in one order on all ranks.
-        if building.connects_apart(made.group):
+        if connects_apart(made.group):
             warming.begin()
 
     # -- the first collective -------------------------------------------------------------------------------------
@@ -447,7 +450,7 @@ class _Warming:
         self._beats = Beats(suspicion)
 
     def begin(self) -> None:
-        self._ones = torch.ones(1, device=building.device_of(self.made.group))
+        self._ones = torch.ones(1, device=device_of(self.made.group))
         self._work = dist.all_reduce(self._ones, group=self.made.group, async_op=True)
 
     def has_begun(self) -> bool:
@@ -456,7 +459,7 @@ class _Warming:
     def strand(self) -> None:
         """Nobody waits for it any more."""
         if self.has_begun() and not self._work.is_completed():
-            building.strand(self.made.group, self._work)
+            teardown.strand(self.made.group, self._work)
 
     def is_running(self) -> bool:
         return self.has_begun() and not self.done and self.error is None

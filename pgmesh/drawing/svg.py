@@ -82,7 +82,7 @@ class Drawing:
     def svg(self) -> str:
         """The text of it.
 
-        >>> drawing(picture.figure(layout)).svg().startswith('<svg xmlns="http://www.w3.org/2000/svg"')
+        >>> drawing(figures.figure(layout)).svg().startswith('<svg xmlns="http://www.w3.org/2000/svg"')
         True
         """
         size = f'width="{_n(self.width)}" height="{_n(self.height)}" viewBox="0 0 {_n(self.width)} {_n(self.height)}"'

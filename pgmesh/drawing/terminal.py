@@ -29,9 +29,9 @@ def lines(
 ) -> list[Line]:
     """A layout as lines, no wider than asked.
 
-    >>> from pgmesh import ink
+    >>> from pgmesh.drawing import styled_text
     >>> from pgmesh.topology.hosts import Level
-    >>> print(ink.plain(lines(layout, host=Level("host", ((4, 2),)), mark=5)))
+    >>> print(styled_text.plain(lines(layout, host=Level("host", ((4, 2),)), mark=5)))
     ┌ pp0 ───────────────┐  ┌ pp1 ───────────────┐
     │     tp0 tp1        │  │     tp0 tp1        │
     │ dp0   0   1  host 0│  │ dp0   4 [5]  host 2│

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from pgmesh import torch_private
 from pgmesh._util.sizes import calls_in_lines, progression, some
 from pgmesh.errors import (
     LifetimeError,
@@ -38,7 +39,9 @@ from pgmesh.errors import (
     PlaceError,
     WorldError,
 )
-from pgmesh.groups import building
+from pgmesh.groups import building, teardown
+from pgmesh.groups.backends import backends_of
+from pgmesh.groups.world import default_device, store_address, world_options, world_rank_and_size, world_store
 from pgmesh.options import GroupOptions
 from pgmesh.rendezvous.polling_store import PollingStore, once
 from pgmesh.rendezvous.protocol import Card, Delete, End, Generations, Meeting, Read, Step, Steps, agree, introduce
@@ -60,11 +63,11 @@ class _Registry:
     """What this process has made in one world: how many meshes under each name, and which of them live."""
 
     def __init__(self) -> None:
-        self.store: Any = building.world_store()
+        self.store: Any = world_store()
         self.numbers: defaultdict[str, int] = defaultdict(int)
         self.families: weakref.WeakSet[Family] = weakref.WeakSet()
         self.open: set[Family] = set()  # those that hold groups live until they are closed
-        self.options = building.world_options()
+        self.options = world_options()
         self.refusals: defaultdict[str, set[str]] = defaultdict(set)  # by the meshes' name and ranks
         self.heart: Heart | None = None  # once the store was asked for something
         self.warned = False  # of too many groups
@@ -77,8 +80,8 @@ class _Registry:
             if self.forked:
                 raise LifetimeError("this process was forked off a rank and shares its sockets: it asks no store.")
             if self.heart is None:
-                rank, size = building.world_rank_and_size()
-                self.heart = Heart(self.store, building.store_address(), rank, size)
+                rank, size = world_rank_and_size()
+                self.heart = Heart(self.store, store_address(), rank, size)
             return self.heart
 
     def beating(self) -> Heart:
@@ -170,7 +173,7 @@ class Family:
         outside: int | None = None,
     ) -> None:
         self.name, self.layout, self._call, self._travelled = name, layout, call, number
-        self.rank, self.world_size = building.world_rank_and_size() if outside is None else (outside, 0)
+        self.rank, self.world_size = world_rank_and_size() if outside is None else (outside, 0)
         self.line = caller()
         self.ended: str | None = None
         self.meshes: weakref.WeakSet[Any] = weakref.WeakSet()  # those that remember groups of ours
@@ -206,7 +209,7 @@ class Family:
             self.number = max(registry.numbers[kin], number or 0)
             registry.numbers[kin] = self.number + 1
             registry.families.add(self)
-        self.key = f"{building.PREFIX}{kin}.{self.number}"
+        self.key = f"{torch_private.PREFIX}{kin}.{self.number}"
         self.agreed = False
         self.meetings: defaultdict[str, int] = defaultdict(int)  # by group, how often its members met to connect it
         self.connected: dict[str, Meeting] = {}  # by a group's name, the meeting in which connect saw it through
@@ -267,7 +270,7 @@ class Family:
 
     def abandon(self, group: dist.ProcessGroup, reason: str) -> None:
         """Let go of a group that cannot be used any more; asked for again, it is another."""
-        building.sweep()
+        teardown.sweep()
         with self.lock:
             for key in [key for key, made in self._cache.items() if made.group is group]:
                 self._drop([key], reason, abort=True)
@@ -287,7 +290,7 @@ class Family:
         axes: tuple[Axis, ...] = (),
     ) -> dist.ProcessGroup:
         """The group of these ranks, which are a block along axes of a layout where one is given."""
-        building.sweep()
+        teardown.sweep()
         with self.lock:
             usual = options = self._usual(ranks, tag)
             if len(ranks) == 1 and layout is not None:
@@ -310,7 +313,7 @@ class Family:
                     _check_honoured(options, words)
                 self._open()
                 description = options.description or f"{self.name or 'mesh'}[{description}]"
-                if building.backends_of(options.backend).direct:
+                if backends_of(options.backend).direct:
                     made = self._make(key, usual, words, description)
                 else:
                     blocks = () if layout is None else tuple(layout.partition(*axes))
@@ -320,7 +323,7 @@ class Family:
                 self.making += time.monotonic() - start
                 if building.held() > MOST_GROUPS and not self._registry.warned:
                     self._registry.warn_of_many()
-            if made.by == "others" and not building.is_known(made.group):
+            if made.by == "others" and not torch_private.is_known(made.group):
                 raise LifetimeError(
                     f"{made.words} was adopted at {made.line}, and torch has destroyed it since.\n\n"
                     f"  mesh.{_call('release', axes) if layout else f'release(ranks={list(ranks)})'}   "
@@ -358,7 +361,7 @@ class Family:
         there is something special to mean, one store operation holds the cards against each other at once.
         """
         name, options, line = self._name_of(key, usual), key.options, caller()
-        backends, store = building.backends_of(options.backend), self._registry.store
+        backends, store = backends_of(options.backend), self._registry.store
         if len(key.ranks) == 1 or backends.dry:
             alone = dict.fromkeys(backends.names, dist.HashStore())
             group = building.build(name, key.ranks, self.rank, options, store, alone, description)
@@ -517,7 +520,7 @@ class Family:
 
     def is_dry(self) -> bool:
         """Whether there are no other processes to ask."""
-        return building.backends_of(self._registry.options.backend).dry
+        return backends_of(self._registry.options.backend).dry
 
     def tell(self, doing: str) -> None:
         """Tell other processes what this one does."""
@@ -571,7 +574,7 @@ class Family:
         with self.lock:
             found = [made for key, made in self._cache.items() if chosen(key.ranks)]
             for made in found:
-                if building.is_known(made.group):  # torch may have destroyed an adopted one
+                if torch_private.is_known(made.group):  # torch may have destroyed an adopted one
                     building.set_timeout(made, timeout)
         return len(found)
 
@@ -580,7 +583,7 @@ class Family:
     def release(self, ranks: tuple[int, ...]) -> None:
         """Destroy the groups of these ranks; asked for again, they are made anew under new names."""
         self.check()
-        building.sweep()
+        teardown.sweep()
         with self.lock:
             self._drop(
                 [key for key in self._cache if key.ranks == ranks],
@@ -597,7 +600,7 @@ class Family:
             reason: why, where that was not asked for here: the world ended, or the process.
         """
         if not at_exit:
-            building.sweep()
+            teardown.sweep()
         if not self.lock.acquire(timeout=-1 if reason is None else 1.0):
             self.ended = self.ended or reason  # a thread is stuck with the lock, and the process or the world is ending
             return
@@ -654,10 +657,10 @@ class Family:
             if made.by == "others":
                 continue
             written = self._stop(made)
-            if building.is_known(made.group):
-                building.tear_down(made, reason, abort=abort or at_exit)
+            if torch_private.is_known(made.group):
+                teardown.tear_down(made, reason, abort=abort or at_exit)
             else:
-                building.invalidate(made, reason)
+                teardown.invalidate(made, reason)
             if not at_exit:
                 self._delete(written)
 
@@ -675,7 +678,7 @@ class Family:
                     self._forget_meetings(made.name)
                     self._generations.fail(key.ranks, self._kind_of(key))
                     self._delete(self._stop(made))
-                    building.disown(group, f"{made.words} was destroyed; ask its mesh for it anew.")
+                    teardown.disown(group, f"{made.words} was destroyed; ask its mesh for it anew.")
 
     def _forget_hits(self) -> None:
         self._device_meshes.clear()
@@ -689,8 +692,8 @@ class Family:
         self._forget_hits()
         for made in self._cache.values():
             made.stop()
-            building.invalidate(made, reason)
-            building.strike(made.group)
+            teardown.invalidate(made, reason)
+            torch_private.unregister_rank_map(made.group)
 
     def check(self) -> None:
         """LifetimeError once this family is closed, its world gone, or this process a fork."""
@@ -710,11 +713,11 @@ class Family:
                 words = tuple(map(str, layout.axes))
                 whole = DeviceMesh.from_group(
                     made[0] if len(made) == 1 else made,
-                    building.default_device(),
+                    default_device(),
                     None if len(made) == 1 else table,
                     mesh_dim_names=words,
                 )
-                building.mark(whole, tuple(group.group_name for group in made))
+                torch_private.mark(whole, tuple(group.group_name for group in made))
                 self._device_meshes[layout] = whole
             return whole if names == whole.mesh_dim_names else whole[names]
 
@@ -729,7 +732,7 @@ class Family:
         """Take a group made elsewhere for the one along these axes. It is never destroyed from here."""
         self.check()
         words = f"group {', '.join(map(str, axes))} of {self.words}"
-        if not (isinstance(group, dist.ProcessGroup) and building.is_known(group)):
+        if not (isinstance(group, dist.ProcessGroup) and torch_private.is_known(group)):
             raise PlaceError(f"{words}: what is adopted is a process group that torch knows, not {group!r}.")
         block, members = layout.block_of(self.rank, *axes), tuple(dist.get_process_group_ranks(group))
         if members != block:
@@ -769,7 +772,7 @@ def _instead_of_configuring(axes: tuple[Axis, ...], tag: str, given: GroupOption
 
 
 def _check_honoured(options: GroupOptions, words: str) -> None:
-    backends = building.backends_of(options.backend)
+    backends = backends_of(options.backend)
     for option, value in (("high_priority", options.high_priority), ("nccl", options.nccl)):
         if value and "nccl" not in backends.names and not backends.dry:
             raise OptionsError(f"{words}: backend {options.backend} cannot honour {option}={value!r}; NCCL alone can.")
@@ -820,7 +823,7 @@ def find_family(name: str | None, number: int, layout: Layout, call: str, rank: 
     """
     if not dist.is_initialized() or _registry().forked:
         return Family(name, layout, call, outside=rank)
-    _, world = building.world_rank_and_size()
+    _, world = world_rank_and_size()
     ranks = layout.ranks_in_order()
     highest = max(ranks[0], ranks[-1]) if isinstance(ranks, range) else max(ranks)
     if highest >= world:
@@ -894,7 +897,7 @@ def _in_child() -> None:
     """In a forked child: the threads behind the groups are not there, so neither use nor destroy any."""
     global _registering
     _registering = threading.RLock()  # whoever held the old one is not here
-    building.keep_from_destructors()
+    teardown.keep_from_destructors()
     if dist.is_initialized():
         _registry().forked, _registry().heart = True, None
     for family in _all_families():
@@ -904,5 +907,5 @@ def _in_child() -> None:
 atexit.register(_at_exit)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_in_child)
-building.on_destroy.append(_forget)
-building.on_world_end.append(_end_world)
+torch_private.on_destroy.append(_forget)
+torch_private.on_world_end.append(_end_world)

@@ -14,13 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, DistributedSampler
 
 from pgmesh.errors import MethodError, ShapeError
-from pgmesh.groups.building import keep_from_ddp
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Method, listed
 from pgmesh.parallel.divisibility import sizes_of
 from pgmesh.parallel.input_checks import EvenRows
 from pgmesh.parallel.ownership import kept_apart
+from pgmesh.torch_private import exclude_from_ddp
 
 
 class DataParallel(Method):
@@ -87,7 +87,7 @@ class DataParallel(Method):
                     f"{'   # in place of both' * sharded}"
                 )
         if apart:
-            keep_from_ddp(module, apart)
+            exclude_from_ddp(module, apart)
         group, whole = self.mesh.group(*self.reduces), module
         if self._learns(module):
             whole = DistributedDataParallel(module, process_group=group, **self.keywords)

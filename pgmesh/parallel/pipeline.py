@@ -23,9 +23,9 @@ from torch.distributed.pipelining import (
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from pgmesh import torch_private
 from pgmesh._util.sizes import divisors, many
 from pgmesh.errors import MethodError, OptionsError, PlaceError, ShapeError
-from pgmesh.groups import building
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.options import Timeout
@@ -302,7 +302,7 @@ class Pipeline(nn.Module):
         self.parts = nn.ModuleList(parts)
         """One for each virtual stage, under the names of the whole."""
         self.tied, self.first_names = tied, names
-        hooked = any(map(building.has_gradient_hooks, self.parameters()))
+        hooked = any(map(torch_private.has_gradient_hooks, self.parameters()))
         data = hooked or any(isinstance(part, (DistributedDataParallel, FSDPModule)) for part in parts)
         if method.schedule in SPLIT and data:
             raise MethodError(
@@ -541,7 +541,7 @@ def _differentiable(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]
 def _without_a_trace(parts: Iterable[nn.Module]) -> Iterator[None]:
     """Run modules on copies of their buffers; then restore the buffers, torch's random state and ``Seeds``."""
     parts = tuple(parts)
-    tables = [building.buffer_table(module) for part in parts for module in part.modules()]
+    tables = [torch_private.buffer_table(module) for part in parts for module in part.modules()]
     kept = [(table, dict(table)) for table in tables]
     copies = {id(buffer): buffer.clone() for part in parts for buffer in part.buffers()}
     devices = {device for part in parts if (device := device_of(part)).type != "cpu"}

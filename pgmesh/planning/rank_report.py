@@ -55,7 +55,7 @@ class Place:
     def lines(self, width: int = 80) -> list[Line]:
         """As lines of text.
 
-        >>> print(ink.plain(place_of(layout, 5).lines()))
+        >>> print(styled_text.plain(place_of(layout, 5).lines()))
         rank 5 of 8: pp1-dp0-tp1
         <BLANKLINE>
         axis   index  before  after  group

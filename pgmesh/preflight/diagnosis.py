@@ -119,7 +119,7 @@ def torch_and_seam(load: Callable[[str], Any]) -> Iterator[Finding]:
     else:
         yield Finding("ok", "torch", says)
     try:
-        groups = load("pgmesh.groups.building")
+        groups = load("pgmesh.torch_private")
     except (SeamError, ImportError) as error:
         problem, *names = str(error).splitlines()
         yield Finding("bad", "seam", problem, "\n".join([*names, f"install torch {TRIED_ON}"]).strip())

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from pgmesh import launch
 from pgmesh._util.sizes import some
 from pgmesh.errors import LaunchError, MissingRanksError, PgmeshError, WorldError
-from pgmesh.groups import building
+from pgmesh.groups.world import device_of
 from pgmesh.launch.detect import believe
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
@@ -156,7 +156,7 @@ class Preflight:
             self.mesh.configure(*axes, timeout=self.seconds)
         self.mesh.connect(*self.families, timeout=self.seconds)
         self.record.connected = time.monotonic() - start
-        self.probe = Probe(building.device_of(self._group(self.families[0])), self.repeats, self.hall.seconds)
+        self.probe = Probe(device_of(self._group(self.families[0])), self.repeats, self.hall.seconds)
 
     def _work_alone(self) -> None:
         self.advance("working alone")

@@ -9,8 +9,8 @@ from typing import Any
 
 from pgmesh._util.sizes import ranks_in_words
 from pgmesh.errors import MissingRanksError, PgmeshError
-from pgmesh.groups import building
 from pgmesh.groups.cache import Family
+from pgmesh.groups.world import world_rank_and_size
 from pgmesh.layout import Layout
 from pgmesh.rendezvous.polling_store import drive
 from pgmesh.rendezvous.protocol import (
@@ -50,7 +50,7 @@ class RollCall:
     """
 
     def __init__(self, what: str, seconds: float, mend: str) -> None:
-        self.rank, self.size = building.world_rank_and_size()
+        self.rank, self.size = world_rank_and_size()
         self.what, self.seconds, self.mend = what, seconds, mend
         self.family = Family(f"all ranks of {what}", Layout(self.size), what)
         self.heart = self.family.beating()

@@ -47,11 +47,11 @@ def arranged(
     if of is Layout and name is None:
         return plan
     if of is None:
-        from pgmesh.groups import building  # only now, since it needs torch
+        from pgmesh.groups.world import world_rank_and_size
         from pgmesh.mesh import ProcessGroupMesh
 
         of = ProcessGroupMesh
-        _, there = building.world_rank_and_size()
+        _, there = world_rank_and_size()
         if ranks[-1] >= there:
             first = f" from {ranks[0]} on" * bool(ranks[0])
             ways = [

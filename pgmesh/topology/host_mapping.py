@@ -24,8 +24,9 @@ import torch.distributed as dist
 
 from pgmesh._util.sizes import ranks_in_words, some
 from pgmesh.errors import LaunchError, MissingRanksError, PlaceError
-from pgmesh.groups import building
+from pgmesh.groups.backends import backends_of
 from pgmesh.groups.cache import reach
+from pgmesh.groups.world import world_options, world_rank_and_size
 from pgmesh.launch.detect import believe
 from pgmesh.layout import Axis, Layout
 from pgmesh.options import Timeout, to_timedelta
@@ -132,9 +133,9 @@ def place(ranks: Iterable[int] | None = None, *, timeout: Timeout) -> Placement:
         WorldError: there is no world, or its store does not answer.
     """
     seconds = to_timedelta(timeout).total_seconds()
-    me, size = building.world_rank_and_size()
+    me, size = world_rank_and_size()
     wanted = range(size) if ranks is None else tuple(ranks)
-    if size == 1 or building.backends_of(building.world_options().backend).dry:
+    if size == 1 or backends_of(world_options().backend).dry:
         return Placement(dict.fromkeys(wanted, _own()))
     world: Any = dist.group.WORLD
     seats = _worlds.setdefault(world, _Seats())

@@ -83,7 +83,7 @@ def main(words: list[str]) -> int:
     import pytest
 
     try:
-        importlib.import_module("pgmesh.groups.building")
+        importlib.import_module("pgmesh.torch_private")
     except RuntimeError as error:  # a SeamError: a torch on which pgmesh does not run
         print(f"test-gpu: nothing was run. {error}")
         return 2

@@ -1,0 +1,376 @@
+"""Every private name of torch that pgmesh uses, each with its reason and the versions it was tried on.
+
+No other file uses one. Loading this module changes torch for good in four places: its table of group names
+(``_Names``), the check of every group that it is given (``_check_and_report_destroyed``), its report of a failed
+collective (``_explain_failure``), and the equality of DeviceMeshes (``_mark_of``). Callers add functions to the hooks
+``on_destroy``, ``on_world_end`` and ``on_failure``; this file imports nothing of pgmesh but the errors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import c10d_logger as _c10d_logger, distributed_c10d as _c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from pgmesh.errors import LifetimeError, OptionsError, SeamError
+
+c10d: Any = _c10d  # its tables are read and written here as torch itself does, whatever its stubs declare
+c10d_logger: Any = _c10d_logger
+
+if loaded := getattr(c10d, "_changed_by_pgmesh", None):
+    raise SeamError(
+        f"pgmesh.torch_private was loaded in this process already, from {loaded}, and torch's tables lead there. "
+        f"It can neither be reloaded nor stand beside another copy, here {__file__}: start a new process, with one "
+        f"copy."
+    )
+
+TRIED_ON = ("2.13",)
+"""The versions of torch on which every one of these names was tried."""
+
+SEAM: dict[str, str] = {
+    **{
+        f"distributed_c10d._world.{table}": "a table where torch.distributed looks groups up"
+        for table in ("pg_map", "pg_group_ranks", "pg_backend_config", "pg_coalesce_state", "pg_to_tag", "tags_to_pg")
+    },
+    "distributed_c10d._pg_names": "its length goes into the names of torch's local synchronisation",
+    "distributed_c10d._rank_not_in_group": "torch asks this of every group it is given: one let go of says so",
+    "c10d_logger._get_msg_dict": "torch calls it when a collective has raised: the moment to say why",
+    "distributed_c10d._get_default_store": "the world's store, where members agree and backends meet",
+    "distributed_c10d._register_process_group": "functional collectives find a group by name",
+    "distributed_c10d._unregister_process_group": "the registry keeps a group alive until it is told",
+    "distributed_c10d._use_torchcomms_enabled": "torchcomms cannot be made member by member",
+    "distributed_c10d._get_default_timeout": "the timeout of a world whose backend does not tell",
+    "device_mesh.DeviceMesh._hash_key": "meshes of one shape with groups of their own have to differ",
+    "nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model": "others' weights are not DDP's",
+    "nn.Module._buffers": "a pipeline's first pass with a shape runs on copies of the buffers",
+    "Tensor._post_accumulate_grad_hooks": "hooks that some schedules of a pipeline would skip",
+    "ProcessGroup._set_default_backend": "a group built directly is told what it runs on",
+    "ProcessGroup._register_backend": "the same, device by device",
+    "ProcessGroup._get_backend": "the world's timeout is kept by its backend",
+    "ProcessGroup._device_types": "the devices a group answers for",
+    "ProcessGroup._set_group_name": "torch names only what new_group makes",
+    "ProcessGroup._set_group_desc": "profiles and flight records show this",
+    "ProcessGroupGloo._Options._devices": "a lazy device can be handed over in no other way",
+    "ProcessGroupGloo._Options._threads": "how many threads a group takes",
+    "ProcessGroupGloo._Options._timeout": "options of ours carry their timeout",
+    "ProcessGroupGloo.create_device": "a device that connects when it is first used",
+    "_C._distributed_c10d.FakeProcessGroup._create_internal": "dry runs",
+    "_C._distributed_c10d.FakeProcessGroup.Options.error_on_collective": "what a released group answers with",
+}
+"""The private names of torch, each with its reason."""
+
+
+def missing_names(torch: Any = torch) -> dict[str, str]:
+    """The names of the seam that this torch does not have, with what each is needed for."""
+
+    def there(path: str) -> bool:
+        root, *names = path.split(".")
+        place = getattr(torch if root in ("_C", "nn", "Tensor") else torch.distributed, root, None)
+        for name in names:
+            place = getattr(place, name, getattr(place, "__annotations__", {}).get(name))
+        return place is not None
+
+    optional = {name for name in SEAM if name.startswith("ProcessGroupGloo") and not dist.is_gloo_available()}
+    return {name: reason for name, reason in SEAM.items() if name not in optional and not there(name)}
+
+
+if _gone := missing_names():
+    raise SeamError(
+        f"torch {torch.__version__} lacks what pgmesh, tried on torch {', '.join(TRIED_ON)}, makes groups with:"
+        + "".join(f"\n  {name}: {reason}" for name, reason in _gone.items())
+    )
+
+_FakeBackend: Any = torch._C._distributed_c10d.FakeProcessGroup
+PREFIX = "pgmesh/"
+"""Start of the names of all groups and store keys of pgmesh."""
+
+on_destroy: list[Callable[[Any], None]] = []
+"""Hooks called with each group that torch destroys."""
+
+on_world_end: list[Callable[[str], None]] = []
+"""Hooks called with the reason when torch destroys the world."""
+
+on_failure: list[Callable[[Any, BaseException], bool]] = []
+"""Hooks called with the group and the error of a collective that failed. A hook may raise a better error. It returns
+whether the error is pgmesh's own, which torch then need not describe."""
+
+destroyed: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+"""Groups that were destroyed, each with the error message for whoever still uses it."""
+
+
+class _Names(dict[Any, str]):
+    """torch's table of group names. Its length does not count groups of pgmesh.
+
+    torch names the groups of its local synchronisation by this length. A rank that holds more groups of pgmesh than
+    another would name them differently. torch's own destroy calls the hooks from here.
+    """
+
+    def __len__(self) -> int:
+        return sum(not name.startswith(PREFIX) for name in self.values())
+
+    def __delitem__(self, group: Any) -> None:
+        super().__delitem__(group)
+        for hook in on_destroy:
+            hook(group)
+
+    def clear(self) -> None:
+        super().clear()
+        for hook in on_world_end:
+            hook("torch.distributed was destroyed")
+
+
+_is_outside = c10d._rank_not_in_group
+_describe_failure = c10d_logger._get_msg_dict
+
+
+def _check_and_report_destroyed(group: Any) -> Any:
+    """torch's check of every group that it is given. A destroyed group raises LifetimeError with its message."""
+    if destroyed and group in destroyed:
+        raise LifetimeError(destroyed[group])
+    return _is_outside(group)
+
+
+def _explain_failure(function: str, *args: Any, **kwargs: Any) -> Any:
+    """torch's description of a collective that raised. The hooks may raise a better error in its place."""
+    error = sys.exc_info()[1]
+    group = next((each for each in (*args, *kwargs.values()) if isinstance(each, dist.ProcessGroup)), None)
+    if error is not None and any(hook(group, error) for hook in on_failure):
+        return {"func_name": function}
+    return _describe_failure(function, *args, **kwargs)
+
+
+def _mark_of(mesh: DeviceMesh) -> Any:
+    """The mark that tells DeviceMeshes of one shape apart: the one of the root mesh."""
+    root = mesh.__dict__.get("_root_mesh")
+    return (mesh if root is None else root).__dict__.get("_thread_id")
+
+
+def mark(mesh: DeviceMesh, mark: Any) -> None:
+    """Set the mark of a DeviceMesh: meshes with different marks are unequal."""
+    mesh.__dict__["_thread_id"], mesh.__dict__["_hash"] = mark, None
+
+
+# torch takes DeviceMeshes of one shape for equal whatever their groups are. What DTensor caches for one mesh would then
+# run on the groups of another. torch does compare this field, made for tests that run ranks as threads.
+DeviceMesh._thread_id = property(_mark_of, mark)  # type: ignore[assignment]
+c10d._changed_by_pgmesh = __file__
+c10d._pg_names = _Names(c10d._pg_names)
+c10d._rank_not_in_group = _check_and_report_destroyed
+c10d_logger._get_msg_dict = _explain_failure
+
+
+# -- modules and tensors ------------------------------------------------------------------------------------------
+
+
+def exclude_from_ddp(module: torch.nn.Module, names: Sequence[str]) -> None:
+    """Make DDP ignore these parameters and buffers of a module."""
+    ignore: Any = torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    ignore(module, names)
+
+
+def buffer_table(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """The buffers of a module by name, None included: a table that may be changed and restored."""
+    return module._buffers
+
+
+def has_gradient_hooks(weight: torch.Tensor) -> bool:
+    """Whether hooks wait for the gradient of a weight."""
+    return bool(weight._post_accumulate_grad_hooks)
+
+
+# -- the world ----------------------------------------------------------------------------------------------------
+
+
+def default_store() -> Any:
+    """The store of the default group."""
+    return c10d._get_default_store()
+
+
+def default_timeout(backend: str) -> timedelta:
+    """torch's default timeout for the groups of a backend."""
+    timeout: timedelta = c10d._get_default_timeout(c10d.Backend(backend))
+    return timeout
+
+
+def uses_torchcomms() -> bool:
+    """Whether torch creates its groups through torchcomms."""
+    return bool(c10d._use_torchcomms_enabled())
+
+
+# -- torch's tables of groups -------------------------------------------------------------------------------------
+
+
+def all_groups() -> list[Any]:
+    """Every group that torch knows, the world's among them."""
+    return list(c10d._world.pg_map)
+
+
+def count_groups() -> int:
+    """Number of groups that torch knows, the world's among them."""
+    return len(c10d._world.pg_map)
+
+
+def is_known(group: Any) -> bool:
+    """Whether torch still knows a group."""
+    return group in c10d._world.pg_map
+
+
+def backend_name(group: Any) -> str:
+    """The backend of a group as it was asked for, such as ``cpu:gloo,cuda:nccl``."""
+    return str(c10d._world.pg_map[group][0])
+
+
+def register(
+    group: Any, name: str, description: str, backend: str | None, config: str, store: Any, ranks: Mapping[int, int]
+) -> None:
+    """Enter a group into torch's tables, as ``new_group`` does.
+
+    Args:
+        config: the backend of each device, such as ``cpu:gloo,cuda:nccl``.
+        store: the group's part of the world's store.
+        ranks: the index in the group of each member.
+    """
+    group._set_group_name(name)
+    group._set_group_desc(description)
+    world, tag = c10d._world, f"user:{name}"
+    c10d._register_process_group(name, group)
+    world.pg_map[group] = (backend, store)
+    world.pg_names[group] = name
+    world.pg_group_ranks[group] = ranks
+    world.pg_backend_config[group] = config
+    world.pg_to_tag[group] = tag
+    world.tags_to_pg[tag] = [group]
+
+
+def unregister(group: Any) -> None:
+    """Remove a group from torch's tables, without the hooks."""
+    world, name = c10d._world, group.group_name
+    for table in (world.pg_map, world.pg_group_ranks, world.pg_backend_config, world.pg_coalesce_state):
+        table.pop(group, None)
+    dict.pop(world.pg_names, group, None)
+    world.tags_to_pg.pop(world.pg_to_tag.pop(group, None), None)
+    c10d._unregister_process_group(name)
+
+
+def unregister_tag(group: Any) -> None:
+    """Remove the tag of a group from torch's tables: torch's own destroy leaves it there."""
+    c10d._world.tags_to_pg.pop(c10d._world.pg_to_tag.get(group), None)
+
+
+def unregister_rank_map(group: Any) -> None:
+    """Make torch take this process for no member of a group, as after its own destroy."""
+    c10d._world.pg_map.pop(group, None)
+
+
+# -- groups and backends ------------------------------------------------------------------------------------------
+
+
+def device_types(group: Any) -> list[torch.device]:
+    """The devices that a group serves."""
+    return list(group._device_types)
+
+
+def timeout_of(group: Any) -> timedelta | None:
+    """The timeout of a group's collectives, where its backend has one."""
+    for device in group._device_types:
+        with contextlib.suppress(AttributeError, RuntimeError):
+            timeout: timedelta = group._get_backend(device).options._timeout
+            return timeout
+    return None
+
+
+def new_group_object(
+    store: Any, rank: int, size: int, default: Any, backends: Iterable[tuple[torch.device, Any, Any]]
+) -> Any:
+    """A process group with these backends, not yet registered.
+
+    Args:
+        default: the type of the backend that the group calls its own.
+        backends: device, type and object of each backend.
+    """
+    group: Any = dist.ProcessGroup(store, rank, size)
+    group._set_default_backend(default)
+    for device, kind, backend in backends:
+        group._register_backend(device, kind, backend)
+    return group
+
+
+def gloo_backend(
+    store: Any,
+    rank: int,
+    size: int,
+    *,
+    devices: Sequence[Mapping[str, str]],
+    timeout: timedelta | None,
+    ranks: Sequence[int],
+    name: str,
+) -> Any:
+    """A Gloo backend that connects when it is first used.
+
+    Args:
+        devices: an ``interface`` or a ``hostname`` for each device.
+        ranks: the members' ranks in the world.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    settings = gloo._Options()
+    settings._devices = [gloo.create_device(**device, lazy_init=True) for device in devices]
+    settings._threads = 1  # collectives of one group run one after another, as on NCCL's stream
+    settings._timeout = timeout
+    settings.global_ranks_in_group = list(ranks)
+    settings.group_name = name
+    return gloo(store, rank, size, settings)
+
+
+def nccl_backend(
+    store: Any,
+    rank: int,
+    size: int,
+    *,
+    high_priority: bool,
+    config: Mapping[str, int | str],
+    timeout: timedelta | None,
+    ranks: Sequence[int],
+    name: str,
+) -> Any:
+    """An NCCL backend with a communicator of its own.
+
+    Args:
+        config: fields of ``ncclConfig_t``.
+        ranks: the members' ranks in the world.
+
+    Raises:
+        OptionsError: this torch's NCCL lacks a field.
+    """
+    settings: Any = dist.ProcessGroupNCCL.Options()
+    settings.is_high_priority_stream = high_priority
+    settings._timeout = timeout
+    settings.global_ranks_in_group = list(ranks)
+    settings.group_name = name
+    for field, value in config.items():
+        if not hasattr(settings.config, field):
+            raise OptionsError(f"this torch's NCCL has no setting {field}.")
+        setattr(settings.config, field, value)
+    return dist.ProcessGroupNCCL(store, rank, size, settings)
+
+
+def fake_backend(rank: int, size: int, *, fail: bool = False) -> Any:
+    """A backend that moves nothing. With ``fail``, each of its collectives raises an error."""
+    settings = _FakeBackend.Options()
+    settings.error_on_collective = fail
+    return _FakeBackend._create_internal(rank, size, settings)
+
+
+def replace_backends(group: Any, backend: Any) -> None:
+    """Make a group run all its collectives on another backend."""
+    # torch keeps the first backend of each type; no group of pgmesh has one of this type.
+    for device in group._device_types:
+        group._register_backend(device, dist.ProcessGroup.BackendType.UNDEFINED, backend)
+    group._set_default_backend(dist.ProcessGroup.BackendType.UNDEFINED)
