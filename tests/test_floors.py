@@ -1,10 +1,11 @@
-"""Imports point down only. Sources are read with ast, functions included; what only a type checker sees is left out."""
+"""Imports point down only and form no circle. Imports inside functions and for a type checker count."""
 
 from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator
+import graphlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,7 @@ def offences(path: str, source: str) -> list[str]:
     floor = floor_of(path.removesuffix(".py").removesuffix("/__init__"))
     if floor is None:
         return [f"{path} has no floor: give {Path(path).parts[0].removesuffix('.py')} its place in FLOORS"]
-    tree = Executed().visit(ast.parse(source))
+    tree = ast.parse(source)
     imports = [(line, whole) for line, _, whole in names_imported(path, tree)]
     found = {(line, f"imports {name}, which is above it") for line, name in imports if not may_import(floor, name)}
     found |= {(line, f"imports {name}") for line, name in imports if is_in(NEVER.get(floor, "-"), name)}
@@ -69,14 +70,6 @@ def offences(path: str, source: str) -> list[str]:
         private = [*private_names(path, tree), *foreign_names(path, tree, ours() | defined_names(source))]
         found |= {(line, f"uses {name}, which is private") for line, name in private}
     return [f"{path}:{line} {what}" for line, what in sorted(found)]
-
-
-class Executed(ast.NodeTransformer):
-    """Leaves out what only a type checker sees."""
-
-    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
-        self.generic_visit(node)
-        return node.orelse if ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING") else node
 
 
 def floor_of(module: str) -> str | None:
@@ -234,11 +227,49 @@ def test_imports_inside_functions_are_seen():
     assert offences("drawing/svg.py", source) == ["drawing/svg.py:3 imports pgmesh.mesh.x, which is above it"]
 
 
-def test_imports_for_a_type_checker_are_let_pass_but_not_their_else():
-    source = (
-        "if TYPE_CHECKING:\n    from pgmesh.mesh import x\n    import torch\nelse:\n    import pgmesh.groups"
-    )
-    assert offences("drawing/svg.py", source) == ["drawing/svg.py:5 imports pgmesh.groups, which is above it"]
+def test_imports_for_a_type_checker_are_seen():
+    source = "if TYPE_CHECKING:\n    from pgmesh.mesh import x\nelse:\n    import pgmesh.groups"
+    assert offences("drawing/svg.py", source) == [
+        "drawing/svg.py:2 imports pgmesh.mesh.x, which is above it",
+        "drawing/svg.py:4 imports pgmesh.groups, which is above it",
+    ]
+
+
+def imported_files(path: str, source: str, files: set[str]) -> set[str]:
+    """The other files of the package that a file imports, by their names without ``.py``."""
+    found = set()
+    for _, _, name in names_imported(path, ast.parse(source)):
+        parts = name.split(".")[1:] if name.startswith("pgmesh.") else []
+        homes = ("/".join(parts[:end]) for end in range(len(parts), 0, -1))
+        home = next((each for each in homes if each in files), None)
+        found |= {home} if home is not None else set()
+    return found - {path.removesuffix(".py")}
+
+
+def circle_in(sources: Mapping[str, str]) -> list[str]:
+    """Files that import one another in a circle, if there are some."""
+    files = {path.removesuffix(".py") for path in sources}
+    graph = {path.removesuffix(".py"): imported_files(path, source, files) for path, source in sources.items()}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_imports_form_no_circle():
+    sources = {str(file.relative_to(PACKAGE)): file.read_text() for file in PACKAGE.rglob("*.py")}
+    assert circle_in(sources) == []
+
+
+def test_a_circle_of_imports_is_seen():
+    sources = {
+        "a.py": "from pgmesh.b.c import x",
+        "b/c.py": "def f():\n    from pgmesh import d",
+        "d.py": "if TYPE_CHECKING:\n    from pgmesh.a import y",
+    }
+    assert {*circle_in(sources)} == {"a", "b/c", "d"}
+    assert circle_in({**sources, "d.py": "import pgmesh.e"}) == []
 
 
 def test_a_new_file_has_to_be_given_a_floor():

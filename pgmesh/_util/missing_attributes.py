@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pgmesh._util.sizes import Text, brief, spell
-
-if TYPE_CHECKING:
-    from pgmesh.layout import Layout
 
 _PLACES = {
     "get_rank": "{it}.rank",
@@ -89,7 +86,7 @@ class _Absent:
     def __get__(self, of: Any, kind: type) -> Any:
         if of is None:
             raise AttributeError(f"type object {kind.__name__!r} has no attribute {self.name!r}")
-        layout: Layout = getattr(of, "layout", of)
+        layout: Any = getattr(of, "layout", of)
         rank, axes = str(layout.rank_of([0] * len(layout.axes))), [repr(axis) for axis in layout.axes]
         made = layout.spell("ProcessGroupMesh") if "{made}" in self.call else ""
         if made != brief(made, ""):

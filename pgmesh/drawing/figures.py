@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from pgmesh.drawing.plain_text import GAP, Place, place_in_words, shown_indices
 
 if TYPE_CHECKING:
-    from pgmesh.layout import Axis, Layout
+    from pgmesh.drawing.drawable import Axis, Drawable
     from pgmesh.topology.hosts import Level
 
 MOST = 1024
@@ -126,7 +126,7 @@ class Figure:
 
 
 def figure(
-    layout: Layout,
+    layout: Drawable,
     *axes: Axis,
     host: Level | None = None,
     mark: int | None = None,
@@ -175,7 +175,7 @@ def figure(
     )
 
 
-def _fitting(layout: Layout, mark: int | None, most: int, wide: int) -> list[Place]:
+def _fitting(layout: Drawable, mark: int | None, most: int, wide: int) -> list[Place]:
     """The indices of each axis to show, of outer axes the fewest, so that there are about so many cells at most."""
     limits = [min(size, least) for size, least in zip(layout.shape, [most] * (len(layout.axes) - 1) + [wide])]
     for i, limit in enumerate(limits):
@@ -202,7 +202,7 @@ def _skipped(axes: Sequence[Axis], shown: Sequence[Place], outer: Place) -> tupl
 
 
 def _panel(
-    layout: Layout,
+    layout: Drawable,
     outer: Place,
     shown: list[Place],
     chosen: tuple[Axis, ...],

@@ -10,7 +10,7 @@ from itertools import product, repeat
 from typing import TYPE_CHECKING, Union
 
 if TYPE_CHECKING:
-    from pgmesh.layout import Layout
+    from pgmesh.drawing.drawable import Drawable
 
 MOST = 8
 """How many indices of one axis are shown before the middle is left out."""
@@ -20,7 +20,7 @@ Place = tuple[Union[int, str], ...]
 """An index on each of some axes, ``GAP`` where indices are left out."""
 
 
-def text(layout: Layout, *, mark: int | None = None, width: int = 80) -> str:
+def text(layout: Drawable, *, mark: int | None = None, width: int = 80) -> str:
     """A layout as lines of text, panels side by side as far as ``width`` goes.
 
     Args:
@@ -44,7 +44,7 @@ def text(layout: Layout, *, mark: int | None = None, width: int = 80) -> str:
     return "\n".join("  ".join(line) for strip in strips for line in zip(*strip))
 
 
-def _table(layout: Layout, outer: Place, shown: list[Place], mark: int | None) -> list[list[str]]:
+def _table(layout: Drawable, outer: Place, shown: list[Place], mark: int | None) -> list[list[str]]:
     """The words of one panel: the names of its columns, then a line for each row of ranks."""
     axes = layout.axes[len(outer) :]
     columns = list(product(*shown[-1:]))
@@ -66,7 +66,7 @@ def _frame(title: str, table: list[list[str]], widths: list[int]) -> list[str]:
     return [f"┌{top:─<{room}}┐", *(f"│{line:<{room}}│" for line in lines), f"└{'─' * room}┘"]
 
 
-def _rank(layout: Layout, place: Place, mark: int | None) -> str:
+def _rank(layout: Drawable, place: Place, mark: int | None) -> str:
     coord = [index for index in place if isinstance(index, int)]
     if len(coord) < len(place):
         return GAP
@@ -74,7 +74,7 @@ def _rank(layout: Layout, place: Place, mark: int | None) -> str:
     return f"[{rank}]" if rank == mark else str(rank)
 
 
-def shown_indices(layout: Layout, mark: int | None, limits: Iterable[int]) -> list[Place]:
+def shown_indices(layout: Drawable, mark: int | None, limits: Iterable[int]) -> list[Place]:
     """The indices of each axis that a picture shows: all of a short one; of a long one the ends and the marked."""
     here = layout.coord_of(mark) if mark is not None and mark in layout else (0,) * len(layout.axes)
     return [

@@ -15,7 +15,7 @@ from pgmesh.drawing.figures import Cell, Figure, Panel
 from pgmesh.drawing.plain_text import GAP
 
 if TYPE_CHECKING:
-    from pgmesh.layout import Axis, Layout
+    from pgmesh.drawing.drawable import Axis, Drawable
     from pgmesh.topology.hosts import Level
 
 WIDTH = 1380
@@ -108,7 +108,7 @@ class Sizes:
         return cls(11, 9, 22, 28, 6) if cells <= 256 else cls(8, 7.5, 14, 20, 4)
 
 
-def of(layout: Layout, *axes: Axis, host: Level | None = None, mark: int | None = None) -> str:
+def of(layout: Drawable, *axes: Axis, host: Level | None = None, mark: int | None = None) -> str:
     """A layout as SVG, a colour to each group along some axes.
 
     >>> of(layout, "tp").count("<title>")
@@ -117,7 +117,7 @@ def of(layout: Layout, *axes: Axis, host: Level | None = None, mark: int | None 
     return drawing(figures.figure(layout, *axes, host=host, mark=mark)).svg()
 
 
-def beside(*layouts: Layout, host: Level | None = None) -> str:
+def beside(*layouts: Drawable, host: Level | None = None) -> str:
     """Layouts side by side as SVG, such as two meshes over the same ranks.
 
     >>> beside(layout, layout.view(edp=2, ep=4)).count('<rect class="cell"')

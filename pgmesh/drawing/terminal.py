@@ -12,7 +12,7 @@ from pgmesh.drawing.plain_text import GAP
 from pgmesh.drawing.styled_text import Line, wrapped
 
 if TYPE_CHECKING:
-    from pgmesh.layout import Axis, Layout
+    from pgmesh.drawing.drawable import Axis, Drawable
     from pgmesh.topology.hosts import Level
 
 MOST = 256
@@ -20,7 +20,7 @@ MOST = 256
 
 
 def lines(
-    layout: Layout,
+    layout: Drawable,
     *axes: Axis,
     host: Level | None = None,
     mark: int | None = None,

@@ -12,7 +12,7 @@ from pgmesh.planning import axis_heuristics, costs, text_report
 
 if TYPE_CHECKING:
     from pgmesh.layout import Axis, Layout
-    from pgmesh.planning.plan import Plan
+    from pgmesh.planning.data import PlanData
     from pgmesh.planning.rank_report import Place
 
 STYLE = f"""
@@ -29,7 +29,7 @@ code {{ background: #f1f5f9; padding: .1rem .35rem; border-radius: 4px }}
 """
 
 
-def figures(plan: Plan, *axes: Axis, title: str | None = None) -> list[Figure]:
+def figures(plan: PlanData, *axes: Axis, title: str | None = None) -> list[Figure]:
     """The mesh of a plan and its views, side by side over the same ranks and hosts.
 
     Args:
@@ -54,7 +54,7 @@ def colour_axes(layout: Layout) -> tuple[Axis, ...]:
     return tuple((axis_heuristics.heaviest(wide) or wide[-1:])[:1])
 
 
-def page(plans: Sequence[Plan], *axes: Axis) -> str:
+def page(plans: Sequence[PlanData], *axes: Axis) -> str:
     """A whole page of one plan, or of several side by side.
 
     >>> from pgmesh.planning.plan import plan
@@ -85,7 +85,7 @@ def _whole(name: str, parts: Sequence[str]) -> str:
     return f'<!doctype html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}\n</body>\n</html>\n'
 
 
-def part(plan: Plan, *axes: Axis) -> str:
+def part(plan: PlanData, *axes: Axis) -> str:
     """One plan as a part of a page."""
     parts = [f"<h1>{safe(text_report.title(plan))}</h1>"]
     for finding in plan.findings:
@@ -120,7 +120,7 @@ def _sources() -> str:
     return "\n".join([*parts, "</ul>"])
 
 
-def _table(plan: Plan) -> str:
+def _table(plan: PlanData) -> str:
     head = "<th>family<th class=n>size<th class=n>groups<th class=n>stride"
     head += "".join(f"<th class=n>{level.name}s<th>kind<th class=n>ring hops that leave" for level in plan.machine)
     rows = []

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pgmesh._util.sizes import many
 from pgmesh.drawing.styled_text import Line, columns, ranks_in, wrapped
 from pgmesh.planning import axis_heuristics, costs
 
 if TYPE_CHECKING:
-    from pgmesh.planning.plan import FamilyPlan, Plan
+    from pgmesh.planning.data import FamilyPlan, PlanData
     from pgmesh.topology.locality import Spread
+
+P = TypeVar("P", bound="PlanData")
 
 STYLES = {"intra": "green", "mixed": "yellow", "inter": ""}
 
 
-def whole(plan: Plan, width: int = 80) -> list[Line]:
+def whole(plan: PlanData, width: int = 80) -> list[Line]:
     """All of a plan."""
     return [[(title(plan), "bold")], [], *table(plan, width), [], *price(plan, width), [], *findings(plan, width)]
 
 
-def title(plan: Plan) -> str:
+def title(plan: PlanData) -> str:
     """``64 ranks: pp=2 dp=4 cp=2 tp=4 on 8 hosts of 8``."""
     layout = plan.layout
     where = f" on {' in '.join(map(str, plan.machine))}" if plan.machine else ""
@@ -29,7 +31,7 @@ def title(plan: Plan) -> str:
     return f"{many(len(layout), 'rank')}{axes}{where}"
 
 
-def table(plan: Plan, width: int = 80) -> list[Line]:
+def table(plan: PlanData, width: int = 80) -> list[Line]:
     """A row for each family, with fewer words where they would not fit."""
     if not plan.families:
         return [[("No axes, so no groups.", "")]]
@@ -50,7 +52,7 @@ def table(plan: Plan, width: int = 80) -> list[Line]:
     return columns(table, right)
 
 
-def rows(plan: Plan, of: bool = True) -> list[list[tuple[str, str]]]:
+def rows(plan: PlanData, of: bool = True) -> list[list[tuple[str, str]]]:
     """The cells of each family: name, size, groups, stride; then for each level units, kind and hops.
 
     Args:
@@ -66,7 +68,7 @@ def rows(plan: Plan, of: bool = True) -> list[list[tuple[str, str]]]:
     return rows
 
 
-def price(plan: Plan, width: int = 80) -> list[Line]:
+def price(plan: PlanData, width: int = 80) -> list[Line]:
     """How many communicators, and what they would take."""
     count = plan.communicators
     if not count:
@@ -89,7 +91,7 @@ def price(plan: Plan, width: int = 80) -> list[Line]:
     return lines
 
 
-def findings(plan: Plan, width: int = 80) -> list[Line]:
+def findings(plan: PlanData, width: int = 80) -> list[Line]:
     """What to know, the bad in red, then what would mend it."""
     lines: list[Line] = []
     for finding in plan.findings:
@@ -103,7 +105,7 @@ def findings(plan: Plan, width: int = 80) -> list[Line]:
     return lines
 
 
-def comparison(plans: Sequence[Plan]) -> list[Line]:
+def comparison(plans: Sequence[PlanData]) -> list[Line]:
     """A row for each family, a column for each plan: how many hosts a group spans, and how many hops leave."""
     names = list(dict.fromkeys(family.name for plan in plans for family in plan.families))
     levels = [level.name for level in plans[0].machine]
@@ -118,10 +120,10 @@ def comparison(plans: Sequence[Plan]) -> list[Line]:
     return columns(rows, [False, *([False] * len(plans))], gap="   ")
 
 
-def best(plans: Sequence[Plan]) -> Plan:
+def best(plans: Sequence[P]) -> P:
     """The plan whose heaviest axes span the fewest hosts; the first of those that are equal."""
 
-    def weight(plan: Plan) -> list[int]:
+    def weight(plan: PlanData) -> list[int]:
         heavy = [str(axis) for axis in axis_heuristics.heaviest(plan.layout.axes)]
         rest = [str(axis) for axis in plan.layout.axes if str(axis) not in heavy]
         return [lie.high for name in heavy + rest for lie in reversed(plan[name].spreads)]
