@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from pgmesh.cli.arguments import Typed, UsageError
+from pgmesh.cli.arguments import CommandLine, UsageError
 from pgmesh.errors import PgmeshError
 
 COMMANDS = {
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a frame that a terminal cannot draw is no reason to fail
     command = importlib.import_module(f"pgmesh.cli.{args.command}")
     try:
-        return int(command.run(args, Typed(words)))
+        return int(command.run(args, CommandLine(words)))
     except (UsageError, PgmeshError) as error:
         print(f"pgmesh {args.command}: {error}", file=sys.stderr)
         return 2

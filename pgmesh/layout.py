@@ -36,7 +36,7 @@ from pgmesh._util.sizes import (
     enough,
     fill,
     fill_with,
-    is_truth,
+    is_boolean,
     is_word,
     progression,
     some,
@@ -553,7 +553,7 @@ class Layout:
     def _indices(self, i: int, keep: Iterable[Any]) -> Iterable[Any]:
         """Indices to keep of an axis; PlaceError if they are a mask."""
         kept = tuple(keep)
-        if len(kept) != len(self._steps[i]) or not all(map(is_truth, kept)):
+        if len(kept) != len(self._steps[i]) or not all(map(is_boolean, kept)):
             return kept
         axis, places = self._axes[i], [place for place, keeps in enumerate(kept) if keeps]
         if not places:

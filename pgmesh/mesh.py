@@ -23,7 +23,7 @@ from pgmesh._util.sizes import (
 )
 from pgmesh.drawing import plain_text
 from pgmesh.errors import AxisError, LifetimeError, MembershipError, OptionsError, PlaceError, ShapeError
-from pgmesh.groups.cache import Family, find_family, living
+from pgmesh.groups.cache import GroupCache, find_cache, living
 from pgmesh.groups.world import world_rank_and_size
 from pgmesh.layout import Axis, Keep, Layout, Partition, at_call, taken
 from pgmesh.options import Timeout, named_timeout, to_timedelta
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from pgmesh.connect.connecting import Connected
-    from pgmesh.connect.report import Report, Stats
-    from pgmesh.topology.locality import Spread
+    from pgmesh.connect.report import Held, Report, Stats
+    from pgmesh.topology.locality import Locality
 
 CONNECT = timedelta(seconds=30)
 """How long ``connect`` waits for the others."""
@@ -69,10 +69,10 @@ class ProcessGroupMesh:
     ((2, 2, 2), ('pp', 'dp', 'tp'), 5, (1, 0, 1))
     """
 
-    __slots__ = ("__weakref__", "_answers", "_family", "_groups", "_part_of", "_parts", "_way", "layout")
+    __slots__ = ("__weakref__", "_answers", "_cache", "_groups", "_part_of", "_parts", "_way", "layout")
 
     layout: Layout  # where each rank sits, without processes
-    _family: Family
+    _cache: GroupCache
     _part_of: Layout  # the layout whose device mesh ours is a slice of
     _groups: dict[tuple[Axis, ...], ProcessGroup]
     _parts: dict[Any, ProcessGroupMesh]
@@ -99,12 +99,12 @@ class ProcessGroupMesh:
         else:
             box = fill_with(who, box, order, more)
         layout = Layout.of(box, order)
-        self._set(layout, Family(name, layout), way=(), part_of=layout)
+        self._set(layout, GroupCache(name, layout), way=(), part_of=layout)
 
-    def _set(self, layout: Layout, family: Family, *, way: tuple[tuple[str, Layout], ...], part_of: Layout) -> None:
-        self.layout, self._family, self._way, self._part_of = layout, family, way, part_of
+    def _set(self, layout: Layout, cache: GroupCache, *, way: tuple[tuple[str, Layout], ...], part_of: Layout) -> None:
+        self.layout, self._cache, self._way, self._part_of = layout, cache, way, part_of
         self._groups, self._parts, self._answers = {}, {}, {}
-        family.remember(self)
+        cache.remember(self)
 
     def forget(self) -> None:
         """Ask the family again for every group: some were let go of."""
@@ -112,7 +112,7 @@ class ProcessGroupMesh:
 
     def _part(self, verb: str, layout: Layout, *, part_of: Layout | None = None) -> ProcessGroupMesh:
         mesh = object.__new__(ProcessGroupMesh)
-        mesh._set(layout, self._family, way=(*self._way, (verb, self.layout)), part_of=part_of or layout)
+        mesh._set(layout, self._cache, way=(*self._way, (verb, self.layout)), part_of=part_of or layout)
         return mesh
 
     # -- what it is ---------------------------------------------------------------------------------------------
@@ -138,7 +138,24 @@ class ProcessGroupMesh:
     @property
     def name(self) -> str | None:
         """What tells this mesh from others on every rank."""
-        return self._family.name
+        return self._cache.name
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the mesh has ended and makes no more groups: it was closed, or its world ended.
+
+        >>> mesh.is_closed
+        False
+        """
+        return self._cache.ended is not None
+
+    def shares_groups(self, other: ProcessGroupMesh) -> bool:
+        """Whether another mesh has the same groups: one is a view or a slice of the other, or both are of a third.
+
+        >>> mesh.shares_groups(mesh.at(pp=1)), mesh.shares_groups(ProcessGroupMesh(8, name="other"))
+        (True, False)
+        """
+        return self._cache is other._cache
 
     @property
     def rank(self) -> int:
@@ -147,7 +164,7 @@ class ProcessGroupMesh:
         >>> mesh.rank, mesh.rank in mesh, mesh.rank in mesh.at(pp=0)
         (5, True, False)
         """
-        return self._family.rank
+        return self._cache.rank
 
     @property
     def coord(self) -> tuple[int, ...] | None:
@@ -311,9 +328,9 @@ class ProcessGroupMesh:
                 pass
         self._check_member()
         if options:
-            return self._family.group(self.layout, axes, _tag(options.pop("tag", None)), options)
-        with self._family.lock:  # so that no release comes between
-            return self._groups.setdefault(axes, self._family.group(self.layout, axes, "", {}))
+            return self._cache.group(self.layout, axes, _tag(options.pop("tag", None)), options)
+        with self._cache.lock:  # so that no release comes between
+            return self._groups.setdefault(axes, self._cache.group(self.layout, axes, "", {}))
 
     def group_of(self, ranks: Iterable[int], *, tag: str | None = None, **options: Any) -> ProcessGroup:
         """The process group of any ranks of the mesh; the members alone call, in any order.
@@ -331,7 +348,7 @@ class ProcessGroupMesh:
         >>> dist.get_process_group_ranks(mesh.group_of([5, 0, 3]))
         [0, 3, 5]
         """
-        return self._family.group_of(self._members(ranks), _tag(tag), options)
+        return self._cache.group_of(self._members(ranks), _tag(tag), options)
 
     def _members(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Ranks of the mesh in its order, this rank among them."""
@@ -363,7 +380,7 @@ class ProcessGroupMesh:
 
         >>> mesh.configure("pp", timeout=600)
         """
-        self._family.configure(self.layout, axes, _tag(tag), options)
+        self._cache.configure(self.layout, axes, _tag(tag), options)
 
     def set_timeout(self, *axes: Axis, timeout: Timeout | None = None) -> None:
         """Change how long collectives of groups that were made may wait, from the next one on, on this rank.
@@ -388,14 +405,14 @@ class ProcessGroupMesh:
         limit = named_timeout("mesh", axes, timeout, of="axes", known=self.axes)
         if axes:
             block = self.layout.block_of(self.rank, *axes)
-            if not self._family.set_timeout(limit, lambda ranks: ranks == block):
+            if not self._cache.set_timeout(limit, lambda ranks: ranks == block):
                 words = ", ".join([*map(repr, axes), f"timeout={limit.total_seconds():g}"])
                 raise OptionsError(
                     f"this rank has no group along {', '.join(map(str, axes))} yet, whose timeout could be changed.\n\n"
                     f"  mesh.configure({words})   # on every member: the group is made so"
                 )
         else:
-            self._family.set_timeout(limit, frozenset(self.layout.ranks()).issuperset)
+            self._cache.set_timeout(limit, frozenset(self.layout.ranks()).issuperset)
 
     def adopt(self, axis: Axis, group: ProcessGroup) -> None:
         """Take a group that was made elsewhere for the one along an axis; it is never destroyed from here.
@@ -413,11 +430,9 @@ class ProcessGroupMesh:
         self._check_member()
         if hasattr(axis, "group_name"):
             raise PlaceError(f"adopt takes an axis and then a group.\n\n  mesh.adopt({group!r}, group)")
-        self._family.adopt(self.layout, (axis,), group)
+        self._cache.adopt(self.layout, (axis,), group)
 
-    def connect(
-        self, *families: Axis | tuple[Axis, ...], timeout: Timeout = CONNECT, progress: bool = False
-    ) -> Connected:
+    def connect(self, *axes: Axis | tuple[Axis, ...], timeout: Timeout = CONNECT, progress: bool = False) -> Connected:
         """Connect and warm groups now, with all their members, or say within seconds who is missing and why.
 
         The one verb that waits for others: each member of each group calls it, in any order. It compares what they
@@ -426,7 +441,7 @@ class ProcessGroupMesh:
         not met again.
 
         Args:
-            families: the axes of each group: "tp", or ("dp", "tp") for one along two. Each axis, if none are given.
+            axes: the axes of each group: "tp", or ("dp", "tp") for one along two. Each axis, if none are given.
             timeout: how long to wait for the others: a timedelta or a number of seconds.
             progress: show a bar.
 
@@ -442,7 +457,7 @@ class ProcessGroupMesh:
         """
         self._check_member()
         seconds = to_timedelta(timeout).total_seconds()
-        for each in families:
+        for each in axes:
             if isinstance(each, (list, set)):
                 raise AxisError(
                     f"a family is an axis or a tuple of axes, not the {type(each).__name__} {each!r}.\n\n"
@@ -453,10 +468,10 @@ class ProcessGroupMesh:
             connect,  # here and below: what a program may never use is not loaded before
         )
 
-        combinations = [each if isinstance(each, tuple) else (each,) for each in families or self.axes]
-        return connect(self._family, self.layout, combinations, seconds, progress=progress)
+        combinations = [each if isinstance(each, tuple) else (each,) for each in axes or self.axes]
+        return connect(self._cache, self.layout, combinations, seconds, progress=progress)
 
-    def locality(self, *axes: Axis, timeout: Timeout = CONNECT) -> Spread:
+    def locality(self, *axes: Axis, timeout: Timeout = CONNECT) -> Locality:
         """How the groups along these axes lie on the hosts: each inside one, each rank on another, or mixed.
 
         The ranks say themselves where they are, once in a world: every rank of the mesh calls it, in any order.
@@ -476,7 +491,7 @@ class ProcessGroupMesh:
         'intra'
         """
         self._check_member()
-        self._family.check()
+        self._cache.check()
         self.layout.size(*axes)
         from pgmesh.topology.host_mapping import place
 
@@ -497,7 +512,7 @@ class ProcessGroupMesh:
         """
         from pgmesh.connect.report import report
 
-        return report(self._family)
+        return report(self._cache)
 
     def report_on(self, number: int) -> None:
         """Print the report to stderr whenever this signal comes: ``mesh.report_on(signal.SIGUSR1)``.
@@ -509,8 +524,19 @@ class ProcessGroupMesh:
         """
         from pgmesh.connect.report import print_on, report
 
-        family = weakref.ref(self._family)
-        print_on(number, lambda: report(there) if (there := family()) else "a mesh that is gone")
+        cache = weakref.ref(self._cache)
+        print_on(number, lambda: report(there) if (there := cache()) else "a mesh that is gone")
+
+    def held(self) -> tuple[Held, ...]:
+        """The groups that this rank holds of this mesh, its views and slices.
+
+        >>> group = mesh.group("tp")
+        >>> [(held.ranks, held.used) for held in mesh.held()]
+        [((4, 5), None)]
+        """
+        from pgmesh.connect.report import held
+
+        return held(self._cache)
 
     def stats(self) -> Stats:
         """Counts of this mesh, its views and slices on this rank.
@@ -520,7 +546,7 @@ class ProcessGroupMesh:
         """
         from pgmesh.connect.report import stats
 
-        return stats(self._family)
+        return stats(self._cache)
 
     def release(self, *axes: Axis, ranks: Iterable[int] | None = None) -> None:
         """Destroy this rank's groups along these axes, tagged ones and twins too, with all they hold.
@@ -542,11 +568,11 @@ class ProcessGroupMesh:
         """
         self._check_member()
         if ranks is None:
-            self._family.release(self.layout.block_of(self.rank, *axes))
+            self._cache.release(self.layout.block_of(self.rank, *axes))
         elif axes:
             raise AxisError(f"release either axes ({', '.join(map(str, axes))}) or ranks, not both at once.")
         else:
-            self._family.release(self._members(ranks))
+            self._cache.release(self._members(ranks))
 
     def close(self) -> None:
         """Destroy every group of this mesh, its views and slices; they go on to know every rank's place.
@@ -557,7 +583,7 @@ class ProcessGroupMesh:
             LifetimeError: this is a view or a slice, whose groups belong to the mesh it came from.
         """
         self._check_root()
-        self._family.close()
+        self._cache.close()
 
     def __enter__(self) -> ProcessGroupMesh:
         self._check_root()
@@ -665,14 +691,25 @@ class ProcessGroupMesh:
         """
         self._check_member()
         names = tuple(str(axis) for axis in self.layout.along(self.rank, *axes).axes)
-        return self._family.device_mesh(self._part_of, names)
+        return self._cache.device_mesh(self._part_of, names)
+
+    def adopt_device_mesh(self, device_mesh: DeviceMesh) -> None:
+        """Return slices of this DeviceMesh from ``device_mesh`` from now on. Its groups were adopted before.
+
+        Args:
+            device_mesh: torch's, with the ranks and the axes of this mesh.
+
+        >>> mesh.adopt_device_mesh(mesh.device_mesh())
+        """
+        self._check_member()
+        self._cache.adopt_device_mesh(self.layout, device_mesh)
 
     # -- text and travel ----------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         layouts = [*(layout for _, layout in self._way), self.layout]
         calls = map(_call_of, (verb for verb, _ in self._way), layouts, layouts[1:])
-        return self._family.call + "".join(calls)
+        return self._cache.call + "".join(calls)
 
     def __str__(self) -> str:
         return plain_text.text(self.layout, mark=self.rank)
@@ -683,7 +720,7 @@ class ProcessGroupMesh:
         return svg.of(self.layout, mark=self.rank)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        root = (self._family.name, self._family.number, self._family.layout, self._family.call, self._family.rank)
+        root = (self._cache.name, self._cache.number, self._cache.layout, self._cache.call, self._cache.rank)
         return _revive, (root, self.layout, self._way, self._part_of)
 
     def _check_root(self) -> None:
@@ -712,9 +749,9 @@ def meshes() -> dict[str, ProcessGroupMesh]:
     True
     """
     found: dict[str, ProcessGroupMesh] = {}
-    for key, family in living().items():
+    for key, cache in living().items():
         found[key] = mesh = object.__new__(ProcessGroupMesh)
-        mesh._set(family.layout, family, way=(), part_of=family.layout)
+        mesh._set(cache.layout, cache, way=(), part_of=cache.layout)
     return found
 
 
@@ -780,8 +817,8 @@ def _revive(
 ) -> ProcessGroupMesh:
     """A mesh that travelled: of its family where that lives here, else of one made anew."""
     mesh = object.__new__(ProcessGroupMesh)
-    family = find_family(*root)
-    if family.rank != root[-1]:  # along its own rank is another slice
+    cache = find_cache(*root)
+    if cache.rank != root[-1]:  # along its own rank is another slice
         way = tuple(("at" if verb == "along" else verb, before) for verb, before in way)
-    mesh._set(layout, family, way=way, part_of=part_of)
+    mesh._set(layout, cache, way=way, part_of=part_of)
     return mesh

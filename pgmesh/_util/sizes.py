@@ -137,10 +137,10 @@ def brief(text: str, instead: str) -> str:
     return text if len(text) <= SHORT else instead
 
 
-def is_truth(value: object) -> bool:
+def is_boolean(value: object) -> bool:
     """Whether a value is True or False, of Python, numpy or torch.
 
-    >>> is_truth(True), is_truth(1)
+    >>> is_boolean(True), is_boolean(1)
     (True, False)
     """
     dtype = getattr(value, "dtype", None)
@@ -156,7 +156,7 @@ def whole_number(value: Any) -> int:
     >>> whole_number(3)
     3
     """
-    if type(value) is not int and is_truth(value):
+    if type(value) is not int and is_boolean(value):
         raise TypeError(f"{value!r} is no number")
     return operator.index(value)
 

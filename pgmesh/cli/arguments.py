@@ -14,7 +14,7 @@ from pgmesh.cli.suggestions import SIZE, is_well, meant, mended
 from pgmesh.errors import PgmeshError
 from pgmesh.layout import Axis, Layout, alike
 from pgmesh.planning import text_report
-from pgmesh.planning.plan import laid_out
+from pgmesh.planning.plan import layout_of
 from pgmesh.topology.hosts import Level, Machine, take_machine
 
 USUAL = {1: ("dp",), 2: ("dp", "tp"), 3: ("pp", "dp", "tp"), 4: ("pp", "dp", "cp", "tp")}
@@ -31,7 +31,7 @@ class UsageError(Exception):
 
 
 @dataclass(frozen=True)
-class Typed:
+class CommandLine:
     """The words of a command line as they were typed, to be typed again with some of them changed."""
 
     words: tuple[str, ...]
@@ -39,7 +39,7 @@ class Typed:
     def but(self, changes: Mapping[str, str | None], *more: str) -> str:
         """The line with some words changed, left out (None) or added.
 
-        >>> Typed(("plan", "dp=3", "--nodes=2x4")).but({"dp=3": "dp=2", "2x4": "1x4"})
+        >>> CommandLine(("plan", "dp=3", "--nodes=2x4")).but({"dp=3": "dp=2", "2x4": "1x4"})
         'pgmesh plan dp=2 --nodes=1x4'
         """
         said: list[str] = []
@@ -57,13 +57,13 @@ class Typed:
     def but_run(self, run: Sequence[str], changed: Sequence[str]) -> str:
         """The line with the last run of words changed that are these; as it is where there is none.
 
-        >>> Typed(("show", "--rank", "2", "2", "2")).but_run(["2", "2"], ["2", "4"])
+        >>> CommandLine(("show", "--rank", "2", "2", "2")).but_run(["2", "2"], ["2", "4"])
         'pgmesh show --rank 2 2 4'
         """
         n, at = len(run), self._last(run)
         if at < 0:
             return self.but({})
-        return Typed((*self.words[:at], *changed, *self.words[at + n :])).but({})
+        return CommandLine((*self.words[:at], *changed, *self.words[at + n :])).but({})
 
     def has_run(self, run: Sequence[str]) -> bool:
         """Whether these words follow one another in the line."""
@@ -77,14 +77,14 @@ class Typed:
     def but_last(self, word: str, changed: str) -> str:
         """The line with the last of a word changed."""
         at = max(i for i, said in enumerate(self.words) if said == word)
-        return Typed((*self.words[:at], changed, *self.words[at + 1 :])).but({})
+        return CommandLine((*self.words[:at], changed, *self.words[at + 1 :])).but({})
 
 
 @dataclass(frozen=True)
-class Given:
+class ParsedMesh:
     """A mesh and its machine, as a command line says them."""
 
-    typed: Typed
+    typed: CommandLine
     sizes: dict[Axis, int]
     machine: Machine
     layout: Layout
@@ -114,7 +114,7 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def take(args: argparse.Namespace, typed: Typed, *, fit: bool = True) -> Given:
+def take(args: argparse.Namespace, typed: CommandLine, *, fit: bool = True) -> ParsedMesh:
     """The mesh that a command line says.
 
     Args:
@@ -124,17 +124,17 @@ def take(args: argparse.Namespace, typed: Typed, *, fit: bool = True) -> Given:
     machine = take_hosts(args, sizes, typed)
     if not sizes:
         command, *rest = typed.words
-        line = Typed((command, "pp=2", "dp=2", "tp=2", *rest))  # not behind a view, whose they would be
+        line = CommandLine((command, "pp=2", "dp=2", "tp=2", *rest))  # not behind a view, whose they would be
         raise UsageError("say the sizes of the axes.", (line.but({}), "for example"))
     if fit:
         sizes = fill(sizes, machine, where(args), typed)
     if args.order is not None:
         sizes = reorder(sizes, args.order, typed)
     fixed = {axis: size for axis, size in sizes.items() if size != -1}
-    return Given(typed, sizes, machine, laid_out(sizes if fit else fixed or {"dp": 1}))
+    return ParsedMesh(typed, sizes, machine, layout_of(sizes if fit else fixed or {"dp": 1}))
 
 
-def take_hosts(args: argparse.Namespace, sizes: Mapping[Axis, int], typed: Typed) -> Machine:
+def take_hosts(args: argparse.Namespace, sizes: Mapping[Axis, int], typed: CommandLine) -> Machine:
     try:
         return take_machine(args.nodes, args.domains)
     except PgmeshError as error:
@@ -159,7 +159,7 @@ def where(args: argparse.Namespace) -> str:
     return str(args.domains if args.nodes is None else args.nodes)
 
 
-def take_axes(text: str, layout: Layout, typed: Typed) -> tuple[Axis, ...]:
+def take_axes(text: str, layout: Layout, typed: CommandLine) -> tuple[Axis, ...]:
     """Axes of a layout that are written with commas."""
     names = [name for name in re.split(r"[,\s]+", text) if name]
     by_name = {str(axis): axis for axis in layout.axes}
@@ -180,10 +180,10 @@ def take_axes(text: str, layout: Layout, typed: Typed) -> tuple[Axis, ...]:
     return tuple(by_name[name] for name in names)
 
 
-def whole_views(views: Sequence[str], typed: Typed) -> tuple[list[str], Typed]:
+def whole_views(views: Sequence[str], typed: CommandLine) -> tuple[list[str], CommandLine]:
     """Views in one word each, where their sizes are words of their own behind ``moe:``; and the line with these.
 
-    >>> whole_views(["moe:", "ep=8", "edp=-1"], Typed(("plan", "dp=8", "--view", "moe:", "ep=8", "edp=-1")))[0]
+    >>> whole_views(["moe:", "ep=8", "edp=-1"], CommandLine(("plan", "dp=8", "--view", "moe:", "ep=8", "edp=-1")))[0]
     ['moe: ep=8 edp=-1']
     """
     said: list[str] = []
@@ -204,10 +204,10 @@ def whole_views(views: Sequence[str], typed: Typed) -> tuple[list[str], Typed]:
         fits = parts == rest[: len(parts)] != []
         whole.append(joined.pop(0) if fits else rest[0])
         del rest[: len(parts) if fits else 1]
-    return whole, Typed(tuple(said))
+    return whole, CommandLine(tuple(said))
 
 
-def take_views(words: Iterable[str], given: Given) -> dict[str, dict[str, int]]:
+def take_views(words: Iterable[str], given: ParsedMesh) -> dict[str, dict[str, int]]:
     """Views that are written ``moe: ep=8 edp=-1``."""
     views: dict[str, dict[str, int]] = {}
     for text in words:
@@ -226,7 +226,7 @@ def take_views(words: Iterable[str], given: Given) -> dict[str, dict[str, int]]:
     return views
 
 
-def _filled(name: str, box: dict[str, int], count: int, text: str, colon: str, typed: Typed) -> dict[str, int]:
+def _filled(name: str, box: dict[str, int], count: int, text: str, colon: str, typed: CommandLine) -> dict[str, int]:
     """The sizes of a view, with what is left put in."""
     fixed = math.prod(size for size in box.values() if size != -1)
     free = [axis for axis, size in box.items() if size == -1]
@@ -243,14 +243,14 @@ def _filled(name: str, box: dict[str, int], count: int, text: str, colon: str, t
     raise UsageError(f"view {name!r}: {text_report.sizes(box)} {fault}.", (better, ""))
 
 
-def named(sizes: Mapping[Axis, int], typed: Typed, why: str, order: str = "") -> dict[str, int]:
+def named(sizes: Mapping[Axis, int], typed: CommandLine, why: str, order: str = "") -> dict[str, int]:
     """The sizes of axes that have to have names, because of ``why``; ``order`` is the word that orders them."""
     if 0 not in sizes:
         return {str(axis): size for axis, size in sizes.items()}
     names = USUAL.get(len(sizes)) or tuple(f"axis{number}" for number in sizes)
     said = [int(number) for number in re.split(r"[,\s]+", order) if number.isdecimal()]
     right = ",".join(names[i] for i in said) if sorted(said) == list(range(len(names))) else ",".join(names)
-    words = Typed(tuple(right if word == order else word for word in typed.words))
+    words = CommandLine(tuple(right if word == order else word for word in typed.words))
     full = [str(size) for size in sizes.values()]
     runs = [full, *([*full[:i], "-1", *full[i + 1 :]] for i in range(len(full)))]  # one may have been what is left
     ways = [
@@ -261,13 +261,13 @@ def named(sizes: Mapping[Axis, int], typed: Typed, why: str, order: str = "") ->
     raise UsageError(f"{why}, and these axes are numbered: name them.", *ways[:1])
 
 
-def reorder(sizes: Mapping[Axis, int], order: str, typed: Typed) -> dict[Axis, int]:
+def reorder(sizes: Mapping[Axis, int], order: str, typed: CommandLine) -> dict[Axis, int]:
     """The sizes with the axes in the order that is asked for."""
     names = [name for name in re.split(r"[,\s]+", order) if name]
     return _as_axes(_reordered(named(sizes, typed, "an order is one of names", order), names, order, typed))
 
 
-def _reordered(sizes: dict[str, int], names: Sequence[str], order: str, typed: Typed) -> dict[str, int]:
+def _reordered(sizes: dict[str, int], names: Sequence[str], order: str, typed: CommandLine) -> dict[str, int]:
     if sorted(names) == sorted(sizes):
         return {name: sizes[name] for name in names}
     known = dict.fromkeys(name if name in sizes else alike(name, list(sizes)) for name in names)
@@ -288,7 +288,7 @@ def _as_axes(sizes: Mapping[str, int]) -> dict[Axis, int]:
     return dict(zip(sizes, sizes.values()))
 
 
-def _numbered(words: Sequence[str], typed: Typed) -> dict[Axis, int]:
+def _numbered(words: Sequence[str], typed: CommandLine) -> dict[Axis, int]:
     """Sizes without names; none where one has a name."""
     if not all(re.fullmatch("-?[0-9]+", word) for word in words):
         return {}
@@ -299,7 +299,7 @@ def _numbered(words: Sequence[str], typed: Typed) -> dict[Axis, int]:
     return {number: int(word) for number, word in enumerate(words)}
 
 
-def _named(words: Sequence[str], typed: Typed, inside: str | None = None) -> dict[str, int]:
+def _named(words: Sequence[str], typed: CommandLine, inside: str | None = None) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for word in words:
         axis, _, size = word.partition("=")
@@ -318,7 +318,7 @@ def _named(words: Sequence[str], typed: Typed, inside: str | None = None) -> dic
     return sizes
 
 
-def _line(words: Sequence[str], right: Sequence[str], typed: Typed, inside: str | None) -> str:
+def _line(words: Sequence[str], right: Sequence[str], typed: CommandLine, inside: str | None) -> str:
     """The line with other sizes: those of a view where they stand inside one."""
     there = [size for size in right if size]
     if inside is not None:
@@ -329,7 +329,7 @@ def _line(words: Sequence[str], right: Sequence[str], typed: Typed, inside: str 
     return typed.but({word: size or None for word, size in zip(words, right)})  # there are options between
 
 
-def _refuse_meant(words: Sequence[str], wrong: str, typed: Typed, inside: str | None) -> None:
+def _refuse_meant(words: Sequence[str], wrong: str, typed: CommandLine, inside: str | None) -> None:
     """UsageError where it is plain which sizes were meant: by this one word, or by all of them together."""
     for some in ([wrong], words):
         sizes = meant(some)
@@ -342,7 +342,7 @@ def _refuse_meant(words: Sequence[str], wrong: str, typed: Typed, inside: str | 
 
 
 def fill(
-    sizes: dict[Axis, int], machine: Machine, hosts: str, typed: Typed, whole: str | None = None
+    sizes: dict[Axis, int], machine: Machine, hosts: str, typed: CommandLine, whole: str | None = None
 ) -> dict[Axis, int]:
     """Sizes that hold just the ranks that the hosts have.
 

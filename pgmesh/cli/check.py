@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from pgmesh._util.sizes import many
 from pgmesh.cli import arguments
-from pgmesh.cli.arguments import Given, Typed, UsageError
+from pgmesh.cli.arguments import CommandLine, ParsedMesh, UsageError
 from pgmesh.drawing import styled_text
 from pgmesh.drawing.styled_text import Line
 from pgmesh.errors import LaunchError, MismatchError, PgmeshError, WorldError
-from pgmesh.launch.detect import believe
+from pgmesh.launch.detect import detect_launcher
 from pgmesh.layout import Axis, Layout
 from pgmesh.planning import text_report
-from pgmesh.planning.plan import laid_out
+from pgmesh.planning.plan import layout_of
 from pgmesh.topology.hosts import Level, misplaced, seen
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="answer in JSON")
 
 
-def run(args: argparse.Namespace, typed: Typed) -> int:
+def run(args: argparse.Namespace, typed: CommandLine) -> int:
     args.sizes += [word for word in args.family if "=" in word]
     args.family[:] = [word for word in args.family if word not in args.sizes]
     plan = arguments.take(args, typed, fit=arguments.where(args) != "None")
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace, typed: Typed) -> int:
         return 1
 
 
-def take_bytes(text: str, typed: Typed) -> tuple[int, ...]:
+def take_bytes(text: str, typed: CommandLine) -> tuple[int, ...]:
     """Sizes that are written ``8,64K,16M``."""
     sizes = []
     for word in text.split(","):
@@ -94,7 +94,7 @@ def take_bytes(text: str, typed: Typed) -> tuple[int, ...]:
 def _is_first() -> bool:
     """Whether this rank is to be the one that tells. Where launchers contradict each other, joining says so."""
     with contextlib.suppress(LaunchError):
-        return believe(os.environ).rank == 0
+        return detect_launcher(os.environ).rank == 0
     return False
 
 
@@ -108,11 +108,11 @@ def _tell_failure(error: Exception, args: argparse.Namespace) -> None:
 class _Check:
     """One rank's check, from where it has joined the others."""
 
-    def __init__(self, args: argparse.Namespace, typed: Typed, plan: Given, sizes: tuple[int, ...]) -> None:
-        from pgmesh.preflight.staged_barrier import RollCall
+    def __init__(self, args: argparse.Namespace, typed: CommandLine, plan: ParsedMesh, sizes: tuple[int, ...]) -> None:
+        from pgmesh.preflight.staged_barrier import StagedBarrier
 
         self.args, self.typed, self.plan, self.sizes = args, typed, plan, sizes
-        self.hall = RollCall("pgmesh check", args.timeout, "Start every rank with the same command line.")
+        self.hall = StagedBarrier("pgmesh check", args.timeout, "Start every rank with the same command line.")
         self.lines: list[Line] = []  # what the first rank tells
         self.data: dict[str, Any] = {"format": 1, "status": "ok"}
 
@@ -150,7 +150,7 @@ class _Check:
             hall.stage("comparing command lines", self._meaning())
             hall.meet()
             sizes = self._sizes()
-            layout = laid_out(sizes)
+            layout = layout_of(sizes)
             asked = [arguments.take_axes(text, layout, self.typed) for text in self.args.family]
             once: dict[frozenset[Axis], tuple[Axis, ...]] = {}
             for axes in [*((axis,) for axis in layout.axes), *asked]:
@@ -258,7 +258,7 @@ def _box(layout: Layout) -> dict[Axis, int]:
     return dict(zip(layout.axes, layout.shape))
 
 
-def _misplaced(faults: list[str], there: Level | None, typed: Typed, hosts: str) -> str:
+def _misplaced(faults: list[str], there: Level | None, typed: CommandLine, hosts: str) -> str:
     """Ranks that are not where they are planned, and the plan that would be what there is."""
     says = "ranks are not on the hosts that are planned:" + "".join(f"\n  {fault}" for fault in faults[:8])
     says += f"\n  and {len(faults) - 8} more" if len(faults) > 8 else ""

@@ -8,7 +8,7 @@ import os
 import sys
 from dataclasses import asdict
 
-from pgmesh.cli.arguments import Typed, UsageError
+from pgmesh.cli.arguments import CommandLine, UsageError
 from pgmesh.drawing import styled_text
 from pgmesh.drawing.styled_text import Line
 
@@ -27,7 +27,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="answer in JSON")
 
 
-def run(args: argparse.Namespace, typed: Typed) -> int:
+def run(args: argparse.Namespace, typed: CommandLine) -> int:
     if args.timeout <= 0:
         raise UsageError("--timeout is more than nothing.", ("pgmesh doctor", "waits 3 s"))
     from pgmesh.preflight.diagnosis import diagnose

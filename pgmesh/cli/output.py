@@ -6,10 +6,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from pgmesh.cli.arguments import Typed, UsageError
+from pgmesh.cli.arguments import CommandLine, UsageError
 
 
-def check(args: argparse.Namespace, typed: Typed) -> None:
+def check(args: argparse.Namespace, typed: CommandLine) -> None:
     """UsageError where standard output is asked for more than one answer."""
     if sum(file == "-" for file in (args.svg, args.html)) + args.json < 2:
         return
@@ -18,7 +18,7 @@ def check(args: argparse.Namespace, typed: Typed) -> None:
         if word == "-" and words[i - 1] in ("--svg", "--html"):
             words[i] = word if room else f"{words[0]}.{words[i - 1][2:]}"
             room = False
-    better = Typed(tuple(words))
+    better = CommandLine(tuple(words))
     ways = [] if better == typed else [(better.but({}), "")]
     raise UsageError("standard output takes one answer; give the others a file.", *ways)
 

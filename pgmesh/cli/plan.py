@@ -7,11 +7,11 @@ import json
 import sys
 
 from pgmesh.cli import arguments, output
-from pgmesh.cli.arguments import Given, Typed
+from pgmesh.cli.arguments import CommandLine, ParsedMesh
 from pgmesh.drawing import styled_text
 from pgmesh.drawing.styled_text import Line
 from pgmesh.planning import axis_heuristics, text_report
-from pgmesh.planning.plan import Plan, laid_out, plan, suggest
+from pgmesh.planning.plan import Plan, layout_of, plan, suggest
 
 EXAMPLES = """\
 examples:
@@ -54,7 +54,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     arguments.add_output(parser)
 
 
-def run(args: argparse.Namespace, typed: Typed) -> int:
+def run(args: argparse.Namespace, typed: CommandLine) -> int:
     args.view, typed = arguments.whole_views(args.view, typed)
     output.check(args, typed)
     for words in (args.view, args.compare, args.family):  # a size behind an option is a size
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace, typed: Typed) -> int:
     families = [arguments.take_axes(text, mesh.layout, typed) for text in args.family]
     colour = arguments.take_axes(args.colour, mesh.layout, typed) if args.colour else ()
     orders = [arguments.reorder(mesh.sizes, order, typed) for order in args.compare]
-    layouts = dict.fromkeys([mesh.layout, *(laid_out(order) for order in orders)])
+    layouts = dict.fromkeys([mesh.layout, *(layout_of(order) for order in orders)])
     plans = [plan(layout, nodes=args.nodes, domains=args.domains, views=views, families=families) for layout in layouts]
     saved = _save(plans, args, colour)
     if args.json:
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace, typed: Typed) -> int:
     return 0
 
 
-def _suggested(mesh: Given, args: argparse.Namespace) -> tuple[Given, list[Line]]:
+def _suggested(mesh: ParsedMesh, args: argparse.Namespace) -> tuple[ParsedMesh, list[Line]]:
     """The sizes in the order of their traffic, and why."""
     arguments.named(mesh.sizes, mesh.typed, "how much axes talk is told by their names")
     whole = "dp" in mesh.sizes or -1 in mesh.sizes.values() or not mesh.machine
@@ -93,7 +93,7 @@ def _suggested(mesh: Given, args: argparse.Namespace) -> tuple[Given, list[Line]
     layout = suggest({str(axis): size for axis, size in sizes.items()}, mesh.machine)
     ordered = dict(zip(layout.axes, layout.shape))
     where = ["--nodes", args.nodes] if args.nodes else ["--domains", args.domains] if args.domains else []
-    line = Typed(("plan", *(f"{axis}={size}" for axis, size in ordered.items()), *where)).but({})
+    line = CommandLine(("plan", *(f"{axis}={size}" for axis, size in ordered.items()), *where)).but({})
     why: list[Line] = [[(line, "bold")], []]
     rows = []
     for axis in reversed(layout.axes):
@@ -105,7 +105,7 @@ def _suggested(mesh: Given, args: argparse.Namespace) -> tuple[Given, list[Line]
         *styled_text.columns(rows, [False, False]),
         [],
     ]
-    return Given(mesh.typed, ordered, mesh.machine, layout), why
+    return ParsedMesh(mesh.typed, ordered, mesh.machine, layout), why
 
 
 def _side_by_side(plans: list[Plan]) -> list[Line]:

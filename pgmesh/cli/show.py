@@ -7,7 +7,7 @@ import json
 import sys
 
 from pgmesh.cli import arguments, output
-from pgmesh.cli.arguments import Typed, UsageError
+from pgmesh.cli.arguments import CommandLine, UsageError
 from pgmesh.drawing import figures, styled_text, svg, terminal
 from pgmesh.planning import html
 from pgmesh.planning.rank_report import place_of
@@ -24,7 +24,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     arguments.add_output(parser)
 
 
-def run(args: argparse.Namespace, typed: Typed) -> int:
+def run(args: argparse.Namespace, typed: CommandLine) -> int:
     output.check(args, typed)
     mesh = arguments.take(args, typed)
     layout, rank = mesh.layout, args.rank

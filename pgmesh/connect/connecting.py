@@ -23,30 +23,30 @@ from pgmesh._util.sizes import ranks_in_words
 from pgmesh.errors import LifetimeError, MismatchError, MissingRanksError, PgmeshError, WorldError
 from pgmesh.groups import building, teardown
 from pgmesh.groups.backends import connects_apart
-from pgmesh.groups.cache import Family, caller
+from pgmesh.groups.cache import GroupCache, call_site
 from pgmesh.groups.world import device_of
 from pgmesh.rendezvous.polling_store import PollingStore
 from pgmesh.rendezvous.protocol import (
     INSPECTION,
     MADE,
     MOST_ASKED,
-    Beats,
-    Card,
-    End,
-    Meeting,
-    Party,
+    CompareSet,
+    ConnectAttempt,
+    Decision,
+    Fingerprint,
+    Heartbeats,
+    Participant,
     Pause,
+    RankStatus,
     Raw,
     Read,
     Ready,
-    Say,
+    SetStatus,
     Step,
-    Steps,
-    Swap,
-    Told,
+    StoreProtocol,
     error_in_words,
     pauses,
-    told,
+    status_key,
 )
 from pgmesh.rendezvous.store_thread import alone, who
 
@@ -70,7 +70,7 @@ MOST_TOLD = 64
 LONGEST_STRETCH = 0.1
 """Seconds after which it is asked no more at once: each stretch has as much time to be answered as one question."""
 
-HERE = (Pause, Ready, Say)
+HERE = (Pause, Ready, SetStatus)
 """What a protocol does in this rank's own thread: pause, begin a collective, say what this thread waits for."""
 
 GRACE = 0.5
@@ -106,33 +106,38 @@ class Connected:
 
 
 def connect(
-    family: Family, layout: Layout, families: Sequence[tuple[Axis, ...]], seconds: float, *, progress: bool = False
+    cache: GroupCache,
+    layout: Layout,
+    combinations: Sequence[tuple[Axis, ...]],
+    seconds: float,
+    *,
+    progress: bool = False,
 ) -> Connected:
     """Connect this rank's groups along each of these combinations of axes."""
-    start, line = time.monotonic(), caller()
+    start, line = time.monotonic(), call_site()
     failed: BaseException | None = None
-    found: dict[str, building.Made] = {}
+    found: dict[str, building.GroupRecord] = {}
     asked: dict[str, list[Spelling]] = {}
-    family.check()
-    for axes in families:
+    cache.check()
+    for axes in combinations:
         layout.size(*axes)  # there are such axes, before anybody is told of anything
-    if not family.is_dry():
-        family.beating()
+    if not cache.is_dry():
+        cache.beating()
     with _sigterm_told():
-        unmade = list(families)
+        unmade = list(combinations)
         try:
-            _tell_late(family, start + seconds)
-            for axes in families:
+            _tell_late(cache, start + seconds)
+            for axes in combinations:
                 try:
-                    family.patience = _left(start + seconds)
-                    made = _unbroken(family, layout, axes)
+                    cache.store_timeout = _left(start + seconds)
+                    made = _unbroken(cache, layout, axes)
                 except WorldError:
                     raise
                 except Exception as error:  # the others learn why this rank does not come
                     failed = failed or error
                     continue
                 unmade.remove(axes)
-                if made.card is not None and made.name not in family.connected:
+                if made.card is not None and made.name not in cache.connected:
                     found[made.name] = made
                     asked.setdefault(made.name, []).append(axes[0] if len(axes) == 1 else axes)
         except WorldError:
@@ -140,14 +145,14 @@ def connect(
         except BaseException as error:
             failed = error
         finally:
-            family.patience = seconds
+            cache.store_timeout = seconds
         if failed is None and not found:
             return Connected()
         with _bar(len(found), progress) as advance:
-            call = _Call(family, line, start, seconds, found.values(), asked, advance)
+            call = _Call(cache, line, start, seconds, found.values(), asked, advance)
             if failed is None:
                 return call.run()
-            call.cancel(failed, [_meeting(family, *family.prospect(layout, axes)) for axes in unmade])
+            call.cancel(failed, [_meeting(cache, *cache.name_for(layout, axes)) for axes in unmade])
             raise failed
 
 
@@ -156,21 +161,21 @@ def _left(end: float) -> float:
     return max(end - time.monotonic(), GRACE)
 
 
-def _tell_late(family: Family, end: float) -> None:
+def _tell_late(cache: GroupCache, end: float) -> None:
     """Tell what could not be told when it happened, since the store did not answer."""
-    for key, what in list(family.untold.items()):
-        family.patience = _left(end)
-        family.ask(Swap(key, what.pack()))
-        del family.untold[key]
+    for key, what in list(cache.untold.items()):
+        cache.store_timeout = _left(end)
+        cache.ask(CompareSet(key, what.pack()))
+        del cache.untold[key]
 
 
-def _unbroken(family: Family, layout: Layout, axes: tuple[Axis, ...]) -> building.Made:
+def _unbroken(cache: GroupCache, layout: Layout, axes: tuple[Axis, ...]) -> building.GroupRecord:
     """A group, made anew where another member has said since that it failed."""
-    made = family.made(family.group(layout, axes, "", {}))
-    meeting = family.connected.get(made.name)
-    if meeting is not None and family.ask(Read(meeting.broken)) is not None:
-        family.abandon(made.group, "was given up by another member; ask its mesh for it anew.")
-        made = family.made(family.group(layout, axes, "", {}))
+    made = cache.made(cache.group(layout, axes, "", {}))
+    meeting = cache.connected.get(made.name)
+    if meeting is not None and cache.ask(Read(meeting.broken)) is not None:
+        cache.discard(made.group, "was given up by another member; ask its mesh for it anew.")
+        made = cache.made(cache.group(layout, axes, "", {}))
     return made
 
 
@@ -179,19 +184,19 @@ class _Call:
 
     def __init__(
         self,
-        family: Family,
+        cache: GroupCache,
         line: str,
         start: float,
         seconds: float,
-        found: Iterable[building.Made],
+        found: Iterable[building.GroupRecord],
         asked: Mapping[str, Sequence[Spelling]],
         advance: Callable[[], None],
     ) -> None:
-        self.family, self.line, self.seconds, self.asked, self.advance = family, line, seconds, asked, advance
-        self.heart = family.beating()
+        self.cache, self.call_site, self.seconds, self.asked, self.advance = cache, line, seconds, asked, advance
+        self.store_thread = cache.beating()
         self.start, self.end = start, start + seconds
         self.made = {
-            _meeting(family, made.name, made.ranks, made.card, made.gloo): made
+            _meeting(cache, made.name, made.ranks, made.card, made.gloo): made
             for made in found
             if made.card is not None
         }
@@ -202,22 +207,22 @@ class _Call:
         self.hurried = False  # whether something ends this call
         self.warnings: list[str] = []  # to be logged here: a handler of the user's must not hold up the heart
 
-    def _party(self) -> Party:
-        return Party(
-            self.family.rank,
+    def _party(self) -> Participant:
+        return Participant(
+            self.cache.rank,
             self.meetings,
             number=next(_numbers),
-            line=self.line,
+            line=self.call_site,
             who=who(),
             deadline=self.seconds,
-            suspicion=self.heart.suspicion,
-            again=self.family.failed,
-            pace=self.heart.pace,
+            suspicion=self.store_thread.suspicion,
+            again=self.cache.failed,
+            pace=self.store_thread.pace,
             alone=alone() and threading.current_thread() is threading.main_thread(),
             warn=self.warnings.append,
         )
 
-    def cancel(self, error: BaseException, meetings: Sequence[Meeting]) -> None:
+    def cancel(self, error: BaseException, meetings: Sequence[ConnectAttempt]) -> None:
         """Tell those who wait that this rank cannot come, to groups that it could not make either."""
         self.meetings += meetings
         self.hurried = not isinstance(error, Exception)
@@ -238,14 +243,14 @@ class _Call:
             raise
         finally:
             self._leave()
-        errors = [told for meeting in self.meetings if meeting.end and (told := meeting.end.error())]
+        errors = [status_key for meeting in self.meetings if meeting.end and (status_key := meeting.end.error())]
         errors += [warming.error for warming in self.warming if warming.error]
         if errors:
-            self.family.failed = True
-            doubt = self.heart.doubt() if any(isinstance(error, MissingRanksError) for error in errors) else ""
+            self.cache.failed = True
+            doubt = self.store_thread.doubt() if any(isinstance(error, MissingRanksError) for error in errors) else ""
             text = "\n\n".join(dict.fromkeys(map(str, errors[:8])))
             raise type(errors[0])(f"{text}{doubt}") from errors[0].__cause__
-        self.family.failed = False
+        self.cache.failed = False
         return Connected(self.met, self.warm(), self.operations)
 
     def warm(self) -> dict[Spelling, float]:
@@ -254,12 +259,12 @@ class _Call:
             axes: each.done - self.start for each in self.warming if each.done for axes in self.asked[each.made.name]
         }
 
-    def _meet(self) -> Steps[None]:
+    def _meet(self) -> StoreProtocol[None]:
         """See that all mean the same mesh, and meet."""
         party = self._party()
         try:
-            if not self.family.agreed:
-                yield from self.family.introduce(listed=True)
+            if not self.cache.agreed:
+                yield from self.cache.register_mesh(listed=True)
         except MismatchError as error:
             yield from party.cancel(error)
             raise
@@ -268,7 +273,7 @@ class _Call:
             if warming.made.gloo is not None:
                 yield from warming.made.gloo.publish()
 
-    def _drive(self, steps: Steps[None]) -> None:
+    def _drive(self, steps: StoreProtocol[None]) -> None:
         """Run a protocol to its end: what it asks of the store in stretches, and the rest here.
 
         What interrupts it is raised inside it too.
@@ -284,7 +289,7 @@ class _Call:
                 while not isinstance(step, HERE):
                     if step is None:
                         return
-                    step = self.heart.run(self._stretch(steps, step), self._patience())
+                    step = self.store_thread.run(self._stretch(steps, step), self._patience())
                 advance, answer = steps.send, self._do(step)
             except BaseException as error:
                 self.hurried = True
@@ -292,7 +297,7 @@ class _Call:
                     raise
                 advance, answer = steps.throw, error
 
-    def _stretch(self, steps: Steps[None], step: Step) -> Steps[Step | None]:
+    def _stretch(self, steps: StoreProtocol[None], step: Step) -> StoreProtocol[Step | None]:
         """Go on with a protocol, up to the next step that is for here, or for so long; None for its end.
 
         It runs in the heart. Where that is let go of, the protocol itself is as it was.
@@ -326,7 +331,7 @@ class _Call:
         """Ask the store one thing."""
         self._count(step)
         try:
-            return self.heart.ask(step, self._patience())
+            return self.store_thread.ask(step, self._patience())
         except BaseException:
             self.hurried = True
             raise
@@ -339,7 +344,7 @@ class _Call:
         late = time.monotonic() >= self.end
         return FAREWELL if self.hurried else LAST_WORD if late else _left(self.end)
 
-    def _ready(self, meeting: Meeting) -> None:
+    def _ready(self, meeting: ConnectAttempt) -> None:
         made = self.made.get(meeting)
         if made is None:
             return
@@ -348,7 +353,7 @@ class _Call:
         self.met.update(dict.fromkeys(self.asked[made.name], time.monotonic() - self.start))
         if made.gloo is not None and meeting.end is not None:
             made.gloo.learn(meeting.end.at)
-        warming = _Warming(made, meeting.broken, self.heart.suspicion)
+        warming = _Warming(made, meeting.broken, self.store_thread.suspicion)
         self.warming.append(warming)
         # Gloo connects in a thread of its own. NCCL does so in ours: once all are decided, in one order on all ranks.
         if connects_apart(made.group):
@@ -362,7 +367,7 @@ class _Call:
             if not warming.has_begun():
                 warming.begin()
         # Where the last came in the last moment, there is time to find out who was lost since.
-        end = max(self.end, time.monotonic() + self.heart.suspicion + 1.0)
+        end = max(self.end, time.monotonic() + self.store_thread.suspicion + 1.0)
         inspection = time.monotonic() + INSPECTION
         for pause in pauses():
             running = self._look_after_warming()
@@ -372,7 +377,7 @@ class _Call:
             if now >= inspection:
                 for warming in running:
                     self._inspect(warming)
-                inspection = min(warming.next_look(now, INSPECTION * self.heart.pace) for warming in running)
+                inspection = min(warming.next_look(now, INSPECTION * self.store_thread.pace) for warming in running)
             for warming in running if now >= end else ():
                 warming.fail(f"was not done in time: the deadline was {self.seconds:g} s")
             time.sleep(pause)
@@ -385,10 +390,10 @@ class _Call:
         begun = {warming.made.name for warming in self.warming}
         for meeting, made in self.made.items():  # it may have learned so, and had no time to begin
             if meeting.end == MADE and made.name not in begun:
-                self.warming.append(_Warming(made, meeting.broken, self.heart.suspicion))
+                self.warming.append(_Warming(made, meeting.broken, self.store_thread.suspicion))
         for warming in self.warming:
             if not warming.done and warming.error is None and not isinstance(error, WorldError):
-                why = f"rank {self.family.rank} stopped connecting at {self.line}: {error_in_words(error)}"
+                why = f"rank {self.cache.rank} stopped connecting at {self.call_site}: {error_in_words(error)}"
                 warming.fail(f"was given up, because {why}")
                 self._tell_broken(warming)
 
@@ -396,15 +401,15 @@ class _Call:
         """Ask why a first collective is not done."""
         text = self._perform(Read(warming.broken))
         if text is not None:
-            warming.error, warming.told = End.unpack(warming.broken, text).error(), True
+            warming.error, warming.status_key = Decision.unpack(warming.broken, text).error(), True
             return
-        others = [rank for rank in warming.made.ranks[: MOST_ASKED + 1] if rank != self.family.rank]
-        answers = [Told.unpack(rank, self._perform(Read(told(rank)))) for rank in others]
+        others = [rank for rank in warming.made.ranks[: MOST_ASKED + 1] if rank != self.cache.rank]
+        answers = [RankStatus.unpack(rank, self._perform(Read(status_key(rank)))) for rank in others]
         warming.inspect([answer for answer in answers if answer])
 
     def _tell_broken(self, warming: _Warming) -> None:
-        self._perform(Swap(warming.broken, warming.end().pack()))
-        warming.told = True
+        self._perform(CompareSet(warming.broken, warming.end().pack()))
+        warming.status_key = True
 
     def _look_after_warming(self) -> list[_Warming]:
         """The first collectives that are under way."""
@@ -416,38 +421,38 @@ class _Call:
 
     def _leave(self) -> None:
         """Remember what is in the store, and let go of what cannot be used."""
-        family, done = self.family, {each.made.name for each in self.warming if each.done}
-        self.heart.hush()
-        family.asked += self.operations
+        cache, done = self.cache, {each.made.name for each in self.warming if each.done}
+        self.store_thread.hush()
+        cache.asked += self.operations
         for meeting in self.meetings:
             name, _, number = meeting.name.rpartition("/meeting.")
-            family.meetings[name] = max(family.meetings[name], int(number) + 1)
-            family.attended.setdefault(name, []).append(meeting)
+            cache.meetings[name] = max(cache.meetings[name], int(number) + 1)
+            cache.attended.setdefault(name, []).append(meeting)
             if name in done:
-                family.connected[name] = meeting
+                cache.connected[name] = meeting
             if meeting.end is not None and meeting.end.kind == "mismatch":
-                family.remember_refusals(filter(None, (meeting.refused, meeting.mesh)))
+                cache.remember_refusals(filter(None, (meeting.refused, meeting.mesh)))
         for warming in self.warming:
             if warming.error is not None or not warming.done:
-                if not warming.told:
-                    family.untold[warming.broken] = warming.end()
-                warming.strand()
-                family.abandon(warming.made.group, "could not be connected; ask its mesh for it anew.")
-        family.failed |= len(done) < len(self.meetings)
+                if not warming.status_key:
+                    cache.untold[warming.broken] = warming.end()
+                warming.keep_until_done()
+                cache.discard(warming.made.group, "could not be connected; ask its mesh for it anew.")
+        cache.failed |= len(done) < len(self.meetings)
 
 
 class _Warming:
     """A group's first collective: the smallest, on which its memory is taken and its sum is checked."""
 
-    def __init__(self, made: building.Made, broken: str, suspicion: float) -> None:
+    def __init__(self, made: building.GroupRecord, broken: str, suspicion: float) -> None:
         self.made, self.broken = made, broken
         self.error: PgmeshError | None = None
-        self.told = False  # whether the others can read of it
+        self.status_key = False  # whether the others can read of it
         self.done = 0.0
         self._work: Any = None
         self._failed: Exception | None = None
         self._failed_at = 0.0
-        self._beats = Beats(suspicion)
+        self._beats = Heartbeats(suspicion)
 
     def begin(self) -> None:
         self._ones = torch.ones(1, device=device_of(self.made.group))
@@ -456,10 +461,10 @@ class _Warming:
     def has_begun(self) -> bool:
         return self._work is not None
 
-    def strand(self) -> None:
+    def keep_until_done(self) -> None:
         """Nobody waits for it any more."""
         if self.has_begun() and not self._work.is_completed():
-            teardown.strand(self.made.group, self._work)
+            teardown.keep_until_done(self.made.group, self._work)
 
     def is_running(self) -> bool:
         return self.has_begun() and not self.done and self.error is None
@@ -488,7 +493,7 @@ class _Warming:
     def next_look(self, now: float, period: float) -> float:
         return self._beats.next_look(now, period)
 
-    def inspect(self, said: Sequence[Told]) -> None:
+    def inspect(self, said: Sequence[RankStatus]) -> None:
         """See whether a member is lost, which it is if it tells nothing new for long, or said that it goes."""
         now, lost = time.monotonic(), {}
         for last in said:
@@ -504,10 +509,10 @@ class _Warming:
         elif self._failed is not None and now - self._failed_at >= self._beats.suspicion + 1.0:
             self.fail(f"failed: {str(self._failed).splitlines()[0]}")
 
-    def end(self) -> End:
+    def end(self) -> Decision:
         """What the others are told of a group that failed."""
         self.fail("was given up")
-        return End("mismatch" if isinstance(self.error, MismatchError) else "missing", str(self.error))
+        return Decision("mismatch" if isinstance(self.error, MismatchError) else "missing", str(self.error))
 
     def fail(self, how: str) -> None:
         if self.error is None:
@@ -516,12 +521,14 @@ class _Warming:
             self.error.__cause__ = self._failed
 
 
-def _meeting(family: Family, name: str, ranks: Sequence[int], card: Card, store: PollingStore | None = None) -> Meeting:
-    with family.lock:  # of two threads that connect one group, each has a meeting of its own
-        number = family.meetings[name]
-        family.meetings[name] += 1
+def _meeting(
+    cache: GroupCache, name: str, ranks: Sequence[int], card: Fingerprint, store: PollingStore | None = None
+) -> ConnectAttempt:
+    with cache.lock:  # of two threads that connect one group, each has a meeting of its own
+        number = cache.meetings[name]
+        cache.meetings[name] += 1
     at = store.at if store is not None and len(ranks) <= MOST_TOLD else ""
-    return Meeting(f"{name}/meeting.{number}", ranks, card, f"{name}/options/refused", family.refused, at)
+    return ConnectAttempt(f"{name}/meeting.{number}", ranks, card, f"{name}/options/refused", cache.refused, at)
 
 
 @contextlib.contextmanager

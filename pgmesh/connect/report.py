@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 from pgmesh._util.sizes import many, ranks_in_words, some
 from pgmesh.errors import LifetimeError, WorldError
-from pgmesh.rendezvous.protocol import MOST_ASKED, Pause, Read, Steps, Told, junk, told
+from pgmesh.rendezvous.protocol import MOST_ASKED, Pause, RankStatus, Read, StoreProtocol, foreign_value, status_key
 
 if TYPE_CHECKING:
-    from pgmesh.groups.cache import Family
+    from pgmesh.groups.cache import GroupCache
 
 ANSWER = 1.0
 """Seconds that the store is given to say what the others last said."""
@@ -35,7 +35,7 @@ class Held:
         ranks: its members, in its order.
         options: what it is made with.
         generation: how often it was let go of and made anew.
-        line: where it was first asked for.
+        call_site: where it was first asked for.
         used: whether it has been in a collective; None where its backend does not tell.
     """
 
@@ -44,13 +44,13 @@ class Held:
     ranks: tuple[int, ...]
     options: str
     generation: int
-    line: str
+    call_site: str
     used: bool | None
 
     def __str__(self) -> str:
         used = {True: "used", False: "not used", None: "made"}[self.used]
         again = f", made anew {self.generation} times" if self.generation else ""
-        return f"{self.words}: ranks {some(self.ranks)}; {used}, made at {self.line}{again}; {self.options}"
+        return f"{self.words}: ranks {some(self.ranks)}; {used}, made at {self.call_site}{again}; {self.options}"
 
 
 @dataclass(frozen=True)
@@ -102,32 +102,37 @@ class Stats:
     waiting: float
 
 
-def report(family: Family) -> Report:
-    """What this rank holds, and, read through the store, what the others last said. It waits a second at most."""
-    held = []
-    for made, options, generation in family.known():
+def held(cache: GroupCache) -> tuple[Held, ...]:
+    """The groups of this rank."""
+    found = []
+    for made, options, generation in cache.known():
         used = any(store.used for store in made.stores.values()) if made.stores else None
-        held.append(Held(made.words, made.name, made.ranks, repr(options), generation, made.line, used))
+        found.append(Held(made.words, made.name, made.ranks, repr(options), generation, made.call_site, used))
+    return tuple(found)
+
+
+def report(cache: GroupCache) -> Report:
+    """What this rank holds, and, read through the store, what the others last said. It waits a second at most."""
     others: dict[int, str] = {}
     trouble = ""
-    if family.ended is not None:
-        trouble = f"nobody can be asked: the mesh {family.ended}"
-    elif not family.is_dry():
-        trouble = _ask_others(family, others)
-    return Report(family.call, family.rank, tuple(held), others, trouble)
+    if cache.ended is not None:
+        trouble = f"nobody can be asked: the mesh {cache.ended}"
+    elif not cache.is_dry():
+        trouble = _ask_others(cache, others)
+    return Report(cache.call, cache.rank, held(cache), others, trouble)
 
 
-def _ask_others(family: Family, others: dict[int, str]) -> str:
+def _ask_others(cache: GroupCache, others: dict[int, str]) -> str:
     """Fill in what the others last said; the answer is what went wrong."""
-    ranks = [rank for rank in family.layout.ranks() if rank != family.rank]
+    ranks = [rank for rank in cache.layout.ranks() if rank != cache.rank]
     try:
-        asked = family.beating().run(_read_last_words(ranks, others), ANSWER)
+        asked = cache.beating().run(_read_last_words(ranks, others), ANSWER)
     except WorldError as error:
         return str(error)
     return f"and {len(ranks) - asked} more ranks, too many to ask in a second" if asked < len(ranks) else ""
 
 
-def _read_last_words(ranks: Sequence[int], others: dict[int, str]) -> Steps[int]:
+def _read_last_words(ranks: Sequence[int], others: dict[int, str]) -> StoreProtocol[int]:
     """Ask as many as there is time for, and a little is left; the answer is how many."""
     end = time.monotonic() + 0.8 * ANSWER
     for asked, rank in enumerate(ranks):
@@ -135,22 +140,22 @@ def _read_last_words(ranks: Sequence[int], others: dict[int, str]) -> Steps[int]
             yield Pause(0.001)  # what else is asked of the store has its turn
             if time.monotonic() > end:
                 return asked
-        text = yield Read(told(rank))
-        last = Told.unpack(rank, text)
+        text = yield Read(status_key(rank))
+        last = RankStatus.unpack(rank, text)
         if text is not None:
-            others[rank] = str(last) if last else junk(told(rank), text)
+            others[rank] = str(last) if last else foreign_value(status_key(rank), text)
     return len(ranks)
 
 
-def stats(family: Family) -> Stats:
+def stats(cache: GroupCache) -> Stats:
     """Counts of this family on this rank."""
-    known = family.known()
+    known = cache.known()
     stores = [store for made, _, _ in known for store in made.stores.values()]
     return Stats(
         len(known),
-        family.count(),
-        sum(store.operations for store in stores) + family.asked,
-        family.making,
+        cache.count(),
+        sum(store.operations for store in stores) + cache.asked,
+        cache.making,
         sum(store.waited for store in stores),
     )
 

@@ -19,21 +19,21 @@ from pgmesh import torch_private
 from pgmesh.groups.backends import _DIRECT, backends_of
 from pgmesh.options import GroupOptions
 from pgmesh.rendezvous.polling_store import PollingStore
-from pgmesh.rendezvous.protocol import Card
+from pgmesh.rendezvous.protocol import Fingerprint
 
 
 @dataclass(eq=False)
-class Made:
+class GroupRecord:
     """A group that was made here, with what it takes to let it go."""
 
     group: dist.ProcessGroup
     words: str  # "group dp, tp of mesh 'actor'"
-    line: str  # where it was asked for
+    call_site: str  # where it was asked for
     stores: Mapping[str, PollingStore] = field(default_factory=dict)  # what its backends read through
     keys: list[str] = field(default_factory=list)  # what we wrote for it
     by: Literal["us", "torch", "others"] = "us"
     ranks: tuple[int, ...] = ()
-    card: Card | None = None  # what this rank means by it, where there is anybody to meet
+    card: Fingerprint | None = None  # what this rank means by it, where there is anybody to meet
 
     @property
     def name(self) -> str:
@@ -106,7 +106,7 @@ def held() -> int:
     return max(0, torch_private.count_groups() - 1)
 
 
-def set_timeout(made: Made, timeout: timedelta) -> None:
+def set_timeout(made: GroupRecord, timeout: timedelta) -> None:
     """Change how long the collectives of a group may wait, from the next one on."""
     if not backends_of(torch_private.backend_name(made.group)).dry:  # which never waits
         made.group.set_timeout(timeout)

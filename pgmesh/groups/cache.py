@@ -44,8 +44,19 @@ from pgmesh.groups.backends import backends_of
 from pgmesh.groups.world import default_device, store_address, world_options, world_rank_and_size, world_store
 from pgmesh.options import GroupOptions
 from pgmesh.rendezvous.polling_store import PollingStore, once
-from pgmesh.rendezvous.protocol import Card, Delete, End, Generations, Meeting, Read, Step, Steps, agree, introduce
-from pgmesh.rendezvous.store_thread import Heart
+from pgmesh.rendezvous.protocol import (
+    ConnectAttempt,
+    Decision,
+    Delete,
+    Fingerprint,
+    Generations,
+    Read,
+    Step,
+    StoreProtocol,
+    publish_or_compare,
+    register_mesh,
+)
+from pgmesh.rendezvous.store_thread import StoreThread
 
 if TYPE_CHECKING:
     from pgmesh.layout import Axis, Layout
@@ -65,34 +76,34 @@ class _Registry:
     def __init__(self) -> None:
         self.store: Any = world_store()
         self.numbers: defaultdict[str, int] = defaultdict(int)
-        self.families: weakref.WeakSet[Family] = weakref.WeakSet()
-        self.open: set[Family] = set()  # those that hold groups live until they are closed
+        self.caches: weakref.WeakSet[GroupCache] = weakref.WeakSet()
+        self.open: set[GroupCache] = set()  # those that hold groups live until they are closed
         self.options = world_options()
         self.refusals: defaultdict[str, set[str]] = defaultdict(set)  # by the meshes' name and ranks
-        self.heart: Heart | None = None  # once the store was asked for something
+        self.thread: StoreThread | None = None  # once the store was asked for something
         self.warned = False  # of too many groups
         self.ending = False  # whether torch is destroying this world
         self.forked = False  # whether this process only inherited the world, from the one it was forked off
 
-    def reach(self) -> Heart:
+    def store_thread(self) -> StoreThread:
         """The thread that speaks with the store for this process; it starts when it is first needed."""
         with _registering:
             if self.forked:
                 raise LifetimeError("this process was forked off a rank and shares its sockets: it asks no store.")
-            if self.heart is None:
+            if self.thread is None:
                 rank, size = world_rank_and_size()
-                self.heart = Heart(self.store, store_address(), rank, size)
-            return self.heart
+                self.thread = StoreThread(self.store, store_address(), rank, size)
+            return self.thread
 
-    def beating(self) -> Heart:
+    def beating(self) -> StoreThread:
         """The same thread, and it tells the others that this process lives."""
-        heart = self.reach()
-        heart.beat()
-        return heart
+        thread = self.store_thread()
+        thread.beat()
+        return thread
 
-    def run(self, steps: Steps[T], seconds: float) -> T:
+    def run(self, steps: StoreProtocol[T], seconds: float) -> T:
         """Run a protocol on the store, for so many seconds and no longer."""
-        return self.reach().run(steps, seconds)
+        return self.store_thread().run(steps, seconds)
 
     def warn_of_many(self) -> None:
         """Say once that this process holds too many groups."""
@@ -104,8 +115,8 @@ class _Registry:
             MOST_GROUPS,
         )
 
-    def living(self) -> list[Family]:
-        return [family for family in self.families if family.ended is None]
+    def living(self) -> list[GroupCache]:
+        return [cache for cache in self.caches if cache.ended is None]
 
 
 _registries: weakref.WeakKeyDictionary[Any, _Registry] = weakref.WeakKeyDictionary()
@@ -122,9 +133,9 @@ def _registry() -> _Registry:
     return registry
 
 
-def reach() -> Heart:
+def store_thread() -> StoreThread:
     """The thread that speaks with the world's store for this process."""
-    return _registry().reach()
+    return _registry().store_thread()
 
 
 _Kept = tuple[Union[tuple[int, ...], frozenset[Any]], str]
@@ -151,7 +162,7 @@ class _Key:
         )
 
 
-class Family:
+class GroupCache:
     """The groups of a mesh, its views and its slices: made once, found by what they are, and ended together.
 
     Args:
@@ -174,17 +185,17 @@ class Family:
     ) -> None:
         self.name, self.layout, self._call, self._travelled = name, layout, call, number
         self.rank, self.world_size = world_rank_and_size() if outside is None else (outside, 0)
-        self.line = caller()
+        self.call_site = call_site()
         self.ended: str | None = None
         self.meshes: weakref.WeakSet[Any] = weakref.WeakSet()  # those that remember groups of ours
-        self._cache: cachetools.Cache[_Key, building.Made] = cachetools.Cache(math.inf)
+        self._records: cachetools.Cache[_Key, building.GroupRecord] = cachetools.Cache(math.inf)
         self._configured: dict[_Kept, tuple[GroupOptions, str, str]] = {}
         self._alone: set[_Kept] = set()  # the axes whose group of one rank was asked for
         self._generations = Generations()
         self._device_meshes: dict[Layout, DeviceMesh] = {}
         self.lock = threading.RLock()
         self.making = 0.0  # seconds spent making groups
-        self.patience = 30.0  # seconds that the store may take for one answer
+        self.store_timeout = 30.0  # seconds that the store may take for one answer
         self.asked = 0  # how often connect asked the store
         self.number, self.serial = 0, next(_serials)
         if outside is not None:
@@ -197,26 +208,28 @@ class Family:
                 "it makes no groups.\n\n"
                 "  pgmesh.Layout(dp=2, tp=2)   # places need no processes"
             )
-        kin = name if name is not None else f"ranks/{_set_word(layout.ranks_in_order())}"  # no name has a "/"
+        key_prefix = name if name is not None else f"ranks/{_set_word(layout.ranks_in_order())}"  # no name has a "/"
         with _registering:
             for other in registry.living():
                 if name is not None and other.name == name:
                     raise NameTakenError(
-                        f"a mesh named {name!r} lives already, made at {other.line}: {other.call}.\n\n"
+                        f"a mesh named {name!r} lives already, made at {other.call_site}: {other.call}.\n\n"
                         f"  mesh = pgmesh.meshes()[{name!r}]    # use that one\n"
                         f"  pgmesh.meshes()[{name!r}].close()   # or close it first, or give this one another name"
                     )
-            self.number = max(registry.numbers[kin], number or 0)
-            registry.numbers[kin] = self.number + 1
-            registry.families.add(self)
-        self.key = f"{torch_private.PREFIX}{kin}.{self.number}"
+            self.number = max(registry.numbers[key_prefix], number or 0)
+            registry.numbers[key_prefix] = self.number + 1
+            registry.caches.add(self)
+        self.key = f"{torch_private.PREFIX}{key_prefix}.{self.number}"
         self.agreed = False
         self.meetings: defaultdict[str, int] = defaultdict(int)  # by group, how often its members met to connect it
-        self.connected: dict[str, Meeting] = {}  # by a group's name, the meeting in which connect saw it through
-        self.attended: dict[str, list[Meeting]] = {}  # by group; the last member to let go of it takes their keys away
-        self.untold: dict[str, End] = {}  # by key, what connect has yet to tell, since the store did not answer
+        self.connected: dict[str, ConnectAttempt] = {}  # by a group's name, the meeting in which connect saw it through
+        self.attended: dict[
+            str, list[ConnectAttempt]
+        ] = {}  # by group; the last member to let go of it takes their keys away
+        self.untold: dict[str, Decision] = {}  # by key, what connect has yet to tell, since the store did not answer
         self.failed = False  # whether the last call of connect did
-        self.origin: Hashable = (name, self.number, layout)
+        self.identity: Hashable = (name, self.number, layout)
 
     @property
     def call(self) -> str:
@@ -248,31 +261,31 @@ class Family:
         self.check()
         return self._get(layout.block_of(self.rank, *axes), tag, asked, layout, axes)
 
-    def known(self) -> list[tuple[building.Made, GroupOptions, int]]:
+    def known(self) -> list[tuple[building.GroupRecord, GroupOptions, int]]:
         """The groups that live, each with its options and its generation. It waits for no thread that makes one."""
-        found = [(key, self._cache.get(key)) for key in tuple(self._cache)]
+        found = [(key, self._records.get(key)) for key in tuple(self._records)]
         generation = {key: sum(self._generations.of(key.ranks, self._kind_of(key))) for key, _ in found}
         return [(made, key.options, generation[key]) for key, made in found if made is not None]
 
-    def prospect(self, layout: Layout, axes: tuple[Axis, ...]) -> tuple[str, tuple[int, ...], Card]:
+    def name_for(self, layout: Layout, axes: tuple[Axis, ...]) -> tuple[str, tuple[int, ...], Fingerprint]:
         """The name, the ranks and the card of a group that could not be made."""
         ranks = layout.block_of(self.rank, *axes)
         with self.lock:
             options = self._usual(ranks, "")
             name = self._name_of(_Key(ranks, options, ""), options)
         words = f"group {', '.join(map(str, axes))} of {self.words}"
-        return name, ranks, Card(self.rank, options.given, words, "")
+        return name, ranks, Fingerprint(self.rank, options.given, words, "")
 
-    def made(self, group: dist.ProcessGroup) -> building.Made:
+    def made(self, group: dist.ProcessGroup) -> building.GroupRecord:
         """What is known of a group of this family."""
         with self.lock:
-            return next(made for made in self._cache.values() if made.group is group)
+            return next(made for made in self._records.values() if made.group is group)
 
-    def abandon(self, group: dist.ProcessGroup, reason: str) -> None:
+    def discard(self, group: dist.ProcessGroup, reason: str) -> None:
         """Let go of a group that cannot be used any more; asked for again, it is another."""
-        teardown.sweep()
+        teardown.free_finished()
         with self.lock:
-            for key in [key for key, made in self._cache.items() if made.group is group]:
+            for key in [key for key, made in self._records.items() if made.group is group]:
                 self._drop([key], reason, abort=True)
                 self._generations.fail(key.ranks, self._kind_of(key))
 
@@ -290,14 +303,14 @@ class Family:
         axes: tuple[Axis, ...] = (),
     ) -> dist.ProcessGroup:
         """The group of these ranks, which are a block along axes of a layout where one is given."""
-        teardown.sweep()
+        teardown.free_finished()
         with self.lock:
             usual = options = self._usual(ranks, tag)
             if len(ranks) == 1 and layout is not None:
                 options = self._usual_alone(layout, axes, tag)
             options = options.but(asked) if asked else options
             key = _Key(ranks, options, tag)
-            made = self._cache.get(key)
+            made = self._records.get(key)
             if made is None:
                 self.check()
                 start = time.monotonic()
@@ -318,14 +331,14 @@ class Family:
                 else:
                     blocks = () if layout is None else tuple(layout.partition(*axes))
                     made = self._make_with_all(options, words, description, blocks)
-                self._cache[key] = made
+                self._records[key] = made
                 building.gloo_stores[made.group] = made.gloo
                 self.making += time.monotonic() - start
                 if building.held() > MOST_GROUPS and not self._registry.warned:
                     self._registry.warn_of_many()
             if made.by == "others" and not torch_private.is_known(made.group):
                 raise LifetimeError(
-                    f"{made.words} was adopted at {made.line}, and torch has destroyed it since.\n\n"
+                    f"{made.words} was adopted at {made.call_site}, and torch has destroyed it since.\n\n"
                     f"  mesh.{_call('release', axes) if layout else f'release(ranks={list(ranks)})'}   "
                     "# then adopt another, or ask for a group of the mesh's own"
                 )
@@ -354,26 +367,26 @@ class Family:
         ranks = layout.block_of(self.rank, *axes)
         return (ranks if len(ranks) > 1 else frozenset(layout.along(self.rank, *axes).axes), tag)
 
-    def _make(self, key: _Key, usual: GroupOptions, words: str, description: str) -> building.Made:
+    def _make(self, key: _Key, usual: GroupOptions, words: str, description: str) -> building.GroupRecord:
         """Build a group directly. Nobody waits for anybody.
 
         What all members have to mean alike stands on the card that they show each other when they connect. Where
         there is something special to mean, one store operation holds the cards against each other at once.
         """
-        name, options, line = self._name_of(key, usual), key.options, caller()
+        name, options, line = self._name_of(key, usual), key.options, call_site()
         backends, store = backends_of(options.backend), self._registry.store
         if len(key.ranks) == 1 or backends.dry:
             alone = dict.fromkeys(backends.names, dist.HashStore())
             group = building.build(name, key.ranks, self.rank, options, store, alone, description)
-            return building.Made(group, words, line, ranks=key.ranks)
+            return building.GroupRecord(group, words, line, ranks=key.ranks)
         keys: list[str] = []
         refused = (f"{name}/options/refused", self.refused)
         mend = "Configure its axes alike on every rank, or let every rank ask for it with the same options."
-        card = Card(self.rank, options.given, words, mend)
+        card = Fingerprint(self.rank, options.given, words, mend)
         if options is not self._registry.options and options != self._registry.options:
             keys = [f"{name}/options"]
             try:
-                self._registry.run(self._agree_on(keys[0], card), self.patience)
+                self._registry.run(self._agree_on(keys[0], card), self.store_timeout)
             except MismatchError:
                 self.remember_refusals(refused)
                 raise
@@ -392,7 +405,7 @@ class Family:
             for backend in backends.names
         }
         group = building.build(name, key.ranks, self.rank, options, store, polling, description)
-        return building.Made(group, words, line, polling, keys, ranks=key.ranks, card=card)
+        return building.GroupRecord(group, words, line, polling, keys, ranks=key.ranks, card=card)
 
     def _make_with_all(
         self,
@@ -400,7 +413,7 @@ class Family:
         words: str,
         description: str,
         blocks: Sequence[tuple[int, ...]],
-    ) -> building.Made:
+    ) -> building.GroupRecord:
         """Make a group through the public new_group, which every rank of the world has to call for every block."""
         if sum(map(len, blocks)) != self.world_size:
             raise OptionsError(
@@ -420,7 +433,7 @@ class Family:
             )
             if self.rank in block:
                 mine, ranks = group, block
-        return building.Made(mine, words, caller(), by="torch", ranks=ranks)
+        return building.GroupRecord(mine, words, call_site(), by="torch", ranks=ranks)
 
     def _name_of(self, key: _Key, usual: GroupOptions) -> str:
         """A name that is a function of what the group is, never of how many groups were made before it."""
@@ -445,35 +458,35 @@ class Family:
             twins = [] if self.name is not None else self._registry.living()
             for other in twins:
                 if other is not self and other.name is None and other.layout == self.layout:
-                    key = next(key for key, family in living().items() if family is other)
+                    key = next(key for key, cache in living().items() if cache is other)
                     raise NameTakenError(
                         f"two unnamed meshes live that only the order of making tells apart: {self.call}, made at "
-                        f"{other.line} and at {self.line}. Ranks that use them in other orders would cross.\n\n"
+                        f"{other.call_site} and at {self.call_site}. Ranks that use them in other orders would cross.\n\n"
                         f"  pgmesh.meshes()[{key!r}].close()   # close the other, if it is done with\n"
                         f"  {self.layout.spell('ProcessGroupMesh', world=self.world_size, name='actor')}   "
                         "# or name this one"
                     )
             self._registry.open.add(self)
 
-    def _agree_on_mesh(self) -> Steps[None]:
+    def _agree_on_mesh(self) -> StoreProtocol[None]:
         """Once: see that all members mean the same mesh."""
         if not self.agreed:
-            yield from self.introduce(listed=False)
+            yield from self.register_mesh(listed=False)
 
-    def _agree_on(self, key: str, card: Card) -> Steps[None]:
+    def _agree_on(self, key: str, card: Fingerprint) -> StoreProtocol[None]:
         """See that all members mean the same mesh and the same group."""
         yield from self._agree_on_mesh()
-        yield from agree(key, card)
+        yield from publish_or_compare(key, card)
 
     def ask(self, step: Step) -> Any:
         """Ask the store, with a deadline."""
-        return self._registry.reach().ask(step, self.patience)
+        return self._registry.store_thread().ask(step, self.store_timeout)
 
-    def introduce(self, *, listed: bool) -> Steps[None]:
+    def register_mesh(self, *, listed: bool) -> StoreProtocol[None]:
         """See that all members mean the same mesh, as steps."""
         known = self._registry.refusals[self._namesake] if self._registry.refusals else set[str]()
         stale = [key for key in known if not key.startswith(f"{self.key}/")]
-        yield from introduce(self.key, self.card, listed=listed or bool(stale))
+        yield from register_mesh(self.key, self.card, listed=listed or bool(stale))
         self.agreed = True
         if stale:
             said = (yield Read(f"{self.key}/said")) or b""
@@ -497,7 +510,7 @@ class Family:
             self._registry.refusals[self._namesake].update(keys)
 
     @functools.cached_property
-    def card(self) -> Card:
+    def card(self) -> Fingerprint:
         """What this rank means by the mesh."""
         ranks = self.layout.ranks_in_order()
         meaning = {
@@ -507,7 +520,7 @@ class Family:
             "size of the world": self.world_size,
         }
         mend = "Make the mesh alike on every rank; where ranks mean to have different meshes, name each."
-        return Card(self.rank, meaning, self.words, mend)
+        return Fingerprint(self.rank, meaning, self.words, mend)
 
     @property
     def refused(self) -> str:
@@ -524,13 +537,13 @@ class Family:
 
     def tell(self, doing: str) -> None:
         """Tell other processes what this one does."""
-        self._registry.reach().say(doing)
+        self._registry.store_thread().say(doing)
 
     def doubt(self) -> str:
         """Return why ranks may not find each other on this store; "" for nothing."""
-        return self._registry.reach().doubt()
+        return self._registry.store_thread().doubt()
 
-    def beating(self) -> Heart:
+    def beating(self) -> StoreThread:
         """The thread that speaks with the store for this process; it tells the others that this process lives."""
         return self._registry.beating()
 
@@ -551,10 +564,10 @@ class Family:
             after = before.but(options)
             if after.keywords() == before.keywords():
                 return
-            for key, made in self._cache.items():
+            for key, made in self._records.items():
                 if (key.ranks, key.tag) == (ranks, tag) and (len(ranks) > 1 or kept_by in self._alone):
                     raise OptionsError(
-                        f"{made.words} was made at {made.line}, so it is too late to configure it.\n\n"
+                        f"{made.words} was made at {made.call_site}, so it is too late to configure it.\n\n"
                         f"{calls_in_lines(_instead_of_configuring(axes, tag, given))}"
                     )
             kept = {name: value for name, value in before.keywords().items() if value is not None}
@@ -566,13 +579,13 @@ class Family:
                     f"configured with {before} at {line}, and {spelling} now with {given}.\n\n"
                     f"  {apart}   # a communicator of its own; else the same options for both"
                 )
-            self._configured[kept_by] = (after, by, caller())
+            self._configured[kept_by] = (after, by, call_site())
 
     def set_timeout(self, timeout: timedelta, chosen: Callable[[tuple[int, ...]], bool]) -> int:
         """Change how long collectives may wait: of the groups that were made whose ranks are chosen; how many."""
         self.check()
         with self.lock:
-            found = [made for key, made in self._cache.items() if chosen(key.ranks)]
+            found = [made for key, made in self._records.items() if chosen(key.ranks)]
             for made in found:
                 if torch_private.is_known(made.group):  # torch may have destroyed an adopted one
                     building.set_timeout(made, timeout)
@@ -583,11 +596,11 @@ class Family:
     def release(self, ranks: tuple[int, ...]) -> None:
         """Destroy the groups of these ranks; asked for again, they are made anew under new names."""
         self.check()
-        teardown.sweep()
+        teardown.free_finished()
         with self.lock:
             self._drop(
-                [key for key in self._cache if key.ranks == ranks],
-                f"was released at {caller()}; ask its mesh for it anew.",
+                [key for key in self._records if key.ranks == ranks],
+                f"was released at {call_site()}; ask its mesh for it anew.",
             )
             self._generations.release(ranks)
             if len(ranks) == 1:
@@ -600,15 +613,15 @@ class Family:
             reason: why, where that was not asked for here: the world ended, or the process.
         """
         if not at_exit:
-            teardown.sweep()
+            teardown.free_finished()
         if not self.lock.acquire(timeout=-1 if reason is None else 1.0):
             self.ended = self.ended or reason  # a thread is stuck with the lock, and the process or the world is ending
             return
         try:
             if self.ended is not None:
                 return
-            self.ended = reason or f"was closed at {caller()}."
-            self._drop(list(self._cache), self.ended, at_exit=at_exit)
+            self.ended = reason or f"was closed at {call_site()}."
+            self._drop(list(self._records), self.ended, at_exit=at_exit)
             for name in list(self.attended) if not at_exit else ():  # of groups that could not even be made
                 self._forget_meetings(name)
             if self.agreed and not at_exit:
@@ -618,17 +631,17 @@ class Family:
         finally:
             self.lock.release()
 
-    def _clean(self, steps: Steps[None]) -> None:
+    def _clean(self, steps: StoreProtocol[None]) -> None:
         """Take something out of the store; where that is gone, so is this, and where it hangs nobody waits for it.
 
         At the end of the world nobody waits at all: the thread does it before it ends.
         """
         with contextlib.suppress(WorldError, LifetimeError):
-            heart = self._registry.reach()
+            thread = self._registry.store_thread()
             if self._registry.ending:
-                heart.post(steps)
-            elif not heart.silent:
-                heart.run(steps, 1.0)
+                thread.post(steps)
+            elif not thread.silent:
+                thread.run(steps, 1.0)
 
     def _delete(self, keys: Sequence[str]) -> None:
         if keys:
@@ -641,7 +654,7 @@ class Family:
         for meeting in self.attended.pop(name, ()):
             self._clean(meeting.leave())
 
-    def _stop(self, made: building.Made) -> list[str]:
+    def _stop(self, made: building.GroupRecord) -> list[str]:
         """Let nobody wait for a group any more, and say which keys were written for it."""
         for store in made.stores.values():
             if store.mismatched:
@@ -651,14 +664,14 @@ class Family:
     def _drop(self, keys: Iterable[_Key], reason: str, *, abort: bool = False, at_exit: bool = False) -> None:
         self._forget_hits()
         for key in keys:
-            made = self._cache.pop(key)
+            made = self._records.pop(key)
             if not at_exit:
                 self._forget_meetings(made.name)
             if made.by == "others":
                 continue
             written = self._stop(made)
             if torch_private.is_known(made.group):
-                teardown.tear_down(made, reason, abort=abort or at_exit)
+                teardown.destroy(made, reason, abort=abort or at_exit)
             else:
                 teardown.invalidate(made, reason)
             if not at_exit:
@@ -669,16 +682,16 @@ class Family:
         if not any(made.group is group for made, _, _ in self.known()):
             return  # without the lock, which its holder may wait with
         with self.lock:
-            for key, made in list(self._cache.items()):
+            for key, made in list(self._records.items()):
                 if made.group is group:
                     self._forget_hits()
                     if made.by == "others":  # whoever asks for it learns that it is gone
                         continue
-                    del self._cache[key]
+                    del self._records[key]
                     self._forget_meetings(made.name)
                     self._generations.fail(key.ranks, self._kind_of(key))
                     self._delete(self._stop(made))
-                    teardown.disown(group, f"{made.words} was destroyed; ask its mesh for it anew.")
+                    teardown.mark_destroyed(group, f"{made.words} was destroyed; ask its mesh for it anew.")
 
     def _forget_hits(self) -> None:
         self._device_meshes.clear()
@@ -690,7 +703,7 @@ class Family:
         self.lock = threading.RLock()
         self.ended = reason
         self._forget_hits()
-        for made in self._cache.values():
+        for made in self._records.values():
             made.stop()
             teardown.invalidate(made, reason)
             torch_private.unregister_rank_map(made.group)
@@ -746,16 +759,16 @@ class Family:
                     f"follow.\n\n"
                     f"  mesh.{_call('group', axes)}   # a group that does; else adopt without configuring {by}"
                 )
-            made = self._cache.get(key)
+            made = self._records.get(key)
             if made is not None and made.group is not group:
                 how = "adopted" if made.by == "others" else "made"
                 raise LifetimeError(
-                    f"{words} was {how} at {made.line} already, and may be in use.\n\n"
+                    f"{words} was {how} at {made.call_site} already, and may be in use.\n\n"
                     f"  mesh.{_call('release', axes)}   # let go of it first, then adopt"
                 )
             if made is None:
                 self._open()
-                self._cache[key] = building.Made(group, words, caller(), by="others", ranks=block)
+                self._records[key] = building.GroupRecord(group, words, call_site(), by="others", ranks=block)
             if len(block) == 1:
                 self._alone.add(kept_by)
 
@@ -808,7 +821,7 @@ def _call(verb: str, axes: Iterable[Axis], *more: str) -> str:
 _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
-def caller() -> str:
+def call_site() -> str:
     """The line outside this package that is being run: where the user asked."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
@@ -816,36 +829,36 @@ def caller() -> str:
     return f"{frame.f_code.co_filename.rpartition(os.sep)[2]}:{frame.f_lineno}"
 
 
-def find_family(name: str | None, number: int, layout: Layout, call: str, rank: int) -> Family:
+def find_cache(name: str | None, number: int, layout: Layout, call: str, rank: int) -> GroupCache:
     """The family of a mesh that travelled: the one it left where that lives here, else one made anew.
 
     Outside any world it is a family that knows the rank it left, and makes no groups.
     """
     if not dist.is_initialized() or _registry().forked:
-        return Family(name, layout, call, outside=rank)
+        return GroupCache(name, layout, call, outside=rank)
     _, world = world_rank_and_size()
     ranks = layout.ranks_in_order()
     highest = max(ranks[0], ranks[-1]) if isinstance(ranks, range) else max(ranks)
     if highest >= world:
         raise PlaceError(f"{call} came here with rank {highest}, but the world's ranks are 0 to {world - 1}.")
     with _registering:
-        for family in _registry().living():
-            if family.origin == (name, number, layout):
-                return family
-    family = Family(name, layout, call, number=number)
-    family.origin = (name, number, layout)
-    return family
+        for cache in _registry().living():
+            if cache.identity == (name, number, layout):
+                return cache
+    cache = GroupCache(name, layout, call, number=number)
+    cache.identity = (name, number, layout)
+    return cache
 
 
 # -- what ends without being asked --------------------------------------------------------------------------------
 
 
-def _all_families() -> list[Family]:
+def all_caches() -> list[GroupCache]:
     with _registering:
-        return [family for registry in list(_registries.values()) for family in registry.families]
+        return [cache for registry in list(_registries.values()) for cache in registry.caches]
 
 
-def living() -> dict[str, Family]:
+def living() -> dict[str, GroupCache]:
     """The families of this world that are not closed, in the order in which they were made.
 
     They are found by name; unnamed ones by their call, with a number where several were made by one call.
@@ -853,44 +866,44 @@ def living() -> dict[str, Family]:
     if not dist.is_initialized():
         return {}
     with _registering:
-        families = sorted(_registry().living(), key=lambda family: family.serial)
-    names, found = {family.name for family in families}, dict[str, Family]()
-    for family in families:
-        calls = (family.call + f" ({number})" * (number > 1) for number in itertools.count(1))
-        key = family.name or next(call for call in calls if call not in found and call not in names)
-        found[key] = family
+        caches = sorted(_registry().living(), key=lambda cache: cache.serial)
+    names, found = {cache.name for cache in caches}, dict[str, GroupCache]()
+    for cache in caches:
+        calls = (cache.call + f" ({number})" * (number > 1) for number in itertools.count(1))
+        key = cache.name or next(call for call in calls if call not in found and call not in names)
+        found[key] = cache
     return found
 
 
 def close_all() -> None:
     """Close every mesh of this process."""
-    for family in _all_families():
-        family.close()
+    for cache in all_caches():
+        cache.close()
 
 
 def _forget(group: Any) -> None:
-    for family in _all_families():
-        family.forget(group)
+    for cache in all_caches():
+        cache.forget(group)
 
 
 def _end_world(reason: str) -> None:
     for registry in list(_registries.values()):
         registry.ending = True
-    for family in _all_families():
-        family.close(f"ended when {reason}.")
+    for cache in all_caches():
+        cache.close(f"ended when {reason}.")
     for registry in list(_registries.values()):
-        if registry.heart is not None:
-            registry.heart.stop("not there any more: it left the world")
+        if registry.thread is not None:
+            registry.thread.stop("not there any more: it left the world")
         registry.store = None  # a mesh that outlives the world holds no connection
 
 
 def _at_exit() -> None:
     """Let go of our groups while Python still runs: their threads would outlive it."""
     for registry in list(_registries.values()):
-        if registry.heart is not None:
-            registry.heart.stop("not there any more: its process has ended")
-    for family in _all_families():
-        family.close("ended with its process.", at_exit=True)
+        if registry.thread is not None:
+            registry.thread.stop("not there any more: its process has ended")
+    for cache in all_caches():
+        cache.close("ended with its process.", at_exit=True)
 
 
 def _in_child() -> None:
@@ -899,9 +912,9 @@ def _in_child() -> None:
     _registering = threading.RLock()  # whoever held the old one is not here
     teardown.keep_from_destructors()
     if dist.is_initialized():
-        _registry().forked, _registry().heart = True, None
-    for family in _all_families():
-        family.end_in_child("was made before this process was forked.")
+        _registry().forked, _registry().thread = True, None
+    for cache in all_caches():
+        cache.end_in_child("was made before this process was forked.")
 
 
 atexit.register(_at_exit)

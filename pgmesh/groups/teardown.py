@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from pgmesh import torch_private
 from pgmesh.errors import MissingRanksError, PgmeshError
-from pgmesh.groups.building import Made, gloo_stores
+from pgmesh.groups.building import GroupRecord, gloo_stores
 from pgmesh.rendezvous import polling_store
 
 
@@ -39,7 +39,7 @@ def explain(group: Any, error: BaseException) -> bool:
 torch_private.on_failure.append(explain)
 
 
-def tear_down(made: Made, reason: str, *, abort: bool = False) -> None:
+def destroy(made: GroupRecord, reason: str, *, abort: bool = False) -> None:
     """Take a group out of torch's tables, end its backend, and have it name itself to whoever still uses it."""
     group: Any = made.group
     torch_private.destroyed[group] = f"{made.words} {reason}"
@@ -52,7 +52,7 @@ def tear_down(made: Made, reason: str, *, abort: bool = False) -> None:
     disarm(group)
 
 
-def invalidate(made: Made, reason: str) -> None:
+def invalidate(made: GroupRecord, reason: str) -> None:
     """Have a group that torch destroyed name itself, and answer no more, to whoever still uses it."""
     torch_private.destroyed[made.group] = f"{made.words} {reason}"
     disarm(made.group)
@@ -61,7 +61,7 @@ def invalidate(made: Made, reason: str) -> None:
 _stranded: list[tuple[Any, Any]] = []
 
 
-def strand(group: Any, work: Any) -> None:
+def keep_until_done(group: Any, work: Any) -> None:
     """Keep a group until a collective that hangs in it is over: to destroy it would wait for that, at exit too."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     _stranded.append((group, work))
@@ -96,7 +96,7 @@ def _let_frames_go(error: BaseException | None) -> None:
         error.__traceback__ = None
 
 
-def sweep() -> None:
+def free_finished() -> None:
     """Let go of what was stranded and is over, and of what failed and is forgotten."""
     for error in list(polling_store.raised):
         if _is_forgotten(error):
@@ -112,7 +112,7 @@ def disarm(group: Any) -> None:
     torch_private.replace_backends(group, torch_private.fake_backend(group.rank(), group.size(), fail=True))
 
 
-def disown(group: Any, words: str) -> None:
+def mark_destroyed(group: Any, words: str) -> None:
     """A group that ended without us: have it name itself, and leave nothing of ours in torch's tables."""
     torch_private.destroyed[group] = words
     torch_private.unregister_tag(group)

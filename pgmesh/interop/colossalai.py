@@ -289,7 +289,7 @@ class ColossalMesh:
         """
         if self._own:
             self.mesh.close()
-        elif self.mesh._family.ended is None:
+        elif not self.mesh.is_closed:
             for ranks in sorted(self._handed_out):
                 self.mesh.release(ranks=ranks)
         self._handed_out.clear()

@@ -43,5 +43,5 @@ def from_device_mesh(device_mesh: DeviceMesh, *, name: str | None = None) -> Pro
             mesh.close()
             raise
         if names == tuple(map(str, mesh.axes)):  # else torch could not cut it by the names of the axes
-            mesh._family.adopt_device_mesh(mesh.layout, device_mesh)
+            mesh.adopt_device_mesh(device_mesh)
     return mesh

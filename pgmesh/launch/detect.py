@@ -42,10 +42,10 @@ LAST_PORT = 65_535
 
 
 @dataclass(frozen=True)
-class Found:
+class LauncherInfo:
     """What a launcher says of this process.
 
-    >>> found = believe({"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"})
+    >>> found = detect_launcher({"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"})
     >>> found.rank, found.size, found.local_rank, found.local_size, found.hosts, found.address
     (3, 4, 1, 2, (), None)
     >>> print(found.line)
@@ -175,7 +175,7 @@ class Launcher:
     marks: ClassVar[tuple[str, ...]] = ()  # one of them is set where it started the process
 
     @classmethod
-    def detect(cls, environ: Environ) -> Found | None:
+    def detect(cls, environ: Environ) -> LauncherInfo | None:
         """What it says of this process; None where it did not start it.
 
         Raises:
@@ -191,7 +191,7 @@ class Torchrun(Launcher):
     marks = TORCHRUN
 
     @classmethod
-    def detect(cls, environ: Environ) -> Found | None:
+    def detect(cls, environ: Environ) -> LauncherInfo | None:
         """What RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT say."""
         there = [name for name in TORCHRUN if name in environ]
         if not there:
@@ -216,7 +216,7 @@ class Torchrun(Launcher):
         mark = next((mark for mark in INNERMOST if look.text(mark) is not None), None)
         launcher = INNERMOST[mark] if mark else "the environment"
         why = f"{mark or 'RANK'} is set"
-        return Found(launcher, why, rank, size, local_rank, local_size, (), address, port, look.read)
+        return LauncherInfo(launcher, why, rank, size, local_rank, local_size, (), address, port, look.read)
 
 
 class MPI(Launcher):
@@ -229,7 +229,7 @@ class MPI(Launcher):
     job: ClassVar[tuple[str, ...]] = ()  # the first that is set is the same on every rank of a job, and of no other
 
     @classmethod
-    def detect(cls, environ: Environ) -> Found | None:
+    def detect(cls, environ: Environ) -> LauncherInfo | None:
         """What its variables say. Rank 0 is at 127.0.0.1 where all ranks are on one host, else nobody knows."""
         look = Variables(environ)
         mark = next((name for name in cls.marks if name in environ), None)
@@ -243,7 +243,9 @@ class MPI(Launcher):
         hosts = cls._hosts(look, size, local_size)
         address, job = LOCAL if local_size == size else hosts[0] if hosts else None, look.text(*cls.job)
         port = PORTS[zlib.crc32(job.encode()) % len(PORTS)] if job else None
-        return Found(cls.name, f"{mark} is set", rank, size, local_rank, local_size, hosts, address, port, look.read)
+        return LauncherInfo(
+            cls.name, f"{mark} is set", rank, size, local_rank, local_size, hosts, address, port, look.read
+        )
 
     @classmethod
     def _hosts(cls, look: Variables, size: int, local_size: int | None) -> tuple[str, ...]:
@@ -313,7 +315,7 @@ class MPICH(MPI):
     local_size = ("MPI_LOCALNRANKS",)
 
     @classmethod
-    def detect(cls, environ: Environ) -> Found | None:
+    def detect(cls, environ: Environ) -> LauncherInfo | None:
         """What its variables say; but srun sets PMI_RANK too, and PMIx PMI_SIZE."""
         if "MPI_LOCALRANKID" in environ:
             return super().detect(environ)
@@ -333,7 +335,7 @@ class PMIx(OnPBS):
     job = ("PMIX_NAMESPACE",)
 
     @classmethod
-    def detect(cls, environ: Environ) -> Found | None:
+    def detect(cls, environ: Environ) -> LauncherInfo | None:
         """What its variables say; but srun, and others that are known by their own names, set PMIX_RANK too."""
         known = (*OpenMPI.marks, *MVAPICH.marks, *PALS.marks, "PMI_RANK", "MPI_LOCALRANKID")
         others = Slurm.step(environ) is not None or any(name in environ for name in known)
@@ -355,7 +357,7 @@ class Slurm(Launcher):
         return None if _is_number(environ[name]) and int(environ[name]) >= NO_STEP else name
 
     @classmethod
-    def detect(cls, environ: Environ) -> Found | None:
+    def detect(cls, environ: Environ) -> LauncherInfo | None:
         """What srun says. Rank 0 is on the step's first host; its port is made of the job's and the step's number."""
         mark = cls.step(environ)
         if mark is None:
@@ -377,7 +379,7 @@ class Slurm(Launcher):
         elif hosts and look.text("SLURM_DISTRIBUTION") != "arbitrary" and (rank or not node):
             address = hosts[0]  # where an arbitrary distribution puts rank 0, other ranks cannot tell
         why = f"{mark} is set"
-        return Found(cls.name, why, rank, size, local_rank, local_size, hosts, address, port, look.read)
+        return LauncherInfo(cls.name, why, rank, size, local_rank, local_size, hosts, address, port, look.read)
 
     WAY = ("srun python script.py", "in a step of its own, srun sets them all anew")
 
@@ -432,7 +434,7 @@ class Plain(Launcher):
     name = "nobody"
 
     @classmethod
-    def detect(cls, environ: Environ) -> Found:
+    def detect(cls, environ: Environ) -> LauncherInfo:
         """A world of one.
 
         Raises:
@@ -440,7 +442,7 @@ class Plain(Launcher):
         """
         look = Variables(environ)
         if not any(name in environ for name in ("SLURM_JOB_ID", "SLURM_JOBID", *Slurm.marks)):
-            return Found("no launcher", "none of their variables is set", 0, 1, 0, 1)
+            return LauncherInfo("no launcher", "none of their variables is set", 0, 1, 0, 1)
         look.text("SLURM_JOB_ID", "SLURM_JOBID")
         tasks, hosts = look.number("SLURM_NTASKS", "SLURM_NPROCS") or 1, look.number("SLURM_NNODES") or 1
         tasks = max(tasks, (look.number("SLURM_PROCID") or 0) + 1)
@@ -452,7 +454,7 @@ class Plain(Launcher):
                 ("srun python script.py", "one rank for each task"),
                 ("srun --ntasks 1 python script.py", "a world of 1"),
             )
-        return Found("no launcher", "this is the script of a Slurm job of one task", 0, 1, 0, 1, read=look.read)
+        return LauncherInfo("no launcher", "this is the script of a Slurm job of one task", 0, 1, 0, 1, read=look.read)
 
 
 LAUNCHERS: tuple[type[Launcher], ...] = (Torchrun, OpenMPI, MVAPICH, PALS, MPICH, PMIx, Slurm, Plain)
@@ -462,7 +464,7 @@ LAUNCHERS: tuple[type[Launcher], ...] = (Torchrun, OpenMPI, MVAPICH, PALS, MPICH
 # ---- which of them is believed ----
 
 
-def believe(environ: Environ) -> Found:
+def detect_launcher(environ: Environ) -> LauncherInfo:
     """What the innermost launcher says of this process, held against every other variable that is there.
 
     Args:
@@ -475,7 +477,7 @@ def believe(environ: Environ) -> Found:
 
     >>> slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}
     >>> torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
-    >>> print(believe(slurm | torchrun | {"TORCHELASTIC_RUN_ID": "none"}).line)
+    >>> print(detect_launcher(slurm | torchrun | {"TORCHELASTIC_RUN_ID": "none"}).line)
     rank 5 of 8, local rank 1: torchrun, because TORCHELASTIC_RUN_ID is set, in a step of Slurm
     """
     inside = ", in a step of Slurm" * (Slurm.step(environ) is not None)
@@ -496,7 +498,7 @@ def believe(environ: Environ) -> Found:
     return found
 
 
-def _compare(found: Found, other: Found) -> None:
+def _compare(found: LauncherInfo, other: LauncherInfo) -> None:
     """See that two launchers, both of which may have started this process, say the same."""
     for what in ("rank", "size", "local_rank", "local_size"):
         a, b = getattr(found, what), getattr(other, what)
@@ -509,7 +511,7 @@ def _compare(found: Found, other: Found) -> None:
             )
 
 
-def _check_daemon(found: Found, environ: Environ) -> None:
+def _check_daemon(found: LauncherInfo, environ: Environ) -> None:
     """See that a step of Slurm around MPI can be that of its daemons: one on each host, none without a rank."""
     if Slurm.step(environ) is None:
         return
@@ -527,7 +529,7 @@ def _check_daemon(found: Found, environ: Environ) -> None:
         )
 
 
-def _by_hand(found: Found, environ: Environ) -> Found:
+def _by_hand(found: LauncherInfo, environ: Environ) -> LauncherInfo:
     """The same with MASTER_ADDR and MASTER_PORT, if they are set; RANK and the like have to fit."""
     look = Variables(environ)
     said = {name: look.number(name) for name in PLACE}
@@ -544,7 +546,7 @@ def _by_hand(found: Found, environ: Environ) -> Found:
     return _met(replace(found, read=(*found.read, *look.read)), environ)
 
 
-def _met(found: Found, environ: Environ) -> Found:
+def _met(found: LauncherInfo, environ: Environ) -> LauncherInfo:
     """The same with MASTER_ADDR and MASTER_PORT, if they are set."""
     look = Variables(environ)
     address, port = look.text("MASTER_ADDR"), look.number("MASTER_PORT", at_least=1, at_most=LAST_PORT)
@@ -553,13 +555,13 @@ def _met(found: Found, environ: Environ) -> Found:
     return replace(found, address=address or found.address, port=port or found.port, read=(*found.read, *look.read))
 
 
-def single_out(launcher: type[Launcher], environ: Environ) -> Found:
+def detect_one(launcher: type[Launcher], environ: Environ) -> LauncherInfo:
     """What one launcher says of this process, whatever others do; MASTER_ADDR and MASTER_PORT count all the same.
 
     Raises:
         LaunchError: it did not start this process, or its variables are missing or contradict each other.
 
-    >>> single_out(OpenMPI, {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "RANK": "1"}).rank
+    >>> detect_one(OpenMPI, {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "RANK": "1"}).rank
     0
     """
     found = launcher.detect(environ)
@@ -572,13 +574,13 @@ def single_out(launcher: type[Launcher], environ: Environ) -> Found:
     return _met(found, environ)
 
 
-def at(found: Found, host: str | None = None, port: int | None = None) -> Found:
+def at(found: LauncherInfo, host: str | None = None, port: int | None = None) -> LauncherInfo:
     """The same where rank 0 is found at this host and port, as far as they are given.
 
     Raises:
         LaunchError: the one is no name, or the other no number of a port.
 
-    >>> at(believe({"PMI_RANK": "3", "PMI_SIZE": "4"}), "n1", 29500).end_point()
+    >>> at(detect_launcher({"PMI_RANK": "3", "PMI_SIZE": "4"}), "n1", 29500).end_point()
     ('n1', 29500)
     """
     if host is not None and not (isinstance(host, str) and host and not set(host) & set(" /@[]")):

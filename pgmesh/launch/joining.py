@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from pgmesh._util.sizes import calls_in_lines
 from pgmesh.errors import LaunchError
-from pgmesh.launch.detect import Found, OpenMPI, Slurm, Torchrun, at, believe, single_out
+from pgmesh.launch.detect import LauncherInfo, OpenMPI, Slurm, Torchrun, at, detect_launcher, detect_one
 from pgmesh.options import Timeout, to_timedelta
 
 log = logging.getLogger("pgmesh")
@@ -50,7 +50,7 @@ def join(
         mpirun -n 8 python script.py
     """
     if not dist.is_initialized():
-        _initialise(at(believe(os.environ), host, port), backend, timeout)
+        _initialise(at(detect_launcher(os.environ), host, port), backend, timeout)
 
 
 def from_torch(backend: str | None = None, *, timeout: Timeout | None = None) -> None:
@@ -60,7 +60,7 @@ def from_torch(backend: str | None = None, *, timeout: Timeout | None = None) ->
         LaunchError: they are incomplete or contradict each other, or the world cannot be reached.
     """
     if not dist.is_initialized():
-        _initialise(single_out(Torchrun, os.environ), backend, timeout)
+        _initialise(detect_one(Torchrun, os.environ), backend, timeout)
 
 
 def from_slurm(
@@ -79,7 +79,7 @@ def from_slurm(
             reached.
     """
     if not dist.is_initialized():
-        _initialise(at(single_out(Slurm, os.environ), host, port), backend, timeout)
+        _initialise(at(detect_one(Slurm, os.environ), host, port), backend, timeout)
 
 
 def from_openmpi(
@@ -98,10 +98,10 @@ def from_openmpi(
             reached.
     """
     if not dist.is_initialized():
-        _initialise(at(single_out(OpenMPI, os.environ), host, port), backend, timeout)
+        _initialise(at(detect_one(OpenMPI, os.environ), host, port), backend, timeout)
 
 
-def _initialise(found: Found, backend: str | None, timeout: Timeout | None) -> None:
+def _initialise(found: LauncherInfo, backend: str | None, timeout: Timeout | None) -> None:
     limit = None if timeout is None else to_timedelta(timeout, LaunchError)
     if backend is None:
         backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
@@ -126,7 +126,7 @@ def _initialise(found: Found, backend: str | None, timeout: Timeout | None) -> N
         raise LaunchError(f"{where}: {error}") from error
 
 
-def _take_device(found: Found, backend: str) -> None:
+def _take_device(found: LauncherInfo, backend: str) -> None:
     """Use the device of the local rank. What srun's binding of devices makes of it is untested."""
     if "nccl" not in backend:
         return

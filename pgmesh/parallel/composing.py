@@ -142,9 +142,9 @@ def compose(mesh: ProcessGroupMesh, *methods: Method, unowned: Iterable[Axis] = 
             named = method.__name__ if isinstance(method, type) else "DataParallel"
             call = f"{named}(mesh, {mesh.axes[0]!r})"
             raise MethodError(f"compose is given methods with their axes, such as {call}, not {method!r}.")
-        if method.mesh._family is not mesh._family:
+        if not method.mesh.shares_groups(mesh):
             raise MethodError(
-                f"{method} is on {method.mesh._family.words}, but is composed on {mesh._family.words}. "
+                f"{method} is on {method.mesh!r}, but is composed on {mesh!r}. "
                 f"Methods of one composition are on one mesh, its views and its slices."
             )
     for one, other in itertools.combinations(methods, 2):
@@ -236,7 +236,7 @@ def check_kept(method: Method, inside: Sequence[Method], held: Mapping[str, nn.P
 
 def groups_held(mesh: ProcessGroupMesh) -> set[tuple[int, ...]]:
     """The ranks of the groups that this rank holds."""
-    return {made.ranks for made, _, _ in mesh._family.known()}
+    return {held.ranks for held in mesh.held()}
 
 
 def release_since(before: set[tuple[int, ...]], method: Method) -> None:
@@ -245,4 +245,4 @@ def release_since(before: set[tuple[int, ...]], method: Method) -> None:
     block = set(mesh.ranks(*{*method.owns, *method.reduces}))
     for ranks in groups_held(mesh) - before:
         if block.issuperset(ranks):
-            mesh._family.release(ranks)
+            mesh.release(ranks=ranks)

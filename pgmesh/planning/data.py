@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pgmesh.errors import PlaceError
 from pgmesh.layout import Axis, Layout
 from pgmesh.topology.hosts import Machine
-from pgmesh.topology.locality import Spread
+from pgmesh.topology.locality import Locality
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class FamilyPlan:
     groups: int
     strides: tuple[int, ...]  # how many ranks apart, outermost first; none where that differs from place to place
     sample: tuple[int, ...]  # the first group: its ranks, or the first seven and the last
-    spreads: tuple[Spread, ...]  # one for each level of the machine
+    spreads: tuple[Locality, ...]  # one for each level of the machine
     same_as: str  # the family before this one that has the same groups, if there is one
 
     @property

@@ -45,7 +45,7 @@ from pgmesh.layout import Axis, Layout
 from pgmesh.planning import axis_heuristics, costs, text_report
 from pgmesh.planning.data import FamilyPlan, Finding, PlanData
 from pgmesh.topology.hosts import Level, Machine, take_machine
-from pgmesh.topology.locality import ENOUGH, Spread, split, spread
+from pgmesh.topology.locality import ENOUGH, Locality, split, spread
 
 if TYPE_CHECKING:
     from pgmesh.mesh import ProcessGroupMesh
@@ -190,7 +190,7 @@ def plan(
         raise TypeError(f"plan() got an unexpected keyword argument {next(iter(sizes))!r}")
     if shape or sizes or not isinstance(whole, (Layout, Mapping)):
         raise _no_layout((layout, *shape), sizes, more)
-    base = whole if isinstance(whole, Layout) else laid_out(_filled_out(whole, machine, more))
+    base = whole if isinstance(whole, Layout) else layout_of(_filled_out(whole, machine, more))
     if whole is layout:
         _check_fit(base, machine, more, views or {})
     check_room(base, machine)
@@ -262,7 +262,7 @@ def suggest(sizes: Mapping[str, int], machine: Machine) -> Layout:
         do = "do" if fixed > 1 else "does"
         raise ShapeError(f"{text_report.sizes(sizes)} holds {many(fixed, 'rank')}, which {do} not fit on {machine[0]}.")
     ordered = {axis: box[axis] if box[axis] != -1 else room // fixed for axis in axis_heuristics.by_traffic(list(box))}
-    return laid_out(ordered)
+    return layout_of(ordered)
 
 
 def _filled_out(sizes: Sizes, machine: Machine, more: Mapping[str, object]) -> dict[Axis, int]:
@@ -278,7 +278,7 @@ def _filled_out(sizes: Sizes, machine: Machine, more: Mapping[str, object]) -> d
     return fill("plan", box, host.capacity, hold, pick=False, more=more)
 
 
-def laid_out(sizes: Mapping[str, int] | Mapping[Axis, int]) -> Layout:
+def layout_of(sizes: Mapping[str, int] | Mapping[Axis, int]) -> Layout:
     """The layout of these sizes, whatever the axes are called."""
     box: dict[Axis, int] = {}
     for axis, size in sizes.items():
@@ -317,7 +317,7 @@ def _check_fit(layout: Layout, machine: Machine, more: Mapping[str, object], vie
     other = [axis for axis in box if near[axis] != box[axis]]
     changed = ", ".join(f"axis {a} of {near[a]}" if isinstance(a, int) else f"{a} {near[a]}" for a in other)
     ways: list[tuple[str, str]] = []
-    if layout.ranks_in_order() == range(count) and _holds(laid_out(near), views):
+    if layout.ranks_in_order() == range(count) and _holds(layout_of(near), views):
         ways.append((_call(spell("Layout", near), more), f"with {changed}"))
     if "domains" not in more or not ways:
         hosts = {word: value for word, value in more.items() if word != "domains"}
@@ -457,7 +457,7 @@ def _finding(family: FamilyPlan, number: int, layout: Layout, machine: Machine, 
         says = f"{about}{cut:,} of {family.groups:,} {family.name} groups {verb} {most}, across an edge."
     order = axis_heuristics.by_traffic([str(axis) for axis in layout.axes])
     if order != layout.axes and _strides(layout, layout.axes) == (1,) and 0 in layout:
-        moved = laid_out({axis: layout.size(axis) for axis in order})
+        moved = layout_of({axis: layout.size(axis) for axis in order})
         after = spread(moved, family.axes, fence)
         if (after.high, after.hops_high, -after.intra) < (lie.high, lie.hops_high, -lie.intra):
             view = f"--view '{family.view}: {text_report.sizes({axis: moved.size(axis) for axis in order})}'"
@@ -475,7 +475,7 @@ def _finding(family: FamilyPlan, number: int, layout: Layout, machine: Machine, 
     return Finding(f"{says} {together} not divide {units} of {text_report.listed(wrong)}." if wrong else says, True)
 
 
-def _hops(lie: Spread, size: int, fence: Level) -> str:
+def _hops(lie: Locality, size: int, fence: Level) -> str:
     if lie.hops_low == size:
         return f"every hop leaves the {fence.name}"
     return f"{text_report.span(lie.hops_low, lie.hops_high)} of {size} hops of a ring leave the {fence.name}"

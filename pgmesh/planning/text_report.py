@@ -11,7 +11,7 @@ from pgmesh.planning import axis_heuristics, costs
 
 if TYPE_CHECKING:
     from pgmesh.planning.data import FamilyPlan, PlanData
-    from pgmesh.topology.locality import Spread
+    from pgmesh.topology.locality import Locality
 
 P = TypeVar("P", bound="PlanData")
 
@@ -152,7 +152,7 @@ def listed(words: Iterable[object]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
-def _kind(lie: Spread) -> str:
+def _kind(lie: Locality) -> str:
     return lie.kind + "~" * (not lie.exact)
 
 

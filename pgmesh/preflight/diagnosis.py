@@ -19,7 +19,7 @@ from typing import Any
 
 from pgmesh._util.sizes import many
 from pgmesh.errors import LaunchError, SeamError
-from pgmesh.launch.detect import LAST_PORT, LAUNCHERS, Found, believe
+from pgmesh.launch.detect import LAST_PORT, LAUNCHERS, LauncherInfo, detect_launcher
 
 TRIED_ON = "2.13"
 """As ``groups.TRIED_ON``, which is not there where it would be needed."""
@@ -65,7 +65,7 @@ def diagnose(environ: Mapping[str, str], seconds: float) -> list[Finding]:
 # -- the launcher -----------------------------------------------------------------------------------------------------
 
 
-def launchers(environ: Mapping[str, str]) -> tuple[Found | None, list[Finding]]:
+def launchers(environ: Mapping[str, str]) -> tuple[LauncherInfo | None, list[Finding]]:
     """Who is believed, and what else is there.
 
     >>> found, findings = launchers({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "SLURM_PROCID": "0"})
@@ -76,7 +76,7 @@ def launchers(environ: Mapping[str, str]) -> tuple[Found | None, list[Finding]]:
     -- there too, of Slurm, and not believed: SLURM_PROCID=0
     """
     try:
-        found = believe(environ)
+        found = detect_launcher(environ)
     except LaunchError as error:
         problem, _, rest = str(error).partition("\n\n")
         return None, [Finding("bad", "launcher", problem.rstrip(":") + "." * (problem[-1] not in ".:"), rest)]
@@ -136,7 +136,7 @@ def torch_and_seam(load: Callable[[str], Any]) -> Iterator[Finding]:
 # -- the network ------------------------------------------------------------------------------------------------------
 
 
-def host(seconds: float, found: Found | None) -> Iterator[Finding]:
+def host(seconds: float, found: LauncherInfo | None) -> Iterator[Finding]:
     """What this host's name means."""
     name = socket.gethostname()
     answer = in_time(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM), seconds)
@@ -202,7 +202,7 @@ def matching(chosen: str, there: Sequence[str]) -> list[str]:
 # -- the store --------------------------------------------------------------------------------------------------------
 
 
-def store(environ: Mapping[str, str], found: Found | None, seconds: float) -> Iterator[Finding]:
+def store(environ: Mapping[str, str], found: LauncherInfo | None, seconds: float) -> Iterator[Finding]:
     """Whether this process can reach the store; on the rank that is to host it, whether it can."""
     if found is None:
         return
@@ -218,12 +218,12 @@ def store(environ: Mapping[str, str], found: Found | None, seconds: float) -> It
     yield _look(environ, found, seconds)[0]
 
 
-def hosts_store(environ: Mapping[str, str], found: Found) -> bool:
+def hosts_store(environ: Mapping[str, str], found: LauncherInfo) -> bool:
     """Whether this process hosts its world's store: rank 0 does, unless torchrun's agent or a StoreProcess does."""
     return found.rank == 0 and not _is_hosted(environ)
 
 
-def wait_for_store(environ: Mapping[str, str], found: Found, seconds: float) -> Finding | None:
+def wait_for_store(environ: Mapping[str, str], found: LauncherInfo, seconds: float) -> Finding | None:
     """Wait until this process can reach the store, or host it.
 
     Args:
@@ -256,7 +256,7 @@ def _is_hosted(environ: Mapping[str, str]) -> bool:
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _look(environ: Mapping[str, str], found: Found, seconds: float) -> tuple[Finding, bool]:
+def _look(environ: Mapping[str, str], found: LauncherInfo, seconds: float) -> tuple[Finding, bool]:
     """What is found of the store, and whether it will stay so."""
     address, port = found.end_point()
     answer = in_time(lambda: socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM), seconds)

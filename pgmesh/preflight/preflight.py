@@ -22,14 +22,14 @@ from pgmesh import launch
 from pgmesh._util.sizes import some
 from pgmesh.errors import LaunchError, MissingRanksError, PgmeshError, WorldError
 from pgmesh.groups.world import device_of
-from pgmesh.launch.detect import believe
+from pgmesh.launch.detect import detect_launcher
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.preflight import results
 from pgmesh.preflight.diagnosis import hosts_store, in_time, wait_for_store
 from pgmesh.preflight.microbenchmarks import LARGE, SMALL, Probe, rounds
 from pgmesh.preflight.results import Measured, Record, name_of
-from pgmesh.preflight.staged_barrier import RollCall
+from pgmesh.preflight.staged_barrier import StagedBarrier
 
 Advance = Callable[[str], None]
 
@@ -54,7 +54,7 @@ def join(backend: str | None, seconds: float) -> None:
         LaunchError: this process cannot join. It says what ``pgmesh doctor`` says.
     """
     timeout = timedelta(seconds=seconds)
-    if not dist.is_initialized() and ((found := believe(os.environ)).size > 1 or found.address is not None):
+    if not dist.is_initialized() and ((found := detect_launcher(os.environ)).size > 1 or found.address is not None):
         (host, port), who = found.end_point(), f"rank {found.rank} of {found.size} cannot join"
         problem = wait_for_store(os.environ, found, seconds)
         if problem is not None:
@@ -96,7 +96,7 @@ class Preflight:
 
     def __init__(
         self,
-        hall: RollCall,
+        hall: StagedBarrier,
         mesh: ProcessGroupMesh,
         families: Sequence[tuple[Axis, ...]],
         hosts: Sequence[str],

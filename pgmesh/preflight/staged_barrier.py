@@ -9,7 +9,7 @@ from typing import Any
 
 from pgmesh._util.sizes import ranks_in_words
 from pgmesh.errors import MissingRanksError, PgmeshError
-from pgmesh.groups.cache import Family
+from pgmesh.groups.cache import GroupCache
 from pgmesh.groups.world import world_rank_and_size
 from pgmesh.layout import Layout
 from pgmesh.rendezvous.polling_store import drive
@@ -18,18 +18,18 @@ from pgmesh.rendezvous.protocol import (
     LONGEST_PAUSE,
     MOST_ASKED,
     Add,
-    Beats,
-    Card,
-    End,
-    Meeting,
-    Party,
+    CompareSet,
+    ConnectAttempt,
+    Decision,
+    Fingerprint,
+    Heartbeats,
+    Participant,
     Pause,
+    RankStatus,
     Read,
     Ready,
     Step,
-    Swap,
-    Told,
-    told,
+    status_key,
 )
 from pgmesh.rendezvous.store_thread import who
 
@@ -40,7 +40,7 @@ PATIENCE = 3.0
 """Seconds beyond those after which a silent rank counts as lost, for others to say first who it is."""
 
 
-class RollCall:
+class StagedBarrier:
     """The stages of a work that all ranks of the world do together, each with one decision for all of them.
 
     Args:
@@ -52,11 +52,11 @@ class RollCall:
     def __init__(self, what: str, seconds: float, mend: str) -> None:
         self.rank, self.size = world_rank_and_size()
         self.what, self.seconds, self.mend = what, seconds, mend
-        self.family = Family(f"all ranks of {what}", Layout(self.size), what)
-        self.heart = self.family.beating()
+        self.cache = GroupCache(f"all ranks of {what}", Layout(self.size), what)
+        self.store_thread = self.cache.beating()
         self._stages = itertools.count()
         self._stage = ""
-        self._meeting: Meeting | None = None
+        self._meeting: ConnectAttempt | None = None
         self._start = time.monotonic()
 
     def stage(
@@ -72,10 +72,10 @@ class RollCall:
         """
         number = next(self._stages)
         meant = {**(meaning or {}), "size of the world": self.size}
-        card = Card(self.rank, meant, what or self.what, mend or self.mend)
+        card = Fingerprint(self.rank, meant, what or self.what, mend or self.mend)
         self._stage = f"{self.what}, {doing}"
-        self._meeting = Meeting(f"{self.family.key}/stage{number}.0", range(self.size), card)
-        self.heart.say(self._stage)
+        self._meeting = ConnectAttempt(f"{self.cache.key}/stage{number}.0", range(self.size), card)
+        self.store_thread.say(self._stage)
 
     def meet(self) -> None:
         """Wait until every rank is done with this stage.
@@ -101,7 +101,7 @@ class RollCall:
         kind = next(
             (kind for kind, named in ERRORS.items() if named is not None and isinstance(error, named)), "missing"
         )
-        drive(meeting.decide(End(kind, str(error))), self._perform)
+        drive(meeting.decide(Decision(kind, str(error))), self._perform)
         return (meeting.end.error() if meeting.end is not None else None) or error
 
     def lost(self, ranks: Sequence[int], doing: str) -> PgmeshError | None:
@@ -111,31 +111,31 @@ class RollCall:
         """
         meeting = self._open()
         ranks = [rank for rank in ranks if rank != self.rank][:MOST_ASKED]
-        beats = Beats(self.heart.suspicion)
+        beats = Heartbeats(self.store_thread.suspicion)
         start = now = time.monotonic()
-        while now - start < self.heart.suspicion + PATIENCE:
-            text = self.ask(Read(meeting.tomb))
+        while now - start < self.store_thread.suspicion + PATIENCE:
+            text = self.ask(Read(meeting.decision_key))
             if text is not None:
-                return End.unpack(meeting.tomb, text).error()
+                return Decision.unpack(meeting.decision_key, text).error()
             for rank in ranks:
-                last = Told.unpack(rank, self.ask(Read(told(rank)))) or Told(rank)
+                last = RankStatus.unpack(rank, self.ask(Read(status_key(rank)))) or RankStatus(rank)
                 beats.hear(last, now)
                 if beats.is_lost(last, now):
                     silence = beats.silence(rank, now)
                     return MissingRanksError(
                         f"{doing}: {ranks_in_words([rank])} was lost; it was last heard from {silence:.0f} s ago."
                     )
-            time.sleep(LONGEST_PAUSE * self.heart.pace)
+            time.sleep(LONGEST_PAUSE * self.store_thread.pace)
             now = time.monotonic()
         return None
 
     def put(self, key: str, value: str) -> None:
         """Leave a text for the other ranks; it is never changed."""
-        self.ask(Swap(f"{self.family.key}/{key}", value))
+        self.ask(CompareSet(f"{self.cache.key}/{key}", value))
 
     def look(self, key: str) -> str | None:
         """A text that a rank left; None if there is none."""
-        text: bytes | None = self.ask(Read(f"{self.family.key}/{key}"))
+        text: bytes | None = self.ask(Read(f"{self.cache.key}/{key}"))
         return None if text is None else text.decode(errors="replace")
 
     def part(self, seconds: float) -> bool:
@@ -148,40 +148,40 @@ class RollCall:
             Whether the first rank has told.
         """
         end = time.monotonic() + seconds
-        told = self.rank == 0
-        if told:
+        status_key = self.rank == 0
+        if status_key:
             self.put("told", "told")
             while int(self.look("left") or 0) < self.size - 1 and time.monotonic() < end:
                 time.sleep(LONGEST_PAUSE)
         else:
-            while not (told := self.look("told") is not None) and time.monotonic() < end:
+            while not (status_key := self.look("told") is not None) and time.monotonic() < end:
                 time.sleep(LONGEST_PAUSE)
-            self.ask(Add(f"{self.family.key}/left"))
-        self.heart.say("")
-        self.family.close()
-        return told
+            self.ask(Add(f"{self.cache.key}/left"))
+        self.store_thread.say("")
+        self.cache.close()
+        return status_key
 
     def ask(self, step: Step) -> Any:
         """One access to the store, with a deadline."""
-        return self.heart.ask(step, LAST_WORD)
+        return self.store_thread.ask(step, LAST_WORD)
 
-    def _open(self) -> Meeting:
+    def _open(self) -> ConnectAttempt:
         if self._meeting is None:
             self.stage("at its beginning")
         assert self._meeting is not None
         return self._meeting
 
-    def _party(self, meeting: Meeting) -> Party:
+    def _party(self, meeting: ConnectAttempt) -> Participant:
         self._start = time.monotonic()
-        return Party(
+        return Participant(
             self.rank,
             [meeting],
             number=0,
             line=self._stage,
             who=who(),
             deadline=self.seconds,
-            suspicion=self.heart.suspicion,
-            pace=self.heart.pace,
+            suspicion=self.store_thread.suspicion,
+            pace=self.store_thread.pace,
             alone=False,
         )
 
@@ -192,4 +192,4 @@ class RollCall:
         if isinstance(step, Ready):
             return None
         left = self.seconds - (time.monotonic() - self._start)
-        return self.heart.ask(step, max(left, 0.0) + LAST_WORD)
+        return self.store_thread.ask(step, max(left, 0.0) + LAST_WORD)

@@ -19,19 +19,19 @@ from pgmesh.rendezvous.protocol import (
     LONGEST_PAUSE,
     Add,
     Append,
-    Card,
+    CompareSet,
+    Decision,
     Delete,
-    End,
+    Fingerprint,
     Pause,
+    RankStatus,
     Raw,
     Read,
     Step,
-    Steps,
-    Swap,
-    Told,
+    StoreProtocol,
     pauses,
-    refuse,
-    told,
+    publish_mismatch,
+    status_key,
 )
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ ABSENT = "?"
 """What no key holds: asked to put it in place of itself, a store answers with it, or with what the key does hold."""
 
 
-def once(step: Step) -> Steps[Any]:
+def once(step: Step) -> StoreProtocol[Any]:
     """A protocol of one step."""
     return (yield step)
 
@@ -70,7 +70,7 @@ def perform(store: Any, step: Step) -> Any:
     if isinstance(step, Read):
         value = store.compare_set(step.key, ABSENT, ABSENT)
         return None if value == ABSENT.encode() else value
-    if isinstance(step, Swap):
+    if isinstance(step, CompareSet):
         return store.compare_set(step.key, "", step.value)
     if isinstance(step, Add):
         return store.add(step.key, 1)
@@ -90,7 +90,7 @@ def underlying(store: Any) -> Any:
     return store
 
 
-def drive(steps: Steps[T], perform: Callable[[Step], Any]) -> T:
+def drive(steps: StoreProtocol[T], perform: Callable[[Step], Any]) -> T:
     """Run a protocol to its end. What a step raises, and what interrupts it, is raised inside the protocol too."""
     send: Callable[[Any], Step] = steps.send
     answer: Any = None
@@ -149,13 +149,13 @@ class PollingStore(dist.Store):
 
     def __init__(
         self,
-        run: Callable[[Steps[Any], float], Any],
-        card: Card,
+        run: Callable[[StoreProtocol[Any], float], Any],
+        card: Fingerprint,
         ranks: Sequence[int],
         timeout: timedelta,
         *,
         addresses: bool,
-        first: Callable[[], Steps[None]],
+        first: Callable[[], StoreProtocol[None]],
         refused: Sequence[str] = (),
         tell: Callable[[str], None] = lambda doing: None,
         doubt: Callable[[], str] = lambda: "",
@@ -178,7 +178,7 @@ class PollingStore(dist.Store):
         """End every wait."""
         self._closed = True
 
-    def _go(self, steps: Steps[T], seconds: float | None = None) -> T:
+    def _go(self, steps: StoreProtocol[T], seconds: float | None = None) -> T:
         """Run steps, for as long as the group's collectives may take unless a time is given."""
         limit = self._timeout.total_seconds() if seconds is None else seconds
         try:
@@ -188,7 +188,7 @@ class PollingStore(dist.Store):
             raise
         return result
 
-    def _counted(self, steps: Steps[T]) -> Steps[T]:
+    def _counted(self, steps: StoreProtocol[T]) -> StoreProtocol[T]:
         answer: Any = None
         while True:
             try:
@@ -217,7 +217,7 @@ class PollingStore(dist.Store):
                 stem = key.rpartition("/")[0]
                 self._found.update((f"{stem}/{i}", value) for i, value in enumerate(values))
 
-    def publish(self) -> Steps[None]:
+    def publish(self) -> StoreProtocol[None]:
         """Say in the store too where this rank can be reached: it is taken back when the group is let go of."""
         yield from self._counted(self._begin())
 
@@ -244,7 +244,7 @@ class PollingStore(dist.Store):
                 self._tell("")
         _raise_in_backend(self.failure)
 
-    def _wait(self, keys: list[str], limit: timedelta) -> Steps[None]:
+    def _wait(self, keys: list[str], limit: timedelta) -> StoreProtocol[None]:
         yield from self._begin()
         start = time.monotonic()
         end = start + limit.total_seconds()
@@ -263,12 +263,12 @@ class PollingStore(dist.Store):
                     yield from due.pop()[1](key, now - start)
                 yield Pause(min(seconds, end - now))
 
-    def _warn(self, key: str, waited: float) -> Steps[None]:
+    def _warn(self, key: str, waited: float) -> StoreProtocol[None]:
         if words := (yield from self._missing(key, timedelta(seconds=round(waited)), yet=True)):
             # In a thread of its own: a handler of the user's may block, and this one beats and asks for all.
             threading.Thread(target=log.warning, args=("%s", words), name="pgmesh-word", daemon=True).start()
 
-    def _tell_of_waiting(self, key: str, waited: float) -> Steps[None]:
+    def _tell_of_waiting(self, key: str, waited: float) -> StoreProtocol[None]:
         self._telling = True
         self._tell(self._waiting)
         yield from ()
@@ -277,23 +277,23 @@ class PollingStore(dist.Store):
     def _waiting(self) -> str:
         return f"in the first collective of {self._card.what}, waiting for others"
 
-    def _check_refused(self) -> Steps[None]:
+    def _check_refused(self) -> StoreProtocol[None]:
         for key in self.refused:
             text = yield Read(key)
-            if text is not None and (error := End.unpack(key, text).error()):
+            if text is not None and (error := Decision.unpack(key, text).error()):
                 raise error
 
     def _check_open(self) -> None:
         if self._closed:
             raise LifetimeError(f"{self._card.what} was released on this rank while it waited for its members.")
 
-    def _look(self, key: str) -> Steps[bool]:
+    def _look(self, key: str) -> StoreProtocol[bool]:
         """Whether a key is there, in one operation that brings its value along."""
         value = yield Read(key)
         if value is None:
             return False
         card, _, body = value.partition(SEAL)
-        yield from refuse(self.refused[0] if self.refused else f"{key}/refused", self._card, card, key)
+        yield from publish_mismatch(self.refused[0] if self.refused else f"{key}/refused", self._card, card, key)
         self._found[key] = body
         return True
 
@@ -320,7 +320,7 @@ class PollingStore(dist.Store):
         except WorldError:
             return None
 
-    def _missing(self, key: str | None, limit: timedelta | None, *, yet: bool = False) -> Steps[str | None]:
+    def _missing(self, key: str | None, limit: timedelta | None, *, yet: bool = False) -> StoreProtocol[str | None]:
         yield from self._check_refused()
         key = key or next(iter(self.written), None)
         if key is None:
@@ -340,7 +340,7 @@ class PollingStore(dist.Store):
             return None
         said = {}
         for rank in who[:8]:
-            if isinstance(rank, int) and (last_told := Told.unpack(rank, (yield Read(told(rank))))):
+            if isinstance(rank, int) and (last_told := RankStatus.unpack(rank, (yield Read(status_key(rank))))):
                 said[rank] = str(last_told)
         words = "".join(f"\n  rank {rank} last said: {last}" for rank, last in said.items())
         if self._waiting in said.values():
@@ -367,7 +367,7 @@ class PollingStore(dist.Store):
         for key, value in zip(keys, values):
             self.set(key, value)
 
-    def _set(self, key: str, value: Any) -> Steps[None]:
+    def _set(self, key: str, value: Any) -> StoreProtocol[None]:
         yield from self._begin()
         yield self._sealed(key, value)
 
@@ -376,7 +376,7 @@ class PollingStore(dist.Store):
         self._check_open()
         return Raw("set", (key, self._card.word + SEAL + bytes(value)))
 
-    def _begin(self) -> Steps[None]:
+    def _begin(self) -> StoreProtocol[None]:
         """This rank is in a collective: see that all is agreed on, and say where it can be reached."""
         self._check_open()
         yield from self._first()

@@ -79,7 +79,7 @@ class Read(NamedTuple):
     key: str
 
 
-class Swap(NamedTuple):
+class CompareSet(NamedTuple):
     """Lay a value down where there is none; the answer is what lies there now."""
 
     key: str
@@ -99,10 +99,10 @@ class Raw(NamedTuple):
     arguments: tuple[Any, ...]
 
 
-class Say(NamedTuple):
-    """Tell everyone what this rank waits for, under ``told(rank)``."""
+class SetStatus(NamedTuple):
+    """Tell everyone what this rank waits for, under ``status_key(rank)``."""
 
-    waits: tuple[Wait, ...]
+    waits: tuple[PendingConnect, ...]
 
 
 class Pause(NamedTuple):
@@ -114,14 +114,14 @@ class Pause(NamedTuple):
 class Ready(NamedTuple):
     """A meeting ended as made, and its group can be used."""
 
-    meeting: Meeting
+    meeting: ConnectAttempt
 
 
-Step = Union[Append, Add, Read, Swap, Delete, Raw, Say, Pause, Ready]
-Steps = Generator[Step, Any, T]
+Step = Union[Append, Add, Read, CompareSet, Delete, Raw, SetStatus, Pause, Ready]
+StoreProtocol = Generator[Step, Any, T]
 
 
-def told(rank: int) -> str:
+def status_key(rank: int) -> str:
     """The key under which a rank tells what it does."""
     return f"pgmesh/told/{rank}"
 
@@ -173,14 +173,14 @@ def quoted(text: bytes | str) -> str:
     return repr(text[:80]) + ("..." if len(text) > 80 else "")
 
 
-def junk(key: str, text: bytes | str) -> str:
+def foreign_value(key: str, text: bytes | str) -> str:
     """What lies under a key of ours and is no record of ours, for a message."""
     where = f"the store's key {key}" if key else "the store"
     return f"{where} holds {quoted(text)}, which no pgmesh wrote"
 
 
 @dataclass(frozen=True)
-class Card:
+class Fingerprint:
     """What this rank means by a mesh or a group, to hold against what others mean.
 
     Args:
@@ -222,7 +222,7 @@ class Card:
         for word in seen:
             meant = _meant(word)
             if meant is None:
-                return f"{self.what}: {junk(key, word)}."
+                return f"{self.what}: {foreign_value(key, word)}."
             meanings[meant[0]] = meant[1]
         lines = []
         for name in sorted({*self.meaning, *(name for meaning in meanings.values() for name in meaning)}):
@@ -255,7 +255,7 @@ def error_in_words(error: BaseException) -> str:
     return f"{type(error).__name__}{': ' * bool(str(error))}{error}"
 
 
-class Wait(NamedTuple):
+class PendingConnect(NamedTuple):
     """One group that a rank waits for, as it tells the others."""
 
     number: int  # which of this rank's waits: a later one is another
@@ -270,7 +270,7 @@ class Wait(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Told:
+class RankStatus:
     """What a rank last told the others.
 
     Args:
@@ -284,7 +284,7 @@ class Told:
     rank: int
     beat: int = 0  # or UNSTEADY
     doing: str = ""
-    waits: tuple[Wait, ...] = ()
+    waits: tuple[PendingConnect, ...] = ()
     alone: bool = True
     gone: str = ""
 
@@ -294,7 +294,7 @@ class Told:
         )
 
     @classmethod
-    def unpack(cls, rank: int, text: bytes | None) -> Told | None:
+    def unpack(cls, rank: int, text: bytes | None) -> RankStatus | None:
         """What a rank told, if it told anything that can be read."""
         kinds = {"rank": int, "beat": int, "doing": str, "waits": list, "alone": int, "gone": str}
         record = unpack(text or b"", **kinds)
@@ -306,7 +306,7 @@ class Told:
                 return None
             number, name, words, line, missing, alone = wait
             ranks = tuple(each for each in missing if isinstance(each, int))
-            waits.append(Wait(number, name, words, line, ranks, alone))
+            waits.append(PendingConnect(number, name, words, line, ranks, alone))
         return cls(rank, record["beat"], record["doing"], tuple(waits), bool(record["alone"]), record["gone"])
 
     def __str__(self) -> str:
@@ -315,7 +315,7 @@ class Told:
 
 
 @dataclass
-class Beats:
+class Heartbeats:
     """When each rank was last heard to live.
 
     Args:
@@ -325,7 +325,7 @@ class Beats:
     suspicion: float
     last: dict[int, tuple[int, float]] = field(default_factory=dict)  # the last beat of a rank, and when it was new
 
-    def hear(self, said: Told, now: float) -> None:
+    def hear(self, said: RankStatus, now: float) -> None:
         if self.last.get(said.rank, (None, 0.0))[0] != said.beat:
             self.last[said.rank] = (said.beat, now)
 
@@ -333,7 +333,7 @@ class Beats:
         """Seconds for which a rank has told nothing new."""
         return now - self.last[rank][1]
 
-    def is_lost(self, said: Told, now: float) -> bool:
+    def is_lost(self, said: RankStatus, now: float) -> bool:
         return bool(said.gone) or (said.beat != UNSTEADY and self.silence(said.rank, now) >= self.suspicion)
 
     def next_look(self, now: float, period: float) -> float:
@@ -343,7 +343,7 @@ class Beats:
 
 
 @dataclass(frozen=True)
-class End:
+class Decision:
     """How a meeting ended, the same for all its members.
 
     Args:
@@ -358,10 +358,10 @@ class End:
         return pack(kind=self.kind, text=self.text[: LONGEST // 8], at=self.at)
 
     @classmethod
-    def unpack(cls, key: str, text: bytes) -> End:
+    def unpack(cls, key: str, text: bytes) -> Decision:
         record = unpack(text, kind=str, text=str, at=list)
         if record is None or record["kind"] not in ERRORS or not all(isinstance(each, str) for each in record["at"]):
-            return cls("mismatch", f"{junk(key, text)}.")
+            return cls("mismatch", f"{foreign_value(key, text)}.")
         return cls(record["kind"], record["text"], tuple(record["at"]))
 
     def error(self) -> PgmeshError | None:
@@ -370,7 +370,7 @@ class End:
         return None if kind is None else kind(self.text)
 
 
-MADE = End("made")
+MADE = Decision("made")
 ERRORS: dict[str, type[PgmeshError] | None] = {
     "made": None,
     "missing": MissingRanksError,
@@ -382,7 +382,7 @@ ERRORS: dict[str, type[PgmeshError] | None] = {
 # -- a mesh is introduced ---------------------------------------------------------------------------------------------
 
 
-def introduce(name: str, card: Card, *, listed: bool = True) -> Steps[None]:
+def register_mesh(name: str, card: Fingerprint, *, listed: bool = True) -> StoreProtocol[None]:
     """Once for each rank and mesh: hold what it means by the mesh against what the first of them laid down.
 
     Args:
@@ -393,24 +393,24 @@ def introduce(name: str, card: Card, *, listed: bool = True) -> Steps[None]:
     """
     if listed:
         yield Append(f"{name}/said", card.word.decode() + "\n")
-    first = yield Swap(name, card.word.decode())
+    first = yield CompareSet(name, card.word.decode())
     if card.trouble([first]) is not None:
         said = (yield Read(f"{name}/said")) or b""
         trouble = card.trouble([first, *said.splitlines()], name if _meant(first) is None else f"{name}/said")
-        end = yield Swap(f"{name}/refused", End("mismatch", trouble or "").pack())
-        raise End.unpack(f"{name}/refused", end).error() or MismatchError(trouble)
+        end = yield CompareSet(f"{name}/refused", Decision("mismatch", trouble or "").pack())
+        raise Decision.unpack(f"{name}/refused", end).error() or MismatchError(trouble)
 
 
-def agree(key: str, card: Card) -> Steps[None]:
+def publish_or_compare(key: str, card: Fingerprint) -> StoreProtocol[None]:
     """Hold a card against the other members' in one operation: the first lays it down, later ones compare.
 
     Raises:
         MismatchError: the first rank to come means something else. It is told too, under ``<key>/refused``.
     """
-    yield from refuse(f"{key}/refused", card, (yield Swap(key, card.word.decode())), key)
+    yield from publish_mismatch(f"{key}/refused", card, (yield CompareSet(key, card.word.decode())), key)
 
 
-def refuse(key: str, card: Card, seen: bytes, where: str = "") -> Steps[None]:
+def publish_mismatch(key: str, card: Fingerprint, seen: bytes, where: str = "") -> StoreProtocol[None]:
     """Hold a card against another's, and where they differ tell those who wait.
 
     Args:
@@ -421,7 +421,7 @@ def refuse(key: str, card: Card, seen: bytes, where: str = "") -> Steps[None]:
         MismatchError: they differ.
     """
     if trouble := card.trouble([seen], where):
-        yield Swap(key, End("mismatch", trouble).pack())
+        yield CompareSet(key, Decision("mismatch", trouble).pack())
         raise MismatchError(trouble)
 
 
@@ -465,7 +465,7 @@ class Generations:
 
 
 @dataclass(eq=False)
-class Meeting:
+class ConnectAttempt:
     """One group that is being connected, once.
 
     Args:
@@ -479,11 +479,11 @@ class Meeting:
 
     name: str
     ranks: Sequence[int]
-    card: Card
+    card: Fingerprint
     refused: str | None = None
     mesh: str | None = None
     at: str = ""
-    end: End | None = None
+    end: Decision | None = None
     missing: tuple[int, ...] = ()
     counted: Any = ""  # what the count was when the roll was called
 
@@ -492,7 +492,7 @@ class Meeting:
         return f"{self.card.what} (ranks {some(tuple(self.ranks))})"
 
     @property
-    def tomb(self) -> str:
+    def decision_key(self) -> str:
         """The key of the decision."""
         return f"{self.name}/end"
 
@@ -506,43 +506,43 @@ class Meeting:
         """All its keys."""
         return tuple(f"{self.name}/{what}" for what in ("came", "count", "end", "broken", "left"))
 
-    def leave(self) -> Steps[None]:
+    def leave(self) -> StoreProtocol[None]:
         """Of those who came, the last to let go of the group takes the keys away: others may look until they do."""
         left = yield Add(f"{self.name}/left")
         came = (yield Read(f"{self.name}/count")) or b"0"
         if left >= int(came):
             yield Delete(self.keys)
 
-    def decide(self, end: End) -> Steps[None]:
+    def decide(self, end: Decision) -> StoreProtocol[None]:
         """Lay a decision down, or take the one that lies there."""
-        self.end = End.unpack(self.tomb, (yield Swap(self.tomb, end.pack())))
+        self.end = Decision.unpack(self.decision_key, (yield CompareSet(self.decision_key, end.pack())))
         yield from self._tell()
 
-    def look(self) -> Steps[None]:
+    def look(self) -> StoreProtocol[None]:
         """See whether there is a decision."""
-        text = yield Read(self.tomb)
+        text = yield Read(self.decision_key)
         if text is not None:
-            self.end = End.unpack(self.tomb, text)
+            self.end = Decision.unpack(self.decision_key, text)
             yield from self._tell()
 
-    def _tell(self) -> Steps[None]:
+    def _tell(self) -> StoreProtocol[None]:
         if self.end == MADE:
             yield Ready(self)
 
-    def catch_up(self) -> Steps[None]:
+    def catch_up(self) -> StoreProtocol[None]:
         """Go on to the first meeting that is not decided: others may have tried more often than this rank."""
-        while (yield Read(self.tomb)) is not None:
+        while (yield Read(self.decision_key)) is not None:
             stem, _, number = self.name.rpartition(".")
             self.name = f"{stem}.{int(number) + 1}"
 
-    def arrive(self, me: int, line: str, who: str) -> Steps[None]:
+    def arrive(self, me: int, line: str, who: str) -> StoreProtocol[None]:
         """Come to the meeting. The last to come, who is told so by the count, decides that it is made."""
         came = pack(rank=me, line=line, who=who, card=self.card.word.decode(), at=self.at)
         yield Append(f"{self.name}/came", came + "\n")
         if (yield Add(f"{self.name}/count")) >= len(self.ranks):
             yield from self._call_roll()
 
-    def inspect(self, *, again: bool = False) -> Steps[None]:
+    def inspect(self, *, again: bool = False) -> StoreProtocol[None]:
         """See who has come, and give up where what they mean cannot go together.
 
         Args:
@@ -550,14 +550,14 @@ class Meeting:
         """
         text = (yield Read(self.refused)) if self.refused else None
         if text is not None:
-            yield from self.decide(End.unpack(self.refused or "", text))
+            yield from self.decide(Decision.unpack(self.refused or "", text))
             return
         counted = yield Read(f"{self.name}/count")
         if again or counted != self.counted:
             self.counted = counted
             yield from self._call_roll()
 
-    def _call_roll(self) -> Steps[None]:
+    def _call_roll(self) -> StoreProtocol[None]:
         """Read the line of each member that came. Once all have, the group is made."""
         key = f"{self.name}/came"
         cards: list[bytes] = []
@@ -569,26 +569,30 @@ class Meeting:
             record = unpack(line, rank=int, line=str, who=str, card=str, at=str)
             if record is None or record["rank"] not in members or not record["at"].isascii():
                 yield from self.decide(
-                    End("mismatch", f"{self.words}: the store's key {key} holds {quoted(line)}, which no member wrote.")
+                    Decision(
+                        "mismatch", f"{self.words}: the store's key {key} holds {quoted(line)}, which no member wrote."
+                    )
                 )
                 return
             if who.setdefault(record["rank"], record["who"]) != record["who"]:
                 both = f"{who[record['rank']]} and {record['who']}"
-                yield from self.decide(End("mismatch", f"{self.words}: both {both} came as rank {record['rank']}."))
+                yield from self.decide(
+                    Decision("mismatch", f"{self.words}: both {both} came as rank {record['rank']}.")
+                )
                 return
             cards.append(record["card"].encode())
             at[record["rank"]] = record["at"]
         trouble = self.card.trouble(cards, key)
         self.missing = tuple(rank for rank in self.ranks if rank not in who)
         if trouble is not None:
-            yield from self.decide(End("mismatch", trouble))
+            yield from self.decide(Decision("mismatch", trouble))
         elif not self.missing:
             told_by_all = all(at.values()) and sum(map(len, at.values())) < LONGEST // 2
-            yield from self.decide(End("made", at=tuple(map(at.__getitem__, self.ranks))) if told_by_all else MADE)
+            yield from self.decide(Decision("made", at=tuple(map(at.__getitem__, self.ranks))) if told_by_all else MADE)
 
 
 @dataclass
-class Party:
+class Participant:
     """One rank's call of connect: all its meetings, come to at once.
 
     Args:
@@ -606,7 +610,7 @@ class Party:
     """
 
     me: int
-    meetings: Sequence[Meeting]
+    meetings: Sequence[ConnectAttempt]
     number: int
     line: str
     who: str
@@ -616,18 +620,18 @@ class Party:
     pace: float = 1.0
     alone: bool = True
     warn: Callable[[str], None] = field(default=lambda text: None)
-    _beats: Beats = field(init=False)
-    _told: dict[int, Told] = field(default_factory=dict)
+    _beats: Heartbeats = field(init=False)
+    _told: dict[int, RankStatus] = field(default_factory=dict)
     _junk: dict[int, str] = field(default_factory=dict)  # what a rank's key holds that no rank tells
-    _ways: list[list[tuple[int, Wait]]] = field(default_factory=list)  # where the search for a circle goes on
+    _ways: list[list[tuple[int, PendingConnect]]] = field(default_factory=list)  # where the search for a circle goes on
     _seen: set[int] = field(default_factory=set)  # which ranks it has passed
     _asked: bool = False  # whether it has waited long enough to ask why
     _now: float = 0.0
 
     def __post_init__(self) -> None:
-        self._beats = Beats(self.suspicion)
+        self._beats = Heartbeats(self.suspicion)
 
-    def meet(self) -> Steps[None]:
+    def meet(self) -> StoreProtocol[None]:
         """Come to every meeting, and see each to its end."""
         try:
             for meeting in self.meetings:
@@ -642,18 +646,18 @@ class Party:
                 yield from self.cancel(error)
             raise
 
-    def cancel(self, error: BaseException) -> Steps[None]:
+    def cancel(self, error: BaseException) -> StoreProtocol[None]:
         """Give up what is not decided, because of something that is no fault of the others."""
         why = f"rank {self.me} stopped connecting at {self.line}: {error_in_words(error)}"
         kind = "mismatch" if isinstance(error, MismatchError) else "missing"
         for meeting in self._open():
-            yield from meeting.decide(End(kind, f"{meeting.words} was given up, because {why}"))
+            yield from meeting.decide(Decision(kind, f"{meeting.words} was given up, because {why}"))
         yield from self._hush()
 
-    def _open(self) -> list[Meeting]:
+    def _open(self) -> list[ConnectAttempt]:
         return [meeting for meeting in self.meetings if meeting.end is None]
 
-    def _wait(self) -> Steps[None]:
+    def _wait(self) -> StoreProtocol[None]:
         now = yield Pause(0.0)
         inspection = now + max(FIRST_INSPECTION * self.pace, min(now, SLOWEST))
         warning, end = self.deadline / 3, self.deadline
@@ -676,29 +680,31 @@ class Party:
             now = yield Pause(min(pause, max(0.0, end - now)))
         yield from self._hush()
 
-    def _heed(self) -> Steps[None]:
+    def _heed(self) -> StoreProtocol[None]:
         """See whether a rank says that it means another mesh."""
         for mesh in {meeting.mesh: None for meeting in self._open() if meeting.mesh}:
             text = yield Read(mesh)
             for meeting in self._open() if text is not None else ():
                 if meeting.mesh == mesh:
-                    yield from meeting.decide(End.unpack(mesh, text))
+                    yield from meeting.decide(Decision.unpack(mesh, text))
 
-    def _hush(self) -> Steps[None]:
+    def _hush(self) -> StoreProtocol[None]:
         """Take back what this rank told the others of its waiting."""
         if self._asked:
-            yield Say(())
+            yield SetStatus(())
 
-    def _inspect(self) -> Steps[None]:
+    def _inspect(self) -> StoreProtocol[None]:
         """Ask why this rank still waits."""
         self._asked = True
         for meeting in self._open():
             yield from meeting.inspect()
         waits = tuple(
-            Wait(self.number, meeting.name, meeting.words, self.line, meeting.missing[:MOST_ASKED], self.alone)
+            PendingConnect(
+                self.number, meeting.name, meeting.words, self.line, meeting.missing[:MOST_ASKED], self.alone
+            )
             for meeting in self._open()
         )
-        yield Say(waits)
+        yield SetStatus(waits)
         self._told.clear()
         self._junk.clear()
         for meeting in self._open():
@@ -707,37 +713,37 @@ class Party:
             if any(map(self._is_lost, meeting.missing)):
                 yield from meeting.inspect(again=True)
                 if meeting.end is None and any(map(self._is_lost, meeting.missing)):
-                    yield from meeting.decide(End("missing", self._why(meeting)))
+                    yield from meeting.decide(Decision("missing", self._why(meeting)))
         circle = (yield from self._find_circle(waits)) if self.alone else []
         if circle:
             text = _circle_in_words(circle)
             for name in dict.fromkeys(wait.name for _, wait in circle):
-                yield Swap(f"{name}/end", End("circle", text).pack())
+                yield CompareSet(f"{name}/end", Decision("circle", text).pack())
 
-    def _ask(self, rank: int) -> Steps[None]:
+    def _ask(self, rank: int) -> StoreProtocol[None]:
         if rank in self._told:
             return
-        text = yield Read(told(rank))
-        told_ = Told.unpack(rank, text)
+        text = yield Read(status_key(rank))
+        told_ = RankStatus.unpack(rank, text)
         if told_ is not None:
             self._told[rank] = told_
             self._beats.hear(told_, self._now)
         elif text is not None:
-            self._junk[rank] = junk(told(rank), text)
+            self._junk[rank] = foreign_value(status_key(rank), text)
 
     def _is_lost(self, rank: int) -> bool:
         return rank in self._told and self._beats.is_lost(self._told[rank], self._now)
 
-    def _give_up(self) -> Steps[None]:
+    def _give_up(self) -> StoreProtocol[None]:
         """The deadline has come."""
         for meeting in self._open():
             yield from meeting.inspect(again=True)
         for meeting in self._open():
             for rank in meeting.missing[:MOST_ASKED]:
                 yield from self._ask(rank)
-            yield from meeting.decide(End("missing", self._why(meeting, f" in {self.deadline:g} s")))
+            yield from meeting.decide(Decision("missing", self._why(meeting, f" in {self.deadline:g} s")))
 
-    def _why(self, meeting: Meeting, when: str = "") -> str:
+    def _why(self, meeting: ConnectAttempt, when: str = "") -> str:
         """Who is missing, and what each of them is doing."""
         lines = []
         for rank in meeting.missing[:8]:
@@ -755,7 +761,7 @@ class Party:
 
     # -- who waits for whom ---------------------------------------------------------------------------------------
 
-    def _find_circle(self, mine: tuple[Wait, ...]) -> Steps[list[tuple[int, Wait]]]:
+    def _find_circle(self, mine: tuple[PendingConnect, ...]) -> StoreProtocol[list[tuple[int, PendingConnect]]]:
         """Ranks that wait for each other: each with the wait whose next member is the next rank of the circle.
 
         What is read at one time need not hold at another. So a circle is looked at twice, and counts if in the second
@@ -766,7 +772,7 @@ class Party:
         for i, (rank, wait) in enumerate(circle):
             following = circle[(i + 1) % len(circle)][0]
             if rank != self.me:
-                again = Told.unpack(rank, (yield Read(told(rank))))
+                again = RankStatus.unpack(rank, (yield Read(status_key(rank))))
                 if again is None or not again.alone or not any(w[:2] == wait[:2] for w in again.waits):
                     return []
             came = (yield Read(f"{wait.name}/came")) or b""
@@ -777,7 +783,7 @@ class Party:
                 return []
         return circle
 
-    def _first_look(self, mine: tuple[Wait, ...]) -> Steps[list[tuple[int, Wait]]]:
+    def _first_look(self, mine: tuple[PendingConnect, ...]) -> StoreProtocol[list[tuple[int, PendingConnect]]]:
         """The shortest way from this rank back to it, along who waits for whom.
 
         A walk that asks after many ranks goes on in the next inspection; once it has ended, another begins.
@@ -807,7 +813,7 @@ class Party:
         return []
 
 
-def _circle_in_words(circle: Sequence[tuple[int, Wait]]) -> str:
+def _circle_in_words(circle: Sequence[tuple[int, PendingConnect]]) -> str:
     first = circle.index(min(circle))
     circle = [*circle[first:], *circle[:first]]
     lines = [

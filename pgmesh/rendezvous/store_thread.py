@@ -25,7 +25,18 @@ import torch.distributed as dist
 
 from pgmesh.errors import PgmeshError, WorldError
 from pgmesh.rendezvous.polling_store import ABSENT, once, perform, underlying
-from pgmesh.rendezvous.protocol import MOST_ASKED, UNSTEADY, Delete, Pause, Say, Step, Steps, Told, Wait, told
+from pgmesh.rendezvous.protocol import (
+    MOST_ASKED,
+    UNSTEADY,
+    Delete,
+    Pause,
+    PendingConnect,
+    RankStatus,
+    SetStatus,
+    Step,
+    StoreProtocol,
+    status_key,
+)
 
 T = TypeVar("T")
 
@@ -113,7 +124,7 @@ class _Job:
 
     __slots__ = ("answer", "done", "error", "given_up", "inside", "steps")
 
-    def __init__(self, steps: Steps[Any]) -> None:
+    def __init__(self, steps: StoreProtocol[Any]) -> None:
         self.steps = steps
         self.answer: Any = None
         self.error: BaseException | None = None
@@ -153,7 +164,7 @@ class _Mailbox:
         return self._jobs.popleft()
 
 
-class Heart:
+class StoreThread:
     """The thread of one process in one world.
 
     Args:
@@ -175,7 +186,7 @@ class Heart:
         self._beat_due = math.inf
         self._beating, self._counted_on, self._beats = False, False, UNSTEADY
         self._doing = ""
-        self._waits: dict[int, tuple[Wait, ...]] = {}  # by thread
+        self._waits: dict[int, tuple[PendingConnect, ...]] = {}  # by thread
         self._store: Any = None  # the world's, or a connection of its own, as this world's part of it
         self._own: Any = None  # such a connection, once it is there
         self.steady = False  # whether no wait of torch's can hold up a beat any more
@@ -199,7 +210,7 @@ class Heart:
 
     # -- for the threads that want something --------------------------------------------------------------------
 
-    def run(self, steps: Steps[T], seconds: float) -> T:
+    def run(self, steps: StoreProtocol[T], seconds: float) -> T:
         """What a protocol comes to, or what it raises. It is driven by the heart: its pauses hold up nobody else.
 
         Raises:
@@ -238,7 +249,7 @@ class Heart:
         Raises:
             WorldError: there was none in so many seconds, or the store is gone.
         """
-        if isinstance(step, Say):
+        if isinstance(step, SetStatus):
             self._waits[threading.get_ident()] = step.waits
         return self.run(once(step), seconds)
 
@@ -266,7 +277,7 @@ class Heart:
     def _speak(self) -> None:
         if not self._beating:
             self._beating = True
-            self.post(once(Say(())))
+            self.post(once(SetStatus(())))
 
     def hush(self) -> None:
         """The thread that calls waits for nobody any more; the next beat says so."""
@@ -280,7 +291,7 @@ class Heart:
         """
         self._doing = doing
         self._speak()
-        self.post(once(Say(())))
+        self.post(once(SetStatus(())))
 
     def stop(self, gone: str = "") -> None:
         """Tell the others why this process tells no more, leave the world, and end the thread."""
@@ -290,7 +301,7 @@ class Heart:
         if self._name:
             self._left.add(self._name)
 
-    def post(self, steps: Steps[Any]) -> None:
+    def post(self, steps: StoreProtocol[Any]) -> None:
         """Have a protocol run in its turn, before the thread ends. Waits for nothing and raises nothing."""
         self._jobs.put(_Job(steps))
 
@@ -309,9 +320,9 @@ class Heart:
             del job  # else its error lives, with every frame that it passed, until something else is asked
         with contextlib.suppress(Exception):
             if self._beating:
-                self._perform(Say(()))
+                self._perform(SetStatus(()))
             if self._name and not self._gone and leave_world(self._shared, self._name):
-                perform(self._store, Delete(tuple(map(told, range(self._world_size)))))
+                perform(self._store, Delete(tuple(map(status_key, range(self._world_size)))))
         for left in [job for *_, job in self._paused]:
             self._end(left, error=self._lost(LEFT))
 
@@ -322,7 +333,7 @@ class Heart:
             if self._paused and self._paused[0][0] <= now:
                 return heapq.heappop(self._paused)[2]
             if self._beat_due <= now:
-                return _Job(once(Say(())))
+                return _Job(once(SetStatus(())))
             due = min(self._beat_due, self._paused[0][0] if self._paused else math.inf)
             with contextlib.suppress(IndexError):
                 return self._jobs.take()
@@ -345,7 +356,7 @@ class Heart:
                 return heapq.heappush(self._paused, (due, next(self._count), job))
             if self._beat_due <= time.monotonic():  # it does not wait for the end of a long job
                 with contextlib.suppress(WorldError):
-                    self._perform(Say(()))
+                    self._perform(SetStatus(()))
             try:
                 send, answer = job.steps.send, self._perform(step)
             except Exception as error:
@@ -361,7 +372,7 @@ class Heart:
         job.done.release()
 
     def _perform(self, step: Step) -> Any:
-        if isinstance(step, Say):
+        if isinstance(step, SetStatus):
             self._beat_due = time.monotonic() + self.period
         if self._gone:  # torch would tell of it at length each time that it is asked again
             raise self._lost(self._gone)
@@ -372,7 +383,7 @@ class Heart:
             self._store = self._store or self._part_of(underlying(self._shared))
             if isinstance(step, _ReadName):
                 return self._shared.compare_set(WORLD, ABSENT, ABSENT).decode()
-            return self._tell() if isinstance(step, Say) else perform(self._store, step)
+            return self._tell() if isinstance(step, SetStatus) else perform(self._store, step)
         except RuntimeError as error:
             if isinstance(error, PgmeshError):
                 raise
@@ -408,8 +419,8 @@ class Heart:
         self._beats += self.steady
         waits = tuple(wait for waits in self._waits.values() for wait in waits)
         gone = self._doing if self._stopped else ""
-        record = Told(self._rank, self._beats, "" if gone else self._doing, waits[:MOST_ASKED], alone(), gone)
-        self._store.set(told(self._rank), record.pack())
+        record = RankStatus(self._rank, self._beats, "" if gone else self._doing, waits[:MOST_ASKED], alone(), gone)
+        self._store.set(status_key(self._rank), record.pack())
 
 
 def alone() -> bool:

@@ -25,23 +25,23 @@ import torch.distributed as dist
 from pgmesh._util.sizes import ranks_in_words, some
 from pgmesh.errors import LaunchError, MissingRanksError, PlaceError
 from pgmesh.groups.backends import backends_of
-from pgmesh.groups.cache import reach
+from pgmesh.groups.cache import store_thread
 from pgmesh.groups.world import world_options, world_rank_and_size
-from pgmesh.launch.detect import believe
+from pgmesh.launch.detect import detect_launcher
 from pgmesh.layout import Axis, Layout
 from pgmesh.options import Timeout, to_timedelta
 from pgmesh.rendezvous.protocol import FIRST_PAUSE, LONGEST_PAUSE, Add, Append, Read, pack, unpack
 from pgmesh.topology.hosts import Level
-from pgmesh.topology.locality import Spread, spread
+from pgmesh.topology.locality import Locality, spread
 
-SEATS = "pgmesh/seats"
+HOSTS_KEY = "pgmesh/seats"
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 """The same in all containers of a machine, and of no other machine."""
 
 
 @dataclass(frozen=True)
-class Seat:
+class HostInfo:
     """Where one rank is, as it says itself."""
 
     host: str
@@ -53,7 +53,7 @@ class Seat:
 class Placement:
     """On which host each rank is.
 
-    >>> seats = {rank: Seat("ab"[rank % 2], "", rank // 2) for rank in range(4)}
+    >>> seats = {rank: HostInfo("ab"[rank % 2], "", rank // 2) for rank in range(4)}
     >>> placed = Placement(seats)
     >>> placed.hosts, placed.host_of(3), placed.seats[3].host
     (((0, 2), (1, 3)), 1, 'b')
@@ -61,7 +61,7 @@ class Placement:
     2 hosts of 2: a holds ranks 0, 2; b holds ranks 1, 3
     """
 
-    seats: Mapping[int, Seat]
+    seats: Mapping[int, HostInfo]
 
     @cached_property
     def hosts(self) -> tuple[tuple[int, ...], ...]:
@@ -87,7 +87,7 @@ class Placement:
         except KeyError:
             raise PlaceError(f"rank {rank} was not placed; those are {some(sorted(self.seats))}.") from None
 
-    def spread(self, layout: Layout, *axes: Axis) -> Spread:
+    def spread(self, layout: Layout, *axes: Axis) -> Locality:
         """How the groups along some axes of a layout lie on the hosts.
 
         Raises:
@@ -110,16 +110,16 @@ class Placement:
         return f"{Level('host', sizes)}: {'; '.join(names[:8])}{more}"
 
 
-class _Seats:
+class _WorldHosts:
     """What is known in one world of where its ranks are."""
 
     def __init__(self) -> None:
         self.posting = threading.Lock()
         self.posted = False
-        self.known: dict[int, Seat] = {}
+        self.known: dict[int, HostInfo] = {}
 
 
-_worlds: weakref.WeakKeyDictionary[Any, _Seats] = weakref.WeakKeyDictionary()
+_worlds: weakref.WeakKeyDictionary[Any, _WorldHosts] = weakref.WeakKeyDictionary()
 
 
 def place(ranks: Iterable[int] | None = None, *, timeout: Timeout) -> Placement:
@@ -138,31 +138,31 @@ def place(ranks: Iterable[int] | None = None, *, timeout: Timeout) -> Placement:
     if size == 1 or backends_of(world_options().backend).dry:
         return Placement(dict.fromkeys(wanted, _own()))
     world: Any = dist.group.WORLD
-    seats = _worlds.setdefault(world, _Seats())
+    seats = _worlds.setdefault(world, _WorldHosts())
     if not all(rank in seats.known for rank in wanted):
         _exchange(seats, me, wanted, seconds)
     return Placement({rank: seats.known[rank] for rank in wanted})
 
 
-def _exchange(seats: _Seats, me: int, wanted: range | tuple[int, ...], seconds: float) -> None:
+def _exchange(seats: _WorldHosts, me: int, wanted: range | tuple[int, ...], seconds: float) -> None:
     end = time.monotonic() + seconds
 
     def ask(step: Any) -> Any:
-        return reach().ask(step, max(end - time.monotonic(), 1.0))
+        return store_thread().ask(step, max(end - time.monotonic(), 1.0))
 
     with seats.posting:
         if not seats.posted:
             own = _own()
             line = pack(rank=me, host=own.host, boot=own.boot, local=-1 if own.local_rank is None else own.local_rank)
-            ask(Append(SEATS, f"{line}\n"))
-            ask(Add(f"{SEATS}/count"))
+            ask(Append(HOSTS_KEY, f"{line}\n"))
+            ask(Add(f"{HOSTS_KEY}/count"))
             seats.posted = True
     pause, seen = FIRST_PAUSE, 0
     while True:
-        count = int(ask(Read(f"{SEATS}/count")) or 0)
+        count = int(ask(Read(f"{HOSTS_KEY}/count")) or 0)
         if count > seen and count >= len(wanted):
             seen = count
-            seats.known |= _read(ask(Read(SEATS)))
+            seats.known |= _read(ask(Read(HOSTS_KEY)))
             if all(rank in seats.known for rank in wanted):
                 return
         left = end - time.monotonic()
@@ -170,7 +170,7 @@ def _exchange(seats: _Seats, me: int, wanted: range | tuple[int, ...], seconds: 
             break
         time.sleep(min(pause, left))
         pause = min(pause * 1.5, LONGEST_PAUSE)
-    seats.known |= _read(ask(Read(SEATS)))
+    seats.known |= _read(ask(Read(HOSTS_KEY)))
     missing = [rank for rank in wanted if rank not in seats.known]
     if missing:
         raise MissingRanksError(
@@ -179,23 +179,23 @@ def _exchange(seats: _Seats, me: int, wanted: range | tuple[int, ...], seconds: 
         )
 
 
-def _read(lines: bytes | None) -> dict[int, Seat]:
+def _read(lines: bytes | None) -> dict[int, HostInfo]:
     records = [unpack(line, rank=int, host=str, boot=str, local=int) for line in (lines or b"").splitlines()]
     return {
-        record["rank"]: Seat(record["host"], record["boot"], None if record["local"] < 0 else record["local"])
+        record["rank"]: HostInfo(record["host"], record["boot"], None if record["local"] < 0 else record["local"])
         for record in records
         if record is not None
     }
 
 
-def _own() -> Seat:
+def _own() -> HostInfo:
     """Where this process is."""
     try:
         boot = BOOT.read_text().strip()
     except OSError:
         boot = ""
     try:
-        local_rank = believe(os.environ).local_rank
+        local_rank = detect_launcher(os.environ).local_rank
     except LaunchError:  # one launcher was named where several contradict each other
         local_rank = None
-    return Seat(socket.gethostname(), boot, local_rank)
+    return HostInfo(socket.gethostname(), boot, local_rank)

@@ -30,7 +30,7 @@ FEW = 64
 
 
 @dataclass(frozen=True)
-class Spread:
+class Locality:
     """How the groups of one family lie on the units of one level.
 
     >>> from pgmesh.topology.hosts import Level
@@ -56,7 +56,7 @@ class Spread:
         return "mixed" if self.intra or self.mixed else "inter"
 
 
-def spread(layout: Layout, axes: Sequence[Axis], level: Level) -> Spread:
+def spread(layout: Layout, axes: Sequence[Axis], level: Level) -> Locality:
     """How the groups along some axes lie on the units of a level."""
     size = layout.size(*axes) if axes else 1
     seen, exact = _look(layout, axes, level)
@@ -71,7 +71,7 @@ def spread(layout: Layout, axes: Sequence[Axis], level: Level) -> Spread:
             inter += count
         else:
             mixed += count
-    return Spread(level.name, low, high, intra, inter, mixed, hops_low, hops_high, exact)
+    return Locality(level.name, low, high, intra, inter, mixed, hops_low, hops_high, exact)
 
 
 def _look(layout: Layout, axes: Sequence[Axis], level: Level) -> tuple[Iterable[tuple[int, int, int]], bool]:
