@@ -461,7 +461,8 @@ class GroupCache:
                     key = next(key for key, cache in living().items() if cache is other)
                     raise NameTakenError(
                         f"two unnamed meshes live that only the order of making tells apart: {self.call}, made at "
-                        f"{other.call_site} and at {self.call_site}. Ranks that use them in other orders would cross.\n\n"
+                        f"{other.call_site} and at {self.call_site}. Ranks that use them in other orders would "
+                        "cross.\n\n"
                         f"  pgmesh.meshes()[{key!r}].close()   # close the other, if it is done with\n"
                         f"  {self.layout.spell('ProcessGroupMesh', world=self.world_size, name='actor')}   "
                         "# or name this one"
