@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 # The file each name lives in. Nothing is loaded before it is asked for: to detect the launcher takes no torch.
 _HOME = {
     "StoreProcess": "store",
+    "detect_launcher": "detect",
     "fake_world": "faking",
     **dict.fromkeys(("from_openmpi", "from_slurm", "from_torch", "join"), "joining"),
     "placement": "placing",
@@ -36,7 +37,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from pgmesh.launch.detect import TORCHRUN as TORCHRUN
+    from pgmesh.launch.detect import TORCHRUN as TORCHRUN, detect_launcher as detect_launcher
     from pgmesh.launch.faking import fake_world as fake_world
     from pgmesh.launch.joining import (
         from_openmpi as from_openmpi,
