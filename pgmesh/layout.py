@@ -1,10 +1,10 @@
 """Where each rank sits: rank <-> coord, blocks and partitions, as plain arithmetic.
 
-A layout is an origin and, for each axis, how far each of its indices moves one along the ranks:
+A layout is an offset and, for each axis, how far each of its indices moves one along the ranks:
 
-    rank = origin + sum of steps[axis][index]
+    rank = offset + sum of offsets[axis][index]
 
-The steps of an axis are a Python ``range``, which already is an affine axis: indexing, slicing, membership and
+The offsets of an axis are a Python ``range``, which already is an affine axis: indexing, slicing, membership and
 inverse cost O(1), so a million ranks take no more room than eight. Only ranks that follow no arithmetic go
 through a table. Everything in this file is shown on one layout:
 
@@ -55,18 +55,18 @@ Axis = Union[str, int]
 Keep = Union[int, slice, Iterable[int]]
 """What ``at`` takes for an axis: one index, which fixes it, or the slice or the indices to keep."""
 
-Steps = Union[range, tuple[int, ...]]
+Offsets = Union[range, tuple[int, ...]]
 """How far each index of an axis moves one along the ranks. The first is always 0."""
 
-AT_ONCE = 1 << 14
+BATCH = 1 << 14
 """Batch size when iterating over a partition."""
 
 
-class _Table(NamedTuple):
+class _RankTable(NamedTuple):
     """Ranks that follow no arithmetic: the rank at each position, and the position of each rank."""
 
     ranks: tuple[int, ...]
-    position: dict[int, int]
+    positions: dict[int, int]
 
 
 class Layout:
@@ -90,14 +90,24 @@ class Layout:
     1
     """
 
-    __slots__ = ("_axes", "_number", "_origin", "_peel", "_sliced", "_sought", "_spelled", "_steps", "_table")
+    __slots__ = (
+        "_all_axes",
+        "_axes",
+        "_by_stride",
+        "_is_slice",
+        "_last_lookup",
+        "_numbers",
+        "_offset",
+        "_offsets",
+        "_table",
+    )
 
     _axes: tuple[Axis, ...]
-    _steps: tuple[Steps, ...]
-    _origin: int
-    _table: _Table | None
-    _spelled: tuple[tuple[Axis, int | None], ...]  # the axes as first named; a fixed one has its index beside it
-    _sliced: bool
+    _offsets: tuple[Offsets, ...]
+    _offset: int
+    _table: _RankTable | None
+    _all_axes: tuple[tuple[Axis, int | None], ...]  # the axes as first named; a fixed one has its index beside it
+    _is_slice: bool
 
     def __init__(self, /, *shape: int | Sizes, ranks: Iterable[int] | None = None, **sizes: int) -> None:
         order = None if ranks is None else take_ranks("Layout", ranks)
@@ -108,48 +118,54 @@ class Layout:
         elif -1 in box.values():
             call = spell("Layout", box, ranks=enough(box))
             raise ShapeError(f"{spell('Layout', box)} cannot know what is left: give it ranks, such as {call}.")
-        self._arrange(box, range(math.prod(box.values())) if order is None else order)
+        self._set_row_major(box, range(math.prod(box.values())) if order is None else order)
 
     @classmethod
     def of(cls, box: Mapping[Axis, int], ranks: range | tuple[int, ...]) -> Layout:
         """A layout of sizes and ranks that are known to be good."""
         layout = object.__new__(cls)
-        layout._arrange(box, ranks)
+        layout._set_row_major(box, ranks)
         return layout
 
-    def _arrange(self, box: Mapping[Axis, int], ranks: range | tuple[int, ...]) -> None:
+    def _set_row_major(self, box: Mapping[Axis, int], ranks: range | tuple[int, ...]) -> None:
         if isinstance(ranks, range):
-            unit, origin, table = ranks.step, ranks[0], None
+            unit, offset, table = ranks.step, ranks[0], None
         else:
-            unit, origin, table = 1, 0, _Table(ranks, {rank: place for place, rank in enumerate(ranks)})
-        steps: list[Steps] = []
+            unit, offset, table = 1, 0, _RankTable(ranks, {rank: place for place, rank in enumerate(ranks)})
+        offsets: list[Offsets] = []
         for size in reversed(tuple(box.values())):
-            steps.append(range(0, size * unit, unit))
+            offsets.append(range(0, size * unit, unit))
             unit *= size
-        self._set(tuple(box), tuple(reversed(steps)), origin, table, tuple((axis, None) for axis in box), False)
+        self._set_fields(
+            tuple(box), tuple(reversed(offsets)), offset, table, tuple((axis, None) for axis in box), False
+        )
 
-    def _set(
+    def _set_fields(
         self,
         axes: tuple[Axis, ...],
-        steps: tuple[Steps, ...],
-        origin: int,
-        table: _Table | None,
-        spelled: tuple[tuple[Axis, int | None], ...],
-        sliced: bool,
+        offsets: tuple[Offsets, ...],
+        offset: int,
+        table: _RankTable | None,
+        all_axes: tuple[tuple[Axis, int | None], ...],
+        is_slice: bool,
     ) -> None:
-        self._axes, self._steps, self._origin, self._table, self._spelled = axes, steps, origin, table, spelled
-        self._sliced = sliced
-        self._number = {axis: i for i, axis in enumerate(axes)}
-        self._sought: tuple[int | None, tuple[int, ...] | None] = (None, None)
-        # To find a coord, peel off the axis with the widest steps first: the others add up to less than one of them.
-        self._peel = sorted(((*_pace(step), i) for i, step in enumerate(steps) if len(step) > 1), reverse=True)
+        self._axes, self._offsets, self._offset, self._table, self._all_axes = axes, offsets, offset, table, all_axes
+        self._is_slice = is_slice
+        self._numbers = {axis: i for i, axis in enumerate(axes)}
+        self._last_lookup: tuple[int | None, tuple[int, ...] | None] = (None, None)
+        # To find a coord, peel off the axis with the widest offsets first: the others add up to less than one of them.
+        self._by_stride = sorted(
+            ((*stride_and_lowest(step), i) for i, step in enumerate(offsets) if len(step) > 1), reverse=True
+        )
 
-    def _parts(self) -> dict[str, Any]:
-        return {name: getattr(self, f"_{name}") for name in ("axes", "steps", "origin", "table", "spelled", "sliced")}
+    def _fields(self) -> dict[str, Any]:
+        return {
+            name: getattr(self, f"_{name}") for name in ("axes", "offsets", "offset", "table", "all_axes", "is_slice")
+        }
 
-    def _like(self, **changed: Any) -> Layout:
+    def _replace(self, **changed: Any) -> Layout:
         layout = object.__new__(Layout)
-        layout._set(**{**self._parts(), **changed})
+        layout._set_fields(**{**self._fields(), **changed})
         return layout
 
     # -- what it is ---------------------------------------------------------------------------------------------
@@ -170,7 +186,7 @@ class Layout:
         >>> layout.shape
         (2, 2, 2)
         """
-        return tuple(map(len, self._steps))
+        return tuple(map(len, self._offsets))
 
     @property
     def strides(self) -> tuple[int | None, ...]:
@@ -180,8 +196,8 @@ class Layout:
         (4, 2, 1)
         """
         if self._table is not None:
-            return tuple(None if len(step) > 1 else 0 for step in self._steps)
-        return tuple((step.step if isinstance(step, range) else None) if len(step) > 1 else 0 for step in self._steps)
+            return tuple(None if len(step) > 1 else 0 for step in self._offsets)
+        return tuple((step.step if isinstance(step, range) else None) if len(step) > 1 else 0 for step in self._offsets)
 
     def size(self, *axes: Axis) -> int:
         """How many ranks along these axes; along none, how many in all.
@@ -192,7 +208,7 @@ class Layout:
         >>> layout.size("dp", "tp"), layout.size()
         (4, 8)
         """
-        return math.prod(len(self._steps[i]) for i in self._find(axes))
+        return math.prod(len(self._offsets[i]) for i in self._numbers_of(axes))
 
     @property
     def is_slice(self) -> bool:
@@ -201,7 +217,7 @@ class Layout:
         >>> layout.is_slice, layout.at(pp=0).is_slice
         (False, True)
         """
-        return self._sliced
+        return self._is_slice
 
     def ranks(self) -> tuple[int, ...]:
         """Every rank, in the order of the mesh: the last axis varies fastest.
@@ -209,7 +225,7 @@ class Layout:
         >>> layout.at(pp=1).ranks()
         (4, 5, 6, 7)
         """
-        return self._spread(self._origin, range(len(self._steps)))
+        return self._expand(self._offset, range(len(self._offsets)))
 
     def ranks_in_order(self) -> range | tuple[int, ...]:
         """The same as ``ranks``, as a range where the ranks follow one: then at no cost.
@@ -217,16 +233,16 @@ class Layout:
         >>> layout.at(tp=1).ranks_in_order()
         range(1, 9, 2)
         """
-        return self._straight() or self.ranks()
+        return self._as_range() or self.ranks()
 
-    def _straight(self) -> range | None:
-        runs = _fuse(self._steps) or [range(1)]
+    def _as_range(self) -> range | None:
+        runs = coalesce(self._offsets) or [range(1)]
         if self._table is None and len(runs) == 1 and isinstance(runs[0], range):
-            return range(self._origin, self._origin + len(runs[0]) * runs[0].step, runs[0].step)
+            return range(self._offset, self._offset + len(runs[0]) * runs[0].step, runs[0].step)
         return None
 
     def __contains__(self, rank: object) -> bool:
-        return self._seek(rank) is not None
+        return self._lookup(rank) is not None
 
     def __len__(self) -> int:
         return self.size()
@@ -265,7 +281,7 @@ class Layout:
         >>> layout.coord_of(5)
         (1, 0, 1)
         """
-        coord = self._seek(rank)
+        coord = self._lookup(rank)
         if coord is None:
             raise PlaceError(f"rank {rank!r} is not in {self._brief()}, whose ranks are {self._listed()}.")
         return coord
@@ -277,8 +293,8 @@ class Layout:
         1
         """
         coord, index = self.coord_of(rank), 0
-        for i in self._find(axes):
-            index = index * len(self._steps[i]) + coord[i]
+        for i in self._numbers_of(axes):
+            index = index * len(self._offsets[i]) + coord[i]
         return index
 
     def label_of(self, rank: int) -> str:
@@ -300,9 +316,9 @@ class Layout:
         >>> layout.neighbor_of(5, "pp", -1), layout.neighbor_of(5, "pp", +1), layout.neighbor_of(5, "pp", wrap=True)
         (1, None, 1)
         """
-        (i,) = self._find((axis,))
+        (i,) = self._numbers_of((axis,))
         coord = list(self.coord_of(rank))
-        size = len(self._steps[i])
+        size = len(self._offsets[i])
         try:
             coord[i] += whole_number(step)
         except TypeError:
@@ -319,11 +335,11 @@ class Layout:
         >>> layout.block_of(5, "dp", "tp"), layout.block_of(5, "pp")
         ((4, 5, 6, 7), (1, 5))
         """
-        along, start = self._find(axes), self._origin
+        along, start = self._numbers_of(axes), self._offset
         for i, place in enumerate(self.coord_of(rank)):
             if i not in along:
-                start += self._steps[i][place]
-        return self._spread(start, along)
+                start += self._offsets[i][place]
+        return self._expand(start, along)
 
     def partition(self, *axes: Axis) -> Partition:
         """Every block along these axes. They tile the layout; none is made before it is looked at.
@@ -331,7 +347,7 @@ class Layout:
         >>> layout.partition("tp")
         ((0, 1), (2, 3), (4, 5), (6, 7))
         """
-        return Partition(self, self._find(axes))
+        return Partition(self, self._numbers_of(axes))
 
     def seen_by(self, rank: int) -> Seen:
         """This layout as a rank sees it: the methods of a mesh that need no groups, with no process of that rank.
@@ -368,35 +384,39 @@ class Layout:
         """
         if fixed is not None and not isinstance(fixed, Mapping):
             raise PlaceError(f"at takes indices by axis, such as at({{0: 1}}) or at(pp=1), not {fixed!r}.")
-        origin, steps, axes, spelled = self._origin, list(self._steps), list(self._axes), dict(self._spelled)
+        offset, offsets, axes, all_axes = self._offset, list(self._offsets), list(self._axes), dict(self._all_axes)
         seen: set[int] = set()
         for axis, keep in [*(fixed or {}).items(), *indices.items()]:
-            (i,) = self._find((axis,))
+            (i,) = self._numbers_of((axis,))
             if i in seen:
                 raise AxisError(f"axis {self._axes[i]} is given twice.")
             seen.add(i)
-            step = self._steps[i]
+            step = self._offsets[i]
             if isinstance(keep, slice):
-                picked: Steps = _sliced(step, keep, f"axis {axis}")
+                picked: Offsets = _take_slice(step, keep, f"axis {axis}")
             elif isinstance(keep, Iterable) and getattr(keep, "ndim", 1) > 0:  # a tensor may be one number
-                picked = tuple(dict.fromkeys(step[self._index(i, one)] for one in self._indices(i, keep)))
+                picked = tuple(
+                    dict.fromkeys(step[self._checked_index(i, one)] for one in self._checked_indices(i, keep))
+                )
             else:
-                place = self._index(i, keep)
-                origin += step[place]
-                spelled[self._axes[i]] = place
+                place = self._checked_index(i, keep)
+                offset += step[place]
+                all_axes[self._axes[i]] = place
                 axes[i] = _GONE
                 continue
             if not picked:
-                raise ShapeError(f"{at_call({axis: keep})} keeps nothing of axis {axis}, which has {_many(len(step))}.")
-            origin += picked[0]
-            steps[i] = _from_zero(progression(picked) or picked)
+                raise ShapeError(
+                    f"{at_call({axis: keep})} keeps nothing of axis {axis}, which has {_index_range(len(step))}."
+                )
+            offset += picked[0]
+            offsets[i] = rebase(progression(picked) or picked)
         left = [i for i, axis in enumerate(axes) if axis is not _GONE]
-        return self._like(
+        return self._replace(
             axes=tuple(axes[i] for i in left),
-            steps=tuple(steps[i] for i in left),
-            origin=origin,
-            spelled=tuple(spelled.items()),
-            sliced=self._sliced or math.prod(len(steps[i]) for i in left) < len(self),
+            offsets=tuple(offsets[i] for i in left),
+            offset=offset,
+            all_axes=tuple(all_axes.items()),
+            is_slice=self._is_slice or math.prod(len(offsets[i]) for i in left) < len(self),
         )
 
     def along(self, rank: int, *axes: Axis) -> Layout:
@@ -405,7 +425,7 @@ class Layout:
         >>> layout.along(5, "dp", "tp") == layout.at(pp=1)
         True
         """
-        along, coord = self._find(axes), self.coord_of(rank)
+        along, coord = self._numbers_of(axes), self.coord_of(rank)
         return self.at({self._axes[i]: index for i, index in enumerate(coord) if i not in along})
 
     def view(self, /, *shape: int | Sizes, **sizes: int) -> Layout:
@@ -426,21 +446,23 @@ class Layout:
         """
         count = len(self)
         box = fill("view", take_sizes("view", shape, sizes, count=count), count, f"the mesh has {count}", pick=False)
-        fixed = ((axis, index) for axis, index in self._spelled if index is not None and axis not in box)
-        spelled = (*fixed, *((axis, None) for axis in box))
-        steps = _cut(_fuse(self._steps), tuple(box.values()))
-        if steps is not None and _are_nested(steps):
-            return self._like(axes=tuple(box), steps=steps, spelled=spelled)
-        if steps is None and (self._table is None or _cut([_from_zero(self._run())], tuple(box.values())) is None):
+        fixed = ((axis, index) for axis, index in self._all_axes if index is not None and axis not in box)
+        all_axes = (*fixed, *((axis, None) for axis in box))
+        offsets = reshape(coalesce(self._offsets), tuple(box.values()))
+        if offsets is not None and is_non_overlapping(offsets):
+            return self._replace(axes=tuple(box), offsets=offsets, all_axes=all_axes)
+        if offsets is None and (
+            self._table is None or reshape([rebase(self._range_or_ranks())], tuple(box.values())) is None
+        ):
             call = spell("ProcessGroupMesh", box, ranks=Text(brief(self._ranks_written(), "mesh.ranks()")))
             raise ShapeError(
                 f"{spell('view', box)} would cut {self._brief()} where its ranks ({self._listed()}) do not "
                 f"follow one another evenly.\n\n"
                 f"  {call}   # a mesh of its own can read any ranks"
             )
-        return Layout.of(box, self._run())._like(spelled=spelled, sliced=self._sliced)
+        return Layout.of(box, self._range_or_ranks())._replace(all_axes=all_axes, is_slice=self._is_slice)
 
-    def _run(self) -> range | tuple[int, ...]:
+    def _range_or_ranks(self) -> range | tuple[int, ...]:
         """The ranks, as a range where they are one."""
         ranks = self.ranks()
         return progression(ranks) or ranks
@@ -454,9 +476,9 @@ class Layout:
         'pp=1, dp=*, tp=*'
         """
         places: dict[Axis, object] = dict(zip(self._axes, self.coord_of(rank)))
-        for i in self._find(axes):
+        for i in self._numbers_of(axes):
             places[self._axes[i]] = "*"
-        return ", ".join([f"{axis}={places.get(axis, index)}" for axis, index in self._spelled])
+        return ", ".join([f"{axis}={places.get(axis, index)}" for axis, index in self._all_axes])
 
     def __repr__(self) -> str:
         return self.spell("Layout")
@@ -473,7 +495,7 @@ class Layout:
         if not self._axes:  # of one rank, every axis fixed
             return f"{self.view(1).spell(who, world=world, **more)}.at({{0: 0}})"
         box = dict(zip(self._axes, self.shape))
-        ranks = self._straight()
+        ranks = self._as_range()
         if ranks == range(len(self) if world is None else world):
             return spell(who, box, **more)
         return spell(who, box, ranks=ranks or Text(self._ranks_written()), **more)
@@ -492,31 +514,31 @@ class Layout:
         if self._axes != other._axes or self.shape != other.shape:
             return False
         if self._table is None and other._table is None:
-            return (self._origin, self._steps) == (other._origin, other._steps)
+            return (self._offset, self._offsets) == (other._offset, other._offsets)
         return self.ranks() == other.ranks()
 
     def __hash__(self) -> int:
         last = tuple(size - 1 for size in self.shape)
-        return hash((self._axes, self.shape, self._rank_at(self._origin), self.rank_of(last)))
+        return hash((self._axes, self.shape, self._rank_at(self._offset), self.rank_of(last)))
 
     # -- the arithmetic -----------------------------------------------------------------------------------------
 
-    def _find(self, axes: tuple[Axis, ...]) -> tuple[int, ...]:
+    def _numbers_of(self, axes: tuple[Axis, ...]) -> tuple[int, ...]:
         """Where these axes stand, in the order of the mesh: a combination has no order of its own."""
         if not axes:
             return tuple(range(len(self._axes)))
-        found = sorted(map(self._find_one, axes))
+        found = sorted(map(self._number_of, axes))
         if len(set(found)) != len(found):
             twice = next(i for i in found if found.count(i) > 1)
-            words = dict.fromkeys(str(axis) for axis in axes if self._find_one(axis) == twice)
+            words = dict.fromkeys(str(axis) for axis in axes if self._number_of(axis) == twice)
             ways = f", as {' and as '.join(words)}" if len(words) > 1 else ""
             raise AxisError(f"axis {self._axes[twice]} is named twice{ways}.")
         return tuple(found)
 
-    def _find_one(self, axis: Axis) -> int:
+    def _number_of(self, axis: Axis) -> int:
         kind = type(axis)
         if kind is str or kind is int or (isinstance(axis, (str, numbers.Integral)) and kind is not bool):
-            number = self._number.get(axis)
+            number = self._numbers.get(axis)
             if number is not None:
                 return number
         elif isinstance(axis, (tuple, slice)) or not isinstance(axis, Hashable):
@@ -528,7 +550,7 @@ class Layout:
             )
         else:
             raise AxisError(f"there is no axis {axis!r} in {self._brief()}.")
-        fixed = dict(self._spelled).get(axis)
+        fixed = dict(self._all_axes).get(axis)
         positions = 0 if isinstance(next(iter(self._axes), 0), int) else len(self._axes)  # numbered ones keep numbers
         if not isinstance(axis, str) and fixed is None and -len(self._axes) <= axis < positions:
             return int(axis) % len(self._axes)
@@ -538,21 +560,21 @@ class Layout:
         hint = f" Did you mean {close!r}?" if close else ""
         raise AxisError(f"there is no axis {axis!r} in {self._brief()}.{hint}")
 
-    def _index(self, i: int, index: Any) -> int:
+    def _checked_index(self, i: int, index: Any) -> int:
         """An index of an axis, counted from the start."""
-        size, axis = len(self._steps[i]), self._axes[i]
+        size, axis = len(self._offsets[i]), self._axes[i]
         try:
             place: int = index if type(index) is int else whole_number(index)
         except TypeError:
             raise PlaceError(f"an index of axis {axis} is a whole number, not {index!r}.") from None
         if not -size <= place < size:
-            raise PlaceError(f"axis {axis} has {_many(size)}; there is no {place}.")
+            raise PlaceError(f"axis {axis} has {_index_range(size)}; there is no {place}.")
         return place % size
 
-    def _indices(self, i: int, keep: Iterable[Any]) -> Iterable[Any]:
+    def _checked_indices(self, i: int, keep: Iterable[Any]) -> Iterable[Any]:
         """Indices to keep of an axis; PlaceError if they are a mask."""
         kept = tuple(keep)
-        if len(kept) != len(self._steps[i]) or not all(map(is_truth, kept)):
+        if len(kept) != len(self._offsets[i]) or not all(map(is_truth, kept)):
             return kept
         axis, places = self._axes[i], [place for place, keeps in enumerate(kept) if keeps]
         if not places:
@@ -560,43 +582,45 @@ class Layout:
         raise PlaceError(f"axis {axis} is given a mask; it takes indices.\n\n  {at_call({axis: places})}")
 
     def _position(self, coord: Sequence[int]) -> int:
-        return self._origin + sum(step[self._index(i, c)] for i, (step, c) in enumerate(zip(self._steps, coord)))
+        return self._offset + sum(
+            step[self._checked_index(i, c)] for i, (step, c) in enumerate(zip(self._offsets, coord))
+        )
 
     def _rank_at(self, position: int) -> int:
         return position if self._table is None else self._table.ranks[position]
 
-    def _seek(self, rank: object) -> tuple[int, ...] | None:
+    def _lookup(self, rank: object) -> tuple[int, ...] | None:
         """The coord of a rank, None if it is not here. The last one is remembered: most questions are of one rank."""
-        sought, coord = self._sought
-        if sought is rank:
+        last, coord = self._last_lookup
+        if last is rank:
             return coord
         if type(rank) is int:
-            coord = self._find_coord(rank)
-            self._sought = (rank, coord)
+            coord = self._compute_coord(rank)
+            self._last_lookup = (rank, coord)
             return coord
         try:
-            return self._find_coord(whole_number(rank))  # not remembered: a tensor may be written in place
+            return self._compute_coord(whole_number(rank))  # not remembered: a tensor may be written in place
         except TypeError:
             return None
 
-    def _find_coord(self, rank: int) -> tuple[int, ...] | None:
-        position = rank if self._table is None else self._table.position.get(rank)
+    def _compute_coord(self, rank: int) -> tuple[int, ...] | None:
+        position = rank if self._table is None else self._table.positions.get(rank)
         if position is None:
             return None
-        rest = position - self._origin - sum(low for _, low, _ in self._peel)
-        coord = [0] * len(self._steps)
-        for unit, low, i in self._peel:
+        rest = position - self._offset - sum(low for _, low, _ in self._by_stride)
+        coord = [0] * len(self._offsets)
+        for unit, low, i in self._by_stride:
             over = rest % unit
             try:
-                coord[i] = self._steps[i].index(rest - over + low)
+                coord[i] = self._offsets[i].index(rest - over + low)
             except ValueError:
                 return None
             rest = over
         return tuple(coord) if rest == 0 else None
 
-    def _spread(self, start: int, along: Sequence[int]) -> tuple[int, ...]:
+    def _expand(self, start: int, along: Sequence[int]) -> tuple[int, ...]:
         """The ranks that one reaches from a position along these axes, the last varying fastest."""
-        return tuple(self._ranks_at(_reach((start,), _fuse(self._steps[i] for i in along))))
+        return tuple(self._ranks_at(expand((start,), coalesce(self._offsets[i] for i in along))))
 
     def _ranks_at(self, positions: Sequence[int]) -> Iterable[int]:
         """The ranks at positions."""
@@ -615,12 +639,12 @@ class Layout:
         >>> Layout(pp=99, tp=4).at(tp=[0, 1])._ranks_written()
         '[a + b for a in range(0, 396, 4) for b in range(2)]'
         """
-        runs = _fuse(self._steps)
+        runs = coalesce(self._offsets)
         if self._table is not None or len(runs) < 2 or len(self) <= 64:
-            return written(self._straight() or self.ranks())
-        first = _moved(runs[0], self._origin)
+            return written(self._as_range() or self.ranks())
+        first = shift(runs[0], self._offset)
         names = [chr(ord("a") + i) for i in range(len(runs))]
-        loops = [f"for {a} in {written(steps)}" for a, steps in zip(names, [first, *runs[1:]])]
+        loops = [f"for {a} in {written(offsets)}" for a, offsets in zip(names, [first, *runs[1:]])]
         return f"[{' + '.join(names)} {' '.join(loops)}]"
 
     def _brief(self) -> str:
@@ -634,14 +658,14 @@ hints.answer(Layout, "layout", hints.LAYOUT)
 class Partition(Sequence[tuple[int, ...]]):
     """All the blocks along some axes: a sequence that makes a block when it is looked at."""
 
-    __slots__ = ("_along", "_layout", "_others")
+    __slots__ = ("_block_axes", "_layout", "_other_axes")
 
     def __init__(self, layout: Layout, along: tuple[int, ...]) -> None:
-        self._layout, self._along = layout, along
-        self._others = [i for i in range(len(layout.axes)) if i not in along]
+        self._layout, self._block_axes = layout, along
+        self._other_axes = [i for i in range(len(layout.axes)) if i not in along]
 
     def __len__(self) -> int:
-        return math.prod(self._layout.shape[i] for i in self._others)
+        return math.prod(self._layout.shape[i] for i in self._other_axes)
 
     @overload
     def __getitem__(self, which: int) -> tuple[int, ...]: ...
@@ -649,7 +673,7 @@ class Partition(Sequence[tuple[int, ...]]):
     def __getitem__(self, which: slice) -> tuple[tuple[int, ...], ...]: ...
     def __getitem__(self, which: int | slice) -> tuple[int, ...] | tuple[tuple[int, ...], ...]:
         if isinstance(which, slice):
-            return tuple(self[i] for i in _sliced(range(len(self)), which, f"{len(self)} blocks"))
+            return tuple(self[i] for i in _take_slice(range(len(self)), which, f"{len(self)} blocks"))
         try:
             which = whole_number(which)
         except TypeError:
@@ -657,29 +681,29 @@ class Partition(Sequence[tuple[int, ...]]):
             raise PlaceError(f"a block is found by its number, 0 to {last}, not {which!r}.") from None
         if not -len(self) <= which < len(self):
             raise PlaceError(f"there are {len(self)} blocks; there is no number {which}.")
-        start, number = self._layout._origin, which % len(self)
-        for i in reversed(self._others):
-            steps = self._layout._steps[i]
-            number, index = divmod(number, len(steps))
-            start += steps[index]
-        return self._layout._spread(start, self._along)
+        start, number = self._layout._offset, which % len(self)
+        for i in reversed(self._other_axes):
+            offsets = self._layout._offsets[i]
+            number, index = divmod(number, len(offsets))
+            start += offsets[index]
+        return self._layout._expand(start, self._block_axes)
 
     def __iter__(self) -> Iterator[tuple[int, ...]]:
-        return itertools.chain.from_iterable(self._runs())
+        return itertools.chain.from_iterable(self._batches())
 
-    def _runs(self) -> Iterator[Iterable[tuple[int, ...]]]:
+    def _batches(self) -> Iterator[Iterable[tuple[int, ...]]]:
         """The blocks, some at a time, made from the fewest and longest ranges."""
         layout = self._layout
-        along = _fuse(layout._steps[i] for i in self._along)
-        outer, *inner = _fuse(layout._steps[i] for i in self._others) or [range(1)]
+        along = coalesce(layout._offsets[i] for i in self._block_axes)
+        outer, *inner = coalesce(layout._offsets[i] for i in self._other_axes) or [range(1)]
         members, inside = math.prod(map(len, along)), math.prod(map(len, inner))
-        pace = max(1, AT_ONCE // (members * inside))
+        pace = max(1, BATCH // (members * inside))
         for first in range(0, len(outer), pace):
-            starts = _moved(outer[first : first + pace], layout._origin)
+            starts = shift(outer[first : first + pace], layout._offset)
             if members <= len(starts) * inside:  # the n-th members of all blocks, then turned into blocks
-                yield zip(*[layout._ranks_at(_reach(_moved(starts, step), inner)) for step in _reach(range(1), along)])
+                yield zip(*[layout._ranks_at(expand(shift(starts, step), inner)) for step in expand(range(1), along)])
             else:
-                yield (tuple(layout._ranks_at(_reach((start,), along))) for start in _reach(starts, inner))
+                yield (tuple(layout._ranks_at(expand((start,), along))) for start in expand(starts, inner))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and len(self) == len(other) and all(map(operator.eq, self, other))
@@ -692,10 +716,10 @@ class Partition(Sequence[tuple[int, ...]]):
         return f"({', '.join(map(repr, self[:4]))}, ..., {self[-1]!r})"
 
 
-def _fuse(steps: Iterable[Steps]) -> list[Steps]:
+def coalesce(offsets: Iterable[Offsets]) -> list[Offsets]:
     """The fewest runs that step over the same places in the same order: where one axis goes on evenly in the next."""
-    runs: list[Steps] = []
-    for step in steps:
+    runs: list[Offsets] = []
+    for step in offsets:
         if len(step) == 1:
             continue
         outer = runs[-1] if runs else None
@@ -706,11 +730,11 @@ def _fuse(steps: Iterable[Steps]) -> list[Steps]:
     return runs
 
 
-def _cut(runs: list[Steps], sizes: Sequence[int]) -> tuple[Steps, ...] | None:
-    """Reshape steps to ``sizes``; None if an axis would not have one list of steps."""
-    steps: list[Steps] = []
+def reshape(runs: list[Offsets], sizes: Sequence[int]) -> tuple[Offsets, ...] | None:
+    """Reshape offsets to ``sizes``; None if an axis would not have one list of offsets."""
+    offsets: list[Offsets] = []
     for size in reversed(sizes):
-        pieces: list[Steps] = []
+        pieces: list[Offsets] = []
         while size > 1:
             run = runs[-1]
             count = math.gcd(size, len(run))
@@ -720,21 +744,21 @@ def _cut(runs: list[Steps], sizes: Sequence[int]) -> tuple[Steps, ...] | None:
             )
             if count == 1 or not even:
                 return None
-            runs = _fuse([*runs[:-1], progression(heads) or heads])
+            runs = coalesce([*runs[:-1], progression(heads) or heads])
             pieces.insert(0, piece)
             size //= count
-        step = _reach(range(1), pieces)
-        steps.insert(0, step if isinstance(step, range) else progression(tuple(step)) or tuple(step))
-    return tuple(steps)
+        step = expand(range(1), pieces)
+        offsets.insert(0, step if isinstance(step, range) else progression(tuple(step)) or tuple(step))
+    return tuple(offsets)
 
 
-def _are_nested(steps: Iterable[Steps]) -> bool:
-    """Whether each axis has wider steps than all narrower ones reach together, which is how a coord is found."""
+def is_non_overlapping(offsets: Iterable[Offsets]) -> bool:
+    """Whether each axis has wider offsets than all narrower ones reach together, which is how a coord is found."""
     spans: list[tuple[int, int]] = []
-    for step in steps:
+    for step in offsets:
         if len(step) > 1:
             ends = (step[0], step[-1]) if isinstance(step, range) else step
-            spans.append((_pace(step)[0], max(ends) - min(ends)))
+            spans.append((stride_and_lowest(step)[0], max(ends) - min(ends)))
     reach = 0
     for pace, span in sorted(spans):
         if reach >= pace:
@@ -743,44 +767,44 @@ def _are_nested(steps: Iterable[Steps]) -> bool:
     return True
 
 
-def _reach(starts: Sequence[int], runs: Iterable[Steps]) -> Sequence[int]:
+def expand(starts: Sequence[int], runs: Iterable[Offsets]) -> Sequence[int]:
     """The positions that one reaches from each of these along these runs, the last varying fastest."""
-    for steps in runs:
-        starts = _each_from(starts, steps)
+    for offsets in runs:
+        starts = outer_sum(starts, offsets)
     return starts
 
 
-def _each_from(starts: Sequence[int], steps: Steps) -> Sequence[int]:
-    """Where each of these steps leads from each of these starts. The longer of the two is gone along as a range."""
+def outer_sum(starts: Sequence[int], offsets: Offsets) -> Sequence[int]:
+    """Where each of these offsets leads from each of these starts. The longer of the two is gone along as a range."""
     if len(starts) == 1:
-        return _moved(steps, starts[0])
-    ends = [0] * (len(starts) * len(steps))
-    if len(starts) > len(steps):
-        for i, step in enumerate(steps):
-            ends[i :: len(steps)] = _moved(starts, step)
+        return shift(offsets, starts[0])
+    ends = [0] * (len(starts) * len(offsets))
+    if len(starts) > len(offsets):
+        for i, step in enumerate(offsets):
+            ends[i :: len(offsets)] = shift(starts, step)
     else:
         for i, start in enumerate(starts):
-            ends[i * len(steps) : (i + 1) * len(steps)] = _moved(steps, start)
+            ends[i * len(offsets) : (i + 1) * len(offsets)] = shift(offsets, start)
     return ends
 
 
-def _moved(places: Sequence[int], by: int) -> Sequence[int]:
+def shift(places: Sequence[int], by: int) -> Sequence[int]:
     if isinstance(places, range):
         return range(places.start + by, places.stop + by, places.step)
     return [place + by for place in places]
 
 
-def _pace(steps: Steps) -> tuple[int, int]:
-    """What all steps are multiples of, and the lowest of them."""
-    if isinstance(steps, range):
-        return abs(steps.step), min(steps[0], steps[-1])
-    return math.gcd(*steps), min(steps)
+def stride_and_lowest(offsets: Offsets) -> tuple[int, int]:
+    """What all offsets are multiples of, and the lowest of them."""
+    if isinstance(offsets, range):
+        return abs(offsets.step), min(offsets[0], offsets[-1])
+    return math.gcd(*offsets), min(offsets)
 
 
-def _from_zero(steps: Steps) -> Steps:
-    if isinstance(steps, range):
-        return range(0, len(steps) * steps.step, steps.step)
-    return tuple(step - steps[0] for step in steps)
+def rebase(offsets: Offsets) -> Offsets:
+    if isinstance(offsets, range):
+        return range(0, len(offsets) * offsets.step, offsets.step)
+    return tuple(step - offsets[0] for step in offsets)
 
 
 def at_call(asked: Mapping[Axis, object]) -> str:
@@ -794,7 +818,7 @@ def at_call(asked: Mapping[Axis, object]) -> str:
     return f"at({dict(asked)!r})"
 
 
-def _sliced(values: Steps, part: slice, whole: str) -> Steps:
+def _take_slice(values: Offsets, part: slice, whole: str) -> Offsets:
     """A slice of values; PlaceError where one of its ends is no number."""
     try:
         ends = (None if end is None else whole_number(end) for end in (part.start, part.stop, part.step))
@@ -803,7 +827,7 @@ def _sliced(values: Steps, part: slice, whole: str) -> Steps:
         raise PlaceError(f"{part} is no slice of {whole}: {error}.") from None
 
 
-def _many(size: int) -> str:
+def _index_range(size: int) -> str:
     return f"{size} indices, 0 to {size - 1}" if size > 1 else "one index, 0"
 
 
@@ -815,11 +839,11 @@ def taken(before: Layout, after: Layout) -> dict[Axis, int | range | tuple[int, 
     """
     first = before.coord_of(after.rank_of([0] * len(after._axes)))
     asked: dict[Axis, int | range | tuple[int, ...]] = {}
-    for axis, old, start in zip(before._axes, before._steps, first):
-        if axis not in after._number:
+    for axis, old, start in zip(before._axes, before._offsets, first):
+        if axis not in after._numbers:
             asked[axis] = start
             continue
-        new = after._steps[after._number[axis]]
+        new = after._offsets[after._numbers[axis]]
         if isinstance(old, range) and isinstance(new, range):
             pace = new.step // old.step if len(new) > 1 else 1
             kept: range | tuple[int, ...] = range(start, start + len(new) * pace, pace)
