@@ -28,6 +28,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Union, overload
 
 from pgmesh import draw, hints
+from pgmesh._util import offsets as strided
 from pgmesh.errors import AxisError, PlaceError, ShapeError
 from pgmesh.seen import Seen
 from pgmesh.sizes import (
@@ -40,7 +41,6 @@ from pgmesh.sizes import (
     fill_with,
     is_truth,
     is_word,
-    progression,
     some,
     spell,
     take_ranks,
@@ -55,18 +55,15 @@ Axis = Union[str, int]
 Keep = Union[int, slice, Iterable[int]]
 """What ``at`` takes for an axis: one index, which fixes it, or the slice or the indices to keep."""
 
-Offsets = Union[range, tuple[int, ...]]
-"""How far each index of an axis moves one along the ranks. The first is always 0."""
-
-BATCH = 1 << 14
-"""Batch size when iterating over a partition."""
-
 
 class _RankTable(NamedTuple):
     """Ranks that follow no arithmetic: the rank at each position, and the position of each rank."""
 
     ranks: tuple[int, ...]
     positions: dict[int, int]
+
+
+_FIELDS = ("axes", "offsets", "offset", "table", "all_axes", "is_slice")
 
 
 class Layout:
@@ -91,19 +88,12 @@ class Layout:
     """
 
     __slots__ = (
-        "_all_axes",
-        "_axes",
-        "_by_stride",
-        "_is_slice",
-        "_last_lookup",
-        "_numbers",
-        "_offset",
-        "_offsets",
-        "_table",
+        *("_axes", "_offsets", "_offset", "_table", "_all_axes", "_is_slice"),
+        *("_numbers", "_by_stride", "_lowest", "_last_lookup"),
     )
 
     _axes: tuple[Axis, ...]
-    _offsets: tuple[Offsets, ...]
+    _offsets: tuple[strided.Offsets, ...]
     _offset: int
     _table: _RankTable | None
     _all_axes: tuple[tuple[Axis, int | None], ...]  # the axes as first named; a fixed one has its index beside it
@@ -128,22 +118,17 @@ class Layout:
         return layout
 
     def _set_row_major(self, box: Mapping[Axis, int], ranks: range | tuple[int, ...]) -> None:
+        all_axes = tuple((axis, None) for axis in box)
         if isinstance(ranks, range):
-            unit, offset, table = ranks.step, ranks[0], None
+            stride, offset, table = ranks.step, ranks[0], None
         else:
-            unit, offset, table = 1, 0, _RankTable(ranks, {rank: place for place, rank in enumerate(ranks)})
-        offsets: list[Offsets] = []
-        for size in reversed(tuple(box.values())):
-            offsets.append(range(0, size * unit, unit))
-            unit *= size
-        self._set_fields(
-            tuple(box), tuple(reversed(offsets)), offset, table, tuple((axis, None) for axis in box), False
-        )
+            stride, offset, table = 1, 0, _RankTable(ranks, {rank: i for i, rank in enumerate(ranks)})
+        self._set_fields(tuple(box), strided.row_major(tuple(box.values()), stride), offset, table, all_axes, False)
 
     def _set_fields(
         self,
         axes: tuple[Axis, ...],
-        offsets: tuple[Offsets, ...],
+        offsets: tuple[strided.Offsets, ...],
         offset: int,
         table: _RankTable | None,
         all_axes: tuple[tuple[Axis, int | None], ...],
@@ -153,19 +138,13 @@ class Layout:
         self._is_slice = is_slice
         self._numbers = {axis: i for i, axis in enumerate(axes)}
         self._last_lookup: tuple[int | None, tuple[int, ...] | None] = (None, None)
-        # To find a coord, peel off the axis with the widest offsets first: the others add up to less than one of them.
-        self._by_stride = sorted(
-            ((*stride_and_lowest(step), i) for i, step in enumerate(offsets) if len(step) > 1), reverse=True
-        )
-
-    def _fields(self) -> dict[str, Any]:
-        return {
-            name: getattr(self, f"_{name}") for name in ("axes", "offsets", "offset", "table", "all_axes", "is_slice")
-        }
+        self._by_stride = strided.by_descending_stride(offsets)
+        self._lowest = offset + sum(lowest for _, lowest, _ in self._by_stride)
 
     def _replace(self, **changed: Any) -> Layout:
+        fields = {name: getattr(self, f"_{name}") for name in _FIELDS}
         layout = object.__new__(Layout)
-        layout._set_fields(**{**self._fields(), **changed})
+        layout._set_fields(**{**fields, **changed})
         return layout
 
     # -- what it is ---------------------------------------------------------------------------------------------
@@ -195,9 +174,8 @@ class Layout:
         >>> layout.strides
         (4, 2, 1)
         """
-        if self._table is not None:
-            return tuple(None if len(step) > 1 else 0 for step in self._offsets)
-        return tuple((step.step if isinstance(step, range) else None) if len(step) > 1 else 0 for step in self._offsets)
+        strides = map(strided.stride_of, self._offsets)
+        return tuple(stride if stride == 0 or self._table is None else None for stride in strides)
 
     def size(self, *axes: Axis) -> int:
         """How many ranks along these axes; along none, how many in all.
@@ -236,9 +214,9 @@ class Layout:
         return self._as_range() or self.ranks()
 
     def _as_range(self) -> range | None:
-        runs = coalesce(self._offsets) or [range(1)]
+        runs = strided.coalesce(self._offsets) or [range(1)]
         if self._table is None and len(runs) == 1 and isinstance(runs[0], range):
-            return range(self._offset, self._offset + len(runs[0]) * runs[0].step, runs[0].step)
+            return strided.shift(runs[0], self._offset)
         return None
 
     def __contains__(self, rank: object) -> bool:
@@ -393,7 +371,7 @@ class Layout:
             seen.add(i)
             step = self._offsets[i]
             if isinstance(keep, slice):
-                picked: Offsets = _take_slice(step, keep, f"axis {axis}")
+                picked: strided.Offsets = _take_slice(step, keep, f"axis {axis}")
             elif isinstance(keep, Iterable) and getattr(keep, "ndim", 1) > 0:  # a tensor may be one number
                 picked = tuple(
                     dict.fromkeys(step[self._checked_index(i, one)] for one in self._checked_indices(i, keep))
@@ -409,7 +387,7 @@ class Layout:
                     f"{at_call({axis: keep})} keeps nothing of axis {axis}, which has {_index_range(len(step))}."
                 )
             offset += picked[0]
-            offsets[i] = rebase(progression(picked) or picked)
+            offsets[i] = strided.rebase(strided.as_offsets(picked))
         left = [i for i, axis in enumerate(axes) if axis is not _GONE]
         return self._replace(
             axes=tuple(axes[i] for i in left),
@@ -448,11 +426,12 @@ class Layout:
         box = fill("view", take_sizes("view", shape, sizes, count=count), count, f"the mesh has {count}", pick=False)
         fixed = ((axis, index) for axis, index in self._all_axes if index is not None and axis not in box)
         all_axes = (*fixed, *((axis, None) for axis in box))
-        offsets = reshape(coalesce(self._offsets), tuple(box.values()))
-        if offsets is not None and is_non_overlapping(offsets):
+        offsets = strided.reshape(self._offsets, tuple(box.values()))
+        if offsets is not None and strided.is_non_overlapping(offsets):
             return self._replace(axes=tuple(box), offsets=offsets, all_axes=all_axes)
         if offsets is None and (
-            self._table is None or reshape([rebase(self._range_or_ranks())], tuple(box.values())) is None
+            self._table is None
+            or strided.reshape([strided.rebase(self._range_or_ranks())], tuple(box.values())) is None
         ):
             call = spell("ProcessGroupMesh", box, ranks=Text(brief(self._ranks_written(), "mesh.ranks()")))
             raise ShapeError(
@@ -464,8 +443,7 @@ class Layout:
 
     def _range_or_ranks(self) -> range | tuple[int, ...]:
         """The ranks, as a range where they are one."""
-        ranks = self.ranks()
-        return progression(ranks) or ranks
+        return strided.as_offsets(self.ranks())
 
     # -- text ---------------------------------------------------------------------------------------------------
 
@@ -594,33 +572,21 @@ class Layout:
         last, coord = self._last_lookup
         if last is rank:
             return coord
-        if type(rank) is int:
-            coord = self._compute_coord(rank)
-            self._last_lookup = (rank, coord)
-            return coord
         try:
-            return self._compute_coord(whole_number(rank))  # not remembered: a tensor may be written in place
+            number = rank if type(rank) is int else whole_number(rank)
         except TypeError:
             return None
-
-    def _compute_coord(self, rank: int) -> tuple[int, ...] | None:
-        position = rank if self._table is None else self._table.positions.get(rank)
-        if position is None:
-            return None
-        rest = position - self._offset - sum(low for _, low, _ in self._by_stride)
-        coord = [0] * len(self._offsets)
-        for unit, low, i in self._by_stride:
-            over = rest % unit
-            try:
-                coord[i] = self._offsets[i].index(rest - over + low)
-            except ValueError:
-                return None
-            rest = over
-        return tuple(coord) if rest == 0 else None
+        position = number if self._table is None else self._table.positions.get(number)
+        coord = (
+            None if position is None else strided.find_coord(position - self._lowest, self._offsets, self._by_stride)
+        )
+        if number is rank:  # an array or a tensor may be written in place
+            self._last_lookup = (number, coord)
+        return coord
 
     def _expand(self, start: int, along: Sequence[int]) -> tuple[int, ...]:
         """The ranks that one reaches from a position along these axes, the last varying fastest."""
-        return tuple(self._ranks_at(expand((start,), coalesce(self._offsets[i] for i in along))))
+        return tuple(self._ranks_at(strided.expand((start,), strided.coalesce(self._offsets[i] for i in along))))
 
     def _ranks_at(self, positions: Sequence[int]) -> Iterable[int]:
         """The ranks at positions."""
@@ -639,10 +605,10 @@ class Layout:
         >>> Layout(pp=99, tp=4).at(tp=[0, 1])._ranks_written()
         '[a + b for a in range(0, 396, 4) for b in range(2)]'
         """
-        runs = coalesce(self._offsets)
+        runs = strided.coalesce(self._offsets)
         if self._table is not None or len(runs) < 2 or len(self) <= 64:
             return written(self._as_range() or self.ranks())
-        first = shift(runs[0], self._offset)
+        first = strided.shift(runs[0], self._offset)
         names = [chr(ord("a") + i) for i in range(len(runs))]
         loops = [f"for {a} in {written(offsets)}" for a, offsets in zip(names, [first, *runs[1:]])]
         return f"[{' + '.join(names)} {' '.join(loops)}]"
@@ -681,29 +647,15 @@ class Partition(Sequence[tuple[int, ...]]):
             raise PlaceError(f"a block is found by its number, 0 to {last}, not {which!r}.") from None
         if not -len(self) <= which < len(self):
             raise PlaceError(f"there are {len(self)} blocks; there is no number {which}.")
-        start, number = self._layout._offset, which % len(self)
-        for i in reversed(self._other_axes):
-            offsets = self._layout._offsets[i]
-            number, index = divmod(number, len(offsets))
-            start += offsets[index]
-        return self._layout._expand(start, self._block_axes)
+        start = strided.nth([self._layout._offsets[i] for i in self._other_axes], which % len(self))
+        return self._layout._expand(self._layout._offset + start, self._block_axes)
 
     def __iter__(self) -> Iterator[tuple[int, ...]]:
-        return itertools.chain.from_iterable(self._batches())
-
-    def _batches(self) -> Iterator[Iterable[tuple[int, ...]]]:
-        """The blocks, some at a time, made from the fewest and longest ranges."""
-        layout = self._layout
-        along = coalesce(layout._offsets[i] for i in self._block_axes)
-        outer, *inner = coalesce(layout._offsets[i] for i in self._other_axes) or [range(1)]
-        members, inside = math.prod(map(len, along)), math.prod(map(len, inner))
-        pace = max(1, BATCH // (members * inside))
-        for first in range(0, len(outer), pace):
-            starts = shift(outer[first : first + pace], layout._offset)
-            if members <= len(starts) * inside:  # the n-th members of all blocks, then turned into blocks
-                yield zip(*[layout._ranks_at(expand(shift(starts, step), inner)) for step in expand(range(1), along)])
-            else:
-                yield (tuple(layout._ranks_at(expand((start,), along))) for start in expand(starts, inner))
+        offsets, inner, outer = self._layout._offsets, self._block_axes, self._other_axes
+        batches = strided.batches_of_blocks(
+            self._layout._offset, [offsets[i] for i in inner], [offsets[i] for i in outer], self._layout._ranks_at
+        )
+        return itertools.chain.from_iterable(batches)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and len(self) == len(other) and all(map(operator.eq, self, other))
@@ -714,97 +666,6 @@ class Partition(Sequence[tuple[int, ...]]):
         if len(self) <= 64:
             return repr(tuple(self))
         return f"({', '.join(map(repr, self[:4]))}, ..., {self[-1]!r})"
-
-
-def coalesce(offsets: Iterable[Offsets]) -> list[Offsets]:
-    """The fewest runs that step over the same places in the same order: where one axis goes on evenly in the next."""
-    runs: list[Offsets] = []
-    for step in offsets:
-        if len(step) == 1:
-            continue
-        outer = runs[-1] if runs else None
-        if isinstance(outer, range) and isinstance(step, range) and outer.step == len(step) * step.step:
-            runs[-1] = range(0, len(outer) * outer.step, step.step)
-        else:
-            runs.append(step)
-    return runs
-
-
-def reshape(runs: list[Offsets], sizes: Sequence[int]) -> tuple[Offsets, ...] | None:
-    """Reshape offsets to ``sizes``; None if an axis would not have one list of offsets."""
-    offsets: list[Offsets] = []
-    for size in reversed(sizes):
-        pieces: list[Offsets] = []
-        while size > 1:
-            run = runs[-1]
-            count = math.gcd(size, len(run))
-            piece, heads = run[:count], run[::count]
-            even = isinstance(run, range) or all(
-                place == heads[i // count] + piece[i % count] for i, place in enumerate(run)
-            )
-            if count == 1 or not even:
-                return None
-            runs = coalesce([*runs[:-1], progression(heads) or heads])
-            pieces.insert(0, piece)
-            size //= count
-        step = expand(range(1), pieces)
-        offsets.insert(0, step if isinstance(step, range) else progression(tuple(step)) or tuple(step))
-    return tuple(offsets)
-
-
-def is_non_overlapping(offsets: Iterable[Offsets]) -> bool:
-    """Whether each axis has wider offsets than all narrower ones reach together, which is how a coord is found."""
-    spans: list[tuple[int, int]] = []
-    for step in offsets:
-        if len(step) > 1:
-            ends = (step[0], step[-1]) if isinstance(step, range) else step
-            spans.append((stride_and_lowest(step)[0], max(ends) - min(ends)))
-    reach = 0
-    for pace, span in sorted(spans):
-        if reach >= pace:
-            return False
-        reach += span
-    return True
-
-
-def expand(starts: Sequence[int], runs: Iterable[Offsets]) -> Sequence[int]:
-    """The positions that one reaches from each of these along these runs, the last varying fastest."""
-    for offsets in runs:
-        starts = outer_sum(starts, offsets)
-    return starts
-
-
-def outer_sum(starts: Sequence[int], offsets: Offsets) -> Sequence[int]:
-    """Where each of these offsets leads from each of these starts. The longer of the two is gone along as a range."""
-    if len(starts) == 1:
-        return shift(offsets, starts[0])
-    ends = [0] * (len(starts) * len(offsets))
-    if len(starts) > len(offsets):
-        for i, step in enumerate(offsets):
-            ends[i :: len(offsets)] = shift(starts, step)
-    else:
-        for i, start in enumerate(starts):
-            ends[i * len(offsets) : (i + 1) * len(offsets)] = shift(offsets, start)
-    return ends
-
-
-def shift(places: Sequence[int], by: int) -> Sequence[int]:
-    if isinstance(places, range):
-        return range(places.start + by, places.stop + by, places.step)
-    return [place + by for place in places]
-
-
-def stride_and_lowest(offsets: Offsets) -> tuple[int, int]:
-    """What all offsets are multiples of, and the lowest of them."""
-    if isinstance(offsets, range):
-        return abs(offsets.step), min(offsets[0], offsets[-1])
-    return math.gcd(*offsets), min(offsets)
-
-
-def rebase(offsets: Offsets) -> Offsets:
-    if isinstance(offsets, range):
-        return range(0, len(offsets) * offsets.step, offsets.step)
-    return tuple(step - offsets[0] for step in offsets)
 
 
 def at_call(asked: Mapping[Axis, object]) -> str:
@@ -818,7 +679,7 @@ def at_call(asked: Mapping[Axis, object]) -> str:
     return f"at({dict(asked)!r})"
 
 
-def _take_slice(values: Offsets, part: slice, whole: str) -> Offsets:
+def _take_slice(values: strided.Offsets, part: slice, whole: str) -> strided.Offsets:
     """A slice of values; PlaceError where one of its ends is no number."""
     try:
         ends = (None if end is None else whole_number(end) for end in (part.start, part.stop, part.step))
@@ -843,14 +704,7 @@ def taken(before: Layout, after: Layout) -> dict[Axis, int | range | tuple[int, 
         if axis not in after._numbers:
             asked[axis] = start
             continue
-        new = after._offsets[after._numbers[axis]]
-        if isinstance(old, range) and isinstance(new, range):
-            pace = new.step // old.step if len(new) > 1 else 1
-            kept: range | tuple[int, ...] = range(start, start + len(new) * pace, pace)
-        else:
-            number = {step: i for i, step in enumerate(old)}
-            kept = tuple(number[old[start] + step] for step in new)
-            kept = progression(kept) or kept
+        kept = strided.indices_of_part(old, after._offsets[after._numbers[axis]], start)
         if kept != range(len(old)):
             asked[axis] = kept
     return asked

@@ -16,6 +16,7 @@ FLOORS = [
     "errors",
     "options",
     "sizes",
+    "_util",
     "hints",
     "ink",
     "machine",

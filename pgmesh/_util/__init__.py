@@ -1,0 +1,1 @@
+"""Helpers below every other module: plain functions that know no mesh and no layout."""
