@@ -25,12 +25,12 @@ import math
 import numbers
 import operator
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Union, overload
 
 from pgmesh import draw, hints
 from pgmesh._util import offsets as strided
-from pgmesh.errors import AxisError, PlaceError, ShapeError
-from pgmesh.seen import Seen
+from pgmesh.errors import AxisError, MembershipError, PlaceError, ShapeError
 from pgmesh.sizes import (
     Sizes,
     Text,
@@ -327,7 +327,7 @@ class Layout:
         """
         return Partition(self, self._numbers_of(axes))
 
-    def seen_by(self, rank: int) -> Seen:
+    def seen_by(self, rank: int) -> RankView:
         """This layout as a rank sees it: the methods of a mesh that need no groups, with no process of that rank.
 
         Raises:
@@ -337,7 +337,7 @@ class Layout:
         ('pp1-dp0-tp1', 1, (1, 5))
         """
         self.coord_of(rank)
-        return Seen(self, operator.index(rank))
+        return RankView(self, operator.index(rank))
 
     # -- smaller, and read with other axes ----------------------------------------------------------------------
 
@@ -617,10 +617,6 @@ class Layout:
         return spell("mesh ", dict(zip(self._axes, self.shape)))
 
 
-hints.answer(Seen, "seen", {**{name: f"seen.layout.{name}" for name in hints.public(Layout)}, **hints.SEEN})
-hints.answer(Layout, "layout", hints.LAYOUT)
-
-
 class Partition(Sequence[tuple[int, ...]]):
     """All the blocks along some axes: a sequence that makes a block when it is looked at."""
 
@@ -666,6 +662,106 @@ class Partition(Sequence[tuple[int, ...]]):
         if len(self) <= 64:
             return repr(tuple(self))
         return f"({', '.join(map(repr, self[:4]))}, ..., {self[-1]!r})"
+
+
+@dataclass(frozen=True, repr=False)
+class RankView:
+    """What ``Layout.seen_by`` returns: the methods of a mesh that need no groups, for any rank.
+
+    Args:
+        layout: where each rank sits.
+        rank: the rank that sees it. The rank may lie outside a slice.
+
+    >>> seen = layout.seen_by(5)
+    >>> seen.coord, seen.index("dp", "tp"), seen.ranks("dp", "tp"), seen.neighbor("pp", -1)
+    ((1, 0, 1), 1, (4, 5, 6, 7), 1)
+    """
+
+    layout: Layout
+    rank: int
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The axes, outermost first."""
+        return self.layout.axes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of the axes, outermost first."""
+        return self.layout.shape
+
+    @property
+    def coord(self) -> tuple[int, ...] | None:
+        """The rank's place on every axis; None where the rank is outside."""
+        return self.layout.coord_of(self.rank) if self.rank in self.layout else None
+
+    def size(self, *axes: Axis) -> int:
+        """How many ranks along these axes; along none, how many in all."""
+        return self.layout.size(*axes)
+
+    def index(self, *axes: Axis) -> int:
+        """The rank's place along these axes."""
+        return self.layout.index_of(self._member(), *axes)
+
+    def ranks(self, *axes: Axis) -> tuple[int, ...]:
+        """The ranks of the rank's block along these axes; along none, all."""
+        return self.layout.block_of(self._member(), *axes) if axes else self.layout.ranks()
+
+    def label(self) -> str:
+        """The rank's place as a word for logs and file names."""
+        return self.layout.label_of(self._member())
+
+    def neighbor(self, axis: Axis, step: int = 1, *, wrap: bool = False) -> int | None:
+        """The rank so many steps on along an axis; None past the edge."""
+        return self.layout.neighbor_of(self._member(), axis, step, wrap=wrap)
+
+    def partition(self, *axes: Axis) -> Partition:
+        """Every block along these axes."""
+        return self.layout.partition(*axes)
+
+    def at(self, fixed: Mapping[Axis, Keep] | None = None, /, **indices: Keep) -> RankView:
+        """The part at these indices, seen by the same rank."""
+        return RankView(self.layout.at(fixed, **indices), self.rank)
+
+    def along(self, *axes: Axis) -> RankView:
+        """The slice through the rank along these axes. ``seen[axes]`` is the same."""
+        return RankView(self.layout.along(self._member(), *axes), self.rank)
+
+    def __getitem__(self, axes: Axis | tuple[Axis, ...]) -> RankView:
+        return self.along(*axes) if isinstance(axes, tuple) else self.along(axes)
+
+    def view(self, /, *shape: int, **sizes: int) -> RankView:
+        """The same ranks in the same order, read with other axes."""
+        return RankView(self.layout.view(*shape, **sizes), self.rank)
+
+    def _member(self) -> int:
+        if self.rank not in self.layout:
+            raise MembershipError(
+                f"rank {self.rank} is not in {self.layout!r}, so it has no place there.\n\n"
+                f"  if seen.rank in seen: ...   # ask first"
+            )
+        return self.rank
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.layout)
+
+    def __len__(self) -> int:
+        return len(self.layout)
+
+    def __contains__(self, rank: object) -> bool:
+        return rank in self.layout
+
+    def __repr__(self) -> str:
+        if self.rank in self.layout:
+            return f"{self.layout!r}.seen_by({self.rank})"
+        return f"RankView({self.layout!r}, {self.rank})"  # seen_by refuses a rank outside
+
+    def __str__(self) -> str:
+        return draw.text(self.layout, mark=self.rank)
+
+
+hints.answer(RankView, "seen", {**{name: f"seen.layout.{name}" for name in hints.public(Layout)}, **hints.RANK_VIEW})
+hints.answer(Layout, "layout", hints.LAYOUT)
 
 
 def at_call(asked: Mapping[Axis, object]) -> str:

@@ -23,7 +23,6 @@ FLOORS = [
     "draw",
     "picture",
     "svg",
-    "seen",
     "layout",
     "locality",
     "traffic",

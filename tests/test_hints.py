@@ -118,7 +118,7 @@ def test_of_a_layout_as_a_rank_sees_it(name, call):
     assert hint_of(BOX.seen_by(3), name) == call
 
 
-@pytest.mark.parametrize("name", hints.SEEN)
+@pytest.mark.parametrize("name", hints.RANK_VIEW)
 def test_each_call_of_a_layout_as_a_rank_sees_it_runs(mesh, name):
     call = hint_of(BOX.seen_by(3), name)
     mesh.close()
@@ -150,7 +150,7 @@ def test_other_names_are_as_python_says(mesh):
         assert (caught.value.name, caught.value.obj) == ("nothing", of)
     assert not {*hints.MESH} & {*dir(mesh)}
     assert not {*hints.LAYOUT} & {*dir(BOX)}
-    assert not {*hints.SEEN} & {*dir(BOX.seen_by(0))}
+    assert not {*hints.RANK_VIEW} & {*dir(BOX.seen_by(0))}
 
 
 @pytest.mark.parametrize(
