@@ -11,13 +11,15 @@ the sum of one offset from each axis.
 ``axes`` below is a sequence of such offsets, outermost first. Positions are enumerated in row-major order: the last
 axis varies fastest. The nearest functions elsewhere:
 
-    row_major           torch's contiguous strides; CuTe's make_layout with LayoutRight
-    coalesce            CuTe's coalesce
-    expand, outer_sum   np.add.outer(...).ravel()
-    reshape             torch.Tensor.view
-    nth                 CuTe's layout(n); np.ravel_multi_index after np.unravel_index
-    find_coord          the inverse of the position, for any order of the strides
-    is_non_overlapping  torch's is_non_overlapping_and_dense, without "dense"
+    | here                | elsewhere                                                    |
+    | ------------------- | ------------------------------------------------------------ |
+    | row_major           | torch's contiguous strides; CuTe's LayoutRight               |
+    | coalesce            | CuTe's coalesce                                              |
+    | expand, outer_sum   | np.add.outer(...).ravel()                                    |
+    | reshape             | torch.Tensor.view                                            |
+    | nth                 | CuTe's layout(n)                                             |
+    | find_coord          | np.unravel_index, but for strides in any order               |
+    | is_non_overlapping  | torch's is_non_overlapping_and_dense, without "dense"        |
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Union, overload
 
-from pgmesh.sizes import progression
+from pgmesh.errors import PlaceError
+from pgmesh.sizes import progression, whole_number
 
 Offsets = Union[range, tuple[int, ...]]
 """The offset of each index of an axis: a range if the axis has one stride, else a tuple. The first is always 0."""
@@ -109,6 +112,22 @@ def indices_of_part(whole: Offsets, part: Offsets, first: int) -> Offsets:
         return range(first, first + len(part) * stride, stride)
     index = {offset: i for i, offset in enumerate(whole)}
     return as_offsets([index[whole[first] + offset] for offset in part])
+
+
+def take_slice(values: Offsets, part: slice, name: str) -> Offsets:
+    """A slice of the values, whose ends may be integers of numpy or torch.
+
+    Raises:
+        PlaceError: an end is not an integer. The message calls the values ``name``.
+
+    >>> take_slice(range(8), slice(2, None, 2), "axis tp")
+    range(2, 8, 2)
+    """
+    try:
+        ends = (None if end is None else whole_number(end) for end in (part.start, part.stop, part.step))
+        return values[slice(*ends)]
+    except (TypeError, ValueError) as error:
+        raise PlaceError(f"{part} is no slice of {name}: {error}.") from None
 
 
 # -- several axes ---------------------------------------------------------------------------------------------------
@@ -198,14 +217,14 @@ def nth(axes: Sequence[Offsets], n: int) -> int:
 def reshape(axes: Iterable[Offsets], sizes: Sequence[int]) -> tuple[Offsets, ...] | None:
     """Axes of these sizes that enumerate the same positions in the same order.
 
-    None if there are none: an axis would need other offsets at some index of another axis.
+    Returns None if the offsets of a new axis would depend on the index of another axis.
 
     >>> reshape([range(8)], (2, 4))
     (range(0, 8, 4), range(0, 4))
     >>> reshape([range(0, 16, 8), range(2)], (4,))      # merged axes may be irregular
     ((0, 1, 8, 9),)
-    >>> reshape([range(0, 12, 4), range(2)], (2, 3)) is None
-    True
+    >>> print(reshape([range(0, 12, 4), range(2)], (2, 3)))
+    None
     """
     left = coalesce(axes)
     reshaped: list[Offsets] = []
@@ -240,11 +259,11 @@ def is_non_overlapping(axes: Iterable[Offsets]) -> bool:
         if len(offsets) > 1:
             ends = (offsets[0], offsets[-1]) if isinstance(offsets, range) else offsets
             spans.append((stride_and_lowest(offsets)[0], max(ends) - min(ends)))
-    reach = 0
+    covered = 0
     for stride, span in sorted(spans):
-        if reach >= stride:
+        if covered >= stride:
             return False
-        reach += span
+        covered += span
     return True
 
 
