@@ -1,12 +1,12 @@
-"""Where each rank sits: rank <-> coord, blocks and partitions, as plain arithmetic.
+"""Layout: the rank at each coord and the coord of each rank, as arithmetic on strided axes.
 
-A layout is an origin and, for each axis, how far each of its indices moves one along the ranks:
+A layout is what numpy, torch and CuTe call the layout of a strided tensor. The elements are ranks. It has an offset
+and, for each axis, the offsets of its indices:
 
-    rank = origin + sum of steps[axis][index]
+    rank = offset + sum(offsets[axis][index])
 
-The steps of an axis are a Python ``range``, which already is an affine axis: indexing, slicing, membership and
-inverse cost O(1), so a million ranks take no more room than eight. Only ranks that follow no arithmetic go
-through a table. Everything in this file is shown on one layout:
+All examples in this file use the layout below. Its offset is 0, and its axes (name, size, stride) are (pp, 2, 4),
+(dp, 2, 2) and (tp, 2, 1).
 
     >>> layout = Layout(pp=2, dp=2, tp=2)
     >>> print(layout)
@@ -15,6 +15,47 @@ through a table. Everything in this file is shown on one layout:
     │ dp0   0   1│  │ dp0   4   5│
     │ dp1   2   3│  │ dp1   6   7│
     └────────────┘  └────────────┘
+
+- A *regular* axis has one stride. Its offsets are ``range(0, size * stride, stride)``. A range takes the same memory
+  for any size, so a million ranks take as much as eight.
+- An *irregular* axis has no single stride. Its offsets are a tuple. If pp has stride 4, ``at(pp=[0, 1, 3])`` leaves
+  the offsets ``(0, 4, 12)``.
+- The *rank table* is for ranks that are not evenly spaced, such as ``ranks=[3, 1, 2, 0]``. The formula then gives a
+  position in these ranks. The table maps each position to its rank, and each rank to its position. Slices and views
+  share the table.
+- A *block* is the ranks of one group. A *partition* is all blocks along the axes.
+
+Each operation makes a new layout. It costs O(number of axes), plus a step for each rank in the last column:
+
+    | operation               | offset                  | axes (name, size, stride)                       | ranks     |
+    | ----------------------- | ----------------------- | ----------------------------------------------- | --------- |
+    | Layout(pp=2, tp=4)      | 0                       | (pp, 2, 4), (tp, 4, 1): row-major, contiguous   | 0         |
+    | ranks=range(4, 20, 2)   | 4, the first rank       | (pp, 2, 8), (tp, 4, 2): strides times the step  | 0         |
+    | ranks=[7, 1, ...]       | 0, in a rank table      | (pp, 2, 4), (tp, 4, 1)                          | all       |
+    | at(tp=1)                | plus offsets[tp][1]     | without tp                                      | 0         |
+    | at(tp=slice(1, 4, 2))   | plus offsets[tp][1]     | (tp, 2, stride times 2)                         | 0         |
+    | at(tp=[1, 2])           | plus offsets[tp][1]     | tp is regular if the kept offsets are evenly    | kept of   |
+    |                         |                         | spaced, else irregular                          | tp        |
+    | along(rank, "tp")       | plus the rank's offsets | tp alone                                        | 0         |
+    |                         | on the other axes       |                                                 |           |
+    | view(a=4, b=2)          | unchanged               | coalesced, then split and merged. A merged axis | irregular |
+    |                         |                         | may be irregular                                | axes      |
+    | view(a=4, b=2) (*)      | first rank, or 0 in a   | row-major, contiguous                           | all       |
+    |                         | new rank table          |                                                 |           |
+
+(*) A view lists its ranks anew if its axes would overlap. It also does so if its positions in a rank table are not
+evenly spaced but its ranks are.
+
+Each question about a layout also costs O(number of axes), plus a step for each of these ranks:
+
+    | question                                              | ranks                                                   |
+    | ----------------------------------------------------- | ------------------------------------------------------- |
+    | rank_of(coord)                                        | 0                                                       |
+    | coord_of(rank), index_of, label_of, neighbor_of       | 0. The coord of the last rank is cached                 |
+    | block_of(rank, "tp")                                  | those of the block                                      |
+    | partition("tp")                                       | 0. Reading a block costs its ranks                      |
+    | ranks(), iteration                                    | all                                                     |
+    | ranks_in_order()                                      | 0 if the axes coalesce to one regular axis, else all    |
 """
 
 from __future__ import annotations
@@ -25,9 +66,10 @@ import math
 import numbers
 import operator
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Union, overload
 
-from pgmesh._util import missing_attributes
+from pgmesh._util import missing_attributes, offsets as strided
 from pgmesh._util.sizes import (
     Sizes,
     Text,
@@ -38,7 +80,6 @@ from pgmesh._util.sizes import (
     fill_with,
     is_boolean,
     is_word,
-    progression,
     some,
     spell,
     take_ranks,
@@ -47,41 +88,36 @@ from pgmesh._util.sizes import (
     written,
 )
 from pgmesh.drawing import plain_text
-from pgmesh.errors import AxisError, PlaceError, ShapeError
-from pgmesh.seen import Seen
-
-Axis = Union[str, int]
-"""An axis, by its name or its number."""
+from pgmesh.drawing.drawable import Axis as Axis
+from pgmesh.errors import AxisError, MembershipError, PlaceError, ShapeError
 
 Keep = Union[int, slice, Iterable[int]]
-"""What ``at`` takes for an axis: one index, which fixes it, or the slice or the indices to keep."""
-
-Steps = Union[range, tuple[int, ...]]
-"""How far each index of an axis moves one along the ranks. The first is always 0."""
-
-AT_ONCE = 1 << 14
-"""Batch size when iterating over a partition."""
+"""An argument of ``at`` for one axis: an index, which fixes the axis, or the slice or the indices to keep."""
 
 
-class _Table(NamedTuple):
-    """Ranks that follow no arithmetic: the rank at each position, and the position of each rank."""
+class _RankTable(NamedTuple):
+    """Ranks that are not evenly spaced: the rank at each position, and the position of each rank."""
 
     ranks: tuple[int, ...]
-    position: dict[int, int]
+    positions: dict[int, int]
+
+
+_FIELDS = ("_axes", "_offsets", "_offset", "_table", "_all_axes", "_is_slice")
+"""The state of a layout. ``Layout._set_fields`` describes each."""
 
 
 class Layout:
-    """Ranks arranged in a box, with no processes and no torch: what a mesh is before it has any groups.
+    """Ranks arranged in an N-D box: the arithmetic of a mesh, without processes, groups or torch.
 
     Args:
         shape: the sizes of numbered axes, outermost first: the last axis varies fastest. Or one mapping of sizes by
             axis, with any names or numbers.
-        ranks: the ranks to arrange, in this order; ``range`` of the size unless given.
-        sizes: the sizes of named axes, outermost first. At most one size is -1: what is left of ``ranks``.
+        ranks: the ranks to arrange, in this order. Default: a ``range`` of the right size.
+        sizes: the sizes of named axes, outermost first. At most one size is -1: it is inferred from ``ranks``.
 
     Raises:
-        ShapeError: the sizes do not hold the ranks, or the ranks are no ranks.
-        OptionsError: an option of groups in place of a size.
+        ShapeError: the sizes do not hold the ranks, or a rank is negative, repeated or not an integer.
+        OptionsError: a keyword is an option of groups, not an axis.
 
     >>> Layout(pp=2, dp=-1, tp=2, ranks=range(8)).shape
     (2, 2, 2)
@@ -91,14 +127,7 @@ class Layout:
     1
     """
 
-    __slots__ = ("_axes", "_number", "_origin", "_peel", "_sliced", "_sought", "_spelled", "_steps", "_table")
-
-    _axes: tuple[Axis, ...]
-    _steps: tuple[Steps, ...]
-    _origin: int
-    _table: _Table | None
-    _spelled: tuple[tuple[Axis, int | None], ...]  # the axes as first named; a fixed one has its index beside it
-    _sliced: bool
+    __slots__ = (*_FIELDS, "_by_stride", "_last_lookup", "_lowest", "_numbers")
 
     def __init__(self, /, *shape: int | Sizes, ranks: Iterable[int] | None = None, **sizes: int) -> None:
         order = None if ranks is None else take_ranks("Layout", ranks)
@@ -109,55 +138,61 @@ class Layout:
         elif -1 in box.values():
             call = spell("Layout", box, ranks=enough(box))
             raise ShapeError(f"{spell('Layout', box)} cannot know what is left: give it ranks, such as {call}.")
-        self._arrange(box, range(math.prod(box.values())) if order is None else order)
+        self._set_row_major(box, range(math.prod(box.values())) if order is None else order)
 
     @classmethod
     def of(cls, box: Mapping[Axis, int], ranks: range | tuple[int, ...]) -> Layout:
-        """A layout of sizes and ranks that are known to be good."""
+        """A layout of sizes and ranks that were checked before."""
         layout = object.__new__(cls)
-        layout._arrange(box, ranks)
+        layout._set_row_major(box, ranks)
         return layout
 
-    def _arrange(self, box: Mapping[Axis, int], ranks: range | tuple[int, ...]) -> None:
+    def _set_row_major(self, box: Mapping[Axis, int], ranks: range | tuple[int, ...]) -> None:
+        """Set the fields for ranks in row-major order."""
+        all_axes = tuple((axis, None) for axis in box)
         if isinstance(ranks, range):
-            unit, origin, table = ranks.step, ranks[0], None
+            stride, offset, table = ranks.step, ranks[0], None
         else:
-            unit, origin, table = 1, 0, _Table(ranks, {rank: place for place, rank in enumerate(ranks)})
-        steps: list[Steps] = []
-        for size in reversed(tuple(box.values())):
-            steps.append(range(0, size * unit, unit))
-            unit *= size
-        self._set(tuple(box), tuple(reversed(steps)), origin, table, tuple((axis, None) for axis in box), False)
+            stride, offset, table = 1, 0, _RankTable(ranks, {rank: i for i, rank in enumerate(ranks)})
+        self._set_fields(tuple(box), strided.row_major(tuple(box.values()), stride), offset, table, all_axes, False)
 
-    def _set(
+    def _set_fields(
         self,
         axes: tuple[Axis, ...],
-        steps: tuple[Steps, ...],
-        origin: int,
-        table: _Table | None,
-        spelled: tuple[tuple[Axis, int | None], ...],
-        sliced: bool,
+        offsets: tuple[strided.Offsets, ...],
+        offset: int,
+        table: _RankTable | None,
+        all_axes: tuple[tuple[Axis, int | None], ...],
+        is_slice: bool,
     ) -> None:
-        self._axes, self._steps, self._origin, self._table, self._spelled = axes, steps, origin, table, spelled
-        self._sliced = sliced
-        self._number = {axis: i for i, axis in enumerate(axes)}
-        self._sought: tuple[int | None, tuple[int, ...] | None] = (None, None)
-        # To find a coord, peel off the axis with the widest steps first: the others add up to less than one of them.
-        self._peel = sorted(((*_pace(step), i) for i, step in enumerate(steps) if len(step) > 1), reverse=True)
+        """Set the fields, and what is computed from them.
 
-    def _parts(self) -> dict[str, Any]:
-        return {name: getattr(self, f"_{name}") for name in ("axes", "steps", "origin", "table", "spelled", "sliced")}
+        Args:
+            axes: the names or numbers of the axes, outermost first.
+            offsets: the offset of each index, for each axis.
+            offset: the rank at index 0 of every axis; its position if there is a rank table.
+            table: the rank table; None if positions are ranks.
+            all_axes: the axes before any was fixed: the index of a fixed axis, None for the others.
+            is_slice: True for a part of a larger layout.
+        """
+        self._axes, self._offsets, self._offset, self._table = axes, offsets, offset, table
+        self._all_axes, self._is_slice = all_axes, is_slice
+        self._numbers = {axis: i for i, axis in enumerate(axes)}
+        self._by_stride = strided.by_descending_stride(offsets)
+        self._lowest = offset + sum(lowest for _, lowest, _ in self._by_stride)  # the lowest position
+        self._last_lookup: tuple[int | None, tuple[int, ...] | None] = (None, None)
 
-    def _like(self, **changed: Any) -> Layout:
+    def _replace(self, **changed: Any) -> Layout:
+        """A copy with some fields changed, given without their underscores."""
         layout = object.__new__(Layout)
-        layout._set(**{**self._parts(), **changed})
+        layout._set_fields(*(changed.get(name[1:], getattr(self, name)) for name in _FIELDS))
         return layout
 
-    # -- what it is ---------------------------------------------------------------------------------------------
+    # -- properties ---------------------------------------------------------------------------------------------
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """The axes, outermost first: names, or numbers where none were given.
+        """The axes, outermost first: names, or numbers for a layout without names.
 
         >>> layout.axes
         ('pp', 'dp', 'tp')
@@ -171,21 +206,20 @@ class Layout:
         >>> layout.shape
         (2, 2, 2)
         """
-        return tuple(map(len, self._steps))
+        return tuple(map(len, self._offsets))
 
     @property
     def strides(self) -> tuple[int | None, ...]:
-        """How many ranks apart neighbours along each axis are; None where that differs from place to place.
+        """The stride of each axis in ranks: 0 for an axis of size 1, None if neighbours are not evenly spaced.
 
         >>> layout.strides
         (4, 2, 1)
         """
-        if self._table is not None:
-            return tuple(None if len(step) > 1 else 0 for step in self._steps)
-        return tuple((step.step if isinstance(step, range) else None) if len(step) > 1 else 0 for step in self._steps)
+        strides = map(strided.stride_of, self._offsets)
+        return tuple(stride if stride == 0 or self._table is None else None for stride in strides)
 
     def size(self, *axes: Axis) -> int:
-        """How many ranks along these axes; along none, how many in all.
+        """The number of ranks along these axes; without axes, of all ranks.
 
         Raises:
             AxisError: there is no such axis, or it is named twice.
@@ -193,41 +227,42 @@ class Layout:
         >>> layout.size("dp", "tp"), layout.size()
         (4, 8)
         """
-        return math.prod(len(self._steps[i]) for i in self._find(axes))
+        return math.prod(len(self._offsets[i]) for i in self._numbers_of(axes))
 
     @property
     def is_slice(self) -> bool:
-        """Whether ``at`` or ``along`` took it from a larger layout.
+        """True if ``at`` or ``along`` took this layout from a larger one.
 
         >>> layout.is_slice, layout.at(pp=0).is_slice
         (False, True)
         """
-        return self._sliced
+        return self._is_slice
 
     def ranks(self) -> tuple[int, ...]:
-        """Every rank, in the order of the mesh: the last axis varies fastest.
+        """All ranks in mesh order: the last axis varies fastest.
 
         >>> layout.at(pp=1).ranks()
         (4, 5, 6, 7)
         """
-        return self._spread(self._origin, range(len(self._steps)))
+        return self._expand(self._offset, range(len(self._offsets)))
 
     def ranks_in_order(self) -> range | tuple[int, ...]:
-        """The same as ``ranks``, as a range where the ranks follow one: then at no cost.
+        """The same as ``ranks``, but a range if the axes coalesce to one regular axis.
 
         >>> layout.at(tp=1).ranks_in_order()
         range(1, 9, 2)
         """
-        return self._straight() or self.ranks()
+        return self._as_range() or self.ranks()
 
-    def _straight(self) -> range | None:
-        runs = _fuse(self._steps) or [range(1)]
-        if self._table is None and len(runs) == 1 and isinstance(runs[0], range):
-            return range(self._origin, self._origin + len(runs[0]) * runs[0].step, runs[0].step)
+    def _as_range(self) -> range | None:
+        """All ranks as a range; None if the axes do not coalesce to one regular axis."""
+        coalesced = strided.coalesce(self._offsets) or [range(1)]
+        if self._table is None and len(coalesced) == 1 and isinstance(coalesced[0], range):
+            return strided.shift(coalesced[0], self._offset)
         return None
 
     def __contains__(self, rank: object) -> bool:
-        return self._seek(rank) is not None
+        return self._lookup(rank) is not None
 
     def __len__(self) -> int:
         return self.size()
@@ -241,10 +276,10 @@ class Layout:
         """The rank at a coord; the inverse of ``coord_of``.
 
         Args:
-            coord: one index for each axis, outermost first.
+            coord: one index for each axis, outermost first. Negative indices count from the end.
 
         Raises:
-            PlaceError: there is no such place.
+            PlaceError: there is no such coord.
 
         >>> layout.rank_of((1, 0, 1))
         5
@@ -255,10 +290,10 @@ class Layout:
             raise PlaceError(f"a coord is a tuple of indices, one for each axis, not {coord!r}.") from None
         if len(coord) != len(self._axes):
             raise PlaceError(f"a coord of {self._brief()} has {len(self._axes)} indices, but {coord} has {len(coord)}.")
-        return self._rank_at(self._position(coord))
+        return self._rank_at(self._position_of(coord))
 
     def coord_of(self, rank: int) -> tuple[int, ...]:
-        """The place of a rank on every axis; the inverse of ``rank_of``.
+        """The coord of a rank, its index on each axis; the inverse of ``rank_of``.
 
         Raises:
             PlaceError: the rank is not in this layout.
@@ -266,24 +301,24 @@ class Layout:
         >>> layout.coord_of(5)
         (1, 0, 1)
         """
-        coord = self._seek(rank)
+        coord = self._lookup(rank)
         if coord is None:
             raise PlaceError(f"rank {rank!r} is not in {self._brief()}, whose ranks are {self._listed()}.")
         return coord
 
     def index_of(self, rank: int, *axes: Axis) -> int:
-        """A rank's place along these axes, which is its rank inside the group along them.
+        """The index of a rank in its block along these axes: its rank in that process group.
 
         >>> layout.index_of(5, "dp", "tp")
         1
         """
         coord, index = self.coord_of(rank), 0
-        for i in self._find(axes):
-            index = index * len(self._steps[i]) + coord[i]
+        for i in self._numbers_of(axes):
+            index = index * len(self._offsets[i]) + coord[i]
         return index
 
     def label_of(self, rank: int) -> str:
-        """A rank's place as a word for logs and file names.
+        """The coord of a rank as a string for logs and file names.
 
         >>> layout.label_of(5)
         'pp1-dp0-tp1'
@@ -292,50 +327,50 @@ class Layout:
         return "-".join(f"{'' if isinstance(axis, int) else axis}{i}" for axis, i in zip(self._axes, coord))
 
     def neighbor_of(self, rank: int, axis: Axis, step: int = 1, *, wrap: bool = False) -> int | None:
-        """The rank so many steps on along an axis; None past the edge.
+        """The rank ``step`` indices further along an axis; None past the edge.
 
         Args:
-            step: how many indices on; negative for back.
-            wrap: go round, as a ring does, in place of None.
+            step: the number of indices; negative for backwards.
+            wrap: continue at the other edge, as in a ring.
 
         >>> layout.neighbor_of(5, "pp", -1), layout.neighbor_of(5, "pp", +1), layout.neighbor_of(5, "pp", wrap=True)
         (1, None, 1)
         """
-        (i,) = self._find((axis,))
+        i = self._number_of(axis)
         coord = list(self.coord_of(rank))
-        size = len(self._steps[i])
+        size = len(self._offsets[i])
         try:
             coord[i] += whole_number(step)
         except TypeError:
             raise PlaceError(f"a step along axis {axis} is a whole number, not {step!r}.") from None
         if wrap:
             coord[i] %= size
-        return self._rank_at(self._position(coord)) if 0 <= coord[i] < size else None
+        return self._rank_at(self._position_of(coord)) if 0 <= coord[i] < size else None
 
     # -- blocks -------------------------------------------------------------------------------------------------
 
     def block_of(self, rank: int, *axes: Axis) -> tuple[int, ...]:
-        """The ranks that share one group with a rank along these axes, in the order of the mesh.
+        """The block of a rank along these axes: all ranks of its group, in mesh order.
 
         >>> layout.block_of(5, "dp", "tp"), layout.block_of(5, "pp")
         ((4, 5, 6, 7), (1, 5))
         """
-        along, start = self._find(axes), self._origin
-        for i, place in enumerate(self.coord_of(rank)):
+        along, start = self._numbers_of(axes), self._offset
+        for i, index in enumerate(self.coord_of(rank)):
             if i not in along:
-                start += self._steps[i][place]
-        return self._spread(start, along)
+                start += self._offsets[i][index]
+        return self._expand(start, along)
 
     def partition(self, *axes: Axis) -> Partition:
-        """Every block along these axes. They tile the layout; none is made before it is looked at.
+        """All blocks along these axes, as a sequence. Each rank is in one block. A block is computed when it is read.
 
         >>> layout.partition("tp")
         ((0, 1), (2, 3), (4, 5), (6, 7))
         """
-        return Partition(self, self._find(axes))
+        return Partition(self, self._numbers_of(axes))
 
-    def seen_by(self, rank: int) -> Seen:
-        """This layout as a rank sees it: the methods of a mesh that need no groups, with no process of that rank.
+    def seen_by(self, rank: int) -> RankView:
+        """This layout with the methods of a mesh on that rank, except those that need groups.
 
         Raises:
             PlaceError: the rank is not in this layout.
@@ -344,23 +379,23 @@ class Layout:
         ('pp1-dp0-tp1', 1, (1, 5))
         """
         self.coord_of(rank)
-        return Seen(self, operator.index(rank))
+        return RankView(self, operator.index(rank))
 
-    # -- smaller, and read with other axes ----------------------------------------------------------------------
+    # -- slices and views ---------------------------------------------------------------------------------------
 
     def at(self, fixed: Mapping[Axis, Keep] | None = None, /, **indices: Keep) -> Layout:
         """The part of this layout at these indices.
 
         Args:
             fixed: the same as ``indices``, for numbered axes: ``at({0: 1})``.
-            indices: for each axis one index, which fixes and drops it, or a slice or indices to keep of it.
-                Negative ones count from the end; an index that is named twice counts once, so ``[0, -1]`` is
-                one stage where there is one.
+            indices: for each axis one index, which fixes and drops the axis, or a slice or indices to keep of it.
+                Negative indices count from the end. A repeated index counts once: ``[0, -1]`` is one stage if there
+                is only one.
 
         Raises:
             AxisError: there is no such axis.
             PlaceError: there is no such index.
-            ShapeError: nothing is left.
+            ShapeError: no index of an axis is kept.
 
         >>> layout.at(pp=1, tp=0).ranks()
         (4, 6)
@@ -369,112 +404,113 @@ class Layout:
         """
         if fixed is not None and not isinstance(fixed, Mapping):
             raise PlaceError(f"at takes indices by axis, such as at({{0: 1}}) or at(pp=1), not {fixed!r}.")
-        origin, steps, axes, spelled = self._origin, list(self._steps), list(self._axes), dict(self._spelled)
-        seen: set[int] = set()
+        offset, offsets, all_axes = self._offset, dict(enumerate(self._offsets)), dict(self._all_axes)
+        given: set[int] = set()
         for axis, keep in [*(fixed or {}).items(), *indices.items()]:
-            (i,) = self._find((axis,))
-            if i in seen:
+            i = self._number_of(axis)
+            if i in given:
                 raise AxisError(f"axis {self._axes[i]} is given twice.")
-            seen.add(i)
-            step = self._steps[i]
+            given.add(i)
+            old = self._offsets[i]
             if isinstance(keep, slice):
-                picked: Steps = _sliced(step, keep, f"axis {axis}")
-            elif isinstance(keep, Iterable) and getattr(keep, "ndim", 1) > 0:  # a tensor may be one number
-                picked = tuple(dict.fromkeys(step[self._index(i, one)] for one in self._indices(i, keep)))
+                kept = strided.take_slice(old, keep, f"axis {axis}")
+            elif isinstance(keep, Iterable) and getattr(keep, "ndim", 1) > 0:  # a 0-d tensor is one index
+                kept = tuple(dict.fromkeys(old[self._checked_index(i, one)] for one in self._checked_indices(i, keep)))
             else:
-                place = self._index(i, keep)
-                origin += step[place]
-                spelled[self._axes[i]] = place
-                axes[i] = _GONE
+                index = self._checked_index(i, keep)
+                offset += old[index]
+                all_axes[self._axes[i]] = index
+                del offsets[i]
                 continue
-            if not picked:
-                raise ShapeError(f"{at_call({axis: keep})} keeps nothing of axis {axis}, which has {_many(len(step))}.")
-            origin += picked[0]
-            steps[i] = _from_zero(progression(picked) or picked)
-        left = [i for i, axis in enumerate(axes) if axis is not _GONE]
-        return self._like(
-            axes=tuple(axes[i] for i in left),
-            steps=tuple(steps[i] for i in left),
-            origin=origin,
-            spelled=tuple(spelled.items()),
-            sliced=self._sliced or math.prod(len(steps[i]) for i in left) < len(self),
+            if not kept:
+                has = _index_range(len(old))
+                raise ShapeError(f"{at_call({axis: keep})} keeps nothing of axis {axis}, which has {has}.")
+            offset += kept[0]
+            offsets[i] = strided.rebase(strided.as_offsets(kept))
+        return self._replace(
+            axes=tuple(self._axes[i] for i in offsets),
+            offsets=tuple(offsets.values()),
+            offset=offset,
+            all_axes=tuple(all_axes.items()),
+            is_slice=self._is_slice or math.prod(map(len, offsets.values())) < len(self),
         )
 
     def along(self, rank: int, *axes: Axis) -> Layout:
-        """The slice through a rank along these axes: every other axis fixed where the rank is.
+        """The slice through a rank along these axes: every other axis is fixed at the rank's index.
 
         >>> layout.along(5, "dp", "tp") == layout.at(pp=1)
         True
         """
-        along, coord = self._find(axes), self.coord_of(rank)
+        along, coord = self._numbers_of(axes), self.coord_of(rank)
         return self.at({self._axes[i]: index for i, index in enumerate(coord) if i not in along})
 
     def view(self, /, *shape: int | Sizes, **sizes: int) -> Layout:
-        """The same ranks in the same order, read with other axes: split, merged or both.
+        """The same ranks in the same order with other axes: split, merged or both.
 
         Args:
             shape: the new sizes, for numbered axes, or one mapping of sizes by axis.
-            sizes: the new sizes by name. At most one size is -1: what is left.
+            sizes: the new sizes by name. At most one size is -1: it is inferred.
 
         Raises:
-            ShapeError: the sizes do not hold the ranks, or would cut an uneven slice.
-            OptionsError: an option of groups in place of a size.
+            ShapeError: the sizes do not hold the ranks, or the ranks of a slice are not evenly spaced for them.
+            OptionsError: a keyword is an option of groups, not an axis.
 
         >>> layout.view(pp=2, edp=1, ep=4).block_of(5, "ep")
         (4, 5, 6, 7)
-        >>> layout.along(5, "pp", "tp").view(n=4).ranks()      # axes that do not touch, read as one
+        >>> layout.along(5, "pp", "tp").view(n=4).ranks()      # merges axes that are not adjacent
         (0, 1, 4, 5)
         """
         count = len(self)
         box = fill("view", take_sizes("view", shape, sizes, count=count), count, f"the mesh has {count}", pick=False)
-        fixed = ((axis, index) for axis, index in self._spelled if index is not None and axis not in box)
-        spelled = (*fixed, *((axis, None) for axis in box))
-        steps = _cut(_fuse(self._steps), tuple(box.values()))
-        if steps is not None and _are_nested(steps):
-            return self._like(axes=tuple(box), steps=steps, spelled=spelled)
-        if steps is None and (self._table is None or _cut([_from_zero(self._run())], tuple(box.values())) is None):
+        fixed = ((axis, index) for axis, index in self._all_axes if index is not None and axis not in box)
+        all_axes, new_sizes = (*fixed, *((axis, None) for axis in box)), tuple(box.values())
+        offsets = strided.reshape(self._offsets, new_sizes)
+        if offsets is not None and strided.is_non_overlapping(offsets):
+            return self._replace(axes=tuple(box), offsets=offsets, all_axes=all_axes)
+        if offsets is None and not self._has_ranks_for(new_sizes):
             call = spell("ProcessGroupMesh", box, ranks=Text(brief(self._ranks_written(), "mesh.ranks()")))
             raise ShapeError(
-                f"{spell('view', box)} would cut {self._brief()} where its ranks ({self._listed()}) do not "
-                f"follow one another evenly.\n\n"
-                f"  {call}   # a mesh of its own can read any ranks"
+                f"{spell('view', box)} would split {self._brief()} where its ranks ({self._listed()}) are not evenly "
+                f"spaced.\n\n"
+                f"  {call}   # a new mesh takes any ranks"
             )
-        return Layout.of(box, self._run())._like(spelled=spelled, sliced=self._sliced)
+        return Layout.of(box, strided.as_offsets(self.ranks()))._replace(all_axes=all_axes, is_slice=self._is_slice)
 
-    def _run(self) -> range | tuple[int, ...]:
-        """The ranks, as a range where they are one."""
-        ranks = self.ranks()
-        return progression(ranks) or ranks
+    def _has_ranks_for(self, sizes: Sequence[int]) -> bool:
+        """Check that the ranks from a rank table are evenly spaced for these sizes, though their positions are not."""
+        if self._table is None:
+            return False
+        return strided.reshape([strided.rebase(strided.as_offsets(self.ranks()))], sizes) is not None
 
     # -- text ---------------------------------------------------------------------------------------------------
 
     def describe(self, rank: int, *axes: Axis) -> str:
-        """What a block along these axes is, in the words of this layout.
+        """The block of a rank along these axes as text: its index on every axis, * for the axes of the block.
 
         >>> layout.describe(5, "dp", "tp")
         'pp=1, dp=*, tp=*'
         """
-        places: dict[Axis, object] = dict(zip(self._axes, self.coord_of(rank)))
-        for i in self._find(axes):
-            places[self._axes[i]] = "*"
-        return ", ".join([f"{axis}={places.get(axis, index)}" for axis, index in self._spelled])
+        indices: dict[Axis, object] = dict(zip(self._axes, self.coord_of(rank)))
+        for i in self._numbers_of(axes):
+            indices[self._axes[i]] = "*"
+        return ", ".join([f"{axis}={indices.get(axis, index)}" for axis, index in self._all_axes])
 
     def __repr__(self) -> str:
         return self.spell("Layout")
 
     def spell(self, who: str, *, world: int | None = None, **more: object) -> str:
-        """The call of ``who`` that would make this layout, as text.
+        """The call of ``who`` that makes this layout, as text.
 
         Args:
-            world: how many ranks there are where none are given; as many as here unless given.
+            world: the number of ranks if the call names none. Default: the number of ranks of this layout.
 
         >>> layout.at(pp=0).spell("ProcessGroupMesh", world=8)
         'ProcessGroupMesh(dp=2, tp=2, ranks=range(4))'
         """
-        if not self._axes:  # of one rank, every axis fixed
+        if not self._axes:  # one rank: every axis is fixed
             return f"{self.view(1).spell(who, world=world, **more)}.at({{0: 0}})"
         box = dict(zip(self._axes, self.shape))
-        ranks = self._straight()
+        ranks = self._as_range()
         if ranks == range(len(self) if world is None else world):
             return spell(who, box, **more)
         return spell(who, box, ranks=ranks or Text(self._ranks_written()), **more)
@@ -483,7 +519,7 @@ class Layout:
         return plain_text.text(self)
 
     def _repr_html_(self) -> str:
-        from pgmesh.drawing import svg  # a notebook's picture; whoever prints text has no use for it
+        from pgmesh.drawing import svg  # only notebooks need it
 
         return svg.of(self)
 
@@ -493,31 +529,32 @@ class Layout:
         if self._axes != other._axes or self.shape != other.shape:
             return False
         if self._table is None and other._table is None:
-            return (self._origin, self._steps) == (other._origin, other._steps)
+            return (self._offset, self._offsets) == (other._offset, other._offsets)
         return self.ranks() == other.ranks()
 
     def __hash__(self) -> int:
         last = tuple(size - 1 for size in self.shape)
-        return hash((self._axes, self.shape, self._rank_at(self._origin), self.rank_of(last)))
+        return hash((self._axes, self.shape, self._rank_at(self._offset), self.rank_of(last)))
 
-    # -- the arithmetic -----------------------------------------------------------------------------------------
+    # -- axes and indices as given ------------------------------------------------------------------------------
 
-    def _find(self, axes: tuple[Axis, ...]) -> tuple[int, ...]:
-        """Where these axes stand, in the order of the mesh: a combination has no order of its own."""
+    def _numbers_of(self, axes: tuple[Axis, ...]) -> tuple[int, ...]:
+        """The numbers of these axes in mesh order, since a combination of axes has no order; without axes, all."""
         if not axes:
             return tuple(range(len(self._axes)))
-        found = sorted(map(self._find_one, axes))
+        found = sorted(map(self._number_of, axes))
         if len(set(found)) != len(found):
             twice = next(i for i in found if found.count(i) > 1)
-            words = dict.fromkeys(str(axis) for axis in axes if self._find_one(axis) == twice)
+            words = dict.fromkeys(str(axis) for axis in axes if self._number_of(axis) == twice)
             ways = f", as {' and as '.join(words)}" if len(words) > 1 else ""
             raise AxisError(f"axis {self._axes[twice]} is named twice{ways}.")
         return tuple(found)
 
-    def _find_one(self, axis: Axis) -> int:
+    def _number_of(self, axis: Axis) -> int:
+        """The number of an axis, counted from the outermost."""
         kind = type(axis)
         if kind is str or kind is int or (isinstance(axis, (str, numbers.Integral)) and kind is not bool):
-            number = self._number.get(axis)
+            number = self._numbers.get(axis)
             if number is not None:
                 return number
         elif isinstance(axis, (tuple, slice)) or not isinstance(axis, Hashable):
@@ -529,9 +566,10 @@ class Layout:
             )
         else:
             raise AxisError(f"there is no axis {axis!r} in {self._brief()}.")
-        fixed = dict(self._spelled).get(axis)
-        positions = 0 if isinstance(next(iter(self._axes), 0), int) else len(self._axes)  # numbered ones keep numbers
-        if not isinstance(axis, str) and fixed is None and -len(self._axes) <= axis < positions:
+        fixed = dict(self._all_axes).get(axis)
+        # A non-negative number counts named axes only: numbered axes keep their numbers when others are fixed.
+        end = 0 if isinstance(next(iter(self._axes), 0), int) else len(self._axes)
+        if not isinstance(axis, str) and fixed is None and -len(self._axes) <= axis < end:
             return int(axis) % len(self._axes)
         if fixed is not None:
             raise AxisError(f"axis {axis} is fixed at {fixed} in {self._brief()}; ask the mesh that it was cut from.")
@@ -539,114 +577,102 @@ class Layout:
         hint = f" Did you mean {close!r}?" if close else ""
         raise AxisError(f"there is no axis {axis!r} in {self._brief()}.{hint}")
 
-    def _index(self, i: int, index: Any) -> int:
-        """An index of an axis, counted from the start."""
-        size, axis = len(self._steps[i]), self._axes[i]
+    def _checked_index(self, i: int, index: Any) -> int:
+        """An index of an axis, counted from the start; PlaceError if the axis does not have it."""
+        size, axis = len(self._offsets[i]), self._axes[i]
         try:
-            place: int = index if type(index) is int else whole_number(index)
+            number: int = index if type(index) is int else whole_number(index)
         except TypeError:
             raise PlaceError(f"an index of axis {axis} is a whole number, not {index!r}.") from None
-        if not -size <= place < size:
-            raise PlaceError(f"axis {axis} has {_many(size)}; there is no {place}.")
-        return place % size
+        if not -size <= number < size:
+            raise PlaceError(f"axis {axis} has {_index_range(size)}; there is no {number}.")
+        return number % size
 
-    def _indices(self, i: int, keep: Iterable[Any]) -> Iterable[Any]:
-        """Indices to keep of an axis; PlaceError if they are a mask."""
+    def _checked_indices(self, i: int, keep: Iterable[Any]) -> Iterable[Any]:
+        """Indices to keep of an axis; PlaceError if they are a boolean mask."""
         kept = tuple(keep)
-        if len(kept) != len(self._steps[i]) or not all(map(is_boolean, kept)):
+        if len(kept) != len(self._offsets[i]) or not all(map(is_boolean, kept)):
             return kept
-        axis, places = self._axes[i], [place for place, keeps in enumerate(kept) if keeps]
-        if not places:
+        axis, indices = self._axes[i], [index for index, keeps in enumerate(kept) if keeps]
+        if not indices:
             raise PlaceError(f"axis {axis} is given a mask that keeps nothing; it takes indices.")
-        raise PlaceError(f"axis {axis} is given a mask; it takes indices.\n\n  {at_call({axis: places})}")
+        raise PlaceError(f"axis {axis} is given a mask; it takes indices.\n\n  {at_call({axis: indices})}")
 
-    def _position(self, coord: Sequence[int]) -> int:
-        return self._origin + sum(step[self._index(i, c)] for i, (step, c) in enumerate(zip(self._steps, coord)))
+    # -- positions and ranks ------------------------------------------------------------------------------------
+
+    def _position_of(self, coord: Sequence[int]) -> int:
+        """The position at a coord, by the formula."""
+        checked = self._checked_index
+        return self._offset + sum(
+            [each[checked(i, index)] for i, (each, index) in enumerate(zip(self._offsets, coord))]
+        )
 
     def _rank_at(self, position: int) -> int:
         return position if self._table is None else self._table.ranks[position]
 
-    def _seek(self, rank: object) -> tuple[int, ...] | None:
-        """The coord of a rank, None if it is not here. The last one is remembered: most questions are of one rank."""
-        sought, coord = self._sought
-        if sought is rank:
-            return coord
-        if type(rank) is int:
-            coord = self._find_coord(rank)
-            self._sought = (rank, coord)
-            return coord
-        try:
-            return self._find_coord(whole_number(rank))  # not remembered: a tensor may be written in place
-        except TypeError:
-            return None
-
-    def _find_coord(self, rank: int) -> tuple[int, ...] | None:
-        position = rank if self._table is None else self._table.position.get(rank)
-        if position is None:
-            return None
-        rest = position - self._origin - sum(low for _, low, _ in self._peel)
-        coord = [0] * len(self._steps)
-        for unit, low, i in self._peel:
-            over = rest % unit
-            try:
-                coord[i] = self._steps[i].index(rest - over + low)
-            except ValueError:
-                return None
-            rest = over
-        return tuple(coord) if rest == 0 else None
-
-    def _spread(self, start: int, along: Sequence[int]) -> tuple[int, ...]:
-        """The ranks that one reaches from a position along these axes, the last varying fastest."""
-        return tuple(self._ranks_at(_reach((start,), _fuse(self._steps[i] for i in along))))
-
     def _ranks_at(self, positions: Sequence[int]) -> Iterable[int]:
-        """The ranks at positions."""
         return positions if self._table is None else map(self._table.ranks.__getitem__, positions)
 
+    def _expand(self, start: int, along: Sequence[int]) -> tuple[int, ...]:
+        """The ranks from a start position along these axes, in row-major order."""
+        return tuple(self._ranks_at(strided.expand((start,), strided.coalesce(self._offsets[i] for i in along))))
+
+    def _lookup(self, rank: object) -> tuple[int, ...] | None:
+        """The coord of a rank, None if the rank is not in this layout.
+
+        The last result is cached: most callers ask about one rank again and again.
+        """
+        last, coord = self._last_lookup
+        if last is rank:
+            return coord
+        try:
+            number = rank if type(rank) is int else whole_number(rank)
+        except TypeError:
+            return None
+        position = number if self._table is None else self._table.positions.get(number, -1)  # -1 is no position
+        coord = strided.find_coord(position - self._lowest, self._offsets, self._by_stride)
+        if number is rank:  # not for a tensor or an array: its value can change in place
+            self._last_lookup = (number, coord)
+        return coord
+
+    # -- text for messages --------------------------------------------------------------------------------------
+
     def _listed(self) -> str:
-        """The ranks for a message, at no cost for the many."""
+        """The ranks for a message; only the first and the last of more than 8."""
         if len(self) <= 8:
             return some(self.ranks())
         first, last = ([end] * len(self._axes) for end in (0, -1))
         return f"{self.rank_of(first)}, ..., {self.rank_of(last)}"
 
     def _ranks_written(self) -> str:
-        """The ranks as an expression, at no cost for the many that follow some arithmetic.
+        """The ranks as a Python expression. More than 64 ranks are written as loops over the coalesced axes.
 
         >>> Layout(pp=99, tp=4).at(tp=[0, 1])._ranks_written()
         '[a + b for a in range(0, 396, 4) for b in range(2)]'
         """
-        runs = _fuse(self._steps)
-        if self._table is not None or len(runs) < 2 or len(self) <= 64:
-            return written(self._straight() or self.ranks())
-        first = _moved(runs[0], self._origin)
-        names = [chr(ord("a") + i) for i in range(len(runs))]
-        loops = [f"for {a} in {written(steps)}" for a, steps in zip(names, [first, *runs[1:]])]
+        coalesced = strided.coalesce(self._offsets)
+        if self._table is not None or len(coalesced) < 2 or len(self) <= 64:
+            return written(self._as_range() or self.ranks())
+        first = strided.shift(coalesced[0], self._offset)
+        names = [chr(ord("a") + i) for i in range(len(coalesced))]
+        loops = [f"for {a} in {written(offsets)}" for a, offsets in zip(names, [first, *coalesced[1:]])]
         return f"[{' + '.join(names)} {' '.join(loops)}]"
 
     def _brief(self) -> str:
         return spell("mesh ", dict(zip(self._axes, self.shape)))
 
 
-missing_attributes.answer(
-    Seen,
-    "seen",
-    {**{name: f"seen.layout.{name}" for name in missing_attributes.public(Layout)}, **missing_attributes.SEEN},
-)
-missing_attributes.answer(Layout, "layout", missing_attributes.LAYOUT)
-
-
 class Partition(Sequence[tuple[int, ...]]):
-    """All the blocks along some axes: a sequence that makes a block when it is looked at."""
+    """All blocks along some axes. Each block is computed when it is read."""
 
-    __slots__ = ("_along", "_layout", "_others")
+    __slots__ = ("_block_axes", "_layout", "_other_axes")
 
     def __init__(self, layout: Layout, along: tuple[int, ...]) -> None:
-        self._layout, self._along = layout, along
-        self._others = [i for i in range(len(layout.axes)) if i not in along]
+        self._layout, self._block_axes = layout, along
+        self._other_axes = [i for i in range(len(layout.axes)) if i not in along]
 
     def __len__(self) -> int:
-        return math.prod(self._layout.shape[i] for i in self._others)
+        return math.prod(self._layout.shape[i] for i in self._other_axes)
 
     @overload
     def __getitem__(self, which: int) -> tuple[int, ...]: ...
@@ -654,7 +680,7 @@ class Partition(Sequence[tuple[int, ...]]):
     def __getitem__(self, which: slice) -> tuple[tuple[int, ...], ...]: ...
     def __getitem__(self, which: int | slice) -> tuple[int, ...] | tuple[tuple[int, ...], ...]:
         if isinstance(which, slice):
-            return tuple(self[i] for i in _sliced(range(len(self)), which, f"{len(self)} blocks"))
+            return tuple(self[i] for i in strided.take_slice(range(len(self)), which, f"{len(self)} blocks"))
         try:
             which = whole_number(which)
         except TypeError:
@@ -662,29 +688,14 @@ class Partition(Sequence[tuple[int, ...]]):
             raise PlaceError(f"a block is found by its number, 0 to {last}, not {which!r}.") from None
         if not -len(self) <= which < len(self):
             raise PlaceError(f"there are {len(self)} blocks; there is no number {which}.")
-        start, number = self._layout._origin, which % len(self)
-        for i in reversed(self._others):
-            steps = self._layout._steps[i]
-            number, index = divmod(number, len(steps))
-            start += steps[index]
-        return self._layout._spread(start, self._along)
+        start = strided.nth([self._layout._offsets[i] for i in self._other_axes], which % len(self))
+        return self._layout._expand(self._layout._offset + start, self._block_axes)
 
     def __iter__(self) -> Iterator[tuple[int, ...]]:
-        return itertools.chain.from_iterable(self._runs())
-
-    def _runs(self) -> Iterator[Iterable[tuple[int, ...]]]:
-        """The blocks, some at a time, made from the fewest and longest ranges."""
         layout = self._layout
-        along = _fuse(layout._steps[i] for i in self._along)
-        outer, *inner = _fuse(layout._steps[i] for i in self._others) or [range(1)]
-        members, inside = math.prod(map(len, along)), math.prod(map(len, inner))
-        pace = max(1, AT_ONCE // (members * inside))
-        for first in range(0, len(outer), pace):
-            starts = _moved(outer[first : first + pace], layout._origin)
-            if members <= len(starts) * inside:  # the n-th members of all blocks, then turned into blocks
-                yield zip(*[layout._ranks_at(_reach(_moved(starts, step), inner)) for step in _reach(range(1), along)])
-            else:
-                yield (tuple(layout._ranks_at(_reach((start,), along))) for start in _reach(starts, inner))
+        block, others = ([layout._offsets[i] for i in axes] for axes in (self._block_axes, self._other_axes))
+        batches = strided.batches_of_blocks(layout._offset, block, others, layout._ranks_at)
+        return itertools.chain.from_iterable(batches)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and len(self) == len(other) and all(map(operator.eq, self, other))
@@ -697,95 +708,109 @@ class Partition(Sequence[tuple[int, ...]]):
         return f"({', '.join(map(repr, self[:4]))}, ..., {self[-1]!r})"
 
 
-def _fuse(steps: Iterable[Steps]) -> list[Steps]:
-    """The fewest runs that step over the same places in the same order: where one axis goes on evenly in the next."""
-    runs: list[Steps] = []
-    for step in steps:
-        if len(step) == 1:
-            continue
-        outer = runs[-1] if runs else None
-        if isinstance(outer, range) and isinstance(step, range) and outer.step == len(step) * step.step:
-            runs[-1] = range(0, len(outer) * outer.step, step.step)
-        else:
-            runs.append(step)
-    return runs
+@dataclass(frozen=True, repr=False)
+class RankView:
+    """A layout from one rank's point of view, as ``Layout.seen_by`` returns it. It has no groups and no processes.
 
+    Args:
+        layout: the layout.
+        rank: the rank, which may lie outside a slice.
 
-def _cut(runs: list[Steps], sizes: Sequence[int]) -> tuple[Steps, ...] | None:
-    """Reshape steps to ``sizes``; None if an axis would not have one list of steps."""
-    steps: list[Steps] = []
-    for size in reversed(sizes):
-        pieces: list[Steps] = []
-        while size > 1:
-            run = runs[-1]
-            count = math.gcd(size, len(run))
-            piece, heads = run[:count], run[::count]
-            even = isinstance(run, range) or all(
-                place == heads[i // count] + piece[i % count] for i, place in enumerate(run)
+    >>> seen = layout.seen_by(5)
+    >>> seen.coord, seen.index("dp", "tp"), seen.ranks("dp", "tp"), seen.neighbor("pp", -1)
+    ((1, 0, 1), 1, (4, 5, 6, 7), 1)
+    """
+
+    layout: Layout
+    rank: int
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The axes, outermost first."""
+        return self.layout.axes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of the axes, outermost first."""
+        return self.layout.shape
+
+    @property
+    def coord(self) -> tuple[int, ...] | None:
+        """The rank's index on each axis; None if the rank is outside."""
+        return self.layout.coord_of(self.rank) if self.rank in self.layout else None
+
+    def size(self, *axes: Axis) -> int:
+        """The number of ranks along these axes; without axes, of all ranks."""
+        return self.layout.size(*axes)
+
+    def index(self, *axes: Axis) -> int:
+        """The rank's index in its block along these axes."""
+        return self.layout.index_of(self._member(), *axes)
+
+    def ranks(self, *axes: Axis) -> tuple[int, ...]:
+        """The rank's block along these axes; without axes, all ranks."""
+        return self.layout.block_of(self._member(), *axes) if axes else self.layout.ranks()
+
+    def label(self) -> str:
+        """The rank's coord as a string for logs and file names."""
+        return self.layout.label_of(self._member())
+
+    def neighbor(self, axis: Axis, step: int = 1, *, wrap: bool = False) -> int | None:
+        """The rank ``step`` indices further along an axis; None past the edge."""
+        return self.layout.neighbor_of(self._member(), axis, step, wrap=wrap)
+
+    def partition(self, *axes: Axis) -> Partition:
+        """All blocks along these axes."""
+        return self.layout.partition(*axes)
+
+    def at(self, fixed: Mapping[Axis, Keep] | None = None, /, **indices: Keep) -> RankView:
+        """The part at these indices, for the same rank."""
+        return RankView(self.layout.at(fixed, **indices), self.rank)
+
+    def along(self, *axes: Axis) -> RankView:
+        """The slice through the rank along these axes. ``seen[axes]`` is the same."""
+        return RankView(self.layout.along(self._member(), *axes), self.rank)
+
+    def __getitem__(self, axes: Axis | tuple[Axis, ...]) -> RankView:
+        return self.along(*axes) if isinstance(axes, tuple) else self.along(axes)
+
+    def view(self, /, *shape: int, **sizes: int) -> RankView:
+        """The same ranks in the same order with other axes."""
+        return RankView(self.layout.view(*shape, **sizes), self.rank)
+
+    def _member(self) -> int:
+        """The rank; MembershipError if it is outside."""
+        if self.rank not in self.layout:
+            raise MembershipError(
+                f"rank {self.rank} is not in {self.layout!r}, so it has no place there.\n\n"
+                f"  if seen.rank in seen: ...   # ask first"
             )
-            if count == 1 or not even:
-                return None
-            runs = _fuse([*runs[:-1], progression(heads) or heads])
-            pieces.insert(0, piece)
-            size //= count
-        step = _reach(range(1), pieces)
-        steps.insert(0, step if isinstance(step, range) else progression(tuple(step)) or tuple(step))
-    return tuple(steps)
+        return self.rank
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.layout)
+
+    def __len__(self) -> int:
+        return len(self.layout)
+
+    def __contains__(self, rank: object) -> bool:
+        return rank in self.layout
+
+    def __repr__(self) -> str:
+        if self.rank in self.layout:
+            return f"{self.layout!r}.seen_by({self.rank})"
+        return f"RankView({self.layout!r}, {self.rank})"  # seen_by refuses a rank outside
+
+    def __str__(self) -> str:
+        return plain_text.text(self.layout, mark=self.rank)
 
 
-def _are_nested(steps: Iterable[Steps]) -> bool:
-    """Whether each axis has wider steps than all narrower ones reach together, which is how a coord is found."""
-    spans: list[tuple[int, int]] = []
-    for step in steps:
-        if len(step) > 1:
-            ends = (step[0], step[-1]) if isinstance(step, range) else step
-            spans.append((_pace(step)[0], max(ends) - min(ends)))
-    reach = 0
-    for pace, span in sorted(spans):
-        if reach >= pace:
-            return False
-        reach += span
-    return True
-
-
-def _reach(starts: Sequence[int], runs: Iterable[Steps]) -> Sequence[int]:
-    """The positions that one reaches from each of these along these runs, the last varying fastest."""
-    for steps in runs:
-        starts = _each_from(starts, steps)
-    return starts
-
-
-def _each_from(starts: Sequence[int], steps: Steps) -> Sequence[int]:
-    """Where each of these steps leads from each of these starts. The longer of the two is gone along as a range."""
-    if len(starts) == 1:
-        return _moved(steps, starts[0])
-    ends = [0] * (len(starts) * len(steps))
-    if len(starts) > len(steps):
-        for i, step in enumerate(steps):
-            ends[i :: len(steps)] = _moved(starts, step)
-    else:
-        for i, start in enumerate(starts):
-            ends[i * len(steps) : (i + 1) * len(steps)] = _moved(steps, start)
-    return ends
-
-
-def _moved(places: Sequence[int], by: int) -> Sequence[int]:
-    if isinstance(places, range):
-        return range(places.start + by, places.stop + by, places.step)
-    return [place + by for place in places]
-
-
-def _pace(steps: Steps) -> tuple[int, int]:
-    """What all steps are multiples of, and the lowest of them."""
-    if isinstance(steps, range):
-        return abs(steps.step), min(steps[0], steps[-1])
-    return math.gcd(*steps), min(steps)
-
-
-def _from_zero(steps: Steps) -> Steps:
-    if isinstance(steps, range):
-        return range(0, len(steps) * steps.step, steps.step)
-    return tuple(step - steps[0] for step in steps)
+missing_attributes.answer(
+    RankView,
+    "seen",
+    {**{name: f"seen.layout.{name}" for name in missing_attributes.public(Layout)}, **missing_attributes.RANK_VIEW},
+)
+missing_attributes.answer(Layout, "layout", missing_attributes.LAYOUT)
 
 
 def at_call(asked: Mapping[Axis, object]) -> str:
@@ -799,46 +824,30 @@ def at_call(asked: Mapping[Axis, object]) -> str:
     return f"at({dict(asked)!r})"
 
 
-def _sliced(values: Steps, part: slice, whole: str) -> Steps:
-    """A slice of values; PlaceError where one of its ends is no number."""
-    try:
-        ends = (None if end is None else whole_number(end) for end in (part.start, part.stop, part.step))
-        return values[slice(*ends)]
-    except (TypeError, ValueError) as error:
-        raise PlaceError(f"{part} is no slice of {whole}: {error}.") from None
-
-
-def _many(size: int) -> str:
+def _index_range(size: int) -> str:
     return f"{size} indices, 0 to {size - 1}" if size > 1 else "one index, 0"
 
 
 def taken(before: Layout, after: Layout) -> dict[Axis, int | range | tuple[int, ...]]:
-    """What ``at`` was asked for: the index of each axis that it fixed, and the indices of those that it cut.
+    """The arguments of ``before.at`` that make ``after``: the index of a fixed axis, the kept indices of the others.
 
     >>> taken(layout, layout.at(pp=1, tp=[1]))
     {'pp': 1, 'tp': range(1, 2)}
     """
     first = before.coord_of(after.rank_of([0] * len(after._axes)))
     asked: dict[Axis, int | range | tuple[int, ...]] = {}
-    for axis, old, start in zip(before._axes, before._steps, first):
-        if axis not in after._number:
+    for axis, old, start in zip(before._axes, before._offsets, first):
+        if axis not in after._numbers:
             asked[axis] = start
             continue
-        new = after._steps[after._number[axis]]
-        if isinstance(old, range) and isinstance(new, range):
-            pace = new.step // old.step if len(new) > 1 else 1
-            kept: range | tuple[int, ...] = range(start, start + len(new) * pace, pace)
-        else:
-            number = {step: i for i, step in enumerate(old)}
-            kept = tuple(number[old[start] + step] for step in new)
-            kept = progression(kept) or kept
+        kept = strided.indices_of_part(old, after._offsets[after._numbers[axis]], start)
         if kept != range(len(old)):
             asked[axis] = kept
     return asked
 
 
 def alike(wrong: object, names: list[str]) -> str | None:
-    """The name that was meant: the same letters in another order or case, or nearly the same."""
+    """The name that was probably meant: the same letters in another order or case, or a similar name."""
     folded = {name.casefold(): name for name in names}
     word = str(wrong).casefold()
     for name in folded:
@@ -846,6 +855,3 @@ def alike(wrong: object, names: list[str]) -> str | None:
             return folded[name]
     close = difflib.get_close_matches(word, folded, n=1)
     return folded[close[0]] if close else None
-
-
-_GONE: Any = object()

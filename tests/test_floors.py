@@ -18,7 +18,6 @@ FLOORS = [
     "_util",
     "topology/hosts",
     "drawing",
-    "seen",
     "layout",
     "topology/locality",
     "launch/slurm",

@@ -119,7 +119,7 @@ def test_of_a_layout_as_a_rank_sees_it(name, call):
     assert hint_of(BOX.seen_by(3), name) == call
 
 
-@pytest.mark.parametrize("name", missing_attributes.SEEN)
+@pytest.mark.parametrize("name", missing_attributes.RANK_VIEW)
 def test_each_call_of_a_layout_as_a_rank_sees_it_runs(mesh, name):
     call = hint_of(BOX.seen_by(3), name)
     mesh.close()
@@ -151,7 +151,7 @@ def test_other_names_are_as_python_says(mesh):
         assert (caught.value.name, caught.value.obj) == ("nothing", of)
     assert not {*missing_attributes.MESH} & {*dir(mesh)}
     assert not {*missing_attributes.LAYOUT} & {*dir(BOX)}
-    assert not {*missing_attributes.SEEN} & {*dir(BOX.seen_by(0))}
+    assert not {*missing_attributes.RANK_VIEW} & {*dir(BOX.seen_by(0))}
 
 
 @pytest.mark.parametrize(

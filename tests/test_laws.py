@@ -172,7 +172,7 @@ def test_axes_that_do_not_touch_are_read_as_one(layout, plain):
             if has_steps(block, shape) or has_steps([plain.ranks().index(rank) for rank in block], shape):
                 assert view.view(*shape).partition(1) == PlainMesh(range(2), shape, block).partition(1)
             else:
-                with pytest.raises(ShapeError, match="do not follow one another evenly"):
+                with pytest.raises(ShapeError, match="are not evenly spaced"):
                     view.view(*shape)
 
 

@@ -232,19 +232,19 @@ def test_a_view_that_would_cut():
         ShapeError,
         lambda: Layout(pp=3, tp=4).at(tp=[0, 1]).view(a=2, b=3),
         """
-        view(a=2, b=3) would cut mesh (pp=3, tp=2) where its ranks (0, 1, 4, 5, 8, 9) do not follow one another evenly.
+        view(a=2, b=3) would split mesh (pp=3, tp=2) where its ranks (0, 1, 4, 5, 8, 9) are not evenly spaced.
 
-          ProcessGroupMesh(a=2, b=3, ranks=(0, 1, 4, 5, 8, 9))   # a mesh of its own can read any ranks
+          ProcessGroupMesh(a=2, b=3, ranks=(0, 1, 4, 5, 8, 9))   # a new mesh takes any ranks
         """,
     )
     says(
         ShapeError,
         lambda: Layout(pp=99, tp=4).at(tp=[0, 1]).view(a=2, n=-1),
         """
-        view(a=2, n=99) would cut mesh (pp=99, tp=2) where its ranks (0, ..., 393) do not follow one another evenly.
+        view(a=2, n=99) would split mesh (pp=99, tp=2) where its ranks (0, ..., 393) are not evenly spaced.
 
           ProcessGroupMesh(a=2, n=99, ranks=[a + b for a in range(0, 396, 4) for b in range(2)])   \
-# a mesh of its own can read any ranks
+# a new mesh takes any ranks
         """,
     )
 

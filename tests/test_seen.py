@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from pgmesh import Layout, MembershipError, PlaceError, ProcessGroupMesh
-from pgmesh.seen import Seen
+from pgmesh.layout import RankView
 from tests.dry import dry_world
 from tests.said import says
 
@@ -84,8 +84,8 @@ def test_it_is_a_value():
     assert repr(seen) == "Layout(pp=2, dp=2, tp=2).seen_by(5)"
     assert eval(repr(seen)) == seen == pickle.loads(pickle.dumps(seen)) == copy.deepcopy(seen)
     outside = seen.at(pp=0)
-    assert repr(outside) == "Seen(Layout(dp=2, tp=2), 5)"
-    assert eval(repr(outside), {"Layout": Layout, "Seen": Seen}) == outside
+    assert repr(outside) == "RankView(Layout(dp=2, tp=2), 5)"
+    assert eval(repr(outside), {"Layout": Layout, "RankView": RankView}) == outside
     assert seen != BOX.seen_by(4)
     assert hash(seen) == hash(BOX.seen_by(5))
 

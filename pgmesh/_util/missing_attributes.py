@@ -51,7 +51,7 @@ MESH = {
 }
 """For names that a mesh does not have."""
 
-SEEN = {**_PLACES, **_GROUPS, "mesh": "seen.ranks()"}
+RANK_VIEW = {**_PLACES, **_GROUPS, "mesh": "seen.ranks()"}
 """For names that ``Layout.seen_by`` does not have."""
 
 LAYOUT = {
