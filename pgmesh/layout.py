@@ -70,22 +70,24 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Union, overload
 
 from pgmesh._util import missing_attributes, offsets as strided
-from pgmesh._util.sizes import (
-    Sizes,
+from pgmesh._util.formatting import (
     Text,
-    arguments,
-    brief,
-    enough,
-    fill,
-    fill_with,
+    format_call,
+    format_ranks,
+    format_value,
+    is_keyword_name,
+    other_arguments,
+    shorten,
+)
+from pgmesh._util.suggestions import example_ranks
+from pgmesh._util.validation import (
+    Sizes,
+    fill_sizes,
+    fill_sizes_for,
     is_boolean,
-    is_word,
-    some,
-    spell,
-    take_ranks,
-    take_sizes,
+    parse_ranks,
+    parse_sizes,
     whole_number,
-    written,
 )
 from pgmesh.drawing import plain_text
 from pgmesh.drawing.drawable import Axis as Axis
@@ -130,14 +132,14 @@ class Layout:
     __slots__ = (*_FIELDS, "_by_stride", "_last_lookup", "_lowest", "_numbers")
 
     def __init__(self, /, *shape: int | Sizes, ranks: Iterable[int] | None = None, **sizes: int) -> None:
-        order = None if ranks is None else take_ranks("Layout", ranks)
-        more = arguments(order)
-        box = take_sizes("Layout", shape, sizes, more, None if order is None else len(order))
+        order = None if ranks is None else parse_ranks("Layout", ranks)
+        more = other_arguments(order)
+        box = parse_sizes("Layout", shape, sizes, more, None if order is None else len(order))
         if order is not None:
-            box = fill_with("Layout", box, order, more)
+            box = fill_sizes_for("Layout", box, order, more)
         elif -1 in box.values():
-            call = spell("Layout", box, ranks=enough(box))
-            raise ShapeError(f"{spell('Layout', box)} cannot know what is left: give it ranks, such as {call}.")
+            call = format_call("Layout", box, ranks=example_ranks(box))
+            raise ShapeError(f"{format_call('Layout', box)} cannot know what is left: give it ranks, such as {call}.")
         self._set_row_major(box, range(math.prod(box.values())) if order is None else order)
 
     @classmethod
@@ -461,17 +463,19 @@ class Layout:
         (0, 1, 4, 5)
         """
         count = len(self)
-        box = fill("view", take_sizes("view", shape, sizes, count=count), count, f"the mesh has {count}", pick=False)
+        box = fill_sizes(
+            "view", parse_sizes("view", shape, sizes, count=count), count, f"the mesh has {count}", pick=False
+        )
         fixed = ((axis, index) for axis, index in self._all_axes if index is not None and axis not in box)
         all_axes, new_sizes = (*fixed, *((axis, None) for axis in box)), tuple(box.values())
         offsets = strided.reshape(self._offsets, new_sizes)
         if offsets is not None and strided.is_non_overlapping(offsets):
             return self._replace(axes=tuple(box), offsets=offsets, all_axes=all_axes)
         if offsets is None and not self._has_ranks_for(new_sizes):
-            call = spell("ProcessGroupMesh", box, ranks=Text(brief(self._ranks_written(), "mesh.ranks()")))
+            call = format_call("ProcessGroupMesh", box, ranks=Text(shorten(self._ranks_written(), "mesh.ranks()")))
             raise ShapeError(
-                f"{spell('view', box)} would split {self._brief()} where its ranks ({self._listed()}) are not evenly "
-                f"spaced.\n\n"
+                f"{format_call('view', box)} would split {self._brief()} where its ranks ({self._listed()}) are not "
+                f"evenly spaced.\n\n"
                 f"  {call}   # a new mesh takes any ranks"
             )
         return Layout.of(box, strided.as_offsets(self.ranks()))._replace(all_axes=all_axes, is_slice=self._is_slice)
@@ -512,8 +516,8 @@ class Layout:
         box = dict(zip(self._axes, self.shape))
         ranks = self._as_range()
         if ranks == range(len(self) if world is None else world):
-            return spell(who, box, **more)
-        return spell(who, box, ranks=ranks or Text(self._ranks_written()), **more)
+            return format_call(who, box, **more)
+        return format_call(who, box, ranks=ranks or Text(self._ranks_written()), **more)
 
     def __str__(self) -> str:
         return plain_text.text(self)
@@ -640,7 +644,7 @@ class Layout:
     def _listed(self) -> str:
         """The ranks for a message; only the first and the last of more than 8."""
         if len(self) <= 8:
-            return some(self.ranks())
+            return format_ranks(self.ranks())
         first, last = ([end] * len(self._axes) for end in (0, -1))
         return f"{self.rank_of(first)}, ..., {self.rank_of(last)}"
 
@@ -652,14 +656,14 @@ class Layout:
         """
         coalesced = strided.coalesce(self._offsets)
         if self._table is not None or len(coalesced) < 2 or len(self) <= 64:
-            return written(self._as_range() or self.ranks())
+            return format_value(self._as_range() or self.ranks())
         first = strided.shift(coalesced[0], self._offset)
         names = [chr(ord("a") + i) for i in range(len(coalesced))]
-        loops = [f"for {a} in {written(offsets)}" for a, offsets in zip(names, [first, *coalesced[1:]])]
+        loops = [f"for {a} in {format_value(offsets)}" for a, offsets in zip(names, [first, *coalesced[1:]])]
         return f"[{' + '.join(names)} {' '.join(loops)}]"
 
     def _brief(self) -> str:
-        return spell("mesh ", dict(zip(self._axes, self.shape)))
+        return format_call("mesh ", dict(zip(self._axes, self.shape)))
 
 
 class Partition(Sequence[tuple[int, ...]]):
@@ -819,7 +823,7 @@ def at_call(asked: Mapping[Axis, object]) -> str:
     >>> at_call({"pp": 1}), at_call({0: [1, 2]})
     ('at(pp=1)', 'at({0: [1, 2]})')
     """
-    if all(map(is_word, asked)):
+    if all(map(is_keyword_name, asked)):
         return f"at({', '.join(f'{axis}={keep!r}' for axis, keep in asked.items())})"
     return f"at({dict(asked)!r})"
 

@@ -9,18 +9,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from pgmesh._util import missing_attributes
-from pgmesh._util.sizes import (
-    Sizes,
-    Text,
-    arguments,
-    fill,
-    fill_with,
-    some,
-    spell,
-    take_ranks,
-    take_sizes,
-    whole_number,
-)
+from pgmesh._util.formatting import Text, format_call, format_ranks, other_arguments
+from pgmesh._util.validation import Sizes, fill_sizes, fill_sizes_for, parse_ranks, parse_sizes, whole_number
 from pgmesh.drawing import plain_text
 from pgmesh.errors import AxisError, LifetimeError, MembershipError, OptionsError, PlaceError, ShapeError
 from pgmesh.groups.cache import GroupCache, find_cache, living
@@ -86,18 +76,20 @@ class ProcessGroupMesh:
         _, world = world_rank_and_size()
         if name is not None:
             _check_name(who, name)
-        given = None if ranks is None else take_ranks(who, ranks)
+        given = None if ranks is None else parse_ranks(who, ranks)
         order = range(world) if given is None else given
         ends = (order[0], order[-1]) if isinstance(order, range) else order
         foreign = [rank for rank in dict.fromkeys(ends) if rank >= world]
         if foreign:
-            raise PlaceError(f"{who}: the world's ranks are 0 to {world - 1}; there is no rank {some(foreign)}.")
-        more = arguments(given, name=name)
-        box = take_sizes(who, shape, sizes, more, len(order))
+            raise PlaceError(
+                f"{who}: the world's ranks are 0 to {world - 1}; there is no rank {format_ranks(foreign)}."
+            )
+        more = other_arguments(given, name=name)
+        box = parse_sizes(who, shape, sizes, more, len(order))
         if given is None:
-            box = fill(who, box, world, f"the world has {world}", more=more)
+            box = fill_sizes(who, box, world, f"the world has {world}", more=more)
         else:
-            box = fill_with(who, box, order, more)
+            box = fill_sizes_for(who, box, order, more)
         layout = Layout.of(box, order)
         self._set(layout, GroupCache(name, layout), way=(), part_of=layout)
 
@@ -362,7 +354,7 @@ class ProcessGroupMesh:
             raise PlaceError("there is no rank to make a group of; ranks is empty.")
         if self.rank not in members:
             raise MembershipError(
-                f"rank {self.rank} asked for the group of ranks {some(members)}, of which it is no member.\n\n"
+                f"rank {self.rank} asked for the group of ranks {format_ranks(members)}, of which it is no member.\n\n"
                 f"  if mesh.rank in ranks: mesh.group_of(ranks)   # members alone call"
             )
         return members
@@ -464,9 +456,7 @@ class ProcessGroupMesh:
                     f"  mesh.connect({tuple(each)})   # one group along all of them\n"
                     f"  mesh.connect(*{tuple(each)})  # a group along each"
                 )
-        from pgmesh.connect.connecting import (
-            connect,  # here and below: what a program may never use is not loaded before
-        )
+        from pgmesh.connect.connecting import connect
 
         combinations = [each if isinstance(each, tuple) else (each,) for each in axes or self.axes]
         return connect(self._cache, self.layout, combinations, seconds, progress=progress)
@@ -797,14 +787,14 @@ def _call_of(verb: str, before: Layout, after: Layout) -> str:
     if verb == "along":
         return f".along({', '.join(map(repr, after.axes))})"
     if verb == "view":
-        return spell(".view", dict(zip(after.axes, after.shape)))
+        return format_call(".view", dict(zip(after.axes, after.shape)))
     return "." + at_call({axis: Text(_kept(keep)) for axis, keep in taken(before, after).items()})
 
 
 def _kept(keep: int | range | tuple[int, ...]) -> str:
     """An index, or the indices that are kept of an axis, as text."""
     if isinstance(keep, tuple):
-        return f"[{some(keep, 32)}]"
+        return f"[{format_ranks(keep, 32)}]"
     if isinstance(keep, int):
         return str(keep)
     end = keep[-1] + (1 if keep.step > 0 else -1)

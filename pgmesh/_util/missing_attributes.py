@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pgmesh._util.sizes import Text, brief, spell
+from pgmesh._util.formatting import Text, format_call, shorten
 
 _PLACES = {
     "get_rank": "{it}.rank",
@@ -89,14 +89,14 @@ class _Absent:
         layout: Any = getattr(of, "layout", of)
         rank, axes = str(layout.rank_of([0] * len(layout.axes))), [repr(axis) for axis in layout.axes]
         made = layout.spell("ProcessGroupMesh") if "{made}" in self.call else ""
-        if made != brief(made, ""):
+        if made != shorten(made, ""):
             ranks = Text(f"{self.it}.ranks()")
-            made = spell("ProcessGroupMesh", dict(zip(layout.axes, layout.shape)), ranks=ranks)
+            made = format_call("ProcessGroupMesh", dict(zip(layout.axes, layout.shape)), ranks=ranks)
         call = self.call.format(
             it=self.it,
             axis=", ".join(axes[-1:]),
             axes=", ".join(axes[-2:]),
-            sizes=spell("", dict(zip(layout.axes, layout.shape)))[1:-1],
+            sizes=format_call("", dict(zip(layout.axes, layout.shape)))[1:-1],
             rank=rank,
             index=", ".join([rank, *axes[-1:]]),
             made=made,

@@ -28,7 +28,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Union, overload
 
-from pgmesh._util.sizes import progression, whole_number
+from pgmesh._util.formatting import as_range
+from pgmesh._util.validation import whole_number
 from pgmesh.errors import PlaceError
 
 Offsets = Union[range, tuple[int, ...]]
@@ -48,7 +49,7 @@ def as_offsets(values: Sequence[int]) -> Offsets:
     (range(0, 6, 2), (0, 1, 3))
     """
     values = values if isinstance(values, range) else tuple(values)
-    return progression(values) or values
+    return as_range(values) or values
 
 
 @overload

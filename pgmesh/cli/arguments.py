@@ -9,7 +9,8 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pgmesh._util.sizes import many, nearest, torchrun
+from pgmesh._util.formatting import count_of
+from pgmesh._util.suggestions import nearest_sizes, torchrun_command
 from pgmesh.cli.suggestions import SIZE, is_well, meant, mended
 from pgmesh.errors import PgmeshError
 from pgmesh.layout import Axis, Layout, alike
@@ -233,12 +234,12 @@ def _filled(name: str, box: dict[str, int], count: int, text: str, colon: str, t
     if len(free) > 1:
         fault = f"has {len(free)} sizes of -1; one may be"
     elif free and count % fixed:
-        fault = f"cannot be filled: the mesh has {many(count, 'rank')}, and {fixed:,} does not divide it"
+        fault = f"cannot be filled: the mesh has {count_of(count, 'rank')}, and {fixed:,} does not divide it"
     elif not free and fixed != count:
-        fault = f"holds {many(fixed, 'rank')}, but the mesh has {count:,}"
+        fault = f"holds {count_of(fixed, 'rank')}, but the mesh has {count:,}"
     else:
         return {axis: count // fixed if size == -1 else size for axis, size in box.items()}
-    right = text_report.sizes(nearest(box, count, free[:1]))
+    right = text_report.sizes(nearest_sizes(box, count, free[:1]))
     better = typed.but({text: f"{name}: {right}" if colon else right})
     raise UsageError(f"view {name!r}: {text_report.sizes(box)} {fault}.", (better, ""))
 
@@ -371,8 +372,8 @@ def fill(
         why = f"{whole} rank{'s' * (count > 1)}, and {fixed:,} does not divide it"
         says = f"{text_report.sizes(sizes)} cannot be filled: {why}."
     else:
-        says = f"{text_report.sizes(sizes)} holds {many(fixed, 'rank')}, but {whole}."
-    right = nearest(sizes, count, free[:1])
+        says = f"{text_report.sizes(sizes)} holds {count_of(fixed, 'rank')}, but {whole}."
+    right = nearest_sizes(sizes, count, free[:1])
     other = [axis for axis in sizes if right[axis] != sizes[axis]]
     if 0 in sizes:
         better = typed.but_run([*map(str, sizes.values())], [*map(str, right.values())])
@@ -383,10 +384,10 @@ def fill(
     )
     ways = [(better, f"with {changed}")] if better != typed.but({}) else []
     if host.name == "world" and count == 1:  # nobody started the others
-        ways.insert(0, (f"{torchrun(fixed)} -m {typed.but({})}", f"on {many(fixed, 'rank')}"))
+        ways.insert(0, (f"{torchrun_command(fixed)} -m {typed.but({})}", f"on {count_of(fixed, 'rank')}"))
     room = _hosts_for(fixed, host, machine)
     if not free and room and host.name != "world":
-        ways.append((typed.but({hosts: room}), f"or on {many(fixed, 'rank')}"))
+        ways.append((typed.but({hosts: room}), f"or on {count_of(fixed, 'rank')}"))
     raise UsageError(says, *ways)
 
 

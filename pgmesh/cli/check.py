@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from pgmesh._util.sizes import many
+from pgmesh._util.formatting import count_of
 from pgmesh.cli import arguments
 from pgmesh.cli.arguments import CommandLine, ParsedMesh, UsageError
 from pgmesh.drawing import styled_text
@@ -142,7 +142,7 @@ class _Check:
         hall = self.hall
         hall.stage("at its beginning")
         with _bar(hall.rank == 0) as bar:
-            bar.begin(f"waiting for {many(hall.size, 'rank')}")
+            bar.begin(f"waiting for {count_of(hall.size, 'rank')}")
             hall.meet()
             same = "Install the same versions on every rank's host."
             hall.stage("comparing versions", versions(), "version mismatch: the software", same)
@@ -202,7 +202,7 @@ class _Check:
             where = f"{there}" if there else f"{len({*names})} hosts, whose ranks do not follow one another"
             self.data["hosts"] = names
             self.data["planned"] = hosts[0].spell() if hosts else None
-            came = f"{many(hall.size, 'rank')} came and mean the same: {text_report.sizes(_box(layout))}"
+            came = f"{count_of(hall.size, 'rank')} came and mean the same: {text_report.sizes(_box(layout))}"
             self._line("ok", came)
             if hosts:
                 self._line("ok", f"ranks are where they are planned: {where}")
@@ -222,12 +222,12 @@ class _Check:
         group = mesh.group(*families[0])
         backend, device = world_options().backend, device_of(group).type
         count = sum(len(family.blocks) for family in measured.families)
-        what = f"{many(count, 'group')} of {len(families)} famil{'ies' if len(families) > 1 else 'y'}"
+        what = f"{count_of(count, 'group')} of {len(families)} famil{'ies' if len(families) > 1 else 'y'}"
         self._line("ok", f"{what} connected, in {measured.connected:.2f} s")
         self._line("ok", f"every sum is right, of {', '.join(map(in_bytes, measured.sizes))}")
         width = styled_text.width_of(sys.stdout)
         self.lines += [[], *table(measured, width), [], *findings(measured, width)]
-        self.lines[0:0] = [[(f"{many(len(layout), 'rank')} over {backend} on {device}", "bold")]]
+        self.lines[0:0] = [[(f"{count_of(len(layout), 'rank')} over {backend} on {device}", "bold")]]
         self.data |= {"ranks": len(layout), "axes": list(layout.axes), "shape": list(layout.shape)}
         self.data |= {"backend": backend, "device": device, **measured.data()}
 

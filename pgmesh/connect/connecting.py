@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import torch_private
-from pgmesh._util.sizes import ranks_in_words
+from pgmesh._util.formatting import name_ranks
 from pgmesh.errors import LifetimeError, MismatchError, MissingRanksError, PgmeshError, WorldError
 from pgmesh.groups import building, teardown
 from pgmesh.groups.backends import connects_apart
@@ -503,7 +503,7 @@ class _Warming:
                 lost[last.rank] = f"\n  rank {last.rank} was last heard from {silence:.0f} s ago; it was {last}"
         if lost:
             self.error = MissingRanksError(
-                f"{self.made.words}: {ranks_in_words(lost)} came, and was lost in its first collective."
+                f"{self.made.words}: {name_ranks(lost)} came, and was lost in its first collective."
                 f"{''.join(lost.values())}"
             )
         elif self._failed is not None and now - self._failed_at >= self._beats.suspicion + 1.0:
@@ -516,7 +516,7 @@ class _Warming:
 
     def fail(self, how: str) -> None:
         if self.error is None:
-            members = ranks_in_words(self.made.ranks)
+            members = name_ranks(self.made.ranks)
             self.error = MissingRanksError(f"{self.made.words}: its first collective {how}. Its members are {members}.")
             self.error.__cause__ = self._failed
 

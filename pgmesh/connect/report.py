@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pgmesh._util.sizes import many, ranks_in_words, some
+from pgmesh._util.formatting import count_of, format_ranks, name_ranks
 from pgmesh.errors import LifetimeError, WorldError
 from pgmesh.rendezvous.protocol import MOST_ASKED, Pause, RankStatus, Read, StoreProtocol, foreign_value, status_key
 
@@ -50,7 +50,9 @@ class Held:
     def __str__(self) -> str:
         used = {True: "used", False: "not used", None: "made"}[self.used]
         again = f", made anew {self.generation} times" if self.generation else ""
-        return f"{self.words}: ranks {some(self.ranks)}; {used}, made at {self.call_site}{again}; {self.options}"
+        return (
+            f"{self.words}: ranks {format_ranks(self.ranks)}; {used}, made at {self.call_site}{again}; {self.options}"
+        )
 
 
 @dataclass(frozen=True)
@@ -72,12 +74,12 @@ class Report:
     trouble: str = ""
 
     def __str__(self) -> str:
-        lines = [f"rank {self.rank} of {self.mesh} holds {many(len(self.held), 'group')}{':' * bool(self.held)}"]
+        lines = [f"rank {self.rank} of {self.mesh} holds {count_of(len(self.held), 'group')}{':' * bool(self.held)}"]
         lines += [f"  {held}" for held in self.held]
         saying: dict[str, list[int]] = {}
         for rank, said in self.others.items():
             saying.setdefault(said, []).append(rank)
-        lines += ["what others last said:"] + [f"  {ranks_in_words(r, 32)}: {said}" for said, r in saying.items()]
+        lines += ["what others last said:"] + [f"  {name_ranks(r, 32)}: {said}" for said, r in saying.items()]
         if self.trouble or not self.others:
             lines.append(f"  {self.trouble or 'nothing'}")
         return "\n".join(lines)

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pgmesh import torch_private
-from pgmesh._util.sizes import calls_in_lines, progression, some
+from pgmesh._util.formatting import as_range, format_calls, format_ranks
 from pgmesh.errors import (
     LifetimeError,
     MismatchError,
@@ -316,7 +316,7 @@ class GroupCache:
                 start = time.monotonic()
                 tagged = f", tag={tag}" if tag else ""
                 if layout is None:
-                    description = f"ranks {some(ranks)}{tagged}"
+                    description = f"ranks {format_ranks(ranks)}{tagged}"
                     words = f"group of {description} of {self.words}"
                 else:
                     description = layout.describe(self.rank, *axes) + tagged
@@ -517,7 +517,7 @@ class GroupCache:
         meaning = {
             "axes": list(self.layout.axes),
             "shape": list(self.layout.shape),
-            "ranks": str(ranks) if isinstance(ranks, range) else f"{some(ranks, 64)} ({_word(ranks)})",
+            "ranks": str(ranks) if isinstance(ranks, range) else f"{format_ranks(ranks, 64)} ({_word(ranks)})",
             "size of the world": self.world_size,
         }
         mend = "Make the mesh alike on every rank; where ranks mean to have different meshes, name each."
@@ -569,15 +569,15 @@ class GroupCache:
                 if (key.ranks, key.tag) == (ranks, tag) and (len(ranks) > 1 or kept_by in self._alone):
                     raise OptionsError(
                         f"{made.words} was made at {made.call_site}, so it is too late to configure it.\n\n"
-                        f"{calls_in_lines(_instead_of_configuring(axes, tag, given))}"
+                        f"{format_calls(_instead_of_configuring(axes, tag, given))}"
                     )
             kept = {name: value for name, value in before.keywords().items() if value is not None}
             if by != spelling and any(after.keywords()[name] != value for name, value in kept.items()):
                 words = [f"{name}={value!r}" for name, value in given.given.items()]
                 apart = f"mesh.{_call('configure', axes, 'tag=' + repr(spelling), *words)}"
                 raise OptionsError(
-                    f"{spelling} and {by} are the same ranks here ({some(ranks)}), and so one group, but {by} was "
-                    f"configured with {before} at {line}, and {spelling} now with {given}.\n\n"
+                    f"{spelling} and {by} are the same ranks here ({format_ranks(ranks)}), and so one group, but {by} "
+                    f"was configured with {before} at {line}, and {spelling} now with {given}.\n\n"
                     f"  {apart}   # a communicator of its own; else the same options for both"
                 )
             self._configured[kept_by] = (after, by, call_site())
@@ -750,7 +750,9 @@ class GroupCache:
             raise PlaceError(f"{words}: what is adopted is a process group that torch knows, not {group!r}.")
         block, members = layout.block_of(self.rank, *axes), tuple(dist.get_process_group_ranks(group))
         if members != block:
-            raise PlaceError(f"{words} has ranks {some(block)}; the group to adopt has {some(members)}.")
+            raise PlaceError(
+                f"{words} has ranks {format_ranks(block)}; the group to adopt has {format_ranks(members)}."
+            )
         key, kept_by = _Key(block, self._registry.options, ""), self._kept_by(layout, axes, "")
         with self.lock:
             if kept_by in self._configured:
@@ -794,7 +796,7 @@ def _check_honoured(options: GroupOptions, words: str) -> None:
 
 def _word(ranks: range | tuple[int, ...]) -> str:
     """Ranks in their order as a short word: "0-7", "1-7:2", or a digest."""
-    straight = progression(ranks)
+    straight = as_range(ranks)
     if straight is None:
         return _digest(array("q", ranks).tobytes())
     return f"{straight[0]}-{straight[-1]}" + (f":{straight.step}" if straight.step != 1 and len(straight) > 1 else "")

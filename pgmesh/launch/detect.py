@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from pgmesh._util.sizes import calls_in_lines
+from pgmesh._util.formatting import format_calls
 from pgmesh.errors import LaunchError
 from pgmesh.launch import pbs
 from pgmesh.launch.slurm import hosts_of, tasks_of
@@ -162,7 +162,7 @@ def _error(problem: str, values: Mapping[str, str | None], *ways: tuple[str, str
     read = [
         f"  {name:<{width}} = {'(not set)' if value is None else value or '(empty)'}" for name, value in values.items()
     ]
-    return LaunchError("\n\n".join(part for part in (problem, "\n".join(read), calls_in_lines(ways)) if part))
+    return LaunchError("\n\n".join(part for part in (problem, "\n".join(read), format_calls(ways)) if part))
 
 
 # ---- one class a launcher ----

@@ -8,7 +8,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from pgmesh._util.sizes import calls_in_lines
+from pgmesh._util.formatting import format_calls
 from pgmesh.errors import LaunchError
 from pgmesh.launch.detect import LauncherInfo, OpenMPI, Slurm, Torchrun, at, detect_launcher, detect_one
 from pgmesh.options import Timeout, to_timedelta
@@ -143,7 +143,5 @@ def _take_device(found: LauncherInfo, backend: str) -> None:
         name = "LOCAL_RANK" if "LOCAL_RANK" in dict(found.read) else "the local rank"
         ways = [(f"torchrun --nproc-per-node {seen} script.py", "a rank for each device")] * (seen > 0)
         ways.append(('join("gloo")', "or ranks that need none" if seen else "ranks that need none"))
-        raise LaunchError(
-            f"{name} is {local_rank}, but this process sees {seen} CUDA devices.\n\n{calls_in_lines(ways)}"
-        )
+        raise LaunchError(f"{name} is {local_rank}, but this process sees {seen} CUDA devices.\n\n{format_calls(ways)}")
     torch.cuda.set_device(local_rank)

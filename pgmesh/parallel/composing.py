@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from pgmesh._util.sizes import many
+from pgmesh._util.formatting import count_of
 from pgmesh.errors import AxisError, MethodError
 from pgmesh.layout import Axis, Layout
 from pgmesh.mesh import ProcessGroupMesh
@@ -228,8 +228,8 @@ def check_kept(method: Method, inside: Sequence[Method], held: Mapping[str, nn.P
     if lost := [name for name, weight in held.items() if id(weight) not in there]:
         who, other = type(method).__name__, type(keeper).__name__
         raise MethodError(
-            f"{method} replaced {many(len(lost), 'weight')}, among them {lost[0]}, but {keeper} was applied before and "
-            f"may keep references to the old ones.\n\n"
+            f"{method} replaced {count_of(len(lost), 'weight')}, among them {lost[0]}, but {keeper} was applied before "
+            f"and may keep references to the old ones.\n\n"
             f"  {who}.level = Level.SHARD   # then compose applies it before {other}"
         )
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pgmesh._util.sizes import ranks_in_words
+from pgmesh._util.formatting import name_ranks
 from pgmesh.errors import ShapeError
 from pgmesh.options import Timeout
 from pgmesh.parallel.base import Method
@@ -76,7 +76,7 @@ def compare(
         for rank, number in zip(mesh.ranks(*axes), numbers):
             ranks.setdefault(number, []).append(rank)
         if len(ranks) > 1:
-            each = [f"{n} on {ranks_in_words(who)}" for n, who in ranks.items()]
+            each = [f"{n} on {name_ranks(who)}" for n, who in ranks.items()]
             raise ShapeError(
                 f"{what} takes as many {unit} on each rank along {sizes_of(mesh, axes)}, but there are "
                 f"{'; '.join(each[:4])}{'; ...' * (len(each) > 4)}.\n\n  {way_out}"

@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pgmesh import torch_private
-from pgmesh._util.sizes import divisors, many
+from pgmesh._util.formatting import count_of
+from pgmesh._util.suggestions import divisors
 from pgmesh.errors import MethodError, OptionsError, PlaceError, ShapeError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
@@ -164,7 +165,7 @@ class PipelineParallel(Method):
             PlaceError: this rank has no such stage.
         """
         if not 0 <= virtual < self.virtual:
-            raise PlaceError(f"a rank has {many(self.virtual, 'virtual stage')}, from 0; there is no {virtual}.")
+            raise PlaceError(f"a rank has {count_of(self.virtual, 'virtual stage')}, from 0; there is no {virtual}.")
         size, index = self.mesh.size(self.axis), self.mesh.index(self.axis)
         back = self.schedule == V and virtual % 2
         return virtual * size + (size - 1 - index if back else index)
@@ -224,7 +225,7 @@ class PipelineParallel(Method):
             does = [str(n) for n in divisors(self.stages) if n <= len(layers)]
             would = f"{', '.join(does)} stage{'s' * (len(layers) > 1)} would do"
             raise ShapeError(
-                f"{self.layers} has {many(len(layers), 'layer')}, too few for {self.stages} stages "
+                f"{self.layers} has {count_of(len(layers), 'layer')}, too few for {self.stages} stages "
                 f"({sizes_of(self.mesh, self.owns)}, {self.virtual} virtual on each): a stage has one at least.\n\n"
                 f"  {would}, or {self.stages} layers and more"
             )

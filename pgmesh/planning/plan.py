@@ -24,21 +24,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Union
 
-from pgmesh._util.sizes import (
-    Sizes,
-    Text,
-    arguments,
-    brief,
-    calls_in_lines,
-    enough,
-    fill,
-    largest_divisor,
-    many,
-    nearest,
-    spell,
-    take_ranks,
-    take_sizes,
-)
+from pgmesh._util.formatting import Text, count_of, format_call, format_calls, other_arguments, shorten
+from pgmesh._util.suggestions import example_ranks, largest_divisor, nearest_sizes
+from pgmesh._util.validation import Sizes, fill_sizes, parse_ranks, parse_sizes
 from pgmesh.drawing import styled_text
 from pgmesh.errors import ShapeError
 from pgmesh.layout import Axis, Layout
@@ -223,7 +211,7 @@ def _no_layout(given: tuple[Any, ...], sizes: dict[str, Any], more: Mapping[str,
         ShapeError: keywords that are no sizes, or ranks that they do not hold.
     """
     ranks = sizes.pop("ranks", None)
-    order = None if ranks is None else take_ranks("plan", ranks)
+    order = None if ranks is None else parse_ranks("plan", ranks)
     first = given[0] if len(given) == 1 else given
     if isinstance(first, str):
         words = [word.rpartition("=")[::2] for word in first.replace(",", " ").split()]
@@ -232,17 +220,17 @@ def _no_layout(given: tuple[Any, ...], sizes: dict[str, Any], more: Mapping[str,
         first = dict(enumerate(first if isinstance(first, (list, tuple)) else [] if first is None else [first]))
     box: Mapping[Axis, int] = {"dp": 8, "tp": 8}
     if sizes:
-        box = take_sizes("plan", ({**first, **sizes},) if first else (), {} if first else sizes)
+        box = parse_sizes("plan", ({**first, **sizes},) if first else (), {} if first else sizes)
     else:
         with contextlib.suppress(ShapeError):
-            box = take_sizes("plan", (first,), {})
+            box = parse_sizes("plan", (first,), {})
     if order is not None:
         Layout(box, ranks=order)
     if -1 in box.values() and order is None:
         known = {"nodes", "domains"} & {*more}
-        call = spell("plan", box, **{**({} if known else {"nodes": f"1x{len(enough(box))}"}), **more})
+        call = format_call("plan", box, **{**({} if known else {"nodes": f"1x{len(example_ranks(box))}"}), **more})
     else:
-        call = _call(spell("Layout", box, **arguments(order)), more)
+        call = _call(format_call("Layout", box, **other_arguments(order)), more)
     return ShapeError(f"plan is given a Layout, a mesh or a mapping of sizes.\n\n  {call}")
 
 
@@ -260,22 +248,24 @@ def suggest(sizes: Mapping[str, int], machine: Machine) -> Layout:
         box.setdefault(free[0] if free else "dp", -1)
     if room % fixed or (room != fixed and -1 not in box.values()):
         do = "do" if fixed > 1 else "does"
-        raise ShapeError(f"{text_report.sizes(sizes)} holds {many(fixed, 'rank')}, which {do} not fit on {machine[0]}.")
+        raise ShapeError(
+            f"{text_report.sizes(sizes)} holds {count_of(fixed, 'rank')}, which {do} not fit on {machine[0]}."
+        )
     ordered = {axis: box[axis] if box[axis] != -1 else room // fixed for axis in axis_heuristics.by_traffic(list(box))}
     return layout_of(ordered)
 
 
 def _filled_out(sizes: Sizes, machine: Machine, more: Mapping[str, object]) -> dict[Axis, int]:
     """The sizes with -1 put right for the hosts."""
-    box = take_sizes("plan", (sizes,), {}, more)
+    box = parse_sizes("plan", (sizes,), {}, more)
     if -1 not in box.values():
         return box
     if not machine:
-        call = spell("plan", box, **{"nodes": f"1x{len(enough(box))}", **more})
-        raise ShapeError(f"{spell('plan', box)} cannot know what is left: give it hosts, such as {call}.")
+        call = format_call("plan", box, **{"nodes": f"1x{len(example_ranks(box))}", **more})
+        raise ShapeError(f"{format_call('plan', box)} cannot know what is left: give it hosts, such as {call}.")
     host = machine[0]
     hold = f"{host} {'holds' if host.count == 1 else 'hold'} {host.capacity:,}"
-    return fill("plan", box, host.capacity, hold, pick=False, more=more)
+    return fill_sizes("plan", box, host.capacity, hold, pick=False, more=more)
 
 
 def layout_of(sizes: Mapping[str, int] | Mapping[Axis, int]) -> Layout:
@@ -291,7 +281,7 @@ def check_room(layout: Layout, machine: Machine) -> None:
     last = _last(layout)
     if machine and last >= machine[0].capacity:
         hold = "holds" if machine[0].count == 1 else "hold"
-        raise ShapeError(f"{machine[0]} {hold} {many(machine[0].capacity, 'rank')}, but there is a rank {last:,}.")
+        raise ShapeError(f"{machine[0]} {hold} {count_of(machine[0].capacity, 'rank')}, but there is a rank {last:,}.")
 
 
 def _last(layout: Layout) -> int:
@@ -313,19 +303,19 @@ def _check_fit(layout: Layout, machine: Machine, more: Mapping[str, object], vie
     if count == host.capacity:
         return
     box = dict(zip(layout.axes, layout.shape))
-    near = nearest(box, host.capacity, [])
+    near = nearest_sizes(box, host.capacity, [])
     other = [axis for axis in box if near[axis] != box[axis]]
     changed = ", ".join(f"axis {a} of {near[a]}" if isinstance(a, int) else f"{a} {near[a]}" for a in other)
     ways: list[tuple[str, str]] = []
     if layout.ranks_in_order() == range(count) and _holds(layout_of(near), views):
-        ways.append((_call(spell("Layout", near), more), f"with {changed}"))
+        ways.append((_call(format_call("Layout", near), more), f"with {changed}"))
     if "domains" not in more or not ways:
         hosts = {word: value for word, value in more.items() if word != "domains"}
-        call = _call(brief(repr(layout), "layout"), {**hosts, "nodes": repr(_filled(host, count).spell())})
-        ways.append((call, f"{'or ' * bool(ways)}on {many(count, 'rank')}"))
+        call = _call(shorten(repr(layout), "layout"), {**hosts, "nodes": repr(_filled(host, count).spell())})
+        ways.append((call, f"{'or ' * bool(ways)}on {count_of(count, 'rank')}"))
     raise ShapeError(
-        f"{brief(repr(layout), 'the layout')} holds {many(count, 'rank')}, but {host} "
-        f"{'holds' if host.count == 1 else 'hold'} {host.capacity:,}.\n\n{calls_in_lines(ways)}"
+        f"{shorten(repr(layout), 'the layout')} holds {count_of(count, 'rank')}, but {host} "
+        f"{'holds' if host.count == 1 else 'hold'} {host.capacity:,}.\n\n{format_calls(ways)}"
     )
 
 
@@ -465,7 +455,7 @@ def _finding(family: FamilyPlan, number: int, layout: Layout, machine: Machine, 
             return Finding(says, True, view if family.view else f"--order {','.join(order)}", then)
     if size > fence.largest:
         best = -(-size // fence.largest)
-        says += f" A {fence.name} holds {many(fence.largest, 'rank')} at most, so {size:,} take {best:,} at best."
+        says += f" A {fence.name} holds {count_of(fence.largest, 'rank')} at most, so {size:,} take {best:,} at best."
         return Finding(says, heavier == 1 or lie.high > best)
     if heavier * size > fence.largest:
         return Finding(f"{says} What talks more fills the {fence.name}: no order keeps both on one.", False)

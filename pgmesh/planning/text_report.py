@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from pgmesh._util.sizes import many
+from pgmesh._util.formatting import count_of
 from pgmesh.drawing.styled_text import Line, columns, ranks_in, wrapped
 from pgmesh.planning import axis_heuristics, costs
 
@@ -28,7 +28,7 @@ def title(plan: PlanData) -> str:
     layout = plan.layout
     where = f" on {' in '.join(map(str, plan.machine))}" if plan.machine else ""
     axes = f": {sizes(dict(zip(layout.axes, layout.shape)))}" if layout.axes else ""
-    return f"{many(len(layout), 'rank')}{axes}{where}"
+    return f"{count_of(len(layout), 'rank')}{axes}{where}"
 
 
 def table(plan: PlanData, width: int = 80) -> list[Line]:
@@ -74,7 +74,7 @@ def price(plan: PlanData, width: int = 80) -> list[Line]:
     if not count:
         return [[("Each group has one rank: no communicators.", "")]]
     same = [f"{family.name} is {family.same_as}" for family in plan.families if family.same_as]
-    held = many(count, "communicator")
+    held = count_of(count, "communicator")
     lines: list[Line] = [[(f"A rank that uses each family holds {held}, the world's not counted:", "")]]
     threads, descriptors = costs.GLOO_THREADS * count, costs.GLOO_DESCRIPTORS * count
     lines.append([(f"  NCCL  {costs.NCCL.times(count)}, by NVIDIA/nccl issues 2363, 964 and 1685", "")])

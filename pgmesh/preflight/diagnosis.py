@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pgmesh._util.sizes import many
+from pgmesh._util.formatting import count_of
 from pgmesh.errors import LaunchError, SeamError
 from pgmesh.launch.detect import LAST_PORT, LAUNCHERS, LauncherInfo, detect_launcher
 
@@ -111,7 +111,7 @@ def torch_and_seam(load: Callable[[str], Any]) -> Iterator[Finding]:
         return
     there = [name for name in BACKENDS if dist.is_backend_available(name)]
     devices = torch.cuda.device_count()
-    says = f"torch {torch.__version__} with {', '.join(there) or 'no backend'}; {many(devices, 'CUDA device')}"
+    says = f"torch {torch.__version__} with {', '.join(there) or 'no backend'}; {count_of(devices, 'CUDA device')}"
     if devices and "nccl" not in there:
         yield Finding(
             "warn", "torch", says, "there are CUDA devices, and no NCCL: install a build of torch that has it"

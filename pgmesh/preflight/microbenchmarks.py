@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pgmesh._util.sizes import some
+from pgmesh._util.formatting import format_ranks
 from pgmesh.errors import MismatchError, MissingRanksError
 
 SMALL, LARGE = 8, 1 << 20
@@ -101,7 +101,7 @@ class Probe:
         there = seen.nonzero().flatten().tolist()
         if there != sorted(ranks) or int(seen.max()) != 1:
             times = ", ".join(f"{rank} ({seen[rank]} times)" if seen[rank] != 1 else f"{rank}" for rank in there[:8])
-            raise MismatchError(f"{words} sums over ranks {times or 'none'}, not over {some(tuple(ranks))}.")
+            raise MismatchError(f"{words} sums over ranks {times or 'none'}, not over {format_ranks(tuple(ranks))}.")
 
     def check_sum(self, group: Any, place: int, members: int, size: int, words: str) -> None:
         """See that a sum of so many bytes is right in each of its values.

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import launch
-from pgmesh._util.sizes import some
+from pgmesh._util.formatting import format_ranks
 from pgmesh.errors import LaunchError, MissingRanksError, PgmeshError, WorldError
 from pgmesh.groups.world import device_of
 from pgmesh.launch.detect import detect_launcher
@@ -164,7 +164,11 @@ class Preflight:
 
     def _measure(self, axes: tuple[Axis, ...]) -> None:
         mesh, name = self.mesh, name_of(axes)
-        group, ranks, words = self._group(axes), mesh.ranks(*axes), f"group {name} (ranks {some(mesh.ranks(*axes))})"
+        group, ranks, words = (
+            self._group(axes),
+            mesh.ranks(*axes),
+            f"group {name} (ranks {format_ranks(mesh.ranks(*axes))})",
+        )
         self.probe.check_members(group, ranks, mesh.rank, self.hall.size, words)
         times = self.record.times[name] = []
         for size in self.sizes:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pgmesh._util.sizes import ranks_in_words
+from pgmesh._util.formatting import name_ranks
 from pgmesh.errors import MissingRanksError, PgmeshError
 from pgmesh.groups.cache import GroupCache
 from pgmesh.groups.world import world_rank_and_size
@@ -123,7 +123,7 @@ class StagedBarrier:
                 if beats.is_lost(last, now):
                     silence = beats.silence(rank, now)
                     return MissingRanksError(
-                        f"{doing}: {ranks_in_words([rank])} was lost; it was last heard from {silence:.0f} s ago."
+                        f"{doing}: {name_ranks([rank])} was lost; it was last heard from {silence:.0f} s ago."
                     )
             time.sleep(LONGEST_PAUSE * self.store_thread.pace)
             now = time.monotonic()

@@ -7,7 +7,9 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from pgmesh._util.sizes import calls_in_lines, divisors, take_size, torchrun
+from pgmesh._util.formatting import format_calls
+from pgmesh._util.suggestions import divisors, torchrun_command
+from pgmesh._util.validation import parse_size
 from pgmesh.errors import ShapeError
 from pgmesh.layout import Layout
 
@@ -55,12 +57,12 @@ def arranged(
         if ranks[-1] >= there:
             first = f" from {ranks[0]} on" * bool(ranks[0])
             ways = [
-                (f"{torchrun(ranks[-1] + 1)} script.py", "start as many"),
+                (f"{torchrun_command(ranks[-1] + 1)} script.py", "start as many"),
                 (f"recipes.{who}({there}, ...)", "or arrange those that there are"),
             ]
             raise ShapeError(
                 f"recipes.{who}({len(ranks)}, ...) arranges {some_ranks(len(ranks))}{first}, but the world has {there}."
-                f"\n\n{calls_in_lines(ways)}"
+                f"\n\n{format_calls(ways)}"
             )
     return arrange(of(**box, ranks=ranks, **({} if name is None else {"name": name})))
 
@@ -87,7 +89,7 @@ def take(who: str, name: str, size: object) -> int:
     Raises:
         ShapeError: it is none.
     """
-    size = take_size(f"recipes.{who}", name, size)
+    size = parse_size(f"recipes.{who}", name, size)
     if size < 1:
         raise ShapeError(f"recipes.{who}: the size of {name} is {size}; a size is at least 1.")
     return size
@@ -133,10 +135,10 @@ def what_is_left(
     product = f"{' x '.join(every)} is {' x '.join(map(str, every.values()))} = {fixed}"
     ways = [(call(who, world, **{**every, **mended}, **given), why)]
     if world == 1:
-        ways = [(f"{torchrun(fixed)} script.py", "a script by itself is a world of 1: start more"), *ways]
+        ways = [(f"{torchrun_command(fixed)} script.py", "a script by itself is a world of 1: start more"), *ways]
     raise ShapeError(
         f"{call(who, world, **every, **given)}: {product}, which does not divide {some_ranks(world)}.\n\n"
-        + calls_in_lines(ways)
+        + format_calls(ways)
     )
 
 

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, Union
 
-from pgmesh._util.sizes import divisors, some
+from pgmesh._util.formatting import format_ranks
+from pgmesh._util.suggestions import divisors
 from pgmesh.errors import ShapeError
 from pgmesh.layout import Axis
 from pgmesh.recipes.arguments import any_of, arranged, call, take, take_order, take_world, what_is_left
@@ -210,7 +211,7 @@ def _instances(spelled: str, dense: Any, expert: Any, count: int) -> list[Family
     cut, expert_cut = sliced(dense, ("dp", "cp"), whole // count), sliced(expert, ("edp",), edp // count)
     firsts = [each and each[0].partition(*each[1])[0] for each in (cut, expert_cut)]
     if cut is None or expert_cut is None or firsts[0] != firsts[1]:
-        places = [f"ranks {some(first)}" if first else "ranks that no axes lead to" for first in firsts]
+        places = [f"ranks {format_ranks(first)}" if first else "ranks that no axes lead to" for first in firsts]
         raise ShapeError(
             f"{spelled}: one group between optimizer instances has to serve dense and expert parameters alike, but in "
             f"this order the first is {places[0]} for the ones and {places[1]} for the others.\n\n"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from pgmesh._util.sizes import calls_in_lines, divisors, take_size, torchrun
+from pgmesh._util.formatting import format_calls
+from pgmesh._util.suggestions import divisors, torchrun_command
+from pgmesh._util.validation import parse_size
 from pgmesh.errors import ShapeError
 from pgmesh.layout import Axis
 from pgmesh.recipes.arguments import any_of, arranged, call, some_ranks, take, take_world, what_is_left
@@ -131,7 +133,7 @@ def olmo_experts(world: int, *, ep: int = -1, of: Any = None, name: str | None =
 def _data(world: int, left: int, sizes: dict[str, int | None], given: dict[str, int | None]) -> dict[str, int]:
     """The sizes of data parallelism, with what is left in place of what was not given."""
     spelled = call("olmo", world, **given)
-    found = {axis: -1 if size is None else take_size("recipes.olmo", axis, size) for axis, size in sizes.items()}
+    found = {axis: -1 if size is None else parse_size("recipes.olmo", axis, size) for axis, size in sizes.items()}
     fixed = {axis: size for axis, size in found.items() if size != -1}
     free = [axis for axis in found if axis not in fixed]
     product = math.prod(fixed.values())
@@ -141,8 +143,8 @@ def _data(world: int, left: int, sizes: dict[str, int | None], given: dict[str, 
         is_left = f"what is left for data parallelism is {some_ranks(left)}"
         ways = [_mended(world, left, fixed, given, is_whole=not free)]
         if world == 1:
-            ways.insert(0, (f"{torchrun(product)} script.py", "a script by itself is a world of 1: start more"))
-        raise ShapeError(f"{spelled}: {' x '.join(fixed)} is {product}, but {is_left}.\n\n{calls_in_lines(ways)}")
+            ways.insert(0, (f"{torchrun_command(product)} script.py", "a script by itself is a world of 1: start more"))
+        raise ShapeError(f"{spelled}: {' x '.join(fixed)} is {product}, but {is_left}.\n\n{format_calls(ways)}")
     return {axis: left // product if size == -1 else size for axis, size in found.items()}
 
 
@@ -175,5 +177,5 @@ def _check_experts(spelled: str, ep: int, tp: int | None, data: dict[str, int]) 
     shard = data.get("dp_shard")
     if shard is None:
         raise ShapeError(f"{spelled}: expert parallelism goes over dp_shard, so give dp_shard={ep} in place of dp.")
-    if take_size("recipes.olmo", "ep", ep) not in (-1, shard):
+    if parse_size("recipes.olmo", "ep", ep) not in (-1, shard):
         raise ShapeError(f"{spelled}: expert parallelism goes over dp_shard, which is {shard}, but ep is {ep}.")

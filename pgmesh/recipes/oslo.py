@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from pgmesh._util.sizes import fill, take_sizes
+from pgmesh._util.validation import fill_sizes, parse_sizes
 from pgmesh.errors import ShapeError
 from pgmesh.layout import Axis
 from pgmesh.recipes.arguments import arranged, call, take_order, take_world
@@ -52,7 +52,7 @@ def oslo(
     given = {"data": data, "tensor": tensor, "pipeline": pipeline, "sequence": sequence, "expert": expert}
     who, ranks = "recipes.oslo", take_world("oslo", world)
     try:
-        sizes = fill(who, take_sizes(who, (), given), world, f"the world has {world}", pick=False)
+        sizes = fill_sizes(who, parse_sizes(who, (), given), world, f"the world has {world}", pick=False)
     except ShapeError as error:  # whose calls have sizes alone
         more = "" if order == ORDER else f", order={order!r}"
         raise ShapeError(re.sub(rf"{re.escape(who)}\(([^()]*)\)", rf"{who}({world}, \1{more})", str(error))) from None

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from pgmesh._util.sizes import ranks_in_words, some
+from pgmesh._util.formatting import format_ranks, name_ranks
 from pgmesh.errors import LifetimeError, MismatchError, MissingRanksError, PgmeshError, WorldError
 from pgmesh.rendezvous.protocol import (
     LONGEST_PAUSE,
@@ -347,8 +347,8 @@ class PollingStore(dist.Store):
             words += f"\n{OTHERWISE}"
         came = f"ha{'ve' if len(who) > 1 else 's'} not come" if yet else "never came"
         return (
-            f"{self._card.what}: {ranks_in_words(who)} {came} to the first collective, in "
-            f"{(limit or self._timeout).total_seconds():g} s. The group's ranks are {some(self._ranks)}.{words}"
+            f"{self._card.what}: {name_ranks(who)} {came} to the first collective, in "
+            f"{(limit or self._timeout).total_seconds():g} s. The group's ranks are {format_ranks(self._ranks)}.{words}"
         )
 
     def _late(self, key: str, limit: timedelta) -> str:

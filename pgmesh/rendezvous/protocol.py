@@ -25,7 +25,7 @@ from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Se
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar, Union
 
-from pgmesh._util.sizes import ranks_in_words, some
+from pgmesh._util.formatting import format_ranks, name_ranks
 from pgmesh.errors import CircleError, MismatchError, MissingRanksError, PgmeshError, WorldError
 
 VERSION = 1
@@ -230,9 +230,7 @@ class Fingerprint:
             for holder, meaning in sorted(meanings.items()):
                 holders.setdefault(_value(meaning.get(name)), []).append(holder)
             if len(holders) > 1:
-                lines.append(
-                    f"\n  {name}: " + ", ".join(f"{value} on {ranks_in_words(r)}" for value, r in holders.items())
-                )
+                lines.append(f"\n  {name}: " + ", ".join(f"{value} on {name_ranks(r)}" for value, r in holders.items()))
         return f"{self.what} is not the same on all ranks:{''.join(lines)}\n\n{self.mend}"
 
 
@@ -266,7 +264,7 @@ class PendingConnect(NamedTuple):
     alone: bool = True  # whether no other thread of the rank could still come elsewhere
 
     def __str__(self) -> str:
-        return f"connecting {self.words} at {self.line}, waiting for {ranks_in_words(self.missing)}"
+        return f"connecting {self.words} at {self.line}, waiting for {name_ranks(self.missing)}"
 
 
 @dataclass(frozen=True)
@@ -489,7 +487,7 @@ class ConnectAttempt:
 
     @property
     def words(self) -> str:
-        return f"{self.card.what} (ranks {some(tuple(self.ranks))})"
+        return f"{self.card.what} (ranks {format_ranks(tuple(self.ranks))})"
 
     @property
     def decision_key(self) -> str:
@@ -756,7 +754,7 @@ class Participant:
                 lines.append(f"\n  rank {rank} was last heard from {silence:.0f} s ago; it was {told_}")
             else:
                 lines.append(f"\n  rank {rank} is {told_}")
-        who = ranks_in_words(meeting.missing)
+        who = name_ranks(meeting.missing)
         return f"{meeting.words}: {who} did not come{when}.{''.join(lines)}\n\nRank {self.me} waited at {self.line}."
 
     # -- who waits for whom ---------------------------------------------------------------------------------------
@@ -826,4 +824,4 @@ def _circle_in_words(circle: Sequence[tuple[int, PendingConnect]]) -> str:
             "What is called the same there is not the same group: these ranks have made, closed or tried it a different"
             " number of times. Let every rank make and close the same meshes, in one order."
         )
-    return f"ranks {some([rank for rank, _ in circle])} wait for each other:{''.join(lines)}\n\n{mend}"
+    return f"ranks {format_ranks([rank for rank, _ in circle])} wait for each other:{''.join(lines)}\n\n{mend}"

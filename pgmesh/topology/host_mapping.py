@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pgmesh._util.sizes import ranks_in_words, some
+from pgmesh._util.formatting import format_ranks, name_ranks
 from pgmesh.errors import LaunchError, MissingRanksError, PlaceError
 from pgmesh.groups.backends import backends_of
 from pgmesh.groups.cache import store_thread
@@ -85,7 +85,7 @@ class Placement:
         try:
             return self._host_of[rank]
         except KeyError:
-            raise PlaceError(f"rank {rank} was not placed; those are {some(sorted(self.seats))}.") from None
+            raise PlaceError(f"rank {rank} was not placed; those are {format_ranks(sorted(self.seats))}.") from None
 
     def spread(self, layout: Layout, *axes: Axis) -> Locality:
         """How the groups along some axes of a layout lie on the hosts.
@@ -105,7 +105,7 @@ class Placement:
 
     def __str__(self) -> str:
         sizes = tuple((len(list(same)), size) for size, same in groupby(map(len, self.hosts)))
-        names = [f"{self.seats[ranks[0]].host} holds {ranks_in_words(ranks)}" for ranks in self.hosts]
+        names = [f"{self.seats[ranks[0]].host} holds {name_ranks(ranks)}" for ranks in self.hosts]
         more = f"; and {len(names) - 8} more" if len(names) > 8 else ""
         return f"{Level('host', sizes)}: {'; '.join(names[:8])}{more}"
 
@@ -174,7 +174,7 @@ def _exchange(seats: _WorldHosts, me: int, wanted: range | tuple[int, ...], seco
     missing = [rank for rank in wanted if rank not in seats.known]
     if missing:
         raise MissingRanksError(
-            f"{ranks_in_words(missing)} of {some(wanted)} did not say on which host they are, in "
+            f"{name_ranks(missing)} of {format_ranks(wanted)} did not say on which host they are, in "
             f"{seconds:g} s. Each of them has to ask too."
         )
 

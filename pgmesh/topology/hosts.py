@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby
 
-from pgmesh._util.sizes import ranks_in_words
+from pgmesh._util.formatting import name_ranks
 from pgmesh.errors import ShapeError
 
 NAMES = ("host", "domain")
@@ -196,12 +196,12 @@ def misplaced(hosts: Level, names: Sequence[str]) -> list[str]:
             holds.setdefault(names[rank], {}).setdefault(unit, []).append(rank)
         if len(there) > 1:
             (first, ranks), *others = there.items()
-            each = [f"{ranks_in_words(ranks)} {'is' if len(ranks) == 1 else 'are'} on {first}"]
-            each += [f"{ranks_in_words(others)} on {name}" for name, others in others]
-            says.append(f"host {unit} is planned for {ranks_in_words(hosts.ranks_of(unit))}, but {_listed(each)}.")
+            each = [f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} on {first}"]
+            each += [f"{name_ranks(others)} on {name}" for name, others in others]
+            says.append(f"host {unit} is planned for {name_ranks(hosts.ranks_of(unit))}, but {_listed(each)}.")
     for name, units in holds.items():
         if len(units) > 1:
-            each = [ranks_in_words(ranks) for ranks in units.values()]
+            each = [name_ranks(ranks) for ranks in units.values()]
             says.append(f"{_listed(each)} are planned on {len(units)} hosts, but all are on {name}.")
     return says
 

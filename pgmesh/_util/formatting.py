@@ -1,0 +1,146 @@
+"""Calls, values, ranks and counts as text, for error messages and reprs."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from datetime import timedelta
+from keyword import iskeyword
+
+from pgmesh._util.keywords import RESERVED
+
+SHORT = 400
+"""Ranks that take more characters than this are not printed in a suggested call."""
+
+
+class Text(str):
+    """Text that stands in a call as it is."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def format_call(who: str, box: Mapping[str | int, int], **more: object) -> str:
+    """The call that makes a box, as text. Positional for axes 0..n-1, keywords where legal, else a mapping.
+
+    ``plan`` takes a mapping alone.
+
+    >>> format_call("ProcessGroupMesh", {"dp": 2, "tp": 2}, ranks=range(4))
+    'ProcessGroupMesh(dp=2, tp=2, ranks=range(4))'
+    >>> format_call("Layout", {"timeout": 2, "data-parallel": 4}), format_call("Layout", {1: 2, 2: 2})
+    ("Layout({'timeout': 2, 'data-parallel': 4})", 'Layout({1: 2, 2: 2})')
+    """
+    if who != "plan" and list(box) == list(range(len(box))):
+        words = [str(size) for size in box.values()]
+    elif who != "plan" and all(is_keyword_name(axis) and axis not in RESERVED for axis in box):
+        words = [f"{axis}={size}" for axis, size in box.items()]
+    else:
+        words = [f"{{{', '.join(f'{axis!r}: {size}' for axis, size in box.items())}}}"]
+    words += [f"{word}={format_value(value)}" for word, value in more.items()]
+    return f"{who}({', '.join(words)})"
+
+
+def is_keyword_name(axis: str | int) -> bool:
+    """Whether an axis can be the keyword of a call.
+
+    >>> is_keyword_name("dp"), is_keyword_name("class"), is_keyword_name("data-parallel"), is_keyword_name(0)
+    (True, False, False, False)
+    """
+    if not isinstance(axis, str) or not axis.isidentifier() or iskeyword(axis) or axis == "__debug__":
+        return False
+    return axis.isascii() or unicodedata.normalize("NFKC", axis) == axis  # which Python's parser reads in its place
+
+
+def format_value(value: object) -> str:
+    """A value as the expression that makes it. Runs of more than 64 integers are written as ranges.
+
+    >>> format_value(range(4)), format_value((*range(50), *range(60, 90, 2)))
+    ('range(4)', '(*range(50), *range(60, 90, 2))')
+    """
+    if isinstance(value, range):
+        return f"range({len(value)})" if value == range(len(value)) else repr(value)
+    if isinstance(value, timedelta):
+        return f"timedelta(seconds={value.total_seconds():.15g})"
+    if not isinstance(value, (tuple, list)) or len(value) <= 64:
+        return repr(value)
+    parts: list[str] = []
+    start = 0
+    while start < len(value):
+        end = start + 1
+        step = value[end] - value[start] if end < len(value) else 0
+        while end < len(value) and step and value[end] - value[end - 1] == step:
+            end += 1
+        if end - start < 4:
+            end = start + 1
+            parts.append(str(value[start]))
+        else:
+            parts.append(f"*{format_value(range(value[start], value[start] + step * (end - start), step))}")
+        start = end
+    return f"({', '.join(parts)},)" if len(parts) == 1 else f"({', '.join(parts)})"
+
+
+def other_arguments(ranks: range | tuple[int, ...] | None, **more: object) -> dict[str, object]:
+    """The arguments beside the sizes, as suggested calls repeat them: without None, and long ranks as ``ranks``."""
+    kept = {} if ranks is None else {"ranks": Text(shorten(format_value(ranks), "ranks"))}
+    return {**kept, **{word: value for word, value in more.items() if value is not None}}
+
+
+def shorten(text: str, instead: str) -> str:
+    """``text``, or ``instead`` if longer than SHORT."""
+    return text if len(text) <= SHORT else instead
+
+
+def format_ranks(ranks: Iterable[object], most: int = 8) -> str:
+    """Ranks for a message, the middle left out where there are many.
+
+    >>> format_ranks(range(4)), format_ranks(range(100))
+    ('0, 1, 2, 3', '0, 1, 2, 3, 4, 5, 6, ..., 99')
+    """
+    ranks = ranks if isinstance(ranks, (range, tuple, list)) else tuple(ranks)
+    if len(ranks) <= most:
+        return ", ".join(map(str, ranks))
+    return ", ".join(map(str, ranks[: most - 1])) + f", ..., {ranks[-1]}"
+
+
+def name_ranks(ranks: Collection[object], most: int = 8) -> str:
+    """Ranks for a message, with the word before them.
+
+    >>> name_ranks([2]), name_ranks([2, 3])
+    ('rank 2', 'ranks 2, 3')
+    """
+    return f"rank{'s' * (len(ranks) != 1)} {format_ranks(ranks, most)}"
+
+
+def count_of(count: int, noun: str) -> str:
+    """So many of a thing.
+
+    >>> count_of(1, "rank"), count_of(2048, "rank")
+    ('1 rank', '2,048 ranks')
+    """
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def format_calls(ways: Sequence[tuple[str, str]]) -> str:
+    """Calls that would be right, for the end of a message: a line for each, its reason beside it.
+
+    >>> print(format_calls([("plan(4)", "with dp 2"), ("plan(16)", "or on 16 ranks")]))
+      plan(4)    # with dp 2
+      plan(16)   # or on 16 ranks
+    """
+    width = max((len(call) for call, _ in ways), default=0)
+    return "\n".join(f"  {call:<{width}}   # {why}" for call, why in ways)
+
+
+def as_range(values: range | tuple[int, ...]) -> range | None:
+    """The range that has these values, if there is one.
+
+    >>> as_range((4, 6, 8)), as_range((4, 6, 7))
+    (range(4, 10, 2), None)
+    """
+    if isinstance(values, range):
+        return values
+    step = values[1] - values[0] if len(values) > 1 else 1
+    if step == 0:
+        return None
+    straight = range(values[0], values[0] + len(values) * step, step)
+    return straight if straight[-1] == values[-1] and tuple(straight) == values else None

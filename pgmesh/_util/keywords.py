@@ -1,0 +1,41 @@
+"""Keywords that are never axes, each with its meaning in pgmesh or torch."""
+
+from __future__ import annotations
+
+OPTION_EXAMPLES: dict[str, tuple[str, object]] = {
+    "backend": ("backend", "gloo"),
+    "timeout": ("timeout", 600),
+    "high_priority": ("high_priority", True),
+    "nccl": ("nccl", {"max_ctas": 8}),
+    "description": ("description", "gradients"),
+    "options": ("timeout", 600),
+    "pg_options": ("high_priority", True),
+    "backend_override": ("backend", "gloo"),
+}
+"""Options of groups, by our names and others': our name, and a value for a suggested call."""
+
+
+SHAPE_KEYWORDS = ("mesh_shape", "shape", "sizes", "dims")
+
+
+NAME_KEYWORDS = ("mesh_dim_names", "dim_names", "axis_names", "names", "axes")
+
+
+RESERVED = {
+    **{
+        word: f"{'is an option' if word == own else 'stands for options'} of groups"
+        for word, (own, _) in OPTION_EXAMPLES.items()
+    },
+    "tag": "tells groups on the same ranks apart",
+    **dict.fromkeys(("device", "device_type", "device_id"), "follows from the backend of a group"),
+    **dict.fromkeys(SHAPE_KEYWORDS, "stands for all sizes"),
+    **dict.fromkeys((*NAME_KEYWORDS, "axis", "dim", "ndim"), "stands for the axes"),
+    **dict.fromkeys(("mesh", "device_mesh"), "is an argument of interop.from_device_mesh"),
+    **dict.fromkeys(("world_size", "store", "init_method", "init_backend"), "belongs to the world"),
+    **dict.fromkeys(("rank", "local_rank"), "belongs to the process"),
+    **dict.fromkeys(("group", "process_group"), "is made by the mesh, or given to mesh.adopt"),
+    "ranks": "is left out: a view keeps the ranks of its mesh",
+    "name": "is an argument of ProcessGroupMesh: a view has the name of its mesh",
+    "layout": "is made from the sizes",
+}
+"""Keywords that are never axes, each with what it is. A mapping may name an axis so."""

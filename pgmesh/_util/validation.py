@@ -1,0 +1,275 @@
+"""Sizes and ranks of a call: checked, completed, or refused with the corrected call."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from pgmesh._util.formatting import as_range, format_call, format_calls, format_ranks, format_value
+from pgmesh._util.keywords import NAME_KEYWORDS, OPTION_EXAMPLES, RESERVED, SHAPE_KEYWORDS
+from pgmesh._util.suggestions import fitting_calls
+from pgmesh.errors import OptionsError, ShapeError
+from pgmesh.options import GroupOptions
+
+Sizes = Mapping[Any, int]
+"""Sizes by axis in one mapping: any name, or the numbers of numbered axes."""
+
+
+_BOOLS = ("b", "torch.bool")  # numpy's kind, torch's name
+
+
+def is_boolean(value: object) -> bool:
+    """Whether a value is True or False, of Python, numpy or torch.
+
+    >>> is_boolean(True), is_boolean(1)
+    (True, False)
+    """
+    dtype = getattr(value, "dtype", None)
+    return isinstance(value, bool) or (dtype is not None and (getattr(dtype, "kind", "") or str(dtype)) in _BOOLS)
+
+
+def whole_number(value: Any) -> int:
+    """A value as a whole number.
+
+    Raises:
+        TypeError: it is none; True and False are none.
+
+    >>> whole_number(3)
+    3
+    """
+    if type(value) is not int and is_boolean(value):
+        raise TypeError(f"{value!r} is no number")
+    return operator.index(value)
+
+
+def parse_sizes(
+    who: str,
+    shape: Sequence[Any],
+    sizes: Mapping[str, Any],
+    more: Mapping[str, object] | None = None,
+    count: int | None = None,
+) -> dict[str | int, int]:
+    """Sizes by axis, each a whole number of at least 1, or -1 at most once.
+
+    Args:
+        shape: what was given by position: the sizes of numbered axes, or one mapping of all sizes.
+        sizes: what was given by keyword.
+        more: the other arguments of the call, which suggested calls repeat.
+        count: the number of ranks, if it is known: it tells which suggested calls would do.
+
+    Raises:
+        ShapeError: sizes that are none, or a keyword that is no axis.
+        OptionsError: a keyword that is an option of groups.
+    """
+    more = more or {}
+    if any(word in RESERVED for word in sizes):
+        raise _not_axes(who, shape, sizes, more, count)
+    mappings = [size for size in shape if isinstance(size, Mapping)]
+    if mappings and (len(shape) > 1 or sizes):
+        raise _not_both(who, shape, sizes, more, count)
+    if shape and sizes:
+        raise ShapeError(
+            f"{who}: give every size by position or every size by name, not both: "
+            f"{', '.join(map(str, shape))} stand{'s' * (len(shape) == 1)} beside {', '.join(sizes)}."
+        )
+    if len(shape) == 1 and isinstance(shape[0], (tuple, list)):
+        raise _all_in_one(who, shape[0], more, count)
+    given: Mapping[Any, Any] = mappings[0] if mappings else sizes or dict[Any, Any](enumerate(shape))
+    box: dict[str | int, int] = {}
+    for axis, size in given.items():
+        name = _take_axis(who, axis)
+        if name in box:  # numbers that are equal, but not for Python's dict
+            raise ShapeError(f"{who}: axis {name} is given twice.")
+        box[name] = parse_size(who, name, size)
+    if not box:
+        size = 2 if who == "Layout" and "ranks" not in more else -1
+        raise ShapeError(f"{who} needs at least one axis, such as {format_call(who, {'dp': size}, **more)}.")
+    if len({isinstance(axis, int) for axis in box}) > 1:
+        raise ShapeError(f"{who}: give every axis a name or every axis a number, not both: {given!r}.")
+    for axis in sizes:
+        if not axis.isidentifier():
+            call = format_call(who, box, **more)
+            raise ShapeError(f"{who}: an axis is named by a word, such as dp, not {axis!r}.\n\n  {call}")
+    if sum(size == -1 for size in box.values()) > 1:
+        free = ", ".join(str(axis) for axis, size in box.items() if size == -1)
+        raise ShapeError(f"{format_call(who, box)}: at most one size is -1, what is left; here are {free}.")
+    return box
+
+
+def _take_axis(who: str, axis: Any) -> str | int:
+    """The name or the number of an axis."""
+    if isinstance(axis, str):
+        if axis and axis.isprintable():
+            return str.__str__(axis)  # also of a member of an enum
+    else:
+        with contextlib.suppress(TypeError):
+            if (number := whole_number(axis)) >= 0:
+                return number
+    raise ShapeError(f"{who}: an axis is a word that can be printed, or a number from 0 on, not {axis!r}.")
+
+
+def _not_axes(
+    who: str, shape: Sequence[Any], sizes: Mapping[str, Any], more: Mapping[str, object], count: int | None
+) -> ShapeError | OptionsError:
+    """The error for keywords that are never axes. It suggests a call only if all other arguments are good sizes."""
+    words = [word for word in sizes if word in RESERVED]
+    says = f"{who}: " + " ".join(f"{word} is no axis; it {RESERVED[word]}." for word in words)
+    options = dict(_option(word, sizes[word]) for word in words if word in OPTION_EXAMPLES)
+    about_groups = bool(options) or "tag" in sizes
+    box = _good_sizes(who, _meant_sizes(shape, sizes), count)
+    ways = [format_call(who, box, **more)] if box else []
+    if about_groups and who in ("Layout", "plan"):
+        says += " A layout has no groups."
+    elif about_groups and box:
+        mesh, first = "part" if who == "view" else "mesh", next(iter(box))
+        ways = [f"{mesh} = {'mesh.' * (who == 'view')}{ways[0]}"]
+        if options:
+            keywords = ", ".join(f"{word}={format_value(value)}" for word, value in options.items())
+            each = f"for axis in {mesh}.axes: " if len(box) > 1 else ""
+            ways.append(f"{each}{mesh}.configure({'axis' if each else repr(first)}, {keywords})")
+        if "tag" in sizes:
+            tag = sizes["tag"] if isinstance(sizes["tag"], str) and sizes["tag"] else "own"
+            ways.append(f"{mesh}.group({first!r}, tag={tag!r})")
+    elif not about_groups and not shape and (named := _good_sizes(who, sizes, count)):
+        ways.append(f"{format_call(who, named, **more)}   # with axes of these names")
+    error = OptionsError if about_groups else ShapeError
+    return error(says + "\n" * bool(ways) + "".join(f"\n  {way}" for way in ways))
+
+
+def _meant_sizes(shape: Sequence[Any], sizes: Mapping[str, Any]) -> Any:
+    """The one mapping or sequence that holds all sizes of a call with keywords that are never axes; else None."""
+    first: Any = shape
+    if len(shape) == 2 and isinstance(shape[0], str) and isinstance(shape[1], (tuple, list)):
+        first = shape[1]  # after torch's device_type
+    elif len(shape) == 1 and isinstance(shape[0], (Mapping, tuple, list)):
+        first = shape[0]
+    axes = {axis: size for axis, size in sizes.items() if axis not in RESERVED}
+    given = [*filter(len, (first, axes)), *(sizes[word] for word in SHAPE_KEYWORDS if word in sizes)]
+    names = [sizes[word] for word in NAME_KEYWORDS if word in sizes]
+    if len(given) != 1 or not names or isinstance(given[0], Mapping):
+        return given[0] if len(given) == 1 else None
+    if not all(isinstance(each, (tuple, list)) for each in (*names, *given)):
+        return None
+    words = [name for name in names[0] if isinstance(name, str)]
+    return dict(zip(words, given[0])) if len({*words}) == len(names[0]) == len(given[0]) else None
+
+
+def _good_sizes(who: str, given: Any, count: int | None) -> dict[str | int, int]:
+    """The sizes in a mapping, a sequence or one number; {} unless they are good and hold ``count`` ranks, if given."""
+    sizes = given if isinstance(given, (Mapping, tuple, list)) else (given,)
+    try:
+        box = parse_sizes(who, (sizes,) if isinstance(sizes, Mapping) else (dict(enumerate(sizes)),), {})
+    except ShapeError:
+        return {}
+    fixed = math.prod(size for size in box.values() if size != -1)
+    if -1 in box.values():
+        fits = count % fixed == 0 if count else who != "Layout"  # which has no world to fill
+    else:
+        fits = count in (None, fixed)
+    return box if fits else {}
+
+
+def _option(word: str, value: object) -> tuple[str, object]:
+    """The name and the value of an option in a suggested call: an example where the value is none."""
+    name, example = OPTION_EXAMPLES[word]
+    with contextlib.suppress(OptionsError):
+        if name == word and value is not None and GroupOptions(**{word: value}):  # type: ignore[arg-type]
+            return name, value
+    return name, example
+
+
+def _not_both(
+    who: str, shape: Sequence[Any], sizes: Mapping[str, Any], more: Mapping[str, object], count: int | None
+) -> ShapeError:
+    """The error for a mapping and other sizes, with the one call that has all of them."""
+    parts = [each for each in (*shape, sizes) if isinstance(each, Mapping)]
+    axes = [axis for part in parts for axis in part]
+    first = {axis: next(part[axis] for part in parts if axis in part) for axis in axes}
+    last = {axis: next(part[axis] for part in reversed(parts) if axis in part) for axis in axes}
+    twice = "".join(
+        f" Axis {axis} is {first[axis]!r} and {last[axis]!r}." for axis in first if first[axis] != last[axis]
+    )
+    boxes = [_good_sizes(who, each, count) for each in ([first, last] if twice else [first])]
+    good = len(parts) > len(shape) and all(boxes)
+    lines = [f"\n  {format_call(who, box, **more)}" for box in boxes if good]
+    return ShapeError(
+        f"{who}: give all sizes in one mapping, or all as keywords.{twice}" + "\n" * good + "".join(lines)
+    )
+
+
+def _all_in_one(who: str, given: Sequence[Any], more: Mapping[str, object], count: int | None) -> ShapeError:
+    """Sizes as some other libraries' meshes take them, spelled as here."""
+    box = _good_sizes(who, given, count)
+    call = f"\n\n  {format_call(who, box, **more)}" if box else ""
+    return ShapeError(f"{who}: sizes are given one by one, not as {given!r}.{call}")
+
+
+def parse_size(who: str, axis: str | int, size: Any) -> int:
+    try:
+        size = whole_number(size)
+    except TypeError:
+        raise ShapeError(f"{who}: the size of axis {axis} is a whole number, not {size!r}.") from None
+    if size < 1 and size != -1:
+        raise ShapeError(f"{who}: the size of axis {axis} is {size}; a size is at least 1, or -1 for what is left.")
+    return int(size)
+
+
+def parse_ranks(who: str, ranks: Iterable[int]) -> range | tuple[int, ...]:
+    """Ranks in the order given, as a range where they follow one."""
+    if not isinstance(ranks, range):
+        try:
+            given = tuple(ranks)
+            ranks = given if {int}.issuperset(map(type, given)) else tuple(map(whole_number, given))
+        except TypeError:
+            raise ShapeError(f"{who}: ranks are whole numbers, such as ranks=range(4), not {ranks!r}.") from None
+    if not ranks:
+        raise ShapeError(f"{who}: there is no rank to arrange; ranks is empty.")
+    if min(ranks[0], ranks[-1]) < 0 if isinstance(ranks, range) else min(ranks) < 0:
+        raise ShapeError(f"{who}: a rank is at least 0, but ranks holds {min(ranks)}.")
+    straight = as_range(ranks)
+    if straight is None and len(set(ranks)) != len(ranks):
+        seen: set[int] = set()
+        twice = sorted({rank for rank in ranks if rank in seen or seen.add(rank)})  # type: ignore[func-returns-value]
+        raise ShapeError(f"{who}: each rank stands in one place, but ranks holds {format_ranks(twice)} more than once.")
+    return straight or tuple(ranks)
+
+
+def fill_sizes(
+    who: str,
+    box: dict[str | int, int],
+    count: int,
+    whole: str,
+    *,
+    pick: bool = True,
+    more: Mapping[str, object] | None = None,
+) -> dict[str | int, int]:
+    """The sizes with -1 put right for ``count`` ranks; ShapeError when they do not hold exactly that many.
+
+    Args:
+        whole: how many there are, in words: "the world has 8".
+        pick: whether to suggest ``ranks=``.
+        more: the other arguments of the call, which suggested calls repeat.
+    """
+    more = more or {}
+    fixed = math.prod(size for size in box.values() if size != -1)
+    if -1 in box.values():
+        if count % fixed == 0:
+            return {axis: count // fixed if size == -1 else size for axis, size in box.items()}
+        problem = f"{format_call(who, box)} cannot be filled: {whole}, and {count} is not divisible by {fixed}."
+    elif fixed == count:
+        return box
+    else:
+        problem = f"{format_call(who, box)} holds {fixed} rank{'s' * (fixed > 1)}, but {whole}."
+    ways = fitting_calls(who, box, fixed, count, pick, more)
+    raise ShapeError(f"{problem}\n\n{format_calls(ways)}")
+
+
+def fill_sizes_for(
+    who: str, box: dict[str | int, int], ranks: Collection[int], more: Mapping[str, object]
+) -> dict[str | int, int]:
+    """The sizes with -1 put right for ranks that were named; ShapeError when they do not hold exactly those."""
+    whole = f"{len(ranks)} rank{'s are' if len(ranks) > 1 else ' is'} given"
+    return fill_sizes(who, box, len(ranks), whole, pick=False, more=more)
