@@ -41,11 +41,11 @@ test-gpu: $(if $(filter $(RUN),$(GPU_PYTHON)),$(VENV)/dev)  ## NCCL, and ranks t
 	$(LOCAL) $(GPU_PYTHON) -m tests.gpu $(TESTS)
 
 test-torch: $(TORCH_VENV)/made  ## on another torch: make test-torch TORCH=2.15.0; 5.6 GB
-	$(TORCH_RUN) -m tests.on_torch $(TORCH)
-	$(LOCAL) PGMESH_TORCH=$(TORCH) $(TORCH_RUN) -m pytest -q -p tests.on_torch $(BY_TWO) -m 'not long' $(TESTS)
+	$(TORCH_RUN) -m tests.support.torch_version $(TORCH)
+	$(LOCAL) PGMESH_TORCH=$(TORCH) $(TORCH_RUN) -m pytest -q -p tests.support.torch_version $(BY_TWO) -m 'not long' $(TESTS)
 
 browser: $(VENV)/dev         ## Debian's Chromium, which tests measure pictures with; needs root where it is not there
-	$(RUN) -m tests.browser
+	$(RUN) -m tests.support.browser
 
 test-launchers: $(VENV)/dev  ## torchrun, srun, mpirun and mpiexec themselves, from Debian's packages; needs root
 	$(RUN) -m tests.launchers

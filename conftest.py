@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import pgmesh
-from tests.dry import dry_world
+from tests.support.fake_world import dry_world
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from benchmarks.report import OURS, Figure, Wish
 from benchmarks.sides import FAMILIES, box, present
 from pgmesh import ProcessGroupMesh
 from pgmesh.launch import StoreProcess, spawn
-from tests.torch_seam import c10d, counted_store
+from tests.support.torch_tables import c10d, counted_store
 
 DEADLINE = timedelta(seconds=120)
 CONNECTED = 5

@@ -40,7 +40,8 @@ from pgmesh import ProcessGroupMesh, connecting, groups, launch
 from pgmesh.launch import PRELOAD, StoreProcess
 from pgmesh.rendezvous import Add
 from tests import test_faults
-from tests.ledger import held, resident
+from tests.support.resource_counts import held, resident
+from tests.support.worlds import check_sums, fresh
 from tests.test_faults import (
     BEAT,
     LONG,
@@ -59,7 +60,6 @@ from tests.test_faults import (
     until_waiting,
 )
 from tests.test_groups import groups_of
-from tests.worlds import check_sums, fresh
 
 if __name__ != "tests.chaos":  # where it runs, and in its ranks: the tests' own worlds go without, wherever it is read
     test_faults.PATIENCE = 60.0  # where a name server loses questions, a connection to the store takes half a minute

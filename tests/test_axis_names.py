@@ -18,8 +18,8 @@ from pgmesh.interop import from_device_mesh
 from pgmesh.options import GroupOptions as Options
 from pgmesh.place import place_of
 from pgmesh.sizes import NOT_AXES
-from tests.dry import dry_world
-from tests.said import says
+from tests.support.fake_world import dry_world
+from tests.support.message_assertions import says
 
 ODD = {"data-parallel": 2, "timeout": 2, "class": 2}
 """Sizes of axes that cannot be keywords."""

@@ -29,11 +29,11 @@ from pgmesh.launchers import believe
 from pgmesh.machine import Level, misplaced, seen
 from pgmesh.placement import Placement, Seat
 from pgmesh.probes import Probe
-from tests.apart import apart
-from tests.said import without_names
-from tests.terminal import COLOUR, in_a_terminal, screen
-from tests.torch_seam import tables
-from tests.worlds import fresh, world
+from tests.support.message_assertions import without_names
+from tests.support.programs import apart
+from tests.support.terminal import COLOUR, in_a_terminal, screen
+from tests.support.torch_tables import tables
+from tests.support.worlds import fresh, world
 
 ROOT = Path(__file__).parent.parent
 QUICK = "--bytes 8,4K --repeats 1 --timeout 20"

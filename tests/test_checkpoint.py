@@ -21,7 +21,7 @@ from pgmesh.parallel import (
     checkpoint,
     compose,
 )
-from tests.parallel_models import (
+from tests.support.parallel_models import (
     FIRST,
     LAST,
     STEPS,
@@ -37,8 +37,8 @@ from tests.parallel_models import (
     weights_of,
     whole,
 )
+from tests.support.worlds import world
 from tests.test_tensor_parallel import WORDS
-from tests.worlds import world
 
 torch.set_num_threads(1)  # on ranks too, which import this: others share their cores
 

@@ -16,10 +16,10 @@ from hypothesis import given, strategies as st
 import pgmesh
 from pgmesh import AxisError, LifetimeError, MembershipError, NameTakenError, PlaceError, ProcessGroupMesh, ShapeError
 from pgmesh.interop.colossalai import ColossalMesh
-from tests.dry import dry_world
+from tests.support.fake_world import dry_world
+from tests.support.torch_tables import tables
+from tests.support.worlds import check_sums, world
 from tests.test_groups import groups_of
-from tests.torch_seam import tables
-from tests.worlds import check_sums, world
 
 PAGE = Path(__file__).parent.parent / "docs" / "coming_from" / "colossalai.md"
 SHAPES = [shape for n in (1, 2, 3) for shape in itertools.product((1, 2, 3), repeat=n)]

@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from pgmesh import Layout, launch, recipes
 from pgmesh.parallel import PipelineParallel
-from tests import pages, stated
-from tests.dry import dry_world
-from tests.worlds import world
+from tests.support import doc_tables as pages, recipe_oracle as stated
+from tests.support.fake_world import dry_world
+from tests.support.worlds import world
 
 DOCS = Path(__file__).parent.parent / "docs" / "coming_from"
 PAGES: dict[str, Mapping[str, str]] = {

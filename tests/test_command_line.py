@@ -16,9 +16,9 @@ import pytest
 import pgmesh
 from pgmesh import Layout, ink, plan
 from pgmesh.__main__ import COMMANDS, main
-from tests import golden_files as golden
-from tests.said import without_names
-from tests.terminal import COLOUR, in_a_terminal
+from tests.support import golden_files as golden
+from tests.support.message_assertions import without_names
+from tests.support.terminal import COLOUR, in_a_terminal
 
 ROOT = Path(__file__).parent.parent
 MESH = "pp=2 dp=4 cp=2 tp=4 --nodes 8x8"

@@ -34,8 +34,8 @@ from pgmesh import (
     launch,
 )
 from pgmesh.rendezvous import Pause, Raw, Ready
-from tests.dry import dry_world
-from tests.worlds import check_sums, fresh, world
+from tests.support.fake_world import dry_world
+from tests.support.worlds import check_sums, fresh, world
 
 
 def seconds(n: float) -> timedelta:

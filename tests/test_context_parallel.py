@@ -10,11 +10,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from pgmesh import MethodError, OptionsError, ProcessGroupMesh, ShapeError
 from pgmesh.parallel import ContextParallel, DataParallel, compose, ring
-from tests.dry import dry_world
-from tests.parallel_models import TinyGPT, alone
-from tests.parallel_steps import train_and_check
-from tests.said import says
-from tests.worlds import check_sums, world
+from tests.support.fake_world import dry_world
+from tests.support.message_assertions import says
+from tests.support.parallel_models import TinyGPT, alone
+from tests.support.parallel_training import train_and_check
+from tests.support.worlds import check_sums, world
 
 pytestmark = pytest.mark.long
 

@@ -18,8 +18,8 @@ import pytest
 
 from pgmesh import ProcessGroupMesh, plan
 from pgmesh.layout import Layout
-from tests.dry import dry_world
-from tests.torch_seam import counted_store
+from tests.support.fake_world import dry_world
+from tests.support.torch_tables import counted_store
 
 HITS: dict[str, Callable[[ProcessGroupMesh], Any]] = {
     'group("tp")': lambda mesh: mesh.group("tp"),

@@ -23,10 +23,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from pgmesh import LifetimeError, OptionsError, PlaceError, ProcessGroupMesh, from_device_mesh
-from tests.dry import dry_world
+from tests.support.fake_world import dry_world
+from tests.support.torch_tables import c10d, tables
+from tests.support.worlds import check_sums, world
 from tests.test_groups import groups_of
-from tests.torch_seam import c10d, tables
-from tests.worlds import check_sums, world
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 

@@ -23,8 +23,9 @@ from pgmesh.parallel import (
     with_loss,
 )
 from pgmesh.parallel.pipeline import Elsewhere
-from tests.dry import dry_world
-from tests.parallel_models import (
+from tests.support.fake_world import dry_world
+from tests.support.message_assertions import says
+from tests.support.parallel_models import (
     HEADS,
     STEPS,
     WIDTH,
@@ -37,10 +38,9 @@ from tests.parallel_models import (
     same,
     weights_of,
 )
-from tests.parallel_steps import train_and_check
-from tests.said import says
+from tests.support.parallel_training import train_and_check
+from tests.support.worlds import check_sums, world
 from tests.test_groups import groups_of
-from tests.worlds import check_sums, world
 
 pytestmark = pytest.mark.long
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import LifetimeError, PlaceError, ProcessGroupMesh, WorldError, launch
-from tests.said import says
+from tests.support.message_assertions import says
 
 ROOT = Path(__file__).parents[1]
 

@@ -36,13 +36,13 @@ from pgmesh import ProcessGroupMesh, connecting, groups, heart, polling
 from pgmesh.launch import Outcome, StoreProcess
 from pgmesh.polling import perform
 from pgmesh.rendezvous import Read, Say, Step, Told, told
-from tests import worlds
-from tests.ledger import COUNTED, held
-from tests.said import without_names
+from tests.support import worlds
+from tests.support.message_assertions import without_names
+from tests.support.resource_counts import COUNTED, held
+from tests.support.torch_tables import counted_store, our_store, tables
+from tests.support.worlds import STARVED, World, check_sums, fresh, world
 from tests.test_groups import groups_of
 from tests.test_launch import clean_env, script
-from tests.torch_seam import counted_store, our_store, tables
-from tests.worlds import STARVED, World, check_sums, fresh, world
 
 BEAT = 1.0 if STARVED else 0.2
 H = BEAT * heart.SUSPICION  # seconds of silence after which a rank is suspected
@@ -1046,7 +1046,7 @@ def be(rank, port):
     os.dup2(os.open(f"{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
     from pgmesh import ProcessGroupMesh, launch
     from pgmesh.heart import told
-    from tests.torch_seam import our_store
+    from tests.support.torch_tables import our_store
     launch.join("gloo")
     mesh = ProcessGroupMesh(dp=1, tp=2, name="actor")
     mesh.connect("tp")

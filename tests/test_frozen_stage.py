@@ -10,9 +10,9 @@ from torch import nn
 
 from pgmesh import MethodError, ProcessGroupMesh
 from pgmesh.parallel import DataParallel, PipelineParallel, ShardedDataParallel, TensorParallel, compose
+from tests.support.worlds import check_sums, world
 from tests.test_groups import groups_of
 from tests.test_own_methods import STAGE, Model, alone, loss_of, same, train
-from tests.worlds import check_sums, world
 
 LAST = ("blocks.2", "blocks.3")
 

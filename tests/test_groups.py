@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import Layout, OptionsError, ProcessGroupMesh, ShapeError
+from tests.support.torch_tables import counted_store
+from tests.support.worlds import DEADLINE, check_sums, fresh, world
 from tests.test_launch import clean_env, script
-from tests.torch_seam import counted_store
-from tests.worlds import DEADLINE, check_sums, fresh, world
 
 Groups = dict[str, tuple[dist.ProcessGroup, Sequence[int]]]
 

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from pgmesh import Layout, ProcessGroupMesh, ShapeError, hints, plan
-from tests.dry import dry_world
+from tests.support.fake_world import dry_world
 
 BOX = Layout(pp=2, dp=2, tp=2)
 

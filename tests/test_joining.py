@@ -16,8 +16,8 @@ import torch.distributed as dist
 from pgmesh.errors import LaunchError
 from pgmesh.launch import StoreProcess, from_openmpi, from_slurm, from_torch, join
 from pgmesh.launchers import PORTS, Found, OpenMPI, Slurm, Torchrun, at, believe, single_out
-from tests.apart import apart
 from tests.launchers.install import PROGRAMS, SLURM, install
+from tests.support.programs import apart
 from tests.test_launch import clean_env
 from tests.test_launchers import BY_HAND, HYDRA, HYDRA_ON_TWO, ONE_HOST, OPEN_MPI, SRUN, TORCHRUN
 from tests.test_messages import says

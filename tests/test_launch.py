@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from pgmesh.errors import LaunchError
 from pgmesh.launch import TORCHRUN, Outcome, StoreProcess, join, results, spawn
-from tests.apart import apart
-from tests.said import in_one_wording
+from tests.support.message_assertions import in_one_wording
+from tests.support.programs import apart
 from tests.test_messages import says
 
 ROOT = Path(__file__).parent.parent

@@ -28,8 +28,8 @@ from pgmesh.launchers import (
 )
 from pgmesh.pbs import hosts_in
 from pgmesh.slurm import hosts_of, tasks_of
-from tests import debian
 from tests.launchers import __main__ as launchers
+from tests.support import debian
 from tests.test_messages import says
 
 ROOT = Path(__file__).parent.parent

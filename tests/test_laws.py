@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from pgmesh import Layout, ShapeError
-from tests.plain import Axis, Keep, PlainMesh
+from tests.support.layout_oracle import Axis, Keep, PlainMesh
 
 WORLDS = {
     "whole": range,

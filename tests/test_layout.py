@@ -20,7 +20,7 @@ import torch
 import pgmesh
 from pgmesh import AxisError, Layout, PgmeshError, PlaceError, ShapeError
 from pgmesh.layout import Partition
-from tests.plain import PlainMesh
+from tests.support.layout_oracle import PlainMesh
 
 ROOT = Path(__file__).parent.parent
 

@@ -25,10 +25,10 @@ from pgmesh import ProcessGroupMesh, connecting, groups, polling
 from pgmesh.family import Family, reach
 from pgmesh.polling import PollingStore
 from pgmesh.rendezvous import Pause, Steps
-from tests.ledger import COUNTED, held, resident
+from tests.support.resource_counts import COUNTED, held, resident
+from tests.support.torch_tables import c10d
+from tests.support.worlds import World, check_sums, fresh
 from tests.test_faults import LONG, quick, until
-from tests.torch_seam import c10d
-from tests.worlds import World, check_sums, fresh
 
 pytestmark = pytest.mark.skipif(not COUNTED, reason="counts in /proc")
 

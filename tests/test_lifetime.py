@@ -33,11 +33,11 @@ from pgmesh import (
     groups as pgmesh_groups,
     launch,
 )
-from tests.said import without_names
+from tests.support.message_assertions import without_names
+from tests.support.torch_tables import c10d, counted_store, tables, timeout_of
+from tests.support.worlds import check_sums, world
 from tests.test_groups import groups_of
 from tests.test_launch import clean_env, script
-from tests.torch_seam import c10d, counted_store, tables, timeout_of
-from tests.worlds import check_sums, world
 
 SOON = 2.0  # seconds: at once, on a machine that is busy with something else; no timeout is as short
 

@@ -23,11 +23,11 @@ from torch import nn
 
 from pgmesh import AxisError, SeamError, ShapeError, WorldError, recipes
 from pgmesh.interop import megatron
-from tests import pages
-from tests.dry import dry_world
+from tests.support import doc_tables as pages
+from tests.support.fake_world import dry_world
+from tests.support.torch_tables import c10d, tables
+from tests.support.worlds import check_sums, world
 from tests.test_nccl import YAML, standing_in, told
-from tests.torch_seam import c10d, tables
-from tests.worlds import check_sums, world
 
 CHATTER = {  # what Megatron-Core says when it is imported where there is no GPU
     "Transformer Engine and Apex are not installed": UserWarning,

@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import pgmesh
 from pgmesh import GroupOptions, ProcessGroupMesh, groups
-from tests.dry import dry_world
+from tests.support.fake_world import dry_world
 
 SHAPES = {
     1: {"dp": 1},

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import pgmesh
 from pgmesh import ProcessGroupMesh
-from tests.dry import dry_world
+from tests.support.fake_world import dry_world
 
 
 @pytest.fixture(autouse=True)

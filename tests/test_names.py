@@ -14,7 +14,7 @@ from typing import Any
 
 import pgmesh
 from pgmesh import hints, parallel
-from tests import golden_files
+from tests.support import golden_files
 
 PAGE = Path(__file__).parents[1] / "docs" / "names.md"
 

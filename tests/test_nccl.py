@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from pgmesh import Layout, OptionsError, ProcessGroupMesh, groups, recipes
 from pgmesh.options import NCCL_SETTINGS
-from tests.dry import dry_world
+from tests.support.fake_world import dry_world
 from tests.test_messages import says
 
 UNSET = -(2**31)  # as NCCL marks what is left to it

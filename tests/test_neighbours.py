@@ -15,11 +15,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from pgmesh import ProcessGroupMesh
-from tests.dry import dry_world
+from tests.support.fake_world import dry_world
+from tests.support.torch_tables import c10d, tables
+from tests.support.worlds import check_sums, world
 from tests.test_device_mesh import batch, mine, net, ready, same, step
 from tests.test_groups import groups_of
-from tests.torch_seam import c10d, tables
-from tests.worlds import check_sums, world
 
 pytestmark = pytest.mark.long
 

@@ -26,11 +26,11 @@ from pgmesh.parallel import (
     compose,
 )
 from pgmesh.parallel.apart import keep_apart
-from tests.dry import dry_world
-from tests.parallel_models import TOLERANCE, named, whole
-from tests.said import says
+from tests.support.fake_world import dry_world
+from tests.support.message_assertions import says
+from tests.support.parallel_models import TOLERANCE, named, whole
+from tests.support.worlds import check_sums, world
 from tests.test_groups import groups_of
-from tests.worlds import check_sums, world
 
 torch.set_num_threads(1)  # on ranks too, which import this: others share their cores
 

@@ -32,10 +32,10 @@ from pgmesh.parallel import (
     find,
 )
 from pgmesh.parallel.composing import meeting
-from tests.dry import dry_world
-from tests.said import says
+from tests.support.fake_world import dry_world
+from tests.support.message_assertions import says
+from tests.support.worlds import check_sums, world
 from tests.test_groups import groups_of
-from tests.worlds import check_sums, world
 
 ROOT = Path(__file__).parent.parent
 

@@ -20,13 +20,13 @@ from pgmesh.parallel import (
     TensorParallel,
     compose,
 )
-from tests.dry import dry_world
-from tests.parallel_models import FIRST, LAST, TinyGPT, batch, gradients_of, loss_of, same, whole
-from tests.said import says
+from tests.support.fake_world import dry_world
+from tests.support.message_assertions import says
+from tests.support.parallel_models import FIRST, LAST, TinyGPT, batch, gradients_of, loss_of, same, whole
+from tests.support.worlds import check_sums, world
 from tests.test_expert_parallel import layer_of
 from tests.test_groups import groups_of
 from tests.test_tensor_parallel import BLOCKS, SEQUENCE
-from tests.worlds import check_sums, world
 
 pytestmark = pytest.mark.long
 

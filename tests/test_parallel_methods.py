@@ -30,8 +30,9 @@ from pgmesh.parallel import (
 from pgmesh.parallel.apart import keep_apart
 from pgmesh.parallel.pipeline import SCHEDULES, shared_out
 from pgmesh.parallel.weights import Held
-from tests.dry import dry_world
-from tests.parallel_models import (
+from tests.support.fake_world import dry_world
+from tests.support.message_assertions import says
+from tests.support.parallel_models import (
     CONTEXT,
     FIRST,
     LAST,
@@ -49,10 +50,9 @@ from tests.parallel_models import (
     weights_of,
     whole,
 )
-from tests.said import says
+from tests.support.worlds import check_sums, world
 from tests.test_groups import groups_of
 from tests.test_tensor_parallel import BLOCKS
-from tests.worlds import check_sums, world
 
 pytestmark = pytest.mark.long
 

@@ -16,12 +16,12 @@ from pgmesh.parallel import (
     TensorParallel,
     compose,
 )
-from tests.parallel_models import FIRST, LAST, TinyGPT, alone, loss_of
-from tests.parallel_steps import train_and_check
+from tests.support.parallel_models import FIRST, LAST, TinyGPT, alone, loss_of
+from tests.support.parallel_training import train_and_check
+from tests.support.worlds import check_sums, world
 from tests.test_expert_parallel import alone_in_parts, cut_as, model_of
 from tests.test_groups import groups_of
 from tests.test_tensor_parallel import WORDS
-from tests.worlds import check_sums, world
 
 pytestmark = pytest.mark.long
 

@@ -18,8 +18,8 @@ from pgmesh.machine import Level, take_machine
 from pgmesh.picture import Cell, Panel
 from pgmesh.place import place_of
 from pgmesh.svg import Box, Drawing
-from tests import browser, golden_files as golden
-from tests.dry import dry_world
+from tests.support import browser, golden_files as golden
+from tests.support.fake_world import dry_world
 from tests.test_draw import layouts
 
 EIGHT = Layout(pp=2, dp=2, tp=2)

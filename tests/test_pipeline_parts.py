@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from pgmesh import MethodError, ProcessGroupMesh
 from pgmesh.parallel import DataParallel, Method, PipelineParallel, Seeds, ShardedDataParallel, compose
-from tests.worlds import world
+from tests.support.worlds import world
 
 WIDTH, WORDS = 8, 11
 DOUBLE = torch.float64

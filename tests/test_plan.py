@@ -11,8 +11,8 @@ import pgmesh
 from pgmesh import AxisError, Layout, PlaceError, ShapeError, costs, plan, traffic
 from pgmesh.machine import take_machine
 from pgmesh.plans import suggest
-from tests import golden_files as golden
-from tests.said import says
+from tests.support import golden_files as golden
+from tests.support.message_assertions import says
 
 BASE = Layout(pp=2, dp=4, cp=2, tp=4)
 TURNED = Layout(tp=4, cp=2, dp=4, pp=2)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import LifetimeError, MismatchError, MissingRanksError, ProcessGroupMesh, groups
-from tests.worlds import check_sums, world
+from tests.support.worlds import check_sums, world
 
 # ---- release ----
 

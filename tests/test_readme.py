@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from pgmesh import ProcessGroupMesh
-from tests.dry import dry_world
+from tests.support.fake_world import dry_world
 
 ROOT = Path(__file__).parent.parent
 PROGRAM, METHOD = (

@@ -30,11 +30,11 @@ from pgmesh import (
 )
 from pgmesh.recipes import Arrangement
 from pgmesh.sizes import divisors
-from tests import stated
-from tests.dry import dry_world
+from tests.support import recipe_oracle as stated
+from tests.support.fake_world import dry_world
+from tests.support.torch_tables import tables, timeout_of
+from tests.support.worlds import check_sums, world
 from tests.test_messages import says
-from tests.torch_seam import tables, timeout_of
-from tests.worlds import check_sums, world
 
 AXES = ["tp", "cp", "ep", "dp", "pp"]
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 import pgmesh
 from pgmesh import ProcessGroupMesh
-from tests.dry import dry_world
+from tests.support.fake_world import dry_world
 
 ROOT = "ProcessGroupMesh(pp=2, dp=2, tp=2, name='example')"
 NUMBERED = "ProcessGroupMesh(2, 2, 2)"

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from pgmesh import AxisError, LifetimeError, MembershipError, OptionsError, ProcessGroupMesh, SeamError
 from pgmesh.parallel import Seeds, seed_of, seeds as module
-from tests.dry import dry_world
-from tests.worlds import world
+from tests.support.fake_world import dry_world
+from tests.support.worlds import world
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from hypothesis import given, strategies as st
 
 from pgmesh import Layout, MembershipError, PlaceError, ProcessGroupMesh
 from pgmesh.seen import Seen
-from tests.dry import dry_world
-from tests.said import says
+from tests.support.fake_world import dry_world
+from tests.support.message_assertions import says
 
 BOX = Layout(pp=2, dp=2, tp=2)
 

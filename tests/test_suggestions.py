@@ -15,7 +15,7 @@ from hypothesis import given, settings, strategies as st
 
 from pgmesh import Layout, LifetimeError, PgmeshError, ProcessGroupMesh, ShapeError, plan
 from pgmesh.plans import Plan
-from tests.dry import dry_world
+from tests.support.fake_world import dry_world
 
 CALL = re.compile(r"^  (?!torchrun|launch\.)(\S.*?)(?:   +# (.*))?$|such as (\w+\(.*\))\.$", re.MULTILINE)
 """A suggested call and its reason, on a line of its own or at the end of a sentence."""

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.apart import apart
-from tests.on_torch import check
+from tests.support.programs import apart
+from tests.support.torch_version import check
 
 ROOT = Path(__file__).parent.parent
 RUNNER = "import sys; from tests.gpu.__main__ import main; sys.exit(main([]))"
@@ -77,8 +77,8 @@ def test_another_torch_is_asserted_before_its_tests_and_nothing_replaces_it():
     assert all(" --no-deps " in line for line in installs[1:])
     assert installs[1].endswith(" --editable .")
     asserted, tested = commands[-2:]
-    assert asserted == ".venv-torch-9.8.7/bin/python -m tests.on_torch 9.8.7"
-    assert " PGMESH_TORCH=9.8.7 .venv-torch-9.8.7/bin/python -m pytest -q -p tests.on_torch " in tested
+    assert asserted == ".venv-torch-9.8.7/bin/python -m tests.support.torch_version 9.8.7"
+    assert " PGMESH_TORCH=9.8.7 .venv-torch-9.8.7/bin/python -m pytest -q -p tests.support.torch_version " in tested
     assert tested.endswith(" -m 'not long' tests/test_x.py")
 
 

@@ -11,12 +11,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 from pgmesh import AxisError, MethodError, OptionsError, ProcessGroupMesh, ShapeError
 from pgmesh.parallel import PipelineParallel, TensorParallel, attention_plan, compose, mlp_plan
-from tests.dry import dry_world
-from tests.parallel_models import FIRST, LAST, TinyGPT, alone
-from tests.parallel_steps import train_and_check
-from tests.said import says
+from tests.support.fake_world import dry_world
+from tests.support.message_assertions import says
+from tests.support.parallel_models import FIRST, LAST, TinyGPT, alone
+from tests.support.parallel_training import train_and_check
+from tests.support.worlds import check_sums, world
 from tests.test_groups import groups_of
-from tests.worlds import check_sums, world
 
 pytestmark = pytest.mark.long
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from pgmesh import GroupOptions, LaunchError, OptionsError, ProcessGroupMesh, launch, recipes
 from pgmesh.parallel import PipelineParallel
-from tests.dry import dry_world
-from tests.torch_seam import timeout_of
-from tests.worlds import check_sums, world
+from tests.support.fake_world import dry_world
+from tests.support.torch_tables import timeout_of
+from tests.support.worlds import check_sums, world
 
 WRONG = ("tp", True, 0, -1, 0.0, math.nan, math.inf, 1e300, 1e-9, timedelta(), timedelta(seconds=-1), [30])
 WRONG += (np.bool_(True), np.float64("inf"), "30")

@@ -21,9 +21,9 @@ from pgmesh.heart import REPLACED, Heart, enter_world, leave_world
 from pgmesh.launch import StoreProcess
 from pgmesh.polling import once
 from pgmesh.rendezvous import Swap
-from tests.ledger import COUNTED, threads
+from tests.support.resource_counts import COUNTED, threads
+from tests.support.worlds import check_sums, fresh
 from tests.test_groups import groups_of
-from tests.worlds import check_sums, fresh
 
 DEADLINE = timedelta(seconds=30)
 

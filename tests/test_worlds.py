@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from pgmesh.errors import LaunchError
+from tests.support.worlds import PRELOAD, check_sums, close_worlds, fresh, world
 from tests.test_launch import clean_env, gone, running, script
-from tests.worlds import PRELOAD, check_sums, close_worlds, fresh, world
 
 
 def pid() -> int:
@@ -69,7 +69,7 @@ def has_come_with(modules: list[str]) -> bool:
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere ranks may not be forked")
 def test_ranks_come_with_what_tests_need():
     """Else each imports it for itself, for seconds. (pytest imports every module here, whatever that changes.)"""
-    assert "tests.frozen" in PRELOAD
+    assert "tests.support.gc_freeze" in PRELOAD
     assert all(world(2).run(has_come_with, PRELOAD))
 
 
@@ -164,7 +164,7 @@ def test_closed_worlds_are_gone_and_made_anew():
 def test_no_rank_outlives_the_tests(tmp_path):
     text = """
 import os, signal, sys
-from tests.worlds import PRELOAD, world
+from tests.support.worlds import PRELOAD, world
 
 PRELOAD[:] = ["torch"]  # nothing else is needed here
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from pgmesh.errors import LaunchError
 from pgmesh.launch import PRELOAD, LocalWorld
 from pgmesh.parallel.exchange import pass_on
-from tests.worlds import World
+from tests.support.worlds import World
 
 DEVICE = torch.device(os.environ.get("PGMESH_TEST_DEVICE", "cuda"))
 SHARED = "cpu:gloo,cuda:gloo"

@@ -26,7 +26,7 @@ from pgmesh.parallel import (
     weights,
 )
 from tests.gpu.device import DEVICE, placed
-from tests.parallel_models import (
+from tests.support.parallel_models import (
     CONTEXT,
     FIRST,
     LAST,

@@ -15,7 +15,7 @@ import termios
 from collections.abc import Mapping
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 UNSET = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR")
 
 

@@ -31,7 +31,7 @@ DEADLINE = 240.0 if STARVED else 60.0  # seconds
 PRELOAD += ["hypothesis", "pytest"]  # what test modules import, and so every rank
 PRELOAD += ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining"]  # what methods do, seconds each
 PRELOAD += ["torch.distributed.checkpoint.state_dict", "torch.distributed.tensor.parallel"]
-PRELOAD += ["pgmesh.mesh", "tests.frozen"]
+PRELOAD += ["pgmesh.mesh", "tests.support.gc_freeze"]
 
 
 class World(LocalWorld):

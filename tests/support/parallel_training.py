@@ -9,7 +9,17 @@ import torch
 from torch import nn
 
 from pgmesh.parallel import Composition, ContextParallel
-from tests.parallel_models import CONTEXT, STEPS, Trained, batch, gradients_of, loss_of, optimizer_of, same, weights_of
+from tests.support.parallel_models import (
+    CONTEXT,
+    STEPS,
+    Trained,
+    batch,
+    gradients_of,
+    loss_of,
+    optimizer_of,
+    same,
+    weights_of,
+)
 
 torch.set_num_threads(1)  # on ranks too, which import this: others share their cores
 

@@ -1,6 +1,6 @@
 """A browser without a window draws pictures and pages, and measures them: it alone knows how wide letters are.
 
-python -m tests.browser      or     make browser: have Debian's Chromium installed, where there is none
+python -m tests.support.browser      or     make browser: have Debian's Chromium installed, where there is none
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests import debian
+from tests.support import debian
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 ABSENT = "no Chromium here to measure pictures with: make browser, as root, installs Debian's"

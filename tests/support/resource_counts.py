@@ -8,7 +8,7 @@ import gc
 import os
 
 from pgmesh import groups
-from tests.torch_seam import tables
+from tests.support.torch_tables import tables
 
 COUNTED = os.path.isdir("/proc/self/fd")
 """Whether this machine tells what a process holds."""
