@@ -10,7 +10,7 @@ GPU_PYTHON ?= $(RUN)
 TORCH ?= 2.15.0
 TORCH_VENV = .venv-torch-$(TORCH)
 TORCH_RUN = $(TORCH_VENV)/bin/python
-# What pytest runs in these two, such as tests/test_groups.py, or "-k sharded"; all of it unless given.
+# What pytest runs in these two, such as tests/groups/test_groups.py, or "-k sharded"; all of it unless given.
 TESTS ?=
 # Build and run-time packages alike come from these versions; a looser range would fetch another torch.
 export PIP_CONSTRAINT := $(CURDIR)/.ci/constraints.txt

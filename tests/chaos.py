@@ -39,10 +39,8 @@ import torch.distributed as dist
 from pgmesh import ProcessGroupMesh, connecting, groups, launch
 from pgmesh.launch import PRELOAD, StoreProcess
 from pgmesh.rendezvous import Add
-from tests import test_faults
-from tests.support.resource_counts import held, resident
-from tests.support.worlds import check_sums, fresh
-from tests.test_faults import (
+from tests.faults import test_faults
+from tests.faults.test_faults import (
     BEAT,
     LONG,
     ORDERS,
@@ -59,7 +57,9 @@ from tests.test_faults import (
     until_flag,
     until_waiting,
 )
-from tests.test_groups import groups_of
+from tests.groups.test_groups import groups_of
+from tests.support.resource_counts import held, resident
+from tests.support.worlds import check_sums, fresh
 
 if __name__ != "tests.chaos":  # where it runs, and in its ranks: the tests' own worlds go without, wherever it is read
     test_faults.PATIENCE = 60.0  # where a name server loses questions, a connection to the store takes half a minute
@@ -510,7 +510,7 @@ def run_starved(seed: int, end: float, tally: Tally) -> None:
 def run_all_tests(end: float, tally: Tally) -> None:
     """All of test_faults.py, several tests at once."""
     command = [sys.executable, "-m", "pytest", "-v", "-n", "4", "--dist", "load", "-p", "no:cacheprovider"]
-    command += ["--durations=0", "tests/test_faults.py"]
+    command += ["--durations=0", "tests/faults/test_faults.py"]
     start = time.monotonic()
     with tempfile.TemporaryFile("w+") as log:
         env = {**os.environ, "PGMESH_STARVED": "1"}
@@ -528,7 +528,7 @@ def run_all_tests(end: float, tally: Tally) -> None:
     results = {test: result for result, test in RESULT.findall(text)}
     times = {test: float(took) for took, test in re.findall(r"^([\d.]+)s call +(\S.*?)\s*$", text, re.MULTILINE)}
     for test, result in results.items():
-        tally.add("no core is free", "tests/test_faults.py", "", result.lower(), times.get(test, 0.0))
+        tally.add("no core is free", "tests/faults/test_faults.py", "", result.lower(), times.get(test, 0.0))
         if result in ("FAILED", "ERROR"):
             tally.breaks(f"starved: {test}")
     if not results:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -11,28 +12,30 @@ from hypothesis import settings
 
 from pgmesh.heart import Heart
 
+TESTS = Path(__file__).parent
+
 LONGEST = (
-    "test_faults",
-    "test_model",
-    "test_check",
+    "faults/test_faults",
+    "rendezvous/test_model",
+    "preflight/test_check",
     "test_laws",
-    "test_launch",
-    "test_pictures",
-    "test_groups",
-    "test_recipes",
-    "test_hazards",
-    "test_lifetime",
-    "test_ledger",
-    "test_worlds",
-    "test_device_mesh",
-    "test_command_line",
+    "launch/test_launch",
+    "drawing/test_figures",
+    "groups/test_groups",
+    "recipes/test_recipes",
+    "faults/test_torch_hazards",
+    "groups/test_lifetime",
+    "faults/test_resource_counts",
+    "support/test_worlds",
+    "interop/test_device_mesh",
+    "cli/test_command_line",
     "test_mesh",
-    "test_readme",
-    "test_parallel_base",
-    "test_promptness",
-    "test_counts",
-    "test_megatron_core",
-    "test_connect",
+    "docs/test_readme",
+    "parallel/test_base",
+    "rendezvous/test_detection_latency",
+    "test_overhead",
+    "interop/test_megatron_core",
+    "connect/test_connect",
 )
 """The files that take longest, longest first: those that wait by turns with those that compute."""
 
@@ -53,8 +56,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A worker is given the next file when it is done with one."""
-    places = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+    places = {TESTS / f"{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 def pytest_collection_finish() -> None:

@@ -26,6 +26,9 @@ from pgmesh.parallel import (
     weights,
 )
 from tests.gpu.device import DEVICE, placed
+from tests.parallel.test_combinations import in_microbatches, whole_loss
+from tests.parallel.test_expert import Block as Mixture, cut_as
+from tests.parallel.test_tensor import SEQUENCE, WORDS
 from tests.support.parallel_models import (
     CONTEXT,
     FIRST,
@@ -41,9 +44,6 @@ from tests.support.parallel_models import (
     same,
     weights_of,
 )
-from tests.test_expert_parallel import Block as Mixture, cut_as
-from tests.test_parallel_together import in_microbatches, whole_loss
-from tests.test_tensor_parallel import SEQUENCE, WORDS
 
 TOLERANCE = 1e-10  # of 64-bit floats: sums are taken in another order, and on a GPU in another one each time
 Rows = Callable[[torch.Tensor], Iterable[torch.Tensor]]

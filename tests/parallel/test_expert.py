@@ -1,0 +1,401 @@
+"""Expert parallelism: tokens that travel to experts on other ranks, against the mixture of experts of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import gelu, scaled_dot_product_attention
+
+from pgmesh import AxisError, MethodError, ProcessGroupMesh, ShapeError
+from pgmesh.parallel import (
+    ContextParallel,
+    DataParallel,
+    ExpertParallel,
+    Router,
+    TensorParallel,
+    balance_loss,
+    checkpoint,
+    compose,
+    mix,
+    with_loss,
+)
+from pgmesh.parallel.pipeline import Elsewhere
+from tests.groups.test_groups import groups_of
+from tests.support.fake_world import dry_world
+from tests.support.message_assertions import says
+from tests.support.parallel_models import (
+    HEADS,
+    STEPS,
+    WIDTH,
+    TinyGPT,
+    Trained,
+    batch,
+    gradients_of,
+    loss_of,
+    optimizer_of,
+    same,
+    weights_of,
+)
+from tests.support.parallel_training import train_and_check
+from tests.support.worlds import check_sums, world
+
+pytestmark = pytest.mark.long
+
+TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}  # float64: only the order of sums differs
+EXPERTS, TOP, ALIKE = 8, 2, 0.1
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.down(gelu(self.up(rows)))
+
+
+class Block(nn.Module):
+    """Causal attention, then a mixture of experts, whose loads count in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.attend = scaled_dot_product_attention
+        self.router, self.experts = Router(WIDTH, EXPERTS, TOP), nn.ModuleList(Expert() for _ in range(EXPERTS))
+        self.mix = mix
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.qkv(self.norm1(x)).unflatten(-1, (-1, 3, WIDTH // HEADS))
+        q, k, v = heads.transpose(1, 2).unbind(3)
+        x = x + self.out(self.attend(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        tokens = self.norm2(x).flatten(0, 1)
+        routes = self.router(tokens)
+        mixed = self.mix(tokens, routes.weights, routes.chosen, self.experts)
+        return x + with_loss(mixed.view_as(x), ALIKE * routes.balance)
+
+
+def model_of(layers: int = 2) -> TinyGPT:
+    return TinyGPT(layers=layers, block=Block)
+
+
+# ---- one layer ----
+
+
+def travel(sizes, over, tensor, counts):
+    """One mixture on ranks with so many tokens each: outputs and all gradients, against plain mix."""
+    torch.manual_seed(5)
+    shape = (sum(counts), WIDTH)
+    tokens, given = torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
+    weights = torch.rand(sum(counts), TOP, dtype=torch.float64)
+    chosen = torch.stack([torch.randperm(EXPERTS - 2)[:TOP] for _ in range(sum(counts))])  # two have none to serve
+    layer = nn.Module()
+    layer.mix, layer.experts = mix, nn.ModuleList(Expert() for _ in range(EXPERTS)).double()
+    whole = [each.clone().requires_grad_() for each in (tokens, weights)]
+    right = mix(*whole, chosen, layer.experts)
+    right.backward(given)
+    truth = {name: weight.grad for name, weight in layer.named_parameters()}
+    layer.zero_grad()
+
+    with ProcessGroupMesh(**sizes) as mesh:
+        cut = {"tensor": tensor, "columns": ["up"], "rows": ["down"]} if tensor else {}
+        method = ExpertParallel(mesh, "ep", over=over, uneven=True, **cut)
+        method.apply(layer)
+        at = mesh.index(*over)
+        mine = [each.split(counts)[at].clone().requires_grad_() for each in (tokens, weights)]
+        out = layer.mix(*mine, chosen.split(counts)[at], layer.experts)
+        out.backward(given.split(counts)[at])
+        parts = [right, *(each.grad for each in whole)]
+        torch.testing.assert_close(
+            [out, *(each.grad for each in mine)], [each.split(counts)[at] for each in parts], **TOLERANCE
+        )
+        scaled = {name: mesh.size(*over) * weight.grad for name, weight in layer.named_parameters()}
+        assert len(scaled) == len(truth) // mesh.size("ep")
+        same("experts", scaled, cut_as(scaled, truth, mesh, tensor))
+
+
+def cut_as(found, expected, mesh, tensor):
+    """What one process has, cut as it is here."""
+    parts = {}
+    for name, part in found.items():
+        parts[name] = expected[name]
+        for dimension in range(part.ndim):
+            if part.size(dimension) < expected[name].size(dimension):
+                parts[name] = expected[name].chunk(mesh.size(tensor), dimension)[mesh.index(tensor)]
+    return parts
+
+
+@pytest.mark.parametrize(
+    ("sizes", "over", "tensor"),
+    [
+        ({"ep": 4}, ["ep"], None),
+        ({"edp": 2, "ep": 2}, ["edp", "ep"], None),
+        ({"ep": 2, "etp": 2}, ["ep", "etp"], "etp"),
+        ({"etp": 2, "ep": 2}, ["ep"], "etp"),
+    ],
+    ids=str,
+)
+def test_tokens_find_their_experts_and_gradients_the_way_back(sizes, over, tensor):
+    shares = [5, 0, 9, 2] if len(over) * 2 == 4 or sizes == {"ep": 4} else [7, 0]
+    world(4).run(travel, sizes, over, tensor, shares)
+
+
+# ---- training ----
+
+
+def alone_in_parts(parts: int = 1, rows=lambda each: [each]) -> Trained:
+    """One process, whose gradients are means over parts of the rows: loads are balanced within each."""
+    torch.set_num_threads(1)
+    model, trained = model_of(), Trained([], [], {})
+    optimizer = optimizer_of(model.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for codes, target in zip(*(rows(each) for each in batch(step)), strict=True):
+            loss_of(model(codes), target).backward()
+        for weight in model.parameters():
+            weight.grad /= parts
+        trained.gradients.append(gradients_of(model))
+        optimizer.step()
+    trained.weights = weights_of(model)
+    return trained
+
+
+def trained(sizes, view, over, tensor):
+    with ProcessGroupMesh(**sizes) as mesh:
+        moe = mesh.view(**view)
+        cut = {"tensor": tensor, "columns": ["up"], "rows": ["down"]} if tensor else {}
+        methods = [DataParallel(mesh, "dp"), ExpertParallel(moe, "ep", over=over, **cut)]
+        together = compose(mesh, *methods, unowned=[axis for axis in mesh.axes if axis != "dp"])
+        model = model_of()
+        expected = alone_in_parts()
+        train_and_check(
+            together,
+            model,
+            expected,
+            parts=lambda whole: {**whole, **cut_as(dict(model.named_parameters()), whole, moe, tensor)},
+        )
+        assert len(dict(model.named_parameters())) < len(expected.weights)
+        check_sums(groups_of(mesh))
+        check_sums(groups_of(moe))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "view", "over", "tensor"),
+    [
+        ({"dp": 8}, {"ep": 8}, ["ep"], None),
+        ({"dp": 8}, {"edp": 2, "ep": 4}, ["edp", "ep"], None),
+        ({"dp": 8}, {"edp": 2, "ep": 2, "etp": 2}, ["edp", "ep", "etp"], "etp"),
+        ({"dp": 4, "tp": 2}, {"ep": 4, "etp": 2}, ["ep"], "etp"),
+    ],
+    ids=str,
+)
+def test_training_with_experts_shared_out_is_that_of_one_process(sizes, view, over, tensor):
+    world(8).run(trained, sizes, view, over, tensor)
+
+
+# ---- what needs no other rank ----
+
+
+@pytest.fixture
+def mesh() -> Iterator[ProcessGroupMesh]:
+    with dry_world(5, 8), ProcessGroupMesh(edp=2, ep=2, etp=2, name="moe") as mesh:
+        yield mesh
+
+
+def layer_of(experts: int = 4, expert=Expert) -> nn.Module:
+    layer = nn.Module()
+    layer.mix, layer.experts = mix, nn.ModuleList(expert() for _ in range(experts))
+    return layer
+
+
+def test_a_rank_keeps_its_experts_under_their_names(mesh):
+    layer = layer_of(8)
+    whole = {name: weight.clone() for name, weight in layer.state_dict().items()}
+    method = ExpertParallel(mesh, "ep", over=("edp", "ep"))
+    assert method.apply(layer) is layer
+    assert layer.mix == method.mix
+    assert list(layer.experts) == ["0", "1", "2", "3"]  # rank 5 is edp1-ep0-etp1
+    assert layer.state_dict().keys() == {name for name in whole if int(name.split(".")[1]) < 4}
+    assert all(weight.equal(whole[name]) for name, weight in layer.state_dict().items())
+
+
+def test_each_expert_is_cut_along_the_tensor_axis(mesh):
+    layer = layer_of()
+    up, down = layer.experts[1].up.weight.clone(), layer.experts[1].down.weight.clone()
+    method = ExpertParallel(mesh, "ep", tensor="etp", columns=["up"], rows=["down"])
+    assert (method.owns, method.reduces) == (("ep", "etp"), ("ep",))
+    method.apply(layer)
+    mine = layer.experts["1"]
+    assert mine.up.weight.equal(up[WIDTH:])
+    assert mine.down.weight.equal(down[:, WIDTH:])
+    assert (mine.up.out_features, mine.up.bias.shape, mine.down.in_features) == (WIDTH, (WIDTH,), WIDTH)
+
+
+def test_plain_mixing_is_the_sum_over_a_tokens_experts():
+    torch.manual_seed(1)
+    tokens, weights = torch.randn(7, WIDTH, dtype=torch.float64), torch.rand(7, 3, dtype=torch.float64)
+    chosen = torch.stack([torch.randperm(5)[:3] for _ in range(7)])
+    experts = nn.ModuleList(Expert() for _ in range(5)).double()
+    right = [sum(w * experts[int(e)](t) for w, e in zip(ws, es)) for t, ws, es in zip(tokens, weights, chosen)]
+    torch.testing.assert_close(mix(tokens, weights, chosen, experts), torch.stack(right), **TOLERANCE)
+    named = nn.ModuleDict(dict(experts.named_children()))
+    assert mix(tokens, weights, chosen, named).equal(mix(tokens, weights, chosen, experts))
+
+
+def test_a_router_sends_each_token_to_its_likeliest_experts():
+    torch.manual_seed(1)
+    router, tokens = Router(WIDTH, EXPERTS, 3), torch.randn(50, WIDTH)
+    likely = router.gate(tokens).softmax(-1)
+    routes = router(tokens)
+    assert routes.chosen.equal(likely.argsort(-1, descending=True)[:, :3])
+    torch.testing.assert_close(routes.weights.sum(-1), torch.ones(50))
+    torch.testing.assert_close(
+        routes.weights[:, 0] / routes.weights[:, 1], likely.max(-1).values / likely.kthvalue(7).values
+    )
+    shares = torch.tensor([(routes.chosen == e).sum().item() for e in range(EXPERTS)]) / 150
+    torch.testing.assert_close(routes.balance, EXPERTS * (shares * likely.mean(0)).sum())
+    one = Router(WIDTH, EXPERTS, 1)(tokens)
+    one.weights.sum().backward()
+    assert (one.weights < 1).all()
+
+
+def test_a_balance_loss_counts_what_all_ranks_chose():
+    probabilities, chosen = torch.rand(6, 4).softmax(-1), torch.tensor([[0], [0], [1], [2], [3], [3]])
+    alone = balance_loss(probabilities, chosen)
+    shares = torch.tensor([2, 1, 1, 2]) / 6
+    torch.testing.assert_close(alone, 4 * (shares * probabilities.mean(0)).sum())
+    torch.testing.assert_close(balance_loss(probabilities, chosen, lambda counts: 5 * counts), alone)
+    skew = balance_loss(probabilities, chosen, lambda counts: counts + torch.tensor([6, 0, 0, 0]))
+    torch.testing.assert_close(skew, 4 * (torch.tensor([8, 1, 1, 2]) / 12 * probabilities.mean(0)).sum())
+
+
+def test_what_does_not_fit_is_told_with_the_numbers(mesh):
+    by_two = ExpertParallel(mesh, "ep")
+    cut = ExpertParallel(mesh, "ep", tensor="etp", columns=["up"], rows=["down"])
+    says(
+        ShapeError,
+        lambda: by_two.apply(layer_of(7)),
+        """
+        Module.experts: 7 experts cannot be shared out evenly along ep=2: 7 is not divisible by 2.
+
+          6 or 8 experts would do
+        """,
+    )
+    odd = layer_of()
+    odd.experts[0].up = nn.Linear(WIDTH, 5)
+    says(
+        ShapeError,
+        lambda: cut.apply(odd),
+        """
+        Module.experts.0.up: 5 outputs cannot be shared out evenly along etp=2: 5 is not divisible by 2.
+
+          4 or 6 outputs would do
+        """,
+    )
+    says(
+        ShapeError,
+        lambda: Router(4, experts=2, top_k=3),
+        "Router: each token goes to at least 1 expert and to 2 at most, not to 3.",
+    )
+
+
+def saved_and_loaded(folder) -> None:
+    """Two steps with experts arranged in one way, and the third where they are arranged in another."""
+    expected = alone_in_parts()
+    for name, view, steps in [("saving", {"edp": 2, "ep": 2}, [0, 1]), ("loading", {"ep": 4}, [2])]:
+        with ProcessGroupMesh(dp=4, name=name) as mesh:
+            experts = ExpertParallel(mesh.view(**view), "ep", over=[*view])
+            together = compose(mesh, DataParallel(mesh, "dp"), experts)
+            model = together.apply(model_of())
+            optimizer = optimizer_of(model.parameters())
+            if name == "loading":
+                checkpoint.load(folder, mesh, model, optimizer)
+            for step in steps:
+                codes, target = (together.share(each) for each in batch(step))
+                optimizer.zero_grad()
+                loss_of(model(codes), target).backward()
+                same(f"{name}: gradients", gradients_of(model), expected.gradients[step])
+                optimizer.step()
+            if name == "saving":
+                checkpoint.save(folder, mesh, model, optimizer)
+            else:
+                same("weights", weights_of(model), expected.weights)
+            check_sums(groups_of(mesh))
+
+
+def test_a_checkpoint_of_whole_experts_is_loaded_where_they_lie_on_other_ranks(tmp_path):
+    world(4).run(saved_and_loaded, tmp_path)
+
+
+def test_a_checkpoint_refuses_experts_whose_parts_it_would_take_for_one(mesh, tmp_path):
+    layer = layer_of()
+    ExpertParallel(mesh, "ep", tensor="etp", columns=["up"], rows=["down"]).apply(layer)
+    says(
+        MethodError,
+        lambda: checkpoint.save(tmp_path, mesh, layer),
+        "experts.0.up.weight is cut along etp=2 as a plain tensor, so ranks hold different parts under one name, of "
+        "which a checkpoint would keep one: checkpoints take experts that are whole.",
+    )
+
+
+def test_a_stage_of_a_pipeline_may_have_no_experts_and_no_attention(mesh):
+    stage = nn.Sequential(nn.Linear(2, 2), Elsewhere())
+    assert ExpertParallel(mesh, "ep").apply(stage) is stage
+    assert ContextParallel(mesh, "ep").apply(stage) is stage
+    assert TensorParallel(mesh, "ep", plan={"1": "columns", "1.up": "rows"}).apply(stage) is stage
+
+
+def test_a_module_without_what_is_named_is_refused(mesh):
+    says(
+        MethodError,
+        lambda: ExpertParallel(mesh, "ep").apply(nn.Linear(2, 2)),
+        """
+        no part of Linear keeps pgmesh.parallel.mix in an attribute, so there are no experts to share out.
+
+          self.mix, self.experts = mix, nn.ModuleList(...)            # in __init__ of the layer
+          out = self.mix(tokens, weights, chosen, self.experts)       # in its forward
+        """,
+    )
+    bare = nn.Module()
+    bare.mix = mix
+    says(
+        MethodError,
+        lambda: ExpertParallel(mesh, "ep").apply(bare),
+        "Module.experts is a ModuleList or a ModuleDict of experts, not NoneType.",
+    )
+    says(
+        MethodError,
+        lambda: ExpertParallel(mesh, "ep", tensor="etp", columns=["gate"], rows=["down"]).apply(layer_of()),
+        "Module.experts.0 has no linear layer 'gate'; it has up, down.",
+    )
+    biased = layer_of()
+    biased.experts[0].down = nn.Linear(2 * WIDTH, WIDTH)
+    says(
+        MethodError,
+        lambda: ExpertParallel(mesh, "ep", tensor="etp", columns=["up"], rows=["down"]).apply(biased),
+        """
+        Module.experts.0.down has a bias, which each of the 2 ranks along etp=2 would add to the sum.
+
+          nn.Linear(..., bias=False)   # for layers whose inputs are cut
+        """,
+    )
+    normed = layer_of()
+    normed.experts[0].norm = nn.LayerNorm(WIDTH)
+    says(
+        MethodError,
+        lambda: ExpertParallel(mesh, "ep", tensor="etp", columns=["up"], rows=["down"]).apply(normed),
+        "Module.experts.0 has weights in no layer that is cut, norm.bias, norm.weight, of whose gradient each of the 2 "
+        "ranks along etp=2 would see a part: name their layers in columns= or rows=, or move them out of the experts.",
+    )
+    says(
+        AxisError,
+        lambda: ExpertParallel(mesh, "ep", tensor="etp"),
+        """
+        ExpertParallel: an expert is cut along an axis by layers whose outputs are cut and layers that take them.
+
+          ExpertParallel(mesh, 'ep', tensor='etp', columns=['up'], rows=['down'])
+        """,
+    )
