@@ -51,8 +51,8 @@ test-launchers: $(VENV)/dev  ## torchrun, srun, mpirun and mpiexec themselves, f
 	$(RUN) -m tests.launchers
 
 chaos: $(VENV)/dev           ## every fault at every moment, and the protocol's model: ten minutes at most
-	$(RUN) -m tests.model --minutes 2
-	$(LOCAL) $(RUN) -m tests.chaos --minutes 8
+	$(RUN) -m tests.rendezvous.model --minutes 2
+	$(LOCAL) $(RUN) -m tests.faults.chaos --minutes 8
 
 bench: $(BENCH)/made         ## beside its peers, as ratios: under five minutes
 	$(QUIET) $(BENCH)/bin/python -m benchmarks $(ARGS)

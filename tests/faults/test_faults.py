@@ -4,8 +4,8 @@ Ranks beat five times as often here as elsewhere, so one that falls silent is su
 in the ranks, on the clock that all processes of a machine share. Nothing here waits for luck: a rank that must come
 after another looks in the store, or at a file, until that one is where it should be.
 
-With PGMESH_STARVED set, as `python -m tests.chaos --part starved` does while it keeps all cores busy, ranks beat as
-elsewhere, and reports may come late. What they say may not differ.
+With PGMESH_STARVED set, as `python -m tests.faults.chaos --part starved` does while it keeps all cores busy, ranks beat
+as elsewhere, and reports may come late. What they say may not differ.
 """
 
 from __future__ import annotations
@@ -1027,7 +1027,7 @@ def crash_points(ks: Sequence[int], batch: int = 4) -> Iterator[list[tuple[int, 
 
 
 def test_a_rank_may_die_at_any_of_its_operations(tmp_path: Path):
-    """A sample; `python -m tests.chaos` tries them all."""
+    """A sample; `python -m tests.faults.chaos` tries them all."""
     points = [(1, "together"), (2, "first"), (3, "last"), (3, "first"), (4, "last"), (6, "together")]
     print([*zip(points, die_at_each(tmp_path, points))])
 

@@ -23,10 +23,9 @@ def release_and_ask_again() -> None:
     check_sums({what: (group, mesh.ranks("tp")) for what, group in before.items()})
     dist.barrier()
     mesh.release("tp")
+    released = r"^group tp.* of mesh 'actor' was released at test_regressions.py:\d+;"
     for group in before.values():
-        with pytest.raises(
-            LifetimeError, match=r"^group tp.* of mesh 'actor' was released at test_regressions.py:\d+;"
-        ):
+        with pytest.raises(LifetimeError, match=released):
             dist.all_reduce(torch.ones(1), group=group)
     after = {what: mesh.group("tp", **how) for what, how in asked.items()}
     assert not {*before.values()} & {*after.values()}

@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings, strategies as st
 from pgmesh import rendezvous
 from pgmesh.errors import CircleError, MismatchError, MissingRanksError
 from pgmesh.rendezvous import FIRST_INSPECTION, Read, Say
-from tests.model.clock import Caller, Clock, H
+from tests.rendezvous.model.clock import Caller, Clock, H
 
 POLL = 0.3
 ALL = (0, 1, 2, 3)

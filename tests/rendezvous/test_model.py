@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from pgmesh.rendezvous import MOST_ASKED
-from tests.model.__main__ import main
-from tests.model.ideal import Ideal
-from tests.model.mutants import MUTANTS, Mutant, caught
-from tests.model.programs import (
+from tests.rendezvous.model.__main__ import main
+from tests.rendezvous.model.ideal import Ideal
+from tests.rendezvous.model.mutants import MUTANTS, Mutant, caught
+from tests.rendezvous.model.programs import (
     PAIRS_AND_TRIPLE,
     Program,
     Protocol,
@@ -24,7 +24,7 @@ from tests.model.programs import (
     two_each,
     up_to_two_each,
 )
-from tests.model.space import NO_FAULTS, Checker, Faults, Seen
+from tests.rendezvous.model.space import NO_FAULTS, Checker, Faults, Seen
 
 AB, AC, BC, ABC = PAIRS_AND_TRIPLE
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pgmesh import rendezvous as real
 from pgmesh.rendezvous import Append, Card, End, Pause, Read, Ready, Step, Swap
-from tests.model.programs import (
+from tests.rendezvous.model.programs import (
     MOST_TRIES,
     Call,
     Collective,

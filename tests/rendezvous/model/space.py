@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from pgmesh.rendezvous import Delete, End, Pause, Read, Say, Step, Swap, Told, told
-from tests.model.ideal import Ideal, on_circle
-from tests.model.programs import (
+from tests.rendezvous.model.ideal import Ideal, on_circle
+from tests.rendezvous.model.programs import (
     REAL,
     Collective,
     Program,
     Protocol,
     spell,
 )
-from tests.model.ranks import Node, Rank
-from tests.model.stores import Stores, kind_of, links_of, meeting_of
+from tests.rendezvous.model.ranks import Node, Rank
+from tests.rendezvous.model.stores import Stores, kind_of, links_of, meeting_of
 
 NEVER_CHANGES = "an end never changes"
 ONE_END = "one end for all"

@@ -1,4 +1,4 @@
-"""Faults on purpose, at random but by a seed: `python -m tests.chaos [--minutes M] [--seed S] [--only N,N,...]`.
+"""Faults on purpose, at random but by a seed: `python -m tests.faults.chaos [--minutes M] [--seed S] [--only N,N,...]`.
 
 Real processes, and every fault at every moment to every victim: what docs/faults.md promises has to hold each time.
 Then every crash point, what stays behind after 500 cycles, two hosts whose link is cut, and all of test_faults.py while
@@ -61,7 +61,8 @@ from tests.groups.test_groups import groups_of
 from tests.support.resource_counts import held, resident
 from tests.support.worlds import check_sums, fresh
 
-if __name__ != "tests.chaos":  # where it runs, and in its ranks: the tests' own worlds go without, wherever it is read
+# True in the program and in its ranks, false where pytest imports this file: other tests keep their settings.
+if __name__ != "tests.faults.chaos":
     test_faults.PATIENCE = 60.0  # where a name server loses questions, a connection to the store takes half a minute
     PRELOAD[:] = ["__main__", "torch"]  # what other tests need, seconds each, is not needed here
 
@@ -75,7 +76,7 @@ HARMLESS = ("nothing", "slow", "SIGSTOP, short", "GIL held, short")
 FAULTS = (*DEADLY, "SIGSTOP", "SIGSTOP, short", "exception", "GIL held", "GIL held, short", "slow")
 STORE_FAULTS = ("SIGKILL", "SIGSTOP", "SIGSTOP, short")
 SHORT, LONGER = 0.4 * H, 2.5 * H
-LEFT = Path(__file__).parent.parent / ".pytest_cache" / "chaos-left.json"
+LEFT = Path(__file__).parents[2] / ".pytest_cache" / "chaos-left.json"
 """The cases for which there was no time, with which the next run begins."""
 
 SIDE_BY_SIDE = 3
@@ -421,7 +422,7 @@ def run_crashes(end: float, tally: Tally) -> None:
         if not points or k > 200:
             break
         if time.monotonic() > end:
-            tally.left.append(f"crash points after operation {k - 1}: python -m tests.chaos --part crashes")
+            tally.left.append(f"crash points after operation {k - 1}: python -m tests.faults.chaos --part crashes")
             break
         start = time.monotonic()
         with tempfile.TemporaryDirectory() as name:
@@ -518,7 +519,7 @@ def run_all_tests(end: float, tally: Tally) -> None:
         try:
             tests.wait(max(1.0, end - start))
         except subprocess.TimeoutExpired:
-            tally.left.append("the rest of test_faults.py, starved: python -m tests.chaos --part starved")
+            tally.left.append("the rest of test_faults.py, starved: python -m tests.faults.chaos --part starved")
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(tests.pid, signal.SIGKILL)  # its ranks too
@@ -594,7 +595,7 @@ def run_hosts(tally: Tally) -> None:
                 command = ["ip", "netns", "exec", host, sys.executable, "-m", "torch.distributed.run"]
                 command += ["--nnodes", "2", "--nproc-per-node", "2", "--node-rank", f"{i}"]
                 command += ["--master-addr", "10.77.0.1", "--master-port", "29577"]
-                command += ["--module", "tests.chaos", "--worker", name]
+                command += ["--module", "tests.faults.chaos", "--worker", name]
                 env = {**os.environ, "GLOO_SOCKET_IFNAME": host, "OMP_NUM_THREADS": "1"}
                 log = (folder / f"log {i}").open("wb")
                 agents.append(subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True))
@@ -613,7 +614,7 @@ def run_hosts(tally: Tally) -> None:
                 agent.kill()
             for path in folder.glob("pid *"):
                 with contextlib.suppress(OSError):  # a worker that its agent left behind
-                    if b"tests.chaos" in Path(f"/proc/{path.read_text()}/cmdline").read_bytes():
+                    if b"tests.faults.chaos" in Path(f"/proc/{path.read_text()}/cmdline").read_bytes():
                         os.kill(int(path.read_text()), signal.SIGKILL)
             _end_hosts(a, b)
 
@@ -658,7 +659,7 @@ def _cut_and_mend(a: str, folder: Path, tally: Tally) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.chaos", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=10.0, help="stop after so many")
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--only", type=numbers, metavar="N,N", help="these cases alone")
@@ -731,7 +732,7 @@ def run_cases(cases: list[Case], seed: int, end: float, tally: Tally) -> None:
         running = []
         for path, share in shares.items():
             only = ",".join(str(case.number) for case in share)
-            command = [sys.executable, "-m", "tests.chaos", "--seed", f"{seed}", "--minutes", minutes]
+            command = [sys.executable, "-m", "tests.faults.chaos", "--seed", f"{seed}", "--minutes", minutes]
             running.append(subprocess.Popen([*command, "--only", only, "--into", str(path)]))
         try:
             for each, path in zip(running, shares):

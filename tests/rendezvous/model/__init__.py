@@ -21,5 +21,5 @@ The laws:
     a loss is found                 long before any deadline
     a retry works                   for those that are left
 
-``python -m tests.model --minutes 5 --seed 7`` tries random programs for as long as that.
+``python -m tests.rendezvous.model --minutes 5 --seed 7`` tries random programs for as long as that.
 """

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.model.mutants import MUTANTS, caught
-from tests.model.programs import Program, Release, at_once, but_for_names, drawn, up_to_two_each
-from tests.model.space import (
+from tests.rendezvous.model.mutants import MUTANTS, caught
+from tests.rendezvous.model.programs import Program, Release, at_once, but_for_names, drawn, up_to_two_each
+from tests.rendezvous.model.space import (
     NO_FAULTS,
     Broken,
     Checker,
@@ -88,7 +88,9 @@ def try_all(table: Table, row: str, programs: Sequence[Program], faults: Faults 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.model", description="Try the protocol behind connect().")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.rendezvous.model", description="Try the protocol behind connect()."
+    )
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--most", type=int, default=1_500_000, help="states of one space, about 0.5 GB for a million")

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from pgmesh.rendezvous import Add, Append, Delete, End, Read, Say, Step, Swap, Told, told
-from tests.model.programs import Group
+from tests.rendezvous.model.programs import Group
 
 
 class Stores:

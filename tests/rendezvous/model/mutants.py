@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from pgmesh import rendezvous as real
 from pgmesh.rendezvous import Add, Delete, End, Read, Say, Step, Swap, Told, told
-from tests.model.programs import (
+from tests.rendezvous.model.programs import (
     PAIRS_AND_TRIPLE,
     Group,
     Program,
@@ -16,7 +16,7 @@ from tests.model.programs import (
     at_once,
     one_after_another,
 )
-from tests.model.space import (
+from tests.rendezvous.model.space import (
     ALIKE,
     ALL_CAME,
     FALSE_CIRCLE,
@@ -31,7 +31,7 @@ from tests.model.space import (
     Checker,
     Faults,
 )
-from tests.model.stores import Overwrite
+from tests.rendezvous.model.stores import Overwrite
 
 
 def _without(steps: Any, unwanted: Callable[[Step], bool]) -> Any:

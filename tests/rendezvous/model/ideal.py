@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tests.model.programs import Group, Program
+from tests.rendezvous.model.programs import Group, Program
 
 
 @dataclass(frozen=True)
