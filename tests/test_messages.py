@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import builtins
 import re
-import textwrap
 import traceback
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from pgmesh import AxisError, Layout, PgmeshError, PlaceError, ShapeError, errors, sizes
+from tests.support.message_assertions import says
 
 BOX = Layout(pp=2, dp=2, tp=2)
 NUMBERED = Layout(2, 2, 2)
-
-
-def says(error: type[PgmeshError], call: Callable[[], object], text: str) -> None:
-    """Checks the whole text of the error that a call raises; indented as it stands in these tests."""
-    with pytest.raises(error) as caught:
-        call()
-    assert type(caught.value) is error
-    assert str(caught.value) == textwrap.dedent(text).strip()
 
 
 # ---- ShapeError ----

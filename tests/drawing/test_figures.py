@@ -18,9 +18,9 @@ from pgmesh.machine import Level, take_machine
 from pgmesh.picture import Cell, Panel
 from pgmesh.place import place_of
 from pgmesh.svg import Box, Drawing
-from tests.drawing.test_text import layouts
 from tests.support import browser, golden_files as golden
 from tests.support.fake_world import dry_world
+from tests.support.layout_strategies import layouts
 
 EIGHT = Layout(pp=2, dp=2, tp=2)
 SIXTY_FOUR = Layout(pp=2, dp=4, cp=2, tp=4)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from pgmesh import Layout, draw
+from tests.support.layout_strategies import layouts
 
 
 def picture(drawing: str) -> str:
@@ -164,15 +165,6 @@ def cells(drawing: str) -> Iterator[tuple[list[str], str]]:
 
 def label(axis: str | int, index: int) -> str:
     return f"{axis}:{index}" if isinstance(axis, int) else f"{axis}{index}"
-
-
-@st.composite
-def layouts(draw) -> Layout:
-    """Up to 4 axes, named or numbered, on any ranks."""
-    shape = draw(st.lists(st.integers(1, 10), min_size=1, max_size=4).filter(lambda shape: prod(shape) <= 400))
-    start = draw(st.integers(0, 9999))
-    ranks = draw(st.permutations(range(start, start + prod(shape))))
-    return Layout(*shape, ranks=ranks) if draw(st.booleans()) else Layout(**dict(zip("abcd", shape)), ranks=ranks)
 
 
 @given(layouts(), st.data())

@@ -39,8 +39,8 @@ import torch.distributed as dist
 from pgmesh import ProcessGroupMesh, connecting, groups, launch
 from pgmesh.launch import PRELOAD, StoreProcess
 from pgmesh.rendezvous import Add
-from tests.faults import test_faults
-from tests.faults.test_faults import (
+from tests.support import faults
+from tests.support.faults import (
     BEAT,
     LONG,
     ORDERS,
@@ -57,13 +57,12 @@ from tests.faults.test_faults import (
     until_flag,
     until_waiting,
 )
-from tests.groups.test_groups import groups_of
 from tests.support.resource_counts import held, resident
-from tests.support.worlds import check_sums, fresh
+from tests.support.worlds import check_sums, fresh, groups_of
 
 # True in the program and in its ranks, false where pytest imports this file: other tests keep their settings.
 if __name__ != "tests.faults.chaos":
-    test_faults.PATIENCE = 60.0  # where a name server loses questions, a connection to the store takes half a minute
+    faults.PATIENCE = 60.0  # where a name server loses questions, a connection to the store takes half a minute
     PRELOAD[:] = ["__main__", "torch"]  # what other tests need, seconds each, is not needed here
 
 D = 4.0  # seconds: the deadline of the calls that faults fall into
@@ -262,7 +261,7 @@ def what_stays(before: dict[str, int]) -> dict[str, tuple[int, int]]:
         now = held()
         return {what: (count, now[what]) for what, count in before.items() if now[what] > count}
 
-    with contextlib.suppress(AssertionError), mock.patch.object(test_faults, "PATIENCE", 5.0):
+    with contextlib.suppress(AssertionError), mock.patch.object(faults, "PATIENCE", 5.0):
         until(lambda: not more(), "nothing stays")
     return more()
 

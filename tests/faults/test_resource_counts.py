@@ -25,7 +25,7 @@ from pgmesh import ProcessGroupMesh, connecting, groups, polling
 from pgmesh.family import Family, reach
 from pgmesh.polling import PollingStore
 from pgmesh.rendezvous import Pause, Steps
-from tests.faults.test_faults import LONG, quick, until
+from tests.support.faults import LONG, quick, until
 from tests.support.resource_counts import COUNTED, held, resident
 from tests.support.torch_tables import c10d
 from tests.support.worlds import World, check_sums, fresh

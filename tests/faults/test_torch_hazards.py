@@ -20,11 +20,10 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh
-from tests.groups.test_groups import groups_of
 from tests.support import resource_counts as ledger
 from tests.support.resource_counts import COUNTED, resident
 from tests.support.torch_tables import c10d
-from tests.support.worlds import check_sums, fresh, world
+from tests.support.worlds import check_sums, fresh, groups_of, world
 
 PATIENCE = 2.0  # seconds for torch alone, where a tenth of a second is enough when it works
 LONG = timedelta(seconds=20)

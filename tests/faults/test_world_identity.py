@@ -21,9 +21,8 @@ from pgmesh.heart import REPLACED, Heart, enter_world, leave_world
 from pgmesh.launch import StoreProcess
 from pgmesh.polling import once
 from pgmesh.rendezvous import Swap
-from tests.groups.test_groups import groups_of
 from tests.support.resource_counts import COUNTED, threads
-from tests.support.worlds import check_sums, fresh
+from tests.support.worlds import check_sums, fresh, groups_of
 
 DEADLINE = timedelta(seconds=30)
 

@@ -26,9 +26,7 @@ from pgmesh.parallel import (
     weights,
 )
 from tests.gpu.device import DEVICE, placed
-from tests.parallel.test_combinations import in_microbatches, whole_loss
-from tests.parallel.test_expert import Block as Mixture, cut_as
-from tests.parallel.test_tensor import SEQUENCE, WORDS
+from tests.support.expert_models import Block as Mixture, cut_as
 from tests.support.parallel_models import (
     CONTEXT,
     FIRST,
@@ -44,6 +42,8 @@ from tests.support.parallel_models import (
     same,
     weights_of,
 )
+from tests.support.parallel_training import in_microbatches, whole_loss
+from tests.support.tensor_plans import SEQUENCE, WORDS
 
 TOLERANCE = 1e-10  # of 64-bit floats: sums are taken in another order, and on a GPU in another one each time
 Rows = Callable[[torch.Tensor], Iterable[torch.Tensor]]

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,11 +21,9 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import Layout, OptionsError, ProcessGroupMesh, ShapeError
-from tests.launch.test_launch import clean_env, script
+from tests.support.programs import clean_env, script
 from tests.support.torch_tables import counted_store
-from tests.support.worlds import DEADLINE, check_sums, fresh, world
-
-Groups = dict[str, tuple[dist.ProcessGroup, Sequence[int]]]
+from tests.support.worlds import DEADLINE, Groups, check_sums, combos, fresh, groups_of, world
 
 BOXES: dict[str, tuple[int, dict[str, int], Sequence[int] | None]] = {
     "4 in a line": (4, {"dp": 4}, None),
@@ -42,16 +39,6 @@ BOXES: dict[str, tuple[int, dict[str, int], Sequence[int] | None]] = {
 }
 
 in_every_box = pytest.mark.parametrize("box", BOXES)
-
-
-def combos(mesh: ProcessGroupMesh) -> list[tuple[Any, ...]]:
-    """Every combination of axes, from none, which means all, to all."""
-    return [axes for n in range(len(mesh.axes) + 1) for axes in combinations(mesh.axes, n)]
-
-
-def groups_of(mesh: ProcessGroupMesh) -> Groups:
-    """This rank's group along every combination of axes."""
-    return {f"{axes} of {mesh!r}": (mesh.group(*axes), mesh.ranks(*axes)) for axes in combos(mesh)}
 
 
 def on_every_rank(box: str, promise: Callable[[ProcessGroupMesh], None]) -> None:

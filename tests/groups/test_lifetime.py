@@ -33,11 +33,10 @@ from pgmesh import (
     groups as pgmesh_groups,
     launch,
 )
-from tests.groups.test_groups import groups_of
-from tests.launch.test_launch import clean_env, script
 from tests.support.message_assertions import without_names
+from tests.support.programs import clean_env, script
 from tests.support.torch_tables import c10d, counted_store, tables, timeout_of
-from tests.support.worlds import check_sums, world
+from tests.support.worlds import check_sums, groups_of, world
 
 SOON = 2.0  # seconds: at once, on a machine that is busy with something else; no timeout is as short
 

@@ -7,88 +7,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
-from types import SimpleNamespace
-from typing import Any, ClassVar
-from unittest import mock
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from pgmesh import Layout, OptionsError, ProcessGroupMesh, groups, recipes
+from pgmesh import Layout, OptionsError, ProcessGroupMesh, recipes
 from pgmesh.options import NCCL_SETTINGS
 from tests.support.fake_world import dry_world
-from tests.test_messages import says
-
-UNSET = -(2**31)  # as NCCL marks what is left to it
-
-
-class Options:
-    """As torch's own for NCCL: fields, and a configuration of which each has a value from the first."""
-
-    def __init__(self, is_high_priority_stream: bool = False) -> None:
-        self.is_high_priority_stream = is_high_priority_stream
-        self.config = SimpleNamespace(**dict.fromkeys(StandIn.settings, UNSET))
-
-    @property
-    def told(self) -> tuple[bool, dict[str, Any]]:
-        """Whether its streams have a high priority, and the settings that are not left to NCCL."""
-        return self.is_high_priority_stream, {
-            name: value for name, value in vars(self.config).items() if value != UNSET
-        }
-
-
-class StandIn:
-    """Takes what torch's backend for NCCL takes, and moves nothing."""
-
-    Options = Options
-    settings = NCCL_SETTINGS
-    made: ClassVar[list[Any]] = []
-
-    def __new__(cls, store: Any, rank: int, size: int, options: Any) -> Any:
-        cls.made.append(options)
-        return groups._FakeBackend._create_internal(rank, size, groups._FakeBackend.Options())
-
-
-@contextmanager
-def standing_in() -> Iterator[type[StandIn]]:
-    """A torch that has NCCL, as far as it is asked; this process is rank 5 of 8."""
-    StandIn.made, StandIn.settings = [], NCCL_SETTINGS
-    groups.backends_of.cache_clear()
-    with (
-        mock.patch.object(dist, "is_nccl_available", return_value=True),
-        mock.patch.object(dist, "ProcessGroupNCCL", StandIn, create=True),
-        dry_world(5, 8, dist.HashStore()),
-    ):
-        yield StandIn
-    groups.backends_of.cache_clear()
+from tests.support.message_assertions import says
+from tests.support.nccl_stand_in import YAML, StandIn, standing_in, told
 
 
 @pytest.fixture
 def nccl() -> Iterator[type[StandIn]]:
     with standing_in() as stand_in:
         yield stand_in
-
-
-def told(nccl: type[StandIn], arrangement: recipes.Arrangement) -> dict[str, tuple[bool, dict[str, Any]]]:
-    """What NCCL is told of each group of this rank, where it is told something."""
-    mine = [name for name in arrangement if arrangement.rank in arrangement[name]]
-    for name in mine:
-        arrangement[name].group(backend="nccl")
-    by_ranks = {tuple(options.global_ranks_in_group): options.told for options in nccl.made}
-    found = {name: by_ranks[arrangement[name].ranks] for name in mine}
-    return {name: each for name, each in found.items() if each != (False, {})}
-
-
-YAML = """
-tp: {cga_cluster_size: 2, min_ctas: 1, max_ctas: 4}
-dp_cp:
-  is_high_priority_stream: true
-  max_ctas: 8
-cp: {is_high_priority_stream: false, net_name: Socket}
-tp_ep_pp: {net_name: IB}
-"""
 
 
 def test_settings_in_yaml_reach_nccl(nccl: type[StandIn]):

@@ -15,11 +15,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from pgmesh import ProcessGroupMesh
-from tests.groups.test_groups import groups_of
-from tests.interop.test_device_mesh import batch, mine, net, ready, same, step
+from tests.support.device_mesh_training import batch, mine, net, ready, same, step
 from tests.support.fake_world import dry_world
 from tests.support.torch_tables import c10d, tables
-from tests.support.worlds import check_sums, world
+from tests.support.worlds import check_sums, groups_of, world
 
 pytestmark = pytest.mark.long
 

@@ -16,10 +16,9 @@ from hypothesis import given, strategies as st
 import pgmesh
 from pgmesh import AxisError, LifetimeError, MembershipError, NameTakenError, PlaceError, ProcessGroupMesh, ShapeError
 from pgmesh.interop.colossalai import ColossalMesh
-from tests.groups.test_groups import groups_of
 from tests.support.fake_world import dry_world
 from tests.support.torch_tables import tables
-from tests.support.worlds import check_sums, world
+from tests.support.worlds import check_sums, groups_of, world
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming_from" / "colossalai.md"
 SHAPES = [shape for n in (1, 2, 3) for shape in itertools.product((1, 2, 3), repeat=n)]

@@ -18,17 +18,15 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from pgmesh import LifetimeError, OptionsError, PlaceError, ProcessGroupMesh, from_device_mesh
-from tests.groups.test_groups import groups_of
+from tests.support.device_mesh_training import CLOSE, batch, full, mine, net, ready, same, step
 from tests.support.fake_world import dry_world
 from tests.support.torch_tables import c10d, tables
-from tests.support.worlds import check_sums, world
-
-CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+from tests.support.worlds import check_sums, groups_of, world
 
 
 @contextmanager
@@ -38,64 +36,6 @@ def no_more_groups() -> Iterator[None]:
     yield
     after = tables()
     assert after == before, f"torch made groups: {before} became {after}"
-
-
-def ready(mesh: ProcessGroupMesh) -> DeviceMesh:
-    """The device mesh, and so the groups along every axis."""
-    before = tables()["pg_map"]
-    whole = mesh.device_mesh()
-    made = {mesh.group(axis) for axis in mesh.axes}
-    assert tables()["pg_map"] - before == len(made)
-    return whole
-
-
-def full(tensor: torch.Tensor | None) -> torch.Tensor:
-    assert tensor is not None
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-# ---- one model, one batch, known by all ----
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.relu(self.up(x)))
-
-
-def net() -> Net:
-    torch.manual_seed(7)
-    return Net()
-
-
-def batch(rows: int = 8) -> torch.Tensor:
-    return torch.randn(rows, 8, generator=torch.Generator().manual_seed(11))
-
-
-def step(model: nn.Module, x: torch.Tensor, *, clip: float | None = None) -> dict[str, torch.Tensor]:
-    """Two steps of training, and what the parameters, and the norm of the last gradient, are then."""
-    optimizer, norm = torch.optim.SGD(model.parameters(), lr=0.5), torch.zeros(())
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        if clip is not None:
-            norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-    return {"norm": full(norm).detach(), **{name: full(p).detach() for name, p in model.named_parameters()}}
-
-
-def mine(mesh: ProcessGroupMesh, *axes: str) -> torch.Tensor:
-    """This rank's rows of the batch, along the axes that share it out."""
-    return batch().chunk(mesh.size(*axes))[mesh.index(*axes)]
-
-
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name in expected:
-        torch.testing.assert_close(found[name], expected[name], **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
 
 
 # ---- the mesh itself ----

@@ -23,9 +23,9 @@ from torch import nn
 
 from pgmesh import AxisError, SeamError, ShapeError, WorldError, recipes
 from pgmesh.interop import megatron
-from tests.groups.test_nccl_options import YAML, standing_in, told
 from tests.support import doc_tables as pages
 from tests.support.fake_world import dry_world
+from tests.support.nccl_stand_in import YAML, standing_in, told
 from tests.support.torch_tables import c10d, tables
 from tests.support.worlds import check_sums, world
 

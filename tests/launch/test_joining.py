@@ -16,11 +16,10 @@ import torch.distributed as dist
 from pgmesh.errors import LaunchError
 from pgmesh.launch import StoreProcess, from_openmpi, from_slurm, from_torch, join
 from pgmesh.launchers import PORTS, Found, OpenMPI, Slurm, Torchrun, at, believe, single_out
-from tests.launch.test_detect import BY_HAND, HYDRA, HYDRA_ON_TWO, ONE_HOST, OPEN_MPI, SRUN, TORCHRUN
-from tests.launch.test_launch import clean_env
 from tests.launchers.install import PROGRAMS, SLURM, install
-from tests.support.programs import apart
-from tests.test_messages import says
+from tests.support.launcher_environments import BY_HAND, HYDRA, HYDRA_ON_TWO, ONE_HOST, OPEN_MPI, SRUN, TORCHRUN
+from tests.support.message_assertions import says
+from tests.support.programs import apart, clean_env
 
 ON_TWO = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
 

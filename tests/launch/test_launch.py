@@ -18,9 +18,8 @@ import torch.distributed as dist
 
 from pgmesh.errors import LaunchError
 from pgmesh.launch import TORCHRUN, Outcome, StoreProcess, join, results, spawn
-from tests.support.message_assertions import in_one_wording
-from tests.support.programs import apart
-from tests.test_messages import says
+from tests.support.message_assertions import in_one_wording, says
+from tests.support.programs import apart, clean_env, gone, running, script
 
 ROOT = Path(__file__).parents[2]
 
@@ -91,14 +90,6 @@ def exit_politely() -> None:
 # ---- helpers ----
 
 
-def running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
-
-
 def pids_in(folder: Path, n: int, seconds: float = 60.0) -> list[int]:
     """The pids that n ranks have written, once they are all there."""
     end = time.monotonic() + seconds
@@ -106,24 +97,6 @@ def pids_in(folder: Path, n: int, seconds: float = 60.0) -> list[int]:
         assert time.monotonic() < end, f"{len(written)} of {n} ranks started in {seconds} s"
         time.sleep(0.01)
     return [int(path.read_text()) for path in written]
-
-
-def gone(pids: list[int], seconds: float = 30.0) -> bool:
-    end = time.monotonic() + seconds
-    while any(map(running, pids)) and time.monotonic() < end:
-        time.sleep(0.01)
-    return not any(map(running, pids))
-
-
-def script(tmp_path: Path, text: str) -> str:
-    path = tmp_path / "script.py"
-    path.write_text(text)
-    return str(path)
-
-
-def clean_env(**more: str) -> dict[str, str]:
-    env = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
-    return env | {"PYTHONPATH": str(ROOT)} | more
 
 
 # ---- spawn ----

@@ -32,10 +32,9 @@ from pgmesh.parallel import (
     find,
 )
 from pgmesh.parallel.composing import meeting
-from tests.groups.test_groups import groups_of
 from tests.support.fake_world import dry_world
 from tests.support.message_assertions import says
-from tests.support.worlds import check_sums, world
+from tests.support.worlds import check_sums, groups_of, world
 
 ROOT = Path(__file__).parents[2]
 

@@ -21,7 +21,6 @@ from pgmesh.parallel import (
     checkpoint,
     compose,
 )
-from tests.parallel.test_tensor import WORDS
 from tests.support.parallel_models import (
     FIRST,
     LAST,
@@ -38,6 +37,7 @@ from tests.support.parallel_models import (
     weights_of,
     whole,
 )
+from tests.support.tensor_plans import WORDS
 from tests.support.worlds import world
 
 torch.set_num_threads(1)  # on ranks too, which import this: others share their cores

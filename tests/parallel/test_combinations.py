@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from torch.nn.functional import cross_entropy
 
 from pgmesh import ProcessGroupMesh
 from pgmesh.parallel import (
@@ -16,12 +14,11 @@ from pgmesh.parallel import (
     TensorParallel,
     compose,
 )
-from tests.groups.test_groups import groups_of
-from tests.parallel.test_expert import alone_in_parts, cut_as, model_of
-from tests.parallel.test_tensor import WORDS
+from tests.support.expert_models import alone_in_parts, cut_as, model_of
 from tests.support.parallel_models import FIRST, LAST, TinyGPT, alone, loss_of
-from tests.support.parallel_training import train_and_check
-from tests.support.worlds import check_sums, world
+from tests.support.parallel_training import in_microbatches, train_and_check, whole_loss
+from tests.support.tensor_plans import WORDS
+from tests.support.worlds import check_sums, groups_of, world
 
 pytestmark = pytest.mark.long
 
@@ -54,11 +51,6 @@ def test_data_context_tensor_with_ulysses_on_permuted_ranks():
 # ---- data x tensor x context x pipeline ----
 
 
-def whole_loss(logits, target):
-    """The loss of logits that are cut by words, as a plain tensor, which a pipeline can handle."""
-    return cross_entropy(logits.flatten(0, 1), target.flatten()).to_local()
-
-
 def all_four(sizes, ranks):
     with ProcessGroupMesh(**sizes, ranks=ranks) as mesh:
         tensor, context = TensorParallel(mesh, "tp", plan=WORDS), ContextParallel(mesh, "cp")
@@ -73,11 +65,6 @@ def test_data_tensor_context_pipeline():
 
 
 # ---- pipeline x data x experts ----
-
-
-def in_microbatches(rows, shares):
-    """The rows of each of two microbatches: those that all ranks along dp have in it."""
-    return [torch.cat(part) for part in zip(*(each.chunk(2) for each in rows.chunk(shares)))]
 
 
 def pipeline_data_experts(sizes, ranks, view, over, tensor, kind):

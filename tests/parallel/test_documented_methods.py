@@ -26,18 +26,12 @@ from pgmesh.parallel import (
     compose,
 )
 from pgmesh.parallel.apart import keep_apart
-from tests.groups.test_groups import groups_of
 from tests.support.fake_world import dry_world
 from tests.support.message_assertions import says
-from tests.support.parallel_models import TOLERANCE, named, whole
-from tests.support.worlds import check_sums, world
-
-torch.set_num_threads(1)  # on ranks too, which import this: others share their cores
+from tests.support.small_model import STAGE, STEPS, Model, alone, batch, loss_of, optimizer_of, same, train
+from tests.support.worlds import check_sums, groups_of, world
 
 ROOT = Path(__file__).parents[2]
-ROWS, STEPS, RATE = 16, 3, 0.1
-STAGE = ("0", "2", "blocks.0", "blocks.1")
-"""What the first of two stages has."""
 
 
 # ---- what the pages show ----
@@ -71,76 +65,6 @@ AVERAGES = {
     "docs": functools.partial(of_markdown, "docs/parallel.md"),
     "example": functools.partial(of_program, "examples/10_own_method.py", "Average"),
 }
-
-
-# ---- a small model, and its training in one process ----
-
-
-class Model(nn.Module):
-    """Two layers under the names that the example's plan has, and two blocks."""
-
-    def __init__(self, frozen: tuple[str, ...] = ()) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        for i, layer in enumerate((nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))):
-            self.add_module(str(i), layer)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
-        self.double()
-        for name, weight in self.named_parameters():
-            weight.requires_grad = not name.startswith(frozen)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in (*(layer for layer in map(self._modules.get, "012") if layer is not None), *self.blocks):
-            x = layer(x)
-        return x
-
-
-def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    made = torch.Generator().manual_seed(step)
-    return torch.randn(ROWS, 8, generator=made).double(), torch.randn(ROWS, 8, generator=made).double()
-
-
-def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return (output - target).square().mean()
-
-
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), RATE, eps=1e-4)
-
-
-def train(model: nn.Module, share: Any, after: Any = None) -> tuple[list[dict[str, torch.Tensor]], nn.Module]:
-    """The gradients of each step, and the model."""
-    optimizer = optimizer_of(model)
-    gradients = []
-    for step in range(STEPS):
-        rows, target = map(share, batch(step))
-        optimizer.zero_grad()
-        if hasattr(model, "step"):
-            model.step(rows, target=target)
-        else:
-            loss_of(model(rows), target).backward()
-        gradients.append({name: whole(weight.grad) for name, weight in named(model) if weight.grad is not None})
-        optimizer.step()
-        if after is not None:
-            after()
-    return gradients, model
-
-
-@functools.cache
-def alone(frozen: tuple[str, ...] = ()) -> tuple[list[dict[str, torch.Tensor]], nn.Module]:
-    return train(Model(frozen), lambda rows: rows)
-
-
-def same(found: tuple[list[dict[str, torch.Tensor]], nn.Module], right: tuple[list, nn.Module]) -> None:
-    for step, (mine, whole_ones) in enumerate(zip(found[0], right[0])):
-        assert mine or not any(weight.requires_grad for weight in found[1].parameters())
-        for name, gradient in mine.items():
-            furthest = (gradient - whole_ones[name]).abs().max().item()
-            assert furthest <= TOLERANCE, f"step {step}: the gradient of {name} differs by {furthest:.0e}"
-    weights = dict(right[1].named_parameters())
-    for name, weight in named(found[1]):
-        furthest = (whole(weight) - weights[name]).abs().max().item()
-        assert furthest <= TOLERANCE, f"{name} differs by {furthest:.0e}"
 
 
 def beside(mesh: ProcessGroupMesh, kind: str, axis: str = "x") -> list[Method]:

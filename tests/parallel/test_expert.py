@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from pgmesh import AxisError, MethodError, ProcessGroupMesh, ShapeError
 from pgmesh.parallel import (
@@ -20,18 +19,13 @@ from pgmesh.parallel import (
     checkpoint,
     compose,
     mix,
-    with_loss,
 )
 from pgmesh.parallel.pipeline import Elsewhere
-from tests.groups.test_groups import groups_of
+from tests.support.expert_models import EXPERTS, TOP, Expert, alone_in_parts, cut_as, layer_of, model_of
 from tests.support.fake_world import dry_world
 from tests.support.message_assertions import says
 from tests.support.parallel_models import (
-    HEADS,
-    STEPS,
     WIDTH,
-    TinyGPT,
-    Trained,
     batch,
     gradients_of,
     loss_of,
@@ -40,46 +34,11 @@ from tests.support.parallel_models import (
     weights_of,
 )
 from tests.support.parallel_training import train_and_check
-from tests.support.worlds import check_sums, world
+from tests.support.worlds import check_sums, groups_of, world
 
 pytestmark = pytest.mark.long
 
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}  # float64: only the order of sums differs
-EXPERTS, TOP, ALIKE = 8, 2, 0.1
-
-
-class Expert(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.down(gelu(self.up(rows)))
-
-
-class Block(nn.Module):
-    """Causal attention, then a mixture of experts, whose loads count in the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.attend = scaled_dot_product_attention
-        self.router, self.experts = Router(WIDTH, EXPERTS, TOP), nn.ModuleList(Expert() for _ in range(EXPERTS))
-        self.mix = mix
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = self.qkv(self.norm1(x)).unflatten(-1, (-1, 3, WIDTH // HEADS))
-        q, k, v = heads.transpose(1, 2).unbind(3)
-        x = x + self.out(self.attend(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        tokens = self.norm2(x).flatten(0, 1)
-        routes = self.router(tokens)
-        mixed = self.mix(tokens, routes.weights, routes.chosen, self.experts)
-        return x + with_loss(mixed.view_as(x), ALIKE * routes.balance)
-
-
-def model_of(layers: int = 2) -> TinyGPT:
-    return TinyGPT(layers=layers, block=Block)
 
 
 # ---- one layer ----
@@ -117,17 +76,6 @@ def travel(sizes, over, tensor, counts):
         same("experts", scaled, cut_as(scaled, truth, mesh, tensor))
 
 
-def cut_as(found, expected, mesh, tensor):
-    """What one process has, cut as it is here."""
-    parts = {}
-    for name, part in found.items():
-        parts[name] = expected[name]
-        for dimension in range(part.ndim):
-            if part.size(dimension) < expected[name].size(dimension):
-                parts[name] = expected[name].chunk(mesh.size(tensor), dimension)[mesh.index(tensor)]
-    return parts
-
-
 @pytest.mark.parametrize(
     ("sizes", "over", "tensor"),
     [
@@ -144,23 +92,6 @@ def test_tokens_find_their_experts_and_gradients_the_way_back(sizes, over, tenso
 
 
 # ---- training ----
-
-
-def alone_in_parts(parts: int = 1, rows=lambda each: [each]) -> Trained:
-    """One process, whose gradients are means over parts of the rows: loads are balanced within each."""
-    torch.set_num_threads(1)
-    model, trained = model_of(), Trained([], [], {})
-    optimizer = optimizer_of(model.parameters())
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for codes, target in zip(*(rows(each) for each in batch(step)), strict=True):
-            loss_of(model(codes), target).backward()
-        for weight in model.parameters():
-            weight.grad /= parts
-        trained.gradients.append(gradients_of(model))
-        optimizer.step()
-    trained.weights = weights_of(model)
-    return trained
 
 
 def trained(sizes, view, over, tensor):
@@ -203,12 +134,6 @@ def test_training_with_experts_shared_out_is_that_of_one_process(sizes, view, ov
 def mesh() -> Iterator[ProcessGroupMesh]:
     with dry_world(5, 8), ProcessGroupMesh(edp=2, ep=2, etp=2, name="moe") as mesh:
         yield mesh
-
-
-def layer_of(experts: int = 4, expert=Expert) -> nn.Module:
-    layer = nn.Module()
-    layer.mix, layer.experts = mix, nn.ModuleList(expert() for _ in range(experts))
-    return layer
 
 
 def test_a_rank_keeps_its_experts_under_their_names(mesh):

@@ -10,9 +10,8 @@ from torch import nn
 
 from pgmesh import MethodError, ProcessGroupMesh
 from pgmesh.parallel import DataParallel, PipelineParallel, ShardedDataParallel, TensorParallel, compose
-from tests.groups.test_groups import groups_of
-from tests.parallel.test_documented_methods import STAGE, Model, alone, loss_of, same, train
-from tests.support.worlds import check_sums, world
+from tests.support.small_model import STAGE, Model, alone, loss_of, same, train
+from tests.support.worlds import check_sums, groups_of, world
 
 LAST = ("blocks.2", "blocks.3")
 

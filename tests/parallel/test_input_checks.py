@@ -20,13 +20,12 @@ from pgmesh.parallel import (
     TensorParallel,
     compose,
 )
-from tests.groups.test_groups import groups_of
-from tests.parallel.test_expert import layer_of
-from tests.parallel.test_tensor import BLOCKS, SEQUENCE
+from tests.support.expert_models import layer_of
 from tests.support.fake_world import dry_world
 from tests.support.message_assertions import says
 from tests.support.parallel_models import FIRST, LAST, TinyGPT, batch, gradients_of, loss_of, same, whole
-from tests.support.worlds import check_sums, world
+from tests.support.tensor_plans import BLOCKS, SEQUENCE
+from tests.support.worlds import check_sums, groups_of, world
 
 pytestmark = pytest.mark.long
 

@@ -30,8 +30,6 @@ from pgmesh.parallel import (
 from pgmesh.parallel.apart import keep_apart
 from pgmesh.parallel.pipeline import SCHEDULES, shared_out
 from pgmesh.parallel.weights import Held
-from tests.groups.test_groups import groups_of
-from tests.parallel.test_tensor import BLOCKS
 from tests.support.fake_world import dry_world
 from tests.support.message_assertions import says
 from tests.support.parallel_models import (
@@ -52,7 +50,8 @@ from tests.support.parallel_models import (
     weights_of,
     whole,
 )
-from tests.support.worlds import check_sums, world
+from tests.support.tensor_plans import BLOCKS
+from tests.support.worlds import check_sums, groups_of, world
 
 pytestmark = pytest.mark.long
 

@@ -28,11 +28,11 @@ from pgmesh.parallel import (
     compose,
 )
 from pgmesh.parallel.apart import Elsewhere
-from tests.groups.test_groups import groups_of
+from tests.support.expert_models import cut_as, model_of
 from tests.support.fake_world import dry_world
 from tests.support.message_assertions import says
 from tests.support.parallel_models import FIRST, LAST, batch, gradients_of, loss_of, same, whole
-from tests.support.worlds import check_sums, world
+from tests.support.worlds import check_sums, groups_of, world
 
 torch.set_num_threads(1)  # on ranks too, which import this: others share their cores
 
@@ -264,8 +264,6 @@ def garbage() -> Iterator[None]:
 
 def experts() -> None:
     """Ranks along etp hold the same tokens, so their routers have to choose alike; two shapes in turn."""
-    from tests.parallel.test_expert import cut_as, model_of
-
     with ProcessGroupMesh(pp=2, dp=2, tp=2) as mesh, garbage():
         moe = mesh.view(pp=2, ep=2, etp=2)
         split = ExpertParallel(moe, "ep", over=["ep"], tensor="etp", columns=["up"], rows=["down"])

@@ -11,24 +11,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 from pgmesh import AxisError, MethodError, OptionsError, ProcessGroupMesh, ShapeError
 from pgmesh.parallel import PipelineParallel, TensorParallel, attention_plan, compose, mlp_plan
-from tests.groups.test_groups import groups_of
 from tests.support.fake_world import dry_world
 from tests.support.message_assertions import says
 from tests.support.parallel_models import FIRST, LAST, TinyGPT, alone
 from tests.support.parallel_training import train_and_check
-from tests.support.worlds import check_sums, world
+from tests.support.tensor_plans import BLOCKS, SEQUENCE, WORDS
+from tests.support.worlds import check_sums, groups_of, world
 
 pytestmark = pytest.mark.long
 
-BLOCKS = {**attention_plan("blocks.*", ["qkv"], "out"), **mlp_plan("blocks.*", ["up"], "down")}
-WORDS = {**BLOCKS, "tokens": "vocabulary", "head": "vocabulary"}
-SEQUENCE = {
-    **WORDS,
-    "places": "whole",
-    "blocks.0": "enter",
-    "blocks.*.norm*": "sequence",
-    "norm": "sequence",
-}
 CASES = {
     "blocks": {"plan": BLOCKS},
     "words": {"plan": WORDS, "heads": 8},

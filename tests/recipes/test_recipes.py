@@ -32,9 +32,9 @@ from pgmesh.recipes import Arrangement
 from pgmesh.sizes import divisors
 from tests.support import recipe_oracle as stated
 from tests.support.fake_world import dry_world
+from tests.support.message_assertions import says
 from tests.support.torch_tables import tables, timeout_of
 from tests.support.worlds import check_sums, world
-from tests.test_messages import says
 
 AXES = ["tp", "cp", "ep", "dp", "pp"]
 

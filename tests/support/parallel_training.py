@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 from pgmesh.parallel import Composition, ContextParallel
 from tests.support.parallel_models import (
@@ -58,3 +59,13 @@ def train_and_check(
         optimizer.step()
     same("weights", weights_of(model), parts(expected.weights))
     return model
+
+
+def whole_loss(logits, target):
+    """The loss of logits that are cut by words, as a plain tensor, which a pipeline can handle."""
+    return cross_entropy(logits.flatten(0, 1), target.flatten()).to_local()
+
+
+def in_microbatches(rows, shares):
+    """The rows of each of two microbatches: those that all ranks along dp have in it."""
+    return [torch.cat(part) for part in zip(*(each.chunk(2) for each in rows.chunk(shares)))]

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pgmesh.launch import TORCHRUN
 from pgmesh.launch.processes import context
+
+ROOT = Path(__file__).parents[2]
 
 
 def apart(
@@ -43,3 +47,29 @@ def _run(program: str, words: Sequence[str], environ: dict[str, str], out: str, 
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     sys.argv = ["script.py", *words]
     exec(compile(program, "script.py", "exec"), {"__name__": "__main__"})
+
+
+def running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def gone(pids: list[int], seconds: float = 30.0) -> bool:
+    end = time.monotonic() + seconds
+    while any(map(running, pids)) and time.monotonic() < end:
+        time.sleep(0.01)
+    return not any(map(running, pids))
+
+
+def script(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "script.py"
+    path.write_text(text)
+    return str(path)
+
+
+def clean_env(**more: str) -> dict[str, str]:
+    env = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
+    return env | {"PYTHONPATH": str(ROOT)} | more

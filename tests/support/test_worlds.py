@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from pgmesh.errors import LaunchError
-from tests.launch.test_launch import clean_env, gone, running, script
+from tests.support.programs import clean_env, gone, running, script
 from tests.support.worlds import PRELOAD, check_sums, close_worlds, fresh, world
 
 

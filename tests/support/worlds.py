@@ -18,13 +18,17 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from pgmesh.errors import LaunchError
 from pgmesh.launch import GRACE, PRELOAD, LocalWorld, Outcome, StoreProcess, packed, results
+
+if TYPE_CHECKING:
+    from pgmesh import ProcessGroupMesh
 
 STARVED = "PGMESH_STARVED" in os.environ  # whether all cores are kept busy on purpose
 DEADLINE = 240.0 if STARVED else 60.0  # seconds
@@ -152,3 +156,16 @@ def check_sums(groups: dict[str, tuple[dist.ProcessGroup, Sequence[int]]]) -> No
         assert order == ranks, f"{what} holds ranks {order}, not {ranks}"
         place = dist.get_rank(group)
         assert place == ranks.index(me), f"{what} has it at place {place}, not {ranks.index(me)}"
+
+
+Groups = dict[str, tuple[dist.ProcessGroup, Sequence[int]]]
+
+
+def combos(mesh: ProcessGroupMesh) -> list[tuple[Any, ...]]:
+    """Every combination of axes, from none, which means all, to all."""
+    return [axes for n in range(len(mesh.axes) + 1) for axes in combinations(mesh.axes, n)]
+
+
+def groups_of(mesh: ProcessGroupMesh) -> Groups:
+    """This rank's group along every combination of axes."""
+    return {f"{axes} of {mesh!r}": (mesh.group(*axes), mesh.ranks(*axes)) for axes in combos(mesh)}

@@ -14,9 +14,9 @@ from hypothesis import given, strategies as st
 
 from pgmesh import Layout, MembershipError, MissingRanksError, PlaceError, ProcessGroupMesh, launch, placement
 from pgmesh.placement import Placement, Seat
+from tests.support.message_assertions import says
 from tests.support.torch_tables import counted_store, our_store
 from tests.support.worlds import check_sums, fresh, world
-from tests.test_messages import says
 
 
 def seats(*hosts: str, boots: str | None = None) -> Placement:

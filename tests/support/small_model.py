@@ -1,0 +1,84 @@
+"""A small model whose layers have the names of the documentation's plans, and its training in one process."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.support.parallel_models import TOLERANCE, named, whole
+
+torch.set_num_threads(1)  # on ranks too, which import this: others share their cores
+
+ROWS, STEPS, RATE = 16, 3, 0.1
+STAGE = ("0", "2", "blocks.0", "blocks.1")
+"""What the first of two stages has."""
+
+
+class Model(nn.Module):
+    """Two layers under the names that the example's plan has, and two blocks."""
+
+    def __init__(self, frozen: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        for i, layer in enumerate((nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))):
+            self.add_module(str(i), layer)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+        self.double()
+        for name, weight in self.named_parameters():
+            weight.requires_grad = not name.startswith(frozen)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (*(layer for layer in map(self._modules.get, "012") if layer is not None), *self.blocks):
+            x = layer(x)
+        return x
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    made = torch.Generator().manual_seed(step)
+    return torch.randn(ROWS, 8, generator=made).double(), torch.randn(ROWS, 8, generator=made).double()
+
+
+def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().mean()
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), RATE, eps=1e-4)
+
+
+def train(model: nn.Module, share: Any, after: Any = None) -> tuple[list[dict[str, torch.Tensor]], nn.Module]:
+    """The gradients of each step, and the model."""
+    optimizer = optimizer_of(model)
+    gradients = []
+    for step in range(STEPS):
+        rows, target = map(share, batch(step))
+        optimizer.zero_grad()
+        if hasattr(model, "step"):
+            model.step(rows, target=target)
+        else:
+            loss_of(model(rows), target).backward()
+        gradients.append({name: whole(weight.grad) for name, weight in named(model) if weight.grad is not None})
+        optimizer.step()
+        if after is not None:
+            after()
+    return gradients, model
+
+
+@functools.cache
+def alone(frozen: tuple[str, ...] = ()) -> tuple[list[dict[str, torch.Tensor]], nn.Module]:
+    return train(Model(frozen), lambda rows: rows)
+
+
+def same(found: tuple[list[dict[str, torch.Tensor]], nn.Module], right: tuple[list, nn.Module]) -> None:
+    for step, (mine, whole_ones) in enumerate(zip(found[0], right[0])):
+        assert mine or not any(weight.requires_grad for weight in found[1].parameters())
+        for name, gradient in mine.items():
+            furthest = (gradient - whole_ones[name]).abs().max().item()
+            assert furthest <= TOLERANCE, f"step {step}: the gradient of {name} differs by {furthest:.0e}"
+    weights = dict(right[1].named_parameters())
+    for name, weight in named(found[1]):
+        furthest = (whole(weight) - weights[name]).abs().max().item()
+        assert furthest <= TOLERANCE, f"{name} differs by {furthest:.0e}"
