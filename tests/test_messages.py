@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pgmesh import AxisError, Layout, PgmeshError, PlaceError, ShapeError, errors, sizes
-from tests.support.message_assertions import says
+from tests.support.message_assertions import assert_raises
 
 BOX = Layout(pp=2, dp=2, tp=2)
 NUMBERED = Layout(2, 2, 2)
@@ -20,7 +20,7 @@ NUMBERED = Layout(2, 2, 2)
 
 
 def test_sizes_that_do_not_fit_the_world():
-    says(
+    assert_raises(
         ShapeError,
         lambda: sizes.fill("ProcessGroupMesh", {"dp": 2, "tp": 2}, 8, "the world has 8"),
         """
@@ -68,7 +68,7 @@ def test_sizes_that_do_not_fit_the_world():
     ],
 )
 def test_a_script_that_nobody_started_several_times(box, text):
-    says(ShapeError, lambda: sizes.fill("ProcessGroupMesh", box, 1, "the world has 1"), text)
+    assert_raises(ShapeError, lambda: sizes.fill("ProcessGroupMesh", box, 1, "the world has 1"), text)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_script_that_nobody_started_several_times(box, text):
     ],
 )
 def test_sizes_that_do_not_fit_the_ranks(call, text):
-    says(ShapeError, call, text)
+    assert_raises(ShapeError, call, text)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_sizes_that_do_not_fit_the_ranks(call, text):
     ],
 )
 def test_sizes_that_are_none(call, text):
-    says(ShapeError, call, text)
+    assert_raises(ShapeError, call, text)
 
 
 def test_no_axis_at_all():
@@ -197,7 +197,7 @@ def test_no_axis_at_all():
     ],
 )
 def test_ranks_that_are_none(ranks, text):
-    says(ShapeError, lambda: Layout(dp=-1, ranks=ranks), text)
+    assert_raises(ShapeError, lambda: Layout(dp=-1, ranks=ranks), text)
 
 
 @pytest.mark.parametrize(
@@ -214,11 +214,11 @@ def test_ranks_that_are_none(ranks, text):
     ],
 )
 def test_nothing_left(call, text):
-    says(ShapeError, call, text)
+    assert_raises(ShapeError, call, text)
 
 
 def test_a_view_that_would_cut():
-    says(
+    assert_raises(
         ShapeError,
         lambda: Layout(pp=3, tp=4).at(tp=[0, 1]).view(a=2, b=3),
         """
@@ -227,7 +227,7 @@ def test_a_view_that_would_cut():
           ProcessGroupMesh(a=2, b=3, ranks=(0, 1, 4, 5, 8, 9))   # a mesh of its own can read any ranks
         """,
     )
-    says(
+    assert_raises(
         ShapeError,
         lambda: Layout(pp=99, tp=4).at(tp=[0, 1]).view(a=2, n=-1),
         """
@@ -271,7 +271,7 @@ def test_a_view_that_would_cut():
     ],
 )
 def test_an_axis_that_is_not_there(call, text):
-    says(AxisError, call, text)
+    assert_raises(AxisError, call, text)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_an_axis_that_is_not_there(call, text):
     ],
 )
 def test_an_axis_named_twice(call, text):
-    says(AxisError, call, text)
+    assert_raises(AxisError, call, text)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_an_axis_named_twice(call, text):
     ],
 )
 def test_an_axis_that_was_fixed(call, text):
-    says(AxisError, call, text)
+    assert_raises(AxisError, call, text)
 
 
 # ---- PlaceError ----
@@ -321,7 +321,7 @@ def test_an_axis_that_was_fixed(call, text):
     ],
 )
 def test_a_rank_that_is_not_there(call, text):
-    says(PlaceError, call, text)
+    assert_raises(PlaceError, call, text)
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_a_rank_that_is_not_there(call, text):
     ],
 )
 def test_a_place_that_is_not_there(call, text):
-    says(PlaceError, call, text)
+    assert_raises(PlaceError, call, text)
 
 
 # ---- the tree ----

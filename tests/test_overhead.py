@@ -18,8 +18,8 @@ import pytest
 
 from pgmesh import ProcessGroupMesh, plan
 from pgmesh.layout import Layout
-from tests.support.fake_world import dry_world
-from tests.support.torch_tables import counted_store
+from tests.support.fake_world import fake_rank
+from tests.support.torch_tables import record_operations
 
 HITS: dict[str, Callable[[ProcessGroupMesh], Any]] = {
     'group("tp")': lambda mesh: mesh.group("tp"),
@@ -54,14 +54,14 @@ def calls(do: Callable[[], Any]) -> list[str]:
 
 @pytest.mark.parametrize("hit", HITS)
 def test_a_hit_is_one_call_and_nothing_below_it(hit):
-    with dry_world(5, 8):
+    with fake_rank(5, 8):
         mesh = ProcessGroupMesh(pp=2, dp=2, tp=2)
         HITS[hit](mesh)
         assert len(calls(lambda: HITS[hit](mesh))) == 2  # the line of HITS, and the method
 
 
 def test_at_again_is_one_call_of_ours():
-    with dry_world(5, 8):
+    with fake_rank(5, 8):
         mesh = ProcessGroupMesh(pp=2, dp=2, tp=2)
         mesh.at(pp=1)
         ours = [name for name in calls(lambda: mesh.at(pp=1)) if "." in name or name == "at"]
@@ -71,7 +71,7 @@ def test_at_again_is_one_call_of_ours():
 @pytest.mark.parametrize("hit", [*HITS, "at(pp=1)"])
 def test_a_hit_keeps_nothing(hit):
     ask = HITS.get(hit, lambda mesh: mesh.at(pp=1))
-    with dry_world(5, 8):
+    with fake_rank(5, 8):
         mesh = ProcessGroupMesh(pp=2, dp=2, tp=2)
         times = range(1000)
         for _ in times:
@@ -89,9 +89,9 @@ def test_a_hit_keeps_nothing(hit):
 
 
 def test_a_hit_asks_no_store():
-    with dry_world(5, 8):
+    with fake_rank(5, 8):
         mesh = ProcessGroupMesh(pp=2, dp=2, tp=2)
-        with counted_store() as done:
+        with record_operations() as done:
             for hit in HITS.values():
                 for _ in range(3):
                     hit(mesh)
@@ -103,7 +103,7 @@ def test_a_hit_asks_no_store():
 
 def making(ranks: int) -> list[str]:
     """What making a mesh and six groups calls, where groups are of the same sizes in every world."""
-    with dry_world(ranks // 2 + 1, ranks), counted_store() as done:
+    with fake_rank(ranks // 2 + 1, ranks), record_operations() as done:
 
         def make() -> None:
             mesh = ProcessGroupMesh(more=ranks // 1024, dp=16, pp=4, cp=2, tp=8, name="counted")
@@ -142,7 +142,7 @@ def held(make: Callable[[], Any]) -> int:
 def test_a_mesh_of_a_million_ranks_is_as_small_as_one_of_a_thousand():
     sizes = {}
     for ranks in (1_024, 1_048_576):
-        with dry_world(1, ranks):
+        with fake_rank(1, ranks):
             sizes[ranks] = held(lambda ranks=ranks: ProcessGroupMesh(dp=ranks // 64, pp=4, cp=2, tp=8))
     assert sizes[1_048_576] < sizes[1_024] + 512
     assert sizes[1_048_576] < 16 << 10

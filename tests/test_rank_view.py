@@ -11,8 +11,8 @@ from hypothesis import given, strategies as st
 
 from pgmesh import Layout, MembershipError, PlaceError, ProcessGroupMesh
 from pgmesh.seen import Seen
-from tests.support.fake_world import dry_world
-from tests.support.message_assertions import says
+from tests.support.fake_world import fake_rank
+from tests.support.message_assertions import assert_raises
 
 BOX = Layout(pp=2, dp=2, tp=2)
 
@@ -20,7 +20,7 @@ BOX = Layout(pp=2, dp=2, tp=2)
 @pytest.mark.parametrize("ranks", [range(8), [3, 1, 4, 7, 5, 0, 2, 6]], ids=["in order", "permuted"])
 @pytest.mark.parametrize("rank", range(8))
 def test_it_answers_as_a_mesh_on_that_rank(rank, ranks):
-    with dry_world(rank, 8):
+    with fake_rank(rank, 8):
         mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, ranks=ranks)
         roads = [
             lambda all: all,
@@ -54,7 +54,7 @@ def test_it_answers_as_a_mesh_on_that_rank(rank, ranks):
 
 
 def test_a_rank_that_is_not_there():
-    says(
+    assert_raises(
         PlaceError,
         lambda: BOX.seen_by(8),
         "rank 8 is not in mesh (pp=2, dp=2, tp=2), whose ranks are 0, 1, 2, 3, 4, 5, 6, 7.",
@@ -68,7 +68,7 @@ def test_a_rank_that_is_not_there():
         outside.along,
         lambda: outside.neighbor("dp"),
     ):
-        says(
+        assert_raises(
             MembershipError,
             ask,
             """

@@ -18,8 +18,8 @@ from pgmesh.interop import from_device_mesh
 from pgmesh.options import GroupOptions as Options
 from pgmesh.place import place_of
 from pgmesh.sizes import NOT_AXES
-from tests.support.fake_world import dry_world
-from tests.support.message_assertions import says
+from tests.support.fake_world import fake_rank
+from tests.support.message_assertions import assert_raises
 
 ODD = {"data-parallel": 2, "timeout": 2, "class": 2}
 """Sizes of axes that cannot be keywords."""
@@ -32,7 +32,7 @@ class Role(str, Enum):
 
 @pytest.fixture
 def world():
-    with dry_world(5, 8):
+    with fake_rank(5, 8):
         yield
 
 
@@ -132,7 +132,7 @@ def test_a_member_of_an_enum_is_its_name():
     ],
 )
 def test_mappings_that_are_no_sizes(call, text):
-    says(ShapeError, call, text)
+    assert_raises(ShapeError, call, text)
 
 
 # ---- layouts as text ----
@@ -312,7 +312,7 @@ option of groups.
     ],
 )
 def test_options_of_groups_are_answered_with_configure(world, call, text):
-    says(OptionsError, call, text)
+    assert_raises(OptionsError, call, text)
 
 
 @pytest.mark.parametrize(
@@ -383,7 +383,7 @@ def test_options_of_groups_are_answered_with_configure(world, call, text):
     ],
 )
 def test_other_keywords_are_answered_with_the_call_that_they_mean(world, call, text):
-    says(ShapeError, call, text)
+    assert_raises(ShapeError, call, text)
 
 
 @pytest.mark.parametrize(
@@ -437,7 +437,7 @@ def test_other_keywords_are_answered_with_the_call_that_they_mean(world, call, t
 def test_a_suggested_call_runs(world, call, text):
     with pytest.raises(OptionsError) as caught:
         call()
-    says(OptionsError, call, text)
+    assert_raises(OptionsError, call, text)
     scope = {"ProcessGroupMesh": ProcessGroupMesh, "Layout": Layout, "timedelta": timedelta}
     for line in str(caught.value).splitlines()[2:]:
         exec(line.strip(), scope)
@@ -495,4 +495,4 @@ def test_no_call_is_suggested_where_a_size_is_none(world, call, text):
 
 
 def test_an_axis_that_two_numbers_name_is_refused():
-    says(ShapeError, lambda: Layout({np.int64(1): 2, torch.tensor(1): 3}), "Layout: axis 1 is given twice.")
+    assert_raises(ShapeError, lambda: Layout({np.int64(1): 2, torch.tensor(1): 3}), "Layout: axis 1 is given twice.")

@@ -7,14 +7,14 @@ import pytest
 import torch.distributed as dist
 
 from pgmesh import Layout, ProcessGroupMesh, ShapeError, hints, plan
-from tests.support.fake_world import dry_world
+from tests.support.fake_world import fake_rank
 
 BOX = Layout(pp=2, dp=2, tp=2)
 
 
 @pytest.fixture
 def mesh():
-    with dry_world(5, 8):
+    with fake_rank(5, 8):
         yield ProcessGroupMesh(pp=2, dp=2, tp=2, name="m")
 
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings, strategies as st
 
 from pgmesh import Layout, LifetimeError, PgmeshError, ProcessGroupMesh, ShapeError, plan
 from pgmesh.plans import Plan
-from tests.support.fake_world import dry_world
+from tests.support.fake_world import fake_rank
 
 CALL = re.compile(r"^  (?!torchrun|launch\.)(\S.*?)(?:   +# (.*))?$|such as (\w+\(.*\))\.$", re.MULTILINE)
 """A suggested call and its reason, on a line of its own or at the end of a sentence."""
@@ -111,7 +111,7 @@ def test_suggested_meshes_keep_ranks_and_name(size, call, ranks, name):
         expected = range(int(fewer[1])) if fewer else range(size) if ranks is None else ranks
         return made.name == name and made.layout.ranks() == tuple(expected)
 
-    with dry_world(0 if ranks is None else min(ranks[0], size - 1), size):
+    with fake_rank(0 if ranks is None else min(ranks[0], size - 1), size):
         error = caught(lambda: ProcessGroupMesh(*shape, ranks=ranks, name=name, **sizes))
         if error is not None and "there is no rank" not in str(error):  # which the world is too small for
             names = {"ProcessGroupMesh": ProcessGroupMesh, "Layout": Layout, "timedelta": timedelta}
@@ -131,7 +131,7 @@ def test_suggested_layouts_keep_ranks(call, ranks):
 @given(call=calls(), ranks=RANKS)
 def test_suggested_views_keep_ranks(call, ranks):
     shape, sizes, mistakes = call
-    with dry_world(ranks[0], 8):
+    with fake_rank(ranks[0], 8):
         mesh = ProcessGroupMesh(len(ranks), ranks=ranks)
         error = caught(lambda: mesh.layout.view(*shape, **sizes))
         if error is not None:
@@ -185,6 +185,6 @@ def test_ranks_too_long_to_print_are_named():
 
 
 def test_a_mesh_of_some_ranks_is_suggested_with_these_ranks():
-    with dry_world(0, 8), pytest.raises(ShapeError) as info:
+    with fake_rank(0, 8), pytest.raises(ShapeError) as info:
         ProcessGroupMesh(dp=2, tp=2, ranks=[0, 1], name="n")
     assert [call for call, _ in suggested(info.value)] == ["ProcessGroupMesh(dp=-1, tp=2, ranks=range(2), name='n')"]

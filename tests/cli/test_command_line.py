@@ -17,8 +17,8 @@ import pgmesh
 from pgmesh import Layout, ink, plan
 from pgmesh.__main__ import COMMANDS, main
 from tests.support import golden_files as golden
-from tests.support.message_assertions import without_names
-from tests.support.terminal import COLOUR, in_a_terminal
+from tests.support.message_assertions import without_hostname_warnings
+from tests.support.terminal import COLOUR, run_in_terminal
 
 ROOT = Path(__file__).parents[2]
 MESH = "pp=2 dp=4 cp=2 tp=4 --nodes 8x8"
@@ -332,8 +332,8 @@ def test_a_terminal_without_frames_gets_an_answer_too():
 def test_a_terminal_of_80_columns_shows_the_same_with_and_without_rich(capsys, name):
     pytest.importorskip("rich")
     plain = said(capsys, ANSWERS[name])
-    bare = in_a_terminal(ANSWERS[name], rich=False)
-    coloured = in_a_terminal(ANSWERS[name], rich=True)
+    bare = run_in_terminal(ANSWERS[name], rich=False)
+    coloured = run_in_terminal(ANSWERS[name], rich=True)
     assert bare == plain
     assert "\x1b" not in bare
     assert "\x1b[" in coloured
@@ -353,12 +353,12 @@ def test_the_terminal_that_open_mpi_gives_each_rank_is_nobody_who_looks(monkeypa
 
 def test_a_terminal_that_knows_no_colours_gets_none():
     pytest.importorskip("rich")
-    assert "\x1b" not in in_a_terminal("show --rank 5 pp=2 dp=2 tp=2", rich=True, env={"TERM": "dumb"})
+    assert "\x1b" not in run_in_terminal("show --rank 5 pp=2 dp=2 tp=2", rich=True, env={"TERM": "dumb"})
 
 
 def test_each_group_has_its_colour_in_a_terminal():
     pytest.importorskip("rich")
-    coloured = in_a_terminal("show --rank 5 pp=2 dp=2 tp=2", rich=True)
+    coloured = run_in_terminal("show --rank 5 pp=2 dp=2 tp=2", rich=True)
     behind = re.findall(r"48;2;(\d+;\d+;\d+)m *\[?(\d)\]?\x1b", coloured)
     of = {int(rank): colour for colour, rank in behind}
     assert sorted(of) == list(range(8))
@@ -367,7 +367,7 @@ def test_each_group_has_its_colour_in_a_terminal():
 
 def test_a_narrow_terminal_gets_narrow_pictures():
     for columns in (60, 132):
-        text = in_a_terminal("show --rank 13 pp=2 dp=4 cp=2 tp=4 --nodes 16x4", rich=False, columns=columns)
+        text = run_in_terminal("show --rank 13 pp=2 dp=4 cp=2 tp=4 --nodes 16x4", rich=False, columns=columns)
         picture = [line for line in text.splitlines() if line.startswith(("┌", "│", "└"))]
         assert max(map(len, picture)) <= columns
 
@@ -396,4 +396,4 @@ def test_where_numpy_is_missing_no_command_warns_of_it(line, tmp_path):
         check=False,
     )
     assert done.stdout
-    assert (without_names(done.stderr), done.returncode in (0, 1)) == ("", True)
+    assert (without_hostname_warnings(done.stderr), done.returncode in (0, 1)) == ("", True)

@@ -34,8 +34,8 @@ from pgmesh import (
     launch,
 )
 from pgmesh.rendezvous import Pause, Raw, Ready
-from tests.support.fake_world import dry_world
-from tests.support.worlds import check_sums, fresh, world
+from tests.support.fake_world import fake_rank
+from tests.support.worlds import check_sums, fresh_world, world
 
 
 def seconds(n: float) -> timedelta:
@@ -274,12 +274,12 @@ def one_world_after_another(folder):
 
 
 def test_a_second_world_of_the_same_processes_finds_nothing_of_the_first(tmp_path):
-    with fresh(2) as own:
+    with fresh_world(2) as own:
         own.run(one_world_after_another, str(tmp_path))
 
 
 def test_a_dry_world_connects_with_nobody():
-    with dry_world(3, 64):
+    with fake_rank(3, 64):
         assert ProcessGroupMesh(dp=8, tp=8).connect().operations == 0
 
 
@@ -478,12 +478,12 @@ def listen_beside_another():
 
 
 def test_who_listened_for_signals_before_still_hears_them_and_a_child_speaks_into_no_ear():
-    with fresh(2) as own:
+    with fresh_world(2) as own:
         assert own.run(listen_beside_another) == [([signal.SIGUSR1], 0)] * 2
 
 
 def test_a_thread_cannot_take_signals():
-    with dry_world(0, 4):
+    with fake_rank(0, 4):
         mesh = ProcessGroupMesh(4)
         errors = []
 
@@ -500,7 +500,7 @@ def test_a_thread_cannot_take_signals():
 
 
 def test_a_closed_mesh_still_reports():
-    with dry_world(0, 4):
+    with fake_rank(0, 4):
         mesh = ProcessGroupMesh(4)
         mesh.close()
         assert "nobody can be asked: the mesh was closed at test_connect.py" in str(mesh.report())
@@ -508,7 +508,7 @@ def test_a_closed_mesh_still_reports():
 
 def test_too_many_groups_are_told_of_once(caplog, monkeypatch):
     monkeypatch.setattr(pgmesh.family, "MOST_GROUPS", 3)
-    with dry_world(0, 64):
+    with fake_rank(0, 64):
         mesh = ProcessGroupMesh(*[2] * 6)
         for axis in range(6):
             mesh.group(axis)

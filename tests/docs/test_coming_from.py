@@ -19,16 +19,16 @@ import torch.distributed as dist
 
 from pgmesh import Layout, launch, recipes
 from pgmesh.parallel import PipelineParallel
-from tests.support import doc_tables as pages, recipe_oracle as stated
-from tests.support.fake_world import dry_world
+from tests.support import doc_tables, recipe_oracle as oracle
+from tests.support.fake_world import fake_rank
 from tests.support.worlds import world
 
 DOCS = Path(__file__).parents[2] / "docs" / "coming_from"
 PAGES: dict[str, Mapping[str, str]] = {
-    "megatron": pages.MEGATRON,
-    "olmo_core": pages.OLMO,
-    "fairscale": pages.FAIRSCALE,
-    "oslo": pages.OSLO,
+    "megatron": doc_tables.MEGATRON,
+    "olmo_core": doc_tables.OLMO,
+    "fairscale": doc_tables.FAIRSCALE,
+    "oslo": doc_tables.OSLO,
 }
 
 
@@ -75,30 +75,30 @@ def namespace(page: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.gives is not None], ids=str)
 def test_a_line_gives_what_it_says(row: Row):
-    with dry_world(5, 8, dist.HashStore()):
+    with fake_rank(5, 8, dist.HashStore()):
         names = namespace(row.page)
         if re.match(r"\w+ = ", row.now[0]):
             return  # it ran
         assert repr(eval(row.now[0], names)) == (row.gives or "None")
 
 
-def megatron(world: int, *, order: str = "tp-cp-ep-dp-pp", rank_offset: int = 0, **given: Any) -> stated.Lists:
+def megatron(world: int, *, order: str = "tp-cp-ep-dp-pp", rank_offset: int = 0, **given: Any) -> oracle.Lists:
     """The oracle, in the words of our recipe."""
     theirs = {"hierarchical_cp": "hierarchical", "optimizer_instances": "instances"}
     words = {theirs.get(word, word): value for word, value in given.items() if word != "of"}
     fastest_first = [*order.split("-"), *(axis for axis in ("cp", "ep") if axis not in order.split("-"))]
-    return stated.Lists(stated.megatron(world, order=fastest_first, offset=rank_offset, **words))
+    return oracle.Lists(oracle.megatron(world, order=fastest_first, offset=rank_offset, **words))
 
 
-def stating(lists: Callable[..., dict[str, list[tuple[int, ...]]]]) -> Callable[..., stated.Lists]:
-    return lambda world, **given: stated.Lists(
+def stating(lists: Callable[..., dict[str, list[tuple[int, ...]]]]) -> Callable[..., oracle.Lists]:
+    return lambda world, **given: oracle.Lists(
         lists(world, **{name: given[name] for name in given if name not in ("of", "name")})
     )
 
 
 ORACLE = SimpleNamespace(
     megatron=megatron,
-    **{each.__name__: stating(each) for each in (stated.fairscale, stated.oslo, stated.olmo, stated.olmo_experts)},
+    **{each.__name__: stating(each) for each in (oracle.fairscale, oracle.oslo, oracle.olmo, oracle.olmo_experts)},
 )
 FIGURES = [
     row for row in ROWS if '["' in row.now[0] and re.fullmatch(r"[\d(), ]+|True|False", row.gives or "") is not None
@@ -180,7 +180,7 @@ def test_a_page_is_complete(page: str):
 def test_the_names_that_olmo_core_exports_are_all_on_its_page():
     table = (DOCS / "olmo_core.md").read_text().partition("## Names")[2]
     assert set(re.findall(r"`([^`]+)`", "".join(line.split(" | ")[0] for line in table.splitlines()))) == set(
-        pages.OLMO_NAMES.split()
+        doc_tables.OLMO_NAMES.split()
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.programs import apart
+from tests.support.programs import run_programs
 from tests.support.torch_version import check
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ def recipe(*words: str) -> list[str]:
 def test_without_a_gpu_its_tests_are_skipped_with_one_line(tmp_path):
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     environ.pop("PGMESH_TEST_DEVICE", None)
-    ((out, err),) = apart(tmp_path, RUNNER, environs=[environ])  # which exits with 0
+    ((out, err),) = run_programs(tmp_path, RUNNER, environs=[environ])  # which exits with 0
     assert out == f"test-gpu: skipped, torch {torch.__version__} of {sys.executable} sees no GPU.\n"
     assert err == ""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from pgmesh import ProcessGroupMesh
-from tests.support.fake_world import dry_world
+from tests.support.fake_world import fake_rank
 
 ROOT = Path(__file__).parents[2]
 PROGRAM, METHOD = (
@@ -29,7 +29,7 @@ def test_its_program_runs(tmp_path):
 
 
 def test_its_method_needs_a_mesh_and_a_model_alone():
-    with dry_world(0, 4):  # where a sum adds nothing
+    with fake_rank(0, 4):  # where a sum adds nothing
         said = {"mesh": ProcessGroupMesh(dp=4, name="readme"), "model": torch.nn.Linear(1, 1, bias=False)}
         exec(METHOD, said)
         said["model"](torch.full((1, 1), 8.0)).sum().backward()

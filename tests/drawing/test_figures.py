@@ -19,7 +19,7 @@ from pgmesh.picture import Cell, Panel
 from pgmesh.place import place_of
 from pgmesh.svg import Box, Drawing
 from tests.support import browser, golden_files as golden
-from tests.support.fake_world import dry_world
+from tests.support.fake_world import fake_rank
 from tests.support.layout_strategies import layouts
 
 EIGHT = Layout(pp=2, dp=2, tp=2)
@@ -280,7 +280,7 @@ def test_notebooks_show_a_layout_as_a_picture():
 
 
 def test_notebooks_show_a_mesh_with_this_rank_and_a_plan_as_its_page():
-    with dry_world(5, 8):
+    with fake_rank(5, 8):
         assert ProcessGroupMesh(pp=2, dp=2, tp=2)._repr_html_() == svg.of(EIGHT, mark=5)
     planned = plan(EIGHT, nodes="2x4")
     assert planned._repr_html_() in planned.html() == page.page([planned])
@@ -363,7 +363,7 @@ PAGES = {
 @pytest.fixture
 def looked_at():
     """A browser is there."""
-    if browser.found() is None:
+    if browser.find_browser() is None:
         pytest.skip(browser.ABSENT)
 
 
@@ -379,7 +379,7 @@ def test_a_browser_draws_it(name, tmp_path):
         source, width, height = tmp_path / "drawing.svg", math.ceil(drawing.width), math.ceil(drawing.height)
         source.write_text(drawing.svg(), encoding="utf-8")
         colours = {box.fill for box in drawing.boxes if box.kind == "cell"}
-    assert colours <= pixels(browser.drawn(source, width, height, tmp_path))
+    assert colours <= pixels(browser.screenshot(source, width, height, tmp_path))
 
 
 READABLE = 7.0
@@ -388,7 +388,7 @@ READABLE = 7.0
 
 @pytest.mark.usefixtures("looked_at")
 def test_in_a_browser_nothing_overlaps_or_is_cut(tmp_path):
-    (seen,) = browser.measured([whole(draw() for draw in DRAWINGS.values())], 4000, tmp_path)
+    (seen,) = browser.measure_pages([whole(draw() for draw in DRAWINGS.values())], 4000, tmp_path)
     for name, drawing in zip(DRAWINGS, seen["drawings"], strict=True):
         assert drawing["faults"] == [], name
         assert drawing["held"] >= drawing["cells"] > 0, name
@@ -398,7 +398,7 @@ def test_in_a_browser_nothing_overlaps_or_is_cut(tmp_path):
 @pytest.mark.usefixtures("looked_at")
 @pytest.mark.parametrize("width", [1440, 400])
 def test_on_a_page_nothing_overlaps_or_is_cut_and_all_can_be_read(width, tmp_path):
-    seen = browser.measured([make() for make in PAGES.values()], width, tmp_path)
+    seen = browser.measure_pages([make() for make in PAGES.values()], width, tmp_path)
     for (name, make), page_ in zip(PAGES.items(), seen, strict=True):
         assert page_["faults"] == [], name
         assert page_["lines"] > 3, name
@@ -426,7 +426,7 @@ def test_the_measuring_in_a_browser_can_fail(tmp_path):
     raised = good.replace("</style>", ".wide { margin-top: -80px }</style>")
     tight = good.replace("</style>", "li { line-height: 5px }</style>")
     spilt = good.replace("</style>", "p { width: 1200px }</style>")
-    seen = browser.measured([whole(broken), good, shrunk, unscrolled, raised, tight, spilt], 400, tmp_path)
+    seen = browser.measure_pages([whole(broken), good, shrunk, unscrolled, raised, tight, spilt], 400, tmp_path)
     wide, narrow, stacked = seen[0]["drawings"]
     assert wide["faults"]
     assert wide["held"] < wide["cells"]

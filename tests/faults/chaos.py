@@ -42,27 +42,27 @@ from pgmesh.rendezvous import Add
 from tests.support import faults
 from tests.support.faults import (
     BEAT,
-    LONG,
+    LONG_TIMEOUT,
     ORDERS,
     SLACK,
+    Attempt,
     H,
-    Tried,
-    be_quick,
-    beating,
-    connected,
+    attempt,
+    beat_fast,
+    connect_and_beat,
+    connect_and_check,
     die_at_each,
-    flag,
-    tried,
-    until,
-    until_flag,
-    until_waiting,
+    set_flag,
+    wait_for_flag,
+    wait_until,
+    wait_until_waiting,
 )
-from tests.support.resource_counts import held, resident
-from tests.support.worlds import check_sums, fresh, groups_of
+from tests.support.resource_counts import count_resources, resident_kib
+from tests.support.worlds import check_sums, fresh_world, groups_of
 
 # True in the program and in its ranks, false where pytest imports this file: other tests keep their settings.
 if __name__ != "tests.faults.chaos":
-    faults.PATIENCE = 60.0  # where a name server loses questions, a connection to the store takes half a minute
+    faults.WAIT_TIMEOUT = 60.0  # where a name server loses questions, a connection to the store takes half a minute
     PRELOAD[:] = ["__main__", "torch"]  # what other tests need, seconds each, is not needed here
 
 D = 4.0  # seconds: the deadline of the calls that faults fall into
@@ -153,10 +153,10 @@ def hold_the_gil(seconds: float) -> None:
 
 def strike(plan: Plan, folder: Path) -> None:
     """The moment has come, on the rank that triggers the fault."""
-    flag(folder, "now")
+    set_flag(folder, "now")
     if plan.case.victim != "outsider":
         suffer_it(plan, folder)
-    until_flag(folder, "struck")
+    wait_for_flag(folder, "struck")
 
 
 def suffer_it(plan: Plan, folder: Path) -> None:
@@ -164,9 +164,9 @@ def suffer_it(plan: Plan, folder: Path) -> None:
     fault = plan.case.fault
     own = plan.case.victim != "store" and not fault.startswith("SIG")
     if not own:
-        until_flag(folder, "struck")
+        wait_for_flag(folder, "struck")
         return
-    flag(folder, "struck")
+    set_flag(folder, "struck")
     if fault == "exception":
         raise Chaos("by design")
     if fault.startswith("GIL"):
@@ -207,31 +207,31 @@ def at_its_phase(plan: Plan, folder: Path) -> Iterator[None]:
         yield
 
 
-def live_through(plan: Plan, folder: Path) -> tuple[Tried, str, Tried, dict[str, tuple[int, int]]]:
+def live_through(plan: Plan, folder: Path) -> tuple[Attempt, str, Attempt, dict[str, tuple[int, int]]]:
     """One rank's part: the call that the fault falls into, old groups, a retry of all who live, and what stays."""
     case, me = plan.case, dist.get_rank()
     logging.getLogger("pgmesh").addHandler(logging.NullHandler())
     if plan.beats_fast:
-        be_quick()
-    beating(ProcessGroupMesh(N, name="beating"))
+        beat_fast()
+    connect_and_beat(ProcessGroupMesh(N, name="beating"))
     bystander = ProcessGroupMesh(-1, ranks=plan.alive, name="bystander")
     if me in plan.alive:
-        connected(bystander)
-        connected(bystander, (0,))
+        connect_and_check(bystander)
+        connect_and_check(bystander, (0,))
     gc.collect()
-    before = held()
+    before = count_resources()
     mesh = ProcessGroupMesh(-1, ranks=plan.members, name="actor")
 
     def call() -> None:
         if me not in plan.members:
-            until_flag(folder, "now")
+            wait_for_flag(folder, "now")
             suffer_it(plan, folder)
             return
         if me != plan.trigger or case.fault == "nothing":
             mesh.connect(timeout=timedelta(seconds=D))
         else:
             if plan.others_wait and case.phase in UNDECIDED:
-                until_waiting(*(rank for rank in plan.members if rank != me))
+                wait_until_waiting(*(rank for rank in plan.members if rank != me))
             if case.phase == "before arriving":
                 strike(plan, folder)
             with at_its_phase(plan, folder):
@@ -239,14 +239,14 @@ def live_through(plan: Plan, folder: Path) -> tuple[Tried, str, Tried, dict[str,
             if case.phase == "after it":
                 strike(plan, folder)
 
-    failed = tried(call)
-    flag(folder, f"done {me}")
-    sums = tried(lambda: check_sums(groups_of(bystander))).text
+    failed = attempt(call)
+    set_flag(folder, f"done {me}")
+    sums = attempt(lambda: check_sums(groups_of(bystander))).text
     if plan.harmless and not plan.dies and me in plan.members and not sums:
-        sums = tried(lambda: check_sums({"actor": (mesh.group(), plan.members)})).text
-    until_flag(folder, "over")
+        sums = attempt(lambda: check_sums({"actor": (mesh.group(), plan.members)})).text
+    wait_for_flag(folder, "over")
     again = ProcessGroupMesh(-1, ranks=plan.alive, name="again")
-    retry = tried(lambda: connected(again))
+    retry = attempt(lambda: connect_and_check(again))
     again.close()
     mesh.close()
     return failed, sums, retry, what_stays(before)
@@ -258,11 +258,11 @@ def what_stays(before: dict[str, int]) -> dict[str, tuple[int, int]]:
     def more() -> dict[str, tuple[int, int]]:
         gc.collect()
         groups.sweep()
-        now = held()
+        now = count_resources()
         return {what: (count, now[what]) for what, count in before.items() if now[what] > count}
 
-    with contextlib.suppress(AssertionError), mock.patch.object(faults, "PATIENCE", 5.0):
-        until(lambda: not more(), "nothing stays")
+    with contextlib.suppress(AssertionError), mock.patch.object(faults, "WAIT_TIMEOUT", 5.0):
+        wait_until(lambda: not more(), "nothing stays")
     return more()
 
 
@@ -318,28 +318,28 @@ def do_it(plan: Plan, folder: Path, pids: Sequence[int], store: int) -> None:
     """Strike from outside, and make up for it once all others are done."""
     case = plan.case
     if case.fault.startswith("SIG"):
-        until_flag(folder, "now")
+        wait_for_flag(folder, "now")
         pid = store if case.victim == "store" else pids[plan.victim]
         number = getattr(signal, case.fault.partition(",")[0])
         stopped = number == signal.SIGSTOP
         try:
             os.kill(pid, number)
             if not (case.victim == "store" and stopped):
-                flag(folder, "struck")
+                set_flag(folder, "struck")
             if stopped and "short" in case.fault:
-                flag(folder, "struck")
+                set_flag(folder, "struck")
                 time.sleep(SHORT if plan.beats_fast else SHORT * 5)
             elif stopped:
-                flag(folder, "struck")
+                set_flag(folder, "struck")
                 for rank in range(N):
                     if case.victim == "store" or rank != plan.victim:
-                        until_flag(folder, f"done {rank}")
+                        wait_for_flag(folder, f"done {rank}")
         finally:
             if stopped:
                 os.kill(pid, signal.SIGCONT)
     for rank in plan.alive:
-        until_flag(folder, f"done {rank}")
-    flag(folder, "over")
+        wait_for_flag(folder, f"done {rank}")
+    set_flag(folder, "over")
 
 
 def run_case(case: Case, seed: int, tally: Tally, *, beats_fast: bool = True, load: str = "") -> None:
@@ -348,13 +348,14 @@ def run_case(case: Case, seed: int, tally: Tally, *, beats_fast: bool = True, lo
     plan = Plan(case, chance.randrange(N), beats_fast, chance.random() < 0.7)
     factor = 1.0 if beats_fast else 5.0
     start = time.monotonic()
-    with tempfile.TemporaryDirectory() as name, StoreProcess() as store, fresh(N, store) as own:
+    with tempfile.TemporaryDirectory() as name, StoreProcess() as store, fresh_world(N, store) as own:
         folder = Path(name)
         own.run(dist.get_rank)
         assert store.process.pid is not None
-        did: list[Tried] = []
+        did: list[Attempt] = []
         actor = threading.Thread(
-            target=lambda: did.append(tried(lambda: do_it(plan, folder, own.pids, store.process.pid or 0))), daemon=True
+            target=lambda: did.append(attempt(lambda: do_it(plan, folder, own.pids, store.process.pid or 0))),
+            daemon=True,
         )
         actor.start()
         outcomes = own.outcomes(live_through, plan, folder, deadline=150.0)
@@ -366,7 +367,7 @@ def run_case(case: Case, seed: int, tally: Tally, *, beats_fast: bool = True, lo
             tally.breaks(f"{text}: {words}")
 
     promise(bool(did) and not did[0].kind, f"the one who strikes: {did}")
-    seen: dict[int, tuple[Tried, str, Tried, dict[str, tuple[int, int]]]] = {}
+    seen: dict[int, tuple[Attempt, str, Attempt, dict[str, tuple[int, int]]]] = {}
     for outcome in outcomes:
         if outcome.rank in plan.alive:
             promise(not outcome.error, f"rank {outcome.rank} {outcome.error} {outcome.details[-400:]}")
@@ -397,7 +398,9 @@ def run_case(case: Case, seed: int, tally: Tally, *, beats_fast: bool = True, lo
         promise(not sums, f"an older group on rank {rank}: {sums[:300]}")
         gone = case.victim == "store" and case.fault == "SIGKILL"
         promise(retry.kind == ("WorldError" if gone else ""), f"the retry on rank {rank}: {retry.kind} {retry.text}")
-        promise(retry.took < (1.0 + SLACK if gone else LONG.total_seconds()), f"the retry took {retry.took:.2f} s")
+        promise(
+            retry.took < (1.0 + SLACK if gone else LONG_TIMEOUT.total_seconds()), f"the retry took {retry.took:.2f} s"
+        )
         if "stranded" in stays:  # a collective that hangs is let go of at its group's timeout, with all that it holds
             was, now = stays["stranded"]
             holds = {"stranded": 1, "threads": 2, "descriptors": 2 + N}  # a group; two to be reached, one for a member
@@ -443,16 +446,16 @@ def run_crashes(end: float, tally: Tally) -> None:
 
 def cycle(times: int) -> list[dict[str, int]]:
     """Connect, use, release, and what is held early and late."""
-    be_quick()
+    beat_fast()
     mesh, seen = ProcessGroupMesh(dp=2, tp=2, name="actor"), []
     for i in range(1, times + 1):
-        connected(mesh, "dp", "tp", ("dp", "tp"))
+        connect_and_check(mesh, "dp", "tp", ("dp", "tp"))
         for axes in (("dp",), ("tp",), ()):
             mesh.release(*axes)
         if i in (times // 5, times):
             dist.barrier()
-            keys, memory = groups.world_store().num_keys(), resident()
-            seen.append({**held(), "store keys": keys, "KiB": memory})
+            keys, memory = groups.world_store().num_keys(), resident_kib()
+            seen.append({**count_resources(), "store keys": keys, "KiB": memory})
         if i in (times // 5, times):
             dist.barrier()
     return seen
@@ -461,7 +464,7 @@ def cycle(times: int) -> list[dict[str, int]]:
 def run_ledger(times: int, tally: Tally) -> None:
     """Connect, use and release, again and again."""
     start = time.monotonic()
-    with StoreProcess() as store, fresh(N, store) as own:
+    with StoreProcess() as store, fresh_world(N, store) as own:
         for rank, (early, late) in enumerate(own.run(cycle, times, deadline=240.0)):
             grown = late.pop("KiB") - early.pop("KiB")
             if late != early or grown > 4096:
@@ -543,25 +546,29 @@ def run_all_tests(end: float, tally: Tally) -> None:
 
 def be_a_worker(folder: Path) -> None:
     """One rank of two hosts, two on each, whose link is cut and mended."""
-    be_quick()
+    beat_fast()
     launch.join("gloo", timeout=timedelta(seconds=60))
     me = dist.get_rank()
     (folder / f"pid {me}").write_text(str(os.getpid()))
-    beating(ProcessGroupMesh(4, name="beating"))
+    connect_and_beat(ProcessGroupMesh(4, name="beating"))
     host = ProcessGroupMesh(-1, ranks=[me // 2 * 2, me // 2 * 2 + 1], name=f"host {me // 2}")
-    connected(host)
-    flag(folder, f"ready {me}")
-    until_flag(folder, "cut")
-    failed = tried(lambda: ProcessGroupMesh(4, name="actor").connect(timeout=timedelta(seconds=D)))
-    sums = tried(lambda: check_sums(groups_of(host))).text
-    new = tried(lambda: connected(ProcessGroupMesh(-1, ranks=host.ranks(), name=f"new {me // 2}"))) if me < 2 else None
-    flag(folder, f"done {me}")
-    until_flag(folder, "mended")
-    retry = tried(lambda: ProcessGroupMesh(4, name="again").connect(timeout=timedelta(seconds=25)))
-    sums += "" if retry.kind else tried(lambda: connected(ProcessGroupMesh(4, name="once more"))).text
+    connect_and_check(host)
+    set_flag(folder, f"ready {me}")
+    wait_for_flag(folder, "cut")
+    failed = attempt(lambda: ProcessGroupMesh(4, name="actor").connect(timeout=timedelta(seconds=D)))
+    sums = attempt(lambda: check_sums(groups_of(host))).text
+    new = (
+        attempt(lambda: connect_and_check(ProcessGroupMesh(-1, ranks=host.ranks(), name=f"new {me // 2}")))
+        if me < 2
+        else None
+    )
+    set_flag(folder, f"done {me}")
+    wait_for_flag(folder, "mended")
+    retry = attempt(lambda: ProcessGroupMesh(4, name="again").connect(timeout=timedelta(seconds=25)))
+    sums += "" if retry.kind else attempt(lambda: connect_and_check(ProcessGroupMesh(4, name="once more"))).text
     (folder / f"told {me}.part").write_text(json.dumps([failed, sums, new, retry]))
     (folder / f"told {me}.part").rename(folder / f"told {me}")
-    until_flag(folder, "over")
+    wait_for_flag(folder, "over")
 
 
 def ip(*words: str, check: bool = True) -> None:
@@ -603,7 +610,7 @@ def run_hosts(tally: Tally) -> None:
             logs = "".join(path.read_text(errors="replace")[-800:] for path in sorted(folder.glob("log *")))
             tally.breaks(f"two hosts: {error}\n{logs}")
         finally:
-            flag(folder, "over")
+            set_flag(folder, "over")
             for agent in agents:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     agent.wait(10.0)
@@ -625,18 +632,18 @@ def _end_hosts(a: str, b: str) -> None:
 
 def _cut_and_mend(a: str, folder: Path, tally: Tally) -> None:
     for rank in range(4):
-        until_flag(folder, f"ready {rank}")
+        wait_for_flag(folder, f"ready {rank}")
     ip("-n", a, "link", "set", a, "down")
     cut = time.monotonic()
-    flag(folder, "cut")
+    set_flag(folder, "cut")
     for rank in range(4):
-        until_flag(folder, f"done {rank}")
+        wait_for_flag(folder, f"done {rank}")
     ip("-n", a, "link", "set", a, "up")
-    flag(folder, "mended")
+    set_flag(folder, "mended")
     for rank in range(4):
-        until_flag(folder, f"told {rank}")
+        wait_for_flag(folder, f"told {rank}")
         failed, sums, new, retry = json.loads((folder / f"told {rank}").read_text())
-        failed, retry = Tried(*failed), Tried(*retry)
+        failed, retry = Attempt(*failed), Attempt(*retry)
         took = failed.end - cut
         side = "with the store" if rank < 2 else "without the store"
         print(f"two hosts, rank {rank}: {failed.kind} {took:.2f} s {failed.text!r}; then {retry.kind or 'connected'}")
@@ -646,7 +653,7 @@ def _cut_and_mend(a: str, folder: Path, tally: Tally) -> None:
             words = "ranks 2, 3 did not come" in failed.text and "last heard" in failed.text
             if failed.kind != "MissingRanksError" or not words or took > H + BEAT + SLACK:
                 tally.breaks(f"two hosts, rank {rank}: after {took:.2f} s {failed.kind} {failed.text}")
-            if Tried(*new).kind:
+            if Attempt(*new).kind:
                 tally.breaks(f"two hosts, rank {rank}: no new group on this side: {new}")
         elif failed.kind != "WorldError" or took > D + SLACK + 1.0:
             tally.breaks(f"two hosts, rank {rank}: after {took:.2f} s {failed.kind} {failed.text}")

@@ -37,28 +37,28 @@ from pgmesh.launch import StoreProcess
 from tests.support import worlds
 from tests.support.faults import (
     BEAT,
-    LONG,
+    LONG_TIMEOUT,
     ORDERS,
-    PATIENCE,
     SLACK,
+    WAIT_TIMEOUT,
+    Attempt,
     H,
-    Tried,
-    be_quick,
-    connected,
+    attempt,
+    beat_fast,
+    beat_fast_with_bystander,
+    connect_and_check,
     die_at_each,
-    flag,
-    killed,
-    quick,
+    kill_self,
     results,
-    tried,
-    until_flag,
-    until_waiting,
+    set_flag,
+    wait_for_flag,
+    wait_until_waiting,
 )
-from tests.support.message_assertions import without_names
-from tests.support.programs import clean_env, script
-from tests.support.resource_counts import COUNTED, held
-from tests.support.torch_tables import counted_store, tables
-from tests.support.worlds import STARVED, World, check_sums, fresh, groups_of, world
+from tests.support.message_assertions import without_hostname_warnings
+from tests.support.programs import clean_env, write_script
+from tests.support.resource_counts import CAN_COUNT, count_resources
+from tests.support.torch_tables import record_operations, table_sizes
+from tests.support.worlds import STARVED, World, check_sums, fresh_world, groups_of, world
 
 # ---- ranks mean different things ----
 
@@ -72,8 +72,8 @@ DIFFER: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def differ() -> dict[str, tuple[Tried, Tried]]:
-    bystander, seen = quick(), {}
+def differ() -> dict[str, tuple[Attempt, Attempt]]:
+    bystander, seen = beat_fast_with_bystander(), {}
     odd = dist.get_rank() == 3
     for what, (theirs, _) in DIFFER.items():
         mesh = ProcessGroupMesh(**(theirs if odd else ALIKE), name=f"actor, {what}")
@@ -82,13 +82,13 @@ def differ() -> dict[str, tuple[Tried, Tried]]:
         if odd and what == "backend":
             mesh.configure(*mesh.axes, backend="cpu:gloo")
         if odd:
-            until_waiting(0, 1, 2)
-        failed = tried(lambda mesh=mesh: mesh.connect(mesh.axes, timeout=LONG))
+            wait_until_waiting(0, 1, 2)
+        failed = attempt(lambda mesh=mesh: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT))
         check_sums(groups_of(bystander))
         mesh.close()
         dist.barrier()
         mended = ProcessGroupMesh(**ALIKE, name=mesh.name)
-        seen[what] = failed, tried(lambda mended=mended: connected(mended, "dp", "tp", ("dp", "tp")))
+        seen[what] = failed, attempt(lambda mended=mended: connect_and_check(mended, "dp", "tp", ("dp", "tp")))
         mended.close()
         dist.barrier()
     return seen
@@ -96,7 +96,7 @@ def differ() -> dict[str, tuple[Tried, Tried]]:
 
 def test_what_ranks_mean_differently_is_told_to_every_one_that_came():
     """That it takes no more than 0.1 s where a machine has time is in test_detection_latency.py."""
-    with fresh(4) as own:
+    with fresh_world(4) as own:
         ranks = results(own.outcomes(differ))
     for what, (_, words) in DIFFER.items():
         came = ranks[3][what][0].start
@@ -109,7 +109,7 @@ def test_what_ranks_mean_differently_is_told_to_every_one_that_came():
 
 
 def ask_wrongly() -> tuple[list[float], list[str]]:
-    quick()
+    beat_fast_with_bystander()
     mesh = ProcessGroupMesh(dp=1, tp=2, name="actor")
     mesh.group()
     world_size = dist.get_world_size()
@@ -124,23 +124,23 @@ def ask_wrongly() -> tuple[list[float], list[str]]:
         lambda: mesh.connect("dp", "pp"),
         lambda: mesh.group_of([0, 0]),
     ]
-    took, before = [], tables()
-    with counted_store() as done:
+    took, before = [], table_sizes()
+    with record_operations() as done:
         for ask in wrong:
             best = 1.0
             for _ in range(3):  # the best of three: a machine that is busy takes its time once in a while
-                seen = tried(ask)
+                seen = attempt(ask)
                 assert seen.kind in ("ShapeError", "PlaceError", "AxisError"), seen
                 best = min(best, seen.took)
             took.append(best)
-    assert tables() == before
-    connected(mesh, "tp")
+    assert table_sizes() == before
+    connect_and_check(mesh, "tp")
     return took, done
 
 
 def test_what_this_rank_alone_can_tell_is_told_at_once_and_to_nobody_else():
     """The words of each error are in test_messages.py and test_mesh_messages.py."""
-    with fresh(2) as own:
+    with fresh_world(2) as own:
         for took, done in results(own.outcomes(ask_wrongly)):
             assert done == []
             assert max(took) < (SLACK if STARVED else 0.01)
@@ -152,27 +152,27 @@ def test_what_this_rank_alone_can_tell_is_told_at_once_and_to_nobody_else():
 def in_any_order(seed: int) -> None:
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     families = [("dp",), ("tp",), ("dp", "tp")]
-    connected(mesh, *random.Random(f"{seed} {mesh.rank}").sample(families, 3))
+    connect_and_check(mesh, *random.Random(f"{seed} {mesh.rank}").sample(families, 3))
 
 
 def test_groups_connected_in_one_call_need_no_order():
-    with fresh(4) as own:
+    with fresh_world(4) as own:
         for seed in range(3):
             print("seed", seed)
             results(own.outcomes(in_any_order, seed))
 
 
-def in_a_circle() -> tuple[Tried, Tried]:
-    bystander = quick()
+def in_a_circle() -> tuple[Attempt, Attempt]:
+    bystander = beat_fast_with_bystander()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     first = {0: "tp", 1: "dp", 3: "tp", 2: "dp"}[mesh.rank]  # 0 waits for 1, 1 for 3, 3 for 2, 2 for 0
-    failed = tried(lambda: mesh.connect(first, timeout=LONG))
+    failed = attempt(lambda: mesh.connect(first, timeout=LONG_TIMEOUT))
     check_sums(groups_of(bystander))
-    return failed, tried(lambda: connected(mesh, "tp", "dp"))
+    return failed, attempt(lambda: connect_and_check(mesh, "tp", "dp"))
 
 
 def test_ranks_that_wait_in_a_circle_are_told_all_of_it():
-    with fresh(4) as own:
+    with fresh_world(4) as own:
         seen = results(own.outcomes(in_a_circle))
     last = max(failed.start for failed, _ in seen)
     for failed, again in seen:
@@ -186,33 +186,33 @@ def test_ranks_that_wait_in_a_circle_are_told_all_of_it():
         assert not again.kind, again.text
 
 
-def mends_its_mesh_at_once(name: str) -> tuple[Tried, Tried]:
-    quick()
+def mends_its_mesh_at_once(name: str) -> tuple[Attempt, Attempt]:
+    beat_fast_with_bystander()
     if dist.get_rank() == 3:
-        until_waiting(0, 1, 2)
+        wait_until_waiting(0, 1, 2)
     with ProcessGroupMesh(dp=2, tp=2, ranks=[3, 1, 2, 0] if dist.get_rank() == 3 else None, name=name) as wrong:
-        failed = tried(lambda: wrong.connect(("dp", "tp"), timeout=LONG))
+        failed = attempt(lambda: wrong.connect(("dp", "tp"), timeout=LONG_TIMEOUT))
     right = ProcessGroupMesh(dp=2, tp=2, name=name)
-    return failed, tried(lambda: connected(right, ("dp", "tp")))
+    return failed, attempt(lambda: connect_and_check(right, ("dp", "tp")))
 
 
 def test_who_means_another_mesh_may_mend_it_while_the_others_still_learn_of_it():
-    with fresh(4) as own:
+    with fresh_world(4) as own:
         for name in ("first", "second", "third"):
             for failed, again in results(own.outcomes(mends_its_mesh_at_once, name)):
                 assert failed.kind == "MismatchError", failed.text
                 assert not again.kind, again.text
 
 
-def asks_with_another_option() -> Tried:
-    quick()
+def asks_with_another_option() -> Attempt:
+    beat_fast_with_bystander()
     with mock.patch.object(polling, "TELL", 0.0):
         group = ProcessGroupMesh(dp=2, name="actor").group(timeout=timedelta(seconds=D + 0.1 * dist.get_rank()))
-        return tried(lambda: dist.all_reduce(torch.ones(1), group=group))
+        return attempt(lambda: dist.all_reduce(torch.ones(1), group=group))
 
 
 def test_who_waits_in_another_group_by_the_same_words_is_told_what_makes_it_another():
-    with fresh(2) as own:
+    with fresh_world(2) as own:
         first, second = results(own.outcomes(asks_with_another_option))
     assert first.kind == second.kind == "MissingRanksError"
     assert "rank 1 never came to the first collective" in first.text
@@ -220,32 +220,32 @@ def test_who_waits_in_another_group_by_the_same_words_is_told_what_makes_it_anot
     assert first.text.endswith(polling.OTHERWISE)
 
 
-def one_mesh_more_on_one_rank() -> Tried:
-    quick()
+def one_mesh_more_on_one_rank() -> Attempt:
+    beat_fast_with_bystander()
     if dist.get_rank() == 0:
         ProcessGroupMesh(dp=2, tp=2, name="actor").close()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
-    return tried(lambda: mesh.connect(("dp", "tp"), timeout=LONG))
+    return attempt(lambda: mesh.connect(("dp", "tp"), timeout=LONG_TIMEOUT))
 
 
 def test_ranks_that_count_their_meshes_differently_are_told_so():
-    with fresh(4) as own:
+    with fresh_world(4) as own:
         for failed in results(own.outcomes(one_mesh_more_on_one_rank)):
             assert failed.kind == "CircleError"
             assert "made, closed or tried it a different number of times" in failed.text
 
 
-def adds_two() -> tuple[Tried, Tried]:
-    quick()
+def adds_two() -> tuple[Attempt, Attempt]:
+    beat_fast_with_bystander()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     twice = mock.patch.object(torch, "ones", lambda *size, **how: torch.full(size, 2.0, **how))
     with twice if mesh.rank == 3 else contextlib.nullcontext():
-        failed = tried(lambda: mesh.connect(("dp", "tp"), timeout=LONG))
-    return failed, tried(lambda: connected(mesh, ("dp", "tp")))
+        failed = attempt(lambda: mesh.connect(("dp", "tp"), timeout=LONG_TIMEOUT))
+    return failed, attempt(lambda: connect_and_check(mesh, ("dp", "tp")))
 
 
 def test_a_first_sum_that_is_wrong_is_told_to_all_and_the_group_is_made_anew():
-    with fresh(4) as own:
+    with fresh_world(4) as own:
         for failed, again in results(own.outcomes(adds_two)):
             assert failed.kind == "MismatchError", failed.text
             assert "group dp, tp of mesh 'actor' has 4 members, but one from each adds up to 5." in failed.text
@@ -254,7 +254,7 @@ def test_a_first_sum_that_is_wrong_is_told_to_all_and_the_group_is_made_anew():
 
 def in_threads() -> None:
     """Four threads on every rank connect four groups, each rank in another order."""
-    quick()
+    beat_fast_with_bystander()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     views = [mesh.view(dp=2, tp=2), mesh.view(a=4), mesh.view(dp=2, tp=2), mesh]
     wanted = [(views[0], "dp"), (views[1], "a"), (views[2], "tp")]
@@ -262,20 +262,20 @@ def in_threads() -> None:
     failed: list[str] = []
 
     def connect(part: ProcessGroupMesh, axis: str) -> None:
-        seen = tried(lambda: part.connect(axis, timeout=LONG))
+        seen = attempt(lambda: part.connect(axis, timeout=LONG_TIMEOUT))
         failed.extend([seen.text] if seen.kind else [])
 
     threads = [threading.Thread(target=connect, args=what) for what in wanted]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(PATIENCE)
+        thread.join(WAIT_TIMEOUT)
     assert not failed
     check_sums(groups_of(mesh))
 
 
 def test_threads_may_connect_groups_at_once_in_any_order():
-    with fresh(4) as own:
+    with fresh_world(4) as own:
         results(own.outcomes(in_threads))
 
 
@@ -307,29 +307,29 @@ def listening() -> Iterator[list[tuple[float, str]]]:
 D = 1.5
 
 
-def one_never_comes(folder: Path) -> tuple[Tried, list[tuple[float, str]], Tried]:
+def one_never_comes(folder: Path) -> tuple[Attempt, list[tuple[float, str]], Attempt]:
     """Ranks 0 and 1 wait for 2 and 3: 2 waits for 3 elsewhere, and 3 for nobody. Both come too late."""
-    bystander = quick()
+    bystander = beat_fast_with_bystander()
     everyone = ProcessGroupMesh(4, name="everyone")
     pair = ProcessGroupMesh(2, ranks=[2, 3], name="pair") if everyone.rank >= 2 else None
     with listening() as heard:
         if everyone.rank == 2:
-            threading.Thread(target=lambda: tried(lambda: pair.connect(timeout=LONG)), daemon=True).start()
+            threading.Thread(target=lambda: attempt(lambda: pair.connect(timeout=LONG_TIMEOUT)), daemon=True).start()
         if everyone.rank < 2:
-            until_waiting(2)
+            wait_until_waiting(2)
         else:
-            until_flag(folder, "given up by 0")
-            until_flag(folder, "given up by 1")
-        failed = tried(lambda: everyone.connect(timeout=timedelta(seconds=D)))
-        flag(folder, f"given up by {everyone.rank}")
+            wait_for_flag(folder, "given up by 0")
+            wait_for_flag(folder, "given up by 1")
+        failed = attempt(lambda: everyone.connect(timeout=timedelta(seconds=D)))
+        set_flag(folder, f"given up by {everyone.rank}")
     check_sums(groups_of(bystander))
     if pair is not None and everyone.rank == 3:
-        pair.connect(timeout=LONG)
-    return failed, heard, tried(lambda: connected(everyone, 0))
+        pair.connect(timeout=LONG_TIMEOUT)
+    return failed, heard, attempt(lambda: connect_and_check(everyone, 0))
 
 
 def test_a_living_member_that_never_comes_is_named_with_what_it_does_instead(tmp_path: Path):
-    with fresh(4) as own:
+    with fresh_world(4) as own:
         seen = results(own.outcomes(one_never_comes, tmp_path))
     early, late = seen[:2], seen[2:]
     for failed, heard, again in early:
@@ -353,25 +353,25 @@ def test_a_living_member_that_never_comes_is_named_with_what_it_does_instead(tmp
         assert not again.kind, again.text
 
 
-def one_dies_before(folder: Path, heard_before: bool) -> tuple[Tried, Tried, float]:
+def one_dies_before(folder: Path, heard_before: bool) -> tuple[Attempt, Attempt, float]:
     """Rank 3 dies while the others wait for it."""
-    be_quick()
-    bystander = quick(3) if heard_before else ProcessGroupMesh(3, ranks=range(3), name="bystander")
+    beat_fast()
+    bystander = beat_fast_with_bystander(3) if heard_before else ProcessGroupMesh(3, ranks=range(3), name="bystander")
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     if mesh.rank == 3:
-        until_waiting(0, 1, 2)
+        wait_until_waiting(0, 1, 2)
         (folder / "died").write_text(str(time.monotonic()))
-        killed()
-    failed = tried(lambda: mesh.connect(mesh.axes, timeout=LONG if heard_before else timedelta(seconds=D)))
+        kill_self()
+    failed = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT if heard_before else timedelta(seconds=D)))
     check_sums(groups_of(bystander))
     survivors = ProcessGroupMesh(3, ranks=range(3), name="survivors")
-    again = tried(lambda: connected(survivors, 0))
+    again = attempt(lambda: connect_and_check(survivors, 0))
     return failed, again, float((folder / "died").read_text())
 
 
 @pytest.mark.parametrize("heard_before", [True, False], ids=["heard", "never heard"])
 def test_a_member_that_dies_before_it_comes_is_named(tmp_path: Path, heard_before: bool):
-    with fresh(4) as own:
+    with fresh_world(4) as own:
         seen = results(own.outcomes(one_dies_before, tmp_path, heard_before), 3)
     for failed, again, died in seen:
         print(failed, failed.end - died)
@@ -386,9 +386,9 @@ def test_a_member_that_dies_before_it_comes_is_named(tmp_path: Path, heard_befor
         assert not again.kind, again.text
 
 
-def one_dies_after(moment: str) -> tuple[Tried, Tried]:
+def one_dies_after(moment: str) -> tuple[Attempt, Attempt]:
     """All have come, and rank 3 dies before it begins the first collective, or right after."""
-    bystander = quick(3)
+    bystander = beat_fast_with_bystander(3)
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     if mesh.rank == 3:
         begin = connecting._Warming.begin
@@ -396,18 +396,18 @@ def one_dies_after(moment: str) -> tuple[Tried, Tried]:
         def die(warming: Any) -> None:
             if moment == "in":
                 begin(warming)
-            killed()
+            kill_self()
 
         connecting._Warming.begin = die  # type: ignore[method-assign]
-    failed = tried(lambda: mesh.connect(mesh.axes, timeout=LONG))
+    failed = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT))
     check_sums(groups_of(bystander))
-    return failed, tried(lambda: connected(ProcessGroupMesh(3, ranks=range(3), name="survivors"), 0))
+    return failed, attempt(lambda: connect_and_check(ProcessGroupMesh(3, ranks=range(3), name="survivors"), 0))
 
 
 @pytest.mark.parametrize("moment", ["before", "in"])
 def test_a_member_that_is_lost_in_the_first_collective_is_named(moment: str):
     """If it dies right after it began, the collective may have been done on some or on all."""
-    with fresh(4) as own:
+    with fresh_world(4) as own:
         seen = results(own.outcomes(one_dies_after, moment), 3)
     for failed, again in seen:
         print(failed)
@@ -419,29 +419,29 @@ def test_a_member_that_is_lost_in_the_first_collective_is_named(moment: str):
         assert not again.kind, again.text
 
 
-def lost_on_one(folder: Path, release: bool) -> tuple[Tried, Tried]:
+def lost_on_one(folder: Path, release: bool) -> tuple[Attempt, Attempt]:
     """The first collective is done on all, but rank 3 takes it for lost; then all connect anew."""
-    quick()
+    beat_fast_with_bystander()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
 
     def lose(warming: Any) -> bool:
         for rank in range(3):
-            until_flag(folder, f"connected {rank}")
+            wait_for_flag(folder, f"connected {rank}")
         warming.fail("was lost by design")
         return False
 
     with mock.patch.object(connecting._Warming, "look", lose) if mesh.rank == 3 else contextlib.nullcontext():
-        failed = tried(lambda: mesh.connect(mesh.axes, timeout=LONG))
-    flag(folder, f"connected {mesh.rank}")
+        failed = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT))
+    set_flag(folder, f"connected {mesh.rank}")
     dist.barrier()
     if release:
         mesh.release()
-    return failed, tried(lambda: connected(mesh, mesh.axes))
+    return failed, attempt(lambda: connect_and_check(mesh, mesh.axes))
 
 
 @pytest.mark.parametrize("release", [True, False], ids=["released", "connected anew"])
 def test_members_of_a_group_that_failed_on_one_of_them_meet_again(tmp_path: Path, release: bool):
-    with fresh(4) as own:
+    with fresh_world(4) as own:
         seen = results(own.outcomes(lost_on_one, tmp_path, release))
     for rank, (failed, again) in enumerate(seen):
         print(failed)
@@ -449,18 +449,18 @@ def test_members_of_a_group_that_failed_on_one_of_them_meet_again(tmp_path: Path
         assert not again.kind, again
 
 
-def at_the_deadline(seed: int, times: int) -> list[tuple[Tried, Tried]]:
+def at_the_deadline(seed: int, times: int) -> list[tuple[Attempt, Attempt]]:
     """Rank 3 comes as the others give up, a little sooner or later each time."""
-    quick()
+    beat_fast_with_bystander()
     mesh, limit, seen = ProcessGroupMesh(dp=2, tp=2, name="actor"), 0.2, []
     chance = random.Random(f"{seed} {dist.get_rank() == 3}")
     for _ in range(times):
         dist.barrier()
         if mesh.rank == 3:
             time.sleep(limit + chance.uniform(-0.02, 0.02))  # this is the chance that the test takes, not luck
-        failed = tried(lambda: mesh.connect(mesh.axes, timeout=timedelta(seconds=limit if mesh.rank < 3 else 20)))
+        failed = attempt(lambda: mesh.connect(mesh.axes, timeout=timedelta(seconds=limit if mesh.rank < 3 else 20)))
         dist.barrier()
-        again = tried(lambda: mesh.connect(mesh.axes, timeout=LONG))
+        again = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT))
         check_sums({"all": (mesh.group(), mesh.ranks())})
         dist.barrier()
         mesh.release()
@@ -471,7 +471,7 @@ def at_the_deadline(seed: int, times: int) -> list[tuple[Tried, Tried]]:
 def test_one_cannot_give_up_as_another_succeeds():
     seed = 7
     print("seed", seed)
-    with fresh(4) as own:
+    with fresh_world(4) as own:
         before = keys(own)
         outcomes = results(own.outcomes(at_the_deadline, seed, 12))
         made = 0
@@ -493,19 +493,19 @@ def keys(own: World) -> set[str]:
 # ---- a rank that takes itself for another, or the world for larger ----
 
 
-def wrong_world(rank: int, size: int) -> Tried:
+def wrong_world(rank: int, size: int) -> Attempt:
     """Rank 1 of the world of 2 takes itself for another."""
-    be_quick()
+    beat_fast()
     mistaken = (rank, size) if dist.get_rank() == 1 else (dist.get_rank(), 2)
     with mock.patch.object(groups, "world_rank_and_size", return_value=mistaken):
         if dist.get_rank() == 1:
-            until_waiting(0)
+            wait_until_waiting(0)
         mesh = ProcessGroupMesh(dp=2, ranks=range(2), name="actor")
-        return tried(lambda: mesh.connect(timeout=timedelta(seconds=5)))
+        return attempt(lambda: mesh.connect(timeout=timedelta(seconds=5)))
 
 
 def test_a_world_of_another_size_is_told():
-    with fresh(2) as own:
+    with fresh_world(2) as own:
         seen = results(own.outcomes(wrong_world, 1, 3))
     for failed in seen:
         print(failed, failed.end - seen[1].start)
@@ -515,7 +515,7 @@ def test_a_world_of_another_size_is_told():
 
 
 def test_two_processes_as_one_rank_are_told():
-    with fresh(2) as own:
+    with fresh_world(2) as own:
         seen = results(own.outcomes(wrong_world, 0, 2))
     for failed in seen:
         print(failed, failed.end - seen[1].start)
@@ -529,25 +529,25 @@ def test_two_processes_as_one_rank_are_told():
 GOES = {"dies": signal.SIGKILL, "hangs": signal.SIGSTOP}
 
 
-def without_a_store(folder: Path, waiting: bool) -> tuple[Tried, Tried, Tried]:
+def without_a_store(folder: Path, waiting: bool) -> tuple[Attempt, Attempt, Attempt]:
     """The store goes while ranks 0 and 2 wait for 1 and 3, or before anybody comes; then it may come back."""
-    bystander = quick()
+    bystander = beat_fast_with_bystander()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     if not waiting:  # what is configured is agreed on when the group is made
         mesh.configure("dp", timeout=timedelta(seconds=50))
     dist.barrier()
     if mesh.rank == 1:
         if waiting:
-            until_waiting(0, 2)
-        flag(folder, "ready")
+            wait_until_waiting(0, 2)
+        set_flag(folder, "ready")
     if not (waiting and mesh.index("tp") == 0):
-        until_flag(folder, "gone")
-    failed = tried(lambda: mesh.connect("tp", *["dp"] * (not waiting), timeout=timedelta(seconds=D)))
+        wait_for_flag(folder, "gone")
+    failed = attempt(lambda: mesh.connect("tp", *["dp"] * (not waiting), timeout=timedelta(seconds=D)))
     check_sums(groups_of(bystander))
-    closing = tried(mesh.close)
-    flag(folder, f"done {mesh.rank}")
-    until_flag(folder, "over")
-    again = tried(lambda: connected(ProcessGroupMesh(dp=2, tp=2, name="again"), "tp"))
+    closing = attempt(mesh.close)
+    set_flag(folder, f"done {mesh.rank}")
+    wait_for_flag(folder, "over")
+    again = attempt(lambda: connect_and_check(ProcessGroupMesh(dp=2, tp=2, name="again"), "tp"))
     check_sums(groups_of(bystander))
     return failed, closing, again
 
@@ -558,23 +558,23 @@ def test_a_store_that_is_gone_is_named_and_groups_go_on(tmp_path: Path, how: str
     gone = []
 
     def go(pid: int) -> None:
-        until_flag(tmp_path, "ready")
+        wait_for_flag(tmp_path, "ready")
         os.kill(pid, GOES[how])
         gone.append(time.monotonic())
-        flag(tmp_path, "gone")
+        set_flag(tmp_path, "gone")
         for rank in range(4):
-            until_flag(tmp_path, f"done {rank}")
+            wait_for_flag(tmp_path, f"done {rank}")
         if how == "hangs":
             os.kill(pid, signal.SIGCONT)
-        flag(tmp_path, "over")
+        set_flag(tmp_path, "over")
 
-    with StoreProcess() as store, fresh(4, store) as own:
+    with StoreProcess() as store, fresh_world(4, store) as own:
         own.run(dist.get_rank)
         assert store.process.pid is not None
         actor = threading.Thread(target=go, args=(store.process.pid,), daemon=True)
         actor.start()
         seen = results(own.outcomes(without_a_store, tmp_path, waiting))
-        actor.join(PATIENCE)
+        actor.join(WAIT_TIMEOUT)
         where = f"the store at 127.0.0.1:{store.port}"
     for failed, closing, again in seen:
         took = failed.end - max(gone[0], failed.start)
@@ -593,7 +593,7 @@ def test_a_store_that_is_gone_is_named_and_groups_go_on(tmp_path: Path, how: str
         assert closing.took < 1.0 + SLACK
 
 
-def ask_without_a_store(folder: Path) -> tuple[dict[str, Tried], bool, Tried]:
+def ask_without_a_store(folder: Path) -> tuple[dict[str, Attempt], bool, Attempt]:
     """No rank has connected anything when the store goes: each call that may ask it, one after another."""
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     mesh.configure("dp", timeout=timedelta(seconds=D / 3))
@@ -601,45 +601,45 @@ def ask_without_a_store(folder: Path) -> tuple[dict[str, Tried], bool, Tried]:
     check_sums({"tp": (used, mesh.ranks("tp")), "destroyed": (destroyed, mesh.ranks())})
     dist.barrier()
     mesh._family.patience = D / 3
-    flag(folder, f"ready {mesh.rank}")
-    until_flag(folder, "gone")
+    set_flag(folder, f"ready {mesh.rank}")
+    wait_for_flag(folder, "gone")
     calls: dict[str, Callable[[], Any]] = {
         "first collective": lambda: dist.all_reduce(torch.ones(1), group=unused),
         "group": lambda: mesh.group("tp", timeout=timedelta(seconds=50)),
         "connect": lambda: mesh.connect("tp", timeout=timedelta(seconds=D / 3)),
-        "report": lambda: flag(folder, f"report {mesh.rank}") if "the store" in mesh.report().trouble else None,
+        "report": lambda: set_flag(folder, f"report {mesh.rank}") if "the store" in mesh.report().trouble else None,
         "sums": lambda: check_sums({"tp": (used, mesh.ranks("tp"))}),
         "destroy": lambda: dist.destroy_process_group(destroyed),
         "release": lambda: mesh.release("tp"),
         "close": mesh.close,
     }
-    seen = {name: tried(call) for name, call in calls.items()}
+    seen = {name: attempt(call) for name, call in calls.items()}
     reported = (folder / f"report {mesh.rank}").exists()
-    flag(folder, f"done {mesh.rank}")
-    until_flag(folder, "over")
-    return seen, reported, tried(lambda: connected(ProcessGroupMesh(dp=2, tp=2, name="again")))
+    set_flag(folder, f"done {mesh.rank}")
+    wait_for_flag(folder, "over")
+    return seen, reported, attempt(lambda: connect_and_check(ProcessGroupMesh(dp=2, tp=2, name="again")))
 
 
 @pytest.mark.parametrize("how", GOES)
 def test_without_a_store_every_call_of_a_rank_that_never_connected_ends_too(tmp_path: Path, how: str):
     def go(pid: int) -> None:
         for rank in range(4):
-            until_flag(tmp_path, f"ready {rank}")
+            wait_for_flag(tmp_path, f"ready {rank}")
         os.kill(pid, GOES[how])
-        flag(tmp_path, "gone")
+        set_flag(tmp_path, "gone")
         for rank in range(4):
-            until_flag(tmp_path, f"done {rank}")
+            wait_for_flag(tmp_path, f"done {rank}")
         if how == "hangs":
             os.kill(pid, signal.SIGCONT)
-        flag(tmp_path, "over")
+        set_flag(tmp_path, "over")
 
-    with StoreProcess() as store, fresh(4, store) as own:
+    with StoreProcess() as store, fresh_world(4, store) as own:
         own.run(dist.get_rank)
         assert store.process.pid is not None
         actor = threading.Thread(target=go, args=(store.process.pid,), daemon=True)
         actor.start()
         seen = results(own.outcomes(ask_without_a_store, tmp_path))
-        actor.join(PATIENCE)
+        actor.join(WAIT_TIMEOUT)
     words = f"the store at 127.0.0.1:{store.port} " + ("is gone: " if how == "dies" else "gave no answer for ")
     for calls, reported, again in seen:
         print({name: (each.kind, round(each.took, 2)) for name, each in calls.items()})
@@ -656,35 +656,35 @@ def test_without_a_store_every_call_of_a_rank_that_never_connected_ends_too(tmp_
 # ---- a member is stopped, and continues ----
 
 
-def one_is_stopped(folder: Path) -> tuple[Tried, Tried, float]:
-    bystander = quick(3)
+def one_is_stopped(folder: Path) -> tuple[Attempt, Attempt, float]:
+    bystander = beat_fast_with_bystander(3)
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     if mesh.rank == 3:
-        until_waiting(0, 1, 2)
+        wait_until_waiting(0, 1, 2)
         stopped = time.monotonic()
-        flag(folder, "stop me")
-        until_flag(folder, "stopped")
-    failed = tried(lambda: mesh.connect(mesh.axes, timeout=LONG))
-    flag(folder, f"done {mesh.rank}")
+        set_flag(folder, "stop me")
+        wait_for_flag(folder, "stopped")
+    failed = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT))
+    set_flag(folder, f"done {mesh.rank}")
     check_sums(groups_of(bystander)) if mesh.rank < 3 else None
-    return failed, tried(lambda: connected(mesh, mesh.axes, "dp", "tp")), stopped if mesh.rank == 3 else 0.0
+    return failed, attempt(lambda: connect_and_check(mesh, mesh.axes, "dp", "tp")), stopped if mesh.rank == 3 else 0.0
 
 
 def test_a_member_that_is_stopped_is_suspected_and_may_come_back(tmp_path: Path):
     def stop(pid: int) -> None:
-        until_flag(tmp_path, "stop me")
+        wait_for_flag(tmp_path, "stop me")
         os.kill(pid, signal.SIGSTOP)
-        flag(tmp_path, "stopped")
+        set_flag(tmp_path, "stopped")
         for rank in range(3):
-            until_flag(tmp_path, f"done {rank}")
+            wait_for_flag(tmp_path, f"done {rank}")
         os.kill(pid, signal.SIGCONT)
 
-    with fresh(4) as own:
+    with fresh_world(4) as own:
         own.run(dist.get_rank)
         actor = threading.Thread(target=stop, args=(own.pids[3],), daemon=True)
         actor.start()
         seen = results(own.outcomes(one_is_stopped, tmp_path))
-        actor.join(PATIENCE)
+        actor.join(WAIT_TIMEOUT)
     stopped = seen[3][2]
     for failed, again, _ in seen:
         print(failed, failed.end - stopped)
@@ -714,27 +714,27 @@ SIGNALS = {
 }
 
 
-def one_is_signalled(folder: Path, how: str) -> tuple[Tried, Tried]:
+def one_is_signalled(folder: Path, how: str) -> tuple[Attempt, Attempt]:
     """Rank 2 is sent a signal while 0, 1 and 2 wait for 3."""
-    bystander = quick(2)
+    bystander = beat_fast_with_bystander(2)
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     number, handler, _ = SIGNALS[how]
     if mesh.rank == 3:
-        until_waiting(0, 1, 2)
-        flag(folder, "signal")
-        until_flag(folder, "done 0")
-        until_flag(folder, "done 1")
+        wait_until_waiting(0, 1, 2)
+        set_flag(folder, "signal")
+        wait_for_flag(folder, "done 0")
+        wait_for_flag(folder, "done 1")
     if mesh.rank == 2:
         signal.signal(number, handler)
-    failed = tried(lambda: mesh.connect(mesh.axes, timeout=LONG))
-    flag(folder, f"done {mesh.rank}")
+    failed = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT))
+    set_flag(folder, f"done {mesh.rank}")
     if mesh.rank != 2:
         check_sums(groups_of(bystander))
     kept = signal.getsignal(number) == handler or mesh.rank != 2
     assert kept, f"the handler is now {signal.getsignal(number)}"
     if how == "SIGTERM":
         mesh = ProcessGroupMesh(-1, ranks=[0, 1, 3], name="survivors")
-    return failed, tried(lambda: connected(mesh, mesh.axes))
+    return failed, attempt(lambda: connect_and_check(mesh, mesh.axes))
 
 
 @pytest.mark.parametrize("how", SIGNALS)
@@ -742,16 +742,16 @@ def test_a_signal_ends_the_wait_and_the_peers_are_told_why(tmp_path: Path, how: 
     sent = []
 
     def send(pid: int) -> None:
-        until_flag(tmp_path, "signal")
+        wait_for_flag(tmp_path, "signal")
         sent.append(time.monotonic())
         os.kill(pid, SIGNALS[how][0])
 
-    with fresh(4) as own:
+    with fresh_world(4) as own:
         own.run(dist.get_rank)
         actor = threading.Thread(target=send, args=(own.pids[2],), daemon=True)
         actor.start()
         outcomes = own.outcomes(one_is_signalled, tmp_path, how)
-        actor.join(PATIENCE)
+        actor.join(WAIT_TIMEOUT)
     seen = results(outcomes, *([2] if how == "SIGTERM" else []))
     if how == "SIGTERM":
         assert outcomes[2].exitcode == -signal.SIGTERM
@@ -771,23 +771,23 @@ def test_a_signal_ends_the_wait_and_the_peers_are_told_why(tmp_path: Path, how: 
         assert failed.end - sent[0] < 0.2 + SLACK
 
 
-def one_is_interrupted(where: str) -> tuple[Tried, Tried]:
+def one_is_interrupted(where: str) -> tuple[Attempt, Attempt]:
     """Ctrl-C reaches rank 3 as it makes its group, or when all have come and it begins the first collective."""
-    bystander = quick()
+    bystander = beat_fast_with_bystander()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     if mesh.rank == 3:
-        until_waiting(0, 1, 2) if where == "before" else None
+        wait_until_waiting(0, 1, 2) if where == "before" else None
     target: Any = (connecting, "_unbroken") if where == "before" else (connecting._Warming, "begin")
     interrupted = mock.patch.object(*target, side_effect=KeyboardInterrupt)
     with interrupted if mesh.rank == 3 else contextlib.nullcontext():
-        failed = tried(lambda: mesh.connect(mesh.axes, timeout=LONG))
+        failed = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT))
     check_sums(groups_of(bystander))
-    return failed, tried(lambda: connected(mesh, mesh.axes))
+    return failed, attempt(lambda: connect_and_check(mesh, mesh.axes))
 
 
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_who_is_interrupted_before_it_comes_or_after_all_have_tells_its_peers_too(where: str):
-    with fresh(4) as own:
+    with fresh_world(4) as own:
         seen = results(own.outcomes(one_is_interrupted, where))
     for failed, again in seen:
         print(failed)
@@ -800,22 +800,22 @@ def test_who_is_interrupted_before_it_comes_or_after_all_have_tells_its_peers_to
 # ---- making a group raises ----
 
 
-def one_cannot_make() -> tuple[Tried, Tried]:
-    bystander = quick()
+def one_cannot_make() -> tuple[Attempt, Attempt]:
+    bystander = beat_fast_with_bystander()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
-    before = tables()
+    before = table_sizes()
     broken = mock.patch.object(groups, "_gloo", side_effect=OSError("Too many open files"))
     broken = broken if mesh.rank == 3 else mock.patch.object(groups, "nothing", create=True)
     with broken, mock.patch.dict(groups._DIRECT, gloo=lambda *args: groups._gloo(*args)):
-        failed = tried(lambda: mesh.connect("dp", "tp", timeout=timedelta(seconds=D)))
+        failed = attempt(lambda: mesh.connect("dp", "tp", timeout=timedelta(seconds=D)))
     if mesh.rank == 3:
-        assert tables() == before
+        assert table_sizes() == before
     check_sums(groups_of(bystander))
-    return failed, tried(lambda: connected(mesh, "dp", "tp"))
+    return failed, attempt(lambda: connect_and_check(mesh, "dp", "tp"))
 
 
 def test_a_rank_that_cannot_make_a_group_leaves_nothing_and_may_try_again():
-    with fresh(4) as own:
+    with fresh_world(4) as own:
         before = keys(own)
         seen = results(own.outcomes(one_cannot_make))
         assert keys(own) - before <= {f"pgmesh/told/{rank}" for rank in range(4)}
@@ -835,37 +835,37 @@ def test_a_rank_that_cannot_make_a_group_leaves_nothing_and_may_try_again():
 
 
 def give_up_and_close() -> None:
-    quick()
+    beat_fast_with_bystander()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     if mesh.rank != 3:
-        assert tried(lambda: mesh.connect(mesh.axes, timeout=timedelta(seconds=0.1))).kind == "MissingRanksError"
+        assert attempt(lambda: mesh.connect(mesh.axes, timeout=timedelta(seconds=0.1))).kind == "MissingRanksError"
 
 
 def test_a_mesh_that_never_connected_leaves_no_key_when_it_is_closed():
-    with fresh(4) as own:
+    with fresh_world(4) as own:
         before = keys(own)
         results(own.outcomes(give_up_and_close))
         assert keys(own) - before <= {f"pgmesh/told/{rank}" for rank in range(4)}
 
 
 def try_without_a_store(pid: int, times: int) -> list[dict[str, int]]:
-    quick()
+    beat_fast_with_bystander()
     dist.barrier()
     if dist.get_rank() == 0:
         os.kill(pid, signal.SIGKILL)
     seen = []
     for i in range(times):
         mesh = ProcessGroupMesh(2, name=f"try {i}")
-        assert tried(lambda mesh=mesh: mesh.connect(timeout=LONG)).kind == "WorldError"
+        assert attempt(lambda mesh=mesh: mesh.connect(timeout=LONG_TIMEOUT)).kind == "WorldError"
         mesh.close()
         gc.collect()
-        seen.append(held())
+        seen.append(count_resources())
     return seen
 
 
-@pytest.mark.skipif(not COUNTED, reason="counts in /proc")
+@pytest.mark.skipif(not CAN_COUNT, reason="counts in /proc")
 def test_trying_without_a_store_again_and_again_leaves_nothing_behind():
-    with StoreProcess() as store, fresh(2, store) as own:
+    with StoreProcess() as store, fresh_world(2, store) as own:
         own.run(dist.get_rank)
         for early, *_, late in results(own.outcomes(try_without_a_store, store.process.pid, 6)):
             assert late == early
@@ -901,12 +901,12 @@ def be(rank, port):
     os.dup2(os.open(f"{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
     from pgmesh import ProcessGroupMesh, launch
     from pgmesh.heart import told
-    from tests.support.torch_tables import our_store
+    from tests.support.torch_tables import pgmesh_store
     launch.join("gloo")
     mesh = ProcessGroupMesh(dp=1, tp=2, name="actor")
     mesh.connect("tp")
     if rank == 1:
-        while b"group tp" not in our_store().get(told(0)):
+        while b"group tp" not in pgmesh_store().get(told(0)):
             time.sleep(0.01)
         warnings.filterwarnings("ignore", "This process", DeprecationWarning)  # of a fork beside threads, from 3.12 on
         child = os.fork()
@@ -942,7 +942,7 @@ if __name__ == "__main__":
 
 def test_a_process_that_ends_after_it_connected_ends_at_once_and_tells_so(tmp_path: Path):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    command = [sys.executable, script(tmp_path, ENDINGS), str(store.port)]
+    command = [sys.executable, write_script(tmp_path, ENDINGS), str(store.port)]
     done = subprocess.run(command, env=clean_env(), cwd=tmp_path, capture_output=True, text=True, timeout=60)
     print(done.stdout, done.stderr)
     ends = dict(re.findall(r"^(\d) ends at (\S+)$", done.stdout, re.MULTILINE))
@@ -955,7 +955,7 @@ def test_a_process_that_ends_after_it_connected_ends_at_once_and_tells_so(tmp_pa
     assert "child's status: 7" in done.stdout
     assert "rank 1 is not there any more: its process has ended" in done.stdout
     for rank in range(2):
-        assert not without_names((tmp_path / f"{rank}.err").read_text()).strip()
+        assert not without_hostname_warnings((tmp_path / f"{rank}.err").read_text()).strip()
 
 
 # ---- it is gone ----
@@ -963,7 +963,7 @@ def test_a_process_that_ends_after_it_connected_ends_at_once_and_tells_so(tmp_pa
 
 def quickest(act: Callable[[], Any]) -> float:
     """The least time in which an error of a group or a mesh that is gone came, in seconds."""
-    seen = [tried(act) for _ in range(20)]
+    seen = [attempt(act) for _ in range(20)]
     assert {each.kind for each in seen} == {"LifetimeError"}, seen[0]
     return min(each.took for each in seen)
 
@@ -975,7 +975,7 @@ def use_what_is_gone() -> dict[str, float]:
     ear, mouth = os.pipe()
     child = os.fork()
     if child == 0:
-        signal.alarm(int(PATIENCE))
+        signal.alarm(int(WAIT_TIMEOUT))
         try:
             os.write(mouth, repr(quickest(lambda: mesh.group("tp"))).encode())
         finally:

@@ -25,12 +25,12 @@ from pgmesh import ProcessGroupMesh, connecting, groups, polling
 from pgmesh.family import Family, reach
 from pgmesh.polling import PollingStore
 from pgmesh.rendezvous import Pause, Steps
-from tests.support.faults import LONG, quick, until
-from tests.support.resource_counts import COUNTED, held, resident
+from tests.support.faults import LONG_TIMEOUT, beat_fast_with_bystander, wait_until
+from tests.support.resource_counts import CAN_COUNT, count_resources, resident_kib
 from tests.support.torch_tables import c10d
-from tests.support.worlds import World, check_sums, fresh
+from tests.support.worlds import World, check_sums, fresh_world
 
-pytestmark = pytest.mark.skipif(not COUNTED, reason="counts in /proc")
+pytestmark = pytest.mark.skipif(not CAN_COUNT, reason="counts in /proc")
 
 FIRST, TIMES = 3, 8
 """So many faults before the first count, and so many from then to the last."""
@@ -64,8 +64,8 @@ def comes_too_late(mesh: ProcessGroupMesh) -> None:
     never_comes(mesh)
     dist.barrier()
     if mesh.rank == 3:
-        fails("MissingRanksError", lambda: mesh.connect(ALL, timeout=LONG))
-    mesh.connect(ALL, timeout=LONG)
+        fails("MissingRanksError", lambda: mesh.connect(ALL, timeout=LONG_TIMEOUT))
+    mesh.connect(ALL, timeout=LONG_TIMEOUT)
     check_sums({"all": (mesh.group(), mesh.ranks())})
 
 
@@ -78,15 +78,15 @@ def never_comes_to_the_first_collective(mesh: ProcessGroupMesh) -> None:
 def means_another_mesh(mesh: ProcessGroupMesh) -> None:
     """What told of it goes when all have come to a mesh of that name again."""
     with ProcessGroupMesh(dp=4 if mesh.rank == 3 else 2, tp=-1, name="another") as wrong:
-        fails("MismatchError", lambda: wrong.connect(ALL, timeout=LONG))
+        fails("MismatchError", lambda: wrong.connect(ALL, timeout=LONG_TIMEOUT))
     with ProcessGroupMesh(dp=2, tp=2, name="another") as right:
-        right.connect(ALL, timeout=LONG)
+        right.connect(ALL, timeout=LONG_TIMEOUT)
         dist.barrier()
 
 
 def means_other_options(mesh: ProcessGroupMesh) -> None:
     mesh.configure(*ALL, timeout=timedelta(seconds=7 + (mesh.rank == 3)))
-    fails("MismatchError", lambda: mesh.connect(ALL, timeout=LONG))
+    fails("MismatchError", lambda: mesh.connect(ALL, timeout=LONG_TIMEOUT))
 
 
 def uses_other_options(mesh: ProcessGroupMesh) -> None:
@@ -105,7 +105,7 @@ def uses_other_options(mesh: ProcessGroupMesh) -> None:
 
 def waits_in_a_circle(mesh: ProcessGroupMesh) -> None:
     first = {0: "tp", 1: "dp", 3: "tp", 2: "dp"}[mesh.rank]  # 0 waits for 1, 1 for 3, 3 for 2, 2 for 0
-    fails("CircleError", lambda: mesh.connect(first, timeout=LONG))
+    fails("CircleError", lambda: mesh.connect(first, timeout=LONG_TIMEOUT))
 
 
 def is_released_while_it_waits(
@@ -121,7 +121,7 @@ def is_released_while_it_waits(
 
     with mock.patch.object(PollingStore, "_look", seen_to_look):
         work = dist.all_reduce(torch.ones(1), group=mesh.group(), async_op=True)
-        until(lambda: len(looked) > 1, "it has written its address, and looked for another's")
+        wait_until(lambda: len(looked) > 1, "it has written its address, and looked for another's")
     mesh.release(*ALL)
     fails("LifetimeError", work.wait, keep)
 
@@ -147,7 +147,7 @@ def is_released_as_it_begins(mesh: ProcessGroupMesh) -> None:
         mock.patch.object(PollingStore, "close", seen_to_close),
     ):
         work = dist.all_reduce(torch.ones(1), group=mesh.group(), async_op=True)
-        until(began.is_set, "the collective begins")
+        wait_until(began.is_set, "the collective begins")
         mesh.release(*ALL)
         fails("LifetimeError", work.wait)
 
@@ -179,9 +179,9 @@ def is_interrupted_in_the_first_collective(mesh: ProcessGroupMesh) -> None:
 def one_stops(kind: str, mesh: ProcessGroupMesh, broken: Any) -> None:
     if mesh.rank == 3:
         with broken:
-            fails(kind, lambda: mesh.connect(ALL, timeout=LONG))
+            fails(kind, lambda: mesh.connect(ALL, timeout=LONG_TIMEOUT))
     else:
-        fails("MissingRanksError", lambda: mesh.connect(ALL, timeout=LONG))
+        fails("MissingRanksError", lambda: mesh.connect(ALL, timeout=LONG_TIMEOUT))
 
 
 FAULTS: list[Callable[[ProcessGroupMesh], None]] = [
@@ -243,22 +243,22 @@ def refused_and_then_alone() -> list[int]:
     count()
     mesh = ProcessGroupMesh(**({"dp": 2, "tp": 1} if dist.get_rank() == 0 else {"dp": 1, "tp": 2}), name="actor")
     if mesh.rank == 0:
-        mesh.group(timeout=LONG)
+        mesh.group(timeout=LONG_TIMEOUT)
     dist.barrier()
     if mesh.rank == 1:
-        fails("MismatchError", lambda: mesh.group(timeout=LONG))
+        fails("MismatchError", lambda: mesh.group(timeout=LONG_TIMEOUT))
     dist.barrier()
     if mesh.rank == 0:
         mesh.close()
     dist.barrier()
     if mesh.rank == 1:  # nobody holds another meaning against it any more
-        mesh.group(timeout=LONG)
+        mesh.group(timeout=LONG_TIMEOUT)
         mesh.close()
     count()
     for first in (1, 0):  # to be introduced; the last takes away what it knows of, and rank 1 alone was refused
         with ProcessGroupMesh(dp=2, tp=1, name="actor") as alike:
             if alike.rank == first:
-                reach().run(alike._family.introduce(listed=True), LONG.total_seconds())
+                reach().run(alike._family.introduce(listed=True), LONG_TIMEOUT.total_seconds())
             dist.barrier()
             alike.connect("dp")
             dist.barrier()
@@ -267,7 +267,7 @@ def refused_and_then_alone() -> list[int]:
 
 
 def test_a_refusal_goes_also_where_the_refused_mesh_was_introduced_in_the_end():
-    with fresh(2) as own:
+    with fresh_world(2) as own:
         for before, *after in own.run(refused_and_then_alone):
             assert after == [before + 1, before + 1, before]
 
@@ -278,7 +278,7 @@ def test_a_refusal_goes_also_where_the_refused_mesh_was_introduced_in_the_end():
 def fails_alone(mesh: ProcessGroupMesh, how: str) -> None:
     work = dist.all_reduce(torch.ones(1), group=mesh.group(timeout=SOONER), async_op=True)
     if how == "waited for late":
-        until(work.is_completed, "it fails")
+        wait_until(work.is_completed, "it fails")
         groups.sweep()
     fails("MissingRanksError", work.wait, lambda error: (groups.sweep(), kept.append(error)))
     if how == "the work is gone":
@@ -338,7 +338,7 @@ class Count(NamedTuple):
 
 
 def again_and_again(fault: Callable[[ProcessGroupMesh], None]) -> list[Count]:
-    quick()
+    beat_fast_with_bystander()
     seen = []
     for i in range(1, FIRST + TIMES + 1):
         mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
@@ -347,13 +347,13 @@ def again_and_again(fault: Callable[[ProcessGroupMesh], None]) -> list[Count]:
         mesh.close()
         del mesh
         if i in (FIRST, FIRST + TIMES):
-            memory = resident()  # which collects what is garbage first
-            until(lambda: not held()["stranded"], "collectives that hang in Gloo end")
+            memory = resident_kib()  # which collects what is garbage first
+            wait_until(lambda: not count_resources()["stranded"], "collectives that hang in Gloo end")
             dist.barrier()
-            seen.append(Count(held() | {"keys": c10d._get_default_store().num_keys()}, memory))
+            seen.append(Count(count_resources() | {"keys": c10d._get_default_store().num_keys()}, memory))
             dist.barrier()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
-    mesh.connect(ALL, timeout=LONG)
+    mesh.connect(ALL, timeout=LONG_TIMEOUT)
     check_sums({"all": (mesh.group(), mesh.ranks())})
     return seen
 
@@ -367,7 +367,7 @@ def grown(early: Count, late: Count) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[World]:
-    with fresh(4) as own:
+    with fresh_world(4) as own:
         yield own
 
 

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh
-from tests.support import resource_counts as ledger
-from tests.support.resource_counts import COUNTED, resident
+from tests.support import resource_counts
+from tests.support.resource_counts import CAN_COUNT, resident_kib
 from tests.support.torch_tables import c10d
-from tests.support.worlds import check_sums, fresh, groups_of, world
+from tests.support.worlds import check_sums, fresh_world, groups_of, world
 
 PATIENCE = 2.0  # seconds for torch alone, where a tenth of a second is enough when it works
 LONG = timedelta(seconds=20)
@@ -34,7 +34,7 @@ NOBODY = -1
 
 def fails(n: int, fn: Callable[..., Any], *args: Any) -> bool:
     """Whether not every rank is right in time: one hangs, raises, or has a wrong sum."""
-    with fresh(n) as own:
+    with fresh_world(n) as own:
         own.run(dist.get_rank)  # the world is there: what follows is no matter of starting
         return any(outcome.error for outcome in own.outcomes(fn, *args, deadline=PATIENCE))
 
@@ -264,14 +264,14 @@ def test_six_threads_make_and_use_six_groups_at_once():
 
 def held() -> dict[str, int]:
     """What this process and the store hold now."""
-    return {**ledger.held(), "keys": c10d._get_default_store().num_keys()}
+    return {**resource_counts.count_resources(), "keys": c10d._get_default_store().num_keys()}
 
 
 def cycles(times: int) -> list[tuple[dict[str, int], int]]:
     mesh, seen = ProcessGroupMesh(dp=2, tp=2), []
     for cycle in range(times + 1):
         if cycle in (20, times):
-            memory = resident()
+            memory = resident_kib()
             dist.barrier()
             seen.append((held(), memory))
             dist.barrier()
@@ -282,7 +282,7 @@ def cycles(times: int) -> list[tuple[dict[str, int], int]]:
     return seen
 
 
-@pytest.mark.skipif(not COUNTED, reason="counts in /proc")
+@pytest.mark.skipif(not CAN_COUNT, reason="counts in /proc")
 def test_making_and_releasing_120_times_leaves_nothing():
     for (early, memory), (late, more) in world(4).run(cycles, 120):
         assert late == early
@@ -304,9 +304,9 @@ def torch_cycles(times: int) -> list[dict[str, int]]:
     return seen
 
 
-@pytest.mark.skipif(not COUNTED, reason="counts in /proc")
+@pytest.mark.skipif(not CAN_COUNT, reason="counts in /proc")
 def test_torch_alone_leaves_threads_descriptors_and_keys_behind():
-    with fresh(2) as own:
+    with fresh_world(2) as own:
         for early, late in own.run(torch_cycles, 15):
             grown = {what for what in early if late[what] >= early[what] + 10}
             assert {"descriptors", "threads", "keys"} <= grown

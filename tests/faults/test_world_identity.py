@@ -21,8 +21,8 @@ from pgmesh.heart import REPLACED, Heart, enter_world, leave_world
 from pgmesh.launch import StoreProcess
 from pgmesh.polling import once
 from pgmesh.rendezvous import Swap
-from tests.support.resource_counts import COUNTED, threads
-from tests.support.worlds import check_sums, fresh, groups_of
+from tests.support.resource_counts import CAN_COUNT, count_threads
+from tests.support.worlds import check_sums, fresh_world, groups_of
 
 DEADLINE = timedelta(seconds=30)
 
@@ -228,7 +228,7 @@ def meet_after_unequal_pasts(port: int, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["connect", "first collectives"])
 def test_ranks_with_unequal_pasts_meet_on_a_fresh_store(how: str):
-    with StoreProcess() as server, fresh(2) as own:
+    with StoreProcess() as server, fresh_world(2) as own:
         own.run(meet_after_unequal_pasts, server.port, how)
 
 
@@ -243,7 +243,7 @@ def meet_again_and_again(port: int, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["connect", "first collectives"])
 def test_processes_that_left_the_same_worlds_meet_on_the_same_store(how: str):
-    with StoreProcess() as server, fresh(2) as own:
+    with StoreProcess() as server, fresh_world(2) as own:
         own.run(meet_again_and_again, server.port, how)
 
 
@@ -288,7 +288,7 @@ def heart_of(mesh: ProcessGroupMesh) -> Heart:
 
 
 def test_ranks_that_cannot_meet_on_a_used_store_are_told_why():
-    with StoreProcess() as server, fresh(3) as own:
+    with StoreProcess() as server, fresh_world(3) as own:
         one, _, other = own.run(meet_a_process_with_another_past, server.port)
     for told in (one, other):
         assert f"127.0.0.1:{server.port} served another world too" in told
@@ -319,7 +319,7 @@ def live_in(worlds: int, port: int) -> list[tuple[int, int, int]]:
             kept.append(mesh)  # a mesh that outlives its world holds no connection
             del group
             meet(tcp, f"left {number}")
-            counts.append((settled_descriptors(), threads(), settled_keys(tcp)))
+            counts.append((settled_descriptors(), count_threads(), settled_keys(tcp)))
             meet(tcp, f"counted {number}")
     return counts
 
@@ -345,9 +345,9 @@ def settled_descriptors() -> int:
     return count
 
 
-@pytest.mark.skipif(not COUNTED, reason="needs /proc")
+@pytest.mark.skipif(not CAN_COUNT, reason="needs /proc")
 def test_a_world_that_ends_leaves_nothing_whether_its_mesh_was_closed_or_not():
-    with StoreProcess() as server, fresh(2) as own:
+    with StoreProcess() as server, fresh_world(2) as own:
         for counts in own.run(live_in, 20, server.port):
             assert {keys for *_, keys in counts} == {0}
             for kind in range(2):

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import Layout, OptionsError, ProcessGroupMesh, ShapeError
-from tests.support.programs import clean_env, script
-from tests.support.torch_tables import counted_store
-from tests.support.worlds import DEADLINE, Groups, check_sums, combos, fresh, groups_of, world
+from tests.support.programs import clean_env, write_script
+from tests.support.torch_tables import record_operations
+from tests.support.worlds import DEADLINE, Groups, axis_combinations, check_sums, fresh_world, groups_of, world
 
 BOXES: dict[str, tuple[int, dict[str, int], Sequence[int] | None]] = {
     "4 in a line": (4, {"dp": 4}, None),
@@ -59,7 +59,7 @@ def keep(promise: Callable[[ProcessGroupMesh], None], sizes: dict[str, int], ran
 
 def sums_right_in_the_order_of_the_mesh(mesh: ProcessGroupMesh) -> None:
     layout = Layout(**dict(zip(mesh.axes, mesh.shape)), ranks=mesh.ranks())
-    for axes in combos(mesh):
+    for axes in axis_combinations(mesh):
         assert dist.get_process_group_ranks(mesh.group(*axes)) == list(layout.block_of(mesh.rank, *axes))
 
 
@@ -69,7 +69,7 @@ def test_every_group_sums_right_in_the_order_of_the_mesh(box: str):
 
 
 def index_is_the_rank_in_the_group(mesh: ProcessGroupMesh) -> None:
-    for axes in combos(mesh):
+    for axes in axis_combinations(mesh):
         assert mesh.index(*axes) == dist.get_rank(mesh.group(*axes)) == mesh.group(*axes).rank()
         assert mesh.size(*axes) == dist.get_world_size(mesh.group(*axes)) == mesh.group(*axes).size()
 
@@ -80,7 +80,7 @@ def test_the_index_is_the_rank_in_the_group(box: str):
 
 
 def combination_has_no_order(mesh: ProcessGroupMesh) -> None:
-    for axes in combos(mesh):
+    for axes in axis_combinations(mesh):
         assert mesh.group(*axes) is mesh.group(*reversed(axes))
     assert mesh.group() is mesh.group(*mesh.axes)
 
@@ -107,7 +107,7 @@ def test_a_group_along_an_axis_of_size_1_is_a_real_group_of_one(box: str):
 
 
 def slices_share(mesh: ProcessGroupMesh) -> None:
-    for axes in combos(mesh):
+    for axes in axis_combinations(mesh):
         assert mesh.along(*axes).group() is mesh.group(*axes)
         for one in axes:
             assert mesh.along(*axes).group(one) is mesh.group(one)
@@ -172,7 +172,7 @@ def make_in_any_order(seed: int, torch_makes: str) -> None:
         if me in mesh:
             for i in range(mine.randrange(4)):
                 mesh.group(tag=f"held by rank {me} alone, {i}")
-            for axes in combos(mesh):
+            for axes in axis_combinations(mesh):
                 wanted.append((f"{axes} of {mesh!r}", partial(mesh.group, *axes), mesh.ranks(*axes)))
             for i, ranks in enumerate(lists):
                 if me in ranks:
@@ -225,7 +225,7 @@ def many_orders(seeds: Iterable[int]) -> None:
 
 def test_groups_of_ours_leave_the_names_of_torch_alone():
     """torch names the groups of its local synchronisation by how many it has: these meet, however many we hold."""
-    with fresh(8) as own:
+    with fresh_world(8) as own:
         own.run(many_orders, range(100, 104))
 
 
@@ -339,19 +339,19 @@ def test_a_group_says_what_it_is():
 def operations() -> None:
     mesh, done = ProcessGroupMesh(pp=1, dp=2, tp=2), {}
     for axes in [("tp",), ("dp",), (), ("pp",)]:
-        with counted_store() as done[axes]:
+        with record_operations() as done[axes]:
             for _ in range(3):
                 mesh.group(*axes)
-    with counted_store() as again:
+    with record_operations() as again:
         groups_of(mesh)
         groups_of(mesh.view(dp=4))
         mesh.device_mesh()
     assert not any(done.values())
     assert again == []
     longer = {"timeout": timedelta(seconds=50)}
-    with counted_store() as first:
+    with record_operations() as first:
         groups = {"tp": (mesh.group("tp", **longer), mesh.ranks("tp"))}
-    with counted_store() as second:
+    with record_operations() as second:
         groups["dp"] = (mesh.group("dp", **longer), mesh.ranks("dp"))
     assert first == ["compare_set"] * 2, "one for the mesh, once, and one for the options"
     assert second == ["compare_set"]
@@ -363,7 +363,7 @@ def test_making_a_group_costs_no_operation_of_the_store_or_one_where_its_options
 
 
 def nothing_from_outside() -> None:
-    with counted_store() as done:
+    with record_operations() as done:
         mesh = ProcessGroupMesh(dp=2, ranks=[2, 1])
         mesh.configure("dp", timeout=timedelta(seconds=30))
         dist.barrier()
@@ -442,7 +442,7 @@ def test_a_tagged_group_says_its_tag():
 
 
 def test_an_unknown_backend_makes_its_groups_through_new_group_for_every_block():
-    with fresh(4) as own:
+    with fresh_world(4) as own:
         own.run(made_with_all)
 
 
@@ -460,7 +460,7 @@ def not_with_some() -> None:
 
 
 def test_an_unknown_backend_says_that_it_needs_every_rank_of_the_world():
-    with fresh(4) as own:
+    with fresh_world(4) as own:
         own.run(not_with_some)
 
 
@@ -503,7 +503,7 @@ for load in (again, beside):
 
 def test_a_second_load_is_refused_and_the_first_goes_on(tmp_path: Path):
     done = subprocess.run(
-        [sys.executable, script(tmp_path, RELOADED)], env=clean_env(), capture_output=True, text=True, timeout=60
+        [sys.executable, write_script(tmp_path, RELOADED)], env=clean_env(), capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
     refused, released = done.stdout.splitlines()[::2], done.stdout.splitlines()[1::2]

@@ -33,9 +33,9 @@ from pgmesh import (
     groups as pgmesh_groups,
     launch,
 )
-from tests.support.message_assertions import without_names
-from tests.support.programs import clean_env, script
-from tests.support.torch_tables import c10d, counted_store, tables, timeout_of
+from tests.support.message_assertions import without_hostname_warnings
+from tests.support.programs import clean_env, write_script
+from tests.support.torch_tables import c10d, record_operations, table_sizes, timeout_of
 from tests.support.worlds import check_sums, groups_of, world
 
 SOON = 2.0  # seconds: at once, on a machine that is busy with something else; no timeout is as short
@@ -243,7 +243,7 @@ def destroy_one() -> None:
         dist.destroy_process_group(mesh.group("tp"))
         summed(mesh)
         dist.barrier()
-        sizes.append((tables(), c10d._get_default_store().num_keys()))
+        sizes.append((table_sizes(), c10d._get_default_store().num_keys()))
         dist.barrier()
     assert all(size == sizes[0] for size in sizes), sizes
 
@@ -388,16 +388,16 @@ FAILURES: dict[str, Any] = {
 def fail_and_retry(failure: str) -> None:
     mesh = ProcessGroupMesh(dp=2, tp=2)
     mesh.group("dp")
-    before = tables(), ours()
+    before = table_sizes(), ours()
     for _ in range(2):
         with FAILURES[failure](), pytest.raises(ConnectionError, match="no such network"):
             mesh.group("tp")
-        assert (tables(), ours()) == before
+        assert (table_sizes(), ours()) == before
     with pytest.raises(OptionsError, match="backend gloo cannot honour high_priority"):
         mesh.group("tp", high_priority=True)
     with pytest.raises(OptionsError, match=r"torch\.distributed knows no backend 'carrier pigeon'"):
         mesh.group("tp", backend="carrier pigeon")
-    assert (tables(), ours()) == before
+    assert (table_sizes(), ours()) == before
     summed(mesh)
 
 
@@ -408,7 +408,7 @@ def test_a_group_that_cannot_be_made_leaves_nothing_and_a_retry_works(failure: s
 
 def closing_leaves_nothing() -> None:
     keys = []
-    before = tables(), ours()
+    before = table_sizes(), ours()
     for name in ("first", "second", None):
         dist.barrier()
         keys.append(c10d._get_default_store().num_keys())
@@ -419,7 +419,7 @@ def closing_leaves_nothing() -> None:
             summed(mesh)
             dist.barrier()
         del mesh
-        assert (tables(), ours()) == before
+        assert (table_sizes(), ours()) == before
     assert len({*keys}) == 1, keys
 
 
@@ -542,10 +542,10 @@ def packed_parts() -> bytes:
 
 
 def unpack_elsewhere(data: bytes) -> None:
-    before = tables()
-    with counted_store() as done:
+    before = table_sizes()
+    with record_operations() as done:
         mesh, stage, moe, block = pickle.loads(data)
-    assert (tables(), done) == (before, [])
+    assert (table_sizes(), done) == (before, [])
     assert (mesh.rank in mesh) is (dist.get_rank() < 4)
     if mesh.rank in mesh:
         assert moe.group("ep") is mesh.group() is block.mesh.group()
@@ -706,14 +706,14 @@ def endings(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], tu
     """
     folder: Path = tmp_path_factory.mktemp("endings")
     stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(7)]
-    command = [sys.executable, script(folder, ENDINGS), json.dumps([store.port for store in stores])]
+    command = [sys.executable, write_script(folder, ENDINGS), json.dumps([store.port for store in stores])]
     done = subprocess.run(command, env=clean_env(), cwd=folder, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     codes = json.loads(done.stdout.splitlines()[-1])
 
     def of(ending: str, rank: int) -> tuple[Any, str, str]:
         name = f"{ending}.{rank}"
-        err = without_names((folder / f"{name}.err").read_text())
+        err = without_hostname_warnings((folder / f"{name}.err").read_text())
         return codes[name], (folder / f"{name}.out").read_text(), err
 
     return of

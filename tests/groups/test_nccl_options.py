@@ -15,22 +15,22 @@ import torch.distributed as dist
 
 from pgmesh import Layout, OptionsError, ProcessGroupMesh, recipes
 from pgmesh.options import NCCL_SETTINGS
-from tests.support.fake_world import dry_world
-from tests.support.message_assertions import says
-from tests.support.nccl_stand_in import YAML, StandIn, standing_in, told
+from tests.support.fake_world import fake_rank
+from tests.support.message_assertions import assert_raises
+from tests.support.nccl_stand_in import OPTIONS_YAML, StandIn, options_by_name, stand_in_for_nccl
 
 
 @pytest.fixture
 def nccl() -> Iterator[type[StandIn]]:
-    with standing_in() as stand_in:
+    with stand_in_for_nccl() as stand_in:
         yield stand_in
 
 
 def test_settings_in_yaml_reach_nccl(nccl: type[StandIn]):
     pytest.importorskip("yaml")
     arrangement = recipes.megatron(8, tp=2, cp=2, ep=4, etp=1, name="yaml")
-    arrangement.configure_nccl(YAML)
-    found = told(nccl, arrangement)
+    arrangement.configure_nccl(OPTIONS_YAML)
+    found = options_by_name(nccl, arrangement)
     assert {name: found[name] for name in ("tensor", "data+context", "context", "expert-tensor+expert+pipeline")} == {
         "tensor": (False, {"cga_cluster_size": 2, "min_ctas": 1, "max_ctas": 4}),
         "data+context": (True, {"max_ctas": 8}),
@@ -61,7 +61,7 @@ def test_sharp_is_for_one_family_and_keeps_what_else_it_was_told(nccl: type[Stan
     arrangement["data+context"].configure(high_priority=True)
     arrangement.configure("between instances", sharp=True)  # there, sharp_enabled_group="dp_replica"
     arrangement.configure("tensor", sharp=False)
-    found = told(nccl, arrangement)
+    found = options_by_name(nccl, arrangement)
     assert found["data+context"] == (True, {"max_ctas": 8, "collnet_enable": 1})
     assert found["between instances"] == (False, {"collnet_enable": 1})
     assert found["tensor"] == (False, {"collnet_enable": 0})
@@ -71,7 +71,7 @@ def test_sharp_is_for_one_family_and_keeps_what_else_it_was_told(nccl: type[Stan
 def test_a_setting_that_this_nccl_does_not_have_yet(nccl: type[StandIn]):
     nccl.settings = tuple(name for name in NCCL_SETTINGS if name != "nvls_ctas")
     mesh = ProcessGroupMesh(dp=4, tp=2, name="old")
-    says(
+    assert_raises(
         OptionsError,
         lambda: mesh.group("tp", backend="nccl", nccl={"nvls_ctas": 4}),
         "this torch's NCCL has no setting nvls_ctas.",
@@ -82,9 +82,11 @@ def test_a_setting_that_this_nccl_does_not_have_yet(nccl: type[StandIn]):
 def test_a_torch_without_nccl_says_so():
     if dist.is_nccl_available():
         pytest.skip("this torch has NCCL")
-    with dry_world(5, 8):
+    with fake_rank(5, 8):
         mesh = ProcessGroupMesh(dp=4, tp=2, name="without")
-        says(OptionsError, lambda: mesh.group("tp", backend="nccl"), "this torch was built without backend nccl.")
+        assert_raises(
+            OptionsError, lambda: mesh.group("tp", backend="nccl"), "this torch was built without backend nccl."
+        )
 
 
 @pytest.mark.parametrize(

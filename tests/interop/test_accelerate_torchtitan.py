@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from pgmesh import ProcessGroupMesh
-from tests.support.device_mesh_training import batch, mine, net, ready, same, step
-from tests.support.fake_world import dry_world
-from tests.support.torch_tables import c10d, tables
+from tests.support.device_mesh_training import assert_same, batch, device_mesh_of, make_net, own_rows, train
+from tests.support.fake_world import fake_rank
+from tests.support.torch_tables import c10d, table_sizes
 from tests.support.worlds import check_sums, groups_of, world
 
 pytestmark = pytest.mark.long
@@ -57,7 +57,7 @@ def test_accelerate_would_make_the_same_device_mesh(sizes: dict[str, int]):
 
     config = ParallelismConfig(**{f"{axis}_size": size for axis, size in sizes.items()})
     for rank in range(8):
-        with dry_world(rank, 8):
+        with fake_rank(rank, 8):
             theirs, ours = config.build_device_mesh("cpu"), ProcessGroupMesh(**sizes).device_mesh()
             flatten(ours)
             assert (theirs.mesh_dim_names, theirs.mesh.tolist()) == (ours.mesh_dim_names, ours.mesh.tolist())
@@ -70,14 +70,18 @@ def test_accelerate_would_make_the_same_device_mesh(sizes: dict[str, int]):
 def over_flattened_names(prepare: bool) -> None:
     """accelerate shards along the flattened name ``dp_shard_cp``; its own function, or what that comes to."""
     mesh = ProcessGroupMesh(dp_replicate=2, dp_shard=2)
-    whole = ready(mesh)
-    groups, before = groups_of(mesh), tables()["pg_map"]
+    whole = device_mesh_of(mesh)
+    groups, before = groups_of(mesh), table_sizes()["pg_map"]
     whole["dp_shard"]._flatten("dp_shard_cp")
     made = list(c10d._world.pg_map)[before:]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Slicing a flattened dim from root mesh will be deprecated", UserWarning)
-        model = prepared(whole, net()) if prepare else fully_shard(net(), mesh=whole["dp_replicate", "dp_shard_cp"])
-    same(step(model, mine(mesh, "dp_replicate", "dp_shard")), step(net(), batch()))
+        model = (
+            prepared(whole, make_net())
+            if prepare
+            else fully_shard(make_net(), mesh=whole["dp_replicate", "dp_shard_cp"])
+        )
+    assert_same(train(model, own_rows(mesh, "dp_replicate", "dp_shard")), train(make_net(), batch()))
     assert list(c10d._world.pg_map)[before:] == made
     assert len(made) == 1
     check_sums(groups)
@@ -135,13 +139,13 @@ def test_torchtitans_meshes_hold_the_ranks_that_its_own_do(sizes: dict[str, int]
     given = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "ep": 1, **sizes}
     module = example()
     for rank in range(8):
-        with dry_world(rank, 8):
+        with fake_rank(rank, 8):
             made, meshes = [], []
             for kind in (module.ParallelDims, module.Dims):
-                before = tables()["pg_map"]
+                before = table_sizes()["pg_map"]
                 dims = kind(**given, world_size=8, spmd_backend="partial_dtensor")
                 dims.build_mesh()
-                made.append(tables()["pg_map"] - before)
+                made.append(table_sizes()["pg_map"] - before)
                 meshes.append({name: each.mesh.tolist() for name, each in dims._single_axis_meshes.items()})
                 for name in ("fsdp", "batch", "loss", "tp", "cp", "pp", "ep", "efsdp", "dp_replicate"):
                     found = dims.get_optional_mesh(name)

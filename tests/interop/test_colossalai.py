@@ -16,8 +16,8 @@ from hypothesis import given, strategies as st
 import pgmesh
 from pgmesh import AxisError, LifetimeError, MembershipError, NameTakenError, PlaceError, ProcessGroupMesh, ShapeError
 from pgmesh.interop.colossalai import ColossalMesh
-from tests.support.fake_world import dry_world
-from tests.support.torch_tables import tables
+from tests.support.fake_world import fake_rank
+from tests.support.torch_tables import table_sizes
 from tests.support.worlds import check_sums, groups_of, world
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming_from" / "colossalai.md"
@@ -80,7 +80,7 @@ def test_coords_along_axes_are_those_of_loops_inside_one_another(shape: tuple[in
 def test_groups_along_axes_are_the_ranks_that_agree_elsewhere(shape: tuple[int, ...]):
     coords = list(itertools.product(*map(range, shape)))
     for rank, me in list(enumerate(coords))[:: max(1, len(coords) // 4)]:
-        with dry_world(rank, len(coords)):
+        with fake_rank(rank, len(coords)):
             mesh = ColossalMesh(*shape)
             assert (mesh.shape, mesh.size(), mesh.rank, mesh.coordinate()) == (shape, shape, rank, me)
             assert plain(*mesh.shape, *mesh.coordinate(), mesh.size(0), mesh.coordinate(-1))
@@ -107,12 +107,12 @@ def test_a_negative_index_is_refused_wherever_a_rank_is_looked_up_and_a_negative
 ):
     axis = data.draw(st.integers(0, len(shape) - 1))
     index = data.draw(st.integers(-shape[axis] - 1, -1))
-    with dry_world(0, int(np.prod(shape))):
+    with fake_rank(0, int(np.prod(shape))):
         mesh = ColossalMesh(*shape)
         assert mesh.size(axis - len(shape)) == shape[axis]
         assert mesh.coordinate(axis - len(shape)) == mesh.coordinate(axis) == 0
         assert mesh.get_group_along_axis(axis - len(shape)) is mesh.get_group_along_axis(axis)
-        before = tables()
+        before = table_sizes()
         coords = mesh.get_coords_along_axis(mesh.coordinate(), axis - len(shape), [0, index])
         assert coords == mesh.get_coords_along_axis(mesh.coordinate(), axis, [0, index])
         assert coords[1][axis] == index  # as it was given: a coord belongs to no shape before ravel
@@ -128,7 +128,7 @@ def test_a_negative_index_is_refused_wherever_a_rank_is_looked_up_and_a_negative
             with pytest.raises(PlaceError) as caught:
                 ask()
             assert f"{index}" in str(caught.value)
-        assert tables() == before
+        assert table_sizes() == before
         assert mesh.ravel(coords[1], shape, "wrap") == np.ravel_multi_index(coords[1], shape, "wrap")
 
 
@@ -152,14 +152,14 @@ def uneven() -> None:
     mesh = ColossalMesh(4)
     wanted = [[0, 3], [0, 1, 2], [1, 3], [0, 2, 3]]
     wanted = wanted[mesh.rank :] + wanted[: mesh.rank]
-    before = tables()["pg_map"]
+    before = table_sizes()["pg_map"]
     groups = {str(ranks): (mesh.get_group_along_axis(0, ranks), ranks) for ranks in wanted if mesh.rank in ranks}
-    assert tables()["pg_map"] - before == len(groups)
+    assert table_sizes()["pg_map"] - before == len(groups)
     for ranks in wanted:
         if mesh.rank not in ranks:
             assert mesh.get_group_along_axis(0, ranks) is None
             assert mesh.get_group(ranks) == dist.GroupMember.NON_GROUP_MEMBER
-    assert tables()["pg_map"] - before == len(groups)
+    assert table_sizes()["pg_map"] - before == len(groups)
     check_sums(groups)
 
 
@@ -197,7 +197,7 @@ def test_another_backend_is_another_group():
 
 
 def ended() -> None:
-    before = tables()
+    before = table_sizes()
     for own in (True, False):
         for _ in range(3):
             mesh = ProcessGroupMesh(2, 2)
@@ -221,7 +221,7 @@ def ended() -> None:
                 dist.barrier()
             mesh.close()
             theirs.destroy_mesh_process_groups()
-            assert tables() == before
+            assert table_sizes() == before
 
 
 def test_destroy_lets_go_of_what_was_handed_out_and_says_so():
@@ -244,7 +244,7 @@ def test_the_table_is_complete():
 
 @pytest.mark.parametrize(("theirs", "ours"), rows())
 def test_the_two_columns_are_the_same(theirs: str, ours: str):
-    with dry_world(5, 8, dist.HashStore()):  # a store that a Gloo group can be made over
+    with fake_rank(5, 8, dist.HashStore()):  # a store that a Gloo group can be made over
         mesh = ProcessGroupMesh(2, 2, 2, name="example")
         own = {"mesh": mesh, "pgmesh": pgmesh, "Layout": pgmesh.Layout}
         i, j, k = mesh.coord
@@ -357,13 +357,13 @@ def test_the_two_columns_are_the_same(theirs: str, ours: str):
     ],
 )
 def test_messages(call: Any, error: type[Exception], text: str):
-    with dry_world(5, 8), pytest.raises(error) as caught:
+    with fake_rank(5, 8), pytest.raises(error) as caught:
         call(ColossalMesh(2, 2, 2))
     assert str(caught.value) == text
 
 
 def test_two_of_one_shape_need_names():
-    with dry_world(5, 8):
+    with fake_rank(5, 8):
         first, second = ColossalMesh(2, 2, 2), ColossalMesh(2, 2, 2)
         with pytest.raises(NameTakenError, match=r"close the other.*\n.*name='actor'\)   # or name this one"):
             first.get_group_along_axis(0)
@@ -371,5 +371,5 @@ def test_two_of_one_shape_need_names():
 
 
 def test_its_repr_says_which_mesh_answers():
-    with dry_world(5, 8):
+    with fake_rank(5, 8):
         assert repr(ColossalMesh(2, 4, name="actor")) == "ColossalMesh(mesh=ProcessGroupMesh(2, 4, name='actor'))"

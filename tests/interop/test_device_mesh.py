@@ -23,18 +23,27 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from pgmesh import LifetimeError, OptionsError, PlaceError, ProcessGroupMesh, from_device_mesh
-from tests.support.device_mesh_training import CLOSE, batch, full, mine, net, ready, same, step
-from tests.support.fake_world import dry_world
-from tests.support.torch_tables import c10d, tables
+from tests.support.device_mesh_training import (
+    TOLERANCES,
+    assert_same,
+    batch,
+    device_mesh_of,
+    full_tensor,
+    make_net,
+    own_rows,
+    train,
+)
+from tests.support.fake_world import fake_rank
+from tests.support.torch_tables import c10d, table_sizes
 from tests.support.worlds import check_sums, groups_of, world
 
 
 @contextmanager
 def no_more_groups() -> Iterator[None]:
     """torch makes no group meanwhile."""
-    before = tables()
+    before = table_sizes()
     yield
-    after = tables()
+    after = table_sizes()
     assert after == before, f"torch made groups: {before} became {after}"
 
 
@@ -43,7 +52,7 @@ def no_more_groups() -> Iterator[None]:
 
 def over_the_same_groups() -> None:
     mesh = ProcessGroupMesh(pp=2, dp=1, tp=2, ranks=[3, 1, 2, 0])
-    whole = ready(mesh)
+    whole = device_mesh_of(mesh)
     with no_more_groups():
         assert (whole.mesh.flatten().tolist(), whole.mesh_dim_names) == ([3, 1, 2, 0], mesh.axes)
         assert tuple(whole.get_coordinate() or ()) == mesh.coord
@@ -114,57 +123,57 @@ def dtensor(mesh: ProcessGroupMesh) -> None:
         right, whole, [Replicate(), Shard(1)]
     )
     assert product.placements == (Shard(0), Shard(1))
-    torch.testing.assert_close(product.full_tensor(), left @ right, **CLOSE)
+    torch.testing.assert_close(product.full_tensor(), left @ right, **TOLERANCES)
     torch.testing.assert_close(
-        product.redistribute(whole, [Shard(1), Replicate()]).full_tensor(), left @ right, **CLOSE
+        product.redistribute(whole, [Shard(1), Replicate()]).full_tensor(), left @ right, **TOLERANCES
     )
 
 
 def fsdp(mesh: ProcessGroupMesh) -> None:
-    model = net()
+    model = make_net()
     for layer in (model.up, model.down, model):
         fully_shard(layer, mesh=mesh.device_mesh("dp"))
-    same(step(model, mine(mesh, "dp")), step(net(), batch()))
+    assert_same(train(model, own_rows(mesh, "dp")), train(make_net(), batch()))
 
 
 def hsdp(mesh: ProcessGroupMesh) -> None:
-    model = net()
+    model = make_net()
     for layer in (model.up, model.down, model):
         fully_shard(layer, mesh=mesh.device_mesh("dp", "tp"))
-    same(step(model, mine(mesh, "dp", "tp")), step(net(), batch()))
+    assert_same(train(model, own_rows(mesh, "dp", "tp")), train(make_net(), batch()))
 
 
 def tensor_parallel(mesh: ProcessGroupMesh) -> nn.Module:
-    return parallelize_module(net(), mesh.device_mesh("tp"), {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return parallelize_module(make_net(), mesh.device_mesh("tp"), {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
 def tp(mesh: ProcessGroupMesh) -> None:
-    same(step(tensor_parallel(mesh), batch()), step(net(), batch()))
+    assert_same(train(tensor_parallel(mesh), batch()), train(make_net(), batch()))
 
 
 def fsdp_and_tp(mesh: ProcessGroupMesh) -> None:
     model = fully_shard(tensor_parallel(mesh), mesh=mesh.device_mesh("dp"))
-    same(step(model, mine(mesh, "dp")), step(net(), batch()))
+    assert_same(train(model, own_rows(mesh, "dp")), train(make_net(), batch()))
 
 
 def clipped(mesh: ProcessGroupMesh) -> None:
     model = fully_shard(tensor_parallel(mesh), mesh=mesh.device_mesh("dp"))
-    expected = step(net(), batch(), clip=0.01)
+    expected = train(make_net(), batch(), clip=0.01)
     assert expected["norm"] > 0.01
-    same(step(model, mine(mesh, "dp"), clip=0.01), expected)
+    assert_same(train(model, own_rows(mesh, "dp"), clip=0.01), expected)
 
 
 def ddp(mesh: ProcessGroupMesh) -> None:
-    model = DistributedDataParallel(net(), process_group=mesh.group("dp"))
-    found = {name.removeprefix("module."): value for name, value in step(model, mine(mesh, "dp")).items()}
-    same(found, step(net(), batch()))
+    model = DistributedDataParallel(make_net(), process_group=mesh.group("dp"))
+    found = {name.removeprefix("module."): value for name, value in train(model, own_rows(mesh, "dp")).items()}
+    assert_same(found, train(make_net(), batch()))
 
 
 def ddp_by_device_mesh(mesh: ProcessGroupMesh) -> None:
-    model = DistributedDataParallel(net(), device_mesh=mesh.device_mesh("dp"))
+    model = DistributedDataParallel(make_net(), device_mesh=mesh.device_mesh("dp"))
     assert model.process_group is mesh.group("dp")
-    found = {name.removeprefix("module."): value for name, value in step(model, mine(mesh, "dp")).items()}
-    same(found, step(net(), batch()))
+    found = {name.removeprefix("module."): value for name, value in train(model, own_rows(mesh, "dp")).items()}
+    assert_same(found, train(make_net(), batch()))
 
 
 def pipeline(mesh: ProcessGroupMesh) -> None:
@@ -183,9 +192,9 @@ def pipeline(mesh: ProcessGroupMesh) -> None:
         schedule.step(x)
     else:
         schedule.step(target=torch.zeros(4, 8), losses=losses)
-        torch.testing.assert_close(torch.stack(losses).mean(), loss, **CLOSE)
+        torch.testing.assert_close(torch.stack(losses).mean(), loss, **TOLERANCES)
     for found, right in zip(whole[index].parameters(), expected[index].parameters()):
-        torch.testing.assert_close(found.grad, right.grad, **CLOSE)
+        torch.testing.assert_close(found.grad, right.grad, **TOLERANCES)
 
 
 USES: dict[str, Callable[[ProcessGroupMesh], None]] = {
@@ -203,7 +212,7 @@ USES: dict[str, Callable[[ProcessGroupMesh], None]] = {
 
 def use(name: str, ranks: list[int] | None) -> None:
     mesh = ProcessGroupMesh(dp=2, tp=2, ranks=ranks)
-    ready(mesh)
+    device_mesh_of(mesh)
     with no_more_groups():
         USES[name](mesh)
     check_sums(groups_of(mesh))
@@ -218,18 +227,18 @@ def test_torch_computes_over_a_mesh_what_one_process_does(name: str, ranks: list
 def save_and_load(folder: Path) -> None:
     """Saved by FSDP2 and tensor parallelism, loaded by FSDP2 over two axes: another way to cut the same numbers."""
     mesh = ProcessGroupMesh(dp=2, tp=2)
-    ready(mesh)
+    device_mesh_of(mesh)
     everyone = mesh.group("dp", "tp")
     with no_more_groups():
         saved = fully_shard(tensor_parallel(mesh), mesh=mesh.device_mesh("dp"))
-        step(saved, mine(mesh, "dp"))
+        train(saved, own_rows(mesh, "dp"))
         checkpoint.save(get_model_state_dict(saved), checkpoint_id=folder, process_group=everyone)
-        loaded = fully_shard(net(), mesh=mesh.device_mesh("dp", "tp"))
+        loaded = fully_shard(make_net(), mesh=mesh.device_mesh("dp", "tp"))
         state = get_model_state_dict(loaded)
         checkpoint.load(state, checkpoint_id=folder, process_group=everyone)
         set_model_state_dict(loaded, state)
-        found = {name: full(p).detach() for name, p in loaded.named_parameters()}
-        same({"norm": torch.zeros(()), **found}, step(net(), batch()))
+        found = {name: full_tensor(p).detach() for name, p in loaded.named_parameters()}
+        assert_same({"norm": torch.zeros(()), **found}, train(make_net(), batch()))
     check_sums(groups_of(mesh))
 
 
@@ -239,8 +248,8 @@ def test_a_distributed_checkpoint_goes_through_the_groups_of_a_mesh(tmp_path: Pa
 
 def resharded(mesh: ProcessGroupMesh) -> None:
     """Parameters that are gathered in part after the forward pass need groups that torch makes for itself."""
-    model = fully_shard(net(), mesh=mesh.device_mesh("dp"), reshard_after_forward=2)
-    same(step(model, mine(mesh, "dp")), step(net(), batch()))
+    model = fully_shard(make_net(), mesh=mesh.device_mesh("dp"), reshard_after_forward=2)
+    assert_same(train(model, own_rows(mesh, "dp")), train(make_net(), batch()))
 
 
 def flattened(mesh: ProcessGroupMesh) -> None:
@@ -251,8 +260,8 @@ def flattened(mesh: ProcessGroupMesh) -> None:
 
 def makes_more(use: Callable[[ProcessGroupMesh], None], sizes: dict[str, int], count: int) -> None:
     mesh = ProcessGroupMesh(**sizes)
-    ready(mesh)
-    groups, before = groups_of(mesh), tables()["pg_map"]
+    device_mesh_of(mesh)
+    groups, before = groups_of(mesh), table_sizes()["pg_map"]
     use(mesh)
     theirs = list(c10d._world.pg_map)[before:]
     assert len(theirs) == count
@@ -337,7 +346,7 @@ def test_from_device_mesh_is_the_way_back():
 
 
 def test_from_device_mesh_is_the_way_back_of_numbered_axes_too():
-    with dry_world(5, 8):
+    with fake_rank(5, 8):
         mesh = ProcessGroupMesh(2, 2, 2, name="actor")
         again = from_device_mesh(mesh.device_mesh(), name="again")
         assert (again.axes, again.ranks()) == (mesh.axes, mesh.ranks())
@@ -349,7 +358,7 @@ def test_from_device_mesh_is_the_way_back_of_numbered_axes_too():
 
 
 def test_all_that_goes_through_this_rank_has_one_device_mesh_root():
-    with dry_world(5, 8):
+    with fake_rank(5, 8):
         mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor")
         for part in (mesh.at(pp=1), mesh.along("dp", "tp"), mesh.at(pp=1).at(dp=0)):
             assert part.device_mesh("tp")._get_root_mesh() is mesh.device_mesh()
@@ -362,9 +371,9 @@ def over_torchs(names: tuple[str, str] | None) -> None:
     assert mesh.axes == (names or (0, 1))
     of_torch = {f"torch's {axis}": (theirs.get_group(i), mesh.ranks(axis)) for i, axis in enumerate(mesh.axes)}
     assert [mesh.group(axis) for axis in mesh.axes] == [theirs.get_group(i) for i in range(2)]
-    before = tables()["pg_map"]
+    before = table_sizes()["pg_map"]
     both, twin = mesh.group(), mesh.group(mesh.axes[0], tag="other")
-    assert tables()["pg_map"] - before == 2
+    assert table_sizes()["pg_map"] - before == 2
     assert twin is not mesh.group(mesh.axes[0])
     assert mesh.device_mesh(mesh.axes[1]).get_group() is theirs.get_group(1)
     if names:
@@ -374,7 +383,7 @@ def over_torchs(names: tuple[str, str] | None) -> None:
     check_sums({**groups_of(mesh), "twin": (twin, mesh.ranks(mesh.axes[0]))})
     dist.barrier()
     mesh.close()
-    assert tables()["pg_map"] == before
+    assert table_sizes()["pg_map"] == before
     check_sums(of_torch)
     for i in range(2):
         dist.destroy_process_group(theirs.get_group(i))
@@ -440,7 +449,7 @@ def test_a_group_is_adopted_or_the_reason_is_raised():
 
 
 def test_an_axis_of_one_rank_is_adopted_or_configured_but_not_both():
-    with dry_world(0, 2):
+    with fake_rank(0, 2):
         theirs = ProcessGroupMesh(pp=1, dp=2, name="theirs").group("pp")
         mesh = ProcessGroupMesh(pp=1, dp=2, tp=1, name="actor")
         mesh.configure("tp", timeout=timedelta(seconds=40))
@@ -453,7 +462,7 @@ def test_an_axis_of_one_rank_is_adopted_or_configured_but_not_both():
 
 
 def test_axes_of_one_rank_share_the_group_that_is_adopted_first():
-    with dry_world(0, 2):
+    with fake_rank(0, 2):
         mesh = from_device_mesh(ProcessGroupMesh(pp=1, dp=2, tp=1, name="actor").device_mesh(), name="again")
         assert mesh.group("pp") is mesh.group("tp")
         assert mesh.group("pp").size() == 1
@@ -490,10 +499,10 @@ def fsdp_over_axes_that_do_not_touch() -> None:
     with no_more_groups():
         assert view.device_mesh().get_group() is mesh.group("dp", "cp")
         assert view.device_mesh().mesh.tolist() == list(view.ranks())
-        model = net()
+        model = make_net()
         for layer in (model.up, model.down, model):
             fully_shard(layer, mesh=view.device_mesh("fsdp"))
-        same(step(model, mine(view, "fsdp")), step(net(), batch()))
+        assert_same(train(model, own_rows(view, "fsdp")), train(make_net(), batch()))
     view.connect("fsdp")
     check_sums({"fsdp": (view.group("fsdp"), view.ranks())})
 

@@ -23,10 +23,10 @@ from torch import nn
 
 from pgmesh import AxisError, SeamError, ShapeError, WorldError, recipes
 from pgmesh.interop import megatron
-from tests.support import doc_tables as pages
-from tests.support.fake_world import dry_world
-from tests.support.nccl_stand_in import YAML, standing_in, told
-from tests.support.torch_tables import c10d, tables
+from tests.support import doc_tables
+from tests.support.fake_world import fake_rank
+from tests.support.nccl_stand_in import OPTIONS_YAML, options_by_name, stand_in_for_nccl
+from tests.support.torch_tables import c10d, table_sizes
 from tests.support.worlds import check_sums, world
 
 CHATTER = {  # what Megatron-Core says when it is imported where there is no GPU
@@ -108,7 +108,7 @@ def test_the_state_is_what_megatron_would_make(state: Any, sizes: str):
     """Every getter answers alike, with every combination of its flags, on every rank."""
     given, collection = SIZES[sizes], importlib.import_module("megatron.core.process_groups_config")
     for rank in range(8):
-        with dry_world(rank, 8), mock.patch.dict(vars(state)):
+        with fake_rank(rank, 8), mock.patch.dict(vars(state)):
             state.initialize_model_parallel(
                 **{NAMES[name]: value for name, value in given.items()}, create_gloo_process_groups=False
             )
@@ -133,7 +133,7 @@ def last_first(ranks: list[int]) -> list[int]:
 def test_embedding_ranks_stand_as_the_function_gives_them(state: Any):
     """So which of them is asked whether it holds the first stage is Megatron's own; in its group torch sorts them."""
     for rank in range(8):
-        with dry_world(rank, 8), mock.patch.dict(vars(state)):
+        with fake_rank(rank, 8), mock.patch.dict(vars(state)):
             found = []
             sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4}
             state.initialize_model_parallel(
@@ -172,7 +172,7 @@ def test_every_field_and_every_global_is_accounted_for(state: Any):
 
 
 def test_what_is_asked_for_beside_the_groups(state: Any):
-    with dry_world(5, 16, dist.HashStore()):
+    with fake_rank(5, 16, dist.HashStore()):
         arrangement = recipes.megatron(16, cp=4, pp=2, hierarchical_cp=[2, 2])
         slices = recipes.hybrid_context(arrangement)
         with megatron.published(arrangement, gloo=True, all_gather=True, hybrid=slices, virtual_pipeline=3):
@@ -192,7 +192,7 @@ def test_what_is_asked_for_beside_the_groups(state: Any):
 
 
 def test_a_stage_between_has_no_embeddings(state: Any):
-    with dry_world(2, 4):
+    with fake_rank(2, 4):
         held = megatron.process_groups(recipes.megatron(4, pp=4), "embd", "pos_embd", "pp")
         assert (held.embd, held.pos_embd, held.pp.size()) == (None, None, 4)
         assert not hasattr(held, "tp")
@@ -212,7 +212,7 @@ def spoilt(state: Any) -> Iterator[dict[str, Any]]:
 
 
 def test_a_block_gives_back_exactly_what_was_there(state: Any, spoilt: dict[str, Any]):
-    with dry_world(5, 8):
+    with fake_rank(5, 8):
         outer, inner = recipes.megatron(8, tp=4, name="outer"), recipes.megatron(8, tp=2, name="inner")
         with megatron.published(outer):
             during = dict(vars(state))
@@ -233,7 +233,7 @@ def test_a_block_gives_back_exactly_what_was_there(state: Any, spoilt: dict[str,
 
 
 def test_nothing_is_filled_if_a_group_cannot_be_made(state: Any, spoilt: dict[str, Any]):
-    with dry_world(5, 8):
+    with fake_rank(5, 8):
         arrangement = recipes.megatron(8, tp=2)
         arrangement.dense.close()
         with pytest.raises(Exception, match="was closed"), megatron.published(arrangement):
@@ -245,7 +245,7 @@ def test_nothing_is_filled_if_a_group_cannot_be_made(state: Any, spoilt: dict[st
 
 
 def test_a_field_that_does_not_exist(state: Any):
-    with dry_world(5, 8), pytest.raises(AxisError) as caught:
+    with fake_rank(5, 8), pytest.raises(AxisError) as caught:
         megatron.process_groups(recipes.megatron(8), "tp", "dp_pc")
     text = "a ProcessGroupCollection has no field 'dp_pc'. Did you mean 'dp_cp'? It has tp, pp, mp, embd, "
     assert str(caught.value).startswith(text)
@@ -254,7 +254,7 @@ def test_a_field_that_does_not_exist(state: Any):
 def test_a_global_that_is_gone(state: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delattr(state, "_CONTEXT_PARALLEL_GROUP")
     before = dict(vars(state))
-    with dry_world(5, 8), pytest.raises(SeamError) as caught, megatron.published(recipes.megatron(8)):
+    with fake_rank(5, 8), pytest.raises(SeamError) as caught, megatron.published(recipes.megatron(8)):
         pytest.fail("the block was run")
     assert str(caught.value) == (
         "megatron-core 0.16.1, beside which pgmesh was tried on 0.16.1, has no _CONTEXT_PARALLEL_GROUP in its "
@@ -276,7 +276,7 @@ def test_groups_that_we_do_not_know(state: Any, monkeypatch: pytest.MonkeyPatch)
     for name in MAINS:
         monkeypatch.setattr(state, name, None, raising=False)
     before = dict(vars(state))
-    with dry_world(5, 8), pytest.raises(SeamError) as caught, megatron.published(recipes.megatron(8)):
+    with fake_rank(5, 8), pytest.raises(SeamError) as caught, megatron.published(recipes.megatron(8)):
         pytest.fail("the block was run")
     assert str(caught.value) == (
         "megatron-core 0.16.1, beside which pgmesh was tried on 0.16.1, has groups in its parallel_state that pgmesh "
@@ -292,7 +292,7 @@ def test_a_megatron_core_that_was_never_installed_has_a_version_too(state: Any, 
     gone = importlib.metadata.PackageNotFoundError("megatron-core")
     monkeypatch.setattr(importlib.metadata, "version", mock.Mock(side_effect=gone))
     monkeypatch.setattr(state, MAINS[0], None, raising=False)
-    with dry_world(5, 8), pytest.raises(SeamError) as caught, megatron.published(recipes.megatron(8)):
+    with fake_rank(5, 8), pytest.raises(SeamError) as caught, megatron.published(recipes.megatron(8)):
         pytest.fail("the block was run")
     assert str(caught.value).startswith("megatron-core 0.16.1, ")
     assert MAINS[0] in str(caught.value)
@@ -301,7 +301,7 @@ def test_a_megatron_core_that_was_never_installed_has_a_version_too(state: Any, 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_virtual_stages_of_a_pipeline_of_one_are_refused_as_megatron_does(state: Any, chunks: int):
     before = dict(vars(state))
-    with dry_world(5, 8):
+    with fake_rank(5, 8):
         with pytest.raises(RuntimeError, match="size should be greater than 1 with interleaved schedule"):
             state.initialize_model_parallel(virtual_pipeline_model_parallel_size=chunks)
         arrangement = recipes.megatron(8, tp=2)
@@ -318,7 +318,7 @@ def test_virtual_stages_of_a_pipeline_of_one_are_refused_as_megatron_does(state:
 
 def test_without_megatron_core():
     gone = ModuleNotFoundError("No module named 'megatron'", name="megatron")
-    with dry_world(5, 8), mock.patch.object(megatron.importlib, "import_module", side_effect=gone):
+    with fake_rank(5, 8), mock.patch.object(megatron.importlib, "import_module", side_effect=gone):
         with pytest.raises(WorldError) as caught:
             megatron.process_groups(recipes.megatron(8))
         assert str(caught.value) == (
@@ -334,7 +334,7 @@ def test_the_examples(state: Any):
     examples = [each for each in doctest.DocTestFinder().find(megatron) if each.examples]
     assert len(examples) == 2
     for each in examples:
-        with dry_world(5, 8):
+        with fake_rank(5, 8):
             for example in each.examples:
                 example.options.pop(doctest.SKIP, None)
             each.globs["parallel_state"] = state
@@ -432,7 +432,7 @@ def as_one_process_does() -> float:
 
     with torch.no_grad():
         same(dict(model.named_parameters()), dict(whole.named_parameters()), rtol=0, atol=0)
-    before, losses, worst = tables(), [], 0.0
+    before, losses, worst = table_sizes(), [], 0.0
     for (loss, gradients), (expected, right) in zip(trained(together, model), trained(alone, whole)):
         assert loss == pytest.approx(expected, rel=1e-6)
         worst = max(worst, same(gradients, right, rtol=1e-5, atol=1e-8))
@@ -441,7 +441,7 @@ def as_one_process_does() -> float:
     with torch.no_grad():
         same(dict(model.named_parameters()), dict(whole.named_parameters()), rtol=1e-5, atol=1e-8)
     assert losses[0] > losses[-1]
-    assert tables() == before, "Megatron-Core made groups"
+    assert table_sizes() == before, "Megatron-Core made groups"
     families = ["tensor", "data", "model", "tensor+data", "expert-tensor"]
     check_sums({name: (together[name].group(), together[name].ranks) for name in families})
     return worst
@@ -461,8 +461,8 @@ def test_a_gpt_of_megatron_core_trains_as_one_process_does():
 
 
 def test_every_global_of_megatrons_page_is_filled_or_empty_in_a_block(state: Any):
-    named = pages.MEGATRON_GLOBALS.split()
-    with dry_world(5, 8, dist.HashStore()):
+    named = doc_tables.MEGATRON_GLOBALS.split()
+    with fake_rank(5, 8, dist.HashStore()):
         arrangement = recipes.megatron(
             8, pp=2, cp=2, hierarchical_cp=[2], optimizer_instances=2, position_embedding=[0, -1], name="globals"
         )
@@ -482,11 +482,11 @@ def test_every_global_of_megatrons_page_is_filled_or_empty_in_a_block(state: Any
 
 def test_nccl_is_told_what_megatrons_own_reader_would_tell_it(state: Any):
     yaml = pytest.importorskip("yaml")
-    with standing_in() as nccl:
+    with stand_in_for_nccl() as nccl:
         arrangement = recipes.megatron(8, tp=2, cp=2, ep=4, etp=1, name="yaml")
-        arrangement.configure_nccl(YAML)
-        found = told(nccl, arrangement)
-        settings = yaml.safe_load(YAML)
+        arrangement.configure_nccl(OPTIONS_YAML)
+        found = options_by_name(nccl, arrangement)
+        settings = yaml.safe_load(OPTIONS_YAML)
         assert settings
         for short in settings:
             (name,) = arrangement.short[short]

@@ -44,7 +44,7 @@ from tests.support.launcher_environments import (
     SRUN,
     TORCHRUN,
 )
-from tests.support.message_assertions import says
+from tests.support.message_assertions import assert_raises
 
 ROOT = Path(__file__).parents[2]
 
@@ -243,7 +243,7 @@ def test_other_launchers_and_hosts_without_the_file_read_none(tmp_path):
     file.write_text("a\nb\n")
     for environ in (OPEN_MPI, HYDRA_ON_TWO, RSH, SRUN, TORCHRUN):
         assert believe(environ | {"PBS_NODEFILE": str(file)}) == believe(environ)
-    says(
+    assert_raises(
         LaunchError,
         lambda: believe(CRAY | {"PBS_NODEFILE": "/var/spool/pbs/aux/7.gone"}).end_point(),
         """
@@ -266,7 +266,7 @@ this host.
 def test_a_pbs_job_of_one_host_that_has_not_all_ranks(tmp_path):
     file = tmp_path / "nodefile"
     file.write_text("a\na\n")
-    says(
+    assert_raises(
         LaunchError,
         lambda: believe(CRAY | {"PBS_NODEFILE": str(file)}),
         f"""
@@ -295,7 +295,7 @@ def test_a_pbs_job_of_one_host_that_has_not_all_ranks(tmp_path):
 def test_a_file_that_pbs_did_not_write(tmp_path, written, wrong):
     file = tmp_path / "nodefile"
     file.mkdir() if written is None else file.write_bytes(written)
-    says(LaunchError, lambda: hosts_in(str(file)), f"PBS_NODEFILE is {str(file)!r}, which {wrong}")
+    assert_raises(LaunchError, lambda: hosts_in(str(file)), f"PBS_NODEFILE is {str(file)!r}, which {wrong}")
 
 
 # ---- what contradicts, word for word ----
@@ -321,7 +321,7 @@ def test_a_file_that_pbs_did_not_write(tmp_path, written, wrong):
 def test_the_script_of_a_job_is_no_rank(environ, many, read):
     names = [f"SLURM_{name}" for name in read.split()]
     lines = "\n".join(f"  {name:<13} = {environ.get(name, '(not set)')}" for name in names)
-    says(
+    assert_raises(
         LaunchError,
         lambda: believe(environ),
         f"this Slurm job has {many}, and this process is its script or shell, and no task that srun started:\n\n{lines}"
@@ -568,7 +568,7 @@ those are one on each host.
     ],
 )
 def test_variables_that_contradict_each_other(environ, text):
-    says(LaunchError, lambda: believe(environ), text)
+    assert_raises(LaunchError, lambda: believe(environ), text)
 
 
 SMALL_STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}

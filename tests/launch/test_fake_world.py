@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import LifetimeError, PlaceError, ProcessGroupMesh, WorldError, launch
-from tests.support.message_assertions import says
+from tests.support.message_assertions import assert_raises
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,7 +62,7 @@ def test_it_ends_no_other_world():
 
 def test_a_world_that_is_there_is_not_replaced():
     launch.fake_world(1, 4)
-    says(
+    assert_raises(
         WorldError,
         lambda: launch.fake_world(5, 64),
         """
@@ -88,7 +88,7 @@ def test_a_world_that_is_there_is_not_replaced():
     ],
 )
 def test_a_rank_that_the_world_would_not_have(given, text):
-    says(PlaceError, lambda: launch.fake_world(*given), text)
+    assert_raises(PlaceError, lambda: launch.fake_world(*given), text)
     assert not dist.is_initialized()
 
 

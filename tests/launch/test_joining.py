@@ -18,8 +18,8 @@ from pgmesh.launch import StoreProcess, from_openmpi, from_slurm, from_torch, jo
 from pgmesh.launchers import PORTS, Found, OpenMPI, Slurm, Torchrun, at, believe, single_out
 from tests.launchers.install import PROGRAMS, SLURM, install
 from tests.support.launcher_environments import BY_HAND, HYDRA, HYDRA_ON_TWO, ONE_HOST, OPEN_MPI, SRUN, TORCHRUN
-from tests.support.message_assertions import says
-from tests.support.programs import apart, clean_env
+from tests.support.message_assertions import assert_raises
+from tests.support.programs import clean_env, run_programs
 
 ON_TWO = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
 
@@ -93,7 +93,7 @@ are on this host.
     ],
 )
 def test_a_job_without_host_and_port_is_told_to_give_them(environ, text):
-    says(LaunchError, lambda: believe(environ).end_point(), text)
+    assert_raises(LaunchError, lambda: believe(environ).end_point(), text)
 
 
 def test_what_is_given_comes_before_what_is_found():
@@ -116,11 +116,11 @@ def test_what_is_given_comes_before_what_is_found():
     ],
 )
 def test_what_is_no_host_or_port(given, text):
-    says(LaunchError, lambda: at(believe(SRUN), **given), text)
+    assert_raises(LaunchError, lambda: at(believe(SRUN), **given), text)
 
 
 def test_ports_of_the_environment_are_ports():
-    says(
+    assert_raises(
         LaunchError,
         lambda: believe(HYDRA | {"MASTER_PORT": "70000"}),
         """
@@ -184,7 +184,7 @@ def test_one_that_is_named_is_believed_whatever_others_say():
     ],
 )
 def test_a_launcher_that_did_not_start_it(call, text):
-    says(LaunchError, call, text)
+    assert_raises(LaunchError, call, text)
 
 
 # ---- devices ----
@@ -212,7 +212,7 @@ def test_a_task_that_slurm_shows_one_device_takes_that(monkeypatch):
 
 
 def test_a_rank_that_does_not_know_its_place_on_the_host_takes_no_device(monkeypatch):
-    says(
+    assert_raises(
         LaunchError,
         lambda: take(monkeypatch, 4, launcher="PMIx", read=(("PMIX_RANK", "5"), ("PMI_SIZE", "8"))),
         """
@@ -258,7 +258,7 @@ def free_port(among=range(20_000, 30_000)) -> int:
 
 def together(tmp_path, call, environs):
     """What processes say that call at once, each in its environment, and the log of the first of them."""
-    said = apart(tmp_path, JOIN, call, environs=[clean_env(**environ) for environ in environs])
+    said = run_programs(tmp_path, JOIN, call, environs=[clean_env(**environ) for environ in environs])
     log = [line for line in said[0][1].splitlines() if line.startswith("pgmesh ")]
     return "".join(out for out, _ in said), log
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from pgmesh.errors import LaunchError
 from pgmesh.launch import TORCHRUN, Outcome, StoreProcess, join, results, spawn
-from tests.support.message_assertions import in_one_wording, says
-from tests.support.programs import apart, clean_env, gone, running, script
+from tests.support.message_assertions import assert_raises, in_python_3_10_wording
+from tests.support.programs import clean_env, is_running, run_programs, wait_until_gone, write_script
 
 ROOT = Path(__file__).parents[2]
 
@@ -133,7 +133,7 @@ def test_an_error_names_its_rank_with_the_traceback_and_ends_the_others(tmp_path
     assert 'raise ZeroDivisionError("the answer is 42")' in str(caught.value)
     assert "in raise_on" in str(caught.value)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
-    assert not any(map(running, pids_in(tmp_path, 3)))
+    assert not any(map(is_running, pids_in(tmp_path, 3)))
 
 
 def test_the_first_failure_is_told_first():
@@ -167,7 +167,7 @@ def test_the_deadline_ends_even_a_rank_that_ignores_sigterm(tmp_path):
     assert str(caught.value).startswith("rank 1 of 2 was not done in 3 s")
     assert "time.sleep(600)" in str(caught.value)
     assert "rank 0" not in str(caught.value)
-    assert not any(map(running, pids_in(tmp_path, 2)))
+    assert not any(map(is_running, pids_in(tmp_path, 2)))
 
 
 def test_ctrl_c_ends_every_rank(tmp_path):
@@ -186,7 +186,7 @@ def hang():
 if __name__ == "__main__":
     spawn(hang, 2)
 """
-    command = [sys.executable, script(tmp_path, text)]
+    command = [sys.executable, write_script(tmp_path, text)]
     parent = subprocess.Popen(command, env=clean_env(), stderr=subprocess.PIPE, text=True)
     try:
         pids = pids_in(tmp_path, 2)
@@ -194,7 +194,7 @@ if __name__ == "__main__":
         _, stderr = parent.communicate(timeout=60)
     finally:
         parent.kill()
-    assert gone(pids)
+    assert wait_until_gone(pids)
     assert "KeyboardInterrupt" in stderr
 
 
@@ -240,9 +240,9 @@ SCRIPTS: dict[str, tuple[str, str]] = {
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What each script says on its standard error. They run at once, each as the main program."""
     run = "import os, runpy; runpy.run_path(os.environ['SCRIPT'], run_name='__main__')"
-    paths = [script(tmp_path_factory.mktemp("script"), text) for text, _ in SCRIPTS.values()]
+    paths = [write_script(tmp_path_factory.mktemp("script"), text) for text, _ in SCRIPTS.values()]
     environs = [clean_env(SCRIPT=path) for path in paths]
-    said = apart(tmp_path_factory.mktemp("said"), run, environs=environs, statuses=(0, 1))
+    said = run_programs(tmp_path_factory.mktemp("said"), run, environs=environs, statuses=(0, 1))
     return {name: err for name, (_, err) in zip(SCRIPTS, said)}
 
 
@@ -250,7 +250,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_a_script_that_cannot_start_processes_is_told_so_in_one_error(name: str, said: dict[str, str]):
     assert said[name].count("Traceback") == 1
     text = re.sub(r" from '/\S*/script.py'", "", said[name].partition("pgmesh.LaunchError: ")[2])
-    assert in_one_wording(text) == SCRIPTS[name][1] + "\n"
+    assert in_python_3_10_wording(text) == SCRIPTS[name][1] + "\n"
 
 
 def test_what_does_not_pickle_is_named_with_the_way_out():
@@ -260,7 +260,7 @@ def test_what_does_not_pickle_is_named_with_the_way_out():
         "test_what_does_not_pickle_is_named_with_the_way_out.<locals>.<lambda> cannot be "
     )
     assert str(caught.value).endswith(f"\n\n  def work{ABOVE}")
-    says(
+    assert_raises(
         LaunchError,
         lambda: spawn(rank_and_sum, 2, 5, step=(number for number in [5])),
         """
@@ -301,15 +301,15 @@ def test_a_program_that_is_no_file(monkeypatch: pytest.MonkeyPatch, file: str | 
     monkeypatch.setitem(sys.modules, "__main__", program)
     monkeypatch.setattr(rank_and_sum, "__module__", "__main__")
     monkeypatch.setattr(program, "rank_and_sum", rank_and_sum, raising=False)
-    says(LaunchError, lambda: spawn(rank_and_sum, 2), text)
+    assert_raises(LaunchError, lambda: spawn(rank_and_sum, 2), text)
     if file is not None:
-        says(LaunchError, StoreProcess, text)
+        assert_raises(LaunchError, StoreProcess, text)
 
 
 def test_a_result_that_does_not_pickle_is_an_error_of_its_rank():
     with pytest.raises(LaunchError) as caught:
         spawn(give_back_a_lambda, 1)
-    assert in_one_wording(str(caught.value)) == (
+    assert in_python_3_10_wording(str(caught.value)) == (
         "rank 0 of 1 gave back a function, which does not pickle: Can't pickle local object "
         "'give_back_a_lambda.<locals>.<lambda>'\n\n"
         "  return ...   # numbers, text, tensors on the CPU"
@@ -352,14 +352,14 @@ dist.destroy_process_group()
 def test_join_under_torchrun(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*command, script(tmp_path, JOIN)], env=clean_env(), capture_output=True, text=True, timeout=60
+        [*command, write_script(tmp_path, JOIN)], env=clean_env(), capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("everyone [0, 1]") == 2
 
 
 def test_join_without_a_launcher_is_a_world_of_one(tmp_path):
-    ((out, _),) = apart(tmp_path, JOIN, environs=[clean_env()])
+    ((out, _),) = run_programs(tmp_path, JOIN, environs=[clean_env()])
     assert out == "everyone [0]\n"
 
 

@@ -32,8 +32,8 @@ from pgmesh.parallel import (
     find,
 )
 from pgmesh.parallel.composing import meeting
-from tests.support.fake_world import dry_world
-from tests.support.message_assertions import says
+from tests.support.fake_world import fake_rank
+from tests.support.message_assertions import assert_raises
 from tests.support.worlds import check_sums, groups_of, world
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +41,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def mesh() -> Iterator[ProcessGroupMesh]:
-    with dry_world(5, 8), ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor") as mesh:
+    with fake_rank(5, 8), ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor") as mesh:
         yield mesh
 
 
@@ -101,7 +101,7 @@ def test_a_method_shares_out_rows(mesh: ProcessGroupMesh):
     rows = torch.arange(12).view(6, 2)
     assert Data(mesh, "tp").share(rows).equal(rows[3:])
     assert Tensor(mesh, "tp").share(rows).equal(rows)
-    says(
+    assert_raises(
         ShapeError,
         lambda: Data(mesh, "tp", "pp").share(rows),
         """
@@ -110,7 +110,7 @@ def test_a_method_shares_out_rows(mesh: ProcessGroupMesh):
           4 or 8 rows would do
         """,
     )
-    says(
+    assert_raises(
         ShapeError,
         lambda: Data(mesh.view(8), 0).share(rows),
         """
@@ -127,7 +127,7 @@ def test_options_are_what_the_group_is_made_with(mesh: ProcessGroupMesh):
     Data(mesh, "dp", over=["dp", "tp"], options={"timeout": timedelta(minutes=3)})
     with pytest.raises(OptionsError, match="too late to configure"):
         Data(mesh, "dp", over=["dp", "tp"], options={"timeout": timedelta(minutes=4)})
-    says(
+    assert_raises(
         OptionsError,
         lambda: Data(mesh, "dp", options={"timeot": 3}),
         "a group has no option timeot; it has backend, timeout, high_priority, nccl, description.",
@@ -155,13 +155,13 @@ def both_ends(mesh: ProcessGroupMesh, options: dict[str, Any]) -> list[dist.Proc
 @pytest.mark.parametrize("made", [hybrid, experts, both_ends])
 def test_options_are_what_every_group_of_a_method_is_made_with(made: Callable[..., Any], rank: int):
     minutes = timedelta(minutes=3)
-    with dry_world(rank, 8), ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor") as mesh:
+    with fake_rank(rank, 8), ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor") as mesh:
         ranks = {tuple(dist.get_process_group_ranks(each)) for each in made(mesh, {"timeout": minutes})}
         assert {each.ranks: given.timeout for each, given, _ in mesh._family.known()} == dict.fromkeys(ranks, minutes)
 
 
 def test_bad_axes_are_told_when_the_method_is_made(mesh: ProcessGroupMesh):
-    says(
+    assert_raises(
         AxisError,
         lambda: Data(mesh),
         """
@@ -170,14 +170,16 @@ def test_bad_axes_are_told_when_the_method_is_made(mesh: ProcessGroupMesh):
           Data(mesh, 'pp')   # the axes that it shall own
         """,
     )
-    says(
+    assert_raises(
         AxisError,
         lambda: Data("dp"),
         "Data is given a mesh and then its axes, such as Data(mesh, 'dp'), not 'dp'.",
     )
-    says(AxisError, lambda: Data(mesh, "ddp"), "there is no axis 'ddp' in mesh (pp=2, dp=2, tp=2). Did you mean 'dp'?")
-    says(AxisError, lambda: Data(mesh, "dp", "dp"), "axis dp is named twice.")
-    says(
+    assert_raises(
+        AxisError, lambda: Data(mesh, "ddp"), "there is no axis 'ddp' in mesh (pp=2, dp=2, tp=2). Did you mean 'dp'?"
+    )
+    assert_raises(AxisError, lambda: Data(mesh, "dp", "dp"), "axis dp is named twice.")
+    assert_raises(
         AxisError,
         lambda: Data(mesh, "dp", over=["tp"]),
         """
@@ -230,7 +232,7 @@ def test_a_composition_says_what_a_data_loader_needs(mesh: ProcessGroupMesh):
 
 
 def test_an_axis_has_one_owner(mesh: ProcessGroupMesh):
-    says(
+    assert_raises(
         AxisError,
         lambda: compose(mesh, Data(mesh, "dp", "tp"), Tensor(mesh, "tp"), unowned=["pp"]),
         """
@@ -243,7 +245,7 @@ def test_an_axis_has_one_owner(mesh: ProcessGroupMesh):
 
 
 def test_no_axis_is_forgotten(mesh: ProcessGroupMesh):
-    says(
+    assert_raises(
         AxisError,
         lambda: compose(mesh, Data(mesh, "dp", over=["dp", "pp"]), Tensor(mesh, "tp")),
         """
@@ -271,7 +273,7 @@ def test_a_method_may_be_on_a_view_of_the_mesh_and_not_on_another(mesh: ProcessG
     both = compose(mesh, Data(mesh, "dp"), Experts(moe, "ep"), Tensor(mesh, "tp"), Pipeline(mesh, "pp"))
     assert (both.size, both.index) == (2, 0)
     with ProcessGroupMesh(dp=8, name="critic") as critic:
-        says(
+        assert_raises(
             MethodError,
             lambda: compose(mesh, Data(critic, "dp"), unowned=mesh.axes),
             "Data along dp is on mesh 'critic', but is composed on mesh 'actor'. "
@@ -298,7 +300,7 @@ def test_an_axis_of_a_view_or_a_slice_that_lies_over_an_owned_one_has_two_owners
     ]:
         method = Context(view, its)
         one = dp if axis == "dp" else tp
-        says(
+        assert_raises(
             AxisError,
             lambda method=method: compose(mesh, dp, tp, method, unowned=["pp"]),
             owned_twice(str(one), axis, str(method), its, ranks),
@@ -318,19 +320,19 @@ def test_experts_lie_over_any_ranks_but_those_of_stages(mesh: ProcessGroupMesh):
         cut = {"tensor": tensor, "columns": ["up"], "rows": ["down"]} if tensor else {}
         compose(mesh, *dense, ExpertParallel(mesh.view(**sizes), *axes, over=over, **cut))
     cut = {"tensor": "etp", "columns": ["up"], "rows": ["down"]}
-    says(
+    assert_raises(
         AxisError,
         lambda: compose(mesh, *dense, ExpertParallel(mesh.view(pp=2, etp=2, ep=2), "ep", **cut)),
         owned_twice("Data along dp", "dp", "ExpertParallel along etp, ep", "etp", "0 and 2"),  # whose rows differ
     )
     for sizes, axis in [({"ep": 8}, "ep"), ({"ep": 4, "edp": 2}, "ep"), ({"ep": 2, "edp": 4}, "ep")]:
         experts = ExpertParallel(mesh.view(**sizes), axis)
-        says(
+        assert_raises(
             AxisError,
             lambda experts=experts: compose(mesh, *dense, experts),
             owned_twice("Pipeline along pp", "pp", "ExpertParallel along ep", "ep", "0 and 4"),
         )
-    says(
+    assert_raises(
         AxisError,
         lambda: compose(mesh, *dense, ExpertParallel(mesh.view(edp=4, ep=2), "ep", over=["edp", "ep"])),
         """
@@ -339,7 +341,7 @@ def test_experts_lie_over_any_ranks_but_those_of_stages(mesh: ProcessGroupMesh):
           ExpertParallel(..., over=...)   # axes that stay within a stage
         """,  # noqa: E501
     )
-    says(
+    assert_raises(
         AxisError,
         lambda: compose(mesh, Data(mesh, "dp", over=["pp", "dp"]), *dense[1:]),
         """
@@ -385,7 +387,7 @@ def test_ranks_meet_where_a_plain_list_says_so(ranks: list[int] | None):
 def test_compose_takes_methods(mesh: ProcessGroupMesh):
     for given, shown in ((Data, f"{Data!r}"), ("tp", "'tp'")):
         name = "Data" if given is Data else "DataParallel"
-        says(
+        assert_raises(
             MethodError,
             lambda given=given: compose(mesh, given, unowned=mesh.axes),
             f"compose is given methods with their axes, such as {name}(mesh, 'pp'), not {shown}.",
@@ -426,7 +428,7 @@ def fail_and_go_on(rounds: int) -> list[float]:
         minutes = timedelta(minutes=3)
         failing = compose(mesh, Sums(mesh, "tp"), Fails(mesh, "dp", options={"timeout": minutes}))
         start = time.perf_counter()
-        says(MethodError, lambda failing=failing: failing.apply(nn.Identity()), FAILED)
+        assert_raises(MethodError, lambda failing=failing: failing.apply(nn.Identity()), FAILED)
         seconds.append(time.perf_counter() - start)
         assert mesh.group("tp") is kept
         again = Sums(mesh, "dp", options={"timeout": timedelta(minutes=4)})  # it is free: not too late to configure
@@ -505,7 +507,7 @@ def test_an_unknown_name_is_answered_with_those_found():
     ours = sorted(point.name for point in metadata.entry_points(group="pgmesh.parallel"))
     assert "data" in ours
     names = ", ".join(f"{name} (pgmesh)" for name in ours)
-    says(
+    assert_raises(
         MethodError,
         lambda: find("ring"),
         f"""
@@ -589,19 +591,19 @@ def test_what_cannot_be_brought_is_told(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.syspath_prepend(str(tmp_path))
     brought(tmp_path, "one", ring="one:Ring", gone="no_such_module:Gone", odd="pgmesh.layout:Layout")
     brought(tmp_path, "two", ring="two:Ring")
-    says(
+    assert_raises(
         MethodError,
         lambda: find("ring"),
         "more than one package brings a parallel method 'ring': one (one:Ring) and two (two:Ring). "
         "Import one by its module.",
     )
-    says(
+    assert_raises(
         MethodError,
         lambda: find("gone"),
         "parallel method 'gone' of one cannot be imported from no_such_module:Gone: ModuleNotFoundError: "
         "No module named 'no_such_module'",
     )
-    says(
+    assert_raises(
         MethodError,
         lambda: find("odd"),
         "pgmesh.layout:Layout, which one brings as 'odd', is no pgmesh.parallel.Method.",

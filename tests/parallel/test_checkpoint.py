@@ -26,18 +26,18 @@ from tests.support.parallel_models import (
     LAST,
     STEPS,
     TinyGPT,
-    Trained,
-    alone,
+    TrainingRun,
+    assert_same,
     batch,
+    full_tensor,
     gradients_of,
     loss_of,
-    named,
+    named_weights,
     optimizer_of,
-    same,
+    train_alone,
     weights_of,
-    whole,
 )
-from tests.support.tensor_plans import WORDS
+from tests.support.tensor_plans import VOCABULARY_PLAN
 from tests.support.worlds import world
 
 torch.set_num_threads(1)  # on ranks too, which import this: others share their cores
@@ -47,7 +47,7 @@ def methods_of(mesh: ProcessGroupMesh, kind: str) -> list[Method]:
     pipeline = functools.partial(
         PipelineParallel, mesh, "pp", layers="blocks", first=FIRST, last=LAST, loss=loss_of, microbatches=4
     )
-    tensor = functools.partial(TensorParallel, mesh, "tp", plan={**WORDS, "head": "gathered"})
+    tensor = functools.partial(TensorParallel, mesh, "tp", plan={**VOCABULARY_PLAN, "head": "gathered"})
     return {
         "data": lambda: [DataParallel(mesh, "dp")],
         "sharded x tensor": lambda: [ShardedDataParallel(mesh, "dp"), tensor()],
@@ -76,7 +76,7 @@ def tied(*, head_first: bool) -> TinyGPT:
 
 
 @functools.cache
-def expected(head_first: bool) -> tuple[Trained, dict[str, dict[str, torch.Tensor]]]:
+def expected(head_first: bool) -> tuple[TrainingRun, dict[str, dict[str, torch.Tensor]]]:
     """One process's training, and what its optimizer knows of each weight before the last step, by each name."""
     model = tied(head_first=head_first)
     optimizer = optimizer_of(model.parameters())
@@ -85,7 +85,9 @@ def expected(head_first: bool) -> tuple[Trained, dict[str, dict[str, torch.Tenso
         optimizer.zero_grad()
         loss_of(model(codes), target).backward()
         optimizer.step()
-    return alone(tied(head_first=head_first)), {name: dict(optimizer.state[weight]) for name, weight in named(model)}
+    return train_alone(tied(head_first=head_first)), {
+        name: dict(optimizer.state[weight]) for name, weight in named_weights(model)
+    }
 
 
 def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, share, step: int) -> None:
@@ -95,7 +97,7 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, share, step: int
         model.step(codes, target=target)
     else:
         loss_of(model(codes), target).backward()
-    same(f"gradients of step {step}", gradients_of(model), expected(True)[0].gradients[step])
+    assert_same(f"gradients of step {step}", gradients_of(model), expected(True)[0].gradients[step])
     optimizer.step()
 
 
@@ -125,11 +127,11 @@ def load_on(kind: str, folder: Path, head_first: bool) -> None:
         held = list(optimizer.state.values())
         assert len(held) == len({*model.parameters()})
         for key in ("exp_avg", "exp_avg_sq", "step"):
-            found = {name: optimizer.state[weight][key] for name, weight in named(model)}
-            same(f"{kind}: {key}", found, {name: state[key] for name, state in states.items()})
+            found = {name: optimizer.state[weight][key] for name, weight in named_weights(model)}
+            assert_same(f"{kind}: {key}", found, {name: state[key] for name, state in states.items()})
             assert len({id(state[key]) for state in held}) == len(held)  # two weights never share what is updated
         step_of(model, optimizer, together.share, STEPS - 1)
-        same(f"{kind}: weights", weights_of(model), right.weights)
+        assert_same(f"{kind}: weights", weights_of(model), right.weights)
         dist.barrier()
 
 
@@ -171,14 +173,14 @@ class Parts(nn.Module):
 def of_parts(folder: Path) -> None:
     def through(mesh: ProcessGroupMesh, model: nn.Module) -> None:
         with torch.no_grad():
-            kept = {name: whole(weight) for name, weight in model.named_parameters()}
+            kept = {name: full_tensor(weight) for name, weight in model.named_parameters()}
             checkpoint.save(folder / mesh.name, mesh, model)
             dist.barrier()
             for weight in model.parameters():
                 weight.zero_()
             checkpoint.load(folder / mesh.name, mesh, model)
             for name, weight in model.named_parameters():
-                assert whole(weight).equal(kept[name]), f"{mesh.name}: {name}"
+                assert full_tensor(weight).equal(kept[name]), f"{mesh.name}: {name}"
         dist.barrier()
 
     with ProcessGroupMesh(dp=2, name="no pipeline") as mesh:

@@ -14,10 +14,10 @@ from pgmesh.parallel import (
     TensorParallel,
     compose,
 )
-from tests.support.expert_models import alone_in_parts, cut_as, model_of
-from tests.support.parallel_models import FIRST, LAST, TinyGPT, alone, loss_of
+from tests.support.expert_models import cut_like, expert_model, train_alone_in_parts
+from tests.support.parallel_models import FIRST, LAST, TinyGPT, loss_of, train_alone
 from tests.support.parallel_training import in_microbatches, train_and_check, whole_loss
-from tests.support.tensor_plans import WORDS
+from tests.support.tensor_plans import VOCABULARY_PLAN
 from tests.support.worlds import check_sums, groups_of, world
 
 pytestmark = pytest.mark.long
@@ -34,9 +34,11 @@ def pipeline_on(mesh, loss=loss_of):
 
 def data_context_tensor(sizes, ranks, kind):
     with ProcessGroupMesh(**sizes, ranks=ranks) as mesh:
-        tensor, context = TensorParallel(mesh, "tp", plan=WORDS), ContextParallel(mesh, "cp", attention=kind)
+        tensor, context = TensorParallel(mesh, "tp", plan=VOCABULARY_PLAN), ContextParallel(mesh, "cp", attention=kind)
         together = compose(mesh, ShardedDataParallel(mesh, "dp", over=("dp", "cp")), context, tensor)
-        train_and_check(together, TinyGPT(layers=2), alone(TinyGPT(layers=2)), context=context, around=tensor.loss)
+        train_and_check(
+            together, TinyGPT(layers=2), train_alone(TinyGPT(layers=2)), context=context, around=tensor.loss
+        )
         check_sums(groups_of(mesh))
 
 
@@ -53,10 +55,12 @@ def test_data_context_tensor_with_ulysses_on_permuted_ranks():
 
 def all_four(sizes, ranks):
     with ProcessGroupMesh(**sizes, ranks=ranks) as mesh:
-        tensor, context = TensorParallel(mesh, "tp", plan=WORDS), ContextParallel(mesh, "cp")
+        tensor, context = TensorParallel(mesh, "tp", plan=VOCABULARY_PLAN), ContextParallel(mesh, "cp")
         data = ShardedDataParallel(mesh, "dp", over=("dp", "cp"))
         together = compose(mesh, pipeline_on(mesh, whole_loss), data, context, tensor)
-        train_and_check(together, TinyGPT(layers=2), alone(TinyGPT(layers=2)), context=context, around=tensor.loss)
+        train_and_check(
+            together, TinyGPT(layers=2), train_alone(TinyGPT(layers=2)), context=context, around=tensor.loss
+        )
         check_sums(groups_of(mesh))
 
 
@@ -73,13 +77,13 @@ def pipeline_data_experts(sizes, ranks, view, over, tensor, kind):
         cut = {"tensor": tensor, "columns": ["up"], "rows": ["down"]} if tensor else {}
         experts = ExpertParallel(moe, "ep", over=over, **cut)
         together = compose(mesh, pipeline_on(mesh), kind(mesh, "dp"), experts)
-        model = model_of()
-        expected = alone_in_parts(2, lambda rows: in_microbatches(rows, mesh.size("dp")))
+        model = expert_model()
+        expected = train_alone_in_parts(2, lambda rows: in_microbatches(rows, mesh.size("dp")))
         train_and_check(
             together,
             model,
             expected,
-            parts=lambda whole: {**whole, **cut_as(dict(model.named_parameters()), whole, moe, tensor)},
+            parts=lambda whole: {**whole, **cut_like(dict(model.named_parameters()), whole, moe, tensor)},
         )
         check_sums(groups_of(mesh))
         check_sums(groups_of(moe))

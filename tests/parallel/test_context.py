@@ -10,9 +10,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from pgmesh import MethodError, OptionsError, ProcessGroupMesh, ShapeError
 from pgmesh.parallel import ContextParallel, DataParallel, compose, ring
-from tests.support.fake_world import dry_world
-from tests.support.message_assertions import says
-from tests.support.parallel_models import TinyGPT, alone
+from tests.support.fake_world import fake_rank
+from tests.support.message_assertions import assert_raises
+from tests.support.parallel_models import TinyGPT, train_alone
 from tests.support.parallel_training import train_and_check
 from tests.support.worlds import check_sums, world
 
@@ -78,7 +78,7 @@ def train_along_cp(sizes, ranks, how):
         context = ContextParallel(mesh, "cp", **how)
         together = compose(mesh, DataParallel(mesh, "dp", over=("dp", "cp")), context)
         model = {"layers": 2, "heads": 8}
-        train_and_check(together, TinyGPT(**model), alone(TinyGPT(**model)), context=context)
+        train_and_check(together, TinyGPT(**model), train_alone(TinyGPT(**model)), context=context)
         check_sums({"cp": (mesh.group("cp"), mesh.ranks("cp"))})
 
 
@@ -104,7 +104,7 @@ def test_training_on_permuted_ranks_is_that_of_one_process():
 
 @pytest.fixture
 def mesh() -> Iterator[ProcessGroupMesh]:
-    with dry_world(5, 8), ProcessGroupMesh(pp=2, cp=4, name="actor") as mesh:
+    with fake_rank(5, 8), ProcessGroupMesh(pp=2, cp=4, name="actor") as mesh:
         yield mesh
 
 
@@ -119,7 +119,7 @@ def test_rank_i_holds_chunks_i_and_2n_1_i(mesh):
 def test_every_position_is_held_once():
     held = []
     for rank in range(4):
-        with dry_world(rank, 4), ProcessGroupMesh(cp=4) as mesh:
+        with fake_rank(rank, 4), ProcessGroupMesh(cp=4) as mesh:
             held += ContextParallel(mesh, "cp").positions(8).tolist()
     assert sorted(held) == list(range(8))
 
@@ -155,7 +155,7 @@ def test_attention_is_replaced_where_it_is_kept(mesh):
 
 def test_what_does_not_fit_is_told_with_the_numbers(mesh):
     balanced = ContextParallel(mesh, "cp")
-    says(
+    assert_raises(
         ShapeError,
         lambda: balanced.cut(torch.zeros(2, 30)),
         """
@@ -164,7 +164,7 @@ def test_what_does_not_fit_is_told_with_the_numbers(mesh):
           24 or 32 positions would do
         """,
     )
-    says(
+    assert_raises(
         ShapeError,
         lambda: ContextParallel(mesh, "cp", balanced=False).positions(3),
         """
@@ -174,7 +174,7 @@ def test_what_does_not_fit_is_told_with_the_numbers(mesh):
         """,
     )
     q = torch.zeros(1, 6, 3, 4)
-    says(
+    assert_raises(
         ShapeError,
         lambda: balanced.attention(q, q, q),
         """
@@ -183,7 +183,7 @@ def test_what_does_not_fit_is_told_with_the_numbers(mesh):
           method.cut(whole)   # cuts a sequence as the attention means it
         """,
     )
-    says(
+    assert_raises(
         ShapeError,
         lambda: ContextParallel(mesh, "cp", attention="ulysses").attention(q, q, q),
         """
@@ -192,12 +192,12 @@ def test_what_does_not_fit_is_told_with_the_numbers(mesh):
           4 or 8 heads would do, or attention='ring', which takes any number
         """,
     )
-    says(
+    assert_raises(
         ShapeError,
         lambda: ring.ring_attention(q, q, q, mesh.group("cp"), is_causal=True),
         "each rank holds two chunks of one length where the work is balanced, but it has 3 positions.",
     )
-    says(
+    assert_raises(
         ShapeError,
         lambda: ring.ring_attention(q, q[..., :2, :], q[..., :2, :], mesh.group("cp"), is_causal=True),
         "causal attention has as many queries as keys, not 3 and 2.",
@@ -206,22 +206,22 @@ def test_what_does_not_fit_is_told_with_the_numbers(mesh):
 
 def test_what_attention_cannot_do_is_refused(mesh):
     method, q = ContextParallel(mesh, "cp"), torch.zeros(1, 4, 2, 4)
-    says(
+    assert_raises(
         OptionsError,
         lambda: method.attention(q, q, q, torch.zeros(2, 2)),
         "attention along cp=4 knows no mask of its own: is_causal=True is the one mask, and dropout_p is 0.0.",
     )
-    says(
+    assert_raises(
         OptionsError,
         lambda: method.attention(q, q, q, dropout_p=0.1),
         "attention along cp=4 knows no dropout (0.1): is_causal=True is the one mask, and dropout_p is 0.0.",
     )
-    says(
+    assert_raises(
         OptionsError,
         lambda: ContextParallel(mesh, "cp", attention="rings"),
         "ContextParallel: attention is 'ring' or 'ulysses', not 'rings'.",
     )
-    says(
+    assert_raises(
         MethodError,
         lambda: method.apply(torch.nn.Linear(2, 2)),
         """

@@ -26,9 +26,19 @@ from pgmesh.parallel import (
     compose,
 )
 from pgmesh.parallel.apart import keep_apart
-from tests.support.fake_world import dry_world
-from tests.support.message_assertions import says
-from tests.support.small_model import STAGE, STEPS, Model, alone, batch, loss_of, optimizer_of, same, train
+from tests.support.fake_world import fake_rank
+from tests.support.message_assertions import assert_raises
+from tests.support.small_model import (
+    FIRST_STAGE,
+    STEPS,
+    SmallModel,
+    assert_same_training,
+    batch,
+    loss_of,
+    optimizer_of,
+    train,
+    train_alone,
+)
 from tests.support.worlds import check_sums, groups_of, world
 
 ROOT = Path(__file__).parents[2]
@@ -87,10 +97,10 @@ KINDS = ("sharding", "tensor", "pipeline", "two stages")
 
 def average_beside(page: str) -> None:
     averages = AVERAGES[page]()
-    for kind, frozen in (*((kind, ()) for kind in KINDS), ("pipeline", STAGE)):
+    for kind, frozen in (*((kind, ()) for kind in KINDS), ("pipeline", FIRST_STAGE)):
         with ProcessGroupMesh(dp=2, x=2, name=f"{page}, {kind}, {len(frozen)} frozen") as mesh:
             together = compose(mesh, averages(mesh, "dp"), *beside(mesh, kind))
-            same(train(together.apply(Model(frozen)), together.share), alone(frozen))
+            assert_same_training(train(together.apply(SmallModel(frozen)), together.share), train_alone(frozen))
             check_sums(groups_of(mesh))
 
 
@@ -104,7 +114,7 @@ def average_beside_two() -> None:
     for kind in ("sharding", "tensor"):
         with ProcessGroupMesh(pp=2, dp=2, x=2, name=f"two stages, {kind}") as mesh:
             together = compose(mesh, average(mesh, "dp"), *beside(mesh, "two stages", "pp"), *beside(mesh, kind))
-            same(train(together.apply(Model()), together.share), alone())
+            assert_same_training(train(together.apply(SmallModel()), together.share), train_alone())
             check_sums(groups_of(mesh))
 
 
@@ -118,7 +128,7 @@ def test_an_average_beside_two_other_methods():
 
 def local_steps(every: int = 2) -> list[tuple[list[dict[str, torch.Tensor]], nn.Module]]:
     """Two replicas, each on half of the rows in one process, with the mean of their weights now and then."""
-    replicas = [Model(), Model()]
+    replicas = [SmallModel(), SmallModel()]
     with torch.no_grad():
         for weight in replicas[1].parameters():
             weight += 1.0
@@ -148,12 +158,12 @@ def local_steps_beside() -> None:
     for kind in KINDS:
         with ProcessGroupMesh(dp=2, x=2, name=f"local steps, {kind}") as mesh:
             local = of_program("examples/plugin/pgmesh_local.py", "LocalSteps")(mesh, "dp", every=2)
-            together, model = compose(mesh, local, *beside(mesh, kind)), Model()
+            together, model = compose(mesh, local, *beside(mesh, kind)), SmallModel()
             with torch.no_grad():
                 for weight in model.parameters():
                     weight += mesh.index("dp")
             found = train(together.apply(model), together.share, local.step)
-            same(found, right[mesh.index("dp")])
+            assert_same_training(found, right[mesh.index("dp")])
             check_sums(groups_of(mesh))
 
 
@@ -169,7 +179,7 @@ def split_beside() -> None:
     for kind in (kind for kind in KINDS if kind != "tensor"):
         with ProcessGroupMesh(x=2, tp=2, name=f"split, {kind}") as mesh:
             together = compose(mesh, *beside(mesh, kind), split(mesh, "tp"))
-            same(train(together.apply(Model()), together.share), alone())
+            assert_same_training(train(together.apply(SmallModel()), together.share), train_alone())
             check_sums(groups_of(mesh))
 
 
@@ -204,7 +214,7 @@ class Keeps(Method):
 
 @pytest.fixture
 def mesh() -> Iterator[ProcessGroupMesh]:
-    with dry_world(5, 8), ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor") as mesh:
+    with fake_rank(5, 8), ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor") as mesh:
         yield mesh
 
 
@@ -218,7 +228,7 @@ def test_sharding_is_applied_before_a_method_that_keeps_weights(mesh: ProcessGro
 
 
 def test_weights_are_not_replaced_after_a_method_that_may_keep_them(mesh: ProcessGroupMesh):
-    says(
+    assert_raises(
         MethodError,
         lambda: compose(mesh, Keeps(mesh, "dp"), Replaces(mesh, "tp"), unowned=["pp"]).apply(nn.Linear(2, 2)),
         """
@@ -241,7 +251,7 @@ def average_in_a_split_backward() -> str:
         )
         together = compose(mesh, of_markdown("README.md")(mesh, "dp"), pipeline)
         with pytest.raises(MethodError) as caught:
-            same(train(together.apply(Model()), together.share), alone())
+            assert_same_training(train(together.apply(SmallModel()), together.share), train_alone())
         return str(caught.value)
 
 

@@ -21,16 +21,24 @@ from pgmesh.parallel import (
     mix,
 )
 from pgmesh.parallel.pipeline import Elsewhere
-from tests.support.expert_models import EXPERTS, TOP, Expert, alone_in_parts, cut_as, layer_of, model_of
-from tests.support.fake_world import dry_world
-from tests.support.message_assertions import says
+from tests.support.expert_models import (
+    EXPERTS,
+    TOP_K,
+    Expert,
+    cut_like,
+    expert_layer,
+    expert_model,
+    train_alone_in_parts,
+)
+from tests.support.fake_world import fake_rank
+from tests.support.message_assertions import assert_raises
 from tests.support.parallel_models import (
     WIDTH,
+    assert_same,
     batch,
     gradients_of,
     loss_of,
     optimizer_of,
-    same,
     weights_of,
 )
 from tests.support.parallel_training import train_and_check
@@ -49,8 +57,8 @@ def travel(sizes, over, tensor, counts):
     torch.manual_seed(5)
     shape = (sum(counts), WIDTH)
     tokens, given = torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
-    weights = torch.rand(sum(counts), TOP, dtype=torch.float64)
-    chosen = torch.stack([torch.randperm(EXPERTS - 2)[:TOP] for _ in range(sum(counts))])  # two have none to serve
+    weights = torch.rand(sum(counts), TOP_K, dtype=torch.float64)
+    chosen = torch.stack([torch.randperm(EXPERTS - 2)[:TOP_K] for _ in range(sum(counts))])  # two have none to serve
     layer = nn.Module()
     layer.mix, layer.experts = mix, nn.ModuleList(Expert() for _ in range(EXPERTS)).double()
     whole = [each.clone().requires_grad_() for each in (tokens, weights)]
@@ -73,7 +81,7 @@ def travel(sizes, over, tensor, counts):
         )
         scaled = {name: mesh.size(*over) * weight.grad for name, weight in layer.named_parameters()}
         assert len(scaled) == len(truth) // mesh.size("ep")
-        same("experts", scaled, cut_as(scaled, truth, mesh, tensor))
+        assert_same("experts", scaled, cut_like(scaled, truth, mesh, tensor))
 
 
 @pytest.mark.parametrize(
@@ -100,13 +108,13 @@ def trained(sizes, view, over, tensor):
         cut = {"tensor": tensor, "columns": ["up"], "rows": ["down"]} if tensor else {}
         methods = [DataParallel(mesh, "dp"), ExpertParallel(moe, "ep", over=over, **cut)]
         together = compose(mesh, *methods, unowned=[axis for axis in mesh.axes if axis != "dp"])
-        model = model_of()
-        expected = alone_in_parts()
+        model = expert_model()
+        expected = train_alone_in_parts()
         train_and_check(
             together,
             model,
             expected,
-            parts=lambda whole: {**whole, **cut_as(dict(model.named_parameters()), whole, moe, tensor)},
+            parts=lambda whole: {**whole, **cut_like(dict(model.named_parameters()), whole, moe, tensor)},
         )
         assert len(dict(model.named_parameters())) < len(expected.weights)
         check_sums(groups_of(mesh))
@@ -132,12 +140,12 @@ def test_training_with_experts_shared_out_is_that_of_one_process(sizes, view, ov
 
 @pytest.fixture
 def mesh() -> Iterator[ProcessGroupMesh]:
-    with dry_world(5, 8), ProcessGroupMesh(edp=2, ep=2, etp=2, name="moe") as mesh:
+    with fake_rank(5, 8), ProcessGroupMesh(edp=2, ep=2, etp=2, name="moe") as mesh:
         yield mesh
 
 
 def test_a_rank_keeps_its_experts_under_their_names(mesh):
-    layer = layer_of(8)
+    layer = expert_layer(8)
     whole = {name: weight.clone() for name, weight in layer.state_dict().items()}
     method = ExpertParallel(mesh, "ep", over=("edp", "ep"))
     assert method.apply(layer) is layer
@@ -148,7 +156,7 @@ def test_a_rank_keeps_its_experts_under_their_names(mesh):
 
 
 def test_each_expert_is_cut_along_the_tensor_axis(mesh):
-    layer = layer_of()
+    layer = expert_layer()
     up, down = layer.experts[1].up.weight.clone(), layer.experts[1].down.weight.clone()
     method = ExpertParallel(mesh, "ep", tensor="etp", columns=["up"], rows=["down"])
     assert (method.owns, method.reduces) == (("ep", "etp"), ("ep",))
@@ -200,18 +208,18 @@ def test_a_balance_loss_counts_what_all_ranks_chose():
 def test_what_does_not_fit_is_told_with_the_numbers(mesh):
     by_two = ExpertParallel(mesh, "ep")
     cut = ExpertParallel(mesh, "ep", tensor="etp", columns=["up"], rows=["down"])
-    says(
+    assert_raises(
         ShapeError,
-        lambda: by_two.apply(layer_of(7)),
+        lambda: by_two.apply(expert_layer(7)),
         """
         Module.experts: 7 experts cannot be shared out evenly along ep=2: 7 is not divisible by 2.
 
           6 or 8 experts would do
         """,
     )
-    odd = layer_of()
+    odd = expert_layer()
     odd.experts[0].up = nn.Linear(WIDTH, 5)
-    says(
+    assert_raises(
         ShapeError,
         lambda: cut.apply(odd),
         """
@@ -220,7 +228,7 @@ def test_what_does_not_fit_is_told_with_the_numbers(mesh):
           4 or 6 outputs would do
         """,
     )
-    says(
+    assert_raises(
         ShapeError,
         lambda: Router(4, experts=2, top_k=3),
         "Router: each token goes to at least 1 expert and to 2 at most, not to 3.",
@@ -229,12 +237,12 @@ def test_what_does_not_fit_is_told_with_the_numbers(mesh):
 
 def saved_and_loaded(folder) -> None:
     """Two steps with experts arranged in one way, and the third where they are arranged in another."""
-    expected = alone_in_parts()
+    expected = train_alone_in_parts()
     for name, view, steps in [("saving", {"edp": 2, "ep": 2}, [0, 1]), ("loading", {"ep": 4}, [2])]:
         with ProcessGroupMesh(dp=4, name=name) as mesh:
             experts = ExpertParallel(mesh.view(**view), "ep", over=[*view])
             together = compose(mesh, DataParallel(mesh, "dp"), experts)
-            model = together.apply(model_of())
+            model = together.apply(expert_model())
             optimizer = optimizer_of(model.parameters())
             if name == "loading":
                 checkpoint.load(folder, mesh, model, optimizer)
@@ -242,12 +250,12 @@ def saved_and_loaded(folder) -> None:
                 codes, target = (together.share(each) for each in batch(step))
                 optimizer.zero_grad()
                 loss_of(model(codes), target).backward()
-                same(f"{name}: gradients", gradients_of(model), expected.gradients[step])
+                assert_same(f"{name}: gradients", gradients_of(model), expected.gradients[step])
                 optimizer.step()
             if name == "saving":
                 checkpoint.save(folder, mesh, model, optimizer)
             else:
-                same("weights", weights_of(model), expected.weights)
+                assert_same("weights", weights_of(model), expected.weights)
             check_sums(groups_of(mesh))
 
 
@@ -256,9 +264,9 @@ def test_a_checkpoint_of_whole_experts_is_loaded_where_they_lie_on_other_ranks(t
 
 
 def test_a_checkpoint_refuses_experts_whose_parts_it_would_take_for_one(mesh, tmp_path):
-    layer = layer_of()
+    layer = expert_layer()
     ExpertParallel(mesh, "ep", tensor="etp", columns=["up"], rows=["down"]).apply(layer)
-    says(
+    assert_raises(
         MethodError,
         lambda: checkpoint.save(tmp_path, mesh, layer),
         "experts.0.up.weight is cut along etp=2 as a plain tensor, so ranks hold different parts under one name, of "
@@ -274,7 +282,7 @@ def test_a_stage_of_a_pipeline_may_have_no_experts_and_no_attention(mesh):
 
 
 def test_a_module_without_what_is_named_is_refused(mesh):
-    says(
+    assert_raises(
         MethodError,
         lambda: ExpertParallel(mesh, "ep").apply(nn.Linear(2, 2)),
         """
@@ -286,19 +294,19 @@ def test_a_module_without_what_is_named_is_refused(mesh):
     )
     bare = nn.Module()
     bare.mix = mix
-    says(
+    assert_raises(
         MethodError,
         lambda: ExpertParallel(mesh, "ep").apply(bare),
         "Module.experts is a ModuleList or a ModuleDict of experts, not NoneType.",
     )
-    says(
+    assert_raises(
         MethodError,
-        lambda: ExpertParallel(mesh, "ep", tensor="etp", columns=["gate"], rows=["down"]).apply(layer_of()),
+        lambda: ExpertParallel(mesh, "ep", tensor="etp", columns=["gate"], rows=["down"]).apply(expert_layer()),
         "Module.experts.0 has no linear layer 'gate'; it has up, down.",
     )
-    biased = layer_of()
+    biased = expert_layer()
     biased.experts[0].down = nn.Linear(2 * WIDTH, WIDTH)
-    says(
+    assert_raises(
         MethodError,
         lambda: ExpertParallel(mesh, "ep", tensor="etp", columns=["up"], rows=["down"]).apply(biased),
         """
@@ -307,15 +315,15 @@ def test_a_module_without_what_is_named_is_refused(mesh):
           nn.Linear(..., bias=False)   # for layers whose inputs are cut
         """,
     )
-    normed = layer_of()
+    normed = expert_layer()
     normed.experts[0].norm = nn.LayerNorm(WIDTH)
-    says(
+    assert_raises(
         MethodError,
         lambda: ExpertParallel(mesh, "ep", tensor="etp", columns=["up"], rows=["down"]).apply(normed),
         "Module.experts.0 has weights in no layer that is cut, norm.bias, norm.weight, of whose gradient each of the 2 "
         "ranks along etp=2 would see a part: name their layers in columns= or rows=, or move them out of the experts.",
     )
-    says(
+    assert_raises(
         AxisError,
         lambda: ExpertParallel(mesh, "ep", tensor="etp"),
         """

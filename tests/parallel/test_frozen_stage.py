@@ -10,7 +10,7 @@ from torch import nn
 
 from pgmesh import MethodError, ProcessGroupMesh
 from pgmesh.parallel import DataParallel, PipelineParallel, ShardedDataParallel, TensorParallel, compose
-from tests.support.small_model import STAGE, Model, alone, loss_of, same, train
+from tests.support.small_model import FIRST_STAGE, SmallModel, assert_same_training, loss_of, train, train_alone
 from tests.support.worlds import check_sums, groups_of, world
 
 LAST = ("blocks.2", "blocks.3")
@@ -20,16 +20,16 @@ def beside_a_stage(kind: type[DataParallel] | type[ShardedDataParallel], frozen:
     """Ranks start with frozen weights of their own, and take those of the first rank along dp."""
     with ProcessGroupMesh(dp=2, pp=2, name=f"{kind.__name__}, {frozen[0]} frozen") as mesh:
         pipeline = PipelineParallel(mesh, "pp", layers="blocks", first="012", loss=loss_of, microbatches=4, **more)
-        together, model = compose(mesh, kind(mesh, "dp"), pipeline), Model(frozen)
+        together, model = compose(mesh, kind(mesh, "dp"), pipeline), SmallModel(frozen)
         if kind is DataParallel and mesh.index("dp"):
             for weight in model.parameters():
                 nn.init.zeros_(weight)
-        same(train(together.apply(model), together.share), alone(frozen))
+        assert_same_training(train(together.apply(model), together.share), train_alone(frozen))
         check_sums(groups_of(mesh))
 
 
 def each_end(kind: type[DataParallel] | type[ShardedDataParallel]) -> None:
-    beside_a_stage(kind, STAGE)
+    beside_a_stage(kind, FIRST_STAGE)
     beside_a_stage(kind, LAST)
     beside_a_stage(kind, ("0", "2", "blocks.0", "blocks.2"), schedule="interleaved", virtual=2)
 
@@ -44,7 +44,7 @@ def cut_and_frozen() -> None:
         tensor = TensorParallel(mesh, "tp", plan={"0": "columns", "2": "rows"})
         pipeline = PipelineParallel(mesh, "pp", layers="blocks", first="012", loss=loss_of, microbatches=4)
         together = compose(mesh, tensor, pipeline)
-        same(train(together.apply(Model(STAGE)), together.share), alone(STAGE))
+        assert_same_training(train(together.apply(SmallModel(FIRST_STAGE)), together.share), train_alone(FIRST_STAGE))
 
 
 def test_a_frozen_stage_may_be_cut():

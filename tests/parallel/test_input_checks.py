@@ -20,11 +20,20 @@ from pgmesh.parallel import (
     TensorParallel,
     compose,
 )
-from tests.support.expert_models import layer_of
-from tests.support.fake_world import dry_world
-from tests.support.message_assertions import says
-from tests.support.parallel_models import FIRST, LAST, TinyGPT, batch, gradients_of, loss_of, same, whole
-from tests.support.tensor_plans import BLOCKS, SEQUENCE
+from tests.support.expert_models import expert_layer
+from tests.support.fake_world import fake_rank
+from tests.support.message_assertions import assert_raises
+from tests.support.parallel_models import (
+    FIRST,
+    LAST,
+    TinyGPT,
+    assert_same,
+    batch,
+    full_tensor,
+    gradients_of,
+    loss_of,
+)
+from tests.support.tensor_plans import BLOCK_PLAN, SEQUENCE_PLAN
 from tests.support.worlds import check_sums, groups_of, world
 
 pytestmark = pytest.mark.long
@@ -54,8 +63,10 @@ def parts_of_a_sequence(kind: str, balanced: bool) -> None:
         for lengths in ((4, 6), (4, 5)):  # an odd one is no balanced part: an error of its own, were it even
             there_are = f"{lengths[0]} on rank {first}; {lengths[1]} on rank {second}"
             told = takes("ContextParallel", "positions", "cp=2", there_are, cut)
-            says(ShapeError, lambda lengths=lengths: attend(1, 2, lengths[mesh.index("cp")], 4), told)
-            says(ShapeError, lambda lengths=lengths: method.join(torch.ones(1, lengths[mesh.index("cp")])), told)
+            assert_raises(ShapeError, lambda lengths=lengths: attend(1, 2, lengths[mesh.index("cp")], 4), told)
+            assert_raises(
+                ShapeError, lambda lengths=lengths: method.join(torch.ones(1, lengths[mesh.index("cp")])), told
+            )
         for unit, one, two in [
             ("heads", (1, 2, 4, 4), (1, 4, 4, 4)),
             ("numbers in a key", (1, 2, 4, 4), (1, 2, 4, 8)),
@@ -80,10 +91,10 @@ def test_parts_of_a_sequence_that_are_unequal_are_told_before_any_is_sent(kind: 
 
 
 def test_many_numbers_are_told_in_a_few_words():
-    with dry_world(0, 8), ProcessGroupMesh(dp=8) as mesh:
+    with fake_rank(0, 8), ProcessGroupMesh(dp=8) as mesh:
         from pgmesh.parallel.even import compare
 
-        says(
+        assert_raises(
             ShapeError,
             lambda: compare("It", ["rows"], [[1]] * 4 + [[n] for n in range(2, 6)], mesh, ("dp",), "call()"),
             takes("It", "rows", "dp=8", "1 on ranks 0, 1, 2, 3; 2 on rank 4; 3 on rank 5; 4 on rank 6; ...", "call()"),
@@ -112,9 +123,9 @@ def rows_of_data(kind: type[DataParallel | ShardedDataParallel]) -> None:
             "2 on ranks 0, 1, 2; 3 on rank 3",
             f"{kind.__name__}(..., uneven=True)   # if the program weighs its losses itself",
         )
-        says(ShapeError, lambda: learn(module, slice(2 + (mesh.rank == 3))), told)
+        assert_raises(ShapeError, lambda: learn(module, slice(2 + (mesh.rank == 3))), told)
         learn(module, mine)  # after the error
-        same("even", gradients_of(module), gradients_of(expected))
+        assert_same("even", gradients_of(module), gradients_of(expected))
         with torch.no_grad():
             module(codes[: 1 + mesh.rank])  # nothing is averaged
         module.eval()
@@ -124,7 +135,7 @@ def rows_of_data(kind: type[DataParallel | ShardedDataParallel]) -> None:
         counts = [1, 1, 2, 4]
         rows = slice(sum(counts[: mesh.rank]), sum(counts[: mesh.rank + 1]))
         (loss_of(uneven(codes[rows]), target[rows]) * counts[mesh.rank] / 2).backward()  # weighed: the mean is 2 rows
-        same("weighed", gradients_of(uneven), gradients_of(expected))
+        assert_same("weighed", gradients_of(uneven), gradients_of(expected))
         check_sums(groups_of(mesh))
 
 
@@ -157,20 +168,20 @@ def test_rows_of_passes_that_add_up_are_compared_in_the_last():
 def rows_of_tensor() -> None:
     with ProcessGroupMesh(dp=2, tp=2) as mesh:
         first, second = mesh.ranks("tp")
-        module = TensorParallel(mesh, "tp", plan=BLOCKS).apply(TinyGPT(layers=1))
+        module = TensorParallel(mesh, "tp", plan=BLOCK_PLAN).apply(TinyGPT(layers=1))
         codes, _ = batch(0)
         told = takes("TensorParallel", "rows", "tp=2", f"1 on rank {first}; 2 on rank {second}", SHARE)
-        says(ShapeError, lambda: module(codes[: 1 + mesh.index("tp")]), told)
+        assert_raises(ShapeError, lambda: module(codes[: 1 + mesh.index("tp")]), told)
         told = takes("TensorParallel", "positions", "tp=2", f"6 on rank {first}; 7 on rank {second}", SHARE)
-        says(ShapeError, lambda: module(x=codes[:, : 6 + mesh.index("tp")]), told)
+        assert_raises(ShapeError, lambda: module(x=codes[:, : 6 + mesh.index("tp")]), told)
         torch.testing.assert_close(module(codes), TinyGPT(layers=1)(codes), rtol=0, atol=1e-12)
 
-        whole = TensorParallel(mesh, "tp", plan=SEQUENCE, sequence=True).apply(TinyGPT(layers=1))
+        whole = TensorParallel(mesh, "tp", plan=SEQUENCE_PLAN, sequence=True).apply(TinyGPT(layers=1))
         words = nn.Sequential(nn.Embedding(24, 4), nn.LayerNorm(4))
         TensorParallel(mesh, "tp", plan={"0": "vocabulary", "1": "sequence"}, sequence=True).apply(words)
         for module in (whole, words):
             told = "a sequence of 7 positions cannot be shared out evenly along tp=2: 7 is not divisible by 2.\n\n"
-            says(ShapeError, lambda module=module: module(codes[:, :7]), f"{told}  6 or 8 positions would do")
+            assert_raises(ShapeError, lambda module=module: module(codes[:, :7]), f"{told}  6 or 8 positions would do")
         assert words(codes).shape == (8, 4, 4)
         check_sums(groups_of(mesh))
 
@@ -201,14 +212,14 @@ def rows_of_pipelines() -> None:
         share = SHARE.replace("the axis", "pp")
         weigh = "DataParallel(..., uneven=True)   # if the program weighs its losses itself"
         told = takes("PipelineParallel", "rows", "pp=2", f"4 on rank {one}; 2 on rank {two}", share)
-        says(ShapeError, lambda: model(codes[: 4 - 2 * mesh.index("pp")]), told)
+        assert_raises(ShapeError, lambda: model(codes[: 4 - 2 * mesh.index("pp")]), told)
         for rank in range(4):
             others = ", ".join(str(other) for other in range(4) if other != rank)
             there_are = [f"4 on ranks {others}", f"2 on rank {rank}"]
             there_are = "; ".join(there_are if rank else there_are[::-1])
             told = takes("PipelineParallel", "rows", "pp=2 x dp=2", there_are, f"{share}\n  {weigh}")
-            says(ShapeError, lambda rank=rank: learn(2 if mesh.rank == rank else 4), told)
-        says(
+            assert_raises(ShapeError, lambda rank=rank: learn(2 if mesh.rank == rank else 4), told)
+        assert_raises(
             ShapeError,
             lambda: learn(3),
             "3 rows cannot be cut into 2 equal microbatches along pp=2: inputs and target have one number of rows, "
@@ -267,7 +278,9 @@ def batches_of_other_shapes(data: type | None) -> None:
                 model.step(mine, target=wanted)
                 loss_of(plain(codes), target).backward()
                 what = f"{schedule}: gradients of {rows} x {length}"
-                same(what, {name: whole(each) for name, each in gradients_of(model).items()}, gradients_of(plain))
+                assert_same(
+                    what, {name: full_tensor(each) for name, each in gradients_of(model).items()}, gradients_of(plain)
+                )
                 out = model(mine)
                 assert (out is not None) == here
                 with torch.no_grad():
@@ -278,7 +291,9 @@ def batches_of_other_shapes(data: type | None) -> None:
                     torch.testing.assert_close(out, plain(mine).detach(), rtol=0, atol=1e-12)
                     right = loss_of(plain(mine), wanted).detach()
                     torch.testing.assert_close(torch.stack(losses).mean(), right, rtol=0, atol=1e-12)
-                same(what, {name: whole(each) for name, each in gradients_of(model).items()}, gradients_of(plain))
+                assert_same(
+                    what, {name: full_tensor(each) for name, each in gradients_of(model).items()}, gradients_of(plain)
+                )
         check_sums(groups_of(mesh))
 
 
@@ -288,9 +303,9 @@ def test_a_pipeline_takes_batches_of_other_shapes_and_goes_forward_alone(data):
 
 
 def test_a_pipeline_without_a_loss_says_what_it_can_do():
-    with dry_world(0, 2), ProcessGroupMesh(pp=2) as mesh:
+    with fake_rank(0, 2), ProcessGroupMesh(pp=2) as mesh:
         codes, target = batch(0)
-        says(
+        assert_raises(
             OptionsError,
             lambda: stages(mesh, loss=None).apply(TinyGPT()).step(codes, target=target),
             """
@@ -301,7 +316,7 @@ def test_a_pipeline_without_a_loss_says_what_it_can_do():
               model(inputs)   # outputs alone, on the last stage, without gradients
             """,  # noqa: E501
         )
-        says(
+        assert_raises(
             MethodError,
             lambda: stages(mesh, "zero-bubble-v", 2, loss=None).apply(TinyGPT())(codes),
             """
@@ -337,7 +352,7 @@ def tokens_of_experts() -> None:
             ("edp", ["ep"], "edp=2 x ep=2", way_out),
         ]:
             cut = {"tensor": tensor, "columns": ["up"], "rows": ["down"]} if tensor else {}
-            layer = ExpertParallel(mesh, "ep", over=over, **cut).apply(layer_of()).double()
+            layer = ExpertParallel(mesh, "ep", over=over, **cut).apply(expert_layer()).double()
             tokens = torch.ones(2 + (mesh.rank == 3), 16, dtype=torch.float64)
             chosen = torch.zeros(len(tokens), 1, dtype=torch.int64)
 
@@ -345,15 +360,15 @@ def tokens_of_experts() -> None:
                 return layer.mix(tokens, torch.ones(chosen.shape), chosen, layer.experts)
 
             told = takes("ExpertParallel", "tokens", axes, "2 on ranks 0, 1, 2; 3 on rank 3", out)
-            says(ShapeError, mixed, told)
+            assert_raises(ShapeError, mixed, told)
             if tensor is None:
                 with torch.no_grad():
                     assert mixed().shape == tokens.shape  # nothing is averaged
         cut = {"tensor": "edp", "columns": ["up"], "rows": ["down"]}
-        layer = ExpertParallel(mesh, "ep", uneven=True, **cut).apply(layer_of()).double()
+        layer = ExpertParallel(mesh, "ep", uneven=True, **cut).apply(expert_layer()).double()
         tokens = torch.ones(2 + mesh.index("edp"), 16, dtype=torch.float64)
         first, second = mesh.ranks("edp")
-        says(
+        assert_raises(
             ShapeError,
             lambda: layer.mix(tokens, tokens[:, :1], torch.zeros(len(tokens), 1, dtype=torch.int64), layer.experts),
             takes(

@@ -30,8 +30,8 @@ from pgmesh.parallel import (
 from pgmesh.parallel.apart import keep_apart
 from pgmesh.parallel.pipeline import SCHEDULES, shared_out
 from pgmesh.parallel.weights import Held
-from tests.support.fake_world import dry_world
-from tests.support.message_assertions import says
+from tests.support.fake_world import fake_rank
+from tests.support.message_assertions import assert_raises
 from tests.support.parallel_models import (
     CONTEXT,
     FIRST,
@@ -39,18 +39,18 @@ from tests.support.parallel_models import (
     ROWS,
     VOCABULARY,
     TinyGPT,
-    Trained,
-    alone,
+    TrainingRun,
+    assert_same,
+    assert_same_run,
     batch,
-    check,
+    full_tensor,
     gradients_of,
     loss_of,
-    parallel,
-    same,
+    train_alone,
+    train_parallel,
     weights_of,
-    whole,
 )
-from tests.support.tensor_plans import BLOCKS
+from tests.support.tensor_plans import BLOCK_PLAN
 from tests.support.worlds import check_sums, groups_of, world
 
 pytestmark = pytest.mark.long
@@ -59,12 +59,12 @@ torch.set_num_threads(1)  # also on ranks, which import this: others share their
 
 
 @functools.cache
-def expected(*, clip: float | None = None, **model: Any) -> Trained:
-    return alone(TinyGPT(**model), clip=clip)
+def expected(*, clip: float | None = None, **model: Any) -> TrainingRun:
+    return train_alone(TinyGPT(**model), clip=clip)
 
 
 def split(mesh: ProcessGroupMesh) -> TensorParallel:
-    return TensorParallel(mesh, "tp", plan=BLOCKS)
+    return TensorParallel(mesh, "tp", plan=BLOCK_PLAN)
 
 
 def stages(mesh: ProcessGroupMesh, axis: str = "pp", **changes: Any) -> PipelineParallel:
@@ -75,8 +75,8 @@ def stages(mesh: ProcessGroupMesh, axis: str = "pp", **changes: Any) -> Pipeline
 def train_and_check(composition: Composition, **model: Any) -> nn.Module:
     """The gradients of every step and the last weights are one process's, and so are the losses, in the mean."""
     module = composition.apply(TinyGPT(**model))
-    found, right = parallel(module, composition.share), expected(**model)
-    check(found, right)
+    found, right = train_parallel(module, composition.share), expected(**model)
+    assert_same_run(found, right)
     mesh = composition.mesh
     told = torch.tensor([*found.losses, 1.0] if found.losses else [0.0] * 4, dtype=torch.float64)
     dist.all_reduce(told, group=mesh.group())
@@ -121,7 +121,7 @@ def accumulated() -> None:
     right = TinyGPT()
     codes, target = batch(0, 2 * ROWS)
     loss_of(right(codes), target).backward()
-    same("accumulated", gradients_of(module), gradients_of(right))
+    assert_same("accumulated", gradients_of(module), gradients_of(right))
     with pytest.raises(
         MethodError, match=r"^DataParallel along dp accumulates in what its apply\(\) gave, not in a Tiny"
     ):
@@ -150,12 +150,12 @@ def test_a_module_that_outlives_its_mesh_ends():
 
 
 def test_a_sampler_shares_out_a_data_set_and_says_when_it_cannot():
-    with dry_world(5, 8), ProcessGroupMesh(pp=2, dp=2, tp=2) as mesh:
+    with fake_rank(5, 8), ProcessGroupMesh(pp=2, dp=2, tp=2) as mesh:
         for method in (DataParallel(mesh, "pp", "tp"), ShardedDataParallel(mesh, "pp", "tp")):
             assert list(method.sampler(range(8), shuffle=False)) == [3, 7]
             assert list(method.sampler(range(10), shuffle=False, drop_last=True)) == [3, 7]
             assert list(method.sampler(range(10), shuffle=False, drop_last=False)) == [3, 7, 1]
-            says(
+            assert_raises(
                 ShapeError,
                 lambda method=method: method.sampler(range(10)),
                 """
@@ -209,7 +209,8 @@ def half() -> None:
     loss_of(module(codes), target).backward()
     assert seen == [torch.bfloat16]
     furthest = max(
-        (whole(grad) - expected().gradients[0][name]).abs().max().item() for name, grad in gradients_of(module).items()
+        (full_tensor(grad) - expected().gradients[0][name]).abs().max().item()
+        for name, grad in gradients_of(module).items()
     )
     assert 1e-6 < furthest < 1e-2
 
@@ -231,7 +232,7 @@ def kept_and_offloaded() -> None:
             assert cut == {not keep}
             assert all(each._get_fsdp_state()._fsdp_param_group.offload_policy is policy for each in module.blocks)
             loss.backward()
-            same("gradients", gradients_of(module), expected().gradients[0])
+            assert_same("gradients", gradients_of(module), expected().gradients[0])
         check_sums(groups_of(mesh))
 
 
@@ -240,28 +241,28 @@ def test_resharding_and_offloading_are_passed_through():
 
 
 def test_axes_that_cannot_be_cut_along_are_told():
-    with dry_world(5, 8), ProcessGroupMesh(pp=2, dp=2, tp=2) as mesh:
-        says(
+    with fake_rank(5, 8), ProcessGroupMesh(pp=2, dp=2, tp=2) as mesh:
+        assert_raises(
             AxisError,
             lambda: ShardedDataParallel(mesh, "dp", replicate="tp"),
             "ShardedDataParallel over dp keeps weights whole along some of these axes, but replicate= names tp.\n\n"
             "  ShardedDataParallel(mesh, 'dp', 'tp', replicate=('tp',))",
         )
-        says(
+        assert_raises(
             MethodError,
             lambda: DataParallel(mesh, "dp").apply(split(mesh).apply(TinyGPT())),
             "blocks.0.qkv.weight is cut already, as a DTensor, which torch's DDP does not take; fully_shard does, also "
             "with weights that stay whole along dp.\n\n"
             "  ShardedDataParallel(mesh, 'dp', replicate=['dp'])",
         )
-        says(
+        assert_raises(
             AxisError,
             lambda: ShardedDataParallel(mesh, "dp", "tp", replicate="tp").device_mesh(),
             "ShardedDataParallel along dp, tp keeps weights whole along tp, which has to stand outside dp, but in the "
             "mesh it stands inside: pp, dp, tp.\n\n"
             "  ProcessGroupMesh(..., tp=2, dp=2)   # the last axis varies fastest",
         )
-        says(
+        assert_raises(
             AxisError,
             lambda: ShardedDataParallel(mesh, "pp", "tp").device_mesh(),
             "ShardedDataParallel cuts weights along pp, tp as along one axis, so they follow one another in the mesh, "
@@ -307,7 +308,9 @@ def added_up() -> None:
                 module.step(codes[rows], target=target[rows])
             right = gradients_of(plain)
             for name, gradient in gradients_of(module).items():
-                torch.testing.assert_close(whole(gradient), right[name], rtol=0, atol=1e-12, msg=f"{data}, {name}")
+                torch.testing.assert_close(
+                    full_tensor(gradient), right[name], rtol=0, atol=1e-12, msg=f"{data}, {name}"
+                )
         check_sums(groups_of(mesh))
 
 
@@ -357,7 +360,7 @@ def test_stages_follow_one_another_whatever_the_schedule():
         place: dict[int, tuple[int, int]] = {}
         around: dict[int, tuple[int | None, int | None]] = {}
         for rank in range(8):
-            with dry_world(rank, 8), ProcessGroupMesh(4, 2, ranks=[7, 6, 5, 4, 3, 2, 1, 0]) as mesh:
+            with fake_rank(rank, 8), ProcessGroupMesh(4, 2, ranks=[7, 6, 5, 4, 3, 2, 1, 0]) as mesh:
                 pipeline = stages(mesh, 0, schedule=schedule, virtual=virtual, microbatches=4)
                 if mesh.index(1) == 0:
                     for i in range(virtual):
@@ -373,13 +376,13 @@ def test_stages_follow_one_another_whatever_the_schedule():
 
 
 def test_what_cannot_be_a_pipeline_is_told():
-    with dry_world(5, 8), ProcessGroupMesh(pp=4, dp=2) as mesh:
-        says(
+    with fake_rank(5, 8), ProcessGroupMesh(pp=4, dp=2) as mesh:
+        assert_raises(
             OptionsError,
             lambda: stages(mesh, schedule="1b1f"),
             "there is no schedule '1b1f'; there are gpipe, 1f1b, interleaved, zero-bubble, zero-bubble-v.",
         )
-        says(
+        assert_raises(
             AxisError,
             lambda: PipelineParallel(mesh, "pp", "dp", layers="blocks", loss=None, microbatches=8),
             """
@@ -388,7 +391,7 @@ def test_what_cannot_be_a_pipeline_is_told():
               PipelineParallel(mesh.view(..., dp=8), 'dp', ...)
             """,
         )
-        says(
+        assert_raises(
             OptionsError,
             lambda: stages(mesh, schedule="interleaved", virtual=0),
             """
@@ -397,7 +400,7 @@ def test_what_cannot_be_a_pipeline_is_told():
               PipelineParallel(..., virtual=1)   # or more
             """,
         )
-        says(
+        assert_raises(
             OptionsError,
             lambda: stages(mesh, virtual=2),
             """
@@ -406,7 +409,7 @@ def test_what_cannot_be_a_pipeline_is_told():
               PipelineParallel(..., schedule='interleaved', virtual=2)   # has several
             """,
         )
-        says(
+        assert_raises(
             OptionsError,
             lambda: stages(mesh, schedule="zero-bubble-v"),
             """
@@ -415,7 +418,7 @@ def test_what_cannot_be_a_pipeline_is_told():
               PipelineParallel(..., schedule='zero-bubble-v', virtual=2)
             """,
         )
-        says(
+        assert_raises(
             OptionsError,
             lambda: stages(mesh),
             """
@@ -424,7 +427,7 @@ def test_what_cannot_be_a_pipeline_is_told():
               PipelineParallel(..., microbatches=4)   # one for each stage at least
             """,
         )
-        says(
+        assert_raises(
             OptionsError,
             lambda: stages(mesh, schedule="interleaved", microbatches=9),
             """
@@ -434,8 +437,8 @@ def test_what_cannot_be_a_pipeline_is_told():
             """,
         )
         stages_ = functools.partial(stages, mesh, microbatches=4)
-        says(PlaceError, lambda: stages_().stage(1), "a rank has 1 virtual stage, from 0; there is no 1.")
-        says(
+        assert_raises(PlaceError, lambda: stages_().stage(1), "a rank has 1 virtual stage, from 0; there is no 1.")
+        assert_raises(
             ShapeError,
             lambda: stages_().cut(TinyGPT(layers=3)),
             """
@@ -444,7 +447,7 @@ def test_what_cannot_be_a_pipeline_is_told():
               1, 2 stages would do, or 4 layers and more
             """,
         )
-        says(
+        assert_raises(
             ShapeError,
             lambda: stages_().cut(TinyGPT(layers=1)),
             """
@@ -453,23 +456,23 @@ def test_what_cannot_be_a_pipeline_is_told():
               1 stage would do, or 4 layers and more
             """,
         )
-        says(
+        assert_raises(
             MethodError,
             lambda: stages_(layers="norm").cut(TinyGPT()),
             "layers= names 'norm', a LayerNorm without layers: what is cut is a ModuleList, ModuleDict or Sequential "
             "of them.",
         )
-        says(
+        assert_raises(
             MethodError,
             lambda: stages_(layers="bloks").cut(TinyGPT()),
             "layers= names 'bloks', which TinyGPT does not have; it has tokens, places, blocks, norm, head.",
         )
-        says(
+        assert_raises(
             MethodError,
             lambda: stages_(last=["norm", "heads"]).cut(TinyGPT()),
             "last= names 'heads', which TinyGPT does not have; it has tokens, places, blocks, norm, head.",
         )
-        says(
+        assert_raises(
             MethodError,
             lambda: stages_(last=["head"]).cut(TinyGPT()),
             "no stage is given norm.weight, norm.bias of TinyGPT: its weights are in blocks, in first= (tokens, "
@@ -478,7 +481,7 @@ def test_what_cannot_be_a_pipeline_is_told():
         )
         shared = TinyGPT()
         shared.blocks[2].up = shared.blocks[0].up
-        says(
+        assert_raises(
             MethodError,
             lambda: stages_().apply(shared),
             "blocks.0.up.weight and blocks.2.up.weight are one weight, which only the first and the last stage of a "
@@ -492,13 +495,13 @@ def test_what_cannot_be_a_pipeline_is_told():
             assert "PipelineParallel along pp failed as it was applied" in str(caught.value)
         codes, target = batch(0, 6)
         module = stages_().apply(TinyGPT())
-        says(
+        assert_raises(
             ShapeError,
             lambda: module.step(codes, target=target),
             "6 rows cannot be cut into 4 equal microbatches along pp=4: inputs and target have one number of rows, "
             "which 4 divides.\n\n  4 or 8 rows would do",
         )
-        says(
+        assert_raises(
             ShapeError,
             lambda: module.step(codes[:4], target=target),
             "4 and 6 rows cannot be cut into 4 equal microbatches along pp=4: inputs and target have one number of "
@@ -513,7 +516,7 @@ def test_the_schedules_are_those_of_torch():
 
 
 def test_the_parts_share_the_weights_of_the_whole_and_leave_it_as_it_is():
-    with dry_world(0, 2), ProcessGroupMesh(pp=2) as mesh:
+    with fake_rank(0, 2), ProcessGroupMesh(pp=2) as mesh:
         whole = TinyGPT(tied=True)
         names = {name: id(weight) for name, weight in whole.named_parameters(remove_duplicate=False)}
         outer = nn.Module()
@@ -581,10 +584,10 @@ def two_meshes() -> None:
                 module.step(codes, target=target)
             else:
                 loss_of(module(codes), target).backward()
-            same(f"{composition.mesh.name}, step {step}", gradients_of(module), truth[seed].gradients[step])
+            assert_same(f"{composition.mesh.name}, step {step}", gradients_of(module), truth[seed].gradients[step])
             optimizer.step()
     for composition, module, _, seed in runs:
-        same(str(composition.mesh.name), weights_of(module), truth[seed].weights)
+        assert_same(str(composition.mesh.name), weights_of(module), truth[seed].weights)
         check_sums(groups_of(composition.mesh))
 
 
@@ -611,12 +614,12 @@ def clipped() -> None:
             module = composition.apply(TinyGPT(tied=True))
             mine = Held(module, mesh, *(["pp"] if "pp" in shape else []))
             norms: list[float] = []
-            found = parallel(
+            found = train_parallel(
                 module,
                 composition.share,
                 clip=lambda mine=mine, norms=norms: norms.append(weights.clip(CLIP, mine).item()),
             )
-            check(found, right)
+            assert_same_run(found, right)
             whole = TinyGPT(tied=True)
             codes, target = batch(0)
             loss_of(whole(codes), target).backward()
@@ -641,7 +644,7 @@ def of_other_orders() -> None:
         right = torch.linalg.vector_norm(torch.tensor(numbers, dtype=torch.float64), order)
         torch.testing.assert_close(weights.norm(*held_, order=order), right)
     torch.testing.assert_close(weights.norm(Held([plain.weight], view, "stage")).item(), math.sqrt(15))
-    says(
+    assert_raises(
         AxisError,
         lambda: weights.norm(Held(plain, mesh), Held(expert, mesh.at(pp=[mesh.index("pp")]))),
         "norm and clip are given weights on one mesh and views of it, such as Held(model, mesh, 'pp').",
@@ -667,8 +670,8 @@ def one_start() -> None:
     assert layer.weight.equal(mine) == (mesh.index("dp", "tp") == 0)
     cut = split(mesh).apply(TinyGPT(seed=mesh.index("pp", "dp")))
     weights.broadcast(cut, mesh, "pp", "dp")
-    same("broadcast", weights_of(cut), weights_of(TinyGPT(seed=0)))
-    says(
+    assert_same("broadcast", weights_of(cut), weights_of(TinyGPT(seed=0)))
+    assert_raises(
         MethodError,
         lambda: weights.broadcast(cut, mesh, "tp"),
         "blocks.0.qkv.weight is cut along tp, whose ranks mean to hold different parts of it: broadcast along axes "
@@ -718,9 +721,9 @@ def save_and_load(folder: Path) -> None:
                 module.step(codes, target=target)
             else:
                 loss_of(module(codes), target).backward()
-            same(f"{name}: gradients", gradients_of(module), right.gradients[2])
+            assert_same(f"{name}: gradients", gradients_of(module), right.gradients[2])
             optimizer.step()
-            same(f"{name}: weights", weights_of(module), right.weights)
+            assert_same(f"{name}: weights", weights_of(module), right.weights)
             dist.barrier()
     with ProcessGroupMesh(dp=8, name="other") as mesh:
         other = compose(mesh, *methods_of(mesh)).apply(TinyGPT(layers=5))
@@ -739,27 +742,27 @@ def test_a_checkpoint_of_one_mesh_is_loaded_on_others(tmp_path: Path):
 def test_the_one_process_is_one_that_others_could_differ_from():
     right = expected()
     with pytest.raises(AssertionError, match=r"gradients of step 0: .* differs by"):
-        check(alone(TinyGPT(), rows=ROWS // 2), right)
+        assert_same_run(train_alone(TinyGPT(), rows=ROWS // 2), right)
     with pytest.raises(AssertionError, match="differs by"):
-        check(alone(TinyGPT(seed=1)), right)
+        assert_same_run(train_alone(TinyGPT(seed=1)), right)
     with pytest.raises(AssertionError, match="nothing to compare"):
-        same("nothing", {}, right.weights)
+        assert_same("nothing", {}, right.weights)
     smallest = min(gradient.abs().max() for name, gradient in right.gradients[0].items() if "qkv.bias" not in name)
     assert smallest > 1e-4
     assert VOCABULARY > CONTEXT
 
 
 def test_weights_that_are_kept_apart_are_neither_overwritten_nor_counted_as_whole():
-    with dry_world(5, 8):
+    with fake_rank(5, 8):
         mesh, experts = ProcessGroupMesh(pp=2, dp=2, tp=2), nn.Linear(2, 2)
         keep_apart(experts.parameters())
-        says(
+        assert_raises(
             MethodError,
             lambda: weights.broadcast(experts, mesh, "dp"),
             "ranks mean to hold different weights weight, bias, which another method keeps apart: broadcast before "
             "that method is applied.",
         )
-        says(
+        assert_raises(
             AxisError,
             lambda: Held(experts, mesh),
             "ranks hold different ones of these weights, which a method keeps apart, but no axis is named along which "

@@ -28,10 +28,10 @@ from pgmesh.parallel import (
     compose,
 )
 from pgmesh.parallel.apart import Elsewhere
-from tests.support.expert_models import cut_as, model_of
-from tests.support.fake_world import dry_world
-from tests.support.message_assertions import says
-from tests.support.parallel_models import FIRST, LAST, batch, gradients_of, loss_of, same, whole
+from tests.support.expert_models import cut_like, expert_model
+from tests.support.fake_world import fake_rank
+from tests.support.message_assertions import assert_raises
+from tests.support.parallel_models import FIRST, LAST, assert_same, batch, full_tensor, gradients_of, loss_of
 from tests.support.worlds import check_sums, groups_of, world
 
 torch.set_num_threads(1)  # on ranks too, which import this: others share their cores
@@ -137,9 +137,9 @@ def noisy(schedule: str, virtual: int, data: type[Method] | None, again: bool, f
             for plain in plains[1:]:
                 sums = {name: sums[name] + each for name, each in gradients_of(plain).items()}
             what = f"{schedule}, step {step}"
-            same(f"gradients of {what}", {n: whole(each) for n, each in gradients_of(model).items()}, sums)
+            assert_same(f"gradients of {what}", {n: full_tensor(each) for n, each in gradients_of(model).items()}, sums)
             mine = plains[mesh.index("dp")]
-            same(f"buffers of {what}", buffers_of(model), buffers_of(mine))
+            assert_same(f"buffers of {what}", buffers_of(model), buffers_of(mine))
             if losses:
                 torch.testing.assert_close(torch.stack(losses), torch.stack(right[mesh.index("dp")]).detach())
             if schedule != "zero-bubble-v":
@@ -149,7 +149,7 @@ def noisy(schedule: str, virtual: int, data: type[Method] | None, again: bool, f
                     wanted = [torch.cat([plain(part) for part in given.chunk(PARTS)]) for plain in plains]
                 if out is not None:
                     torch.testing.assert_close(out, wanted[mesh.index("dp")], rtol=0, atol=1e-12)
-                same(f"buffers after {what}", buffers_of(model), buffers_of(mine))
+                assert_same(f"buffers after {what}", buffers_of(model), buffers_of(mine))
         assert all(part.training for part in model.parts)
         check_sums(groups_of(mesh))
 
@@ -190,7 +190,7 @@ class Wrapping(nn.Module):
 
 
 def test_a_stage_that_hands_on_no_plain_tensors_is_told():
-    with dry_world(0, 1), ProcessGroupMesh(pp=1, tp=1) as mesh:
+    with fake_rank(0, 1), ProcessGroupMesh(pp=1, tp=1) as mesh:
 
         def model(module: nn.Module) -> nn.Module:
             names = {"layers": "layers", "schedule": "interleaved"}
@@ -206,7 +206,7 @@ def test_a_stage_that_hands_on_no_plain_tensors_is_told():
         """  # noqa: E501
         tensor = functools.partial(DTensor.from_local, device_mesh=mesh.device_mesh("tp"), placements=[Replicate()])
         for wrap, name in ((lambda x: {"x": x}, "dict"), (tensor, "DTensor"), (lambda x: (x, None), "NoneType")):
-            says(MethodError, lambda wrap=wrap: model(Wrapping(wrap))(torch.ones(4, 2)), told.format(name))
+            assert_raises(MethodError, lambda wrap=wrap: model(Wrapping(wrap))(torch.ones(4, 2)), told.format(name))
         with mock.patch.object(PipelineStage, "_forward_metadata_inference"):  # torch has nothing to find out
             assert len(model(Wrapping(tensor, last=True)).step(torch.ones(4, 2), target=torch.ones(4, 2))) == 2
 
@@ -270,7 +270,7 @@ def experts() -> None:
         names = {"layers": "blocks", "first": FIRST, "last": LAST}
         pipeline = PipelineParallel(mesh, "pp", **names, loss=loss_of, microbatches=2)
         together = compose(mesh, pipeline, DataParallel(mesh, "dp"), split, unowned=["tp"])
-        whole_, plain = model_of(), model_of()
+        whole_, plain = expert_model(), expert_model()
         model = together.apply(whole_)
         for step, length in enumerate([8, 5, 8]):
             codes, target = (each[:, :length] for each in batch(step))
@@ -282,8 +282,8 @@ def experts() -> None:
                 one, other = (torch.cat([part[i] for part in each]) for each in shares)
                 loss_of(plain(one), other).backward()  # and the loss of the loads, which no one scales
             expected = {name: each / 2 for name, each in gradients_of(plain).items()}
-            parts = {**expected, **cut_as(gradients_of(model), expected, moe, "etp")}
-            same(f"gradients of step {step}", gradients_of(model), parts)
+            parts = {**expected, **cut_like(gradients_of(model), expected, moe, "etp")}
+            assert_same(f"gradients of step {step}", gradients_of(model), parts)
         check_sums(groups_of(mesh))
 
 

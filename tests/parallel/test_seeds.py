@@ -13,13 +13,13 @@ from torch.utils.checkpoint import checkpoint
 
 from pgmesh import AxisError, LifetimeError, MembershipError, OptionsError, ProcessGroupMesh, SeamError
 from pgmesh.parallel import Seeds, seed_of, seeds as module
-from tests.support.fake_world import dry_world
+from tests.support.fake_world import fake_rank
 from tests.support.worlds import world
 
 
 @pytest.fixture
 def mesh() -> Iterator[ProcessGroupMesh]:
-    with dry_world(5, 8), ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor") as mesh:
+    with fake_rank(5, 8), ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor") as mesh:
         yield mesh
 
 
@@ -27,7 +27,7 @@ def draws(axes: tuple[str, ...], ranks: list[int]) -> dict[tuple[int, ...], int]
     """What each rank's seed along these axes is, by its coord."""
     seeds = {}
     for rank in range(8):
-        with dry_world(rank, 8), ProcessGroupMesh(pp=2, dp=2, tp=2, ranks=ranks) as mesh:
+        with fake_rank(rank, 8), ProcessGroupMesh(pp=2, dp=2, tp=2, ranks=ranks) as mesh:
             assert mesh.coord is not None
             seeds[mesh.coord] = seed_of(mesh, *axes, seed=7)
     return seeds

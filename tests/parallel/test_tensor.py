@@ -11,22 +11,22 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 from pgmesh import AxisError, MethodError, OptionsError, ProcessGroupMesh, ShapeError
 from pgmesh.parallel import PipelineParallel, TensorParallel, attention_plan, compose, mlp_plan
-from tests.support.fake_world import dry_world
-from tests.support.message_assertions import says
-from tests.support.parallel_models import FIRST, LAST, TinyGPT, alone
+from tests.support.fake_world import fake_rank
+from tests.support.message_assertions import assert_raises
+from tests.support.parallel_models import FIRST, LAST, TinyGPT, train_alone
 from tests.support.parallel_training import train_and_check
-from tests.support.tensor_plans import BLOCKS, SEQUENCE, WORDS
+from tests.support.tensor_plans import BLOCK_PLAN, SEQUENCE_PLAN, VOCABULARY_PLAN
 from tests.support.worlds import check_sums, groups_of, world
 
 pytestmark = pytest.mark.long
 
 CASES = {
-    "blocks": {"plan": BLOCKS},
-    "words": {"plan": WORDS, "heads": 8},
-    "gathered": {"plan": {**BLOCKS, "head": "gathered"}},
-    "sequence": {"plan": SEQUENCE, "sequence": True},
-    "torch's": {"plan": {**BLOCKS, "blocks.*.up": ColwiseParallel()}},
-    "tied": {"plan": WORDS},
+    "blocks": {"plan": BLOCK_PLAN},
+    "words": {"plan": VOCABULARY_PLAN, "heads": 8},
+    "gathered": {"plan": {**BLOCK_PLAN, "head": "gathered"}},
+    "sequence": {"plan": SEQUENCE_PLAN, "sequence": True},
+    "torch's": {"plan": {**BLOCK_PLAN, "blocks.*.up": ColwiseParallel()}},
+    "tied": {"plan": VOCABULARY_PLAN},
 }
 
 
@@ -37,7 +37,7 @@ def trained(sizes, ranks, cases):
             method = TensorParallel(mesh, "tp", **CASES[case])
             together = compose(mesh, method, unowned=[axis for axis in mesh.axes if axis != "tp"])
             model = {"tied": tied, "layers": 2, "heads": 8}
-            model = train_and_check(together, TinyGPT(**model), alone(TinyGPT(**model)), around=method.loss)
+            model = train_and_check(together, TinyGPT(**model), train_alone(TinyGPT(**model)), around=method.loss)
             cut = model.blocks[0].up.weight
             assert cut.to_local().size(0) * mesh.size("tp") == cut.size(0)
             if tied:
@@ -60,7 +60,7 @@ def test_training_on_permuted_ranks_is_that_of_one_process():
 
 @pytest.fixture
 def mesh() -> Iterator[ProcessGroupMesh]:
-    with dry_world(5, 8), ProcessGroupMesh(dp=2, tp=4, name="actor") as mesh:
+    with fake_rank(5, 8), ProcessGroupMesh(dp=2, tp=4, name="actor") as mesh:
         yield mesh
 
 
@@ -81,7 +81,7 @@ def test_ready_plans_name_layers_into_and_out_of():
 def test_what_another_stage_has_is_left_to_it(mesh):
     model = TinyGPT()
     model.tokens = model.places = None
-    TensorParallel(mesh, "tp", plan=WORDS).apply(model)
+    TensorParallel(mesh, "tp", plan=VOCABULARY_PLAN).apply(model)
     assert isinstance(model.head.weight, DTensor)
 
 
@@ -105,25 +105,25 @@ def test_a_module_under_two_names_is_cut_once(mesh, monkeypatch):
 
 
 def test_sizes_that_do_not_divide_are_told_with_those_that_would(mesh):
-    says(
+    assert_raises(
         ShapeError,
-        lambda: TensorParallel(mesh, "tp", plan=BLOCKS, heads=(6, 2)),
+        lambda: TensorParallel(mesh, "tp", plan=BLOCK_PLAN, heads=(6, 2)),
         """
         6 heads cannot be shared out evenly along tp=4: 6 is not divisible by 4.
 
           4 or 8 heads would do
         """,
     )
-    says(
+    assert_raises(
         ShapeError,
-        lambda: TensorParallel(mesh, "tp", plan=WORDS).apply(TinyGPT(vocabulary=97)),
+        lambda: TensorParallel(mesh, "tp", plan=VOCABULARY_PLAN).apply(TinyGPT(vocabulary=97)),
         """
         tokens: 97 words cannot be shared out evenly along tp=4: 97 is not divisible by 4.
 
           96 or 100 words would do
         """,
     )
-    says(
+    assert_raises(
         ShapeError,
         lambda: TensorParallel(mesh, "tp", plan={"": "rows"}).apply(nn.Linear(6, 4)),
         """
@@ -132,7 +132,7 @@ def test_sizes_that_do_not_divide_are_told_with_those_that_would(mesh):
           4 or 8 inputs would do
         """,
     )
-    says(
+    assert_raises(
         ShapeError,
         lambda: TensorParallel(mesh, "tp", plan={"0": "columns"}).apply(nn.Sequential(nn.Linear(4, 3))),
         """
@@ -144,17 +144,17 @@ def test_sizes_that_do_not_divide_are_told_with_those_that_would(mesh):
 
 
 def test_a_plan_names_what_is_there(mesh):
-    says(
+    assert_raises(
         MethodError,
         lambda: TensorParallel(mesh, "tp", plan={"blocks.*.qvk": "columns"}).apply(TinyGPT()),
         "the plan names 'blocks.*.qvk', which TinyGPT does not have. Did you mean 'blocks.*.qkv'?",
     )
-    says(
+    assert_raises(
         MethodError,
         lambda: TensorParallel(mesh, "tp", plan={"encoder": "columns"}).apply(nn.Sequential(nn.ReLU())),
         "the plan names 'encoder', which Sequential does not have. It has *.",
     )
-    says(
+    assert_raises(
         MethodError,
         lambda: TensorParallel(mesh, "tp", plan={"tokens": "columns"}).apply(TinyGPT()),
         "the plan says 'columns' of tokens, which is no Linear but Embedding.",
@@ -162,28 +162,28 @@ def test_a_plan_names_what_is_there(mesh):
 
 
 def test_a_plan_says_what_can_be_done(mesh):
-    says(
+    assert_raises(
         OptionsError,
         lambda: TensorParallel(mesh, "tp", plan={"up": "colwise"}),
         "TensorParallel: the plan says 'colwise' of 'up'; it may say columns, rows, vocabulary, gathered, or be a "
         "ParallelStyle of torch's.",
     )
-    says(
+    assert_raises(
         OptionsError,
         lambda: TensorParallel(mesh, "tp", plan={"norm": "sequence"}),
         "TensorParallel: the plan says 'sequence' of 'norm'; it may say columns, rows, vocabulary, gathered, and with "
         "sequence=True sequence, enter, whole, or be a ParallelStyle of torch's.",
     )
-    says(
+    assert_raises(
         AxisError,
-        lambda: TensorParallel(mesh, "dp", "tp", plan=BLOCKS),
+        lambda: TensorParallel(mesh, "dp", "tp", plan=BLOCK_PLAN),
         """
         TensorParallel works along one axis, not along dp, tp: a view has them as one.
 
           TensorParallel(mesh.view(..., tp=8), 'tp', ...)
         """,
     )
-    says(
+    assert_raises(
         OptionsError,
         lambda: TensorParallel(mesh, "tp", plan={}),
         """
@@ -195,8 +195,8 @@ def test_a_plan_says_what_can_be_done(mesh):
 
 
 def test_no_norm_is_forgotten_between_cut_sequences(mesh):
-    plan = {name: word for name, word in SEQUENCE.items() if "norm" not in name}
-    says(
+    plan = {name: word for name, word in SEQUENCE_PLAN.items() if "norm" not in name}
+    assert_raises(
         MethodError,
         lambda: TensorParallel(mesh, "tp", plan=plan, sequence=True).apply(TinyGPT(layers=2)),
         """
@@ -210,7 +210,7 @@ def test_no_norm_is_forgotten_between_cut_sequences(mesh):
 
 def test_weights_that_are_shared_are_cut_alike(mesh):
     plan = {"tokens": "vocabulary"}
-    says(
+    assert_raises(
         MethodError,
         lambda: TensorParallel(mesh, "tp", plan=plan).apply(TinyGPT(tied=True)),
         "tokens.weight and head.weight are one weight, which the plan cuts in different ways along tp=4: say the same "

@@ -12,7 +12,7 @@ from pgmesh import AxisError, Layout, PlaceError, ShapeError, costs, plan, traff
 from pgmesh.machine import take_machine
 from pgmesh.plans import suggest
 from tests.support import golden_files as golden
-from tests.support.message_assertions import says
+from tests.support.message_assertions import assert_raises
 
 BASE = Layout(pp=2, dp=4, cp=2, tp=4)
 TURNED = Layout(tp=4, cp=2, dp=4, pp=2)
@@ -266,7 +266,7 @@ FIT = [
 
 @pytest.mark.parametrize(("call", "text"), FIT)
 def test_a_layout_and_hosts_of_other_numbers_are_told_with_calls_that_would_do(call, text):
-    says(ShapeError, call, text)
+    assert_raises(ShapeError, call, text)
     offered = re.findall(r"^ *(plan\(.*?\)) +#", text, flags=re.MULTILINE)
     assert offered
     for better in offered:

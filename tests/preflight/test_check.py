@@ -29,11 +29,11 @@ from pgmesh.launchers import believe
 from pgmesh.machine import Level, misplaced, seen
 from pgmesh.placement import Placement, Seat
 from pgmesh.probes import Probe
-from tests.support.message_assertions import without_names
-from tests.support.programs import apart
-from tests.support.terminal import COLOUR, in_a_terminal, screen
-from tests.support.torch_tables import tables
-from tests.support.worlds import fresh, world
+from tests.support.message_assertions import without_hostname_warnings
+from tests.support.programs import run_programs
+from tests.support.terminal import COLOUR, run_in_terminal, visible_lines
+from tests.support.torch_tables import table_sizes
+from tests.support.worlds import fresh_world, world
 
 ROOT = Path(__file__).parents[2]
 QUICK = "--bytes 8,4K --repeats 1 --timeout 20"
@@ -128,11 +128,11 @@ def two_ranks(folder: Path, rich: bool) -> str:
     line = f"check dp=2 --family dp {QUICK.replace('20', '60')}"
     second = os.environ | env | {"RANK": "1", "LOCAL_RANK": "1"}
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(apart, folder, PIPED, *shlex.split(line), environs=[second])
-        shown = in_a_terminal(line, rich=rich, env=env | {"RANK": "0", "LOCAL_RANK": "0"})
+        other = pool.submit(run_programs, folder, PIPED, *shlex.split(line), environs=[second])
+        shown = run_in_terminal(line, rich=rich, env=env | {"RANK": "0", "LOCAL_RANK": "0"})
         ((out, err),) = other.result()
-        assert (out, without_names(err)) == ("", "")
-    return without_names(shown)
+        assert (out, without_hostname_warnings(err)) == ("", "")
+    return without_hostname_warnings(shown)
 
 
 @pytest.mark.long
@@ -144,7 +144,7 @@ def test_in_a_terminal_a_bar_shows_each_stage_and_is_gone_in_the_end(tmp_path: P
         assert re.search(rf"{stage}.* .*━", shown), stage
     assert "\x1b[32mok\x1b[0m" in shown
     assert max(len(line) for line in re.split("[\r\n]", COLOUR.sub("", shown))) <= 80 + len("\x1b[?25l\x1b[2K")
-    lines = screen(shown)
+    lines = visible_lines(shown)
     assert max(map(len, lines)) <= 80
     assert lines[:2] == ["2 ranks over gloo on cpu", "ok    2 ranks came and mean the same: dp=2"]
     assert "━" not in "".join(lines)
@@ -166,7 +166,7 @@ def test_a_family_that_is_named_twice_is_checked_once():
 
 def held() -> tuple[int, int]:
     threads = [thread for thread in threading.enumerate() if thread.name != "pgmesh-heart"]
-    return tables()["pg_map"], len(threads)
+    return table_sizes()["pg_map"], len(threads)
 
 
 def test_nothing_is_left_of_it():
@@ -197,7 +197,7 @@ def absent(line: str, who: int) -> Answer | None:
 
 
 def test_a_rank_that_never_comes_is_named():
-    with fresh(4) as own:
+    with fresh_world(4) as own:
         answers = own.run(absent, "dp=2 tp=2 --timeout 1", 3)
     text = told_by_the_first(answers[:3], 1)
     assert text.startswith(
@@ -207,7 +207,7 @@ def test_a_rank_that_never_comes_is_named():
 
 
 def test_where_the_first_rank_never_comes_the_others_tell():
-    with fresh(4) as own:
+    with fresh_world(4) as own:
         answers = own.run(absent, "dp=2 tp=2 --timeout 1", 0)
     for status, out, err in answers[1:]:
         assert (status, out) == (1, "")
@@ -220,8 +220,8 @@ def started(folder: Path, ranks: list[int], size: int, line: str, address: str =
         port = ear.getsockname()[1]
     place = {"WORLD_SIZE": str(size), "MASTER_ADDR": address, "MASTER_PORT": str(port), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     environs = [os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in ranks]
-    said = apart(folder, PIPED, "check", *shlex.split(line), environs=environs, statuses=(1,))
-    return [(out, without_names(err)) for out, err in said]
+    said = run_programs(folder, PIPED, "check", *shlex.split(line), environs=environs, statuses=(1,))
+    return [(out, without_hostname_warnings(err)) for out, err in said]
 
 
 def test_a_rank_that_never_starts_is_named_alone(tmp_path: Path):
@@ -457,7 +457,7 @@ def dying(line: str, who: int) -> Answer:
 
 
 def test_a_rank_that_dies_half_way_is_named_by_all_others():
-    with fresh(4) as own:
+    with fresh_world(4) as own:
         outcomes = own.outcomes(dying, "dp=2 tp=2 --bytes 8,4K --repeats 1 --timeout 20", 3)
     assert not any(outcome.error for outcome in outcomes[:3]), outcomes
     text = told_by_the_first([outcome.result for outcome in outcomes[:3]], 1)

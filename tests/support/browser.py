@@ -77,12 +77,12 @@ const faultsOf = (view) => {
 """What is wrong with each picture and with the page around them. (Boxes of letters are taller than letters.)"""
 
 
-def found() -> str | None:
+def find_browser() -> str | None:
     """The program, if there is one."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
-def measured(pages: list[str], width: int, folder: Path) -> list[dict[str, Any]]:
+def measure_pages(pages: list[str], width: int, folder: Path) -> list[dict[str, Any]]:
     """What a browser finds wrong with each of these pages in a window so wide: with it, and with each drawing in it."""
     frames = "".join(
         f'<iframe style="border:0;width:{width}px;height:900px" srcdoc="{html.escape(page)}"></iframe>'
@@ -100,7 +100,7 @@ def measured(pages: list[str], width: int, folder: Path) -> list[dict[str, Any]]
     return answer
 
 
-def drawn(file: Path, width: int, height: int, folder: Path) -> bytes:
+def screenshot(file: Path, width: int, height: int, folder: Path) -> bytes:
     """A file as a PNG."""
     image = folder / "drawn.png"
     _run(file, folder, f"--window-size={width},{height}", f"--screenshot={image}")
@@ -108,14 +108,14 @@ def drawn(file: Path, width: int, height: int, folder: Path) -> bytes:
 
 
 def _run(file: Path, folder: Path, *words: str) -> str:
-    program = found()
+    program = find_browser()
     assert program is not None
     command = [program, *FLAGS, f"--user-data-dir={folder / 'profile'}", *words, file.as_uri()]
     return subprocess.run(command, check=True, capture_output=True, timeout=120, encoding="utf-8").stdout
 
 
 def main() -> int:
-    if found() is None:
+    if find_browser() is None:
         try:
             debian.install({"chromium": "chromium"})
         except debian.Skip as reason:

@@ -8,21 +8,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from pgmesh import ProcessGroupMesh
-from tests.support.torch_tables import tables
+from tests.support.torch_tables import table_sizes
 
-CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+TOLERANCES = {"rtol": 1e-5, "atol": 1e-6}
 
 
-def ready(mesh: ProcessGroupMesh) -> DeviceMesh:
+def device_mesh_of(mesh: ProcessGroupMesh) -> DeviceMesh:
     """The device mesh, and so the groups along every axis."""
-    before = tables()["pg_map"]
+    before = table_sizes()["pg_map"]
     whole = mesh.device_mesh()
     made = {mesh.group(axis) for axis in mesh.axes}
-    assert tables()["pg_map"] - before == len(made)
+    assert table_sizes()["pg_map"] - before == len(made)
     return whole
 
 
-def full(tensor: torch.Tensor | None) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor | None) -> torch.Tensor:
     assert tensor is not None
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -36,7 +36,7 @@ class Net(nn.Module):
         return self.down(torch.relu(self.up(x)))
 
 
-def net() -> Net:
+def make_net() -> Net:
     torch.manual_seed(7)
     return Net()
 
@@ -45,7 +45,7 @@ def batch(rows: int = 8) -> torch.Tensor:
     return torch.randn(rows, 8, generator=torch.Generator().manual_seed(11))
 
 
-def step(model: nn.Module, x: torch.Tensor, *, clip: float | None = None) -> dict[str, torch.Tensor]:
+def train(model: nn.Module, x: torch.Tensor, *, clip: float | None = None) -> dict[str, torch.Tensor]:
     """Two steps of training, and what the parameters, and the norm of the last gradient, are then."""
     optimizer, norm = torch.optim.SGD(model.parameters(), lr=0.5), torch.zeros(())
     for _ in range(2):
@@ -54,15 +54,20 @@ def step(model: nn.Module, x: torch.Tensor, *, clip: float | None = None) -> dic
         if clip is not None:
             norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
-    return {"norm": full(norm).detach(), **{name: full(p).detach() for name, p in model.named_parameters()}}
+    return {
+        "norm": full_tensor(norm).detach(),
+        **{name: full_tensor(p).detach() for name, p in model.named_parameters()},
+    }
 
 
-def mine(mesh: ProcessGroupMesh, *axes: str) -> torch.Tensor:
+def own_rows(mesh: ProcessGroupMesh, *axes: str) -> torch.Tensor:
     """This rank's rows of the batch, along the axes that share it out."""
     return batch().chunk(mesh.size(*axes))[mesh.index(*axes)]
 
 
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name in expected:
-        torch.testing.assert_close(found[name], expected[name], **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found[name], expected[name], **TOLERANCES, msg=lambda text, name=name: f"{name}: {text}"
+        )

@@ -12,7 +12,7 @@ from tests.support.parallel_models import (
     STEPS,
     WIDTH,
     TinyGPT,
-    Trained,
+    TrainingRun,
     batch,
     gradients_of,
     loss_of,
@@ -20,7 +20,7 @@ from tests.support.parallel_models import (
     weights_of,
 )
 
-EXPERTS, TOP, ALIKE = 8, 2, 0.1
+EXPERTS, TOP_K, BALANCE_WEIGHT = 8, 2, 0.1
 
 
 class Expert(nn.Module):
@@ -32,7 +32,7 @@ class Expert(nn.Module):
         return self.down(gelu(self.up(rows)))
 
 
-class Block(nn.Module):
+class ExpertBlock(nn.Module):
     """Causal attention, then a mixture of experts, whose loads count in the loss."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Block(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.attend = scaled_dot_product_attention
-        self.router, self.experts = Router(WIDTH, EXPERTS, TOP), nn.ModuleList(Expert() for _ in range(EXPERTS))
+        self.router, self.experts = Router(WIDTH, EXPERTS, TOP_K), nn.ModuleList(Expert() for _ in range(EXPERTS))
         self.mix = mix
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -50,14 +50,14 @@ class Block(nn.Module):
         tokens = self.norm2(x).flatten(0, 1)
         routes = self.router(tokens)
         mixed = self.mix(tokens, routes.weights, routes.chosen, self.experts)
-        return x + with_loss(mixed.view_as(x), ALIKE * routes.balance)
+        return x + with_loss(mixed.view_as(x), BALANCE_WEIGHT * routes.balance)
 
 
-def model_of(layers: int = 2) -> TinyGPT:
-    return TinyGPT(layers=layers, block=Block)
+def expert_model(layers: int = 2) -> TinyGPT:
+    return TinyGPT(layers=layers, block=ExpertBlock)
 
 
-def cut_as(found, expected, mesh, tensor):
+def cut_like(found, expected, mesh, tensor):
     """What one process has, cut as it is here."""
     parts = {}
     for name, part in found.items():
@@ -68,10 +68,10 @@ def cut_as(found, expected, mesh, tensor):
     return parts
 
 
-def alone_in_parts(parts: int = 1, rows=lambda each: [each]) -> Trained:
+def train_alone_in_parts(parts: int = 1, rows=lambda each: [each]) -> TrainingRun:
     """One process, whose gradients are means over parts of the rows: loads are balanced within each."""
     torch.set_num_threads(1)
-    model, trained = model_of(), Trained([], [], {})
+    model, trained = expert_model(), TrainingRun([], [], {})
     optimizer = optimizer_of(model.parameters())
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -85,7 +85,7 @@ def alone_in_parts(parts: int = 1, rows=lambda each: [each]) -> Trained:
     return trained
 
 
-def layer_of(experts: int = 4, expert=Expert) -> nn.Module:
+def expert_layer(experts: int = 4, expert=Expert) -> nn.Module:
     layer = nn.Module()
     layer.mix, layer.experts = mix, nn.ModuleList(expert() for _ in range(experts))
     return layer

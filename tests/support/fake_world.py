@@ -11,7 +11,7 @@ from pgmesh.launch import fake_world
 
 
 @contextmanager
-def dry_world(rank: int, size: int, store: dist.Store | None = None) -> Iterator[None]:
+def fake_rank(rank: int, size: int, store: dist.Store | None = None) -> Iterator[None]:
     """This process is rank ``rank`` of ``size``, in which no collective moves anything."""
     fake_world(rank, size)
     try:

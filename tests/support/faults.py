@@ -18,17 +18,17 @@ from pgmesh import ProcessGroupMesh, connecting, heart
 from pgmesh.launch import Outcome
 from pgmesh.polling import perform
 from pgmesh.rendezvous import Read, Say, Step, Told, told
-from tests.support.torch_tables import our_store
-from tests.support.worlds import STARVED, check_sums, fresh, groups_of
+from tests.support.torch_tables import pgmesh_store
+from tests.support.worlds import STARVED, check_sums, fresh_world, groups_of
 
 BEAT = 1.0 if STARVED else 0.2
 H = BEAT * heart.SUSPICION  # seconds of silence after which a rank is suspected
 SLACK = 30.0 if STARVED else 1.0  # seconds that a busy machine may add to any bound
-LONG = timedelta(seconds=60 if STARVED else 12)  # a deadline that nobody should reach
-PATIENCE = 120.0 if STARVED else 30.0  # seconds for whatever a test waits for
+LONG_TIMEOUT = timedelta(seconds=60 if STARVED else 12)  # a deadline that nobody should reach
+WAIT_TIMEOUT = 120.0 if STARVED else 30.0  # seconds for whatever a test waits for
 
 
-class Tried(NamedTuple):
+class Attempt(NamedTuple):
     """What became of a call on this rank, and when."""
 
     kind: str  # of the error; "" if there was none
@@ -41,77 +41,77 @@ class Tried(NamedTuple):
         return self.end - self.start
 
 
-def tried(act: Callable[[], Any]) -> Tried:
+def attempt(act: Callable[[], Any]) -> Attempt:
     start = time.monotonic()
     try:
         act()
     except BaseException as error:
-        return Tried(type(error).__name__, str(error), start, time.monotonic())
-    return Tried("", "", start, time.monotonic())
+        return Attempt(type(error).__name__, str(error), start, time.monotonic())
+    return Attempt("", "", start, time.monotonic())
 
 
-def until(condition: Callable[[], Any], what: str) -> Any:
+def wait_until(condition: Callable[[], Any], what: str) -> Any:
     """Wait until a condition holds."""
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + WAIT_TIMEOUT
     while not (found := condition()):
-        assert time.monotonic() < end, f"{what}: not in {PATIENCE} s"
+        assert time.monotonic() < end, f"{what}: not in {WAIT_TIMEOUT} s"
         time.sleep(0.005)
     return found
 
 
-def last_told(rank: int) -> Told | None:
+def last_status(rank: int) -> Told | None:
     """What a rank last told the others."""
-    return Told.unpack(rank, perform(our_store(), Read(told(rank))))
+    return Told.unpack(rank, perform(pgmesh_store(), Read(told(rank))))
 
 
-def until_waiting(*ranks: int) -> None:
+def wait_until_waiting(*ranks: int) -> None:
     """Wait until these ranks have come to a meeting and tell that they wait."""
     for rank in ranks:
-        until(lambda rank=rank: (last := last_told(rank)) and last.waits, f"rank {rank} waits")
+        wait_until(lambda rank=rank: (last := last_status(rank)) and last.waits, f"rank {rank} waits")
 
 
-def flag(folder: Path, name: str) -> None:
+def set_flag(folder: Path, name: str) -> None:
     """Let every process on this machine know."""
     (folder / name).touch()
 
 
-def until_flag(folder: Path, name: str) -> None:
-    until((folder / name).exists, f"flag {name}")
+def wait_for_flag(folder: Path, name: str) -> None:
+    wait_until((folder / name).exists, f"flag {name}")
 
 
-def be_quick() -> None:
+def beat_fast() -> None:
     """Beat fast, and give the store little time for its last word."""
     heart.BEAT, connecting.LAST_WORD = BEAT, 0.5
     logging.getLogger("pgmesh").addHandler(logging.NullHandler())  # what a test does not look for is not printed
 
 
-def beating(mesh: ProcessGroupMesh) -> None:
+def connect_and_beat(mesh: ProcessGroupMesh) -> None:
     """It connects, and every rank of it beats for good."""
-    mesh.connect(timeout=LONG)
-    until(lambda: mesh._family.beating().steady, "a connection of its own")
-    mesh._family.beating().ask(Say(()), PATIENCE)
+    mesh.connect(timeout=LONG_TIMEOUT)
+    wait_until(lambda: mesh._family.beating().steady, "a connection of its own")
+    mesh._family.beating().ask(Say(()), WAIT_TIMEOUT)
     dist.barrier(mesh.group())
 
 
-def quick(*but: int) -> ProcessGroupMesh:
+def beat_fast_with_bystander(*but: int) -> ProcessGroupMesh:
     """Beat fast, from the first connect on; and a mesh of all but these ranks, which nothing that follows may harm."""
-    be_quick()
+    beat_fast()
     everyone = range(dist.get_world_size())
-    beating(ProcessGroupMesh(len(everyone), name="beating"))
+    connect_and_beat(ProcessGroupMesh(len(everyone), name="beating"))
     bystander = ProcessGroupMesh(-1, ranks=[rank for rank in everyone if rank not in but], name="bystander")
     if bystander.rank in bystander:
-        bystander.connect(timeout=LONG)
+        bystander.connect(timeout=LONG_TIMEOUT)
     return bystander
 
 
-def connected(mesh: ProcessGroupMesh, *families: Any) -> None:
+def connect_and_check(mesh: ProcessGroupMesh, *families: Any) -> None:
     """It connects, and every sum is right."""
-    mesh.connect(*families, timeout=LONG)
+    mesh.connect(*families, timeout=LONG_TIMEOUT)
     axes = [each if isinstance(each, tuple) else (each,) for each in families or mesh.axes]
     check_sums({f"{each}": (mesh.group(*each), mesh.ranks(*each)) for each in axes})
 
 
-def killed(number: int = signal.SIGKILL) -> None:
+def kill_self(number: int = signal.SIGKILL) -> None:
     os.kill(os.getpid(), number)
 
 
@@ -125,41 +125,43 @@ def results(outcomes: Sequence[Outcome], *but: int) -> list[Any]:
 ORDERS = ("first", "together", "last")
 
 
-def die_at(folder: Path, points: Sequence[tuple[int, str]]) -> tuple[Tried, Tried]:
+def die_at(folder: Path, points: Sequence[tuple[int, str]]) -> tuple[Attempt, Attempt]:
     """In each three ranks the middle one dies as it asks the store for the k-th time."""
     me = dist.get_rank()
-    be_quick()
+    beat_fast()
     three, (k, order) = me // 3, points[me // 3]
     first, victim, last = members = range(three * 3, three * 3 + 3)
-    beating(ProcessGroupMesh(3, ranks=members, name=f"beating {three}"))
+    connect_and_beat(ProcessGroupMesh(3, ranks=members, name=f"beating {three}"))
     mesh = ProcessGroupMesh(3, ranks=members, name=f"actor {three}")
     asked = iter(range(1, k))
 
     def die(store: Any, step: Step) -> Any:
         if next(asked, None) is None:
-            flag(folder, f"dead {three} {k} {order}")
-            killed()
+            set_flag(folder, f"dead {three} {k} {order}")
+            kill_self()
         return perform(store, step)
 
     if me == victim and order == "last":
-        until_waiting(first, last)
+        wait_until_waiting(first, last)
     if me != victim and order == "first":
         dead = folder / f"dead {three} {k} {order}"
-        until(lambda: dead.exists() or ((told := last_told(victim)) and told.waits), "the victim waits, or is dead")
+        wait_until(
+            lambda: dead.exists() or ((told := last_status(victim)) and told.waits), "the victim waits, or is dead"
+        )
     with mock.patch.object(heart, "perform", die if me == victim else perform):
-        failed = tried(lambda: mesh.connect(timeout=LONG))
+        failed = attempt(lambda: mesh.connect(timeout=LONG_TIMEOUT))
     survivors = ProcessGroupMesh(2, ranks=[first, last], name=f"survivors {three}")
-    return failed, tried(lambda: connected(survivors) if me != victim else check_sums(groups_of(mesh)))
+    return failed, attempt(lambda: connect_and_check(survivors) if me != victim else check_sums(groups_of(mesh)))
 
 
 def die_at_each(folder: Path, points: Sequence[tuple[int, str]]) -> list[str]:
     """What became of each crash point, in a word: "" where the victim had done all it had to do."""
-    with fresh(3 * len(points)) as own:
+    with fresh_world(3 * len(points)) as own:
         outcomes = own.outcomes(die_at, folder, points)
     words = []
     for three, (k, order) in enumerate(points):
         first, victim, last = outcomes[three * 3 : three * 3 + 3]
-        seen: list[tuple[Tried, Tried]] = results([first, last])
+        seen: list[tuple[Attempt, Attempt]] = results([first, last])
         point = f"operation {k}, {order}: {[failed for failed, _ in seen]}"
         kinds = {failed.kind for failed, _ in seen}
         warming = any("first collective" in failed.text for failed, _ in seen)

@@ -10,7 +10,7 @@ Axis = str | int
 Keep = int | slice | Sequence[int]
 
 
-class PlainMesh:
+class LayoutOracle:
     """What a layout must agree with, in everything that both can be asked."""
 
     def __init__(self, axes: Iterable[Axis], shape: Iterable[int], ranks: Iterable[int]) -> None:
@@ -50,18 +50,18 @@ class PlainMesh:
             return line[place % len(line)]
         return line[place] if 0 <= place < len(line) else None
 
-    def at(self, indices: Mapping[Axis, Keep]) -> PlainMesh:
+    def at(self, indices: Mapping[Axis, Keep]) -> LayoutOracle:
         fixed = {axis for axis, keep in indices.items() if isinstance(keep, int)}
         kept = [_kept(range(size), indices.get(axis, slice(None))) for axis, size in zip(self.axes, self.shape)]
         left = {axis: len(places) for axis, places in zip(self.axes, kept) if axis not in fixed}
-        return PlainMesh(left, left.values(), [self.table[coord] for coord in product(*kept)])
+        return LayoutOracle(left, left.values(), [self.table[coord] for coord in product(*kept)])
 
-    def along(self, rank: int, *axes: Axis) -> PlainMesh:
+    def along(self, rank: int, *axes: Axis) -> LayoutOracle:
         here = zip(self.axes, self.coord_of(rank))
         return self.at({axis: i for axis, i in here if axis not in (axes or self.axes)})
 
-    def view(self, axes: Iterable[Axis], shape: Iterable[int]) -> PlainMesh:
-        return PlainMesh(axes, shape, self.ranks())
+    def view(self, axes: Iterable[Axis], shape: Iterable[int]) -> LayoutOracle:
+        return LayoutOracle(axes, shape, self.ranks())
 
 
 def _kept(places: range, keep: Keep) -> list[int]:

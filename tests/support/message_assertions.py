@@ -11,7 +11,7 @@ import pytest
 from pgmesh import PgmeshError
 
 
-def says(error: type[PgmeshError], call: Callable[[], object], text: str) -> None:
+def assert_raises(error: type[PgmeshError], call: Callable[[], object], text: str) -> None:
     """The call raises this very kind of error with this very text, indented as its place in a test wants it."""
     with pytest.raises(error) as caught:
         call()
@@ -19,12 +19,12 @@ def says(error: type[PgmeshError], call: Callable[[], object], text: str) -> Non
     assert str(caught.value) == textwrap.dedent(text).strip()
 
 
-def without_names(text: str) -> str:
+def without_hostname_warnings(text: str) -> str:
     """What a process said, without torch's word that nobody told it the name of a host."""
     return re.sub(r"\[W[^\n]*hostname of the client socket cannot be retrieved[^\n]*\n?", "", text)
 
 
-def in_one_wording(text: str) -> str:
+def in_python_3_10_wording(text: str) -> str:
     """What Python says of what it cannot pickle or find, which 3.13 and 3.14 word anew, as 3.10 words it."""
     text = re.sub(r"Can't get local object", "Can't pickle local object", text)
     text = re.sub(r"local object <function (\S+) at 0x\w+>", r"local object '\1'", text)

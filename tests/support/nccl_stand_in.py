@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from pgmesh import groups, recipes
 from pgmesh.options import NCCL_SETTINGS
-from tests.support.fake_world import dry_world
+from tests.support.fake_world import fake_rank
 
 UNSET = -(2**31)  # as NCCL marks what is left to it
 
@@ -45,20 +45,20 @@ class StandIn:
 
 
 @contextmanager
-def standing_in() -> Iterator[type[StandIn]]:
+def stand_in_for_nccl() -> Iterator[type[StandIn]]:
     """A torch that has NCCL, as far as it is asked; this process is rank 5 of 8."""
     StandIn.made, StandIn.settings = [], NCCL_SETTINGS
     groups.backends_of.cache_clear()
     with (
         mock.patch.object(dist, "is_nccl_available", return_value=True),
         mock.patch.object(dist, "ProcessGroupNCCL", StandIn, create=True),
-        dry_world(5, 8, dist.HashStore()),
+        fake_rank(5, 8, dist.HashStore()),
     ):
         yield StandIn
     groups.backends_of.cache_clear()
 
 
-def told(nccl: type[StandIn], arrangement: recipes.Arrangement) -> dict[str, tuple[bool, dict[str, Any]]]:
+def options_by_name(nccl: type[StandIn], arrangement: recipes.Arrangement) -> dict[str, tuple[bool, dict[str, Any]]]:
     """What NCCL is told of each group of this rank, where it is told something."""
     mine = [name for name in arrangement if arrangement.rank in arrangement[name]]
     for name in mine:
@@ -68,7 +68,7 @@ def told(nccl: type[StandIn], arrangement: recipes.Arrangement) -> dict[str, tup
     return {name: each for name, each in found.items() if each != (False, {})}
 
 
-YAML = """
+OPTIONS_YAML = """
 tp: {cga_cluster_size: 2, min_ctas: 1, max_ctas: 4}
 dp_cp:
   is_high_priority_stream: true

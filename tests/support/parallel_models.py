@@ -91,7 +91,7 @@ def loss_of(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass
-class Trained:
+class TrainingRun:
     """What training came to: the loss and the gradients of each step, the weights after the last, by name."""
 
     losses: list[float]
@@ -104,9 +104,9 @@ def optimizer_of(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, RATE, eps=1e-4)
 
 
-def alone(
+def train_alone(
     model: nn.Module, *, steps: int = STEPS, rows: int = ROWS, clip: float | None = None, seed: int = 0
-) -> Trained:
+) -> TrainingRun:
     """The run in one process that every parallel run has to equal.
 
     Args:
@@ -114,7 +114,7 @@ def alone(
         seed: the first step's batch.
     """
     optimizer = optimizer_of(model.parameters())
-    trained = Trained([], [], {})
+    trained = TrainingRun([], [], {})
     for step in range(steps):
         codes, target = batch(seed + step, rows)
         optimizer.zero_grad()
@@ -129,7 +129,7 @@ def alone(
     return trained
 
 
-def parallel(
+def train_parallel(
     model: nn.Module,
     share: Callable[[torch.Tensor], torch.Tensor],
     *,
@@ -137,7 +137,7 @@ def parallel(
     rows: int = ROWS,
     seed: int = 0,
     clip: Callable[[], object] | None = None,
-) -> Trained:
+) -> TrainingRun:
     """The same training of a model that parallel methods were applied to; losses are those that this rank knows.
 
     Args:
@@ -145,7 +145,7 @@ def parallel(
         clip: called between backward pass and step.
     """
     optimizer = optimizer_of(model.parameters())
-    trained = Trained([], [], {})
+    trained = TrainingRun([], [], {})
     for step in range(steps):
         codes, target = (share(each) for each in batch(seed + step, rows))
         optimizer.zero_grad()
@@ -165,32 +165,32 @@ def parallel(
     return trained
 
 
-def check(found: Trained, expected: Trained, tolerance: float = TOLERANCE) -> None:
+def assert_same_run(found: TrainingRun, expected: TrainingRun, tolerance: float = TOLERANCE) -> None:
     """Each gradient of each step and each weight after the last is the one process's."""
     assert len(found.gradients) == len(expected.gradients)
     for step, (mine, right) in enumerate(zip(found.gradients, expected.gradients)):
-        same(f"gradients of step {step}", mine, right, tolerance)
-    same("weights after the last step", found.weights, expected.weights, tolerance)
+        assert_same(f"gradients of step {step}", mine, right, tolerance)
+    assert_same("weights after the last step", found.weights, expected.weights, tolerance)
 
 
 def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """The gradient of each parameter as it lies here, by its name in the model."""
-    return {name: weight.grad.detach().clone() for name, weight in named(model) if weight.grad is not None}
+    return {name: weight.grad.detach().clone() for name, weight in named_weights(model) if weight.grad is not None}
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Every weight as it lies here, by its name in the model."""
-    return {name: weight.detach().clone() for name, weight in named(model)}
+    return {name: weight.detach().clone() for name, weight in named_weights(model)}
 
 
-def named(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
+def named_weights(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
     """Parameters by the names that the plain model has for them, tied ones under each."""
     for part in getattr(model, "parts", [model]):
         for name, weight in part.named_parameters(remove_duplicate=False):
             yield name.removeprefix("module."), weight
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor put together again, along the outer axes first: they cut it last."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
@@ -200,7 +200,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone()
 
 
-def part_of(tensor: torch.Tensor, like: DTensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor, like: DTensor) -> torch.Tensor:
     """The part of a whole tensor that a DTensor says that this rank has: cut along one axis after the other.
 
     Along an axis whose shards are strided it is cut last: that is how FSDP cuts what is cut already.
@@ -217,7 +217,7 @@ def part_of(tensor: torch.Tensor, like: DTensor) -> torch.Tensor:
     return tensor
 
 
-def same(
+def assert_same(
     what: str, found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], tolerance: float = TOLERANCE
 ) -> None:
     """Each tensor that this rank has is the one process's, or the part of it that its placements say.
@@ -230,7 +230,7 @@ def same(
         right = expected[name]
         assert tensor.shape == right.shape, f"{what}: {name} is {tuple(tensor.shape)}, not {tuple(right.shape)}"
         if isinstance(tensor, DTensor):
-            right, tensor = part_of(right, tensor), tensor.to_local()
+            right, tensor = local_part(right, tensor), tensor.to_local()
             assert tensor.shape == right.shape, f"{what}: a part of {name} is {tensor.shape}, not {right.shape}"
         furthest = (tensor - right).abs().max().item() if tensor.numel() else 0.0
         assert furthest <= tolerance, f"{what}: {name} differs by {furthest:.1e}, more than {tolerance:.0e}"

@@ -13,12 +13,12 @@ from pgmesh.parallel import Composition, ContextParallel
 from tests.support.parallel_models import (
     CONTEXT,
     STEPS,
-    Trained,
+    TrainingRun,
+    assert_same,
     batch,
     gradients_of,
     loss_of,
     optimizer_of,
-    same,
     weights_of,
 )
 
@@ -28,7 +28,7 @@ torch.set_num_threads(1)  # on ranks too, which import this: others share their 
 def train_and_check(
     together: Composition,
     model: nn.Module,
-    expected: Trained,
+    expected: TrainingRun,
     *,
     context: ContextParallel | None = None,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -55,9 +55,9 @@ def train_and_check(
                 model.step(codes, *(each.expand(len(codes), -1) for each in inputs.values()), target=target)
             else:
                 loss_of(model(codes, **inputs), target).backward()
-        same(f"gradients of step {step}", gradients_of(model), parts(expected.gradients[step]))
+        assert_same(f"gradients of step {step}", gradients_of(model), parts(expected.gradients[step]))
         optimizer.step()
-    same("weights", weights_of(model), parts(expected.weights))
+    assert_same("weights", weights_of(model), parts(expected.weights))
     return model
 
 

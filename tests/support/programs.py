@@ -17,7 +17,7 @@ from pgmesh.launch.processes import context
 ROOT = Path(__file__).parents[2]
 
 
-def apart(
+def run_programs(
     folder: Path, program: str, *words: str, environs: Sequence[Mapping[str, str]], statuses: Sequence[int] = (0,)
 ) -> list[tuple[str, str]]:
     """What a program says on both outputs, run at once in each of these environments, if it ends as it has to."""
@@ -49,7 +49,7 @@ def _run(program: str, words: Sequence[str], environ: dict[str, str], out: str, 
     exec(compile(program, "script.py", "exec"), {"__name__": "__main__"})
 
 
-def running(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -57,14 +57,14 @@ def running(pid: int) -> bool:
     return state != "Z"
 
 
-def gone(pids: list[int], seconds: float = 30.0) -> bool:
+def wait_until_gone(pids: list[int], seconds: float = 30.0) -> bool:
     end = time.monotonic() + seconds
-    while any(map(running, pids)) and time.monotonic() < end:
+    while any(map(is_running, pids)) and time.monotonic() < end:
         time.sleep(0.01)
-    return not any(map(running, pids))
+    return not any(map(is_running, pids))
 
 
-def script(tmp_path: Path, text: str) -> str:
+def write_script(tmp_path: Path, text: str) -> str:
     path = tmp_path / "script.py"
     path.write_text(text)
     return str(path)

@@ -39,26 +39,26 @@ def groups(
     return [tuple(found[place]) for place in sorted(found)]
 
 
-def slices(block: Block, size: int) -> list[Block]:
+def chunks(block: Block, size: int) -> list[Block]:
     """A list cut into pieces of so many."""
     return [block[start : start + size] for start in range(0, len(block), size)]
 
 
 def strides(block: Block, size: int) -> list[Block]:
     """The first of each piece of so many, the second of each, and so on."""
-    return [tuple(piece[i] for piece in slices(block, size)) for i in range(size)]
+    return [tuple(piece[i] for piece in chunks(block, size)) for i in range(size)]
 
 
 def levels(block: Block, sizes: Sequence[int]) -> list[list[Block]]:
     """For each level its groups: the first is contiguous, each next one strides over those before it."""
     found, below = [], 1
     for size in sizes:
-        found.append([part for piece in slices(block, below * size) for part in strides(piece, below)])
+        found.append([part for piece in chunks(block, below * size) for part in strides(piece, below)])
         below *= size
     return found
 
 
-def tile(ours: Sequence[Block], theirs: Sequence[Block], whole: Sequence[Block]) -> bool:
+def tiles(ours: Sequence[Block], theirs: Sequence[Block], whole: Sequence[Block]) -> bool:
     """Whether each block of ``whole`` is a box of blocks of ours by blocks of theirs."""
     for block in whole:
         rows = [each for each in ours if set(each) & set(block)]
@@ -70,7 +70,7 @@ def tile(ours: Sequence[Block], theirs: Sequence[Block], whole: Sequence[Block])
     return True
 
 
-def picked(pipeline: Block, stages: Stages) -> Block:
+def pick(pipeline: Block, stages: Stages) -> Block:
     """Some ranks of a pipeline, each once, in the order given."""
     chosen = stages(list(pipeline)) if callable(stages) else [pipeline[stage] for stage in stages]
     return tuple(dict.fromkeys(chosen))
@@ -120,15 +120,15 @@ def megatron(
         "tensor+data+context": of_dense("tp", "dp", "cp"),
         "tensor+context": of_dense("tp", "cp"),
         "amax": of_dense("tp", "dp"),
-        "embedding": [picked(ranks, embedding) for ranks in pipelines],
-        "position embedding": [picked(ranks, position_embedding) for ranks in pipelines],
+        "embedding": [pick(ranks, embedding) for ranks in pipelines],
+        "position embedding": [pick(ranks, position_embedding) for ranks in pipelines],
         "expert": of_expert("ep"),
         "expert-tensor": of_expert("tp"),
         "expert-tensor+expert": of_expert("tp", "ep"),
         "expert-tensor+expert+pipeline": models,
         "expert-data": of_expert("dp"),
-        "data+context in instance": [part for ranks in of_dense("dp", "cp") for part in slices(ranks, inside)],
-        "expert-data in instance": [part for ranks in of_expert("dp") for part in slices(ranks, expert_inside)],
+        "data+context in instance": [part for ranks in of_dense("dp", "cp") for part in chunks(ranks, inside)],
+        "expert-data in instance": [part for ranks in of_expert("dp") for part in chunks(ranks, expert_inside)],
         "instance": instance,
         "between instances": [part for ranks in of_expert("dp") for part in strides(ranks, expert_inside)],
     }
@@ -171,9 +171,9 @@ def oslo_code(
         "pipeline": [
             tuple(copy * i + first + stage * j for j in range(pipeline)) for i in range(data) for first in range(stage)
         ],
-        "tensor": slices(tuple(range(world)), tensor),
-        "sequence": slices(tuple(range(world)), sequence),
-        "expert": [part for ranks in apart for part in slices(tuple(ranks), expert)],
+        "tensor": chunks(tuple(range(world)), tensor),
+        "sequence": chunks(tuple(range(world)), sequence),
+        "expert": [part for ranks in apart for part in chunks(tuple(ranks), expert)],
     }
 
 

@@ -8,27 +8,27 @@ import gc
 import os
 
 from pgmesh import groups
-from tests.support.torch_tables import tables
+from tests.support.torch_tables import table_sizes
 
-COUNTED = os.path.isdir("/proc/self/fd")
+CAN_COUNT = os.path.isdir("/proc/self/fd")
 """Whether this machine tells what a process holds."""
 
 PF_EXITING = 4
 """Linux's flag of a thread that ends: in linux/sched.h, and in proc(5) for the field."""
 
 
-def held() -> dict[str, int]:
+def count_resources() -> dict[str, int]:
     """How many descriptors, threads, entries of torch's tables, and collectives that hang."""
     groups.sweep()
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
-        "threads": threads(),
+        "threads": count_threads(),
         "stranded": len(groups._stranded),
-        **tables(),
+        **table_sizes(),
     }
 
 
-def threads() -> int:
+def count_threads() -> int:
     """How many threads there are, but those that end: who was joined may stand in the list for a moment yet."""
     count = 0
     for thread in os.listdir("/proc/self/task"):
@@ -38,7 +38,7 @@ def threads() -> int:
     return count
 
 
-def resident() -> int:
+def resident_kib() -> int:
     """KiB of memory that is in use: garbage is collected, and what malloc keeps for later is handed back."""
     gc.collect()
     with contextlib.suppress(AttributeError, OSError):  # glibc's alone

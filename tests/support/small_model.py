@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.support.parallel_models import TOLERANCE, named, whole
+from tests.support.parallel_models import TOLERANCE, full_tensor, named_weights
 
 torch.set_num_threads(1)  # on ranks too, which import this: others share their cores
 
 ROWS, STEPS, RATE = 16, 3, 0.1
-STAGE = ("0", "2", "blocks.0", "blocks.1")
+FIRST_STAGE = ("0", "2", "blocks.0", "blocks.1")
 """What the first of two stages has."""
 
 
-class Model(nn.Module):
+class SmallModel(nn.Module):
     """Two layers under the names that the example's plan has, and two blocks."""
 
     def __init__(self, frozen: tuple[str, ...] = ()) -> None:
@@ -60,7 +60,9 @@ def train(model: nn.Module, share: Any, after: Any = None) -> tuple[list[dict[st
             model.step(rows, target=target)
         else:
             loss_of(model(rows), target).backward()
-        gradients.append({name: whole(weight.grad) for name, weight in named(model) if weight.grad is not None})
+        gradients.append(
+            {name: full_tensor(weight.grad) for name, weight in named_weights(model) if weight.grad is not None}
+        )
         optimizer.step()
         if after is not None:
             after()
@@ -68,17 +70,17 @@ def train(model: nn.Module, share: Any, after: Any = None) -> tuple[list[dict[st
 
 
 @functools.cache
-def alone(frozen: tuple[str, ...] = ()) -> tuple[list[dict[str, torch.Tensor]], nn.Module]:
-    return train(Model(frozen), lambda rows: rows)
+def train_alone(frozen: tuple[str, ...] = ()) -> tuple[list[dict[str, torch.Tensor]], nn.Module]:
+    return train(SmallModel(frozen), lambda rows: rows)
 
 
-def same(found: tuple[list[dict[str, torch.Tensor]], nn.Module], right: tuple[list, nn.Module]) -> None:
+def assert_same_training(found: tuple[list[dict[str, torch.Tensor]], nn.Module], right: tuple[list, nn.Module]) -> None:
     for step, (mine, whole_ones) in enumerate(zip(found[0], right[0])):
         assert mine or not any(weight.requires_grad for weight in found[1].parameters())
         for name, gradient in mine.items():
             furthest = (gradient - whole_ones[name]).abs().max().item()
             assert furthest <= TOLERANCE, f"step {step}: the gradient of {name} differs by {furthest:.0e}"
     weights = dict(right[1].named_parameters())
-    for name, weight in named(found[1]):
-        furthest = (whole(weight) - weights[name]).abs().max().item()
+    for name, weight in named_weights(found[1]):
+        furthest = (full_tensor(weight) - weights[name]).abs().max().item()
         assert furthest <= TOLERANCE, f"{name} differs by {furthest:.0e}"

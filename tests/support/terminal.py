@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 UNSET = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR")
 
 
-def in_a_terminal(line: str, rich: bool, columns: int = 80, env: Mapping[str, str] | None = None) -> str:
+def run_in_terminal(line: str, rich: bool, columns: int = 80, env: Mapping[str, str] | None = None) -> str:
     """What a terminal is sent by the command line, with or without rich; it has to end with 0."""
     hide = "" if rich else "sys.modules['rich'] = None; "
     words = ["-c", f"import sys; {hide}from pgmesh.__main__ import main; sys.exit(main())", *shlex.split(line)]
@@ -52,7 +52,7 @@ COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 PIECES = re.compile(r"\x1b\[(\??[0-9;]*)([A-Za-z])|(\r)|(\n)|([^\x1b\r\n]+)")
 
 
-def screen(text: str) -> list[str]:
+def visible_lines(text: str) -> list[str]:
     """The lines that are seen in the end, without colours; what was written over or wiped is gone."""
     lines, row, column = [""], 0, 0
     for number, code, home, below, words in PIECES.findall(text):

@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from pgmesh.errors import LaunchError
-from tests.support.programs import clean_env, gone, running, script
-from tests.support.worlds import PRELOAD, check_sums, close_worlds, fresh, world
+from tests.support.programs import clean_env, is_running, wait_until_gone, write_script
+from tests.support.worlds import PRELOAD, check_sums, close_worlds, fresh_world, world
 
 
 def pid() -> int:
@@ -87,7 +87,7 @@ def test_a_failing_rank_is_named_and_ends_its_world():
     with pytest.raises(LaunchError, match="rank 1 of 2 raised ZeroDivisionError: by design") as caught:
         failed.run(fail_on, 1)
     assert 'raise ZeroDivisionError("by design")' in str(caught.value)
-    assert not any(map(running, failed.pids))
+    assert not any(map(is_running, failed.pids))
     with pytest.raises(LaunchError, match="has ended"):
         failed.run(pid)
     assert world(2).run(echo) == [(0,), (1,)]
@@ -99,7 +99,7 @@ def test_a_late_rank_tells_where_it_stands_and_ends_its_world():
         late.run(hang_on, 1, deadline=0.3)
     assert "in hang_on" in str(caught.value)
     assert "time.sleep(600)" in str(caught.value)
-    assert not any(map(running, late.pids))
+    assert not any(map(is_running, late.pids))
     assert world(2).run(echo) == [(0,), (1,)]
 
 
@@ -109,29 +109,29 @@ def test_nobody_may_take_the_shared_world_down():
 
 
 def test_ranks_may_die_and_the_rest_go_on():
-    with fresh(3) as own:
+    with fresh_world(3) as own:
         assert [o.error for o in own.outcomes(echo)] == ["", "", ""]
         own.kill(1, signal.SIGKILL)
         for _ in range(2):
             first, dead, last = own.outcomes(echo, "still here")
             assert (first.result, last.result) == ((0, "still here"), (2, "still here"))
             assert dead.exitcode == -signal.SIGKILL
-    assert not any(map(running, own.pids))
+    assert not any(map(is_running, own.pids))
 
 
 def test_a_stopped_rank_gives_no_answer():
-    with fresh(2) as own:
+    with fresh_world(2) as own:
         own.run(pid)
         own.kill(0, signal.SIGSTOP)
         stopped, other = own.outcomes(echo, deadline=0.3)
         assert stopped.late
         assert "no answer" in stopped.details
         assert other.result == (1,)
-    assert not any(map(running, own.pids))
+    assert not any(map(is_running, own.pids))
 
 
 def test_outcomes_hold_errors_and_raise_none():
-    with fresh(2) as own:
+    with fresh_world(2) as own:
         good, bad = own.outcomes(divide_by_rank_less_one)
         assert good.result == -1.0
         assert bad.error == "raised ZeroDivisionError: division by zero"
@@ -157,7 +157,7 @@ def test_the_oracle_takes_overlapping_groups_in_any_order():
 def test_closed_worlds_are_gone_and_made_anew():
     pids = world(2).run(pid)
     close_worlds()
-    assert not any(map(running, pids))
+    assert not any(map(is_running, pids))
     assert world(2).run(pid) != pids
 
 
@@ -176,7 +176,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "be killed":
         os.kill(os.getpid(), signal.SIGKILL)
 """
-    command, env = [sys.executable, script(tmp_path, text)], clean_env()
+    command, env = [sys.executable, write_script(tmp_path, text)], clean_env()
     ends = {"return": 0, "be killed": -signal.SIGKILL}
     tests = [subprocess.Popen([*command, end], env=env, stdout=subprocess.PIPE, text=True) for end in ends]
     try:
@@ -186,4 +186,4 @@ if __name__ == "__main__":
             process.kill()
     assert [process.returncode for process in tests] == list(ends.values())
     assert len(pids) == 4
-    assert gone(pids)
+    assert wait_until_gone(pids)

@@ -28,16 +28,16 @@ TABLES = (
 )
 
 
-def tables() -> dict[str, int]:
+def table_sizes() -> dict[str, int]:
     """How many groups each of torch's tables holds, ours among them."""
     return {name: dict.__len__(getattr(c10d._world, name)) for name in TABLES}
 
 
-def made_by_torch(make: Callable[[], Any]) -> int:
+def count_new_groups(make: Callable[[], Any]) -> int:
     """How many groups come to torch's tables while something is made, ours among them."""
-    before = tables()["pg_map"]
+    before = table_sizes()["pg_map"]
     make()
-    return tables()["pg_map"] - before
+    return table_sizes()["pg_map"] - before
 
 
 def timeout_of(group: Any) -> timedelta:
@@ -45,7 +45,7 @@ def timeout_of(group: Any) -> timedelta:
     return group._get_backend(torch.device("cpu")).options._timeout
 
 
-class CountingStore(dist.Store):
+class RecordingStore(dist.Store):
     """The world's store, and in ``done`` every operation that came by."""
 
     def __init__(self, inner: dist.Store, done: list[str]) -> None:
@@ -56,8 +56,8 @@ class CountingStore(dist.Store):
         return self.inner.clone()
 
 
-def _counted(operation: str) -> Callable[..., Any]:
-    def do(self: CountingStore, *args: Any) -> Any:
+def _recorded(operation: str) -> Callable[..., Any]:
+    def do(self: RecordingStore, *args: Any) -> Any:
         self.done.append(operation)
         return getattr(self.inner, operation)(*args)
 
@@ -76,25 +76,25 @@ for _operation in (
     "multi_set",
     "append",
 ):
-    setattr(CountingStore, _operation, _counted(_operation))
+    setattr(RecordingStore, _operation, _recorded(_operation))
 
 
 @contextmanager
-def counted_store() -> Iterator[list[str]]:
+def record_operations() -> Iterator[list[str]]:
     """The operations that this process does in the world's store meanwhile, through our thread or by itself."""
     done: list[str] = []
     perform = heart.perform
     family._registry().reach()  # it keeps the store that it begins with
-    store = CountingStore(c10d._get_default_store(), done)
+    store = RecordingStore(c10d._get_default_store(), done)
     with (
         mock.patch.object(c10d, "_get_default_store", return_value=store),
         mock.patch.object(family._registry(), "store", store),
-        mock.patch.object(heart, "perform", lambda store, step: perform(CountingStore(store, done), step)),
+        mock.patch.object(heart, "perform", lambda store, step: perform(RecordingStore(store, done), step)),
     ):
         yield done
 
 
-def our_store() -> dist.Store:
+def pgmesh_store() -> dist.Store:
     """The part of the world's store that is pgmesh's."""
     store = c10d._get_default_store()
     return dist.PrefixStore(f"pgmesh.{store.get(heart.WORLD).decode()}", underlying(store))

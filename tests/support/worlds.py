@@ -102,7 +102,7 @@ def world(n: int) -> World:
 
 
 @contextmanager
-def fresh(n: int, store: StoreProcess | None = None) -> Iterator[World]:
+def fresh_world(n: int, store: StoreProcess | None = None) -> Iterator[World]:
     """A world of n ranks that is nobody else's, and ends here. Its store may be a process of its own."""
     own = World(n, store)
     try:
@@ -161,11 +161,11 @@ def check_sums(groups: dict[str, tuple[dist.ProcessGroup, Sequence[int]]]) -> No
 Groups = dict[str, tuple[dist.ProcessGroup, Sequence[int]]]
 
 
-def combos(mesh: ProcessGroupMesh) -> list[tuple[Any, ...]]:
+def axis_combinations(mesh: ProcessGroupMesh) -> list[tuple[Any, ...]]:
     """Every combination of axes, from none, which means all, to all."""
     return [axes for n in range(len(mesh.axes) + 1) for axes in combinations(mesh.axes, n)]
 
 
 def groups_of(mesh: ProcessGroupMesh) -> Groups:
     """This rank's group along every combination of axes."""
-    return {f"{axes} of {mesh!r}": (mesh.group(*axes), mesh.ranks(*axes)) for axes in combos(mesh)}
+    return {f"{axes} of {mesh!r}": (mesh.group(*axes), mesh.ranks(*axes)) for axes in axis_combinations(mesh)}

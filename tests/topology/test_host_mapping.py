@@ -14,9 +14,9 @@ from hypothesis import given, strategies as st
 
 from pgmesh import Layout, MembershipError, MissingRanksError, PlaceError, ProcessGroupMesh, launch, placement
 from pgmesh.placement import Placement, Seat
-from tests.support.message_assertions import says
-from tests.support.torch_tables import counted_store, our_store
-from tests.support.worlds import check_sums, fresh, world
+from tests.support.message_assertions import assert_raises
+from tests.support.torch_tables import pgmesh_store, record_operations
+from tests.support.worlds import check_sums, fresh_world, world
 
 
 def seats(*hosts: str, boots: str | None = None) -> Placement:
@@ -69,7 +69,7 @@ def test_a_machine_is_known_by_its_boot_and_else_by_its_name():
 
 
 def test_a_rank_that_was_not_placed():
-    says(PlaceError, lambda: seats("a", "b").host_of(2), "rank 2 was not placed; those are 0, 1.")
+    assert_raises(PlaceError, lambda: seats("a", "b").host_of(2), "rank 2 was not placed; those are 0, 1.")
 
 
 # ---- the exchange ----
@@ -97,7 +97,7 @@ def test_ranks_say_themselves_where_they_are():
 def pretend(hosts: str) -> list[object]:
     """As if each rank were on the host of its letter, whose boot nobody knows."""
     placement._worlds.clear()
-    store = our_store()
+    store = pgmesh_store()
     dist.barrier()
     store.delete_key(placement.SEATS)
     store.delete_key(f"{placement.SEATS}/count")
@@ -157,7 +157,7 @@ def half() -> list[str]:
 
 def test_members_alone_ask_and_those_who_do_not_are_named():
     missing = "ranks 0, 3 of 0, 1, 2, 3 did not say on which host they are, in 0.3 s. Each of them has to ask too."
-    with fresh(4) as own:
+    with fresh_world(4) as own:
         said = own.run(half)
     assert said[1] == said[2] == ["intra", missing, "4"]
     for rank in (0, 3):
@@ -176,7 +176,7 @@ def asked() -> list[list[str]]:
         lambda: [mesh.locality(*axes) for axes in (("dp",), ("pp",), ("pp", "dp"), ())],
         lambda: ProcessGroupMesh(tp=4, name="another").locality("tp"),
     ):
-        with counted_store() as done:
+        with record_operations() as done:
             call()
         found.append(done)
         dist.barrier()
@@ -184,7 +184,7 @@ def asked() -> list[list[str]]:
 
 
 def test_each_rank_posts_its_place_once_and_asks_nothing_of_what_it_knows():
-    with fresh(4) as own:
+    with fresh_world(4) as own:
         for part, whole, *again in own.run(asked):
             posts = [operation for operation in part if operation in ("append", "add")]
             assert posts == ["append", "add"]  # its line, and one more
