@@ -44,7 +44,7 @@ test-torch: $(TORCH_VENV)/made  ## on another torch: make test-torch TORCH=2.15.
 	$(TORCH_RUN) -m tests.support.torch_version $(TORCH)
 	$(LOCAL) PGMESH_TORCH=$(TORCH) $(TORCH_RUN) -m pytest -q -p tests.support.torch_version $(BY_TWO) -m 'not long' $(TESTS)
 
-browser: $(VENV)/dev         ## Debian's Chromium, which tests measure pictures with; needs root where it is not there
+browser: $(VENV)/dev         ## Debian's Chromium, which tests measure figures with; needs root where it is not there
 	$(RUN) -m tests.support.browser
 
 test-launchers: $(VENV)/dev  ## torchrun, srun, mpirun and mpiexec themselves, from Debian's packages; needs root

@@ -1,4 +1,4 @@
-"""What every doctest may use: the running example, pp=2, dp=2, tp=2, seen from rank 5 of a dry world of 8."""
+"""Names that every doctest may use: the running example, pp=2, dp=2, tp=2, on rank 5 of a fake world of 8."""
 
 from __future__ import annotations
 

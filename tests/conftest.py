@@ -1,4 +1,4 @@
-"""How the tests run: Hypothesis tries the same examples each time, and no worker is left alone with a long file."""
+"""Settings of the test runs: Hypothesis tries the same examples each time, and the longest files start first."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ LONGEST = (
     "interop/test_megatron_core",
     "connect/test_connect",
 )
-"""The files that take longest, longest first: those that wait by turns with those that compute."""
+"""The slowest files, slowest first; files that wait alternate with files that compute."""
 
 
 @pytest.fixture
 def heart() -> Iterator[Heart]:
-    """The thread that asks, over a store in memory."""
+    """A store thread over a store in memory."""
     beating = Heart(dist.HashStore(), "nowhere", 0, 1)
     yield beating
     beating.stop()
@@ -55,13 +55,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A worker is given the next file when it is done with one."""
+    """Sort the slowest files to the front: each worker takes the next file when it has finished one."""
     places = {TESTS / f"{name}.py": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 def pytest_collection_finish() -> None:
-    """What was imported is never garbage."""
+    """Exclude imported objects from garbage collection."""
     gc.collect()
     gc.freeze()
 

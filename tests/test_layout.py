@@ -1,4 +1,4 @@
-"""What one may expect of a layout beyond its laws."""
+"""Properties of a layout that are not among its laws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What things cost, in counts that no machine changes: calls, allocations, modules, bytes, operations of the store.
+"""Overhead in counts that do not depend on the machine: calls, allocations, modules, bytes, store operations.
 
 Nothing here is timed: `make bench` does that. Operations of making and of connecting real groups are counted in
 test_groups.py and test_connect.py.

@@ -1,4 +1,4 @@
-"""A layout as one rank sees it answers as a mesh does on that rank."""
+"""The view of a layout from one rank: it returns the same as a mesh on that rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How connect drives a meeting: what it asks runs in the heart, in stretches, and what ends it reaches both sides."""
+"""``connect`` and the store thread: operations run on the thread, and errors and signals end the wait on both sides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures: what they show against the layout, where things stand, and that a browser draws them."""
+"""Figures: their content against the layout, their positions, and how a browser renders them."""
 
 from __future__ import annotations
 

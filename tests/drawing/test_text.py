@@ -1,4 +1,4 @@
-"""Layouts as text: whole pictures, and that every rank shown stands at the labels of its coord."""
+"""Layouts drawn as text: whole drawings, and the position of every rank."""
 
 from __future__ import annotations
 

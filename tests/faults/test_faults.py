@@ -1,11 +1,11 @@
-"""What happens when things go wrong, each row of docs/faults.md with real processes: who is told what, and how soon.
+"""Faults in real processes, one test or more for each row of docs/faults.md: the error on each rank, and its time.
 
-Ranks beat five times as often here as elsewhere, so one that falls silent is suspected after a second. Times are taken
-in the ranks, on the clock that all processes of a machine share. Nothing here waits for luck: a rank that must come
-after another looks in the store, or at a file, until that one is where it should be.
+Heartbeats are five times as frequent here as elsewhere, so a silent rank is suspected after a second. Times are taken
+in the ranks, on the clock that all processes of a machine share. No test sleeps and hopes: a rank that must act after
+another one polls the store, or a file, until that one is ready.
 
-With PGMESH_STARVED set, as `python -m tests.faults.chaos --part starved` does while it keeps all cores busy, ranks beat
-as elsewhere, and reports may come late. What they say may not differ.
+With PGMESH_STARVED set, as `python -m tests.faults.chaos --part starved` does while it keeps all cores busy,
+heartbeats are as frequent as elsewhere, and reports may be late. Their text may not differ.
 """
 
 from __future__ import annotations

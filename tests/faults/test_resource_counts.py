@@ -1,4 +1,4 @@
-"""What stays behind after each kind of fault that a process survives: nothing.
+"""Resource leaks after each kind of fault that a process survives: none.
 
 Four ranks run into one kind of fault again and again. Early and late, each counts its descriptors, its threads, the
 entries of torch's tables and the keys in the store, of which none may be more, and its resident memory, which may grow

@@ -1,4 +1,4 @@
-"""What goes wrong with torch's own groups, each hazard as a test that pgmesh passes where torch alone fails.
+"""Hazards of torch's own groups, each as a test that pgmesh passes and torch alone fails.
 
 The hazards are those of facts.md. The tests called test_torch_alone_... show that a hazard is real: once one of them
 fails, torch has changed, and what pgmesh does about it may go.

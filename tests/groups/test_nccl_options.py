@@ -1,6 +1,6 @@
-"""What NCCL is told, as far as a torch without NCCL can show it: the very options that its backend would be made with.
+"""The options that NCCL's backend is created with, tested on a torch without NCCL.
 
-A stand-in takes the place of torch's ``ProcessGroupNCCL``; what NCCL makes of its options is untested.
+A stand-in replaces torch's ``ProcessGroupNCCL``. The effect of the options on NCCL is untested.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def test_every_setting_reaches_nccl(nccl: type[StandIn], setting: str):
     mesh.configure("tp", backend="nccl", nccl={setting: value}, high_priority=True, timeout=timedelta(seconds=7))
     mesh.group("tp")
     (options,) = nccl.made
-    assert options.told == (True, {setting: value})
+    assert options.changed == (True, {setting: value})
     assert (options._timeout, options.global_ranks_in_group) == (timedelta(seconds=7), [4, 5])
     assert options.group_name == mesh.group("tp").group_name
     mesh.group("dp", backend="nccl")
-    assert nccl.made[1].told == (False, {})  # another family has none of it
+    assert nccl.made[1].changed == (False, {})  # another family has none of it
 
 
 def test_sharp_is_for_one_family_and_keeps_what_else_it_was_told(nccl: type[StandIn]):

@@ -1,4 +1,4 @@
-"""Promises on real groups, each of which a wrong line once kept from no other test."""
+"""Regressions on real groups: mistakes that no other test detected."""
 
 from __future__ import annotations
 

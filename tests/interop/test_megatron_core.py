@@ -490,4 +490,4 @@ def test_nccl_is_told_what_megatrons_own_reader_would_tell_it(state: Any):
         assert settings
         for short in settings:
             (name,) = arrangement.short[short]
-            assert found[name] == state.get_nccl_options(short, settings).told
+            assert found[name] == state.get_nccl_options(short, settings).changed

@@ -1,4 +1,4 @@
-"""Which launcher is believed. The environments are those that the real ones made; see docs/launchers.md."""
+"""Launcher detection, in environments recorded from the real launchers; see docs/launchers.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks bring unevenly is an error on each of them, with the axis and the numbers, and they go on after it."""
+"""Unequal inputs of ranks: an error on each rank, with the axis and the numbers, after which they can go on."""
 
 from __future__ import annotations
 

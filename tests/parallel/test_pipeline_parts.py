@@ -1,4 +1,4 @@
-"""What a pipeline keeps of a module that it cuts, and when its stages learn anew what they are handed."""
+"""Parts of a module that a pipeline keeps, and the steps at which its stages exchange shapes again."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""How soon ranks are told, on a clock that no machine slows down: the times of docs/faults.md, as numbers.
+"""Detection times of docs/faults.md, asserted exactly on a simulated clock.
 
-test_faults.py shows with real processes that each fault is told, and allows a busy machine its delays; here, nothing is
-allowed beyond what is promised.
+test_faults.py shows with real processes that each fault is reported, and tolerates the delays of a busy machine.
 """
 
 from __future__ import annotations

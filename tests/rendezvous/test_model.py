@@ -1,4 +1,4 @@
-"""How ranks meet, under the model checker: each law over every interleaving of small programs, and mutants caught."""
+"""The connect protocol under a model checker: each law over all interleavings of small programs; mutants are caught."""
 
 from __future__ import annotations
 

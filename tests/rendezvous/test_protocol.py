@@ -1,4 +1,4 @@
-"""How ranks meet through the store, without ranks: two of them played by one process over a store in memory."""
+"""The connect protocol without processes: one process plays two ranks over a store in memory."""
 
 from __future__ import annotations
 

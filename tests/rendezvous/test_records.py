@@ -1,4 +1,4 @@
-"""What stands in the store may be anything: readers take what is a record, and anything else for what it is."""
+"""Records in the store: readers accept valid ones, and report foreign values as such."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The thread that asks the store: late or not, it goes on, and it keeps nothing of what it did."""
+"""The store thread: it goes on after a late answer, and keeps no reference to finished requests."""
 
 import gc
 import threading

@@ -1,6 +1,6 @@
-"""A browser without a window draws pictures and pages, and measures them: it alone knows how wide letters are.
+"""A headless browser that renders figures and pages and measures them, since only a browser knows text widths.
 
-python -m tests.support.browser      or     make browser: have Debian's Chromium installed, where there is none
+python -m tests.support.browser      or     make browser: install Debian's Chromium if no browser is found
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from tests.support import debian
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-ABSENT = "no Chromium here to measure pictures with: make browser, as root, installs Debian's"
+ABSENT = "no Chromium here to measure figures with: make browser, as root, installs Debian's"
 
 FLAGS = (
     "--headless",
@@ -74,16 +74,16 @@ const faultsOf = (view) => {
   return {drawings, faults: faults.slice(0, 9), lines: lines.length, beside};
 };
 """
-"""What is wrong with each picture and with the page around them. (Boxes of letters are taller than letters.)"""
+"""Layout faults of each figure and of the page around them. (The box of a letter is taller than the letter.)"""
 
 
 def find_browser() -> str | None:
-    """The program, if there is one."""
+    """Path of the browser, or None."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
 def measure_pages(pages: list[str], width: int, folder: Path) -> list[dict[str, Any]]:
-    """What a browser finds wrong with each of these pages in a window so wide: with it, and with each drawing in it."""
+    """Layout faults of each page, and of each figure on it, in a window of this width."""
     frames = "".join(
         f'<iframe style="border:0;width:{width}px;height:900px" srcdoc="{html.escape(page)}"></iframe>'
         for page in pages
@@ -101,7 +101,7 @@ def measure_pages(pages: list[str], width: int, folder: Path) -> list[dict[str, 
 
 
 def screenshot(file: Path, width: int, height: int, folder: Path) -> bytes:
-    """A file as a PNG."""
+    """A PNG of how the browser renders a file."""
     image = folder / "drawn.png"
     _run(file, folder, f"--window-size={width},{height}", f"--screenshot={image}")
     return image.read_bytes()
@@ -119,7 +119,7 @@ def main() -> int:
         try:
             debian.install({"chromium": "chromium"})
         except debian.Skip as reason:
-            print(f"pictures will not be measured: {reason}")
+            print(f"figures will not be measured: {reason}")
     return 0
 
 

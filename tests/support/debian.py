@@ -1,4 +1,4 @@
-"""Debian's packages, where what they hold is not there yet."""
+"""Installation of missing programs from Debian's packages."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Mapping
 
 
 class Skip(Exception):
-    """Why what needs them cannot be tried here."""
+    """Raised with the reason if the programs cannot be installed here."""
 
 
 def install(programs: Mapping[str, str]) -> None:
-    """Have all these programs.
+    """Install the programs that are missing.
 
     Args:
-        programs: for each, the package that holds it.
+        programs: the package of each program.
 
     Raises:
         Skip: there is no root, no apt or no network.

@@ -1,4 +1,4 @@
-"""A model of two layers, trained over DeviceMeshes that are made of a mesh's groups."""
+"""A model of two layers, trained over the DeviceMesh of a mesh's groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOLERANCES = {"rtol": 1e-5, "atol": 1e-6}
 
 
 def device_mesh_of(mesh: ProcessGroupMesh) -> DeviceMesh:
-    """The device mesh, and so the groups along every axis."""
+    """The DeviceMesh of a mesh; asserts that no group is created but one for each axis."""
     before = table_sizes()["pg_map"]
     whole = mesh.device_mesh()
     made = {mesh.group(axis) for axis in mesh.axes}
@@ -46,7 +46,7 @@ def batch(rows: int = 8) -> torch.Tensor:
 
 
 def train(model: nn.Module, x: torch.Tensor, *, clip: float | None = None) -> dict[str, torch.Tensor]:
-    """Two steps of training, and what the parameters, and the norm of the last gradient, are then."""
+    """Train two steps; return the parameters and the norm of the last gradient."""
     optimizer, norm = torch.optim.SGD(model.parameters(), lr=0.5), torch.zeros(())
     for _ in range(2):
         optimizer.zero_grad()
@@ -61,7 +61,7 @@ def train(model: nn.Module, x: torch.Tensor, *, clip: float | None = None) -> di
 
 
 def own_rows(mesh: ProcessGroupMesh, *axes: str) -> torch.Tensor:
-    """This rank's rows of the batch, along the axes that share it out."""
+    """This rank's rows of the batch, which is split along these axes."""
     return batch().chunk(mesh.size(*axes))[mesh.index(*axes)]
 
 

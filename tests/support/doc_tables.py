@@ -1,4 +1,4 @@
-"""What the pages of other systems name, function by function, with every parameter."""
+"""Tables of the functions in other systems' documentation, each with all its parameters."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ OLMO_NAMES = (
     "DataParallelConfig TensorParallelConfig ContextParallelConfig PipelineParallelConfig ExpertParallelConfig "
     "PipelineSchedule PipelineScheduleType PipelineSplitStyle"
 )
-"""What the page exports beside functions."""
+"""Exports of the page that are not functions."""
 
 MEGATRON_GLOBALS = (
     "_TENSOR_MODEL_PARALLEL_GROUP _PIPELINE_MODEL_PARALLEL_GROUP _MODEL_PARALLEL_GROUP _EMBEDDING_GROUP "
@@ -189,4 +189,4 @@ MEGATRON_GLOBALS = (
     "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP _GLOBAL_MEMORY_BUFFER _GLOBAL_SYMMETRIC_MEMORY_BUFFER "
     "_global_process_group_list"
 )
-"""Where the page keeps what its functions return."""
+"""Module variables of the page that hold what its functions return."""

@@ -33,7 +33,7 @@ class Expert(nn.Module):
 
 
 class ExpertBlock(nn.Module):
-    """Causal attention, then a mixture of experts, whose loads count in the loss."""
+    """Causal attention, then a mixture of experts with a balance loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,11 +54,12 @@ class ExpertBlock(nn.Module):
 
 
 def expert_model(layers: int = 2) -> TinyGPT:
+    """The tiny GPT with experts in each block."""
     return TinyGPT(layers=layers, block=ExpertBlock)
 
 
 def cut_like(found, expected, mesh, tensor):
-    """What one process has, cut as it is here."""
+    """The tensors of one process, each cut along ``tensor`` where this rank's tensor is smaller."""
     parts = {}
     for name, part in found.items():
         parts[name] = expected[name]
@@ -69,7 +70,7 @@ def cut_like(found, expected, mesh, tensor):
 
 
 def train_alone_in_parts(parts: int = 1, rows=lambda each: [each]) -> TrainingRun:
-    """One process, whose gradients are means over parts of the rows: loads are balanced within each."""
+    """Train in one process. Gradients are means over parts of the rows, and each part has a balance loss of its own."""
     torch.set_num_threads(1)
     model, trained = expert_model(), TrainingRun([], [], {})
     optimizer = optimizer_of(model.parameters())
@@ -86,6 +87,7 @@ def train_alone_in_parts(parts: int = 1, rows=lambda each: [each]) -> TrainingRu
 
 
 def expert_layer(experts: int = 4, expert=Expert) -> nn.Module:
+    """A layer with nothing but experts."""
     layer = nn.Module()
     layer.mix, layer.experts = mix, nn.ModuleList(expert() for _ in range(experts))
     return layer

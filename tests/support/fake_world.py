@@ -1,4 +1,4 @@
-"""One process that takes itself for any rank of a world of any size, over torch's fake backend."""
+"""A fake world: one process acts as any rank of a world of any size, over torch's fake backend."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pgmesh.launch import fake_world
 
 @contextmanager
 def fake_rank(rank: int, size: int, store: dist.Store | None = None) -> Iterator[None]:
-    """This process is rank ``rank`` of ``size``, in which no collective moves anything."""
+    """Make this process rank ``rank`` of a fake world of ``size`` ranks. Collectives move no data."""
     fake_world(rank, size)
     try:
         if store is not None:
-            dist.destroy_process_group()  # torch knows the backend from here on
+            dist.destroy_process_group()  # the backend stays registered with torch
             dist.init_process_group("fake", rank=rank, world_size=size, store=store)
         yield
     finally:

@@ -24,14 +24,14 @@ from tests.support.worlds import STARVED, check_sums, fresh_world, groups_of
 BEAT = 1.0 if STARVED else 0.2
 H = BEAT * heart.SUSPICION  # seconds of silence after which a rank is suspected
 SLACK = 30.0 if STARVED else 1.0  # seconds that a busy machine may add to any bound
-LONG_TIMEOUT = timedelta(seconds=60 if STARVED else 12)  # a deadline that nobody should reach
-WAIT_TIMEOUT = 120.0 if STARVED else 30.0  # seconds for whatever a test waits for
+LONG_TIMEOUT = timedelta(seconds=60 if STARVED else 12)  # a deadline that no rank should reach
+WAIT_TIMEOUT = 120.0 if STARVED else 30.0  # seconds, for any wait of a test
 
 
 class Attempt(NamedTuple):
-    """What became of a call on this rank, and when."""
+    """The error that a call raised on this rank, if any, and the times of its start and end."""
 
-    kind: str  # of the error; "" if there was none
+    kind: str  # the error's type; "" if there was none
     text: str
     start: float
     end: float
@@ -42,6 +42,7 @@ class Attempt(NamedTuple):
 
 
 def attempt(act: Callable[[], Any]) -> Attempt:
+    """Call ``act``, and record any error and the time it took."""
     start = time.monotonic()
     try:
         act()
@@ -51,7 +52,7 @@ def attempt(act: Callable[[], Any]) -> Attempt:
 
 
 def wait_until(condition: Callable[[], Any], what: str) -> Any:
-    """Wait until a condition holds."""
+    """Wait until a condition is true, and return its value."""
     end = time.monotonic() + WAIT_TIMEOUT
     while not (found := condition()):
         assert time.monotonic() < end, f"{what}: not in {WAIT_TIMEOUT} s"
@@ -60,18 +61,18 @@ def wait_until(condition: Callable[[], Any], what: str) -> Any:
 
 
 def last_status(rank: int) -> Told | None:
-    """What a rank last told the others."""
+    """The last status that a rank has written to the store."""
     return Told.unpack(rank, perform(pgmesh_store(), Read(told(rank))))
 
 
 def wait_until_waiting(*ranks: int) -> None:
-    """Wait until these ranks have come to a meeting and tell that they wait."""
+    """Wait until the statuses of these ranks say that they wait in ``connect``."""
     for rank in ranks:
         wait_until(lambda rank=rank: (last := last_status(rank)) and last.waits, f"rank {rank} waits")
 
 
 def set_flag(folder: Path, name: str) -> None:
-    """Let every process on this machine know."""
+    """Create a file that other processes wait for."""
     (folder / name).touch()
 
 
@@ -80,13 +81,13 @@ def wait_for_flag(folder: Path, name: str) -> None:
 
 
 def beat_fast() -> None:
-    """Beat fast, and give the store little time for its last word."""
+    """Shorten the interval of heartbeats and the timeout of the final status message."""
     heart.BEAT, connecting.LAST_WORD = BEAT, 0.5
-    logging.getLogger("pgmesh").addHandler(logging.NullHandler())  # what a test does not look for is not printed
+    logging.getLogger("pgmesh").addHandler(logging.NullHandler())  # keeps warnings off stderr
 
 
 def connect_and_beat(mesh: ProcessGroupMesh) -> None:
-    """It connects, and every rank of it beats for good."""
+    """Connect a mesh, and return once all its ranks send heartbeats."""
     mesh.connect(timeout=LONG_TIMEOUT)
     wait_until(lambda: mesh._family.beating().steady, "a connection of its own")
     mesh._family.beating().ask(Say(()), WAIT_TIMEOUT)
@@ -94,7 +95,7 @@ def connect_and_beat(mesh: ProcessGroupMesh) -> None:
 
 
 def beat_fast_with_bystander(*but: int) -> ProcessGroupMesh:
-    """Beat fast, from the first connect on; and a mesh of all but these ranks, which nothing that follows may harm."""
+    """Shorten the heartbeat interval; return a connected mesh of all ranks except ``but``, which must stay intact."""
     beat_fast()
     everyone = range(dist.get_world_size())
     connect_and_beat(ProcessGroupMesh(len(everyone), name="beating"))
@@ -105,18 +106,19 @@ def beat_fast_with_bystander(*but: int) -> ProcessGroupMesh:
 
 
 def connect_and_check(mesh: ProcessGroupMesh, *families: Any) -> None:
-    """It connects, and every sum is right."""
+    """Connect a mesh, and check the sum over each group."""
     mesh.connect(*families, timeout=LONG_TIMEOUT)
     axes = [each if isinstance(each, tuple) else (each,) for each in families or mesh.axes]
     check_sums({f"{each}": (mesh.group(*each), mesh.ranks(*each)) for each in axes})
 
 
 def kill_self(number: int = signal.SIGKILL) -> None:
+    """Send a signal to this process."""
     os.kill(os.getpid(), number)
 
 
 def results(outcomes: Sequence[Outcome], *but: int) -> list[Any]:
-    """What every rank but these returned."""
+    """Results of all ranks except ``but``; asserts that none of them failed."""
     for outcome in outcomes:
         assert outcome.rank in but or not outcome.error, f"rank {outcome.rank} {outcome.error}\n{outcome.details}"
     return [outcome.result for outcome in outcomes if outcome.rank not in but]
@@ -126,7 +128,7 @@ ORDERS = ("first", "together", "last")
 
 
 def die_at(folder: Path, points: Sequence[tuple[int, str]]) -> tuple[Attempt, Attempt]:
-    """In each three ranks the middle one dies as it asks the store for the k-th time."""
+    """In each group of three ranks, kill the middle one at its k-th operation on the store."""
     me = dist.get_rank()
     beat_fast()
     three, (k, order) = me // 3, points[me // 3]
@@ -155,7 +157,7 @@ def die_at(folder: Path, points: Sequence[tuple[int, str]]) -> tuple[Attempt, At
 
 
 def die_at_each(folder: Path, points: Sequence[tuple[int, str]]) -> list[str]:
-    """What became of each crash point, in a word: "" where the victim had done all it had to do."""
+    """Outcome of each crash point in a word; "" if the victim had finished before its k-th operation."""
     with fresh_world(3 * len(points)) as own:
         outcomes = own.outcomes(die_at, folder, points)
     words = []

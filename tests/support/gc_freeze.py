@@ -1,4 +1,4 @@
-"""The last that the server imports which ranks are forked from: no rank looks through all of that for garbage."""
+"""Import this last in the server that ranks are forked from: garbage collection in a rank then skips its objects."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Answers as files to review. ``GOLDEN=write`` writes them anew; then look at the difference before it is committed."""
+"""Golden files: expected outputs, kept for review. ``GOLDEN=write`` rewrites them; review the diff before a commit."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ FOLDER = Path(__file__).parents[1] / "golden"
 
 
 def check(name: str | Path, text: str) -> None:
-    """The text is that of the file: one of the folder, or at a path from the root of all files."""
+    """Assert that the text equals a file: one in ``tests/golden``, or at an absolute path."""
     file = FOLDER / name
     if os.environ.get("GOLDEN") == "write":
         file.parent.mkdir(exist_ok=True)
         file.write_text(text, encoding="utf-8")
-    assert text == file.read_text(encoding="utf-8"), f"{name} is not what it was; GOLDEN=write writes it anew"
+    assert text == file.read_text(encoding="utf-8"), f"{name} has changed; GOLDEN=write rewrites it"

@@ -23,10 +23,10 @@ ALLOCATION = {
     "SLURM_NPROCS": "4",
     "SLURM_TASKS_PER_NODE": "3,1",
 }
-"""What a shell of salloc has."""
+"""The environment of a shell that salloc starts."""
 
 BATCH = ALLOCATION | {"SLURM_GTIDS": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_PROCID": "0"}
-"""What a script of sbatch has."""
+"""The environment of a script that sbatch starts."""
 
 SRUN = ALLOCATION | {
     "SLURM_GTIDS": "3",
@@ -40,7 +40,7 @@ SRUN = ALLOCATION | {
     "SLURM_STEP_NUM_TASKS": "4",
     "SLURM_STEP_TASKS_PER_NODE": "3,1",
 }
-"""What srun's rank 3 of 4 has, the only one on the second host."""
+"""The environment of srun's rank 3 of 4, the only one on the second host."""
 
 ONE_HOST = SRUN | {
     "SLURM_GTIDS": "0,1,2,3",
@@ -63,7 +63,7 @@ DAEMON = SRUN | {
     "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
     "SLURM_TASKS_PER_NODE": "1(x2)",
 }
-"""What the daemons of mpirun have that srun starts, and so the ranks that they start."""
+"""The environment of mpirun's daemons when srun starts them; their ranks inherit it."""
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "3",

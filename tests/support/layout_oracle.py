@@ -1,4 +1,4 @@
-"""The oracle: a mesh as a plain list. Every coord is written down beside its rank, and every question is a search."""
+"""Oracle of layouts: a table from coord to rank, in which every query is a search."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Keep = int | slice | Sequence[int]
 
 
 class LayoutOracle:
-    """What a layout must agree with, in everything that both can be asked."""
+    """A layout as a table. ``Layout`` must return the same from every method that both have."""
 
     def __init__(self, axes: Iterable[Axis], shape: Iterable[int], ranks: Iterable[int]) -> None:
         self.axes, self.shape = tuple(axes), tuple(shape)
@@ -30,7 +30,7 @@ class LayoutOracle:
         return next(coord for coord, other in self.table.items() if other == rank)
 
     def partition(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
-        """The ranks heaped up by where they are on the other axes."""
+        """Blocks: the ranks grouped by their coords on the other axes."""
         heaps: dict[tuple[int, ...], list[int]] = {}
         for coord, rank in self.table.items():
             where = tuple(i for axis, i in zip(self.axes, coord) if axis not in (axes or self.axes))
@@ -65,7 +65,7 @@ class LayoutOracle:
 
 
 def _kept(places: range, keep: Keep) -> list[int]:
-    """The places that an index, a slice or a list keeps, each once."""
+    """The indices that an index, a slice or a list selects, each once."""
     if isinstance(keep, slice):
         return list(places[keep])
     return list(dict.fromkeys(places[i] for i in ([keep] if isinstance(keep, int) else keep)))

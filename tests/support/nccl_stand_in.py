@@ -14,26 +14,26 @@ from pgmesh import groups, recipes
 from pgmesh.options import NCCL_SETTINGS
 from tests.support.fake_world import fake_rank
 
-UNSET = -(2**31)  # as NCCL marks what is left to it
+UNSET = -(2**31)  # NCCL's mark of a setting that is left to NCCL
 
 
 class Options:
-    """As torch's own for NCCL: fields, and a configuration of which each has a value from the first."""
+    """Options with the interface of torch's ``ProcessGroupNCCL.Options``."""
 
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream = is_high_priority_stream
         self.config = SimpleNamespace(**dict.fromkeys(StandIn.settings, UNSET))
 
     @property
-    def told(self) -> tuple[bool, dict[str, Any]]:
-        """Whether its streams have a high priority, and the settings that are not left to NCCL."""
+    def changed(self) -> tuple[bool, dict[str, Any]]:
+        """The priority of the streams, and the settings that are not left to NCCL."""
         return self.is_high_priority_stream, {
             name: value for name, value in vars(self.config).items() if value != UNSET
         }
 
 
 class StandIn:
-    """Takes what torch's backend for NCCL takes, and moves nothing."""
+    """A backend with the arguments of torch's ``ProcessGroupNCCL``, which records its options and moves no data."""
 
     Options = Options
     settings = NCCL_SETTINGS
@@ -46,7 +46,7 @@ class StandIn:
 
 @contextmanager
 def stand_in_for_nccl() -> Iterator[type[StandIn]]:
-    """A torch that has NCCL, as far as it is asked; this process is rank 5 of 8."""
+    """Pretend that this torch has NCCL; this process is rank 5 of a fake world of 8."""
     StandIn.made, StandIn.settings = [], NCCL_SETTINGS
     groups.backends_of.cache_clear()
     with (
@@ -59,11 +59,11 @@ def stand_in_for_nccl() -> Iterator[type[StandIn]]:
 
 
 def options_by_name(nccl: type[StandIn], arrangement: recipes.Arrangement) -> dict[str, tuple[bool, dict[str, Any]]]:
-    """What NCCL is told of each group of this rank, where it is told something."""
+    """The options that NCCL is given for each group of this rank, without groups that have none."""
     mine = [name for name in arrangement if arrangement.rank in arrangement[name]]
     for name in mine:
         arrangement[name].group(backend="nccl")
-    by_ranks = {tuple(options.global_ranks_in_group): options.told for options in nccl.made}
+    by_ranks = {tuple(options.global_ranks_in_group): options.changed for options in nccl.made}
     found = {name: by_ranks[arrangement[name].ranks] for name in mine}
     return {name: each for name, each in found.items() if each != (False, {})}
 

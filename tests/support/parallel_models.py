@@ -1,11 +1,11 @@
-"""What every parallel method is held against: a tiny GPT, and its training in one process, in 64-bit floats.
+"""Reference of the parallel methods: a tiny GPT and its training in one process, in 64-bit floats.
 
     expected = alone(TinyGPT())                            # losses, gradients of each step, weights after the last
     ...                                                    # the same on a mesh, gradients as whole tensors by name
     same(step, found_gradients, expected.gradients[step])
 
-The two runs differ only in the order of their sums, about 1e-16 at a time; a wrong group, factor or batch makes 1e-4
-or more. A rank runs with one thread, since others share its cores.
+The two runs differ only in the order of sums, by about 1e-16 each; a wrong group, factor or batch changes 1e-4 or
+more. A rank runs with one thread, since the ranks share the cores.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attentio
 
 LAYERS, WIDTH, HEADS, VOCABULARY, CONTEXT, ROWS, STEPS = 4, 16, 4, 24, 8, 8, 3
 TOLERANCE = 1e-12
-"""How far a gradient or a weight may be from one process's, both in 64-bit floats and of size 0.01 to 1."""
+"""Largest allowed difference from a gradient or weight of one process, which are 0.01 to 1 in size."""
 
 RATE = 0.05
 FIRST, LAST = ("tokens", "places"), ("norm", "head")
-"""The modules that stand before and after the blocks."""
+"""The modules before and after the blocks."""
 
 
 class Block(nn.Module):
-    """Causal attention, then an MLP. The rows of ``qkv`` are sorted by head first, so that they part between heads."""
+    """Causal attention, then an MLP. Rows of ``qkv`` are sorted by head first, so that a cut falls between heads."""
 
     def __init__(self, width: int = WIDTH, heads: int = HEADS) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Block(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.attend = scaled_dot_product_attention  # kept, so that a method may put another in its place
+        self.attend = scaled_dot_product_attention  # an attribute, so that a method may replace it
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         heads = self.qkv(self.norm1(x)).unflatten(-1, (-1, 3, self.head))
@@ -46,10 +46,10 @@ class Block(nn.Module):
 
 
 class TinyGPT(nn.Module):
-    """The whole model, with the same weights in every process: logits, rows x places x vocabulary, from codes.
+    """The whole model, with the same weights in every process. It returns logits: rows x places x vocabulary.
 
-    ``tokens`` and ``places`` may be None on later stages of a pipeline, which are given what the one before made,
-    and ``norm`` and ``head`` on earlier ones. ``positions`` are the places of a part of a sequence.
+    ``tokens`` and ``places`` may be None on later stages of a pipeline, whose input is the previous stage's output;
+    ``norm`` and ``head`` may be None on earlier stages. ``positions`` are the places of a part of a sequence.
     """
 
     def __init__(
@@ -80,19 +80,19 @@ class TinyGPT(nn.Module):
 
 
 def batch(step: int, rows: int = ROWS, vocabulary: int = VOCABULARY) -> tuple[torch.Tensor, torch.Tensor]:
-    """The whole batch of a step, the same in every process: codes and what follows each, rows x CONTEXT."""
+    """The whole batch of a step, the same in every process: codes and the next code of each, rows x CONTEXT."""
     codes = torch.randint(vocabulary, (rows, CONTEXT + 1), generator=torch.Generator().manual_seed(step))
     return codes[:, :-1], codes[:, 1:]
 
 
 def loss_of(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The mean over rows and places, so that means of equal shares have the whole's mean."""
+    """The mean over rows and places: the mean of the losses of equal shares is the loss of the whole."""
     return cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
 @dataclass
 class TrainingRun:
-    """What training came to: the loss and the gradients of each step, the weights after the last, by name."""
+    """The loss and the gradients of each step, and the weights after the last, by name."""
 
     losses: list[float]
     gradients: list[dict[str, torch.Tensor]]
@@ -100,17 +100,17 @@ class TrainingRun:
 
 
 def optimizer_of(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    # A gradient that is zero but for rounding (a key's bias has such a one) makes no step beside this eps.
+    # This eps suppresses steps by a gradient that is zero except for rounding, such as that of a key's bias.
     return torch.optim.AdamW(parameters, RATE, eps=1e-4)
 
 
 def train_alone(
     model: nn.Module, *, steps: int = STEPS, rows: int = ROWS, clip: float | None = None, seed: int = 0
 ) -> TrainingRun:
-    """The run in one process that every parallel run has to equal.
+    """Train in one process: the reference that every parallel run must equal.
 
     Args:
-        clip: the norm that gradients are clipped to; those recorded are after it.
+        clip: the norm that gradients are clipped to before they are recorded.
         seed: the first step's batch.
     """
     optimizer = optimizer_of(model.parameters())
@@ -138,11 +138,11 @@ def train_parallel(
     seed: int = 0,
     clip: Callable[[], object] | None = None,
 ) -> TrainingRun:
-    """The same training of a model that parallel methods were applied to; losses are those that this rank knows.
+    """Train a model that parallel methods were applied to. Losses are those that this rank has.
 
     Args:
-        share: this rank's rows of a whole batch: ``compose(...).share``.
-        clip: called between backward pass and step.
+        share: returns this rank's rows of a whole batch, as ``compose(...).share`` does.
+        clip: called between the backward pass and the step.
     """
     optimizer = optimizer_of(model.parameters())
     trained = TrainingRun([], [], {})
@@ -166,7 +166,7 @@ def train_parallel(
 
 
 def assert_same_run(found: TrainingRun, expected: TrainingRun, tolerance: float = TOLERANCE) -> None:
-    """Each gradient of each step and each weight after the last is the one process's."""
+    """Assert that the gradients of each step and the final weights equal those of one process."""
     assert len(found.gradients) == len(expected.gradients)
     for step, (mine, right) in enumerate(zip(found.gradients, expected.gradients)):
         assert_same(f"gradients of step {step}", mine, right, tolerance)
@@ -174,24 +174,24 @@ def assert_same_run(found: TrainingRun, expected: TrainingRun, tolerance: float 
 
 
 def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The gradient of each parameter as it lies here, by its name in the model."""
+    """This rank's part of each gradient, by the parameter's name in the model."""
     return {name: weight.grad.detach().clone() for name, weight in named_weights(model) if weight.grad is not None}
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every weight as it lies here, by its name in the model."""
+    """This rank's part of each weight, by its name in the model."""
     return {name: weight.detach().clone() for name, weight in named_weights(model)}
 
 
 def named_weights(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
-    """Parameters by the names that the plain model has for them, tied ones under each."""
+    """Parameters by their names in the model of one process, tied ones under each name."""
     for part in getattr(model, "parts", [model]):
         for name, weight in part.named_parameters(remove_duplicate=False):
             yield name.removeprefix("module."), weight
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor put together again, along the outer axes first: they cut it last."""
+    """The whole tensor, gathered along the outer axes first, since they cut it last."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         for i in range(tensor.device_mesh.ndim):
@@ -201,9 +201,9 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_part(tensor: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """The part of a whole tensor that a DTensor says that this rank has: cut along one axis after the other.
+    """This rank's part of a whole tensor by the placements of a DTensor, cut along one axis after the other.
 
-    Along an axis whose shards are strided it is cut last: that is how FSDP cuts what is cut already.
+    Axes with strided shards come last, as FSDP cuts a tensor that is cut already.
     """
     mesh, placements = like.device_mesh, like.placements
     order = sorted(range(mesh.ndim), key=lambda i: "Strided" in type(placements[i]).__name__)
@@ -220,9 +220,9 @@ def local_part(tensor: torch.Tensor, like: DTensor) -> torch.Tensor:
 def assert_same(
     what: str, found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], tolerance: float = TOLERANCE
 ) -> None:
-    """Each tensor that this rank has is the one process's, or the part of it that its placements say.
+    """Assert that each tensor of this rank equals that of one process, or the part of it by its placements.
 
-    There has to be one at least, and no unknown name.
+    There must be at least one tensor, and no unknown name.
     """
     assert found, f"{what}: nothing to compare"
     assert set(found) <= set(expected), f"{what}: one process has no {sorted(set(found) - set(expected))}"

@@ -1,4 +1,4 @@
-"""Training with what parallel methods made of a model, each gradient and weight held against one process."""
+"""Training of a model that parallel methods were applied to, each gradient and weight compared with one process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.parallel_models import (
     weights_of,
 )
 
-torch.set_num_threads(1)  # on ranks too, which import this: others share their cores
+torch.set_num_threads(1)  # ranks import this too, and share the cores
 
 
 def train_and_check(
@@ -34,12 +34,12 @@ def train_and_check(
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
     parts: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = lambda whole: whole,
 ) -> nn.Module:
-    """Three steps. Gradients and weights that this rank has are those of one process.
+    """Train three steps, and assert that this rank's gradients and weights equal those of one process.
 
     Args:
-        context: what cuts the sequences.
-        around: what stands around a loss and its backward.
-        parts: what this rank has of the tensors of one process, where they are no DTensors.
+        context: the method that cuts the sequences.
+        around: a context manager entered around each loss and its backward pass.
+        parts: returns this rank's parts of the tensors of one process, for parameters that are not DTensors.
     """
     model = together.apply(model)
     optimizer = optimizer_of(model.parameters())
@@ -62,10 +62,10 @@ def train_and_check(
 
 
 def whole_loss(logits, target):
-    """The loss of logits that are cut by words, as a plain tensor, which a pipeline can handle."""
+    """The loss of logits that are cut along the vocabulary, as a plain tensor, which a pipeline accepts."""
     return cross_entropy(logits.flatten(0, 1), target.flatten()).to_local()
 
 
 def in_microbatches(rows, shares):
-    """The rows of each of two microbatches: those that all ranks along dp have in it."""
+    """The rows of each of two microbatches, of all ``shares`` ranks along dp together."""
     return [torch.cat(part) for part in zip(*(each.chunk(2) for each in rows.chunk(shares)))]

@@ -1,6 +1,7 @@
-"""Programs in processes of their own, each with its own environment, forked off the server that has torch loaded.
+"""Programs run in processes of their own, each with its own environment.
 
-For what happens before there is a world, or without one: a program that imports torch anew takes seconds.
+The processes are forked from the server that has torch loaded, since a new interpreter takes seconds to import it.
+Tests use this for programs that run before a world exists, or without one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,16 @@ ROOT = Path(__file__).parents[2]
 def run_programs(
     folder: Path, program: str, *words: str, environs: Sequence[Mapping[str, str]], statuses: Sequence[int] = (0,)
 ) -> list[tuple[str, str]]:
-    """What a program says on both outputs, run at once in each of these environments, if it ends as it has to."""
+    """Run a program in each environment at the same time.
+
+    Args:
+        folder: for the files that take the outputs.
+        words: the program's arguments.
+        statuses: exit statuses that are allowed.
+
+    Returns:
+        Standard output and standard error of each process.
+    """
     processes = context()
     files = [(folder / f"{i}.out", folder / f"{i}.err") for i in range(len(environs))]
     running = [
@@ -50,6 +60,7 @@ def _run(program: str, words: Sequence[str], environ: dict[str, str], out: str, 
 
 
 def is_running(pid: int) -> bool:
+    """True if the process exists and is not a zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -58,6 +69,7 @@ def is_running(pid: int) -> bool:
 
 
 def wait_until_gone(pids: list[int], seconds: float = 30.0) -> bool:
+    """Wait for processes to end. Returns False if one still runs after ``seconds``."""
     end = time.monotonic() + seconds
     while any(map(is_running, pids)) and time.monotonic() < end:
         time.sleep(0.01)
@@ -65,11 +77,13 @@ def wait_until_gone(pids: list[int], seconds: float = 30.0) -> bool:
 
 
 def write_script(tmp_path: Path, text: str) -> str:
+    """Write a program to a file and return its path."""
     path = tmp_path / "script.py"
     path.write_text(text)
     return str(path)
 
 
 def clean_env(**more: str) -> dict[str, str]:
+    """This process's environment without torchrun's variables, with the repository on the Python path."""
     env = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
     return env | {"PYTHONPATH": str(ROOT)} | more

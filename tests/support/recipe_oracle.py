@@ -1,4 +1,4 @@
-"""The oracle of the recipes: groups as the systems' pages state them, by loops over every rank.
+"""Oracle of the recipes: the groups that each system's documentation specifies, computed by loops over every rank.
 
 Megatron's equation, for an order whose first axis is the fastest: rank = i0 + i1 * s0 + i2 * s0 * s1 + ...
 """
@@ -31,7 +31,7 @@ def coords(fastest_first: Sequence[str], sizes: Mapping[str, int]) -> list[dict[
 def groups(
     fastest_first: Sequence[str], sizes: Mapping[str, int], along: Sequence[str], offset: int = 0
 ) -> list[Block]:
-    """The ranks that differ along some axes alone, a group for each place on the others; the fastest counts first."""
+    """Groups of the ranks that differ only along some axes, sorted by their other coords, slowest axis first."""
     others = [axis for axis in reversed(fastest_first) if axis not in along]
     found: dict[tuple[int, ...], list[int]] = {}
     for rank, place in enumerate(coords(fastest_first, sizes)):
@@ -40,17 +40,17 @@ def groups(
 
 
 def chunks(block: Block, size: int) -> list[Block]:
-    """A list cut into pieces of so many."""
+    """The block cut into contiguous pieces of ``size`` ranks."""
     return [block[start : start + size] for start in range(0, len(block), size)]
 
 
 def strides(block: Block, size: int) -> list[Block]:
-    """The first of each piece of so many, the second of each, and so on."""
+    """The first ranks of all pieces of ``size``, then the second ranks, and so on."""
     return [tuple(piece[i] for piece in chunks(block, size)) for i in range(size)]
 
 
 def levels(block: Block, sizes: Sequence[int]) -> list[list[Block]]:
-    """For each level its groups: the first is contiguous, each next one strides over those before it."""
+    """Groups of each level: contiguous on the first, and with the stride of all earlier levels on later ones."""
     found, below = [], 1
     for size in sizes:
         found.append([part for piece in chunks(block, below * size) for part in strides(piece, below)])
@@ -59,7 +59,7 @@ def levels(block: Block, sizes: Sequence[int]) -> list[list[Block]]:
 
 
 def tiles(ours: Sequence[Block], theirs: Sequence[Block], whole: Sequence[Block]) -> bool:
-    """Whether each block of ``whole`` is a box of blocks of ours by blocks of theirs."""
+    """True if each block of ``whole`` is a grid of blocks of ``ours`` by blocks of ``theirs``."""
     for block in whole:
         rows = [each for each in ours if set(each) & set(block)]
         columns = [each for each in theirs if set(each) & set(block)]
@@ -71,7 +71,7 @@ def tiles(ours: Sequence[Block], theirs: Sequence[Block], whole: Sequence[Block]
 
 
 def pick(pipeline: Block, stages: Stages) -> Block:
-    """Some ranks of a pipeline, each once, in the order given."""
+    """The ranks of some stages of a pipeline, each once, in the order given."""
     chosen = stages(list(pipeline)) if callable(stages) else [pipeline[stage] for stage in stages]
     return tuple(dict.fromkeys(chosen))
 
@@ -91,7 +91,7 @@ def megatron(
     embedding: Stages = (0, -1),
     position_embedding: Stages = (0,),
 ) -> dict[str, list[Block]]:
-    """Every list of Megatron's parallel state, by our names. ``between instances`` comes from the experts alone."""
+    """Every list of groups in Megatron's parallel state, by our names. ``between instances`` is of the experts only."""
     etp = tp if etp is None else etp
     dense = {"tp": tp, "cp": cp, "pp": pp, "ep": 1, "dp": world // (tp * cp * pp)}
     expert = {"tp": etp, "cp": 1, "pp": pp, "ep": ep, "dp": world // (etp * ep * pp)}
@@ -147,7 +147,7 @@ def fairscale(world: int, *, tp: int = 1, cp: int = 1, pp: int = 1) -> dict[str,
 
 
 def oslo(world: int, *, order: str = "pipeline-data-expert-sequence-tensor", **given: int) -> dict[str, list[Block]]:
-    """OSLO's modes, of which its page gives no lists, in an order whose last is the fastest."""
+    """Groups of OSLO's modes; the last mode in the order is the fastest. OSLO's documentation has no lists of them."""
     modes = ("tensor", "sequence", "expert", "data", "pipeline")
     known = math.prod(size for size in given.values() if size != -1)
     sizes = {mode: world // known if given.get(mode) == -1 else given.get(mode, 1) for mode in modes}
@@ -158,10 +158,10 @@ def oslo(world: int, *, order: str = "pipeline-data-expert-sequence-tensor", **g
 def oslo_code(
     world: int, *, data: int, pipeline: int, expert: int, sequence: int, tensor: int
 ) -> dict[str, list[Block]]:
-    """The lists that OSLO's code makes, mode by mode, each on its own.
+    """The groups that OSLO's code creates, each mode independently of the others.
 
-    Data steps over the whole of what one copy takes; pipelines step inside of that. Tensor and sequence are runs of
-    ranks that follow one another, and experts runs of ranks that stand ``tensor`` apart.
+    Data groups have a stride of one model copy, and pipeline groups a stride of one stage. Tensor and sequence
+    groups are contiguous. Expert groups have a stride of ``tensor``.
     """
     copy = world // data
     stage = copy // pipeline
@@ -178,7 +178,7 @@ def oslo_code(
 
 
 def olmo(world: int, **given: int) -> dict[str, list[Block]]:
-    """What the functions of OLMo-core's page return, over its axes in its order; ``dp`` alone if nothing is given."""
+    """Groups that OLMo-core's functions return, over its axes in its order; only ``dp`` if no size is given."""
     given = given or {"dp": -1}
     left = world // math.prod(given.get(axis, 1) for axis in ("pp", "cp", "tp"))
     data = {axis: given[axis] for axis in ("dp", "dp_replicate", "dp_shard") if axis in given}
@@ -197,7 +197,7 @@ def olmo(world: int, **given: int) -> dict[str, list[Block]]:
 
 
 def olmo_experts(world: int, *, ep: int = -1) -> dict[str, list[Block]]:
-    """Its mesh for experts alone, ep_replicate x ep_shard."""
+    """Groups of OLMo-core's mesh for experts, ep_replicate x ep_shard."""
     sizes = {"ep_shard": world if ep == -1 else ep, "ep_replicate": 1 if ep == -1 else world // ep}
     whole = groups(list(sizes), sizes, list(sizes))
     found = {
@@ -207,12 +207,12 @@ def olmo_experts(world: int, *, ep: int = -1) -> dict[str, list[Block]]:
     return {**found, "model": whole, "loader": whole}
 
 
-# ---- lists that answer as an arrangement does, for a line of a page that asks it ----
+# ---- lists with the interface of an arrangement, for the examples on the pages ----
 
 
 @dataclass
 class Lists:
-    """Lists by name, seen from a rank."""
+    """Lists of groups by name, as one rank sees them."""
 
     lists: Mapping[str, list[Block]]
     rank: int = 5
@@ -227,7 +227,7 @@ class Lists:
 
 @dataclass
 class Family:
-    """Lists of one name."""
+    """The groups of one name, as one rank sees them."""
 
     blocks: list[Block]
     rank: int
@@ -283,4 +283,4 @@ class Group:
 
 
 group_of = functools.cache(Group)
-"""A group is shared by its ranks."""
+"""The group of these ranks, the same object for each of them."""

@@ -1,4 +1,4 @@
-"""What a process holds, beside its program: the ledger of what faults and cycles leave behind."""
+"""Counts of the resources that a process holds: descriptors, threads, memory and entries of torch's tables."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pgmesh import groups
 from tests.support.torch_tables import table_sizes
 
 CAN_COUNT = os.path.isdir("/proc/self/fd")
-"""Whether this machine tells what a process holds."""
+"""True if this machine has /proc, which the counts are read from."""
 
 PF_EXITING = 4
-"""Linux's flag of a thread that ends: in linux/sched.h, and in proc(5) for the field."""
+"""Flag of a thread that is exiting, from linux/sched.h; the field is described in proc(5)."""
 
 
 def count_resources() -> dict[str, int]:
-    """How many descriptors, threads, entries of torch's tables, and collectives that hang."""
+    """Numbers of descriptors, threads, unfinished collectives and entries of torch's tables."""
     groups.sweep()
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
@@ -29,7 +29,7 @@ def count_resources() -> dict[str, int]:
 
 
 def count_threads() -> int:
-    """How many threads there are, but those that end: who was joined may stand in the list for a moment yet."""
+    """Number of threads, without those that are exiting: a joined thread may be listed for a moment."""
     count = 0
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/self/task/{thread}/stat") as file:
@@ -39,9 +39,9 @@ def count_threads() -> int:
 
 
 def resident_kib() -> int:
-    """KiB of memory that is in use: garbage is collected, and what malloc keeps for later is handed back."""
+    """Resident memory in KiB, after garbage collection and after malloc returned its free memory."""
     gc.collect()
-    with contextlib.suppress(AttributeError, OSError):  # glibc's alone
+    with contextlib.suppress(AttributeError, OSError):  # only glibc has it
         ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024

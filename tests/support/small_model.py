@@ -10,15 +10,15 @@ from torch import nn
 
 from tests.support.parallel_models import TOLERANCE, full_tensor, named_weights
 
-torch.set_num_threads(1)  # on ranks too, which import this: others share their cores
+torch.set_num_threads(1)  # ranks import this too, and share the cores
 
 ROWS, STEPS, RATE = 16, 3, 0.1
 FIRST_STAGE = ("0", "2", "blocks.0", "blocks.1")
-"""What the first of two stages has."""
+"""Parameters of the first of two pipeline stages, by the starts of their names."""
 
 
 class SmallModel(nn.Module):
-    """Two layers under the names that the example's plan has, and two blocks."""
+    """Two layers under the names in the example's plan, then four blocks."""
 
     def __init__(self, frozen: tuple[str, ...] = ()) -> None:
         super().__init__()
@@ -37,6 +37,7 @@ class SmallModel(nn.Module):
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets of a step, the same in every process."""
     made = torch.Generator().manual_seed(step)
     return torch.randn(ROWS, 8, generator=made).double(), torch.randn(ROWS, 8, generator=made).double()
 
@@ -50,7 +51,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(model: nn.Module, share: Any, after: Any = None) -> tuple[list[dict[str, torch.Tensor]], nn.Module]:
-    """The gradients of each step, and the model."""
+    """Train three steps; return the gradients of each step, and the model."""
     optimizer = optimizer_of(model)
     gradients = []
     for step in range(STEPS):
@@ -71,6 +72,7 @@ def train(model: nn.Module, share: Any, after: Any = None) -> tuple[list[dict[st
 
 @functools.cache
 def train_alone(frozen: tuple[str, ...] = ()) -> tuple[list[dict[str, torch.Tensor]], nn.Module]:
+    """Train in one process."""
     return train(SmallModel(frozen), lambda rows: rows)
 
 

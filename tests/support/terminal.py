@@ -1,4 +1,4 @@
-"""A terminal of so many columns, and what one sees in it."""
+"""A pseudo-terminal that the command line runs in, and the lines visible in it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNSET = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR")
 
 
 def run_in_terminal(line: str, rich: bool, columns: int = 80, env: Mapping[str, str] | None = None) -> str:
-    """What a terminal is sent by the command line, with or without rich; it has to end with 0."""
+    """Output of the command line in a terminal, with or without rich. Its exit status must be 0."""
     hide = "" if rich else "sys.modules['rich'] = None; "
     words = ["-c", f"import sys; {hide}from pgmesh.__main__ import main; sys.exit(main())", *shlex.split(line)]
     ours, theirs = pty.openpty()
@@ -53,7 +53,7 @@ PIECES = re.compile(r"\x1b\[(\??[0-9;]*)([A-Za-z])|(\r)|(\n)|([^\x1b\r\n]+)")
 
 
 def visible_lines(text: str) -> list[str]:
-    """The lines that are seen in the end, without colours; what was written over or wiped is gone."""
+    """The lines visible at the end, without colours and without text that was overwritten or erased."""
     lines, row, column = [""], 0, 0
     for number, code, home, below, words in PIECES.findall(text):
         if words:

@@ -1,4 +1,4 @@
-"""What the tests look at behind torch's public names: its tables of groups, and what is done to the world's store."""
+"""Access to torch's tables of groups, and a record of the operations on the world's store."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ TABLES = (
 
 
 def table_sizes() -> dict[str, int]:
-    """How many groups each of torch's tables holds, ours among them."""
+    """Number of entries of each of torch's tables of groups, with those of pgmesh."""
     return {name: dict.__len__(getattr(c10d._world, name)) for name in TABLES}
 
 
 def count_new_groups(make: Callable[[], Any]) -> int:
-    """How many groups come to torch's tables while something is made, ours among them."""
+    """Number of groups that a call adds to torch's tables, with those of pgmesh."""
     before = table_sizes()["pg_map"]
     make()
     return table_sizes()["pg_map"] - before
 
 
 def timeout_of(group: Any) -> timedelta:
-    """How long a collective of a group may wait."""
+    """Timeout of a group's collectives."""
     return group._get_backend(torch.device("cpu")).options._timeout
 
 
 class RecordingStore(dist.Store):
-    """The world's store, and in ``done`` every operation that came by."""
+    """A wrapper of the world's store that appends the name of every operation to ``done``."""
 
     def __init__(self, inner: dist.Store, done: list[str]) -> None:
         super().__init__()
@@ -81,10 +81,10 @@ for _operation in (
 
 @contextmanager
 def record_operations() -> Iterator[list[str]]:
-    """The operations that this process does in the world's store meanwhile, through our thread or by itself."""
+    """Record the operations of this process on the world's store, those of the background thread included."""
     done: list[str] = []
     perform = heart.perform
-    family._registry().reach()  # it keeps the store that it begins with
+    family._registry().reach()  # the thread keeps the store that it starts with
     store = RecordingStore(c10d._get_default_store(), done)
     with (
         mock.patch.object(c10d, "_get_default_store", return_value=store),
@@ -95,6 +95,6 @@ def record_operations() -> Iterator[list[str]]:
 
 
 def pgmesh_store() -> dist.Store:
-    """The part of the world's store that is pgmesh's."""
+    """The world's store under pgmesh's prefix."""
     store = c10d._get_default_store()
     return dist.PrefixStore(f"pgmesh.{store.get(heart.WORLD).decode()}", underlying(store))

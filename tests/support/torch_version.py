@@ -1,6 +1,6 @@
-"""That the tests run on the torch that `make test-torch` asked for: a plugin of pytest, and a check before it.
+"""A pytest plugin which asserts that the tests run on the torch that `make test-torch` asked for.
 
-Installing a tool may replace torch by another version. Then nothing is to pass.
+Installing a tool may replace torch by another version. Then no test may pass.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 @pytest.fixture(autouse=True, scope="session")
 def torch_as_asked_for() -> None:
-    """In every process that runs tests."""
+    """Check the version in every process that runs tests."""
     check(os.environ["PGMESH_TORCH"])
 
 

@@ -1,4 +1,4 @@
-"""The one way in which tests start ranks: worlds of real processes that outlive a single test.
+"""Worlds of real processes: the only way in which tests start ranks. A world outlives a single test.
 
     def place(group):
         return dist.get_rank(), len(group)
@@ -6,7 +6,7 @@
     def test_place():
         assert world(2).run(place, "ab") == [(0, 2), (1, 2)]
 
-Functions that ranks run stand at module level; a test that kills ranks does it in a fresh(n) world.
+Functions that ranks run are at module level. A test that kills ranks does so in ``fresh_world(n)``.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ from pgmesh.launch import GRACE, PRELOAD, LocalWorld, Outcome, StoreProcess, pac
 if TYPE_CHECKING:
     from pgmesh import ProcessGroupMesh
 
-STARVED = "PGMESH_STARVED" in os.environ  # whether all cores are kept busy on purpose
+STARVED = "PGMESH_STARVED" in os.environ  # True if another program keeps all cores busy on purpose
 DEADLINE = 240.0 if STARVED else 60.0  # seconds
-PRELOAD += ["hypothesis", "pytest"]  # what test modules import, and so every rank
-PRELOAD += ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining"]  # what methods do, seconds each
+# Ranks are forked from a server that has imported these: test modules, and parallel methods, need seconds for each.
+PRELOAD += ["hypothesis", "pytest"]
+PRELOAD += ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining"]
 PRELOAD += ["torch.distributed.checkpoint.state_dict", "torch.distributed.tensor.parallel"]
 PRELOAD += ["pgmesh.mesh", "tests.support.gc_freeze"]
 
 
 class World(LocalWorld):
-    """n gloo ranks that stay from one run to the next."""
+    """A world of n Gloo ranks, which run one function after another."""
 
     def __init__(self, n: int, store: StoreProcess | None = None) -> None:
         super().__init__(n, "gloo", timedelta(seconds=DEADLINE), store)
-        self.sound = True  # until a rank fails
+        self.usable = True  # until a rank fails
         self.closed = False
 
     @property
@@ -51,41 +52,41 @@ class World(LocalWorld):
         return [rank.process.pid for rank in self.ranks]
 
     def run(self, fn: Callable[..., Any], *args: Any, deadline: float = DEADLINE) -> list[Any]:
-        """What fn(*args) returns on each rank. If one fails: LaunchError, and the end of this world."""
+        """Results of fn(*args) on each rank. If a rank fails, raises LaunchError and ends this world."""
         return self.run_each(fn, [args] * len(self.ranks), deadline=deadline)
 
     def run_each(
         self, fn: Callable[..., Any], args: Sequence[tuple[Any, ...]], *, deadline: float = DEADLINE
     ) -> list[Any]:
-        """What fn returns on each rank, given that rank's own arguments."""
+        """Results of fn on each rank, each called with its own arguments."""
         outcomes = self._gather(fn, args, deadline, GRACE)
         if any(outcome.error for outcome in outcomes):
             self.close()
         return results(outcomes)
 
     def outcomes(self, fn: Callable[..., Any], *args: Any, deadline: float = DEADLINE) -> list[Outcome]:
-        """What became of fn(*args) on each rank, all in the whole time. Only a late rank ends the world."""
+        """Outcome of fn(*args) on each rank; every rank has the whole deadline. Only a late rank ends the world."""
         outcomes = self._gather(fn, [args] * len(self.ranks), deadline, math.inf)
         if any(outcome.late for outcome in outcomes):
             self.close()
         return outcomes
 
     def kill(self, rank: int, signal: int) -> None:
-        """Send this rank this signal."""
-        self.sound = False
+        """Send a signal to a rank."""
+        self.usable = False
         os.kill(self.pids[rank], signal)
 
     def close(self, patience: float = 0.0) -> None:
-        self.closed, self.sound = True, False
+        self.closed, self.usable = True, False
         super().close(patience)
 
     def _gather(
         self, fn: Callable[..., Any], args: Sequence[tuple[Any, ...]], deadline: float, grace: float
     ) -> list[Outcome]:
         if self.closed:
-            raise LaunchError("this world has ended: ask world(n) or fresh(n) for another")
+            raise LaunchError("this world has ended: ask world(n) or fresh_world(n) for another")
         outcomes = self.gather([packed(_checked, (fn, *a)) for a in args], deadline, grace=grace)
-        self.sound = self.sound and not any(outcome.error for outcome in outcomes)
+        self.usable = self.usable and not any(outcome.error for outcome in outcomes)
         return outcomes
 
 
@@ -93,8 +94,8 @@ _worlds: dict[int, World] = {}
 
 
 def world(n: int) -> World:
-    """The world of n ranks that all tests share; a new one once a rank has failed in it."""
-    if n in _worlds and not _worlds[n].sound:
+    """The shared world of n ranks, started anew after a rank has failed in it."""
+    if n in _worlds and not _worlds[n].usable:
         _worlds.pop(n).close()
     if n not in _worlds:
         _worlds[n] = World(n)
@@ -103,7 +104,7 @@ def world(n: int) -> World:
 
 @contextmanager
 def fresh_world(n: int, store: StoreProcess | None = None) -> Iterator[World]:
-    """A world of n ranks that is nobody else's, and ends here. Its store may be a process of its own."""
+    """A world of n ranks that no other test uses, closed on exit. Its store may be a process of its own."""
     own = World(n, store)
     try:
         yield own
@@ -129,17 +130,17 @@ def _checked(fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def after_run() -> None:
-    """After a run that went well: no mesh stays for the next."""
+    """Close every mesh after a successful run, so that the next run starts without any."""
     family = sys.modules.get("pgmesh.family")
     if family is not None:
         family.close_all()
 
 
 def check_sums(groups: dict[str, tuple[dist.ProcessGroup, Sequence[int]]]) -> None:
-    """The oracle: each group sums over these very ranks, and they stand in it in this order.
+    """Assert that each group sums over exactly these ranks and has them in this order.
 
-    Every member of a group calls it, its groups in any order: all sums are under way before the first is
-    awaited. What is summed is a mask: a vector as long as the world, with a 1 at the own rank.
+    Every member of a group calls this, with its groups in any order: all sums are started before the first is
+    awaited. The summed tensor is a mask: a vector as long as the world, with a 1 at the own rank.
     """
     me, everyone = dist.get_rank(), range(dist.get_world_size())
     under_way = []
@@ -148,7 +149,7 @@ def check_sums(groups: dict[str, tuple[dist.ProcessGroup, Sequence[int]]]) -> No
         work = dist.all_reduce(mask, group=group, async_op=True)
         under_way.append((f"group {name} on rank {me}", group, list(ranks), mask, work))
     for what, group, ranks, mask, work in under_way:
-        assert work is not None, f"{what}: it is no member"
+        assert work is not None, f"{what}: this rank is not a member"
         work.wait()
         expected = [int(rank in ranks) for rank in everyone]
         assert mask.tolist() == expected, f"{what} sums to {mask.tolist()}, not {expected}"
@@ -162,10 +163,10 @@ Groups = dict[str, tuple[dist.ProcessGroup, Sequence[int]]]
 
 
 def axis_combinations(mesh: ProcessGroupMesh) -> list[tuple[Any, ...]]:
-    """Every combination of axes, from none, which means all, to all."""
+    """All combinations of a mesh's axes; the empty one means the whole mesh."""
     return [axes for n in range(len(mesh.axes) + 1) for axes in combinations(mesh.axes, n)]
 
 
 def groups_of(mesh: ProcessGroupMesh) -> Groups:
-    """This rank's group along every combination of axes."""
+    """This rank's group along each combination of axes, and its ranks."""
     return {f"{axes} of {mesh!r}": (mesh.group(*axes), mesh.ranks(*axes)) for axes in axis_combinations(mesh)}

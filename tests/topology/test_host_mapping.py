@@ -1,4 +1,4 @@
-"""Where ranks are: what they say themselves, and what follows for the groups of a mesh."""
+"""The host of each rank, as the ranks report it, and the locality of a mesh's groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where groups lie on hosts: the arithmetic against a look at every rank, and that it stays arithmetic."""
+"""Locality of groups on hosts: the arithmetic against a loop over every rank, and its memory."""
 
 from __future__ import annotations
 
