@@ -1,4 +1,4 @@
-"""What a mesh says of a mistake: the texts, whole."""
+"""Whole texts of the errors that a mesh raises for mistakes in a call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What errors say, word for word: what is wrong, the numbers, and the call that would be right."""
+"""Whole texts of errors: what is wrong, the numbers, and the call that would be right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every parallel method promises, what compose checks, and what is found by name."""
+"""The interface of every parallel method, the checks of compose, and methods found by name."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ def device_mesh_of(mesh: ProcessGroupMesh) -> DeviceMesh:
 
 
 def full_tensor(tensor: torch.Tensor | None) -> torch.Tensor:
+    """The whole tensor, gathered if it is a DTensor."""
     assert tensor is not None
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -37,11 +38,13 @@ class Net(nn.Module):
 
 
 def make_net() -> Net:
+    """The model, with the same weights in every process."""
     torch.manual_seed(7)
     return Net()
 
 
 def batch(rows: int = 8) -> torch.Tensor:
+    """The whole batch, the same in every process."""
     return torch.randn(rows, 8, generator=torch.Generator().manual_seed(11))
 
 
@@ -66,6 +69,7 @@ def own_rows(mesh: ProcessGroupMesh, *axes: str) -> torch.Tensor:
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Assert that both have the same tensors, up to rounding."""
     assert found.keys() == expected.keys()
     for name in expected:
         torch.testing.assert_close(

@@ -77,6 +77,7 @@ def set_flag(folder: Path, name: str) -> None:
 
 
 def wait_for_flag(folder: Path, name: str) -> None:
+    """Wait until another process has created this file."""
     wait_until((folder / name).exists, f"flag {name}")
 
 

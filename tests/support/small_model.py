@@ -77,6 +77,7 @@ def train_alone(frozen: tuple[str, ...] = ()) -> tuple[list[dict[str, torch.Tens
 
 
 def assert_same_training(found: tuple[list[dict[str, torch.Tensor]], nn.Module], right: tuple[list, nn.Module]) -> None:
+    """Assert that gradients and final weights equal those of one process."""
     for step, (mine, whole_ones) in enumerate(zip(found[0], right[0])):
         assert mine or not any(weight.requires_grad for weight in found[1].parameters())
         for name, gradient in mine.items():
