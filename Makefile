@@ -10,7 +10,7 @@ GPU_PYTHON ?= $(RUN)
 TORCH ?= 2.15.0
 TORCH_VENV = .venv-torch-$(TORCH)
 TORCH_RUN = $(TORCH_VENV)/bin/python
-# What pytest runs in these two, such as tests/test_groups.py, or "-k sharded"; all of it unless given.
+# What pytest runs in these two, such as tests/groups/test_groups.py, or "-k sharded"; all of it unless given.
 TESTS ?=
 # Build and run-time packages alike come from these versions; a looser range would fetch another torch.
 export PIP_CONSTRAINT := $(CURDIR)/.ci/constraints.txt
@@ -41,18 +41,18 @@ test-gpu: $(if $(filter $(RUN),$(GPU_PYTHON)),$(VENV)/dev)  ## NCCL, and ranks t
 	$(LOCAL) $(GPU_PYTHON) -m tests.gpu $(TESTS)
 
 test-torch: $(TORCH_VENV)/made  ## on another torch: make test-torch TORCH=2.15.0; 5.6 GB
-	$(TORCH_RUN) -m tests.on_torch $(TORCH)
-	$(LOCAL) PGMESH_TORCH=$(TORCH) $(TORCH_RUN) -m pytest -q -p tests.on_torch $(BY_TWO) -m 'not long' $(TESTS)
+	$(TORCH_RUN) -m tests.support.torch_version $(TORCH)
+	$(LOCAL) PGMESH_TORCH=$(TORCH) $(TORCH_RUN) -m pytest -q -p tests.support.torch_version $(BY_TWO) -m 'not long' $(TESTS)
 
-browser: $(VENV)/dev         ## Debian's Chromium, which tests measure pictures with; needs root where it is not there
-	$(RUN) -m tests.browser
+browser: $(VENV)/dev         ## Debian's Chromium, which tests measure figures with; needs root where it is not there
+	$(RUN) -m tests.support.browser
 
 test-launchers: $(VENV)/dev  ## torchrun, srun, mpirun and mpiexec themselves, from Debian's packages; needs root
 	$(RUN) -m tests.launchers
 
 chaos: $(VENV)/dev           ## every fault at every moment, and the protocol's model: ten minutes at most
-	$(RUN) -m tests.model --minutes 2
-	$(LOCAL) $(RUN) -m tests.chaos --minutes 8
+	$(RUN) -m tests.rendezvous.model --minutes 2
+	$(LOCAL) $(RUN) -m tests.faults.chaos --minutes 8
 
 bench: $(BENCH)/made         ## beside its peers, as ratios: under five minutes
 	$(QUIET) $(BENCH)/bin/python -m benchmarks $(ARGS)

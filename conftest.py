@@ -1,4 +1,4 @@
-"""What every doctest may use: the running example, pp=2, dp=2, tp=2, seen from rank 5 of a dry world of 8."""
+"""Names that every doctest may use: the running example, pp=2, dp=2, tp=2, on rank 5 of a fake world of 8."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import pgmesh
-from tests.dry import dry_world
+from tests.support.fake_world import fake_rank
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +16,7 @@ def running_example(request: pytest.FixtureRequest, doctest_namespace: dict[str,
     if not isinstance(request.node, pytest.DoctestItem):
         yield
         return
-    with dry_world(5, 8):
+    with fake_rank(5, 8):
         doctest_namespace.update({name: getattr(pgmesh, name) for name in pgmesh.__all__})
         doctest_namespace["layout"] = pgmesh.Layout(pp=2, dp=2, tp=2)
         doctest_namespace["mesh"] = pgmesh.ProcessGroupMesh(pp=2, dp=2, tp=2, name="example")

@@ -25,19 +25,19 @@ from pgmesh.rendezvous.protocol import (
     MOST_ASKED,
     Add,
     Append,
-    Card,
-    Meeting,
-    Party,
+    CompareSet,
+    ConnectAttempt,
+    Fingerprint,
+    Participant,
     Pause,
+    RankStatus,
     Read,
     Ready,
-    Say,
+    SetStatus,
     Step,
-    Steps,
-    Swap,
-    Told,
-    introduce,
-    told,
+    StoreProtocol,
+    register_mesh,
+    status_key,
 )
 from pgmesh.rendezvous.store_thread import BEAT, CROWD, SUSPICION
 
@@ -93,12 +93,12 @@ class Store:
         if isinstance(step, Add):
             self.counts[step.key] += 1
             return self.counts[step.key]
-        if isinstance(step, Say):
-            value = Told(rank, 0, "", step.waits[:MOST_ASKED]).pack().encode()
-            self.held[told(rank)] = value
+        if isinstance(step, SetStatus):
+            value = RankStatus(rank, 0, "", step.waits[:MOST_ASKED]).pack().encode()
+            self.held[status_key(rank)] = value
             self.moved += len(value)
             return None
-        if isinstance(step, Swap):
+        if isinstance(step, CompareSet):
             self.moved += len(step.value)
             return self.held.setdefault(step.key, step.value.encode())
         if not isinstance(step, Read):
@@ -127,7 +127,7 @@ def simulate(ranks: int, rate: float, spread: float, seed: int = 0) -> Load:
     starts = [rng.uniform(0, spread) for _ in range(ranks)]
     events = [(start, rank) for rank, start in enumerate(starts)]
     heapq.heapify(events)
-    running: dict[int, Steps[None]] = {}
+    running: dict[int, StoreProtocol[None]] = {}
     answers: dict[int, object] = {}
     counts: Counter[int] = Counter()
     end = 0.0
@@ -153,30 +153,30 @@ def simulate(ranks: int, rate: float, spread: float, seed: int = 0) -> Load:
     return Load(ranks, end, store.done, store.moved, store.longest, max(counts.values()))
 
 
-def _connect(layout: Layout, rank: int, pace: float) -> Steps[None]:
+def _connect(layout: Layout, rank: int, pace: float) -> StoreProtocol[None]:
     """What connect does on one rank, but for the first collectives."""
     mesh = "pgmesh/simulated"
-    card = Card(rank, dict(zip(map(str, layout.axes), layout.shape)), "mesh 'simulated'", "")
-    yield from introduce(mesh, card)
+    card = Fingerprint(rank, dict(zip(map(str, layout.axes), layout.shape)), "mesh 'simulated'", "")
+    yield from register_mesh(mesh, card)
     meetings = []
     for axes in FAMILIES:
         ranks = layout.block_of(rank, *axes)
-        what = Card(rank, {"backend": "nccl"}, f"group {', '.join(axes)} of mesh 'simulated'", "")
+        what = Fingerprint(rank, {"backend": "nccl"}, f"group {', '.join(axes)} of mesh 'simulated'", "")
         name = f"{mesh}/{'-'.join(axes)}.{ranks[0]}/meeting.0"
         meetings.append(_Meeting(name, ranks, what, f"{name}/options/refused", f"{mesh}/refused"))
     yield from _party(rank, meetings, pace).meet()
 
 
-def _party(rank: int, meetings: Sequence[Meeting], pace: float) -> Party:
+def _party(rank: int, meetings: Sequence[ConnectAttempt], pace: float) -> Participant:
     suspicion = SUSPICION * BEAT * pace
     who = f"process {rank + 1000} on host{rank // 8}"
-    return Party(rank, meetings, 1, "train.py:360", who, deadline=3600.0, suspicion=suspicion, pace=pace)
+    return Participant(rank, meetings, 1, "train.py:360", who, deadline=3600.0, suspicion=suspicion, pace=pace)
 
 
-class _Meeting(Meeting):
+class _Meeting(ConnectAttempt):
     """A meeting whose roll is called by the simulated store, which knows it: as many operations, and fewer texts."""
 
-    def _call_roll(self) -> Steps[None]:
+    def _call_roll(self) -> StoreProtocol[None]:
         came: set[int] = yield Read(f"{self.name}/came")
         missing = (rank for rank in self.ranks if rank not in came)
         self.missing = tuple(itertools.islice(missing, MOST_ASKED + 1))

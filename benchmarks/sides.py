@@ -179,7 +179,7 @@ class Bare:
 
     def close(self) -> None:
         for group in self.groups:
-            teardown.tear_down(building.Made(group, "a bare group", ""), "was closed.")
+            teardown.destroy(building.GroupRecord(group, "a bare group", ""), "was closed.")
         self.__dict__.clear()
 
 

@@ -21,7 +21,7 @@ from benchmarks.report import OURS, Figure, Wish
 from benchmarks.sides import FAMILIES, box, present
 from pgmesh import ProcessGroupMesh
 from pgmesh.launch import StoreProcess, spawn
-from tests.torch_seam import c10d, counted_store
+from tests.support.torch_tables import c10d, record_operations
 
 DEADLINE = timedelta(seconds=120)
 CONNECTED = 5
@@ -61,7 +61,7 @@ def count(sizes: dict[str, int]) -> dict[tuple[str, str], float]:
     for side, make in present().items():
         for part in ("make", "make and use"):
             dist.barrier()
-            with counted_store() as done, _of_torch_too():  # to the end: what counts lives no longer
+            with record_operations() as done, _of_torch_too():  # to the end: what counts lives no longer
                 made = make(f"counted, {part}", sizes)
                 if part == "make and use":
                     for group in made.groups:

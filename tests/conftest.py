@@ -1,46 +1,49 @@
-"""How the tests run: Hypothesis tries the same examples each time, and no worker is left alone with a long file."""
+"""Settings of the test runs: Hypothesis tries the same examples each time, and the longest files start first."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from hypothesis import settings
 
-from pgmesh.rendezvous.store_thread import Heart
+from pgmesh.rendezvous.store_thread import StoreThread
+
+TESTS = Path(__file__).parent
 
 LONGEST = (
-    "test_faults",
-    "test_model",
-    "test_check",
+    "faults/test_faults",
+    "rendezvous/test_model",
+    "preflight/test_check",
     "test_laws",
-    "test_launch",
-    "test_pictures",
-    "test_groups",
-    "test_recipes",
-    "test_hazards",
-    "test_lifetime",
-    "test_ledger",
-    "test_worlds",
-    "test_device_mesh",
-    "test_command_line",
+    "launch/test_launch",
+    "drawing/test_figures",
+    "groups/test_groups",
+    "recipes/test_recipes",
+    "faults/test_torch_hazards",
+    "groups/test_lifetime",
+    "faults/test_resource_counts",
+    "support/test_worlds",
+    "interop/test_device_mesh",
+    "cli/test_command_line",
     "test_mesh",
-    "test_readme",
-    "test_parallel_base",
-    "test_promptness",
-    "test_counts",
-    "test_megatron_core",
-    "test_connect",
+    "docs/test_readme",
+    "parallel/test_base",
+    "rendezvous/test_detection_latency",
+    "test_overhead",
+    "interop/test_megatron_core",
+    "connect/test_connect",
 )
-"""The files that take longest, longest first: those that wait by turns with those that compute."""
+"""The slowest files, slowest first; files that wait alternate with files that compute."""
 
 
 @pytest.fixture
-def heart() -> Iterator[Heart]:
-    """The thread that asks, over a store in memory."""
-    beating = Heart(dist.HashStore(), "nowhere", 0, 1)
+def heart() -> Iterator[StoreThread]:
+    """A store thread over a store in memory."""
+    beating = StoreThread(dist.HashStore(), "nowhere", 0, 1)
     yield beating
     beating.stop()
 
@@ -52,13 +55,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A worker is given the next file when it is done with one."""
-    places = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+    """Sort the slowest files to the front: each worker takes the next file when it has finished one."""
+    places = {TESTS / f"{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 def pytest_collection_finish() -> None:
-    """What was imported is never garbage."""
+    """Exclude imported objects from garbage collection."""
     gc.collect()
     gc.freeze()
 

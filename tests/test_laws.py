@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from pgmesh import Layout, ShapeError
-from tests.plain import Axis, Keep, PlainMesh
+from tests.support.layout_oracle import Axis, Keep, LayoutOracle
 
 WORLDS = {
     "whole": range,
@@ -57,14 +57,14 @@ SHAPES = [
 ]
 
 
-def pair(shape: Sequence[int], ranks: Iterable[int]) -> tuple[Layout, PlainMesh]:
+def pair(shape: Sequence[int], ranks: Iterable[int]) -> tuple[Layout, LayoutOracle]:
     """A layout and its oracle, with axes named a, b, c, ..."""
     sizes, ranks = dict(zip("abcdefgh", shape)), list(ranks)
-    return Layout(**sizes, ranks=ranks), PlainMesh(sizes, shape, ranks)
+    return Layout(**sizes, ranks=ranks), LayoutOracle(sizes, shape, ranks)
 
 
 @cache
-def pairs(world: str) -> list[tuple[Layout, PlainMesh]]:
+def pairs(world: str) -> list[tuple[Layout, LayoutOracle]]:
     """This world's share of all shapes."""
     turn = list(WORLDS).index(world)
     mine = [s for i, s in enumerate(SHAPES) if prod(s) <= FIRST or i % len(WORLDS) == turn]
@@ -153,7 +153,7 @@ def test_view_ranks_is_ranks(layout, plain):
         view = layout.view(*shape)
         assert view.ranks() == layout.ranks()
         assert view.shape == shape
-        assert view.partition(0) == PlainMesh(range(len(shape)), shape, plain.ranks()).partition(0)
+        assert view.partition(0) == LayoutOracle(range(len(shape)), shape, plain.ranks()).partition(0)
 
 
 @everywhere
@@ -170,7 +170,7 @@ def test_axes_that_do_not_touch_are_read_as_one(layout, plain):
         assert view.view(**{outer: layout.size(outer), inner: -1}) == part
         for shape in shapes(len(block), 2):
             if has_steps(block, shape) or has_steps([plain.ranks().index(rank) for rank in block], shape):
-                assert view.view(*shape).partition(1) == PlainMesh(range(2), shape, block).partition(1)
+                assert view.view(*shape).partition(1) == LayoutOracle(range(2), shape, block).partition(1)
             else:
                 with pytest.raises(ShapeError, match="are not evenly spaced"):
                     view.view(*shape)
@@ -221,7 +221,7 @@ def answer_all(layout: Layout, rank: int, axes: Iterable[Axis]) -> tuple[object,
 
 
 @st.composite
-def roots(draw) -> tuple[Layout, PlainMesh]:
+def roots(draw) -> tuple[Layout, LayoutOracle]:
     """A layout of up to 5 axes and 512 ranks, on any ranks."""
     shape: list[int] = []
     for _ in range(draw(st.integers(1, 5))):
@@ -263,7 +263,7 @@ class Walk:
     their places in the root.
     """
 
-    def __init__(self, layout: Layout, plain: PlainMesh) -> None:
+    def __init__(self, layout: Layout, plain: LayoutOracle) -> None:
         self.layout, self.plain = layout, plain
         self.place = {rank: place for place, rank in enumerate(plain.ranks())}
 
@@ -317,7 +317,7 @@ def is_one_run(ranks: Sequence[int]) -> bool:
 
 def has_steps(places: Sequence[int], sizes: Sequence[int]) -> bool:
     """Whether each axis of these sizes moves one along these places by the same steps from everywhere."""
-    table = PlainMesh(range(len(sizes)), sizes, places).table
+    table = LayoutOracle(range(len(sizes)), sizes, places).table
     origin = places[0]
     steps = [
         [table[(0,) * i + (n,) + (0,) * (len(sizes) - i - 1)] - origin for n in range(size)]

@@ -1,4 +1,4 @@
-"""What one may expect of a layout beyond its laws."""
+"""Properties of a layout that are not among its laws."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import torch
 import pgmesh
 from pgmesh import AxisError, Layout, PgmeshError, PlaceError, ShapeError
 from pgmesh.layout import Partition
-from tests.plain import PlainMesh
+from tests.support.layout_oracle import LayoutOracle
 
 ROOT = Path(__file__).parent.parent
 
@@ -258,7 +258,7 @@ def test_at_keeps_what_python_would(keep, ranks):
 
 @pytest.mark.parametrize("ranks", [range(16), Random(0).sample(range(99), 16)], ids=["straight", "permuted"])
 def test_at_keeps_any_indices_in_any_order(ranks):
-    layout, plain = Layout(a=2, b=4, c=2, ranks=ranks), PlainMesh("abc", (2, 4, 2), ranks)
+    layout, plain = Layout(a=2, b=4, c=2, ranks=ranks), LayoutOracle("abc", (2, 4, 2), ranks)
     for kept in [order for n in range(1, 5) for order in permutations(range(4), n)]:
         part, expected = layout.at(b=kept), plain.at({"b": kept})
         assert {part.coord_of(rank): rank for rank in part} == expected.table

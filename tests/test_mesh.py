@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 import pgmesh
 from pgmesh import GroupOptions, ProcessGroupMesh, torch_private
 from pgmesh.groups.world import default_device, device_of
-from tests.dry import dry_world
+from tests.support.fake_world import fake_rank
 
 SHAPES = {
     1: {"dp": 1},
@@ -46,13 +46,13 @@ def order_of(group: dist.ProcessGroup) -> tuple[int, ...]:
 @pytest.fixture
 def mesh():
     """The running example, seen from rank 5."""
-    with dry_world(5, 8):
+    with fake_rank(5, 8):
         yield ProcessGroupMesh(pp=2, dp=2, tp=2)
 
 
 @pytest.mark.parametrize("number", [torch.tensor, np.array], ids=["torch", "numpy"])
 def test_a_step_that_is_written_in_place_is_taken_anew(number):
-    with dry_world(0, 8):
+    with fake_rank(0, 8):
         mesh, step = ProcessGroupMesh(dp=8), number(0)
         for value in (1, 3, 2):
             step[...] = value
@@ -82,7 +82,7 @@ def test_an_accelerator_that_torch_was_built_for_is_used_only_where_it_is_here(m
 def test_index_is_the_rank_in_the_group_on_every_rank(size, sizes, permuted):
     order = random.Random(size).sample(range(size), size) if permuted else list(range(size))
     for rank in range(size):
-        with dry_world(rank, size):
+        with fake_rank(rank, size):
             mesh = ProcessGroupMesh(**sizes, ranks=order)
             for combo in combinations(mesh.axes):
                 group = mesh.group(*combo)
@@ -97,7 +97,7 @@ def test_a_combination_has_no_order(mesh):
 
 
 def test_group_along_axes_of_size_1_is_a_real_group_of_one():
-    with dry_world(3, 4):
+    with fake_rank(3, 4):
         mesh = ProcessGroupMesh(dp=4, tp=1)
         assert order_of(mesh.group("tp")) == (3,)
         assert mesh.group("dp", "tp") is mesh.group("dp") is not dist.group.WORLD
@@ -127,7 +127,7 @@ def test_views_and_slices_share_by_what_a_group_is(mesh):
 
 @pytest.mark.parametrize("count", [4, 40])
 def test_a_view_that_cannot_be_says_which_mesh_can(count):
-    with dry_world(0, 6 * count):
+    with fake_rank(0, 6 * count):
         mesh = ProcessGroupMesh(pp=count, dp=2, tp=3).at(dp=0)
         with pytest.raises(pgmesh.ShapeError, match="are not evenly spaced") as caught:
             mesh.view(-1, 2)
@@ -136,7 +136,7 @@ def test_a_view_that_cannot_be_says_which_mesh_can(count):
 
 
 def test_numbered_axes_keep_their_numbers():
-    with dry_world(5, 8):
+    with fake_rank(5, 8):
         mesh = ProcessGroupMesh(2, 2, 2)
         assert mesh.at({1: 0}).axes == (0, 2)
         assert mesh.at({1: 0}).group(2) is mesh.group(2) is mesh.along(0, 2).group(2)
@@ -144,18 +144,18 @@ def test_numbered_axes_keep_their_numbers():
 
 def test_a_first_and_last_stage_group():
     for rank, expected in [(0, (0, 6)), (7, (1, 7))]:
-        with dry_world(rank, 8):
+        with fake_rank(rank, 8):
             mesh = ProcessGroupMesh(pp=4, tp=2)
             ends = mesh.at(pp=[0, -1])
             assert order_of(ends.group("pp")) == expected
-    with dry_world(3, 8):
+    with fake_rank(3, 8):
         ends = ProcessGroupMesh(pp=4, tp=2).at(pp=[0, -1])
         assert ends.rank not in ends
         assert ends.coord is None
 
 
 def test_meshes_on_the_same_ranks_share_nothing():
-    with dry_world(5, 8):
+    with fake_rank(5, 8):
         actor, critic = ProcessGroupMesh(dp=4, tp=2, name="actor"), ProcessGroupMesh(dp=4, tp=2, name="critic")
         assert actor.group("tp") is not critic.group("tp")
         assert actor.group("tp").group_name != critic.group("tp").group_name
@@ -174,7 +174,7 @@ def test_options_that_differ_make_another_group(mesh):
 
 def test_names_follow_what_a_group_is_and_not_the_order_of_making():
     def names(seed: int) -> dict[object, str]:
-        with dry_world(5, 8):
+        with fake_rank(5, 8):
             mesh = ProcessGroupMesh(pp=2, dp=2, tp=2)
             asks = [(combo, tag) for combo in combinations(mesh.axes)[1:] for tag in ("", "second")]
             random.Random(seed).shuffle(asks)
@@ -194,7 +194,7 @@ def test_a_name_is_never_used_again(mesh):
 def test_a_release_counts_also_where_the_group_was_never_made():
     names = []
     for makes_it_first in (True, False):
-        with dry_world(5, 8):
+        with fake_rank(5, 8):
             mesh = ProcessGroupMesh(pp=2, dp=2, tp=2)
             if makes_it_first:
                 mesh.group("tp")
@@ -204,7 +204,7 @@ def test_a_release_counts_also_where_the_group_was_never_made():
 
 
 def test_ranks_of_group_of_stand_in_the_order_of_the_mesh():
-    with dry_world(0, 4):
+    with fake_rank(0, 4):
         mesh = ProcessGroupMesh(dp=4, ranks=[3, 1, 2, 0])
         assert order_of(mesh.group_of([0, 1, 3])) == (3, 1, 0)
         assert mesh.group_of([3, 0, 1]) is mesh.group_of((1, 3, 0))
@@ -212,13 +212,13 @@ def test_ranks_of_group_of_stand_in_the_order_of_the_mesh():
 
 
 def test_descriptions_name_the_group():
-    with dry_world(5, 8):
+    with fake_rank(5, 8):
         actor = ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor")
         assert actor.group("dp", "tp").group_desc == "actor[pp=1, dp=*, tp=*]"
         assert actor.group_of([5, 0]).group_desc == "actor[ranks 0, 5]"
         actor.configure("pp", description="stages")
         assert actor.group("pp").group_desc == "stages"
-    with dry_world(0, 8):
+    with fake_rank(0, 8):
         assert ProcessGroupMesh(2, 4).group(1).group_desc == "mesh[0=0, 1=*]"
 
 
@@ -230,7 +230,7 @@ def test_configure_sets_what_a_group_is_made_with(mesh):
 
 
 def test_a_rank_outside_knows_the_mesh_and_does_nothing():
-    with dry_world(6, 8):
+    with fake_rank(6, 8):
         mesh = ProcessGroupMesh(dp=2, tp=2, ranks=range(4))
         assert mesh.rank not in mesh
         assert mesh.coord is None
@@ -245,7 +245,7 @@ def test_a_rank_outside_knows_the_mesh_and_does_nothing():
 
 
 def test_a_root_is_made_by_its_repr():
-    with dry_world(5, 8):
+    with fake_rank(5, 8):
         for mesh in (
             ProcessGroupMesh(2, 2, 2),
             ProcessGroupMesh(pp=2, dp=-1, tp=2, name="actor"),
@@ -282,13 +282,13 @@ def test_close_ends_everything_once(mesh):
 
 
 def test_a_mesh_ends_with_its_world():
-    with dry_world(5, 8):
+    with fake_rank(5, 8):
         mesh = ProcessGroupMesh(pp=2, dp=2, tp=2)
         mesh.group("tp")
     with pytest.raises(pgmesh.LifetimeError, match=r"torch\.distributed was destroyed"):
         mesh.group("tp")
     mesh.close()
-    with dry_world(5, 8), pytest.raises(pgmesh.LifetimeError):
+    with fake_rank(5, 8), pytest.raises(pgmesh.LifetimeError):
         mesh.group("tp")
 
 
@@ -337,7 +337,7 @@ def test_copies_are_of_the_same_family(mesh, part):
 
 
 def test_a_mesh_travels_to_another_world_and_outside_any():
-    with dry_world(5, 8):
+    with fake_rank(5, 8):
         mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor")
         mesh.group("tp")
         sent, part = pickle.dumps(mesh), pickle.dumps(mesh.at(pp=0))
@@ -345,7 +345,7 @@ def test_a_mesh_travels_to_another_world_and_outside_any():
     assert (outside.shape, outside.rank, outside.coord) == ((2, 2, 2), 5, (1, 0, 1))
     with pytest.raises(pgmesh.LifetimeError, match="outside any world"):
         outside.group("tp")
-    with dry_world(2, 8):
+    with fake_rank(2, 8):
         arrived, stage = pickle.loads(sent), pickle.loads(part)
         assert arrived.rank == 2
         assert order_of(arrived.group("tp")) == (2, 3)
@@ -353,7 +353,7 @@ def test_a_mesh_travels_to_another_world_and_outside_any():
 
 
 def test_unnamed_meshes_that_are_alike_need_names():
-    with dry_world(5, 8):
+    with fake_rank(5, 8):
         one, two = ProcessGroupMesh(dp=8), ProcessGroupMesh(dp=8)
         with pytest.raises(pgmesh.NameTakenError):
             one.group("dp")
@@ -401,10 +401,10 @@ def test_a_dry_run_takes_the_options_of_the_real_one(mesh):
 
 
 def test_a_mesh_does_not_fit_a_smaller_world():
-    with dry_world(0, 8):
+    with fake_rank(0, 8):
         sent = pickle.dumps(ProcessGroupMesh(dp=8))
     with (
-        dry_world(0, 4),
+        fake_rank(0, 4),
         pytest.raises(pgmesh.PlaceError, match="came here with rank 7, but the world's ranks are 0 to 3"),
     ):
         pickle.loads(sent)
@@ -417,7 +417,7 @@ def test_many_threads_make_meshes_that_are_told_apart(mesh):
         start.wait()
         for _ in range(50):
             with ProcessGroupMesh(dp=8, ranks=range(8)) as own:
-                names.append(own._family.key)
+                names.append(own._cache.key)
                 mesh.view(2, 4).release(0)
 
     threads = [threading.Thread(target=make) for _ in range(8)]
@@ -445,14 +445,14 @@ def test_a_forked_child_makes_no_groups_by_any_road(mesh):
     ours, childs = os.pipe()
     pid = os.fork()
     if pid == 0:
-        told = []
+        status_key = []
         for road, take in roads.items():
             try:
                 take()
             except pgmesh.LifetimeError:
-                told.append(road)
-        told.append(str(copy.deepcopy(mesh).coord))
-        os.write(childs, "; ".join(told).encode())
+                status_key.append(road)
+        status_key.append(str(copy.deepcopy(mesh).coord))
+        os.write(childs, "; ".join(status_key).encode())
         os._exit(0)
     os.close(childs)
     with os.fdopen(ours) as pipe:
@@ -462,7 +462,7 @@ def test_a_forked_child_makes_no_groups_by_any_road(mesh):
 
 
 def test_a_name_is_free_again_after_close():
-    with dry_world(5, 8):
+    with fake_rank(5, 8):
         names = set()
         for _ in range(3):
             with ProcessGroupMesh(dp=8, name="actor") as mesh:
@@ -486,7 +486,7 @@ def test_a_group_inherits_the_timeout_of_the_world():
 
 
 def test_a_world_of_a_million_costs_no_more_than_its_groups():
-    with dry_world(5, 1_048_576):
+    with fake_rank(5, 1_048_576):
         mesh = ProcessGroupMesh(dp=-1, pp=4, cp=2, tp=8)
         assert mesh.shape == (16384, 4, 2, 8)
         assert order_of(mesh.group("cp", "tp")) == tuple(range(16))
@@ -531,7 +531,7 @@ def test_options_are_copied_and_hashable():
 
 
 def test_what_at_was_asked_before_is_remembered_by_exactly_what_was_asked():
-    with dry_world(5, 8):
+    with fake_rank(5, 8):
         mesh = ProcessGroupMesh(at=2, pp=2, tp=2)
         asked = [0, 1, [0, 1], (0, 1), [1, 0], slice(0, 1), slice(0, 2), slice(None, None, 2), [0], -1, [-1]]
         for first in asked:

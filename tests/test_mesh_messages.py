@@ -1,4 +1,4 @@
-"""What a mesh says of a mistake: the texts, whole."""
+"""Whole texts of the errors that a mesh raises for mistakes in a call."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch.distributed as dist
 
 import pgmesh
 from pgmesh import ProcessGroupMesh
-from tests.dry import dry_world
+from tests.support.fake_world import fake_rank
 
 
 @pytest.fixture(autouse=True)
 def world():
-    with dry_world(5, 8):
+    with fake_rank(5, 8):
         yield
 
 
@@ -23,7 +23,7 @@ def mesh(world):
     return ProcessGroupMesh(pp=2, dp=2, tp=2)
 
 
-def says(error: type[pgmesh.PgmeshError], text: str):
+def raises_message(error: type[pgmesh.PgmeshError], text: str):
     """The block raises exactly this error with exactly this text."""
 
     class Says:
@@ -41,7 +41,7 @@ def says(error: type[pgmesh.PgmeshError], text: str):
 
 
 def test_sizes_that_do_not_hold_the_world():
-    with says(
+    with raises_message(
         pgmesh.ShapeError,
         """
 ProcessGroupMesh(dp=2, tp=2) holds 4 ranks, but the world has 8.
@@ -57,7 +57,9 @@ ProcessGroupMesh(dp=2, tp=2) holds 4 ranks, but the world has 8.
 @pytest.mark.parametrize("several", [["dp", "tp"], ("dp", "tp")], ids=["list", "tuple"])
 def test_axes_that_are_one_argument(mesh, verb, several):
     kind = type(several).__name__
-    with says(pgmesh.AxisError, f"axes are separate arguments, not a {kind} {several!r}.\n\n  mesh.group('dp', 'tp')"):
+    with raises_message(
+        pgmesh.AxisError, f"axes are separate arguments, not a {kind} {several!r}.\n\n  mesh.group('dp', 'tp')"
+    ):
         getattr(mesh, verb)(several)
 
 
@@ -122,13 +124,13 @@ def test_axes_that_are_one_argument(mesh, verb, several):
     ],
 )
 def test_values_of_the_wrong_kind(mesh, call, error, text):
-    with says(error, text):
+    with raises_message(error, text):
         call(mesh)
 
 
 def test_closing_a_view_names_the_call_that_would_be_right():
     mesh = ProcessGroupMesh(2, 4, name="m")
-    with says(
+    with raises_message(
         pgmesh.LifetimeError,
         """
 ProcessGroupMesh(2, 4, name='m').view(8) is a view or a slice and shares the groups of its mesh: close that one, or
@@ -140,7 +142,7 @@ ProcessGroupMesh(2, 4, name='m').view(8) is a view or a slice and shares the gro
 
 
 def test_a_family_that_is_a_list(mesh):
-    with says(
+    with raises_message(
         pgmesh.AxisError,
         """
 a family is an axis or a tuple of axes, not the list ['dp', 'tp'].
@@ -153,7 +155,7 @@ a family is an axis or a tuple of axes, not the list ['dp', 'tp'].
 
 
 def test_sizes_that_do_not_divide_the_world():
-    with says(
+    with raises_message(
         pgmesh.ShapeError,
         """
 ProcessGroupMesh(dp=-1, tp=3) cannot be filled: the world has 8, and 8 is not divisible by 3.
@@ -165,18 +167,20 @@ ProcessGroupMesh(dp=-1, tp=3) cannot be filled: the world has 8, and 8 is not di
 
 
 def test_ranks_that_the_world_does_not_have():
-    with says(pgmesh.PlaceError, "ProcessGroupMesh: the world's ranks are 0 to 7; there is no rank 8."):
+    with raises_message(pgmesh.PlaceError, "ProcessGroupMesh: the world's ranks are 0 to 7; there is no rank 8."):
         ProcessGroupMesh(dp=2, ranks=[7, 8])
 
 
 def test_a_name_that_is_none():
-    with says(pgmesh.ShapeError, "ProcessGroupMesh: a name is a word without '/', such as name='actor', not 'a/b'."):
+    with raises_message(
+        pgmesh.ShapeError, "ProcessGroupMesh: a name is a word without '/', such as name='actor', not 'a/b'."
+    ):
         ProcessGroupMesh(dp=8, name="a/b")
 
 
 @pytest.mark.parametrize(("name", "size"), [("x" * 1025, "1,025"), ("é" * 4500, "9,000")])
 def test_a_name_that_is_too_long(name, size):
-    with says(
+    with raises_message(
         pgmesh.ShapeError,
         f"ProcessGroupMesh: a name has at most 1,024 bytes in UTF-8, and {name[:16]!r}... has {size}.",
     ):
@@ -184,23 +188,25 @@ def test_a_name_that_is_too_long(name, size):
 
 
 def test_a_rank_is_missing_once():
-    with says(pgmesh.PlaceError, "ProcessGroupMesh: the world's ranks are 0 to 7; there is no rank 9."):
+    with raises_message(pgmesh.PlaceError, "ProcessGroupMesh: the world's ranks are 0 to 7; there is no rank 9."):
         ProcessGroupMesh(dp=1, ranks=[9])
 
 
 def test_an_unknown_axis(mesh):
-    with says(pgmesh.AxisError, "there is no axis 'tpp' in mesh (pp=2, dp=2, tp=2). Did you mean 'tp'?"):
+    with raises_message(pgmesh.AxisError, "there is no axis 'tpp' in mesh (pp=2, dp=2, tp=2). Did you mean 'tp'?"):
         mesh.group("tpp")
 
 
 def test_an_axis_that_is_fixed(mesh):
-    with says(pgmesh.AxisError, "axis pp is fixed at 1 in mesh (dp=2, tp=2); ask the mesh that it was cut from."):
+    with raises_message(
+        pgmesh.AxisError, "axis pp is fixed at 1 in mesh (dp=2, tp=2); ask the mesh that it was cut from."
+    ):
         mesh.at(pp=1).group("pp")
 
 
 def test_a_rank_outside():
     mesh = ProcessGroupMesh(dp=2, tp=2, ranks=range(4), name="half")
-    with says(
+    with raises_message(
         pgmesh.MembershipError,
         """
 rank 5 is not in ProcessGroupMesh(dp=2, tp=2, ranks=range(4), name='half'), so it has no place and no group there.
@@ -212,7 +218,7 @@ rank 5 is not in ProcessGroupMesh(dp=2, tp=2, ranks=range(4), name='half'), so i
 
 
 def test_ranks_that_i_am_not_among(mesh):
-    with says(
+    with raises_message(
         pgmesh.MembershipError,
         """
 rank 5 asked for the group of ranks 0, 1, of which it is no member.
@@ -224,7 +230,7 @@ rank 5 asked for the group of ranks 0, 1, of which it is no member.
 
 
 def test_ranks_that_are_named_twice(mesh):
-    with says(pgmesh.PlaceError, "each rank is named once, but [5, 5] names one twice."):
+    with raises_message(pgmesh.PlaceError, "each rank is named once, but [5, 5] names one twice."):
         mesh.group_of([5, 5])
 
 
@@ -261,7 +267,7 @@ def test_ranks_that_are_named_twice(mesh):
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_options_that_no_group_has(mesh, options, text):
-    with says(pgmesh.OptionsError, text):
+    with raises_message(pgmesh.OptionsError, text):
         mesh.group("dp", **options)
 
 
@@ -269,7 +275,7 @@ def test_a_backend_that_is_not_there(mesh):
     with pytest.raises(pgmesh.OptionsError, match=r"knows no backend 'glo'; it knows .*gloo"):
         mesh.group("dp", backend="glo")
     if not dist.is_mpi_available():
-        with says(pgmesh.OptionsError, "this torch was built without backend mpi."):
+        with raises_message(pgmesh.OptionsError, "this torch was built without backend mpi."):
             mesh.group("dp", backend="mpi")
 
 
@@ -309,7 +315,7 @@ def test_one_group_under_two_spellings_and_two_minds():
 
 
 def test_closing_what_is_a_part(mesh):
-    with says(
+    with raises_message(
         pgmesh.LifetimeError,
         """
 ProcessGroupMesh(pp=2, dp=2, tp=2).at(pp=1) is a view or a slice and shares the groups of its mesh: close that one, or
@@ -414,7 +420,7 @@ def test_two_meshes_that_only_order_tells_apart():
 
 
 def test_adopting_the_wrong_group(mesh):
-    with says(
+    with raises_message(
         pgmesh.PlaceError,
         "group dp of ProcessGroupMesh(pp=2, dp=2, tp=2) has ranks 5, 7; the group to adopt has 4, 5.",
     ):
@@ -424,7 +430,7 @@ def test_adopting_the_wrong_group(mesh):
 def test_no_world():
     dist.destroy_process_group()
     try:
-        with says(
+        with raises_message(
             pgmesh.WorldError,
             """
 torch.distributed is not initialised, so there are no ranks to arrange.

@@ -1,38 +1,29 @@
-"""What errors say, word for word: what is wrong, the numbers, and the call that would be right."""
+"""Whole texts of errors: what is wrong, the numbers, and the call that would be right."""
 
 from __future__ import annotations
 
 import builtins
 import re
-import textwrap
 import traceback
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from pgmesh import AxisError, Layout, PgmeshError, PlaceError, ShapeError, errors
-from pgmesh._util import sizes
+from pgmesh._util.validation import fill_sizes
+from tests.support.message_assertions import assert_raises
 
 BOX = Layout(pp=2, dp=2, tp=2)
 NUMBERED = Layout(2, 2, 2)
-
-
-def says(error: type[PgmeshError], call: Callable[[], object], text: str) -> None:
-    """Checks the whole text of the error that a call raises; indented as it stands in these tests."""
-    with pytest.raises(error) as caught:
-        call()
-    assert type(caught.value) is error
-    assert str(caught.value) == textwrap.dedent(text).strip()
 
 
 # ---- ShapeError ----
 
 
 def test_sizes_that_do_not_fit_the_world():
-    says(
+    assert_raises(
         ShapeError,
-        lambda: sizes.fill("ProcessGroupMesh", {"dp": 2, "tp": 2}, 8, "the world has 8"),
+        lambda: fill_sizes("ProcessGroupMesh", {"dp": 2, "tp": 2}, 8, "the world has 8"),
         """
         ProcessGroupMesh(dp=2, tp=2) holds 4 ranks, but the world has 8.
 
@@ -78,7 +69,7 @@ def test_sizes_that_do_not_fit_the_world():
     ],
 )
 def test_a_script_that_nobody_started_several_times(box, text):
-    says(ShapeError, lambda: sizes.fill("ProcessGroupMesh", box, 1, "the world has 1"), text)
+    assert_raises(ShapeError, lambda: fill_sizes("ProcessGroupMesh", box, 1, "the world has 1"), text)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +134,7 @@ def test_a_script_that_nobody_started_several_times(box, text):
     ],
 )
 def test_sizes_that_do_not_fit_the_ranks(call, text):
-    says(ShapeError, call, text)
+    assert_raises(ShapeError, call, text)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +174,7 @@ def test_sizes_that_do_not_fit_the_ranks(call, text):
     ],
 )
 def test_sizes_that_are_none(call, text):
-    says(ShapeError, call, text)
+    assert_raises(ShapeError, call, text)
 
 
 def test_no_axis_at_all():
@@ -207,7 +198,7 @@ def test_no_axis_at_all():
     ],
 )
 def test_ranks_that_are_none(ranks, text):
-    says(ShapeError, lambda: Layout(dp=-1, ranks=ranks), text)
+    assert_raises(ShapeError, lambda: Layout(dp=-1, ranks=ranks), text)
 
 
 @pytest.mark.parametrize(
@@ -224,11 +215,11 @@ def test_ranks_that_are_none(ranks, text):
     ],
 )
 def test_nothing_left(call, text):
-    says(ShapeError, call, text)
+    assert_raises(ShapeError, call, text)
 
 
 def test_a_view_that_would_cut():
-    says(
+    assert_raises(
         ShapeError,
         lambda: Layout(pp=3, tp=4).at(tp=[0, 1]).view(a=2, b=3),
         """
@@ -237,7 +228,7 @@ def test_a_view_that_would_cut():
           ProcessGroupMesh(a=2, b=3, ranks=(0, 1, 4, 5, 8, 9))   # a new mesh takes any ranks
         """,
     )
-    says(
+    assert_raises(
         ShapeError,
         lambda: Layout(pp=99, tp=4).at(tp=[0, 1]).view(a=2, n=-1),
         """
@@ -281,7 +272,7 @@ def test_a_view_that_would_cut():
     ],
 )
 def test_an_axis_that_is_not_there(call, text):
-    says(AxisError, call, text)
+    assert_raises(AxisError, call, text)
 
 
 @pytest.mark.parametrize(
@@ -294,7 +285,7 @@ def test_an_axis_that_is_not_there(call, text):
     ],
 )
 def test_an_axis_named_twice(call, text):
-    says(AxisError, call, text)
+    assert_raises(AxisError, call, text)
 
 
 @pytest.mark.parametrize(
@@ -311,7 +302,7 @@ def test_an_axis_named_twice(call, text):
     ],
 )
 def test_an_axis_that_was_fixed(call, text):
-    says(AxisError, call, text)
+    assert_raises(AxisError, call, text)
 
 
 # ---- PlaceError ----
@@ -331,7 +322,7 @@ def test_an_axis_that_was_fixed(call, text):
     ],
 )
 def test_a_rank_that_is_not_there(call, text):
-    says(PlaceError, call, text)
+    assert_raises(PlaceError, call, text)
 
 
 @pytest.mark.parametrize(
@@ -349,7 +340,7 @@ def test_a_rank_that_is_not_there(call, text):
     ],
 )
 def test_a_place_that_is_not_there(call, text):
-    says(PlaceError, call, text)
+    assert_raises(PlaceError, call, text)
 
 
 # ---- the tree ----

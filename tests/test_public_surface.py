@@ -25,7 +25,7 @@ from unittest import mock
 import torch
 
 from pgmesh import Layout, ProcessGroupMesh, launch, parallel, plan
-from tests import golden_files
+from tests.support import golden_files
 
 NAME = "public-surface.txt"
 
@@ -42,8 +42,8 @@ MODULES: dict[str, tuple[str, ...]] = {
     "pgmesh.parallel": (),
     "pgmesh.parallel.checkpoint": ("load", "save"),
     "pgmesh.parallel.weights": ("Held", "broadcast", "clip", "norm"),
-    "pgmesh.launchers": ("believe",),
-    "pgmesh.svg": ("beside",),
+    "pgmesh.launch.detect": ("believe",),
+    "pgmesh.drawing.svg": ("beside",),
 }
 """The modules that the documentation imports from, and their documented names. Without names: those of ``__all__``."""
 
@@ -55,7 +55,7 @@ def results() -> dict[str, type]:
     """The classes of results, by the call that returns one. Their names are not listed, so that they can change."""
     layout = Layout(pp=2, dp=2, tp=2)
     planned = plan(layout, nodes="2x4")
-    launcher = reach("pgmesh.launchers", "believe")({})
+    launcher = reach("pgmesh.launch.detect", "believe")({})
     with launch.fake_world(5, 8) as world, ProcessGroupMesh(pp=2, dp=2, tp=2) as mesh:
         mesh.group("tp")
         stages = parallel.PipelineParallel(mesh, "pp", layers="0", loss=None, microbatches=2)

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 import pgmesh
 from pgmesh import ProcessGroupMesh
-from tests.dry import dry_world
+from tests.support.fake_world import fake_rank
 
 ROOT = "ProcessGroupMesh(pp=2, dp=2, tp=2, name='example')"
 NUMBERED = "ProcessGroupMesh(2, 2, 2)"
@@ -20,7 +20,7 @@ WIDE = "ProcessGroupMesh(n=100, t=2)"
 
 @pytest.fixture
 def mesh():
-    with dry_world(5, 8):
+    with fake_rank(5, 8):
         yield ProcessGroupMesh(pp=2, dp=2, tp=2, name="example")
 
 
@@ -65,7 +65,7 @@ def test_a_part_says_which_it_is_of_which_mesh(mesh, take, says):
 
 
 def test_numbered_axes_keep_their_numbers():
-    with dry_world(5, 8):
+    with fake_rank(5, 8):
         mesh = ProcessGroupMesh(2, 2, 2)
         assert repr(mesh.at({0: 1})) == f"{NUMBERED}.at({{0: 1}})"
         assert repr(mesh.at({0: 1}).at({2: 0})) == f"{NUMBERED}.at({{0: 1}}).at({{2: 0}})"
@@ -74,7 +74,7 @@ def test_numbered_axes_keep_their_numbers():
 
 
 def test_it_is_never_absurdly_long():
-    with dry_world(5, 200):
+    with fake_rank(5, 200):
         mesh = ProcessGroupMesh(n=100, t=2)
         assert repr(mesh.at(n=slice(3, 90, 2))) == f"{WIDE}.at(n=slice(3, 90, 2))"
         assert repr(mesh.at(n=[0, 1, 3])) == f"{WIDE}.at(n=[0, 1, 3])"
@@ -85,10 +85,10 @@ def test_it_is_never_absurdly_long():
 
 
 def test_on_another_rank_along_reads_as_the_slice_that_was_sent():
-    with dry_world(5, 8):
+    with fake_rank(5, 8):
         mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, name="example")
         sent = pickle.dumps([mesh.along("dp", "tp"), mesh.along("dp", "tp").along("tp").view(t=2)])
-    with dry_world(0, 8):
+    with fake_rank(0, 8):
         mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, name="example")
         part, deep = pickle.loads(sent)
         assert (repr(part), repr(deep)) == (f"{ROOT}.at(pp=1)", f"{ROOT}.at(pp=1).at(dp=0).view(t=2)")
@@ -100,7 +100,7 @@ def test_on_another_rank_along_reads_as_the_slice_that_was_sent():
 @given(st.data())
 def test_it_gives_the_part_whatever_the_road(data):
     """The call in the repr, run, is the same ranks in the same order on the same axes."""
-    with dry_world(5, 8):
+    with fake_rank(5, 8):
         root = mesh = ProcessGroupMesh(2, 2, 2, name="walk")
         for _ in range(data.draw(st.integers(1, 3))):
             kind = data.draw(st.sampled_from(["at", "along", "view"]))

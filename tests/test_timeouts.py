@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from pgmesh import GroupOptions, LaunchError, OptionsError, ProcessGroupMesh, launch, recipes
 from pgmesh.parallel import PipelineParallel
-from tests.dry import dry_world
-from tests.torch_seam import timeout_of
-from tests.worlds import check_sums, world
+from tests.support.fake_world import fake_rank
+from tests.support.torch_tables import timeout_of
+from tests.support.worlds import check_sums, world
 
 WRONG = ("tp", True, 0, -1, 0.0, math.nan, math.inf, 1e300, 1e-9, timedelta(), timedelta(seconds=-1), [30])
 WRONG += (np.bool_(True), np.float64("inf"), "30")
@@ -21,7 +21,7 @@ WRONG += (np.bool_(True), np.float64("inf"), "30")
 
 @pytest.fixture
 def mesh():
-    with dry_world(5, 8):
+    with fake_rank(5, 8):
         yield ProcessGroupMesh(pp=2, dp=2, tp=2, name="m")
 
 
@@ -177,7 +177,7 @@ def test_only_the_last_number_is_taken_as_the_timeout(mesh):
     ],
 )
 def test_so_it_is_of_an_arrangement(given, right):
-    with dry_world(5, 8):
+    with fake_rank(5, 8):
         arrangement = recipes.fairscale(8, tp=2, name="f")
         for name in ("tensor", "data"):
             arrangement[name].group()

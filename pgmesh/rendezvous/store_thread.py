@@ -195,7 +195,7 @@ class StoreThread:
         self._stopped = self._ended = False
         self._process = os.getpid()  # a fork has no such thread
         self._asked_at = math.inf  # when the store was asked what it has not answered
-        self._thread = threading.Thread(target=self._run, name="pgmesh-heart", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="pgmesh-store", daemon=True)
         self._thread.start()
 
     @property

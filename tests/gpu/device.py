@@ -15,7 +15,7 @@ import torch.distributed as dist
 from pgmesh.errors import LaunchError
 from pgmesh.launch import PRELOAD, LocalWorld
 from pgmesh.parallel.exchange import pass_on
-from tests.worlds import World
+from tests.support.worlds import World
 
 DEVICE = torch.device(os.environ.get("PGMESH_TEST_DEVICE", "cuda"))
 SHARED = "cpu:gloo,cuda:gloo"
@@ -33,7 +33,7 @@ class DeviceWorld(World):
 
     def __init__(self, n: int, backend: str) -> None:
         LocalWorld.__init__(self, n, backend, timedelta(seconds=60))
-        self.sound, self.closed = True, False
+        self.usable, self.closed = True, False
 
 
 _worlds: dict[tuple[int, str], DeviceWorld] = {}
@@ -48,7 +48,7 @@ def run(n: int, backend: str, fn: Callable[..., Any], *args: Any, deadline: floa
     if DEVICE.type == "cuda":
         PRELOAD[:] = ["torch"]  # ranks are forked, and CUDA works in none of them once the server has asked for it
     world = _worlds.get((n, backend))
-    if world is None or not world.sound:
+    if world is None or not world.usable:
         close(n, backend)
         world = _worlds[n, backend] = DeviceWorld(n, backend)
     return world.run(prepared, fn, *args, deadline=deadline)

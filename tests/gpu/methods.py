@@ -26,24 +26,24 @@ from pgmesh.parallel import (
     weights,
 )
 from tests.gpu.device import DEVICE, placed
-from tests.parallel_models import (
+from tests.support.expert_models import ExpertBlock as Mixture, cut_like
+from tests.support.parallel_models import (
     CONTEXT,
     FIRST,
     LAST,
     STEPS,
     TinyGPT,
-    Trained,
+    TrainingRun,
+    assert_same,
     batch,
     gradients_of,
     loss_of,
-    named,
+    named_weights,
     optimizer_of,
-    same,
     weights_of,
 )
-from tests.test_expert_parallel import Block as Mixture, cut_as
-from tests.test_parallel_together import in_microbatches, whole_loss
-from tests.test_tensor_parallel import SEQUENCE, WORDS
+from tests.support.parallel_training import in_microbatches, whole_loss
+from tests.support.tensor_plans import SEQUENCE_PLAN, VOCABULARY_PLAN
 
 TOLERANCE = 1e-10  # of 64-bit floats: sums are taken in another order, and on a GPU in another one each time
 Rows = Callable[[torch.Tensor], Iterable[torch.Tensor]]
@@ -65,13 +65,13 @@ def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return codes.to(DEVICE), target.to(DEVICE)
 
 
-def alone(model: nn.Module, parts: Rows = lambda rows: [rows]) -> Trained:
+def alone(model: nn.Module, parts: Rows = lambda rows: [rows]) -> TrainingRun:
     """The training of one process, on the same device.
 
     Args:
         parts: the rows whose mean gradients are averaged: experts' loads are balanced within each.
     """
-    optimizer, trained = optimizer_of(model.parameters()), Trained([], [], {})
+    optimizer, trained = optimizer_of(model.parameters()), TrainingRun([], [], {})
     for step in range(STEPS):
         optimizer.zero_grad()
         pieces = list(zip(*(parts(each) for each in batch_of(step)), strict=True))
@@ -88,13 +88,13 @@ def alone(model: nn.Module, parts: Rows = lambda rows: [rows]) -> Trained:
 def train(
     together: Composition,
     model: nn.Module,
-    expected: Trained,
+    expected: TrainingRun,
     *,
     context: ContextParallel | None = None,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
     cut: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = lambda whole: whole,
 ) -> None:
-    """Three steps, as ``parallel_steps.train_and_check``; and all that there is stays on the device."""
+    """Three steps, as ``parallel_training.train_and_check``; and all that there is stays on the device."""
     model = together.apply(model)
     optimizer = optimizer_of(model.parameters())
     for step in range(STEPS):
@@ -114,11 +114,11 @@ def train(
                 loss.backward()
         gradients = gradients_of(model)
         placed("gradients", map(local, gradients.values()))
-        same(f"gradients of step {step}", gradients, cut(expected.gradients[step]), TOLERANCE)
+        assert_same(f"gradients of step {step}", gradients, cut(expected.gradients[step]), TOLERANCE)
         optimizer.step()
-    placed("weights", (local(weight) for _, weight in named(model)))
+    placed("weights", (local(weight) for _, weight in named_weights(model)))
     placed("what the optimizer keeps", moments(optimizer))
-    same("weights", weights_of(model), cut(expected.weights), TOLERANCE)
+    assert_same("weights", weights_of(model), cut(expected.weights), TOLERANCE)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -147,12 +147,12 @@ def hybrid(mesh: ProcessGroupMesh) -> None:
 
 
 def tensor(mesh: ProcessGroupMesh) -> None:
-    method = TensorParallel(mesh, "tp", plan=WORDS, heads=4)
+    method = TensorParallel(mesh, "tp", plan=VOCABULARY_PLAN, heads=4)
     train(compose(mesh, method, unowned=["dp"]), model_of(), alone(model_of()), around=method.loss)
 
 
 def sequence(mesh: ProcessGroupMesh) -> None:
-    method = TensorParallel(mesh, "tp", plan=SEQUENCE, sequence=True)
+    method = TensorParallel(mesh, "tp", plan=SEQUENCE_PLAN, sequence=True)
     together = compose(mesh, ShardedDataParallel(mesh, "dp"), method)
     train(together, model_of(), alone(model_of()), around=method.loss)
 
@@ -180,7 +180,7 @@ def with_experts(mesh: ProcessGroupMesh, moe: ProcessGroupMesh, tensor: str | No
         compose(mesh, *others, DataParallel(mesh, "dp"), ExpertParallel(moe, "ep", over=over, **cut)),
         model,
         alone(model_of(Mixture), parts),
-        cut=lambda whole: {**whole, **cut_as(dict(model.named_parameters()), whole, moe, tensor)},
+        cut=lambda whole: {**whole, **cut_like(dict(model.named_parameters()), whole, moe, tensor)},
     )
 
 
@@ -208,14 +208,14 @@ def pipeline_experts(mesh: ProcessGroupMesh) -> None:
 
 def together(mesh: ProcessGroupMesh) -> None:
     """Tensor, context and sharded data parallelism."""
-    tensor, context = TensorParallel(mesh, "tp", plan=WORDS), ContextParallel(mesh, "cp", attention="ulysses")
+    tensor, context = TensorParallel(mesh, "tp", plan=VOCABULARY_PLAN), ContextParallel(mesh, "cp", attention="ulysses")
     both = compose(mesh, ShardedDataParallel(mesh, "dp", over=("dp", "cp")), context, tensor)
     train(both, model_of(), alone(model_of()), context=context, around=tensor.loss)
 
 
 def all_of_them(mesh: ProcessGroupMesh) -> None:
     """The same in a pipeline."""
-    tensor, context = TensorParallel(mesh, "tp", plan=WORDS), ContextParallel(mesh, "cp")
+    tensor, context = TensorParallel(mesh, "tp", plan=VOCABULARY_PLAN), ContextParallel(mesh, "cp")
     sharded = ShardedDataParallel(mesh, "dp", over=("dp", "cp"))
     every = compose(mesh, stages(mesh, whole_loss), sharded, context, tensor)
     train(every, model_of(), alone(model_of()), context=context, around=tensor.loss)
@@ -235,7 +235,7 @@ def norm_and_clip(mesh: ProcessGroupMesh) -> None:
     found = weights.clip(0.1, weights.Held(model, mesh))
     placed("the norm", [found])
     torch.testing.assert_close(found.double(), expected.double(), rtol=1e-6, atol=0.0)
-    same("clipped gradients", gradients_of(model), gradients_of(right), 1e-6)
+    assert_same("clipped gradients", gradients_of(model), gradients_of(right), 1e-6)
 
 
 def broadcast(mesh: ProcessGroupMesh) -> None:
@@ -283,7 +283,7 @@ def saved_and_loaded(mesh: ProcessGroupMesh, other: ProcessGroupMesh, folder: st
     loss_of(model(both.share(batch_of(0)[0])), both.share(batch_of(0)[1])).backward()
     optimizer.step()
     checkpoint.save(folder, mesh, model, optimizer)
-    tensor = TensorParallel(other, "tp", plan=WORDS)
+    tensor = TensorParallel(other, "tp", plan=VOCABULARY_PLAN)
     cut = compose(other, ShardedDataParallel(other, "dp"), tensor)
     loaded = cut.apply(Model(layers=2, seed=1).to(DEVICE))
     reader = optimizer_of(loaded.parameters())
@@ -300,7 +300,7 @@ def saved_and_loaded(mesh: ProcessGroupMesh, other: ProcessGroupMesh, folder: st
     with tensor.loss():
         loss_of(loaded(cut.share(batch_of(1)[0])), cut.share(batch_of(1)[1])).backward()
     reader.step()
-    same("weights after a load and a step", weights_of(loaded), weights_of(right), TOLERANCE)
+    assert_same("weights after a load and a step", weights_of(loaded), weights_of(right), TOLERANCE)
 
 
 def device_mesh(mesh: ProcessGroupMesh) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 
-from tests import debian
-from tests.debian import Skip
+from tests.support import debian
+from tests.support.debian import Skip
 
 SLURM, OPEN_MPI, MPICH = "Slurm", "Open MPI", "MPICH"
 PROGRAMS = {

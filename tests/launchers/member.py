@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh, launch
-from pgmesh.launch.detect import believe
+from pgmesh.launch.detect import detect_launcher
 
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(1)
     launch.join("gloo", timeout=timedelta(seconds=60))
-    rank, found = dist.get_rank(), believe(os.environ)
+    rank, found = dist.get_rank(), detect_launcher(os.environ)
     if (found.rank, found.size) != (rank, dist.get_world_size()):
         raise SystemExit(f"rank {rank} of {dist.get_world_size()} was told {found.line}")
     with ProcessGroupMesh(dp=2, tp=2, name="real") as mesh:

@@ -1,0 +1,506 @@
+"""Any name for an axis, and none for a keyword that means something else: sizes by keyword and in a mapping."""
+
+from __future__ import annotations
+
+import inspect
+from datetime import timedelta
+from enum import Enum
+from types import MappingProxyType
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, strategies as st
+
+import pgmesh
+from pgmesh import (
+    GroupOptions,
+    Layout,
+    OptionsError,
+    PgmeshError,
+    ProcessGroupMesh,
+    ShapeError,
+    plan,
+)
+from pgmesh._util.keywords import RESERVED
+from pgmesh.interop import from_device_mesh
+from pgmesh.options import GroupOptions as Options
+from pgmesh.planning.rank_report import place_of
+from tests.support.fake_world import fake_rank
+from tests.support.message_assertions import assert_raises
+
+ODD = {"data-parallel": 2, "timeout": 2, "class": 2}
+"""Sizes of axes that cannot be keywords."""
+
+
+class Role(str, Enum):
+    PIPELINE = "pp"
+    DATA = "dp"
+
+
+@pytest.fixture
+def world():
+    with fake_rank(5, 8):
+        yield
+
+
+# ---- sizes in a mapping ----
+
+
+@pytest.mark.parametrize("kind", [dict, MappingProxyType])
+def test_a_mapping_is_as_good_as_keywords(world, kind):
+    sizes = kind({"pp": 2, "dp": -1, "tp": 2})
+    assert Layout(sizes, ranks=range(8)) == Layout(pp=2, dp=2, tp=2)
+    assert Layout(n=8).view(sizes) == Layout(pp=2, dp=2, tp=2)
+    mesh = ProcessGroupMesh(sizes, name="train")
+    assert repr(mesh) == "ProcessGroupMesh(pp=2, dp=2, tp=2, name='train')"
+    assert mesh.view(kind({"pp": 2, "ep": -1})).group("ep") is mesh.group("dp", "tp")
+    assert plan(sizes, nodes="2x4") == plan(Layout(pp=2, dp=2, tp=2), nodes="2x4")
+    assert plan(kind({"pp": 2, "tp": 4}), nodes="2x4", views={"moe": kind({"class": 8})})["moe: class"].size == 8
+
+
+def test_numbers_in_a_mapping_are_numbered_axes():
+    layout = Layout({1: 2, 2: 3}, ranks=range(6))
+    assert layout.axes == (1, 2)
+    assert (layout.size(2), layout.size(-1), layout.at({1: 1}).axes) == (3, 3, (2,))
+    with pytest.raises(pgmesh.AxisError, match="there is no axis 0 in mesh"):
+        layout.size(0)
+    assert Layout({0: 2, 1: 2}) == Layout(2, 2) == Layout({np.int64(0): 2, np.int64(1): 2})
+
+
+def test_a_member_of_an_enum_is_its_name():
+    layout = Layout({Role.PIPELINE: 2, Role.DATA: 4})
+    assert repr(layout) == "Layout(pp=2, dp=4)"
+    assert layout.size(Role.DATA) == layout.size("dp") == 4
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: Layout({}), "Layout needs at least one axis, such as Layout(dp=2)."),
+        (lambda: Layout({"": 2}), "Layout: an axis is a word that can be printed, or a number from 0 on, not ''."),
+        (
+            lambda: Layout({"a\n": 2}),
+            r"Layout: an axis is a word that can be printed, or a number from 0 on, not 'a\n'.",
+        ),
+        (lambda: Layout({-1: 2}), "Layout: an axis is a word that can be printed, or a number from 0 on, not -1."),
+        (lambda: Layout({True: 2}), "Layout: an axis is a word that can be printed, or a number from 0 on, not True."),
+        (lambda: Layout({1.0: 2}), "Layout: an axis is a word that can be printed, or a number from 0 on, not 1.0."),
+        (
+            lambda: Layout({"a": 2, 1: 2}),
+            "Layout: give every axis a name or every axis a number, not both: {'a': 2, 1: 2}.",
+        ),
+        (lambda: Layout({"dp": True}), "Layout: the size of axis dp is a whole number, not True."),
+        (
+            lambda: Layout({"pp": 2}, dp=4, ranks=range(8, 16)),
+            """
+            Layout: give all sizes in one mapping, or all as keywords.
+
+              Layout(pp=2, dp=4, ranks=range(8, 16))
+            """,
+        ),
+        (
+            lambda: Layout({"pp": 2}, {"class": 4}),
+            """
+            Layout: give all sizes in one mapping, or all as keywords.
+
+              Layout({'pp': 2, 'class': 4})
+            """,
+        ),
+        (
+            lambda: Layout({"pp": 2}, pp=3),
+            """
+            Layout: give all sizes in one mapping, or all as keywords. Axis pp is 2 and 3.
+
+              Layout(pp=2)
+              Layout(pp=3)
+            """,
+        ),
+        (lambda: Layout({"pp": 2}, 4), "Layout: give all sizes in one mapping, or all as keywords."),
+        (
+            lambda: Layout(**{"data-parallel": 2}),
+            """
+            Layout: an axis is named by a word, such as dp, not 'data-parallel'.
+
+              Layout({'data-parallel': 2})
+            """,
+        ),
+        (
+            lambda: plan({"dp": -1}),
+            "plan({'dp': -1}) cannot know what is left: give it hosts, such as plan({'dp': -1}, nodes='1x8').",
+        ),
+        (
+            lambda: plan({"dp": -1, "tp": 3}, nodes="2x4", families=[("dp", "tp")]),
+            """
+            plan({'dp': -1, 'tp': 3}) cannot be filled: 2 hosts of 4 hold 8, and 8 is not divisible by 3.
+
+              plan({'dp': -1, 'tp': 2}, nodes='2x4', families=[('dp', 'tp')])   # tp may be 1, 2, 4 or 8
+            """,
+        ),
+    ],
+)
+def test_mappings_that_are_no_sizes(call, text):
+    assert_raises(ShapeError, call, text)
+
+
+# ---- layouts as text ----
+
+names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=6).filter(str.isprintable) | st.sampled_from(
+    [*RESERVED, "class", "match", "None", "__debug__", "self", "shape", "sizes", "fi", "ﬁ", "dp", "0", "=", "'"]
+)
+
+
+@given(
+    axes=st.lists(names, min_size=1, max_size=3, unique=True)
+    | st.lists(st.integers(0, 9), min_size=1, max_size=3, unique=True),
+    data=st.data(),
+)
+@example(axes=["ﬁ"], data=None)
+def test_the_repr_of_any_layout_makes_it(axes, data):
+    draw = (lambda strategy: data.draw(strategy)) if data else lambda strategy: 2
+    layout = Layout({axis: draw(st.integers(1, 4)) for axis in axes})
+    if data:
+        layout = Layout(dict(zip(axes, layout.shape)), ranks=draw(st.permutations(range(len(layout)))))
+        for axis in axes:
+            kept = st.lists(st.integers(0, layout.size(axis) - 1), min_size=1)
+            layout = layout.at({axis: draw(st.just(slice(None)) | st.integers(0, layout.size(axis) - 1) | kept)})
+    assert eval(repr(layout)) == layout
+
+
+@pytest.mark.parametrize(
+    ("layout", "call"),
+    [
+        (Layout(2, 2, 2).at({0: 1}), "Layout({1: 2, 2: 2}, ranks=range(4, 8))"),
+        (Layout({"timeout": 2, "dp": 2}), "Layout({'timeout': 2, 'dp': 2})"),
+        (Layout(ODD).at({"class": 0}), "Layout({'data-parallel': 2, 'timeout': 2}, ranks=range(0, 8, 2))"),
+        (
+            Layout(a=2, b=100, ranks=[*range(50), *range(100, 250)]),
+            "Layout(a=2, b=100, ranks=(*range(50), *range(100, 250)))",
+        ),
+    ],
+)
+def test_the_repr_is_a_mapping_where_keywords_would_not_do(layout, call):
+    assert repr(layout) == call
+    assert eval(call) == layout
+
+
+# ---- axes of any name ----
+
+
+def test_axes_of_any_name_are_axes_everywhere(world):
+    mesh = ProcessGroupMesh(ODD, name="odd")
+    assert repr(mesh) == "ProcessGroupMesh({'data-parallel': 2, 'timeout': 2, 'class': 2}, name='odd')"
+    assert mesh.label() == "data-parallel1-timeout0-class1"
+    assert mesh.at(timeout=1).ranks() == mesh.at({"timeout": 1}).ranks() == (2, 3, 6, 7)
+    assert mesh.at({"data-parallel": [0], "class": 1}).axes == ("data-parallel", "timeout")
+    assert mesh.along("timeout", "class") is mesh["timeout", "class"]
+    assert mesh.along("timeout").ranks() == mesh.ranks("timeout") == (5, 7)
+    assert mesh.neighbor("timeout") == 7
+    mesh.configure("timeout", timeout=timedelta(minutes=3), tag="own")
+    assert mesh.group("timeout", tag="own") is not mesh.group("timeout")
+    assert mesh.group("timeout").group_desc == "odd[data-parallel=1, timeout=*, class=1]"
+    assert str(mesh.connect("timeout", ("data-parallel", "class"))) == "0 store operations"
+    assert "timeout1" in str(mesh)
+    assert "data-parallel" in mesh._repr_html_()
+    assert mesh.view({"tag": 4, "name": 2}).group("tag") is mesh.group("data-parallel", "timeout")
+    names = mesh.device_mesh().mesh_dim_names
+    assert names == tuple(ODD)
+    assert from_device_mesh(mesh.device_mesh(), name="again").axes == tuple(ODD)
+    mesh.release("timeout")
+    mesh.close()
+
+
+def test_a_plan_and_a_place_have_axes_of_any_name():
+    found = plan(ODD, nodes="2x4", views={"tag": {"name": 8}}, families=[("timeout", "class")])
+    assert found["timeout x class"].sample == (0, 1, 2, 3)
+    assert "tag: name" in str(found)
+    assert "data-parallel" in found.html()
+    assert found.svg("class")
+    place = place_of(Layout(ODD), 5)
+    assert [each.axis for each in place.along] == [*ODD]
+
+
+def test_markup_in_the_name_of_an_axis_is_text():
+    layout = Layout({"<b>&": 2, "'\"": 2})
+    assert "<b>" not in layout._repr_html_()
+    assert "<b>" not in plan(layout).html()
+
+
+# ---- keywords that are no axes ----
+
+
+@pytest.mark.parametrize("word", list(Options.__dataclass_fields__))
+def test_every_option_of_groups_is_no_axis(world, word):
+    for make in (Layout, ProcessGroupMesh, ProcessGroupMesh(dp=8).view, Layout(8).view):
+        with pytest.raises(OptionsError, match=f"{word} is no axis; it is an option of groups"):
+            make(dp=8, **{word: 1})
+
+
+TORCHS = {"backend", "init_method", "timeout", "world_size", "rank", "store", "pg_options", "device_id", "device_type"}
+TORCHS |= {"mesh_shape", "mesh_dim_names", "backend_override", "mesh", "group"}
+"""Keywords of torch's init_process_group, init_device_mesh, DeviceMesh and DeviceMesh.from_group."""
+
+
+def test_the_keywords_of_torchs_calls_and_of_ours_are_no_axes():
+    ours = {name for call in (ProcessGroupMesh, plan, Layout) for name in inspect.signature(call).parameters}
+    hosts = {"nodes", "domains", "views", "families"}  # which a machine has, and an axis may well be called
+    assert {*TORCHS, "tag", "options", "axes", *ours - hosts} <= {*RESERVED}
+
+
+@pytest.mark.parametrize("word", RESERVED)
+def test_no_keyword_that_means_something_else_is_an_axis(world, word):
+    asks = [Layout(8).view, ProcessGroupMesh(dp=8).view]
+    asks += [Layout] if word != "ranks" else []
+    asks += [ProcessGroupMesh] if word not in ("ranks", "name") else []
+    for make in asks:
+        with pytest.raises(PgmeshError, match=f"{word} is no axis; it ") as caught:
+            make(dp=8, **{word: 1})
+        assert "=-1" not in str(caught.value)
+        assert isinstance(caught.value, ValueError)
+        assert Layout({word: 8}).axes == (word,)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda: ProcessGroupMesh(dp=8, timeout=30, name="train"),
+            """
+            ProcessGroupMesh: timeout is no axis; it is an option of groups.
+
+              mesh = ProcessGroupMesh(dp=8, name='train')
+              mesh.configure('dp', timeout=30)
+            """,
+        ),
+        (
+            lambda: ProcessGroupMesh(dp=4, tp=-1, timeout=timedelta(minutes=2), backend=1),
+            """
+            ProcessGroupMesh: timeout is no axis; it is an option of groups. backend is no axis; it is an \
+option of groups.
+
+              mesh = ProcessGroupMesh(dp=4, tp=-1)
+              for axis in mesh.axes: mesh.configure(axis, timeout=timedelta(seconds=120), backend='gloo')
+            """,
+        ),
+        (
+            lambda: ProcessGroupMesh(dp=4, options=GroupOptions(backend="gloo"), ranks=range(4)),
+            """
+            ProcessGroupMesh: options is no axis; it stands for options of groups.
+
+              mesh = ProcessGroupMesh(dp=4, ranks=range(4))
+              mesh.configure('dp', timeout=600)
+            """,
+        ),
+        (
+            lambda: ProcessGroupMesh(dp=8, tag="own"),
+            """
+            ProcessGroupMesh: tag is no axis; it tells groups on the same ranks apart.
+
+              mesh = ProcessGroupMesh(dp=8)
+              mesh.group('dp', tag='own')
+            """,
+        ),
+        (
+            lambda: ProcessGroupMesh(dp=8).view(pp=2, tp=4, timeout=30),
+            """
+            view: timeout is no axis; it is an option of groups.
+
+              part = mesh.view(pp=2, tp=4)
+              for axis in part.axes: part.configure(axis, timeout=30)
+            """,
+        ),
+        (
+            lambda: Layout(dp=4, timeout=30),
+            """
+            Layout: timeout is no axis; it is an option of groups. A layout has no groups.
+
+              Layout(dp=4)
+            """,
+        ),
+    ],
+)
+def test_options_of_groups_are_answered_with_configure(world, call, text):
+    assert_raises(OptionsError, call, text)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda: ProcessGroupMesh(dp=8, device="cuda"),
+            """
+            ProcessGroupMesh: device is no axis; it follows from the backend of a group.
+
+              ProcessGroupMesh(dp=8)
+            """,
+        ),
+        (
+            lambda: ProcessGroupMesh(node=2, device=4),
+            """
+            ProcessGroupMesh: device is no axis; it follows from the backend of a group.
+
+              ProcessGroupMesh({'node': 2, 'device': 4})   # with axes of these names
+            """,
+        ),
+        (
+            lambda: ProcessGroupMesh(dp=8, device=1),
+            """
+            ProcessGroupMesh: device is no axis; it follows from the backend of a group.
+
+              ProcessGroupMesh(dp=8)
+              ProcessGroupMesh({'dp': 8, 'device': 1})   # with axes of these names
+            """,
+        ),
+        (
+            lambda: ProcessGroupMesh("cpu", (2, 4), mesh_dim_names=("dp", "tp")),
+            """
+            ProcessGroupMesh: mesh_dim_names is no axis; it stands for the axes.
+
+              ProcessGroupMesh(dp=2, tp=4)
+            """,
+        ),
+        (
+            lambda: ProcessGroupMesh(mesh_shape=(2, 4), name="train"),
+            """
+            ProcessGroupMesh: mesh_shape is no axis; it stands for all sizes.
+
+              ProcessGroupMesh(2, 4, name='train')
+            """,
+        ),
+        (
+            lambda: ProcessGroupMesh(sizes={"dp": 2, "class": 4}),
+            """
+            ProcessGroupMesh: sizes is no axis; it stands for all sizes.
+
+              ProcessGroupMesh({'dp': 2, 'class': 4})
+            """,
+        ),
+        (
+            lambda: Layout(dp=-1, tp=2, world_size=16),  # -1 of no ranks
+            "Layout: world_size is no axis; it belongs to the world.",
+        ),
+        (
+            lambda: ProcessGroupMesh(shape=8),
+            """
+            ProcessGroupMesh: shape is no axis; it stands for all sizes.
+
+              ProcessGroupMesh(8)
+              ProcessGroupMesh({'shape': 8})   # with axes of these names
+            """,
+        ),
+    ],
+)
+def test_other_keywords_are_answered_with_the_call_that_they_mean(world, call, text):
+    assert_raises(ShapeError, call, text)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda: ProcessGroupMesh(shape=8, timeout=3),
+            """
+            ProcessGroupMesh: shape is no axis; it stands for all sizes. timeout is no axis; it is an option of groups.
+
+              mesh = ProcessGroupMesh(8)
+              mesh.configure(0, timeout=3)
+            """,
+        ),
+        (
+            lambda: ProcessGroupMesh(dp=8, timeout=float("inf")),
+            """
+            ProcessGroupMesh: timeout is no axis; it is an option of groups.
+
+              mesh = ProcessGroupMesh(dp=8)
+              mesh.configure('dp', timeout=600)
+            """,
+        ),
+        (
+            lambda: ProcessGroupMesh(dp=8, timeout=float("nan")),
+            """
+            ProcessGroupMesh: timeout is no axis; it is an option of groups.
+
+              mesh = ProcessGroupMesh(dp=8)
+              mesh.configure('dp', timeout=600)
+            """,
+        ),
+        (
+            lambda: Layout(dp=2, timeout=1e300),
+            """
+            Layout: timeout is no axis; it is an option of groups. A layout has no groups.
+
+              Layout(dp=2)
+            """,
+        ),
+        (
+            lambda: Layout(dp=2, options={"timeout": float("inf")}),
+            """
+            Layout: options is no axis; it stands for options of groups. A layout has no groups.
+
+              Layout(dp=2)
+            """,
+        ),
+    ],
+)
+def test_a_suggested_call_runs(world, call, text):
+    with pytest.raises(OptionsError) as caught:
+        call()
+    assert_raises(OptionsError, call, text)
+    scope = {"ProcessGroupMesh": ProcessGroupMesh, "Layout": Layout, "timedelta": timedelta}
+    for line in str(caught.value).splitlines()[2:]:
+        exec(line.strip(), scope)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda: ProcessGroupMesh(pp="2", tp=4, timeout=30),
+            "ProcessGroupMesh: timeout is no axis; it is an option of groups.",
+        ),
+        (
+            lambda: ProcessGroupMesh(pp=2.0, tp=4, timeout=30),
+            "ProcessGroupMesh: timeout is no axis; it is an option of groups.",
+        ),
+        (
+            lambda: Layout(pp="2", tp=4, timeout=30),
+            "Layout: timeout is no axis; it is an option of groups. A layout has no groups.",
+        ),
+        (lambda: ProcessGroupMesh(timeout=30), "ProcessGroupMesh: timeout is no axis; it is an option of groups."),
+        (
+            lambda: ProcessGroupMesh(dp=4, timeout=30),  # the world has 8
+            "ProcessGroupMesh: timeout is no axis; it is an option of groups.",
+        ),
+        (
+            lambda: ProcessGroupMesh(mesh_shape=(), mesh_dim_names=5),
+            "ProcessGroupMesh: mesh_shape is no axis; it stands for all sizes. "
+            "mesh_dim_names is no axis; it stands for the axes.",
+        ),
+        (
+            lambda: ProcessGroupMesh(mesh_shape=(2, 4), mesh_dim_names=(["dp"], ["tp"])),
+            "ProcessGroupMesh: mesh_shape is no axis; it stands for all sizes. "
+            "mesh_dim_names is no axis; it stands for the axes.",
+        ),
+        (
+            lambda: ProcessGroupMesh(mesh_shape=(2, 4), mesh_dim_names=("dp", "dp")),
+            "ProcessGroupMesh: mesh_shape is no axis; it stands for all sizes. "
+            "mesh_dim_names is no axis; it stands for the axes.",
+        ),
+        (
+            lambda: Layout(8).view(dp="8", ranks=range(8)),
+            "view: ranks is no axis; it is left out: a view keeps the ranks of its mesh.",
+        ),
+        (
+            lambda: Layout(8).view(dp="8", name="x"),
+            "view: name is no axis; it is an argument of ProcessGroupMesh: a view has the name of its mesh.",
+        ),
+    ],
+)
+def test_no_call_is_suggested_where_a_size_is_none(world, call, text):
+    with pytest.raises(ShapeError if "option" not in text else OptionsError) as caught:
+        call()
+    assert str(caught.value) == text
+
+
+def test_an_axis_that_two_numbers_name_is_refused():
+    assert_raises(ShapeError, lambda: Layout({np.int64(1): 2, torch.tensor(1): 3}), "Layout: axis 1 is given twice.")

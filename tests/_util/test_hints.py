@@ -1,0 +1,222 @@
+"""Names that users of DeviceMesh, Megatron and others try: an AttributeError that shows the call."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from pgmesh import Layout, ProcessGroupMesh, ShapeError, plan
+from pgmesh._util import missing_attributes
+from tests.support.fake_world import fake_rank
+
+BOX = Layout(pp=2, dp=2, tp=2)
+
+
+@pytest.fixture
+def mesh():
+    with fake_rank(5, 8):
+        yield ProcessGroupMesh(pp=2, dp=2, tp=2, name="m")
+
+
+def hint_of(of: object, name: str) -> str:
+    """The call in the error."""
+    assert not hasattr(of, name)
+    with pytest.raises(AttributeError) as caught:
+        getattr(of, name)
+    says, nothing, call = str(caught.value).splitlines()
+    assert says == f"{type(of).__name__!r} object has no attribute {name!r}."
+    assert nothing == ""
+    call, _, comment = call.strip().partition("   # ")
+    assert comment in ("", "for example: name the axes that you mean")
+    return call
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("get_group", "mesh.group('tp')"),
+        ("get_local_rank", "mesh.index('tp')"),
+        ("get_rank", "mesh.rank"),
+        ("get_coordinate", "mesh.coord"),
+        ("get_all_groups", "[mesh.group(axis) for axis in mesh.axes]"),
+        ("mesh_dim_names", "mesh.axes"),
+        ("ndim", "len(mesh.axes)"),
+        ("device_type", "mesh.device_mesh().device_type"),
+        ("mesh", "mesh.device_mesh().mesh"),
+        ("_flatten", "mesh.group('dp', 'tp')"),
+        ("neighbour", "mesh.neighbor('tp')"),
+        ("seen_by", "mesh.layout.seen_by"),
+        ("neighbor_of", "mesh.layout.neighbor_of"),
+    ],
+)
+def test_of_a_mesh(mesh, name, call):
+    assert hint_of(mesh, name) == call
+    assert hint_of(mesh.at(pp=1), name) == call
+
+
+def test_a_call_with_axes_says_that_these_are_an_example(mesh):
+    """Which axes were meant, an attribute cannot know."""
+    for name, comment in (("get_group", "   # for example: name the axes that you mean"), ("get_rank", "")):
+        with pytest.raises(AttributeError) as caught:
+            getattr(mesh, name)
+        assert str(caught.value).endswith(f"{hint_of(mesh, name)}{comment}")
+
+
+@pytest.mark.parametrize("name", missing_attributes.MESH)
+def test_each_call_of_a_mesh_runs(mesh, name):
+    eval(hint_of(mesh, name), {"mesh": mesh, "torch": __import__("torch")})
+
+
+@pytest.mark.parametrize("name", missing_attributes.LAYOUT)
+def test_each_call_of_a_layout_runs(mesh, name):
+    call = hint_of(BOX, name)
+    mesh.close()
+    eval(call, {"layout": BOX, "ProcessGroupMesh": ProcessGroupMesh, "torch": __import__("torch")})
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("group", "ProcessGroupMesh(pp=2, dp=2, tp=2).group('tp')"),
+        ("connect", "ProcessGroupMesh(pp=2, dp=2, tp=2).connect('tp')"),
+        ("device_mesh", "ProcessGroupMesh(pp=2, dp=2, tp=2).device_mesh()"),
+        ("get_group", "ProcessGroupMesh(pp=2, dp=2, tp=2).group('tp')"),
+        ("index", "layout.index_of(0, 'tp')"),
+        ("coord", "layout.coord_of(0)"),
+        ("rank", "layout.seen_by(0)"),
+        ("neighbour_of", "layout.neighbor_of(0, 'tp')"),
+        ("mesh_dim_names", "layout.axes"),
+    ],
+)
+def test_of_a_layout(name, call):
+    assert hint_of(BOX, name) == call
+
+
+def test_numbered_axes_and_slices():
+    assert hint_of(Layout(2, 4), "group") == "ProcessGroupMesh(2, 4).group(1)"
+    assert hint_of(BOX.at(pp=1), "coord") == "layout.coord_of(4)"
+    assert hint_of(BOX.at(pp=1), "group") == "ProcessGroupMesh(dp=2, tp=2, ranks=range(4, 8)).group('tp')"
+    assert hint_of(BOX.seen_by(5), "group") == "ProcessGroupMesh(pp=2, dp=2, tp=2).group('tp')"
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("neighbour", "seen.neighbor('tp')"),
+        ("get_coordinate", "seen.coord"),
+        ("get_local_rank", "seen.index('tp')"),
+        ("get_rank", "seen.rank"),
+        ("world_size", "seen.size()"),
+        ("get_process_group_ranks", "seen.ranks('tp')"),
+        ("mesh_dim_names", "seen.axes"),
+        ("_unflatten", "seen.view(pp=2, dp=2, tp=2)"),
+        ("coord_of", "seen.layout.coord_of"),
+        ("group", "ProcessGroupMesh(pp=2, dp=2, tp=2).group('tp')"),
+    ],
+)
+def test_of_a_layout_as_a_rank_sees_it(name, call):
+    assert hint_of(BOX.seen_by(3), name) == call
+
+
+@pytest.mark.parametrize("name", missing_attributes.RANK_VIEW)
+def test_each_call_of_a_layout_as_a_rank_sees_it_runs(mesh, name):
+    call = hint_of(BOX.seen_by(3), name)
+    mesh.close()
+    eval(call, {"seen": BOX.seen_by(3), "ProcessGroupMesh": ProcessGroupMesh, "torch": __import__("torch")})
+
+
+def test_a_hint_of_many_ranks_is_short():
+    ranks = (*range(100_000, 200_000), *range(1, 100_000, 2), *range(0, 100_000, 2))
+    scattered = tuple(sorted(ranks, key=lambda rank: rank * 77_773 % 200_000))
+    for of in (Layout(dp=-1, ranks=scattered), Layout(dp=-1, ranks=scattered).seen_by(3)):
+        with pytest.raises(AttributeError) as caught:
+            _ = of.group
+        assert len(str(caught.value)) < 600
+        assert "ranks=layout.ranks()).group('dp')" in str(caught.value).replace("seen.", "layout.")
+
+
+def test_a_local_rank_is_not_said_to_be_an_index(mesh):
+    for of in (mesh, BOX, BOX.seen_by(0)):
+        with pytest.raises(AttributeError) as caught:
+            _ = of.local_rank
+        assert str(caught.value) == f"{type(of).__name__!r} object has no attribute 'local_rank'"
+
+
+def test_other_names_are_as_python_says(mesh):
+    for of in (mesh, BOX, BOX.seen_by(0)):
+        with pytest.raises(AttributeError) as caught:
+            _ = of.nothing
+        assert str(caught.value) == f"{type(of).__name__!r} object has no attribute 'nothing'"
+        assert (caught.value.name, caught.value.obj) == ("nothing", of)
+    assert not {*missing_attributes.MESH} & {*dir(mesh)}
+    assert not {*missing_attributes.LAYOUT} & {*dir(BOX)}
+    assert not {*missing_attributes.RANK_VIEW} & {*dir(BOX.seen_by(0))}
+
+
+@pytest.mark.parametrize(
+    ("call", "right"),
+    [
+        (lambda: plan("dp=8 tp=8"), "plan(Layout(dp=8, tp=8))"),
+        (lambda: plan("dp=8, tp=8", nodes="8x8"), "plan(Layout(dp=8, tp=8), nodes='8x8')"),
+        (lambda: plan(layout="dp=8 tp=8"), "plan(Layout(dp=8, tp=8))"),
+        (lambda: plan("8 8"), "plan(Layout(8, 8))"),
+        (lambda: plan(dp=8), "plan(Layout(dp=8))"),
+        (lambda: plan(dp=8, tp=8, nodes="8x8"), "plan(Layout(dp=8, tp=8), nodes='8x8')"),
+        (lambda: plan(dp=-1, tp=8, nodes="8x8"), "plan({'dp': -1, 'tp': 8}, nodes='8x8')"),
+        (lambda: plan(dp=-1, tp=8), "plan({'dp': -1, 'tp': 8}, nodes='1x16')"),
+        (lambda: plan(dp=2, tp=4, ranks=range(8)), "plan(Layout(dp=2, tp=4, ranks=range(8)))"),
+        (
+            lambda: plan(dp=2, tp=4, ranks=[3, 1, 2, 0, 7, 6, 5, 4]),
+            "plan(Layout(dp=2, tp=4, ranks=(3, 1, 2, 0, 7, 6, 5, 4)))",
+        ),
+        (
+            lambda: plan(dp=2, tp=4, families=(("dp", "tp") for _ in "1")),
+            "plan(Layout(dp=2, tp=4), families=[('dp', 'tp')])",
+        ),
+        (lambda: plan({"dp": 8}, tp=8), "plan(Layout(dp=8, tp=8))"),
+        (lambda: plan(8, 8), "plan(Layout(8, 8))"),
+        (lambda: plan(8), "plan(Layout(8))"),
+        (lambda: plan([2, 4]), "plan(Layout(2, 4))"),
+        (lambda: plan(), "plan(Layout(dp=8, tp=8))"),
+        (lambda: plan("64 GPUs"), "plan(Layout(dp=8, tp=8))"),
+        (lambda: plan(dist), "plan(Layout(dp=8, tp=8))"),
+    ],
+)
+def test_sizes_given_to_plan(call, right):
+    with pytest.raises(ShapeError) as caught:
+        call()
+    assert str(caught.value) == f"plan is given a Layout, a mesh or a mapping of sizes.\n\n  {right}"
+    eval(right, {"plan": plan, "Layout": Layout})
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: plan(dp=True), "plan: the size of axis dp is a whole number, not True."),
+        (lambda: plan(dp=0), "plan: the size of axis dp is 0; a size is at least 1, or -1 for what is left."),
+        (
+            lambda: plan(dp=-1, tp=-1),
+            "plan({'dp': -1, 'tp': -1}): at most one size is -1, what is left; here are dp, tp.",
+        ),
+        (
+            lambda: plan({"dp": 8}, nodes="2x4", views=[("a", {"ep": 8})]),
+            "plan: views is a mapping of sizes by name, such as {'moe': {'edp': -1, 'ep': 8}}, not [('a', {'ep': 8})].",
+        ),
+    ],
+)
+def test_sizes_and_views_that_plan_does_not_take(call, text):
+    with pytest.raises(ShapeError) as caught:
+        call()
+    assert str(caught.value) == text
+
+
+def test_hosts_in_an_array():
+    assert plan(Layout(8), nodes=np.array([4, 4])) == plan(Layout(8), nodes="2x4")
+    with pytest.raises(ShapeError, match=r"\n  plan\(Layout\(1, 4, 2\), nodes=\[4, 4\]\) "):
+        plan(Layout(2, 4, 2), nodes=np.array([4, 4]))
+
+
+def test_other_arguments_that_plan_does_not_have_are_as_python_says():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'node'"):
+        plan(BOX, node="2x4")

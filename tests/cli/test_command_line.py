@@ -1,0 +1,400 @@
+"""The command line: what it answers, what it refuses and how, that it stays light, and how a terminal shows it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pgmesh
+from pgmesh import Layout, plan
+from pgmesh.__main__ import COMMANDS, main
+from pgmesh.drawing import styled_text
+from tests.support import golden_files as golden
+from tests.support.message_assertions import without_hostname_warnings
+from tests.support.terminal import COLOUR, run_in_terminal
+
+ROOT = Path(__file__).parents[2]
+MESH = "pp=2 dp=4 cp=2 tp=4 --nodes 8x8"
+
+
+def said(capsys: pytest.CaptureFixture[str], line: str, status: int = 0) -> str:
+    """What a command line answers: on standard output, or on the other where it is refused."""
+    assert main(shlex.split(line)) == status
+    out, err = capsys.readouterr()
+    assert (err, out)[status == 2] == "" or status == 1
+    return err if status == 2 else out
+
+
+ANSWERS = {
+    "plan": f"plan {MESH} --view 'moe: ep=8 edp=-1' --family dp,cp",
+    "plan-in-another-order": f"plan {MESH} --order tp,cp,dp,pp",
+    "plan-with-picture": "plan pp=2 dp=2 tp=2 --nodes 2x4 --picture --view 'moe: pp=2 edp=1 ep=4'",
+    "plan-uneven": "plan dp=5 tp=4 --nodes 8,6,6",
+    "plan-domains": "plan pp=4 dp=-1 tp=8 --domains 4x18x4",
+    "plan-numbered": "plan 2 2 2 --nodes 2x4 --family 0,2 --picture",
+    "show-numbered": "show --rank 5 2 2 2",
+    "plan-a-million": "plan pp=16 dp=-1 cp=8 tp=16 --nodes 131072x8",
+    "compare": f"plan {MESH} --compare tp,cp,dp,pp dp,pp,tp,cp",
+    "suggest": "plan --suggest tp=8 cp=2 --nodes 8x8",
+    "suggest-unknown": "plan --suggest tp=2 x=2 pp=2 --nodes 2x8",
+    "show": f"show --rank 13 {MESH}",
+    "show-without-hosts": "show --rank 5 pp=2 dp=2 tp=2",
+    "show-a-million": "show --rank 77777 pp=16 dp=512 cp=8 tp=16 --nodes 131072x8",
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_it_answers(capsys, name):
+    text = said(capsys, ANSWERS[name])
+    assert max(map(len, text.splitlines())) <= 80
+    golden.check(f"command-{name}.txt", f"$ pgmesh {ANSWERS[name]}\n{text}")
+
+
+def test_json_is_what_python_says(capsys):
+    answer = json.loads(said(capsys, f"plan {MESH} --json --view 'moe: edp=8 ep=8'"))
+    layout = Layout(pp=2, dp=4, cp=2, tp=4)
+    assert answer == json.loads(plan(layout, nodes="8x8", views={"moe": {"edp": 8, "ep": 8}}).json())
+    several = json.loads(said(capsys, f"plan {MESH} --json --compare tp,cp,dp,pp"))
+    assert several["best"] == "pp,dp,cp,tp"
+    assert several["plans"][0] == json.loads(plan(layout, nodes="8x8").json())
+    golden.check("command-show.json", said(capsys, f"show --rank 13 {MESH} --json"))
+
+
+def test_files_are_written_where_it_is_asked(capsys, tmp_path):
+    drawing, site = tmp_path / "plan.svg", tmp_path / "plan.html"
+    text = said(capsys, f"plan {MESH} --svg {drawing} --html {site}")
+    assert f"The picture is in {drawing}\nThe page is in {site}\n" in text
+    assert drawing.read_text().count('<rect class="cell"') == 64
+    ranks, shown = (re.findall("(?s)<title>(rank .*?)</title>", file.read_text()) for file in (drawing, site))
+    assert len(ranks) == 64
+    assert ranks == shown  # the page has the picture's title in its headline
+    two = [said(capsys, f"plan {MESH} --view 'moe: pp=2 edp=-1 ep=8' --{kind} -") for kind in ("svg", "html")]
+    assert two[0] in two[1]
+    assert said(capsys, f"plan {MESH} --svg -") == drawing.read_text()
+    assert said(capsys, f"plan {MESH} --html -") == site.read_text()
+    marked = said(capsys, f"show --rank 13 {MESH} --svg - --colour dp,cp")
+    assert marked.count('stroke="#0f172a"') == 1
+    assert "one colour: one dp x cp group" in marked
+    assert "<svg" in said(capsys, f"show --rank 13 {MESH} --html -")
+
+
+def test_what_the_docs_show_is_what_it_says(capsys):
+    text = (ROOT / "docs" / "see.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```console\n\$ pgmesh (.*?)\n(.*?)```", text, flags=re.DOTALL)
+    assert len(blocks) >= 7
+    for line, answer in blocks:
+        assert said(capsys, line) == answer
+
+
+@pytest.mark.parametrize(("name", "more"), [("plan", ""), ("two-meshes", " --view 'moe: pp=2 edp=-1 ep=8'")])
+def test_the_pictures_of_the_docs_are_what_it_draws(capsys, name, more):
+    golden.check(f"../../docs/pictures/{name}.svg", said(capsys, f"plan {MESH}{more} --svg -"))
+
+
+def test_the_picture_of_the_readme_is_made_by_the_line_above_it(capsys, tmp_path):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    line, shown = re.findall(r"```\npgmesh (plan .*? --svg \S+)\n```\n\n!\[.*?\]\((.*?)\)", text)[0]
+    assert line.endswith(f" --svg {shown}")
+    said(capsys, line.replace(shown, str(tmp_path / "made.svg")))
+    assert (tmp_path / "made.svg").read_text() == (ROOT / shown).read_text()
+
+
+def test_a_size_behind_an_option_is_a_size(capsys):
+    first = said(capsys, f"plan {MESH} --compare tp,cp,dp,pp --family dp,cp")
+    assert first == said(capsys, "plan --compare tp,cp,dp,pp --family dp,cp pp=2 dp=4 cp=2 tp=4 --nodes 8x8")
+
+
+# ---- refusals ----
+
+REFUSALS = [
+    "plan pp=2 dp=4 cp=2 tp=4 --nodes 4x8",
+    "plan pp=2 dp=4 cp=2 tp=4 --nodes=4x8",
+    "plan pp=2 tp=3 --nodes 8x8",
+    "plan pp=3 dp=-1 tp=5 --nodes 8x8",
+    "plan dp=-1 tp=-1 --nodes 8x8",
+    "plan dp=16 tp=4 --nodes 8,8,4",
+    "plan tp=4 dp=72 --domains 4x18x8",
+    "plan dp=-1",
+    "plan",
+    "plan pp:2 dp=4",
+    "plan pp dp=4",
+    "plan 8 dp=2",
+    "plan 2 3 --nodes 2x4",
+    "plan 2 -1 3 --nodes 2x4",
+    "plan -1 2",
+    "plan 2 0",
+    "plan 2 4 --order 1,0",
+    "plan 2 2 2 --compare 2,1,0",
+    "plan 2 4 --suggest --nodes 2x4",
+    "show --rank 0 --order 1,0 -1 2 --nodes 1x8",
+    "plan 2 2 2 --family 0,3",
+    "show --rank 2 2 2 2 --nodes 2x2",
+    "plan dp=0",
+    "plan dp=2 dp=4",
+    "plan dp=1 --nodes 1x8",
+    "plan dp=8 --nodes 1x1",
+    "plan dp=-1 tp=2 --nodes 1x1",
+    "plan dp=1 --view 'moe: ep=2'",
+    "plan dp 2",
+    "plan dp = 2 tp = 4 --nodes 1x8",
+    "plan dp=2,tp=2",
+    "plan dp=2, tp=2",
+    "plan dp:2 tp=2",
+    "plan dp2 tp4",
+    "plan 2x2x2",
+    "plan dp=2 dp 4",
+    "plan dp= --nodes 1x2 --order dp",
+    "plan dp=2 --nodes 2*1",
+    "plan dp=2 --nodes 2*2",
+    "plan dp=-1 tp=2 --nodes 2:4",
+    "plan dp=2 tp=2 --domains 1*2*2",
+    "plan dp=4 --nodes 8*8",
+    "plan dp=4 --domains 4x18",
+    "plan pp=2 dp=4 --order pp,pd",
+    "plan pp=2 dp=4 --order dp",
+    "plan pp=2 dp=4 --order dp,pp,dp",
+    "plan pp=2 dp=4 --compare tp,dp",
+    "plan pp=2 dp=4 --family ddp",
+    "plan pp=2 dp=4 --family dp,dp",
+    "plan pp=2 dp=4 --colour tp --svg -",
+    "plan dp=8 --view 'moe: ep=3 edp=2'",
+    "plan dp=8 --view 'moe: ep=3 edp=-1'",
+    "plan dp=8 --view 'moe: ep=-1 edp=-1'",
+    "plan dp=8 --view 'ep=3 edp=2'",
+    "plan dp=8 --view moe:",
+    "plan dp=8 --view 'moe: ep'",
+    "plan dp=8 --view moe: ep=3 edp=2",
+    "plan dp=8 --view 'moe: ep=4,edp=2'",
+    "plan dp=8 --view 'moe: 4 2'",
+    "plan dp=2x --view ep=3 --family dp --nodes 2x3",
+    "plan --nodes 2x4 --view moe: ep=2 edp=-1",
+    "plan dp=8 --view 'moe: ep=8' 'moe: ep=8'",
+    "plan --suggest tp=3 --nodes 2x4",
+    "plan --suggest tp=3 cp=3 dp=2 --nodes 2x4",
+    "show --rank 99 dp=8",
+    "show --rank=-1 dp=8",
+    "show --rank 3",
+    "show --rank 3 dp=9 --nodes 1x8",
+]
+
+
+def test_refusals_say_what_is_wrong_and_a_line_that_is_right(capsys):
+    texts = [f"$ pgmesh {line}\n{said(capsys, line, status=2)}" for line in REFUSALS]
+    golden.check("command-refusals.txt", "\n".join(texts))
+
+
+@pytest.mark.parametrize("line", REFUSALS)
+def test_a_line_that_is_offered_is_right(capsys, line):
+    text = said(capsys, line, status=2)
+    offered = re.findall(r"^  (pgmesh .*?)(?:   +#.*)?$", text, flags=re.MULTILINE)
+    assert offered
+    for better in offered:
+        assert main(shlex.split(better, comments=True)[1:]) == 0, better
+        capsys.readouterr()
+
+
+def test_files_that_cannot_be_written(capsys):
+    text = said(capsys, "plan dp=8 --svg /nowhere/at/all.svg", status=2)
+    assert text == "pgmesh plan: cannot write /nowhere/at/all.svg: No such file or directory.\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "better"),
+    [
+        ("plan dp=8 --svg - --html -", "plan dp=8 --svg - --html plan.html"),
+        ("plan dp=8 --json --svg -", "plan dp=8 --json --svg plan.svg"),
+        ("show --rank 1 dp=8 --html - --svg - --json", "show --rank 1 dp=8 --html show.html --svg show.svg --json"),
+    ],
+)
+def test_standard_output_takes_one_answer(capsys, line, better):
+    command, says = line.split()[0], "standard output takes one answer; give the others a file."
+    assert said(capsys, line, status=2) == f"pgmesh {command}: {says}\n\n  pgmesh {better}\n"
+
+
+@pytest.mark.parametrize(
+    "line", ["plans", "plan dp=8 --knots 8x8", "plan dp=8 --nodes 1x8 --domains 1x2x4", "show dp=8"]
+)
+def test_words_that_are_no_commands_are_usage_errors(capsys, line):
+    with pytest.raises(SystemExit) as ended:
+        main(shlex.split(line))
+    assert ended.value.code == 2
+    assert "usage: pgmesh" in capsys.readouterr().err
+
+
+def test_without_a_command_there_is_help_and_no_success(capsys):
+    assert main([]) == 2
+    out, help_ = capsys.readouterr()
+    assert out == ""
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert help_ == capsys.readouterr().out
+
+
+def test_it_tells_its_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"pgmesh {pgmesh.__version__}\n"
+
+
+def test_a_view_is_typed_with_quotes_or_without(capsys):
+    quoted = said(capsys, f"plan {MESH} --view 'moe: ep=8 edp=-1' 'b: x=64'")
+    assert said(capsys, f"plan {MESH} --view moe: ep=8 edp=-1 b: x=64") == quoted
+    assert said(capsys, "plan --view moe: ep=8 edp=-1 b: x=64 --nodes 8x8 pp=2 dp=4 cp=2 tp=4") == quoted
+    assert said(capsys, f"plan {MESH} --view 'moe: ep=8 edp=-1' --view b: x=64") == quoted
+    assert "a view is written 'moe: ep=8 edp=-1', not 'moe:'" in said(capsys, "plan dp=4 --view moe: --view x=2", 2)
+
+
+@pytest.mark.parametrize("words", [[], *([name] for name in COMMANDS)], ids=" ".join)
+def test_help_reads_well(capsys, words, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    for line in re.findall(r"^  (pgmesh .*)$", text, flags=re.MULTILINE):  # the examples work
+        assert (
+            main(
+                [word for word in shlex.split(line)[1:] if not word.endswith(".svg")][
+                    : None if ".svg" not in line else -1
+                ]
+            )
+            == 0
+        )
+
+
+# ---- how it runs ----
+
+
+def run(*words: str, **more) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8", **more.pop("env", {})}
+    return subprocess.run(
+        [sys.executable, *words], env=environment, capture_output=True, text=True, encoding="utf-8", timeout=60, **more
+    )
+
+
+@pytest.mark.parametrize("line", [ANSWERS["plan"], ANSWERS["show"], f"plan {MESH} --json", f"plan {MESH} --svg -"])
+def test_neither_torch_nor_rich_is_loaded_when_piped(line):
+    ran = run("-X", "importtime", "-m", "pgmesh", *shlex.split(line))
+    assert ran.returncode == 0
+    loaded = {name.split("|")[-1].strip().split(".")[0] for name in ran.stderr.splitlines()}
+    assert "pgmesh" in loaded
+    assert not loaded & {"torch", "rich", "numpy", "cachetools"}
+
+
+def test_the_module_and_the_script_are_one(capsys):
+    assert run("-m", "pgmesh", *shlex.split(ANSWERS["plan"])).stdout == said(capsys, ANSWERS["plan"])
+    assert run("-m", "pgmesh", "plan", "dp=0").returncode == 2
+    assert 'pgmesh = "pgmesh.__main__:main"' in (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize("line", ["--version", ANSWERS["plan"], "plan dp=3 --nodes 2x2"])
+def test_the_script_that_is_installed_answers_as_the_module(line):
+    script = Path(sys.executable).with_name("pgmesh")
+    if not script.exists():
+        pytest.skip(f"there is no {script.name} beside {sys.executable}: install it")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
+    words = [str(script), *shlex.split(line)]
+    ours = subprocess.run(words, env=environment, capture_output=True, text=True, encoding="utf-8", timeout=60)
+    module = run("-m", "pgmesh", *shlex.split(line))
+    assert (ours.returncode, ours.stdout, ours.stderr) == (module.returncode, module.stdout, module.stderr)
+    assert ours.stdout or ours.returncode == 2
+
+
+def test_a_reader_that_has_read_enough_is_no_error():
+    words = [sys.executable, "-m", "pgmesh", "plan", "pp=16", "dp=512", "cp=8", "tp=16", "--svg", "-"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        child.stdout.close()
+        assert child.stderr.read() == b""
+        assert child.wait(60) == 0
+
+
+def test_a_terminal_without_frames_gets_an_answer_too():
+    ran = run("-m", "pgmesh", *shlex.split(ANSWERS["show"]), env={"PYTHONIOENCODING": "ascii"})
+    assert ran.returncode == 0
+    assert "rank 13 of 64: pp0-dp1-cp1-tp1" in ran.stdout
+
+
+# ---- in a terminal ----
+
+
+@pytest.mark.parametrize("name", ["plan", "compare", "suggest", "show", "show-a-million", "plan-with-picture"])
+def test_a_terminal_of_80_columns_shows_the_same_with_and_without_rich(capsys, name):
+    pytest.importorskip("rich")
+    plain = said(capsys, ANSWERS[name])
+    bare = run_in_terminal(ANSWERS[name], rich=False)
+    coloured = run_in_terminal(ANSWERS[name], rich=True)
+    assert bare == plain
+    assert "\x1b" not in bare
+    assert "\x1b[" in coloured
+    lines = [line.rstrip() for line in COLOUR.sub("", coloured).splitlines()]
+    assert max(map(len, lines)) <= 80
+    assert [line for line in lines if not line.startswith("one colour")] == plain.splitlines()
+
+
+def test_the_terminal_that_open_mpi_gives_each_rank_is_nobody_who_looks(monkeypatch):
+    ours, theirs = pty.openpty()
+    with os.fdopen(ours), os.fdopen(theirs, "w") as terminal:
+        monkeypatch.delenv("OMPI_COMM_WORLD_RANK", raising=False)
+        assert styled_text.is_seen(terminal)
+        monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+        assert not styled_text.is_seen(terminal)
+
+
+def test_a_terminal_that_knows_no_colours_gets_none():
+    pytest.importorskip("rich")
+    assert "\x1b" not in run_in_terminal("show --rank 5 pp=2 dp=2 tp=2", rich=True, env={"TERM": "dumb"})
+
+
+def test_each_group_has_its_colour_in_a_terminal():
+    pytest.importorskip("rich")
+    coloured = run_in_terminal("show --rank 5 pp=2 dp=2 tp=2", rich=True)
+    behind = re.findall(r"48;2;(\d+;\d+;\d+)m *\[?(\d)\]?\x1b", coloured)
+    of = {int(rank): colour for colour, rank in behind}
+    assert sorted(of) == list(range(8))
+    assert of[0] == of[1] != of[2] == of[3] != of[4] == of[5] != of[6] == of[7]
+
+
+def test_a_narrow_terminal_gets_narrow_pictures():
+    for columns in (60, 132):
+        text = run_in_terminal("show --rank 13 pp=2 dp=4 cp=2 tp=4 --nodes 16x4", rich=False, columns=columns)
+        picture = [line for line in text.splitlines() if line.startswith(("┌", "│", "└"))]
+        assert max(map(len, picture)) <= columns
+
+
+# ---- without numpy ----
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["doctor --timeout 1", pytest.param("check dp=1 --repeats 1", marks=pytest.mark.long)],
+    ids=["doctor", "check"],
+)
+def test_where_numpy_is_missing_no_command_warns_of_it(line, tmp_path):
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\", name='numpy')\n")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    bare = subprocess.run(
+        [sys.executable, "-c", "import torch"], env=env, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "Failed to initialize NumPy" in bare.stderr, "torch warns"
+    done = subprocess.run(
+        [sys.executable, "-m", "pgmesh", *line.split()],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout
+    assert (without_hostname_warnings(done.stderr), done.returncode in (0, 1)) == ("", True)

@@ -1,0 +1,516 @@
+"""connect, report and stats with real ranks. What goes wrong on purpose is in test_faults.py."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import pgmesh.groups.cache
+import pgmesh.rendezvous.polling_store
+from pgmesh import (
+    AxisError,
+    LifetimeError,
+    MismatchError,
+    MissingRanksError,
+    ProcessGroupMesh,
+    launch,
+)
+from pgmesh.connect import connecting
+from pgmesh.rendezvous import store_thread
+from pgmesh.rendezvous.protocol import Pause, Raw, Ready
+from tests.support.fake_world import fake_rank
+from tests.support.worlds import check_sums, fresh_world, world
+
+
+def seconds(n: float) -> timedelta:
+    return timedelta(seconds=n)
+
+
+def all_groups(mesh):
+    combinations = [*((axis,) for axis in mesh.axes), mesh.axes]
+    return {str(axes): (mesh.group(*axes), mesh.ranks(*axes)) for axes in combinations}
+
+
+# ---- it connects ----
+
+
+def connect_in_any_order():
+    mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, name="any")
+    families = ["pp", "dp", "tp", ("dp", "tp")]
+    turn = mesh.rank % len(families)
+    connected = mesh.connect(*families[turn:], *families[:turn])
+    check_sums(all_groups(mesh))
+    return str(connected)
+
+
+def test_ranks_that_name_their_families_in_other_orders_connect():
+    for text in world(8).run(connect_in_any_order):
+        *lines, operations = text.splitlines()
+        assert len(lines) == 4
+        assert all(re.fullmatch(r"group [dpt, ]+ +met +[\d.]+ s, warm +[\d.]+ s", line) for line in lines)
+        assert re.fullmatch(r"\d+ store operations", operations)
+
+
+def count_operations(folder):
+    """By kind, on this rank, until all its groups are met: all but the last rank have come before that one does."""
+    mesh, done, last = ProcessGroupMesh(dp=-1, tp=2), [], dist.get_world_size() - 1
+    count, do, warm_up = connecting._Call._count, connecting._Call._do, connecting._Call._warm_up
+    families = ["dp", "tp", ("dp", "tp")]
+
+    def counted(call, step):
+        if not isinstance(step, Raw):  # which is the backend's
+            done.append(type(step).__name__)
+        count(call, step)
+
+    def did(call, step):
+        if isinstance(step, Pause) and not step.seconds:  # it has come to all its meetings
+            Path(folder, f"came {mesh.rank}").touch()
+            wait_for(Path(folder, f"came {last}"))
+        return do(call, step)
+
+    for rank in range(last) if mesh.rank == last else ():
+        wait_for(Path(folder, f"came {rank}"))
+    counts = []
+    with (
+        mock.patch.object(connecting._Call, "_count", counted),
+        mock.patch.object(connecting._Call, "_do", did),
+        mock.patch.object(connecting._Call, "_warm_up", lambda call: (counts.append(Counter(done)), warm_up(call))),
+    ):
+        connected = mesh.connect(*families)
+    assert connected.operations >= len(done)
+    assert set(connected.met) == set(families)
+    check_sums(all_groups(mesh))
+    return counts[0]
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_a_group_costs_three_operations_and_a_fourth_on_the_rank_that_comes_last(ranks, tmp_path):
+    groups, all_groups, decided = 3, 2 + ranks // 2 + 1, 0
+    for counts in world(ranks).run(count_operations, str(tmp_path)):
+        mine = counts["Swap"] - 1  # the groups that this rank was the last to come to
+        assert counts == {"Append": 1 + groups, "Add": groups, "Swap": 1 + mine, "Read": groups}
+        decided += mine
+    assert decided == all_groups
+
+
+def talk_to_all(most=None, paired=False):
+    """How often the backend of each group asked the store, from its making until each member has talked to each."""
+    mesh = ProcessGroupMesh(dp=2, tp=4)
+    if paired and mesh.index("tp") < 2:  # two members meet before the others come
+        if mesh.index("tp"):
+            dist.send(torch.ones(1), group=mesh.group("tp"), group_dst=0)
+        else:
+            dist.recv(torch.ones(1), group=mesh.group("tp"), group_src=1)
+    with mock.patch.object(connecting, "MOST_TOLD", most or connecting.MOST_TOLD):
+        mesh.connect("dp", "tp", ("dp", "tp"))
+    asked = {}
+    for axes in ("dp",), ("tp",), ("dp", "tp"):
+        group = mesh.group(*axes)
+        mine, theirs = torch.full((group.size(),), float(mesh.rank)), torch.zeros(group.size())
+        dist.all_to_all_single(theirs, mine, group=group)
+        assert theirs.tolist() == list(map(float, mesh.ranks(*axes)))
+        store = mesh._cache.made(group).stores["gloo"]
+        assert store.used
+        asked[axes] = store.operations
+    check_sums(all_groups(mesh))
+    return asked
+
+
+def test_connected_members_know_where_all_of_them_are_and_ask_the_store_no_more():
+    for asked in world(8).run(talk_to_all):
+        assert asked == {("dp",): 1, ("tp",): 1, ("dp", "tp"): 1}  # to say where it is
+
+
+def test_members_of_a_large_group_ask_the_store_for_those_that_they_talk_to():
+    for asked in world(8).run(talk_to_all, 4):
+        assert asked.pop(("dp", "tp")) >= 1 + 7
+        assert asked == {("dp",): 1, ("tp",): 1}
+
+
+def test_members_that_met_before_connect_with_the_others():
+    for rank, asked in enumerate(world(8).run(talk_to_all, None, True)):
+        tp = asked.pop(("tp",))
+        assert tp >= 2 if rank % 4 < 2 else tp == 1
+        assert asked == {("dp",): 1, ("dp", "tp"): 1}
+
+
+def interrupted_as_it_learns():
+    """Ctrl-C reaches rank 1 when the others have decided, and before it begins its first collective."""
+    mesh, run, once = ProcessGroupMesh(dp=4), store_thread.StoreThread.run, iter([True])
+
+    def ran(*asked):
+        step = run(*asked)
+        if mesh.rank == 1 and isinstance(step, Ready) and next(once, False):
+            raise KeyboardInterrupt
+        return step
+
+    start = time.monotonic()
+    with mock.patch.object(store_thread.StoreThread, "run", ran):
+        try:
+            mesh.connect(timeout=seconds(20))
+            first = ""
+        except (KeyboardInterrupt, MissingRanksError) as error:
+            first = f"{type(error).__name__} {error}"
+    took = time.monotonic() - start
+    dist.barrier()
+    mesh.connect()
+    check_sums({"dp": (mesh.group(), range(4))})
+    return first, took
+
+
+def test_who_is_interrupted_as_it_learns_of_the_decision_tells_the_others():
+    for rank, (first, took) in enumerate(world(4).run(interrupted_as_it_learns)):
+        assert first.startswith("KeyboardInterrupt" if rank == 1 else "MissingRanksError"), first
+        assert rank == 1 or "rank 1 stopped connecting at test_connect.py" in first
+        assert took < 10
+
+
+def one_by_one_and_at_once():
+    mesh = ProcessGroupMesh(dp=2, tp=2)
+    if mesh.rank == 0:
+        mesh.connect("dp", "tp", timeout=seconds(20))
+    else:
+        mesh.connect("dp", timeout=seconds(20))
+        mesh.connect("tp", timeout=seconds(20))
+    check_sums(all_groups(mesh))
+
+
+def test_one_rank_may_connect_at_once_what_others_connect_one_by_one():
+    world(4).run(one_by_one_and_at_once)
+
+
+def twice_and_anew():
+    mesh = ProcessGroupMesh(dp=2, tp=2)
+    mesh.connect()
+    first = mesh.group("dp")
+    if mesh.rank == 0:  # nobody is waited for
+        assert mesh.connect("dp").warm == {}
+    assert mesh.group("dp") is first
+    check_sums(all_groups(mesh))
+    mesh.release("dp")
+    mesh.connect("dp")
+    assert mesh.group("dp") is not first
+    check_sums(all_groups(mesh))
+
+
+def test_what_is_connected_stays_so_and_can_be_connected_anew():
+    world(4).run(twice_and_anew)
+
+
+def try_all_again():
+    mesh = ProcessGroupMesh(dp=2, tp=2)
+    status_key = ""
+    if mesh.rank != 3:
+        try:
+            mesh.connect("dp", "tp", timeout=seconds(0.5))
+        except MissingRanksError as error:
+            status_key = str(error)
+    dist.barrier()
+    if mesh.rank == 3:
+        with pytest.raises(MissingRanksError, match="rank 3 did not come"):  # it came late, and is told so
+            mesh.connect("dp", "tp", timeout=seconds(20))
+    if mesh.rank != 0:  # whose groups were made: it does not come again
+        mesh.connect("dp", "tp", timeout=seconds(20))
+    check_sums(all_groups(mesh))
+    return bool(status_key)
+
+
+def test_a_retry_of_the_whole_call_waits_for_nobody_whose_call_went_well():
+    assert world(4).run(try_all_again) == [False, True, True, False]
+
+
+def leave_nothing():
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    before = store.num_keys()
+    dist.barrier()
+    for _ in range(3):
+        with ProcessGroupMesh(dp=2, tp=2) as mesh:
+            mesh.connect("dp", "tp", ("dp", "tp"))
+            mesh.connect()
+            check_sums(all_groups(mesh))
+    dist.barrier()
+    return store.num_keys() - before
+
+
+def test_a_closed_mesh_leaves_no_key_of_its_meetings():
+    world(4).run(leave_nothing)  # the first time, each rank's key of what it does is new
+    assert set(world(4).run(leave_nothing)) == {0}
+
+
+def one_world_after_another(folder):
+    """On one store, where each world finds what those before it left: meshes that were not closed, and last words."""
+    for i in range(3):
+        mesh = ProcessGroupMesh(dp=2, name="actor")
+        if i < 2:
+            mesh.connect(timeout=seconds(20))
+        assert "left the world" not in str(mesh.report())  # the other leaves only after the sums
+        check_sums({"dp": (mesh.group(), mesh.ranks())})
+        store = dist.distributed_c10d._get_default_store().underlying_store
+        dist.destroy_process_group()
+        Path(folder, f"left {i} {mesh.rank}").touch()
+        if mesh.rank == 0:  # torch itself would find its old addresses, and hang
+            wait_for(Path(folder, f"left {i} 1"))
+            assert all(store.delete_key(key) for key in store.list_keys() if "pgmesh" not in key)
+            Path(folder, f"swept {i}").touch()
+        wait_for(Path(folder, f"swept {i}"))
+        launch.join("gloo")
+
+
+def test_a_second_world_of_the_same_processes_finds_nothing_of_the_first(tmp_path):
+    with fresh_world(2) as own:
+        own.run(one_world_after_another, str(tmp_path))
+
+
+def test_a_dry_world_connects_with_nobody():
+    with fake_rank(3, 64):
+        assert ProcessGroupMesh(dp=8, tp=8).connect().operations == 0
+
+
+def unknown_axis():
+    mesh = ProcessGroupMesh(dp=2, tp=2)
+    if mesh.rank == 1:
+        with pytest.raises(AxisError, match="Did you mean 'tp'"):
+            mesh.connect("dp", "pt")
+    mesh.connect("dp", "tp", timeout=seconds(20))
+    check_sums(all_groups(mesh))
+
+
+def test_an_axis_that_is_not_there_costs_an_error_and_nothing_else():
+    world(4).run(unknown_axis)
+
+
+def test_a_bar_shows_how_far_it_is():
+    assert all("100%" in text for text in world(2).run(with_a_bar_of_two))
+
+
+def with_a_bar_of_two():
+    mesh = ProcessGroupMesh(dp=2)
+    with contextlib.redirect_stderr(io.StringIO()) as text:
+        mesh.connect(progress=True)
+    check_sums({"dp": (mesh.group("dp"), mesh.ranks("dp"))})
+    return text.getvalue()
+
+
+# ---- nobody called connect: the first collective says it ----
+
+
+class Heard(logging.Handler):
+    """What is logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines, self.threads = [], set()
+        logging.getLogger("pgmesh").addHandler(self)
+
+    def emit(self, record):
+        self.threads.add(record.threadName)
+        self.lines.append(record.getMessage())
+
+
+def wait_long(folder):
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="watched")
+    heard, pgmesh.rendezvous.polling_store.WATCH, pgmesh.rendezvous.polling_store.TELL = Heard(), 0.3, 0.05
+    done = Path(folder, "done")
+    total = torch.tensor([2.0**mesh.rank])
+    if mesh.rank == 1:  # it is stuck elsewhere, and says where
+        mesh.configure("dp", timeout=seconds(60))
+        wait_for(done)
+    elif mesh.rank == 0:
+        threading.Thread(target=lambda: (wait_for_word(heard), done.touch()), daemon=True).start()
+    dist.all_reduce(total, group=mesh.group("tp"))
+    pgmesh.rendezvous.polling_store.WATCH, pgmesh.rendezvous.polling_store.TELL = 10.0, 1.0
+    check_sums(all_groups(mesh))
+    return heard.lines, heard.threads
+
+
+def wait_for(path):
+    end = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def wait_for_word(heard):
+    end = time.monotonic() + 30
+    while not heard.lines and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def test_a_first_collective_that_waits_long_says_for_whom(tmp_path):
+    lines, threads = world(4).run(wait_long, str(tmp_path))[0]
+    assert "group tp of mesh 'watched': rank 1 has not come to the first collective" in lines[0]
+    assert "pgmesh-store" not in threads  # which may not wait for a handler
+
+
+def mean_other_options():
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="apart")
+    mesh.configure("tp", timeout=seconds(20 + mesh.rank))
+    start = time.monotonic()
+    with pytest.raises(MismatchError) as caught:  # the first to come has made its group, and waits in its collective
+        dist.all_reduce(torch.ones(1), group=mesh.group("tp"))
+    took = time.monotonic() - start
+    check_sums({"dp": (mesh.group("dp"), mesh.ranks("dp"))})
+    return took, str(caught.value)
+
+
+def test_who_came_first_learns_of_other_options_long_before_the_time_out():
+    for rank, (took, text) in enumerate(world(4).run(mean_other_options)):
+        pair = (20.0, 21.0) if rank < 2 else (22.0, 23.0)
+        assert all(f"{value} on rank" in text for value in pair)
+        assert took < 10
+
+
+def last_words(folder):
+    mesh = ProcessGroupMesh(dp=4, name="told")
+    mesh.connect()
+    status_key = ""
+    if mesh.rank == 0:
+        with pytest.raises(MissingRanksError) as caught:
+            dist.all_reduce(torch.ones(1), group=mesh.group_of([0, 3], timeout=seconds(0.5)))
+        status_key = str(caught.value)
+        Path(folder, "told").touch()
+    wait_for(Path(folder, "told"))
+    check_sums({"dp": (mesh.group("dp"), mesh.ranks("dp"))})
+    return status_key
+
+
+def test_a_time_out_says_what_the_missing_last_said(tmp_path):
+    status_key = world(4).run(last_words, str(tmp_path))[0]
+    assert re.search(r"The group's ranks are 0, 3\.\n  rank 3 last said: \w", status_key)
+
+
+# ---- report and stats ----
+
+
+def what_is_reported():
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="reported")
+    mesh.connect("tp")
+    mesh.group("dp")
+    mesh.release("dp")
+    mesh.group("dp")
+    dist.barrier()
+    report, stats = mesh.report(), mesh.stats()
+    check_sums(all_groups(mesh))
+    return report, stats
+
+
+def test_a_report_tells_of_this_ranks_groups_and_what_the_others_last_said():
+    for rank, (report, stats) in enumerate(world(4).run(what_is_reported)):
+        tp, dp = report.held
+        assert (tp.words, tp.used, tp.generation) == ("group tp of mesh 'reported'", True, 0)
+        assert (dp.words, dp.used, dp.generation) == ("group dp of mesh 'reported'", False, 1)
+        assert tp.ranks == (rank // 2 * 2, rank // 2 * 2 + 1)
+        assert re.fullmatch(r"test_connect\.py:\d+", dp.line)
+        assert sorted(report.others) == [other for other in range(4) if other != rank]
+        for said in report.others.values():
+            assert re.match("not waiting|connecting|in the first", said), said
+        text = str(report)
+        assert f"rank {rank} of ProcessGroupMesh(dp=2, tp=2, name='reported') holds 2 groups" in text
+        assert "not used, made at test_connect.py" in text
+        assert "made anew 1 times" in text
+        assert stats.groups == 2 == stats.communicators
+        assert stats.operations > 3
+        assert 0 < stats.making < 5
+
+
+def report_while_hanging(folder):
+    mesh = ProcessGroupMesh(dp=4, name="hangs")
+    total = torch.tensor([2.0**mesh.rank])
+    said = Path(folder, "said")
+    if mesh.rank == 0:
+        read, write = os.pipe()
+        stderr, sys.stderr = sys.stderr, os.fdopen(write, "w")
+        mesh.report_on(signal.SIGUSR1)
+        ear = os.fdopen(read)
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+
+        def listen():
+            said.write_text(ear.readline())
+
+        listener = threading.Thread(target=listen)
+        listener.start()
+    else:
+        wait_for(said)
+    dist.all_reduce(total, group=mesh.group("dp"))  # rank 0 waits in C++, where Python's own handlers do not run
+    if mesh.rank == 0:
+        listener.join(10)
+        sys.stderr = stderr
+    assert total.item() == 15
+    return said.read_text()
+
+
+def test_a_signal_prints_the_report_of_a_rank_that_hangs(tmp_path):
+    said = world(4).run(report_while_hanging, str(tmp_path))[0]
+    assert said == "rank 0 of ProcessGroupMesh(dp=4, name='hangs') holds 1 group:\n"
+
+
+def listen_beside_another():
+    ear, mouth = socket.socketpair()
+    mouth.setblocking(False)
+    signal.set_wakeup_fd(mouth.fileno())
+    mesh = ProcessGroupMesh(dp=2)
+    with contextlib.redirect_stderr(io.StringIO()):
+        mesh.report_on(signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        ear.settimeout(30)
+        heard = list(ear.recv(8))
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if signal.set_wakeup_fd(-1) == -1 else 1)  # which was the parent's ear, or is nobody's
+    return heard, os.waitpid(child, 0)[1]
+
+
+def test_who_listened_for_signals_before_still_hears_them_and_a_child_speaks_into_no_ear():
+    with fresh_world(2) as own:
+        assert own.run(listen_beside_another) == [([signal.SIGUSR1], 0)] * 2
+
+
+def test_a_thread_cannot_take_signals():
+    with fake_rank(0, 4):
+        mesh = ProcessGroupMesh(4)
+        errors = []
+
+        def take():
+            try:
+                mesh.report_on(signal.SIGUSR1)
+            except LifetimeError as error:
+                errors.append(str(error))
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        thread.join()
+        assert errors == ["signals are taken in the main thread: call report_on there."]
+
+
+def test_a_closed_mesh_still_reports():
+    with fake_rank(0, 4):
+        mesh = ProcessGroupMesh(4)
+        mesh.close()
+        assert "nobody can be asked: the mesh was closed at test_connect.py" in str(mesh.report())
+
+
+def test_too_many_groups_are_told_of_once(caplog, monkeypatch):
+    monkeypatch.setattr(pgmesh.groups.cache, "MOST_GROUPS", 3)
+    with fake_rank(0, 64):
+        mesh = ProcessGroupMesh(*[2] * 6)
+        for axis in range(6):
+            mesh.group(axis)
+        assert mesh.stats().communicators == 6
+    assert [record.getMessage()[:28] for record in caplog.records] == ["this process holds 4 groups,"]

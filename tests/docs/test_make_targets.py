@@ -1,0 +1,91 @@
+"""The targets of the Makefile that need what most machines lack: `make test-gpu` and `make test-torch`."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.programs import run_programs
+from tests.support.torch_version import check
+
+ROOT = Path(__file__).parents[2]
+RUNNER = "import sys; from tests.gpu.__main__ import main; sys.exit(main([]))"
+
+needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+
+
+def recipe(*words: str) -> list[str]:
+    """The commands that make would run, whatever the make that runs these tests was told."""
+    environ = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    command = ["make", "--dry-run", *words]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True)
+    return done.stdout.replace("\\\n", " ").splitlines()
+
+
+# ---- test-gpu ----
+
+
+def test_without_a_gpu_its_tests_are_skipped_with_one_line(tmp_path):
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    environ.pop("PGMESH_TEST_DEVICE", None)
+    ((out, err),) = run_programs(tmp_path, RUNNER, environs=[environ])  # which exits with 0
+    assert out == f"test-gpu: skipped, torch {torch.__version__} of {sys.executable} sees no GPU.\n"
+    assert err == ""
+
+
+@needs_make
+def test_with_a_python_of_ones_own_nothing_is_installed():
+    assert [line.rstrip() for line in recipe("test-gpu", "GPU_PYTHON=python9")] == [
+        "RES_OPTIONS=attempts:0 python9 -m tests.gpu"
+    ]
+
+
+@pytest.mark.long
+def test_its_tests_pass_on_a_cpu_in_place_of_a_gpu():
+    command = [sys.executable, "-m", "tests.gpu", "-q", "-k", "one_rank or send or sharded or checkpoint"]
+    environ = {**os.environ, "PGMESH_TEST_DEVICE": "cpu"}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    header, _, row = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in done.stdout.splitlines()
+        if line.startswith("|")
+    ]
+    record = dict(zip(header, row, strict=True))
+    assert (record["GPU"], record["torch"], record["failed"]) == ("none", torch.__version__, "0")
+    assert int(record["passed"]) >= 25
+    assert int(record["skipped"]) == len(re.findall(r"^skipped test_\w+.*: .*NCCL$", done.stdout, re.MULTILINE)) == 2
+
+
+# ---- test-torch ----
+
+
+@needs_make
+def test_another_torch_is_asserted_before_its_tests_and_nothing_replaces_it():
+    commands = recipe("test-torch", "TORCH=9.8.7", "TESTS=tests/test_x.py")
+    installs = [line for line in commands if "pip install" in line]
+    assert len(installs) == 3
+    assert all(line.startswith("env -u PIP_CONSTRAINT .venv-torch-9.8.7/bin/python -m pip") for line in installs)
+    assert installs[0].endswith(" install --quiet torch==9.8.7")  # which alone takes what it depends on
+    assert all(" --no-deps " in line for line in installs[1:])
+    assert installs[1].endswith(" --editable .")
+    asserted, tested = commands[-2:]
+    assert asserted == ".venv-torch-9.8.7/bin/python -m tests.support.torch_version 9.8.7"
+    assert " PGMESH_TORCH=9.8.7 .venv-torch-9.8.7/bin/python -m pytest -q -p tests.support.torch_version " in tested
+    assert tested.endswith(" -m 'not long' tests/test_x.py")
+
+
+def test_tests_on_another_torch_than_was_asked_for_are_an_error():
+    version = str(torch.__version__).partition("+")[0]
+    check(version)
+    check(str(torch.__version__))
+    for other in (version.rpartition(".")[0], f"{version}0", "0.0.1"):
+        with pytest.raises(pytest.UsageError, match=rf"^this is torch {version}.* and not torch {other}, which"):
+            check(other)

@@ -1,0 +1,192 @@
+"""Layouts drawn as text: whole drawings, and the position of every rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from math import prod
+
+import pytest
+from hypothesis import given, strategies as st
+
+from pgmesh import Layout
+from pgmesh.drawing import plain_text
+from tests.support.layout_strategies import layouts
+
+
+def picture(drawing: str) -> str:
+    """A picture as it stands in these tests: between two quotes, indented."""
+    return "\n".join(line.strip() for line in drawing.strip().splitlines())
+
+
+PICTURES = {
+    "three axes": (
+        Layout(pp=2, dp=2, tp=2),
+        """
+        ┌ pp0 ───────┐  ┌ pp1 ───────┐
+        │     tp0 tp1│  │     tp0 tp1│
+        │ dp0   0   1│  │ dp0   4   5│
+        │ dp1   2   3│  │ dp1   6   7│
+        └────────────┘  └────────────┘
+        """,
+    ),
+    "two axes": (
+        Layout(dp=3, tp=2, ranks=range(8, 14)),
+        """
+        ┌────────────┐
+        │     tp0 tp1│
+        │ dp0   8   9│
+        │ dp1  10  11│
+        │ dp2  12  13│
+        └────────────┘
+        """,
+    ),
+    "one axis": (
+        Layout(dp=4, ranks=[3, 1, 2, 0]),
+        """
+        ┌─────────────────┐
+        │  dp0 dp1 dp2 dp3│
+        │    3   1   2   0│
+        └─────────────────┘
+        """,
+    ),
+    "no axis": (
+        Layout(pp=2, tp=2).at(pp=1, tp=0),
+        """
+        ┌───┐
+        │  2│
+        └───┘
+        """,
+    ),
+    "numbered axes": (
+        Layout(2, 2, 2),
+        """
+        ┌ 0:0 ───────┐  ┌ 0:1 ───────┐
+        │     2:0 2:1│  │     2:0 2:1│
+        │ 1:0   0   1│  │ 1:0   4   5│
+        │ 1:1   2   3│  │ 1:1   6   7│
+        └────────────┘  └────────────┘
+        """,
+    ),
+    "four axes": (
+        Layout(pp=2, cp=2, dp=1, tp=2),
+        """
+        ┌ pp0 cp0 ───┐  ┌ pp0 cp1 ───┐  ┌ pp1 cp0 ───┐  ┌ pp1 cp1 ───┐
+        │     tp0 tp1│  │     tp0 tp1│  │     tp0 tp1│  │     tp0 tp1│
+        │ dp0   0   1│  │ dp0   2   3│  │ dp0   4   5│  │ dp0   6   7│
+        └────────────┘  └────────────┘  └────────────┘  └────────────┘
+        """,
+    ),
+    "a title wider than its panel": (
+        Layout(pipeline=1, context=1, d=1, t=1),
+        """
+        ┌ pipeline0 context0 ─┐
+        │    t0               │
+        │ d0  0               │
+        └─────────────────────┘
+        """,
+    ),
+    "long axes": (
+        Layout(dp=12, tp=9),
+        """
+        ┌─────────────────────────────────────┐
+        │      tp0 tp1 tp2 tp3 tp4 tp5 tp… tp8│
+        │ dp0    0   1   2   3   4   5   …   8│
+        │ dp1    9  10  11  12  13  14   …  17│
+        │ dp2   18  19  20  21  22  23   …  26│
+        │ dp3   27  28  29  30  31  32   …  35│
+        │ dp4   36  37  38  39  40  41   …  44│
+        │ dp5   45  46  47  48  49  50   …  53│
+        │ dp…    …   …   …   …   …   …   …   …│
+        │ dp11  99 100 101 102 103 104   … 107│
+        └─────────────────────────────────────┘
+        """,
+    ),
+    "panels that need two lines": (
+        Layout(pp=10, dp=2, tp=2),
+        """
+        ┌ pp0 ───────┐  ┌ pp1 ───────┐  ┌ pp2 ───────┐  ┌ pp3 ───────┐  ┌ pp4 ───────┐
+        │     tp0 tp1│  │     tp0 tp1│  │     tp0 tp1│  │     tp0 tp1│  │     tp0 tp1│
+        │ dp0   0   1│  │ dp0   4   5│  │ dp0   8   9│  │ dp0  12  13│  │ dp0  16  17│
+        │ dp1   2   3│  │ dp1   6   7│  │ dp1  10  11│  │ dp1  14  15│  │ dp1  18  19│
+        └────────────┘  └────────────┘  └────────────┘  └────────────┘  └────────────┘
+        ┌ pp5 ───────┐  ┌ pp… ───────┐  ┌ pp9 ───────┐
+        │     tp0 tp1│  │     tp0 tp1│  │     tp0 tp1│
+        │ dp0  20  21│  │ dp0   …   …│  │ dp0  36  37│
+        │ dp1  22  23│  │ dp1   …   …│  │ dp1  38  39│
+        └────────────┘  └────────────┘  └────────────┘
+        """,
+    ),
+}
+
+
+@pytest.mark.parametrize(("layout", "drawing"), PICTURES.values(), ids=PICTURES)
+def test_a_layout_looks_like_this(layout, drawing):
+    assert str(layout) == plain_text.text(layout) == picture(drawing)
+
+
+def test_a_marked_rank_stands_in_brackets():
+    marked = """
+        ┌ pp0 ───────┐  ┌ pp1 ───────┐
+        │     tp0 tp1│  │     tp0 tp1│
+        │ dp0   0   1│  │ dp0   4 [5]│
+        │ dp1   2   3│  │ dp1   6   7│
+        └────────────┘  └────────────┘
+        """
+    layout = Layout(pp=2, dp=2, tp=2)
+    assert plain_text.text(layout, mark=5) == picture(marked)
+    assert plain_text.text(layout, mark=99) == str(layout)
+
+
+@pytest.mark.parametrize("width", [1, 14, 29, 30, 45, 46, 80, 200])
+def test_panels_stand_side_by_side_as_far_as_the_width_goes(width):
+    lines = plain_text.text(Layout(pp=8, dp=2, tp=2), width=width).splitlines()
+    panel, between = 14, 2
+    fit = max(1, (width + between) // (panel + between))
+    assert {len(line) for line in lines} <= {n * (panel + between) - between for n in (min(fit, 8), 8 % fit)}
+    assert len(lines) == 5 * -(-8 // fit)
+
+
+# ---- a picture read back ----
+
+
+def cells(drawing: str) -> Iterator[tuple[list[str], str]]:
+    """What stands in each cell of a picture, with its labels: those of its panel, its row and its column."""
+    for line in drawing.splitlines():
+        if line.startswith("┌"):
+            panels = [(found.span(), found[0].strip("┌─┐ ").split()) for found in re.finditer("┌.*?┐", line)]
+            columns: list[str] = []
+        elif line.startswith("│"):
+            rows = [(title, line[start + 1 : end - 1].split()) for (start, end), title in panels]
+            for title, words in rows if columns else ():
+                row, ranks = words[: -len(columns)], words[-len(columns) :]
+                yield from (([*title, *row, column], rank) for column, rank in zip(columns, ranks))
+            columns = columns or rows[0][1]
+
+
+def label(axis: str | int, index: int) -> str:
+    return f"{axis}:{index}" if isinstance(axis, int) else f"{axis}{index}"
+
+
+@given(layouts(), st.data())
+def test_every_rank_shown_stands_at_its_labels(layout, data):
+    mark = data.draw(st.sampled_from(layout.ranks()))
+    shown = {}
+    for labels, cell in cells(plain_text.text(layout, mark=mark)):
+        assert (cell == plain_text.GAP) == any(word.endswith(plain_text.GAP) for word in labels)
+        if cell != plain_text.GAP:
+            rank = int(cell.strip("[]"))
+            assert cell == (f"[{rank}]" if rank == mark else f"{rank}")
+            assert labels == [label(axis, i) for axis, i in zip(layout.axes, layout.coord_of(rank))]
+            shown[rank] = labels
+    assert mark in shown
+    apart = [plain_text.MOST - 2 <= i < size - 1 for i, size in zip(layout.coord_of(mark), layout.shape)]
+    seen = [size if size <= plain_text.MOST else plain_text.MOST - 1 - far for size, far in zip(layout.shape, apart)]
+    assert len(shown) == prod(seen)
+
+
+@given(layouts(), st.integers(1, 120))
+def test_no_line_is_wider_than_asked_but_for_a_panel_that_is(layout, width):
+    lines = plain_text.text(layout, width=width).splitlines()
+    panels = [line.count("┌") + line.count("│") // 2 + line.count("└") for line in lines]
+    assert all(len(line) <= width or beside == 1 for line, beside in zip(lines, panels))

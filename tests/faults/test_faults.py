@@ -1,0 +1,1040 @@
+"""Faults in real processes, one test or more for each row of docs/faults.md: the error on each rank, and its time.
+
+Heartbeats are five times as frequent here as elsewhere, so a silent rank is suspected after a second. Times are taken
+in the ranks, on the clock that all processes of a machine share. No test sleeps and hopes: a rank that must act after
+another one polls the store, or a file, until that one is ready.
+
+With PGMESH_STARVED set, as `python -m tests.faults.chaos --part starved` does while it keeps all cores busy,
+heartbeats are as frequent as elsewhere, and reports may be late. Their text may not differ.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import gc
+import logging
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pgmesh import ProcessGroupMesh, mesh as mesh_file
+from pgmesh.connect import connecting
+from pgmesh.groups import backends, cache
+from pgmesh.launch import StoreProcess
+from pgmesh.rendezvous import polling_store
+from tests.support import worlds
+from tests.support.faults import (
+    BEAT,
+    LONG_TIMEOUT,
+    ORDERS,
+    SLACK,
+    WAIT_TIMEOUT,
+    Attempt,
+    H,
+    attempt,
+    beat_fast,
+    beat_fast_with_bystander,
+    connect_and_check,
+    die_at_each,
+    kill_self,
+    results,
+    set_flag,
+    wait_for_flag,
+    wait_until_waiting,
+)
+from tests.support.message_assertions import without_hostname_warnings
+from tests.support.programs import clean_env, write_script
+from tests.support.resource_counts import CAN_COUNT, count_resources
+from tests.support.torch_tables import record_operations, table_sizes
+from tests.support.worlds import STARVED, World, check_sums, fresh_world, groups_of, world
+
+# ---- ranks mean different things ----
+
+ALIKE = {"dp": 2, "tp": 2}
+DIFFER: dict[str, tuple[dict[str, Any], str]] = {
+    "shape": ({"dp": 4, "tp": 1}, "shape: [2, 2] on ranks 0, 1, 2, [4, 1] on rank 3"),
+    "axes": ({"dp": 2, "cp": 2}, "axes: ['dp', 'tp'] on ranks 0, 1, 2, ['dp', 'cp'] on rank 3"),
+    "ranks": ({"dp": 2, "tp": 2, "ranks": [3, 1, 2, 0]}, "ranks: range(0, 4) on ranks 0, 1, 2, (3, 1, 2, 0 "),
+    "options": (ALIKE, f"timeout: {worlds.DEADLINE} on ranks 0, 1, 2, 7.0 on rank 3"),
+    "backend": (ALIKE, "backend: gloo on ranks 0, 1, 2, cpu:gloo on rank 3"),
+}
+
+
+def differ() -> dict[str, tuple[Attempt, Attempt]]:
+    bystander, seen = beat_fast_with_bystander(), {}
+    odd = dist.get_rank() == 3
+    for what, (theirs, _) in DIFFER.items():
+        mesh = ProcessGroupMesh(**(theirs if odd else ALIKE), name=f"actor, {what}")
+        if odd and what == "options":
+            mesh.configure(*mesh.axes, timeout=timedelta(seconds=7))
+        if odd and what == "backend":
+            mesh.configure(*mesh.axes, backend="cpu:gloo")
+        if odd:
+            wait_until_waiting(0, 1, 2)
+        failed = attempt(lambda mesh=mesh: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT))
+        check_sums(groups_of(bystander))
+        mesh.close()
+        dist.barrier()
+        mended = ProcessGroupMesh(**ALIKE, name=mesh.name)
+        seen[what] = failed, attempt(lambda mended=mended: connect_and_check(mended, "dp", "tp", ("dp", "tp")))
+        mended.close()
+        dist.barrier()
+    return seen
+
+
+def test_what_ranks_mean_differently_is_told_to_every_one_that_came():
+    """That it takes no more than 0.1 s where a machine has time is in test_detection_latency.py."""
+    with fresh_world(4) as own:
+        ranks = results(own.outcomes(differ))
+    for what, (_, words) in DIFFER.items():
+        came = ranks[3][what][0].start
+        for failed, again in (seen[what] for seen in ranks):
+            print(failed, failed.end - came)
+            assert failed.kind == "MismatchError"
+            assert words in failed.text
+            assert failed.end - came < 0.1 + SLACK
+            assert not again.kind, again.text
+
+
+def ask_wrongly() -> tuple[list[float], list[str]]:
+    beat_fast_with_bystander()
+    mesh = ProcessGroupMesh(dp=1, tp=2, name="actor")
+    mesh.group()
+    world_size = dist.get_world_size()
+    wrong: list[Callable[[], Any]] = [
+        lambda: ProcessGroupMesh(dp=3, tp=2),
+        lambda: ProcessGroupMesh(dp=-1, tp=-1),
+        lambda: ProcessGroupMesh(dp=2, ranks=[0, 0]),
+        lambda: ProcessGroupMesh(dp=2, ranks=[-1, 0]),
+        lambda: ProcessGroupMesh(dp=2, ranks=[0, world_size]),
+        lambda: ProcessGroupMesh(dp=0),
+        lambda: mesh.group("pp"),
+        lambda: mesh.connect("dp", "pp"),
+        lambda: mesh.group_of([0, 0]),
+    ]
+    took, before = [], table_sizes()
+    with record_operations() as done:
+        for ask in wrong:
+            best = 1.0
+            for _ in range(3):  # the best of three: a machine that is busy takes its time once in a while
+                seen = attempt(ask)
+                assert seen.kind in ("ShapeError", "PlaceError", "AxisError"), seen
+                best = min(best, seen.took)
+            took.append(best)
+    assert table_sizes() == before
+    connect_and_check(mesh, "tp")
+    return took, done
+
+
+def test_what_this_rank_alone_can_tell_is_told_at_once_and_to_nobody_else():
+    """The words of each error are in test_messages.py and test_mesh_messages.py."""
+    with fresh_world(2) as own:
+        for took, done in results(own.outcomes(ask_wrongly)):
+            assert done == []
+            assert max(took) < (SLACK if STARVED else 0.01)
+
+
+# ---- the order of asking ----
+
+
+def in_any_order(seed: int) -> None:
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    families = [("dp",), ("tp",), ("dp", "tp")]
+    connect_and_check(mesh, *random.Random(f"{seed} {mesh.rank}").sample(families, 3))
+
+
+def test_groups_connected_in_one_call_need_no_order():
+    with fresh_world(4) as own:
+        for seed in range(3):
+            print("seed", seed)
+            results(own.outcomes(in_any_order, seed))
+
+
+def in_a_circle() -> tuple[Attempt, Attempt]:
+    bystander = beat_fast_with_bystander()
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    first = {0: "tp", 1: "dp", 3: "tp", 2: "dp"}[mesh.rank]  # 0 waits for 1, 1 for 3, 3 for 2, 2 for 0
+    failed = attempt(lambda: mesh.connect(first, timeout=LONG_TIMEOUT))
+    check_sums(groups_of(bystander))
+    return failed, attempt(lambda: connect_and_check(mesh, "tp", "dp"))
+
+
+def test_ranks_that_wait_in_a_circle_are_told_all_of_it():
+    with fresh_world(4) as own:
+        seen = results(own.outcomes(in_a_circle))
+    last = max(failed.start for failed, _ in seen)
+    for failed, again in seen:
+        print(failed, failed.end - last)
+        assert failed.kind == "CircleError"
+        assert "wait for each other" in failed.text
+        for rank, axis, following in [(0, "tp", 1), (1, "dp", 3), (3, "tp", 2), (2, "dp", 0)]:
+            words = rf"rank {rank} connects group {axis} of mesh 'actor' .* at test_faults.py:\d+, and waits for rank "
+            assert re.search(f"{words}{following}", failed.text), failed.text
+        assert failed.end - last < 1.0 + SLACK
+        assert not again.kind, again.text
+
+
+def mends_its_mesh_at_once(name: str) -> tuple[Attempt, Attempt]:
+    beat_fast_with_bystander()
+    if dist.get_rank() == 3:
+        wait_until_waiting(0, 1, 2)
+    with ProcessGroupMesh(dp=2, tp=2, ranks=[3, 1, 2, 0] if dist.get_rank() == 3 else None, name=name) as wrong:
+        failed = attempt(lambda: wrong.connect(("dp", "tp"), timeout=LONG_TIMEOUT))
+    right = ProcessGroupMesh(dp=2, tp=2, name=name)
+    return failed, attempt(lambda: connect_and_check(right, ("dp", "tp")))
+
+
+def test_who_means_another_mesh_may_mend_it_while_the_others_still_learn_of_it():
+    with fresh_world(4) as own:
+        for name in ("first", "second", "third"):
+            for failed, again in results(own.outcomes(mends_its_mesh_at_once, name)):
+                assert failed.kind == "MismatchError", failed.text
+                assert not again.kind, again.text
+
+
+def asks_with_another_option() -> Attempt:
+    beat_fast_with_bystander()
+    with mock.patch.object(polling_store, "TELL", 0.0):
+        group = ProcessGroupMesh(dp=2, name="actor").group(timeout=timedelta(seconds=D + 0.1 * dist.get_rank()))
+        return attempt(lambda: dist.all_reduce(torch.ones(1), group=group))
+
+
+def test_who_waits_in_another_group_by_the_same_words_is_told_what_makes_it_another():
+    with fresh_world(2) as own:
+        first, second = results(own.outcomes(asks_with_another_option))
+    assert first.kind == second.kind == "MissingRanksError"
+    assert "rank 1 never came to the first collective" in first.text
+    assert "rank 1 last said: in the first collective of group dp of mesh 'actor', waiting for others" in first.text
+    assert first.text.endswith(polling_store.OTHERWISE)
+
+
+def one_mesh_more_on_one_rank() -> Attempt:
+    beat_fast_with_bystander()
+    if dist.get_rank() == 0:
+        ProcessGroupMesh(dp=2, tp=2, name="actor").close()
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    return attempt(lambda: mesh.connect(("dp", "tp"), timeout=LONG_TIMEOUT))
+
+
+def test_ranks_that_count_their_meshes_differently_are_told_so():
+    with fresh_world(4) as own:
+        for failed in results(own.outcomes(one_mesh_more_on_one_rank)):
+            assert failed.kind == "CircleError"
+            assert "made, closed or tried it a different number of times" in failed.text
+
+
+def adds_two() -> tuple[Attempt, Attempt]:
+    beat_fast_with_bystander()
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    twice = mock.patch.object(torch, "ones", lambda *size, **how: torch.full(size, 2.0, **how))
+    with twice if mesh.rank == 3 else contextlib.nullcontext():
+        failed = attempt(lambda: mesh.connect(("dp", "tp"), timeout=LONG_TIMEOUT))
+    return failed, attempt(lambda: connect_and_check(mesh, ("dp", "tp")))
+
+
+def test_a_first_sum_that_is_wrong_is_told_to_all_and_the_group_is_made_anew():
+    with fresh_world(4) as own:
+        for failed, again in results(own.outcomes(adds_two)):
+            assert failed.kind == "MismatchError", failed.text
+            assert "group dp, tp of mesh 'actor' has 4 members, but one from each adds up to 5." in failed.text
+            assert not again.kind, again.text
+
+
+def in_threads() -> None:
+    """Four threads on every rank connect four groups, each rank in another order."""
+    beat_fast_with_bystander()
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    views = [mesh.view(dp=2, tp=2), mesh.view(a=4), mesh.view(dp=2, tp=2), mesh]
+    wanted = [(views[0], "dp"), (views[1], "a"), (views[2], "tp")]
+    random.Random(mesh.rank).shuffle(wanted)
+    failed: list[str] = []
+
+    def connect(part: ProcessGroupMesh, axis: str) -> None:
+        seen = attempt(lambda: part.connect(axis, timeout=LONG_TIMEOUT))
+        failed.extend([seen.text] if seen.kind else [])
+
+    threads = [threading.Thread(target=connect, args=what) for what in wanted]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_TIMEOUT)
+    assert not failed
+    check_sums(groups_of(mesh))
+
+
+def test_threads_may_connect_groups_at_once_in_any_order():
+    with fresh_world(4) as own:
+        results(own.outcomes(in_threads))
+
+
+# ---- somebody does not come ----
+
+
+class Heard(logging.Handler):
+    """What was logged, and when."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[tuple[float, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append((time.monotonic(), record.getMessage()))
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[list[tuple[float, str]]]:
+    heard = Heard()
+    log = logging.getLogger("pgmesh")
+    log.addHandler(heard)
+    try:
+        yield heard.lines
+    finally:
+        log.removeHandler(heard)
+
+
+D = 1.5
+
+
+def one_never_comes(folder: Path) -> tuple[Attempt, list[tuple[float, str]], Attempt]:
+    """Ranks 0 and 1 wait for 2 and 3: 2 waits for 3 elsewhere, and 3 for nobody. Both come too late."""
+    bystander = beat_fast_with_bystander()
+    everyone = ProcessGroupMesh(4, name="everyone")
+    pair = ProcessGroupMesh(2, ranks=[2, 3], name="pair") if everyone.rank >= 2 else None
+    with listening() as heard:
+        if everyone.rank == 2:
+            threading.Thread(target=lambda: attempt(lambda: pair.connect(timeout=LONG_TIMEOUT)), daemon=True).start()
+        if everyone.rank < 2:
+            wait_until_waiting(2)
+        else:
+            wait_for_flag(folder, "given up by 0")
+            wait_for_flag(folder, "given up by 1")
+        failed = attempt(lambda: everyone.connect(timeout=timedelta(seconds=D)))
+        set_flag(folder, f"given up by {everyone.rank}")
+    check_sums(groups_of(bystander))
+    if pair is not None and everyone.rank == 3:
+        pair.connect(timeout=LONG_TIMEOUT)
+    return failed, heard, attempt(lambda: connect_and_check(everyone, 0))
+
+
+def test_a_living_member_that_never_comes_is_named_with_what_it_does_instead(tmp_path: Path):
+    with fresh_world(4) as own:
+        seen = results(own.outcomes(one_never_comes, tmp_path))
+    early, late = seen[:2], seen[2:]
+    for failed, heard, again in early:
+        print(failed, [(at - failed.start, line) for at, line in heard])
+        assert failed.kind == "MissingRanksError"
+        for text in (failed.text, heard[0][1]):
+            assert "group 0 of mesh 'everyone' (ranks 0, 1, 2, 3): ranks 2, 3 did not come" in text
+            assert re.search(r"rank 2 is connecting group 0 of mesh 'pair' .* at test_faults.py:\d+, waiting for", text)
+            assert "rank 3 is not waiting for anyone" in text
+        assert "did not come in 1.5 s" in failed.text
+        assert re.search(r"Rank [01] waited at test_faults.py:\d+", failed.text)
+        assert len(heard) == 1
+        assert D / 3 <= heard[0][0] - failed.start < D / 3 + SLACK / 2
+        assert not again.kind, again.text
+    assert min(failed.took for failed, *_ in early) >= D - 0.01
+    assert max(failed.took for failed, *_ in early) < D + SLACK
+    for failed, _, again in late:
+        print("late", failed.took)
+        assert (failed.kind, failed.text) == ("MissingRanksError", early[0][0].text)
+        assert failed.took < 0.1 + SLACK / 2
+        assert not again.kind, again.text
+
+
+def one_dies_before(folder: Path, heard_before: bool) -> tuple[Attempt, Attempt, float]:
+    """Rank 3 dies while the others wait for it."""
+    beat_fast()
+    bystander = beat_fast_with_bystander(3) if heard_before else ProcessGroupMesh(3, ranks=range(3), name="bystander")
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    if mesh.rank == 3:
+        wait_until_waiting(0, 1, 2)
+        (folder / "died").write_text(str(time.monotonic()))
+        kill_self()
+    failed = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT if heard_before else timedelta(seconds=D)))
+    check_sums(groups_of(bystander))
+    survivors = ProcessGroupMesh(3, ranks=range(3), name="survivors")
+    again = attempt(lambda: connect_and_check(survivors, 0))
+    return failed, again, float((folder / "died").read_text())
+
+
+@pytest.mark.parametrize("heard_before", [True, False], ids=["heard", "never heard"])
+def test_a_member_that_dies_before_it_comes_is_named(tmp_path: Path, heard_before: bool):
+    with fresh_world(4) as own:
+        seen = results(own.outcomes(one_dies_before, tmp_path, heard_before), 3)
+    for failed, again, died in seen:
+        print(failed, failed.end - died)
+        assert failed.kind == "MissingRanksError"
+        assert "rank 3 did not come" in failed.text
+        if heard_before:
+            assert re.search(r"rank 3 was last heard from \d+ s ago; it was not waiting for anyone", failed.text)
+            assert failed.end - died < H + BEAT + SLACK
+        else:
+            assert "rank 3 was never heard from" in failed.text
+            assert D - SLACK <= failed.took < D + SLACK  # the first to come decides for all
+        assert not again.kind, again.text
+
+
+def one_dies_after(moment: str) -> tuple[Attempt, Attempt]:
+    """All have come, and rank 3 dies before it begins the first collective, or right after."""
+    bystander = beat_fast_with_bystander(3)
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    if mesh.rank == 3:
+        begin = connecting._Warming.begin
+
+        def die(warming: Any) -> None:
+            if moment == "in":
+                begin(warming)
+            kill_self()
+
+        connecting._Warming.begin = die  # type: ignore[method-assign]
+    failed = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT))
+    check_sums(groups_of(bystander))
+    return failed, attempt(lambda: connect_and_check(ProcessGroupMesh(3, ranks=range(3), name="survivors"), 0))
+
+
+@pytest.mark.parametrize("moment", ["before", "in"])
+def test_a_member_that_is_lost_in_the_first_collective_is_named(moment: str):
+    """If it dies right after it began, the collective may have been done on some or on all."""
+    with fresh_world(4) as own:
+        seen = results(own.outcomes(one_dies_after, moment), 3)
+    for failed, again in seen:
+        print(failed)
+        if moment == "before" or failed.kind:
+            assert failed.kind == "MissingRanksError"
+            assert "rank 3" in failed.text
+            assert "first collective" in failed.text
+        assert failed.took < H + BEAT + SLACK
+        assert not again.kind, again.text
+
+
+def lost_on_one(folder: Path, release: bool) -> tuple[Attempt, Attempt]:
+    """The first collective is done on all, but rank 3 takes it for lost; then all connect anew."""
+    beat_fast_with_bystander()
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+
+    def lose(warming: Any) -> bool:
+        for rank in range(3):
+            wait_for_flag(folder, f"connected {rank}")
+        warming.fail("was lost by design")
+        return False
+
+    with mock.patch.object(connecting._Warming, "look", lose) if mesh.rank == 3 else contextlib.nullcontext():
+        failed = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT))
+    set_flag(folder, f"connected {mesh.rank}")
+    dist.barrier()
+    if release:
+        mesh.release()
+    return failed, attempt(lambda: connect_and_check(mesh, mesh.axes))
+
+
+@pytest.mark.parametrize("release", [True, False], ids=["released", "connected anew"])
+def test_members_of_a_group_that_failed_on_one_of_them_meet_again(tmp_path: Path, release: bool):
+    with fresh_world(4) as own:
+        seen = results(own.outcomes(lost_on_one, tmp_path, release))
+    for rank, (failed, again) in enumerate(seen):
+        print(failed)
+        assert failed.kind == ("MissingRanksError" if rank == 3 else "")
+        assert not again.kind, again
+
+
+def at_the_deadline(seed: int, times: int) -> list[tuple[Attempt, Attempt]]:
+    """Rank 3 comes as the others give up, a little sooner or later each time."""
+    beat_fast_with_bystander()
+    mesh, limit, seen = ProcessGroupMesh(dp=2, tp=2, name="actor"), 0.2, []
+    chance = random.Random(f"{seed} {dist.get_rank() == 3}")
+    for _ in range(times):
+        dist.barrier()
+        if mesh.rank == 3:
+            time.sleep(limit + chance.uniform(-0.02, 0.02))  # this is the chance that the test takes, not luck
+        failed = attempt(lambda: mesh.connect(mesh.axes, timeout=timedelta(seconds=limit if mesh.rank < 3 else 20)))
+        dist.barrier()
+        again = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT))
+        check_sums({"all": (mesh.group(), mesh.ranks())})
+        dist.barrier()
+        mesh.release()
+        seen.append((failed, again))
+    return seen
+
+
+def test_one_cannot_give_up_as_another_succeeds():
+    seed = 7
+    print("seed", seed)
+    with fresh_world(4) as own:
+        before = keys(own)
+        outcomes = results(own.outcomes(at_the_deadline, seed, 12))
+        made = 0
+        for tries in zip(*outcomes):
+            assert len({failed.kind for failed, _ in tries}) == 1, tries
+            made += not tries[0][0].kind
+            assert all(failed.took < 0.2 + SLACK for failed, _ in tries)
+            assert not any(again.kind for _, again in tries)
+        print(f"made {made} of {len(outcomes[0])}")
+        assert keys(own) - before == {"pgmesh/told/0", "pgmesh/told/1", "pgmesh/told/2", "pgmesh/told/3"}
+
+
+def keys(own: World) -> set[str]:
+    """What the store of a world holds, beside what torch's own groups wrote."""
+    store: Any = own._store
+    return {re.sub(r"^.*?(?=pgmesh/)", "", key) for key in store.list_keys() if "pgmesh/" in key}
+
+
+# ---- a rank that takes itself for another, or the world for larger ----
+
+
+def wrong_world(rank: int, size: int) -> Attempt:
+    """Rank 1 of the world of 2 takes itself for another."""
+    beat_fast()
+    mistaken = (rank, size) if dist.get_rank() == 1 else (dist.get_rank(), 2)
+    here, there = (mock.patch.object(each, "world_rank_and_size", return_value=mistaken) for each in (cache, mesh_file))
+    with here, there:
+        if dist.get_rank() == 1:
+            wait_until_waiting(0)
+        mesh = ProcessGroupMesh(dp=2, ranks=range(2), name="actor")
+        return attempt(lambda: mesh.connect(timeout=timedelta(seconds=5)))
+
+
+def test_a_world_of_another_size_is_told():
+    with fresh_world(2) as own:
+        seen = results(own.outcomes(wrong_world, 1, 3))
+    for failed in seen:
+        print(failed, failed.end - seen[1].start)
+        assert failed.kind == "MismatchError"
+        assert "size of the world: 2 on rank 0, 3 on rank 1" in failed.text
+        assert failed.end - seen[1].start < 0.1 + SLACK
+
+
+def test_two_processes_as_one_rank_are_told():
+    with fresh_world(2) as own:
+        seen = results(own.outcomes(wrong_world, 0, 2))
+    for failed in seen:
+        print(failed, failed.end - seen[1].start)
+        assert failed.kind == "MismatchError"
+        assert re.search(r"both process \d+ on \S+ and process \d+ on \S+ came as rank 0", failed.text)
+        assert failed.end - seen[1].start < 0.1 + SLACK
+
+
+# ---- the store ----
+
+GOES = {"dies": signal.SIGKILL, "hangs": signal.SIGSTOP}
+
+
+def without_a_store(folder: Path, waiting: bool) -> tuple[Attempt, Attempt, Attempt]:
+    """The store goes while ranks 0 and 2 wait for 1 and 3, or before anybody comes; then it may come back."""
+    bystander = beat_fast_with_bystander()
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    if not waiting:  # what is configured is agreed on when the group is made
+        mesh.configure("dp", timeout=timedelta(seconds=50))
+    dist.barrier()
+    if mesh.rank == 1:
+        if waiting:
+            wait_until_waiting(0, 2)
+        set_flag(folder, "ready")
+    if not (waiting and mesh.index("tp") == 0):
+        wait_for_flag(folder, "gone")
+    failed = attempt(lambda: mesh.connect("tp", *["dp"] * (not waiting), timeout=timedelta(seconds=D)))
+    check_sums(groups_of(bystander))
+    closing = attempt(mesh.close)
+    set_flag(folder, f"done {mesh.rank}")
+    wait_for_flag(folder, "over")
+    again = attempt(lambda: connect_and_check(ProcessGroupMesh(dp=2, tp=2, name="again"), "tp"))
+    check_sums(groups_of(bystander))
+    return failed, closing, again
+
+
+@pytest.mark.parametrize("waiting", [True, False], ids=["while ranks wait", "before"])
+@pytest.mark.parametrize("how", GOES)
+def test_a_store_that_is_gone_is_named_and_groups_go_on(tmp_path: Path, how: str, waiting: bool):
+    gone = []
+
+    def go(pid: int) -> None:
+        wait_for_flag(tmp_path, "ready")
+        os.kill(pid, GOES[how])
+        gone.append(time.monotonic())
+        set_flag(tmp_path, "gone")
+        for rank in range(4):
+            wait_for_flag(tmp_path, f"done {rank}")
+        if how == "hangs":
+            os.kill(pid, signal.SIGCONT)
+        set_flag(tmp_path, "over")
+
+    with StoreProcess() as store, fresh_world(4, store) as own:
+        own.run(dist.get_rank)
+        assert store.process.pid is not None
+        actor = threading.Thread(target=go, args=(store.process.pid,), daemon=True)
+        actor.start()
+        seen = results(own.outcomes(without_a_store, tmp_path, waiting))
+        actor.join(WAIT_TIMEOUT)
+        where = f"the store at 127.0.0.1:{store.port}"
+    for failed, closing, again in seen:
+        took = failed.end - max(gone[0], failed.start)
+        print(failed, took, "close", closing.took, "again", again)
+        assert failed.kind == "WorldError"
+        assert "Groups that were connected go on working" in failed.text
+        if how == "dies":
+            assert f"{where} is gone" in failed.text
+            assert took < 1.0 + SLACK
+            assert again.kind == "WorldError"
+            assert again.took < 1.0 + SLACK
+        else:
+            assert re.search(rf"{where} gave no answer for \d\.\d s", failed.text)
+            assert failed.took < D + SLACK
+            assert not again.kind, again.text
+        assert closing.took < 1.0 + SLACK
+
+
+def ask_without_a_store(folder: Path) -> tuple[dict[str, Attempt], bool, Attempt]:
+    """No rank has connected anything when the store goes: each call that may ask it, one after another."""
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    mesh.configure("dp", timeout=timedelta(seconds=D / 3))
+    used, unused, destroyed = mesh.group("tp"), mesh.group("dp"), mesh.group(tag="destroyed")
+    check_sums({"tp": (used, mesh.ranks("tp")), "destroyed": (destroyed, mesh.ranks())})
+    dist.barrier()
+    mesh._cache.store_timeout = D / 3
+    set_flag(folder, f"ready {mesh.rank}")
+    wait_for_flag(folder, "gone")
+    calls: dict[str, Callable[[], Any]] = {
+        "first collective": lambda: dist.all_reduce(torch.ones(1), group=unused),
+        "group": lambda: mesh.group("tp", timeout=timedelta(seconds=50)),
+        "connect": lambda: mesh.connect("tp", timeout=timedelta(seconds=D / 3)),
+        "report": lambda: set_flag(folder, f"report {mesh.rank}") if "the store" in mesh.report().trouble else None,
+        "sums": lambda: check_sums({"tp": (used, mesh.ranks("tp"))}),
+        "destroy": lambda: dist.destroy_process_group(destroyed),
+        "release": lambda: mesh.release("tp"),
+        "close": mesh.close,
+    }
+    seen = {name: attempt(call) for name, call in calls.items()}
+    reported = (folder / f"report {mesh.rank}").exists()
+    set_flag(folder, f"done {mesh.rank}")
+    wait_for_flag(folder, "over")
+    return seen, reported, attempt(lambda: connect_and_check(ProcessGroupMesh(dp=2, tp=2, name="again")))
+
+
+@pytest.mark.parametrize("how", GOES)
+def test_without_a_store_every_call_of_a_rank_that_never_connected_ends_too(tmp_path: Path, how: str):
+    def go(pid: int) -> None:
+        for rank in range(4):
+            wait_for_flag(tmp_path, f"ready {rank}")
+        os.kill(pid, GOES[how])
+        set_flag(tmp_path, "gone")
+        for rank in range(4):
+            wait_for_flag(tmp_path, f"done {rank}")
+        if how == "hangs":
+            os.kill(pid, signal.SIGCONT)
+        set_flag(tmp_path, "over")
+
+    with StoreProcess() as store, fresh_world(4, store) as own:
+        own.run(dist.get_rank)
+        assert store.process.pid is not None
+        actor = threading.Thread(target=go, args=(store.process.pid,), daemon=True)
+        actor.start()
+        seen = results(own.outcomes(ask_without_a_store, tmp_path))
+        actor.join(WAIT_TIMEOUT)
+    words = f"the store at 127.0.0.1:{store.port} " + ("is gone: " if how == "dies" else "gave no answer for ")
+    for calls, reported, again in seen:
+        print({name: (each.kind, round(each.took, 2)) for name, each in calls.items()})
+        for name in ("first collective", "group", "connect"):
+            assert (calls[name].kind, calls[name].text[: len(words)]) == ("WorldError", words)
+            assert calls[name].took < (1.0 if how == "dies" else D / 3 + polling_store.LAST_WORDS) + SLACK
+        assert reported
+        for name in ("report", "sums", "destroy", "release", "close"):
+            assert not calls[name].kind, calls[name]
+            assert calls[name].took < 1.0 + SLACK
+        assert again.kind == ("WorldError" if how == "dies" else ""), again
+
+
+# ---- a member is stopped, and continues ----
+
+
+def one_is_stopped(folder: Path) -> tuple[Attempt, Attempt, float]:
+    bystander = beat_fast_with_bystander(3)
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    if mesh.rank == 3:
+        wait_until_waiting(0, 1, 2)
+        stopped = time.monotonic()
+        set_flag(folder, "stop me")
+        wait_for_flag(folder, "stopped")
+    failed = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT))
+    set_flag(folder, f"done {mesh.rank}")
+    check_sums(groups_of(bystander)) if mesh.rank < 3 else None
+    return failed, attempt(lambda: connect_and_check(mesh, mesh.axes, "dp", "tp")), stopped if mesh.rank == 3 else 0.0
+
+
+def test_a_member_that_is_stopped_is_suspected_and_may_come_back(tmp_path: Path):
+    def stop(pid: int) -> None:
+        wait_for_flag(tmp_path, "stop me")
+        os.kill(pid, signal.SIGSTOP)
+        set_flag(tmp_path, "stopped")
+        for rank in range(3):
+            wait_for_flag(tmp_path, f"done {rank}")
+        os.kill(pid, signal.SIGCONT)
+
+    with fresh_world(4) as own:
+        own.run(dist.get_rank)
+        actor = threading.Thread(target=stop, args=(own.pids[3],), daemon=True)
+        actor.start()
+        seen = results(own.outcomes(one_is_stopped, tmp_path))
+        actor.join(WAIT_TIMEOUT)
+    stopped = seen[3][2]
+    for failed, again, _ in seen:
+        print(failed, failed.end - stopped)
+        assert failed.kind == "MissingRanksError"
+        assert failed.text == seen[0][0].text
+        assert re.search(r"rank 3 was last heard from \d+ s ago", failed.text)
+        assert not again.kind, again.text
+    assert max(failed.end for failed, *_ in seen[:3]) - stopped < H + BEAT + SLACK
+    assert seen[3][0].took < 0.1 + SLACK / 2
+
+
+# ---- signals ----
+
+
+class Ended(Exception):
+    """What a handler of the program's own raises."""
+
+
+def end(number: int, frame: Any) -> None:
+    raise Ended("the program's own handler ran")
+
+
+SIGNALS = {
+    "Ctrl-C": (signal.SIGINT, signal.default_int_handler, "KeyboardInterrupt"),
+    "SIGTERM": (signal.SIGTERM, signal.SIG_DFL, "SIGTERM"),
+    "a handler": (signal.SIGTERM, end, "Ended: the program's own handler ran"),
+}
+
+
+def one_is_signalled(folder: Path, how: str) -> tuple[Attempt, Attempt]:
+    """Rank 2 is sent a signal while 0, 1 and 2 wait for 3."""
+    bystander = beat_fast_with_bystander(2)
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    number, handler, _ = SIGNALS[how]
+    if mesh.rank == 3:
+        wait_until_waiting(0, 1, 2)
+        set_flag(folder, "signal")
+        wait_for_flag(folder, "done 0")
+        wait_for_flag(folder, "done 1")
+    if mesh.rank == 2:
+        signal.signal(number, handler)
+    failed = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT))
+    set_flag(folder, f"done {mesh.rank}")
+    if mesh.rank != 2:
+        check_sums(groups_of(bystander))
+    kept = signal.getsignal(number) == handler or mesh.rank != 2
+    assert kept, f"the handler is now {signal.getsignal(number)}"
+    if how == "SIGTERM":
+        mesh = ProcessGroupMesh(-1, ranks=[0, 1, 3], name="survivors")
+    return failed, attempt(lambda: connect_and_check(mesh, mesh.axes))
+
+
+@pytest.mark.parametrize("how", SIGNALS)
+def test_a_signal_ends_the_wait_and_the_peers_are_told_why(tmp_path: Path, how: str):
+    sent = []
+
+    def send(pid: int) -> None:
+        wait_for_flag(tmp_path, "signal")
+        sent.append(time.monotonic())
+        os.kill(pid, SIGNALS[how][0])
+
+    with fresh_world(4) as own:
+        own.run(dist.get_rank)
+        actor = threading.Thread(target=send, args=(own.pids[2],), daemon=True)
+        actor.start()
+        outcomes = own.outcomes(one_is_signalled, tmp_path, how)
+        actor.join(WAIT_TIMEOUT)
+    seen = results(outcomes, *([2] if how == "SIGTERM" else []))
+    if how == "SIGTERM":
+        assert outcomes[2].exitcode == -signal.SIGTERM
+    for failed, again in seen:
+        print(failed, failed.end - sent[0])
+        assert not again.kind, again.text
+    peers = [outcomes[rank].result[0] for rank in (0, 1, 3)]
+    for failed in peers:
+        assert failed.kind == "MissingRanksError"
+        assert re.search(r"was given up, because rank 2 stopped connecting at test_faults.py:\d+: ", failed.text)
+        assert SIGNALS[how][2] in failed.text
+    assert max(failed.end for failed in peers[:2]) - sent[0] < 0.2 + SLACK
+    assert peers[2].took < 0.1 + SLACK / 2
+    if how != "SIGTERM":
+        failed = outcomes[2].result[0]
+        assert failed.kind in ("KeyboardInterrupt", "Ended")
+        assert failed.end - sent[0] < 0.2 + SLACK
+
+
+def one_is_interrupted(where: str) -> tuple[Attempt, Attempt]:
+    """Ctrl-C reaches rank 3 as it makes its group, or when all have come and it begins the first collective."""
+    bystander = beat_fast_with_bystander()
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    if mesh.rank == 3:
+        wait_until_waiting(0, 1, 2) if where == "before" else None
+    target: Any = (connecting, "_unbroken") if where == "before" else (connecting._Warming, "begin")
+    interrupted = mock.patch.object(*target, side_effect=KeyboardInterrupt)
+    with interrupted if mesh.rank == 3 else contextlib.nullcontext():
+        failed = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT))
+    check_sums(groups_of(bystander))
+    return failed, attempt(lambda: connect_and_check(mesh, mesh.axes))
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_who_is_interrupted_before_it_comes_or_after_all_have_tells_its_peers_too(where: str):
+    with fresh_world(4) as own:
+        seen = results(own.outcomes(one_is_interrupted, where))
+    for failed, again in seen:
+        print(failed)
+        assert failed.kind == ("KeyboardInterrupt" if failed is seen[3][0] else "MissingRanksError")
+        assert failed.end - seen[3][0].end < 0.2 + SLACK
+        assert not again.kind, again.text
+    assert all("rank 3" in failed.text and "KeyboardInterrupt" in failed.text for failed, _ in seen[:3])
+
+
+# ---- making a group raises ----
+
+
+def one_cannot_make() -> tuple[Attempt, Attempt]:
+    bystander = beat_fast_with_bystander()
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    before = table_sizes()
+    broken = mock.patch.object(backends, "_gloo", side_effect=OSError("Too many open files"))
+    broken = broken if mesh.rank == 3 else mock.patch.object(backends, "nothing", create=True)
+    with broken, mock.patch.dict(backends._DIRECT, gloo=lambda *args: backends._gloo(*args)):
+        failed = attempt(lambda: mesh.connect("dp", "tp", timeout=timedelta(seconds=D)))
+    if mesh.rank == 3:
+        assert table_sizes() == before
+    check_sums(groups_of(bystander))
+    return failed, attempt(lambda: connect_and_check(mesh, "dp", "tp"))
+
+
+def test_a_rank_that_cannot_make_a_group_leaves_nothing_and_may_try_again():
+    with fresh_world(4) as own:
+        before = keys(own)
+        seen = results(own.outcomes(one_cannot_make))
+        assert keys(own) - before <= {f"pgmesh/told/{rank}" for rank in range(4)}
+    for failed, again in seen:
+        print(failed)
+        assert not again.kind, again.text
+    assert (seen[3][0].kind, seen[3][0].text) == ("OSError", "Too many open files")
+    for rank, axis in [(1, "dp"), (2, "tp")]:
+        failed = seen[rank][0]
+        assert failed.kind == "MissingRanksError"
+        assert f"group {axis} of mesh 'actor'" in failed.text
+        assert "rank 3" in failed.text
+        assert failed.took < D + SLACK
+
+
+# ---- what stays behind ----
+
+
+def give_up_and_close() -> None:
+    beat_fast_with_bystander()
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    if mesh.rank != 3:
+        assert attempt(lambda: mesh.connect(mesh.axes, timeout=timedelta(seconds=0.1))).kind == "MissingRanksError"
+
+
+def test_a_mesh_that_never_connected_leaves_no_key_when_it_is_closed():
+    with fresh_world(4) as own:
+        before = keys(own)
+        results(own.outcomes(give_up_and_close))
+        assert keys(own) - before <= {f"pgmesh/told/{rank}" for rank in range(4)}
+
+
+def try_without_a_store(pid: int, times: int) -> list[dict[str, int]]:
+    beat_fast_with_bystander()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os.kill(pid, signal.SIGKILL)
+    seen = []
+    for i in range(times):
+        mesh = ProcessGroupMesh(2, name=f"try {i}")
+        assert attempt(lambda mesh=mesh: mesh.connect(timeout=LONG_TIMEOUT)).kind == "WorldError"
+        mesh.close()
+        gc.collect()
+        seen.append(count_resources())
+    return seen
+
+
+@pytest.mark.skipif(not CAN_COUNT, reason="counts in /proc")
+def test_trying_without_a_store_again_and_again_leaves_nothing_behind():
+    with StoreProcess() as store, fresh_world(2, store) as own:
+        own.run(dist.get_rank)
+        for early, *_, late in results(own.outcomes(try_without_a_store, store.process.pid, 6)):
+            assert late == early
+
+
+# ---- a rank dies at any of its operations ----
+
+
+def crash_points(ks: Sequence[int], batch: int = 4) -> Iterator[list[tuple[int, str]]]:
+    """All crash points of these operations, some at a time."""
+    points = [(k, order) for k in ks for order in ORDERS]
+    for i in range(0, len(points), batch):
+        yield points[i : i + batch]
+
+
+def test_a_rank_may_die_at_any_of_its_operations(tmp_path: Path):
+    """A sample; `python -m tests.faults.chaos` tries them all."""
+    points = [(1, "together"), (2, "first"), (3, "last"), (3, "first"), (4, "last"), (6, "together")]
+    print([*zip(points, die_at_each(tmp_path, points))])
+
+
+# ---- a process ends ----
+
+ENDINGS = """
+import os, signal, sys, time, warnings
+import torch.distributed as dist
+from datetime import timedelta
+
+def be(rank, port):
+    signal.alarm(40)  # none outlives the test
+    os.environ |= dict(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1",
+                       MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    os.dup2(os.open(f"{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
+    from pgmesh import ProcessGroupMesh, launch
+    from pgmesh.rendezvous.store_thread import told
+    from tests.support.torch_tables import pgmesh_store
+    launch.join("gloo")
+    mesh = ProcessGroupMesh(dp=1, tp=2, name="actor")
+    mesh.connect("tp")
+    if rank == 1:
+        while b"group tp" not in pgmesh_store().get(told(0)):
+            time.sleep(0.01)
+        warnings.filterwarnings("ignore", "This process", DeprecationWarning)  # of a fork beside threads, from 3.12 on
+        child = os.fork()
+        if child == 0:
+            try:
+                mesh.connect("tp")
+            except Exception as error:
+                print("child:", type(error).__name__, str(error).splitlines()[0], flush=True)
+            sys.exit(7)
+        print("child's status:", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    start = time.monotonic()
+    try:
+        if rank == 0:
+            mesh.release("tp")  # what is connected is not met again
+            mesh.connect("tp", timeout=timedelta(seconds=20))
+    except Exception as error:
+        print("told:", " ".join(str(error).split()), flush=True)
+        print(f"at {start} {time.monotonic()}", flush=True)
+    print(f"{rank} ends at {time.monotonic()}", flush=True)
+
+if __name__ == "__main__":
+    pids = []
+    for rank in range(2):
+        pids.append(os.fork())  # nothing was started yet
+        if pids[-1] == 0:
+            be(rank, sys.argv[1])
+            sys.exit(0)
+    for _ in pids:
+        pid, status = os.waitpid(-1, 0)
+        print(f"{pids.index(pid)} ended at {time.monotonic()}", os.waitstatus_to_exitcode(status))
+"""
+
+
+def test_a_process_that_ends_after_it_connected_ends_at_once_and_tells_so(tmp_path: Path):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    command = [sys.executable, write_script(tmp_path, ENDINGS), str(store.port)]
+    done = subprocess.run(command, env=clean_env(), cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    print(done.stdout, done.stderr)
+    ends = dict(re.findall(r"^(\d) ends at (\S+)$", done.stdout, re.MULTILINE))
+    ended = dict(re.findall(r"^(\d) ended at (\S+) 0$", done.stdout, re.MULTILINE))
+    assert [*sorted(ended)] == ["0", "1"]
+    assert all(float(ended[rank]) - float(ends[rank]) < 1.0 + SLACK for rank in ends)
+    asked, heard = map(float, re.findall(r"^at (\S+) (\S+)$", done.stdout, re.MULTILINE)[0])
+    assert heard - max(asked, float(ends["1"])) < 1.0 + SLACK
+    assert "child: LifetimeError mesh 'actor' was made before this process was forked." in done.stdout
+    assert "child's status: 7" in done.stdout
+    assert "rank 1 is not there any more: its process has ended" in done.stdout
+    for rank in range(2):
+        assert not without_hostname_warnings((tmp_path / f"{rank}.err").read_text()).strip()
+
+
+# ---- it is gone ----
+
+
+def quickest(act: Callable[[], Any]) -> float:
+    """The least time in which an error of a group or a mesh that is gone came, in seconds."""
+    seen = [attempt(act) for _ in range(20)]
+    assert {each.kind for each in seen} == {"LifetimeError"}, seen[0]
+    return min(each.took for each in seen)
+
+
+def use_what_is_gone() -> dict[str, float]:
+    mesh = ProcessGroupMesh(dp=1, tp=2, name="actor")
+    group = mesh.group("tp")
+    check_sums(groups_of(mesh))
+    ear, mouth = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(int(WAIT_TIMEOUT))
+        try:
+            os.write(mouth, repr(quickest(lambda: mesh.group("tp"))).encode())
+        finally:
+            os._exit(0)
+    os.close(mouth)
+    with os.fdopen(ear) as told_by_child:
+        took = {"a fork": float(told_by_child.read())}
+    os.waitpid(child, 0)
+    dist.barrier()
+    mesh.release("tp")
+    took["release"] = quickest(lambda: dist.all_reduce(torch.ones(1), group=group))
+    mesh.close()
+    took["close"] = quickest(lambda: mesh.group("tp"))
+    return took
+
+
+def test_a_mesh_that_is_gone_says_so_within_a_millisecond():
+    for took in world(2).run(use_what_is_gone):
+        print(took)
+        assert max(took.values()) < (SLACK if STARVED else 0.001)
+
+
+# ---- the page ----
+
+ROOT = Path(__file__).parents[2]
+
+
+def rows() -> list[list[str]]:
+    """The table of docs/faults.md."""
+    lines = [line for line in (ROOT / "docs" / "faults.md").read_text().splitlines() if line.startswith("| ")]
+    head, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert head[-1] == "test"
+    return rows
+
+
+def functions(path: Path) -> set[str]:
+    return {each.name for each in ast.walk(ast.parse(path.read_text())) if isinstance(each, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row[0])
+def test_each_row_of_the_page_has_a_test_that_is_there(row: list[str]):
+    assert len(row) == 5
+    links = re.findall(r"\[`([^`]+)`\]\(([^)]+)\)", row[-1])
+    assert links
+    assert row[-1].count("`") == 2 * len(links), "what is no link is not looked for"
+    for name, target in links:
+        path = (ROOT / "docs" / target).resolve()
+        part = name.partition("chaos --part ")[2]
+        assert f"run_{part}" in functions(path) if part else name in functions(path)
+
+
+def test_each_test_of_a_fault_stands_on_the_page():
+    told_of = {name for row in rows() for name in re.findall(r"`(test_\w+)`", row[-1])}
+    mine = {name for name in functions(Path(__file__)) if name.startswith("test_")}
+    assert mine - told_of == {
+        "test_each_row_of_the_page_has_a_test_that_is_there",
+        "test_each_test_of_a_fault_stands_on_the_page",
+    }

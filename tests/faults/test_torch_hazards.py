@@ -1,0 +1,389 @@
+"""Hazards of torch's own groups, each as a test that pgmesh passes and torch alone fails.
+
+The hazards are those of facts.md. The tests called test_torch_alone_... show that a hazard is real: once one of them
+fails, torch has changed, and what pgmesh does about it may go.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pgmesh import ProcessGroupMesh
+from tests.support import resource_counts
+from tests.support.resource_counts import CAN_COUNT, resident_kib
+from tests.support.torch_tables import c10d
+from tests.support.worlds import check_sums, fresh_world, groups_of, world
+
+PATIENCE = 2.0  # seconds for torch alone, where a tenth of a second is enough when it works
+LONG = timedelta(seconds=20)
+
+
+NOBODY = -1
+
+
+def fails(n: int, fn: Callable[..., Any], *args: Any) -> bool:
+    """Whether not every rank is right in time: one hangs, raises, or has a wrong sum."""
+    with fresh_world(n) as own:
+        own.run(dist.get_rank)  # the world is there: what follows is no matter of starting
+        return any(outcome.error for outcome in own.outcomes(fn, *args, deadline=PATIENCE))
+
+
+# ---- 1: groups that their members alone make ----
+
+
+def members_make_at_once() -> None:
+    """No rank waits for another block, which makes as many groups at the same time, or for a rank that makes more."""
+    mesh = ProcessGroupMesh(dp=2, tp=2)
+    if mesh.rank == 0:
+        mesh.group_of([0])
+    for axis in ("tp", "dp"):
+        check_sums({axis: (mesh.group(axis), mesh.ranks(axis))})
+    check_sums(groups_of(mesh))
+
+
+def torch_members_make(odd: int) -> None:
+    """torch names a group by how often its process called new_group, and one rank has called it once more."""
+    if dist.get_rank() == odd:
+        dist.new_group([0])
+    block = [[0, 1], [2, 3]][dist.get_rank() // 2]
+    check_sums({"tp": (dist.new_group(block, timeout=LONG), block)})
+
+
+def test_members_alone_make_a_group():
+    world(4).run(members_make_at_once)
+
+
+def test_torch_alone_needs_every_rank_of_the_world():
+    assert not fails(2, torch_members_make, NOBODY)
+    assert fails(4, torch_members_make, 0)
+
+
+# ---- 2: ranks that hold different numbers of groups ----
+
+
+def uneven() -> None:
+    mesh = ProcessGroupMesh(dp=2, tp=2)
+    for i in range(mesh.rank):
+        mesh.group(tag=f"held by rank {mesh.rank} alone, {i}")
+    check_sums(groups_of(mesh))
+
+
+def torch_uneven(odd: int) -> None:
+    """One rank alone has a group more: of itself, which needs nobody."""
+    if dist.get_rank() == odd:
+        dist.new_group([0], use_local_synchronization=True)
+    everyone = range(dist.get_world_size())
+    check_sums({"all": (dist.new_group(everyone, use_local_synchronization=True, timeout=LONG), everyone)})
+
+
+def test_ranks_that_hold_different_numbers_of_groups_meet():
+    world(4).run(uneven)
+
+
+def test_torch_alone_loses_ranks_that_hold_different_numbers_of_groups():
+    assert not fails(2, torch_uneven, NOBODY)
+    assert fails(2, torch_uneven, 0)
+
+
+def make_use_and_release(times: int) -> None:
+    mesh = ProcessGroupMesh(dp=2, tp=2)
+    for _ in range(times):
+        check_sums({axis: (mesh.group(axis), mesh.ranks(axis)) for axis in mesh.axes})
+        mesh.release("tp")
+    check_sums(groups_of(mesh))
+
+
+def torch_make_use_and_destroy(times: int) -> None:
+    everyone = range(dist.get_world_size())
+    for cycle in range(times):
+        if cycle and dist.get_rank() == cycle % 2:
+            time.sleep(0.05)  # one is slower: the other takes its old address, and by chance is the one to connect
+        group = dist.new_group(everyone, use_local_synchronization=True, timeout=LONG)
+        check_sums({"all": (group, everyone)})
+        dist.destroy_process_group(group)
+        del group
+
+
+def test_a_group_may_be_made_used_and_released_again_and_again():
+    world(4).run(make_use_and_release, 30)
+
+
+def test_torch_alone_meets_its_own_past():
+    """A group of local synchronisation that was destroyed leaves its addresses under the name of the next.
+
+    torch 2.15 has cured it; where that began, between 2.13 and 2.15, is unknown.
+    """
+    assert not fails(2, torch_make_use_and_destroy, 1)
+    assert fails(2, torch_make_use_and_destroy, 20) is (torch.__version__ < "2.15")
+
+
+# ---- 3: a world that is bound to a device ----
+
+
+def never_split() -> None:
+    """With a device bound, torch splits a new group off the world, which needs ranks outside the group.
+
+    NCCL alone really splits. What can be seen without it: the world says that it is bound, and making a group
+    asks torch neither to split nor to make one.
+    """
+    mesh = ProcessGroupMesh(dp=2, tp=2)
+    refusal = mock.Mock(side_effect=AssertionError("a group was split off the world"))
+    world_group: Any = dist.group.WORLD
+    names = [name for name in ("_get_split_source", "_new_process_group_helper", "split_group") if hasattr(c10d, name)]
+    assert "_new_process_group_helper" in names
+    with mock.patch.multiple(c10d, **dict.fromkeys(names, refusal)):
+        world_group.bound_device_id = torch.device("cpu", 0)
+        try:
+            groups = groups_of(mesh)
+        finally:
+            world_group.bound_device_id = None
+    check_sums(groups)
+
+
+def test_a_group_is_never_split_off_the_world():
+    world(4).run(never_split)
+
+
+# ---- 4: overlapping groups, made in a circle ----
+
+
+def circle(n: int) -> list[tuple[int, int]]:
+    """This rank's groups of two, the one with the next rank first: all begin at another, and all wait for the next."""
+    me = dist.get_rank()
+    return [(me, (me + 1) % n), ((me - 1) % n, me)]
+
+
+def make_in_a_circle() -> None:
+    mesh = ProcessGroupMesh(3)
+    groups = {f"{pair}": (mesh.group_of(pair), sorted(pair)) for pair in circle(3)}
+    check_sums(groups)
+    check_sums(dict(reversed(groups.items())))
+
+
+def torch_make_in_order(in_a_circle: bool) -> None:
+    """Names of their own, and gloo as torch makes it: each connects as it is made, and so waits for its members."""
+    me, store = dist.get_rank(), c10d._get_default_store()
+    pairs = map(sorted, circle(3) if in_a_circle else sorted(circle(3), key=sorted))
+    groups = [dist.ProcessGroupGloo(dist.PrefixStore(f"{pair}/", store), pair.index(me), 2, LONG) for pair in pairs]
+    dist.barrier()  # a group that goes while another still connects would end that with an error
+    del groups
+
+
+def test_overlapping_groups_may_be_made_in_a_circle():
+    world(3).run(make_in_a_circle)
+
+
+def test_torch_alone_waits_in_a_circle():
+    assert not fails(3, torch_make_in_order, False)
+    assert fails(3, torch_make_in_order, True)
+
+
+# ---- 6: one group waits, the others go on ----
+
+
+def go_on_while_one_waits() -> None:
+    """Rank 0 is in the first collective with rank 1, which comes only when all the rest is done."""
+    mesh = ProcessGroupMesh(dp=2, tp=2)
+    if mesh.rank == 0:
+        one = torch.ones(1)
+        work = dist.all_reduce(one, group=mesh.group("tp"), async_op=True)
+    if mesh.index("tp") == 0:
+        for i in range(5):
+            check_sums({"dp": (mesh.group("dp", tag=f"{i}"), mesh.ranks("dp"))})
+        check_sums({"pair": (mesh.group_of([0, 2]), [0, 2])})
+    dist.barrier()
+    if mesh.rank == 0:
+        assert not work.is_completed()
+    if mesh.rank == 1:
+        one = torch.ones(1)
+        work = dist.all_reduce(one, group=mesh.group("tp"), async_op=True)
+    if mesh.rank < 2:
+        work.wait()
+        assert one.item() == 2
+    check_sums(groups_of(mesh))
+
+
+def torch_go_on_while_one_waits(one_waits: bool) -> None:
+    """The same with threads: torch makes a group by waiting, in the client of the store that all groups share."""
+    me = dist.get_rank()
+    if me == 0 and one_waits:
+        absent = {"ranks": [0, 1], "use_local_synchronization": True, "timeout": LONG}
+        threading.Thread(target=dist.new_group, kwargs=absent, daemon=True).start()
+        time.sleep(0.5)  # until the thread waits, which nothing tells
+    if me in (0, 2):
+        group = dist.new_group([0, 2], use_local_synchronization=True, timeout=LONG)
+        check_sums({"pair": (group, [0, 2])})
+
+
+def test_a_first_collective_that_waits_holds_up_no_other_group():
+    world(4).run(go_on_while_one_waits)
+
+
+def test_torch_alone_holds_up_every_group_while_one_waits():
+    assert not fails(3, torch_go_on_while_one_waits, False)
+    assert fails(3, torch_go_on_while_one_waits, True)
+
+
+def in_threads() -> None:
+    """Six threads on every rank make and use six groups, each rank in another order."""
+    mesh = ProcessGroupMesh(dp=2, tp=2)
+    wanted = [(axes, tag) for axes in [("dp",), ("tp",), ()] for tag in ("", "again")]
+    groups: dict[Any, Any] = {}
+    ready = threading.Barrier(len(wanted))
+
+    def use(axes: tuple[str, ...], tag: str) -> None:
+        ready.wait(10)
+        groups[axes, tag] = (mesh.group(*axes, tag=tag), mesh.ranks(*axes))
+        for _ in range(3):
+            check_sums({f"{axes} {tag}": groups[axes, tag]})
+
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        for running in [pool.submit(use, *what) for what in random.Random(mesh.rank).sample(wanted, len(wanted))]:
+            running.result()
+    assert len({group for group, _ in groups.values()}) == len(wanted)
+    check_sums({f"{what}": groups[what] for what in wanted})
+
+
+def test_six_threads_make_and_use_six_groups_at_once():
+    world(4).run(in_threads)
+
+
+# ---- 8: what a group leaves behind ----
+
+
+def held() -> dict[str, int]:
+    """What this process and the store hold now."""
+    return {**resource_counts.count_resources(), "keys": c10d._get_default_store().num_keys()}
+
+
+def cycles(times: int) -> list[tuple[dict[str, int], int]]:
+    mesh, seen = ProcessGroupMesh(dp=2, tp=2), []
+    for cycle in range(times + 1):
+        if cycle in (20, times):
+            memory = resident_kib()
+            dist.barrier()
+            seen.append((held(), memory))
+            dist.barrier()
+        check_sums({axis: (mesh.group(axis), mesh.ranks(axis)) for axis in mesh.axes})
+        for axis in mesh.axes:
+            mesh.release(axis)
+    check_sums(groups_of(mesh))
+    return seen
+
+
+@pytest.mark.skipif(not CAN_COUNT, reason="counts in /proc")
+def test_making_and_releasing_120_times_leaves_nothing():
+    for (early, memory), (late, more) in world(4).run(cycles, 120):
+        assert late == early
+        assert more - memory < 4 * 1024, f"{more - memory} KiB more, after 200 groups that cost 175 KiB each"
+
+
+def torch_cycles(times: int) -> list[dict[str, int]]:
+    """As a program would: use a group, destroy it, go on. The tensors' last references go with the calls."""
+    seen, kept = [], []
+    for cycle in range(times + 1):
+        if cycle in (5, times):
+            dist.barrier()
+            seen.append(held())
+            dist.barrier()
+        group = dist.new_group(timeout=LONG)
+        check_sums({"all": (group, range(dist.get_world_size()))})
+        dist.destroy_process_group(group)
+        kept.append(group)
+    return seen
+
+
+@pytest.mark.skipif(not CAN_COUNT, reason="counts in /proc")
+def test_torch_alone_leaves_threads_descriptors_and_keys_behind():
+    with fresh_world(2) as own:
+        for early, late in own.run(torch_cycles, 15):
+            grown = {what for what in early if late[what] >= early[what] + 10}
+            assert {"descriptors", "threads", "keys"} <= grown
+
+
+# ---- 9: threads ----
+
+
+def many_ask_for_one() -> None:
+    mesh = ProcessGroupMesh(dp=2, tp=2)
+    for tag in ("", *map(str, range(10))):
+        ready = threading.Barrier(8)
+
+        def ask(tag: str = tag, ready: threading.Barrier = ready) -> Any:
+            ready.wait(10)
+            return mesh.group("tp", tag=tag)
+
+        with ThreadPoolExecutor(8) as pool:
+            asked = [running.result() for running in [pool.submit(ask) for _ in range(8)]]
+        assert len({*asked}) == 1
+        check_sums({tag: (asked[0], mesh.ranks("tp"))})
+    assert dict.__len__(c10d._world.pg_names) == 1 + 11
+    check_sums(groups_of(mesh))
+
+
+def test_threads_that_ask_for_one_group_get_one_group():
+    world(4).run(many_ask_for_one)
+
+
+def torch_in_threads(alike: bool) -> None:
+    """Two threads on both ranks make a group each, and on rank 1 the second thread happens to be the first."""
+    numbers = [1, 1000] if alike or dist.get_rank() == 0 else [1000, 1]
+    one_is_made = threading.Event()
+
+    def use(number: int) -> int:
+        assert number == numbers[0] or one_is_made.wait(10)
+        group, total = dist.new_group(timeout=LONG), torch.tensor([number])
+        one_is_made.set()
+        dist.all_reduce(total, group=group)
+        return int(total)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(use, [1, 1000])) == [2, 2000]
+
+
+def test_torch_alone_crosses_groups_that_threads_make():
+    assert not fails(2, torch_in_threads, True)
+    assert fails(2, torch_in_threads, False)
+
+
+# ---- 12: ranks in an order of their own ----
+
+
+def permuted() -> list[int]:
+    mesh = ProcessGroupMesh(dp=4, ranks=[3, 1, 2, 0])
+    group = mesh.group("dp")
+    assert dist.get_process_group_ranks(group) == [3, 1, 2, 0]
+    gathered = [torch.zeros(1, dtype=torch.long) for _ in range(4)]
+    dist.all_gather(gathered, torch.tensor([mesh.rank]), group=group)
+    check_sums(groups_of(mesh))
+    square = ProcessGroupMesh(dp=2, tp=2, ranks=[3, 1, 2, 0])
+    assert (square.coord, dist.get_rank(square.group())) == (square.coord_of(mesh.rank), mesh.index("dp"))
+    check_sums(groups_of(square))
+    return [rank.item() for rank in gathered]
+
+
+def torch_permuted() -> list[int]:
+    group = dist.new_group([3, 1, 2, 0])
+    gathered = [torch.zeros(1, dtype=torch.long) for _ in range(4)]
+    dist.all_gather(gathered, torch.tensor([dist.get_rank()]), group=group)
+    dist.destroy_process_group(group)
+    return [rank.item() for rank in gathered]
+
+
+def test_ranks_stand_in_a_group_in_the_order_of_the_mesh():
+    assert world(4).run(permuted) == [[3, 1, 2, 0]] * 4
+
+
+def test_torch_alone_sorts_them():
+    assert world(4).run(torch_permuted) == [[0, 1, 2, 3]] * 4

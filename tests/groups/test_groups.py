@@ -1,0 +1,536 @@
+"""Groups of real processes: right sums in the order of the mesh, whoever asks for them, in whatever order.
+
+After each test the oracle adds up a mask over every group that the test made.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pgmesh import Layout, OptionsError, ProcessGroupMesh, ShapeError
+from tests.support.programs import clean_env, write_script
+from tests.support.torch_tables import record_operations
+from tests.support.worlds import DEADLINE, Groups, axis_combinations, check_sums, fresh_world, groups_of, world
+
+BOXES: dict[str, tuple[int, dict[str, int], Sequence[int] | None]] = {
+    "4 in a line": (4, {"dp": 4}, None),
+    "4 in a square": (4, {"dp": 2, "tp": 2}, None),
+    "4 with axes of size 1": (4, {"pp": 1, "dp": 4, "tp": 1}, None),
+    "4 permuted": (4, {"dp": 2, "tp": 2}, [3, 1, 2, 0]),
+    "2 of 4": (4, {"dp": 2, "tp": 1}, [2, 0]),
+    "8 in a cube": (8, {"pp": 2, "dp": 2, "tp": 2}, None),
+    "8 permuted": (8, {"pp": 2, "dp": 2, "tp": 2}, [5, 2, 7, 0, 3, 6, 1, 4]),
+    "8 backwards": (8, {"dp": 4, "tp": 2}, range(7, -1, -1)),
+    "the last 4 of 8": (8, {"dp": 2, "tp": 2}, range(4, 8)),
+    "every second of 8": (8, {"dp": 2, "tp": 2}, range(1, 8, 2)),
+}
+
+in_every_box = pytest.mark.parametrize("box", BOXES)
+
+
+def on_every_rank(box: str, promise: Callable[[ProcessGroupMesh], None]) -> None:
+    n, sizes, ranks = BOXES[box]
+    world(n).run(keep, promise, sizes, ranks)
+
+
+def keep(promise: Callable[[ProcessGroupMesh], None], sizes: dict[str, int], ranks: Sequence[int] | None) -> None:
+    """See that a mesh keeps a promise on this rank, and that all its groups sum right afterwards."""
+    mesh = ProcessGroupMesh(**sizes, ranks=ranks)
+    if mesh.rank in mesh:
+        promise(mesh)
+        check_sums(groups_of(mesh))
+
+
+# ---- what a group is ----
+
+
+def sums_right_in_the_order_of_the_mesh(mesh: ProcessGroupMesh) -> None:
+    layout = Layout(**dict(zip(mesh.axes, mesh.shape)), ranks=mesh.ranks())
+    for axes in axis_combinations(mesh):
+        assert dist.get_process_group_ranks(mesh.group(*axes)) == list(layout.block_of(mesh.rank, *axes))
+
+
+@in_every_box
+def test_every_group_sums_right_in_the_order_of_the_mesh(box: str):
+    on_every_rank(box, sums_right_in_the_order_of_the_mesh)
+
+
+def index_is_the_rank_in_the_group(mesh: ProcessGroupMesh) -> None:
+    for axes in axis_combinations(mesh):
+        assert mesh.index(*axes) == dist.get_rank(mesh.group(*axes)) == mesh.group(*axes).rank()
+        assert mesh.size(*axes) == dist.get_world_size(mesh.group(*axes)) == mesh.group(*axes).size()
+
+
+@in_every_box
+def test_the_index_is_the_rank_in_the_group(box: str):
+    on_every_rank(box, index_is_the_rank_in_the_group)
+
+
+def combination_has_no_order(mesh: ProcessGroupMesh) -> None:
+    for axes in axis_combinations(mesh):
+        assert mesh.group(*axes) is mesh.group(*reversed(axes))
+    assert mesh.group() is mesh.group(*mesh.axes)
+
+
+@in_every_box
+def test_a_combination_has_no_order(box: str):
+    on_every_rank(box, combination_has_no_order)
+
+
+def group_along_size_1_is_real(mesh: ProcessGroupMesh) -> None:
+    for axis in mesh.axes:
+        if mesh.size(axis) == 1:
+            alone, number = mesh.group(axis), torch.tensor([7])
+            assert dist.get_process_group_ranks(alone) == [mesh.rank]
+            dist.all_reduce(number, group=alone)
+            dist.broadcast(number, src=mesh.rank, group=alone)
+            dist.barrier(group=alone)
+            assert number.item() == 7
+
+
+@pytest.mark.parametrize("box", ["4 with axes of size 1", "2 of 4"])
+def test_a_group_along_an_axis_of_size_1_is_a_real_group_of_one(box: str):
+    on_every_rank(box, group_along_size_1_is_real)
+
+
+def slices_share(mesh: ProcessGroupMesh) -> None:
+    for axes in axis_combinations(mesh):
+        assert mesh.along(*axes).group() is mesh.group(*axes)
+        for one in axes:
+            assert mesh.along(*axes).group(one) is mesh.group(one)
+            assert mesh[axes].along(one).group() is mesh.group(one)
+    for axis, index in zip(mesh.axes, mesh.coord or ()):
+        others = [other for other in mesh.axes if other != axis]
+        assert not others or mesh.at({axis: index}).group(*others) is mesh.group(*others)
+
+
+@in_every_box
+def test_slices_share_the_groups_of_their_mesh(box: str):
+    on_every_rank(box, slices_share)
+
+
+def ends_of_the_pipeline() -> None:
+    mesh = ProcessGroupMesh(pp=4, tp=2)
+    ends = mesh.at(pp=[0, -1])
+    if mesh.rank in ends:
+        assert ends.ranks("pp") == (mesh.index("tp"), 6 + mesh.index("tp"))
+        check_sums(groups_of(ends))
+    check_sums(groups_of(mesh))
+
+
+def test_the_first_and_the_last_stage_share_a_group_of_their_own():
+    world(8).run(ends_of_the_pipeline)
+
+
+def views_share() -> None:
+    mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, ranks=[5, 2, 7, 0, 3, 6, 1, 4])
+    moe = mesh.view(pp=2, edp=1, ep=4)
+    assert moe.group("ep") is mesh.group("dp", "tp")
+    assert moe.group("pp") is mesh.group("pp")
+    assert moe.group() is mesh.group()
+    assert mesh.view(8).group(0) is mesh.group()
+    assert mesh.along("dp", "tp").view(ep=4).group("ep") is moe.group("ep")
+    assert mesh.group_of(mesh.ranks("dp", "tp")) is moe.group("ep")
+    check_sums({**groups_of(mesh), **groups_of(moe)})
+
+
+def test_within_a_family_a_group_is_what_it_is_and_not_its_name():
+    world(8).run(views_share)
+
+
+# ---- any order, on any rank ----
+
+
+def random_mesh(rng: random.Random, name: str) -> ProcessGroupMesh:
+    """The same on every rank: any shape over any of the ranks, in any order."""
+    sizes = rng.choice([(2, 2, 2), (4, 2), (2, 1, 4), (8,), (3, 2), (2, 2), (5,), (1, 3), (2, 3, 1), (7, 1)])
+    n, everyone = torch.Size(sizes).numel(), range(8)
+    ranks = rng.choice([rng.sample(everyone, n), sorted(rng.sample(everyone, n)), range(8 - n, 8)])
+    return ProcessGroupMesh(**dict(zip("abc", sizes)), ranks=ranks, name=name)
+
+
+def make_in_any_order(seed: int, torch_makes: str) -> None:
+    """Make the groups of three meshes in an order of one's own, torch's own groups in between, and use them."""
+    me, alike, mine = dist.get_rank(), random.Random(seed), random.Random(f"{seed} on rank {dist.get_rank()}")
+    wanted: list[tuple[str, Callable[[], Any], Sequence[int]]] = []
+    for number in range(3):
+        mesh = random_mesh(alike, f"seed {seed}, {number}")
+        lists = [alike.sample(mesh.ranks(), alike.randint(1, mesh.size())) for _ in range(3)]
+        if me in mesh:
+            for i in range(mine.randrange(4)):
+                mesh.group(tag=f"held by rank {me} alone, {i}")
+            for axes in axis_combinations(mesh):
+                wanted.append((f"{axes} of {mesh!r}", partial(mesh.group, *axes), mesh.ranks(*axes)))
+            for i, ranks in enumerate(lists):
+                if me in ranks:
+                    asked = mine.sample(ranks, len(ranks))
+                    order = [rank for rank in mesh.ranks() if rank in ranks]
+                    wanted.append((f"list {i}, {asked}, of {mesh!r}", partial(mesh.group_of, asked), order))
+    mine.shuffle(wanted)
+    turns = sorted(mine.choices(range(len(wanted) + 1), k=3))
+    for i, turn in enumerate(turns):  # torch's own are collective, and so stand in one order on every rank
+        odd = alike.sample(range(8), 4)
+        half = sorted(odd if me in odd else {*range(8)} - {*odd})
+        wanted.insert(turn + i, (f"torch's {i}", partial(MAKERS[torch_makes], odd, half), half))
+
+    groups, under_way = {}, []
+    for name, make, ranks in wanted:
+        group = make()
+        groups[f"{name}, seed {seed}"] = (group, ranks)
+        under_way.append(dist.all_reduce(torch.zeros(1), group=group, async_op=True))
+    for work in under_way:
+        work.wait()
+    check_sums(groups)
+    if torch_makes == "new_group":
+        for name, (group, _) in groups.items():
+            if name.startswith("torch"):
+                dist.destroy_process_group(group)
+
+
+def new_group_of_all(odd: Sequence[int], mine: Sequence[int]) -> Any:
+    """torch's new_group as it is meant: every rank calls it for every block."""
+    rest = [rank for rank in range(8) if rank not in odd]
+    return [dist.new_group(block) for block in (odd, rest)][dist.get_rank() not in odd]
+
+
+def new_group_of_members(odd: Sequence[int], mine: Sequence[int]) -> Any:
+    return dist.new_group(mine, use_local_synchronization=True)
+
+
+MAKERS = {"new_group": new_group_of_all, "local synchronisation": new_group_of_members}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_rank_makes_any_groups_in_any_order(seed: int):
+    world(8).run(make_in_any_order, seed, "new_group")
+
+
+def many_orders(seeds: Iterable[int]) -> None:
+    for seed in seeds:
+        make_in_any_order(seed, "local synchronisation")
+
+
+def test_groups_of_ours_leave_the_names_of_torch_alone():
+    """torch names the groups of its local synchronisation by how many it has: these meet, however many we hold."""
+    with fresh_world(8) as own:
+        own.run(many_orders, range(100, 104))
+
+
+# ---- any ranks ----
+
+
+def lists_of_ranks(seed: int) -> None:
+    me, alike, mine = dist.get_rank(), random.Random(seed), random.Random(f"{seed} on rank {dist.get_rank()}")
+    mesh = ProcessGroupMesh(dp=4, tp=2, ranks=alike.sample(range(8), 8))
+    lists = [alike.sample(range(8), alike.randint(1, 8)) for _ in range(20)]
+    groups: Groups = {}
+    for i in mine.sample(range(len(lists)), len(lists)):
+        if me in (ranks := lists[i]):
+            asked = mine.sample(ranks, len(ranks))
+            groups[f"list {i}, {asked}, seed {seed}"] = (
+                mesh.group_of(asked),
+                [rank for rank in mesh.ranks() if rank in ranks],
+            )
+    check_sums(groups)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_ranks_of_a_mesh_make_a_group(seed: int):
+    world(8).run(lists_of_ranks, seed)
+
+
+# ---- twins ----
+
+
+def one_group_for_what_is_the_same() -> None:
+    mesh = ProcessGroupMesh(dp=2, tp=2)
+    group = mesh.group("dp")
+    assert mesh.group("dp", backend="gloo") is group
+    assert mesh.group("dp", backend="GLOO", timeout=timedelta(seconds=60)) is group
+    assert mesh.group("dp", description="other words") is group
+    assert mesh.group("dp", tag="") is group
+    slower = mesh.group("dp", timeout=timedelta(seconds=61))
+    assert slower is not group
+    assert slower is mesh.group("dp", timeout=timedelta(seconds=61))
+    check_sums({"dp": (group, mesh.ranks("dp")), "slower": (slower, mesh.ranks("dp"))})
+
+
+def test_what_a_group_is_made_with_is_part_of_what_it_is():
+    world(4).run(one_group_for_what_is_the_same)
+
+
+def two_communicators() -> None:
+    """Each rank starts with the other of the two: on one communicator the numbers would cross."""
+    mesh = ProcessGroupMesh(dp=4)
+    groups = {10: mesh.group("dp"), 1000: mesh.group("dp", tag="gather")}
+    assert len({*groups.values()}) == 2
+    for _ in range(20):
+        sums = {number: torch.tensor([number]) for number in groups}
+        order = sorted(groups, reverse=mesh.rank % 2 == 1)
+        under_way = [dist.all_reduce(sums[number], group=groups[number], async_op=True) for number in order]
+        for work in reversed(under_way):
+            work.wait()
+        assert {number: total.item() for number, total in sums.items()} == {10: 40, 1000: 4000}
+    check_sums({f"{number}": (group, range(4)) for number, group in groups.items()})
+
+
+def test_a_tag_makes_a_communicator_of_its_own():
+    world(4).run(two_communicators)
+
+
+def meshes_share_nothing() -> None:
+    meshes = [
+        ProcessGroupMesh(dp=2, tp=2, name="actor"),
+        ProcessGroupMesh(dp=2, tp=2, name="critic"),
+        ProcessGroupMesh(dp=2, tp=2),
+        ProcessGroupMesh(a=2, b=2),
+        ProcessGroupMesh(4),
+    ]
+    mine = random.Random(dist.get_rank()).sample(meshes, len(meshes))
+    groups = {name: group for mesh in mine for name, group in groups_of(mesh).items()}
+    assert len({group for group, _ in groups.values()}) == 4 * 3 + 1
+    check_sums(groups)
+    meshes[0].close()
+    check_sums({name: group for name, group in groups.items() if "actor" not in name})
+
+
+def test_two_meshes_on_the_same_ranks_share_nothing():
+    world(4).run(meshes_share_nothing)
+
+
+# ---- its words ----
+
+
+def words() -> None:
+    mesh, stage = ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor"), dist.get_rank() // 4
+    assert mesh.group("dp", "tp").group_desc == f"actor[pp={stage}, dp=*, tp=*]"
+    assert mesh.group().group_desc == "actor[pp=*, dp=*, tp=*]"
+    assert mesh.at(pp=stage).group("tp").group_desc == f"actor[pp={stage}, dp={mesh.index('dp')}, tp=*]"
+    assert mesh.group("pp", tag="p2p", description="the pipeline").group_desc == "the pipeline"
+    groups = {**groups_of(mesh), "pipeline": (mesh.group("pp", tag="p2p"), mesh.ranks("pp"))}
+    if mesh.rank in (0, 3, 5):
+        groups["0, 3, 5"] = (mesh.group_of([5, 0, 3]), [0, 3, 5])
+        assert groups["0, 3, 5"][0].group_desc == "actor[ranks 0, 3, 5]"
+    other = ProcessGroupMesh(dp=8)
+    assert other.group("dp").group_desc == "mesh[dp=*]"
+    check_sums({**groups, **groups_of(other)})
+
+
+def test_a_group_says_what_it_is():
+    world(8).run(words)
+
+
+# ---- what it costs ----
+
+
+def operations() -> None:
+    mesh, done = ProcessGroupMesh(pp=1, dp=2, tp=2), {}
+    for axes in [("tp",), ("dp",), (), ("pp",)]:
+        with record_operations() as done[axes]:
+            for _ in range(3):
+                mesh.group(*axes)
+    with record_operations() as again:
+        groups_of(mesh)
+        groups_of(mesh.view(dp=4))
+        mesh.device_mesh()
+    assert not any(done.values())
+    assert again == []
+    longer = {"timeout": timedelta(seconds=50)}
+    with record_operations() as first:
+        groups = {"tp": (mesh.group("tp", **longer), mesh.ranks("tp"))}
+    with record_operations() as second:
+        groups["dp"] = (mesh.group("dp", **longer), mesh.ranks("dp"))
+    assert first == ["compare_set"] * 2, "one for the mesh, once, and one for the options"
+    assert second == ["compare_set"]
+    check_sums({**groups_of(mesh), **groups})
+
+
+def test_making_a_group_costs_no_operation_of_the_store_or_one_where_its_options_are_special():
+    world(4).run(operations)
+
+
+def nothing_from_outside() -> None:
+    with record_operations() as done:
+        mesh = ProcessGroupMesh(dp=2, ranks=[2, 1])
+        mesh.configure("dp", timeout=timedelta(seconds=30))
+        dist.barrier()
+        if mesh.rank in mesh:
+            check_sums(groups_of(mesh))
+        dist.barrier()
+        mesh.close()
+    assert bool(done) is (mesh.rank in mesh)
+
+
+def test_a_rank_outside_does_nothing():
+    world(4).run(nothing_from_outside)
+
+
+# ---- backends that members cannot make alone ----
+
+
+def register_lantern() -> None:
+    """A backend that pgmesh does not know, made in the way that torch's documentation asks for."""
+
+    def make(place: Any, options: Any) -> Any:
+        return dist.ProcessGroupGloo(place.store, place.group_rank, place.group_size, place.timeout)
+
+    dist.Backend.register_backend("lantern", make, extended_api=True, devices=["cpu"])
+
+
+def made_with_all() -> None:
+    register_lantern()
+    mesh = ProcessGroupMesh(dp=2, tp=2, ranks=[3, 1, 2, 0])
+    asked_for = [("tp",), ("dp",), ("tp",), ()]
+    with mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
+        groups = [mesh.group(*axes, backend="lantern") for axes in asked_for]
+    asked = [tuple(call.args[0]) for call in new_group.call_args_list]
+    assert asked == [*mesh.partition("tp"), *mesh.partition("dp"), *mesh.partition()]
+    assert groups[0] is groups[2]
+    assert {call.kwargs["timeout"] for call in new_group.call_args_list} == {timedelta(seconds=DEADLINE)}
+    assert [group.group_desc for group in groups[1:]] == [
+        f"mesh[dp=*, tp={mesh.index('tp')}]",
+        f"mesh[dp={mesh.index('dp')}, tp=*]",
+        "mesh[dp=*, tp=*]",
+    ]
+    assert f"ranks {', '.join(map(str, mesh.ranks('tp')))}; made" in str(mesh.report())
+    assert dist.get_backend(groups[0]) == "lantern"
+    check_sums({f"lantern {axes}": (group, mesh.ranks(*axes)) for axes, group in zip(asked_for, groups)})
+    mesh.release("tp")
+    again = mesh.group("tp", backend="lantern")
+    assert again is not groups[0]
+    check_sums({"again": (again, mesh.ranks("tp")), **groups_of(mesh)})
+
+
+def on_a_named_interface() -> None:
+    mesh = ProcessGroupMesh(dp=2)
+    with (
+        mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="lo"),
+        mock.patch.object(dist.ProcessGroupGloo, "create_device", wraps=dist.ProcessGroupGloo.create_device) as made,
+    ):
+        group = mesh.group("dp")
+    assert [call.kwargs for call in made.call_args_list] == [{"interface": "lo", "lazy_init": True}]
+    check_sums({"on lo": (group, mesh.ranks())})
+
+
+def test_gloo_takes_the_interface_that_is_named():
+    world(2).run(on_a_named_interface)
+
+
+def tagged() -> None:
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    group = mesh.group("tp", tag="all-gather")
+    assert group.group_desc == f"actor[dp={mesh.index('dp')}, tp=*, tag=all-gather]"
+    assert "group tp, tag=all-gather of mesh 'actor'" in str(mesh.report())
+    check_sums({"tagged": (group, mesh.ranks("tp"))})
+
+
+def test_a_tagged_group_says_its_tag():
+    world(4).run(tagged)
+
+
+def test_an_unknown_backend_makes_its_groups_through_new_group_for_every_block():
+    with fresh_world(4) as own:
+        own.run(made_with_all)
+
+
+def not_with_some() -> None:
+    register_lantern()
+    mesh, part = ProcessGroupMesh(dp=2, tp=2), ProcessGroupMesh(dp=2, ranks=[0, 1])
+    with pytest.raises(OptionsError, match="backend lantern makes groups through torch's new_group, which all 4 ranks"):
+        mesh.group_of([0, 1, 2, 3], backend="lantern")
+    with pytest.raises(OptionsError, match="Ask the mesh of the whole world"):
+        mesh.at(tp=mesh.index("tp")).group("dp", backend="lantern")
+    if part.rank in part:
+        with pytest.raises(OptionsError, match="this partition holds 2"):
+            part.group("dp", backend="lantern")
+    check_sums(groups_of(mesh))
+
+
+def test_an_unknown_backend_says_that_it_needs_every_rank_of_the_world():
+    with fresh_world(4) as own:
+        own.run(not_with_some)
+
+
+RELOADED = """
+import importlib, sys
+import torch, torch.distributed as dist
+import pgmesh
+from pgmesh import torch_private
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = pgmesh.ProcessGroupMesh(dp=1, name="actor")
+old = mesh.group("dp", tag="old")
+mesh.release("dp")
+
+def again():
+    importlib.reload(torch_private)
+
+def beside():
+    first = {name: sys.modules.pop(name) for name in [*sys.modules] if name.split(".")[0] == "pgmesh"}
+    try:
+        import pgmesh.torch_private
+    finally:
+        sys.modules.update(first)
+
+for load in (again, beside):
+    try:
+        load()
+    except Exception as error:
+        print(type(error).__name__, error)
+    group = mesh.group("dp", tag=load.__name__)
+    dist.all_reduce(torch.ones(1), group=group)
+    dist.all_reduce(torch.ones(1))
+    mesh.release("dp")
+    try:
+        dist.all_reduce(torch.ones(1), group=group)
+    except pgmesh.LifetimeError as error:
+        print(error)
+"""
+
+
+def test_a_second_load_is_refused_and_the_first_goes_on(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, write_script(tmp_path, RELOADED)], env=clean_env(), capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    refused, released = done.stdout.splitlines()[::2], done.stdout.splitlines()[1::2]
+    assert all(line.startswith("SeamError pgmesh.torch_private was loaded in this process already") for line in refused)
+    assert [*map(bool, refused)] == [True, True]
+    assert all(
+        f"group dp, tag={name} of mesh 'actor' was released" in line
+        for name, line in zip(("again", "beside"), released)
+    )
+
+
+# ---- long words ----
+
+
+def connect_long_words() -> None:
+    """Connect groups whose words are as long as they may be, over torch's store and ours."""
+    with pytest.raises(ShapeError, match=r"at most 1,024 bytes in UTF-8, and 'x+'\.\.\. has 9,000"):
+        ProcessGroupMesh(dp=-1, name="x" * 9000)
+    mesh = ProcessGroupMesh({"a" * 9000: 2, "b": -1}, name="é" * 512)
+    mesh.configure("b", description="d" * 9000)
+    mesh.connect("a" * 9000, "b", ("a" * 9000, "b"))
+    check_sums({"b": (mesh.group("b"), mesh.ranks("b")), "tagged": (mesh.group(tag="t" * 9000), mesh.ranks())})
+    mesh.close()
+    torchs = dist.new_group()
+    dist.barrier(torchs)  # torch's own connection to the store lives too
+    dist.destroy_process_group(torchs)
+
+
+def test_no_word_is_too_long_for_the_store():
+    world(4).run(connect_long_words)

@@ -1,0 +1,753 @@
+"""From the first use of a mesh to its end: members that never come, release, close, fork, pickle and exit."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import pickle
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pgmesh import (
+    CircleError,
+    LifetimeError,
+    MismatchError,
+    MissingRanksError,
+    NameTakenError,
+    OptionsError,
+    ProcessGroupMesh,
+    launch,
+)
+from pgmesh.groups import building as pgmesh_groups, cache as pgmesh_family
+from tests.support.message_assertions import without_hostname_warnings
+from tests.support.programs import clean_env, write_script
+from tests.support.torch_tables import c10d, record_operations, table_sizes, timeout_of
+from tests.support.worlds import check_sums, groups_of, world
+
+SOON = 2.0  # seconds: at once, on a machine that is busy with something else; no timeout is as short
+
+
+@contextmanager
+def at_once() -> Iterator[None]:
+    start = time.monotonic()
+    yield
+    took = time.monotonic() - start
+    assert took < SOON, f"took {took:.3f} s"
+
+
+def seconds(n: float) -> timedelta:
+    return timedelta(seconds=n)
+
+
+def summed(mesh: ProcessGroupMesh) -> None:
+    """All groups of a mesh sum right."""
+    check_sums(groups_of(mesh))
+
+
+# ---- members that never come ----
+
+
+def name_the_missing() -> None:
+    """Rank 0 waits in three groups at once, and rank 3 with it in the last. Rank 1 made its two, rank 2 none."""
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    for axes in [("tp",), ("dp",), ()]:
+        mesh.configure(*axes, timeout=seconds(1))
+    if mesh.rank == 1:
+        mesh.group("tp")
+        mesh.group("dp", "tp")
+    if mesh.rank in (0, 3):
+        start = time.monotonic()
+        asked = [("tp",), ("dp",), ()] if mesh.rank == 0 else [()]
+        under_way = [dist.all_reduce(torch.ones(1), group=mesh.group(*axes), async_op=True) for axes in asked]
+        told = []
+        for work in under_way:
+            with pytest.raises(MissingRanksError) as caught:
+                work.wait()
+            told.append(str(caught.value).partition("\n")[0])  # then what the missing last said, if they did
+        assert 1 <= time.monotonic() - start < 3
+        lines = [
+            "group tp of mesh 'actor': rank 1 never came to the first collective, in 1 s. The group's ranks are 0, 1.",
+            "group dp of mesh 'actor': rank 2 never came to the first collective, in 1 s. The group's ranks are 0, 2.",
+            "group dp, tp of mesh 'actor': ranks 1, 2 never came to the first collective, in 1 s. "
+            "The group's ranks are 0, 1, 2, 3.",
+        ]
+        assert told == lines[-len(told) :]
+    dist.barrier()
+    for axes in [("tp",), ("dp",), ()]:
+        mesh.release(*axes)
+        mesh.configure(*axes, timeout=seconds(30))
+    summed(mesh)
+
+
+def test_members_that_never_come_are_named_at_the_timeout_and_a_release_mends_it():
+    """A member that made the group and never used it never came either."""
+    world(4).run(name_the_missing)
+
+
+def name_the_missing_of_others() -> None:
+    mesh = ProcessGroupMesh(dp=2, tp=2, ranks=[3, 1, 2, 0])
+    if mesh.rank in (1, 3):
+        group = mesh.group_of([0, 1, 3], timeout=seconds(1)) if mesh.rank == 1 else mesh.group("tp", timeout=seconds(1))
+        who = "rank.* 3, 0" if mesh.rank == 1 else "group tp of ProcessGroupMesh.*: rank 1 "
+        with pytest.raises(MissingRanksError, match=who):
+            dist.barrier(group=group)
+    dist.barrier()
+    summed(mesh)
+
+
+def test_the_missing_are_named_by_their_ranks_in_the_world():
+    world(4).run(name_the_missing_of_others)
+
+
+# ---- release and close ----
+
+
+def release_what_waits(how: str) -> None:
+    mesh = ProcessGroupMesh(tp=4, name="actor")
+    if mesh.rank == 0:
+        work = dist.all_reduce(torch.ones(1), group=mesh.group("tp"), async_op=True)
+        with at_once():
+            mesh.release("tp") if how == "release" else mesh.close()
+        with at_once(), pytest.raises(LifetimeError, match="group tp of mesh 'actor' was released"):
+            work.wait()
+        del work
+    elif how == "release":
+        mesh.release("tp")
+    dist.barrier()
+    if how == "release":
+        summed(mesh)
+
+
+@pytest.mark.parametrize("how", ["release", "close"])
+def test_releasing_a_group_ends_what_waits_in_it(how: str):
+    world(4).run(release_what_waits, how)
+
+
+COLLECTIVES: dict[str, Callable[[Any], Any]] = {
+    "all_reduce": lambda group: dist.all_reduce(torch.ones(1), group=group),
+    "all_reduce, async": lambda group: dist.all_reduce(torch.ones(1), group=group, async_op=True).wait(),
+    "barrier": lambda group: dist.barrier(group=group),
+    "broadcast": lambda group: dist.broadcast(torch.ones(1), group_src=0, group=group),
+    "all_gather": lambda group: dist.all_gather([torch.ones(1)] * 2, torch.ones(1), group=group),
+    "all_gather_object": lambda group: dist.all_gather_object([None] * 2, "object", group=group),
+    "reduce_scatter": lambda group: dist.reduce_scatter_tensor(torch.ones(1), torch.ones(2), group=group),
+    "send": lambda group: dist.send(torch.ones(1), group_dst=1 - group.rank(), group=group),
+    "recv": lambda group: dist.recv(torch.ones(1), group_src=1 - group.rank(), group=group),
+}
+
+ENDS: dict[str, tuple[Callable[[ProcessGroupMesh], None], str]] = {
+    "release": (lambda mesh: mesh.release("tp"), "group tp of mesh 'actor' was released at "),
+    "close": (lambda mesh: mesh.close(), "group tp of mesh 'actor' was closed at "),
+    "destroy": (lambda mesh: dist.destroy_process_group(mesh.group("tp")), "group tp of mesh 'actor' was destroyed"),
+}
+
+
+def use_after(end: str, used: bool) -> None:
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    old = mesh.group("tp")
+    if used:
+        summed(mesh)
+        dist.barrier()
+    finish, words = ENDS[end]
+    finish(mesh)
+    for name, collective in COLLECTIVES.items():
+        with at_once():
+            try:
+                collective(old)
+            except Exception as error:
+                assert words in str(error), f"{name} says {error!r}"  # noqa: PT017
+            else:
+                raise AssertionError(f"{name} worked")
+    if end != "close":
+        assert mesh.group("tp") is not old
+        summed(mesh)
+
+
+@pytest.mark.parametrize("used", [True, False], ids=["used", "never used"])
+@pytest.mark.parametrize("end", ENDS)
+def test_a_group_that_is_gone_says_so_to_whoever_uses_it(end: str, used: bool):
+    world(4).run(use_after, end, used)
+
+
+def ask_after_close() -> None:
+    with ProcessGroupMesh(dp=2, tp=2, name="actor") as mesh:
+        summed(mesh)
+        stage, moe = mesh.along("tp"), mesh.view(ep=4)
+        for part in (stage, moe, mesh.at(tp=0)):
+            with pytest.raises(LifetimeError, match="is a view or a slice and shares the groups of"):
+                part.close()
+        summed(mesh)
+        dist.barrier()
+    asks: list[Callable[[], Any]] = [
+        lambda: mesh.group("tp"),
+        lambda: mesh.group("tp", tag="other"),
+        lambda: mesh.group_of([mesh.rank]),
+        lambda: mesh.configure("tp", timeout=seconds(5)),
+        lambda: mesh.release("tp"),
+        lambda: mesh.device_mesh(),
+        lambda: stage.group(),
+        lambda: moe.group("ep"),
+    ]
+    for ask in asks:
+        with at_once(), pytest.raises(LifetimeError, match=r"mesh 'actor' was closed at test_lifetime\.py:"):
+            ask()
+    assert mesh.ranks("tp") == moe.at(ep=stage.ranks()).ranks("ep") == stage.ranks()
+    mesh.close()
+    mesh.close()
+    with ProcessGroupMesh(dp=2, tp=2, name="actor") as again:
+        summed(again)
+
+
+def test_a_closed_mesh_knows_every_place_and_holds_no_group():
+    world(4).run(ask_after_close)
+
+
+def divide_by_zero(mesh: ProcessGroupMesh) -> None:
+    summed(mesh)
+    raise ZeroDivisionError
+
+
+def raise_inside() -> None:
+    mesh = ProcessGroupMesh(dp=4)
+    with pytest.raises(ZeroDivisionError), mesh:
+        divide_by_zero(mesh)
+    with pytest.raises(LifetimeError):
+        mesh.group("dp")
+    ProcessGroupMesh(dp=4).group("dp")
+    summed(ProcessGroupMesh(tp=4, name="after"))
+
+
+def test_with_closes_a_mesh_however_it_ends():
+    world(4).run(raise_inside)
+
+
+def destroy_one() -> None:
+    """torch's own destroy, many times: nothing of a group stays."""
+    mesh, sizes = ProcessGroupMesh(dp=2, tp=2), []
+    summed(mesh)
+    for _ in range(5):
+        dist.destroy_process_group(mesh.group("tp"))
+        summed(mesh)
+        dist.barrier()
+        sizes.append((table_sizes(), c10d._get_default_store().num_keys()))
+        dist.barrier()
+    assert all(size == sizes[0] for size in sizes), sizes
+
+
+def test_a_group_that_torch_destroyed_is_made_anew_and_leaves_nothing():
+    world(4).run(destroy_one)
+
+
+def close_after_the_world() -> tuple[Any, ...]:
+    mesh = ProcessGroupMesh(dp=2, name="actor")
+    group = mesh.group("dp")
+    summed(mesh)
+    dist.barrier()
+    dist.destroy_process_group()
+    with pytest.raises(LifetimeError, match=r"mesh 'actor' ended when torch\.distributed was destroyed"):
+        mesh.group("dp")
+    with pytest.raises(Exception, match=r"group dp of mesh 'actor' ended when|not been initialized"):
+        dist.all_reduce(torch.ones(1), group=group)
+    mesh.close()
+    mesh.close()
+    return mesh.coord, mesh.ranks("dp")
+
+
+def test_a_mesh_may_be_closed_after_its_world():
+    assert launch.spawn(close_after_the_world, 2) == [((0,), (0, 1)), ((1,), (0, 1))]
+
+
+# ---- what ranks do not describe alike ----
+
+
+def fields(error: pytest.ExceptionInfo[MismatchError]) -> list[str]:
+    """The lines that tell what differs."""
+    return [line.strip() for line in str(error.value).splitlines() if line.startswith("  ") and ": " in line]
+
+
+def described(shapes: Sequence[dict[str, Any]], differ: list[str]) -> None:
+    """Rank 3 describes a mesh otherwise than the others, and comes when they have written theirs."""
+    good = ProcessGroupMesh(dp=2, tp=2, name="good")
+    mesh = ProcessGroupMesh(**shapes[dist.get_rank() == 3], name="actor")
+    if mesh.rank == 0:
+        mesh.group(timeout=timedelta(seconds=50))
+    dist.barrier()
+    if mesh.rank == 3:
+        uses = {
+            "makes a group with options of its own": lambda axes: mesh.group(*axes, timeout=timedelta(seconds=50)),
+            "is in a collective": lambda axes: dist.all_reduce(torch.ones(1), group=mesh.group(*axes)),
+        }
+        for use in uses.values():
+            for axes in [axes for axes in [(), mesh.axes[:1], mesh.axes[-1:]] if mesh.size(*axes) > 1]:
+                with at_once(), pytest.raises(MismatchError, match="'actor' is not the same on all ranks") as caught:
+                    use(axes)
+                assert fields(caught) == differ
+    dist.barrier()
+    summed(good)
+    mesh.close()
+    again = ProcessGroupMesh(**shapes[0], name="actor")
+    summed(again)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "differ"),
+    [
+        ({"dp": 1, "tp": 4}, ["shape: [2, 2] on rank 0, [1, 4] on rank 3"]),
+        ({"tp": 2, "dp": 2}, ["axes: ['dp', 'tp'] on rank 0, ['tp', 'dp'] on rank 3"]),
+        ({"dp": 4}, ["axes: ['dp', 'tp'] on rank 0, ['dp'] on rank 3", "shape: [2, 2] on rank 0, [4] on rank 3"]),
+        ({"dp": 2, "tp": 2, "ranks": [3, 2, 1, 0]}, ["ranks: range(0, 4) on rank 0, range(3, -1, -1) on rank 3"]),
+        ({"dp": 1, "tp": 2, "ranks": [2, 3]}, None),
+    ],
+    ids=["shape", "axes", "both", "order", "ranks"],
+)
+def test_a_mesh_that_ranks_describe_differently_is_an_error_at_first_use(theirs: dict[str, Any], differ: list[str]):
+    if differ is None:
+        differ = ["ranks: range(0, 4) on rank 0, range(2, 4) on rank 3", "shape: [2, 2] on rank 0, [1, 2] on rank 3"]
+    world(4).run(described, [{"dp": 2, "tp": 2}, theirs], differ)
+
+
+def half_configured() -> None:
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    if mesh.index("tp") == 1:
+        mesh.configure("tp", timeout=timedelta(seconds=50))
+    with (
+        at_once(),
+        pytest.raises(MismatchError, match="group tp of mesh 'actor' is not the same on all ranks") as caught,
+    ):
+        dist.all_reduce(torch.ones(1), group=mesh.group("tp"))
+    first, second = mesh.ranks("tp")
+    assert sorted(re.findall(r"([\d.]+) on rank (\d)", fields(caught)[0])) == [
+        ("50.0", f"{second}"),
+        ("60.0", f"{first}"),
+    ]
+    with pytest.raises(MismatchError):  # and again, where the backend says only that it is not connected
+        dist.all_reduce(torch.ones(1), group=mesh.group("tp"))
+    summed(ProcessGroupMesh(dp=2, tp=2, name="good"))
+
+
+def test_options_that_one_rank_alone_configured_are_an_error_on_both_sides():
+    world(4).run(half_configured)
+
+
+def options_differ() -> None:
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    mesh.configure("dp", "tp", timeout=seconds(10 + (mesh.rank == 2)))
+    if mesh.rank == 0:
+        mesh.group()
+    dist.barrier()
+    if mesh.rank == 2:
+        with at_once(), pytest.raises(MismatchError, match="group dp, tp of mesh 'actor' is not the same") as caught:
+            mesh.group()
+        assert fields(caught) == ["timeout: 10.0 on rank 0, 11.0 on rank 2"]
+    dist.barrier()
+    check_sums({axis: (mesh.group(axis), mesh.ranks(axis)) for axis in mesh.axes})
+    dist.barrier()
+    mesh.release("dp", "tp")
+    mesh.configure("dp", "tp", timeout=seconds(20))
+    summed(mesh)
+
+
+def test_a_group_that_ranks_configure_differently_is_an_error_and_can_be_mended():
+    world(4).run(options_differ)
+
+
+# ---- nothing is left behind ----
+
+
+def ours() -> int:
+    """How many groups and open families this process keeps."""
+    return sum(len(family._records) + (family in family._registry.open) for family in pgmesh_family.all_caches())
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise ConnectionError("no such network")
+
+
+FAILURES: dict[str, Any] = {
+    "no backend": lambda: mock.patch.dict(pgmesh_groups._DIRECT, gloo=fail),
+    "no registration": lambda: mock.patch.object(c10d, "_register_process_group", fail),
+    "no store": lambda: mock.patch.object(dist, "PrefixStore", fail),
+    "no name": lambda: mock.patch.object(dist.ProcessGroup, "_set_group_name", fail),
+}
+
+
+def fail_and_retry(failure: str) -> None:
+    mesh = ProcessGroupMesh(dp=2, tp=2)
+    mesh.group("dp")
+    before = table_sizes(), ours()
+    for _ in range(2):
+        with FAILURES[failure](), pytest.raises(ConnectionError, match="no such network"):
+            mesh.group("tp")
+        assert (table_sizes(), ours()) == before
+    with pytest.raises(OptionsError, match="backend gloo cannot honour high_priority"):
+        mesh.group("tp", high_priority=True)
+    with pytest.raises(OptionsError, match=r"torch\.distributed knows no backend 'carrier pigeon'"):
+        mesh.group("tp", backend="carrier pigeon")
+    assert (table_sizes(), ours()) == before
+    summed(mesh)
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_group_that_cannot_be_made_leaves_nothing_and_a_retry_works(failure: str):
+    world(4).run(fail_and_retry, failure)
+
+
+def closing_leaves_nothing() -> None:
+    keys = []
+    before = table_sizes(), ours()
+    for name in ("first", "second", None):
+        dist.barrier()
+        keys.append(c10d._get_default_store().num_keys())
+        dist.barrier()
+        with ProcessGroupMesh(dp=2, tp=2, name=name) as mesh:
+            mesh.device_mesh()
+            mesh.group("dp", tag="other")
+            summed(mesh)
+            dist.barrier()
+        del mesh
+        assert (table_sizes(), ours()) == before
+    assert len({*keys}) == 1, keys
+
+
+def test_closing_a_mesh_leaves_nothing_in_torch_or_the_store():
+    world(4).run(closing_leaves_nothing)
+
+
+# ---- names, configuration ----
+
+
+def names_taken() -> None:
+    actor = ProcessGroupMesh(dp=4, name="actor")
+    with pytest.raises(NameTakenError, match=r"a mesh named 'actor' lives already, made at test_lifetime\.py:"):
+        ProcessGroupMesh(dp=2, tp=2, name="actor")
+    first, second = ProcessGroupMesh(dp=2, tp=2), ProcessGroupMesh(dp=2, tp=2)
+    for mesh in (second, first):
+        with pytest.raises(NameTakenError, match="two unnamed meshes live that only the order of making tells apart"):
+            mesh.group("dp")
+    second.close()
+    summed(first)
+    summed(actor)
+    summed(ProcessGroupMesh(dp=2, tp=2, name="critic"))
+    summed(ProcessGroupMesh(a=2, b=2))
+
+
+def test_a_name_is_taken_while_its_mesh_lives_and_meshes_that_are_alike_need_names():
+    world(4).run(names_taken)
+
+
+def unnamed_one_after_another() -> None:
+    """Each is gone when the next is made, with or without a word of it."""
+    for _ in range(3):
+        with ProcessGroupMesh(dp=2, tp=2) as mesh:
+            summed(mesh)
+        ProcessGroupMesh(dp=2, tp=2)  # never used
+    summed(ProcessGroupMesh(dp=2, tp=2))
+
+
+def test_unnamed_meshes_may_be_alike_one_after_another():
+    world(4).run(unnamed_one_after_another)
+
+
+def configured() -> None:
+    mesh = ProcessGroupMesh(dp=2, tp=2)
+    assert timeout_of(mesh.group("dp")) == timeout_of(dist.group.WORLD) == seconds(60)
+    with pytest.raises(OptionsError, match=r"group dp of .* was made at test_lifetime\.py:\d+, so it is too late"):
+        mesh.configure("dp", timeout=seconds(5))
+    with pytest.raises(OptionsError, match="too late"):
+        mesh.at(tp=mesh.index("tp")).configure("dp", timeout=seconds(5))
+    mesh.configure("tp", timeout=seconds(5))
+    assert timeout_of(mesh.group("tp")) == timeout_of(mesh.view(dp=2, ep=2).group("ep")) == seconds(5)
+    assert timeout_of(mesh.group("tp", timeout=seconds(7))) == seconds(7)
+    assert timeout_of(mesh.group("tp", tag="other")) == seconds(60)
+    check_sums({"longer": (mesh.group("tp", timeout=seconds(7)), mesh.ranks("tp"))})
+    summed(mesh)
+    dist.barrier()
+    mesh.release("dp")
+    mesh.configure("dp", timeout=seconds(5))
+    assert timeout_of(mesh.group("dp")) == seconds(5)
+    summed(mesh)
+
+
+def test_groups_inherit_the_timeout_of_the_world_unless_configured_before_they_are_made():
+    world(4).run(configured)
+
+
+# ---- travel ----
+
+
+class Block(torch.nn.Module):
+    """A module that holds its mesh, as parallel layers do."""
+
+    def __init__(self, mesh: ProcessGroupMesh) -> None:
+        super().__init__()
+        self.mesh, self.weight = mesh, torch.nn.Parameter(torch.ones(2))
+
+
+def saved_and_loaded(what: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(what, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "pickle": lambda what: pickle.loads(pickle.dumps(what)),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "torch.save": saved_and_loaded,
+}
+
+
+def travel_at_home(way: str) -> None:
+    mesh = ProcessGroupMesh(pp=2, tp=2, ranks=[3, 1, 2, 0], name="actor")
+    group = mesh.group("tp")
+    go = WAYS[way]
+    for part in (mesh, mesh.at(pp=mesh.index("pp")), mesh.along("tp"), mesh.view(pp=2, cp=1, tp=2), Block(mesh)):
+        there = go(part)
+        old, new = (part.mesh, there.mesh) if isinstance(part, Block) else (part, there)
+        assert (new.shape, new.axes, new.coord, new.ranks()) == (old.shape, old.axes, old.coord, old.ranks())
+        assert repr(new) == repr(old)
+        assert new.group("tp") is group
+        assert new.group() is old.group()
+    twin = go(mesh)
+    summed(twin)
+    twin.close()
+    with pytest.raises(LifetimeError, match="was closed"):
+        mesh.group("tp")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_mesh_that_travels_at_home_is_of_its_family(way: str):
+    world(4).run(travel_at_home, way)
+
+
+def packed_parts() -> bytes:
+    mesh = ProcessGroupMesh(pp=2, tp=2, name="actor")
+    mesh.group("tp")
+    return pickle.dumps([mesh, mesh.along("tp"), mesh.view(ep=4), Block(mesh)])
+
+
+def unpack_elsewhere(data: bytes) -> None:
+    before = table_sizes()
+    with record_operations() as done:
+        mesh, stage, moe, block = pickle.loads(data)
+    assert (table_sizes(), done) == (before, [])
+    assert (mesh.rank in mesh) is (dist.get_rank() < 4)
+    if mesh.rank in mesh:
+        assert moe.group("ep") is mesh.group() is block.mesh.group()
+        summed(mesh)
+        summed(block.mesh)
+    if mesh.rank in stage:
+        assert stage.group("tp") is mesh.group("tp")
+
+
+def test_in_another_process_a_mesh_that_travelled_makes_its_groups_anew():
+    data = world(4).run(packed_parts)
+    world(8).run(unpack_elsewhere, data[1])
+
+
+def unpacked_beside_the_original() -> None:
+    """Rank 0 keeps the mesh that the others get by pickle. Of these, rank 1 has made and closed one of its name."""
+    mesh = ProcessGroupMesh(dp=4, name="original") if dist.get_rank() == 0 else None
+    if dist.get_rank() == 1:
+        ProcessGroupMesh(dp=4, name="original").close()
+    sent = [mesh]
+    dist.broadcast_object_list(sent)
+    mesh = sent[0]
+    if mesh.rank != 1:
+        ours = mesh.group_of([0, 2, 3])  # on ranks 2 and 3, which made none of this name, it has the number of rank 0's
+        check_sums({"ours": (ours, [0, 2, 3])})
+    dist.barrier()
+    with pytest.raises((MissingRanksError, CircleError)) as caught:
+        mesh.connect("dp", timeout=seconds(10))
+    whose = "mesh 'original' (unpickled as number 1 of its name, since number 0 was used up here)"
+    assert f"group dp of {whose}" in str(caught.value), str(caught.value)
+    dist.barrier()
+
+
+def test_a_mesh_that_was_unpickled_beside_the_original_meets_it_or_says_why_not():
+    world(4).run(unpacked_beside_the_original)
+
+
+def test_outside_any_world_a_mesh_that_travelled_knows_its_places():
+    data = world(4).run(packed_parts)
+    mesh, stage, moe, block = pickle.loads(data[3])
+    assert (mesh.shape, mesh.axes, mesh.rank, mesh.coord) == ((2, 2), ("pp", "tp"), 3, (1, 1))
+    assert (stage.ranks(), moe.shape, block.mesh.label()) == ((2, 3), (4,), "pp1-tp1")
+    for part in (mesh, stage, moe, block.mesh):
+        with pytest.raises(LifetimeError, match="mesh 'actor' came here outside any world"):
+            part.group()
+    assert pickle.loads(pickle.dumps(mesh)).coord == (1, 1)
+    mesh.close()
+
+
+# ---- fork and exit ----
+
+ENDINGS = """
+import faulthandler, gc, json, os, signal, sys, time, warnings
+import torch
+import torch.distributed as dist
+from datetime import timedelta
+from pgmesh import ProcessGroupMesh, launch
+
+def used(mesh):
+    dist.all_reduce(torch.ones(1), group=mesh.group("tp"))
+    dist.all_reduce(torch.ones(1), group=mesh.group("dp", timeout=timedelta(seconds=5)))
+    dist.all_reduce(torch.ones(1), group=mesh.group("dp", "tp"))
+
+def nothing_closed(mesh):
+    used(mesh)
+
+def in_an_error(mesh):
+    used(mesh)
+    raise ZeroDivisionError("by design")
+
+def with_a_failed_collective(mesh):
+    if mesh.rank == 0:
+        try:
+            dist.all_reduce(torch.ones(1), group=mesh.group("tp", timeout=timedelta(seconds=0.5)))
+        except TimeoutError as error:
+            print(error)
+    dist.barrier()
+
+def with_a_pending_collective(mesh):
+    global work
+    if mesh.rank == 0:
+        work = dist.all_reduce(torch.ones(1), group=mesh.group("tp"), async_op=True)
+    dist.barrier()
+
+def with_torch_destroyed(mesh):
+    used(mesh)
+    dist.barrier()
+    dist.destroy_process_group()
+
+def with_torch_destroyed_while_one_waits(mesh):
+    if mesh.rank == 0:
+        work = dist.all_reduce(torch.ones(1), group=mesh.group("tp"), async_op=True)
+    dist.destroy_process_group()
+
+def in_a_fork(mesh):
+    used(mesh)
+    group, told = mesh.group("tp"), []
+    warnings.filterwarnings("ignore", "This process", DeprecationWarning)  # of a fork beside threads, from 3.12 on
+    child = os.fork()
+    if child == 0:
+        for ask in (lambda: mesh.group("tp"), lambda: dist.all_reduce(torch.ones(1), group=group), mesh.close,
+                    lambda: print(mesh.coord)):
+            try:
+                ask()
+            except Exception as error:
+                print(f"{type(error).__name__}: {error}")
+        sys.exit(7)
+    end = time.monotonic() + 30
+    while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < end:
+        time.sleep(0.01)  # a child that hangs is what this looks for, so no wait without a deadline
+    if not ended[0]:
+        os.kill(child, 9)
+    print("the child's status:", os.waitstatus_to_exitcode(ended[1]) if ended[0] else "it hung")
+    used(mesh)
+    print("the parent goes on")
+
+def be(rank, port, ending):
+    os.environ |= dict(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1",
+                       MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    for number, kind in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{ending.__name__}.{rank}.{kind}", os.O_WRONLY | os.O_CREAT), number)
+    faulthandler.enable()
+    launch.join("gloo")
+    mesh = ProcessGroupMesh(dp=1, tp=2, name="actor")
+    ending(mesh)
+
+if __name__ == "__main__":
+    endings = [nothing_closed, in_an_error, with_a_failed_collective, with_a_pending_collective,
+               with_torch_destroyed, with_torch_destroyed_while_one_waits, in_a_fork]
+    ports, pids = json.loads(sys.argv[1]), {}
+    gc.freeze()  # what was imported is not looked through at each end
+    for ending, port in zip(endings, ports):
+        for rank in range(2):
+            pid = os.fork()  # nothing was started yet: each is a process of its own, with torch loaded
+            if pid == 0:
+                be(rank, port, ending)
+                sys.exit(0)
+            pids[pid] = f"{ending.__name__}.{rank}"
+    end, codes = time.monotonic() + 90, {}
+    while pids and time.monotonic() < end:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            codes[pids.pop(pid)] = os.waitstatus_to_exitcode(status)
+        else:
+            time.sleep(0.01)
+    for pid, name in pids.items():
+        os.kill(pid, signal.SIGABRT)  # which has it say where it stands
+        codes[name] = "hung"
+    print(json.dumps(codes))
+"""
+
+
+@pytest.fixture(scope="module")
+def endings(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], tuple[Any, str, str]]:
+    """How worlds of 2 ranks ended, each in its own way: exit code, stdout and stderr of each rank.
+
+    All end as interpreters do, and so are no ranks of the tests' pool, which end otherwise.
+    """
+    folder: Path = tmp_path_factory.mktemp("endings")
+    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(7)]
+    command = [sys.executable, write_script(folder, ENDINGS), json.dumps([store.port for store in stores])]
+    done = subprocess.run(command, env=clean_env(), cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    codes = json.loads(done.stdout.splitlines()[-1])
+
+    def of(ending: str, rank: int) -> tuple[Any, str, str]:
+        name = f"{ending}.{rank}"
+        err = without_hostname_warnings((folder / f"{name}.err").read_text())
+        return codes[name], (folder / f"{name}.out").read_text(), err
+
+    return of
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "nothing_closed",
+        "with_a_failed_collective",
+        "with_a_pending_collective",
+        "with_torch_destroyed",
+        "with_torch_destroyed_while_one_waits",
+    ],
+)
+def test_a_process_may_end_without_close(endings, ending: str, rank: int):
+    code, out, err = endings(ending, rank)
+    assert (code, err.strip()) == (0, "")
+    if ending == "with_a_failed_collective" and rank == 0:
+        assert "rank 1 never came" in out
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_raises_ends_with_its_own_error(endings, rank: int):
+    code, _, err = endings("in_an_error", rank)
+    assert code == 1, err
+    assert err.rstrip().endswith("ZeroDivisionError: by design")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_forked_child_has_no_groups_and_ends_by_itself(endings, rank: int):
+    code, out, err = endings("in_a_fork", rank)
+    assert (code, err.strip()) == (0, ""), out
+    lines = out.splitlines()
+    assert lines[0].startswith("LifetimeError: mesh 'actor' was made before this process was forked.")
+    assert "group tp of mesh 'actor' was made before this process was forked" in lines[1]
+    assert lines[2:] == [f"(0, {rank})", "the child's status: 7", "the parent goes on"]

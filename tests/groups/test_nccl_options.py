@@ -1,0 +1,104 @@
+"""The options that NCCL's backend is created with, tested on a torch without NCCL.
+
+A stand-in replaces torch's ``ProcessGroupNCCL``. The effect of the options on NCCL is untested.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from pgmesh import Layout, OptionsError, ProcessGroupMesh, recipes
+from pgmesh.options import NCCL_SETTINGS
+from tests.support.fake_world import fake_rank
+from tests.support.message_assertions import assert_raises
+from tests.support.nccl_stand_in import OPTIONS_YAML, StandIn, options_by_name, stand_in_for_nccl
+
+
+@pytest.fixture
+def nccl() -> Iterator[type[StandIn]]:
+    with stand_in_for_nccl() as stand_in:
+        yield stand_in
+
+
+def test_settings_in_yaml_reach_nccl(nccl: type[StandIn]):
+    pytest.importorskip("yaml")
+    arrangement = recipes.megatron(8, tp=2, cp=2, ep=4, etp=1, name="yaml")
+    arrangement.configure_nccl(OPTIONS_YAML)
+    found = options_by_name(nccl, arrangement)
+    assert {name: found[name] for name in ("tensor", "data+context", "context", "expert-tensor+expert+pipeline")} == {
+        "tensor": (False, {"cga_cluster_size": 2, "min_ctas": 1, "max_ctas": 4}),
+        "data+context": (True, {"max_ctas": 8}),
+        "context": (False, {"net_name": "Socket"}),
+        "expert-tensor+expert+pipeline": (False, {"net_name": "IB"}),
+    }
+    assert {arrangement[name].ranks for name in found} == {(4, 5), (1, 3, 5, 7), (5, 7), (4, 5, 6, 7)}  # and no others
+
+
+@pytest.mark.parametrize("setting", NCCL_SETTINGS)
+def test_every_setting_reaches_nccl(nccl: type[StandIn], setting: str):
+    value = "IB" if setting == "net_name" else 1
+    mesh = ProcessGroupMesh(dp=4, tp=2, name=setting)
+    mesh.configure("tp", backend="nccl", nccl={setting: value}, high_priority=True, timeout=timedelta(seconds=7))
+    mesh.group("tp")
+    (options,) = nccl.made
+    assert options.changed == (True, {setting: value})
+    assert (options._timeout, options.global_ranks_in_group) == (timedelta(seconds=7), [4, 5])
+    assert options.group_name == mesh.group("tp").group_name
+    mesh.group("dp", backend="nccl")
+    assert nccl.made[1].changed == (False, {})  # another family has none of it
+
+
+def test_sharp_is_for_one_family_and_keeps_what_else_it_was_told(nccl: type[StandIn]):
+    arrangement = recipes.megatron(8, tp=2, cp=2, optimizer_instances=2, name="sharp")
+    arrangement.configure_nccl({"dp_cp": {"max_ctas": 8}})
+    arrangement["data+context"].configure(sharp=True)
+    arrangement["data+context"].configure(high_priority=True)
+    arrangement.configure("between instances", sharp=True)  # there, sharp_enabled_group="dp_replica"
+    arrangement.configure("tensor", sharp=False)
+    found = options_by_name(nccl, arrangement)
+    assert found["data+context"] == (True, {"max_ctas": 8, "collnet_enable": 1})
+    assert found["between instances"] == (False, {"collnet_enable": 1})
+    assert found["tensor"] == (False, {"collnet_enable": 0})
+    assert "context" not in found
+
+
+def test_a_setting_that_this_nccl_does_not_have_yet(nccl: type[StandIn]):
+    nccl.settings = tuple(name for name in NCCL_SETTINGS if name != "nvls_ctas")
+    mesh = ProcessGroupMesh(dp=4, tp=2, name="old")
+    assert_raises(
+        OptionsError,
+        lambda: mesh.group("tp", backend="nccl", nccl={"nvls_ctas": 4}),
+        "this torch's NCCL has no setting nvls_ctas.",
+    )
+    assert mesh.group("tp", backend="nccl", nccl={"max_ctas": 4}).size() == 2
+
+
+def test_a_torch_without_nccl_says_so():
+    if dist.is_nccl_available():
+        pytest.skip("this torch has NCCL")
+    with fake_rank(5, 8):
+        mesh = ProcessGroupMesh(dp=4, tp=2, name="without")
+        assert_raises(
+            OptionsError, lambda: mesh.group("tp", backend="nccl"), "this torch was built without backend nccl."
+        )
+
+
+@pytest.mark.parametrize(
+    ("settings", "wrong"),
+    [
+        ({"max_ctas": "eight"}, "NCCL's max_ctas is a whole number, such as 8, not 'eight'."),
+        ({"min_ctas": None}, "NCCL's min_ctas is a whole number, such as 8, not None."),
+        ({"net_name": 5}, "NCCL's net_name is a name, such as 'IB', not 5."),
+    ],
+)
+def test_a_value_of_the_wrong_kind(settings: dict[str, Any], wrong: str):
+    plan = recipes.megatron(8, of=Layout)
+    for call in (lambda: plan.configure_nccl({"dp": settings}), lambda: plan.configure("data", nccl=settings)):
+        with pytest.raises(OptionsError, match=f"^{re.escape(wrong)}$"):
+            call()

@@ -1,0 +1,81 @@
+"""Regressions on real groups: mistakes that no other test detected."""
+
+from __future__ import annotations
+
+import traceback
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pgmesh import LifetimeError, MismatchError, MissingRanksError, ProcessGroupMesh
+from pgmesh.groups import teardown
+from tests.support.worlds import check_sums, world
+
+# ---- release ----
+
+
+def release_and_ask_again() -> None:
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    asked = {"plain": {}, "tagged": {"tag": "gather"}, "other options": {"timeout": timedelta(seconds=50)}}
+    kept = mesh.group("dp", tag="gather")
+    before = {what: mesh.group("tp", **how) for what, how in asked.items()}
+    check_sums({what: (group, mesh.ranks("tp")) for what, group in before.items()})
+    dist.barrier()
+    mesh.release("tp")
+    released = r"^group tp.* of mesh 'actor' was released at test_regressions.py:\d+;"
+    for group in before.values():
+        with pytest.raises(LifetimeError, match=released):
+            dist.all_reduce(torch.ones(1), group=group)
+    after = {what: mesh.group("tp", **how) for what, how in asked.items()}
+    assert not {*before.values()} & {*after.values()}
+    assert not {each.group_name for each in before.values()} & {each.group_name for each in after.values()}
+    assert mesh.group("dp", tag="gather") is kept
+    check_sums({what: (group, mesh.ranks("tp")) for what, group in after.items()})
+
+
+def test_release_ends_every_group_of_these_ranks_whatever_its_tag_and_options():
+    world(4).run(release_and_ask_again)
+
+
+# ---- a first collective ----
+
+
+def sum_on_unlike_meshes() -> tuple[str, float]:
+    """What rank 0 and rank 1 are told, who mean different shapes of the same ranks, and what the sum came to."""
+    mesh = ProcessGroupMesh(**({"dp": 2, "tp": 1} if dist.get_rank() == 0 else {"dp": 1, "tp": 2}), name="actor")
+    mine = torch.ones(1)
+    with pytest.raises(MismatchError) as caught:
+        dist.all_reduce(mine, group=mesh.group())
+    return str(caught.value), mine.item()
+
+
+def test_a_first_collective_of_unlike_meshes_is_an_error_on_every_rank_and_moves_nothing():
+    for text, mine in world(2).run(sum_on_unlike_meshes):
+        assert text.startswith("mesh 'actor' is not the same on all ranks:")
+        assert "shape: [2, 1] on rank 0, [1, 2] on rank 1" in text
+        assert mine == 1.0
+
+
+# ---- an error that the user holds ----
+
+
+def keep_the_error_alone() -> None:
+    """Rank 1 never comes. Of the collective that failed on rank 0 nothing is left but the error."""
+    mesh = ProcessGroupMesh(2, name="actor")
+    if mesh.rank == 0:
+        group, kept = mesh.group(timeout=timedelta(seconds=0.2)), []
+        try:
+            dist.all_reduce(torch.ones(1), group=group, async_op=True).wait()
+        except MissingRanksError as error:
+            kept.append(error)
+        del group
+        mesh.close()  # and with the group goes its last work, which holds the error too
+        teardown.free_finished()
+        assert keep_the_error_alone.__name__ in [frame.name for frame in traceback.extract_tb(kept[0].__traceback__)]
+        kept.clear()
+
+
+def test_an_error_keeps_its_traceback_for_who_holds_it_alone():
+    world(2).run(keep_the_error_alone)

@@ -1,0 +1,157 @@
+"""accelerate and torchtitan over our meshes, where they are installed, and what both count on, where they are not."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from pgmesh import ProcessGroupMesh
+from tests.support.device_mesh_training import assert_same, batch, device_mesh_of, make_net, own_rows, train
+from tests.support.fake_world import fake_rank
+from tests.support.torch_tables import c10d, table_sizes
+from tests.support.worlds import check_sums, groups_of, world
+
+pytestmark = pytest.mark.long
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def needs(name: str) -> pytest.MarkDecorator:
+    reason = f"{name} is not installed"
+    return pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=reason)
+
+
+# ---- accelerate ----
+
+
+def flatten(whole: Any) -> None:
+    """The names that accelerate gives to axes together. torch makes a group for each."""
+    names = whole.mesh_dim_names
+    for name, parts in {
+        "dp": ("dp_replicate", "dp_shard"),
+        "dp_shard_cp": ("dp_shard", "cp"),
+        "dp_cp": ("dp_replicate", "dp_shard", "cp"),
+    }.items():
+        axes = tuple(part for part in parts if part in names)
+        if axes:
+            whole[axes]._flatten(name)
+
+
+@needs("accelerate")
+@pytest.mark.parametrize(
+    "sizes",
+    [{"dp_replicate": 2, "dp_shard": 4}, {"dp_shard": 8}, {"dp_replicate": 8}, {"dp_shard": 4, "cp": 2}],
+    ids=str,
+)
+def test_accelerate_would_make_the_same_device_mesh(sizes: dict[str, int]):
+    from accelerate.utils import ParallelismConfig
+
+    config = ParallelismConfig(**{f"{axis}_size": size for axis, size in sizes.items()})
+    for rank in range(8):
+        with fake_rank(rank, 8):
+            theirs, ours = config.build_device_mesh("cpu"), ProcessGroupMesh(**sizes).device_mesh()
+            flatten(ours)
+            assert (theirs.mesh_dim_names, theirs.mesh.tolist()) == (ours.mesh_dim_names, ours.mesh.tolist())
+            assert theirs._flatten_mapping.keys() == ours._flatten_mapping.keys()
+            for name in [*sizes, *ours._flatten_mapping]:
+                left, right = (dist.get_process_group_ranks(each.get_group(name)) for each in (theirs, ours))
+                assert left == right
+
+
+def over_flattened_names(prepare: bool) -> None:
+    """accelerate shards along the flattened name ``dp_shard_cp``; its own function, or what that comes to."""
+    mesh = ProcessGroupMesh(dp_replicate=2, dp_shard=2)
+    whole = device_mesh_of(mesh)
+    groups, before = groups_of(mesh), table_sizes()["pg_map"]
+    whole["dp_shard"]._flatten("dp_shard_cp")
+    made = list(c10d._world.pg_map)[before:]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Slicing a flattened dim from root mesh will be deprecated", UserWarning)
+        model = (
+            prepared(whole, make_net())
+            if prepare
+            else fully_shard(make_net(), mesh=whole["dp_replicate", "dp_shard_cp"])
+        )
+    assert_same(train(model, own_rows(mesh, "dp_replicate", "dp_shard")), train(make_net(), batch()))
+    assert list(c10d._world.pg_map)[before:] == made
+    assert len(made) == 1
+    check_sums(groups)
+    dist.destroy_process_group(made[0])
+
+
+def prepared(whole: Any, model: nn.Module) -> nn.Module:
+    """A model as accelerate's own function for FSDP2 returns it. An Accelerator with such a mesh takes GPUs alone."""
+    from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+    config.device_mesh = whole
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        torch_device_mesh=config.get_device_mesh("cpu"),
+        parallelism_config=config,
+        device=torch.device("cpu"),
+        mixed_precision="no",
+    )
+    return fsdp2_prepare_model(accelerator, model)
+
+
+@pytest.mark.parametrize("prepare", [False, pytest.param(True, marks=needs("accelerate"))], ids=["torch", "accelerate"])
+def test_a_model_is_sharded_along_a_flattened_name(prepare: bool):
+    world(4).run(over_flattened_names, prepare)
+
+
+# ---- torchtitan ----
+
+
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("torchtitan_example", EXAMPLES / "torchtitan_meshes.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@needs("torchtitan")
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"dp_shard": 8},
+        {"dp_shard": 4, "tp": 2, "ep": 4},
+        {"dp_replicate": 2, "dp_shard": 2, "tp": 2, "ep": 2},
+        {"pp": 2, "dp_shard": 2, "cp": 2, "ep": 2},
+    ],
+    ids=str,
+)
+def test_torchtitans_meshes_hold_the_ranks_that_its_own_do(sizes: dict[str, int]):
+    """And there are fewer groups: of the same ranks, one."""
+    given = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "ep": 1, **sizes}
+    module = example()
+    for rank in range(8):
+        with fake_rank(rank, 8):
+            made, meshes = [], []
+            for kind in (module.ParallelDims, module.Dims):
+                before = table_sizes()["pg_map"]
+                dims = kind(**given, world_size=8, spmd_backend="partial_dtensor")
+                dims.build_mesh()
+                made.append(table_sizes()["pg_map"] - before)
+                meshes.append({name: each.mesh.tolist() for name, each in dims._single_axis_meshes.items()})
+                for name in ("fsdp", "batch", "loss", "tp", "cp", "pp", "ep", "efsdp", "dp_replicate"):
+                    found = dims.get_optional_mesh(name)
+                    meshes[-1][f"optional {name}"] = found and found.mesh.tolist()
+                pair = dims.get_optional_mesh(["dp_replicate", "fsdp"])
+                meshes[-1]["pair"] = pair and pair.mesh.tolist()
+            theirs, ours = meshes
+            assert {name: ours[name] for name in theirs} == theirs
+            assert made[1] < made[0]

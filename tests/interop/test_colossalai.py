@@ -1,0 +1,383 @@
+"""ColossalAI's spellings: what numpy and a plain list say, over groups that sum right."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, strategies as st
+
+import pgmesh
+from pgmesh import (
+    AxisError,
+    LifetimeError,
+    MembershipError,
+    NameTakenError,
+    PlaceError,
+    ProcessGroupMesh,
+    ShapeError,
+)
+from pgmesh.interop.colossalai import ColossalMesh
+from tests.support.fake_world import fake_rank
+from tests.support.torch_tables import table_sizes
+from tests.support.worlds import check_sums, groups_of, world
+
+PAGE = Path(__file__).parents[2] / "docs" / "coming_from" / "colossalai.md"
+SHAPES = [shape for n in (1, 2, 3) for shape in itertools.product((1, 2, 3), repeat=n)]
+
+shapes = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
+
+
+def plain(*numbers: Any) -> bool:
+    """Ints, and not what numpy calls one."""
+    return all(type(number) is int for number in numbers)
+
+
+# ---- rank <-> coord, against numpy ----
+
+
+@given(shapes, st.data())
+def test_unravel_is_numpys_in_plain_ints(shape: tuple[int, ...], data: st.DataObject):
+    rank = data.draw(st.integers(0, int(np.prod(shape)) - 1))
+    coord = ColossalMesh.unravel(rank, shape)
+    assert coord == tuple(np.unravel_index(rank, shape))
+    assert plain(*coord)
+    assert ColossalMesh.ravel(coord, shape) == rank
+
+
+@given(shapes, st.data(), st.sampled_from(["raise", "wrap", "clip"]))
+def test_ravel_is_numpys_in_each_mode(shape: tuple[int, ...], data: st.DataObject, mode: Any):
+    coord = tuple(data.draw(st.integers(-7, 7)) for _ in shape)
+    try:
+        expected = np.ravel_multi_index(coord, shape, mode)
+    except ValueError:
+        with pytest.raises(PlaceError):
+            ColossalMesh.ravel(coord, shape, mode)
+    else:
+        found = ColossalMesh.ravel(np.array(coord), shape, mode)
+        assert found == expected
+        assert plain(found)
+
+
+@given(shapes, st.data())
+def test_coords_along_axes_are_those_of_loops_inside_one_another(shape: tuple[int, ...], data: st.DataObject):
+    """The first axis that is named is the outer loop, whichever it is."""
+    base = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
+    axes = data.draw(st.permutations(range(len(shape))).map(lambda order: order[: data.draw(st.integers(0, 2))]))
+    lists = [data.draw(st.lists(st.integers(0, 4), max_size=3)) for _ in axes]
+    expected = [base]
+    for axis, indices in zip(axes, lists):
+        expected = [(*coord[:axis], index, *coord[axis + 1 :]) for coord in expected for index in indices]
+    found = ColossalMesh.get_coords_along_axis(np.array(base), axes, [np.array(each, dtype=int) for each in lists])
+    assert found == expected
+    assert plain(*itertools.chain.from_iterable(found))
+    if len(axes) == 1:
+        assert ColossalMesh.get_coords_along_axis(base, axes[0], lists[0]) == expected
+
+
+# ---- groups, against a plain list ----
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
+def test_groups_along_axes_are_the_ranks_that_agree_elsewhere(shape: tuple[int, ...]):
+    coords = list(itertools.product(*map(range, shape)))
+    for rank, me in list(enumerate(coords))[:: max(1, len(coords) // 4)]:
+        with fake_rank(rank, len(coords)):
+            mesh = ColossalMesh(*shape)
+            assert (mesh.shape, mesh.size(), mesh.rank, mesh.coordinate()) == (shape, shape, rank, me)
+            assert plain(*mesh.shape, *mesh.coordinate(), mesh.size(0), mesh.coordinate(-1))
+            for n in range(1, len(shape) + 1):
+                for axes in itertools.permutations(range(len(shape)), n):
+                    others = [i for i in range(len(shape)) if i not in axes]
+                    ranks = [i for i, coord in enumerate(coords) if all(coord[j] == me[j] for j in others)]
+                    group = mesh.create_group_along_axis(list(axes))
+                    assert group is mesh.get_group_along_axis(axes) is mesh.get_group(reversed(ranks))
+                    assert mesh.get_ranks_in_group(group) == ranks
+                    for keep in itertools.product(*[[0, 1]] * n):  # of each axis only the first indices, or all
+                        lists = [range(shape[axis] if all_ else 1) for axis, all_ in zip(axes, keep)]
+                        part = [i for i in ranks if all(coords[i][a] in each for a, each in zip(axes, lists))]
+                        group = mesh.create_group_along_axis(axes, lists)
+                        if rank in part:
+                            assert mesh.get_ranks_in_group(group) == part
+                        else:
+                            assert group is None
+
+
+@given(shapes.filter(lambda shape: np.prod(shape) < 40), st.data())
+def test_a_negative_index_is_refused_wherever_a_rank_is_looked_up_and_a_negative_axis_counts_from_the_end(
+    shape: tuple[int, ...], data: st.DataObject
+):
+    axis = data.draw(st.integers(0, len(shape) - 1))
+    index = data.draw(st.integers(-shape[axis] - 1, -1))
+    with fake_rank(0, int(np.prod(shape))):
+        mesh = ColossalMesh(*shape)
+        assert mesh.size(axis - len(shape)) == shape[axis]
+        assert mesh.coordinate(axis - len(shape)) == mesh.coordinate(axis) == 0
+        assert mesh.get_group_along_axis(axis - len(shape)) is mesh.get_group_along_axis(axis)
+        before = table_sizes()
+        coords = mesh.get_coords_along_axis(mesh.coordinate(), axis - len(shape), [0, index])
+        assert coords == mesh.get_coords_along_axis(mesh.coordinate(), axis, [0, index])
+        assert coords[1][axis] == index  # as it was given: a coord belongs to no shape before ravel
+        asked = [
+            lambda: mesh.ravel(coords[1], shape),
+            lambda: mesh.unravel(index, shape),
+            lambda: mesh.get_group([0, index]),
+            lambda: mesh.get_group_along_axis(axis, [0, index]),
+            lambda: mesh.create_group_along_axis(axis - len(shape), [0, index]),
+            lambda: mesh.create_group_along_axis([axis], [[index]]),
+        ]
+        for ask in asked:
+            with pytest.raises(PlaceError) as caught:
+                ask()
+            assert f"{index}" in str(caught.value)
+        assert table_sizes() == before
+        assert mesh.ravel(coords[1], shape, "wrap") == np.ravel_multi_index(coords[1], shape, "wrap")
+
+
+def apart() -> None:
+    """The indices differ from rank to rank, and on each rank they name a block along one of the axes."""
+    mesh = ColossalMesh(1, 2, 2)
+    indices = {0: [[0, 1], [0]], 1: [[1], [0, 1]], 2: [[0], [0, 1]], 3: [[0, 1], [1]]}[mesh.rank]
+    ranks = {0: [0, 1], 1: [1, 3], 2: [0, 2], 3: [2, 3]}[mesh.rank]
+    part = mesh.create_group_along_axis([2, 1], indices)
+    assert mesh.get_ranks_in_group(part) == ranks
+    assert part is mesh.mesh.group(2 if mesh.rank in (0, 3) else 1)
+    check_sums(groups_of(mesh.mesh))
+
+
+def test_indices_may_differ_from_rank_to_rank():
+    world(4).run(apart)
+
+
+def uneven() -> None:
+    """Groups outside any partition, asked for in another order on each rank, and by their members alone."""
+    mesh = ColossalMesh(4)
+    wanted = [[0, 3], [0, 1, 2], [1, 3], [0, 2, 3]]
+    wanted = wanted[mesh.rank :] + wanted[: mesh.rank]
+    before = table_sizes()["pg_map"]
+    groups = {str(ranks): (mesh.get_group_along_axis(0, ranks), ranks) for ranks in wanted if mesh.rank in ranks}
+    assert table_sizes()["pg_map"] - before == len(groups)
+    for ranks in wanted:
+        if mesh.rank not in ranks:
+            assert mesh.get_group_along_axis(0, ranks) is None
+            assert mesh.get_group(ranks) == dist.GroupMember.NON_GROUP_MEMBER
+    assert table_sizes()["pg_map"] - before == len(groups)
+    check_sums(groups)
+
+
+def test_groups_of_any_indices_are_made_by_their_members_in_any_order():
+    world(4).run(uneven)
+
+
+def permuted() -> None:
+    """Over a mesh whose ranks are permuted, axes are the mesh's, and so is the order inside a group."""
+    mesh = ProcessGroupMesh(dp=2, tp=2, ranks=[3, 1, 2, 0])
+    theirs = ColossalMesh(mesh=mesh)
+    groups = {f"axis {i}": (theirs.get_group_along_axis(i), theirs.mesh.ranks(i)) for i in (0, 1)}
+    assert [group for group, _ in groups.values()] == [mesh.group("dp"), mesh.group("tp")]
+    assert theirs.get_ranks_in_group(theirs.create_group_along_axis([1, 0])) == [3, 1, 2, 0]
+    check_sums({**groups, **groups_of(mesh)})
+
+
+def test_a_mesh_that_is_given_keeps_its_order():
+    world(4).run(permuted)
+
+
+# ---- backends, and the end ----
+
+
+def twins() -> None:
+    mesh = ColossalMesh(2, 2)
+    group, twin = mesh.get_group_along_axis(1), mesh.get_group_along_axis(1, backend="cpu:gloo")
+    assert group is not twin
+    assert twin is mesh.get_group(mesh.mesh.ranks(1), backend="cpu:gloo")
+    check_sums({"group": (group, mesh.mesh.ranks(1)), "twin": (twin, mesh.mesh.ranks(1))})
+
+
+def test_another_backend_is_another_group():
+    world(4).run(twins)
+
+
+def ended() -> None:
+    before = table_sizes()
+    for own in (True, False):
+        for _ in range(3):
+            mesh = ProcessGroupMesh(2, 2)
+            theirs = ColossalMesh(2, 2, name="own") if own else ColossalMesh(mesh=mesh)
+            group = theirs.get_group_along_axis(1)
+            check_sums({"group": (group, theirs.mesh.ranks(1))})
+            dist.barrier()
+            theirs.destroy_mesh_process_groups()
+            theirs.destroy_mesh_process_groups()
+            with pytest.raises(LifetimeError, match=r"group of ranks \d, \d of .* was (closed|released) at"):
+                theirs.get_ranks_in_group(group)
+            with pytest.raises(LifetimeError):
+                dist.all_reduce(torch.ones(1), group=group)
+            if own:
+                with pytest.raises(LifetimeError, match="mesh 'own' was closed at"):
+                    theirs.get_group_along_axis(1)
+            else:
+                again = theirs.get_group_along_axis(1)
+                assert again is not group
+                check_sums({"again": (again, mesh.ranks(1))})
+                dist.barrier()
+            mesh.close()
+            theirs.destroy_mesh_process_groups()
+            assert table_sizes() == before
+
+
+def test_destroy_lets_go_of_what_was_handed_out_and_says_so():
+    world(4).run(ended)
+
+
+# ---- the page ----
+
+
+def rows() -> list[tuple[str, str]]:
+    return re.findall(r"^\| `(.+)` \| `(.+)` \|$", PAGE.read_text(), re.MULTILINE)
+
+
+def test_the_table_is_complete():
+    names = {name for name in vars(ColossalMesh) if not name.startswith("_")}
+    used = set(re.findall(r"(?:pg_mesh|ProcessGroupMesh)\.(\w+)", " ".join(left for left, _ in rows())))
+    assert used == names
+    assert len(rows()) > len(names)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), rows())
+def test_the_two_columns_are_the_same(theirs: str, ours: str):
+    with fake_rank(5, 8, dist.HashStore()):  # a store that a Gloo group can be made over
+        mesh = ProcessGroupMesh(2, 2, 2, name="example")
+        own = {"mesh": mesh, "pgmesh": pgmesh, "Layout": pgmesh.Layout}
+        i, j, k = mesh.coord
+        known = {"pg_mesh": ColossalMesh(mesh=mesh), "group": mesh.group(2), "i": i, "j": j, "k": k}
+        left = eval(theirs, {**known, "ProcessGroupMesh": ColossalMesh})
+        right = eval(ours, {**known, **own})
+        if isinstance(left, ColossalMesh):
+            assert (left.mesh.shape, left.mesh.layout) == (right.shape, right.layout)
+        else:
+            assert left == right
+            assert type(left) is type(right)
+
+
+# ---- errors ----
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (
+            lambda mesh: mesh.ravel((0, 2, 0), (2, 2, 2)),
+            PlaceError,
+            "axis 1 of shape (2, 2, 2) has indices 0 to 1; there is no 2.\n\n"
+            "  ravel((0, 2, 0), (2, 2, 2), 'wrap')   # round the edge; or 'clip'",
+        ),
+        (
+            lambda mesh: mesh.ravel((0, 0, 0), (2, 2, 2), "warp"),
+            PlaceError,
+            "mode is 'raise', 'wrap' or 'clip', not 'warp'.",
+        ),
+        (
+            lambda mesh: mesh.ravel((0, 0), (2, 2, 2), "wrap"),
+            PlaceError,
+            "a coord of mesh (2, 2, 2) has 3 indices, but (0, 0) has 2.",
+        ),
+        (lambda mesh: mesh.ravel("abc", (2, 2, 2)), PlaceError, "a coord is of whole numbers, not 'abc'."),
+        (
+            lambda mesh: mesh.unravel(8, (2, 2, 2)),
+            PlaceError,
+            "rank 8 is not in mesh (2, 2, 2), whose ranks are 0, 1, 2, 3, 4, 5, 6, 7.",
+        ),
+        (lambda mesh: mesh.size(3), AxisError, "axes are numbers here, 0 to 2; there is no axis 3."),
+        (lambda mesh: mesh.coordinate("tp"), AxisError, "axes are numbers here, 0 to 2; there is no axis 'tp'."),
+        (
+            lambda mesh: mesh.get_coords_along_axis((0, 0, 0), [0, 1], [[0]]),
+            PlaceError,
+            "axes [0, 1] take a list of indices each, but 1 are given: [[0]].",
+        ),
+        (
+            lambda mesh: mesh.get_group_along_axis([0, -3]),
+            AxisError,
+            "each axis is named once, but [0, 0] names one twice.",
+        ),
+        (
+            lambda mesh: mesh.get_group_along_axis(0, [[0, 1]]),
+            PlaceError,
+            "the list of indices along axis 0 is of whole numbers, not [[0, 1]].",
+        ),
+        (lambda mesh: mesh.get_group_along_axis(0, [1, 2]), PlaceError, "axis 0 has 2 indices, 0 to 1; there is no 2."),
+        (
+            lambda mesh: mesh.get_group_along_axis(0, [0, -1]),
+            PlaceError,
+            "axis 0 of shape (2, 2, 2) has indices 0 to 1; there is no -1.\n\n"
+            "  create_group_along_axis(0, [0, 1])   # indices count from 0",
+        ),
+        (
+            lambda mesh: mesh.create_group_along_axis([2, -3], [[0, 1], (-2, -1)]),
+            PlaceError,
+            "axis 0 of shape (2, 2, 2) has indices 0 to 1; there is no -2.\n\n"
+            "  create_group_along_axis([2, 0], [[0, 1], [0, 1]])   # indices count from 0",
+        ),
+        (
+            lambda mesh: mesh.create_group_along_axis(0, [-1, -3]),
+            PlaceError,
+            "axis 0 of shape (2, 2, 2) has indices 0 to 1; there is no -1.",
+        ),
+        (
+            lambda mesh: mesh.get_group([5, 5]),
+            PlaceError,
+            "each rank is named once, but [5, 5] names one twice.",
+        ),
+        (
+            lambda mesh: mesh.get_group([0, 8]),
+            PlaceError,
+            "rank 8 is not in mesh (2, 2, 2), whose ranks are 0, 1, 2, 3, 4, 5, 6, 7.",
+        ),
+        (
+            lambda mesh: ColossalMesh(2, 2),
+            ShapeError,
+            "ProcessGroupMesh(2, 2) holds 4 ranks, but the world has 8.\n\n"
+            "  ProcessGroupMesh(-1, 2)                  # let axis 0 be what is left: 4\n"
+            "  ProcessGroupMesh(2, 2, ranks=range(4))   # or name the 4 ranks to use",
+        ),
+        (
+            lambda mesh: ColossalMesh(2, mesh=mesh.mesh),
+            ShapeError,
+            "ColossalMesh takes sizes, and perhaps a name, or a mesh that has both; not all at once.",
+        ),
+        (
+            lambda mesh: ColossalMesh(mesh=mesh.mesh.at({0: 0})).coordinate(),
+            MembershipError,
+            "rank 5 is not in ProcessGroupMesh(2, 2, 2).at({0: 0}), so it has no coordinate there.",
+        ),
+        (
+            lambda mesh: mesh.get_ranks_in_group(mesh.get_group_along_axis(0, [0])),
+            MembershipError,
+            "rank 5 is no member of None, and holds nothing of it.\n\n"
+            "  get_ranks_in_group(get_group_along_axis(0))   # a group that was handed out here",
+        ),
+    ],
+)
+def test_messages(call: Any, error: type[Exception], text: str):
+    with fake_rank(5, 8), pytest.raises(error) as caught:
+        call(ColossalMesh(2, 2, 2))
+    assert str(caught.value) == text
+
+
+def test_two_of_one_shape_need_names():
+    with fake_rank(5, 8):
+        first, second = ColossalMesh(2, 2, 2), ColossalMesh(2, 2, 2)
+        with pytest.raises(NameTakenError, match=r"close the other.*\n.*name='actor'\)   # or name this one"):
+            first.get_group_along_axis(0)
+        assert ColossalMesh(2, 2, 2, name="critic").get_group_along_axis(0).size() == second.size(0) == 2
+
+
+def test_its_repr_says_which_mesh_answers():
+    with fake_rank(5, 8):
+        assert repr(ColossalMesh(2, 4, name="actor")) == "ColossalMesh(mesh=ProcessGroupMesh(2, 4, name='actor'))"

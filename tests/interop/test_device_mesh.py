@@ -1,0 +1,511 @@
+"""torch's own parallelism over the groups of a mesh: the numbers of one process, and no group more than the mesh's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from pgmesh import LifetimeError, OptionsError, PlaceError, ProcessGroupMesh, from_device_mesh
+from tests.support.device_mesh_training import (
+    TOLERANCES,
+    assert_same,
+    batch,
+    device_mesh_of,
+    full_tensor,
+    make_net,
+    own_rows,
+    train,
+)
+from tests.support.fake_world import fake_rank
+from tests.support.torch_tables import c10d, table_sizes
+from tests.support.worlds import check_sums, groups_of, world
+
+
+@contextmanager
+def no_more_groups() -> Iterator[None]:
+    """torch makes no group meanwhile."""
+    before = table_sizes()
+    yield
+    after = table_sizes()
+    assert after == before, f"torch made groups: {before} became {after}"
+
+
+# ---- the mesh itself ----
+
+
+def over_the_same_groups() -> None:
+    mesh = ProcessGroupMesh(pp=2, dp=1, tp=2, ranks=[3, 1, 2, 0])
+    whole = device_mesh_of(mesh)
+    with no_more_groups():
+        assert (whole.mesh.flatten().tolist(), whole.mesh_dim_names) == ([3, 1, 2, 0], mesh.axes)
+        assert tuple(whole.get_coordinate() or ()) == mesh.coord
+        for axis in mesh.axes:
+            assert whole.get_group(axis) is mesh.group(axis)
+            assert mesh.device_mesh(axis).get_group() is mesh.group(axis)
+            assert whole[axis].get_local_rank() == mesh.index(axis) == mesh.group(axis).rank()
+        part = mesh.device_mesh("dp", "tp")
+        assert part.mesh_dim_names == mesh.device_mesh("tp", "dp").mesh_dim_names == ("dp", "tp")
+        assert tuple(part.mesh.flatten().tolist()) == mesh.ranks("dp", "tp")
+        assert [part.get_group(axis) for axis in ("dp", "tp")] == [mesh.group("dp"), mesh.group("tp")]
+        assert mesh.along("dp", "tp").device_mesh("tp").get_group() is mesh.group("tp")
+        assert mesh.device_mesh() is whole
+    check_sums(groups_of(mesh))
+
+
+def test_a_device_mesh_is_made_over_the_very_groups():
+    world(4).run(over_the_same_groups)
+
+
+def of_parts() -> None:
+    """A part that keeps some of an axis, a view, a mesh on some ranks and one of one rank have theirs too."""
+    mesh = ProcessGroupMesh(pp=4, tp=1)
+    ends, moe = mesh.at(pp=[0, -1]), mesh.view(edp=2, ep=2)
+    assert moe.device_mesh("ep").get_group() is moe.group("ep")
+    check_sums(groups_of(moe))
+    if mesh.rank in ends:
+        assert ends.device_mesh().mesh.tolist() == [[0], [3]]
+        assert ends.device_mesh("pp").get_group() is ends.group("pp")
+        check_sums(groups_of(ends))
+    offset = ProcessGroupMesh(dp=2, ranks=range(2, 4))
+    if offset.rank in offset:
+        assert offset.device_mesh().mesh.tolist() == [2, 3]
+        check_sums(groups_of(offset))
+    alone = ProcessGroupMesh(dp=1, tp=1, ranks=[3])
+    if alone.rank in alone:
+        assert alone.device_mesh("tp").get_group() is alone.group("tp")
+        check_sums(groups_of(alone))
+    check_sums(groups_of(mesh))
+
+
+def test_parts_views_and_small_meshes_have_device_meshes():
+    world(4).run(of_parts)
+
+
+def afresh_after_release() -> None:
+    mesh = ProcessGroupMesh(dp=2, tp=2)
+    before = mesh.device_mesh()
+    check_sums(groups_of(mesh))
+    dist.barrier()
+    mesh.release("tp")
+    assert mesh.device_mesh() is not before
+    assert mesh.device_mesh("tp").get_group() is mesh.group("tp")
+    check_sums(groups_of(mesh))
+
+
+def test_after_a_release_a_device_mesh_has_the_new_group():
+    world(4).run(afresh_after_release)
+
+
+# ---- what torch builds on it ----
+
+
+def dtensor(mesh: ProcessGroupMesh) -> None:
+    whole = mesh.device_mesh("dp", "tp")
+    left, right = batch(16), batch(8)
+    product = distribute_tensor(left, whole, [Shard(0), Replicate()]) @ distribute_tensor(
+        right, whole, [Replicate(), Shard(1)]
+    )
+    assert product.placements == (Shard(0), Shard(1))
+    torch.testing.assert_close(product.full_tensor(), left @ right, **TOLERANCES)
+    torch.testing.assert_close(
+        product.redistribute(whole, [Shard(1), Replicate()]).full_tensor(), left @ right, **TOLERANCES
+    )
+
+
+def fsdp(mesh: ProcessGroupMesh) -> None:
+    model = make_net()
+    for layer in (model.up, model.down, model):
+        fully_shard(layer, mesh=mesh.device_mesh("dp"))
+    assert_same(train(model, own_rows(mesh, "dp")), train(make_net(), batch()))
+
+
+def hsdp(mesh: ProcessGroupMesh) -> None:
+    model = make_net()
+    for layer in (model.up, model.down, model):
+        fully_shard(layer, mesh=mesh.device_mesh("dp", "tp"))
+    assert_same(train(model, own_rows(mesh, "dp", "tp")), train(make_net(), batch()))
+
+
+def tensor_parallel(mesh: ProcessGroupMesh) -> nn.Module:
+    return parallelize_module(make_net(), mesh.device_mesh("tp"), {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def tp(mesh: ProcessGroupMesh) -> None:
+    assert_same(train(tensor_parallel(mesh), batch()), train(make_net(), batch()))
+
+
+def fsdp_and_tp(mesh: ProcessGroupMesh) -> None:
+    model = fully_shard(tensor_parallel(mesh), mesh=mesh.device_mesh("dp"))
+    assert_same(train(model, own_rows(mesh, "dp")), train(make_net(), batch()))
+
+
+def clipped(mesh: ProcessGroupMesh) -> None:
+    model = fully_shard(tensor_parallel(mesh), mesh=mesh.device_mesh("dp"))
+    expected = train(make_net(), batch(), clip=0.01)
+    assert expected["norm"] > 0.01
+    assert_same(train(model, own_rows(mesh, "dp"), clip=0.01), expected)
+
+
+def ddp(mesh: ProcessGroupMesh) -> None:
+    model = DistributedDataParallel(make_net(), process_group=mesh.group("dp"))
+    found = {name.removeprefix("module."): value for name, value in train(model, own_rows(mesh, "dp")).items()}
+    assert_same(found, train(make_net(), batch()))
+
+
+def ddp_by_device_mesh(mesh: ProcessGroupMesh) -> None:
+    model = DistributedDataParallel(make_net(), device_mesh=mesh.device_mesh("dp"))
+    assert model.process_group is mesh.group("dp")
+    found = {name.removeprefix("module."): value for name, value in train(model, own_rows(mesh, "dp")).items()}
+    assert_same(found, train(make_net(), batch()))
+
+
+def pipeline(mesh: ProcessGroupMesh) -> None:
+    """The first axis is the pipeline; each stage holds a layer, and the gradients are those of the whole."""
+    whole, x = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)), batch(4)
+    torch.manual_seed(3)
+    for parameter in whole.parameters():
+        nn.init.normal_(parameter)
+    index, expected = mesh.index("dp"), copy.deepcopy(whole)
+    loss = expected(x).square().mean()
+    loss.backward()
+    stage = PipelineStage(whole[index], index, 2, torch.device("cpu"), group=mesh.group("dp"))
+    schedule = ScheduleGPipe(stage, 2, loss_fn=lambda y, target: (y - target).square().mean())
+    losses: list[torch.Tensor] = []
+    if index == 0:
+        schedule.step(x)
+    else:
+        schedule.step(target=torch.zeros(4, 8), losses=losses)
+        torch.testing.assert_close(torch.stack(losses).mean(), loss, **TOLERANCES)
+    for found, right in zip(whole[index].parameters(), expected[index].parameters()):
+        torch.testing.assert_close(found.grad, right.grad, **TOLERANCES)
+
+
+USES: dict[str, Callable[[ProcessGroupMesh], None]] = {
+    "DTensor": dtensor,
+    "FSDP2": fsdp,
+    "HSDP": hsdp,
+    "tensor parallel": tp,
+    "FSDP2 and tensor parallel": fsdp_and_tp,
+    "clip_grad_norm_": clipped,
+    "DDP": ddp,
+    "DDP by device mesh": ddp_by_device_mesh,
+    "a pipeline": pipeline,
+}
+
+
+def use(name: str, ranks: list[int] | None) -> None:
+    mesh = ProcessGroupMesh(dp=2, tp=2, ranks=ranks)
+    device_mesh_of(mesh)
+    with no_more_groups():
+        USES[name](mesh)
+    check_sums(groups_of(mesh))
+
+
+@pytest.mark.parametrize("ranks", [None, [3, 1, 2, 0]], ids=["in order", "permuted"])
+@pytest.mark.parametrize("name", USES)
+def test_torch_computes_over_a_mesh_what_one_process_does(name: str, ranks: list[int] | None):
+    world(4).run(use, name, ranks)
+
+
+def save_and_load(folder: Path) -> None:
+    """Saved by FSDP2 and tensor parallelism, loaded by FSDP2 over two axes: another way to cut the same numbers."""
+    mesh = ProcessGroupMesh(dp=2, tp=2)
+    device_mesh_of(mesh)
+    everyone = mesh.group("dp", "tp")
+    with no_more_groups():
+        saved = fully_shard(tensor_parallel(mesh), mesh=mesh.device_mesh("dp"))
+        train(saved, own_rows(mesh, "dp"))
+        checkpoint.save(get_model_state_dict(saved), checkpoint_id=folder, process_group=everyone)
+        loaded = fully_shard(make_net(), mesh=mesh.device_mesh("dp", "tp"))
+        state = get_model_state_dict(loaded)
+        checkpoint.load(state, checkpoint_id=folder, process_group=everyone)
+        set_model_state_dict(loaded, state)
+        found = {name: full_tensor(p).detach() for name, p in loaded.named_parameters()}
+        assert_same({"norm": torch.zeros(()), **found}, train(make_net(), batch()))
+    check_sums(groups_of(mesh))
+
+
+def test_a_distributed_checkpoint_goes_through_the_groups_of_a_mesh(tmp_path: Path):
+    world(4).run(save_and_load, tmp_path)
+
+
+def resharded(mesh: ProcessGroupMesh) -> None:
+    """Parameters that are gathered in part after the forward pass need groups that torch makes for itself."""
+    model = fully_shard(make_net(), mesh=mesh.device_mesh("dp"), reshard_after_forward=2)
+    assert_same(train(model, own_rows(mesh, "dp")), train(make_net(), batch()))
+
+
+def flattened(mesh: ProcessGroupMesh) -> None:
+    both = mesh.device_mesh()["dp", "tp"]._flatten("both")
+    assert dist.get_process_group_ranks(both.get_group()) == list(mesh.ranks("dp", "tp"))
+    assert both.get_group() is not mesh.group("dp", "tp")
+
+
+def makes_more(use: Callable[[ProcessGroupMesh], None], sizes: dict[str, int], count: int) -> None:
+    mesh = ProcessGroupMesh(**sizes)
+    device_mesh_of(mesh)
+    groups, before = groups_of(mesh), table_sizes()["pg_map"]
+    use(mesh)
+    theirs = list(c10d._world.pg_map)[before:]
+    assert len(theirs) == count
+    check_sums(groups)
+    for group in theirs:
+        dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize(
+    ("use", "sizes", "count"),
+    [(resharded, {"dp": 4}, 2), (flattened, {"pp": 2, "dp": 1, "tp": 2}, 1)],
+    ids=["reshard_after_forward=2", "_flatten"],
+)
+def test_what_still_makes_groups_of_torch(use: Callable[[ProcessGroupMesh], None], sizes: dict[str, int], count: int):
+    """Not a promise of ours: it tells when torch changes, so that the page can."""
+    world(4).run(makes_more, use, sizes, count)
+
+
+# ---- two meshes of one shape ----
+
+
+def group_names(model: nn.Module) -> set[str]:
+    """The groups that a forward pass goes through. torch remembers, for each DeviceMesh, what an operator does."""
+    seen: set[str] = set()
+    real = torch.ops._c10d_functional.all_reduce
+
+    def watch(tensor: torch.Tensor, operation: str, name: str) -> torch.Tensor:
+        seen.add(name)
+        return real(tensor, operation, name)
+
+    with mock.patch.object(torch.ops._c10d_functional, "all_reduce", watch):
+        model(batch())
+    return seen
+
+
+def side_by_side() -> None:
+    actor, critic = ProcessGroupMesh(dp=2, tp=2, name="actor"), ProcessGroupMesh(dp=2, tp=2, name="critic")
+    for mesh, model in [(mesh, tensor_parallel(mesh)) for mesh in (actor, critic)]:
+        assert group_names(model) == {mesh.group("tp").group_name}
+    check_sums({**groups_of(actor), **groups_of(critic)})
+
+
+def test_two_meshes_of_one_shape_compute_over_their_own_groups():
+    world(4).run(side_by_side)
+
+
+def one_after_the_other() -> None:
+    for name in ("first", "second", None, None):
+        with ProcessGroupMesh(dp=2, tp=2, name=name) as mesh:
+            fsdp_and_tp(mesh)
+            dtensor(mesh)
+            dist.barrier()
+            mesh.release("tp")
+            fsdp_and_tp(mesh)
+            dtensor(mesh)
+            check_sums(groups_of(mesh))
+            dist.barrier()
+
+
+def test_a_mesh_computes_after_another_of_its_shape_was_closed_and_after_a_release():
+    world(4).run(one_after_the_other)
+
+
+# ---- from torch's ----
+
+
+def there_and_back() -> None:
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    again = from_device_mesh(mesh.device_mesh(), name="again")
+    assert (again.shape, again.axes, again.ranks()) == (mesh.shape, mesh.axes, mesh.ranks())
+    for axis in mesh.axes:
+        assert again.group(axis) is mesh.group(axis)
+    assert again.group() is not mesh.group()
+    check_sums(groups_of(again))
+    dist.barrier()
+    again.close()
+    check_sums(groups_of(mesh))
+
+
+def test_from_device_mesh_is_the_way_back():
+    world(4).run(there_and_back)
+
+
+def test_from_device_mesh_is_the_way_back_of_numbered_axes_too():
+    with fake_rank(5, 8):
+        mesh = ProcessGroupMesh(2, 2, 2, name="actor")
+        again = from_device_mesh(mesh.device_mesh(), name="again")
+        assert (again.axes, again.ranks()) == (mesh.axes, mesh.ranks())
+        assert all(again.group(axis) is mesh.group(axis) for axis in mesh.axes)
+        assert again.device_mesh() is mesh.device_mesh()
+        plane = from_device_mesh(mesh.device_mesh(0, 2), name="plane")
+        assert (plane.axes, plane.group(1)) == ((0, 1), mesh.group(2))
+        assert plane.device_mesh(1).get_group() is mesh.group(2)
+
+
+def test_all_that_goes_through_this_rank_has_one_device_mesh_root():
+    with fake_rank(5, 8):
+        mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor")
+        for part in (mesh.at(pp=1), mesh.along("dp", "tp"), mesh.at(pp=1).at(dp=0)):
+            assert part.device_mesh("tp")._get_root_mesh() is mesh.device_mesh()
+
+
+def over_torchs(names: tuple[str, str] | None) -> None:
+    """torch's groups along the axes, ours along both; closing leaves torch's alone."""
+    theirs = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    mesh = from_device_mesh(theirs)
+    assert mesh.axes == (names or (0, 1))
+    of_torch = {f"torch's {axis}": (theirs.get_group(i), mesh.ranks(axis)) for i, axis in enumerate(mesh.axes)}
+    assert [mesh.group(axis) for axis in mesh.axes] == [theirs.get_group(i) for i in range(2)]
+    before = table_sizes()["pg_map"]
+    both, twin = mesh.group(), mesh.group(mesh.axes[0], tag="other")
+    assert table_sizes()["pg_map"] - before == 2
+    assert twin is not mesh.group(mesh.axes[0])
+    assert mesh.device_mesh(mesh.axes[1]).get_group() is theirs.get_group(1)
+    if names:
+        assert both.group_desc == "mesh[dp=*, tp=*]"
+        assert mesh.device_mesh("tp").get_group() is theirs.get_group("tp")
+        assert mesh.view(a=2, b=2).group("b") is theirs.get_group("tp")
+    check_sums({**groups_of(mesh), "twin": (twin, mesh.ranks(mesh.axes[0]))})
+    dist.barrier()
+    mesh.close()
+    assert table_sizes()["pg_map"] == before
+    check_sums(of_torch)
+    for i in range(2):
+        dist.destroy_process_group(theirs.get_group(i))
+
+
+@pytest.mark.parametrize("names", [("dp", "tp"), None], ids=["named", "numbered"])
+def test_a_mesh_over_a_device_mesh_of_torch_hands_out_the_groups_of_torch(names: tuple[str, str] | None):
+    world(4).run(over_torchs, names)
+
+
+def adopt_the_wrong_one() -> None:
+    mesh = ProcessGroupMesh(dp=2, tp=2)
+    with pytest.raises(PlaceError, match=r"group dp of .* has ranks .*; the group to adopt has .*"):
+        mesh.adopt("dp", mesh.group("tp"))
+    check_sums(groups_of(mesh))
+
+
+def test_a_group_of_other_ranks_cannot_be_adopted():
+    world(4).run(adopt_the_wrong_one)
+
+
+def adopt_where_that_does_nothing() -> None:
+    """Each case in which another group would be handed out, or none, in place of the one that is adopted."""
+    whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    theirs = {axis: whole.get_group(axis) for axis in ("dp", "tp")}
+    again = dist.new_group(dist.get_process_group_ranks(theirs["tp"]), use_local_synchronization=True)
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    mesh.configure("dp", timeout=timedelta(seconds=40))
+    with pytest.raises(OptionsError, match=r"group dp of mesh 'actor' was configured with .*seconds=40.* at test_"):
+        mesh.adopt("dp", theirs["dp"])
+    own = mesh.group("tp")
+    with pytest.raises(LifetimeError, match=r"(?s)group tp of mesh 'actor' was made at .*mesh\.release\('tp'\)"):
+        mesh.adopt("tp", theirs["tp"])
+    assert mesh.group("tp") is own
+    check_sums(groups_of(mesh))
+    dist.barrier()
+    mesh.release("tp")
+    mesh.adopt("tp", theirs["tp"])
+    mesh.adopt("tp", theirs["tp"])  # the same again changes nothing
+    with pytest.raises(LifetimeError, match=r"(?s)group tp of mesh 'actor' was adopted at .*mesh\.release\('tp'\)"):
+        mesh.adopt("tp", again)
+    assert mesh.group("tp") is theirs["tp"]
+    check_sums(groups_of(mesh))
+    dist.barrier()
+    dist.destroy_process_group(theirs["tp"])
+    mesh.set_timeout(timeout=30)  # of the others
+    for ask in (mesh.group, mesh.device_mesh):
+        with pytest.raises(LifetimeError, match=r"(?s)was adopted at .*torch has destroyed it.*mesh\.release\('tp'\)"):
+            ask("tp")
+    mesh.release("tp")
+    mesh.adopt("tp", again)
+    check_sums(groups_of(mesh))
+    dist.barrier()
+    mesh.release("tp")
+    assert mesh.group("tp") not in (theirs["tp"], again)
+    check_sums(groups_of(mesh))
+    for group in (again, theirs["dp"]):
+        dist.destroy_process_group(group)
+
+
+def test_a_group_is_adopted_or_the_reason_is_raised():
+    world(4).run(adopt_where_that_does_nothing)
+
+
+def test_an_axis_of_one_rank_is_adopted_or_configured_but_not_both():
+    with fake_rank(0, 2):
+        theirs = ProcessGroupMesh(pp=1, dp=2, name="theirs").group("pp")
+        mesh = ProcessGroupMesh(pp=1, dp=2, tp=1, name="actor")
+        mesh.configure("tp", timeout=timedelta(seconds=40))
+        with pytest.raises(OptionsError, match="group tp of mesh 'actor' was configured with"):
+            mesh.adopt("tp", theirs)
+        mesh.adopt("pp", theirs)
+        assert mesh.group("pp") is theirs
+        with pytest.raises(OptionsError, match=r"group pp of mesh 'actor' was made at .* too late"):
+            mesh.configure("pp", timeout=timedelta(seconds=40))
+
+
+def test_axes_of_one_rank_share_the_group_that_is_adopted_first():
+    with fake_rank(0, 2):
+        mesh = from_device_mesh(ProcessGroupMesh(pp=1, dp=2, tp=1, name="actor").device_mesh(), name="again")
+        assert mesh.group("pp") is mesh.group("tp")
+        assert mesh.group("pp").size() == 1
+
+
+def over_permuted() -> None:
+    permuted = DeviceMesh("cpu", [[1, 0], [3, 2]], mesh_dim_names=("dp", "tp"))  # torch sorts the ranks of its groups
+    for _ in range(2):
+        with pytest.raises(PlaceError, match="group tp of mesh 'same' has ranks"):
+            from_device_mesh(permuted, name="same")
+    straight = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    ours = from_device_mesh(straight, name="same")
+    assert ours.device_mesh() is straight
+    check_sums(groups_of(ours))
+    for theirs in (permuted, straight):
+        for i in range(2):
+            dist.destroy_process_group(theirs.get_group(i))
+
+
+def test_a_device_mesh_whose_order_torch_lost_is_refused_and_leaves_nothing():
+    world(4).run(over_permuted)
+
+
+# ---- axes that do not touch ----
+
+
+def fsdp_over_axes_that_do_not_touch() -> None:
+    mesh = ProcessGroupMesh(dp=2, tp=2, cp=2, ranks=[7, 2, 5, 0, 1, 6, 3, 4])
+    view = mesh.along("dp", "cp").view(fsdp=4)
+    assert view.group("fsdp") is view.group() is mesh.group("dp", "cp")
+    assert (view.ranks(), view.index("fsdp")) == (mesh.ranks("dp", "cp"), mesh.index("dp", "cp"))
+    assert view.view(dp=2, cp=2).group("cp") is mesh.group("cp")
+    assert view.at(fsdp=slice(0, 2)).ranks() == mesh.ranks("dp", "cp")[:2]
+    with no_more_groups():
+        assert view.device_mesh().get_group() is mesh.group("dp", "cp")
+        assert view.device_mesh().mesh.tolist() == list(view.ranks())
+        model = make_net()
+        for layer in (model.up, model.down, model):
+            fully_shard(layer, mesh=view.device_mesh("fsdp"))
+        assert_same(train(model, own_rows(view, "fsdp")), train(make_net(), batch()))
+    view.connect("fsdp")
+    check_sums({"fsdp": (view.group("fsdp"), view.ranks())})
+
+
+def test_fsdp_over_axes_that_do_not_touch():
+    world(8).run(fsdp_over_axes_that_do_not_touch)

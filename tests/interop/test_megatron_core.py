@@ -1,0 +1,493 @@
+"""Megatron-Core over our groups: what its own initialiser makes is the oracle, and one process for what it computes."""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import itertools
+import warnings
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pgmesh import AxisError, SeamError, ShapeError, WorldError, recipes
+from pgmesh.interop import megatron
+from tests.support import doc_tables
+from tests.support.fake_world import fake_rank
+from tests.support.nccl_stand_in import OPTIONS_YAML, options_by_name, stand_in_for_nccl
+from tests.support.torch_tables import c10d, table_sizes
+from tests.support.worlds import check_sums, world
+
+CHATTER = {  # what Megatron-Core says when it is imported where there is no GPU
+    "Transformer Engine and Apex are not installed": UserWarning,
+    "Apex is not installed": UserWarning,
+    "`torch.jit.script(_method)?` is deprecated": DeprecationWarning,
+}
+
+
+@pytest.fixture(scope="module")
+def state() -> Any:
+    with warnings.catch_warnings():
+        for words, kind in CHATTER.items():
+            warnings.filterwarnings("ignore", words, kind)
+        pytest.importorskip("megatron.core", reason="megatron-core is not installed: it has no wheel for this Python")
+        return importlib.import_module("megatron.core.parallel_state")
+
+
+def ranks_of(value: Any) -> Any:
+    """Groups as their ranks, so that Megatron's and ours can be compared; who is outside holds None."""
+    if isinstance(value, dist.ProcessGroup):
+        return dist.get_process_group_ranks(value)
+    if isinstance(value, list):
+        return [ranks_of(each) for each in value]
+    if isinstance(value, dict):
+        return {key: ranks_of(each) for key, each in value.items()}
+    return value
+
+
+# ---- what Megatron's own initialiser makes ----
+
+SIZES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tensor": {"tp": 2},
+    "tensor and pipeline": {"tp": 2, "pp": 2},
+    "context": {"tp": 2, "cp": 2},
+    "context in levels": {"cp": 4, "tp": 2, "hierarchical_cp": [2, 2]},
+    "experts": {"tp": 2, "ep": 2, "pp": 2},
+    "experts without tensor": {"tp": 2, "ep": 4, "etp": 1},
+    "another order": {"tp": 2, "pp": 2, "order": "tp-cp-ep-pp-dp"},
+    "optimizer instances": {"tp": 2, "optimizer_instances": 2},
+    "instances and experts": {"tp": 1, "ep": 2, "pp": 2, "optimizer_instances": 2},
+    "four stages": {"pp": 4},
+}
+
+NAMES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "order": "order",
+    "hierarchical_cp": "hierarchical_context_parallel_sizes",
+    "optimizer_instances": "num_distributed_optimizer_instances",
+}
+
+
+def answers(state: Any) -> dict[str, Any]:
+    """What everything in ``parallel_state`` that takes no arguments answers, and every global."""
+    found: dict[str, Any] = {}
+    for name, function in list(vars(state).items()):
+        if not inspect.isfunction(function) or not name.startswith(("get_", "is_", "model_")):
+            continue
+        flags = [p.name for p in inspect.signature(function).parameters.values() if isinstance(p.default, bool)]
+        needed = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+        for values in itertools.product((False, True), repeat=len(flags)) if not needed else ():
+            try:
+                answer = ranks_of(function(**dict(zip(flags, values))))
+            except (AssertionError, KeyError, TypeError) as error:
+                answer = type(error)
+            found[f"{name}{values}"] = answer
+    found.pop("get_global_memory_buffer()")
+    return found | {name: ranks_of(vars(state)[name]) for name in [*megatron.GROUPS, *megatron.RANKS]}
+
+
+@pytest.mark.filterwarnings("ignore:.* is deprecated, (please )?use .*:DeprecationWarning")
+@pytest.mark.parametrize("sizes", SIZES)
+def test_the_state_is_what_megatron_would_make(state: Any, sizes: str):
+    """Every getter answers alike, with every combination of its flags, on every rank."""
+    given, collection = SIZES[sizes], importlib.import_module("megatron.core.process_groups_config")
+    for rank in range(8):
+        with fake_rank(rank, 8), mock.patch.dict(vars(state)):
+            state.initialize_model_parallel(
+                **{NAMES[name]: value for name, value in given.items()}, create_gloo_process_groups=False
+            )
+            theirs = answers(state)
+            held = collection.ProcessGroupCollection.use_mpu_process_groups()
+            state.destroy_model_parallel()
+            for name in megatron.RANKS:  # that function forgets some
+                setattr(state, name, None)
+            nothing = answers(state)
+            arrangement = recipes.megatron(8, **given)
+            with megatron.published(arrangement):
+                assert answers(state) == theirs
+            ours = megatron.process_groups(arrangement)
+            assert ranks_of(vars(ours)) == ranks_of(vars(held))
+            assert answers(state) == nothing != theirs
+
+
+def last_first(ranks: list[int]) -> list[int]:
+    return [ranks[-1], ranks[0]]
+
+
+def test_embedding_ranks_stand_as_the_function_gives_them(state: Any):
+    """So which of them is asked whether it holds the first stage is Megatron's own; in its group torch sorts them."""
+    for rank in range(8):
+        with fake_rank(rank, 8), mock.patch.dict(vars(state)):
+            found = []
+            sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4}
+            state.initialize_model_parallel(
+                **sizes,
+                virtual_pipeline_model_parallel_size=2,
+                get_embedding_ranks=last_first,
+                create_gloo_process_groups=False,
+            )
+            theirs = state._EMBEDDING_GROUP and dist.get_process_group_ranks(state._EMBEDDING_GROUP)
+            in_group = partial(state.is_rank_in_embedding_group, ignore_virtual=False)
+            found.append((state._EMBEDDING_GLOBAL_RANKS, [in_group(vp_stage=chunk) for chunk in (0, 1)]))
+            state.destroy_model_parallel()
+            arrangement = recipes.megatron(8, tp=2, pp=4, embedding=last_first)
+            with megatron.published(arrangement, virtual_pipeline=2):
+                found.append((state._EMBEDDING_GLOBAL_RANKS, [in_group(vp_stage=chunk) for chunk in (0, 1)]))
+                ours = state._EMBEDDING_GROUP and dist.get_process_group_ranks(state._EMBEDDING_GROUP)
+            assert found[0] == found[1]
+            assert ours == found[1][0]
+            assert theirs == (ours and sorted(ours))
+
+
+def test_every_field_and_every_global_is_accounted_for(state: Any):
+    collection = importlib.import_module("megatron.core.process_groups_config").ProcessGroupCollection
+    assert {field.name for field in fields(collection)} == megatron.FIELDS.keys()
+    filled = {*megatron.GROUPS, *megatron.TWINS, *megatron.RANKS, megatron.LIST}
+    filled |= {"_HYBRID_DP_CP_GROUPS", "_DATA_PARALLEL_GROUP_WITH_CP_AG", "_GLOBAL_MEMORY_BUFFER"}
+    emptied = {"_GLOBAL_SYMMETRIC_MEMORY_BUFFER"} | {
+        f"_{what}_PARALLEL_{number}"
+        for what in ("MPU_TENSOR_MODEL", "MPU_PIPELINE_MODEL", "MPU_DATA", "MPU_EXPERT_MODEL", "MPU_EXPERT_TENSOR")
+        for number in ("WORLD_SIZE", "RANK")
+    }
+    emptied |= {f"_VIRTUAL_PIPELINE_MODEL_PARALLEL_{number}" for number in ("WORLD_SIZE", "RANK")}
+    names = {name for name in vars(state) if name == megatron.LIST or (name[0] == "_" and name.isupper())}
+    assert names == filled | emptied
+    assert not filled & emptied
+
+
+def test_what_is_asked_for_beside_the_groups(state: Any):
+    with fake_rank(5, 16, dist.HashStore()):
+        arrangement = recipes.megatron(16, cp=4, pp=2, hierarchical_cp=[2, 2])
+        slices = recipes.hybrid_context(arrangement)
+        with megatron.published(arrangement, gloo=True, all_gather=True, hybrid=slices, virtual_pipeline=3):
+            second, first = [state.get_data_parallel_group(True, False, ag) for ag in (True, False)]
+            assert (second is first, ranks_of(second)) == (False, ranks_of(first))
+            assert ranks_of(state.get_data_parallel_group_gloo(True)) == list(range(8))
+            assert dist.get_backend(state.get_data_parallel_group_gloo()) == "gloo"
+            assert ranks_of(state.get_hierarchical_context_parallel_groups()) == [[4, 5], [5, 7]]
+            assert ranks_of(state._HYBRID_DP_CP_GROUPS) == {2: [4, 5], 4: [4, 5, 6, 7]}
+            assert state.get_virtual_pipeline_model_parallel_world_size() == 3
+            assert state.get_virtual_pipeline_model_parallel_rank() == 0
+            world, *groups = getattr(state, megatron.LIST)
+            assert world is None
+            assert len(groups) == len(set(groups)) == len(set(c10d._world.pg_map)) - 1
+        assert state._HYBRID_DP_CP_GROUPS == {}
+        assert ranks_of(megatron.process_groups(arrangement, "hcp", "embd").hcp) == [[4, 5], [5, 7]]
+
+
+def test_a_stage_between_has_no_embeddings(state: Any):
+    with fake_rank(2, 4):
+        held = megatron.process_groups(recipes.megatron(4, pp=4), "embd", "pos_embd", "pp")
+        assert (held.embd, held.pos_embd, held.pp.size()) == (None, None, 4)
+        assert not hasattr(held, "tp")
+
+
+# ---- the block ----
+
+
+@pytest.fixture
+def spoilt(state: Any) -> Iterator[dict[str, Any]]:
+    """A state that somebody has left something in, as it is before and has to be after a block."""
+    clean = {name: value for name, value in vars(state).items() if name == megatron.LIST or name.isupper()}
+    state._TENSOR_MODEL_PARALLEL_GROUP, state._MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE = object(), 17
+    state._HYBRID_DP_CP_GROUPS = {1: object()}
+    yield dict(vars(state))
+    vars(state).update(clean)
+
+
+def test_a_block_gives_back_exactly_what_was_there(state: Any, spoilt: dict[str, Any]):
+    with fake_rank(5, 8):
+        outer, inner = recipes.megatron(8, tp=4, name="outer"), recipes.megatron(8, tp=2, name="inner")
+        with megatron.published(outer):
+            during = dict(vars(state))
+            assert state.get_tensor_model_parallel_world_size() == 4
+            with megatron.published(inner):
+                assert state.get_tensor_model_parallel_world_size() == 2
+                state.set_tensor_model_parallel_world_size(99)
+                state._NEW_IN_THE_BLOCK = 1
+            assert vars(state) == during
+            with contextlib.suppress(ZeroDivisionError), megatron.published(inner):
+                assert state.get_tensor_model_parallel_group() is inner["tensor"].group()
+                1 / 0  # noqa: B018
+            assert vars(state) == during
+        assert vars(state) == spoilt
+        with pytest.raises(ZeroDivisionError), megatron.published(outer):
+            1 / 0  # noqa: B018
+        assert vars(state) == spoilt
+
+
+def test_nothing_is_filled_if_a_group_cannot_be_made(state: Any, spoilt: dict[str, Any]):
+    with fake_rank(5, 8):
+        arrangement = recipes.megatron(8, tp=2)
+        arrangement.dense.close()
+        with pytest.raises(Exception, match="was closed"), megatron.published(arrangement):
+            pytest.fail("the block was run")
+        assert vars(state) == spoilt
+
+
+# ---- errors, and the examples that need Megatron-Core ----
+
+
+def test_a_field_that_does_not_exist(state: Any):
+    with fake_rank(5, 8), pytest.raises(AxisError) as caught:
+        megatron.process_groups(recipes.megatron(8), "tp", "dp_pc")
+    text = "a ProcessGroupCollection has no field 'dp_pc'. Did you mean 'dp_cp'? It has tp, pp, mp, embd, "
+    assert str(caught.value).startswith(text)
+
+
+def test_a_global_that_is_gone(state: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(state, "_CONTEXT_PARALLEL_GROUP")
+    before = dict(vars(state))
+    with fake_rank(5, 8), pytest.raises(SeamError) as caught, megatron.published(recipes.megatron(8)):
+        pytest.fail("the block was run")
+    assert str(caught.value) == (
+        "megatron-core 0.16.1, beside which pgmesh was tried on 0.16.1, has no _CONTEXT_PARALLEL_GROUP in its "
+        "parallel_state.\n\n  pip install megatron-core==0.16.1"
+    )
+    assert vars(state) == before
+
+
+MAINS = (
+    "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT",
+    "_EXPERT_GTP_WEIGHT_REMAT_GROUP",
+    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP",
+    "_GTP_WEIGHT_REMAT_GROUP",
+)
+"""Some groups that ``parallel_state`` has on Megatron-LM's main branch, and 0.16.1 has not."""
+
+
+def test_groups_that_we_do_not_know(state: Any, monkeypatch: pytest.MonkeyPatch):
+    for name in MAINS:
+        monkeypatch.setattr(state, name, None, raising=False)
+    before = dict(vars(state))
+    with fake_rank(5, 8), pytest.raises(SeamError) as caught, megatron.published(recipes.megatron(8)):
+        pytest.fail("the block was run")
+    assert str(caught.value) == (
+        "megatron-core 0.16.1, beside which pgmesh was tried on 0.16.1, has groups in its parallel_state that pgmesh "
+        "does not know: _DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT, _EXPERT_GTP_WEIGHT_REMAT_GROUP, "
+        "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP, _GTP_WEIGHT_REMAT_GROUP. Code that reads them would "
+        "find none.\n\n  pip install megatron-core==0.16.1"
+    )
+    assert vars(state) == before
+
+
+def test_a_megatron_core_that_was_never_installed_has_a_version_too(state: Any, monkeypatch: pytest.MonkeyPatch):
+    """A checkout of Megatron-LM on the path."""
+    gone = importlib.metadata.PackageNotFoundError("megatron-core")
+    monkeypatch.setattr(importlib.metadata, "version", mock.Mock(side_effect=gone))
+    monkeypatch.setattr(state, MAINS[0], None, raising=False)
+    with fake_rank(5, 8), pytest.raises(SeamError) as caught, megatron.published(recipes.megatron(8)):
+        pytest.fail("the block was run")
+    assert str(caught.value).startswith("megatron-core 0.16.1, ")
+    assert MAINS[0] in str(caught.value)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_virtual_stages_of_a_pipeline_of_one_are_refused_as_megatron_does(state: Any, chunks: int):
+    before = dict(vars(state))
+    with fake_rank(5, 8):
+        with pytest.raises(RuntimeError, match="size should be greater than 1 with interleaved schedule"):
+            state.initialize_model_parallel(virtual_pipeline_model_parallel_size=chunks)
+        arrangement = recipes.megatron(8, tp=2)
+        with pytest.raises(ShapeError) as caught, megatron.published(arrangement, virtual_pipeline=chunks):
+            pytest.fail("the block was run")
+        assert str(caught.value) == (
+            f"virtual_pipeline={chunks} takes a pipeline of more than 1 stage, but recipes.megatron(8, tp=2) has pp=1."
+            f"\n\n  megatron.published(arrangement)   # without virtual_pipeline"
+        )
+        with megatron.published(arrangement):  # the call that the error names
+            assert state.get_virtual_pipeline_model_parallel_world_size() is None
+    assert vars(state) == before
+
+
+def test_without_megatron_core():
+    gone = ModuleNotFoundError("No module named 'megatron'", name="megatron")
+    with fake_rank(5, 8), mock.patch.object(megatron.importlib, "import_module", side_effect=gone):
+        with pytest.raises(WorldError) as caught:
+            megatron.process_groups(recipes.megatron(8))
+        assert str(caught.value) == (
+            "this needs megatron-core, which is not installed.\n\n  pip install megatron-core==0.16.1"
+        )
+        gone.name = "torch.absent"  # Megatron-Core is there, and lacks something else
+        with pytest.raises(ModuleNotFoundError, match="No module named"):
+            megatron.process_groups(recipes.megatron(8))
+
+
+def test_the_examples(state: Any):
+    """They are skipped as doctests, where Megatron-Core may be absent."""
+    examples = [each for each in doctest.DocTestFinder().find(megatron) if each.examples]
+    assert len(examples) == 2
+    for each in examples:
+        with fake_rank(5, 8):
+            for example in each.examples:
+                example.options.pop(doctest.SKIP, None)
+            each.globs["parallel_state"] = state
+            assert doctest.DocTestRunner().run(each).failed == 0
+
+
+# ---- a model of Megatron-Core's ----
+
+STEPS, RATE, VOCABULARY, LENGTH, ROWS = 3, 0.1, 32, 8, 4
+
+
+class Attention(nn.Module):
+    """A layer's core attention that runs without CUDA; Megatron's own puts a mask on a GPU."""
+
+    def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, **_: Any) -> None:
+        super().__init__()
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        places = (each.permute(1, 2, 0, 3) for each in (query, key, value))  # length, rows, heads, width -> heads first
+        found = nn.functional.scaled_dot_product_attention(*places, is_causal=True)
+        return found.permute(2, 0, 1, 3).flatten(2)
+
+
+def gpt(arrangement: recipes.Arrangement) -> nn.Module:
+    """A small GPT over the groups of an arrangement. The same seed cuts the same weights, whatever the groups are."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+    layer = get_gpt_layer_local_spec()
+    layer.submodules.self_attention.submodules.core_attention = Attention
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=4,
+        tensor_model_parallel_size=arrangement["tensor"].size,
+        use_cpu_initialization=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+    )
+    torch.manual_seed(5)
+    groups = megatron.process_groups(arrangement)
+    return GPTModel(
+        config, layer, VOCABULARY, LENGTH, pg_collection=groups, share_embeddings_and_output_weights=True
+    ).double()
+
+
+def batch(number: int) -> torch.Tensor:
+    return torch.randint(VOCABULARY, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(number))
+
+
+def trained(arrangement: recipes.Arrangement, model: nn.Module) -> Iterator[tuple[float, dict[str, torch.Tensor]]]:
+    """Of each step the mean loss and the gradients, over all the rows that the data group shares out."""
+    data, optimizer = arrangement["data"], torch.optim.SGD(model.parameters(), lr=RATE)
+    for number in range(STEPS):
+        mine = batch(number).chunk(data.size)[data.index]
+        optimizer.zero_grad()  # drops the gradients that were handed out
+        with megatron.published(arrangement):  # the loss reads the tensor group there
+            loss = model(mine[:, :-1], torch.arange(LENGTH).expand(len(mine), -1), None, labels=mine[:, 1:]).mean()
+            loss.backward()
+        for each in [loss.data, *(parameter.grad for parameter in model.parameters())]:
+            dist.all_reduce(each, group=data.group())
+            each /= data.size
+        optimizer.step()
+        yield loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def as_one_process_does() -> float:
+    """Two arrangements in one program: four ranks as tensor x data, and each rank alone as the whole of it."""
+    together = recipes.megatron(4, tp=2, name="together")
+    alone = recipes.megatron(1, rank_offset=dist.get_rank(), name="alone")
+    model, whole = gpt(together), gpt(alone)
+    tensor = together["tensor"]
+
+    def cut(name: str, full: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a parameter of the whole, as Megatron marks it."""
+        parameter = model.get_parameter(name)
+        if not getattr(parameter, "tensor_model_parallel", False):
+            return full
+        return full.chunk(tensor.size, parameter.partition_dim)[tensor.index]
+
+    def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], **close: float) -> float:
+        assert found.keys() == expected.keys()
+        worst = 0.0
+        for name, full in expected.items():
+            part = cut(name, full)
+            torch.testing.assert_close(found[name], part, msg=lambda text, name=name: f"{name}: {text}", **close)
+            worst = max(worst, (found[name] - part).abs().max().item())
+        return worst
+
+    with torch.no_grad():
+        same(dict(model.named_parameters()), dict(whole.named_parameters()), rtol=0, atol=0)
+    before, losses, worst = table_sizes(), [], 0.0
+    for (loss, gradients), (expected, right) in zip(trained(together, model), trained(alone, whole)):
+        assert loss == pytest.approx(expected, rel=1e-6)
+        worst = max(worst, same(gradients, right, rtol=1e-5, atol=1e-8))
+        assert all(gradient.abs().max() > 0 for gradient in gradients.values())
+        losses.append(loss)
+    with torch.no_grad():
+        same(dict(model.named_parameters()), dict(whole.named_parameters()), rtol=1e-5, atol=1e-8)
+    assert losses[0] > losses[-1]
+    assert table_sizes() == before, "Megatron-Core made groups"
+    families = ["tensor", "data", "model", "tensor+data", "expert-tensor"]
+    check_sums({name: (together[name].group(), together[name].ranks) for name in families})
+    return worst
+
+
+@pytest.mark.long
+def test_a_gpt_of_megatron_core_trains_as_one_process_does():
+    """Weights are float64, but Megatron's loss computes in float32: so gradients agree to 1e-5 and no better."""
+    pytest.importorskip("numpy")
+    if importlib.util.find_spec("megatron") is None:
+        pytest.skip("megatron-core is not installed: it has no wheel for this Python")
+    worst = world(4).run(as_one_process_does)
+    assert max(worst) < 1e-6
+
+
+# ---- the page's own globals ----
+
+
+def test_every_global_of_megatrons_page_is_filled_or_empty_in_a_block(state: Any):
+    named = doc_tables.MEGATRON_GLOBALS.split()
+    with fake_rank(5, 8, dist.HashStore()):
+        arrangement = recipes.megatron(
+            8, pp=2, cp=2, hierarchical_cp=[2], optimizer_instances=2, position_embedding=[0, -1], name="globals"
+        )
+        for name in named:
+            setattr(state, name, "of somebody else")
+        with megatron.published(arrangement, gloo=True, virtual_pipeline=2):
+            assert "of somebody else" not in {str(getattr(state, name)) for name in named}
+            empty = {name for name in named if getattr(state, name) is None}
+        for name in named:
+            assert getattr(state, name) == "of somebody else"
+            setattr(state, name, None)
+    assert empty == {name for name in named if name.startswith("_MPU_")} | {"_GLOBAL_SYMMETRIC_MEMORY_BUFFER"}
+
+
+# ---- settings of NCCL ----
+
+
+def test_nccl_is_told_what_megatrons_own_reader_would_tell_it(state: Any):
+    yaml = pytest.importorskip("yaml")
+    with stand_in_for_nccl() as nccl:
+        arrangement = recipes.megatron(8, tp=2, cp=2, ep=4, etp=1, name="yaml")
+        arrangement.configure_nccl(OPTIONS_YAML)
+        found = options_by_name(nccl, arrangement)
+        settings = yaml.safe_load(OPTIONS_YAML)
+        assert settings
+        for short in settings:
+            (name,) = arrangement.short[short]
+            assert found[name] == state.get_nccl_options(short, settings).changed

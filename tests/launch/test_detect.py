@@ -1,0 +1,780 @@
+"""Launcher detection, in environments recorded from the real launchers; see docs/launchers.md."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import hostlist
+import pytest
+from hypothesis import given, strategies as st
+
+from pgmesh.errors import LaunchError
+from pgmesh.launch.detect import (
+    LAUNCHERS,
+    MPI,
+    MPICH,
+    MVAPICH,
+    PALS,
+    PORTS,
+    OpenMPI,
+    Plain,
+    PMIx,
+    Torchrun,
+    detect_launcher,
+)
+from pgmesh.launch.pbs import hosts_in
+from pgmesh.launch.slurm import hosts_of, tasks_of
+from tests.launchers import __main__ as launchers
+from tests.support import debian
+from tests.support.launcher_environments import (
+    ALLOCATION,
+    BATCH,
+    BY_HAND,
+    CRAY,
+    DAEMON,
+    HYDRA,
+    HYDRA_ON_TWO,
+    ONE_HOST,
+    OPEN_MPI,
+    RSH,
+    SRUN,
+    TORCHRUN,
+)
+from tests.support.message_assertions import assert_raises
+
+ROOT = Path(__file__).parents[2]
+
+
+def numbers(environ):
+    found = detect_launcher(environ)
+    return found.launcher, found.rank, found.size, found.local_rank, found.local_size
+
+
+# ---- who is believed ----
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, ("no launcher", 0, 1, 0, 1)),
+        ({"HOME": "/root", "OMP_NUM_THREADS": "1"}, ("no launcher", 0, 1, 0, 1)),
+        (TORCHRUN, ("torchrun", 5, 8, 1, 4)),
+        (BY_HAND, ("the environment", 5, 8, 1, None)),
+        (BY_HAND | {"PGMESH_SPAWNED": "1"}, ("launch.spawn", 5, 8, 1, None)),
+        (SRUN, ("Slurm", 3, 4, 0, 1)),
+        (ONE_HOST, ("Slurm", 3, 4, 3, 4)),
+        (OPEN_MPI, ("Open MPI", 3, 4, 3, 4)),
+        (HYDRA, ("MPICH", 3, 4, 3, 4)),
+        (HYDRA_ON_TWO, ("MPICH", 3, 4, 1, 2)),
+        (RSH, ("MVAPICH", 3, 4, 1, 2)),
+        (CRAY, ("PALS", 3, 4, 1, 2)),
+        ({"PMIX_RANK": "3", "PMI_SIZE": "4"}, ("PMIx", 3, 4, None, None)),
+        ({"PMI_RANK": "3", "PMI_SIZE": "4"}, ("MPICH", 3, 4, None, None)),
+    ],
+)
+def test_each_launcher_is_known_by_its_variables(environ, expected):
+    assert numbers(environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        (ALLOCATION | TORCHRUN, ("torchrun", 5, 8, 1, 4)),  # torchrun in the script of a job
+        (SRUN | TORCHRUN, ("torchrun", 5, 8, 1, 4)),  # and srun torchrun
+        (OPEN_MPI | TORCHRUN, ("torchrun", 5, 8, 1, 4)),
+        (BATCH | BY_HAND, ("the environment", 5, 8, 1, None)),
+        (DAEMON | OPEN_MPI, ("Open MPI", 3, 4, 3, 4)),
+        (DAEMON | HYDRA_ON_TWO | {"SLURM_NTASKS": "4"}, ("MPICH", 3, 4, 1, 2)),  # Hydra passes on what it was given
+        (BATCH | OPEN_MPI, ("Open MPI", 3, 4, 3, 4)),
+        (BATCH | HYDRA, ("MPICH", 3, 4, 3, 4)),
+        (SRUN | {"PMI_RANK": "3", "PMI_SIZE": "4"}, ("Slurm", 3, 4, 0, 1)),  # srun --mpi=pmi2
+        (SRUN | {"PMIX_RANK": "3"}, ("Slurm", 3, 4, 0, 1)),  # srun --mpi=pmix
+        (DAEMON | OPEN_MPI | {"PMI_RANK": "1", "PMI_SIZE": "2"}, ("Open MPI", 3, 4, 3, 4)),
+        (RSH | HYDRA_ON_TWO, ("MVAPICH", 3, 4, 1, 2)),
+        (CRAY | {"PMIX_RANK": "3", "PALS_RANKID": "3"}, ("PALS", 3, 4, 1, 2)),
+        (SRUN | BY_HAND | {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}, ("Slurm", 3, 4, 0, 1)),
+        (OPEN_MPI | {"RANK": "3", "WORLD_SIZE": "4"}, ("Open MPI", 3, 4, 3, 4)),
+    ],
+)
+def test_the_innermost_launcher_is_believed(environ, expected):
+    assert numbers(environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "line"),
+    [
+        ({}, "rank 0 of 1, local rank 0 of 1: no launcher, because none of their variables is set"),
+        (
+            {"SLURM_JOB_ID": "3", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
+            "rank 0 of 1, local rank 0 of 1: no launcher, because this is the script of a Slurm job of one task",
+        ),
+        (TORCHRUN, "rank 5 of 8, local rank 1 of 4: torchrun, because TORCHELASTIC_RUN_ID is set"),
+        (
+            SRUN | TORCHRUN,
+            "rank 5 of 8, local rank 1 of 4: torchrun, because TORCHELASTIC_RUN_ID is set, in a step of Slurm",
+        ),
+        (BY_HAND, "rank 5 of 8, local rank 1: the environment, because RANK is set"),
+        (SRUN, "rank 3 of 4, local rank 0 of 1: Slurm, because SLURM_STEP_ID is set"),
+        (
+            DAEMON | OPEN_MPI,
+            "rank 3 of 4, local rank 3 of 4: Open MPI, because OMPI_COMM_WORLD_RANK is set, in a step of Slurm",
+        ),
+        (HYDRA, "rank 3 of 4, local rank 3 of 4: MPICH, because PMI_RANK is set"),
+    ],
+)
+def test_a_line_says_who_was_believed_and_why(environ, line):
+    assert detect_launcher(environ).line == line
+
+
+def test_what_was_read_is_told_with_its_values():
+    assert dict(detect_launcher(HYDRA | {"HOME": "/", "MASTER_PORT": "29501"}).read) == HYDRA | {"MASTER_PORT": "29501"}
+    read = dict(detect_launcher(SRUN).read)
+    assert read.items() <= SRUN.items()
+    assert read.keys() >= {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_STEP_NODELIST", "SLURM_GTIDS"}
+
+
+@pytest.mark.parametrize("launcher", [each for each in LAUNCHERS if each is not Plain])
+def test_a_launcher_that_did_not_start_the_process_says_nothing(launcher):
+    assert launcher.detect({}) is None
+    strangers = {Torchrun: OPEN_MPI, OpenMPI: HYDRA, MVAPICH: OPEN_MPI, PALS: HYDRA, MPICH: SRUN, PMIx: OPEN_MPI}
+    assert launcher.detect(strangers.get(launcher, BATCH)) is None
+
+
+# ---- where rank 0 is ----
+
+
+@pytest.mark.parametrize(
+    ("environ", "address"),
+    [
+        (SRUN, "n1"),
+        (SRUN | {"SLURM_STEP_NODELIST": "b[07-08]"}, "b07"),  # the step's, and not the job's
+        (ONE_HOST, "127.0.0.1"),
+        (SRUN | {"MASTER_ADDR": "10.0.0.1"}, "10.0.0.1"),
+        (SRUN | {"SLURM_DISTRIBUTION": "arbitrary"}, None),
+        (OPEN_MPI, "127.0.0.1"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, None),
+        (HYDRA, "127.0.0.1"),
+        (HYDRA_ON_TWO, None),
+        (HYDRA_ON_TWO | {"MASTER_ADDR": "h1"}, "h1"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, None),
+        (TORCHRUN, "n1"),
+        ({}, None),
+    ],
+)
+def test_the_address_of_rank_0(environ, address):
+    assert detect_launcher(environ).address == address
+
+
+def test_rank_0_that_is_not_on_the_first_host_does_not_take_itself_for_there():
+    environ = SRUN | {"SLURM_PROCID": "0", "SLURM_GTIDS": "0"}
+    assert detect_launcher(environ).address is None
+    environ |= {"SLURM_NODEID": "0", "SLURM_GTIDS": "0,1,2"}
+    assert detect_launcher(environ).address == "n1"
+
+
+def test_ports_of_jobs_and_steps_that_may_run_at_once_differ():
+    ports = {
+        detect_launcher(SRUN | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step), "SLURM_STEPID": str(step)}).port
+        for job in range(7_000_000, 7_000_090)
+        for step in range(100)
+    }
+    assert len(ports) == 9000
+    assert ports <= set(PORTS)
+
+
+def test_a_port_of_open_mpi_is_that_of_its_job():
+    port = detect_launcher(OPEN_MPI).port
+    assert port in PORTS
+    assert detect_launcher(OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1"}).port == port
+    assert detect_launcher(OPEN_MPI | {"PMIX_NAMESPACE": "1776680962"}).port != port
+
+
+def test_a_port_of_pals_and_of_pmix_is_that_of_its_job():
+    for environ, job in ((CRAY, "PALS_APID"), ({"PMIX_RANK": "3", "PMI_SIZE": "4"}, "PMIX_NAMESPACE")):
+        port = detect_launcher(environ | {job: "8af-01"}).port
+        assert port in PORTS
+        assert detect_launcher(environ | {job: "8af-02"}).port not in (port, None)
+
+
+def test_a_port_that_nothing_tells_is_none():
+    assert detect_launcher(HYDRA).port is None
+    assert detect_launcher(HYDRA | {"MASTER_PORT": "29501"}).port == 29501
+
+
+# ---- PBS's file of hosts ----
+
+
+@pytest.mark.parametrize(
+    ("written", "hosts"),
+    [
+        ("x3006c0s13b1n0\nx3006c0s19b0n0\n", ("x3006c0s13b1n0", "x3006c0s19b0n0")),
+        ("b\nb\nb\nb\na\na\n", ("b", "a")),  # a line for each place, in PBS's order
+        ("a\nb\na\nb\n", ("a", "b")),
+        ("n1.cluster.org", ("n1.cluster.org",)),
+        ("a\r\n\r\n  b  \n", ("a", "b")),
+    ],
+)
+@pytest.mark.parametrize("launcher", [CRAY, {"PMIX_RANK": "3", "PMI_SIZE": "8"}], ids=["PALS", "PMIx"])
+def test_hosts_of_a_pbs_job(tmp_path, launcher, written, hosts):
+    file = tmp_path / "nodefile"
+    file.write_bytes(written.encode())
+    assert hosts_in(str(file)) == hosts
+    found = detect_launcher(
+        launcher
+        | {"PBS_NODEFILE": str(file), "PMI_LOCAL_SIZE": "4", "PMI_SIZE": "8"}
+        | ({"PMI_LOCAL_SIZE": "8"} if len(hosts) == 1 else {})
+    )
+    assert (found.hosts, found.address) == (hosts, "127.0.0.1" if len(hosts) == 1 else hosts[0])
+    assert ("PBS_NODEFILE", str(file)) in found.read
+    assert (
+        detect_launcher(
+            launcher | {"PBS_NODEFILE": str(file), "MASTER_ADDR": "m", "PMI_LOCAL_SIZE": "8", "PMI_SIZE": "8"}
+        ).address
+        == "m"
+    )
+
+
+def test_other_launchers_and_hosts_without_the_file_read_none(tmp_path):
+    file = tmp_path / "nodefile"
+    file.write_text("a\nb\n")
+    for environ in (OPEN_MPI, HYDRA_ON_TWO, RSH, SRUN, TORCHRUN):
+        assert detect_launcher(environ | {"PBS_NODEFILE": str(file)}) == detect_launcher(environ)
+    assert_raises(
+        LaunchError,
+        lambda: detect_launcher(CRAY | {"PBS_NODEFILE": "/var/spool/pbs/aux/7.gone"}).end_point(),
+        """
+        PALS does not tell by which host the others find rank 0; it is not 127.0.0.1, since only 2 of 4 ranks are on \
+this host.
+
+          PMI_RANK          = 3
+          PMI_SIZE          = 4
+          PALS_LOCAL_RANKID = 1
+          PMI_LOCAL_SIZE    = 2
+          PBS_NODEFILE      = /var/spool/pbs/aux/7.gone
+          PALS_APID         = 8af-01
+
+          launch.join(host='n1')   # the same on every rank
+          export MASTER_ADDR=n1    # or in the environment of every rank
+        """,
+    )
+
+
+def test_a_pbs_job_of_one_host_that_has_not_all_ranks(tmp_path):
+    file = tmp_path / "nodefile"
+    file.write_text("a\na\n")
+    assert_raises(
+        LaunchError,
+        lambda: detect_launcher(CRAY | {"PBS_NODEFILE": str(file)}),
+        f"""
+        PBS_NODEFILE names one host, a, but only 2 of 4 ranks are on this one.
+
+          PMI_RANK          = 3
+          PMI_SIZE          = 4
+          PALS_LOCAL_RANKID = 1
+          PMI_LOCAL_SIZE    = 2
+          PBS_NODEFILE      = {file}
+
+          unset PBS_NODEFILE   # and give launch.join(host=...) where rank 0 is
+        """,
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "wrong"),
+    [
+        (b"", "is no list of hosts, one in a line."),
+        (b"a\nb slots=2\n", "is no list of hosts, one in a line, as its line 2 shows: 'b slots=2'."),
+        (b"\xff\xfe\n", "is no list of hosts, one in a line, as its line 1 shows: '\ufffd\ufffd'."),
+        (None, "cannot be read: Is a directory."),
+    ],
+)
+def test_a_file_that_pbs_did_not_write(tmp_path, written, wrong):
+    file = tmp_path / "nodefile"
+    file.mkdir() if written is None else file.write_bytes(written)
+    assert_raises(LaunchError, lambda: hosts_in(str(file)), f"PBS_NODEFILE is {str(file)!r}, which {wrong}")
+
+
+# ---- what contradicts, word for word ----
+
+
+@pytest.mark.parametrize(
+    ("environ", "many", "read"),
+    [
+        (BATCH, "4 tasks", "JOB_ID NTASKS NPROCS NNODES PROCID STEP_ID"),
+        (
+            {"SLURM_JOB_ID": "9", "SLURM_NNODES": "2", "SLURM_PROCID": "0", "SLURM_TASKS_PER_NODE": "1(x2)"},
+            "2 hosts",
+            "JOB_ID NNODES PROCID STEP_ID",
+        ),
+        ({"SLURM_PROCID": "3"}, "4 tasks", "PROCID STEP_ID"),  # a container that was given some, and others not
+        (
+            BATCH | {"SLURM_STEP_ID": "4294967291", "SLURM_STEPID": "4294967291", "SLURM_NNODES": "1"},
+            "4 tasks",
+            "JOB_ID NTASKS NPROCS NNODES PROCID STEP_ID",
+        ),
+    ],
+)
+def test_the_script_of_a_job_is_no_rank(environ, many, read):
+    names = [f"SLURM_{name}" for name in read.split()]
+    lines = "\n".join(f"  {name:<13} = {environ.get(name, '(not set)')}" for name in names)
+    assert_raises(
+        LaunchError,
+        lambda: detect_launcher(environ),
+        f"this Slurm job has {many}, and this process is its script or shell, and no task that srun started:\n\n{lines}"
+        "\n\n  srun python script.py              # one rank for each task"
+        "\n  srun --ntasks 1 python script.py   # a world of 1",
+    )
+
+
+@pytest.mark.parametrize(
+    ("environ", "text"),
+    [
+        (
+            SRUN | {"RANK": "0", "MASTER_ADDR": "n1"},  # the script said export RANK=$SLURM_PROCID
+            """
+            Slurm says RANK should be 3, but it is 0:
+
+              RANK                      = 0
+              SLURM_PROCID              = 3
+              SLURM_STEP_NUM_TASKS      = 4
+              SLURM_NTASKS              = 4
+              SLURM_NPROCS              = 4
+              SLURM_LOCALID             = 0
+              SLURM_STEP_NODELIST       = n[1-2]
+              SLURM_STEP_TASKS_PER_NODE = 3,1
+              SLURM_NODEID              = 1
+              SLURM_STEP_NUM_NODES      = 2
+              SLURM_GTIDS               = 3
+              SLURM_JOB_ID              = 3
+              SLURM_STEP_ID             = 0
+              SLURM_STEPID              = 0
+
+              unset RANK            # Slurm alone
+              launch.from_torch()   # or what was set by hand alone
+            """,
+        ),
+        (
+            HYDRA | {"WORLD_SIZE": "8", "RANK": "3"},
+            """
+            MPICH says WORLD_SIZE should be 4, but it is 8:
+
+              RANK            = 3
+              WORLD_SIZE      = 8
+              PMI_RANK        = 3
+              PMI_SIZE        = 4
+              MPI_LOCALRANKID = 3
+              MPI_LOCALNRANKS = 4
+
+              unset RANK WORLD_SIZE   # MPICH alone
+              launch.from_torch()     # or what was set by hand alone
+            """,
+        ),
+        (
+            SRUN | {"SLURM_NTASKS": "8"},
+            """
+            SLURM_STEP_NUM_TASKS is 4 and SLURM_NTASKS is 8 and SLURM_NPROCS is 4: they should be the same.
+
+              SLURM_PROCID         = 3
+              SLURM_STEP_NUM_TASKS = 4
+              SLURM_NTASKS         = 8
+              SLURM_NPROCS         = 4
+            """,
+        ),
+        (
+            # A script that a step submitted: Slurm leaves the step's variables there.
+            BATCH
+            | {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_TASKS_PER_NODE": "4"}
+            | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "1"},
+            """
+            SLURM_GTIDS names 1 task on this host, but the step has 4.
+
+              SLURM_PROCID              = 0
+              SLURM_STEP_NUM_TASKS      = 4
+              SLURM_NTASKS              = 4
+              SLURM_NPROCS              = 4
+              SLURM_LOCALID             = 0
+              SLURM_STEP_NODELIST       = n1
+              SLURM_STEP_TASKS_PER_NODE = 4
+              SLURM_NODEID              = 0
+              SLURM_STEP_NUM_NODES      = 1
+              SLURM_GTIDS               = 0
+
+              srun python script.py   # in a step of its own, srun sets them all anew
+            """,
+        ),
+        (
+            {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "PMI_RANK": "0", "PMI_SIZE": "2"},
+            """
+            srun says rank 1 of 2, but PMI_RANK is 0.
+
+              SLURM_PROCID = 1
+              SLURM_NTASKS = 2
+              PMI_RANK     = 0
+
+              srun python script.py   # in a step of its own, srun sets them all anew
+            """,
+        ),
+        (
+            {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "a[1-"},
+            """
+            SLURM_STEP_NODELIST is 'a[1-', which is no list of hosts of Slurm's from '[1-' on. \
+Lists are written a[1-2],b[3-4] or rack[1-2]n[01-12].
+            """,
+        ),
+        (
+            {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "1(2)"},
+            """
+            SLURM_TASKS_PER_NODE is '1(2)', which is no list of tasks: '1(2)' is neither a number nor one with how \
+often, as in 8(x2),4, which is 8, 8 and 4.
+            """,
+        ),
+        (
+            OPEN_MPI | {"PMIX_RANK": "2"},
+            """
+            OMPI_COMM_WORLD_RANK is 3 and PMIX_RANK is 2: they should be the same.
+
+              OMPI_COMM_WORLD_RANK = 3
+              PMIX_RANK            = 2
+            """,
+        ),
+        (
+            OPEN_MPI | HYDRA | {"PMI_RANK": "1"},
+            """
+            Open MPI says rank 3 of 4, and MPICH rank 1 of 4; their ranks are 3 and 1:
+
+              OMPI_COMM_WORLD_RANK       = 3
+              PMIX_RANK                  = 3
+              OMPI_COMM_WORLD_SIZE       = 4
+              OMPI_COMM_WORLD_LOCAL_RANK = 3
+              OMPI_COMM_WORLD_LOCAL_SIZE = 4
+              PMIX_NAMESPACE             = 1776680961
+              PMI_RANK                   = 1
+              PMI_SIZE                   = 4
+              MPI_LOCALRANKID            = 3
+              MPI_LOCALNRANKS            = 4
+
+              unset PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS   # Open MPI alone
+            """,
+        ),
+        (
+            ONE_HOST
+            | OPEN_MPI
+            | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
+            | {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "PMIX_RANK": "0"},
+            """
+            Open MPI says rank 0 of 1, but in a step of Slurm this is task 3 of 4, and no daemon of Open MPI: \
+those are one on each host.
+
+              SLURM_PROCID               = 3
+              SLURM_STEP_NUM_TASKS       = 4
+              SLURM_LOCALID              = 3
+              SLURM_STEP_TASKS_PER_NODE  = 4
+              OMPI_COMM_WORLD_RANK       = 0
+              PMIX_RANK                  = 0
+              OMPI_COMM_WORLD_SIZE       = 1
+              OMPI_COMM_WORLD_LOCAL_RANK = 0
+              OMPI_COMM_WORLD_LOCAL_SIZE = 1
+              PMIX_NAMESPACE             = 1776680961
+
+              launch.from_slurm()                # Slurm alone, if Open MPI's variables are of an earlier job
+              unset SLURM_STEP_ID SLURM_STEPID   # Open MPI alone
+            """,
+        ),
+        (
+            {"OMPI_COMM_WORLD_RANK": "3"},
+            """
+            OMPI_COMM_WORLD_SIZE is not set.
+
+              OMPI_COMM_WORLD_RANK = 3
+              OMPI_COMM_WORLD_SIZE = (not set)
+            """,
+        ),
+        (
+            {"PMIX_RANK": "3"},
+            """
+            PMI_SIZE is not set.
+
+              PMIX_RANK = 3
+              PMI_SIZE  = (not set)
+            """,
+        ),
+        (
+            {"PALS_APID": "8af-01", "PMI_SIZE": "4"},
+            """
+            PMI_RANK, PMIX_RANK and PALS_RANKID are not set.
+
+              PMI_RANK    = (not set)
+              PMIX_RANK   = (not set)
+              PALS_RANKID = (not set)
+            """,
+        ),
+        (
+            {"PMI_RANK": "4", "PMI_SIZE": "4"},
+            """
+            PMI_RANK is 4, but PMI_SIZE is 4, and ranks count from 0.
+
+              PMI_RANK = 4
+              PMI_SIZE = 4
+            """,
+        ),
+        (
+            {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "5"},
+            """
+            MPI_LOCALNRANKS is 5, but PMI_SIZE is 4: no host has more ranks than there are.
+
+              PMI_RANK        = 1
+              PMI_SIZE        = 4
+              MPI_LOCALNRANKS = 5
+            """,
+        ),
+        (
+            {"PMI_RANK": "1", "PMI_SIZE": "four"},
+            """
+            PMI_SIZE is 'four', which is no whole number of 1 or more.
+
+              PMI_RANK = 1
+              PMI_SIZE = four
+            """,
+        ),
+        (
+            {"MASTER_ADDR": "n1"},
+            """
+            the environment names no rank of a world:
+
+              RANK        = (not set)
+              WORLD_SIZE  = (not set)
+              LOCAL_RANK  = (not set)
+              MASTER_ADDR = n1
+              MASTER_PORT = (not set)
+
+              torchrun --nproc-per-node 8 script.py   # sets them all: a world of 8
+              unset MASTER_ADDR                       # or none: a world of 1
+            """,
+        ),
+        (
+            HYDRA | {"MASTER_ADDR": ""},
+            """
+            MASTER_ADDR is empty.
+
+              MASTER_ADDR = (empty)
+
+              export MASTER_ADDR=n1   # the host of rank 0
+            """,
+        ),
+    ],
+)
+def test_variables_that_contradict_each_other(environ, text):
+    assert_raises(LaunchError, lambda: detect_launcher(environ), text)
+
+
+SMALL_STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}
+
+
+@pytest.mark.parametrize(
+    ("more", "first_line"),
+    [
+        ({"SLURM_PROCID": "2"}, "SLURM_PROCID is 2, but the number of tasks is 2, and ranks count from 0."),
+        (
+            {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_NUM_NODES": "3"},
+            "SLURM_STEP_NODELIST has 2 hosts, but SLURM_STEP_NUM_NODES is 3.",
+        ),
+        (
+            {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2"},
+            "SLURM_STEP_NODELIST has 2 hosts, but SLURM_TASKS_PER_NODE has 1.",
+        ),
+        ({"SLURM_TASKS_PER_NODE": "1,2"}, "SLURM_TASKS_PER_NODE makes 3 tasks, but there are 2."),
+        (
+            {"SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_NODEID": "2"},
+            "SLURM_NODEID is 2, but the number of hosts is 2, and ranks count from 0.",
+        ),
+        (
+            {"SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_NODEID": "1", "SLURM_LOCALID": "1"},
+            "SLURM_LOCALID is 1, but the number of tasks on this host is 1, and ranks count from 0.",
+        ),
+        ({"SLURM_GTIDS": "0,x"}, "SLURM_GTIDS is '0,x', which is no list of tasks."),
+        ({"SLURM_GTIDS": "0,1", "SLURM_LOCALID": "0"}, "by SLURM_GTIDS, local rank 0 is not rank 1 (SLURM_PROCID)."),
+        ({"SLURM_NTASKS": "0"}, "SLURM_NTASKS is '0', which is no whole number of 1 or more."),
+        ({"PMI_SIZE": "3"}, "srun says rank 1 of 2, but PMI_SIZE is 3."),
+    ],
+)
+def test_a_step_of_slurm_that_does_not_add_up(more, first_line):
+    environ = SMALL_STEP | more
+    with pytest.raises(LaunchError) as caught:
+        detect_launcher(environ)
+    assert str(caught.value).splitlines()[0] == first_line
+    for name in more:
+        assert f"  {name} " in str(caught.value)
+        assert f"= {environ[name]}\n" in f"{caught.value}\n"
+
+
+# ---- Slurm's lists ----
+
+DIGITS = st.integers(0, 120)
+
+
+@st.composite
+def brackets(draw):
+    parts = []
+    for _ in range(draw(st.integers(1, 3))):
+        low, width = draw(DIGITS), draw(st.integers(1, 4))
+        high = draw(st.none() | st.integers(low, low + 5))
+        parts.append(f"{low:0{width}d}" if high is None else f"{low:0{width}d}-{high:0{width}d}")
+    return f"[{','.join(parts)}]"
+
+
+WORDS = st.text("abz019.-_", min_size=1, max_size=4)
+NAMES = st.lists(WORDS | brackets(), min_size=1, max_size=4).map("".join)
+NODE_LISTS = st.lists(NAMES, min_size=1, max_size=4).map(",".join)
+
+
+@given(NODE_LISTS)
+def test_node_lists_are_those_of_python_hostlist(text):
+    assert list(hosts_of(text)) == hostlist.expand_hostlist(text, allow_duplicates=True)
+
+
+@given(
+    st.lists(
+        st.builds("{}{:0{}d}".format, st.sampled_from(["n", "gpu-"]), st.integers(0, 300), st.integers(1, 4)),
+        min_size=1,
+        unique=True,
+    )
+)
+def test_what_python_hostlist_collects_is_read_back(hosts):
+    assert sorted(hosts_of(hostlist.collect_hostlist(hosts))) == sorted(hosts)
+
+
+@given(st.text("an1[]-,x 0", max_size=12))
+def test_any_text_is_read_or_refused(text):
+    """And is never read otherwise than by the oracle."""
+    try:
+        hosts = hosts_of(text, "SLURM_STEP_NODELIST")
+    except LaunchError as error:
+        assert str(error).startswith(f"SLURM_STEP_NODELIST is {text!r}, ")  # noqa: PT017
+    else:
+        assert list(hosts) == hostlist.expand_hostlist(text, allow_duplicates=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("vm", "vm"),
+        ("n1,n2", "n1 n2"),
+        ("a[1-2],b[3-4]", "a1 a2 b3 b4"),
+        ("gpu[1-2]-ib", "gpu1-ib gpu2-ib"),
+        ("rack[1-2]n[09-11]", "rack1n09 rack1n10 rack1n11 rack2n09 rack2n10 rack2n11"),
+        ("n[1,3,08-10]", "n1 n3 n08 n09 n10"),
+        ("n[66,7]", "n66 n7"),
+    ],
+)
+def test_node_lists_keep_their_order(text, hosts):
+    assert hosts_of(text) == tuple(hosts.split())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        ",",
+        "a,",
+        ",a",
+        "a,,b",
+        "a[",
+        "a]",
+        "a[]",
+        "a[1-]",
+        "a[-1]",
+        "a[1-2",
+        "a[x]",
+        "a[[1]]",
+        "a b",
+        "a[1,,2]",
+        "a[1-2-3]",
+    ],
+)
+def test_what_is_no_node_list_is_refused(text):
+    with pytest.raises(LaunchError, match=r"which is no list of hosts of Slurm's from '.*' on\."):
+        hosts_of(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("a[3-1]", "the list is 'a[3-1]', where the range 3-1 runs backwards."),
+        ("a[1-99999999999]", "the list is 'a[1-99999999999]', which names more than 1,048,576 hosts."),
+        ("a[1-2000]b[1-2000]", "the list is 'a[1-2000]b[1-2000]', which names more than 1,048,576 hosts."),
+    ],
+)
+def test_lists_that_no_cluster_has(text, error):
+    with pytest.raises(LaunchError) as caught:
+        hosts_of(text)
+    assert str(caught.value) == error
+
+
+@given(st.lists(st.tuples(st.integers(0, 99), st.integers(1, 9)), min_size=1))
+def test_counts_of_tasks_are_read_back(runs):
+    text = ",".join(f"{n}" if times == 1 else f"{n}(x{times})" for n, times in runs)
+    assert tasks_of(text) == tuple(n for n, times in runs for _ in range(times))
+
+
+@pytest.mark.parametrize("text", ["", "x", "8,", "8(2)", "8(x)", "8(x0)", "(x2)", "-1", "1(x2)3", "8 ", "1(x99999999)"])
+def test_what_is_no_count_of_tasks_is_refused(text):
+    with pytest.raises(LaunchError, match=r"^SLURM_TASKS_PER_NODE is '.*', which is no list of tasks: "):
+        tasks_of(text, "SLURM_TASKS_PER_NODE")
+
+
+def test_it_works_where_there_is_no_torch():
+    code = "import sys; sys.modules['torch'] = None; from pgmesh.launch.detect import believe; print(believe({}).line)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "rank 0 of 1, local rank 0 of 1: no launcher, because none of their variables is set\n"
+
+
+def test_the_page_names_every_variable():
+    page = (ROOT / "docs" / "launchers.md").read_text()
+    names = {name for each in LAUNCHERS if issubclass(each, MPI) for name in (*each.marks, *each.rank, *each.size)}
+    names |= {name for each in LAUNCHERS if issubclass(each, MPI) for name in (*each.local_rank, *each.local_size)}
+    names |= {name for environ in (detect_launcher(SRUN).read, detect_launcher(TORCHRUN).read) for name, _ in environ}
+    names |= {name for each in LAUNCHERS if issubclass(each, MPI) for name in each.job}
+    names -= {
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "SLURM_NODEID",
+        "SLURM_STEP_NUM_NODES",
+        "SLURM_STEPID",
+    }  # to check alone
+    assert sorted(name for name in names if name not in page) == []
+
+
+# ---- make test-launchers ----
+
+
+def run_where(monkeypatch, *programs: str) -> list[str]:
+    """The launchers that make test-launchers runs where it can install nothing, and these programs are there."""
+    monkeypatch.setattr(debian, "install", mock.Mock(side_effect=debian.Skip("apt-get update failed")))
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in programs else None)
+    ran: list[str] = []
+    for name in ("torchrun", "open_mpi", "mpich", "slurm"):
+        monkeypatch.setattr(launchers, f"under_{name}", lambda *_, name=name: ran.append(name), raising=False)
+    return ran
+
+
+def test_test_launchers_fails_where_no_launcher_is_there(monkeypatch, capsys):
+    ran = run_where(monkeypatch)
+    assert (launchers.main(), ran) == (1, [])
+    assert capsys.readouterr().out == (
+        "FAILED: nothing was run, since no launcher is here. Slurm: apt-get update failed; "
+        "Open MPI: apt-get update failed; MPICH: apt-get update failed\n"
+    )
+
+
+def test_test_launchers_names_those_that_are_not_there(monkeypatch, capsys):
+    ran = run_where(monkeypatch, "mpiexec.hydra", "srun")
+    assert (launchers.main(), ran) == (0, ["torchrun", "mpich"])
+    assert capsys.readouterr().out == (
+        "all passed that could be run\nnot run: Slurm: apt-get update failed; Open MPI: apt-get update failed\n"
+    )
+    monkeypatch.setattr(launchers, "failures", ["torchrun"])
+    assert launchers.main() == 1

@@ -1,0 +1,391 @@
+"""Joining by each launcher's variables, real or pretended. The real launchers are run by make test-launchers."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import socket
+import subprocess
+import zlib
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pgmesh.errors import LaunchError
+from pgmesh.launch import StoreProcess, from_openmpi, from_slurm, from_torch, join
+from pgmesh.launch.detect import PORTS, LauncherInfo, OpenMPI, Slurm, Torchrun, at, detect_launcher, detect_one
+from tests.launchers.install import PROGRAMS, SLURM, install
+from tests.support.launcher_environments import BY_HAND, HYDRA, HYDRA_ON_TWO, ONE_HOST, OPEN_MPI, SRUN, TORCHRUN
+from tests.support.message_assertions import assert_raises
+from tests.support.programs import clean_env, run_programs
+
+ON_TWO = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+
+
+# ---- where rank 0 is found ----
+
+
+@pytest.mark.parametrize(
+    ("environ", "text"),
+    [
+        (
+            HYDRA_ON_TWO,
+            """
+            MPICH does not tell by which host and port the others find rank 0; it is not 127.0.0.1, since only 2 of 4 \
+ranks are on this host.
+
+              PMI_RANK        = 3
+              PMI_SIZE        = 4
+              MPI_LOCALRANKID = 1
+              MPI_LOCALNRANKS = 2
+
+              launch.join(host='n1', port=29500)        # the same on every rank
+              export MASTER_ADDR=n1 MASTER_PORT=29500   # or in the environment of every rank
+            """,
+        ),
+        (
+            HYDRA,
+            """
+            MPICH does not tell by which port the others find rank 0.
+
+              PMI_RANK        = 3
+              PMI_SIZE        = 4
+              MPI_LOCALRANKID = 3
+              MPI_LOCALNRANKS = 4
+
+              launch.join(port=29500)    # the same on every rank
+              export MASTER_PORT=29500   # or in the environment of every rank
+            """,
+        ),
+        (
+            ON_TWO,
+            """
+            Open MPI does not tell by which host the others find rank 0; it is not 127.0.0.1, since only 2 of 4 ranks \
+are on this host.
+
+              OMPI_COMM_WORLD_RANK       = 3
+              PMIX_RANK                  = 3
+              OMPI_COMM_WORLD_SIZE       = 4
+              OMPI_COMM_WORLD_LOCAL_RANK = 1
+              OMPI_COMM_WORLD_LOCAL_SIZE = 2
+              PMIX_NAMESPACE             = 1776680961
+
+              launch.join(host='n1')   # the same on every rank
+              export MASTER_ADDR=n1    # or in the environment of every rank
+            """,
+        ),
+        (
+            {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "3"},
+            """
+            Slurm does not tell by which host the others find rank 0.
+
+              SLURM_PROCID  = 0
+              SLURM_NTASKS  = 2
+              SLURM_JOB_ID  = 3
+              SLURM_STEP_ID = 0
+
+              launch.join(host='n1')   # the same on every rank
+              export MASTER_ADDR=n1    # or in the environment of every rank
+            """,
+        ),
+    ],
+)
+def test_a_job_without_host_and_port_is_told_to_give_them(environ, text):
+    assert_raises(LaunchError, lambda: detect_launcher(environ).end_point(), text)
+
+
+def test_what_is_given_comes_before_what_is_found():
+    assert at(detect_launcher(SRUN)).end_point() == ("n1", PORTS[303])
+    assert at(detect_launcher(SRUN), "n2", 29501).end_point() == ("n2", 29501)
+    assert at(detect_launcher(SRUN | {"MASTER_ADDR": "n3", "MASTER_PORT": "29502"}), port=29501).end_point() == (
+        "n3",
+        29501,
+    )
+    assert at(detect_launcher(HYDRA_ON_TWO), "::1", 29501).end_point() == ("::1", 29501)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"host": ""}, "host is the name or the address of rank 0's host, such as host='n1', not ''."),
+        ({"host": "n 1"}, "host is the name or the address of rank 0's host, such as host='n1', not 'n 1'."),
+        ({"host": 7}, "host is the name or the address of rank 0's host, such as host='n1', not 7."),
+        ({"port": 0}, "port is a whole number from 1 to 65535, such as port=29500, not 0."),
+        ({"port": 65_536}, "port is a whole number from 1 to 65535, such as port=29500, not 65536."),
+        ({"port": "29500"}, "port is a whole number from 1 to 65535, such as port=29500, not '29500'."),
+        ({"port": True}, "port is a whole number from 1 to 65535, such as port=29500, not True."),
+    ],
+)
+def test_what_is_no_host_or_port(given, text):
+    assert_raises(LaunchError, lambda: at(detect_launcher(SRUN), **given), text)
+
+
+def test_ports_of_the_environment_are_ports():
+    assert_raises(
+        LaunchError,
+        lambda: detect_launcher(HYDRA | {"MASTER_PORT": "70000"}),
+        """
+        MASTER_PORT is '70000', which is no whole number from 1 to 65535.
+
+          MASTER_PORT = 70000
+        """,
+    )
+
+
+# ---- one launcher alone ----
+
+
+def test_one_that_is_named_is_believed_whatever_others_say():
+    assert detect_one(Torchrun, SRUN | BY_HAND).rank == 5
+    assert detect_one(Slurm, SRUN | BY_HAND).rank == 3
+    assert detect_one(Slurm, SRUN | BY_HAND | {"MASTER_ADDR": "m"}).end_point() == ("m", 29500)
+    assert detect_one(Slurm, SRUN | OPEN_MPI | TORCHRUN).rank == 3
+    assert detect_one(OpenMPI, SRUN | OPEN_MPI | TORCHRUN | {"RANK": "0"}).rank == 3
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            from_torch,
+            """
+            torchrun did not start this process: none of its variables is set.
+
+              RANK        = (not set)
+              WORLD_SIZE  = (not set)
+              LOCAL_RANK  = (not set)
+              MASTER_ADDR = (not set)
+              MASTER_PORT = (not set)
+
+              launch.join()   # by whichever launcher did
+            """,
+        ),
+        (
+            from_slurm,
+            """
+            Slurm did not start this process: none of its variables is set.
+
+              SLURM_STEP_ID = (not set)
+              SLURM_PROCID  = (not set)
+
+              launch.join()   # by whichever launcher did
+            """,
+        ),
+        (
+            from_openmpi,
+            """
+            Open MPI did not start this process: none of its variables is set.
+
+              OMPI_COMM_WORLD_RANK = (not set)
+              OMPI_COMM_WORLD_SIZE = (not set)
+
+              launch.join()   # by whichever launcher did
+            """,
+        ),
+    ],
+)
+def test_a_launcher_that_did_not_start_it(call, text):
+    assert_raises(LaunchError, call, text)
+
+
+# ---- devices ----
+
+
+def take(monkeypatch, seen, **place):
+    from pgmesh.launch import joining
+
+    taken = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    joining._take_device(
+        LauncherInfo(**{"launcher": "Slurm", "why": "", "rank": 5, "size": 8} | place), "cpu:gloo,cuda:nccl"
+    )
+    return taken
+
+
+def test_a_rank_takes_the_device_of_its_local_rank(monkeypatch):
+    assert take(monkeypatch, 4, local_rank=3) == [3]
+    assert take(monkeypatch, 4, local_rank=3, launcher="MPICH") == [3]
+
+
+def test_a_task_that_slurm_shows_one_device_takes_that(monkeypatch):
+    assert take(monkeypatch, 1, local_rank=3) == [0]
+    with pytest.raises(LaunchError, match="the local rank is 3, but this process sees 1 CUDA devices"):
+        take(monkeypatch, 1, local_rank=3, launcher="torchrun")
+
+
+def test_a_rank_that_does_not_know_its_place_on_the_host_takes_no_device(monkeypatch):
+    assert_raises(
+        LaunchError,
+        lambda: take(monkeypatch, 4, launcher="PMIx", read=(("PMIX_RANK", "5"), ("PMI_SIZE", "8"))),
+        """
+        PMIx does not say which rank of its host this is, nor which of 4 CUDA devices it has.
+
+          PMIX_RANK = 5
+          PMI_SIZE  = 8
+
+          join("gloo")            # ranks that need none
+          export LOCAL_RANK=...   # or the number of this one's
+        """,
+    )
+
+
+# ---- joining ----
+
+JOIN = """
+import logging, sys
+import torch, torch.distributed as dist
+from pgmesh import launch
+
+logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s")
+eval(sys.argv[1])
+eval(sys.argv[1])  # the second leaves the first's world
+mask = torch.tensor(2 ** dist.get_rank())
+dist.all_reduce(mask)
+sys.stdout.write(f"rank {dist.get_rank()} of {dist.get_world_size()} sums to {int(mask)}\\n")
+dist.destroy_process_group()
+"""
+
+
+def free_port(among=range(20_000, 30_000)) -> int:
+    for port in among:
+        with socket.socket() as ear:
+            ear.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                ear.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError(f"no port of {among} is free")
+
+
+def together(tmp_path, call, environs):
+    """What processes say that call at once, each in its environment, and the log of the first of them."""
+    said = run_programs(tmp_path, JOIN, call, environs=[clean_env(**environ) for environ in environs])
+    log = [line for line in said[0][1].splitlines() if line.startswith("pgmesh ")]
+    return "".join(out for out, _ in said), log
+
+
+def test_tasks_of_slurm_meet_where_the_job_says(tmp_path):
+    port = free_port(range(20_000 + os.getpid() % 9_000, 30_000))
+    step = ONE_HOST | {"SLURM_NTASKS": "2", "SLURM_NPROCS": "2", "SLURM_STEP_NUM_TASKS": "2"}
+    step |= {"SLURM_TASKS_PER_NODE": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_GTIDS": "0,1"}
+    step |= {"SLURM_JOB_ID": "0", "SLURM_STEP_ID": str(port - 20_000), "SLURM_STEPID": str(port - 20_000)}
+    environs = [step | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
+    said, log = together(tmp_path, "launch.join('gloo')", environs)
+    assert said == "rank 0 of 2 sums to 3\nrank 1 of 2 sums to 3\n"
+    assert log == [
+        "pgmesh INFO joins as rank 0 of 2, local rank 0 of 2: Slurm, because SLURM_STEP_ID is set; "
+        f"rank 0 is at 127.0.0.1:{port}"
+    ]
+
+
+def test_ranks_of_mpi_meet_at_the_host_and_port_that_are_given(tmp_path):
+    port = free_port(range(20_000 + (os.getpid() + 4_500) % 9_000, 30_000))
+    environs = [
+        HYDRA_ON_TWO | {"PMI_SIZE": "2", "PMI_RANK": str(rank), "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"}
+        for rank in range(2)
+    ]
+    said, log = together(tmp_path, f"launch.join('gloo', host='127.0.0.1', port={port})", environs)
+    assert said == "rank 0 of 2 sums to 3\nrank 1 of 2 sums to 3\n"
+    assert log == [
+        "pgmesh INFO joins as rank 0 of 2, local rank 0 of 1: MPICH, because PMI_RANK is set; "
+        f"rank 0 is at 127.0.0.1:{port}"
+    ]
+
+
+def test_ranks_of_pals_meet_on_the_first_host_of_pbs(tmp_path):
+    (tmp_path / "nodefile").write_text("127.0.0.1\n127.0.0.1\nelsewhere\nelsewhere\n")
+    port = free_port(range(20_000 + (os.getpid() + 2_500) % 9_000, 30_000))
+    apid = next(str(i) for i in itertools.count() if PORTS[zlib.crc32(str(i).encode()) % len(PORTS)] == port)
+    job = {"PALS_APID": apid, "PBS_NODEFILE": str(tmp_path / "nodefile"), "PMI_SIZE": "2", "PMI_LOCAL_SIZE": "1"}
+    environs = [job | {"PMI_RANK": str(rank), "PALS_LOCAL_RANKID": "0"} for rank in range(2)]
+    said, log = together(tmp_path, "launch.join('gloo')", environs)
+    assert said == "rank 0 of 2 sums to 3\nrank 1 of 2 sums to 3\n"
+    assert log == [
+        "pgmesh INFO joins as rank 0 of 2, local rank 0 of 1: PALS, because PALS_LOCAL_RANKID is set; "
+        f"rank 0 is at 127.0.0.1:{port}"
+    ]
+
+
+def test_tasks_of_slurm_meet_in_a_store_that_none_of_them_hosts(tmp_path):
+    step = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}
+    with StoreProcess() as store:
+        environs = [step | store.env | {"SLURM_PROCID": str(rank)} for rank in range(2)]
+        said, log = together(tmp_path, "launch.from_slurm(backend='gloo')", environs)
+    assert said == "rank 0 of 2 sums to 3\nrank 1 of 2 sums to 3\n"
+    assert log[0].endswith(f"; rank 0 is at 127.0.0.1:{store.port}")
+
+
+@pytest.mark.parametrize(
+    ("call", "environ", "line"),
+    [
+        (
+            "launch.join('gloo')",
+            {},
+            "rank 0 of 1, local rank 0 of 1: no launcher, because none of their variables is set",
+        ),
+        (
+            "launch.from_slurm(backend='gloo')",
+            {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "RANK": "7"},
+            "rank 0 of 1: Slurm, because SLURM_STEP_ID is set",
+        ),
+    ],
+)
+def test_a_world_of_one_needs_no_host_and_no_port(tmp_path, call, environ, line):
+    said, log = together(tmp_path, call, [environ])
+    assert said == "rank 0 of 1 sums to 1\n"
+    assert log == [f"pgmesh INFO joins as {line}"]
+
+
+def test_a_world_that_is_there_stays(monkeypatch):
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setenv("RANK", "nonsense")
+    for call in (join, from_torch, from_slurm, from_openmpi):
+        call()
+
+
+# ---- when make test-launchers skips, and when it fails ----
+
+
+def with_apt(tmp_path, monkeypatch, script):
+    """As root on a machine that has nothing but this apt-get."""
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if script is not None:
+        (tmp_path / "apt-get").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "apt-get").chmod(0o755)
+
+
+NAMES = "mpich, munge, openmpi-bin, slurm-wlm"
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        (None, f"{NAMES} would come from apt, which is not here"),
+        (
+            "echo no route >&2; exit 100",
+            f"apt-get update failed, so {NAMES} cannot be installed: no route",
+        ),
+    ],
+)
+def test_launchers_that_cannot_be_had_are_skipped_with_the_reason(tmp_path, monkeypatch, script, reason):
+    with_apt(tmp_path, monkeypatch, script)
+    assert install() == dict.fromkeys(PROGRAMS, reason)
+
+
+def test_without_root_nothing_is_tried(tmp_path, monkeypatch):
+    with_apt(tmp_path, monkeypatch, "exit 0")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert install() == dict.fromkeys(PROGRAMS, f"{NAMES} would have to be installed, which needs root")
+    monkeypatch.setattr(shutil, "which", lambda program: f"/usr/bin/{program}")
+    assert install() == {SLURM: "a Slurm of one's own needs root"}
+
+
+def test_an_install_that_fails_is_a_failure(tmp_path, monkeypatch):
+    with_apt(tmp_path, monkeypatch, '[ "$1" = update ]')
+    with pytest.raises(subprocess.CalledProcessError):
+        install()

@@ -1,0 +1,402 @@
+"""join() and spawn(), with real processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pgmesh.errors import LaunchError
+from pgmesh.launch import TORCHRUN, Outcome, StoreProcess, join, results, spawn
+from tests.support.message_assertions import assert_raises, in_python_3_10_wording
+from tests.support.programs import clean_env, is_running, run_programs, wait_until_gone, write_script
+
+ROOT = Path(__file__).parents[2]
+
+
+# ---- what the ranks run ----
+
+
+def rank_and_sum(start: int = 0, *, step: int = 1) -> tuple[int, int]:
+    total = torch.tensor(start + step * dist.get_rank())
+    dist.all_reduce(total)
+    return dist.get_rank(), int(total)
+
+
+def surroundings() -> tuple[str, str, str, int]:
+    env = os.environ
+    return env["LOCAL_RANK"], env["WORLD_SIZE"], env.get("PGMESH_TEST", ""), torch.get_num_threads()
+
+
+def write_pid(folder: Path) -> None:
+    partial = folder / f"{dist.get_rank()}.part"
+    partial.write_text(str(os.getpid()))
+    partial.rename(folder / f"{dist.get_rank()}.pid")
+    dist.barrier()
+
+
+def raise_on(rank: int, folder: Path) -> None:
+    write_pid(folder)
+    if dist.get_rank() == rank:
+        raise ZeroDivisionError("the answer is 42")
+    dist.barrier()
+
+
+def die_on(rank: int, how: str) -> None:
+    dist.barrier()
+    if dist.get_rank() == rank:
+        if how == "exit":
+            os._exit(7)
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def hang_on(rank: int, folder: Path) -> None:
+    write_pid(folder)
+    if dist.get_rank() == rank:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(600)
+
+
+def give_back_a_lambda() -> object:
+    return lambda: None
+
+
+class Stubborn(Exception):
+    """It pickles, but does not unpickle."""
+
+    def __init__(self, left: str, right: str) -> None:
+        super().__init__(f"{left} and {right}")
+
+
+def raise_stubborn() -> None:
+    raise Stubborn("this", "that")
+
+
+def exit_politely() -> None:
+    sys.exit("I am off")
+
+
+# ---- helpers ----
+
+
+def pids_in(folder: Path, n: int, seconds: float = 60.0) -> list[int]:
+    """The pids that n ranks have written, once they are all there."""
+    end = time.monotonic() + seconds
+    while len(written := list(folder.glob("*.pid"))) < n:
+        assert time.monotonic() < end, f"{len(written)} of {n} ranks started in {seconds} s"
+        time.sleep(0.01)
+    return [int(path.read_text()) for path in written]
+
+
+# ---- spawn ----
+
+
+def test_results_come_in_rank_order():
+    assert spawn(rank_and_sum, 4) == [(0, 6), (1, 6), (2, 6), (3, 6)]
+
+
+def test_arguments_reach_every_rank():
+    assert spawn(rank_and_sum, 2, 10, step=5) == [(0, 25), (1, 25)]
+
+
+def test_large_arguments_and_results_pass():
+    tensor = torch.arange(1_000_000)
+    assert all(torch.equal(back, tensor) for back in spawn(torch.clone, 2, tensor))
+
+
+def test_a_rank_sees_todays_environment_and_its_place(monkeypatch):
+    spawn(rank_and_sum, 1)  # a fork server, if there is one, has started before this is set
+    monkeypatch.setenv("PGMESH_TEST", "now")
+    monkeypatch.setenv("RANK", "17")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert spawn(surroundings, 2) == [("0", "2", "now", 1), ("1", "2", "now", 1)]
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert spawn(surroundings, 1) == [("0", "1", "now", 2)]
+
+
+def test_an_error_names_its_rank_with_the_traceback_and_ends_the_others(tmp_path):
+    start = time.monotonic()
+    with pytest.raises(LaunchError, match="rank 2 of 3 raised ZeroDivisionError: the answer is 42") as caught:
+        spawn(raise_on, 3, 2, tmp_path)
+    assert time.monotonic() - start < 20
+    assert 'raise ZeroDivisionError("the answer is 42")' in str(caught.value)
+    assert "in raise_on" in str(caught.value)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert not any(map(is_running, pids_in(tmp_path, 3)))
+
+
+def test_the_first_failure_is_told_first():
+    root = ZeroDivisionError("root")
+    outcomes = [
+        Outcome(0, error="raised RuntimeError: follower", moment=2.5),
+        Outcome(1, error="raised ZeroDivisionError: root", details="its traceback", exception=root, moment=2.0),
+        Outcome(2, error="was ended", late=True),
+        Outcome(3, result="fine"),
+    ]
+    with pytest.raises(LaunchError) as caught:
+        results(outcomes)
+    assert caught.value.__cause__ is root
+    assert str(caught.value).split("\n\n") == [
+        "rank 1 of 4 raised ZeroDivisionError: root",
+        "its traceback",
+        "rank 0, after that, raised RuntimeError: follower\nrank 2, after that, was ended",
+    ]
+
+
+@pytest.mark.parametrize(("how", "name"), [("exit", "exit code 7"), ("kill", "SIGKILL")])
+def test_a_silent_death_is_named_before_those_who_mourn_it(how, name):
+    with pytest.raises(LaunchError) as caught:
+        spawn(die_on, 3, 1, how)
+    assert str(caught.value).startswith(f"rank 1 of 3 died without a word ({name})")
+
+
+def test_the_deadline_ends_even_a_rank_that_ignores_sigterm(tmp_path):
+    with pytest.raises(LaunchError) as caught:
+        spawn(hang_on, 2, 1, tmp_path, timeout=timedelta(seconds=3))
+    assert str(caught.value).startswith("rank 1 of 2 was not done in 3 s")
+    assert "time.sleep(600)" in str(caught.value)
+    assert "rank 0" not in str(caught.value)
+    assert not any(map(is_running, pids_in(tmp_path, 2)))
+
+
+def test_ctrl_c_ends_every_rank(tmp_path):
+    text = f"""
+import os, signal, time
+import torch.distributed as dist
+from pgmesh.launch import spawn
+
+def hang():
+    with open(f"{tmp_path}/{{dist.get_rank()}}.part", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(file.name, file.name.replace("part", "pid"))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    spawn(hang, 2)
+"""
+    command = [sys.executable, write_script(tmp_path, text)]
+    parent = subprocess.Popen(command, env=clean_env(), stderr=subprocess.PIPE, text=True)
+    try:
+        pids = pids_in(tmp_path, 2)
+        parent.send_signal(signal.SIGINT)
+        _, stderr = parent.communicate(timeout=60)
+    finally:
+        parent.kill()
+    assert wait_until_gone(pids)
+    assert "KeyboardInterrupt" in stderr
+
+
+# ---- scripts that other processes cannot import, or whose functions they cannot find ----
+
+GUARD = """
+
+  if __name__ == "__main__":   # only where the script itself is run
+      launch.spawn(main, 4)    # so too launch.StoreProcess(), and whatever calls them"""
+ABOVE = '(...): ...   # at module level, above `if __name__ == "__main__":`'
+
+SCRIPTS: dict[str, tuple[str, str]] = {
+    "a spawn without a guard": (
+        "from pgmesh import launch\nlaunch.spawn(print, 1)\n",
+        "rank 0 imports the script that started it, and that starts processes as it is imported." + GUARD,
+    ),
+    "a store without a guard": (
+        "from pgmesh import launch\nwith launch.StoreProcess() as store:\n    print(store.env)\n",
+        "the store imports the script that started it, and that starts processes as it is imported." + GUARD,
+    ),
+    "a process of one's own, which finds no guard": (
+        "import multiprocessing\nfrom pgmesh import launch\n"
+        "if __name__ == '__main__':\n"
+        "    child = multiprocessing.get_context('spawn').Process(target=print, name='mine')\n"
+        "    child.start(), child.join()\nelse:\n    launch.spawn(print, 1)\n",
+        "mine imports the script that started it, and that starts processes as it is imported." + GUARD,
+    ),
+    "a function under the guard": (
+        "from pgmesh import launch\nif __name__ == '__main__':\n    def work(): ...\n    launch.spawn(work, 1)\n",
+        "rank 0 of 1 cannot find what it was sent: Can't get attribute 'work' on <module '__mp_main__'>\n\n"
+        f"  def work{ABOVE}",
+    ),
+    "a function of a function": (
+        "from pgmesh import launch\ndef main():\n    def work(): ...\n    launch.spawn(work, 4)\n"
+        "if __name__ == '__main__':\n    main()\n",
+        "main.<locals>.work cannot be sent to another process, which finds a function by its name in its module: Can't "
+        f"pickle local object 'main.<locals>.work'.\n\n  def work{ABOVE}",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What each script says on its standard error. They run at once, each as the main program."""
+    run = "import os, runpy; runpy.run_path(os.environ['SCRIPT'], run_name='__main__')"
+    paths = [write_script(tmp_path_factory.mktemp("script"), text) for text, _ in SCRIPTS.values()]
+    environs = [clean_env(SCRIPT=path) for path in paths]
+    said = run_programs(tmp_path_factory.mktemp("said"), run, environs=environs, statuses=(0, 1))
+    return {name: err for name, (_, err) in zip(SCRIPTS, said)}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_that_cannot_start_processes_is_told_so_in_one_error(name: str, said: dict[str, str]):
+    assert said[name].count("Traceback") == 1
+    text = re.sub(r" from '/\S*/script.py'", "", said[name].partition("pgmesh.LaunchError: ")[2])
+    assert in_python_3_10_wording(text) == SCRIPTS[name][1] + "\n"
+
+
+def test_what_does_not_pickle_is_named_with_the_way_out():
+    with pytest.raises(LaunchError) as caught:
+        spawn(lambda: 1, 2)
+    assert str(caught.value).startswith(
+        "test_what_does_not_pickle_is_named_with_the_way_out.<locals>.<lambda> cannot be "
+    )
+    assert str(caught.value).endswith(f"\n\n  def work{ABOVE}")
+    assert_raises(
+        LaunchError,
+        lambda: spawn(rank_and_sum, 2, 5, step=(number for number in [5])),
+        """
+        what rank_and_sum is given cannot be sent to another process: step, a generator: cannot pickle 'generator' \
+object.
+
+          launch.spawn(rank_and_sum, 4, ...)   # with what it is made of, and the ranks make it
+        """,
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        (
+            None,
+            """
+            rank_and_sum cannot be sent to another process: it was typed in, or given by python -c, and a process \
+finds a function by its name in a file.
+
+              def rank_and_sum(...): ...   # at module level, above `if __name__ == "__main__":`
+            """,
+        ),
+        (
+            "<stdin>",
+            """
+            this program was read from <stdin>, which other processes cannot import.
+
+              python script.py   # write it to a file
+            """,
+        ),
+    ],
+)
+def test_a_program_that_is_no_file(monkeypatch: pytest.MonkeyPatch, file: str | None, text: str):
+    program = ModuleType("__main__")
+    if file is not None:
+        program.__file__ = file
+    monkeypatch.setitem(sys.modules, "__main__", program)
+    monkeypatch.setattr(rank_and_sum, "__module__", "__main__")
+    monkeypatch.setattr(program, "rank_and_sum", rank_and_sum, raising=False)
+    assert_raises(LaunchError, lambda: spawn(rank_and_sum, 2), text)
+    if file is not None:
+        assert_raises(LaunchError, StoreProcess, text)
+
+
+def test_a_result_that_does_not_pickle_is_an_error_of_its_rank():
+    with pytest.raises(LaunchError) as caught:
+        spawn(give_back_a_lambda, 1)
+    assert in_python_3_10_wording(str(caught.value)) == (
+        "rank 0 of 1 gave back a function, which does not pickle: Can't pickle local object "
+        "'give_back_a_lambda.<locals>.<lambda>'\n\n"
+        "  return ...   # numbers, text, tensors on the CPU"
+    )
+
+
+def test_an_exception_that_does_not_unpickle_is_told_all_the_same():
+    with pytest.raises(LaunchError, match="rank 0 of 1 raised Stubborn: this and that"):
+        spawn(raise_stubborn, 1)
+
+
+def test_leaving_is_an_error():
+    with pytest.raises(LaunchError, match="rank 0 of 1 raised SystemExit: I am off"):
+        spawn(exit_politely, 1)
+
+
+@pytest.mark.parametrize("n", [0, -3])
+def test_a_world_has_ranks(n):
+    with pytest.raises(LaunchError, match=f"1 rank or more, not {n}"):
+        spawn(rank_and_sum, n)
+
+
+# ---- join ----
+
+JOIN = """
+import sys
+
+import torch.distributed as dist
+from pgmesh.launch import join
+
+join()
+join()  # the second leaves the first's world
+everyone = [None] * dist.get_world_size()
+dist.all_gather_object(everyone, dist.get_rank())
+sys.stdout.write(f"everyone {everyone}\\n")  # in one piece
+dist.destroy_process_group()
+"""
+
+
+def test_join_under_torchrun(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, write_script(tmp_path, JOIN)], env=clean_env(), capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("everyone [0, 1]") == 2
+
+
+def test_join_without_a_launcher_is_a_world_of_one(tmp_path):
+    ((out, _),) = run_programs(tmp_path, JOIN, environs=[clean_env()])
+    assert out == "everyone [0]\n"
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"RANK": "3"},
+        {"MASTER_ADDR": "localhost"},
+        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
+        dict.fromkeys(TORCHRUN, "2"),  # rank 2 of 2
+        dict.fromkeys(TORCHRUN, "x"),
+    ],
+)
+def test_join_says_what_it_read_where_that_is_no_world(monkeypatch, env):
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError) as caught:
+        join()
+    for name in TORCHRUN:
+        assert f"{name:<11} = {env.get(name, '(not set)')}" in str(caught.value)
+    assert "torchrun --nproc-per-node 8 script.py" in str(caught.value)
+    assert not dist.is_initialized()
+
+
+def test_join_says_where_nobody_answers(monkeypatch):
+    env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError, match=r"rank 1 of 2 could not join at 127\.0\.0\.1:1: "):
+        join("gloo", timeout=timedelta(seconds=1))
+
+
+def test_join_takes_the_device_of_its_local_rank(monkeypatch):
+    for name, value in zip(TORCHRUN, ("1", "2", "1", "127.0.0.1", "1"), strict=True):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(LaunchError, match="LOCAL_RANK is 1, but this process sees 1 CUDA devices"):
+        join("nccl")

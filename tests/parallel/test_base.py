@@ -1,0 +1,617 @@
+"""The interface of every parallel method, the checks of compose, and methods found by name."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pgmesh import (
+    AxisError,
+    MembershipError,
+    MethodError,
+    OptionsError,
+    ProcessGroupMesh,
+    ShapeError,
+)
+from pgmesh.layout import Axis, Layout
+from pgmesh.parallel import (
+    DataParallel,
+    ExpertParallel,
+    Level,
+    Method,
+    PipelineParallel,
+    ShardedDataParallel,
+    compose,
+    find,
+)
+from pgmesh.parallel.composing import meeting
+from tests.support.fake_world import fake_rank
+from tests.support.message_assertions import assert_raises
+from tests.support.worlds import check_sums, groups_of, world
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def mesh() -> Iterator[ProcessGroupMesh]:
+    with fake_rank(5, 8), ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor") as mesh:
+        yield mesh
+
+
+class Signs(Method):
+    """Notes on the module that it was here."""
+
+    def apply(self, module: nn.Module) -> nn.Module:
+        module.signed = [*getattr(module, "signed", []), str(self)]
+        return module
+
+
+class Tensor(Signs):
+    level = Level.TENSOR
+
+
+class Context(Signs):
+    level = Level.TOKEN
+
+
+class Data(Signs):
+    splits_batch = True
+
+
+class Pipeline(Signs):
+    """Signs before the others see the module, and after."""
+
+    level = Level.PIPELINE
+
+    def around(self, module: nn.Module, inner: Callable[[nn.Module], nn.Module]) -> nn.Module:
+        module.signed = ["cut"]
+        return self.apply(inner(module))
+
+
+# ---- a method ----
+
+
+def test_a_method_keeps_its_axes_in_the_order_of_the_mesh(mesh: ProcessGroupMesh):
+    method = Data(mesh, "tp", "dp")
+    assert (method.mesh, method.owns, method.reduces) == (mesh, ("dp", "tp"), ("dp", "tp"))
+    assert str(method) == "Data along dp, tp"
+    assert Data(mesh, "dp", over=["tp", "dp"]).reduces == ("dp", "tp")
+    assert Data(mesh, "dp", over="dp").reduces == ("dp",)
+
+
+def test_axes_may_be_numbers_and_the_mesh_a_view_or_a_slice(mesh: ProcessGroupMesh):
+    assert Data(mesh, -1).owns == ("tp",)
+    assert Data(mesh.view(4, 2), 1, 0).owns == (0, 1)
+    assert Data(mesh.at(pp=1), "dp").size == 2
+
+
+def test_size_and_index_are_what_a_data_loader_needs(mesh: ProcessGroupMesh):
+    assert [(each.size, each.index) for each in (Data(mesh, "dp"), Data(mesh, "pp", "tp"))] == [(2, 0), (4, 3)]
+    assert [(each.size, each.index) for each in (Tensor(mesh, "tp"), Context(mesh, "dp"))] == [(1, 0), (1, 0)]
+
+
+def test_a_method_shares_out_rows(mesh: ProcessGroupMesh):
+    rows = torch.arange(12).view(6, 2)
+    assert Data(mesh, "tp").share(rows).equal(rows[3:])
+    assert Tensor(mesh, "tp").share(rows).equal(rows)
+    assert_raises(
+        ShapeError,
+        lambda: Data(mesh, "tp", "pp").share(rows),
+        """
+        a batch of 6 rows cannot be shared out evenly along pp=2 x tp=2: 6 is not divisible by 4.
+
+          4 or 8 rows would do
+        """,
+    )
+    assert_raises(
+        ShapeError,
+        lambda: Data(mesh.view(8), 0).share(rows),
+        """
+        a batch of 6 rows cannot be shared out evenly along axis 0=8: 6 is not divisible by 8.
+
+          8 rows would do
+        """,
+    )
+
+
+def test_options_are_what_the_group_is_made_with(mesh: ProcessGroupMesh):
+    Data(mesh, "dp", over=["dp", "tp"], options={"timeout": timedelta(minutes=3)})
+    mesh.group("dp", "tp")
+    Data(mesh, "dp", over=["dp", "tp"], options={"timeout": timedelta(minutes=3)})
+    with pytest.raises(OptionsError, match="too late to configure"):
+        Data(mesh, "dp", over=["dp", "tp"], options={"timeout": timedelta(minutes=4)})
+    assert_raises(
+        OptionsError,
+        lambda: Data(mesh, "dp", options={"timeot": 3}),
+        "a group has no option timeot; it has backend, timeout, high_priority, nccl, description.",
+    )
+
+
+def hybrid(mesh: ProcessGroupMesh, options: dict[str, Any]) -> list[dist.ProcessGroup]:
+    ShardedDataParallel(mesh, "pp", "dp", replicate="pp", options=options)
+    return [mesh.group("pp"), mesh.group("dp"), mesh.group("pp", "dp")]
+
+
+def experts(mesh: ProcessGroupMesh, options: dict[str, Any]) -> list[dist.ProcessGroup]:
+    cut = {"tensor": "tp", "columns": ["up"], "rows": ["down"]}
+    ExpertParallel(mesh, "dp", over=["pp", "dp"], **cut, options=options)
+    return [mesh.group("pp"), mesh.group("dp"), mesh.group("tp"), mesh.group("pp", "dp")]
+
+
+def both_ends(mesh: ProcessGroupMesh, options: dict[str, Any]) -> list[dist.ProcessGroup]:
+    stages = mesh.view(pp=4, tp=2)
+    PipelineParallel(stages, "pp", layers="blocks", loss=None, microbatches=4, options=options)
+    return [stages.group("pp"), *([stages.at(pp=[0, -1]).group("pp")] if stages.index("pp") in (0, 3) else [])]
+
+
+@pytest.mark.parametrize("rank", [5, 7])
+@pytest.mark.parametrize("made", [hybrid, experts, both_ends])
+def test_options_are_what_every_group_of_a_method_is_made_with(made: Callable[..., Any], rank: int):
+    minutes = timedelta(minutes=3)
+    with fake_rank(rank, 8), ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor") as mesh:
+        ranks = {tuple(dist.get_process_group_ranks(each)) for each in made(mesh, {"timeout": minutes})}
+        assert {each.ranks: given.timeout for each, given, _ in mesh._cache.known()} == dict.fromkeys(ranks, minutes)
+
+
+def test_bad_axes_are_told_when_the_method_is_made(mesh: ProcessGroupMesh):
+    assert_raises(
+        AxisError,
+        lambda: Data(mesh),
+        """
+        Data is given no axis; the mesh has pp, dp, tp.
+
+          Data(mesh, 'pp')   # the axes that it shall own
+        """,
+    )
+    assert_raises(
+        AxisError,
+        lambda: Data("dp"),
+        "Data is given a mesh and then its axes, such as Data(mesh, 'dp'), not 'dp'.",
+    )
+    assert_raises(
+        AxisError, lambda: Data(mesh, "ddp"), "there is no axis 'ddp' in mesh (pp=2, dp=2, tp=2). Did you mean 'dp'?"
+    )
+    assert_raises(AxisError, lambda: Data(mesh, "dp", "dp"), "axis dp is named twice.")
+    assert_raises(
+        AxisError,
+        lambda: Data(mesh, "dp", over=["tp"]),
+        """
+        Data owns dp, so it sums over dp too, but over= names tp alone.
+
+          Data(mesh, 'dp', over=('dp', 'tp'))
+        """,
+    )
+    with pytest.raises(MembershipError, match="rank 5 is not in"):
+        Data(mesh.at(pp=0), "dp")
+
+
+def test_a_method_without_apply_says_so(mesh: ProcessGroupMesh):
+    with pytest.raises(
+        NotImplementedError, match=r"^Method has no apply\(module\) -> module, which every method writes"
+    ):
+        Method(mesh, "dp").apply(nn.Identity())
+
+
+# ---- compose ----
+
+
+def test_methods_are_applied_from_the_inside_out_whatever_the_order_given(mesh: ProcessGroupMesh):
+    mesh = mesh.view(pp=2, dp=1, cp=2, tp=2)
+    methods = [Pipeline(mesh, "pp"), Data(mesh, "dp", over=["dp", "cp"]), Context(mesh, "cp"), Tensor(mesh, "tp")]
+    inside_out = ["cut", "Tensor along tp", "Context along cp", "Data along dp", "Pipeline along pp"]
+    for given in (methods, methods[::-1]):
+        module = compose(mesh, *given).apply(nn.Identity())
+        assert module.signed == inside_out
+    assert repr(compose(mesh, *methods)) == f"Composition({'; '.join(inside_out[1:])})"
+
+
+def test_methods_of_one_level_stay_as_given(mesh: ProcessGroupMesh):
+    methods = [Data(mesh, "tp"), Signs(mesh, "dp"), Data(mesh, "pp")]
+    assert compose(mesh, *methods).methods == tuple(methods)
+
+
+def test_a_composition_says_what_a_data_loader_needs(mesh: ProcessGroupMesh):
+    one = compose(mesh, Tensor(mesh, "tp"), Data(mesh, "dp"), Pipeline(mesh, "pp"))
+    assert (one.size, one.index) == (2, 0)
+    two = compose(mesh, Data(mesh, "tp"), Data(mesh, "pp"), unowned=["dp"])
+    assert (two.size, two.index) == (mesh.size("pp", "tp"), mesh.index("pp", "tp")) == (4, 3)
+    none = compose(mesh, unowned=mesh.axes)
+    assert (none.size, none.index) == (1, 0)
+    rows = torch.arange(8)
+    assert two.share(rows).tolist() == [6, 7]
+    assert none.share(rows).equal(rows)
+    with pytest.raises(ShapeError, match=r"^a batch of 6 rows cannot be shared out evenly along tp=2 x pp=2: 6 is not"):
+        two.share(rows[:6])
+
+
+def test_an_axis_has_one_owner(mesh: ProcessGroupMesh):
+    assert_raises(
+        AxisError,
+        lambda: compose(mesh, Data(mesh, "dp", "tp"), Tensor(mesh, "tp"), unowned=["pp"]),
+        """
+        axis tp has two owners: Data along dp, tp, and Tensor along tp. An axis has one; what sums over it too says so.
+
+          Tensor(mesh, ..., over=...)   # the axes it sums over, tp among them
+        """,
+    )
+    assert compose(mesh, Data(mesh, "dp", over=["dp", "tp"]), Tensor(mesh, "tp"), unowned=["pp"])
+
+
+def test_no_axis_is_forgotten(mesh: ProcessGroupMesh):
+    assert_raises(
+        AxisError,
+        lambda: compose(mesh, Data(mesh, "dp", over=["dp", "pp"]), Tensor(mesh, "tp")),
+        """
+        no method owns pp=2, so its 2 ranks would do the same work unaware of each other. Owned are: dp, tp.
+
+          compose(mesh, ..., unowned=['pp'])   # if that is meant
+        """,
+    )
+    with pytest.raises(AxisError, match=r"^no method owns pp=2 x dp=2 x tp=2, so their 8 ranks .* Owned are: none\."):
+        compose(mesh)
+    compose(mesh.view(a=8, b=1), Data(mesh.view(a=8, b=1), "a"))
+    with pytest.raises(AxisError, match="there is no axis 'qq'"):
+        compose(mesh, unowned=["qq"])
+
+
+class Experts(Context):
+    """Lies over the ranks of others, but for those of stages."""
+
+    def shares(self, axis: Axis, other: Method) -> bool:
+        return other.level is not Level.PIPELINE
+
+
+def test_a_method_may_be_on_a_view_of_the_mesh_and_not_on_another(mesh: ProcessGroupMesh):
+    moe = mesh.view(pp=2, edp=1, ep=4)
+    both = compose(mesh, Data(mesh, "dp"), Experts(moe, "ep"), Tensor(mesh, "tp"), Pipeline(mesh, "pp"))
+    assert (both.size, both.index) == (2, 0)
+    with ProcessGroupMesh(dp=8, name="critic") as critic:
+        assert_raises(
+            MethodError,
+            lambda: compose(mesh, Data(critic, "dp"), unowned=mesh.axes),
+            "Data along dp is on mesh 'critic', but is composed on mesh 'actor'. "
+            "Methods of one composition are on one mesh, its views and its slices.",
+        )
+
+
+def owned_twice(one: str, axis: str, other: str, its: str, ranks: str) -> str:
+    return (
+        f"ranks {ranks} have two owners: {one} has both along {axis}, and {other} both along {its} of another view or "
+        "slice. An axis has one owner, whatever it is called; experts alone, and methods that say so in shares(), lie "
+        f"over the ranks of others.\n\n  mesh.view(...)   # of which {its} lies over other ranks than {axis}"
+    )
+
+
+def test_an_axis_of_a_view_or_a_slice_that_lies_over_an_owned_one_has_two_owners(mesh: ProcessGroupMesh):
+    dp, tp = Data(mesh, "dp"), Tensor(mesh, "tp")
+    for view, its, axis, ranks in [
+        (mesh.view(pp=2, edp=2, etp=2), "edp", "dp", "0 and 2"),  # dp by another name
+        (mesh.view(all=8), "all", "dp", "0 and 2"),
+        (mesh.view(pp=2, both=4), "both", "dp", "0 and 2"),
+        (mesh.at(pp=1), "dp", "dp", "4 and 6"),
+        (mesh.along("tp"), "tp", "tp", "4 and 5"),
+    ]:
+        method = Context(view, its)
+        one = dp if axis == "dp" else tp
+        assert_raises(
+            AxisError,
+            lambda method=method: compose(mesh, dp, tp, method, unowned=["pp"]),
+            owned_twice(str(one), axis, str(method), its, ranks),
+        )
+    compose(mesh, dp, tp, Context(mesh.view(stage=2, rest=4), "stage"), unowned=["pp"])  # over pp, which nobody owns
+    compose(mesh, Data(mesh.at(pp=1), "dp"), Tensor(mesh.along("tp"), "tp"), Pipeline(mesh, "pp"))
+
+
+def test_experts_lie_over_any_ranks_but_those_of_stages(mesh: ProcessGroupMesh):
+    dense = [Data(mesh, "dp"), Tensor(mesh, "tp"), Pipeline(mesh, "pp")]
+    for sizes, axes, over, tensor in [
+        ({"pp": 2, "ep": 4}, ["ep"], ["ep"], None),  # over dp and tp
+        ({"pp": 2, "edp": 2, "ep": 2}, ["ep"], ["edp", "ep"], None),  # over tp
+        ({"pp": 2, "ep": 2, "etp": 2}, ["ep"], ["ep"], "etp"),  # experts cut where layers are
+        ({"pp": 2, "etp": 2, "ep": 2}, ["ep"], ["etp", "ep"], "etp"),  # of tokens that are gathered
+    ]:
+        cut = {"tensor": tensor, "columns": ["up"], "rows": ["down"]} if tensor else {}
+        compose(mesh, *dense, ExpertParallel(mesh.view(**sizes), *axes, over=over, **cut))
+    cut = {"tensor": "etp", "columns": ["up"], "rows": ["down"]}
+    assert_raises(
+        AxisError,
+        lambda: compose(mesh, *dense, ExpertParallel(mesh.view(pp=2, etp=2, ep=2), "ep", **cut)),
+        owned_twice("Data along dp", "dp", "ExpertParallel along etp, ep", "etp", "0 and 2"),  # whose rows differ
+    )
+    for sizes, axis in [({"ep": 8}, "ep"), ({"ep": 4, "edp": 2}, "ep"), ({"ep": 2, "edp": 4}, "ep")]:
+        experts = ExpertParallel(mesh.view(**sizes), axis)
+        assert_raises(
+            AxisError,
+            lambda experts=experts: compose(mesh, *dense, experts),
+            owned_twice("Pipeline along pp", "pp", "ExpertParallel along ep", "ep", "0 and 4"),
+        )
+    assert_raises(
+        AxisError,
+        lambda: compose(mesh, *dense, ExpertParallel(mesh.view(edp=4, ep=2), "ep", over=["edp", "ep"])),
+        """
+        ExpertParallel along ep sums over edp, and so over ranks 0 and 4, which are stages of Pipeline along pp: they have different weights.
+
+          ExpertParallel(..., over=...)   # axes that stay within a stage
+        """,  # noqa: E501
+    )
+    assert_raises(
+        AxisError,
+        lambda: compose(mesh, Data(mesh, "dp", over=["pp", "dp"]), *dense[1:]),
+        """
+        Data along dp sums over pp, and so over ranks 0 and 4, which are stages of Pipeline along pp: they have different weights.
+
+          Data(..., over=...)   # axes that stay within a stage
+        """,  # noqa: E501
+    )
+
+
+def test_an_axis_is_owned_by_who_owns_all_of_its_ranks_in_a_view_or_a_slice(mesh: ProcessGroupMesh):
+    rest = [Pipeline(mesh, "pp")]
+    together = compose(mesh, Data(mesh.view(pp=2, all=4), "all"), *rest)
+    assert (together.size, together.index) == (4, 1)
+    compose(mesh, Data(mesh.at(pp=1), "dp"), Tensor(mesh, "tp"), *rest)
+    both = "dp=2 x tp=2, so their 4"
+    for half, bare in {
+        Data(mesh.view(2, 2, 2), 1): "tp=2, so its 2",
+        Experts(mesh.view(pp=2, ep=4), "ep"): both,
+        Data(mesh.at(pp=1), "dp"): "tp=2, so its 2",
+    }.items():
+        with pytest.raises(AxisError, match=f"^no method owns {bare} ranks would do the same work"):
+            compose(mesh, half, *rest)
+    with pytest.raises(AxisError, match=r"^no method owns pp=2"):
+        compose(mesh, Data(mesh.at(pp=1), "dp", "tp"))
+
+
+@pytest.mark.parametrize("ranks", [None, [5, 2, 7, 0, 3, 6, 1, 4, 8, 9, 11, 10]], ids=["in order", "permuted"])
+def test_ranks_meet_where_a_plain_list_says_so(ranks: list[int] | None):
+    whole = Layout(12) if ranks is None else Layout(12, ranks=ranks)
+    shapes = [(3, 4), (4, 3), (2, 6), (6, 2), (2, 3, 2), (3, 2, 2), (2, 2, 3), (12,)]
+    views = [whole.view(*shape) for shape in shapes]
+    slices = [view.at({0: i}) for view in views for i in (0, 1) if len(view.axes) > 1]
+    for one, other in itertools.product(views, views + slices):
+        for axis, its in itertools.product(one.axes, other.axes):
+            theirs = [{*block} for block in other.partition(its)]
+            pairs = [{*block} & its_block for block in one.partition(axis) for its_block in theirs]
+            both = meeting(one, axis, other, its)
+            assert (both is not None) == any(len(pair) > 1 for pair in pairs), (one, axis, other, its)
+            assert both is None or any({*both} <= pair for pair in pairs)
+
+
+def test_compose_takes_methods(mesh: ProcessGroupMesh):
+    for given, shown in ((Data, f"{Data!r}"), ("tp", "'tp'")):
+        name = "Data" if given is Data else "DataParallel"
+        assert_raises(
+            MethodError,
+            lambda given=given: compose(mesh, given, unowned=mesh.axes),
+            f"compose is given methods with their axes, such as {name}(mesh, 'pp'), not {shown}.",
+        )
+
+
+# ---- a method that raises half-way ----
+
+
+class Fails(Method):
+    """Makes its group, sums over it, and then fails, on every rank."""
+
+    def apply(self, module: nn.Module) -> nn.Module:
+        dist.all_reduce(torch.ones(()), group=self.mesh.group(*self.reduces))
+        raise ShapeError("3 heads cannot be shared out along dp=2.")
+
+
+class Sums(Method):
+    def apply(self, module: nn.Module) -> nn.Module:
+        dist.all_reduce(torch.ones(()), group=self.mesh.group(*self.reduces))
+        return module
+
+
+FAILED = """
+Fails along dp failed as it was applied: ShapeError: 3 heads cannot be shared out along dp=2.
+
+Its groups are released and the mesh goes on; the module may be half changed, so make it anew.
+"""
+
+
+def fail_and_go_on(rounds: int) -> list[float]:
+    mesh = ProcessGroupMesh(dp=2, tp=2)
+    kept, seconds = mesh.group("tp"), []
+    check_sums(groups_of(mesh))
+    mesh.release("dp")
+    dist.barrier()
+    for _ in range(rounds):
+        minutes = timedelta(minutes=3)
+        failing = compose(mesh, Sums(mesh, "tp"), Fails(mesh, "dp", options={"timeout": minutes}))
+        start = time.perf_counter()
+        assert_raises(MethodError, lambda failing=failing: failing.apply(nn.Identity()), FAILED)
+        seconds.append(time.perf_counter() - start)
+        assert mesh.group("tp") is kept
+        again = Sums(mesh, "dp", options={"timeout": timedelta(minutes=4)})  # it is free: not too late to configure
+        compose(mesh, Sums(mesh, "tp"), again).apply(nn.Identity())
+        check_sums(groups_of(mesh))
+        dist.barrier()
+        mesh.release("dp")
+    return seconds
+
+
+def test_after_a_method_failed_its_axes_are_free_and_the_mesh_goes_on():
+    for seconds in world(4).run(fail_and_go_on, 3):
+        assert min(seconds) < 0.2
+
+
+def test_a_failing_method_keeps_the_groups_that_were_there_before(mesh: ProcessGroupMesh):
+    kept, tagged = mesh.group("dp"), mesh.group("tp", tag="other")
+    composition = compose(mesh, Fails(mesh, "dp", over=["dp", "tp"]), unowned=["pp", "tp"])
+    with pytest.raises(MethodError) as caught:
+        composition.apply(nn.Identity())
+    assert isinstance(caught.value.__cause__, ShapeError)
+    assert mesh.group("dp") is kept
+    assert mesh.group("tp", tag="other") is tagged
+    assert {held.ranks for held in mesh.report().held} == {(5, 7), (4, 5)}
+
+
+class Refuses(Method):
+    def apply(self, module: nn.Module) -> nn.Module:
+        self.mesh.group(*self.owns)
+        raise MethodError("weights of another kind are wanted.")
+
+
+def test_what_a_method_says_in_our_own_words_is_told_with_its_name_and_once(mesh: ProcessGroupMesh):
+    composition = compose(mesh, Refuses(mesh, "dp"), Pipeline(mesh, "pp"), unowned=["tp"])
+    told = (
+        r"^Refuses along dp failed as it was applied: MethodError: weights of another kind are wanted\.\n\nIts groups"
+    )
+    with pytest.raises(MethodError, match=told) as caught:
+        composition.apply(nn.Identity())
+    assert "Pipeline" not in str(caught.value)
+    assert mesh.report().held == ()
+
+
+class Interrupted(Method):
+    def apply(self, module: nn.Module) -> nn.Module:
+        self.mesh.group(*self.owns)
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_stays_one_and_frees_the_axes_too(mesh: ProcessGroupMesh):
+    with pytest.raises(KeyboardInterrupt):
+        compose(mesh, Interrupted(mesh, "dp"), unowned=["pp", "tp"]).apply(nn.Identity())
+    assert mesh.report().held == ()
+
+
+class Forgets(Method):
+    def apply(self, module: nn.Module) -> nn.Module:  # type: ignore[return]
+        pass
+
+
+def test_apply_has_to_return_a_module(mesh: ProcessGroupMesh):
+    with pytest.raises(
+        MethodError, match=r"^Forgets along dp failed .*: TypeError: apply returned None, not the module"
+    ):
+        compose(mesh, Forgets(mesh, "dp"), Pipeline(mesh, "pp"), unowned=["tp"]).apply(nn.Identity())
+
+
+# ---- found by name ----
+
+
+def test_our_own_methods_are_found_as_others_are():
+    assert find("data") is DataParallel
+
+
+def test_an_unknown_name_is_answered_with_those_found():
+    ours = sorted(point.name for point in metadata.entry_points(group="pgmesh.parallel"))
+    assert "data" in ours
+    names = ", ".join(f"{name} (pgmesh)" for name in ours)
+    assert_raises(
+        MethodError,
+        lambda: find("ring"),
+        f"""
+        no installed package brings a parallel method 'ring'; found are: {names}.
+
+          [project.entry-points."pgmesh.parallel"]   # in the pyproject.toml of the package
+          ring = "its_module:ItsMethod"
+        """,
+    )
+
+
+def test_importing_pgmesh_parallel_loads_no_method():
+    code = "import sys, pgmesh.parallel; print([m for m in sys.modules if m.startswith(('torch', 'pgmesh.parallel.'))])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+# ---- from a package of its own ----
+
+LOCAL = """
+import torch
+from pgmesh import ProcessGroupMesh, launch, parallel
+
+def main():
+    mesh = ProcessGroupMesh(dp=2)
+    method = parallel.find("local")(mesh, "dp", every=2)
+    module = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(module.weight, 1.0 + 2.0 * mesh.rank)
+    module = parallel.compose(mesh, method).apply(module)
+    seen = [module.weight.item()]
+    for _ in range(2):
+        torch.nn.init.constant_(module.weight, 5.0 * mesh.rank)
+        method.step()
+        seen.append(module.weight.item())
+    return type(method).__module__, seen, method.size, method.index
+
+if __name__ == "__main__":
+    from importlib.metadata import entry_points
+    print(sorted(point.name for point in entry_points(group="pgmesh.parallel") if point.dist.name == "pgmesh-local"))
+    print(launch.spawn(main, 2))
+    try:
+        parallel.find("ring")
+    except RuntimeError as error:
+        print("local (pgmesh-local)" in str(error), "data (pgmesh)" in str(error))
+"""
+
+
+def installed(package: Path, target: Path) -> dict[str, str]:
+    """The environment of a process that sees a package which pip has installed into a folder."""
+    source = shutil.copytree(package, target.parent / "source")  # where a build may leave what it likes
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps"]
+    subprocess.run([*pip, "--no-build-isolation", "--target", str(target), str(source)], timeout=120, check=True)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(target), str(ROOT)])}
+
+
+@pytest.mark.long
+def test_a_method_of_another_package_is_found_once_pip_has_installed_it(tmp_path: Path):
+    environment = installed(ROOT / "examples" / "plugin", tmp_path / "site")
+    script = tmp_path / "use.py"
+    script.write_text(LOCAL)
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout.splitlines() == [
+        "['local']",
+        "[('pgmesh_local', [2.0, 0.0, 2.5], 2, 0), ('pgmesh_local', [2.0, 5.0, 2.5], 2, 1)]",
+        "True True",
+    ], done.stderr
+
+
+def brought(folder: Path, package: str, **methods: str) -> None:
+    """A package as pip leaves it, so far as names of methods go."""
+    info = folder / f"{package}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    lines = [f"{name} = {value}\n" for name, value in methods.items()]
+    (info / "entry_points.txt").write_text("".join(["[pgmesh.parallel]\n", *lines]))
+
+
+def test_what_cannot_be_brought_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    brought(tmp_path, "one", ring="one:Ring", gone="no_such_module:Gone", odd="pgmesh.layout:Layout")
+    brought(tmp_path, "two", ring="two:Ring")
+    assert_raises(
+        MethodError,
+        lambda: find("ring"),
+        "more than one package brings a parallel method 'ring': one (one:Ring) and two (two:Ring). "
+        "Import one by its module.",
+    )
+    assert_raises(
+        MethodError,
+        lambda: find("gone"),
+        "parallel method 'gone' of one cannot be imported from no_such_module:Gone: ModuleNotFoundError: "
+        "No module named 'no_such_module'",
+    )
+    assert_raises(
+        MethodError,
+        lambda: find("odd"),
+        "pgmesh.layout:Layout, which one brings as 'odd', is no pgmesh.parallel.Method.",
+    )

@@ -1,0 +1,196 @@
+"""A checkpoint of a model with tied weights, saved on one mesh and loaded on others: one process's training goes on."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pgmesh import MethodError, ProcessGroupMesh
+from pgmesh.parallel import (
+    DataParallel,
+    Method,
+    PipelineParallel,
+    ShardedDataParallel,
+    TensorParallel,
+    checkpoint,
+    compose,
+)
+from tests.support.parallel_models import (
+    FIRST,
+    LAST,
+    STEPS,
+    TinyGPT,
+    TrainingRun,
+    assert_same,
+    batch,
+    full_tensor,
+    gradients_of,
+    loss_of,
+    named_weights,
+    optimizer_of,
+    train_alone,
+    weights_of,
+)
+from tests.support.tensor_plans import VOCABULARY_PLAN
+from tests.support.worlds import world
+
+torch.set_num_threads(1)  # on ranks too, which import this: others share their cores
+
+
+def methods_of(mesh: ProcessGroupMesh, kind: str) -> list[Method]:
+    pipeline = functools.partial(
+        PipelineParallel, mesh, "pp", layers="blocks", first=FIRST, last=LAST, loss=loss_of, microbatches=4
+    )
+    tensor = functools.partial(TensorParallel, mesh, "tp", plan={**VOCABULARY_PLAN, "head": "gathered"})
+    return {
+        "data": lambda: [DataParallel(mesh, "dp")],
+        "sharded x tensor": lambda: [ShardedDataParallel(mesh, "dp"), tensor()],
+        "pipeline x data": lambda: [pipeline(), DataParallel(mesh, "dp")],
+        "pipeline x sharded": lambda: [pipeline(schedule="interleaved", virtual=2), ShardedDataParallel(mesh, "dp")],
+        "both ends on a rank": lambda: [pipeline(schedule="zero-bubble-v", virtual=2), tensor()],
+    }[kind]()
+
+
+SHAPES = {
+    "data": {"dp": 4},
+    "sharded x tensor": {"dp": 2, "tp": 2},
+    "pipeline x data": {"pp": 2, "dp": 2},
+    "pipeline x sharded": {"pp": 2, "dp": 2},
+    "both ends on a rank": {"pp": 2, "tp": 2},
+}
+
+
+def tied(*, head_first: bool) -> TinyGPT:
+    """The model, whose tied weight is called by the embedding's name first, or by the head's."""
+    model = TinyGPT(tied=True)
+    if head_first:
+        for name in [name for name in model._modules if name != "head"]:
+            model._modules[name] = model._modules.pop(name)
+    return model
+
+
+@functools.cache
+def expected(head_first: bool) -> tuple[TrainingRun, dict[str, dict[str, torch.Tensor]]]:
+    """One process's training, and what its optimizer knows of each weight before the last step, by each name."""
+    model = tied(head_first=head_first)
+    optimizer = optimizer_of(model.parameters())
+    for step in range(STEPS - 1):
+        codes, target = batch(step)
+        optimizer.zero_grad()
+        loss_of(model(codes), target).backward()
+        optimizer.step()
+    return train_alone(tied(head_first=head_first)), {
+        name: dict(optimizer.state[weight]) for name, weight in named_weights(model)
+    }
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, share, step: int) -> None:
+    codes, target = (share(each) for each in batch(step))
+    optimizer.zero_grad()
+    if hasattr(model, "step"):
+        model.step(codes, target=target)
+    else:
+        loss_of(model(codes), target).backward()
+    assert_same(f"gradients of step {step}", gradients_of(model), expected(True)[0].gradients[step])
+    optimizer.step()
+
+
+def save_on(kind: str, folder: Path, head_first: bool) -> None:
+    with ProcessGroupMesh(**SHAPES[kind], name=f"{kind}, saving {head_first}") as mesh:
+        together = compose(mesh, *methods_of(mesh, kind))
+        model = together.apply(tied(head_first=head_first))
+        optimizer = optimizer_of(model.parameters())
+        for step in range(STEPS - 1):
+            step_of(model, optimizer, together.share, step)
+        checkpoint.save(folder, mesh, model, optimizer)
+        dist.barrier()
+
+
+def load_on(kind: str, folder: Path, head_first: bool) -> None:
+    """What the optimizer knows is one process's, by number, and so are the weights after one more step."""
+    right, states = expected(head_first)
+    with ProcessGroupMesh(**SHAPES[kind], name=f"{kind}, loading {head_first}") as mesh:
+        together, model = compose(mesh, *methods_of(mesh, kind)), tied(head_first=head_first)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight += 1.0
+        model = together.apply(model)
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        checkpoint.load(folder, mesh, model, optimizer)
+        assert {(group["lr"], group["eps"]) for group in optimizer.param_groups} == {(0.05, 1e-4)}
+        held = list(optimizer.state.values())
+        assert len(held) == len({*model.parameters()})
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            found = {name: optimizer.state[weight][key] for name, weight in named_weights(model)}
+            assert_same(f"{kind}: {key}", found, {name: state[key] for name, state in states.items()})
+            assert len({id(state[key]) for state in held}) == len(held)  # two weights never share what is updated
+        step_of(model, optimizer, together.share, STEPS - 1)
+        assert_same(f"{kind}: weights", weights_of(model), right.weights)
+        dist.barrier()
+
+
+def from_one_to(others: list[str], kind: str, folder: Path, head_first: bool) -> None:
+    save_on(kind, folder / kind, head_first)
+    for other in others:
+        load_on(other, folder / kind, head_first)
+
+
+@pytest.mark.parametrize("head_first", [False, True])
+def test_tied_weights_are_loaded_with_and_without_a_pipeline(tmp_path: Path, head_first: bool):
+    for kind, other in itertools.permutations(["data", "pipeline x data"]):
+        world(4).run(from_one_to, [other], kind, tmp_path, head_first)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", SHAPES)
+def test_tied_weights_are_loaded_on_every_kind_of_mesh(kind: str, tmp_path: Path):
+    others = [other for other in SHAPES if other != kind or other == "both ends on a rank"]
+    world(4).run(from_one_to, others, kind, tmp_path, False)
+
+
+# ---- names ----
+
+
+class Parts(nn.Module):
+    """A model that calls its layers parts, as a pipeline calls its stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+def of_parts(folder: Path) -> None:
+    def through(mesh: ProcessGroupMesh, model: nn.Module) -> None:
+        with torch.no_grad():
+            kept = {name: full_tensor(weight) for name, weight in model.named_parameters()}
+            checkpoint.save(folder / mesh.name, mesh, model)
+            dist.barrier()
+            for weight in model.parameters():
+                weight.zero_()
+            checkpoint.load(folder / mesh.name, mesh, model)
+            for name, weight in model.named_parameters():
+                assert full_tensor(weight).equal(kept[name]), f"{mesh.name}: {name}"
+        dist.barrier()
+
+    with ProcessGroupMesh(dp=2, name="no pipeline") as mesh:
+        through(mesh, ShardedDataParallel(mesh, "dp").apply(Parts()))
+    with ProcessGroupMesh(pp=2, name="a pipeline") as mesh:
+        through(mesh, PipelineParallel(mesh, "pp", layers="parts", loss=None, microbatches=2).apply(Parts()))
+        with pytest.raises(MethodError, match="does not hold what this model needs"):
+            checkpoint.load(folder / "no pipeline", mesh, nn.Linear(4, 4))
+        dist.barrier()
+
+
+def test_a_model_may_call_its_layers_parts(tmp_path: Path):
+    world(2).run(of_parts, tmp_path)

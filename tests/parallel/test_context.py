@@ -1,0 +1,233 @@
+"""Context parallelism: sequences cut along an axis give what one process gives for them whole, and its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from pgmesh import MethodError, OptionsError, ProcessGroupMesh, ShapeError
+from pgmesh.parallel import ContextParallel, DataParallel, compose, ring
+from tests.support.fake_world import fake_rank
+from tests.support.message_assertions import assert_raises
+from tests.support.parallel_models import TinyGPT, train_alone
+from tests.support.parallel_training import train_and_check
+from tests.support.worlds import check_sums, world
+
+pytestmark = pytest.mark.long
+
+TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}  # float64: only the order of sums differs
+
+
+def attend(mesh, axes, kind, balanced, causal, heads, kv_heads, dtype=torch.float64):
+    """The attention of cut sequences, and its gradients, against torch's on the whole."""
+    torch.manual_seed(3)
+    whole = [
+        torch.randn(2, n, 16, width, dtype=dtype, requires_grad=True)
+        for n, width in ((heads, 4), (kv_heads, 4), (kv_heads, 6))
+    ]
+    given = torch.randn(2, heads, 16, 6, dtype=dtype)
+    method = ContextParallel(mesh, *axes, attention=kind, balanced=balanced)
+    gqa = heads != kv_heads
+    truth = scaled_dot_product_attention(*whole, is_causal=causal, enable_gqa=gqa)
+    truth.backward(given)
+
+    mine = [method.cut(each.detach(), along=2).requires_grad_() for each in whole]
+    out = method.attention(*mine, is_causal=causal, enable_gqa=gqa)
+    out.backward(method.cut(given, along=2))
+    return method.join(out, along=2), truth, [method.join(m.grad, along=2) for m in mine], [w.grad for w in whole]
+
+
+HOW = [
+    (kind, balanced, causal, heads, kv)
+    for kind, balanced in (("ring", True), ("ring", False), ("ulysses", True))
+    for causal in (True, False)
+    for heads, kv in ((4, 4), (8, 4))
+]
+
+
+def compare_all(shape, ranks, axes):
+    with ProcessGroupMesh(**shape, ranks=ranks) as mesh:
+        for how in HOW:
+            out, truth, mine, whole = attend(mesh, axes, *how)
+            torch.testing.assert_close([out, *mine], [truth, *whole], **TOLERANCE)
+        check_sums({"cp": (mesh.group(*axes), mesh.ranks(*axes))})
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "axes"),
+    [
+        ({"cp": 2, "dp": 2}, range(4), ["cp"]),
+        ({"cp": 4}, [2, 0, 3, 1], ["cp"]),
+        ({"a": 2, "b": 2}, range(4), ["a", "b"]),
+        ({"dp": 4, "cp": 1}, range(4), ["cp"]),
+    ],
+    ids=str,
+)
+def test_cut_attention_is_whole_attention(shape, ranks, axes):
+    world(4).run(compare_all, shape, ranks, axes)
+
+
+# ---- training ----
+
+
+def train_along_cp(sizes, ranks, how):
+    with ProcessGroupMesh(**sizes, ranks=ranks) as mesh:
+        context = ContextParallel(mesh, "cp", **how)
+        together = compose(mesh, DataParallel(mesh, "dp", over=("dp", "cp")), context)
+        model = {"layers": 2, "heads": 8}
+        train_and_check(together, TinyGPT(**model), train_alone(TinyGPT(**model)), context=context)
+        check_sums({"cp": (mesh.group("cp"), mesh.ranks("cp"))})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "how"),
+    [
+        ({"dp": 2, "cp": 4}, {}),  # of eight positions: the longest ring of two chunks each
+        ({"dp": 1, "cp": 8}, {"balanced": False}),
+        ({"dp": 1, "cp": 8}, {"attention": "ulysses"}),
+    ],
+    ids=str,
+)
+def test_training_with_sequences_cut_is_that_of_one_process(sizes, how):
+    world(8).run(train_along_cp, sizes, range(8), how)
+
+
+def test_training_on_permuted_ranks_is_that_of_one_process():
+    world(8).run(train_along_cp, {"cp": 4, "dp": 2}, [5, 2, 7, 0, 3, 6, 1, 4], {})
+
+
+# ---- what needs no other rank ----
+
+
+@pytest.fixture
+def mesh() -> Iterator[ProcessGroupMesh]:
+    with fake_rank(5, 8), ProcessGroupMesh(pp=2, cp=4, name="actor") as mesh:
+        yield mesh
+
+
+def test_rank_i_holds_chunks_i_and_2n_1_i(mesh):
+    tokens = torch.arange(16).view(2, 8)
+    assert ContextParallel(mesh, "cp").cut(tokens).tolist() == [[1, 6], [9, 14]]
+    assert ContextParallel(mesh, "cp").positions(16).tolist() == [2, 3, 12, 13]
+    assert ContextParallel(mesh, "cp", balanced=False).positions(8).tolist() == [2, 3]
+    assert ContextParallel(mesh, "cp", attention="ulysses").positions(4).tolist() == [1]
+
+
+def test_every_position_is_held_once():
+    held = []
+    for rank in range(4):
+        with fake_rank(rank, 4), ProcessGroupMesh(cp=4) as mesh:
+            held += ContextParallel(mesh, "cp").positions(8).tolist()
+    assert sorted(held) == list(range(8))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("rows", [3, 1024])
+def test_scores_are_held_a_few_rows_at_a_time(mesh, monkeypatch, causal, rows):
+    monkeypatch.setattr(ring, "ROWS", rows)
+    torch.manual_seed(3)
+    q, k, v = (torch.randn(2, 2, 8, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    alone = mesh.view(pp=8, cp=1).group("cp")
+    right = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.3)
+    found = ring.ring_attention(q, k, v, alone, is_causal=causal, scale=0.3)
+    given = torch.randn_like(right)
+    gradients = [torch.autograd.grad(out, (q, k, v), given) for out in (found, right)]
+    torch.testing.assert_close([found, *gradients[0]], [right, *gradients[1]], **TOLERANCE)
+
+
+def test_16_bits_are_summed_in_32(mesh):
+    q, k, v = (torch.randn(1, 2, 64, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    alone = mesh.view(pp=8, cp=1).group("cp")
+    half = ring.ring_attention(*(each.bfloat16() for each in (q, k, v)), alone, is_causal=True)
+    right = scaled_dot_product_attention(*(each.bfloat16().float() for each in (q, k, v)), is_causal=True)
+    assert half.dtype is torch.bfloat16
+    torch.testing.assert_close(half, right.bfloat16(), rtol=0, atol=0)
+
+
+def test_attention_is_replaced_where_it_is_kept(mesh):
+    model, method = TinyGPT(layers=2), ContextParallel(mesh, "cp")
+    assert method.apply(model) is model
+    assert [block.attend for block in model.blocks] == [method.attention] * 2
+
+
+def test_what_does_not_fit_is_told_with_the_numbers(mesh):
+    balanced = ContextParallel(mesh, "cp")
+    assert_raises(
+        ShapeError,
+        lambda: balanced.cut(torch.zeros(2, 30)),
+        """
+        a sequence of 30 positions cannot be cut along cp=4: 30 is not divisible by 8, two chunks for each of 4 ranks.
+
+          24 or 32 positions would do
+        """,
+    )
+    assert_raises(
+        ShapeError,
+        lambda: ContextParallel(mesh, "cp", balanced=False).positions(3),
+        """
+        a sequence of 3 positions cannot be cut along cp=4: 3 is not divisible by 4.
+
+          4 positions would do
+        """,
+    )
+    q = torch.zeros(1, 6, 3, 4)
+    assert_raises(
+        ShapeError,
+        lambda: balanced.attention(q, q, q),
+        """
+        a rank's part of a sequence that is balanced along cp=4 is two chunks of one length, but here are 3 positions.
+
+          method.cut(whole)   # cuts a sequence as the attention means it
+        """,
+    )
+    assert_raises(
+        ShapeError,
+        lambda: ContextParallel(mesh, "cp", attention="ulysses").attention(q, q, q),
+        """
+        6 heads cannot be shared out evenly along cp=4: 6 is not divisible by 4.
+
+          4 or 8 heads would do, or attention='ring', which takes any number
+        """,
+    )
+    assert_raises(
+        ShapeError,
+        lambda: ring.ring_attention(q, q, q, mesh.group("cp"), is_causal=True),
+        "each rank holds two chunks of one length where the work is balanced, but it has 3 positions.",
+    )
+    assert_raises(
+        ShapeError,
+        lambda: ring.ring_attention(q, q[..., :2, :], q[..., :2, :], mesh.group("cp"), is_causal=True),
+        "causal attention has as many queries as keys, not 3 and 2.",
+    )
+
+
+def test_what_attention_cannot_do_is_refused(mesh):
+    method, q = ContextParallel(mesh, "cp"), torch.zeros(1, 4, 2, 4)
+    assert_raises(
+        OptionsError,
+        lambda: method.attention(q, q, q, torch.zeros(2, 2)),
+        "attention along cp=4 knows no mask of its own: is_causal=True is the one mask, and dropout_p is 0.0.",
+    )
+    assert_raises(
+        OptionsError,
+        lambda: method.attention(q, q, q, dropout_p=0.1),
+        "attention along cp=4 knows no dropout (0.1): is_causal=True is the one mask, and dropout_p is 0.0.",
+    )
+    assert_raises(
+        OptionsError,
+        lambda: ContextParallel(mesh, "cp", attention="rings"),
+        "ContextParallel: attention is 'ring' or 'ulysses', not 'rings'.",
+    )
+    assert_raises(
+        MethodError,
+        lambda: method.apply(torch.nn.Linear(2, 2)),
+        """
+        no part of Linear keeps torch's scaled_dot_product_attention in an attribute, so there is nothing to put another attention in the place of.
+
+          self.attention = scaled_dot_product_attention       # in __init__ of the module that attends
+          mixed = self.attention(q, k, v, is_causal=True)     # in its forward
+        """,  # noqa: E501
+    )

@@ -1,0 +1,266 @@
+"""Every method that a page shows, beside sharding, tensor parallelism and a pipeline: as in one process.
+
+The classes are those that stand on the pages, not copies.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pgmesh import MethodError, ProcessGroupMesh
+from pgmesh.parallel import Level, Method, PipelineParallel, ShardedDataParallel, TensorParallel, compose
+from pgmesh.parallel.ownership import keep_apart
+from tests.support.fake_world import fake_rank
+from tests.support.message_assertions import assert_raises
+from tests.support.small_model import (
+    FIRST_STAGE,
+    STEPS,
+    SmallModel,
+    assert_same_training,
+    batch,
+    loss_of,
+    optimizer_of,
+    train,
+    train_alone,
+)
+from tests.support.worlds import check_sums, groups_of, world
+
+ROOT = Path(__file__).parents[2]
+
+
+# ---- what the pages show ----
+
+
+def of_markdown(path: str) -> type[Method]:
+    """The class Average of a page."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / path).read_text(encoding="utf-8"), flags=re.DOTALL)
+    (block,) = (block for block in blocks if "class Average" in block)
+    lines = block.splitlines()
+    if ">>>" in block:
+        lines = [line[4:] for line in lines if line.startswith((">>> ", "... "))]
+    start = next(i for i, line in enumerate(lines) if line.startswith("class "))
+    end = next((i for i, line in enumerate(lines) if i > start and line and not line.startswith(" ")), len(lines))
+    imports = [line for found in blocks for line in found.replace(">>> ", "").splitlines() if "import" in line]
+    scope: dict[str, Any] = {}
+    exec("\n".join([*(line for line in imports if "pgmesh" in line or "torch" in line), *lines[start:end]]), scope)
+    return scope["Average"]
+
+
+def of_program(path: str, name: str) -> type[Method]:
+    """A class of a program."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+AVERAGES = {
+    "README": functools.partial(of_markdown, "README.md"),
+    "docs": functools.partial(of_markdown, "docs/parallel.md"),
+    "example": functools.partial(of_program, "examples/10_own_method.py", "Average"),
+}
+
+
+def beside(mesh: ProcessGroupMesh, kind: str, axis: str = "x") -> list[Method]:
+    """Another method, along an axis."""
+    plan = {"0": "columns", "2": "rows"}
+    pipeline = functools.partial(PipelineParallel, mesh, axis, layers="blocks", first="012", loss=loss_of)
+    return {
+        "sharding": lambda: [ShardedDataParallel(mesh, axis)],
+        "tensor": lambda: [TensorParallel(mesh, axis, plan=plan)],
+        "pipeline": lambda: [pipeline(microbatches=4)],
+        "two stages": lambda: [pipeline(microbatches=4, schedule="interleaved", virtual=2)],
+    }[kind]()
+
+
+KINDS = ("sharding", "tensor", "pipeline", "two stages")
+
+
+# ---- averages of gradients ----
+
+
+def average_beside(page: str) -> None:
+    averages = AVERAGES[page]()
+    for kind, frozen in (*((kind, ()) for kind in KINDS), ("pipeline", FIRST_STAGE)):
+        with ProcessGroupMesh(dp=2, x=2, name=f"{page}, {kind}, {len(frozen)} frozen") as mesh:
+            together = compose(mesh, averages(mesh, "dp"), *beside(mesh, kind))
+            assert_same_training(train(together.apply(SmallModel(frozen)), together.share), train_alone(frozen))
+            check_sums(groups_of(mesh))
+
+
+@pytest.mark.parametrize("page", AVERAGES)
+def test_an_average_of_a_page_beside_the_other_methods(page: str):
+    world(4).run(average_beside, page)
+
+
+def average_beside_two() -> None:
+    average = AVERAGES["README"]()
+    for kind in ("sharding", "tensor"):
+        with ProcessGroupMesh(pp=2, dp=2, x=2, name=f"two stages, {kind}") as mesh:
+            together = compose(mesh, average(mesh, "dp"), *beside(mesh, "two stages", "pp"), *beside(mesh, kind))
+            assert_same_training(train(together.apply(SmallModel()), together.share), train_alone())
+            check_sums(groups_of(mesh))
+
+
+@pytest.mark.long
+def test_an_average_beside_two_other_methods():
+    world(8).run(average_beside_two)
+
+
+# ---- means of weights ----
+
+
+def local_steps(every: int = 2) -> list[tuple[list[dict[str, torch.Tensor]], nn.Module]]:
+    """Two replicas, each on half of the rows in one process, with the mean of their weights now and then."""
+    replicas = [SmallModel(), SmallModel()]
+    with torch.no_grad():
+        for weight in replicas[1].parameters():
+            weight += 1.0
+
+    def mean() -> None:
+        with torch.no_grad():
+            for pair in zip(*(replica.parameters() for replica in replicas)):
+                torch._foreach_copy_(list(pair), [(pair[0] + pair[1]) / 2] * 2)
+
+    mean()
+    runs: list[tuple[list[dict[str, torch.Tensor]], nn.Module]] = [([], replica) for replica in replicas]
+    optimizers = [optimizer_of(replica) for replica in replicas]
+    for step in range(STEPS):
+        for i, (gradients, replica) in enumerate(runs):
+            rows, target = (each.chunk(2)[i] for each in batch(step))
+            optimizers[i].zero_grad()
+            loss_of(replica(rows), target).backward()
+            gradients.append({name: weight.grad.clone() for name, weight in replica.named_parameters()})
+            optimizers[i].step()
+        if (step + 1) % every == 0:
+            mean()
+    return runs
+
+
+def local_steps_beside() -> None:
+    right = local_steps()
+    for kind in KINDS:
+        with ProcessGroupMesh(dp=2, x=2, name=f"local steps, {kind}") as mesh:
+            local = of_program("examples/plugin/pgmesh_local.py", "LocalSteps")(mesh, "dp", every=2)
+            together, model = compose(mesh, local, *beside(mesh, kind)), SmallModel()
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight += mesh.index("dp")
+            found = train(together.apply(model), together.share, local.step)
+            assert_same_training(found, right[mesh.index("dp")])
+            check_sums(groups_of(mesh))
+
+
+def test_the_method_of_the_plugin_beside_the_other_methods():
+    world(4).run(local_steps_beside)
+
+
+# ---- the example's own tensor parallelism ----
+
+
+def split_beside() -> None:
+    split = of_program("examples/10_own_method.py", "Split")
+    for kind in (kind for kind in KINDS if kind != "tensor"):
+        with ProcessGroupMesh(x=2, tp=2, name=f"split, {kind}") as mesh:
+            together = compose(mesh, *beside(mesh, kind), split(mesh, "tp"))
+            assert_same_training(train(together.apply(SmallModel()), together.share), train_alone())
+            check_sums(groups_of(mesh))
+
+
+def test_the_tensor_parallelism_of_the_example_beside_the_other_methods():
+    world(4).run(split_beside)
+
+
+# ---- in which order ----
+
+
+class Replaces(Method):
+    """Puts copies in place of the weights, and says at no level that it does."""
+
+    def apply(self, module: nn.Module) -> nn.Module:
+        for each in module.modules():
+            for name, weight in list(each.named_parameters(recurse=False)):
+                each.register_parameter(name, nn.Parameter(weight.detach().clone()))
+        return module
+
+
+class Shards(Replaces):
+    level = Level.SHARD
+
+
+class Keeps(Method):
+    """Keeps the weights that it is given."""
+
+    def apply(self, module: nn.Module) -> nn.Module:
+        self.kept = [*module.parameters()]
+        return module
+
+
+@pytest.fixture
+def mesh() -> Iterator[ProcessGroupMesh]:
+    with fake_rank(5, 8), ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor") as mesh:
+        yield mesh
+
+
+def test_sharding_is_applied_before_a_method_that_keeps_weights(mesh: ProcessGroupMesh):
+    for given in ((Keeps(mesh, "dp"), Shards(mesh, "tp")), (Shards(mesh, "tp"), Keeps(mesh, "dp"))):
+        module = compose(mesh, *given, unowned=["pp"]).apply(nn.Linear(2, 2))
+        (keeps,) = (method for method in given if isinstance(method, Keeps))
+        assert {*map(id, keeps.kept)} == {*map(id, module.parameters())}
+    order = compose(mesh, Keeps(mesh, "dp"), ShardedDataParallel(mesh, "tp"), unowned=["pp"])
+    assert repr(order) == "Composition(ShardedDataParallel along tp; Keeps along dp)"
+
+
+def test_weights_are_not_replaced_after_a_method_that_may_keep_them(mesh: ProcessGroupMesh):
+    assert_raises(
+        MethodError,
+        lambda: compose(mesh, Keeps(mesh, "dp"), Replaces(mesh, "tp"), unowned=["pp"]).apply(nn.Linear(2, 2)),
+        """
+        Replaces along tp failed as it was applied: MethodError: Replaces along tp replaced 2 weights, among them weight, but Keeps along dp was applied before and may keep references to the old ones.
+
+          Replaces.level = Level.SHARD   # then compose applies it before Keeps
+
+        Its groups are released and the mesh goes on; the module may be half changed, so make it anew.
+        """,  # noqa: E501
+    )
+    assert compose(mesh, Keeps(mesh, "dp"), Shards(mesh, "tp"), unowned=["pp"]).apply(nn.Linear(2, 2))  # as it says
+    compose(mesh, Replaces(mesh, "tp"), Keeps(mesh, "dp"), unowned=["pp"]).apply(nn.Linear(2, 2))
+    compose(mesh, Keeps(mesh, "dp"), Keeps(mesh, "tp"), unowned=["pp"]).apply(nn.Linear(2, 2))
+
+
+def average_in_a_split_backward() -> str:
+    with ProcessGroupMesh(dp=2, x=2, name="split backward") as mesh:
+        pipeline = PipelineParallel(
+            mesh, "x", layers="blocks", first="012", loss=loss_of, microbatches=4, schedule="zero-bubble"
+        )
+        together = compose(mesh, of_markdown("README.md")(mesh, "dp"), pipeline)
+        with pytest.raises(MethodError) as caught:
+            assert_same_training(train(together.apply(SmallModel()), together.share), train_alone())
+        return str(caught.value)
+
+
+def test_a_schedule_that_would_skip_hooks_on_weights_refuses_them():
+    told = world(4).run(average_in_a_split_backward)
+    assert {*told} == {
+        "PipelineParallel along x failed as it was applied: MethodError: schedule 'zero-bubble' computes the gradients "
+        "of weights apart from the others, where torch's fully_shard leaves wrong ones, and DDP may, and hooks that "
+        "wait for a weight's gradient never run.\n\n"
+        "  PipelineParallel(..., schedule='interleaved')   # with data parallelism\n\n"
+        "Its groups are released and the mesh goes on; the module may be half changed, so make it anew."
+    }
+
+
+def test_a_method_sums_over_no_frozen_weight_and_no_expert(mesh: ProcessGroupMesh):
+    module = nn.ModuleList([nn.Linear(2, 2, bias=False) for _ in range(3)])
+    module[0].requires_grad_(False)
+    keep_apart(module[1].parameters())
+    assert [*Method(mesh, "dp").weights(module)] == [module[2].weight]

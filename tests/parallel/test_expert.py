@@ -1,0 +1,334 @@
+"""Expert parallelism: tokens that travel to experts on other ranks, against the mixture of experts of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from pgmesh import AxisError, MethodError, ProcessGroupMesh, ShapeError
+from pgmesh.parallel import (
+    ContextParallel,
+    DataParallel,
+    ExpertParallel,
+    Router,
+    TensorParallel,
+    balance_loss,
+    checkpoint,
+    compose,
+    mix,
+)
+from pgmesh.parallel.pipeline import Elsewhere
+from tests.support.expert_models import (
+    EXPERTS,
+    TOP_K,
+    Expert,
+    cut_like,
+    expert_layer,
+    expert_model,
+    train_alone_in_parts,
+)
+from tests.support.fake_world import fake_rank
+from tests.support.message_assertions import assert_raises
+from tests.support.parallel_models import (
+    WIDTH,
+    assert_same,
+    batch,
+    gradients_of,
+    loss_of,
+    optimizer_of,
+    weights_of,
+)
+from tests.support.parallel_training import train_and_check
+from tests.support.worlds import check_sums, groups_of, world
+
+pytestmark = pytest.mark.long
+
+TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}  # float64: only the order of sums differs
+
+
+# ---- one layer ----
+
+
+def travel(sizes, over, tensor, counts):
+    """One mixture on ranks with so many tokens each: outputs and all gradients, against plain mix."""
+    torch.manual_seed(5)
+    shape = (sum(counts), WIDTH)
+    tokens, given = torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
+    weights = torch.rand(sum(counts), TOP_K, dtype=torch.float64)
+    chosen = torch.stack([torch.randperm(EXPERTS - 2)[:TOP_K] for _ in range(sum(counts))])  # two have none to serve
+    layer = nn.Module()
+    layer.mix, layer.experts = mix, nn.ModuleList(Expert() for _ in range(EXPERTS)).double()
+    whole = [each.clone().requires_grad_() for each in (tokens, weights)]
+    right = mix(*whole, chosen, layer.experts)
+    right.backward(given)
+    truth = {name: weight.grad for name, weight in layer.named_parameters()}
+    layer.zero_grad()
+
+    with ProcessGroupMesh(**sizes) as mesh:
+        cut = {"tensor": tensor, "columns": ["up"], "rows": ["down"]} if tensor else {}
+        method = ExpertParallel(mesh, "ep", over=over, uneven=True, **cut)
+        method.apply(layer)
+        at = mesh.index(*over)
+        mine = [each.split(counts)[at].clone().requires_grad_() for each in (tokens, weights)]
+        out = layer.mix(*mine, chosen.split(counts)[at], layer.experts)
+        out.backward(given.split(counts)[at])
+        parts = [right, *(each.grad for each in whole)]
+        torch.testing.assert_close(
+            [out, *(each.grad for each in mine)], [each.split(counts)[at] for each in parts], **TOLERANCE
+        )
+        scaled = {name: mesh.size(*over) * weight.grad for name, weight in layer.named_parameters()}
+        assert len(scaled) == len(truth) // mesh.size("ep")
+        assert_same("experts", scaled, cut_like(scaled, truth, mesh, tensor))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "over", "tensor"),
+    [
+        ({"ep": 4}, ["ep"], None),
+        ({"edp": 2, "ep": 2}, ["edp", "ep"], None),
+        ({"ep": 2, "etp": 2}, ["ep", "etp"], "etp"),
+        ({"etp": 2, "ep": 2}, ["ep"], "etp"),
+    ],
+    ids=str,
+)
+def test_tokens_find_their_experts_and_gradients_the_way_back(sizes, over, tensor):
+    shares = [5, 0, 9, 2] if len(over) * 2 == 4 or sizes == {"ep": 4} else [7, 0]
+    world(4).run(travel, sizes, over, tensor, shares)
+
+
+# ---- training ----
+
+
+def trained(sizes, view, over, tensor):
+    with ProcessGroupMesh(**sizes) as mesh:
+        moe = mesh.view(**view)
+        cut = {"tensor": tensor, "columns": ["up"], "rows": ["down"]} if tensor else {}
+        methods = [DataParallel(mesh, "dp"), ExpertParallel(moe, "ep", over=over, **cut)]
+        together = compose(mesh, *methods, unowned=[axis for axis in mesh.axes if axis != "dp"])
+        model = expert_model()
+        expected = train_alone_in_parts()
+        train_and_check(
+            together,
+            model,
+            expected,
+            parts=lambda whole: {**whole, **cut_like(dict(model.named_parameters()), whole, moe, tensor)},
+        )
+        assert len(dict(model.named_parameters())) < len(expected.weights)
+        check_sums(groups_of(mesh))
+        check_sums(groups_of(moe))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "view", "over", "tensor"),
+    [
+        ({"dp": 8}, {"ep": 8}, ["ep"], None),
+        ({"dp": 8}, {"edp": 2, "ep": 4}, ["edp", "ep"], None),
+        ({"dp": 8}, {"edp": 2, "ep": 2, "etp": 2}, ["edp", "ep", "etp"], "etp"),
+        ({"dp": 4, "tp": 2}, {"ep": 4, "etp": 2}, ["ep"], "etp"),
+    ],
+    ids=str,
+)
+def test_training_with_experts_shared_out_is_that_of_one_process(sizes, view, over, tensor):
+    world(8).run(trained, sizes, view, over, tensor)
+
+
+# ---- what needs no other rank ----
+
+
+@pytest.fixture
+def mesh() -> Iterator[ProcessGroupMesh]:
+    with fake_rank(5, 8), ProcessGroupMesh(edp=2, ep=2, etp=2, name="moe") as mesh:
+        yield mesh
+
+
+def test_a_rank_keeps_its_experts_under_their_names(mesh):
+    layer = expert_layer(8)
+    whole = {name: weight.clone() for name, weight in layer.state_dict().items()}
+    method = ExpertParallel(mesh, "ep", over=("edp", "ep"))
+    assert method.apply(layer) is layer
+    assert layer.mix == method.mix
+    assert list(layer.experts) == ["0", "1", "2", "3"]  # rank 5 is edp1-ep0-etp1
+    assert layer.state_dict().keys() == {name for name in whole if int(name.split(".")[1]) < 4}
+    assert all(weight.equal(whole[name]) for name, weight in layer.state_dict().items())
+
+
+def test_each_expert_is_cut_along_the_tensor_axis(mesh):
+    layer = expert_layer()
+    up, down = layer.experts[1].up.weight.clone(), layer.experts[1].down.weight.clone()
+    method = ExpertParallel(mesh, "ep", tensor="etp", columns=["up"], rows=["down"])
+    assert (method.owns, method.reduces) == (("ep", "etp"), ("ep",))
+    method.apply(layer)
+    mine = layer.experts["1"]
+    assert mine.up.weight.equal(up[WIDTH:])
+    assert mine.down.weight.equal(down[:, WIDTH:])
+    assert (mine.up.out_features, mine.up.bias.shape, mine.down.in_features) == (WIDTH, (WIDTH,), WIDTH)
+
+
+def test_plain_mixing_is_the_sum_over_a_tokens_experts():
+    torch.manual_seed(1)
+    tokens, weights = torch.randn(7, WIDTH, dtype=torch.float64), torch.rand(7, 3, dtype=torch.float64)
+    chosen = torch.stack([torch.randperm(5)[:3] for _ in range(7)])
+    experts = nn.ModuleList(Expert() for _ in range(5)).double()
+    right = [sum(w * experts[int(e)](t) for w, e in zip(ws, es)) for t, ws, es in zip(tokens, weights, chosen)]
+    torch.testing.assert_close(mix(tokens, weights, chosen, experts), torch.stack(right), **TOLERANCE)
+    named = nn.ModuleDict(dict(experts.named_children()))
+    assert mix(tokens, weights, chosen, named).equal(mix(tokens, weights, chosen, experts))
+
+
+def test_a_router_sends_each_token_to_its_likeliest_experts():
+    torch.manual_seed(1)
+    router, tokens = Router(WIDTH, EXPERTS, 3), torch.randn(50, WIDTH)
+    likely = router.gate(tokens).softmax(-1)
+    routes = router(tokens)
+    assert routes.chosen.equal(likely.argsort(-1, descending=True)[:, :3])
+    torch.testing.assert_close(routes.weights.sum(-1), torch.ones(50))
+    torch.testing.assert_close(
+        routes.weights[:, 0] / routes.weights[:, 1], likely.max(-1).values / likely.kthvalue(7).values
+    )
+    shares = torch.tensor([(routes.chosen == e).sum().item() for e in range(EXPERTS)]) / 150
+    torch.testing.assert_close(routes.balance, EXPERTS * (shares * likely.mean(0)).sum())
+    one = Router(WIDTH, EXPERTS, 1)(tokens)
+    one.weights.sum().backward()
+    assert (one.weights < 1).all()
+
+
+def test_a_balance_loss_counts_what_all_ranks_chose():
+    probabilities, chosen = torch.rand(6, 4).softmax(-1), torch.tensor([[0], [0], [1], [2], [3], [3]])
+    alone = balance_loss(probabilities, chosen)
+    shares = torch.tensor([2, 1, 1, 2]) / 6
+    torch.testing.assert_close(alone, 4 * (shares * probabilities.mean(0)).sum())
+    torch.testing.assert_close(balance_loss(probabilities, chosen, lambda counts: 5 * counts), alone)
+    skew = balance_loss(probabilities, chosen, lambda counts: counts + torch.tensor([6, 0, 0, 0]))
+    torch.testing.assert_close(skew, 4 * (torch.tensor([8, 1, 1, 2]) / 12 * probabilities.mean(0)).sum())
+
+
+def test_what_does_not_fit_is_told_with_the_numbers(mesh):
+    by_two = ExpertParallel(mesh, "ep")
+    cut = ExpertParallel(mesh, "ep", tensor="etp", columns=["up"], rows=["down"])
+    assert_raises(
+        ShapeError,
+        lambda: by_two.apply(expert_layer(7)),
+        """
+        Module.experts: 7 experts cannot be shared out evenly along ep=2: 7 is not divisible by 2.
+
+          6 or 8 experts would do
+        """,
+    )
+    odd = expert_layer()
+    odd.experts[0].up = nn.Linear(WIDTH, 5)
+    assert_raises(
+        ShapeError,
+        lambda: cut.apply(odd),
+        """
+        Module.experts.0.up: 5 outputs cannot be shared out evenly along etp=2: 5 is not divisible by 2.
+
+          4 or 6 outputs would do
+        """,
+    )
+    assert_raises(
+        ShapeError,
+        lambda: Router(4, experts=2, top_k=3),
+        "Router: each token goes to at least 1 expert and to 2 at most, not to 3.",
+    )
+
+
+def saved_and_loaded(folder) -> None:
+    """Two steps with experts arranged in one way, and the third where they are arranged in another."""
+    expected = train_alone_in_parts()
+    for name, view, steps in [("saving", {"edp": 2, "ep": 2}, [0, 1]), ("loading", {"ep": 4}, [2])]:
+        with ProcessGroupMesh(dp=4, name=name) as mesh:
+            experts = ExpertParallel(mesh.view(**view), "ep", over=[*view])
+            together = compose(mesh, DataParallel(mesh, "dp"), experts)
+            model = together.apply(expert_model())
+            optimizer = optimizer_of(model.parameters())
+            if name == "loading":
+                checkpoint.load(folder, mesh, model, optimizer)
+            for step in steps:
+                codes, target = (together.share(each) for each in batch(step))
+                optimizer.zero_grad()
+                loss_of(model(codes), target).backward()
+                assert_same(f"{name}: gradients", gradients_of(model), expected.gradients[step])
+                optimizer.step()
+            if name == "saving":
+                checkpoint.save(folder, mesh, model, optimizer)
+            else:
+                assert_same("weights", weights_of(model), expected.weights)
+            check_sums(groups_of(mesh))
+
+
+def test_a_checkpoint_of_whole_experts_is_loaded_where_they_lie_on_other_ranks(tmp_path):
+    world(4).run(saved_and_loaded, tmp_path)
+
+
+def test_a_checkpoint_refuses_experts_whose_parts_it_would_take_for_one(mesh, tmp_path):
+    layer = expert_layer()
+    ExpertParallel(mesh, "ep", tensor="etp", columns=["up"], rows=["down"]).apply(layer)
+    assert_raises(
+        MethodError,
+        lambda: checkpoint.save(tmp_path, mesh, layer),
+        "experts.0.up.weight is cut along etp=2 as a plain tensor, so ranks hold different parts under one name, of "
+        "which a checkpoint would keep one: checkpoints take experts that are whole.",
+    )
+
+
+def test_a_stage_of_a_pipeline_may_have_no_experts_and_no_attention(mesh):
+    stage = nn.Sequential(nn.Linear(2, 2), Elsewhere())
+    assert ExpertParallel(mesh, "ep").apply(stage) is stage
+    assert ContextParallel(mesh, "ep").apply(stage) is stage
+    assert TensorParallel(mesh, "ep", plan={"1": "columns", "1.up": "rows"}).apply(stage) is stage
+
+
+def test_a_module_without_what_is_named_is_refused(mesh):
+    assert_raises(
+        MethodError,
+        lambda: ExpertParallel(mesh, "ep").apply(nn.Linear(2, 2)),
+        """
+        no part of Linear keeps pgmesh.parallel.mix in an attribute, so there are no experts to share out.
+
+          self.mix, self.experts = mix, nn.ModuleList(...)            # in __init__ of the layer
+          out = self.mix(tokens, weights, chosen, self.experts)       # in its forward
+        """,
+    )
+    bare = nn.Module()
+    bare.mix = mix
+    assert_raises(
+        MethodError,
+        lambda: ExpertParallel(mesh, "ep").apply(bare),
+        "Module.experts is a ModuleList or a ModuleDict of experts, not NoneType.",
+    )
+    assert_raises(
+        MethodError,
+        lambda: ExpertParallel(mesh, "ep", tensor="etp", columns=["gate"], rows=["down"]).apply(expert_layer()),
+        "Module.experts.0 has no linear layer 'gate'; it has up, down.",
+    )
+    biased = expert_layer()
+    biased.experts[0].down = nn.Linear(2 * WIDTH, WIDTH)
+    assert_raises(
+        MethodError,
+        lambda: ExpertParallel(mesh, "ep", tensor="etp", columns=["up"], rows=["down"]).apply(biased),
+        """
+        Module.experts.0.down has a bias, which each of the 2 ranks along etp=2 would add to the sum.
+
+          nn.Linear(..., bias=False)   # for layers whose inputs are cut
+        """,
+    )
+    normed = expert_layer()
+    normed.experts[0].norm = nn.LayerNorm(WIDTH)
+    assert_raises(
+        MethodError,
+        lambda: ExpertParallel(mesh, "ep", tensor="etp", columns=["up"], rows=["down"]).apply(normed),
+        "Module.experts.0 has weights in no layer that is cut, norm.bias, norm.weight, of whose gradient each of the 2 "
+        "ranks along etp=2 would see a part: name their layers in columns= or rows=, or move them out of the experts.",
+    )
+    assert_raises(
+        AxisError,
+        lambda: ExpertParallel(mesh, "ep", tensor="etp"),
+        """
+        ExpertParallel: an expert is cut along an axis by layers whose outputs are cut and layers that take them.
+
+          ExpertParallel(mesh, 'ep', tensor='etp', columns=['up'], rows=['down'])
+        """,
+    )

@@ -1,0 +1,75 @@
+"""A stage of a pipeline without a weight to train, inside each method that a stage can have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pgmesh import MethodError, ProcessGroupMesh
+from pgmesh.parallel import DataParallel, PipelineParallel, ShardedDataParallel, TensorParallel, compose
+from tests.support.small_model import FIRST_STAGE, SmallModel, assert_same_training, loss_of, train, train_alone
+from tests.support.worlds import check_sums, groups_of, world
+
+LAST = ("blocks.2", "blocks.3")
+
+
+def beside_a_stage(kind: type[DataParallel] | type[ShardedDataParallel], frozen: tuple[str, ...], **more: Any) -> None:
+    """Ranks start with frozen weights of their own, and take those of the first rank along dp."""
+    with ProcessGroupMesh(dp=2, pp=2, name=f"{kind.__name__}, {frozen[0]} frozen") as mesh:
+        pipeline = PipelineParallel(mesh, "pp", layers="blocks", first="012", loss=loss_of, microbatches=4, **more)
+        together, model = compose(mesh, kind(mesh, "dp"), pipeline), SmallModel(frozen)
+        if kind is DataParallel and mesh.index("dp"):
+            for weight in model.parameters():
+                nn.init.zeros_(weight)
+        assert_same_training(train(together.apply(model), together.share), train_alone(frozen))
+        check_sums(groups_of(mesh))
+
+
+def each_end(kind: type[DataParallel] | type[ShardedDataParallel]) -> None:
+    beside_a_stage(kind, FIRST_STAGE)
+    beside_a_stage(kind, LAST)
+    beside_a_stage(kind, ("0", "2", "blocks.0", "blocks.2"), schedule="interleaved", virtual=2)
+
+
+@pytest.mark.parametrize("kind", [DataParallel, ShardedDataParallel])
+def test_a_pipeline_trains_beside_a_frozen_stage(kind):
+    world(4).run(each_end, kind)
+
+
+def cut_and_frozen() -> None:
+    with ProcessGroupMesh(pp=2, tp=2, name="cut and frozen") as mesh:
+        tensor = TensorParallel(mesh, "tp", plan={"0": "columns", "2": "rows"})
+        pipeline = PipelineParallel(mesh, "pp", layers="blocks", first="012", loss=loss_of, microbatches=4)
+        together = compose(mesh, tensor, pipeline)
+        assert_same_training(train(together.apply(SmallModel(FIRST_STAGE)), together.share), train_alone(FIRST_STAGE))
+
+
+def test_a_frozen_stage_may_be_cut():
+    world(4).run(cut_and_frozen)
+
+
+def frozen_alone() -> None:
+    """A module that learns nothing, in no pipeline: it is the same module, with the first rank's weights."""
+    mesh = ProcessGroupMesh(dp=2)
+    data, module = DataParallel(mesh, "dp"), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).requires_grad_(False)
+    nn.init.constant_(module[0].weight, 1.0 + mesh.rank)
+    module[1].running_mean.fill_(1.0 + mesh.rank)
+    assert data.apply(module) is module
+    assert module[0].weight.eq(1.0).all()
+    assert module[1].running_mean.eq(1.0).all()
+    with data.accumulate(module, last=False):
+        module(torch.ones(2, 2))
+    with pytest.raises(MethodError, match=r"^DataParallel along dp accumulates in what its apply\(\) gave, not in a"):
+        data.accumulate(nn.Linear(2, 2), last=True)
+    own = nn.Linear(2, 2).requires_grad_(False)
+    nn.init.constant_(own.weight, 1.0 + mesh.rank)
+    assert DataParallel(mesh, "dp", init_sync=False).apply(own) is own
+    assert own.weight.eq(1.0 + mesh.rank).all()
+    assert nn.Tanh is type(data.apply(nn.Tanh()))
+
+
+def test_data_parallelism_leaves_a_frozen_module_as_it_is():
+    world(2).run(frozen_alone)

@@ -1,0 +1,386 @@
+"""Unequal inputs of ranks: an error on each rank, with the axis and the numbers, after which they can go on."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from pgmesh import MethodError, OptionsError, ProcessGroupMesh, ShapeError
+from pgmesh.parallel import (
+    ContextParallel,
+    DataParallel,
+    ExpertParallel,
+    PipelineParallel,
+    ShardedDataParallel,
+    TensorParallel,
+    compose,
+)
+from tests.support.expert_models import expert_layer
+from tests.support.fake_world import fake_rank
+from tests.support.message_assertions import assert_raises
+from tests.support.parallel_models import (
+    FIRST,
+    LAST,
+    TinyGPT,
+    assert_same,
+    batch,
+    full_tensor,
+    gradients_of,
+    loss_of,
+)
+from tests.support.tensor_plans import BLOCK_PLAN, SEQUENCE_PLAN
+from tests.support.worlds import check_sums, groups_of, world
+
+pytestmark = pytest.mark.long
+
+torch.set_num_threads(1)  # also on ranks, which import this: others share their cores
+
+SHARE = "together.share(rows)   # of compose(...): the same rows on each rank along the axis"
+
+
+def takes(who: str, unit: str, axes: str, there_are: str, way_out: str) -> str:
+    return f"{who} takes as many {unit} on each rank along {axes}, but there are {there_are}.\n\n  {way_out}"
+
+
+# ---- sequences ----
+
+
+def parts_of_a_sequence(kind: str, balanced: bool) -> None:
+    with ProcessGroupMesh(dp=2, cp=2) as mesh:
+        method = ContextParallel(mesh, "cp", attention=kind, balanced=balanced)
+        first, second = mesh.ranks("cp")
+        cut = "method.cut(whole)   # gives each rank a part of one length"
+
+        def attend(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+            q = torch.ones(shape, dtype=dtype)
+            return method.attention(q, q, q, is_causal=True)
+
+        for lengths in ((4, 6), (4, 5)):  # an odd one is no balanced part: an error of its own, were it even
+            there_are = f"{lengths[0]} on rank {first}; {lengths[1]} on rank {second}"
+            told = takes("ContextParallel", "positions", "cp=2", there_are, cut)
+            assert_raises(ShapeError, lambda lengths=lengths: attend(1, 2, lengths[mesh.index("cp")], 4), told)
+            assert_raises(
+                ShapeError, lambda lengths=lengths: method.join(torch.ones(1, lengths[mesh.index("cp")])), told
+            )
+        for unit, one, two in [
+            ("heads", (1, 2, 4, 4), (1, 4, 4, 4)),
+            ("numbers in a key", (1, 2, 4, 4), (1, 2, 4, 8)),
+            ("rows", (1, 2, 4, 4), (3, 2, 4, 4)),
+        ]:
+            shape = (one, two)[mesh.index("cp")]
+            with pytest.raises(ShapeError, match=f"^ContextParallel takes as many {unit} on each rank along cp=2, but"):
+                attend(*shape)
+        with pytest.raises(ShapeError, match=r"as many bytes in a number .* 8 on rank .*; 4 on rank"):
+            attend(1, 2, 4, 4, dtype=(torch.float64, torch.float32)[mesh.index("cp")])
+        torch.manual_seed(0)
+        q = torch.randn(1, 2, 8, 4, dtype=torch.float64)
+        right = scaled_dot_product_attention(q, q, q, is_causal=True)
+        found = method.join(method.attention(*[method.cut(q, along=2)] * 3, is_causal=True), along=2)
+        torch.testing.assert_close(found, right, rtol=0, atol=1e-12)
+        check_sums(groups_of(mesh))
+
+
+@pytest.mark.parametrize(("kind", "balanced"), [("ring", True), ("ring", False), ("ulysses", False)])
+def test_parts_of_a_sequence_that_are_unequal_are_told_before_any_is_sent(kind: str, balanced: bool):
+    world(4).run(parts_of_a_sequence, kind, balanced)
+
+
+def test_many_numbers_are_told_in_a_few_words():
+    with fake_rank(0, 8), ProcessGroupMesh(dp=8) as mesh:
+        from pgmesh.parallel.input_checks import compare
+
+        assert_raises(
+            ShapeError,
+            lambda: compare("It", ["rows"], [[1]] * 4 + [[n] for n in range(2, 6)], mesh, ("dp",), "call()"),
+            takes("It", "rows", "dp=8", "1 on ranks 0, 1, 2, 3; 2 on rank 4; 3 on rank 5; 4 on rank 6; ...", "call()"),
+        )
+        compare("It", ["rows"], [[1]] * 8, mesh, ("dp",), "call()")
+
+
+# ---- rows ----
+
+
+def rows_of_data(kind: type[DataParallel | ShardedDataParallel]) -> None:
+    with ProcessGroupMesh(dp=2, cp=2) as mesh:
+        codes, target = batch(0)
+        expected = TinyGPT(layers=1)
+        loss_of(expected(codes), target).backward()
+
+        def learn(module: nn.Module, rows: slice) -> None:
+            loss_of(module(codes[rows]), target[rows]).backward()
+
+        module = kind(mesh, "dp", over=("dp", "cp")).apply(TinyGPT(layers=1))
+        mine = slice(mesh.rank * 2, mesh.rank * 2 + 2)
+        told = takes(
+            kind.__name__,
+            "rows",
+            "dp=2 x cp=2",
+            "2 on ranks 0, 1, 2; 3 on rank 3",
+            f"{kind.__name__}(..., uneven=True)   # if the program weighs its losses itself",
+        )
+        assert_raises(ShapeError, lambda: learn(module, slice(2 + (mesh.rank == 3))), told)
+        learn(module, mine)  # after the error
+        assert_same("even", gradients_of(module), gradients_of(expected))
+        with torch.no_grad():
+            module(codes[: 1 + mesh.rank])  # nothing is averaged
+        module.eval()
+        module(codes[: 1 + mesh.rank])
+
+        uneven = kind(mesh, "dp", over=("dp", "cp"), uneven=True).apply(TinyGPT(layers=1))
+        counts = [1, 1, 2, 4]
+        rows = slice(sum(counts[: mesh.rank]), sum(counts[: mesh.rank + 1]))
+        (loss_of(uneven(codes[rows]), target[rows]) * counts[mesh.rank] / 2).backward()  # weighed: the mean is 2 rows
+        assert_same("weighed", gradients_of(uneven), gradients_of(expected))
+        check_sums(groups_of(mesh))
+
+
+@pytest.mark.parametrize("kind", [DataParallel, ShardedDataParallel])
+def test_unequal_numbers_of_rows_are_told_before_a_training_step(kind):
+    world(4).run(rows_of_data, kind)
+
+
+def rows_of_several_passes() -> None:
+    """DDP is told which pass is the last: rows are added up, and compared in that one."""
+    with ProcessGroupMesh(dp=2) as mesh:
+        data = DataParallel(mesh, "dp")
+        module = data.apply(TinyGPT(layers=1))
+        codes, target = batch(0)
+        for counts in ((1, 3), (2, 2)) if mesh.rank else ((3, 1), (1, 3)):
+            for last, rows in enumerate(counts):
+                with data.accumulate(module, last=last):
+                    loss_of(module(codes[:rows]), target[:rows]).backward()
+        with data.accumulate(module, last=False):
+            module(codes[: 1 + mesh.rank])
+        with pytest.raises(ShapeError, match=r"as many rows .* along dp=2, but there are 3 on rank 0; 4 on rank 1\."):
+            module(codes[:2])
+        check_sums(groups_of(mesh))
+
+
+def test_rows_of_passes_that_add_up_are_compared_in_the_last():
+    world(2).run(rows_of_several_passes)
+
+
+def rows_of_tensor() -> None:
+    with ProcessGroupMesh(dp=2, tp=2) as mesh:
+        first, second = mesh.ranks("tp")
+        module = TensorParallel(mesh, "tp", plan=BLOCK_PLAN).apply(TinyGPT(layers=1))
+        codes, _ = batch(0)
+        told = takes("TensorParallel", "rows", "tp=2", f"1 on rank {first}; 2 on rank {second}", SHARE)
+        assert_raises(ShapeError, lambda: module(codes[: 1 + mesh.index("tp")]), told)
+        told = takes("TensorParallel", "positions", "tp=2", f"6 on rank {first}; 7 on rank {second}", SHARE)
+        assert_raises(ShapeError, lambda: module(x=codes[:, : 6 + mesh.index("tp")]), told)
+        torch.testing.assert_close(module(codes), TinyGPT(layers=1)(codes), rtol=0, atol=1e-12)
+
+        whole = TensorParallel(mesh, "tp", plan=SEQUENCE_PLAN, sequence=True).apply(TinyGPT(layers=1))
+        words = nn.Sequential(nn.Embedding(24, 4), nn.LayerNorm(4))
+        TensorParallel(mesh, "tp", plan={"0": "vocabulary", "1": "sequence"}, sequence=True).apply(words)
+        for module in (whole, words):
+            told = "a sequence of 7 positions cannot be shared out evenly along tp=2: 7 is not divisible by 2.\n\n"
+            assert_raises(ShapeError, lambda module=module: module(codes[:, :7]), f"{told}  6 or 8 positions would do")
+        assert words(codes).shape == (8, 4, 4)
+        check_sums(groups_of(mesh))
+
+
+def test_tensor_ranks_that_are_given_other_rows_are_told_before_torch_sums_them():
+    world(4).run(rows_of_tensor)
+
+
+# ---- pipelines ----
+
+
+def stages(
+    mesh: ProcessGroupMesh, schedule: str = "1f1b", virtual: int = 1, loss=loss_of, **more: Any
+) -> PipelineParallel:
+    names = {"layers": "blocks", "first": FIRST, "last": LAST, **more}
+    return PipelineParallel(mesh, "pp", **names, loss=loss, microbatches=2, schedule=schedule, virtual=virtual)
+
+
+def rows_of_pipelines() -> None:
+    with ProcessGroupMesh(pp=2, dp=2) as mesh:
+        codes, target = batch(0)
+        model = compose(mesh, stages(mesh), DataParallel(mesh, "dp")).apply(TinyGPT(layers=2))
+        one, two = mesh.ranks("pp")
+
+        def learn(rows: int) -> None:
+            model.step(codes[:rows], target=target[:rows])
+
+        share = SHARE.replace("the axis", "pp")
+        weigh = "DataParallel(..., uneven=True)   # if the program weighs its losses itself"
+        told = takes("PipelineParallel", "rows", "pp=2", f"4 on rank {one}; 2 on rank {two}", share)
+        assert_raises(ShapeError, lambda: model(codes[: 4 - 2 * mesh.index("pp")]), told)
+        for rank in range(4):
+            others = ", ".join(str(other) for other in range(4) if other != rank)
+            there_are = [f"4 on ranks {others}", f"2 on rank {rank}"]
+            there_are = "; ".join(there_are if rank else there_are[::-1])
+            told = takes("PipelineParallel", "rows", "pp=2 x dp=2", there_are, f"{share}\n  {weigh}")
+            assert_raises(ShapeError, lambda rank=rank: learn(2 if mesh.rank == rank else 4), told)
+        assert_raises(
+            ShapeError,
+            lambda: learn(3),
+            "3 rows cannot be cut into 2 equal microbatches along pp=2: inputs and target have one number of rows, "
+            "which 2 divides.\n\n  2 or 4 rows would do",
+        )
+        alone = mesh.rank == 3  # has other rows than targets
+        told = (
+            r"2 and 4 rows cannot be cut into 2 equal" if alone else r"PipelineParallel takes as many rows on each rank"
+        )
+        with pytest.raises(ShapeError, match=f"^{told}"):
+            model.step(codes[: 2 if alone else 4], target=target[:4])
+        check_sums(groups_of(mesh))
+
+
+def test_rows_that_differ_in_a_pipeline_are_told_on_all_its_ranks():
+    world(4).run(rows_of_pipelines)
+
+
+def timeout_of_a_pipeline() -> None:
+    minutes = timedelta(minutes=3)
+    with ProcessGroupMesh(pp=2, dp=2) as mesh:
+        everyone = mesh.group()  # of the same ranks as the comparison's, made before and with the world's timeout
+        codes, target = batch(0)
+        method = stages(mesh, options={"timeout": minutes})
+        model = compose(mesh, method, DataParallel(mesh, "dp")).apply(TinyGPT(layers=2))
+        model.step(codes, target=target)
+        made = {(each.ranks, given.timeout) for each, given, _ in mesh._cache.known()}
+        assert ((0, 1, 2, 3), minutes) in made
+        assert (mesh.ranks("pp"), minutes) in made
+        assert (mesh.ranks("dp"), minutes) not in made
+        assert mesh.group() is everyone
+        assert mesh.group("pp", "dp", timeout=minutes) is not everyone
+        assert mesh.group("pp", timeout=minutes) is mesh.group("pp")
+        check_sums(groups_of(mesh))
+
+
+def test_the_timeout_of_a_pipeline_holds_where_rows_are_compared():
+    world(4).run(timeout_of_a_pipeline)
+
+
+def batches_of_other_shapes(data: type | None) -> None:
+    """Steps with other rows and other lengths, between them forward passes alone; gradients are one process's."""
+    with ProcessGroupMesh(pp=2, dp=2) as mesh:
+        for schedule, virtual in [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 2)][
+            : 3 if data else 4
+        ]:
+            methods = [stages(mesh, schedule, virtual), *([data(mesh, "dp")] if data else [])]
+            together = compose(mesh, *methods, unowned=() if data else ["dp"])
+            model, plain = together.apply(TinyGPT(tied=True)), TinyGPT(tied=True)
+            here = model.method.is_last(virtual - 1)
+            for rows, length in [(8, 8), (4, 8), (4, 5), (8, 8)]:
+                codes, target = (each[:rows, :length] for each in batch(rows + length))
+                mine, wanted = together.share(codes), together.share(target)
+                for weight in (*model.parameters(), *plain.parameters()):
+                    weight.grad = None
+                model.step(mine, target=wanted)
+                loss_of(plain(codes), target).backward()
+                what = f"{schedule}: gradients of {rows} x {length}"
+                assert_same(
+                    what, {name: full_tensor(each) for name, each in gradients_of(model).items()}, gradients_of(plain)
+                )
+                out = model(mine)
+                assert (out is not None) == here
+                with torch.no_grad():
+                    losses = model.step(mine, target=wanted)
+                assert len(losses) == 2 * here
+                if here:
+                    assert not out.requires_grad
+                    torch.testing.assert_close(out, plain(mine).detach(), rtol=0, atol=1e-12)
+                    right = loss_of(plain(mine), wanted).detach()
+                    torch.testing.assert_close(torch.stack(losses).mean(), right, rtol=0, atol=1e-12)
+                assert_same(
+                    what, {name: full_tensor(each) for name, each in gradients_of(model).items()}, gradients_of(plain)
+                )
+        check_sums(groups_of(mesh))
+
+
+@pytest.mark.parametrize("data", [None, DataParallel, ShardedDataParallel])
+def test_a_pipeline_takes_batches_of_other_shapes_and_goes_forward_alone(data):
+    world(4).run(batches_of_other_shapes, data)
+
+
+def test_a_pipeline_without_a_loss_says_what_it_can_do():
+    with fake_rank(0, 2), ProcessGroupMesh(pp=2) as mesh:
+        codes, target = batch(0)
+        assert_raises(
+            OptionsError,
+            lambda: stages(mesh, loss=None).apply(TinyGPT()).step(codes, target=target),
+            """
+            PipelineParallel along pp was given no loss, so a step has nothing to go back from: the last stage takes the loss of each microbatch, and goes back from there.
+
+              PipelineParallel(..., loss=cross_entropy)   # the mean loss of some rows, from output and target
+              PipelineParallel(..., loss=lambda output, target: output)   # where the module's output is a loss
+              model(inputs)   # outputs alone, on the last stage, without gradients
+            """,  # noqa: E501
+        )
+        assert_raises(
+            MethodError,
+            lambda: stages(mesh, "zero-bubble-v", 2, loss=None).apply(TinyGPT())(codes),
+            """
+            schedule 'zero-bubble-v' always goes forward and back, as torch 2.13 has it.
+
+              PipelineParallel(..., schedule='zero-bubble', virtual=2)   # goes forward alone, too
+            """,
+        )
+
+
+def without_a_loss() -> None:
+    with ProcessGroupMesh(pp=2) as mesh:
+        codes, _ = batch(0)
+        model = stages(mesh, loss=None).apply(TinyGPT())
+        out = model(codes)
+        assert (out is None) == (mesh.rank == 0)
+        if out is not None:
+            torch.testing.assert_close(out, TinyGPT()(codes).detach(), rtol=0, atol=1e-12)
+
+
+def test_a_pipeline_without_a_loss_goes_forward():
+    world(2).run(without_a_loss)
+
+
+# ---- tokens ----
+
+
+def tokens_of_experts() -> None:
+    with ProcessGroupMesh(edp=2, ep=2) as mesh:
+        way_out = "ExpertParallel(..., uneven=True)   # if the program weighs its losses itself"
+        for tensor, over, axes, out in [
+            (None, ["edp", "ep"], "edp=2 x ep=2", way_out),
+            ("edp", ["ep"], "edp=2 x ep=2", way_out),
+        ]:
+            cut = {"tensor": tensor, "columns": ["up"], "rows": ["down"]} if tensor else {}
+            layer = ExpertParallel(mesh, "ep", over=over, **cut).apply(expert_layer()).double()
+            tokens = torch.ones(2 + (mesh.rank == 3), 16, dtype=torch.float64)
+            chosen = torch.zeros(len(tokens), 1, dtype=torch.int64)
+
+            def mixed(layer=layer, tokens=tokens, chosen=chosen) -> torch.Tensor:
+                return layer.mix(tokens, torch.ones(chosen.shape), chosen, layer.experts)
+
+            told = takes("ExpertParallel", "tokens", axes, "2 on ranks 0, 1, 2; 3 on rank 3", out)
+            assert_raises(ShapeError, mixed, told)
+            if tensor is None:
+                with torch.no_grad():
+                    assert mixed().shape == tokens.shape  # nothing is averaged
+        cut = {"tensor": "edp", "columns": ["up"], "rows": ["down"]}
+        layer = ExpertParallel(mesh, "ep", uneven=True, **cut).apply(expert_layer()).double()
+        tokens = torch.ones(2 + mesh.index("edp"), 16, dtype=torch.float64)
+        first, second = mesh.ranks("edp")
+        assert_raises(
+            ShapeError,
+            lambda: layer.mix(tokens, tokens[:, :1], torch.zeros(len(tokens), 1, dtype=torch.int64), layer.experts),
+            takes(
+                "ExpertParallel",
+                "tokens",
+                "edp=2",
+                f"2 on rank {first}; 3 on rank {second}",
+                "ExpertParallel(..., over=('edp', 'ep'))   # if they hold tokens of their own",
+            ),
+        )
+        check_sums(groups_of(mesh))
+
+
+def test_unequal_numbers_of_tokens_are_told_before_any_travels():
+    world(4).run(tokens_of_experts)

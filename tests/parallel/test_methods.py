@@ -1,0 +1,772 @@
+"""Methods alone and together on eight ranks: every gradient of three steps is the one process's, in 64-bit floats."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from pgmesh import AxisError, MethodError, OptionsError, PlaceError, ProcessGroupMesh, ShapeError
+from pgmesh.parallel import (
+    Composition,
+    DataParallel,
+    Method,
+    PipelineParallel,
+    ShardedDataParallel,
+    TensorParallel,
+    checkpoint,
+    compose,
+    weights,
+)
+from pgmesh.parallel.ownership import keep_apart
+from pgmesh.parallel.pipeline import SCHEDULES, shared_out
+from pgmesh.parallel.weights import Held
+from tests.support.fake_world import fake_rank
+from tests.support.message_assertions import assert_raises
+from tests.support.parallel_models import (
+    CONTEXT,
+    FIRST,
+    LAST,
+    ROWS,
+    VOCABULARY,
+    TinyGPT,
+    TrainingRun,
+    assert_same,
+    assert_same_run,
+    batch,
+    full_tensor,
+    gradients_of,
+    loss_of,
+    train_alone,
+    train_parallel,
+    weights_of,
+)
+from tests.support.tensor_plans import BLOCK_PLAN
+from tests.support.worlds import check_sums, groups_of, world
+
+pytestmark = pytest.mark.long
+
+torch.set_num_threads(1)  # also on ranks, which import this: others share their cores
+
+
+@functools.cache
+def expected(*, clip: float | None = None, **model: Any) -> TrainingRun:
+    return train_alone(TinyGPT(**model), clip=clip)
+
+
+def split(mesh: ProcessGroupMesh) -> TensorParallel:
+    return TensorParallel(mesh, "tp", plan=BLOCK_PLAN)
+
+
+def stages(mesh: ProcessGroupMesh, axis: str = "pp", **changes: Any) -> PipelineParallel:
+    options = {"layers": "blocks", "first": FIRST, "last": LAST, "loss": loss_of, "microbatches": 2, **changes}
+    return PipelineParallel(mesh, axis, **options)
+
+
+def train_and_check(composition: Composition, **model: Any) -> nn.Module:
+    """The gradients of every step and the last weights are one process's, and so are the losses, in the mean."""
+    module = composition.apply(TinyGPT(**model))
+    found, right = train_parallel(module, composition.share), expected(**model)
+    assert_same_run(found, right)
+    mesh = composition.mesh
+    told = torch.tensor([*found.losses, 1.0] if found.losses else [0.0] * 4, dtype=torch.float64)
+    dist.all_reduce(told, group=mesh.group())
+    torch.testing.assert_close(told[:3] / told[3], torch.tensor(right.losses, dtype=torch.float64), rtol=0, atol=1e-12)
+    check_sums(groups_of(mesh))
+    return module
+
+
+def held(module: nn.Module) -> int:
+    """How many numbers of weights this rank holds."""
+    return sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in module.parameters())
+
+
+# ---- data ----
+
+
+def replicated() -> None:
+    mesh = ProcessGroupMesh(dp=4, cp=2)
+    data = DataParallel(mesh, "dp", over=("dp", "cp"), bucket_cap_mb=1)
+    module = train_and_check(compose(mesh, data, unowned=["cp"]))
+    assert module.process_group is mesh.group("dp", "cp")
+    assert held(module) == held(TinyGPT())
+
+
+def test_data_parallel():
+    world(8).run(replicated)
+
+
+def accumulated() -> None:
+    mesh = ProcessGroupMesh(dp=8)
+    data = DataParallel(mesh, "dp")
+    module = data.apply(TinyGPT())
+    codes, target = (data.share(each) for each in batch(0, 2 * ROWS))
+    for i in range(2):
+        with data.accumulate(module, last=i == 1):
+            (loss_of(module(codes[i : i + 1]), target[i : i + 1]) / 2).backward()
+        summed = torch.stack([grad.abs().sum() for grad in gradients_of(module).values()])
+        most, least = summed.clone(), summed.clone()
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.group())
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=mesh.group())
+        assert bool((most == least).all()) == (i == 1)  # ranks agree after the last alone
+    right = TinyGPT()
+    codes, target = batch(0, 2 * ROWS)
+    loss_of(right(codes), target).backward()
+    assert_same("accumulated", gradients_of(module), gradients_of(right))
+    with pytest.raises(
+        MethodError, match=r"^DataParallel along dp accumulates in what its apply\(\) gave, not in a Tiny"
+    ):
+        data.accumulate(right, last=True)
+
+
+def test_gradients_accumulate_and_are_averaged_once():
+    world(8).run(accumulated)
+
+
+def ended_at_once() -> None:
+    """DDP that outlives its mesh lets go of the group last, right after a collective on it."""
+    for _ in range(40):
+        with ProcessGroupMesh(dp=2) as mesh:
+            module = DataParallel(mesh, "dp").apply(nn.Linear(2, 2))
+            module(torch.ones(1, 2)).sum().backward()
+            check_sums(groups_of(mesh))
+        kept = list(vars(module))
+        assert kept.index("pgmesh_group") > kept.index("reducer")  # what stands later is let go of later
+        del module
+        dist.barrier()
+
+
+def test_a_module_that_outlives_its_mesh_ends():
+    world(2).run(ended_at_once)
+
+
+def test_a_sampler_shares_out_a_data_set_and_says_when_it_cannot():
+    with fake_rank(5, 8), ProcessGroupMesh(pp=2, dp=2, tp=2) as mesh:
+        for method in (DataParallel(mesh, "pp", "tp"), ShardedDataParallel(mesh, "pp", "tp")):
+            assert list(method.sampler(range(8), shuffle=False)) == [3, 7]
+            assert list(method.sampler(range(10), shuffle=False, drop_last=True)) == [3, 7]
+            assert list(method.sampler(range(10), shuffle=False, drop_last=False)) == [3, 7, 1]
+            assert_raises(
+                ShapeError,
+                lambda method=method: method.sampler(range(10)),
+                """
+                a data set of 10 rows cannot be shared out evenly along pp=2 x tp=2: 10 is not divisible by 4.
+
+                  sampler(dataset, drop_last=True)   # 2 rows for each, 2 left out
+                  sampler(dataset, drop_last=False)   # 3 rows for each, the first ones twice
+                """,
+            )
+
+
+# ---- sharded ----
+
+
+def sharded() -> None:
+    whole = held(TinyGPT())
+    with ProcessGroupMesh(dp=8, name="one axis") as mesh:
+        module = train_and_check(compose(mesh, ShardedDataParallel(mesh, "dp")))
+        assert held(module) == whole / 8
+        assert sum(isinstance(each, FSDPModule) for each in module.modules()) == 5  # the whole and each layer
+        dist.barrier()
+    with ProcessGroupMesh(rep=2, dp=4, name="hybrid") as mesh:
+        module = train_and_check(compose(mesh, ShardedDataParallel(mesh, "rep", "dp", replicate="rep")))
+        assert held(module) == whole / 4
+        dist.barrier()
+    with ProcessGroupMesh(dp=2, mid=1, cp=2, tp=2, name="combined") as mesh:
+        method = ShardedDataParallel(mesh, "dp", over=("dp", "cp"))
+        module = train_and_check(compose(mesh, method, split(mesh), unowned=["cp"]))
+        weight = module.blocks[0].up.weight
+        assert weight.device_mesh.mesh_dim_names == ("dp_cp", "tp")
+        assert weight.to_local().numel() == weight.numel() / 8
+        assert weight.device_mesh.get_group("dp_cp") is mesh.group("dp", "cp")
+        assert weight.device_mesh.get_group("tp") is mesh.group("tp")
+        dist.barrier()
+
+
+def test_sharded_data_parallel_over_one_axis_hybrid_and_over_combined_axes():
+    world(8).run(sharded)
+
+
+def half() -> None:
+    """Mixed precision reaches fully_shard: it computes in bfloat16, near the truth and not at it."""
+    mesh = ProcessGroupMesh(dp=8)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float64)
+    method = ShardedDataParallel(mesh, "dp", mp_policy=policy, layers=lambda module: [module.blocks[0]])
+    module = method.apply(TinyGPT())
+    assert sum(isinstance(each, FSDPModule) for each in module.modules()) == 2
+    seen: list[torch.dtype] = []
+    module.blocks[0].register_forward_hook(lambda block, given, x: seen.append(x.dtype))
+    codes, target = (method.share(each) for each in batch(0))
+    loss_of(module(codes), target).backward()
+    assert seen == [torch.bfloat16]
+    furthest = max(
+        (full_tensor(grad) - expected().gradients[0][name]).abs().max().item()
+        for name, grad in gradients_of(module).items()
+    )
+    assert 1e-6 < furthest < 1e-2
+
+
+def test_mixed_precision_is_passed_through():
+    world(8).run(half)
+
+
+def kept_and_offloaded() -> None:
+    """Both keywords reach fully_shard: layers stay whole after forward, or are cut again; gradients are the same."""
+    with ProcessGroupMesh(dp=2) as mesh:
+        codes, target = batch(0)
+        for keep in (True, False):
+            policy = CPUOffloadPolicy(pin_memory=False)
+            method = ShardedDataParallel(mesh, "dp", reshard_after_forward=not keep, offload_policy=policy)
+            module = method.apply(TinyGPT())
+            loss = loss_of(module(method.share(codes)), method.share(target))
+            cut = {isinstance(weight, DTensor) for weight in module.blocks.parameters()}
+            assert cut == {not keep}
+            assert all(each._get_fsdp_state()._fsdp_param_group.offload_policy is policy for each in module.blocks)
+            loss.backward()
+            assert_same("gradients", gradients_of(module), expected().gradients[0])
+        check_sums(groups_of(mesh))
+
+
+def test_resharding_and_offloading_are_passed_through():
+    world(2).run(kept_and_offloaded)
+
+
+def test_axes_that_cannot_be_cut_along_are_told():
+    with fake_rank(5, 8), ProcessGroupMesh(pp=2, dp=2, tp=2) as mesh:
+        assert_raises(
+            AxisError,
+            lambda: ShardedDataParallel(mesh, "dp", replicate="tp"),
+            "ShardedDataParallel over dp keeps weights whole along some of these axes, but replicate= names tp.\n\n"
+            "  ShardedDataParallel(mesh, 'dp', 'tp', replicate=('tp',))",
+        )
+        assert_raises(
+            MethodError,
+            lambda: DataParallel(mesh, "dp").apply(split(mesh).apply(TinyGPT())),
+            "blocks.0.qkv.weight is cut already, as a DTensor, which torch's DDP does not take; fully_shard does, also "
+            "with weights that stay whole along dp.\n\n"
+            "  ShardedDataParallel(mesh, 'dp', replicate=['dp'])",
+        )
+        assert_raises(
+            AxisError,
+            lambda: ShardedDataParallel(mesh, "dp", "tp", replicate="tp").device_mesh(),
+            "ShardedDataParallel along dp, tp keeps weights whole along tp, which has to stand outside dp, but in the "
+            "mesh it stands inside: pp, dp, tp.\n\n"
+            "  ProcessGroupMesh(..., tp=2, dp=2)   # the last axis varies fastest",
+        )
+        assert_raises(
+            AxisError,
+            lambda: ShardedDataParallel(mesh, "pp", "tp").device_mesh(),
+            "ShardedDataParallel cuts weights along pp, tp as along one axis, so they follow one another in the mesh, "
+            "but dp stands between: pp, dp, tp.\n\n"
+            "  ProcessGroupMesh(..., pp=2, tp=2)\n"
+            "  ShardedDataParallel(..., replicate='pp')   # or cut them along tp alone",
+        )
+
+
+# ---- pipeline ----
+
+
+def piped(schedule: str, virtual: int, tied: bool, *, data: str) -> None:
+    mesh = ProcessGroupMesh(pp=2, dp=4)
+    kind = {"replicated": DataParallel, "sharded": ShardedDataParallel}[data]
+    pipeline = stages(mesh, schedule=schedule, virtual=virtual)
+    train_and_check(compose(mesh, pipeline, kind(mesh, "dp")), tied=tied)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual", "tied", "data"),
+    [
+        ("gpipe", 1, False, "replicated"),
+        ("1f1b", 1, True, "sharded"),
+        ("interleaved", 2, True, "replicated"),
+        ("interleaved", 2, False, "sharded"),
+    ],
+)
+def test_pipeline_parallel_with_data_parallel(schedule: str, virtual: int, tied: bool, data: str):
+    world(8).run(functools.partial(piped, data=data), schedule, virtual, tied)
+
+
+def added_up() -> None:
+    """Gradients of a step are added to those of the step before, those of tied weights too."""
+    with ProcessGroupMesh(pp=2, dp=2, name="added up") as mesh:
+        for data in (DataParallel, ShardedDataParallel):
+            module = compose(mesh, stages(mesh, microbatches=4), data(mesh, "dp")).apply(TinyGPT(tied=True))
+            plain = TinyGPT(tied=True)
+            for step in range(2):
+                codes, target = batch(step)
+                loss_of(plain(codes), target).backward()
+                rows = slice(mesh.index("dp") * len(codes) // 2, (mesh.index("dp") + 1) * len(codes) // 2)
+                module.step(codes[rows], target=target[rows])
+            right = gradients_of(plain)
+            for name, gradient in gradients_of(module).items():
+                torch.testing.assert_close(
+                    full_tensor(gradient), right[name], rtol=0, atol=1e-12, msg=f"{data}, {name}"
+                )
+        check_sums(groups_of(mesh))
+
+
+def test_the_gradients_of_pipelined_steps_add_up():
+    world(4).run(added_up)
+
+
+def in_no_time() -> None:
+    """Zero-bubble schedules, one model after the other, with tensor parallelism inside."""
+    mesh = ProcessGroupMesh(pp=2, tp=4)
+    for schedule, virtual, tied in [("zero-bubble", 1, True), ("zero-bubble", 2, False), ("zero-bubble-v", 2, True)]:
+        pipeline = stages(mesh, schedule=schedule, virtual=virtual, microbatches=4)
+        train_and_check(compose(mesh, pipeline, split(mesh)), tied=tied)
+
+
+def test_zero_bubble_schedules_with_tensor_parallel():
+    world(8).run(in_no_time)
+
+
+def alone_in_a_pipeline() -> None:
+    """Stages of uneven numbers of layers; and a pipeline of one stage is the whole."""
+    mesh = ProcessGroupMesh(pp=8)
+    module = train_and_check(compose(mesh, stages(mesh, microbatches=8)), layers=11, tied=True)
+    layers = [each for each in module.parts[0].blocks if next(each.parameters(), None) is not None]
+    assert len(layers) == (2 if mesh.rank < 3 else 1)
+    dist.barrier()
+    with ProcessGroupMesh(pp=1, dp=8, name="one stage") as mesh:
+        train_and_check(compose(mesh, stages(mesh, microbatches=1), DataParallel(mesh, "dp")), tied=True)
+        dist.barrier()
+
+
+def test_layers_that_do_not_divide_and_one_stage():
+    world(8).run(alone_in_a_pipeline)
+
+
+def test_layers_are_shared_out_evenly_one_more_on_the_first():
+    for layers, parts in itertools.product(range(1, 30), range(1, 9)):
+        shares = shared_out(layers, parts)
+        assert list(itertools.chain(*shares)) == list(range(layers))
+        sizes = [len(share) for share in shares]
+        assert sizes == sorted(sizes, reverse=True)
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_stages_follow_one_another_whatever_the_schedule():
+    for schedule, virtual in [("1f1b", 1), ("interleaved", 1), ("interleaved", 3), ("zero-bubble-v", 2)]:
+        place: dict[int, tuple[int, int]] = {}
+        around: dict[int, tuple[int | None, int | None]] = {}
+        for rank in range(8):
+            with fake_rank(rank, 8), ProcessGroupMesh(4, 2, ranks=[7, 6, 5, 4, 3, 2, 1, 0]) as mesh:
+                pipeline = stages(mesh, 0, schedule=schedule, virtual=virtual, microbatches=4)
+                if mesh.index(1) == 0:
+                    for i in range(virtual):
+                        place[pipeline.stage(i)] = rank, i
+                        around[pipeline.stage(i)] = pipeline.previous(i), pipeline.next(i)
+                        assert pipeline.is_first(i) == (pipeline.stage(i) == 0)
+                        assert pipeline.is_last(i) == (pipeline.stage(i) == 4 * virtual - 1)
+                        assert pipeline.holder(pipeline.stage(i)) == rank
+        assert sorted(place) == list(range(4 * virtual))
+        for stage, (before, after) in around.items():
+            assert before == (place[stage - 1][0] if stage else None)
+            assert after == (place[stage + 1][0] if stage + 1 in place else None)
+
+
+def test_what_cannot_be_a_pipeline_is_told():
+    with fake_rank(5, 8), ProcessGroupMesh(pp=4, dp=2) as mesh:
+        assert_raises(
+            OptionsError,
+            lambda: stages(mesh, schedule="1b1f"),
+            "there is no schedule '1b1f'; there are gpipe, 1f1b, interleaved, zero-bubble, zero-bubble-v.",
+        )
+        assert_raises(
+            AxisError,
+            lambda: PipelineParallel(mesh, "pp", "dp", layers="blocks", loss=None, microbatches=8),
+            """
+            PipelineParallel works along one axis, not along pp, dp: a view has them as one.
+
+              PipelineParallel(mesh.view(..., dp=8), 'dp', ...)
+            """,
+        )
+        assert_raises(
+            OptionsError,
+            lambda: stages(mesh, schedule="interleaved", virtual=0),
+            """
+            a rank has 1 virtual stage or more, not 0.
+
+              PipelineParallel(..., virtual=1)   # or more
+            """,
+        )
+        assert_raises(
+            OptionsError,
+            lambda: stages(mesh, virtual=2),
+            """
+            schedule '1f1b' has one stage on a rank, not 2.
+
+              PipelineParallel(..., schedule='interleaved', virtual=2)   # has several
+            """,
+        )
+        assert_raises(
+            OptionsError,
+            lambda: stages(mesh, schedule="zero-bubble-v"),
+            """
+            schedule 'zero-bubble-v' has two stages on a rank, there and back, not 1.
+
+              PipelineParallel(..., schedule='zero-bubble-v', virtual=2)
+            """,
+        )
+        assert_raises(
+            OptionsError,
+            lambda: stages(mesh),
+            """
+            2 microbatches are too few for schedule '1f1b' along pp=4.
+
+              PipelineParallel(..., microbatches=4)   # one for each stage at least
+            """,
+        )
+        assert_raises(
+            OptionsError,
+            lambda: stages(mesh, schedule="interleaved", microbatches=9),
+            """
+            schedule 'interleaved' goes round 2 times along pp=4, and 9 microbatches are not divisible by 2.
+
+              PipelineParallel(..., microbatches=8)   # or 10
+            """,
+        )
+        stages_ = functools.partial(stages, mesh, microbatches=4)
+        assert_raises(PlaceError, lambda: stages_().stage(1), "a rank has 1 virtual stage, from 0; there is no 1.")
+        assert_raises(
+            ShapeError,
+            lambda: stages_().cut(TinyGPT(layers=3)),
+            """
+            blocks has 3 layers, too few for 4 stages (pp=4, 1 virtual on each): a stage has one at least.
+
+              1, 2 stages would do, or 4 layers and more
+            """,
+        )
+        assert_raises(
+            ShapeError,
+            lambda: stages_().cut(TinyGPT(layers=1)),
+            """
+            blocks has 1 layer, too few for 4 stages (pp=4, 1 virtual on each): a stage has one at least.
+
+              1 stage would do, or 4 layers and more
+            """,
+        )
+        assert_raises(
+            MethodError,
+            lambda: stages_(layers="norm").cut(TinyGPT()),
+            "layers= names 'norm', a LayerNorm without layers: what is cut is a ModuleList, ModuleDict or Sequential "
+            "of them.",
+        )
+        assert_raises(
+            MethodError,
+            lambda: stages_(layers="bloks").cut(TinyGPT()),
+            "layers= names 'bloks', which TinyGPT does not have; it has tokens, places, blocks, norm, head.",
+        )
+        assert_raises(
+            MethodError,
+            lambda: stages_(last=["norm", "heads"]).cut(TinyGPT()),
+            "last= names 'heads', which TinyGPT does not have; it has tokens, places, blocks, norm, head.",
+        )
+        assert_raises(
+            MethodError,
+            lambda: stages_(last=["head"]).cut(TinyGPT()),
+            "no stage is given norm.weight, norm.bias of TinyGPT: its weights are in blocks, in first= (tokens, "
+            "places) or in last= (head).\n\n"
+            "  PipelineParallel(..., last=['head', 'norm'])   # or first=",
+        )
+        shared = TinyGPT()
+        shared.blocks[2].up = shared.blocks[0].up
+        assert_raises(
+            MethodError,
+            lambda: stages_().apply(shared),
+            "blocks.0.up.weight and blocks.2.up.weight are one weight, which only the first and the last stage of a "
+            "pipeline can share.",
+        )
+        for schedule, data in [("zero-bubble", DataParallel), ("zero-bubble-v", ShardedDataParallel)]:
+            pipeline = stages_(schedule=schedule, virtual=2 if schedule.endswith("v") else 1)
+            composition = compose(mesh, pipeline, data(mesh, "dp"))
+            with pytest.raises(MethodError, match="torch's fully_shard leaves wrong ones, and DDP may") as caught:
+                composition.apply(TinyGPT(layers=8))
+            assert "PipelineParallel along pp failed as it was applied" in str(caught.value)
+        codes, target = batch(0, 6)
+        module = stages_().apply(TinyGPT())
+        assert_raises(
+            ShapeError,
+            lambda: module.step(codes, target=target),
+            "6 rows cannot be cut into 4 equal microbatches along pp=4: inputs and target have one number of rows, "
+            "which 4 divides.\n\n  4 or 8 rows would do",
+        )
+        assert_raises(
+            ShapeError,
+            lambda: module.step(codes[:4], target=target),
+            "4 and 6 rows cannot be cut into 4 equal microbatches along pp=4: inputs and target have one number of "
+            "rows, which 4 divides.\n\n  4 or 8 rows would do",
+        )
+
+
+def test_the_schedules_are_those_of_torch():
+    from torch.distributed import pipelining
+
+    assert all(kind.__name__ in pipelining.__all__ for kind in SCHEDULES.values())
+
+
+def test_the_parts_share_the_weights_of_the_whole_and_leave_it_as_it_is():
+    with fake_rank(0, 2), ProcessGroupMesh(pp=2) as mesh:
+        whole = TinyGPT(tied=True)
+        names = {name: id(weight) for name, weight in whole.named_parameters(remove_duplicate=False)}
+        outer = nn.Module()
+        outer.gpt = whole
+        changes = {"layers": "gpt.blocks", "first": ["gpt.tokens", "gpt.places"], "last": ["gpt.norm", "gpt.head"]}
+        pipeline = stages(mesh, schedule="zero-bubble-v", virtual=2, **changes)
+        first, last = pipeline.cut(outer)
+        assert first.gpt.tokens is whole.tokens
+        assert first.gpt.blocks[0] is whole.blocks[0]
+        assert (first.gpt.head, last.gpt.tokens) == (None, None)
+        assert last.gpt.norm is not whole.norm  # this rank has both ends: the tied weight is a copy
+        assert last.gpt.head.weight is not whole.tokens.weight
+        assert last.gpt.head.weight.equal(whole.tokens.weight)
+        assert {name: id(weight) for name, weight in whole.named_parameters(remove_duplicate=False)} == names
+        assert not any(isinstance(each, nn.Module) and each is None for each in whole.children())
+
+
+# ---- together ----
+
+
+def dp_pp_tp(ranks: list[int] | None, replicate: list[str], tied: bool) -> None:
+    mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, ranks=ranks)
+    data = ShardedDataParallel(mesh, "dp", replicate=replicate)
+    module = train_and_check(compose(mesh, stages(mesh), data, split(mesh)), tied=tied)
+    weight = next(block for block in module.parts[0].blocks if hasattr(block, "up")).up.weight
+    assert weight.numel() / weight.to_local().numel() == (2 if replicate else 4)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "replicate"),
+    [(None, []), (None, ["dp"]), ([5, 2, 7, 0, 3, 6, 1, 4], [])],
+    ids=["sharded", "replicated", "on permuted ranks"],
+)
+def test_data_pipeline_and_tensor_parallel(ranks: list[int] | None, replicate: list[str]):
+    world(8).run(dp_pp_tp, ranks, replicate, ranks is not None)
+
+
+def hsdp_tp() -> None:
+    mesh = ProcessGroupMesh(rep=2, dp=2, tp=2)
+    composition = compose(mesh, split(mesh), ShardedDataParallel(mesh, "rep", "dp", replicate="rep"))
+    train_and_check(composition, tied=True)
+
+
+def test_hybrid_sharding_with_tensor_parallel():
+    world(8).run(hsdp_tp)
+
+
+def two_meshes() -> None:
+    """Two models on the same ranks, one step of the one and then one of the other, on meshes alike and unlike."""
+    actor = ProcessGroupMesh(dp=4, tp=2, name="actor")
+    critic = ProcessGroupMesh(dp=4, tp=2, name="critic")
+    judge = ProcessGroupMesh(tp=2, pp=2, dp=2, ranks=[0, 2, 4, 6, 1, 3, 5, 7], name="judge")
+    runs = []
+    for seed, mesh in enumerate((actor, critic, judge)):
+        methods: list[Method] = [split(mesh), ShardedDataParallel(mesh, "dp")]
+        composition = compose(mesh, *methods, *([stages(mesh)] if "pp" in mesh.axes else []))
+        module = composition.apply(TinyGPT(seed=seed, tied=seed == 2))
+        runs.append((composition, module, torch.optim.AdamW(module.parameters(), 0.05, eps=1e-4), seed))
+    truth = [expected(seed=seed, tied=seed == 2) for seed in range(3)]
+    for step in range(3):
+        for composition, module, optimizer, seed in runs:
+            codes, target = (composition.share(each) for each in batch(step))
+            optimizer.zero_grad()
+            if "pp" in composition.mesh.axes:
+                module.step(codes, target=target)
+            else:
+                loss_of(module(codes), target).backward()
+            assert_same(f"{composition.mesh.name}, step {step}", gradients_of(module), truth[seed].gradients[step])
+            optimizer.step()
+    for composition, module, _, seed in runs:
+        assert_same(str(composition.mesh.name), weights_of(module), truth[seed].weights)
+        check_sums(groups_of(composition.mesh))
+
+
+def test_two_independent_meshes_train_two_models_interleaved():
+    world(8).run(two_meshes)
+
+
+# ---- norms, one start, checkpoints ----
+
+CLIP = 0.05
+
+
+def clipped() -> None:
+    """The norm over stages, shards, splits and replicas is one process's, and so is what is clipped by it."""
+    right = expected(clip=CLIP, tied=True)
+    for name, shape in {"dense": {"pp": 2, "dp": 2, "tp": 2}, "virtual": {"pp": 2, "dp": 4}, "flat": {"dp": 8}}.items():
+        with ProcessGroupMesh(name=name, **shape) as mesh:
+            methods: list[Method] = [(DataParallel if name == "virtual" else ShardedDataParallel)(mesh, "dp")]
+            if "tp" in shape:
+                methods.append(split(mesh))
+            if "pp" in shape:
+                methods.append(stages(mesh, schedule="interleaved", virtual=2 if name == "virtual" else 1))
+            composition = compose(mesh, *methods)
+            module = composition.apply(TinyGPT(tied=True))
+            mine = Held(module, mesh, *(["pp"] if "pp" in shape else []))
+            norms: list[float] = []
+            found = train_parallel(
+                module,
+                composition.share,
+                clip=lambda mine=mine, norms=norms: norms.append(weights.clip(CLIP, mine).item()),
+            )
+            assert_same_run(found, right)
+            whole = TinyGPT(tied=True)
+            codes, target = batch(0)
+            loss_of(whole(codes), target).backward()
+            assert abs(norms[0] - nn.utils.get_total_norm([p.grad for p in whole.parameters()]).item()) < 1e-12
+            assert min(norms) > CLIP
+            dist.barrier()
+
+
+def test_gradients_are_clipped_by_their_norm_over_all_axes():
+    world(8).run(clipped)
+
+
+def of_other_orders() -> None:
+    mesh = ProcessGroupMesh(pp=2, ep=2, tp=2)
+    plain, expert = nn.Linear(3, 1, bias=False), nn.Linear(2, 1, bias=False)
+    plain.weight.grad = torch.full((1, 3), 1.0 + mesh.index("pp"))
+    expert.weight.grad = torch.full((1, 2), 10.0 + mesh.index("pp", "ep"))
+    view = mesh.view(stage=2, pair=4)
+    held_ = Held(plain, mesh, "pp"), Held(expert, mesh, "pp", "ep")
+    numbers = [1.0] * 3 + [2.0] * 3 + [10.0, 10, 11, 11, 12, 12, 13, 13]
+    for order in (1.0, 2.0, 3.0, math.inf):
+        right = torch.linalg.vector_norm(torch.tensor(numbers, dtype=torch.float64), order)
+        torch.testing.assert_close(weights.norm(*held_, order=order), right)
+    torch.testing.assert_close(weights.norm(Held([plain.weight], view, "stage")).item(), math.sqrt(15))
+    assert_raises(
+        AxisError,
+        lambda: weights.norm(Held(plain, mesh), Held(expert, mesh.at(pp=[mesh.index("pp")]))),
+        "norm and clip are given weights on one mesh and views of it, such as Held(model, mesh, 'pp').",
+    )
+    check_sums(groups_of(mesh))
+
+
+def test_norms_count_what_is_replicated_once_and_what_differs_each():
+    world(8).run(of_other_orders)
+
+
+def one_start() -> None:
+    mesh = ProcessGroupMesh(pp=2, dp=2, tp=2)
+    torch.manual_seed(mesh.rank)
+    layer = nn.BatchNorm1d(4)
+    nn.init.normal_(layer.weight)
+    layer.running_mean.fill_(mesh.rank)
+    mine = layer.weight.detach().clone()
+    weights.broadcast(layer, mesh, "dp", "tp")
+    assert layer.running_mean.tolist() == [mesh.ranks("dp", "tp")[0]] * 4
+    torch.manual_seed(mesh.ranks("dp", "tp")[0])
+    assert layer.weight.equal(torch.randn(4))
+    assert layer.weight.equal(mine) == (mesh.index("dp", "tp") == 0)
+    cut = split(mesh).apply(TinyGPT(seed=mesh.index("pp", "dp")))
+    weights.broadcast(cut, mesh, "pp", "dp")
+    assert_same("broadcast", weights_of(cut), weights_of(TinyGPT(seed=0)))
+    assert_raises(
+        MethodError,
+        lambda: weights.broadcast(cut, mesh, "tp"),
+        "blocks.0.qkv.weight is cut along tp, whose ranks mean to hold different parts of it: broadcast along axes "
+        "that it is whole along, or before it is cut.",
+    )
+    check_sums(groups_of(mesh))
+
+
+def test_initial_weights_are_broadcast_along_any_axes():
+    world(8).run(one_start)
+
+
+def methods_of(mesh: ProcessGroupMesh) -> list[Method]:
+    """Sharded where there is dp, split where there is tp, in stages where there is pp, two on a rank."""
+    methods: list[Method] = [ShardedDataParallel(mesh, "dp")]
+    if "tp" in mesh.axes:
+        methods.append(split(mesh))
+    if "pp" in mesh.axes:
+        methods.append(stages(mesh, schedule="interleaved", virtual=2))
+    return methods
+
+
+def save_and_load(folder: Path) -> None:
+    """Two steps on one mesh, a checkpoint, and the third step on meshes of other shapes: one process's three."""
+    right, tied = expected(tied=True), True
+    with ProcessGroupMesh(pp=2, dp=2, tp=2, name="saving") as mesh:
+        composition = compose(mesh, *methods_of(mesh))
+        module = composition.apply(TinyGPT(tied=tied))
+        optimizer = torch.optim.AdamW(module.parameters(), 0.05, eps=1e-4)
+        for step in range(2):
+            codes, target = (composition.share(each) for each in batch(step))
+            optimizer.zero_grad()
+            module.step(codes, target=target)
+            optimizer.step()
+        checkpoint.save(folder, mesh, module, optimizer)
+        dist.barrier()
+    for name, shape in {"wide": {"dp": 2, "tp": 4}, "long": {"dp": 4, "pp": 2}}.items():
+        with ProcessGroupMesh(name=name, **shape) as mesh:
+            composition = compose(mesh, *methods_of(mesh))
+            module = composition.apply(TinyGPT(tied=tied, seed=7))
+            optimizer = torch.optim.AdamW(module.parameters(), 0.01)
+            checkpoint.load(folder, mesh, module, optimizer)
+            assert {group["lr"] for group in optimizer.param_groups} == {0.05}
+            codes, target = (composition.share(each) for each in batch(2))
+            optimizer.zero_grad()
+            if "pp" in shape:
+                module.step(codes, target=target)
+            else:
+                loss_of(module(codes), target).backward()
+            assert_same(f"{name}: gradients", gradients_of(module), right.gradients[2])
+            optimizer.step()
+            assert_same(f"{name}: weights", weights_of(module), right.weights)
+            dist.barrier()
+    with ProcessGroupMesh(dp=8, name="other") as mesh:
+        other = compose(mesh, *methods_of(mesh)).apply(TinyGPT(layers=5))
+        with pytest.raises(MethodError, match=r"does not hold what this model needs: .*blocks\.4\."):
+            checkpoint.load(folder, mesh, other)
+        dist.barrier()
+
+
+def test_a_checkpoint_of_one_mesh_is_loaded_on_others(tmp_path: Path):
+    world(8).run(save_and_load, tmp_path)
+
+
+# ---- the oracle can fail ----
+
+
+def test_the_one_process_is_one_that_others_could_differ_from():
+    right = expected()
+    with pytest.raises(AssertionError, match=r"gradients of step 0: .* differs by"):
+        assert_same_run(train_alone(TinyGPT(), rows=ROWS // 2), right)
+    with pytest.raises(AssertionError, match="differs by"):
+        assert_same_run(train_alone(TinyGPT(seed=1)), right)
+    with pytest.raises(AssertionError, match="nothing to compare"):
+        assert_same("nothing", {}, right.weights)
+    smallest = min(gradient.abs().max() for name, gradient in right.gradients[0].items() if "qkv.bias" not in name)
+    assert smallest > 1e-4
+    assert VOCABULARY > CONTEXT
+
+
+def test_weights_that_are_kept_apart_are_neither_overwritten_nor_counted_as_whole():
+    with fake_rank(5, 8):
+        mesh, experts = ProcessGroupMesh(pp=2, dp=2, tp=2), nn.Linear(2, 2)
+        keep_apart(experts.parameters())
+        assert_raises(
+            MethodError,
+            lambda: weights.broadcast(experts, mesh, "dp"),
+            "ranks mean to hold different weights weight, bias, which another method keeps apart: broadcast before "
+            "that method is applied.",
+        )
+        assert_raises(
+            AxisError,
+            lambda: Held(experts, mesh),
+            "ranks hold different ones of these weights, which a method keeps apart, but no axis is named along which "
+            "they do.\n\n"
+            "  Held(weights, mesh, 'ep')   # those of an expert view, by themselves",
+        )
+        assert Held(experts, mesh, "dp").axes == ("dp",)

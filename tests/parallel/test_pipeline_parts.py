@@ -1,0 +1,147 @@
+"""Parts of a module that a pipeline keeps, and the steps at which its stages exchange shapes again."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from pgmesh import MethodError, ProcessGroupMesh
+from pgmesh.parallel import DataParallel, Method, PipelineParallel, Seeds, ShardedDataParallel, compose
+from tests.support.worlds import world
+
+WIDTH, WORDS = 8, 11
+DOUBLE = torch.float64
+
+
+class Net(nn.Module):
+    """Tied embeddings around layers; the module itself holds a stream of random numbers and a group."""
+
+    def __init__(self, mesh: ProcessGroupMesh, dtype: torch.dtype = DOUBLE) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(WORDS, WIDTH, dtype=dtype)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=dtype), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False, dtype=dtype)
+        self.head.weight = self.tokens.weight
+        self.seeds, self.group = Seeds(mesh, seed=1), mesh.group("pp")
+        for layer in self.layers:
+            layer.seeds = self.seeds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if self.tokens is None else self.tokens(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x if self.head is None else self.head(x)
+
+
+def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(output.flatten(0, -2).double(), target.flatten())
+
+
+def rows_of(length: int, rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    numbers = torch.Generator().manual_seed(length)
+    words = torch.randint(WORDS, (2, rows, length), generator=numbers)
+    return words[0], words[1]
+
+
+def pipeline(mesh: ProcessGroupMesh) -> PipelineParallel:
+    return PipelineParallel(mesh, "pp", layers="layers", first=["tokens"], last=["head"], loss=loss_of, microbatches=2)
+
+
+class Wrapped(Method):
+    """Wraps what it is given: in torch's compiled module, or in one whose weights have other names."""
+
+    def __init__(self, mesh: ProcessGroupMesh, axis: str, compiled: bool) -> None:
+        super().__init__(mesh, axis)
+        self.compiled = compiled
+
+    def apply(self, module: nn.Module) -> nn.Module:
+        return torch.compile(module, backend="eager") if self.compiled else nn.Sequential(module)
+
+
+def tied_weights_in_a_wrapper() -> None:
+    mesh = ProcessGroupMesh(pp=2, dp=1, name="actor")
+    plain = Net(mesh)
+    inputs, target = rows_of(3)
+    loss_of(plain(inputs), target).backward()
+    model = compose(mesh, pipeline(mesh), Wrapped(mesh, "dp", compiled=True)).apply(Net(mesh))
+    model.step(inputs, target=target)
+    ends = [weight.grad for name, weight in model.named_parameters() if "tokens" in name or "head" in name]
+    assert len(ends) == 1
+    torch.testing.assert_close(ends[0], plain.tokens.weight.grad, rtol=0, atol=1e-12)
+    with pytest.raises(MethodError, match=r"(tokens|head)\.weight, which is tied .* is not found .* stage (0|1)"):
+        compose(mesh, pipeline(mesh), Wrapped(mesh, "dp", compiled=False)).apply(Net(mesh))
+
+
+def test_tied_weights_are_found_in_a_compiled_stage_and_missed_in_no_other():
+    world(2).run(tied_weights_in_a_wrapper)
+
+
+def shared_attributes() -> None:
+    mesh = ProcessGroupMesh(pp=2, name="actor")
+    module = Net(mesh)
+    part = pipeline(mesh).apply(module).parts[0]
+    assert part.group is module.group
+    assert {id(each.seeds) for each in (part, *part.layers) if hasattr(each, "seeds")} == {id(module.seeds)}
+    assert copy.deepcopy(module.layers[0].seeds) is not module.seeds  # that is the user's own copy
+
+
+def test_what_else_a_module_holds_is_the_same_in_its_parts():
+    """Else a stream would be two that draw alike, and a group cannot be copied."""
+    world(2).run(shared_attributes)
+
+
+def lengths_new_to_some() -> None:
+    mesh = ProcessGroupMesh(pp=2, dp=2, name="actor")
+    model = compose(mesh, pipeline(mesh), ShardedDataParallel(mesh, "dp")).apply(Net(mesh))
+    plain = Net(mesh)
+    for lengths in ((3, 3), (3, 5), (5, 3), (5, 5)):
+        inputs, _ = rows_of(lengths[mesh.index("dp")])
+        found = model(inputs)
+        if found is not None:
+            torch.testing.assert_close(found, plain(inputs), rtol=0, atol=1e-12)
+
+
+def test_a_length_that_is_new_to_some_data_ranks_alone_is_right_beside_sharding():
+    """The stages gather weights in their forward pass, so all data ranks make an extra pass, or none."""
+    world(4).run(lengths_new_to_some)
+
+
+def other_precisions() -> None:
+    mesh = ProcessGroupMesh(pp=2, name="actor")
+    model, plain = pipeline(mesh).apply(Net(mesh, torch.float32)), Net(mesh, torch.float32)
+    inputs, target = rows_of(3)
+    last = mesh.index("pp") == 1
+    for autocast in (False, True, False):
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            found = model.step(inputs, target=target)
+            right = [loss_of(plain(a), b) for a, b in zip(inputs.chunk(2), target.chunk(2))]
+        assert found == (right if last else [])
+    model.double()
+    plain.double()
+    with torch.no_grad():
+        found = model.step(inputs, target=target)
+        right = [loss_of(plain(a), b) for a, b in zip(inputs.chunk(2), target.chunk(2))]
+    torch.testing.assert_close(found, right if last else [])
+
+
+def test_stages_learn_anew_what_they_are_handed_in_another_precision():
+    world(2).run(other_precisions)
+
+
+def two_data_parallels() -> None:
+    mesh = ProcessGroupMesh(a=2, b=2, name="actor")
+    methods = DataParallel(mesh, "a"), DataParallel(mesh, "b")
+    with pytest.raises(MethodError, match=r"(?s)DDP is in the module already.*  DataParallel\(mesh, 'a', 'b'\)"):
+        compose(mesh, *methods).apply(nn.Linear(2, 2))
+    with pytest.raises(MethodError, match=r"ShardedDataParallel\(mesh, \.\.\., 'b', replicate=\['b'\]\)"):
+        compose(mesh, ShardedDataParallel(mesh, "a"), methods[1]).apply(nn.Linear(2, 2))
+
+
+def test_a_second_ddp_around_a_first_is_refused():
+    """Together they leave wrong gradients."""
+    world(4).run(two_data_parallels)

@@ -1,0 +1,291 @@
+"""The first step of a pipeline with each new shape: buffers, random numbers and gradients are those of one process."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, _utils
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.functional import dropout, mse_loss
+from torch.utils.checkpoint import checkpoint
+
+from pgmesh import MethodError, ProcessGroupMesh
+from pgmesh.parallel import (
+    DataParallel,
+    ExpertParallel,
+    Method,
+    PipelineParallel,
+    Seeds,
+    ShardedDataParallel,
+    compose,
+)
+from pgmesh.parallel.ownership import Elsewhere
+from tests.support.expert_models import cut_like, expert_model
+from tests.support.fake_world import fake_rank
+from tests.support.message_assertions import assert_raises
+from tests.support.parallel_models import FIRST, LAST, assert_same, batch, full_tensor, gradients_of, loss_of
+from tests.support.worlds import check_sums, groups_of, world
+
+torch.set_num_threads(1)  # on ranks too, which import this: others share their cores
+
+WIDTH, PARTS = 6, 4
+SHAPES = [(8, 3), (16, 5), (8, 3), (16, 5), (16, 5)]  # two shapes in turn, and one again
+
+
+class Layer(nn.Module):
+    """Batch normalisation, dropout of a stream of its own and of torch's, and buffers of each kind."""
+
+    mean: torch.Tensor | None
+    seen: torch.Tensor
+    times: torch.Tensor
+
+    def __init__(self, mesh: ProcessGroupMesh, number: int, plain: float, again: bool) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.seeds, self.plain, self.again = Seeds(mesh, seed=3, tag=str(number)), plain, again
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("mean", None)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, kind: torch.Tensor) -> torch.Tensor:
+        flat = self.norm(self.linear(x).flatten(0, 1))
+        self.seen = self.seen + 1  # another tensor
+        mean = x.detach().mean()
+        self.mean = mean if self.mean is None else (self.mean + mean) / 2  # there after the first time alone
+        if not hasattr(self, "times"):
+            self.register_buffer("times", torch.zeros(()))
+        self.times.add_(1)
+        x = x + mask * kind.unsqueeze(-1) * flat.view_as(x)
+        if self.again and torch.is_grad_enabled():
+            return checkpoint(self.drop, x, use_reentrant=False)
+        return self.drop(x)
+
+    def drop(self, x: torch.Tensor) -> torch.Tensor:
+        with self.seeds:
+            x = dropout(x, 0.3)
+        return dropout(x, self.plain)
+
+
+class Noisy(nn.Module):
+    """Stages hand on activations, numbers that need no gradient, and whole numbers."""
+
+    def __init__(self, mesh: ProcessGroupMesh, plain: float = 0.0, again: bool = False, frozen: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter, self.leave = nn.Linear(2, WIDTH), nn.Linear(WIDTH, 2)
+        self.layers = nn.ModuleList(Layer(mesh, number, plain, again) for number in range(4))
+        self.to(torch.float64)
+        if frozen:
+            self.enter.requires_grad_(False)
+            self.layers[0].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        if self.enter is not None:
+            more = (x.sum(-1, keepdim=True) > 0).to(x.dtype), torch.ones(x.shape[:2], dtype=torch.int64)
+            x = self.enter(x)
+        for layer in self.layers:
+            x = layer(x, *more) if isinstance(layer, Layer) else x
+        return (x, *more) if self.leave is None else self.leave(x)
+
+
+def rows_of(step: int, rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    drawn = torch.randn(2, rows, length, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+    return drawn[0], drawn[1]
+
+
+def pipeline_on(mesh: ProcessGroupMesh, schedule: str = "1f1b", virtual: int = 1) -> PipelineParallel:
+    names = {"layers": "layers", "first": ["enter"], "last": ["leave"]}
+    return PipelineParallel(mesh, "pp", **names, loss=mse_loss, microbatches=PARTS, schedule=schedule, virtual=virtual)
+
+
+def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    found = {}
+    for part in getattr(model, "parts", [model]):
+        found.update({name.removeprefix("module."): each.clone() for name, each in part.named_buffers()})
+    return found
+
+
+# ---- batch normalisation and dropout ----
+
+
+def noisy(schedule: str, virtual: int, data: type[Method] | None, again: bool, frozen: bool) -> None:
+    """Steps and forward passes in training, with two shapes in turn, against microbatches in one process."""
+    with ProcessGroupMesh(pp=2, dp=2 if data else 1) as mesh:
+        methods = [data(mesh, "dp")] if data else []
+        together = compose(mesh, pipeline_on(mesh, schedule, virtual), *methods)
+        model = together.apply(Noisy(mesh, again=again, frozen=frozen))
+        plains = [Noisy(mesh, frozen=frozen) for _ in range(mesh.size("dp"))]  # of each share of the rows
+        for step, (rows, length) in enumerate(SHAPES):
+            given, target = rows_of(step, rows, length)
+            for weight in itertools.chain(model.parameters(), *(plain.parameters() for plain in plains)):
+                weight.grad = None
+                if step == 4:  # with a known shape, so that no stage is made anew
+                    weight.requires_grad_()
+            losses = model.step(together.share(given), target=together.share(target))
+            right = []
+            for plain, mine, wanted in zip(plains, given.chunk(len(plains)), target.chunk(len(plains)), strict=True):
+                right.append([mse_loss(plain(a), b) for a, b in zip(mine.chunk(PARTS), wanted.chunk(PARTS))])
+                (torch.stack(right[-1]).mean() / len(plains)).backward()
+            sums = gradients_of(plains[0])
+            for plain in plains[1:]:
+                sums = {name: sums[name] + each for name, each in gradients_of(plain).items()}
+            what = f"{schedule}, step {step}"
+            assert_same(f"gradients of {what}", {n: full_tensor(each) for n, each in gradients_of(model).items()}, sums)
+            mine = plains[mesh.index("dp")]
+            assert_same(f"buffers of {what}", buffers_of(model), buffers_of(mine))
+            if losses:
+                torch.testing.assert_close(torch.stack(losses), torch.stack(right[mesh.index("dp")]).detach())
+            if schedule != "zero-bubble-v":
+                given = together.share(rows_of(100 + step, rows, length + step % 2)[0])  # at times another shape
+                out = model(given)
+                with torch.no_grad():
+                    wanted = [torch.cat([plain(part) for part in given.chunk(PARTS)]) for plain in plains]
+                if out is not None:
+                    torch.testing.assert_close(out, wanted[mesh.index("dp")], rtol=0, atol=1e-12)
+                assert_same(f"buffers after {what}", buffers_of(model), buffers_of(mine))
+        assert all(part.training for part in model.parts)
+        check_sums(groups_of(mesh))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual", "again", "frozen"),
+    [
+        ("1f1b", 1, False, False),
+        ("gpipe", 1, True, True),
+        ("interleaved", 2, True, False),
+        ("zero-bubble", 1, False, True),
+        ("zero-bubble-v", 2, False, False),
+    ],
+)
+def test_batch_norm_and_dropout_in_a_pipeline_with_two_shapes_in_turn(schedule, virtual, again, frozen):
+    world(2).run(noisy, schedule, virtual, None, again, frozen)
+
+
+@pytest.mark.parametrize("data", [DataParallel, ShardedDataParallel])
+def test_batch_norm_and_dropout_in_a_pipeline_with_data_parallel(data):
+    world(4).run(noisy, "1f1b", 1, data, True, False)
+
+
+# ---- what stages may hand on ----
+
+
+class Wrapping(nn.Module):
+    """One stage of two, or the last alone, returns something else than the next can take."""
+
+    def __init__(self, wrap: Callable[[torch.Tensor], object], last: bool = False) -> None:
+        super().__init__()
+        self.layers, self.wrap, self.last = nn.ModuleList(nn.Linear(2, 2) for _ in range(2)), wrap, last
+
+    def forward(self, x: torch.Tensor) -> object:
+        for layer in self.layers:
+            x = layer(x)
+        return x if self.last and isinstance(self.layers[1], Elsewhere) else self.wrap(x)
+
+
+def test_a_stage_that_hands_on_no_plain_tensors_is_told():
+    with fake_rank(0, 1), ProcessGroupMesh(pp=1, tp=1) as mesh:
+
+        def model(module: nn.Module) -> nn.Module:
+            names = {"layers": "layers", "schedule": "interleaved"}
+            return PipelineParallel(mesh, "pp", **names, loss=loss, microbatches=2, virtual=2).apply(module)
+
+        def loss(out: DTensor, target: torch.Tensor) -> torch.Tensor:
+            return mse_loss(out.to_local(), target)
+
+        told = """
+        stage 0 of a pipeline returns a {}, and the next stage takes a tensor or a tuple of tensors, none of them a DTensor.
+
+          return x.to_local()   # of a DTensor x, where the next stage takes this rank's part of it
+        """  # noqa: E501
+        tensor = functools.partial(DTensor.from_local, device_mesh=mesh.device_mesh("tp"), placements=[Replicate()])
+        for wrap, name in ((lambda x: {"x": x}, "dict"), (tensor, "DTensor"), (lambda x: (x, None), "NoneType")):
+            assert_raises(MethodError, lambda wrap=wrap: model(Wrapping(wrap))(torch.ones(4, 2)), told.format(name))
+        with mock.patch.object(PipelineStage, "_forward_metadata_inference"):  # torch has nothing to find out
+            assert len(model(Wrapping(tensor, last=True)).step(torch.ones(4, 2), target=torch.ones(4, 2))) == 2
+
+
+# ---- random numbers ----
+
+
+def first_and_second(schedule: str, virtual: int) -> None:
+    """From one state of torch's generator, a first step with a shape is the second with it, and draws as much."""
+    with ProcessGroupMesh(pp=2) as mesh:
+        model = pipeline_on(mesh, schedule, virtual).apply(Noisy(mesh, plain=0.2))
+        for step, (rows, length) in enumerate(SHAPES[:3]):
+            given, target = rows_of(step, rows, length)
+            before, found = buffers_of(model), []
+            torch.manual_seed(mesh.rank + step)
+            torch.rand(mesh.rank)
+            state = torch.get_rng_state()
+            for _ in range(2):
+                torch.set_rng_state(state)
+                for name, buffer in buffers_of(model).items():
+                    model.parts[0 if virtual == 1 or name in dict(model.parts[0].named_buffers()) else 1].get_buffer(
+                        name
+                    ).copy_(before.get(name, buffer))
+                for weight in model.parameters():
+                    weight.grad = None
+                losses = model.step(given, target=target)
+                found.append([*losses, *gradients_of(model).values(), torch.get_rng_state(), torch.rand(3)])
+            assert len(found[0]) > 4
+            for one, other in zip(*found, strict=True):
+                assert one.equal(other)
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("interleaved", 2)])
+def test_a_first_step_draws_what_a_second_draws(schedule, virtual):
+    world(2).run(first_and_second, schedule, virtual)
+
+
+# ---- experts ----
+
+
+@contextmanager
+def garbage() -> Iterator[None]:
+    """What torch makes from a description holds other numbers on each rank, as uninitialised memory may."""
+    make, rank = _utils._make_tensor_from_meta, dist.get_rank()
+
+    def filled(*args: object) -> torch.Tensor:
+        made = make(*args)
+        if made.is_floating_point():
+            made.copy_(torch.randn(made.shape, generator=torch.Generator().manual_seed(rank)))
+        return made
+
+    with mock.patch.object(_utils, "_make_tensor_from_meta", filled):
+        yield
+
+
+def experts() -> None:
+    """Ranks along etp hold the same tokens, so their routers have to choose alike; two shapes in turn."""
+    with ProcessGroupMesh(pp=2, dp=2, tp=2) as mesh, garbage():
+        moe = mesh.view(pp=2, ep=2, etp=2)
+        split = ExpertParallel(moe, "ep", over=["ep"], tensor="etp", columns=["up"], rows=["down"])
+        names = {"layers": "blocks", "first": FIRST, "last": LAST}
+        pipeline = PipelineParallel(mesh, "pp", **names, loss=loss_of, microbatches=2)
+        together = compose(mesh, pipeline, DataParallel(mesh, "dp"), split, unowned=["tp"])
+        whole_, plain = expert_model(), expert_model()
+        model = together.apply(whole_)
+        for step, length in enumerate([8, 5, 8]):
+            codes, target = (each[:, :length] for each in batch(step))
+            for weight in (*model.parameters(), *plain.parameters()):
+                weight.grad = None
+            model.step(together.share(codes), target=together.share(target))
+            shares = [[part.chunk(2) for part in each.chunk(2)] for each in (codes, target)]
+            for i in range(2):  # in one microbatch the rows that ranks along dp have in it
+                one, other = (torch.cat([part[i] for part in each]) for each in shares)
+                loss_of(plain(one), other).backward()  # and the loss of the loads, which no one scales
+            expected = {name: each / 2 for name, each in gradients_of(plain).items()}
+            parts = {**expected, **cut_like(gradients_of(model), expected, moe, "etp")}
+            assert_same(f"gradients of step {step}", gradients_of(model), parts)
+        check_sums(groups_of(mesh))
+
+
+def test_routers_choose_alike_in_a_pipeline_with_two_shapes_in_turn():
+    world(8).run(experts)

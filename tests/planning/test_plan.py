@@ -1,0 +1,293 @@
+"""Plans: their numbers, their sentences, and what they look like as text and JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+import pgmesh
+from pgmesh import AxisError, Layout, PlaceError, ShapeError, plan
+from pgmesh.planning import axis_heuristics, costs
+from pgmesh.planning.plan import suggest
+from pgmesh.topology.hosts import take_machine
+from tests.support import golden_files as golden
+from tests.support.message_assertions import assert_raises
+
+BASE = Layout(pp=2, dp=4, cp=2, tp=4)
+TURNED = Layout(tp=4, cp=2, dp=4, pp=2)
+MOE = {"moe": {"pp": 2, "edp": -1, "ep": 8}}
+
+PLANS = {
+    "64-ranks": lambda: plan(BASE, nodes="8x8", views=MOE, families=[("dp", "cp")]),
+    "64-ranks-the-wrong-way-round": lambda: plan(TURNED, nodes="8x8"),
+    "uneven-hosts": lambda: plan(Layout(dp=5, tp=4), nodes="8,6,6"),
+    "nvlink-domains": lambda: plan(Layout(pp=4, dp=9, tp=8), domains="4x18x4"),
+    "a-million-ranks": lambda: plan(Layout(pp=16, dp=512, cp=8, tp=16), nodes="131072x8"),
+    "no-hosts": lambda: plan(Layout(pp=2, dp=2, tp=2)),
+    "one-rank": lambda: plan(Layout(dp=1), nodes="1x1"),
+    "hosts-of-all-kinds": lambda: plan(Layout(dp=10, tp=8), nodes=[8, 4, 16, 6, 7, 8, 4, 16, 6, 5]),
+    "a-million-uneven": lambda: plan(
+        Layout(pp=8, dp=1 << 14, tp=8), nodes="100000x8,62144x4", views={"moe": {"edp": -1, "ep": 24 // 3 * 4}}
+    ),
+    "no-axis": lambda: plan(Layout(dp=2, tp=2).at(dp=1, tp=0), nodes="1x4"),
+    "numbered-axes": lambda: plan(Layout(2, 2, 2), nodes="2x4"),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_looks_like_this(name):
+    text = str(PLANS[name]())
+    assert max(map(len, text.splitlines())) <= 80
+    golden.check(f"plan-{name}.txt", text + "\n")
+
+
+@pytest.mark.parametrize("name", ["64-ranks", "uneven-hosts", "nvlink-domains"])
+def test_a_plan_in_json_is_this(name):
+    planned = PLANS[name]()
+    assert json.loads(planned.json()) == json.loads(json.dumps(planned.data()))
+    golden.check(f"plan-{name}.json", planned.json() + "\n")
+
+
+def test_plans_side_by_side():
+    golden.check("plans-side-by-side.txt", plan(BASE, nodes="8x8").beside(plan(TURNED, nodes="8x8")) + "\n")
+
+
+def test_plans_compare_by_what_they_say():
+    assert plan(BASE, nodes="8x8") == plan(BASE, nodes=[8] * 8)
+    assert plan(BASE, nodes="8x8") != plan(BASE, nodes="16x4")
+    assert plan(BASE, nodes="8x8") != plan(TURNED, nodes="8x8")
+    assert len({plan(BASE, nodes="8x8"), plan(BASE, nodes="8x8")}) == 1
+    assert repr(plan(BASE, nodes="8x8")) == "<Plan of 64 ranks: pp=2 dp=4 cp=2 tp=4 on 8 hosts of 8>"
+
+
+def test_a_plan_of_a_thing_with_a_layout_is_that_of_its_layout():
+    class Mesh:
+        layout = BASE
+
+    assert plan(Mesh(), nodes="8x8") == plan(BASE, nodes="8x8")
+
+
+def test_a_family_is_found_by_its_name():
+    planned = plan(BASE, nodes="8x8", views=MOE, families=[("cp", "dp")])
+    assert planned["dp x cp"].strides == (4,)
+    assert planned["moe: ep"].size == 8
+    with pytest.raises(
+        PlaceError, match="no family 'ep'; there are pp, dp, cp, tp, dp x cp, moe: pp, moe: edp, moe: ep"
+    ):
+        planned["ep"]
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2, dp=4, cp=2, tp=4), Layout(a=2, b=1, c=6, ranks=[*range(11, -1, -1)])])
+def test_communicators_are_counted_once_whatever_they_are_called(layout):
+    views = {"v": {"x": 2, "y": len(layout) // 2}, "w": {"z": len(layout)}}
+    combinations = [layout.axes[:2], layout.axes[1:], layout.axes]
+    planned = plan(layout, views=views, families=combinations)
+    read = [(layout, axes) for axes in [*((axis,) for axis in layout.axes), *combinations]]
+    read += [(layout.view(**box), (axis,)) for box in views.values() for axis in box]
+    kinds = {frozenset(map(frozenset, whole.partition(*axes))) for whole, axes in read if whole.size(*axes) > 1}
+    assert planned.communicators == len(kinds)
+
+
+def test_costs_are_ranges_with_sources():
+    data = plan(BASE, nodes="8x8").data()
+    for cost, known in zip(data["costs"], costs.COSTS):
+        low, high = cost["bytes_each"]
+        assert 0 < low <= high
+        assert cost["bytes"] == [low * 4, high * 4]
+        assert cost["sources"]
+        assert known.times(1)
+    nccl = data["costs"][0]
+    assert nccl["bytes_each"][0] < nccl["bytes_each"][1]
+    assert all(source["where"].startswith("https://") for source in nccl["sources"])
+
+
+# ---- what is bad, and what would mend it ----
+
+
+def findings(planned) -> list[tuple[str, bool, str]]:
+    return [(finding.says, finding.bad, finding.mend) for finding in planned.findings]
+
+
+@pytest.mark.parametrize(
+    ("layout", "machine", "found"),
+    [
+        (BASE, {"nodes": "8x8"}, [("Good: tp and cp stay inside one host.", False, "")]),
+        (
+            TURNED,
+            {"nodes": "8x8"},
+            [
+                ("tp spans 4 hosts: every hop leaves the host.", True, "--order pp,dp,cp,tp"),
+                ("cp spans 2 hosts: every hop leaves the host.", True, "--order pp,dp,cp,tp"),
+            ],
+        ),
+        (
+            Layout(dp=4, tp=16),
+            {"nodes": "8x8"},
+            [
+                (
+                    "tp spans 2 hosts: 2 of 16 hops of a ring leave the host. "
+                    "A host holds 8 ranks at most, so 16 take 2 at best.",
+                    True,
+                    "",
+                )
+            ],
+        ),
+        (
+            Layout(dp=4, cp=2, tp=8),
+            {"nodes": "8x8"},
+            [
+                ("Good: tp stays inside one host.", False, ""),
+                (
+                    "cp spans 2 hosts: every hop leaves the host. What talks more fills the host: no order keeps both "
+                    "on one.",
+                    False,
+                    "",
+                ),
+            ],
+        ),
+        (
+            Layout(dp=5, tp=4),
+            {"nodes": "8,6,6"},
+            [("1 of 5 tp groups spans 2 hosts, across an edge. 4 ranks do not divide a host of 6.", True, "")],
+        ),
+        (Layout(dp=9, tp=8), {"domains": "1x18x4"}, [("Good: tp stays inside one domain.", False, "")]),
+        (
+            Layout(x=3, y=4),
+            {},
+            [("Where groups lie on hosts is not known: say what hosts there are.", False, "--nodes 2x6")],
+        ),
+        (Layout(x=2, y=4), {"nodes": "2x4"}, []),
+    ],
+)
+def test_what_is_bad_is_said_with_what_would_mend_it(layout, machine, found):
+    assert findings(plan(layout, **machine)) == found
+
+
+def test_a_view_is_mended_by_a_view():
+    planned = plan(BASE, nodes="8x8", views={"moe": {"ep": 8, "edp": -1}})
+    assert findings(planned) == [
+        ("moe: ep spans 8 hosts: every hop leaves the host.", True, "--view 'moe: edp=8 ep=8'"),
+    ]
+    assert planned.findings[0].then == "moe: ep on 1 host"
+
+
+def test_what_mends_mends():
+    for layout in (TURNED, Layout(tp=8, dp=8), Layout(cp=2, tp=4, dp=8), Layout(ep=8, pp=4, tp=2)):
+        worse = plan(layout, nodes="8x8")
+        for finding in worse.findings:
+            if finding.mend:
+                order = finding.mend.removeprefix("--order ").split(",")
+                better = plan(Layout(**{axis: layout.size(axis) for axis in order}), nodes="8x8")
+                name = finding.says.split()[0]
+                assert better[name].spreads[0].hops_high < worse[name].spreads[0].hops_high
+
+
+# ---- orders ----
+
+
+def test_an_order_is_suggested_by_traffic():
+    assert suggest({"tp": 8, "cp": 2}, take_machine("8x8")) == Layout(dp=4, cp=2, tp=8)
+    assert suggest({"tp": 2, "ep": 2, "pp": 2, "dp": -1}, take_machine("4x8")) == Layout(pp=2, dp=4, ep=2, tp=2)
+    assert suggest({"tp": 2, "x": 2}, ()) == Layout(x=2, tp=2)
+    with pytest.raises(ShapeError, match="tp=3 holds 3 ranks, which do not fit on 2 hosts of 4"):
+        suggest({"tp": 3}, take_machine("2x4"))
+
+
+@pytest.mark.parametrize(
+    ("axis", "method"),
+    [("tp", "tensor"), ("TP", "tensor"), ("tp0", "tensor"), ("dp_shard", "data"), ("dp_replicate", "data"),
+     ("expert-data", "data"), ("seq", "context"), ("stage", "pipeline"), ("moe", "expert"), ("x", None), (0, None)],
+)  # fmt: skip
+def test_axes_are_known_by_their_names(axis, method):
+    found = axis_heuristics.method_of(axis)
+    assert (found and found.name) == method
+
+
+# ---- refusals ----
+
+
+def test_what_does_not_fit_is_said():
+    with pytest.raises(ShapeError, match="2 hosts of 8 hold 16 ranks, but there is a rank 63"):
+        plan(BASE.at(pp=1), nodes="2x8")
+    with pytest.raises(AxisError, match="no axis 'pt'"):
+        plan(BASE, families=[("pt",)])
+    with pytest.raises(ShapeError, match="holds 6 ranks"):
+        plan(BASE, views={"moe": {"ep": 6}})
+    assert plan(BASE.at(pp=1), nodes="8x8")["tp"].groups == 8
+
+
+FIT = [
+    (
+        lambda: plan(Layout(dp=4, tp=2), nodes="3x3"),
+        """
+        Layout(dp=4, tp=2) holds 8 ranks, but 3 hosts of 3 hold 9.
+
+          plan(Layout(dp=9, tp=1), nodes='3x3')     # with dp 9, tp 1
+          plan(Layout(dp=4, tp=2), nodes='2x3,2')   # or on 8 ranks
+        """,
+    ),
+    (
+        lambda: plan(BASE, nodes="2x8"),
+        """
+        Layout(pp=2, dp=4, cp=2, tp=4) holds 64 ranks, but 2 hosts of 8 hold 16.
+
+          plan(Layout(pp=2, dp=1, cp=2, tp=4), nodes='2x8')   # with dp 1
+          plan(Layout(pp=2, dp=4, cp=2, tp=4), nodes='8x8')   # or on 64 ranks
+        """,
+    ),
+    (
+        lambda: plan(Layout(2, 2, ranks=[3, 1, 2, 0]), nodes=[4, 4]),
+        """
+        Layout(2, 2, ranks=(3, 1, 2, 0)) holds 4 ranks, but 2 hosts of 4 hold 8.
+
+          plan(Layout(2, 2, ranks=(3, 1, 2, 0)), nodes='1x4')   # on 4 ranks
+        """,
+    ),
+    (
+        lambda: plan(Layout(dp=16), nodes="8,4"),
+        """
+        Layout(dp=16) holds 16 ranks, but 2 hosts of 8 and 4 hold 12.
+
+          plan(Layout(dp=12), nodes='8,4')     # with dp 12
+          plan(Layout(dp=16), nodes='8,2x4')   # or on 16 ranks
+        """,
+    ),
+    (
+        lambda: plan(Layout(tp=4, dp=72), domains="4x18x8"),
+        """
+        Layout(tp=4, dp=72) holds 288 ranks, but 72 hosts of 8 hold 576.
+
+          plan(Layout(tp=4, dp=144), domains='4x18x8')   # with dp 144
+        """,
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "text"), FIT)
+def test_a_layout_and_hosts_of_other_numbers_are_told_with_calls_that_would_do(call, text):
+    assert_raises(ShapeError, call, text)
+    offered = re.findall(r"^ *(plan\(.*?\)) +#", text, flags=re.MULTILINE)
+    assert offered
+    for better in offered:
+        eval(better)
+
+
+def test_slices_meshes_and_other_ranks_leave_places_to_others():
+    for pp in (0, 1, [0], slice(1)):
+        assert len(plan(BASE.at(pp=pp), nodes="8x8").layout) == 32
+    assert len(plan(BASE.at(pp=0).view(ep=8, edp=4), nodes="8x8").layout) == 32
+    assert len(plan(Layout(dp=4, ranks=range(4, 8)), nodes="2x4").layout) == 4
+    with pytest.raises(ShapeError, match="holds 64 ranks, but 16 hosts of 8 hold 128"):
+        plan(BASE.at(pp=[0, 1]), nodes="16x8")  # all of it
+
+    class Mesh:
+        layout = Layout(dp=6)
+
+    assert len(plan(Mesh(), nodes="2x4").layout) == 6
+
+
+def test_plan_is_a_function_of_the_package():
+    assert pgmesh.plan is plan
+    assert "plan" in pgmesh.__all__

@@ -1,0 +1,520 @@
+"""``pgmesh check`` on real ranks: what it finds, what it says, and that every rank ends with one status."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pgmesh import ProcessGroupMesh, launch
+from pgmesh.__main__ import main
+from pgmesh.cli import check
+from pgmesh.launch.detect import detect_launcher
+from pgmesh.preflight import diagnosis, preflight
+from pgmesh.preflight.microbenchmarks import Probe
+from pgmesh.rendezvous import store_thread
+from pgmesh.topology import host_mapping
+from pgmesh.topology.host_mapping import HostInfo, Placement
+from pgmesh.topology.hosts import Level, misplaced, seen
+from tests.support.message_assertions import without_hostname_warnings
+from tests.support.programs import run_programs
+from tests.support.terminal import COLOUR, run_in_terminal, visible_lines
+from tests.support.torch_tables import table_sizes
+from tests.support.worlds import fresh_world, world
+
+ROOT = Path(__file__).parents[2]
+QUICK = "--bytes 8,4K --repeats 1 --timeout 20"
+
+Answer = tuple[int, str, str]
+
+
+def checked(line: str) -> Answer:
+    """What a rank's check ends with, and says on both outputs."""
+    out, err = io.StringIO(), io.StringIO()
+    variables = mock.patch.dict(os.environ)  # a check sets some for its process, which here is the tests'
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), variables:
+        status = main(["check", *shlex.split(line)])
+    return status, out.getvalue(), err.getvalue()
+
+
+def told_by_the_first(answers: list[Answer], status: int) -> str:
+    """All ranks end with one status, and the first alone speaks."""
+    assert [ended for ended, _, _ in answers] == [status] * len(answers)
+    assert [said for _, *said in answers[1:]] == [["", ""]] * (len(answers) - 1)
+    _, out, err = answers[0]
+    assert (out, err)[status == 0] == ""
+    return (err, out)[status == 0]
+
+
+# ---- all is well ----
+
+
+def test_what_the_first_rank_tells():
+    text = told_by_the_first(world(4).run(checked, f"dp=2 tp=2 --nodes 1x4 --family dp,tp {QUICK}"), 0)
+    assert max(map(len, text.splitlines())) <= 80
+    lines = [re.sub(r"[0-9.]+ (s|ms|us|[kMG]B/s)\b", r"N \1", line) for line in text.splitlines()]
+    assert lines[:3] == [
+        "4 ranks over gloo on cpu",
+        "ok    4 ranks came and mean the same: dp=2 tp=2",
+        "ok    ranks are where they are planned: 1 host of 4",
+    ]
+    assert "ok    5 groups of 3 families connected, in N s" in lines
+    assert "ok    every sum is right, of 8 B, 4 KiB" in lines
+    rows = [re.match(r"(dp|tp|dp x tp) +([24]) +8 B +N [mu]s ", line) for line in lines]
+    assert [row.groups() for row in rows if row] == [("dp", "2"), ("tp", "2"), ("dp x tp", "4")]
+    assert re.search(r"^ +4 KiB +N [mu]s +N MB/s +N MB/s ", "\n".join(lines), re.MULTILINE)
+    assert "algbw = bytes / time, busbw = algbw x\n2(n-1)/n, as in NCCL-tests (doc/PERFORMANCE.md)." in text
+    assert re.search(r"^(No rank stands out\. The slowest is rank|Ranks?) \d", text, re.MULTILINE)
+
+
+def test_the_form_of_the_docs_is_that_of_what_it_tells():
+    text = (ROOT / "docs" / "see.md").read_text(encoding="utf-8")
+    (line, shown), *_ = re.findall(r"-m pgmesh check (.*?)\n(.*?)```", text, flags=re.DOTALL)
+    status_key = told_by_the_first(world(4).run(checked, f"{line} --repeats 1"), 0)
+    paragraphs = re.sub(r"warn .*\n( {6}.*\n)*", "", status_key).split("\n\n")
+    assert len(paragraphs) == len(shown.split("\n\n")) == 4
+    (head, table, how, who), (head_, table_, how_, who_) = paragraphs, shown.split("\n\n")
+    assert re.sub(r"\d+\.\d+ s", "N s", head) == re.sub(r"\d+\.\d+ s", "N s", head_)
+    assert table.splitlines()[0].split() == table_.splitlines()[0].split()
+    speed = r"(?:-|[\d.]+ .B/s)"
+    row = rf"^(?:\w+ +\d+ +|   +)\d+ (?:B|KiB|MiB) +[\d.]+ [um]?s +{speed} +{speed} +[\d.]+x +\d [\d.]+x +\d, \d$"
+    assert len(re.findall(row, table, re.MULTILINE)) == len(re.findall(row, table_, re.MULTILINE)) == 6
+    assert how == how_
+    for said in (who, who_):
+        assert re.match(r"(No rank stands out\. The slowest is rank|Ranks? \d)[^.]*\d", said), said
+
+
+def test_json_has_each_group_and_both_bandwidths_with_their_formula():
+    data = json.loads(told_by_the_first(world(4).run(checked, f"2 2 --json {QUICK}"), 0))
+    assert (data["status"], data["ranks"], data["axes"], data["shape"]) == ("ok", 4, [0, 1], [2, 2])
+    assert (data["backend"], data["device"], data["bytes"]) == ("gloo", "cpu", [8, 4096])
+    assert data["hosts"] == [socket.gethostname()] * 4
+    assert data["formulas"]["busbw"] == "algbw x 2(n-1)/n"
+    assert "nccl-tests" in data["formulas"]["source"]
+    assert [family["name"] for family in data["families"]] == ["0", "1"]
+    for family, groups in zip(data["families"], ([[0, 2], [1, 3]], [[0, 1], [2, 3]])):
+        assert [group["ranks"] for group in family["groups"]] == groups
+        assert all(slow in groups for slow in family["slowest"])
+        for group in family["groups"]:
+            assert all(seconds > 0 for seconds in group["seconds"])
+            assert group["algbw"] == [size / seconds for size, seconds in zip([8, 4096], group["seconds"])]
+            assert group["busbw"] == group["algbw"]  # of two
+    assert sorted(link["ranks"] for link in data["links"]) == [[0, 1], [0, 2], [1, 3], [2, 3]]
+    assert [rank["rank"] for rank in data["each_rank"]] == [0, 1, 2, 3]
+    assert data["slowest_rank"] in range(4)
+
+
+PIPED = "import sys; from pgmesh.__main__ import main; sys.exit(main())"
+
+
+def two_ranks(folder: Path, rich: bool) -> str:
+    """What a terminal is sent by the first of two ranks. The second, which is piped, says nothing."""
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as ear:
+        port = ear.getsockname()[1]
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
+    line = f"check dp=2 --family dp {QUICK.replace('20', '60')}"
+    second = os.environ | env | {"RANK": "1", "LOCAL_RANK": "1"}
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(run_programs, folder, PIPED, *shlex.split(line), environs=[second])
+        shown = run_in_terminal(line, rich=rich, env=env | {"RANK": "0", "LOCAL_RANK": "0"})
+        ((out, err),) = other.result()
+        assert (out, without_hostname_warnings(err)) == ("", "")
+    return without_hostname_warnings(shown)
+
+
+@pytest.mark.long
+def test_in_a_terminal_a_bar_shows_each_stage_and_is_gone_in_the_end(tmp_path: Path):
+    pytest.importorskip("rich")
+    shown = two_ranks(tmp_path, rich=True)
+    for stage in ("waiting for the other ranks", "waiting for 2 ranks", "connecting", "working alone", "dp: 8 B",
+                  "dp: 4 KiB", "dp: links"):  # fmt: skip
+        assert re.search(rf"{stage}.* .*━", shown), stage
+    assert "\x1b[32mok\x1b[0m" in shown
+    assert max(len(line) for line in re.split("[\r\n]", COLOUR.sub("", shown))) <= 80 + len("\x1b[?25l\x1b[2K")
+    lines = visible_lines(shown)
+    assert max(map(len, lines)) <= 80
+    assert lines[:2] == ["2 ranks over gloo on cpu", "ok    2 ranks came and mean the same: dp=2"]
+    assert "━" not in "".join(lines)
+
+
+@pytest.mark.long
+def test_in_a_terminal_without_rich_there_is_neither_bar_nor_colour(tmp_path: Path):
+    shown = two_ranks(tmp_path, rich=False)
+    assert "\x1b" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    assert shown.startswith("2 ranks over gloo on cpu\nok    2 ranks came and mean the same: dp=2\n")
+    assert "\nok    1 group of 1 family connected, in " in shown
+
+
+def test_a_family_that_is_named_twice_is_checked_once():
+    data = json.loads(told_by_the_first(world(4).run(checked, f"dp=2 tp=2 --family tp,dp dp tp,dp --json {QUICK}"), 0))
+    assert [family["name"] for family in data["families"]] == ["dp", "tp", "tp x dp"]
+
+
+def held() -> tuple[int, int]:
+    threads = [thread for thread in threading.enumerate() if thread.name != "pgmesh-store"]
+    return table_sizes()["pg_map"], len(threads)
+
+
+def test_nothing_is_left_of_it():
+    before = world(4).run(held)
+    told_by_the_first(world(4).run(checked, f"dp=4 {QUICK}"), 0)
+    assert world(4).run(held) == before
+    for others in world(4).run(said_by_others):
+        assert not any("pgmesh check" in said for said in others)
+
+
+def said_by_others() -> list[str]:
+    mesh = ProcessGroupMesh(dp=4)
+    mesh.connect()
+    return list(mesh.report().others.values())
+
+
+# ---- what fails, fails on every rank with one error ----
+
+
+def hurried(line: str) -> Answer:
+    """As checked; after a failure the first to leave waits half a second for the others."""
+    with mock.patch.object(check, "FAREWELL", 0.5):
+        return checked(line)
+
+
+def absent(line: str, who: int) -> Answer | None:
+    return None if dist.get_rank() == who else hurried(line)
+
+
+def test_a_rank_that_never_comes_is_named():
+    with fresh_world(4) as own:
+        answers = own.run(absent, "dp=2 tp=2 --timeout 1", 3)
+    text = told_by_the_first(answers[:3], 1)
+    assert text.startswith(
+        "pgmesh check failed: MissingRanksError: pgmesh check (ranks 0, 1, 2, 3): rank 3 did not come in 1 s.\n"
+        "  rank 3 "
+    )
+
+
+def test_where_the_first_rank_never_comes_the_others_tell():
+    with fresh_world(4) as own:
+        answers = own.run(absent, "dp=2 tp=2 --timeout 1", 0)
+    for status, out, err in answers[1:]:
+        assert (status, out) == (1, "")
+        assert "MissingRanksError: pgmesh check (ranks 0, 1, 2, 3): rank 0 did not come in 1 s.\n" in err
+
+
+def started(folder: Path, ranks: list[int], size: int, line: str, address: str = "127.0.0.1") -> list[tuple[str, str]]:
+    """What ranks say whose rank 0 hosts the store, as under srun and mpirun, where they fail."""
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as ear:
+        port = ear.getsockname()[1]
+    place = {"WORLD_SIZE": str(size), "MASTER_ADDR": address, "MASTER_PORT": str(port), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    environs = [os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in ranks]
+    said = run_programs(folder, PIPED, "check", *shlex.split(line), environs=environs, statuses=(1,))
+    return [(out, without_hostname_warnings(err)) for out, err in said]
+
+
+def test_a_rank_that_never_starts_is_named_alone(tmp_path: Path):
+    said = started(tmp_path, [0, 1, 2], 4, "dp=4 --timeout 4")
+    assert said[1:] == [("", "")] * 2
+    assert said[0] == (
+        "",
+        "pgmesh check failed: MissingRanksError: pgmesh check (ranks 0, 1, 2, 3): rank 3 did not come in 4 s.\n"
+        "  rank 3 was never heard from: it has not connected anything yet, or cannot be reached\n\n"
+        "Rank 0 waited at pgmesh check, at its beginning.\n",
+    )
+
+
+def alone(monkeypatch, line: str, **place: object) -> str:
+    """What a rank says that cannot join, and fails."""
+    for name, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 4, "MASTER_ADDR": "127.0.0.1", **place}.items():
+        monkeypatch.setenv(name, str(value))
+    status, out, err = checked(line)
+    assert (status, out) == (1, "")
+    return err
+
+
+def test_where_rank_0_never_starts_the_others_name_it_alone(monkeypatch):
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as ear:
+        port = ear.getsockname()[1]
+    assert alone(monkeypatch, "dp=4 --timeout 0.5", MASTER_PORT=port) == (
+        "pgmesh check failed: LaunchError: rank 1 of 4 cannot join: nobody listened at "
+        f"127.0.0.1:{port} in 0.5 s: rank 0, which hosts the store, did not start\n\n"
+        "  start rank 0, and see that it ends with no error\n"
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_address_of_rank_0_that_cannot_be_resolved_is_told_as_doctor_tells_it(rank, monkeypatch):
+    unknown = socket.gaierror(-2, "Name or service not known")
+    monkeypatch.setattr(socket, "getaddrinfo", mock.Mock(side_effect=unknown))
+    said = alone(monkeypatch, "dp=4 --timeout 0.5", RANK=rank, MASTER_ADDR="nowhere", MASTER_PORT=29500)
+    (finding,) = diagnosis.store(os.environ, detect_launcher(os.environ), 1.0)
+    assert finding.says == "the name nowhere cannot be resolved: Name or service not known"
+    assert said == (
+        f"pgmesh check failed: LaunchError: rank {rank} of 4 cannot join: {finding.says}\n\n  {finding.mend}\n"
+    )
+
+
+def test_a_name_that_is_resolved_later_is_waited_for(monkeypatch):
+    real, asked = socket.getaddrinfo, []
+
+    def later(*words: Any, **more: Any) -> Any:
+        asked.append(words)
+        if len(asked) < 3:
+            raise socket.gaierror(-2, "Name or service not known")
+        return real(*words, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", later)
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as ear:
+        environ = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}
+        environ["MASTER_PORT"] = str(ear.getsockname()[1])
+        assert diagnosis.wait_for_store(environ, detect_launcher(environ), 20.0) is None
+    assert len(asked) >= 3
+
+
+def test_rank_0_whose_port_is_taken_fails_at_once_as_doctor_tells_it(monkeypatch):
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as ear:
+        port = ear.getsockname()[1]
+        start = time.monotonic()
+        said = alone(monkeypatch, "dp=4 --timeout 30", RANK=0, MASTER_PORT=port)
+        assert time.monotonic() - start < 10
+        (finding,) = diagnosis.store(os.environ, detect_launcher(os.environ), 1.0)
+    assert finding.says.startswith(f"port {port} is taken on this host")
+    assert said == f"pgmesh check failed: LaunchError: rank 0 of 4 cannot join: {finding.says}\n\n  {finding.mend}\n"
+
+
+def test_what_listens_and_is_no_store_is_told_in_time(monkeypatch):
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as ear:
+        port = ear.getsockname()[1]
+        start = time.monotonic()
+        said = alone(monkeypatch, "dp=4 --timeout 1", RANK=1, MASTER_PORT=port)
+        assert time.monotonic() - start < 10
+    assert said.startswith(
+        f"pgmesh check failed: LaunchError: rank 1 of 4 cannot join: something listens at 127.0.0.1:{port}, and does "
+        "not answer as torch's store does: "
+    )
+    assert said.endswith("\n\n  export MASTER_PORT=<the port of rank 0's store>\n")
+
+
+def test_an_interface_that_gloo_cannot_find_is_an_error_of_the_check(monkeypatch):
+    with launch.StoreProcess() as store:
+        environ = {
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "GLOO_SOCKET_IFNAME": "eth99",
+            "WORLD_SIZE": 1,
+            "LOCAL_RANK": 0,
+        }
+        said = alone(monkeypatch, "dp=1 --timeout 5", RANK=0, MASTER_PORT=store.port, **environ)
+    assert said.startswith("pgmesh check failed: LaunchError: this rank cannot join: ")
+    assert "eth99" in said
+
+
+def of_version(line: str, package: str, version: str) -> Answer:
+    with mock.patch.object(preflight, "versions", return_value=preflight.versions() | {package: version}):
+        return checked(line)
+
+
+@pytest.mark.parametrize("package", ["Python", "pgmesh", "torch"])
+def test_ranks_of_other_versions_are_named_and_it_is_called_that(package):
+    mine = preflight.versions()[package]
+    lines = [("dp=2 tp=2", package, mine)] * 3 + [("dp=4 tp=1", package, "1.0")]
+    text = told_by_the_first(world(4).run_each(of_version, lines), 1)
+    assert text == (
+        "pgmesh check failed: MismatchError: version mismatch: the software is not the same on all ranks:\n"
+        f"  {package}: {mine} on ranks 0, 1, 2, 1.0 on rank 3\n\n"
+        "Install the same versions on every rank's host.\n"
+    )
+
+
+def test_a_rank_with_other_sizes_is_named():
+    lines = [("dp=2 tp=2",), ("dp=2 tp=2",), ("dp=2 tp=2",), ("dp=4 tp=1",)]
+    text = told_by_the_first(world(4).run_each(checked, lines), 1)
+    assert text == (
+        "pgmesh check failed: MismatchError: pgmesh check is not the same on all ranks:\n"
+        "  sizes: dp=2 tp=2 on ranks 0, 1, 2, dp=4 tp=1 on rank 3\n\n"
+        "Start every rank with the same command line.\n"
+    )
+    lines[3] = ("dp=2 tp=3",)  # which does not even fit
+    assert "dp=2 tp=3 on rank 3" in told_by_the_first(world(4).run_each(checked, lines), 1)
+
+
+def test_sizes_that_do_not_hold_the_world_are_a_usage_error_on_every_rank():
+    text = told_by_the_first(world(4).run(checked, "dp=2 tp=3"), 2)
+    assert text == (
+        "pgmesh check: dp=2 tp=3 holds 6 ranks, but the world has 4.\n\n  pgmesh check dp=2 tp=2   # with tp 2\n"
+    )
+    text = told_by_the_first(world(4).run(checked, "dp=-1 tp=3"), 2)
+    assert "the world has 4 ranks, and 3 does not divide it." in text
+    text = told_by_the_first(world(4).run(checked, "dp=2 tp=2 --family ddp"), 2)
+    assert text.startswith("pgmesh check: there is no axis 'ddp': the axes are dp, tp.")
+
+
+@pytest.mark.parametrize("line", ["dp=2 --bytes 5X", "dp=2 --timeout 0", "dp=2 --repeats 0", "dp:2"])
+def test_a_line_that_is_wrong_by_itself(line):
+    status, out, err = checked(line)
+    assert (status, out) == (2, "")
+    assert "\n  pgmesh check dp=2" in err
+
+
+def with_a_wrong_sum(line: str) -> Answer:
+    real = dist.all_reduce
+
+    def wrong(tensor: torch.Tensor, *args: Any, **more: Any) -> Any:
+        if dist.get_rank() == 2 and tensor.numel() == 1024 and tensor.any():
+            tensor[7] += 1
+        return real(tensor, *args, **more)
+
+    with mock.patch.object(dist, "all_reduce", wrong):
+        return checked(line)
+
+
+def test_a_wrong_sum_fails():
+    text = told_by_the_first(world(4).run(with_a_wrong_sum, f"dp=2 tp=2 {QUICK}"), 1)
+    assert text == (
+        "pgmesh check failed: MismatchError: group dp (ranks 0, 2): a sum of 4,096 bytes is wrong in 1 of "
+        "1,024 values; the first is value 7, 4 in place of 3.\n"
+    )
+
+
+def with_a_foreign_member(line: str) -> Answer:
+    real = Probe.check_members
+
+    def wrong(self: Probe, group: Any, ranks: Any, me: int, *more: Any) -> None:
+        real(self, group, ranks, 0 if me == 3 else me, *more)
+
+    with mock.patch.object(Probe, "check_members", wrong):
+        return checked(line)
+
+
+def test_a_sum_over_other_ranks_fails():
+    text = told_by_the_first(world(4).run(with_a_foreign_member, f"tp=4 {QUICK}"), 1)
+    assert text == (
+        "pgmesh check failed: MismatchError: group tp (ranks 0, 1, 2, 3) sums over ranks 0 (2 times), 1, 2, "
+        "not over 0, 1, 2, 3.\n"
+    )
+
+
+def on_hosts(line: str, names: list[str]) -> Answer:
+    places = Placement({rank: HostInfo(name, "", None) for rank, name in enumerate(names)})
+    with mock.patch.object(host_mapping, "place", return_value=places):
+        return checked(line)
+
+
+def test_ranks_that_are_not_where_they_are_planned():
+    text = told_by_the_first(world(4).run(on_hosts, "dp=2 tp=2 --nodes 2x2", ["n1", "n2", "n1", "n2"]), 1)
+    assert text == (
+        "pgmesh check failed: MismatchError: ranks are not on the hosts that are planned:\n"
+        "  host 0 is planned for ranks 0, 1, but rank 0 is on n1 and rank 1 on n2.\n"
+        "  host 1 is planned for ranks 2, 3, but rank 2 is on n1 and rank 3 on n2.\n"
+        "  rank 0 and rank 2 are planned on 2 hosts, but all are on n1.\n"
+        "  rank 1 and rank 3 are planned on 2 hosts, but all are on n2.\n\n"
+        "Ranks of one host do not follow one another: have the launcher number them host by host.\n"
+    )
+    text = told_by_the_first(world(4).run(on_hosts, "dp=2 tp=2 --nodes 2x2", ["n1"] * 4), 1)
+    assert text.endswith("\n\n  pgmesh check dp=2 tp=2 --nodes 1x4   # is where they are\n")
+    text = told_by_the_first(world(4).run(on_hosts, f"tp=4 {QUICK} --nodes 3,1", ["n1", "n1", "n1", "n2"]), 0)
+    assert "ok    ranks are where they are planned: 2 hosts of 3 and 1\n" in text
+
+
+def test_placement_against_a_plain_look():
+    hosts = Level("host", ((2, 2), (1, 1)))
+    for code in range(3**5):
+        names = [f"n{code // 3**i % 3}" for i in range(5)]
+        units = [0, 0, 1, 1, 2]
+        as_planned = all((names[a] == names[b]) == (units[a] == units[b]) for a in range(5) for b in range(5))
+        assert (misplaced(hosts, names) == []) == as_planned
+        there = seen(names)
+        if there is not None:
+            assert misplaced(there, names) == []
+        if as_planned:
+            assert there == hosts
+
+
+# ---- a rank that dies half-way ----
+
+
+def dying(line: str, who: int) -> Answer:
+    real = Probe.check_sum
+
+    def end(self: Probe, *args: Any) -> None:
+        if dist.get_rank() == who:
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(self, *args)
+
+    with mock.patch.object(Probe, "check_sum", end), mock.patch.object(store_thread, "BEAT", 0.2):
+        return hurried(line)
+
+
+def test_a_rank_that_dies_half_way_is_named_by_all_others():
+    with fresh_world(4) as own:
+        outcomes = own.outcomes(dying, "dp=2 tp=2 --bytes 8,4K --repeats 1 --timeout 20", 3)
+    assert not any(outcome.error for outcome in outcomes[:3]), outcomes
+    text = told_by_the_first([outcome.result for outcome in outcomes[:3]], 1)
+    assert text.startswith("pgmesh check failed: MissingRanksError: pgmesh check")
+    assert re.search(r"rank 3 was (lost; it was )?last heard from \d s ago", text), text
+
+
+# ---- who is slow ----
+
+
+@contextlib.contextmanager
+def slowed(pid: int, run: float = 0.004, stop: float = 0.040) -> Iterator[None]:
+    """A process that runs a tenth of the time."""
+    over = threading.Event()
+
+    def slow() -> None:
+        while not over.is_set():
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(stop)
+            os.kill(pid, signal.SIGCONT)
+            over.wait(run)
+
+    thread = threading.Thread(target=slow)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.long
+def test_a_rank_that_is_slowed_on_purpose_is_found():
+    line = "dp=2 tp=2 --bytes 256K --repeats 3 --json"
+    with slowed(world(4).pids[2]):
+        data = json.loads(told_by_the_first(world(4).run(checked, line), 0))
+    assert (data["slowest_rank"], data["slowest_rank_stands_out"]) == (2, True), data["each_rank"]
+    assert data["each_rank"][2]["own_work"] > 1.5, data["each_rank"]
+    assert [family["slowest"][-1] for family in data["families"]] == [[0, 2], [2, 3]]
+
+
+def slow_to_reach(line: str, who: int) -> Answer:
+    real = Probe._all
+
+    def late(self: Probe, *works: Any) -> None:
+        if dist.get_rank() == who:
+            time.sleep(0.005)
+        real(self, *works)
+
+    with mock.patch.object(Probe, "_all", late):
+        return checked(line)
+
+
+@pytest.mark.long
+def test_a_rank_that_is_slow_to_reach_is_told_from_one_that_is_slow_by_itself():
+    text = told_by_the_first(world(4).run(slow_to_reach, "dp=2 tp=2 --bytes 8 --repeats 7", 1), 0)
+    assert re.search(r"\nRank 1 is slow to reach: the fastest of its links takes \d", text), text

@@ -1,0 +1,323 @@
+"""``pgmesh doctor``: what it finds on purpose-made ground, also without torch, and that no question is endless."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+
+from pgmesh.__main__ import main
+from pgmesh.errors import SeamError
+from pgmesh.launch.detect import LAUNCHERS, LauncherInfo
+from pgmesh.preflight import diagnosis
+from pgmesh.preflight.diagnosis import Finding
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    names = {mark for launcher in LAUNCHERS for mark in launcher.marks}
+    for name in {*names, "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "PGMESH_SPAWNED"}:
+        monkeypatch.delenv(name, raising=False)
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+ADVICE = r" +pgmesh was tried on torch [\d., ]+: run its tests with this one"
+"""What a doctor says of a torch on which nobody has run the tests."""
+
+
+def said(capsys, line: str, status: int) -> str:
+    assert main(["doctor", *line.split()]) == status
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def brief(findings: Iterable[Finding]) -> list[tuple[str, str]]:
+    return [(finding.mark, finding.says) for finding in findings]
+
+
+def found(**more) -> LauncherInfo:
+    return LauncherInfo("torchrun", "RANK is set", **{"rank": 0, "size": 2, "local_rank": 0, "local_size": 2, **more})
+
+
+# ---- all of it ----
+
+
+def test_on_sound_ground(capsys):
+    with mock.patch.object(socket, "getaddrinfo", return_value=[(0, 0, 0, "", ("10.0.0.1", 0))]):
+        text = said(capsys, "", 0)
+    assert max(map(len, text.splitlines())) <= 80
+    flat = re.sub(r"\n {6}", " ", text)
+    marks = [line.split(":")[0].split() for line in flat.splitlines()]
+    assert [what for _, what in marks] == ["launcher", "python", "torch", "seam", "host", "interface", "store"]
+    assert {mark for mark, _ in marks} <= {"ok", "--", "warn"}
+    assert "rank 0 of 1, local rank 0 of 1: no launcher, because none of their variables is set" in flat
+    assert re.search(r"^ok +torch: torch \d\S* with .*gloo.*; \d+ CUDA devices$", flat, re.MULTILINE)
+    there = r"seam: all \d+ private names of torch that groups are made with are there"
+    assert re.search(rf"^(ok +{there}|warn +{there} {ADVICE})$", flat, re.M)
+    assert f"this host calls itself {socket.gethostname()}, which is 10.0.0.1" in flat
+
+
+def test_what_is_bad_ends_with_1_and_says_what_to_do(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothing0")
+    text = said(capsys, "", 1)
+    assert text.startswith("bad   launcher: the environment names no rank of a world\n        RANK = 0\n")
+    assert "# or none: a world of 1" in text
+    flat = re.sub(r"\n {6,8}", " ", text)
+    assert "GLOO_SOCKET_IFNAME is nothing0, but there is no interface nothing0; there are " in flat
+    assert "set it to one of them on this host, or unset it" in flat
+    data = json.loads(said(capsys, "--json", 1))
+    assert data["status"] == "bad"
+    assert [finding["what"] for finding in data["findings"] if finding["mark"] == "bad"] == ["launcher", "interface"]
+
+
+def shape(text: str) -> str:
+    """What a doctor said, its lines whole, without what differs from one Python and one torch to another."""
+    flat = re.sub(r"\n {6}(?! )", " ", text)
+    flat = re.sub(r"Python \S+ on \S+ \S+", "Python V on S M", flat)
+    flat = re.sub(r"torch \S+ with [^;]+; \d+ CUDA devices?", "torch V with B; N CUDA devices", flat)
+    flat = re.sub(rf"\n {ADVICE}$", "", flat, flags=re.MULTILINE)
+    return re.sub(r"^(ok|warn) +seam: all \d+ ", "ok    seam: all N ", flat, flags=re.MULTILINE)
+
+
+def test_what_the_docs_show_has_the_form_of_what_it_says(capsys, monkeypatch):
+    docs = (ROOT / "docs" / "see.md").read_text(encoding="utf-8")
+    samples = re.findall(r"```\n\$ ((?:\w+=\S+ )*)pgmesh doctor\n(.*?)```", docs, flags=re.DOTALL)
+    assert [bool(given) for given, _ in samples] == [False, True]
+    monkeypatch.setattr(socket, "gethostname", lambda: "n1")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(0, 0, 0, "", ("10.0.0.1", 0))])
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
+    for given, shown in samples:
+        with mock.patch.dict(os.environ, dict(word.split("=") for word in given.split())):
+            assert shape(said(capsys, "", int("bad  " in shown))) == shape(shown)
+
+
+def test_a_wrong_line(capsys):
+    assert main(["doctor", "--timeout", "0"]) == 2
+    assert capsys.readouterr().err == (
+        "pgmesh doctor: --timeout is more than nothing.\n\n  pgmesh doctor   # waits 3 s\n"
+    )
+
+
+# ---- without torch, and with another one ----
+
+
+def test_it_works_where_torch_cannot_be_imported():
+    hide = "import sys; sys.modules['torch'] = None; from pgmesh.__main__ import main; sys.exit(main(['doctor']))"
+    ran = subprocess.run([sys.executable, "-c", hide], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 1, ran.stderr
+    flat = re.sub(r"\n {6,8}", " ", ran.stdout)
+    assert "bad   torch: torch cannot be imported: ModuleNotFoundError: import of torch halted" in flat
+    assert "pip install torch; pgmesh plan and show go without it" in flat
+    assert "store:" in flat
+    assert "seam:" not in flat
+
+
+def lacking(**instead):
+    def load(name: str):
+        if isinstance(instead.get(name), Exception):
+            raise instead[name]
+        return instead.get(name) or importlib.import_module(name)
+
+    return load
+
+
+def test_a_torch_that_lacks_private_names():
+    error = SeamError("torch 9.9 lacks what pgmesh, tried on torch 2.13, makes groups with:\n  _C.x: dry runs")
+    findings = list(diagnosis.torch_and_seam(lacking(**{"pgmesh.torch_private": error})))
+    assert (diagnosis.TRIED_ON,) == importlib.import_module("pgmesh.torch_private").TRIED_ON
+    assert [(finding.mark, finding.what) for finding in findings] == [("ok", "torch"), ("bad", "seam")]
+    assert "_C.x: dry runs\ninstall torch 2.13" in findings[1].mend
+
+
+def test_a_torch_that_was_not_tried():
+    groups = SimpleNamespace(TRIED_ON=("1.0",), SEAM={"a": "b"})
+    findings = list(diagnosis.torch_and_seam(lacking(**{"pgmesh.torch_private": groups})))
+    assert (findings[1].mark, findings[1].mend) == (
+        "warn",
+        "pgmesh was tried on torch 1.0: run its tests with this one",
+    )
+
+
+def test_a_torch_without_distributed_and_one_without_nccl():
+    torch = SimpleNamespace(__version__="2.13.0", cuda=SimpleNamespace(device_count=lambda: 4))
+    dist = SimpleNamespace(is_available=lambda: False)
+    load = lacking(**{"torch": torch, "torch.distributed": dist})
+    assert brief(diagnosis.torch_and_seam(load)) == [("bad", "torch 2.13.0 was built without torch.distributed")]
+    dist.is_available = lambda: True
+    dist.is_backend_available = lambda name: name == "gloo"
+    first = next(iter(diagnosis.torch_and_seam(load)))
+    assert (first.mark, first.says) == ("warn", "torch 2.13.0 with gloo; 4 CUDA devices")
+
+
+# ---- launchers ----
+
+
+def test_launchers_that_stand_inside_each_other():
+    environ = {**TORCHRUN, "SLURM_PROCID": "3", "OMPI_COMM_WORLD_SIZE": "x"}
+    _, findings = diagnosis.launchers({**TORCHRUN, "TORCHELASTIC_RUN_ID": "none", "SLURM_PROCID": "3"})
+    assert brief(findings) == [
+        ("ok", "rank 1 of 2, local rank 1: torchrun, because TORCHELASTIC_RUN_ID is set"),
+        (
+            "--",
+            "read: RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 TORCHELASTIC_RUN_ID=none",
+        ),
+        ("--", "there too, of Slurm, and not believed: SLURM_PROCID=3"),
+    ]
+    nobody, findings = diagnosis.launchers(environ)
+    assert nobody is None
+    assert [finding.mark for finding in findings] == ["bad"]
+
+
+# ---- the network ----
+
+
+def test_a_name_that_is_no_address():
+    with mock.patch.object(socket, "getaddrinfo", side_effect=socket.gaierror(-2, "Name or service not known")):
+        (finding,) = diagnosis.host(1.0, None)
+    name = socket.gethostname()
+    assert brief([finding]) == [
+        ("warn", f"this host calls itself {name}, which is no address: Name or service not known")
+    ]
+
+
+def test_a_resolver_that_does_not_answer_is_not_waited_for():
+    start = time.monotonic()
+    with mock.patch.object(socket, "getaddrinfo", side_effect=lambda *_, **__: time.sleep(5)):
+        (finding,) = diagnosis.host(0.1, None)
+    assert time.monotonic() - start < 2
+    assert finding.says.endswith("which is no address: no answer in 0.1 s")
+
+
+def test_a_name_that_no_other_host_can_reach():
+    local = [(0, 0, 0, "", ("127.0.1.1", 0))]
+    with mock.patch.object(socket, "getaddrinfo", return_value=local):
+        (alone,) = diagnosis.host(1.0, found())
+        (several,) = diagnosis.host(1.0, found(size=4))
+    assert (alone.mark, several.mark) == ("ok", "bad")
+    assert several.says.endswith("which is 127.0.1.1: no other host can reach that")
+
+
+def test_interfaces_that_leave_none():
+    (finding,) = diagnosis.interfaces({"NCCL_SOCKET_IFNAME": "=ib"}, ["lo", "ib0"])
+    assert brief([finding]) == [("bad", "NCCL_SOCKET_IFNAME is =ib, which leaves no interface of lo, ib0")]
+    (finding,) = diagnosis.interfaces({"GLOO_SOCKET_IFNAME": "lo"}, ["lo"])
+    assert brief([finding]) == [("ok", "GLOO_SOCKET_IFNAME is lo")]
+
+
+# ---- the store ----
+
+
+def test_a_store_that_listens_one_that_does_not_yet_and_one_that_cannot_be_reached():
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        port = server.getsockname()[1]
+        place = found(rank=1, address="127.0.0.1", port=port)
+        assert brief(diagnosis.store({}, place, 2.0)) == [("ok", f"somebody listens at 127.0.0.1:{port}")]
+    assert brief(diagnosis.store({}, place, 2.0)) == [
+        ("ok", f"nobody listens at 127.0.0.1:{port} yet, which can be reached: rank 0 does once it joins")
+    ]
+    (finding,) = diagnosis.store({"TORCHELASTIC_USE_AGENT_STORE": "True"}, place, 2.0)
+    assert brief([finding]) == [("bad", f"127.0.0.1:{port} cannot be reached: Connection refused")]
+    assert "MASTER_ADDR" in finding.mend
+
+
+def free_port() -> int:
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        return server.getsockname()[1]
+
+
+def test_rank_0_hosts_the_store_where_its_port_is_free():
+    port = free_port()
+    place = found(address="127.0.0.1", port=port)
+    says = f"port {port} is free on this host, 127.0.0.1: this process, rank 0, listens there once it joins"
+    assert brief(diagnosis.store({}, place, 2.0)) == [("ok", says)]
+    with closing(socket.create_server(("127.0.0.1", port))) as server:  # as a job that has just ended leaves it
+        client = socket.create_connection(("127.0.0.1", port))
+        server.accept()[0].close()
+        client.close()
+    assert brief(diagnosis.store({}, place, 2.0)) == [("ok", says)]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", ""])
+def test_a_port_that_another_process_has_is_not_free_for_rank_0(host):
+    with closing(socket.create_server((host, 0))) as server:
+        port = server.getsockname()[1]
+        place = found(address="127.0.0.1", port=port)
+        (finding,) = diagnosis.store({}, place, 2.0)
+        assert brief([finding]) == [
+            ("bad", f"port {port} is taken on this host, where this process, rank 0, is to host the store")
+        ]
+        other = re.fullmatch(r"export MASTER_PORT=(\d+)   # is free here; the same on every rank", finding.mend)
+        with closing(socket.create_server(("", int(other[1])))):
+            pass
+        environ = {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # the agent of torchrun listens, and rank 0 does not
+        assert brief(diagnosis.store(environ, place, 2.0)) == [("ok", f"somebody listens at 127.0.0.1:{port}")]
+
+
+def test_a_port_that_rank_0_may_not_take():
+    with mock.patch.object(socket.socket, "bind", side_effect=PermissionError(13, "Permission denied")):
+        (finding,) = diagnosis.store({}, found(address="127.0.0.1", port=80), 2.0)
+    assert brief([finding]) == [("bad", "this process, rank 0, cannot listen at port 80: Permission denied")]
+    assert finding.mend == "set MASTER_PORT to another; the same on every rank"
+
+
+def test_an_address_that_is_no_interface_of_this_host_is_not_that_of_rank_0():
+    with mock.patch.object(socket, "getaddrinfo", return_value=[(socket.AF_INET, 1, 6, "", ("192.0.2.7", 0))]):
+        (finding,) = diagnosis.store({}, found(address="n9", port=free_port()), 2.0)
+    assert brief([finding]) == [
+        ("bad", "no interface of this host has the address n9 (192.0.2.7), but this process, rank 0, hosts the store")
+    ]
+    assert finding.mend == (
+        "set MASTER_ADDR to a name or an address of rank 0's host, the same on every rank; "
+        f"this host calls itself {socket.gethostname()}"
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_name_of_rank_0_that_is_no_address(rank):
+    with mock.patch.object(socket, "getaddrinfo", side_effect=socket.gaierror(-2, "Name or service not known")):
+        (finding,) = diagnosis.store({}, found(rank=rank, address="nowhere", port=29500), 2.0)
+    assert brief([finding]) == [("bad", "the name nowhere cannot be resolved: Name or service not known")]
+    assert finding.mend == "set MASTER_ADDR to a name or an address of rank 0's host, the same on every rank"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("given", ["--standalone", "--master-addr 127.0.0.1 --master-port {port}"])
+def test_under_torchrun_the_agent_has_the_port(given):
+    words = ["torch.distributed.run", *given.format(port=free_port()).split(), "--nproc-per-node", "1"]
+    line = [sys.executable, "-m", *words, "-m", "pgmesh", "doctor"]
+    ran = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    flat = re.sub(r"\n {6}", " ", ran.stdout)
+    assert re.search(r"^ok    store: somebody listens at \S+:\d+$", flat, re.MULTILINE), ran.stdout + ran.stderr
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for():
+    start = time.monotonic()
+    with mock.patch.object(socket, "create_connection", side_effect=lambda *_, **__: time.sleep(5)):
+        (finding,) = diagnosis.store({}, found(rank=1, address="10.255.255.1", port=1), 0.1)
+    assert time.monotonic() - start < 3
+    assert brief([finding]) == [("bad", "10.255.255.1:1 cannot be reached: no answer in 0.1 s")]
+
+
+def test_where_nothing_tells_where_rank_0_is():
+    (finding,) = diagnosis.store({}, found(local_size=1), 0.1)
+    assert finding.mark == "bad"
+    assert finding.says.startswith("torchrun does not tell by which host and port the others find rank 0")
+    assert "export MASTER_ADDR=n1 MASTER_PORT=29500" in finding.mend

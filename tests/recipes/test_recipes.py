@@ -1,0 +1,1498 @@
+"""Recipes: every group is what its system's page says; the semantics we promise hold, each by its number."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pgmesh import (
+    AxisError,
+    Layout,
+    MembershipError,
+    MissingRanksError,
+    OptionsError,
+    PgmeshError,
+    PlaceError,
+    ProcessGroupMesh,
+    ShapeError,
+    recipes,
+)
+from pgmesh._util.suggestions import divisors
+from pgmesh.recipes import Arrangement
+from tests.support import recipe_oracle as oracle
+from tests.support.fake_world import fake_rank
+from tests.support.message_assertions import assert_raises
+from tests.support.torch_tables import table_sizes, timeout_of
+from tests.support.worlds import check_sums, world
+
+AXES = ["tp", "cp", "ep", "dp", "pp"]
+
+
+def plan(size: int, **sizes: Any) -> Arrangement:
+    return recipes.megatron(size, of=Layout, **sizes)
+
+
+def blocks(arrangement: Arrangement, name: str) -> list[tuple[int, ...]]:
+    return sorted(arrangement[name].partition())
+
+
+def numbers(text: str) -> list[tuple[int, ...]]:
+    """Lists as a page has them: ``[g0, g2], [g1, g3]``."""
+    return [tuple(int(word.strip(" g")) for word in part.split(",")) for part in text.strip("[]").split("], [")]
+
+
+# ---- Megatron: the page's own lists ----
+
+
+def test_megatron_has_the_lists_of_its_page():
+    arrangement = plan(16, tp=2, pp=4)
+    assert list(arrangement["data"].partition()) == numbers(
+        "[g0, g2], [g1, g3], [g4, g6], [g5, g7], [g8, g10], [g9, g11], [g12, g14], [g13, g15]"
+    )
+    assert list(arrangement["tensor"].partition()) == numbers(
+        "[g0, g1], [g2, g3], [g4, g5], [g6, g7], [g8, g9], [g10, g11], [g12, g13], [g14, g15]"
+    )
+    assert list(arrangement["pipeline"].partition()) == numbers(
+        "[g0, g4, g8, g12], [g1, g5, g9, g13], [g2, g6, g10, g14], [g3, g7, g11, g15]"
+    )
+
+
+def test_megatron_has_the_masked_orthogonal_groups_of_its_page():
+    assert plan(8, tp=2, pp=2, order="tp-pp-dp")["data"].partition() == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    found = plan(24, tp=2, pp=4, order="tp-dp-pp")["data"].partition()
+    assert (found[0], found[1], found[7], len(found)) == ((0, 2, 4), (1, 3, 5), (19, 21, 23), 8)
+
+
+def test_megatron_has_the_context_groups_of_its_page():
+    assert plan(8, tp=4, cp=2)["context"].partition() == [(0, 4), (1, 5), (2, 6), (3, 7)]
+
+
+def test_megatron_has_the_hierarchical_lists_of_its_page():
+    arrangement = plan(16, cp=16, hierarchical_cp=[2, 2, 4])
+    assert blocks(arrangement, "context level 1") == numbers(
+        "[g0, g1], [g2, g3], [g4, g5], [g6, g7], [g8, g9], [g10, g11], [g12, g13], [g14, g15]"
+    )
+    assert blocks(arrangement, "context level 2") == numbers(
+        "[g0, g2], [g1, g3], [g4, g6], [g5, g7], [g8, g10], [g9, g11], [g12, g14], [g13, g15]"
+    )
+    assert blocks(arrangement, "context level 3") == numbers(
+        "[g0, g4, g8, g12], [g1, g5, g9, g13], [g2, g6, g10, g14], [g3, g7, g11, g15]"
+    )
+
+
+def test_interleaved_stages_hold_the_layers_of_megatrons_page():
+    """16 layers, four ranks, two chunks of two layers each: a box like any other."""
+    layers = Layout(chunk=2, pp=4, layer=2, ranks=range(1, 17))
+    held = [layers.at(pp=stage).partition("layer") for stage in range(4)]
+    assert held == [((1, 2), (9, 10)), ((3, 4), (11, 12)), ((5, 6), (13, 14)), ((7, 8), (15, 16))]
+
+
+# ---- Megatron: the stated equation, by loops ----
+
+
+def check(arrangement: Arrangement, expected: dict[str, list[tuple[int, ...]]]) -> None:
+    """Every family is what the oracle says, and every rank's place follows."""
+    assert set(arrangement) == set(expected)
+    for name, lists in expected.items():
+        family = arrangement[name]
+        assert blocks(arrangement, name) == sorted(lists), name
+        members = {rank: ranks for ranks in lists for rank in ranks}
+        for rank in random.Random(len(members)).sample(sorted(members), min(3, len(members))):
+            mine, ranks = arrangement.seen_by(rank)[name], members[rank]
+            i, n = ranks.index(rank), len(ranks)
+            assert (mine.ranks, mine.size, mine.index) == (ranks, n, i)
+            assert (mine.source, mine.first, mine.last) == (ranks[0], ranks[0], ranks[-1])
+            assert (mine.next(wrap=True), mine.previous(wrap=True)) == (ranks[(i + 1) % n], ranks[i - 1])
+            assert mine.next(wrap=False) == (ranks[i + 1] if i + 1 < n else None)
+            assert mine.previous(wrap=False) == (ranks[i - 1] if i else None)
+            assert (mine.is_first(), mine.is_last()) == (i == 0, i == n - 1)
+        for rank in arrangement.seen_by(next(iter(members))).dense.ranks():
+            assert (rank in family) == (rank in members)
+
+
+def pipelines_agree(sizes: dict[str, int], order: tuple[str, ...], whole: int) -> bool:
+    """What Megatron asks of sizes and an order: equal pipelines, and equal data where pp is not last."""
+    etp = sizes.get("etp", sizes["tp"])
+    dp, edp = whole // (sizes["tp"] * sizes["cp"] * sizes["pp"]), whole // (etp * sizes["ep"] * sizes["pp"])
+    dense = oracle.groups(order, {**sizes, "ep": 1, "dp": dp}, ["pp"])
+    expert = oracle.groups(order, {**sizes, "tp": etp, "cp": 1, "dp": edp}, ["pp"])
+    return dense == expert and (order[-1] == "pp" or sizes["pp"] == 1 or dp == edp)
+
+
+def test_every_group_follows_from_the_stated_equation_whatever_the_sizes_and_the_order():
+    chance, accepted, refused = random.Random(7), 0, 0
+    while accepted < 250:
+        sizes = {axis: chance.choice([1, 1, 2, 2, 3, 4]) for axis in ("tp", "cp", "ep", "pp")}
+        if chance.random() < 0.5:
+            sizes["etp"] = chance.choice([1, 2, 3])
+        etp = sizes.get("etp", sizes["tp"])
+        whole = math.lcm(sizes["tp"] * sizes["cp"] * sizes["pp"], etp * sizes["ep"] * sizes["pp"]) * chance.choice(
+            [1, 2]
+        )
+        if whole > 72:
+            continue
+        order = tuple(chance.sample(AXES, 5))
+        offset = chance.choice([0, 0, 5])
+        keywords: dict[str, Any] = {**sizes, "order": "-".join(order), "rank_offset": offset}
+        levels = chance.choice([[n, sizes["cp"] // n] for n in divisors(sizes["cp"])])
+        if not pipelines_agree(sizes, order, whole):
+            refused += 1
+            with pytest.raises(ShapeError, match=r"pp last, which is slowest"):
+                plan(whole, **keywords)
+            continue
+        accepted += 1
+        arrangement = plan(whole, **keywords, hierarchical_cp=levels)
+        check(arrangement, oracle.megatron(whole, **sizes, order=order, offset=offset, hierarchical=levels))
+    assert refused > 100
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2, 2, 2), (2, 2, 2, 1, 2), (2, 1, 2, 2, 2), (2, 2, 4, 2, 1), (1, 2, 4, 2, 1)])
+def test_instances_of_the_optimizer_tile_data_and_context_in_every_one_of_120_orders(sizes: tuple[int, ...]):
+    named = dict(zip(("tp", "cp", "ep", "pp", "etp"), sizes))
+    whole, accepted = 32, 0
+    for order in itertools.permutations(AXES):
+        expected = oracle.megatron(whole, **named, order=order, instances=2)
+        lists = ("data+context in instance", "between instances", "data+context")
+        tiles = oracle.tiles(*(expected[name] for name in lists))
+        call = {**named, "order": "-".join(order), "optimizer_instances": 2}
+        if tiles and pipelines_agree(named, order, whole):
+            check(plan(whole, **call), expected)
+            accepted += 1
+        else:
+            with pytest.raises(ShapeError, match=r"order='(tp-cp-ep-dp-pp|.*-pp)'   #"):
+                plan(whole, **call)
+    assert 0 < accepted < 120
+
+
+def test_the_default_order_does_for_any_number_of_instances():
+    chance = random.Random(3)
+    for _ in range(100):
+        sizes = {axis: chance.choice([1, 2, 3]) for axis in ("tp", "cp", "ep", "pp", "etp")}
+        whole = math.lcm(sizes["tp"] * sizes["cp"], sizes["etp"] * sizes["ep"]) * sizes["pp"] * chance.choice([1, 2, 4])
+        dp = whole // (sizes["tp"] * sizes["pp"])
+        edp = whole // (sizes["etp"] * sizes["ep"] * sizes["pp"])
+        count = chance.choice([n for n in divisors(edp) if dp % n == 0])
+        expected = oracle.megatron(whole, **sizes, order=AXES, instances=count)
+        assert oracle.tiles(
+            expected["data+context in instance"], expected["between instances"], expected["data+context"]
+        )
+        check(plan(whole, **sizes, optimizer_instances=count), expected)
+
+
+def test_a_recipe_of_a_million_ranks_is_a_plan_like_any_other():
+    arrangement = plan(2**20, tp=8, cp=2, ep=8, pp=16, optimizer_instances=4, hierarchical_cp=[2]).seen_by(2**20 - 1)
+    assert arrangement["tensor"].ranks == tuple(range(2**20 - 8, 2**20))
+    assert len(arrangement["between instances"].ranks) == 4
+    assert arrangement["data"].size == 2**20 // (8 * 2 * 16)
+
+
+# ---- semantics that are easy to get wrong, by their numbers ----
+
+
+def test_semantics_1_an_order_says_its_direction_and_words_have_none():
+    assert "names the fastest axis first" in (recipes.megatron.__doc__ or "").splitlines()[0]
+    for recipe in (recipes.fairscale, recipes.olmo, recipes.olmo_experts, recipes.oslo):
+        first_line = (recipe.__doc__ or "").splitlines()[0]
+        assert "outermost axis first" in first_line
+        assert "varies fastest" in first_line
+    assert "fastest axis first: tp-cp-ep-dp-pp" in str(plan(8))
+    for arrangement in (
+        recipes.fairscale(8, of=Layout),
+        recipes.olmo(8, of=Layout),
+        recipes.oslo(8, data=8, of=Layout),
+    ):
+        assert "the last axis varies fastest: " in str(arrangement)
+    arrangement = plan(16, tp=2, cp=2, pp=2)
+    for words in itertools.permutations(["tensor", "data", "context"]):
+        assert arrangement["+".join(words)].partition() == arrangement["tensor+data+context"].partition()
+    for name in arrangement:
+        assert all(list(ranks) == sorted(ranks) for ranks in arrangement[name].partition())
+
+
+def the_whole_ends() -> tuple[bool, float]:
+    with recipes.megatron(4, tp=4, name="whole") as arrangement:
+        tensor, one = arrangement["tensor"], arrangement["context"]
+        check_sums({"tensor": (tensor.group(), tensor.ranks), "context": (one.group(), one.ranks)})
+        own = tensor.group() is not dist.group.WORLD
+    total = torch.ones(1)
+    dist.all_reduce(total)  # of the world, which goes on
+    return own, total.item()
+
+
+def test_semantics_4_a_group_as_large_as_the_world_is_our_own_and_one_of_size_1_is_a_group():
+    assert world(4).run(the_whole_ends) == [(True, 4.0)] * 4
+
+
+def test_semantics_5_a_group_is_shared_by_what_it_is_and_a_second_one_is_asked_for():
+    with fake_rank(5, 8):
+        arrangement = recipes.megatron(8, tp=2, ep=2, pp=2, name="shared")
+        assert arrangement["data+context"].group() is arrangement["data"].group()  # cp is 1
+        assert arrangement["expert"].group() is arrangement["data"].group()  # the very same ranks
+        assert arrangement["amax"].group() is arrangement["tensor+data"].group()
+        assert arrangement["expert-tensor"].group() is arrangement.dense.group("tp")
+        assert arrangement["data"].group(tag="all-gather") is not arrangement["data"].group()
+        assert arrangement["data"].group(tag="all-gather") is arrangement["expert"].group(tag="all-gather")
+
+
+def test_semantics_6_experts_take_the_ranks_of_context_and_data_with_etp_as_large_as_tp():
+    arrangement = plan(16, tp=2, cp=2, ep=4, pp=2)
+    assert (arrangement.expert.axes, arrangement.expert.shape) == (("pp", "edp", "ep", "etp"), (2, 1, 4, 2))
+    assert arrangement["expert"].partition()[0] == (0, 2, 4, 6)
+    assert arrangement["expert-data"].size == 1
+    assert plan(16, tp=2, cp=2, ep=2, etp=1, pp=2)["expert-data"].size == 4
+
+
+@pytest.mark.parametrize("order", ["tp-cp-pp-dp-ep", "tp-cp-ep-pp-dp", "pp-tp-cp-ep-dp"])
+def test_semantics_6_the_sizes_that_are_proposed_where_pp_is_not_last_would_do(order: str):
+    with pytest.raises(ShapeError) as error:
+        plan(16, tp=2, cp=2, pp=2, order=order)
+    assert "expert data is 4 and data 2: etp x ep has to be tp x cp = 4." in str(error.value)
+    mended = str(error.value).split("order='")[-1].split("'")[0]
+    plan(16, tp=2, cp=2, pp=2, order=mended)
+    plan(16, tp=2, cp=2, ep=2, pp=2, order="tp-cp-ep-pp-dp")  # etp x ep = 4
+
+
+def test_semantics_7_inside_is_contiguous_and_between_strides():
+    arrangement = plan(16, tp=2, cp=2, optimizer_instances=2).seen_by(0)
+    assert arrangement["data+context"].ranks == (0, 2, 4, 6, 8, 10, 12, 14)
+    assert arrangement["data+context in instance"].ranks == (0, 2, 4, 6)
+    assert arrangement["between instances"].ranks == (0, 8)
+    assert arrangement["instance"].ranks == tuple(range(8))
+
+
+def test_semantics_7_instances_may_cut_across_context():
+    arrangement = plan(12, tp=1, cp=4, optimizer_instances=6)
+    assert blocks(arrangement, "data+context in instance") == [(i, i + 1) for i in range(0, 12, 2)]
+    assert blocks(arrangement, "between instances") == [tuple(range(i, 12, 2)) for i in range(2)]
+
+
+def test_semantics_8_embeddings_are_on_the_first_and_last_stage_and_outsiders_may_ask():
+    arrangement = plan(16, tp=2, pp=4).seen_by(5)
+    assert arrangement["embedding"].partition()[:2] == ((0, 12), (1, 13))
+    assert arrangement["position embedding"].partition()[:2] == ((0,), (1,))
+    assert 5 not in arrangement["embedding"]
+    assert 99 not in arrangement["embedding"]
+    assert None not in arrangement["embedding"]
+    assert 13 in arrangement["embedding"]
+    assert plan(4, tp=4)["embedding"].partition() == [(0,), (1,), (2,), (3,)]
+    assert plan(8, pp=4, embedding=-1)["embedding"].partition() == ((6,), (7,))
+    assert plan(8, pp=4, embedding=[0, 1, -1])["embedding"].partition()[0] == (0, 2, 6)
+
+
+def middle_too(ranks: list[int]) -> list[int]:
+    return [ranks[0], ranks[len(ranks) // 2], ranks[-1]]
+
+
+def by_rank(ranks: list[int]) -> list[int]:
+    """Other stages in other pipelines."""
+    return ranks[1:] if ranks[0] % 2 else [ranks[0], ranks[-1]]
+
+
+def test_semantics_8_a_function_picks_any_ranks_of_each_pipeline():
+    arrangement = plan(8, tp=2, pp=4, embedding=middle_too, position_embedding=by_rank)
+    assert blocks(arrangement, "embedding") == [(0, 4, 6), (1, 5, 7)]
+    assert blocks(arrangement, "position embedding") == [(0, 6), (3, 5, 7)]
+    assert arrangement.seen_by(5)["position embedding"].index == 1
+    assert plan(2, tp=2, embedding=middle_too)["embedding"].partition() == ((0,), (1,))  # named thrice, there once
+    assert [rank in arrangement["position embedding"] for rank in (1, 2, 3, 99, "x", None)] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+        False,
+    ]
+
+
+def last_first(ranks: list[int]) -> list[int]:
+    return [ranks[-1], ranks[0]]
+
+
+def test_semantics_8_ranks_that_a_function_picks_keep_the_order_that_it_gives():
+    arrangement = plan(8, tp=2, pp=4, embedding=last_first, position_embedding=(-1, 0))
+    assert arrangement["embedding"].partition() == arrangement["position embedding"].partition() == ((6, 0), (7, 1))
+    mine = arrangement.seen_by(0)["embedding"]
+    assert (mine.ranks, mine.index, mine.source, mine.first, mine.last) == ((6, 0), 1, 6, 6, 0)
+    assert plan(2, tp=2, embedding=last_first)["embedding"].partition() == ((0,), (1,))  # named twice, there once
+    with fake_rank(6, 8):
+        family = recipes.megatron(8, tp=2, pp=4, embedding=last_first, name="last first")["embedding"]
+        assert dist.get_process_group_ranks(family.group()) == [6, 0] == [*family.ranks]
+        assert dist.get_rank(family.group()) == family.index == 0
+
+
+def last_first_on_real_groups() -> None:
+    with recipes.megatron(4, pp=4, embedding=last_first, name="last first") as arrangement:
+        embedding = arrangement["embedding"]
+        if arrangement.rank in embedding:
+            check_sums({"embedding": (embedding.group(), embedding.ranks)})
+            seen = torch.tensor([arrangement.rank])
+            dist.broadcast(seen, group=embedding.group(), group_src=0)
+            assert seen.item() == embedding.source == 3
+
+
+def test_a_group_in_the_order_that_a_function_gives_sums_right():
+    world(4).run(last_first_on_real_groups)
+
+
+@pytest.mark.parametrize(("chosen", "wrong"), [([], "[]"), ([1], "[1]"), ([0, 1], "[0, 1]")])
+def test_semantics_8_a_function_that_picks_no_such_ranks_is_found_out_at_once(chosen: list[int], wrong: str):
+    assert_raises(
+        ShapeError,
+        lambda: plan(8, tp=2, pp=4, embedding=lambda ranks: chosen),
+        f"the ranks of 'embedding' are some of each pipeline's ranks, at least one: of [0, 2, 4, 6] your "
+        f"function chose {wrong}.",
+    )
+
+
+def test_semantics_9_hybrid_context_has_every_power_of_two_between():
+    found = recipes.hybrid_context(plan(16, tp=2, cp=4))
+    assert {size: list(family.partition()[:2]) for size, family in found.items()} == {
+        2: [(0, 2), (1, 3)],
+        4: [(0, 2, 4, 6), (1, 3, 5, 7)],
+    }
+    assert list(recipes.hybrid_context(plan(64, cp=2))) == [2, 4, 8, 16, 32]
+    assert recipes.hybrid_context(plan(4, tp=2)) == {}
+    apart = recipes.hybrid_context(plan(16, tp=2, cp=2, order="cp-tp-dp-pp"))
+    assert apart[4].partition()[0] == (0, 1, 4, 5)
+
+
+@pytest.mark.parametrize(("dp", "size"), [(6, 4), (12, 8), (3, 2)])
+def test_semantics_9_a_length_that_does_not_divide_is_an_error(dp: int, size: int):
+    assert_raises(
+        ShapeError,
+        lambda: recipes.hybrid_context(plan(dp)),
+        f"recipes.megatron({dp}): data+context has {dp} ranks, which slices of {size} do not divide; hybrid context "
+        f"parallelism takes a power of two.",
+    )
+
+
+def test_semantics_10_combinations_are_axes_and_nothing_more():
+    arrangement = plan(16, tp=2, cp=2, ep=2, pp=2)
+    for name, axes in {
+        "amax": ("tp", "dp"),
+        "tensor+data": ("tp", "dp"),
+        "tensor+context": ("tp", "cp"),
+        "model": ("tp", "pp"),
+        "tensor+data+context": ("tp", "dp", "cp"),
+        "pipeline+context": ("pp", "cp"),  # also those that no page has
+    }.items():
+        assert arrangement[name].partition() == arrangement.dense.partition(*axes)
+    assert arrangement["pipeline+expert-tensor+expert"].partition() == arrangement.expert.partition("pp", "ep", "etp")
+
+
+def test_semantics_11_any_group_has_a_twin_with_its_timeout():
+    with fake_rank(5, 8, dist.HashStore()):
+        arrangement = recipes.megatron(
+            8,
+            tp=2,
+            cp=2,
+            ep=2,
+            pp=2,
+            hierarchical_cp=[2, 1],
+            embedding=middle_too,
+            position_embedding=[-1],
+            name="twins",
+        )
+        arrangement.configure(timeout=timedelta(seconds=77))
+        for name, family in arrangement.families.items():
+            group, twin = family.group(), family.group(backend="gloo")
+            assert twin is not group, name
+            assert twin is family.group(backend="gloo")
+            assert (dist.get_backend(twin), dist.get_process_group_ranks(twin)) == ("gloo", [*family.ranks])
+            assert timeout_of(twin) == timedelta(seconds=77)
+
+
+def test_semantics_13_the_source_is_the_first_of_the_list():
+    arrangement = plan(16, tp=2, pp=4).seen_by(13)
+    assert arrangement["data"].source == 13  # 13 // 2 * 2 would be another's
+    assert arrangement["pipeline"].source == 1
+    assert arrangement["model"].source == 0
+
+
+def test_semantics_14_neighbours_wrap_where_that_is_said():
+    pipeline = plan(8, pp=4).seen_by(7)["pipeline"]
+    assert (pipeline.next(wrap=True), pipeline.next(wrap=False)) == (1, None)
+    with pytest.raises(TypeError, match="wrap"):
+        pipeline.next()  # type: ignore[call-arg]
+
+
+def test_semantics_15_data_is_named_for_the_loader_and_for_gradients():
+    olmo = recipes.olmo(16, dp_replicate=2, cp=2, tp=2, of=Layout).seen_by(5)
+    assert olmo["loader"].ranks == (1, 5, 9, 13)
+    assert olmo["model"].ranks == (1, 3, 5, 7, 9, 11, 13, 15)
+    megatron = plan(16, tp=2, cp=2).seen_by(5)
+    assert (megatron["data"].size, megatron["data+context"].size) == (4, 8)
+
+
+def test_semantics_16_first_and_last_stage_are_asked_with_the_chunk():
+    first, last = (plan(8, pp=4).seen_by(rank)["pipeline"] for rank in (0, 7))
+    assert (first.is_first(), first.is_first(chunk=1)) == (True, False)
+    assert (last.is_last(), last.is_last(chunk=0, chunks=2), last.is_last(chunk=1, chunks=2)) == (True, False, True)
+    assert (first.is_last(chunk=1, chunks=2), last.is_first(chunk=0)) == (False, False)
+
+
+# ---- what groups are made with ----
+
+
+def test_semantics_12_settings_of_nccl_go_by_either_name():
+    with fake_rank(5, 8):
+        arrangement = recipes.megatron(8, tp=2, cp=2, hierarchical_cp=[2], name="nccl")
+        arrangement.configure_nccl(
+            {
+                "dp_cp": {"is_high_priority_stream": True, "max_ctas": 8, "min_ctas": 4, "cga_cluster_size": 2},
+                "pipeline": {"net_name": "IB"},
+                "hcp": {"max_ctas": 1},
+            }
+        )
+        options = {made.words: options for made, options, _ in _made(arrangement, "data+context", "pipeline", "tensor")}
+        nccl = {words.split(" of ")[0]: (each.high_priority, each.nccl) for words, each in options.items()}
+        assert nccl == {
+            "group dp, cp": (True, {"max_ctas": 8, "min_ctas": 4, "cga_cluster_size": 2}),
+            "group pp": (None, {"net_name": "IB"}),
+            "group tp": (None, None),
+        }
+        (level, *_) = _made(arrangement, "context level 1")[-1:]
+        assert level[1].nccl == {"max_ctas": 1}
+
+
+def _made(arrangement: Arrangement, *names: str) -> list[Any]:
+    for name in names:
+        arrangement[name].group()
+    return arrangement.dense._family.known()
+
+
+YAML = """
+dp_cp:
+  is_high_priority_stream: true
+  max_ctas: 8
+ep_dp: {min_ctas: 4}
+"""
+
+
+def test_semantics_12_settings_may_be_yaml_text():
+    pytest.importorskip("yaml")
+    from pgmesh.recipes import nccl
+
+    assert nccl.read(YAML, dict.fromkeys(("dp_cp", "ep_dp"))) == {
+        "dp_cp": {"high_priority": True, "nccl": {"max_ctas": 8}},
+        "ep_dp": {"nccl": {"min_ctas": 4}},
+    }
+    plan(8, tp=2).configure_nccl(YAML)
+    with pytest.raises(OptionsError, match=r"^NCCL's settings are no YAML: "):
+        plan(8).configure_nccl("dp: [")
+
+
+def test_semantics_12_yaml_text_without_pyyaml_says_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    assert_raises(
+        OptionsError,
+        lambda: plan(8).configure_nccl(YAML),
+        """
+        NCCL's settings are YAML text, which takes PyYAML, and that is not installed.
+
+          pip install pyyaml
+          arrangement.configure_nccl({'dp': {'max_ctas': 8}})   # or give them as a dict
+        """,
+    )
+
+
+GROUPS = (
+    "tensor, pipeline, model, data, data+context, context, tensor+data, tensor+data+context, tensor+context, amax, "
+    "embedding, position embedding, expert, expert-tensor, expert-tensor+expert, expert-tensor+expert+pipeline, "
+    "expert-data, data+context in instance, expert-data in instance, instance, between instances"
+)
+SHORT = (
+    "tp, pp, mp, dp, dp_cp, intra_dp_cp, cp, tp_dp, tp_dp_cp, tp_cp, embd, pos_embd, ep, ep_tp, tp_ep_mp, tp_ep_pp, "
+    "ep_dp, intra_ep_dp, inter_ep_dp, intra_dist_opt_instance, hcp"
+)
+SETTINGS = (
+    "is_high_priority_stream, blocking, cga_cluster_size, collnet_enable, cta_policy, max_ctas, min_ctas, net_name, "
+    "nvls_ctas, split_share, traffic_class"
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (
+            {"dp-cp": {}},
+            f"NCCL's settings are for a group 'dp-cp', which does not exist. Did you mean 'dp_cp'? The groups are "
+            f"{GROUPS}, {SHORT}.",
+        ),
+        (
+            {"dp": {"max_cta": 8}},
+            f"the settings of dp have a key 'max_cta', which does not exist. Did you mean 'max_ctas'? The keys are "
+            f"{SETTINGS}.",
+        ),
+        ({"dp": 8}, "the settings of dp are a mapping, such as {'max_ctas': 8}, not 8."),
+        (None, "NCCL's settings are a mapping from groups to settings, not None."),
+    ],
+)
+def test_semantics_12_unknown_names_and_keys_are_errors_that_list_the_known(settings: Any, text: str):
+    assert_raises(OptionsError, lambda: plan(8).configure_nccl(settings), text)
+
+
+def test_sharp_is_a_setting_of_the_family():
+    with fake_rank(0, 8):
+        arrangement = recipes.megatron(8, tp=2, name="sharp")
+        arrangement["data+context"].configure(sharp=True, nccl={"max_ctas": 8})
+        ((_, options, _),) = _made(arrangement, "data+context")
+        assert options.nccl == {"max_ctas": 8, "collnet_enable": 1}
+
+
+def test_a_plan_checks_options_and_sets_nothing():
+    arrangement = plan(8)
+    arrangement.configure("data", timeout=timedelta(minutes=1), high_priority=True)
+    arrangement.set_timeout(timeout=timedelta(minutes=1))
+    arrangement.close()
+    with pytest.raises(OptionsError, match=r"^a group has no option colour; it has "):
+        arrangement.configure("data", colour="red")
+
+
+def test_two_settings_for_what_is_one_group_are_an_error():
+    with fake_rank(0, 8):
+        arrangement = recipes.megatron(8, tp=2, name="twice")
+        arrangement.configure_nccl({"dp": {"max_ctas": 8}})
+        with pytest.raises(OptionsError, match=r"are the same ranks here .* and so one group"):
+            arrangement.configure_nccl({"dp_cp": {"max_ctas": 4}})
+
+
+def test_fairscale_gives_each_axis_its_backend_and_timeout():
+    with fake_rank(5, 16):
+        arrangement = recipes.fairscale(
+            16, tp=2, pp=2, cp=2, dp_backend="fake", timeout=timedelta(minutes=3), name="fairscale"
+        )
+        made = {made.words.split()[1]: options for made, options, _ in _made(arrangement, *arrangement)}
+        assert {axis: options.timeout for axis, options in made.items()} == dict.fromkeys(
+            ["tp", "cp", "pp", "dp"], timedelta(minutes=3)
+        )
+
+
+# ---- a recipe that is refused leaves nothing behind ----
+
+
+def beyond(ranks: list[int]) -> list[int]:
+    return [ranks[8]]
+
+
+REFUSED: list[tuple[Callable[..., Arrangement], dict[str, Any], dict[str, Any]]] = [
+    (recipes.megatron, {"pp": 2, "ep": 2, "order": "tp-pp-ep-dp"}, {"order": "tp-ep-dp-pp"}),
+    (recipes.megatron, {"pp": 2, "tp": 2, "order": "tp-cp-pp-dp", "ep": 2, "etp": 1}, {"order": "tp-cp-ep-dp-pp"}),
+    (recipes.megatron, {"tp": 2, "order": "tp-dp-tp"}, {"order": "tp-dp"}),
+    (recipes.megatron, {"tp": 3}, {"tp": 2}),
+    (recipes.megatron, {"ep": 3}, {"ep": 4}),
+    (recipes.megatron, {"tp": 2, "etp": 3}, {"etp": 1}),
+    (recipes.megatron, {"rank_offset": 1}, {"rank_offset": 0}),
+    (recipes.megatron, {"cp": 4, "hierarchical_cp": [2, 3]}, {"hierarchical_cp": [2, 2]}),
+    (recipes.megatron, {"cp": 4, "hierarchical_cp": []}, {"hierarchical_cp": [4]}),
+    (recipes.megatron, {"cp": 4, "hierarchical_cp": [-2, -2]}, {"hierarchical_cp": None}),
+    (recipes.megatron, {"cp": 4, "hierarchical_cp": ["2", "2"]}, {"hierarchical_cp": [2, 2]}),
+    (recipes.megatron, {"pp": 2, "embedding": [2]}, {"embedding": [1]}),
+    (recipes.megatron, {"pp": 2, "embedding": []}, {"embedding": 0}),
+    (recipes.megatron, {"pp": 2, "embedding": "first"}, {"embedding": [0]}),
+    (recipes.megatron, {"pp": 2, "embedding": lambda ranks: [99]}, {"embedding": lambda ranks: ranks}),
+    (recipes.megatron, {"pp": 2, "embedding": beyond}, {"embedding": lambda ranks: [ranks[0]]}),
+    (recipes.megatron, {"pp": 2, "position_embedding": [2]}, {"position_embedding": [1]}),
+    (recipes.megatron, {"pp": 2, "position_embedding": lambda ranks: []}, {"position_embedding": (0,)}),
+    (recipes.megatron, {"tp": 2, "optimizer_instances": 3}, {"optimizer_instances": 2}),
+    (recipes.megatron, {"tp": 2, "optimizer_instances": 0}, {"optimizer_instances": 1}),
+    (
+        recipes.megatron,
+        {"tp": 2, "ep": 2, "cp": 2, "order": "cp-tp-dp-ep-pp", "optimizer_instances": 2},
+        {"order": "tp-cp-ep-dp-pp"},
+    ),
+    (recipes.fairscale, {"tp": 3}, {"tp": 2}),
+    (recipes.fairscale, {"tp": 2, "pp_backend": 5}, {"pp_backend": "fake"}),
+    (recipes.fairscale, {"tp": 2, "dp_backend": ""}, {"dp_backend": None}),
+    (recipes.fairscale, {"tp": 2, "timeout": "soon"}, {"timeout": timedelta(seconds=5)}),
+    (recipes.olmo, {"tp": 2}, {"dp": -1}),
+    (recipes.olmo, {"dp": 3}, {"dp": -1}),
+    (recipes.olmo, {"dp_shard": 4, "ep": 2}, {"ep": 4}),
+    (recipes.olmo, {"dp_replicate": 3, "cp": 2}, {"dp_replicate": 2}),
+    (recipes.olmo_experts, {"ep": 3}, {"ep": 2}),
+    (recipes.oslo, {"data": 2, "tensor": 2}, {"data": -1}),
+    (recipes.oslo, {"data": 2, "expert": 3}, {"expert": -1}),
+    (recipes.oslo, {"data": 2, "tensor": 4, "order": "data"}, {"order": "data-tensor"}),
+]
+"""Calls that are refused, and what mends each."""
+
+
+@pytest.mark.parametrize(("recipe", "bad", "better"), REFUSED)
+def test_a_recipe_that_is_refused_leaves_nothing_behind(
+    recipe: Callable[..., Arrangement], bad: dict[str, Any], better: dict[str, Any]
+):
+    with fake_rank(5, 8):
+        before = table_sizes()
+        with pytest.raises((PgmeshError, IndexError)) as held:  # and with it the frames of the recipe
+            recipe(8, **bad, name="refused")
+        assert held.tb is not None
+        assert table_sizes() == before
+        arrangement = recipe(8, **{**bad, **better}, name="refused")
+        family = arrangement.dense._family
+        assert family._registry.living() == [family]
+        assert family.number == 0  # the first mesh of this name, as on a rank that was not refused
+        assert arrangement.dense.group().size() == 8
+
+
+def test_settings_of_nccl_that_are_refused_set_nothing():
+    with fake_rank(5, 8):
+        arrangement = recipes.megatron(8, tp=2, name="settings")
+        for wrong in ({"max_ctas": "many"}, {"max_cta": 8}, {"net_name": 8}):
+            with pytest.raises(OptionsError):
+                arrangement.configure_nccl({"dp": {"max_ctas": 8}, "tp": wrong})
+        arrangement.configure_nccl({"dp_cp": {"max_ctas": 4}, "tp": {"max_ctas": 2}})  # dp has the ranks of dp_cp
+        options = {made.words: options for made, options, _ in _made(arrangement, "data", "tensor")}
+        assert [each.nccl for each in options.values()] == [{"max_ctas": 4}, {"max_ctas": 2}]
+
+
+# ---- groups of one rank: the same ranks, and each with its own options ----
+
+
+def backends(arrangement: Arrangement) -> dict[str, str]:
+    return {name: dist.get_backend(arrangement[name].group()) for name in arrangement}
+
+
+def test_a_backend_for_an_axis_of_size_1_is_for_that_axis_alone():
+    with fake_rank(5, 8, dist.HashStore()):
+        arrangement = recipes.fairscale(8, tp=2, pp_backend="gloo", name="ones")
+        assert backends(arrangement) == {"tensor": "fake", "context": "fake", "pipeline": "gloo", "data": "fake"}
+        total = torch.full((1,), 7.0)
+        dist.all_reduce(total, group=arrangement["pipeline"].group())
+        assert total.item() == 7
+        assert arrangement["pipeline"].group() is arrangement.dense.group("pp") is arrangement.dense["pp"].group()
+        assert arrangement["pipeline"].along().device_mesh().get_group() is arrangement["pipeline"].group()
+        assert dist.get_backend(arrangement.dense.group_of([5])) == "fake"
+        assert dist.get_backend(arrangement["pipeline"].group(backend="fake")) == "fake"
+
+
+def test_fairscale_gives_each_axis_the_backend_that_ezpz_gives_it_whatever_the_sizes():
+    chance = random.Random(16)
+    with fake_rank(5, 8, dist.HashStore()):
+        for _ in range(60):
+            sizes = {axis: chance.choice([1, 1, 2]) for axis in ("tp", "pp", "cp")}
+            given = {f"{axis}_backend": chance.choice([None, "gloo", "fake"]) for axis in (*sizes, "dp")}
+            with recipes.fairscale(8, **sizes, **given) as arrangement:
+                axes = {"tensor": "tp", "context": "cp", "pipeline": "pp", "data": "dp"}
+                expected = {name: given[f"{axis}_backend"] or "fake" for name, axis in axes.items()}
+                assert backends(arrangement) == expected, (sizes, given)
+
+
+def test_megatron_with_one_stage_may_have_a_backend_for_its_pipeline_alone():
+    with fake_rank(5, 8, dist.HashStore()):
+        arrangement = recipes.megatron(8, tp=2, name="one stage")
+        arrangement.configure("pipeline", backend="gloo")
+        found = backends(arrangement)
+        of_the_pipeline = {"pipeline", "embedding", "position embedding"}  # all of axis pp, as with two stages
+        assert {name for name, backend in found.items() if backend == "gloo"} == of_the_pipeline
+        assert {name for name in arrangement if arrangement[name].size == 1} > of_the_pipeline
+
+
+def test_options_for_an_axis_of_size_1_are_given_before_its_first_group_and_no_other():
+    with fake_rank(5, 8, dist.HashStore()):
+        mesh = ProcessGroupMesh(pp=1, cp=1, dp=8, name="early")
+        shared = mesh.group("cp")
+        mesh.configure("pp", backend="gloo")  # the group along cp is another
+        assert (dist.get_backend(mesh.group("pp")), mesh.group("cp")) == ("gloo", shared)
+        assert mesh.group("pp").group_name != shared.group_name
+        assert mesh.group("pp", "cp") is mesh.group("cp", "pp") is shared
+        assert mesh.at(dp=5).group("pp") is mesh.along("pp", "cp").group("pp") is mesh.group("pp")
+        with pytest.raises(OptionsError, match=r"so it is too late to configure it"):
+            mesh.configure("pp", timeout=timedelta(seconds=5))
+        with pytest.raises(OptionsError, match=r"so it is too late to configure it"):
+            mesh.configure("cp", backend="gloo")
+        mesh.release("pp")
+        mesh.configure("cp", backend="gloo", timeout=timedelta(seconds=5))
+        mesh.configure("pp", timeout=timedelta(seconds=5))
+        assert mesh.group("cp") is mesh.group("pp")  # alike again, and so one group
+        assert timeout_of(mesh.group("cp")) == timedelta(seconds=5)
+
+
+def one_stage_on_real_groups() -> dict[str, str]:
+    with recipes.fairscale(4, tp=2, pp_backend="cpu:gloo", name="real ones") as arrangement:
+        check_sums({name: (arrangement[name].group(), arrangement[name].ranks) for name in arrangement})
+        arrangement.connect()
+        config = {name: dist.get_backend_config(arrangement[name].group()) for name in arrangement}
+        assert len({id(arrangement[name].group()) for name in arrangement}) == 4
+        return config
+
+
+def test_groups_of_one_rank_with_options_of_their_own_sum_and_connect():
+    found = world(4).run(one_stage_on_real_groups)
+    assert found == [found[0]] * 4
+    assert found[0]["pipeline"] == "cpu:gloo"
+    assert found[0]["context"] == found[0]["data"] == found[0]["tensor"]
+
+
+# ---- the other systems ----
+
+
+def test_fairscale_has_the_lists_of_its_page():
+    """The 16-GPU example; its page prints [g6, g16] where the code gives (6, 14), and its data lists are pipelines."""
+    eight = recipes.fairscale(8, tp=2, of=Layout)
+    assert list(eight["tensor"].partition()) == numbers("[g0, g1], [g2, g3], [g4, g5], [g6, g7]")
+    assert list(eight["data"].partition()) == numbers("[g0, g2, g4, g6], [g1, g3, g5, g7]")
+    sixteen = recipes.fairscale(16, tp=2, cp=2, pp=2, of=Layout)
+    for name, lists in oracle.fairscale(16, tp=2, cp=2, pp=2).items():
+        assert list(sixteen[name].partition()) == lists
+    assert list(sixteen["context"].partition()) == numbers(
+        "[g0, g2], [g1, g3], [g4, g6], [g5, g7], [g8, g10], [g9, g11], [g12, g14], [g13, g15]"
+    )
+    said_for_data = "[g0, g4], [g1, g5], [g2, g6], [g3, g7], [g8, g12], [g9, g13], [g10, g14], [g11, g15]"
+    assert list(sixteen["pipeline"].partition()) == numbers(said_for_data)
+    said_for_pipelines = "[g0, g8], [g1, g9], [g2, g10], [g3, g11], [g4, g12], [g5, g13], [g6, g16], [g7, g15]"
+    assert list(sixteen["data"].partition()) == numbers(said_for_pipelines.replace("g16", "g14"))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"dp": -1},
+        {"dp": 4, "pp": 2, "cp": 2, "tp": 2},
+        {"dp": -1, "pp": 4},
+        {"dp_replicate": 4},
+        {"dp_shard": 4, "cp": 2},
+        {"dp_replicate": 2, "dp_shard": 4, "pp": 2, "cp": 2},
+        {"dp_replicate": 2, "dp_shard": -1, "tp": 4},
+        {"dp_shard": 8, "ep": 8, "pp": 2, "cp": 2},
+        {"dp_replicate": 2, "ep": -1},
+    ],
+)
+def test_olmo_has_what_its_functions_return(given: dict[str, int]):
+    olmo = recipes.olmo(32, **given, of=Layout)
+    assert {name: blocks(olmo, name) for name in olmo} == {
+        name: sorted(lists) for name, lists in oracle.olmo(32, **given).items()
+    }
+    for word in {"tensor", "context", "pipeline", "replicate", "shard", "expert", "stage"} - {*olmo}:
+        with pytest.raises(AxisError, match=f"has no group '{word}'"):
+            olmo[word]
+    data = [axis for axis in ("dp", "dp_replicate", "dp_shard") if axis in olmo.dense.axes]
+    order = [axis for axis in ("pp", *data, "cp", "tp") if axis in data or axis in given]
+    assert olmo.dense.axes == tuple(order)  # the page's order, outermost first
+    assert olmo["loader"].axes == tuple(data)
+    assert olmo["model"].axes == (*data[:-1], "dp_cp" if "cp" in given else data[-1])
+
+
+def test_whatever_the_sizes_the_lists_are_those_of_loops():
+    """OLMo-core, fairscale and OSLO, each with all its sizes at random."""
+    chance = random.Random(5)
+    for _ in range(150):
+        sizes = [chance.choice([1, 1, 2, 3, 4]) for _ in range(5)]
+        whole = math.prod(sizes)
+        if whole > 96:
+            continue
+        a, b, c, d, e = sizes
+        mode = chance.choice(["tensor", "sequence", "expert", "data", "pipeline"])
+        five = dict(zip(("tensor", "sequence", "expert", "data", "pipeline"), sizes)) | {mode: -1}
+        hybrid = {"pp": a, "dp_replicate": b, "dp_shard": c, "cp": d, "tp": e}
+        ours_and_theirs: list[tuple[Arrangement, dict[str, Any]]] = [
+            (recipes.oslo(whole, **five, of=Layout), oracle.oslo(whole, **five)),
+            (recipes.fairscale(whole, tp=a, cp=b, pp=c, of=Layout), oracle.fairscale(whole, tp=a, cp=b, pp=c)),
+            (recipes.olmo(whole, **hybrid, of=Layout), oracle.olmo(whole, **hybrid)),
+            (recipes.olmo(whole, dp=-1, pp=a, cp=b, of=Layout), oracle.olmo(whole, dp=-1, pp=a, cp=b)),
+            (recipes.olmo_experts(whole, ep=a * b, of=Layout), oracle.olmo_experts(whole, ep=a * b)),
+        ]
+        for ours, theirs in ours_and_theirs:
+            assert {name: blocks(ours, name) for name in ours} == {name: sorted(theirs[name]) for name in theirs}
+
+
+def test_olmo_mesh_of_experts():
+    olmo = recipes.olmo_experts(8, ep=4, of=Layout)
+    assert olmo["expert"].partition() == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert olmo["replicate"].partition() == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert olmo["model"].partition() == olmo["loader"].partition() == [tuple(range(8))]
+    assert recipes.olmo_experts(8, of=Layout)["expert"].size == 8
+
+
+def test_olmo_hands_out_device_meshes_of_its_axes():
+    with fake_rank(5, 16):
+        olmo = recipes.olmo(16, dp_replicate=2, cp=2, tp=2, name="olmo")
+        assert olmo["model"].along().device_mesh().mesh_dim_names == ("dp_replicate", "dp_cp")
+        assert olmo["model"].along().device_mesh().mesh.tolist() == [[1, 3, 5, 7], [9, 11, 13, 15]]
+        assert olmo["loader"].along().device_mesh().mesh.tolist() == [[1, 5], [9, 13]]
+        assert olmo["tensor"].along().device_mesh().get_group() is olmo["tensor"].group()
+        experts = recipes.olmo_experts(16, ep=4, name="experts")
+        assert experts["model"].along().device_mesh().mesh_dim_names == ("dp",)
+
+
+def test_oslo_has_five_sizes_and_the_whole():
+    sizes = {"pipeline": 2, "data": 3, "expert": 1, "sequence": 1, "tensor": 2}
+    oslo = recipes.oslo(12, **sizes, of=Layout)
+    for mode, lists in oracle.oslo(12, **sizes).items():
+        assert list(oslo[mode].partition()) == lists
+    assert oslo.seen_by(3)["global"].ranks == tuple(range(12))
+    assert oslo.seen_by(3)["global"].index == 3
+
+
+def test_oslo_in_the_order_of_its_code_has_the_lists_of_its_code():
+    """Where sequence is alone, or 1: in that code its runs of neighbours overlap those of tensor and of experts."""
+    tried = 0
+    for sizes in itertools.product((1, 2, 3), repeat=5):
+        five = dict(zip(("data", "pipeline", "expert", "sequence", "tensor"), sizes))
+        whole = math.prod(sizes)
+        if whole > 36 or (five["sequence"] > 1 and five["tensor"] * five["expert"] > 1):
+            continue
+        tried += 1
+        ours = recipes.oslo(whole, **five, order="data-pipeline-expert-sequence-tensor", of=Layout)
+        theirs = oracle.oslo_code(whole, **five)
+        assert {mode: blocks(ours, mode) for mode in theirs} == {mode: sorted(theirs[mode]) for mode in theirs}
+    assert tried > 80
+    three = {"data": 2, "pipeline": 2, "tensor": 2}
+    theirs = oracle.oslo_code(8, **three, expert=1, sequence=1)
+    assert blocks(recipes.oslo(8, **three, of=Layout), "data") != sorted(theirs["data"])
+
+
+def test_an_order_of_oslo_is_any_and_names_what_is_larger_than_1():
+    chance = random.Random(8)
+    modes = ["pipeline", "data", "expert", "sequence", "tensor"]
+    for _ in range(60):
+        sizes = {mode: chance.choice([1, 1, 2, 3]) for mode in modes}
+        named = [mode for mode in chance.sample(modes, 5) if sizes[mode] > 1 or chance.random() < 0.5]
+        order, whole = "-".join(named or ["data"]), math.prod(sizes.values())
+        ours = recipes.oslo(whole, **sizes, order=order, of=Layout)
+        theirs = oracle.oslo(whole, **sizes, order=order)
+        assert {mode: blocks(ours, mode) for mode in ours} == {mode: sorted(theirs[mode]) for mode in theirs}
+        assert eval(repr(ours)[:-1] + ", of=Layout)").dense == ours.dense
+    assert "the last axis varies fastest: dp, pp, tp, ep, sp" in str(
+        recipes.oslo(8, data=2, pipeline=2, tensor=2, order="data-pipeline-tensor", of=Layout)
+    )
+
+
+# ---- what an arrangement is ----
+
+
+def test_the_pure_part_does_without_torch():
+    code = (
+        "import sys\nfrom pgmesh import Layout, recipes\n"
+        "plan = recipes.megatron(16, tp=2, cp=2, ep=2, pp=2, of=Layout)\nprint(plan.seen_by(5))\n"
+        "recipes.olmo(8, of=Layout), recipes.oslo(8, data=8, of=Layout), recipes.fairscale(8, of=Layout)\n"
+        "plan.configure_nccl({'dp': {'max_ctas': 8}})\nassert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+def test_it_prints_as_a_table():
+    assert (
+        str(plan(8, tp=2, pp=4, embedding=by_rank, position_embedding=[0, -1], optimizer_instances=1).seen_by(3))
+        == TABLE.strip()
+    )
+
+
+TABLE = """
+recipes.megatron(8, tp=2, pp=4, embedding=by_rank, position_embedding=[0, -1])
+fastest axis first: tp-cp-ep-dp-pp
+dense   pp=4 dp=1 cp=1 tp=2
+expert  pp=4 edp=1 ep=1 etp=2
+
+group                          axes             size  blocks  of rank 3
+tensor                         tp                  2       4  2, 3
+pipeline                       pp                  4       2  1, 3, 5, 7
+model                          pp, tp              8       1  0, 1, 2, 3, 4, 5, 6, 7
+data                           dp                  1       8  3
+data+context                   dp, cp              1       8  3
+context                        cp                  1       8  3
+tensor+data                    dp, tp              2       4  2, 3
+tensor+data+context            dp, cp, tp          2       4  2, 3
+tensor+context                 cp, tp              2       4  2, 3
+amax                           dp, tp              2       4  2, 3
+embedding                      pp                2-3       2  3, 5, 7
+position embedding             pp                  2       2  -
+expert                         ep                  1       8  3
+expert-tensor                  etp                 2       4  2, 3
+expert-tensor+expert           ep, etp             2       4  2, 3
+expert-tensor+expert+pipeline  pp, ep, etp         8       1  0, 1, 2, 3, 4, 5, 6, 7
+expert-data                    edp                 1       8  3
+data+context in instance       member              1       8  3
+expert-data in instance        member              1       8  3
+instance                       pp, member, etp     8       1  0, 1, 2, 3, 4, 5, 6, 7
+between instances              instance            1       8  3
+"""
+
+
+def test_repr_is_the_call():
+    for arrangement in (
+        plan(16, tp=2, cp=4, ep=2, pp=2, etp=4, hierarchical_cp=(2, 2)),
+        plan(16, tp=2, order="tp-dp-pp", rank_offset=16, optimizer_instances=2, embedding=[0], position_embedding=[-1]),
+        recipes.olmo(16, dp_replicate=2, cp=2, tp=2, of=Layout),
+        recipes.olmo_experts(16, ep=2, of=Layout),
+        recipes.fairscale(16, tp=2, cp=2, of=Layout),
+        recipes.oslo(16, data=-1, tensor=2, of=Layout),
+    ):
+        again = eval(repr(arrangement)[:-1] + ", of=Layout)")
+        assert repr(again) == repr(arrangement)
+        assert {name: list(again[name].partition()) for name in again} == {
+            name: list(arrangement[name].partition()) for name in arrangement
+        }
+
+
+def test_with_closes_the_groups():
+    with fake_rank(0, 8):
+        with recipes.megatron(8, tp=2, name="closing") as arrangement:
+            group = arrangement["tensor"].group()
+        from pgmesh import LifetimeError
+
+        with pytest.raises(LifetimeError):
+            dist.get_rank(group)
+
+
+# ---- messages ----
+
+
+def failing(**sizes: Any) -> Callable[[], object]:
+    whole = sizes.pop("world", 8)
+    return lambda: plan(whole, **sizes)
+
+
+def olmo(whole: int = 8, **sizes: Any) -> Callable[[], object]:
+    return lambda: recipes.olmo(whole, of=Layout, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            failing(tp=2, cp=3, pp=2),
+            """
+            recipes.megatron(8, tp=2, cp=3, pp=2): tp x cp x pp is 2 x 3 x 2 = 12, which does not divide 8 ranks.
+
+              recipes.megatron(8, tp=2, cp=2, pp=2)   # cp may be 1 or 2
+            """,
+        ),
+        (
+            failing(tp=3, cp=3),
+            """
+            recipes.megatron(8, tp=3, cp=3, pp=1): tp x cp x pp is 3 x 3 x 1 = 9, which does not divide 8 ranks.
+
+              recipes.megatron(8, tp=2, cp=2, pp=1)   # sizes that divide 8
+            """,
+        ),
+        (
+            failing(tp=2, ep=3),
+            "recipes.megatron(8, ep=3, etp=2, pp=1, tp=2, cp=1): ep x etp x pp is 3 x 2 x 1 = 6, which does "
+            "not divide 8 ranks.\n\n"
+            "  recipes.megatron(8, ep=2, etp=2, pp=1, tp=2, cp=1)   # ep may be 1, 2 or 4",
+        ),
+        (
+            failing(tp=0),
+            "recipes.megatron: the size of axis tp is 0; a size is at least 1, or -1 for what is left.",
+        ),
+        (failing(tp=-1), "recipes.megatron: the size of tp is -1; a size is at least 1."),
+        (failing(world=0), "recipes.megatron: the world is so many ranks, such as recipes.megatron(8), not 0."),
+        (failing(world="8"), "recipes.megatron: the world is so many ranks, such as recipes.megatron(8), not '8'."),
+        (
+            failing(rank_offset=-8),
+            "recipes.megatron: the world is so many ranks, such as recipes.megatron(8), not 8 from -8 on.",
+        ),
+        (
+            lambda: recipes.oslo(-1, of=Layout),
+            "recipes.oslo: the world is so many ranks, such as recipes.oslo(8), not -1.",
+        ),
+        (
+            failing(order=None),
+            """
+            recipes.megatron(8): the order names none; it may name tp, cp, ep, dp, pp.
+
+              order='tp-cp-ep-dp-pp'   # fastest axis first
+            """,
+        ),
+        (
+            failing(cp=4, hierarchical_cp=[-2, -2]),
+            "recipes.megatron: the size of axis hierarchical_cp is -2; a size is at least 1, or -1 for what is left.",
+        ),
+        (failing(pp=2, embedding=[]), "at(pp=[]) keeps nothing of axis pp, which has 2 indices, 0 to 1."),
+        (failing(cp=1.5), "recipes.megatron: the size of axis cp is a whole number, not 1.5."),
+        (
+            failing(tp=2, order="tp-xp-dp"),
+            """
+            recipes.megatron(8, tp=2, order='tp-xp-dp'): the order names xp; it may name tp, cp, ep, dp, pp.
+
+              order='tp-cp-ep-dp-pp'   # fastest axis first
+            """,
+        ),
+        (
+            failing(tp=2, order="tp-dp-tp"),
+            """
+            recipes.megatron(8, tp=2, order='tp-dp-tp'): the order names tp more than once.
+
+              order='tp-cp-ep-dp-pp'   # fastest axis first
+            """,
+        ),
+        (
+            failing(tp=2, cp=2, order="tp-dp-pp"),
+            """
+            recipes.megatron(8, tp=2, cp=2, order='tp-dp-pp'): cp has size 2, but the order does not name it.
+
+              order='tp-cp-ep-dp-pp'   # fastest axis first
+            """,
+        ),
+        (
+            failing(tp=4, ep=2, etp=1, order="tp-dp-pp"),
+            """
+            recipes.megatron(8, tp=4, ep=2, etp=1, order='tp-dp-pp'): ep has size 2, but the order does not name it.
+
+              order='tp-cp-ep-dp-pp'   # fastest axis first
+            """,
+        ),
+        (
+            failing(tp=2, pp=2, cp=2, order="tp-ep-pp-dp-cp"),
+            "recipes.megatron(8, tp=2, cp=2, pp=2, order='tp-ep-pp-dp-cp'): pp is 2 and not last in the "
+            "order, so that expert data has to equal data, but expert data is 2 and data 1: etp x ep has to "
+            "be tp x cp = 4.\n\n"
+            "  order='tp-ep-dp-cp-pp'   # pp last, which is slowest",
+        ),
+        (
+            failing(tp=2, pp=2, cp=2, ep=2, order="tp-ep-pp-dp-cp"),
+            "recipes.megatron(8, tp=2, cp=2, pp=2, ep=2, order='tp-ep-pp-dp-cp'): experts would have other "
+            "pipelines than the rest: rank 0 is in [0, 2] and in [0, 4].\n\n"
+            "  order='tp-ep-dp-cp-pp'   # pp last, which is slowest",
+        ),
+        (
+            failing(cp=4, hierarchical_cp=[2, 3]),
+            "recipes.megatron(8, cp=4, hierarchical_cp=[2, 3]): the sizes of hierarchical_cp multiply to cp, but 2 x 3 "
+            "is 6 and cp is 4.",
+        ),
+        (
+            failing(cp=4, hierarchical_cp=[]),
+            "recipes.megatron(8, cp=4, hierarchical_cp=[]): the sizes of hierarchical_cp multiply to cp, but nothing "
+            "is 1 and cp is 4.",
+        ),
+        (
+            failing(tp=2, optimizer_instances=3),
+            "recipes.megatron(8, tp=2, optimizer_instances=3): optimizer instances divide data x context, which is 4, "
+            "and expert data, which is 4, so there may be 1, 2 or 4.",
+        ),
+        (
+            failing(world=16, tp=2, cp=2, ep=2, order="cp-tp-dp-ep-pp", optimizer_instances=2),
+            "recipes.megatron(16, tp=2, cp=2, ep=2, order='cp-tp-dp-ep-pp', optimizer_instances=2): one "
+            "group between optimizer instances has to serve dense and expert parameters alike, but in this "
+            "order the first is ranks 0, 8 for the ones and ranks 0, 4 for the others.\n\n"
+            "  order='tp-cp-ep-dp-pp'   # fastest axis first: the same for both",
+        ),
+        (
+            failing(world=24, tp=2, cp=4, order="cp-tp-dp-ep-pp", optimizer_instances=2),
+            "recipes.megatron(24, tp=2, cp=4, order='cp-tp-dp-ep-pp', optimizer_instances=2): one group "
+            "between optimizer instances has to serve dense and expert parameters alike, but in this order "
+            "the first is ranks that no axes lead to for the ones and ranks 0, 12 for the others.\n\n"
+            "  order='tp-cp-ep-dp-pp'   # fastest axis first: the same for both",
+        ),
+        (
+            olmo(tp=2),
+            """
+            recipes.olmo(8, tp=2): every other size goes with one of data parallelism.
+
+              recipes.olmo(8, dp=-1, tp=2)
+            """,
+        ),
+        (
+            olmo(dp=2, dp_shard=2),
+            "recipes.olmo(8, dp=2, dp_shard=2): data parallelism is dp, or dp_replicate x dp_shard, not both.",
+        ),
+        (
+            olmo(dp=-1, pp=3, tp=2),
+            """
+            recipes.olmo(8, pp=3, tp=2, dp=-1): pp x tp is 3 x 2 = 6, which does not divide 8 ranks.
+
+              recipes.olmo(8, pp=2, tp=2, dp=-1)   # pp may be 1, 2 or 4
+            """,
+        ),
+        (
+            olmo(dp=2, tp=2),
+            """
+            recipes.olmo(8, dp=2, tp=2): dp is 2, but what is left for data parallelism is 4 ranks.
+
+              recipes.olmo(8, dp=-1, tp=2)   # let dp be what is left: 4
+            """,
+        ),
+        (
+            olmo(dp_replicate=3),
+            """
+            recipes.olmo(8, dp_replicate=3): dp_replicate is 3, but what is left for data parallelism is 8 ranks.
+
+              recipes.olmo(8, dp_replicate=2)   # dp_replicate may be 1, 2, 4 or 8
+            """,
+        ),
+        (
+            olmo(dp_replicate=2, dp_shard=2),
+            "recipes.olmo(8, dp_replicate=2, dp_shard=2): dp_replicate x dp_shard is 4, but what is left for data "
+            "parallelism is 8 ranks.\n\n"
+            "  recipes.olmo(8, dp_replicate=-1, dp_shard=2)   # let dp_replicate be what is left: 4",
+        ),
+        (
+            olmo(dp_replicate=3, dp_shard=3),
+            "recipes.olmo(8, dp_replicate=3, dp_shard=3): dp_replicate x dp_shard is 9, but what is left for data "
+            "parallelism is 8 ranks.\n\n"
+            "  recipes.olmo(8, dp_replicate=-1, dp_shard=2)   # dp_shard may be 1, 2, 4 or 8; dp_replicate is what is "
+            "left",
+        ),
+        (
+            olmo(dp=3),
+            """
+            recipes.olmo(8, dp=3): dp is 3, but what is left for data parallelism is 8 ranks.
+
+              recipes.olmo(8, dp=-1)   # let dp be what is left: 8
+            """,
+        ),
+        (
+            olmo(dp_shard=3, ep=3),
+            """
+            recipes.olmo(8, dp_shard=3, ep=3): dp_shard is 3, but what is left for data parallelism is 8 ranks.
+
+              recipes.olmo(8, dp_shard=2, ep=2)   # dp_shard may be 1, 2, 4 or 8
+            """,
+        ),
+        (
+            olmo(1, dp=2),
+            """
+            recipes.olmo(1, dp=2): dp is 2, but what is left for data parallelism is 1 rank.
+
+              torchrun --nproc-per-node 2 script.py   # a script by itself is a world of 1: start more
+              recipes.olmo(1, dp=-1)                  # let dp be what is left: 1
+            """,
+        ),
+        (
+            olmo(dp_replicate=-1, dp_shard=-1),
+            "recipes.olmo(8, dp_replicate=-1, dp_shard=-1): at most one of dp_replicate and dp_shard is -1, what is "
+            "left.",
+        ),
+        (
+            olmo(dp_shard=4, ep=4, tp=2),
+            "recipes.olmo(8, dp_shard=4, ep=4, tp=2): expert parallelism does not go with tensor parallelism.",
+        ),
+        (
+            olmo(dp=8, ep=4),
+            "recipes.olmo(8, dp=8, ep=4): expert parallelism goes over dp_shard, so give dp_shard=4 in place of dp.",
+        ),
+        (
+            olmo(dp_shard=4, ep=2),
+            "recipes.olmo(8, dp_shard=4, ep=2): expert parallelism goes over dp_shard, which is 4, but ep is 2.",
+        ),
+        (
+            lambda: recipes.olmo_experts(8, ep=3, of=Layout),
+            """
+            recipes.olmo_experts(8, ep=3): ep is 3 = 3, which does not divide 8 ranks.
+
+              recipes.olmo_experts(8, ep=2)   # ep may be 1, 2, 4 or 8
+            """,
+        ),
+        (
+            lambda: recipes.fairscale(4, tp=8, of=Layout),
+            """
+            recipes.fairscale(4, tp=8, cp=1, pp=1): tp x cp x pp is 8 x 1 x 1 = 8, which does not divide 4 ranks.
+
+              recipes.fairscale(4, tp=4, cp=1, pp=1)   # tp may be 1, 2 or 4
+            """,
+        ),
+        *(
+            (
+                lambda order=order: recipes.oslo(8, data=2, tensor=4, order=order, of=Layout),
+                f"recipes.oslo(8, data=2, tensor=4, order={order!r}): {text}\n\n"
+                f"  order='pipeline-data-expert-sequence-tensor'   # outermost axis first",
+            )
+            for order, text in {
+                "dp-tp": "the order names dp or tp; it may name pipeline, data, expert, sequence, tensor.",
+                "data-tensor-data": "the order names data more than once.",
+                "pipeline-data": "tensor has size 4, but the order does not name it.",
+            }.items()
+        ),
+        (
+            failing(tp=3, order="tp-dp-pp", rank_offset=8, position_embedding=[-1]),
+            "recipes.megatron(8, tp=3, cp=1, pp=1, order='tp-dp-pp', rank_offset=8, position_embedding=[-1]): "
+            "tp x cp x pp is 3 x 1 x 1 = 3, which does not divide 8 ranks.\n\n"
+            "  recipes.megatron(8, tp=2, cp=1, pp=1, order='tp-dp-pp', rank_offset=8, position_embedding=[-1])   "
+            "# tp may be 1, 2, 4 or 8",
+        ),
+        (
+            lambda: recipes.oslo(8, data=2, tensor=2, order="data-tensor", of=Layout),
+            "recipes.oslo(8, data=2, tensor=2, pipeline=1, sequence=1, expert=1, order='data-tensor') holds 4 ranks, "
+            "but the world has 8.\n\n"
+            "  recipes.oslo(8, data=-1, tensor=2, pipeline=1, sequence=1, expert=1, order='data-tensor')   "
+            "# let data be what is left: 4",
+        ),
+        (
+            lambda: recipes.oslo(8, data=2, tensor=2, of=Layout),
+            """
+            recipes.oslo(8, data=2, tensor=2, pipeline=1, sequence=1, expert=1) holds 4 ranks, but the world has 8.
+
+              recipes.oslo(8, data=-1, tensor=2, pipeline=1, sequence=1, expert=1)   # let data be what is left: 4
+            """,
+        ),
+    ],
+)
+def test_sizes_that_do_not_go_together(call: Callable[[], object], text: str):
+    assert_raises(ShapeError, call, text)
+
+
+def proposals(call: str) -> int:
+    """How many calls that errors propose it takes, one after the other, until one does."""
+    try:
+        eval(call[:-1] + ", of=Layout)")
+    except ShapeError as error:
+        return 1 + proposals(str(error).splitlines()[-1].partition("  #")[0].strip())
+    return 0
+
+
+def test_the_call_that_an_error_proposes_would_be_right():
+    chance, taken = random.Random(11), []
+    while len(taken) < 150:
+        sizes = {name: chance.choice([1, 2, 3, 4, 5, 6]) for name in ("tp", "cp", "pp", "ep", "etp")}
+        words = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        taken.append(proposals(f"recipes.megatron({chance.choice([8, 12, 16, 48])}, {words})"))
+    assert set(taken) == {0, 1, 2}  # two where both meshes are wrong
+
+
+def test_the_call_that_olmo_proposes_would_be_right():
+    taken = []
+    for whole, tp, replicate, shard in itertools.product((8, 12), (2, 3), (None, 2, 3, 5), (None, -1, 2, 3, 4)):
+        hybrid = f"dp_replicate={replicate}, dp_shard={shard}"
+        data = f"dp={whole + 1}" if replicate is None and shard in (None, -1) else hybrid
+        taken.append(proposals(f"recipes.olmo({whole}, tp={tp}, {data})"))
+        if shard in (2, 3, 4):
+            taken.append(proposals(f"recipes.olmo({whole}, {hybrid}, ep={shard})"))
+    assert set(taken) == {0, 1, 2}  # two where tp does not divide the world either
+
+
+def test_a_world_that_has_fewer_ranks():
+    with fake_rank(0, 4):
+        assert_raises(
+            ShapeError,
+            lambda: recipes.megatron(8, tp=2),
+            """
+            recipes.megatron(8, ...) arranges 8 ranks, but the world has 4.
+
+              torchrun --nproc-per-node 8 script.py   # start as many
+              recipes.megatron(4, ...)                # or arrange those that there are
+            """,
+        )
+        with pytest.raises(
+            ShapeError, match=r"^recipes\.megatron\(1, \.\.\.\) arranges 1 rank from 6 on, but the world has 4"
+        ):
+            recipes.megatron(1, rank_offset=6)
+        for call in (
+            lambda: recipes.fairscale(8),
+            lambda: recipes.oslo(8, data=8),
+            lambda: recipes.olmo(8),
+            lambda: recipes.olmo_experts(8),
+        ):
+            with pytest.raises(ShapeError, match="arranges 8 ranks, but the world has 4"):
+                call()
+
+
+def test_one_process_alone_is_told_to_start_more():
+    assert_raises(
+        ShapeError,
+        lambda: plan(1, tp=2, pp=2),
+        """
+        recipes.megatron(1, tp=2, cp=1, pp=2): tp x cp x pp is 2 x 1 x 2 = 4, which does not divide 1 rank.
+
+          torchrun --nproc-per-node 4 script.py   # a script by itself is a world of 1: start more
+          recipes.megatron(1, tp=1, cp=1, pp=1)   # sizes that divide 1
+        """,
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "call", "text"),
+    [
+        (
+            AxisError,
+            lambda: plan(8)["tensr"],
+            f"recipes.megatron(8) has no group 'tensr'. Did you mean 'tensor'? It has {GROUPS}.",
+        ),
+        (
+            AxisError,
+            lambda: recipes.oslo(8, data=8, of=Layout)["context"],
+            "recipes.oslo(8, data=8) has no group 'context'. It has global, data, tensor, pipeline, sequence, expert.",
+        ),
+        *(
+            (
+                AxisError,
+                lambda short=short: plan(8)[short],
+                f"recipes.megatron(8) has no group '{short}'. Did you mean '{name}'? It has {GROUPS}.",
+            )
+            for short, name in {"tp": "tensor", "dp_cp": "data+context", "etp": "expert-tensor"}.items()
+        ),
+        (
+            AxisError,
+            lambda: recipes.olmo(8, of=Layout)["dp"],
+            "recipes.olmo(8) has no group 'dp'. Did you mean 'model'? It has model, loader.",
+        ),
+        (AxisError, lambda: plan(8)[5], f"recipes.megatron(8) has no group 5. It has {GROUPS}."),
+        (
+            MembershipError,
+            lambda: plan(8)["tensor"].ranks,
+            """
+            a plan is seen by no rank, so no group of it is mine.
+
+              arrangement.seen_by(0)['tensor']   # as rank 0 sees it
+              arrangement['tensor'].partition()   # every block
+            """,
+        ),
+        (
+            MembershipError,
+            lambda: plan(8, pp=4).seen_by(3)["embedding"].ranks,
+            """
+            rank 3 has no 'embedding' group in this arrangement.
+
+              if rank in arrangement['embedding']: ...   # ask first
+            """,
+        ),
+        (
+            PlaceError,
+            lambda: plan(8).seen_by(8),
+            "rank 8 is not in mesh (pp=1, dp=8, cp=1, tp=1), whose ranks are 0, 1, 2, 3, 4, 5, 6, 7.",
+        ),
+        (PlaceError, lambda: plan(8, pp=2, embedding=[2]), "axis pp has 2 indices, 0 to 1; there is no 2."),
+    ],
+)
+def test_names_and_ranks_that_are_not_there(error: type[Exception], call: Callable[[], object], text: str):
+    assert_raises(error, call, text)
+
+
+def test_a_plan_and_another_rank_make_no_groups():
+    from pgmesh import WorldError
+
+    assert_raises(
+        WorldError,
+        plan(8).seen_by(0)["tensor"].group,
+        """
+        a plan of layouts has no processes, so it makes no groups.
+
+          recipes.megatron(8, tp=2)   # without of=Layout, in each of 8 processes
+        """,
+    )
+    with fake_rank(5, 8):
+        arrangement = recipes.megatron(8, tp=2, name="seen")
+        assert arrangement.seen_by(2)["tensor"].ranks == (2, 3)
+        assert_raises(
+            MembershipError,
+            arrangement.seen_by(2)["tensor"].group,
+            "rank 5 asked for the 'tensor' group as rank 2 sees it: a process makes groups of its own rank alone.",
+        )
+
+
+# ---- real groups ----
+
+
+def sums_of_every_named_group() -> list[str]:
+    arrangement = recipes.megatron(8, tp=2, cp=2, ep=2, pp=2, embedding=by_rank, hierarchical_cp=[2, 1], name="real")
+    other = recipes.megatron(
+        8, tp=2, cp=2, order="cp-tp-dp-pp", optimizer_instances=2, embedding=(0, -1), name="instances"
+    )
+    found = {}
+    for kind, each in (("real", arrangement), ("instances", other)):
+        for name in each:
+            if each.rank in each[name]:
+                family = each[name]
+                found[f"{kind} {name}"] = (family.group(), family.ranks)
+                assert dist.get_rank(family.group()) == family.index
+        for size, family in recipes.hybrid_context(each).items():
+            found[f"{kind} by {size}"] = (family.group(), family.ranks)
+    found["twin"] = (arrangement["data+context"].group(backend="gloo", tag="twin"), arrangement["data+context"].ranks)
+    check_sums(found)
+    assert (arrangement.rank in arrangement["embedding"]) == ("real embedding" in found)
+    return sorted(found)
+
+
+def test_every_named_group_of_a_megatron_arrangement_sums_right():
+    names = world(8).run(sums_of_every_named_group)
+    assert len(set(map(tuple, names))) == 3  # those with word embeddings, with position embeddings too, and with none
+    assert all(f"real {name}" in names[0] for name in ("tensor", "expert-data", "context level 2"))
+
+
+def connected() -> list[list[str]]:
+    with recipes.megatron(8, tp=2, cp=2, ep=2, embedding=middle_too, name="connecting") as arrangement:
+        arrangement["data+context"].configure(timeout=timedelta(seconds=20))
+        first = arrangement.connect("data+context", timeout=timedelta(seconds=30))
+        rest = arrangement.connect(timeout=timedelta(seconds=30))
+        check_sums({name: (arrangement[name].group(), arrangement[name].ranks) for name in arrangement})
+        return [[str(axes) for axes in each.warm] for each in (*first, *rest)]
+
+
+def test_an_arrangement_connects_its_groups_and_what_is_connected_stays_so():
+    first, *rest = world(8).run(connected)[0]
+    assert len(first) == 1
+    assert not set(first) & set(itertools.chain.from_iterable(rest))
+    assert len(rest) > 1
+
+
+def timeouts_change() -> float:
+    arrangement = recipes.megatron(4, tp=2, name="impatient")
+    tensor, data = arrangement["tensor"].group(), arrangement["data"].group()
+    check_sums({name: (arrangement[name].group(), arrangement[name].ranks) for name in ("tensor", "data")})
+    arrangement.set_timeout(timeout=timedelta(seconds=50))
+    arrangement.set_timeout("data", timeout=0.2)
+    assert (arrangement["tensor"].group(), arrangement["data"].group()) == (tensor, data)
+    start = time.monotonic()
+    if arrangement["data"].index == 0:  # the others never come
+        with pytest.raises(RuntimeError, match=r"(?i)timed out|closed by peer"):
+            dist.all_reduce(torch.ones(1), group=data)
+    took = time.monotonic() - start
+    check_sums({"tensor": (tensor, arrangement["tensor"].ranks)})  # goes on
+    arrangement.set_timeout(timeout=timedelta(seconds=0.2))
+    if arrangement["tensor"].index == 0:
+        with pytest.raises(RuntimeError, match=r"(?i)timed out|closed by peer"):
+            dist.all_reduce(torch.ones(1), group=tensor)
+    late = arrangement["tensor"].group(tag="late")
+    arrangement.set_timeout("tensor", timeout=timedelta(seconds=0.2))  # of one that has not connected yet
+    if arrangement["tensor"].index == 0:
+        with pytest.raises(MissingRanksError, match=r"rank \d never came to the first collective, in 0\.2 s\."):
+            dist.all_reduce(torch.ones(1), group=late)
+    return took
+
+
+def test_semantics_3_timeouts_change_later_for_one_family_or_all():
+    assert max(world(4).run(timeouts_change)) < 20
+
+
+def test_a_timeout_that_is_none_is_an_error():
+    with fake_rank(0, 4):
+        mesh = ProcessGroupMesh(dp=2, tp=2, name="none")
+        assert_raises(
+            OptionsError,
+            lambda: mesh.set_timeout(5),
+            "set_timeout takes its timeout by name, after the axes.\n\n  mesh.set_timeout(timeout=5)",
+        )
+        assert_raises(
+            OptionsError,
+            lambda: mesh.set_timeout("dp", timeout=timedelta()),
+            "timeout is a timedelta or a number of seconds, more than 0, such as timeout=30, not "
+            "datetime.timedelta(0).",
+        )
+
+
+# ---- scratch ----
+
+
+def test_scratch_is_taken_once_for_each_name_and_dtype():
+    taken = []
+
+    def allocate(count: int, dtype: torch.dtype) -> torch.Tensor:
+        taken.append((count, dtype))
+        return torch.zeros(count, dtype=dtype)
+
+    scratch = recipes.Scratch(allocate=allocate)
+    first = scratch.take((2, 3), torch.float32, "a")
+    assert (tuple(first.shape), first.dtype) == ((2, 3), torch.float32)
+    first.fill_(7)
+    assert scratch.take((4,), torch.float32, "a").tolist() == [7, 7, 7, 7]  # the same memory
+    assert scratch.take((6,), torch.float32, "b").tolist() == [0] * 6
+    assert scratch.take((), torch.float32, "a").item() == 7
+    scratch.take((2, 3), torch.int64, "a")
+    assert taken == [(6, torch.float32), (6, torch.float32), (6, torch.int64)]
+    scratch.take((7,), torch.float32, "a")
+    assert taken[-1] == (7, torch.float32)
+    scratch.clear()
+    scratch.take((1,), torch.float32, "a")
+    assert taken[-1] == (1, torch.float32)
+    assert recipes.Scratch().take((2,), torch.bfloat16, "x").dtype == torch.bfloat16

@@ -1,0 +1,93 @@
+"""The tiny GPT with a mixture of experts in each block, and its training in one process."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.functional import gelu, scaled_dot_product_attention
+
+from pgmesh.parallel import Router, mix, with_loss
+from tests.support.parallel_models import (
+    HEADS,
+    STEPS,
+    WIDTH,
+    TinyGPT,
+    TrainingRun,
+    batch,
+    gradients_of,
+    loss_of,
+    optimizer_of,
+    weights_of,
+)
+
+EXPERTS, TOP_K, BALANCE_WEIGHT = 8, 2, 0.1
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.down(gelu(self.up(rows)))
+
+
+class ExpertBlock(nn.Module):
+    """Causal attention, then a mixture of experts with a balance loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.attend = scaled_dot_product_attention
+        self.router, self.experts = Router(WIDTH, EXPERTS, TOP_K), nn.ModuleList(Expert() for _ in range(EXPERTS))
+        self.mix = mix
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.qkv(self.norm1(x)).unflatten(-1, (-1, 3, WIDTH // HEADS))
+        q, k, v = heads.transpose(1, 2).unbind(3)
+        x = x + self.out(self.attend(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        tokens = self.norm2(x).flatten(0, 1)
+        routes = self.router(tokens)
+        mixed = self.mix(tokens, routes.weights, routes.chosen, self.experts)
+        return x + with_loss(mixed.view_as(x), BALANCE_WEIGHT * routes.balance)
+
+
+def expert_model(layers: int = 2) -> TinyGPT:
+    """The tiny GPT with experts in each block."""
+    return TinyGPT(layers=layers, block=ExpertBlock)
+
+
+def cut_like(found, expected, mesh, tensor):
+    """The tensors of one process, each cut along ``tensor`` where this rank's tensor is smaller."""
+    parts = {}
+    for name, part in found.items():
+        parts[name] = expected[name]
+        for dimension in range(part.ndim):
+            if part.size(dimension) < expected[name].size(dimension):
+                parts[name] = expected[name].chunk(mesh.size(tensor), dimension)[mesh.index(tensor)]
+    return parts
+
+
+def train_alone_in_parts(parts: int = 1, rows=lambda each: [each]) -> TrainingRun:
+    """Train in one process. Gradients are means over parts of the rows, and each part has a balance loss of its own."""
+    torch.set_num_threads(1)
+    model, trained = expert_model(), TrainingRun([], [], {})
+    optimizer = optimizer_of(model.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for codes, target in zip(*(rows(each) for each in batch(step)), strict=True):
+            loss_of(model(codes), target).backward()
+        for weight in model.parameters():
+            weight.grad /= parts
+        trained.gradients.append(gradients_of(model))
+        optimizer.step()
+    trained.weights = weights_of(model)
+    return trained
+
+
+def expert_layer(experts: int = 4, expert=Expert) -> nn.Module:
+    """A layer with nothing but experts."""
+    layer = nn.Module()
+    layer.mix, layer.experts = mix, nn.ModuleList(expert() for _ in range(experts))
+    return layer

@@ -1,0 +1,89 @@
+"""Programs run in processes of their own, each with its own environment.
+
+The processes are forked from the server that has torch loaded, since a new interpreter takes seconds to import it.
+Tests use this for programs that run before a world exists, or without one.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pgmesh.launch import TORCHRUN
+from pgmesh.launch.processes import context
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_programs(
+    folder: Path, program: str, *words: str, environs: Sequence[Mapping[str, str]], statuses: Sequence[int] = (0,)
+) -> list[tuple[str, str]]:
+    """Run a program in each environment at the same time.
+
+    Args:
+        folder: for the files that take the outputs.
+        words: the program's arguments.
+        statuses: exit statuses that are allowed.
+
+    Returns:
+        Standard output and standard error of each process.
+    """
+    processes = context()
+    files = [(folder / f"{i}.out", folder / f"{i}.err") for i in range(len(environs))]
+    running = [
+        processes.Process(target=_run, args=(program, words, {**environ}, *map(str, said)))
+        for environ, said in zip(environs, files)
+    ]
+    try:
+        for process in running:
+            process.start()
+        for process in running:
+            process.join(60)
+    finally:
+        for process in running:
+            process.kill()
+    said = [(out.read_text(), err.read_text()) for out, err in files]
+    assert {process.exitcode for process in running} <= {*statuses}, said
+    return said
+
+
+def _run(program: str, words: Sequence[str], environ: dict[str, str], out: str, err: str) -> None:
+    os.environ.clear()
+    os.environ.update(environ)
+    for number, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    sys.argv = ["script.py", *words]
+    exec(compile(program, "script.py", "exec"), {"__name__": "__main__"})
+
+
+def is_running(pid: int) -> bool:
+    """True if the process exists and is not a zombie."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def wait_until_gone(pids: list[int], seconds: float = 30.0) -> bool:
+    """Wait for processes to end. Returns False if one still runs after ``seconds``."""
+    end = time.monotonic() + seconds
+    while any(map(is_running, pids)) and time.monotonic() < end:
+        time.sleep(0.01)
+    return not any(map(is_running, pids))
+
+
+def write_script(tmp_path: Path, text: str) -> str:
+    """Write a program to a file and return its path."""
+    path = tmp_path / "script.py"
+    path.write_text(text)
+    return str(path)
+
+
+def clean_env(**more: str) -> dict[str, str]:
+    """This process's environment without torchrun's variables, with the repository on the Python path."""
+    env = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
+    return env | {"PYTHONPATH": str(ROOT)} | more

@@ -1,0 +1,286 @@
+"""Oracle of the recipes: the groups that each system's documentation specifies, computed by loops over every rank.
+
+Megatron's equation, for an order whose first axis is the fastest: rank = i0 + i1 * s0 + i2 * s0 * s1 + ...
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+Block = tuple[int, ...]
+Stages = Sequence[int] | Callable[[list[int]], Sequence[int]]
+
+
+def coords(fastest_first: Sequence[str], sizes: Mapping[str, int]) -> list[dict[str, int]]:
+    """The index of each rank on each axis."""
+    places = []
+    for rank in range(10**6):
+        rest, place = rank, {}
+        for axis in fastest_first:
+            place[axis] = rest % sizes[axis]
+            rest //= sizes[axis]
+        if rest:
+            return places
+        places.append(place)
+    raise AssertionError("too many ranks for loops")
+
+
+def groups(
+    fastest_first: Sequence[str], sizes: Mapping[str, int], along: Sequence[str], offset: int = 0
+) -> list[Block]:
+    """Groups of the ranks that differ only along some axes, sorted by their other coords, slowest axis first."""
+    others = [axis for axis in reversed(fastest_first) if axis not in along]
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank, place in enumerate(coords(fastest_first, sizes)):
+        found.setdefault(tuple(place[axis] for axis in others), []).append(offset + rank)
+    return [tuple(found[place]) for place in sorted(found)]
+
+
+def chunks(block: Block, size: int) -> list[Block]:
+    """The block cut into contiguous pieces of ``size`` ranks."""
+    return [block[start : start + size] for start in range(0, len(block), size)]
+
+
+def strides(block: Block, size: int) -> list[Block]:
+    """The first ranks of all pieces of ``size``, then the second ranks, and so on."""
+    return [tuple(piece[i] for piece in chunks(block, size)) for i in range(size)]
+
+
+def levels(block: Block, sizes: Sequence[int]) -> list[list[Block]]:
+    """Groups of each level: contiguous on the first, and with the stride of all earlier levels on later ones."""
+    found, below = [], 1
+    for size in sizes:
+        found.append([part for piece in chunks(block, below * size) for part in strides(piece, below)])
+        below *= size
+    return found
+
+
+def tiles(ours: Sequence[Block], theirs: Sequence[Block], whole: Sequence[Block]) -> bool:
+    """True if each block of ``whole`` is a grid of blocks of ``ours`` by blocks of ``theirs``."""
+    for block in whole:
+        rows = [each for each in ours if set(each) & set(block)]
+        columns = [each for each in theirs if set(each) & set(block)]
+        if not all(set(each) <= set(block) for each in (*rows, *columns)):
+            return False
+        if not all(len(set(row) & set(column)) == 1 for row in rows for column in columns):
+            return False
+    return True
+
+
+def pick(pipeline: Block, stages: Stages) -> Block:
+    """The ranks of some stages of a pipeline, each once, in the order given."""
+    chosen = stages(list(pipeline)) if callable(stages) else [pipeline[stage] for stage in stages]
+    return tuple(dict.fromkeys(chosen))
+
+
+def megatron(
+    world: int,
+    *,
+    tp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+    pp: int = 1,
+    order: Sequence[str],
+    offset: int = 0,
+    instances: int = 1,
+    hierarchical: Sequence[int] = (),
+    embedding: Stages = (0, -1),
+    position_embedding: Stages = (0,),
+) -> dict[str, list[Block]]:
+    """Every list of groups in Megatron's parallel state, by our names. ``between instances`` is of the experts only."""
+    etp = tp if etp is None else etp
+    dense = {"tp": tp, "cp": cp, "pp": pp, "ep": 1, "dp": world // (tp * cp * pp)}
+    expert = {"tp": etp, "cp": 1, "pp": pp, "ep": ep, "dp": world // (etp * ep * pp)}
+
+    def of_dense(*along: str) -> list[Block]:
+        return groups(order, dense, along, offset)
+
+    def of_expert(*along: str) -> list[Block]:
+        return groups(order, expert, along, offset)
+
+    pipelines = of_dense("pp")
+    inside = dense["dp"] * cp // instances
+    expert_inside = expert["dp"] // instances
+    instance: list[Block] = []
+    models = of_expert("tp", "ep", "pp")
+    for start in range(0, len(models), expert_inside):
+        instance.append(tuple(sorted(rank for model in models[start : start + expert_inside] for rank in model)))
+    found = {
+        "tensor": of_dense("tp"),
+        "pipeline": pipelines,
+        "model": of_dense("tp", "pp"),
+        "data": of_dense("dp"),
+        "data+context": of_dense("dp", "cp"),
+        "context": of_dense("cp"),
+        "tensor+data": of_dense("tp", "dp"),
+        "tensor+data+context": of_dense("tp", "dp", "cp"),
+        "tensor+context": of_dense("tp", "cp"),
+        "amax": of_dense("tp", "dp"),
+        "embedding": [pick(ranks, embedding) for ranks in pipelines],
+        "position embedding": [pick(ranks, position_embedding) for ranks in pipelines],
+        "expert": of_expert("ep"),
+        "expert-tensor": of_expert("tp"),
+        "expert-tensor+expert": of_expert("tp", "ep"),
+        "expert-tensor+expert+pipeline": models,
+        "expert-data": of_expert("dp"),
+        "data+context in instance": [part for ranks in of_dense("dp", "cp") for part in chunks(ranks, inside)],
+        "expert-data in instance": [part for ranks in of_expert("dp") for part in chunks(ranks, expert_inside)],
+        "instance": instance,
+        "between instances": [part for ranks in of_expert("dp") for part in strides(ranks, expert_inside)],
+    }
+    for level in range(len(hierarchical)):
+        found[f"context level {level + 1}"] = [
+            part for ranks in of_dense("cp") for part in levels(ranks, hierarchical)[level]
+        ]
+    return found
+
+
+def fairscale(world: int, *, tp: int = 1, cp: int = 1, pp: int = 1) -> dict[str, list[Block]]:
+    """The four lists of ezpz's code, which reshapes all ranks to dp x pp x cp x tp."""
+    sizes = {"tp": tp, "cp": cp, "pp": pp, "dp": world // (tp * cp * pp)}
+    words = {"tensor": "tp", "context": "cp", "pipeline": "pp", "data": "dp"}
+    return {word: groups(list(sizes), sizes, [axis]) for word, axis in words.items()}
+
+
+def oslo(world: int, *, order: str = "pipeline-data-expert-sequence-tensor", **given: int) -> dict[str, list[Block]]:
+    """Groups of OSLO's modes; the last mode in the order is the fastest. OSLO's documentation has no lists of them."""
+    modes = ("tensor", "sequence", "expert", "data", "pipeline")
+    known = math.prod(size for size in given.values() if size != -1)
+    sizes = {mode: world // known if given.get(mode) == -1 else given.get(mode, 1) for mode in modes}
+    fastest_first = [*(mode for mode in modes if mode not in order.split("-")), *reversed(order.split("-"))]
+    return {"global": [tuple(range(world))], **{mode: groups(fastest_first, sizes, [mode]) for mode in modes}}
+
+
+def oslo_code(
+    world: int, *, data: int, pipeline: int, expert: int, sequence: int, tensor: int
+) -> dict[str, list[Block]]:
+    """The groups that OSLO's code creates, each mode independently of the others.
+
+    Data groups have a stride of one model copy, and pipeline groups a stride of one stage. Tensor and sequence
+    groups are contiguous. Expert groups have a stride of ``tensor``.
+    """
+    copy = world // data
+    stage = copy // pipeline
+    apart = [range(first, world, tensor) for first in range(tensor)]
+    return {
+        "data": [tuple(first + copy * i for i in range(data)) for first in range(copy)],
+        "pipeline": [
+            tuple(copy * i + first + stage * j for j in range(pipeline)) for i in range(data) for first in range(stage)
+        ],
+        "tensor": chunks(tuple(range(world)), tensor),
+        "sequence": chunks(tuple(range(world)), sequence),
+        "expert": [part for ranks in apart for part in chunks(tuple(ranks), expert)],
+    }
+
+
+def olmo(world: int, **given: int) -> dict[str, list[Block]]:
+    """Groups that OLMo-core's functions return, over its axes in its order; only ``dp`` if no size is given."""
+    given = given or {"dp": -1}
+    left = world // math.prod(given.get(axis, 1) for axis in ("pp", "cp", "tp"))
+    data = {axis: given[axis] for axis in ("dp", "dp_replicate", "dp_shard") if axis in given}
+    if "dp_replicate" in data or "dp_shard" in data:
+        data = {"dp_replicate": data.get("dp_replicate", -1), "dp_shard": data.get("dp_shard", -1)}
+    known = math.prod(size for size in data.values() if size != -1)
+    data = {axis: left // known if size == -1 else size for axis, size in data.items()}
+    front = {"pp": given["pp"]} if "pp" in given else {}
+    box = {**front, **data, **{axis: given[axis] for axis in ("cp", "tp") if axis in given}}
+    order = list(reversed(box))
+    along = {"loader": [*data], "model": [*data, *({"cp"} & {*box})], "shard": ["dp_shard"], "expert": ["dp_shard"]}
+    along |= {"replicate": ["dp_replicate"], "tensor": ["tp"], "context": ["cp"], "pipeline": ["pp"]}
+    if "pp" in box:
+        along["stage"] = [axis for axis in box if axis != "pp"]
+    return {word: groups(order, box, axes) for word, axes in along.items() if {*axes} <= {*box}}
+
+
+def olmo_experts(world: int, *, ep: int = -1) -> dict[str, list[Block]]:
+    """Groups of OLMo-core's mesh for experts, ep_replicate x ep_shard."""
+    sizes = {"ep_shard": world if ep == -1 else ep, "ep_replicate": 1 if ep == -1 else world // ep}
+    whole = groups(list(sizes), sizes, list(sizes))
+    found = {
+        "expert": groups(list(sizes), sizes, ["ep_shard"]),
+        "replicate": groups(list(sizes), sizes, ["ep_replicate"]),
+    }
+    return {**found, "model": whole, "loader": whole}
+
+
+# ---- lists with the interface of an arrangement, for the examples on the pages ----
+
+
+@dataclass
+class Lists:
+    """Lists of groups by name, as one rank sees them."""
+
+    lists: Mapping[str, list[Block]]
+    rank: int = 5
+
+    def __getitem__(self, name: str) -> Family:
+        asked = sorted(name.split("+"))
+        return Family(next(each for known, each in self.lists.items() if sorted(known.split("+")) == asked), self.rank)
+
+    def seen_by(self, rank: int) -> Lists:
+        return Lists(self.lists, rank)
+
+
+@dataclass
+class Family:
+    """The groups of one name, as one rank sees them."""
+
+    blocks: list[Block]
+    rank: int
+
+    def __contains__(self, rank: int) -> bool:
+        return any(rank in block for block in self.blocks)
+
+    @property
+    def ranks(self) -> Block:
+        return next(block for block in self.blocks if self.rank in block)
+
+    def __getattr__(self, word: str) -> int:
+        index, size = self.ranks.index(self.rank), len(self.ranks)
+        return {"size": size, "index": index, "source": self.ranks[0], "first": self.ranks[0], "last": self.ranks[-1]}[
+            word
+        ]
+
+    def partition(self) -> tuple[Block, ...]:
+        return tuple(self.blocks)
+
+    def next(self, *, wrap: bool) -> int:
+        assert wrap
+        return self.ranks[(self.index + 1) % self.size]
+
+    def previous(self, *, wrap: bool) -> int:
+        assert wrap
+        return self.ranks[self.index - 1]
+
+    def is_first(self) -> bool:
+        return self.rank == self.first
+
+    def is_last(self) -> bool:
+        return self.rank == self.last
+
+    def group(self, **_: object) -> Group:
+        return group_of(self.ranks)
+
+    def along(self) -> Family:
+        return self
+
+    def device_mesh(self) -> Group:
+        return Group(self.ranks)
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group of ranks."""
+
+    ranks: Block
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+group_of = functools.cache(Group)
+"""The group of these ranks, the same object for each of them."""

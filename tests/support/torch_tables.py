@@ -1,0 +1,101 @@
+"""Access to torch's tables of groups, and a record of the operations on the world's store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as _c10d
+
+from pgmesh.groups import cache
+from pgmesh.rendezvous import store_thread
+from pgmesh.rendezvous.polling_store import underlying
+
+c10d: Any = _c10d
+
+TABLES = (
+    "pg_map",
+    "pg_names",
+    "pg_group_ranks",
+    "pg_backend_config",
+    "pg_to_tag",
+    "tags_to_pg",
+    "pg_coalesce_state",
+)
+
+
+def table_sizes() -> dict[str, int]:
+    """Number of entries of each of torch's tables of groups, with those of pgmesh."""
+    return {name: dict.__len__(getattr(c10d._world, name)) for name in TABLES}
+
+
+def count_new_groups(make: Callable[[], Any]) -> int:
+    """Number of groups that a call adds to torch's tables, with those of pgmesh."""
+    before = table_sizes()["pg_map"]
+    make()
+    return table_sizes()["pg_map"] - before
+
+
+def timeout_of(group: Any) -> timedelta:
+    """Timeout of a group's collectives."""
+    return group._get_backend(torch.device("cpu")).options._timeout
+
+
+class RecordingStore(dist.Store):
+    """A wrapper of the world's store that appends the name of every operation to ``done``."""
+
+    def __init__(self, inner: dist.Store, done: list[str]) -> None:
+        super().__init__()
+        self.inner, self.done = inner, done
+
+    def clone(self) -> dist.Store:
+        return self.inner.clone()
+
+
+def _recorded(operation: str) -> Callable[..., Any]:
+    def do(self: RecordingStore, *args: Any) -> Any:
+        self.done.append(operation)
+        return getattr(self.inner, operation)(*args)
+
+    return do
+
+
+for _operation in (
+    "set",
+    "get",
+    "add",
+    "check",
+    "wait",
+    "compare_set",
+    "delete_key",
+    "multi_get",
+    "multi_set",
+    "append",
+):
+    setattr(RecordingStore, _operation, _recorded(_operation))
+
+
+@contextmanager
+def record_operations() -> Iterator[list[str]]:
+    """Record the operations of this process on the world's store, those of the background thread included."""
+    done: list[str] = []
+    perform = store_thread.perform
+    cache._registry().store_thread()  # the thread keeps the store that it starts with
+    store = RecordingStore(c10d._get_default_store(), done)
+    with (
+        mock.patch.object(c10d, "_get_default_store", return_value=store),
+        mock.patch.object(cache._registry(), "store", store),
+        mock.patch.object(store_thread, "perform", lambda store, step: perform(RecordingStore(store, done), step)),
+    ):
+        yield done
+
+
+def pgmesh_store() -> dist.Store:
+    """The world's store under pgmesh's prefix."""
+    store = c10d._get_default_store()
+    return dist.PrefixStore(f"pgmesh.{store.get(store_thread.WORLD).decode()}", underlying(store))

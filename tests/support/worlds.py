@@ -1,0 +1,172 @@
+"""Worlds of real processes: the only way in which tests start ranks. A world outlives a single test.
+
+    def place(group):
+        return dist.get_rank(), len(group)
+
+    def test_place():
+        assert world(2).run(place, "ab") == [(0, 2), (1, 2)]
+
+Functions that ranks run are at module level. A test that kills ranks does so in ``fresh_world(n)``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from pgmesh.errors import LaunchError
+from pgmesh.launch import GRACE, PRELOAD, LocalWorld, Outcome, StoreProcess, packed, results
+
+if TYPE_CHECKING:
+    from pgmesh import ProcessGroupMesh
+
+STARVED = "PGMESH_STARVED" in os.environ  # True if another program keeps all cores busy on purpose
+DEADLINE = 240.0 if STARVED else 60.0  # seconds
+# Ranks are forked from a server that has imported these: test modules, and parallel methods, need seconds for each.
+PRELOAD += ["hypothesis", "pytest"]
+PRELOAD += ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining"]
+PRELOAD += ["torch.distributed.checkpoint.state_dict", "torch.distributed.tensor.parallel"]
+PRELOAD += ["pgmesh.mesh", "tests.support.gc_freeze"]
+
+
+class World(LocalWorld):
+    """A world of n Gloo ranks, which run one function after another."""
+
+    def __init__(self, n: int, store: StoreProcess | None = None) -> None:
+        super().__init__(n, "gloo", timedelta(seconds=DEADLINE), store)
+        self.usable = True  # until a rank fails
+        self.closed = False
+
+    @property
+    def pids(self) -> list[int]:
+        return [rank.process.pid for rank in self.ranks]
+
+    def run(self, fn: Callable[..., Any], *args: Any, deadline: float = DEADLINE) -> list[Any]:
+        """Results of fn(*args) on each rank. If a rank fails, raises LaunchError and ends this world."""
+        return self.run_each(fn, [args] * len(self.ranks), deadline=deadline)
+
+    def run_each(
+        self, fn: Callable[..., Any], args: Sequence[tuple[Any, ...]], *, deadline: float = DEADLINE
+    ) -> list[Any]:
+        """Results of fn on each rank, each called with its own arguments."""
+        outcomes = self._gather(fn, args, deadline, GRACE)
+        if any(outcome.error for outcome in outcomes):
+            self.close()
+        return results(outcomes)
+
+    def outcomes(self, fn: Callable[..., Any], *args: Any, deadline: float = DEADLINE) -> list[Outcome]:
+        """Outcome of fn(*args) on each rank; every rank has the whole deadline. Only a late rank ends the world."""
+        outcomes = self._gather(fn, [args] * len(self.ranks), deadline, math.inf)
+        if any(outcome.late for outcome in outcomes):
+            self.close()
+        return outcomes
+
+    def kill(self, rank: int, signal: int) -> None:
+        """Send a signal to a rank."""
+        self.usable = False
+        os.kill(self.pids[rank], signal)
+
+    def close(self, patience: float = 0.0) -> None:
+        self.closed, self.usable = True, False
+        super().close(patience)
+
+    def _gather(
+        self, fn: Callable[..., Any], args: Sequence[tuple[Any, ...]], deadline: float, grace: float
+    ) -> list[Outcome]:
+        if self.closed:
+            raise LaunchError("this world has ended: ask world(n) or fresh_world(n) for another")
+        outcomes = self.gather([packed(_checked, (fn, *a)) for a in args], deadline, grace=grace)
+        self.usable = self.usable and not any(outcome.error for outcome in outcomes)
+        return outcomes
+
+
+_worlds: dict[int, World] = {}
+
+
+def world(n: int) -> World:
+    """The shared world of n ranks, started anew after a rank has failed in it."""
+    if n in _worlds and not _worlds[n].usable:
+        _worlds.pop(n).close()
+    if n not in _worlds:
+        _worlds[n] = World(n)
+    return _worlds[n]
+
+
+@contextmanager
+def fresh_world(n: int, store: StoreProcess | None = None) -> Iterator[World]:
+    """A world of n ranks that no other test uses, closed on exit. Its store may be a process of its own."""
+    own = World(n, store)
+    try:
+        yield own
+    finally:
+        own.close()
+
+
+@atexit.register
+def close_worlds() -> None:
+    """End every shared world."""
+    while _worlds:
+        _worlds.popitem()[1].close(patience=5.0)
+
+
+# ---- inside a rank ----
+
+
+def _checked(fn: Callable[..., Any], *args: Any) -> Any:
+    result = fn(*args)
+    assert dist.is_initialized(), f"{fn.__qualname__} destroyed the default group, which later runs need"
+    after_run()
+    return result
+
+
+def after_run() -> None:
+    """Close every mesh after a successful run, so that the next run starts without any."""
+    family = sys.modules.get("pgmesh.groups.cache")
+    if family is not None:
+        family.close_all()
+
+
+def check_sums(groups: dict[str, tuple[dist.ProcessGroup, Sequence[int]]]) -> None:
+    """Assert that each group sums over exactly these ranks and has them in this order.
+
+    Every member of a group calls this, with its groups in any order: all sums are started before the first is
+    awaited. The summed tensor is a mask: a vector as long as the world, with a 1 at the own rank.
+    """
+    me, everyone = dist.get_rank(), range(dist.get_world_size())
+    under_way = []
+    for name, (group, ranks) in groups.items():
+        mask = torch.tensor([int(rank == me) for rank in everyone])
+        work = dist.all_reduce(mask, group=group, async_op=True)
+        under_way.append((f"group {name} on rank {me}", group, list(ranks), mask, work))
+    for what, group, ranks, mask, work in under_way:
+        assert work is not None, f"{what}: this rank is not a member"
+        work.wait()
+        expected = [int(rank in ranks) for rank in everyone]
+        assert mask.tolist() == expected, f"{what} sums to {mask.tolist()}, not {expected}"
+        order = dist.get_process_group_ranks(group)
+        assert order == ranks, f"{what} holds ranks {order}, not {ranks}"
+        place = dist.get_rank(group)
+        assert place == ranks.index(me), f"{what} has it at place {place}, not {ranks.index(me)}"
+
+
+Groups = dict[str, tuple[dist.ProcessGroup, Sequence[int]]]
+
+
+def axis_combinations(mesh: ProcessGroupMesh) -> list[tuple[Any, ...]]:
+    """All combinations of a mesh's axes; the empty one means the whole mesh."""
+    return [axes for n in range(len(mesh.axes) + 1) for axes in combinations(mesh.axes, n)]
+
+
+def groups_of(mesh: ProcessGroupMesh) -> Groups:
+    """This rank's group along each combination of axes, and its ranks."""
+    return {f"{axes} of {mesh!r}": (mesh.group(*axes), mesh.ranks(*axes)) for axes in axis_combinations(mesh)}

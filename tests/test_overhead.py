@@ -1,0 +1,194 @@
+"""Overhead in counts that do not depend on the machine: calls, allocations, modules, bytes, store operations.
+
+Nothing here is timed: `make bench` does that. Operations of making and of connecting real groups are counted in
+test_groups.py and test_connect.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pgmesh import ProcessGroupMesh, plan
+from pgmesh.layout import Layout
+from tests.support.fake_world import fake_rank
+from tests.support.torch_tables import record_operations
+
+HITS: dict[str, Callable[[ProcessGroupMesh], Any]] = {
+    'group("tp")': lambda mesh: mesh.group("tp"),
+    'group("dp", "tp")': lambda mesh: mesh.group("dp", "tp"),
+    'index("tp")': lambda mesh: mesh.index("tp"),
+    'size("tp")': lambda mesh: mesh.size("tp"),
+    'neighbor("pp", +1)': lambda mesh: mesh.neighbor("pp", 1),
+    'along("dp", "tp")': lambda mesh: mesh.along("dp", "tp"),
+}
+
+
+def calls(do: Callable[[], Any]) -> list[str]:
+    """The functions that a call of do calls in turn, Python's own and those of C."""
+    called = []
+
+    def note(frame: Any, event: str, arg: Any) -> None:
+        if event == "call":
+            called.append(frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name)
+        elif event == "c_call":
+            called.append(arg.__name__)
+
+    sys.setprofile(note)
+    try:
+        do()
+    finally:
+        sys.setprofile(None)
+    return called[1:-1]  # but for do, and setprofile
+
+
+# ---- asking again ----
+
+
+@pytest.mark.parametrize("hit", HITS)
+def test_a_hit_is_one_call_and_nothing_below_it(hit):
+    with fake_rank(5, 8):
+        mesh = ProcessGroupMesh(pp=2, dp=2, tp=2)
+        HITS[hit](mesh)
+        assert len(calls(lambda: HITS[hit](mesh))) == 2  # the line of HITS, and the method
+
+
+def test_at_again_is_one_call_of_ours():
+    with fake_rank(5, 8):
+        mesh = ProcessGroupMesh(pp=2, dp=2, tp=2)
+        mesh.at(pp=1)
+        ours = [name for name in calls(lambda: mesh.at(pp=1)) if "." in name or name == "at"]
+        assert len(ours) == 1
+
+
+@pytest.mark.parametrize("hit", [*HITS, "at(pp=1)"])
+def test_a_hit_keeps_nothing(hit):
+    ask = HITS.get(hit, lambda mesh: mesh.at(pp=1))
+    with fake_rank(5, 8):
+        mesh = ProcessGroupMesh(pp=2, dp=2, tp=2)
+        times = range(1000)
+        for _ in times:
+            ask(mesh)
+        gc.collect()
+        gc.disable()
+        try:
+            before = sys.getallocatedblocks()
+            for _ in times:
+                ask(mesh)
+            kept = sys.getallocatedblocks() - before
+        finally:
+            gc.enable()
+        assert kept < 20, f"{kept} blocks of memory stay from 1000 hits"
+
+
+def test_a_hit_asks_no_store():
+    with fake_rank(5, 8):
+        mesh = ProcessGroupMesh(pp=2, dp=2, tp=2)
+        with record_operations() as done:
+            for hit in HITS.values():
+                for _ in range(3):
+                    hit(mesh)
+        assert done == []
+
+
+# ---- worlds of any size ----
+
+
+def making(ranks: int) -> list[str]:
+    """What making a mesh and six groups calls, where groups are of the same sizes in every world."""
+    with fake_rank(ranks // 2 + 1, ranks), record_operations() as done:
+
+        def make() -> None:
+            mesh = ProcessGroupMesh(more=ranks // 1024, dp=16, pp=4, cp=2, tp=8, name="counted")
+            for axes in (("tp",), ("cp",), ("pp",), ("dp",), ("dp", "cp"), ("cp", "tp")):
+                mesh.group(*axes)
+
+        gc.disable()  # nothing is collected, and counted, in between
+        try:
+            called = calls(make)
+        finally:
+            gc.enable()
+    assert done == []
+    return called
+
+
+def test_making_groups_does_as_much_in_a_world_of_a_million_as_in_one_of_two_thousand():
+    making(2_048)  # what is done once is done
+    assert len(making(1_048_576)) == len(making(2_048))
+
+
+def held(make: Callable[[], Any]) -> int:
+    """The bytes that Python holds for what is made."""
+    make()
+    gc.collect()
+    tracemalloc.start()
+    try:
+        made = make()
+        gc.collect()
+        size = tracemalloc.get_traced_memory()[0]
+        del made
+    finally:
+        tracemalloc.stop()
+    return size
+
+
+def test_a_mesh_of_a_million_ranks_is_as_small_as_one_of_a_thousand():
+    sizes = {}
+    for ranks in (1_024, 1_048_576):
+        with fake_rank(1, ranks):
+            sizes[ranks] = held(lambda ranks=ranks: ProcessGroupMesh(dp=ranks // 64, pp=4, cp=2, tp=8))
+    assert sizes[1_048_576] < sizes[1_024] + 512
+    assert sizes[1_048_576] < 16 << 10
+
+
+def test_a_layout_and_its_partitions_are_as_small():
+    def make(ranks: int) -> Any:
+        layout = Layout(dp=ranks // 64, pp=4, cp=2, tp=8)
+        return layout, layout.partition("dp", "cp"), layout.partition("tp")
+
+    assert held(lambda: make(1_048_576)) < held(lambda: make(1_024)) + 512
+
+
+def test_a_plan_of_a_million_ranks_holds_no_list_of_them():
+    assert held(lambda: plan(Layout(dp=16_384, pp=4, cp=2, tp=8), nodes="131072x8")) < 1 << 20
+
+
+# ---- what is imported ----
+
+NEVER_FIRST = ("torch", "numpy", "rich", "cachetools", "json", "asyncio", "logging", "subprocess")
+ON_DEMAND = (
+    *("launch", "interop", "recipes", "parallel", "cli", "planning", "preflight"),
+    *("drawing.svg", "drawing.figures", "drawing.terminal"),
+)
+
+
+def loaded(script: str) -> set[str]:
+    """The modules that a fresh process has loaded after a script and not before."""
+    code = f"import sys; before = {{*sys.modules}}; {script}; new = {{*sys.modules}} - before; import json; "
+    ran = subprocess.run(
+        [sys.executable, "-c", f"{code}print(json.dumps([*new]))"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return {*json.loads(ran.stdout)}
+
+
+def test_importing_pgmesh_loads_next_to_nothing():
+    modules = loaded("import pgmesh")
+    assert [name for name in modules if name.startswith("pgmesh")] == ["pgmesh"]
+    assert not modules.intersection(NEVER_FIRST)
+
+
+def test_the_mesh_loads_none_of_what_stands_above_it():
+    modules = loaded("import torch; from pgmesh import ProcessGroupMesh")
+    assert not modules.intersection({f"pgmesh.{name}" for name in ON_DEMAND})
+    assert "rich" not in modules

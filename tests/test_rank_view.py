@@ -1,0 +1,96 @@
+"""The view of a layout from one rank: it returns the same as a mesh on that rank."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from itertools import combinations
+
+import pytest
+from hypothesis import given, strategies as st
+
+from pgmesh import Layout, MembershipError, PlaceError, ProcessGroupMesh
+from pgmesh.layout import RankView
+from tests.support.fake_world import fake_rank
+from tests.support.message_assertions import assert_raises
+
+BOX = Layout(pp=2, dp=2, tp=2)
+
+
+@pytest.mark.parametrize("ranks", [range(8), [3, 1, 4, 7, 5, 0, 2, 6]], ids=["in order", "permuted"])
+@pytest.mark.parametrize("rank", range(8))
+def test_it_answers_as_a_mesh_on_that_rank(rank, ranks):
+    with fake_rank(rank, 8):
+        mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, ranks=ranks)
+        roads = [
+            lambda all: all,
+            lambda all: all.along("dp", "tp"),
+            lambda all: all["tp", "pp"],
+            lambda all: all.view(pp=2, ep=-1),
+            lambda all: all.at(pp=0),
+            lambda all: all.at({"pp": [1, 0]}, dp=1),
+        ]
+        for road in roads:
+            here, seen = road(mesh), road(mesh.layout.seen_by(rank))
+            assert seen.layout == here.layout
+            for name in ("rank", "coord", "axes", "shape"):
+                assert getattr(seen, name) == getattr(here, name)
+            assert ([*seen], len(seen), rank in seen) == ([*here], len(here), rank in here)
+            assert (seen.size(), seen.ranks(), seen.partition("dp") if "dp" in seen.axes else 0) == (
+                here.size(),
+                here.ranks(),
+                here.partition("dp") if "dp" in here.axes else 0,
+            )
+            assert str(seen) == str(here)
+            if rank not in here:
+                continue
+            assert seen.label() == here.label()
+            for axes in [axes for n in range(len(here.axes) + 1) for axes in combinations(here.axes, n)]:
+                for name in ("size", "index", "ranks", "partition"):
+                    assert getattr(seen, name)(*axes) == getattr(here, name)(*axes)
+            for axis in here.axes:
+                for step, wrap in [(1, False), (-1, False), (1, True)]:
+                    assert seen.neighbor(axis, step, wrap=wrap) == here.neighbor(axis, step, wrap=wrap)
+
+
+def test_a_rank_that_is_not_there():
+    assert_raises(
+        PlaceError,
+        lambda: BOX.seen_by(8),
+        "rank 8 is not in mesh (pp=2, dp=2, tp=2), whose ranks are 0, 1, 2, 3, 4, 5, 6, 7.",
+    )
+    outside = BOX.seen_by(5).at(pp=0)
+    assert (outside.coord, outside.rank in outside, outside.ranks()) == (None, False, (0, 1, 2, 3))
+    for ask in (
+        outside.index,
+        outside.label,
+        lambda: outside.ranks("dp"),
+        outside.along,
+        lambda: outside.neighbor("dp"),
+    ):
+        assert_raises(
+            MembershipError,
+            ask,
+            """
+            rank 5 is not in Layout(dp=2, tp=2), so it has no place there.
+
+              if seen.rank in seen: ...   # ask first
+            """,
+        )
+
+
+def test_it_is_a_value():
+    seen = BOX.seen_by(5)
+    assert repr(seen) == "Layout(pp=2, dp=2, tp=2).seen_by(5)"
+    assert eval(repr(seen)) == seen == pickle.loads(pickle.dumps(seen)) == copy.deepcopy(seen)
+    outside = seen.at(pp=0)
+    assert repr(outside) == "RankView(Layout(dp=2, tp=2), 5)"
+    assert eval(repr(outside), {"Layout": Layout, "Seen": RankView}) == outside
+    assert seen != BOX.seen_by(4)
+    assert hash(seen) == hash(BOX.seen_by(5))
+
+
+@given(st.integers(0, 63))
+def test_numbered_axes(rank):
+    seen = Layout(4, 4, 4).seen_by(rank)
+    assert (seen.index(0), seen.index(-1), seen.label()) == (rank // 16, rank % 4, "-".join(map(str, seen.coord)))

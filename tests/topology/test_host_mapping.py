@@ -1,0 +1,214 @@
+"""The host of each rank, as the ranks report it, and the locality of a mesh's groups."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import socket
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, strategies as st
+
+from pgmesh import (
+    Layout,
+    MembershipError,
+    MissingRanksError,
+    PlaceError,
+    ProcessGroupMesh,
+    launch,
+)
+from pgmesh.topology import host_mapping
+from pgmesh.topology.host_mapping import HostInfo, Placement
+from tests.support.message_assertions import assert_raises
+from tests.support.torch_tables import pgmesh_store, record_operations
+from tests.support.worlds import check_sums, fresh_world, world
+
+
+def seats(*hosts: str, boots: str | None = None) -> Placement:
+    boots = boots or " " * len(hosts)
+    return Placement({r: HostInfo(h, b.strip(), None) for r, (h, b) in enumerate(zip(hosts, boots, strict=True))})
+
+
+# ---- what follows from seats ----
+
+
+@given(st.data())
+def test_a_spread_is_that_of_a_plain_count(data):
+    shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    n = math.prod(shape)
+    names = data.draw(st.lists(st.sampled_from("abcd"), min_size=n, max_size=n))
+    order = data.draw(st.permutations(range(n)))
+    axes = data.draw(st.lists(st.sampled_from(range(len(shape))), unique=True, min_size=1))
+    layout = Layout(*shape, ranks=order)
+    found = seats(*names).spread(layout, *axes)
+    blocks = [[names[rank] for rank in block] for block in layout.partition(*axes)]
+    units = [len(set(block)) for block in blocks]
+    assert (found.low, found.high, found.exact) == (min(units), max(units), True)
+    size = layout.size(*axes)
+    intra, inter = (sum(u == 1 for u in units), sum(u == size != 1 for u in units))
+    assert (found.intra, found.inter, found.mixed) == (intra, inter, len(blocks) - intra - inter)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "kinds"),
+    [
+        ("aaaabbbb", {"pp": "inter", "dp": "intra", "tp": "intra"}),
+        ("abababab", {"pp": "intra", "dp": "intra", "tp": "inter"}),
+        ("aabbaabb", {"pp": "intra", "dp": "inter", "tp": "intra"}),
+        ("aaabbbbb", {"pp": "mixed", "dp": "mixed", "tp": "mixed"}),
+    ],
+)
+def test_an_axis_stays_inside_a_host_or_does_not(hosts, kinds):
+    layout = Layout(pp=2, dp=2, tp=2)
+    assert {axis: seats(*hosts).spread(layout, axis).kind for axis in layout.axes} == kinds
+
+
+def test_no_axes_are_the_whole_mesh():
+    assert seats(*"aabb").spread(Layout(dp=2, tp=2)).high == 2
+
+
+def test_a_machine_is_known_by_its_boot_and_else_by_its_name():
+    assert seats("box-1", "box-2", "box-3", boots="xxy").hosts == ((0, 1), (2,))
+    assert seats("localhost", "localhost", boots="xy").hosts == ((0,), (1,))
+    assert seats("a", "b", "a").hosts == ((0, 2), (1,))
+
+
+def test_a_rank_that_was_not_placed():
+    assert_raises(PlaceError, lambda: seats("a", "b").host_of(2), "rank 2 was not placed; those are 0, 1.")
+
+
+# ---- the exchange ----
+
+
+def everywhere() -> tuple[object, ...]:
+    placed = launch.placement()
+    operations = launch.placement() == placed
+    mesh = ProcessGroupMesh(dp=2, tp=2)
+    spreads = [mesh.locality(*axes).kind for axes in (("dp",), ("tp",), ("dp", "tp"), ())]
+    check_sums({"tp": (mesh.group("tp"), mesh.ranks("tp"))})
+    return placed.hosts, dict(placed.seats), operations, spreads
+
+
+def test_ranks_say_themselves_where_they_are():
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    here = HostInfo(socket.gethostname(), boot.read_text().strip() if boot.exists() else "", None)
+    for hosts, placed, same, spreads in world(4).run(everywhere):
+        assert hosts == ((0, 1, 2, 3),)
+        assert placed == {rank: HostInfo(here.host, here.boot, rank) for rank in range(4)}
+        assert same
+        assert spreads == ["intra"] * 4
+
+
+def pretend(hosts: str) -> list[object]:
+    """As if each rank were on the host of its letter, whose boot nobody knows."""
+    host_mapping._worlds.clear()
+    store = pgmesh_store()
+    dist.barrier()
+    store.delete_key(host_mapping.HOSTS_KEY)
+    store.delete_key(f"{host_mapping.HOSTS_KEY}/count")
+    dist.barrier()
+    real = host_mapping._own
+    host_mapping._own = lambda: HostInfo(hosts[dist.get_rank()], "", None)
+    try:
+        mesh = ProcessGroupMesh(dp=2, tp=2, ranks=[3, 1, 2, 0])
+        found = [mesh.locality(axis).kind for axis in ("dp", "tp")]
+        check_sums({axis: (mesh.group(axis), mesh.ranks(axis)) for axis in ("dp", "tp")})
+        return [*found, str(launch.placement())]
+    finally:
+        host_mapping._own = real
+        host_mapping._worlds.clear()
+        dist.barrier()
+        store.delete_key(host_mapping.HOSTS_KEY)
+        store.delete_key(f"{host_mapping.HOSTS_KEY}/count")
+        dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "described"),
+    [
+        ("aabb", ["intra", "inter", "2 hosts of 2: a holds ranks 0, 1; b holds ranks 2, 3"]),
+        ("abab", ["inter", "intra", "2 hosts of 2: a holds ranks 0, 2; b holds ranks 1, 3"]),
+        ("aaab", ["mixed", "mixed", "2 hosts of 3 and 1: a holds ranks 0, 1, 2; b holds rank 3"]),
+    ],
+)
+def test_ranks_on_pretended_hosts(hosts, described):
+    layout = Layout(dp=2, tp=2, ranks=[3, 1, 2, 0])
+    for axis, kind in zip(layout.axes, described):
+        counts = {len({hosts[rank] for rank in block}) for block in layout.partition(axis)}
+        assert kind == {(1,): "intra", (2,): "inter"}.get(tuple(counts), "mixed")
+    assert world(4).run(pretend, hosts) == [described] * 4
+
+
+def half() -> list[str]:
+    """Members of a mesh of two ask; then, for all four, two of them alone."""
+    host_mapping._worlds.clear()
+    rank = dist.get_rank()
+    mesh = ProcessGroupMesh(tp=2, ranks=[1, 2], name="half")
+    said = []
+    try:
+        said.append(mesh.locality("tp").kind)
+    except MembershipError as error:
+        said.append(str(error).splitlines()[0])
+    dist.barrier()
+    if rank in mesh:
+        try:
+            launch.placement(timeout=timedelta(seconds=0.3))
+        except MissingRanksError as error:
+            said.append(str(error))
+    dist.barrier()
+    said.append(str(len(launch.placement().seats)))
+    return said
+
+
+def test_members_alone_ask_and_those_who_do_not_are_named():
+    missing = "ranks 0, 3 of 0, 1, 2, 3 did not say on which host they are, in 0.3 s. Each of them has to ask too."
+    with fresh_world(4) as own:
+        said = own.run(half)
+    assert said[1] == said[2] == ["intra", missing, "4"]
+    for rank in (0, 3):
+        assert said[rank][0].startswith(f"rank {rank} is not in ProcessGroupMesh(tp=2, ")
+        assert said[rank][1:] == ["4"]
+
+
+def asked() -> list[list[str]]:
+    """What this rank does to the store in each of several calls: part of the mesh, all, all again, each axis."""
+    mesh = ProcessGroupMesh(pp=2, dp=2, name="asked")
+    found = []
+    for call in (
+        lambda: mesh.along("dp").locality("dp"),
+        launch.placement,
+        launch.placement,
+        lambda: [mesh.locality(*axes) for axes in (("dp",), ("pp",), ("pp", "dp"), ())],
+        lambda: ProcessGroupMesh(tp=4, name="another").locality("tp"),
+    ):
+        with record_operations() as done:
+            call()
+        found.append(done)
+        dist.barrier()
+    return found
+
+
+def test_each_rank_posts_its_place_once_and_asks_nothing_of_what_it_knows():
+    with fresh_world(4) as own:
+        for part, whole, *again in own.run(asked):
+            posts = [operation for operation in part if operation in ("append", "add")]
+            assert posts == ["append", "add"]  # its line, and one more
+            assert not {"append", "add", "set", "multi_set"} & {*whole}  # it only looks who else has come
+            assert again == [[], [], []]
+
+
+def test_a_world_of_one_asks_nobody(tmp_path):
+    assert world(1).run(hosts_here) == [((0,),)]
+
+
+def hosts_here() -> object:
+    return launch.placement().hosts
+
+
+def test_pairs_of_hosts_and_axes_cover_all_kinds():
+    """The plain count above sees each kind: nothing is tested on one alone."""
+    kinds = {seats(*hosts).spread(Layout(2, 2), 1).kind for hosts in itertools.product("ab", repeat=4)}
+    assert kinds == {"intra", "inter", "mixed"}
