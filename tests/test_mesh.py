@@ -391,7 +391,7 @@ def test_what_is_configured_is_no_part_of_a_name_but_compared(mesh):
 
 def test_no_tag_is_the_empty_tag(mesh):
     assert mesh.group("dp", tag=None) is mesh.group("dp", tag="") is mesh.group("dp")
-    with pytest.raises(pgmesh.OptionsError, match="a tag is a word"):
+    with pytest.raises(pgmesh.OptionsError, match="a tag is a string"):
         mesh.group("dp", tag=object())
 
 
