@@ -103,7 +103,7 @@ class ProcessGroupMesh:
         self._groups, self._slices, self._cached = {}, {}, {}
         cache.remember(self)
 
-    def clear_groups(self) -> None:
+    def _clear_groups(self) -> None:
         """Clear the cached groups: some of them were destroyed."""
         self._groups.clear()
 

@@ -32,7 +32,7 @@ file. In a mapping an axis may have any name. Keywords that mean something else 
 False are no sizes, indices or ranks.
 """
 
-INSIDE = {"forget", "of", "spell", "describe", "is_slice", "ranks_in_order"}
+INSIDE = {"of", "spell", "describe", "is_slice", "ranks_in_order"}
 """Methods that have no underscore since other files of pgmesh call them."""
 
 GIVEN = {"Arrangement", "Family", "Composition", "Level", "Routes"}
