@@ -483,9 +483,9 @@ class ProcessGroupMesh:
         self._check_member()
         self._cache.check()
         self.layout.size(*axes)
-        from pgmesh.topology.host_mapping import place
+        from pgmesh.topology.host_mapping import map_hosts
 
-        return place(self.layout.ranks(), timeout=timeout).spread(self.layout, *axes)
+        return map_hosts(self.layout.ranks(), timeout=timeout).locality(self.layout, *axes)
 
     def report(self) -> Report:
         """What this rank holds of the mesh, and what every other rank of it last said. Print it.
@@ -702,7 +702,7 @@ class ProcessGroupMesh:
         return self._cache.call + "".join(calls)
 
     def __str__(self) -> str:
-        return plain_text.text(self.layout, mark=self.rank)
+        return plain_text.draw(self.layout, mark=self.rank)
 
     def _repr_html_(self) -> str:
         from pgmesh.drawing import svg  # for notebooks alone

@@ -27,7 +27,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="answer in JSON")
 
 
-def run(args: argparse.Namespace, typed: CommandLine) -> int:
+def run(args: argparse.Namespace, command_line: CommandLine) -> int:
     if args.timeout <= 0:
         raise UsageError("--timeout is more than nothing.", ("pgmesh doctor", "waits 3 s"))
     from pgmesh.preflight.diagnosis import diagnose
@@ -35,8 +35,8 @@ def run(args: argparse.Namespace, typed: CommandLine) -> int:
     findings = diagnose(os.environ, args.timeout)
     bad = any(finding.mark == "bad" for finding in findings)
     if args.json:
-        said = [asdict(finding) for finding in findings]
-        print(json.dumps({"format": 1, "status": "bad" if bad else "ok", "findings": said}, indent=2))
+        data = [asdict(finding) for finding in findings]
+        print(json.dumps({"format": 1, "status": "bad" if bad else "ok", "findings": data}, indent=2))
         return int(bad)
     width = styled_text.width_of(sys.stdout)
     lines: list[Line] = []

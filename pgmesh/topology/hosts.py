@@ -19,15 +19,15 @@ from itertools import accumulate, groupby
 from pgmesh._util.formatting import name_ranks
 from pgmesh.errors import ShapeError
 
-NAMES = ("host", "domain")
+LEVEL_NAMES = ("host", "domain")
 """What the two innermost levels are called; a level beyond them is called by its number."""
 
 
 @dataclass(frozen=True)
-class Level:
+class HostLevel:
     """Units of one kind, side by side: ``runs`` of how many, and how many ranks each of them holds.
 
-    >>> hosts = Level("host", ((2, 8), (1, 4)))
+    >>> hosts = HostLevel("host", ((2, 8), (1, 4)))
     >>> print(hosts), hosts.unit_of(15), hosts.unit_of(16)
     3 hosts of 8, 8 and 4
     (None, 1, 2)
@@ -42,7 +42,7 @@ class Level:
         return tuple(accumulate((n * size for n, size in self.runs), initial=0))
 
     @cached_property
-    def _before(self) -> tuple[int, ...]:
+    def _units_before(self) -> tuple[int, ...]:
         """How many units there are before each run, and in all."""
         return tuple(accumulate((n for n, _ in self.runs), initial=0))
 
@@ -68,23 +68,23 @@ class Level:
     def unit_of(self, rank: int) -> int:
         """The unit that a rank is in."""
         run = self.run_of(rank)
-        return self._before[run] + (rank - self.edges[run]) // self.runs[run][1]
+        return self._units_before[run] + (rank - self.edges[run]) // self.runs[run][1]
 
     def ranks_of(self, unit: int) -> range:
         """The ranks of one unit.
 
-        >>> Level("host", ((2, 8), (1, 4))).ranks_of(2)
+        >>> HostLevel("host", ((2, 8), (1, 4))).ranks_of(2)
         range(16, 20)
         """
-        run = bisect_right(self._before, unit) - 1
+        run = bisect_right(self._units_before, unit) - 1
         size = self.runs[run][1]
-        start = self.edges[run] + (unit - self._before[run]) * size
+        start = self.edges[run] + (unit - self._units_before[run]) * size
         return range(start, start + size)
 
     def spell(self) -> str:
         """As it is written on the command line.
 
-        >>> Level("host", ((2, 8), (1, 4))).spell()
+        >>> HostLevel("host", ((2, 8), (1, 4))).spell()
         '2x8,4'
         """
         return ",".join(f"{n}x{size}" if n > 1 or len(self.runs) == 1 else f"{size}" for n, size in self.runs)
@@ -101,11 +101,11 @@ class Level:
         return f"{self.count:,} {self.name}s of {min(size for _, size in self.runs):,} to {self.largest:,}"
 
 
-Machine = tuple[Level, ...]
+Topology = tuple[HostLevel, ...]
 """The levels of a machine, innermost first."""
 
 
-def take_machine(nodes: str | Sequence[int] | None, domains: str | Sequence[int] | None = None) -> Machine:
+def parse_topology(nodes: str | Sequence[int] | None, domains: str | Sequence[int] | None = None) -> Topology:
     """The levels of a machine as a user gives them.
 
     Args:
@@ -115,14 +115,14 @@ def take_machine(nodes: str | Sequence[int] | None, domains: str | Sequence[int]
     Raises:
         ShapeError: it is written otherwise, or both are given.
 
-    >>> [level.spell() for level in take_machine(None, "4x18x4")]
+    >>> [level.spell() for level in parse_topology(None, "4x18x4")]
     ['72x4', '4x72']
     """
     if nodes is not None and domains is not None:
         raise ShapeError("give nodes or domains, not both: domains='4x18x4' has hosts too, 4 x 18 of 4 ranks.")
     if domains is not None:
         return tuple(_nested(domains))
-    return () if nodes is None else (Level("host", _join(_runs(nodes))),)
+    return () if nodes is None else (HostLevel("host", _join(_runs(nodes))),)
 
 
 def _runs(nodes: str | Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -148,43 +148,43 @@ def _join(runs: Iterator[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     return tuple(joined)
 
 
-def _nested(domains: str | Sequence[int]) -> Iterator[Level]:
+def _nested(domains: str | Sequence[int]) -> Iterator[HostLevel]:
     words = domains.replace(" ", "").lower().split("x") if isinstance(domains, str) else [str(size) for size in domains]
     if len(words) < 3 or not all(word.isdecimal() and int(word) for word in words):
         shown = domains if isinstance(domains, str) else list(domains)
         raise ShapeError(f"domains are written 4x18x4, for 4 domains of 18 hosts of 4 ranks, not {shown!r}.")
     sizes = [int(word) for word in words]
     for i in range(1, len(sizes)):
-        name = NAMES[i - 1] if i <= len(NAMES) else f"level-{i} unit"
-        yield Level(name, ((math.prod(sizes[:-i]), math.prod(sizes[-i:])),))
+        name = LEVEL_NAMES[i - 1] if i <= len(LEVEL_NAMES) else f"level-{i} unit"
+        yield HostLevel(name, ((math.prod(sizes[:-i]), math.prod(sizes[-i:])),))
 
 
 # -- where ranks really are -------------------------------------------------------------------------------------------
 
 
-def seen(names: Sequence[str]) -> Level | None:
+def hosts_from_names(names: Sequence[str]) -> HostLevel | None:
     """The hosts that ranks are on, by the name of each rank's; None where a host's ranks do not follow one another.
 
-    >>> print(seen(["n1", "n1", "n2", "n2"])), seen(["n1", "n2", "n1", "n2"])
+    >>> print(hosts_from_names(["n1", "n1", "n2", "n2"])), hosts_from_names(["n1", "n2", "n1", "n2"])
     2 hosts of 2
     (None, None)
     """
     runs = [(name, len(list(same))) for name, same in groupby(names)]
     if len({name for name, _ in runs}) < len(runs):
         return None
-    return Level(NAMES[0], _join((1, size) for _, size in runs))
+    return HostLevel(LEVEL_NAMES[0], _join((1, size) for _, size in runs))
 
 
-def misplaced(hosts: Level, names: Sequence[str]) -> list[str]:
+def placement_faults(hosts: HostLevel, names: Sequence[str]) -> list[str]:
     """What is not as planned about where ranks are, a sentence for each fault; none if all is.
 
     Args:
         hosts: as planned.
         names: the name of the host that each rank is on.
 
-    >>> misplaced(Level("host", ((2, 2),)), ["n1", "n1", "n2", "n3"])
+    >>> placement_faults(HostLevel("host", ((2, 2),)), ["n1", "n1", "n2", "n3"])
     ['host 1 is planned for ranks 2, 3, but rank 2 is on n2 and rank 3 on n3.']
-    >>> misplaced(Level("host", ((2, 2),)), ["n1"] * 4)
+    >>> placement_faults(HostLevel("host", ((2, 2),)), ["n1"] * 4)
     ['ranks 0, 1 and ranks 2, 3 are planned on 2 hosts, but all are on n1.']
     """
     says = []

@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from pgmesh.topology.hosts import Level
+from pgmesh.topology.hosts import HostLevel
 
 if TYPE_CHECKING:
     from pgmesh.layout import Axis, Layout
 
-Steps = tuple[tuple[int, int], ...]
+StridedRuns = tuple[tuple[int, int], ...]
 """How many indices each axis has and how far apart they are in ranks, outermost first."""
 
-ENOUGH = 1 << 16
+MAX_ENUMERATED = 1 << 16
 """How many ranks are looked at one by one where no arithmetic leads on; then a sample of groups stands for all."""
 
-FEW = 64
+MAX_RUNS = 64
 """So many units are each looked at for themselves, and so many runs of equal ones are worth the arithmetic."""
 
 
@@ -33,9 +33,9 @@ FEW = 64
 class Locality:
     """How the groups of one family lie on the units of one level.
 
-    >>> from pgmesh.topology.hosts import Level
-    >>> spread(layout, ("dp",), Level("host", ((2, 4),)))
-    Spread(level='host', low=1, high=1, intra=4, inter=0, mixed=0, hops_low=0, hops_high=0, exact=True)
+    >>> from pgmesh.topology.hosts import HostLevel
+    >>> locality_of(layout, ("dp",), HostLevel("host", ((2, 4),)))
+    Locality(level='host', low=1, high=1, intra=4, inter=0, mixed=0, hops_low=0, hops_high=0, exact=True)
     """
 
     level: str
@@ -56,10 +56,10 @@ class Locality:
         return "mixed" if self.intra or self.mixed else "inter"
 
 
-def spread(layout: Layout, axes: Sequence[Axis], level: Level) -> Locality:
+def locality_of(layout: Layout, axes: Sequence[Axis], level: HostLevel) -> Locality:
     """How the groups along some axes lie on the units of a level."""
     size = layout.size(*axes) if axes else 1
-    seen, exact = _look(layout, axes, level)
+    seen, exact = _group_counts(layout, axes, level)
     low, high, hops_low, hops_high = size, 1, size, 0
     intra = inter = mixed = 0
     for units, hops, count in seen:
@@ -74,23 +74,25 @@ def spread(layout: Layout, axes: Sequence[Axis], level: Level) -> Locality:
     return Locality(level.name, low, high, intra, inter, mixed, hops_low, hops_high, exact)
 
 
-def _look(layout: Layout, axes: Sequence[Axis], level: Level) -> tuple[Iterable[tuple[int, int, int]], bool]:
+def _group_counts(
+    layout: Layout, axes: Sequence[Axis], level: HostLevel
+) -> tuple[Iterable[tuple[int, int, int]], bool]:
     """Units, hops and how many groups have them; and whether these are all the groups there are."""
-    along, others = split(layout, axes)
+    along, others = strided_runs(layout, axes)
     if along is None or others is None:
-        return _one_by_one(layout, axes, level)
-    if level.count <= FEW:
-        level = Level(level.name, tuple((1, size) for n, size in level.runs for _ in range(n)))
+        return _enumerate_groups(layout, axes, level)
+    if level.count <= MAX_RUNS:
+        level = HostLevel(level.name, tuple((1, size) for n, size in level.runs for _ in range(n)))
     period = math.lcm(*(size for n, size in level.runs if n > 1))  # a unit by itself has no phase
-    if len(level.runs) > FEW or len(level.runs) * _work(along, others, period) > ENOUGH:
-        return _one_by_one(layout, axes, level)
+    if len(level.runs) > MAX_RUNS or len(level.runs) * _max_steps(along, others, period) > MAX_ENUMERATED:
+        return _enumerate_groups(layout, axes, level)
     origin = layout.rank_of([0] * len(layout.axes))
-    cuts = [_place(edge - origin, along, others) for edge in level.edges[1:-1] if edge > origin]
-    met = ((_units(start, along, level), count) for start, count in _kinds(origin, others, cuts, period))
+    cuts = [_indices_at(edge - origin, along, others) for edge in level.edges[1:-1] if edge > origin]
+    met = ((_count_units(start, along, level), count) for start, count in _group_classes(origin, others, cuts, period))
     return [(units, units if units > 1 else 0, count) for units, count in met], True
 
 
-def split(layout: Layout, axes: Sequence[Axis]) -> tuple[Steps | None, Steps | None]:
+def strided_runs(layout: Layout, axes: Sequence[Axis]) -> tuple[StridedRuns | None, StridedRuns | None]:
     """The steps along these axes and along the others; None where ranks do not follow even, nested steps."""
     strides = layout.strides
     span = 0
@@ -107,7 +109,7 @@ def split(layout: Layout, axes: Sequence[Axis]) -> tuple[Steps | None, Steps | N
 # -- which groups lie alike ---------------------------------------------------------------------------------------
 
 
-def _place(position: int, along: Steps, others: Steps) -> tuple[int, ...]:
+def _indices_at(position: int, along: StridedRuns, others: StridedRuns) -> tuple[int, ...]:
     """The indices, on the axes that are not gone along, of the last place at or before a position."""
     places = []
     for size, stride, mine in sorted(
@@ -120,21 +122,25 @@ def _place(position: int, along: Steps, others: Steps) -> tuple[int, ...]:
     return tuple(places)
 
 
-def _kinds(start: int, others: Steps, cuts: list[tuple[int, ...]], period: int) -> Iterator[tuple[int, int]]:
+def _group_classes(
+    start: int, others: StridedRuns, cuts: list[tuple[int, ...]], period: int
+) -> Iterator[tuple[int, int]]:
     """One start of each kind of group, and how many groups are of that kind."""
     if not cuts or not others:
-        yield from _remainders(start, others, period)
+        yield from _residue_classes(start, others, period)
         return
     (size, stride), *inner = others
     before = 0
     for index in sorted({cut[0] for cut in cuts}):
-        yield from _remainders(start + before * stride, ((index - before, stride), *inner), period)
-        yield from _kinds(start + index * stride, tuple(inner), [cut[1:] for cut in cuts if cut[0] == index], period)
+        yield from _residue_classes(start + before * stride, ((index - before, stride), *inner), period)
+        yield from _group_classes(
+            start + index * stride, tuple(inner), [cut[1:] for cut in cuts if cut[0] == index], period
+        )
         before = index + 1
-    yield from _remainders(start + before * stride, ((size - before, stride), *inner), period)
+    yield from _residue_classes(start + before * stride, ((size - before, stride), *inner), period)
 
 
-def _remainders(start: int, steps: Steps, period: int) -> Iterator[tuple[int, int]]:
+def _residue_classes(start: int, steps: StridedRuns, period: int) -> Iterator[tuple[int, int]]:
     """One start for each remainder that steps from a start lead to, and how many of them lead there."""
     found = {start % period: (start, 1)}
     for size, stride in steps:
@@ -150,7 +156,7 @@ def _remainders(start: int, steps: Steps, period: int) -> Iterator[tuple[int, in
     yield from found.values()
 
 
-def _work(along: Steps, others: Steps, period: int) -> int:
+def _max_steps(along: StridedRuns, others: StridedRuns, period: int) -> int:
     """How many steps the arithmetic takes at most."""
     starts, most = 1, 0
     for size, stride in others:
@@ -167,65 +173,67 @@ def _work(along: Steps, others: Steps, period: int) -> int:
 # -- how many units one group touches -----------------------------------------------------------------------------
 
 
-def _units(start: int, steps: Steps, level: Level) -> int:
+def _count_units(start: int, steps: StridedRuns, level: HostLevel) -> int:
     """How many units the ranks touch that steps from a start lead to."""
-    last = start + _span(steps)
+    last = start + _extent(steps)
     run = level.run_of(start)
     if run == level.run_of(last):
-        return _within(start, steps, level, run)
+        return _count_units_in_run(start, steps, level, run)
     (size, stride), *rest = steps
     inner = tuple(rest)
-    span, units, index, left = _span(inner), 0, 0, -1
+    span, units, index, left = _extent(inner), 0, 0, -1
     while index < size:
         at = start + index * stride
         run = level.run_of(at)
         together = min(size - index, (level.edges[run + 1] - 1 - at - span) // stride + 1)  # those that this run holds
         if together > 0:
-            units += _within(at, ((together, stride), *inner), level, run)
+            units += _count_units_in_run(at, ((together, stride), *inner), level, run)
         else:
             together = 1
-            units += _units(at, inner, level)
+            units += _count_units(at, inner, level)
         units -= level.unit_of(at) == left
         index += together
         left = level.unit_of(start + (index - 1) * stride + span)
     return units
 
 
-def _within(start: int, steps: Steps, level: Level, run: int) -> int:
+def _count_units_in_run(start: int, steps: StridedRuns, level: HostLevel, run: int) -> int:
     """The same where all these ranks are in one run of equal units."""
     count, unit = level.runs[run]
-    return 1 if count == 1 else _even(unit, (start - level.edges[run]) % unit, steps)
+    return 1 if count == 1 else _count_units_of_equal_size(unit, (start - level.edges[run]) % unit, steps)
 
 
 @lru_cache(maxsize=1 << 14)
-def _even(unit: int, phase: int, steps: Steps) -> int:
+def _count_units_of_equal_size(unit: int, phase: int, steps: StridedRuns) -> int:
     """The same on units of one size, from so many ranks into one. Indices whose phases are equal lie alike."""
     if not steps:
         return 1
     (size, stride), inner = steps[0], steps[1:]
     again = unit // math.gcd(unit, stride)
-    span, units = _span(inner), 0
+    span, units = _extent(inner), 0
     for i in range(min(size, again)):
         at = (phase + i * stride) % unit
-        units += len(range(i, size, again)) * _even(unit, at, inner)
+        units += len(range(i, size, again)) * _count_units_of_equal_size(unit, at, inner)
         if (at + span) // unit == (at + stride) // unit:  # where this one ends, the next begins
             units -= len(range(i, size - 1, again))
     return units
 
 
-def _span(steps: Steps) -> int:
+def _extent(steps: StridedRuns) -> int:
     return sum((size - 1) * stride for size, stride in steps)
 
 
 # -- where no arithmetic leads on ---------------------------------------------------------------------------------
 
 
-def _one_by_one(layout: Layout, axes: Sequence[Axis], level: Level) -> tuple[Iterable[tuple[int, int, int]], bool]:
+def _enumerate_groups(
+    layout: Layout, axes: Sequence[Axis], level: HostLevel
+) -> tuple[Iterable[tuple[int, int, int]], bool]:
     if not axes:
         return [(1, 0, layout.size())], True
     blocks = layout.partition(*axes)
     total = len(blocks)
-    look = min(total, max(2, ENOUGH // layout.size(*axes)))
+    look = min(total, max(2, MAX_ENUMERATED // layout.size(*axes)))
     picked = sorted({i * (total - 1) // max(1, look - 1) for i in range(look)})
     seen = []
     for i, number in enumerate(picked):

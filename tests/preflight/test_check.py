@@ -31,7 +31,7 @@ from pgmesh.preflight.microbenchmarks import Probe
 from pgmesh.rendezvous import store_thread
 from pgmesh.topology import host_mapping
 from pgmesh.topology.host_mapping import HostInfo, Placement
-from pgmesh.topology.hosts import Level, misplaced, seen
+from pgmesh.topology.hosts import HostLevel, hosts_from_names, placement_faults
 from tests.support.message_assertions import without_hostname_warnings
 from tests.support.programs import run_programs
 from tests.support.terminal import COLOUR, run_in_terminal, visible_lines
@@ -191,7 +191,7 @@ def said_by_others() -> list[str]:
 
 def hurried(line: str) -> Answer:
     """As checked; after a failure the first to leave waits half a second for the others."""
-    with mock.patch.object(check, "FAREWELL", 0.5):
+    with mock.patch.object(check, "FAILED_LEAVE_TIMEOUT", 0.5):
         return checked(line)
 
 
@@ -410,7 +410,7 @@ def test_a_sum_over_other_ranks_fails():
 
 def on_hosts(line: str, names: list[str]) -> Answer:
     places = Placement({rank: HostInfo(name, "", None) for rank, name in enumerate(names)})
-    with mock.patch.object(host_mapping, "place", return_value=places):
+    with mock.patch.object(host_mapping, "map_hosts", return_value=places):
         return checked(line)
 
 
@@ -431,15 +431,15 @@ def test_ranks_that_are_not_where_they_are_planned():
 
 
 def test_placement_against_a_plain_look():
-    hosts = Level("host", ((2, 2), (1, 1)))
+    hosts = HostLevel("host", ((2, 2), (1, 1)))
     for code in range(3**5):
         names = [f"n{code // 3**i % 3}" for i in range(5)]
         units = [0, 0, 1, 1, 2]
         as_planned = all((names[a] == names[b]) == (units[a] == units[b]) for a in range(5) for b in range(5))
-        assert (misplaced(hosts, names) == []) == as_planned
-        there = seen(names)
+        assert (placement_faults(hosts, names) == []) == as_planned
+        there = hosts_from_names(names)
         if there is not None:
-            assert misplaced(there, names) == []
+            assert placement_faults(there, names) == []
         if as_planned:
             assert there == hosts
 
