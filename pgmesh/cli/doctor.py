@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import sys
-from dataclasses import asdict
 
 from pgmesh.cli.arguments import CommandLine, UsageError
 from pgmesh.drawing import styled_text
@@ -35,14 +34,14 @@ def run(args: argparse.Namespace, typed: CommandLine) -> int:
     findings = diagnose(os.environ, args.timeout)
     bad = any(finding.mark == "bad" for finding in findings)
     if args.json:
-        said = [asdict(finding) for finding in findings]
+        said = [{"mark": f.mark, "what": f.what, "says": f.text, "mend": f.fix} for f in findings]
         print(json.dumps({"format": 1, "status": "bad" if bad else "ok", "findings": said}, indent=2))
         return int(bad)
     width = styled_text.width_of(sys.stdout)
     lines: list[Line] = []
     for finding in findings:
-        lines += styled_text.marked(finding.mark, f"{finding.what}: {finding.says}", width)
-        for mend in finding.mend.splitlines():
+        lines += styled_text.marked(finding.mark, f"{finding.what}: {finding.text}", width)
+        for mend in finding.fix.splitlines():
             lines += styled_text.wrapped(mend, width, "bold", " " * 8) if mend.strip() else [[]]
     styled_text.write(lines, sys.stdout)
     return int(bad)
