@@ -25,7 +25,7 @@ from pgmesh.planning.plan import layout_of
 from pgmesh.topology.hosts import HostLevel, hosts_from_names, placement_faults
 
 if TYPE_CHECKING:
-    from pgmesh.preflight.results import Measured
+    from pgmesh.preflight.results import Results
     from pgmesh.topology.host_mapping import Placement
 
 EXAMPLES = """\
@@ -169,7 +169,7 @@ class _Check:
                 check = Preflight(
                     barrier, view, families, hosts, self.sizes, self.args.repeats, bar.advance, mesh.close
                 )
-                bar.steps(check.steps)
+                bar.steps(check.step_count)
                 measured = check.run()
                 if measured is not None:
                     self._add_results(layout, view, families, measured)
@@ -232,19 +232,19 @@ class _Check:
         barrier.meet()
         return names
 
-    def _add_results(self, layout: Layout, mesh: Any, families: list[tuple[Axis, ...]], measured: Measured) -> None:
+    def _add_results(self, layout: Layout, mesh: Any, families: list[tuple[Axis, ...]], measured: Results) -> None:
         """What the first rank tells of a check that went well."""
         from pgmesh.groups.world import device_of, world_options
-        from pgmesh.preflight.results import findings, in_bytes, table
+        from pgmesh.preflight.results import format_bytes, summary, table
 
         group = mesh.group(*families[0])
         backend, device = world_options().backend, device_of(group).type
-        count = sum(len(family.blocks) for family in measured.families)
+        count = sum(len(result.groups) for result in measured.by_axes)
         what = f"{count_of(count, 'group')} of {len(families)} famil{'ies' if len(families) > 1 else 'y'}"
-        self._add_line("ok", f"{what} connected, in {measured.connected:.2f} s")
-        self._add_line("ok", f"every sum is right, of {', '.join(map(in_bytes, measured.sizes))}")
+        self._add_line("ok", f"{what} connected, in {measured.connect_seconds:.2f} s")
+        self._add_line("ok", f"every sum is right, of {', '.join(map(format_bytes, measured.sizes))}")
         width = styled_text.width_of(sys.stdout)
-        self.lines += [[], *table(measured, width), [], *findings(measured, width)]
+        self.lines += [[], *table(measured, width), [], *summary(measured, width)]
         self.lines[0:0] = [[(f"{count_of(len(layout), 'rank')} over {backend} on {device}", "bold")]]
         self.data |= {"ranks": len(layout), "axes": list(layout.axes), "shape": list(layout.shape)}
         self.data |= {"backend": backend, "device": device, **measured.data()}

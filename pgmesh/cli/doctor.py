@@ -41,8 +41,8 @@ def run(args: argparse.Namespace, command_line: CommandLine) -> int:
     width = styled_text.width_of(sys.stdout)
     lines: list[Line] = []
     for finding in findings:
-        lines += styled_text.marked(finding.mark, f"{finding.what}: {finding.says}", width)
-        for mend in finding.mend.splitlines():
-            lines += styled_text.wrapped(mend, width, "bold", " " * 8) if mend.strip() else [[]]
+        lines += styled_text.marked(finding.mark, f"{finding.what}: {finding.text}", width)
+        for fix in finding.fix.splitlines():
+            lines += styled_text.wrapped(fix, width, "bold", " " * 8) if fix.strip() else [[]]
     styled_text.write(lines, sys.stdout)
     return int(bad)
