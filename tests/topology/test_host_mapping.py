@@ -32,11 +32,11 @@ def placement_on(*hosts: str, boots: str | None = None) -> Placement:
     return Placement({r: HostInfo(h, b.strip(), None) for r, (h, b) in enumerate(zip(hosts, boots, strict=True))})
 
 
-# ---- what follows from seats ----
+# ---- what follows from a host mapping ----
 
 
 @given(st.data())
-def test_a_spread_is_that_of_a_plain_count(data):
+def test_the_locality_is_that_of_a_plain_count(data):
     shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     n = math.prod(shape)
     names = data.draw(st.lists(st.sampled_from("abcd"), min_size=n, max_size=n))
@@ -77,7 +77,11 @@ def test_a_machine_is_known_by_its_boot_and_else_by_its_name():
 
 
 def test_a_rank_that_was_not_placed():
-    assert_raises(PlaceError, lambda: placement_on("a", "b").host_of(2), "rank 2 was not placed; those are 0, 1.")
+    assert_raises(
+        PlaceError,
+        lambda: placement_on("a", "b").host_of(2),
+        "the host of rank 2 is unknown; this placement has ranks 0, 1.",
+    )
 
 
 # ---- the exchange ----
@@ -92,7 +96,7 @@ def everywhere() -> tuple[object, ...]:
     return placed.hosts, dict(placed.host_infos), operations, localities
 
 
-def test_ranks_say_themselves_where_they_are():
+def test_ranks_report_their_hosts():
     boot = Path("/proc/sys/kernel/random/boot_id")
     here = HostInfo(socket.gethostname(), boot.read_text().strip() if boot.exists() else "", None)
     for hosts, placed, same, localities in world(4).run(everywhere):
@@ -103,7 +107,7 @@ def test_ranks_say_themselves_where_they_are():
 
 
 def pretend(hosts: str) -> list[object]:
-    """As if each rank were on the host of its letter, whose boot nobody knows."""
+    """The localities if each rank were on the host named by its letter, without a boot id."""
     host_mapping._worlds.clear()
     store = pgmesh_store()
     dist.barrier()
@@ -143,7 +147,7 @@ def test_ranks_on_pretended_hosts(hosts, described):
 
 
 def half() -> list[str]:
-    """Members of a mesh of two ask; then, for all four, two of them alone."""
+    """Two members of a mesh call ``locality``; then two of four ranks call ``placement``; then all four."""
     host_mapping._worlds.clear()
     rank = dist.get_rank()
     mesh = ProcessGroupMesh(tp=2, ranks=[1, 2], name="half")
@@ -163,8 +167,11 @@ def half() -> list[str]:
     return said
 
 
-def test_members_alone_ask_and_those_who_do_not_are_named():
-    missing = "ranks 0, 3 of 0, 1, 2, 3 did not say on which host they are, in 0.3 s. Each of them has to ask too."
+def test_only_members_call_and_missing_ranks_are_named():
+    missing = (
+        "ranks 0, 3 of 0, 1, 2, 3 did not report their hosts within 0.3 s. "
+        "Each of them has to call launch.placement() or mesh.locality() too."
+    )
     with fresh_world(4) as own:
         said = own.run(half)
     assert said[1] == said[2] == ["intra", missing, "4"]
@@ -174,7 +181,7 @@ def test_members_alone_ask_and_those_who_do_not_are_named():
 
 
 def asked() -> list[list[str]]:
-    """What this rank does to the store in each of several calls: part of the mesh, all, all again, each axis."""
+    """The store operations of this rank in each of several calls: part of the mesh, all, all again, each axis."""
     mesh = ProcessGroupMesh(pp=2, dp=2, name="asked")
     found = []
     for call in (
@@ -191,7 +198,7 @@ def asked() -> list[list[str]]:
     return found
 
 
-def test_each_rank_posts_its_place_once_and_asks_nothing_of_what_it_knows():
+def test_each_rank_publishes_its_host_once_and_reads_only_what_it_does_not_know():
     with fresh_world(4) as own:
         for part, whole, *again in own.run(asked):
             posts = [operation for operation in part if operation in ("append", "add")]
@@ -200,7 +207,7 @@ def test_each_rank_posts_its_place_once_and_asks_nothing_of_what_it_knows():
             assert again == [[], [], []]
 
 
-def test_a_world_of_one_asks_nobody(tmp_path):
+def test_a_world_of_one_uses_no_store(tmp_path):
     assert world(1).run(hosts_here) == [((0,),)]
 
 

@@ -91,10 +91,10 @@ def test_a_part_that_skips_indices_unevenly_is_right_too(layout, data):
     assert locality_of(layout, layout.axes[:1], level) == by_hand(layout, list(layout.axes[:1]), level)
 
 
-MACHINES = ["131072x8", "1024x1024", "2x524288", "100000x8,62144x4", "14563x72,5x8", "8192x64,1000x8,64536x8"]
+TOPOLOGIES = ["131072x8", "1024x1024", "2x524288", "100000x8,62144x4", "14563x72,5x8", "8192x64,1000x8,64536x8"]
 
 
-@pytest.mark.parametrize("nodes", MACHINES)
+@pytest.mark.parametrize("nodes", TOPOLOGIES)
 def test_a_million_ranks_are_exact_at_the_cost_of_few(nodes):
     layout = Layout(**A_MILLION)
     calls = 0
@@ -127,7 +127,7 @@ def test_a_million_permuted_ranks_are_sampled_and_it_says_so():
     assert "sample of groups stands for all" in str(planned)
 
 
-# ---- machines ----
+# ---- topologies ----
 
 
 @given(st.data())
@@ -154,7 +154,7 @@ def test_domains_are_levels_from_the_inside():
 
 
 @pytest.mark.parametrize(
-    ("nodes", "domains", "says"),
+    ("nodes", "domains", "message"),
     [
         (
             "8*8",
@@ -168,10 +168,10 @@ def test_domains_are_levels_from_the_inside():
         ),
         ([], None, "there is no host in nodes=[]."),
         (None, "4x18", "domains are written 4x18x4, for 4 domains of 18 hosts of 4 ranks, not '4x18'."),
-        ("8x8", "4x18x4", "give nodes or domains, not both: domains='4x18x4' has hosts too, 4 x 18 of 4 ranks."),
+        ("8x8", "4x18x4", "give nodes or domains, not both: domains='4x18x4' includes the hosts, 4 x 18 of 4 ranks."),
     ],
 )
-def test_hosts_that_cannot_be_read(nodes, domains, says):
+def test_hosts_that_cannot_be_read(nodes, domains, message):
     with pytest.raises(ShapeError) as caught:
         parse_topology(nodes, domains)
-    assert str(caught.value) == says
+    assert str(caught.value) == message
