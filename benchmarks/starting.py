@@ -28,7 +28,7 @@ import torch.distributed as dist
 import pgmesh
 from benchmarks.report import OURS, Figure, Wish, medians
 from benchmarks.sides import FLOOR, absent, box, with_floor
-from pgmesh.launch import GRACE, LocalWorld, packed, results
+from pgmesh.launch import FAILURE_GRACE, LocalWorld, pack_call, unwrap_results
 
 DEADLINE = timedelta(seconds=120)
 TIMED = """
@@ -95,11 +95,11 @@ class Standing(LocalWorld):
     def run(self, *call: Any) -> tuple[float, list[Any]]:
         """The moment at which they were told, on the clock that all processes share, and what each rank returns."""
         for rank in self.ranks:
-            if not rank.calls.poll(60.0):
+            if not rank.call_pipe.poll(60.0):
                 raise TimeoutError(f"rank {rank.rank} did not start")
         start = time.monotonic()
-        return start, results(
-            self.gather([packed(call[0], call[1:])] * len(self.ranks), DEADLINE.total_seconds(), grace=GRACE)
+        return start, unwrap_results(
+            self.gather([pack_call(call[0], call[1:])] * len(self.ranks), DEADLINE.total_seconds(), grace=FAILURE_GRACE)
         )
 
 
@@ -136,9 +136,9 @@ def _use(side: str, sizes: dict[str, int]) -> tuple[float, float]:
 
 def _plain(ranks: int) -> float:
     """torch's own init_process_group, in processes that stand ready."""
-    from pgmesh.launch.processes import context
+    from pgmesh.launch.processes import process_context
 
-    processes, store = context(), dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes, store = process_context(), dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes = [processes.Pipe() for _ in range(ranks)]
     started = [
         processes.Process(target=_join_plainly, args=(rank, ranks, store.port, theirs), daemon=True)

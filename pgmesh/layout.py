@@ -520,7 +520,7 @@ class Layout:
         return format_call(who, box, ranks=ranks or Text(self._ranks_written()), **more)
 
     def __str__(self) -> str:
-        return plain_text.text(self)
+        return plain_text.draw(self)
 
     def _repr_html_(self) -> str:
         from pgmesh.drawing import svg  # only notebooks need it
@@ -806,7 +806,7 @@ class RankView:
         return f"RankView({self.layout!r}, {self.rank})"  # seen_by refuses a rank outside
 
     def __str__(self) -> str:
-        return plain_text.text(self.layout, mark=self.rank)
+        return plain_text.draw(self.layout, mark=self.rank)
 
 
 _LAYOUT_HINTS = {name: f"seen.layout.{name}" for name in missing_attributes.public_names(Layout)}

@@ -490,9 +490,9 @@ class ProcessGroupMesh:
         self._check_member()
         self._group_cache.check()
         self.layout.size(*axes)
-        from pgmesh.topology.host_mapping import place
+        from pgmesh.topology.host_mapping import map_hosts
 
-        return place(self.layout.ranks(), timeout=timeout).spread(self.layout, *axes)
+        return map_hosts(self.layout.ranks(), timeout=timeout).locality(self.layout, *axes)
 
     def report(self) -> Report:
         """A printable report: the groups of this rank, and the last published status of every other rank.
@@ -708,7 +708,7 @@ class ProcessGroupMesh:
         return self._group_cache.call + "".join(calls)
 
     def __str__(self) -> str:
-        return plain_text.text(self.layout, mark=self.rank)
+        return plain_text.draw(self.layout, mark=self.rank)
 
     def _repr_html_(self) -> str:
         from pgmesh.drawing import svg  # only notebooks need it

@@ -11,24 +11,24 @@ from dataclasses import dataclass
 
 from pgmesh._util.formatting import count_of
 from pgmesh._util.suggestions import nearest_sizes, torchrun_command
-from pgmesh.cli.suggestions import SIZE, is_well, meant, mended
+from pgmesh.cli.suggestions import SIZE, are_valid_sizes, corrected_sizes, intended_sizes
 from pgmesh.errors import PgmeshError
 from pgmesh.layout import Axis, Layout, alike
 from pgmesh.planning import text_report
 from pgmesh.planning.plan import layout_of
-from pgmesh.topology.hosts import Level, Machine, take_machine
+from pgmesh.topology.hosts import HostLevel, Topology, parse_topology
 
-USUAL = {1: ("dp",), 2: ("dp", "tp"), 3: ("pp", "dp", "tp"), 4: ("pp", "dp", "cp", "tp")}
+USUAL_AXES = {1: ("dp",), 2: ("dp", "tp"), 3: ("pp", "dp", "tp"), 4: ("pp", "dp", "cp", "tp")}
 """What so many axes are often called."""
 
 
 class UsageError(Exception):
     """A command line that cannot be done: what is wrong, with the numbers, and lines that can."""
 
-    def __init__(self, says: str, *ways: tuple[str, str]) -> None:
-        width = max((len(line) for line, _ in ways), default=0)
-        lines = [f"  {line:{width}}   # {why}" if why else f"  {line}" for line, why in ways]
-        super().__init__("\n".join([says, *[""] * bool(ways), *lines]))
+    def __init__(self, message: str, *suggestions: tuple[str, str]) -> None:
+        width = max((len(line) for line, _ in suggestions), default=0)
+        lines = [f"  {line:{width}}   # {why}" if why else f"  {line}" for line, why in suggestions]
+        super().__init__("\n".join([message, *[""] * bool(suggestions), *lines]))
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class CommandLine:
 
     words: tuple[str, ...]
 
-    def but(self, changes: Mapping[str, str | None], *more: str) -> str:
+    def with_changes(self, changes: Mapping[str, str | None], *more: str) -> str:
         """The line with some words changed, left out (None) or added.
 
-        >>> CommandLine(("plan", "dp=3", "--nodes=2x4")).but({"dp=3": "dp=2", "2x4": "1x4"})
+        >>> CommandLine(("plan", "dp=3", "--nodes=2x4")).with_changes({"dp=3": "dp=2", "2x4": "1x4"})
         'pgmesh plan dp=2 --nodes=1x4'
         """
-        said: list[str] = []
+        words: list[str] = []
         for word in self.words:
             option, equals, value = word.partition("=")
             if word in changes:
@@ -52,21 +52,21 @@ class CommandLine:
                 changed = None if changes[value] is None else f"{option}={changes[value]}"
             else:
                 changed = word
-            said += [] if changed is None else [changed]
-        return shlex.join(["pgmesh", *said, *more])
+            words += [] if changed is None else [changed]
+        return shlex.join(["pgmesh", *words, *more])
 
-    def but_run(self, run: Sequence[str], changed: Sequence[str]) -> str:
+    def with_run(self, run: Sequence[str], changed: Sequence[str]) -> str:
         """The line with the last run of words changed that are these; as it is where there is none.
 
-        >>> CommandLine(("show", "--rank", "2", "2", "2")).but_run(["2", "2"], ["2", "4"])
+        >>> CommandLine(("show", "--rank", "2", "2", "2")).with_run(["2", "2"], ["2", "4"])
         'pgmesh show --rank 2 2 4'
         """
         n, at = len(run), self._last(run)
         if at < 0:
-            return self.but({})
-        return CommandLine((*self.words[:at], *changed, *self.words[at + n :])).but({})
+            return self.with_changes({})
+        return CommandLine((*self.words[:at], *changed, *self.words[at + n :])).with_changes({})
 
-    def has_run(self, run: Sequence[str]) -> bool:
+    def contains_run(self, run: Sequence[str]) -> bool:
         """Whether these words follow one another in the line."""
         return self._last(run) >= 0
 
@@ -75,19 +75,19 @@ class CommandLine:
         n = len(run)
         return max((i for i in range(len(self.words) - n + 1) if self.words[i : i + n] == (*run,)), default=-1)
 
-    def but_last(self, word: str, changed: str) -> str:
+    def with_last(self, word: str, changed: str) -> str:
         """The line with the last of a word changed."""
-        at = max(i for i, said in enumerate(self.words) if said == word)
-        return CommandLine((*self.words[:at], changed, *self.words[at + 1 :])).but({})
+        at = max(i for i, other in enumerate(self.words) if other == word)
+        return CommandLine((*self.words[:at], changed, *self.words[at + 1 :])).with_changes({})
 
 
 @dataclass(frozen=True)
 class ParsedMesh:
     """A mesh and its machine, as a command line says them."""
 
-    typed: CommandLine
+    command_line: CommandLine
     sizes: dict[Axis, int]
-    machine: Machine
+    topology: Topology
     layout: Layout
 
 
@@ -99,9 +99,9 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
         metavar="AXIS=SIZE",
         help="the axes, outermost first; one size may be -1: what is left. Or sizes alone: the axes are then 0, 1, ...",
     )
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--nodes", metavar="HOSTS", help="8x8 is 8 hosts of 8 ranks; 8,8,4 the ranks of each host")
-    where.add_argument("--domains", metavar="LEVELS", help="4x18x4 is 4 NVLink domains of 18 hosts of 4 ranks")
+    hosts = parser.add_mutually_exclusive_group()
+    hosts.add_argument("--nodes", metavar="HOSTS", help="8x8 is 8 hosts of 8 ranks; 8,8,4 the ranks of each host")
+    hosts.add_argument("--domains", metavar="LEVELS", help="4x18x4 is 4 NVLink domains of 18 hosts of 4 ranks")
     parser.add_argument("--order", metavar="AXES", help="the axes in another order, outermost first: pp,dp,cp,tp")
 
 
@@ -115,38 +115,40 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def take(args: argparse.Namespace, typed: CommandLine, *, fit: bool = True) -> ParsedMesh:
+def parse_mesh(args: argparse.Namespace, command_line: CommandLine, *, fit: bool = True) -> ParsedMesh:
     """The mesh that a command line says.
 
     Args:
         fit: whether the sizes have to hold just the ranks that the hosts have.
     """
-    sizes = _numbered(args.sizes, typed) or _as_axes(_named(args.sizes, typed))
-    machine = take_hosts(args, sizes, typed)
+    sizes = _parse_numbered_sizes(args.sizes, command_line) or _as_axes(_parse_named_sizes(args.sizes, command_line))
+    topology = parse_hosts(args, sizes, command_line)
     if not sizes:
-        command, *rest = typed.words
+        command, *rest = command_line.words
         line = CommandLine((command, "pp=2", "dp=2", "tp=2", *rest))  # not behind a view, whose they would be
-        raise UsageError("say the sizes of the axes.", (line.but({}), "for example"))
+        raise UsageError("say the sizes of the axes.", (line.with_changes({}), "for example"))
     if fit:
-        sizes = fill(sizes, machine, where(args), typed)
+        sizes = fill(sizes, topology, hosts_argument(args), command_line)
     if args.order is not None:
-        sizes = reorder(sizes, args.order, typed)
+        sizes = reorder(sizes, args.order, command_line)
     fixed = {axis: size for axis, size in sizes.items() if size != -1}
-    return ParsedMesh(typed, sizes, machine, layout_of(sizes if fit else fixed or {"dp": 1}))
+    return ParsedMesh(command_line, sizes, topology, layout_of(sizes if fit else fixed or {"dp": 1}))
 
 
-def take_hosts(args: argparse.Namespace, sizes: Mapping[Axis, int], typed: CommandLine) -> Machine:
+def parse_hosts(args: argparse.Namespace, sizes: Mapping[Axis, int], command_line: CommandLine) -> Topology:
     try:
-        return take_machine(args.nodes, args.domains)
+        return parse_topology(args.nodes, args.domains)
     except PgmeshError as error:
         count = math.prod(size for size in sizes.values() if size != -1)
         hosts, of = (count, 8) if -1 in sizes.values() else (count // 8, 8) if count % 8 == 0 else (1, count)
         right = f"{hosts}x{of}" if args.domains is None else f"1x{hosts}x{of}"
-        numbers = [int(number) for number in re.findall("[1-9][0-9]*", where(args))]
+        numbers = [int(number) for number in re.findall("[1-9][0-9]*", hosts_argument(args))]
         if len(numbers) == 2 + (args.domains is not None) and sizes:  # 8*8, 8 x 8: what was meant, where it fits
             room = math.prod(numbers)
             right = "x".join(map(str, numbers)) if _fits(sizes, room) else right
-        raise UsageError(str(error), (typed.but({where(args): right}), "for example")) from None
+        raise UsageError(
+            str(error), (command_line.with_changes({hosts_argument(args): right}), "for example")
+        ) from None
 
 
 def _fits(sizes: Mapping[Axis, int], room: int) -> bool:
@@ -155,12 +157,12 @@ def _fits(sizes: Mapping[Axis, int], room: int) -> bool:
     return room % fixed == 0 if -1 in sizes.values() else room == fixed
 
 
-def where(args: argparse.Namespace) -> str:
+def hosts_argument(args: argparse.Namespace) -> str:
     """The word that says the hosts."""
     return str(args.domains if args.nodes is None else args.nodes)
 
 
-def take_axes(text: str, layout: Layout, typed: CommandLine) -> tuple[Axis, ...]:
+def parse_axes(text: str, layout: Layout, command_line: CommandLine) -> tuple[Axis, ...]:
     """Axes of a layout that are written with commas."""
     names = [name for name in re.split(r"[,\s]+", text) if name]
     by_name = {str(axis): axis for axis in layout.axes}
@@ -170,34 +172,36 @@ def take_axes(text: str, layout: Layout, typed: CommandLine) -> tuple[Axis, ...]
         right = list(
             dict.fromkeys(name if name in known else alike(name, known) or known[-1] for name in names or known[-1:])
         )
-        says = (
+        message = (
             f"there is no axis {unknown[0]!r}"
             if unknown
             else f"{text!r} names an axis twice"
             if names
             else "no axis is named"
         )
-        raise UsageError(f"{says}: the axes are {', '.join(known)}.", (typed.but({text: ",".join(right)}), ""))
+        raise UsageError(
+            f"{message}: the axes are {', '.join(known)}.", (command_line.with_changes({text: ",".join(right)}), "")
+        )
     return tuple(by_name[name] for name in names)
 
 
-def whole_views(views: Sequence[str], typed: CommandLine) -> tuple[list[str], CommandLine]:
+def join_views(views: Sequence[str], command_line: CommandLine) -> tuple[list[str], CommandLine]:
     """Views in one word each, where their sizes are words of their own behind ``moe:``; and the line with these.
 
-    >>> whole_views(["moe:", "ep=8", "edp=-1"], CommandLine(("plan", "dp=8", "--view", "moe:", "ep=8", "edp=-1")))[0]
+    >>> join_views(["moe:", "ep=8", "edp=-1"], CommandLine(("plan", "dp=8", "--view", "moe:", "ep=8", "edp=-1")))[0]
     ['moe: ep=8 edp=-1']
     """
-    said: list[str] = []
+    words: list[str] = []
     joined: list[str] = []
     is_open = False
-    for word in typed.words:
+    for word in command_line.words:
         if is_open and "=" in word and not word.startswith("-"):
-            said[-1] += f" {word}"
+            words[-1] += f" {word}"
             continue
-        joined += said[-1:] if is_open else []
-        said.append(word)
+        joined += words[-1:] if is_open else []
+        words.append(word)
         is_open = word in views and word.endswith(":") and " " not in word
-    joined += said[-1:] if is_open else []
+    joined += words[-1:] if is_open else []
     whole: list[str] = []
     rest = list(views)
     while rest:
@@ -205,29 +209,32 @@ def whole_views(views: Sequence[str], typed: CommandLine) -> tuple[list[str], Co
         fits = parts == rest[: len(parts)] != []
         whole.append(joined.pop(0) if fits else rest[0])
         del rest[: len(parts) if fits else 1]
-    return whole, CommandLine(tuple(said))
+    return whole, CommandLine(tuple(words))
 
 
-def take_views(words: Iterable[str], given: ParsedMesh) -> dict[str, dict[str, int]]:
+def parse_views(words: Iterable[str], mesh: ParsedMesh) -> dict[str, dict[str, int]]:
     """Views that are written ``moe: ep=8 edp=-1``."""
     views: dict[str, dict[str, int]] = {}
     for text in words:
         name, colon, sizes = (part.strip() for part in text.rpartition(":"))
         name = name or f"view{len(views) or ''}"
-        box = _named(sizes.split(), given.typed, inside=text)
+        box = _parse_named_sizes(sizes.split(), mesh.command_line, view=text)
         if not box:
             right = f"{name}: ep=-1"
             raise UsageError(
-                f"a view is written 'moe: ep=8 edp=-1', not {text!r}.", (given.typed.but({text: right}), "")
+                f"a view is written 'moe: ep=8 edp=-1', not {text!r}.",
+                (mesh.command_line.with_changes({text: right}), ""),
             )
         if name in views:
-            better = given.typed.but_last(text, f"{name}2: {sizes}")
+            better = mesh.command_line.with_last(text, f"{name}2: {sizes}")
             raise UsageError(f"two views are named {name!r}.", (better, ""))
-        views[name] = _filled(name, box, len(given.layout), text, colon, given.typed)
+        views[name] = _fill_view(name, box, len(mesh.layout), text, colon, mesh.command_line)
     return views
 
 
-def _filled(name: str, box: dict[str, int], count: int, text: str, colon: str, typed: CommandLine) -> dict[str, int]:
+def _fill_view(
+    name: str, box: dict[str, int], count: int, text: str, colon: str, command_line: CommandLine
+) -> dict[str, int]:
     """The sizes of a view, with what is left put in."""
     fixed = math.prod(size for size in box.values() if size != -1)
     free = [axis for axis, size in box.items() if size == -1]
@@ -239,36 +246,38 @@ def _filled(name: str, box: dict[str, int], count: int, text: str, colon: str, t
         fault = f"holds {count_of(fixed, 'rank')}, but the mesh has {count:,}"
     else:
         return {axis: count // fixed if size == -1 else size for axis, size in box.items()}
-    right = text_report.sizes(nearest_sizes(box, count, free[:1]))
-    better = typed.but({text: f"{name}: {right}" if colon else right})
-    raise UsageError(f"view {name!r}: {text_report.sizes(box)} {fault}.", (better, ""))
+    right = text_report.format_sizes(nearest_sizes(box, count, free[:1]))
+    better = command_line.with_changes({text: f"{name}: {right}" if colon else right})
+    raise UsageError(f"view {name!r}: {text_report.format_sizes(box)} {fault}.", (better, ""))
 
 
-def named(sizes: Mapping[Axis, int], typed: CommandLine, why: str, order: str = "") -> dict[str, int]:
+def require_names(sizes: Mapping[Axis, int], command_line: CommandLine, why: str, order: str = "") -> dict[str, int]:
     """The sizes of axes that have to have names, because of ``why``; ``order`` is the word that orders them."""
     if 0 not in sizes:
         return {str(axis): size for axis, size in sizes.items()}
-    names = USUAL.get(len(sizes)) or tuple(f"axis{number}" for number in sizes)
-    said = [int(number) for number in re.split(r"[,\s]+", order) if number.isdecimal()]
-    right = ",".join(names[i] for i in said) if sorted(said) == list(range(len(names))) else ",".join(names)
-    words = CommandLine(tuple(right if word == order else word for word in typed.words))
+    names = USUAL_AXES.get(len(sizes)) or tuple(f"axis{number}" for number in sizes)
+    numbers = [int(number) for number in re.split(r"[,\s]+", order) if number.isdecimal()]
+    right = ",".join(names[i] for i in numbers) if sorted(numbers) == list(range(len(names))) else ",".join(names)
+    words = CommandLine(tuple(right if word == order else word for word in command_line.words))
     full = [str(size) for size in sizes.values()]
     runs = [full, *([*full[:i], "-1", *full[i + 1 :]] for i in range(len(full)))]  # one may have been what is left
-    ways = [
-        (words.but_run(run, [f"{a}={n}" for a, n in zip(names, run)]), "for example")
+    suggestions = [
+        (words.with_run(run, [f"{a}={n}" for a, n in zip(names, run)]), "for example")
         for run in runs
-        if words.has_run(run)
+        if words.contains_run(run)
     ]
-    raise UsageError(f"{why}, and these axes are numbered: name them.", *ways[:1])
+    raise UsageError(f"{why}, and these axes are numbered: name them.", *suggestions[:1])
 
 
-def reorder(sizes: Mapping[Axis, int], order: str, typed: CommandLine) -> dict[Axis, int]:
+def reorder(sizes: Mapping[Axis, int], order: str, command_line: CommandLine) -> dict[Axis, int]:
     """The sizes with the axes in the order that is asked for."""
     names = [name for name in re.split(r"[,\s]+", order) if name]
-    return _as_axes(_reordered(named(sizes, typed, "an order is one of names", order), names, order, typed))
+    return _as_axes(
+        _reordered(require_names(sizes, command_line, "an order is one of names", order), names, order, command_line)
+    )
 
 
-def _reordered(sizes: dict[str, int], names: Sequence[str], order: str, typed: CommandLine) -> dict[str, int]:
+def _reordered(sizes: dict[str, int], names: Sequence[str], order: str, command_line: CommandLine) -> dict[str, int]:
     if sorted(names) == sorted(sizes):
         return {name: sizes[name] for name in names}
     known = dict.fromkeys(name if name in sizes else alike(name, list(sizes)) for name in names)
@@ -276,12 +285,12 @@ def _reordered(sizes: dict[str, int], names: Sequence[str], order: str, typed: C
     right = [axis for axis in sizes if axis not in right] + right
     unknown = [name for name in names if name not in sizes]
     missing = [axis for axis in sizes if axis not in names]
-    faults = [f"there is no axis {text_report.listed(unknown)}"] if unknown else []
-    faults += [f"{text_report.listed(missing)} {'is' if len(missing) == 1 else 'are'} missing"] if missing else []
+    faults = [f"there is no axis {text_report.join_words(unknown)}"] if unknown else []
+    faults += [f"{text_report.join_words(missing)} {'is' if len(missing) == 1 else 'are'} missing"] if missing else []
     faults += ["an axis is named twice"] if len(set(names)) < len(names) else []
     raise UsageError(
         f"the order {order} does not name each axis ({', '.join(sizes)}) once: {'; '.join(faults)}.",
-        (typed.but({order: ",".join(right)}), ""),
+        (command_line.with_changes({order: ",".join(right)}), ""),
     )
 
 
@@ -289,61 +298,65 @@ def _as_axes(sizes: Mapping[str, int]) -> dict[Axis, int]:
     return dict(zip(sizes, sizes.values()))
 
 
-def _numbered(words: Sequence[str], typed: CommandLine) -> dict[Axis, int]:
+def _parse_numbered_sizes(words: Sequence[str], command_line: CommandLine) -> dict[Axis, int]:
     """Sizes without names; none where one has a name."""
     if not all(re.fullmatch("-?[0-9]+", word) for word in words):
         return {}
     wrong = [word for word in words if not re.fullmatch(SIZE, word)]
     if wrong:
-        better = typed.but_run(words, ["2" if word in wrong else word for word in words])
+        better = command_line.with_run(words, ["2" if word in wrong else word for word in words])
         raise UsageError(f"a size is at least 1, or -1 for what is left, not {wrong[0]}.", (better, "for example"))
     return {number: int(word) for number, word in enumerate(words)}
 
 
-def _named(words: Sequence[str], typed: CommandLine, inside: str | None = None) -> dict[str, int]:
+def _parse_named_sizes(words: Sequence[str], command_line: CommandLine, view: str | None = None) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for word in words:
         axis, _, size = word.partition("=")
         good = axis.isidentifier() and re.fullmatch(SIZE, size)
         if not good:
-            _refuse_meant(words, word, typed, inside)
+            _raise_intended(words, word, command_line, view)
         if not good or axis in sizes:
-            right = mended(words, 2 if inside is None else 1 if "-1" in inside else -1)
-            says = (
+            right = corrected_sizes(words, 2 if view is None else 1 if "-1" in view else -1)
+            message = (
                 f"axis {axis} is given twice"
                 if good
                 else f"sizes are written pp=2, at least 1, or -1 for what is left, not {word!r}"
             )
-            raise UsageError(f"{says}.", (_line(words, right, typed, inside), "for example"))
+            raise UsageError(f"{message}.", (_corrected_line(words, right, command_line, view), "for example"))
         sizes[axis] = int(size)
     return sizes
 
 
-def _line(words: Sequence[str], right: Sequence[str], typed: CommandLine, inside: str | None) -> str:
-    """The line with other sizes: those of a view where they stand inside one."""
+def _corrected_line(words: Sequence[str], right: Sequence[str], command_line: CommandLine, view: str | None) -> str:
+    """The line with other sizes: those of a view where they stand view one."""
     there = [size for size in right if size]
-    if inside is not None:
-        name, colon, _ = inside.rpartition(":")
-        return typed.but({inside: f"{name}{colon}{' ' * bool(colon)}{' '.join(there)}"})
-    if typed.has_run(words):
-        return typed.but_run(words, there)
-    return typed.but({word: size or None for word, size in zip(words, right)})  # there are options between
+    if view is not None:
+        name, colon, _ = view.rpartition(":")
+        return command_line.with_changes({view: f"{name}{colon}{' ' * bool(colon)}{' '.join(there)}"})
+    if command_line.contains_run(words):
+        return command_line.with_run(words, there)
+    return command_line.with_changes(
+        {word: size or None for word, size in zip(words, right)}
+    )  # there are options between
 
 
-def _refuse_meant(words: Sequence[str], wrong: str, typed: CommandLine, inside: str | None) -> None:
+def _raise_intended(words: Sequence[str], wrong: str, command_line: CommandLine, view: str | None) -> None:
     """UsageError where it is plain which sizes were meant: by this one word, or by all of them together."""
     for some in ([wrong], words):
-        sizes = meant(some)
-        whole = sizes if some is words else [said for word in words for said in (sizes if word == wrong else [word])]
-        if not sizes or not is_well(whole) or not (inside is None or "=" in whole[0]):  # axes of a view have names
+        sizes = intended_sizes(some)
+        whole = sizes if some is words else [other for word in words for other in (sizes if word == wrong else [word])]
+        if (
+            not sizes or not are_valid_sizes(whole) or not (view is None or "=" in whole[0])
+        ):  # axes of a view have names
             continue
-        if inside is not None or typed.has_run(words):
-            says = f"sizes are written {' '.join(sizes)}, not {' '.join(some)!r}."
-            raise UsageError(says, (_line(words, whole, typed, inside), ""))
+        if view is not None or command_line.contains_run(words):
+            message = f"sizes are written {' '.join(sizes)}, not {' '.join(some)!r}."
+            raise UsageError(message, (_corrected_line(words, whole, command_line, view), ""))
 
 
 def fill(
-    sizes: dict[Axis, int], machine: Machine, hosts: str, typed: CommandLine, whole: str | None = None
+    sizes: dict[Axis, int], topology: Topology, hosts: str, command_line: CommandLine, whole: str | None = None
 ) -> dict[Axis, int]:
     """Sizes that hold just the ranks that the hosts have.
 
@@ -353,55 +366,59 @@ def fill(
     """
     fixed = math.prod(size for size in sizes.values() if size != -1)
     free = [axis for axis, size in sizes.items() if size == -1]
-    if not machine:
+    if not topology:
         if free:
             raise UsageError(
-                f"{_size(free[0], -1)} is what is left of the ranks, so say how many there are.",
-                (typed.but({}, "--nodes", f"{fixed}x8"), "for example"),
+                f"{_size_text(free[0], -1)} is what is left of the ranks, so say how many there are.",
+                (command_line.with_changes({}, "--nodes", f"{fixed}x8"), "for example"),
             )
         return sizes
-    host, count = machine[0], machine[0].capacity
+    host, count = topology[0], topology[0].capacity
     if len(free) == 1 and count % fixed == 0:
         return {axis: count // fixed if size == -1 else size for axis, size in sizes.items()}
     if not free and fixed == count:
         return sizes
     whole = whole or f"{host} {'holds' if host.count == 1 else 'hold'} {count:,}"
     if len(free) > 1:
-        says = f"at most one size is -1, what is left; here are {text_report.listed(free)}."
+        message = f"at most one size is -1, what is left; here are {text_report.join_words(free)}."
     elif free:
         why = f"{whole} rank{'s' * (count > 1)}, and {fixed:,} does not divide it"
-        says = f"{text_report.sizes(sizes)} cannot be filled: {why}."
+        message = f"{text_report.format_sizes(sizes)} cannot be filled: {why}."
     else:
-        says = f"{text_report.sizes(sizes)} holds {count_of(fixed, 'rank')}, but {whole}."
+        message = f"{text_report.format_sizes(sizes)} holds {count_of(fixed, 'rank')}, but {whole}."
     right = nearest_sizes(sizes, count, free[:1])
     other = [axis for axis in sizes if right[axis] != sizes[axis]]
     if 0 in sizes:
-        better = typed.but_run([*map(str, sizes.values())], [*map(str, right.values())])
+        better = command_line.with_run([*map(str, sizes.values())], [*map(str, right.values())])
     else:
-        better = typed.but({_size(axis, sizes[axis]): _size(axis, right[axis]) for axis in other})
+        better = command_line.with_changes(
+            {_size_text(axis, sizes[axis]): _size_text(axis, right[axis]) for axis in other}
+        )
     changed = ", ".join(
         f"axis {axis} of {right[axis]}" if axis in range(len(sizes)) else f"{axis} {right[axis]}" for axis in other
     )
-    ways = [(better, f"with {changed}")] if better != typed.but({}) else []
+    suggestions = [(better, f"with {changed}")] if better != command_line.with_changes({}) else []
     if host.name == "world" and count == 1:  # nobody started the others
-        ways.insert(0, (f"{torchrun_command(fixed)} -m {typed.but({})}", f"on {count_of(fixed, 'rank')}"))
-    room = _hosts_for(fixed, host, machine)
+        suggestions.insert(
+            0, (f"{torchrun_command(fixed)} -m {command_line.with_changes({})}", f"on {count_of(fixed, 'rank')}")
+        )
+    room = _hosts_for(fixed, host, topology)
     if not free and room and host.name != "world":
-        ways.append((typed.but({hosts: room}), f"or on {count_of(fixed, 'rank')}"))
-    raise UsageError(says, *ways)
+        suggestions.append((command_line.with_changes({hosts: room}), f"or on {count_of(fixed, 'rank')}"))
+    raise UsageError(message, *suggestions)
 
 
-def _size(axis: Axis, size: int) -> str:
+def _size_text(axis: Axis, size: int) -> str:
     """One size, as it is written."""
     return str(size) if isinstance(axis, int) else f"{axis}={size}"
 
 
-def _hosts_for(ranks: int, host: Level, machine: Machine) -> str | None:
+def _hosts_for(ranks: int, host: HostLevel, topology: Topology) -> str | None:
     """Hosts like these that hold so many ranks, if even ones do."""
-    if len(host.runs) > 1 or ranks % machine[-1].largest:
+    if len(host.runs) > 1 or ranks % topology[-1].largest:
         return None
-    if len(machine) == 1:
+    if len(topology) == 1:
         return f"{ranks // host.largest}x{host.largest}"
-    numbers = [ranks // machine[-1].largest]
-    numbers += [outer.largest // inner.largest for outer, inner in zip(machine[:0:-1], machine[-2::-1])]
+    numbers = [ranks // topology[-1].largest]
+    numbers += [outer.largest // inner.largest for outer, inner in zip(topology[:0:-1], topology[-2::-1])]
     return "x".join(map(str, [*numbers, host.largest]))

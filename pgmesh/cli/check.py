@@ -22,10 +22,10 @@ from pgmesh.launch.detect import detect_launcher
 from pgmesh.layout import Axis, Layout
 from pgmesh.planning import text_report
 from pgmesh.planning.plan import layout_of
-from pgmesh.topology.hosts import Level, misplaced, seen
+from pgmesh.topology.hosts import HostLevel, hosts_from_names, placement_faults
 
 if TYPE_CHECKING:
-    from pgmesh.preflight.results import Measured
+    from pgmesh.preflight.results import Results
     from pgmesh.topology.host_mapping import Placement
 
 EXAMPLES = """\
@@ -39,10 +39,10 @@ Rank 0 tells. Exit status, on every rank: 0, 1 if anything failed, 2 if the
 command line is wrong."""
 
 SIZES = "8,64K,16M"
-PARTING = 10.0
+LEAVE_TIMEOUT = 10.0
 """Seconds in which ranks leave. The first of them tells first: a launcher may end all with the first that fails."""
 
-FAREWELL = 3.0
+FAILED_LEAVE_TIMEOUT = 3.0
 """Seconds where the check failed, and some may be lost."""
 
 
@@ -53,40 +53,44 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--bytes", default=SIZES, metavar="SIZES", help=f"of the all-reduces, such as {SIZES}")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="batches that are timed (5)")
-    parser.add_argument("--backend", metavar="NAME", help="nccl where there is CUDA, else gloo, unless given")
+    parser.add_argument("--backend", metavar="NAME", help="nccl where actual is CUDA, else gloo, unless given")
     parser.add_argument(
         "--timeout", type=float, default=60.0, metavar="SECONDS", help="how long to wait for others at each stage (60)"
     )
     parser.add_argument("--json", action="store_true", help="answer in JSON")
 
 
-def run(args: argparse.Namespace, typed: CommandLine) -> int:
+def run(args: argparse.Namespace, command_line: CommandLine) -> int:
     args.sizes += [word for word in args.family if "=" in word]
     args.family[:] = [word for word in args.family if word not in args.sizes]
-    plan = arguments.take(args, typed, fit=arguments.where(args) != "None")
-    sizes = take_bytes(args.bytes, typed)
+    mesh = arguments.parse_mesh(args, command_line, fit=arguments.hosts_argument(args) != "None")
+    sizes = parse_bytes(args.bytes, command_line)
     if args.timeout <= 0 or args.repeats < 1:
-        raise UsageError("--timeout and --repeats are more than nothing.", (typed.but({}), "without them"))
+        raise UsageError(
+            "--timeout and --repeats are more than nothing.", (command_line.with_changes({}), "without them")
+        )
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # torch's own groups of Gloo connect when they are first used
     from pgmesh.preflight import preflight  # it brings torch
 
     try:
-        with _bar(_is_first()) as bar:
+        with _progress_bar(_is_first()) as bar:
             bar.begin("waiting for the other ranks")
             preflight.join(args.backend, args.timeout)
-        return _Check(args, typed, plan, sizes).run()
+        return _Check(args, command_line, mesh, sizes).run()
     except PgmeshError as error:  # this rank could not join the others
-        _tell_failure(error, args)
+        _print_failure(error, args)
         return 1
 
 
-def take_bytes(text: str, typed: CommandLine) -> tuple[int, ...]:
+def parse_bytes(text: str, command_line: CommandLine) -> tuple[int, ...]:
     """Sizes that are written ``8,64K,16M``."""
     sizes = []
     for word in text.split(","):
         match = re.fullmatch(r"([1-9][0-9]*)([KMG]?)", word.strip().upper())
         if not match:
-            raise UsageError(f"sizes are written {SIZES}, not {text!r}.", (typed.but({text: SIZES}), "for example"))
+            raise UsageError(
+                f"sizes are written {SIZES}, not {text!r}.", (command_line.with_changes({text: SIZES}), "for example")
+            )
         sizes.append(int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2]])
     return tuple(sizes)
 
@@ -98,21 +102,23 @@ def _is_first() -> bool:
     return False
 
 
-def _tell_failure(error: Exception, args: argparse.Namespace) -> None:
+def _print_failure(error: Exception, args: argparse.Namespace) -> None:
     if args.json:
-        said = {"format": 1, "status": "failed", "error": {"kind": type(error).__name__, "says": str(error)}}
-        print(json.dumps(said, indent=2), flush=True)
+        data = {"format": 1, "status": "failed", "error": {"kind": type(error).__name__, "text": str(error)}}
+        print(json.dumps(data, indent=2), flush=True)
     print(f"pgmesh check failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
 class _Check:
     """One rank's check, from where it has joined the others."""
 
-    def __init__(self, args: argparse.Namespace, typed: CommandLine, plan: ParsedMesh, sizes: tuple[int, ...]) -> None:
+    def __init__(
+        self, args: argparse.Namespace, command_line: CommandLine, mesh: ParsedMesh, sizes: tuple[int, ...]
+    ) -> None:
         from pgmesh.preflight.staged_barrier import StagedBarrier
 
-        self.args, self.typed, self.plan, self.sizes = args, typed, plan, sizes
-        self.hall = StagedBarrier("pgmesh check", args.timeout, "Start every rank with the same command line.")
+        self.args, self.command_line, self.mesh, self.sizes = args, command_line, mesh, sizes
+        self.barrier = StagedBarrier("pgmesh check", args.timeout, "Start every rank with the same command line.")
         self.lines: list[Line] = []  # what the first rank tells
         self.data: dict[str, Any] = {"format": 1, "status": "ok"}
 
@@ -126,54 +132,56 @@ class _Check:
             status, failure = 2, error
         except PgmeshError as error:
             status, failure = 1, error
-        told = self.hall.rank == 0
-        if told:
-            self._tell(failure)
+        printed = self.barrier.rank == 0
+        if printed:
+            self._print_result(failure)
         with contextlib.suppress(WorldError):
-            told |= self.hall.part(PARTING if status == 0 else FAREWELL)
-        if failure is not None and not told:  # the first rank is lost, so each tells for itself
-            self._tell(failure)
+            printed |= self.barrier.part(LEAVE_TIMEOUT if status == 0 else FAILED_LEAVE_TIMEOUT)
+        if failure is not None and not printed:  # the first rank is lost, so each tells for itself
+            self._print_result(failure)
         return status
 
     def _check(self) -> None:
         from pgmesh.mesh import ProcessGroupMesh
         from pgmesh.preflight.preflight import Preflight, versions
 
-        hall = self.hall
-        hall.stage("at its beginning")
-        with _bar(hall.rank == 0) as bar:
-            bar.begin(f"waiting for {count_of(hall.size, 'rank')}")
-            hall.meet()
+        barrier = self.barrier
+        barrier.stage("at its beginning")
+        with _progress_bar(barrier.rank == 0) as bar:
+            bar.begin(f"waiting for {count_of(barrier.size, 'rank')}")
+            barrier.meet()
             same = "Install the same versions on every rank's host."
-            hall.stage("comparing versions", versions(), "version mismatch: the software", same)
-            hall.meet()
-            hall.stage("comparing command lines", self._meaning())
-            hall.meet()
+            barrier.stage("comparing versions", versions(), "version mismatch: the software", same)
+            barrier.meet()
+            barrier.stage("comparing command lines", self._shared_arguments())
+            barrier.meet()
             sizes = self._sizes()
             layout = layout_of(sizes)
-            asked = [arguments.take_axes(text, layout, self.typed) for text in self.args.family]
-            once: dict[frozenset[Axis], tuple[Axis, ...]] = {}
-            for axes in [*((axis,) for axis in layout.axes), *asked]:
-                once.setdefault(frozenset(axes), axes)
-            families = [*once.values()]
-            hosts = self._place(layout)
-            mesh = ProcessGroupMesh(hall.size, name="check")
+            combinations = [arguments.parse_axes(text, layout, self.command_line) for text in self.args.family]
+            unique: dict[frozenset[Axis], tuple[Axis, ...]] = {}
+            for axes in [*((axis,) for axis in layout.axes), *combinations]:
+                unique.setdefault(frozenset(axes), axes)
+            families = [*unique.values()]
+            hosts = self._check_hosts(layout)
+            mesh = ProcessGroupMesh(barrier.size, name="check")
             view = mesh.view(sizes)
             try:
-                check = Preflight(hall, view, families, hosts, self.sizes, self.args.repeats, bar.advance, mesh.close)
-                bar.steps(check.steps)
+                check = Preflight(
+                    barrier, view, families, hosts, self.sizes, self.args.repeats, bar.advance, mesh.close
+                )
+                bar.steps(check.step_count)
                 measured = check.run()
                 if measured is not None:
-                    self._told(layout, view, families, measured)
+                    self._add_results(layout, view, families, measured)
             finally:
                 mesh.close()
 
-    def _meaning(self) -> dict[str, Any]:
+    def _shared_arguments(self) -> dict[str, Any]:
         """What all ranks have to mean alike."""
         args = self.args
         return {
-            "sizes": text_report.sizes(self.plan.sizes),
-            "nodes": arguments.where(args),
+            "sizes": text_report.format_sizes(self.mesh.sizes),
+            "nodes": arguments.hosts_argument(args),
             "families": " ".join(args.family),
             "bytes": args.bytes,
             "repeats": args.repeats,
@@ -182,64 +190,74 @@ class _Check:
 
     def _sizes(self) -> dict[Axis, int]:
         """The sizes, which hold just the ranks of the world."""
-        size = self.hall.size
-        world = (Level("world", ((1, size),)),)
-        return arguments.fill(self.plan.sizes, world, arguments.where(self.args), self.typed, f"the world has {size:,}")
+        size = self.barrier.size
+        world = (HostLevel("world", ((1, size),)),)
+        return arguments.fill(
+            self.mesh.sizes, world, arguments.hosts_argument(self.args), self.command_line, f"the world has {size:,}"
+        )
 
-    def _place(self, layout: Layout) -> list[str]:
+    def _check_hosts(self, layout: Layout) -> list[str]:
         """The host of each rank. The first rank sees for all whether it is as planned."""
         from pgmesh.topology import host_mapping
 
-        hall, hosts = self.hall, self.plan.machine
-        hall.stage("looking where ranks are")
-        places = host_mapping.place(timeout=timedelta(seconds=hall.seconds))
-        names = _names(places)
-        if hall.rank == 0:
-            there = seen(names)
-            faults = misplaced(hosts[0], names) if hosts else []
+        barrier, hosts = self.barrier, self.mesh.topology
+        barrier.stage("looking where ranks are")
+        places = host_mapping.map_hosts(timeout=timedelta(seconds=barrier.seconds))
+        names = _host_names(places)
+        if barrier.rank == 0:
+            actual = hosts_from_names(names)
+            faults = placement_faults(hosts[0], names) if hosts else []
             if faults:
-                raise hall.give_up(MismatchError(_misplaced(faults, there, self.typed, arguments.where(self.args))))
-            where = f"{there}" if there else f"{len({*names})} hosts, whose ranks do not follow one another"
+                raise barrier.give_up(
+                    MismatchError(
+                        _placement_message(faults, actual, self.command_line, arguments.hosts_argument(self.args))
+                    )
+                )
+            where = f"{actual}" if actual else f"{len({*names})} hosts, whose ranks do not follow one another"
             self.data["hosts"] = names
             self.data["planned"] = hosts[0].spell() if hosts else None
-            came = f"{count_of(hall.size, 'rank')} came and mean the same: {text_report.sizes(_box(layout))}"
-            self._line("ok", came)
+            agreed = (
+                f"{count_of(barrier.size, 'rank')} came and mean the same: {text_report.format_sizes(_box(layout))}"
+            )
+            self._add_line("ok", agreed)
             if hosts:
-                self._line("ok", f"ranks are where they are planned: {where}")
+                self._add_line("ok", f"ranks are where they are planned: {where}")
             else:
-                self._line("--", f"ranks are on {where}; --nodes {there.spell() if there else '8x8'} has it checked")
-            crowd, cores = names.count(names[0]), os.cpu_count() or 1
-            if crowd > cores:
-                self._line("warn", f"{crowd} ranks share {cores} cores of {names[0]}: times differ much by chance")
-        hall.meet()
+                self._add_line(
+                    "--", f"ranks are on {where}; --nodes {actual.spell() if actual else '8x8'} has it checked"
+                )
+            local, cores = names.count(names[0]), os.cpu_count() or 1
+            if local > cores:
+                self._add_line("warn", f"{local} ranks share {cores} cores of {names[0]}: times differ much by chance")
+        barrier.meet()
         return names
 
-    def _told(self, layout: Layout, mesh: Any, families: list[tuple[Axis, ...]], measured: Measured) -> None:
+    def _add_results(self, layout: Layout, mesh: Any, families: list[tuple[Axis, ...]], measured: Results) -> None:
         """What the first rank tells of a check that went well."""
         from pgmesh.groups.world import device_of, world_options
-        from pgmesh.preflight.results import findings, in_bytes, table
+        from pgmesh.preflight.results import format_bytes, summary, table
 
         group = mesh.group(*families[0])
         backend, device = world_options().backend, device_of(group).type
-        count = sum(len(family.blocks) for family in measured.families)
+        count = sum(len(result.groups) for result in measured.by_axes)
         what = f"{count_of(count, 'group')} of {len(families)} famil{'ies' if len(families) > 1 else 'y'}"
-        self._line("ok", f"{what} connected, in {measured.connected:.2f} s")
-        self._line("ok", f"every sum is right, of {', '.join(map(in_bytes, measured.sizes))}")
+        self._add_line("ok", f"{what} connected, in {measured.connect_seconds:.2f} s")
+        self._add_line("ok", f"every sum is right, of {', '.join(map(format_bytes, measured.sizes))}")
         width = styled_text.width_of(sys.stdout)
-        self.lines += [[], *table(measured, width), [], *findings(measured, width)]
+        self.lines += [[], *table(measured, width), [], *summary(measured, width)]
         self.lines[0:0] = [[(f"{count_of(len(layout), 'rank')} over {backend} on {device}", "bold")]]
         self.data |= {"ranks": len(layout), "axes": list(layout.axes), "shape": list(layout.shape)}
         self.data |= {"backend": backend, "device": device, **measured.data()}
 
-    def _line(self, mark: str, says: str) -> None:
+    def _add_line(self, mark: str, message: str) -> None:
         width = styled_text.width_of(sys.stdout)
-        self.lines += styled_text.marked(mark, says, width)
+        self.lines += styled_text.marked(mark, message, width)
 
-    def _tell(self, failure: Exception | None) -> None:
+    def _print_result(self, failure: Exception | None) -> None:
         if isinstance(failure, UsageError):
             print(f"pgmesh check: {failure}", file=sys.stderr, flush=True)
         elif failure is not None:
-            _tell_failure(failure, self.args)
+            _print_failure(failure, self.args)
         elif self.args.json:
             print(json.dumps(self.data, indent=2), flush=True)
         else:
@@ -247,40 +265,40 @@ class _Check:
             sys.stdout.flush()
 
 
-def _names(places: Placement) -> list[str]:
+def _host_names(places: Placement) -> list[str]:
     """The name of each rank's host; hosts of one name are told apart by their numbers."""
-    names = [places.seats[ranks[0]].host for ranks in places.hosts]
+    names = [places.host_infos[ranks[0]].host for ranks in places.hosts]
     names = [f"{name} ({number})" if names.count(name) > 1 else name for number, name in enumerate(names)]
-    return [names[places.host_of(rank)] for rank in sorted(places.seats)]
+    return [names[places.host_of(rank)] for rank in sorted(places.host_infos)]
 
 
 def _box(layout: Layout) -> dict[Axis, int]:
     return dict(zip(layout.axes, layout.shape))
 
 
-def _misplaced(faults: list[str], there: Level | None, typed: CommandLine, hosts: str) -> str:
-    """Ranks that are not where they are planned, and the plan that would be what there is."""
-    says = "ranks are not on the hosts that are planned:" + "".join(f"\n  {fault}" for fault in faults[:8])
-    says += f"\n  and {len(faults) - 8} more" if len(faults) > 8 else ""
-    if there is None:
-        return f"{says}\n\nRanks of one host do not follow one another: have the launcher number them host by host."
-    return f"{says}\n\n  {typed.but({hosts: there.spell()})}   # is where they are"
+def _placement_message(faults: list[str], actual: HostLevel | None, command_line: CommandLine, hosts: str) -> str:
+    """Ranks that are not where they are planned, and the plan that would be what actual is."""
+    message = "ranks are not on the hosts that are planned:" + "".join(f"\n  {fault}" for fault in faults[:8])
+    message += f"\n  and {len(faults) - 8} more" if len(faults) > 8 else ""
+    if actual is None:
+        return f"{message}\n\nRanks of one host do not follow one another: have the launcher number them host by host."
+    return f"{message}\n\n  {command_line.with_changes({hosts: actual.spell()})}   # is where they are"
 
 
 @contextlib.contextmanager
-def _bar(mine: bool) -> Iterator[_Bar]:
+def _progress_bar(is_shown: bool) -> Iterator[_ProgressBar]:
     """A progress bar, where somebody looks and rich is installed."""
-    if not (mine and styled_text.is_coloured(sys.stderr)):
-        yield _Bar()
+    if not (is_shown and styled_text.is_coloured(sys.stderr)):
+        yield _ProgressBar()
         return
     from rich.console import Console
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        yield _Bar(progress)
+        yield _ProgressBar(progress)
 
 
-class _Bar:
+class _ProgressBar:
     """Steps on a progress bar; none are shown without one."""
 
     def __init__(self, progress: Any = None) -> None:

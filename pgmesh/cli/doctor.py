@@ -27,7 +27,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="answer in JSON")
 
 
-def run(args: argparse.Namespace, typed: CommandLine) -> int:
+def run(args: argparse.Namespace, command_line: CommandLine) -> int:
     if args.timeout <= 0:
         raise UsageError("--timeout is more than nothing.", ("pgmesh doctor", "waits 3 s"))
     from pgmesh.preflight.diagnosis import diagnose
@@ -35,14 +35,14 @@ def run(args: argparse.Namespace, typed: CommandLine) -> int:
     findings = diagnose(os.environ, args.timeout)
     bad = any(finding.mark == "bad" for finding in findings)
     if args.json:
-        said = [asdict(finding) for finding in findings]
-        print(json.dumps({"format": 1, "status": "bad" if bad else "ok", "findings": said}, indent=2))
+        data = [asdict(finding) for finding in findings]
+        print(json.dumps({"format": 1, "status": "bad" if bad else "ok", "findings": data}, indent=2))
         return int(bad)
     width = styled_text.width_of(sys.stdout)
     lines: list[Line] = []
     for finding in findings:
-        lines += styled_text.marked(finding.mark, f"{finding.what}: {finding.says}", width)
-        for mend in finding.mend.splitlines():
-            lines += styled_text.wrapped(mend, width, "bold", " " * 8) if mend.strip() else [[]]
+        lines += styled_text.marked(finding.mark, f"{finding.what}: {finding.text}", width)
+        for fix in finding.fix.splitlines():
+            lines += styled_text.wrapped(fix, width, "bold", " " * 8) if fix.strip() else [[]]
     styled_text.write(lines, sys.stdout)
     return int(bad)

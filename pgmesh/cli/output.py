@@ -9,18 +9,18 @@ from pathlib import Path
 from pgmesh.cli.arguments import CommandLine, UsageError
 
 
-def check(args: argparse.Namespace, typed: CommandLine) -> None:
+def check(args: argparse.Namespace, command_line: CommandLine) -> None:
     """UsageError where standard output is asked for more than one answer."""
     if sum(file == "-" for file in (args.svg, args.html)) + args.json < 2:
         return
-    words, room = list(typed.words), not args.json
+    words, room = list(command_line.words), not args.json
     for i, word in enumerate(words):
         if word == "-" and words[i - 1] in ("--svg", "--html"):
             words[i] = word if room else f"{words[0]}.{words[i - 1][2:]}"
             room = False
     better = CommandLine(tuple(words))
-    ways = [] if better == typed else [(better.but({}), "")]
-    raise UsageError("standard output takes one answer; give the others a file.", *ways)
+    suggestions = [] if better == command_line else [(better.with_changes({}), "")]
+    raise UsageError("standard output takes one answer; give the others a file.", *suggestions)
 
 
 def save(text: str, file: str) -> bool:

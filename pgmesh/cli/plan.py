@@ -54,29 +54,29 @@ def add(parser: argparse.ArgumentParser) -> None:
     arguments.add_output(parser)
 
 
-def run(args: argparse.Namespace, typed: CommandLine) -> int:
-    args.view, typed = arguments.whole_views(args.view, typed)
-    output.check(args, typed)
+def run(args: argparse.Namespace, command_line: CommandLine) -> int:
+    args.view, command_line = arguments.join_views(args.view, command_line)
+    output.check(args, command_line)
     for words in (args.view, args.compare, args.family):  # a size behind an option is a size
         args.sizes += [word for word in words if "=" in word and ":" not in word and " " not in word]
         words[:] = [word for word in words if word not in args.sizes]
-    mesh = arguments.take(args, typed, fit=not args.suggest)
+    mesh = arguments.parse_mesh(args, command_line, fit=not args.suggest)
     why: list[Line] = []
     if args.suggest:
         mesh, why = _suggested(mesh, args)
-    views = arguments.take_views(args.view, mesh)
-    families = [arguments.take_axes(text, mesh.layout, typed) for text in args.family]
-    colour = arguments.take_axes(args.colour, mesh.layout, typed) if args.colour else ()
-    orders = [arguments.reorder(mesh.sizes, order, typed) for order in args.compare]
+    views = arguments.parse_views(args.view, mesh)
+    families = [arguments.parse_axes(text, mesh.layout, command_line) for text in args.family]
+    colour = arguments.parse_axes(args.colour, mesh.layout, command_line) if args.colour else ()
+    orders = [arguments.reorder(mesh.sizes, order, command_line) for order in args.compare]
     layouts = dict.fromkeys([mesh.layout, *(layout_of(order) for order in orders)])
     plans = [plan(layout, nodes=args.nodes, domains=args.domains, views=views, families=families) for layout in layouts]
     saved = _save(plans, args, colour)
     if args.json:
-        said = plans[0].data() if len(plans) == 1 else _compared(plans)
-        print(json.dumps(said, indent=2))
+        data = plans[0].data() if len(plans) == 1 else _compared(plans)
+        print(json.dumps(data, indent=2))
     elif "-" not in (args.svg, args.html):
         width = styled_text.width_of(sys.stdout)
-        lines = [*why, *(text_report.whole(plans[0], width) if len(plans) == 1 else _side_by_side(plans))]
+        lines = [*why, *(text_report.full_report(plans[0], width) if len(plans) == 1 else _side_by_side(plans))]
         if args.picture:
             lines += [[], *_picture(plans[0], colour, width)]
         styled_text.write([*lines, *([[], *saved] if saved else [])], sys.stdout)
@@ -85,39 +85,41 @@ def run(args: argparse.Namespace, typed: CommandLine) -> int:
 
 def _suggested(mesh: ParsedMesh, args: argparse.Namespace) -> tuple[ParsedMesh, list[Line]]:
     """The sizes in the order of their traffic, and why."""
-    arguments.named(mesh.sizes, mesh.typed, "how much axes talk is told by their names")
-    whole = "dp" in mesh.sizes or -1 in mesh.sizes.values() or not mesh.machine
-    if not whole and mesh.machine[0].capacity != len(mesh.layout):
+    arguments.require_names(mesh.sizes, mesh.command_line, "how much axes talk is told by their names")
+    whole = "dp" in mesh.sizes or -1 in mesh.sizes.values() or not mesh.topology
+    if not whole and mesh.topology[0].capacity != len(mesh.layout):
         mesh.sizes["dp"] = -1
-    sizes = arguments.fill(mesh.sizes, mesh.machine, arguments.where(args), mesh.typed)
-    layout = suggest({str(axis): size for axis, size in sizes.items()}, mesh.machine)
+    sizes = arguments.fill(mesh.sizes, mesh.topology, arguments.hosts_argument(args), mesh.command_line)
+    layout = suggest({str(axis): size for axis, size in sizes.items()}, mesh.topology)
     ordered = dict(zip(layout.axes, layout.shape))
-    where = ["--nodes", args.nodes] if args.nodes else ["--domains", args.domains] if args.domains else []
-    line = CommandLine(("plan", *(f"{axis}={size}" for axis, size in ordered.items()), *where)).but({})
+    hosts = ["--nodes", args.nodes] if args.nodes else ["--domains", args.domains] if args.domains else []
+    line = CommandLine(("plan", *(f"{axis}={size}" for axis, size in ordered.items()), *hosts)).with_changes({})
     why: list[Line] = [[(line, "bold")], []]
     rows = []
     for axis in reversed(layout.axes):
         method = axis_heuristics.method_of(axis)
-        says = f"{method.name}: {method.talk}" if method else "a name that is not known: between pipeline and data"
-        rows.append([(f"  {axis}={ordered[axis]}", "bold"), (says, "")])
+        message = (
+            f"{method.name}: {method.traffic}" if method else "a name that is not known: between pipeline and data"
+        )
+        rows.append([(f"  {axis}={ordered[axis]}", "bold"), (message, "")])
     why += [
         [("Those that talk most stand nearest, innermost first:", "")],
         *styled_text.columns(rows, [False, False]),
         [],
     ]
-    return ParsedMesh(mesh.typed, ordered, mesh.machine, layout), why
+    return ParsedMesh(mesh.command_line, ordered, mesh.topology, layout), why
 
 
 def _side_by_side(plans: list[Plan]) -> list[Line]:
     lines = [[(text_report.title(plans[0]), "bold")], [], *text_report.comparison(plans), []]
-    if not plans[0].machine:
+    if not plans[0].topology:
         return lines
-    best = text_report.best(plans)
+    best = text_report.best_plan(plans)
     return [*lines, [(f"Best by traffic: {best.order}", "green")], *text_report.findings(best)]
 
 
 def _compared(plans: list[Plan]) -> dict[str, object]:
-    best = text_report.best(plans).order if plans[0].machine else None
+    best = text_report.best_plan(plans).order if plans[0].topology else None
     return {"format": 1, "plans": [one.data() for one in plans], "best": best}
 
 
@@ -141,7 +143,7 @@ def _picture(one: Plan, colour: tuple[str | int, ...], width: int) -> list[Line]
     from pgmesh.drawing import terminal
     from pgmesh.planning import html
 
-    host = one.machine[0] if one.machine else None
+    host = one.topology[0] if one.topology else None
     coloured = styled_text.is_coloured(sys.stdout)
     axes = colour or html.colour_axes(one.layout)
     lines = terminal.lines(one.layout, *axes, host=host, width=width, coloured=coloured)

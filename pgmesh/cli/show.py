@@ -10,7 +10,7 @@ from pgmesh.cli import arguments, output
 from pgmesh.cli.arguments import CommandLine, UsageError
 from pgmesh.drawing import figures, styled_text, svg, terminal
 from pgmesh.planning import html
-from pgmesh.planning.rank_report import place_of
+from pgmesh.planning.rank_report import rank_report_of
 
 EXAMPLES = """\
 examples:
@@ -24,29 +24,30 @@ def add(parser: argparse.ArgumentParser) -> None:
     arguments.add_output(parser)
 
 
-def run(args: argparse.Namespace, typed: CommandLine) -> int:
-    output.check(args, typed)
-    mesh = arguments.take(args, typed)
+def run(args: argparse.Namespace, command_line: CommandLine) -> int:
+    output.check(args, command_line)
+    mesh = arguments.parse_mesh(args, command_line)
     layout, rank = mesh.layout, args.rank
     if rank not in layout:
         last = len(layout) - 1
         nearest = str(min(max(rank, 0), last))
         raise UsageError(
-            f"there is no rank {rank:,}: the ranks are 0 to {last:,}.", (typed.but({str(rank): nearest}), "")
+            f"there is no rank {rank:,}: the ranks are 0 to {last:,}.",
+            (command_line.with_changes({str(rank): nearest}), ""),
         )
-    place = place_of(layout, rank, mesh.machine)
-    axes = arguments.take_axes(args.colour, layout, typed) if args.colour else html.colour_axes(layout)
-    host = mesh.machine[0] if mesh.machine else None
-    drawn = figures.figure(layout, *axes, host=host, mark=rank)
+    report = rank_report_of(layout, rank, mesh.topology)
+    axes = arguments.parse_axes(args.colour, layout, command_line) if args.colour else html.colour_axes(layout)
+    host = mesh.topology[0] if mesh.topology else None
+    drawn = figures.make_figure(layout, *axes, host=host, mark=rank)
     saved = []
-    for file, text in ((args.svg, svg.drawing(drawn).svg), (args.html, lambda: html.rank_page(place, drawn))):
+    for file, text in ((args.svg, svg.drawing(drawn).svg), (args.html, lambda: html.rank_page(report, drawn))):
         if file and output.save(text(), file):
             saved.append([(f"The picture is in {file}", "")])
     if args.json:
-        print(json.dumps(place.data(), indent=2))
+        print(json.dumps(report.data(), indent=2))
     elif "-" not in (args.svg, args.html):
         width = styled_text.width_of(sys.stdout)
         coloured = styled_text.is_coloured(sys.stdout)
         lines = terminal.lines(layout, *axes, host=host, mark=rank, width=width, coloured=coloured)
-        styled_text.write([*place.lines(width), [], *lines, *([[], *saved] if saved else [])], sys.stdout)
+        styled_text.write([*report.lines(width), [], *lines, *([[], *saved] if saved else [])], sys.stdout)
     return 0

@@ -8,33 +8,35 @@ from collections.abc import Sequence
 SIZE = r"-1|0*[1-9][0-9]*"
 
 
-def mended(words: Sequence[str], size: int) -> list[str]:
+def corrected_sizes(words: Sequence[str], size: int) -> list[str]:
     """Sizes near what these words say, one for each; "" for an axis that is there already.
 
     Args:
         size: of an axis that has none.
 
-    >>> mended(["8", "dp=2", "pp", "dp", "4"], 2)
+    >>> corrected_sizes(["8", "dp=2", "pp", "dp", "4"], 2)
     ['tp=8', 'dp=2', 'pp=2', '', 'axis=4']
     """
     axes: set[str] = set()
     right: list[str] = []
-    said = {word.partition("=")[0] for word in words}
+    output = {word.partition("=")[0] for word in words}
     for word in words:
         name, number = re.search(r"[A-Za-z_][A-Za-z_0-9]*", word), re.search(r"-1|[1-9][0-9]*", word.partition("=")[2])
         number = number or (None if name else re.search(r"[1-9][0-9]*", word))
-        free = next((usual for usual in ("dp", "tp", "pp") if usual not in said | axes), "axis")
+        free = next((usual for usual in ("dp", "tp", "pp") if usual not in output | axes), "axis")
         axis = name[0] if name else free
         right.append("" if axis in axes else f"{axis}={number[0] if number else size}")
         axes.add(axis)
     return right
 
 
-def meant(words: Sequence[str]) -> list[str]:
+def intended_sizes(words: Sequence[str]) -> list[str]:
     """The sizes that words mean that are written in another way; none where that is not plain.
 
-    >>> meant(["dp=2,tp=-1"]), meant(["dp", "2", "tp:", "4"]), meant(["2x4"]), meant(["dp"])
-    (['dp=2', 'tp=-1'], ['dp=2', 'tp=4'], ['2', '4'], [])
+    >>> intended_sizes(["dp=2,tp=-1"]), intended_sizes(["dp", "2", "tp:", "4"])
+    (['dp=2', 'tp=-1'], ['dp=2', 'tp=4'])
+    >>> intended_sizes(["2x4"]), intended_sizes(["dp"])
+    (['2', '4'], [])
     """
     text = " ".join(words)
     if re.fullmatch(rf"({SIZE})([x*,; ]+({SIZE}))+", text):
@@ -44,7 +46,7 @@ def meant(words: Sequence[str]) -> list[str]:
     return [f"{spaced or close}={size}" for spaced, close, size in re.findall(pair, text)] if whole else []
 
 
-def is_well(words: Sequence[str]) -> bool:
+def are_valid_sizes(words: Sequence[str]) -> bool:
     """Whether these are sizes as they are written, each axis once."""
     if all(re.fullmatch(SIZE, word) for word in words):
         return True

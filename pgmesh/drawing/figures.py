@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
 
-from pgmesh.drawing.plain_text import GAP, Place, place_in_words, shown_indices
+from pgmesh.drawing.plain_text import GAP, ShownCoord, coord_text, shown_indices
 
 if TYPE_CHECKING:
     from pgmesh.drawing.drawable import Axis, Drawable
-    from pgmesh.topology.hosts import Level
+    from pgmesh.topology.hosts import HostLevel
 
-MOST = 1024
+MAX_CELLS = 1024
 """How many cells a picture has before it shows a sample."""
 
-WIDE = 64
+MAX_COLUMNS = 64
 """How many cells stand side by side in a panel at most."""
 
 
@@ -59,16 +59,16 @@ class Panel:
     def boxes(self) -> list[tuple[int, range, range]]:
         """Each host with the rows and the columns of a rectangle of its cells; a ragged host has several.
 
-        >>> from pgmesh.topology.hosts import Level
-        >>> figure(layout, host=Level("host", ((4, 2),))).panels[0].boxes()
+        >>> from pgmesh.topology.hosts import HostLevel
+        >>> make_figure(layout, host=HostLevel("host", ((4, 2),))).panels[0].boxes()
         [(0, range(0, 1), range(0, 2)), (1, range(1, 2), range(0, 2))]
         """
         boxes: list[tuple[int, range, range]] = []
         for row in range(max(1, len(self.rows))):
             for host, across in _runs([cell for cell in self.cells if cell.row == row]):
                 above = (host, range(row - 1, row), across)
-                for i, (other, down, wide) in enumerate(boxes):
-                    if (other, range(down.stop - 1, down.stop), wide) == above:
+                for i, (other, down, columns) in enumerate(boxes):
+                    if (other, range(down.stop - 1, down.stop), columns) == above:
                         boxes[i] = (host, range(down.start, row + 1), across)
                         break
                 else:
@@ -78,24 +78,24 @@ class Panel:
     def regions(self) -> list[tuple[int, list[tuple[range, range]]]]:
         """Each host with the rectangles of its cells that touch; a host in several pieces has several.
 
-        >>> from pgmesh.topology.hosts import Level
-        >>> figure(layout, host=Level("host", ((1, 3), (1, 5)))).panels[0].regions()
+        >>> from pgmesh.topology.hosts import HostLevel
+        >>> make_figure(layout, host=HostLevel("host", ((1, 3), (1, 5)))).panels[0].regions()
         [(0, [(range(0, 1), range(0, 2)), (range(1, 2), range(0, 1))]), (1, [(range(1, 2), range(1, 2))])]
         """
         regions: dict[int, list[list[tuple[range, range]]]] = {}
         for host, down, across in self.boxes():
             mine = regions.setdefault(host, [])
-            near = [parts for parts in mine if any(_touch((down, across), part) for part in parts)]
+            near = [parts for parts in mine if any(_share_edge((down, across), part) for part in parts)]
             mine[:] = [parts for parts in mine if parts not in near]
             mine.append([*(part for parts in near for part in parts), (down, across)])
         return [(host, parts) for host, mine in regions.items() for parts in mine]
 
 
-def _touch(one: tuple[range, range], other: tuple[range, range]) -> bool:
+def _share_edge(one: tuple[range, range], other: tuple[range, range]) -> bool:
     """Whether two rectangles that do not overlap have a part of an edge in common."""
-    (down, across), (low, wide) = one, other
-    rows = min(down.stop, low.stop) - max(down.start, low.start)
-    columns = min(across.stop, wide.stop) - max(across.start, wide.start)
+    (down, across), (other_down, other_across) = one, other
+    rows = min(down.stop, other_down.stop) - max(down.start, other_down.start)
+    columns = min(across.stop, other_across.stop) - max(across.start, other_across.start)
     return min(rows, columns) == 0 and max(rows, columns) > 0
 
 
@@ -125,14 +125,14 @@ class Figure:
     host: str  # what holds ranks: host, domain; "" if that is not known
 
 
-def figure(
+def make_figure(
     layout: Drawable,
     *axes: Axis,
-    host: Level | None = None,
+    host: HostLevel | None = None,
     mark: int | None = None,
     title: str | None = None,
-    most: int = MOST,
-    wide: int = WIDE,
+    max_cells: int = MAX_CELLS,
+    max_columns: int = MAX_COLUMNS,
 ) -> Figure:
     """What a picture of a layout shows.
 
@@ -144,13 +144,13 @@ def figure(
         most: how many cells there are at most.
         wide: how many of them stand side by side in a panel at most.
 
-    >>> drawn = figure(layout, "dp", "tp")
+    >>> drawn = make_figure(layout, "dp", "tp")
     >>> drawn.colours, [cell.rank for cell in drawn.panels[1].cells]
     (2, [4, 5, 6, 7])
     """
     axes = axes or layout.axes[-1:]
     chosen = layout.along(layout.rank_of([0] * len(layout.axes)), *axes).axes if axes else ()
-    shown = _fitting(layout, mark, most, wide)
+    shown = _indices_to_show(layout, mark, max_cells, max_columns)
     cut = max(0, len(layout.axes) - 2)
     colours: dict[int, int] = {}
     panels = tuple(
@@ -175,16 +175,18 @@ def figure(
     )
 
 
-def _fitting(layout: Drawable, mark: int | None, most: int, wide: int) -> list[Place]:
+def _indices_to_show(layout: Drawable, mark: int | None, max_cells: int, max_columns: int) -> list[ShownCoord]:
     """The indices of each axis to show, of outer axes the fewest, so that there are about so many cells at most."""
-    limits = [min(size, least) for size, least in zip(layout.shape, [most] * (len(layout.axes) - 1) + [wide])]
+    limits = [
+        min(size, least) for size, least in zip(layout.shape, [max_cells] * (len(layout.axes) - 1) + [max_columns])
+    ]
     for i, limit in enumerate(limits):
-        room = most * limit // math.prod(limits)
+        room = max_cells * limit // math.prod(limits)
         limits[i] = max(min(limit, 3), min(limit, room))
     return shown_indices(layout, mark, limits)
 
 
-def _skipped(axes: Sequence[Axis], shown: Sequence[Place], outer: Place) -> tuple[str, ...]:
+def _skipped(axes: Sequence[Axis], shown: Sequence[ShownCoord], outer: ShownCoord) -> tuple[str, ...]:
     """What is left out just before the panel at a place on the outer axes: for each of them words, or "" for nothing.
 
     >>> _skipped(("pp", "dp"), [(0, GAP, 7), (0, 1, GAP, 15)], (7, 0)), _skipped(("pp",), [(GAP, 3)], (3,))
@@ -196,18 +198,18 @@ def _skipped(axes: Sequence[Axis], shown: Sequence[Place], outer: Place) -> tupl
         begins = all(other == next(i for i in more if i != GAP) for other, more in zip(outer[k + 1 :], shown[k + 1 :]))
         before = indices[at - 2] if at > 1 else -1
         missing = range(int(before) + 1, int(index)) if at and indices[at - 1] == GAP and begins else ()
-        ends = " to ".join(place_in_words((axes[k],), (end,)) for end in dict.fromkeys([*missing[:1], *missing[-1:]]))
-        words.append(" ".join(filter(None, (place_in_words(tuple(axes[:k]), outer[:k]), ends))) if missing else "")
+        ends = " to ".join(coord_text((axes[k],), (end,)) for end in dict.fromkeys([*missing[:1], *missing[-1:]]))
+        words.append(" ".join(filter(None, (coord_text(tuple(axes[:k]), outer[:k]), ends))) if missing else "")
     return tuple(words)
 
 
 def _panel(
     layout: Drawable,
-    outer: Place,
-    shown: list[Place],
+    outer: ShownCoord,
+    shown: list[ShownCoord],
     chosen: tuple[Axis, ...],
     colours: dict[int, int],
-    host: Level | None,
+    host: HostLevel | None,
     mark: int | None,
     skipped: tuple[str, ...],
 ) -> Panel:
@@ -236,9 +238,9 @@ def _panel(
             )
         )
     return Panel(
-        place_in_words(layout.axes, outer),
-        tuple(place_in_words(axes[:-1], row) for row in rows) if len(axes) > 1 else (),
-        tuple(place_in_words(axes[-1:], column) for column in columns) if axes else (),
+        coord_text(layout.axes, outer),
+        tuple(coord_text(axes[:-1], row) for row in rows) if len(axes) > 1 else (),
+        tuple(coord_text(axes[-1:], column) for column in columns) if axes else (),
         tuple(cells),
         tuple(filter(None, skipped)),
         not any(skipped[:-1]),

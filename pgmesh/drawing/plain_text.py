@@ -12,45 +12,45 @@ from typing import TYPE_CHECKING, Union
 if TYPE_CHECKING:
     from pgmesh.drawing.drawable import Drawable
 
-MOST = 8
+MAX_INDICES = 8
 """How many indices of one axis are shown before the middle is left out."""
 
 GAP = "…"
-Place = tuple[Union[int, str], ...]
+ShownCoord = tuple[Union[int, str], ...]
 """An index on each of some axes, ``GAP`` where indices are left out."""
 
 
-def text(layout: Drawable, *, mark: int | None = None, width: int = 80) -> str:
+def draw(layout: Drawable, *, mark: int | None = None, width: int = 80) -> str:
     """A layout as lines of text, panels side by side as far as ``width`` goes.
 
     Args:
         mark: a rank to put in brackets.
         width: in characters.
 
-    >>> print(text(layout, mark=5))
+    >>> print(draw(layout, mark=5))
     ┌ pp0 ───────┐  ┌ pp1 ───────┐
     │     tp0 tp1│  │     tp0 tp1│
     │ dp0   0   1│  │ dp0   4 [5]│
     │ dp1   2   3│  │ dp1   6   7│
     └────────────┘  └────────────┘
     """
-    shown = shown_indices(layout, mark, repeat(MOST))
+    shown = shown_indices(layout, mark, repeat(MAX_INDICES))
     cut = max(0, len(layout.axes) - 2)
     tables = {outer: _table(layout, outer, shown[cut:], mark) for outer in product(*shown[:cut])}
     widths = [max(map(len, column)) for column in zip(*(line for table in tables.values() for line in table))]
-    panels = [_frame(place_in_words(layout.axes, outer), table, widths) for outer, table in tables.items()]
+    panels = [_frame(coord_text(layout.axes, outer), table, widths) for outer, table in tables.items()]
     fit = max(1, (width + 2) // (max(len(panel[0]) for panel in panels) + 2))
     strips = [panels[i : i + fit] for i in range(0, len(panels), fit)]
     return "\n".join("  ".join(line) for strip in strips for line in zip(*strip))
 
 
-def _table(layout: Drawable, outer: Place, shown: list[Place], mark: int | None) -> list[list[str]]:
+def _table(layout: Drawable, outer: ShownCoord, shown: list[ShownCoord], mark: int | None) -> list[list[str]]:
     """The words of one panel: the names of its columns, then a line for each row of ranks."""
     axes = layout.axes[len(outer) :]
     columns = list(product(*shown[-1:]))
-    names = [["", *(place_in_words(axes[-1:], column) for column in columns)]] if axes else []
+    names = [["", *(coord_text(axes[-1:], column) for column in columns)]] if axes else []
     return names + [
-        [place_in_words(axes[:-1], row), *(_rank(layout, (*outer, *row, *column), mark) for column in columns)]
+        [coord_text(axes[:-1], row), *(_rank(layout, (*outer, *row, *column), mark) for column in columns)]
         for row in product(*shown[:-1])
     ]
 
@@ -66,29 +66,29 @@ def _frame(title: str, table: list[list[str]], widths: list[int]) -> list[str]:
     return [f"┌{top:─<{room}}┐", *(f"│{line:<{room}}│" for line in lines), f"└{'─' * room}┘"]
 
 
-def _rank(layout: Drawable, place: Place, mark: int | None) -> str:
-    coord = [index for index in place if isinstance(index, int)]
-    if len(coord) < len(place):
+def _rank(layout: Drawable, coord_shown: ShownCoord, mark: int | None) -> str:
+    coord = [index for index in coord_shown if isinstance(index, int)]
+    if len(coord) < len(coord_shown):
         return GAP
     rank = layout.rank_of(coord)
     return f"[{rank}]" if rank == mark else str(rank)
 
 
-def shown_indices(layout: Drawable, mark: int | None, limits: Iterable[int]) -> list[Place]:
+def shown_indices(layout: Drawable, mark: int | None, limits: Iterable[int]) -> list[ShownCoord]:
     """The indices of each axis that a picture shows: all of a short one; of a long one the ends and the marked."""
     here = layout.coord_of(mark) if mark is not None and mark in layout else (0,) * len(layout.axes)
     return [
-        tuple(range(size)) if size <= most else _ends(size, index, most)
-        for size, index, most in zip(layout.shape, here, limits)
+        tuple(range(size)) if size <= limit else _ends(size, index, limit)
+        for size, index, limit in zip(layout.shape, here, limits)
     ]
 
 
-def _ends(size: int, index: int, most: int) -> Place:
-    if most - 2 <= index < size - 1:
-        return (*range(most - 4), GAP, index, GAP, size - 1)
-    return (*range(most - 2), GAP, size - 1)
+def _ends(size: int, index: int, limit: int) -> ShownCoord:
+    if limit - 2 <= index < size - 1:
+        return (*range(limit - 4), GAP, index, GAP, size - 1)
+    return (*range(limit - 2), GAP, size - 1)
 
 
-def place_in_words(axes: tuple[str | int, ...], place: Place) -> str:
+def coord_text(axes: tuple[str | int, ...], coord_shown: ShownCoord) -> str:
     """A place in the words of ``label``: ``pp0 dp1``."""
-    return " ".join(f"{axis}:{i}" if isinstance(axis, int) else f"{axis}{i}" for axis, i in zip(axes, place))
+    return " ".join(f"{axis}:{i}" if isinstance(axis, int) else f"{axis}{i}" for axis, i in zip(axes, coord_shown))

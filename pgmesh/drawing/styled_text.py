@@ -86,7 +86,7 @@ def marked(mark: str, text: str, width: int = 80) -> list[Line]:
     return [[(mark, MARKS[mark]), (f"{first[0][0][len(mark) :]}", "")], *rest]
 
 
-def is_seen(stream: TextIO) -> bool:
+def is_terminal(stream: TextIO) -> bool:
     """Whether somebody looks at a stream: whether it is a terminal.
 
     Open MPI gives each rank a terminal of its own, whoever reads what it says: that one does not count.
@@ -96,12 +96,12 @@ def is_seen(stream: TextIO) -> bool:
 
 def width_of(stream: TextIO) -> int:
     """How many characters go on a line: as many as the terminal has, and 80 elsewhere."""
-    return max(40, shutil.get_terminal_size((80, 24)).columns) if is_seen(stream) else 80
+    return max(40, shutil.get_terminal_size((80, 24)).columns) if is_terminal(stream) else 80
 
 
 def is_coloured(stream: TextIO) -> bool:
     """Whether lines written to a stream get their colours: it is a terminal that has some, and rich is installed."""
-    return is_seen(stream) and os.environ.get("TERM") != "dumb" and find_spec("rich") is not None
+    return is_terminal(stream) and os.environ.get("TERM") != "dumb" and find_spec("rich") is not None
 
 
 def write(lines: Sequence[Line], stream: TextIO) -> None:

@@ -16,7 +16,7 @@ from pgmesh.drawing.plain_text import GAP
 
 if TYPE_CHECKING:
     from pgmesh.drawing.drawable import Axis, Drawable
-    from pgmesh.topology.hosts import Level
+    from pgmesh.topology.hosts import HostLevel
 
 WIDTH = 1380
 """How wide a drawing gets before panels go on another line."""
@@ -82,7 +82,7 @@ class Drawing:
     def svg(self) -> str:
         """The text of it.
 
-        >>> drawing(figures.figure(layout)).svg().startswith('<svg xmlns="http://www.w3.org/2000/svg"')
+        >>> drawing(figures.make_figure(layout)).svg().startswith('<svg xmlns="http://www.w3.org/2000/svg"')
         True
         """
         size = f'width="{_n(self.width)}" height="{_n(self.height)}" viewBox="0 0 {_n(self.width)} {_n(self.height)}"'
@@ -108,22 +108,22 @@ class Sizes:
         return cls(11, 9, 22, 28, 6) if cells <= 256 else cls(8, 7.5, 14, 20, 4)
 
 
-def of(layout: Drawable, *axes: Axis, host: Level | None = None, mark: int | None = None) -> str:
+def of(layout: Drawable, *axes: Axis, host: HostLevel | None = None, mark: int | None = None) -> str:
     """A layout as SVG, a colour to each group along some axes.
 
     >>> of(layout, "tp").count("<title>")
     8
     """
-    return drawing(figures.figure(layout, *axes, host=host, mark=mark)).svg()
+    return drawing(figures.make_figure(layout, *axes, host=host, mark=mark)).svg()
 
 
-def beside(*layouts: Drawable, host: Level | None = None) -> str:
+def beside(*layouts: Drawable, host: HostLevel | None = None) -> str:
     """Layouts side by side as SVG, such as two meshes over the same ranks.
 
     >>> beside(layout, layout.view(edp=2, ep=4)).count('<rect class="cell"')
     16
     """
-    return drawing(*(figures.figure(layout, host=host) for layout in layouts)).svg()
+    return drawing(*(figures.make_figure(layout, host=host) for layout in layouts)).svg()
 
 
 def drawing(*figures: Figure) -> Drawing:

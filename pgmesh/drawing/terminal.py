@@ -13,16 +13,16 @@ from pgmesh.drawing.styled_text import Line, wrapped
 
 if TYPE_CHECKING:
     from pgmesh.drawing.drawable import Axis, Drawable
-    from pgmesh.topology.hosts import Level
+    from pgmesh.topology.hosts import HostLevel
 
-MOST = 256
+MAX_CELLS = 256
 """How many cells a picture has in a terminal before it shows a sample."""
 
 
 def lines(
     layout: Drawable,
     *axes: Axis,
-    host: Level | None = None,
+    host: HostLevel | None = None,
     mark: int | None = None,
     width: int = 80,
     coloured: bool = False,
@@ -30,18 +30,18 @@ def lines(
     """A layout as lines, no wider than asked.
 
     >>> from pgmesh.drawing import styled_text
-    >>> from pgmesh.topology.hosts import Level
-    >>> print(styled_text.plain(lines(layout, host=Level("host", ((4, 2),)), mark=5)))
+    >>> from pgmesh.topology.hosts import HostLevel
+    >>> print(styled_text.plain(lines(layout, host=HostLevel("host", ((4, 2),)), mark=5)))
     ┌ pp0 ───────────────┐  ┌ pp1 ───────────────┐
     │     tp0 tp1        │  │     tp0 tp1        │
     │ dp0   0   1  host 0│  │ dp0   4 [5]  host 2│
     │ dp1   2   3  host 1│  │ dp1   6   7  host 3│
     └────────────────────┘  └────────────────────┘
     """
-    whole = min(layout.shape[-1] if layout.shape else 1, figures.WIDE)
+    whole = min(layout.shape[-1] if layout.shape else 1, figures.MAX_COLUMNS)
     tries = product((host, None) if host else (None,), range(whole, min(whole, 3) - 1, -1))
-    for named, wide in tries:  # fewer columns, and then no hosts, until it is narrow enough
-        figure = figures.figure(layout, *axes, host=named, mark=mark, most=MOST, wide=wide)
+    for named, max_columns in tries:  # fewer columns, and then no hosts, until it is narrow enough
+        figure = figures.make_figure(layout, *axes, host=named, mark=mark, max_cells=MAX_CELLS, max_columns=max_columns)
         panels = _panels(figure, coloured)
         if _width(panels[0][0]) <= width:
             break
@@ -50,17 +50,17 @@ def lines(
     strip: list[list[Line]] = []  # panels side by side
     for panel, lines_of_it in zip(figure.panels, panels):
         if len(strip) == fit or panel.skipped:
-            drawn += _beside(strip)
+            drawn += _join_panels(strip)
             strip = []
         if panel.skipped:
             drawn += wrapped(f"{GAP} {', '.join(panel.skipped)}", width, "dim")
         strip.append(lines_of_it)
-    drawn += _beside(strip)
+    drawn += _join_panels(strip)
     notes = [figure.note, figure.legend.split(";")[0] * coloured]
     return [*drawn, *(line for note in filter(None, notes) for line in wrapped(note, width, "dim"))]
 
 
-def _beside(panels: Sequence[list[Line]]) -> list[Line]:
+def _join_panels(panels: Sequence[list[Line]]) -> list[Line]:
     drawn = []
     for row in zip(*panels):
         line: Line = []

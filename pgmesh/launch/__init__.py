@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 # The file each name lives in. Nothing is loaded before it is asked for: to detect the launcher takes no torch.
-_HOME = {
+_MODULES = {
     "StoreProcess": "store",
     "detect_launcher": "detect",
     "fake_world": "faking",
@@ -14,30 +14,30 @@ _HOME = {
     "placement": "placing",
     "spawn": "spawning",
 }
-_INSIDE = {
+_INTERNAL = {
     "PRELOAD": "processes",
-    **dict.fromkeys(("GRACE", "LocalWorld", "Outcome", "packed", "results"), "spawning"),
-    "TORCHRUN": "detect",
+    **dict.fromkeys(("FAILURE_GRACE", "LocalWorld", "Outcome", "pack_call", "unwrap_results"), "spawning"),
+    "TORCHRUN_VARIABLES": "detect",
 }
 
-__all__ = [*_HOME]
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOME.get(name) or _INSIDE.get(name)
-    if home is None:
+    module = _MODULES.get(name) or _INTERNAL.get(name)
+    if module is None:
         raise AttributeError(f"module 'pgmesh.launch' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"pgmesh.launch.{home}"), name)
+    value = getattr(importlib.import_module(f"pgmesh.launch.{module}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+    return sorted([*globals(), *_MODULES])
 
 
 if TYPE_CHECKING:
-    from pgmesh.launch.detect import TORCHRUN as TORCHRUN, detect_launcher as detect_launcher
+    from pgmesh.launch.detect import TORCHRUN_VARIABLES as TORCHRUN_VARIABLES, detect_launcher as detect_launcher
     from pgmesh.launch.faking import fake_world as fake_world
     from pgmesh.launch.joining import (
         from_openmpi as from_openmpi,
@@ -48,11 +48,11 @@ if TYPE_CHECKING:
     from pgmesh.launch.placing import placement as placement
     from pgmesh.launch.processes import PRELOAD as PRELOAD
     from pgmesh.launch.spawning import (
-        GRACE as GRACE,
+        FAILURE_GRACE as FAILURE_GRACE,
         LocalWorld as LocalWorld,
         Outcome as Outcome,
-        packed as packed,
-        results as results,
+        pack_call as pack_call,
         spawn as spawn,
+        unwrap_results as unwrap_results,
     )
     from pgmesh.launch.store import StoreProcess as StoreProcess

@@ -19,25 +19,25 @@ from typing import ClassVar
 from pgmesh._util.formatting import format_calls
 from pgmesh.errors import LaunchError
 from pgmesh.launch import pbs
-from pgmesh.launch.slurm import hosts_of, tasks_of
+from pgmesh.launch.slurm import parse_hosts, parse_task_counts
 
 Environ = Mapping[str, str]
 
 PORTS = range(20_000, 30_000)
 """Where ports that are derived from a job's number lie: below those that Linux hands out by itself."""
 
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """What a process needs that is started as torchrun starts them."""
 
-PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
-INNERMOST = {"PGMESH_SPAWNED": "launch.spawn", "TORCHELASTIC_RUN_ID": "torchrun"}
+INNERMOST_MARKS = {"PGMESH_SPAWNED": "launch.spawn", "TORCHELASTIC_RUN_ID": "torchrun"}
 """Set by whoever starts the process itself, whatever that one was started by."""
 
-NO_STEP = 0xFFFFFFF0
+FIRST_STEP_WITHOUT_TASKS = 0xFFFFFFF0
 """From here on Slurm's step numbers mean a batch script or an interactive shell, and no step of srun."""
 
-LOCAL = "127.0.0.1"
+LOCALHOST = "127.0.0.1"
 LAST_PORT = 65_535
 
 
@@ -96,7 +96,7 @@ class LauncherInfo:
         return _error(problem, dict(self.read), *ways)
 
 
-class Variables:
+class EnvironmentReader:
     """The environment, with a list of what was read in it."""
 
     def __init__(self, environ: Environ) -> None:
@@ -111,7 +111,7 @@ class Variables:
                 return value
         return None
 
-    def number(self, *names: str, at_least: int = 0, at_most: int | None = None) -> int | None:
+    def integer(self, *names: str, at_least: int = 0, at_most: int | None = None) -> int | None:
         """What these say, as far as they are set: all of them the same whole number.
 
         Raises:
@@ -128,21 +128,21 @@ class Variables:
             raise self.error(f"{differ}: they should be the same.")
         return int(next(iter(said.values()))) if said else None
 
-    def need(self, *names: str, at_least: int = 0) -> int:
+    def required(self, *names: str, at_least: int = 0) -> int:
         """The same, where one of them has to be set."""
-        number = self.number(*names, at_least=at_least)
+        number = self.integer(*names, at_least=at_least)
         if number is None:
             self.values |= dict.fromkeys(names)
             *most, last = names
             raise self.error(f"{', '.join(most)} and {last} are not set." if most else f"{last} is not set.")
         return number
 
-    def below(self, name: str, rank: int | None, limit: str, size: int | None) -> None:
+    def check_below(self, name: str, rank: int | None, limit: str, size: int | None) -> None:
         """See that a rank is below its size, where both are known."""
         if rank is not None and size is not None and rank >= size:
             raise self.error(f"{name} is {rank}, but {limit} is {size}, and ranks count from 0.")
 
-    def within(self, local: str, local_size: int | None, name: str, size: int) -> None:
+    def check_host_size(self, local: str, local_size: int | None, name: str, size: int) -> None:
         """See that no host has more ranks than there are."""
         if local_size is not None and local_size > size:
             raise self.error(f"{local} is {local_size}, but {name} is {size}: no host has more ranks than there are.")
@@ -188,35 +188,35 @@ class Torchrun(Launcher):
     """torchrun; and whoever sets the same variables by hand, as torch's ``env://`` wants them."""
 
     name = "torchrun"
-    marks = TORCHRUN
+    marks = TORCHRUN_VARIABLES
 
     @classmethod
     def detect(cls, environ: Environ) -> LauncherInfo | None:
         """What RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT say."""
-        there = [name for name in TORCHRUN if name in environ]
+        there = [name for name in TORCHRUN_VARIABLES if name in environ]
         if not there:
             return None
-        look = Variables(environ)
+        reader = EnvironmentReader(environ)
         numbers = [environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")]
         complete = environ.get("MASTER_ADDR") and all(map(_is_number, numbers))
         if not complete or int(environ["RANK"]) >= int(environ["WORLD_SIZE"]):
-            look.values |= {name: environ.get(name) for name in TORCHRUN}
-            raise look.error(
+            reader.values |= {name: environ.get(name) for name in TORCHRUN_VARIABLES}
+            raise reader.error(
                 "the environment names no rank of a world:",
                 ("torchrun --nproc-per-node 8 script.py", "sets them all: a world of 8"),
                 (f"unset {' '.join(there)}", "or none: a world of 1"),
             )
-        rank, size = look.need("RANK"), look.need("WORLD_SIZE", at_least=1)
-        local_rank, local_size = look.need("LOCAL_RANK"), look.number("LOCAL_WORLD_SIZE", at_least=1)
-        look.below("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_size)
-        look.within("LOCAL_WORLD_SIZE", local_size, "WORLD_SIZE", size)
-        host, hosts = look.number("GROUP_RANK"), look.number("GROUP_WORLD_SIZE", at_least=1)
-        look.below("GROUP_RANK", host, "GROUP_WORLD_SIZE", hosts)
-        address, port = look.text("MASTER_ADDR"), look.number("MASTER_PORT", at_least=1, at_most=LAST_PORT)
-        mark = next((mark for mark in INNERMOST if look.text(mark) is not None), None)
-        launcher = INNERMOST[mark] if mark else "the environment"
+        rank, size = reader.required("RANK"), reader.required("WORLD_SIZE", at_least=1)
+        local_rank, local_size = reader.required("LOCAL_RANK"), reader.integer("LOCAL_WORLD_SIZE", at_least=1)
+        reader.check_below("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_size)
+        reader.check_host_size("LOCAL_WORLD_SIZE", local_size, "WORLD_SIZE", size)
+        host, hosts = reader.integer("GROUP_RANK"), reader.integer("GROUP_WORLD_SIZE", at_least=1)
+        reader.check_below("GROUP_RANK", host, "GROUP_WORLD_SIZE", hosts)
+        address, port = reader.text("MASTER_ADDR"), reader.integer("MASTER_PORT", at_least=1, at_most=LAST_PORT)
+        mark = next((mark for mark in INNERMOST_MARKS if reader.text(mark) is not None), None)
+        launcher = INNERMOST_MARKS[mark] if mark else "the environment"
         why = f"{mark or 'RANK'} is set"
-        return LauncherInfo(launcher, why, rank, size, local_rank, local_size, (), address, port, look.read)
+        return LauncherInfo(launcher, why, rank, size, local_rank, local_size, (), address, port, reader.read)
 
 
 class MPI(Launcher):
@@ -231,24 +231,24 @@ class MPI(Launcher):
     @classmethod
     def detect(cls, environ: Environ) -> LauncherInfo | None:
         """What its variables say. Rank 0 is at 127.0.0.1 where all ranks are on one host, else nobody knows."""
-        look = Variables(environ)
+        reader = EnvironmentReader(environ)
         mark = next((name for name in cls.marks if name in environ), None)
         if mark is None:
             return None
-        rank, size = look.need(*cls.rank), look.need(*cls.size, at_least=1)
-        local_rank, local_size = look.number(*cls.local_rank), look.number(*cls.local_size, at_least=1)
-        look.below(cls.rank[0], rank, cls.size[0], size)
-        look.below(cls.local_rank[0], local_rank, cls.local_size[0], local_size)
-        look.within(cls.local_size[0], local_size, cls.size[0], size)
-        hosts = cls._hosts(look, size, local_size)
-        address, job = LOCAL if local_size == size else hosts[0] if hosts else None, look.text(*cls.job)
+        rank, size = reader.required(*cls.rank), reader.required(*cls.size, at_least=1)
+        local_rank, local_size = reader.integer(*cls.local_rank), reader.integer(*cls.local_size, at_least=1)
+        reader.check_below(cls.rank[0], rank, cls.size[0], size)
+        reader.check_below(cls.local_rank[0], local_rank, cls.local_size[0], local_size)
+        reader.check_host_size(cls.local_size[0], local_size, cls.size[0], size)
+        hosts = cls._hosts(reader, size, local_size)
+        address, job = LOCALHOST if local_size == size else hosts[0] if hosts else None, reader.text(*cls.job)
         port = PORTS[zlib.crc32(job.encode()) % len(PORTS)] if job else None
         return LauncherInfo(
-            cls.name, f"{mark} is set", rank, size, local_rank, local_size, hosts, address, port, look.read
+            cls.name, f"{mark} is set", rank, size, local_rank, local_size, hosts, address, port, reader.read
         )
 
     @classmethod
-    def _hosts(cls, look: Variables, size: int, local_size: int | None) -> tuple[str, ...]:
+    def _hosts(cls, reader: EnvironmentReader, size: int, local_size: int | None) -> tuple[str, ...]:
         """The hosts, where the launcher names them, rank 0's first."""
         return ()
 
@@ -276,23 +276,23 @@ class MVAPICH(MPI):
     local_size = ("MV2_COMM_WORLD_LOCAL_SIZE",)
 
 
-class OnPBS(MPI):
+class MPIOnPBS(MPI):
     """A launcher that runs ranks on the hosts of a PBS job, from the first on."""
 
     @classmethod
-    def _hosts(cls, look: Variables, size: int, local_size: int | None) -> tuple[str, ...]:
+    def _hosts(cls, reader: EnvironmentReader, size: int, local_size: int | None) -> tuple[str, ...]:
         """The hosts of PBS_NODEFILE: none where it is not set, or PBS left the file on the job's first host alone."""
-        path = look.text("PBS_NODEFILE")
-        hosts = pbs.hosts_in(path) if path else ()
+        path = reader.text("PBS_NODEFILE")
+        hosts = pbs.read_node_file(path) if path else ()
         if len(hosts) == 1 and local_size is not None and local_size < size:
-            raise look.error(
+            raise reader.error(
                 f"PBS_NODEFILE names one host, {hosts[0]}, but only {local_size} of {size} ranks are on this one.",
                 ("unset PBS_NODEFILE", "and give launch.join(host=...) where rank 0 is"),
             )
         return hosts
 
 
-class PALS(OnPBS):
+class PALS(MPIOnPBS):
     """HPE Cray's PALS. Untested."""
 
     name = "PALS"
@@ -319,11 +319,11 @@ class MPICH(MPI):
         """What its variables say; but srun sets PMI_RANK too, and PMIx PMI_SIZE."""
         if "MPI_LOCALRANKID" in environ:
             return super().detect(environ)
-        others = Slurm.step(environ) is not None or ("PMIX_RANK" in environ and "PMI_RANK" not in environ)
+        others = Slurm.step_variable(environ) is not None or ("PMIX_RANK" in environ and "PMI_RANK" not in environ)
         return None if others else super().detect(environ)
 
 
-class PMIx(OnPBS):
+class PMIx(MPIOnPBS):
     """Any other launcher that speaks PMIx. Untested."""
 
     name = "PMIx"
@@ -338,7 +338,7 @@ class PMIx(OnPBS):
     def detect(cls, environ: Environ) -> LauncherInfo | None:
         """What its variables say; but srun, and others that are known by their own names, set PMIX_RANK too."""
         known = (*OpenMPI.marks, *MVAPICH.marks, *PALS.marks, "PMI_RANK", "MPI_LOCALRANKID")
-        others = Slurm.step(environ) is not None or any(name in environ for name in known)
+        others = Slurm.step_variable(environ) is not None or any(name in environ for name in known)
         return None if others else super().detect(environ)
 
 
@@ -349,89 +349,93 @@ class Slurm(Launcher):
     marks = ("SLURM_STEP_ID", "SLURM_PROCID")
 
     @staticmethod
-    def step(environ: Environ) -> str | None:
+    def step_variable(environ: Environ) -> str | None:
         """The variable that names the step of srun that this process is in; None in a batch script or a shell."""
         name = next((name for name in ("SLURM_STEP_ID", "SLURM_STEPID") if name in environ), None)
         if name is None or "SLURM_PROCID" not in environ:
             return None
-        return None if _is_number(environ[name]) and int(environ[name]) >= NO_STEP else name
+        return None if _is_number(environ[name]) and int(environ[name]) >= FIRST_STEP_WITHOUT_TASKS else name
 
     @classmethod
     def detect(cls, environ: Environ) -> LauncherInfo | None:
         """What srun says. Rank 0 is on the step's first host; its port is made of the job's and the step's number."""
-        mark = cls.step(environ)
+        mark = cls.step_variable(environ)
         if mark is None:
             return None
-        look = Variables(environ)
-        rank = look.need("SLURM_PROCID")
-        size = look.need("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS", at_least=1)
-        look.below("SLURM_PROCID", rank, "the number of tasks", size)
+        reader = EnvironmentReader(environ)
+        rank = reader.required("SLURM_PROCID")
+        size = reader.required("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS", at_least=1)
+        reader.check_below("SLURM_PROCID", rank, "the number of tasks", size)
         if "MPI_LOCALRANKID" not in environ:  # these, then, are srun's own
             for name, number in (("PMI_RANK", rank), ("PMIX_RANK", rank), ("PMI_SIZE", size)):
-                if (said := look.number(name)) not in (None, number):
-                    raise look.error(f"srun says rank {rank} of {size}, but {name} is {said}.", cls.WAY)
-        local_rank = look.number("SLURM_LOCALID")
-        hosts, local_size, node = cls._hosts(look, size, local_rank)
-        cls._tasks_here(look, rank, local_rank, local_size)
-        address, port = None, cls._port(look)
+                if (said := reader.integer(name)) not in (None, number):
+                    raise reader.error(f"srun says rank {rank} of {size}, but {name} is {said}.", cls.NEW_STEP)
+        local_rank = reader.integer("SLURM_LOCALID")
+        hosts, local_size, node = cls._hosts(reader, size, local_rank)
+        cls._check_tasks_of_host(reader, rank, local_rank, local_size)
+        address, port = None, cls._derived_port(reader)
         if len(hosts) == 1:
-            address = LOCAL
-        elif hosts and look.text("SLURM_DISTRIBUTION") != "arbitrary" and (rank or not node):
+            address = LOCALHOST
+        elif hosts and reader.text("SLURM_DISTRIBUTION") != "arbitrary" and (rank or not node):
             address = hosts[0]  # where an arbitrary distribution puts rank 0, other ranks cannot tell
         why = f"{mark} is set"
-        return LauncherInfo(cls.name, why, rank, size, local_rank, local_size, hosts, address, port, look.read)
+        return LauncherInfo(cls.name, why, rank, size, local_rank, local_size, hosts, address, port, reader.read)
 
-    WAY = ("srun python script.py", "in a step of its own, srun sets them all anew")
+    NEW_STEP = ("srun python script.py", "in a step of its own, srun sets them all anew")
 
     @classmethod
     def _hosts(
-        cls, look: Variables, size: int, local_rank: int | None
+        cls, reader: EnvironmentReader, size: int, local_rank: int | None
     ) -> tuple[tuple[str, ...], int | None, int | None]:
         """The step's hosts, how many tasks are on this one, and which of them it is."""
-        listed = next((name for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST") if look.text(name)), None)
+        listed = next((name for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST") if reader.text(name)), None)
         counted = next(
-            (name for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE") if look.text(name)), None
+            (name for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE") if reader.text(name)), None
         )
-        hosts = hosts_of(look.environ[listed], listed) if listed else ()
-        counts = tasks_of(look.environ[counted], counted) if counted else ()
-        node, nodes = look.number("SLURM_NODEID"), look.number("SLURM_STEP_NUM_NODES", at_least=1)
+        hosts = parse_hosts(reader.environ[listed], listed) if listed else ()
+        counts = parse_task_counts(reader.environ[counted], counted) if counted else ()
+        node, nodes = reader.integer("SLURM_NODEID"), reader.integer("SLURM_STEP_NUM_NODES", at_least=1)
         for name, number in ((listed, len(hosts)), (counted, len(counts))):
             if name and nodes not in (None, number):
-                raise look.error(f"{name} has {number} hosts, but SLURM_STEP_NUM_NODES is {nodes}.", cls.WAY)
+                raise reader.error(f"{name} has {number} hosts, but SLURM_STEP_NUM_NODES is {nodes}.", cls.NEW_STEP)
         if hosts and counts and len(hosts) != len(counts):
-            raise look.error(f"{listed} has {len(hosts)} hosts, but {counted} has {len(counts)}.", cls.WAY)
+            raise reader.error(f"{listed} has {len(hosts)} hosts, but {counted} has {len(counts)}.", cls.NEW_STEP)
         if counts and sum(counts) != size:
-            raise look.error(f"{counted} makes {sum(counts)} tasks, but there are {size}.", cls.WAY)
-        look.below("SLURM_NODEID", node, "the number of hosts", len(counts or hosts) or None)
+            raise reader.error(f"{counted} makes {sum(counts)} tasks, but there are {size}.", cls.NEW_STEP)
+        reader.check_below("SLURM_NODEID", node, "the number of hosts", len(counts or hosts) or None)
         local_size = counts[node] if counts and node is not None else size if len(hosts) == 1 else None
-        look.below("SLURM_LOCALID", local_rank, "the number of tasks on this host", local_size)
+        reader.check_below("SLURM_LOCALID", local_rank, "the number of tasks on this host", local_size)
         return hosts, local_size, node
 
     @classmethod
-    def _tasks_here(cls, look: Variables, rank: int, local_rank: int | None, local_size: int | None) -> None:
+    def _check_tasks_of_host(
+        cls, reader: EnvironmentReader, rank: int, local_rank: int | None, local_size: int | None
+    ) -> None:
         """Hold the tasks of this host against the rest: a job that a step submitted still has that step's variables."""
-        if (text := look.text("SLURM_GTIDS")) is None:
+        if (text := reader.text("SLURM_GTIDS")) is None:
             return
         tasks = text.split(",")
         if not all(map(_is_number, tasks)):
-            raise look.error(f"SLURM_GTIDS is {text!r}, which is no list of tasks.", cls.WAY)
+            raise reader.error(f"SLURM_GTIDS is {text!r}, which is no list of tasks.", cls.NEW_STEP)
         if local_size not in (None, len(tasks)):
             here = f"{len(tasks)} task{'s' * (len(tasks) > 1)}"
-            raise look.error(f"SLURM_GTIDS names {here} on this host, but the step has {local_size}.", cls.WAY)
+            raise reader.error(f"SLURM_GTIDS names {here} on this host, but the step has {local_size}.", cls.NEW_STEP)
         if local_rank is not None and (local_rank >= len(tasks) or int(tasks[local_rank]) != rank):
-            raise look.error(f"by SLURM_GTIDS, local rank {local_rank} is not rank {rank} (SLURM_PROCID).", cls.WAY)
+            raise reader.error(
+                f"by SLURM_GTIDS, local rank {local_rank} is not rank {rank} (SLURM_PROCID).", cls.NEW_STEP
+            )
 
     @staticmethod
-    def _port(look: Variables) -> int | None:
+    def _derived_port(reader: EnvironmentReader) -> int | None:
         """Jobs and steps that run at once on a host have numbers near each other, and so ports of their own."""
-        job, step = look.number("SLURM_JOB_ID", "SLURM_JOBID"), look.number("SLURM_STEP_ID", "SLURM_STEPID")
+        job, step = reader.integer("SLURM_JOB_ID", "SLURM_JOBID"), reader.integer("SLURM_STEP_ID", "SLURM_STEPID")
         return None if job is None or step is None else PORTS[(101 * job + step) % len(PORTS)]
 
 
-class Plain(Launcher):
+class NoLauncher(Launcher):
     """No launcher: one process, started by hand."""
 
-    name = "nobody"
+    name = "no launcher"
 
     @classmethod
     def detect(cls, environ: Environ) -> LauncherInfo:
@@ -440,24 +444,26 @@ class Plain(Launcher):
         Raises:
             LaunchError: this is the script or the shell of a Slurm job of several tasks, and none of them.
         """
-        look = Variables(environ)
+        reader = EnvironmentReader(environ)
         if not any(name in environ for name in ("SLURM_JOB_ID", "SLURM_JOBID", *Slurm.marks)):
-            return LauncherInfo("no launcher", "none of their variables is set", 0, 1, 0, 1)
-        look.text("SLURM_JOB_ID", "SLURM_JOBID")
-        tasks, hosts = look.number("SLURM_NTASKS", "SLURM_NPROCS") or 1, look.number("SLURM_NNODES") or 1
-        tasks = max(tasks, (look.number("SLURM_PROCID") or 0) + 1)
+            return LauncherInfo(cls.name, "none of their variables is set", 0, 1, 0, 1)
+        reader.text("SLURM_JOB_ID", "SLURM_JOBID")
+        tasks, hosts = reader.integer("SLURM_NTASKS", "SLURM_NPROCS") or 1, reader.integer("SLURM_NNODES") or 1
+        tasks = max(tasks, (reader.integer("SLURM_PROCID") or 0) + 1)
         if max(tasks, hosts) > 1:
             many = f"{tasks} tasks" if tasks > 1 else f"{hosts} hosts"
-            look.values |= {name: environ.get(name) for name in ("SLURM_PROCID", "SLURM_STEP_ID")}
-            raise look.error(
+            reader.values |= {name: environ.get(name) for name in ("SLURM_PROCID", "SLURM_STEP_ID")}
+            raise reader.error(
                 f"this Slurm job has {many}, and this process is its script or shell, and no task that srun started:",
                 ("srun python script.py", "one rank for each task"),
                 ("srun --ntasks 1 python script.py", "a world of 1"),
             )
-        return LauncherInfo("no launcher", "this is the script of a Slurm job of one task", 0, 1, 0, 1, read=look.read)
+        return LauncherInfo(
+            "no launcher", "this is the script of a Slurm job of one task", 0, 1, 0, 1, read=reader.read
+        )
 
 
-LAUNCHERS: tuple[type[Launcher], ...] = (Torchrun, OpenMPI, MVAPICH, PALS, MPICH, PMIx, Slurm, Plain)
+LAUNCHERS: tuple[type[Launcher], ...] = (Torchrun, OpenMPI, MVAPICH, PALS, MPICH, PMIx, Slurm, NoLauncher)
 """The innermost first."""
 
 
@@ -480,25 +486,25 @@ def detect_launcher(environ: Environ) -> LauncherInfo:
     >>> print(detect_launcher(slurm | torchrun | {"TORCHELASTIC_RUN_ID": "none"}).line)
     rank 5 of 8, local rank 1: torchrun, because TORCHELASTIC_RUN_ID is set, in a step of Slurm
     """
-    inside = ", in a step of Slurm" * (Slurm.step(environ) is not None)
-    marked = any(mark in environ for mark in INNERMOST)
+    inside = ", in a step of Slurm" * (Slurm.step_variable(environ) is not None)
+    marked = any(mark in environ for mark in INNERMOST_MARKS)
     if marked and (found := Torchrun.detect(environ)):
         return replace(found, why=found.why + inside)
     if mpi := [said for each in LAUNCHERS if issubclass(each, MPI) and (said := each.detect(environ))]:
         for other in mpi[1:]:
-            _compare(mpi[0], other)
-        _check_daemon(mpi[0], environ)
-        return _by_hand(replace(mpi[0], why=mpi[0].why + inside), environ)
+            _check_same_rank(mpi[0], other)
+        _check_enclosing_step(mpi[0], environ)
+        return _with_rank_variables(replace(mpi[0], why=mpi[0].why + inside), environ)
     if found := Slurm.detect(environ):
-        return _by_hand(found, environ)
-    if any(name in environ for name in PLACE) and (found := Torchrun.detect(environ)):
+        return _with_rank_variables(found, environ)
+    if any(name in environ for name in RANK_VARIABLES) and (found := Torchrun.detect(environ)):
         return found
-    found = Plain.detect(environ)
+    found = NoLauncher.detect(environ)
     Torchrun.detect(environ)  # MASTER_ADDR or MASTER_PORT alone names no rank
     return found
 
 
-def _compare(found: LauncherInfo, other: LauncherInfo) -> None:
+def _check_same_rank(found: LauncherInfo, other: LauncherInfo) -> None:
     """See that two launchers, both of which may have started this process, say the same."""
     for what in ("rank", "size", "local_rank", "local_size"):
         a, b = getattr(found, what), getattr(other, what)
@@ -511,17 +517,19 @@ def _compare(found: LauncherInfo, other: LauncherInfo) -> None:
             )
 
 
-def _check_daemon(found: LauncherInfo, environ: Environ) -> None:
+def _check_enclosing_step(found: LauncherInfo, environ: Environ) -> None:
     """See that a step of Slurm around MPI can be that of its daemons: one on each host, none without a rank."""
-    if Slurm.step(environ) is None:
+    if Slurm.step_variable(environ) is None:
         return
-    look = Variables(environ)
-    rank, tasks = look.need("SLURM_PROCID"), look.number("SLURM_STEP_NUM_TASKS")
-    local_rank, counted = look.number("SLURM_LOCALID"), look.text("SLURM_STEP_TASKS_PER_NODE")
-    crowded = bool(local_rank) or (counted is not None and max(tasks_of(counted, "SLURM_STEP_TASKS_PER_NODE")) > 1)
+    reader = EnvironmentReader(environ)
+    rank, tasks = reader.required("SLURM_PROCID"), reader.integer("SLURM_STEP_NUM_TASKS")
+    local_rank, counted = reader.integer("SLURM_LOCALID"), reader.text("SLURM_STEP_TASKS_PER_NODE")
+    crowded = bool(local_rank) or (
+        counted is not None and max(parse_task_counts(counted, "SLURM_STEP_TASKS_PER_NODE")) > 1
+    )
     if (rank, tasks) != (found.rank, found.size) and (crowded or (tasks or 1) > found.size):
-        look.values |= dict(found.read)
-        raise look.error(
+        reader.values |= dict(found.read)
+        raise reader.error(
             f"{found.launcher} says rank {found.rank} of {found.size}, but in a step of Slurm this is task {rank} of "
             f"{tasks}, and no daemon of {found.launcher}: those are one on each host.",
             ("launch.from_slurm()", f"Slurm alone, if {found.launcher}'s variables are of an earlier job"),
@@ -529,30 +537,30 @@ def _check_daemon(found: LauncherInfo, environ: Environ) -> None:
         )
 
 
-def _by_hand(found: LauncherInfo, environ: Environ) -> LauncherInfo:
+def _with_rank_variables(found: LauncherInfo, environ: Environ) -> LauncherInfo:
     """The same with MASTER_ADDR and MASTER_PORT, if they are set; RANK and the like have to fit."""
-    look = Variables(environ)
-    said = {name: look.number(name) for name in PLACE}
+    reader = EnvironmentReader(environ)
+    said = {name: reader.integer(name) for name in RANK_VARIABLES}
     for (name, number), by in zip(said.items(), (found.rank, found.size, found.local_rank, found.local_size)):
         if None not in (number, by) and number != by:
-            look.values |= dict(found.read)
-            raise look.error(
+            reader.values |= dict(found.read)
+            raise reader.error(
                 f"{found.launcher} says {name} should be {by}, but it is {number}:",
-                (f"unset {' '.join(name for name in PLACE if name in environ)}", f"{found.launcher} alone"),
+                (f"unset {' '.join(name for name in RANK_VARIABLES if name in environ)}", f"{found.launcher} alone"),
                 ("launch.from_torch()", "or what was set by hand alone"),
             )
     if found.local_rank is None:
         found = replace(found, local_rank=said["LOCAL_RANK"])
-    return _met(replace(found, read=(*found.read, *look.read)), environ)
+    return _with_master_address(replace(found, read=(*found.read, *reader.read)), environ)
 
 
-def _met(found: LauncherInfo, environ: Environ) -> LauncherInfo:
+def _with_master_address(found: LauncherInfo, environ: Environ) -> LauncherInfo:
     """The same with MASTER_ADDR and MASTER_PORT, if they are set."""
-    look = Variables(environ)
-    address, port = look.text("MASTER_ADDR"), look.number("MASTER_PORT", at_least=1, at_most=LAST_PORT)
+    reader = EnvironmentReader(environ)
+    address, port = reader.text("MASTER_ADDR"), reader.integer("MASTER_PORT", at_least=1, at_most=LAST_PORT)
     if address == "":
-        raise look.error("MASTER_ADDR is empty.", ("export MASTER_ADDR=n1", "the host of rank 0"))
-    return replace(found, address=address or found.address, port=port or found.port, read=(*found.read, *look.read))
+        raise reader.error("MASTER_ADDR is empty.", ("export MASTER_ADDR=n1", "the host of rank 0"))
+    return replace(found, address=address or found.address, port=port or found.port, read=(*found.read, *reader.read))
 
 
 def detect_one(launcher: type[Launcher], environ: Environ) -> LauncherInfo:
@@ -571,16 +579,16 @@ def detect_one(launcher: type[Launcher], environ: Environ) -> LauncherInfo:
             dict.fromkeys(launcher.marks),
             ("launch.join()", "by whichever launcher did"),
         )
-    return _met(found, environ)
+    return _with_master_address(found, environ)
 
 
-def at(found: LauncherInfo, host: str | None = None, port: int | None = None) -> LauncherInfo:
+def with_address(found: LauncherInfo, host: str | None = None, port: int | None = None) -> LauncherInfo:
     """The same where rank 0 is found at this host and port, as far as they are given.
 
     Raises:
         LaunchError: the one is no name, or the other no number of a port.
 
-    >>> at(detect_launcher({"PMI_RANK": "3", "PMI_SIZE": "4"}), "n1", 29500).end_point()
+    >>> with_address(detect_launcher({"PMI_RANK": "3", "PMI_SIZE": "4"}), "n1", 29500).end_point()
     ('n1', 29500)
     """
     if host is not None and not (isinstance(host, str) and host and not set(host) & set(" /@[]")):

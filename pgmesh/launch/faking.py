@@ -53,17 +53,17 @@ def fake_world(rank: int, size: int, /) -> FakeWorld:
         raise PlaceError(
             f"fake_world takes two whole numbers, such as launch.fake_world(5, 64), not {rank!r} and {size!r}."
         ) from None
-    who = f"fake_world({rank}, {size})"
+    call = f"fake_world({rank}, {size})"
     if size < 1:
-        raise PlaceError(f"{who}: a world has 1 rank or more.\n\n  launch.fake_world(0, 1)")
+        raise PlaceError(f"{call}: a world has 1 rank or more.\n\n  launch.fake_world(0, 1)")
     if not 0 <= rank < size:
         near = min(max(rank, 0), size - 1)
         raise PlaceError(
-            f"{who}: the ranks of a world of {size} are 0 to {size - 1}.\n\n  launch.fake_world({near}, {size})"
+            f"{call}: the ranks of a world of {size} are 0 to {size - 1}.\n\n  launch.fake_world({near}, {size})"
         )
     if dist.is_initialized():
         raise WorldError(
-            f"{who}: this process is rank {dist.get_rank()} of a world of {dist.get_world_size()} already.\n\n"
+            f"{call}: this process is rank {dist.get_rank()} of a world of {dist.get_world_size()} already.\n\n"
             f"  torch.distributed.destroy_process_group()   # leave that world first"
         )
     return FakeWorld(rank, size)

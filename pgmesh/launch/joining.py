@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from pgmesh._util.formatting import format_calls
 from pgmesh.errors import LaunchError
-from pgmesh.launch.detect import LauncherInfo, OpenMPI, Slurm, Torchrun, at, detect_launcher, detect_one
+from pgmesh.launch.detect import LauncherInfo, OpenMPI, Slurm, Torchrun, detect_launcher, detect_one, with_address
 from pgmesh.options import Timeout, to_timedelta
 
 log = logging.getLogger("pgmesh")
@@ -50,7 +50,7 @@ def join(
         mpirun -n 8 python script.py
     """
     if not dist.is_initialized():
-        _initialise(at(detect_launcher(os.environ), host, port), backend, timeout)
+        _initialize(with_address(detect_launcher(os.environ), host, port), backend, timeout)
 
 
 def from_torch(backend: str | None = None, *, timeout: Timeout | None = None) -> None:
@@ -60,7 +60,7 @@ def from_torch(backend: str | None = None, *, timeout: Timeout | None = None) ->
         LaunchError: they are incomplete or contradict each other, or the world cannot be reached.
     """
     if not dist.is_initialized():
-        _initialise(detect_one(Torchrun, os.environ), backend, timeout)
+        _initialize(detect_one(Torchrun, os.environ), backend, timeout)
 
 
 def from_slurm(
@@ -79,7 +79,7 @@ def from_slurm(
             reached.
     """
     if not dist.is_initialized():
-        _initialise(at(detect_one(Slurm, os.environ), host, port), backend, timeout)
+        _initialize(with_address(detect_one(Slurm, os.environ), host, port), backend, timeout)
 
 
 def from_openmpi(
@@ -98,49 +98,49 @@ def from_openmpi(
             reached.
     """
     if not dist.is_initialized():
-        _initialise(at(detect_one(OpenMPI, os.environ), host, port), backend, timeout)
+        _initialize(with_address(detect_one(OpenMPI, os.environ), host, port), backend, timeout)
 
 
-def _initialise(found: LauncherInfo, backend: str | None, timeout: Timeout | None) -> None:
+def _initialize(info: LauncherInfo, backend: str | None, timeout: Timeout | None) -> None:
     limit = None if timeout is None else to_timedelta(timeout, LaunchError)
     if backend is None:
         backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-    if found.size == 1 and found.address is None:
-        log.info("joins as %s", found.line)
-        _take_device(found, backend)
+    if info.size == 1 and info.address is None:
+        log.info("joins as %s", info.line)
+        _set_device(info, backend)
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
         return
-    host, port = found.end_point()
-    log.info("joins as %s; rank 0 is at %s:%d", found.line, host, port)
-    _take_device(found, backend)
+    host, port = info.end_point()
+    log.info("joins as %s; rank 0 is at %s:%d", info.line, host, port)
+    _set_device(info, backend)
     try:
         dist.init_process_group(
             backend,
             init_method=f"tcp://{f'[{host}]' if ':' in host else host}:{port}",
-            rank=found.rank,
-            world_size=found.size,
+            rank=info.rank,
+            world_size=info.size,
             timeout=limit,
         )
     except dist.DistError as error:
-        where = f"rank {found.rank} of {found.size} could not join at {host}:{port}"
+        where = f"rank {info.rank} of {info.size} could not join at {host}:{port}"
         raise LaunchError(f"{where}: {error}") from error
 
 
-def _take_device(found: LauncherInfo, backend: str) -> None:
+def _set_device(info: LauncherInfo, backend: str) -> None:
     """Use the device of the local rank. What srun's binding of devices makes of it is untested."""
     if "nccl" not in backend:
         return
-    seen, local_rank = torch.cuda.device_count(), found.local_rank
+    seen, local_rank = torch.cuda.device_count(), info.local_rank
     if local_rank is None:
-        raise found.error(
-            f"{found.launcher} does not say which rank of its host this is, nor which of {seen} CUDA devices it has.",
+        raise info.error(
+            f"{info.launcher} does not say which rank of its host this is, nor which of {seen} CUDA devices it has.",
             ('join("gloo")', "ranks that need none"),
             ("export LOCAL_RANK=...", "or the number of this one's"),
         )
-    if seen == 1 and found.launcher == Slurm.name:
+    if seen == 1 and info.launcher == Slurm.name:
         local_rank = 0  # Slurm binds one to each task
     if local_rank >= seen:
-        name = "LOCAL_RANK" if "LOCAL_RANK" in dict(found.read) else "the local rank"
+        name = "LOCAL_RANK" if "LOCAL_RANK" in dict(info.read) else "the local rank"
         ways = [(f"torchrun --nproc-per-node {seen} script.py", "a rank for each device")] * (seen > 0)
         ways.append(('join("gloo")', "or ranks that need none" if seen else "ranks that need none"))
         raise LaunchError(f"{name} is {local_rank}, but this process sees {seen} CUDA devices.\n\n{format_calls(ways)}")

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from pgmesh.errors import LaunchError
 
-MOST = 64 << 20
+MAX_BYTES = 64 << 20
 """Bytes of a file; a longer one was not written by PBS."""
 
 
-def hosts_in(path: str) -> tuple[str, ...]:
+def read_node_file(path: str) -> tuple[str, ...]:
     """The hosts of the file that PBS_NODEFILE names, each once, in its order; none where there is no such file here.
 
     Raises:
@@ -18,7 +18,7 @@ def hosts_in(path: str) -> tuple[str, ...]:
     """
     try:
         with Path(path).open("rb") as file:
-            read = file.read(MOST + 1)
+            read = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         return ()
     except OSError as error:
@@ -26,7 +26,7 @@ def hosts_in(path: str) -> tuple[str, ...]:
     lines = [line.strip() for line in read.decode(errors="replace").splitlines()]
     hosts = tuple(dict.fromkeys(filter(None, lines)))
     wrong = next((number for number, line in enumerate(lines, 1) if len(line.split()) > 1 or "\ufffd" in line), None)
-    if wrong is not None or len(read) > MOST or not hosts:
+    if wrong is not None or len(read) > MAX_BYTES or not hosts:
         where = f", as its line {wrong} shows: {lines[wrong - 1][:40]!r}" if wrong else ""
         raise LaunchError(f"PBS_NODEFILE is {path!r}, which is no list of hosts, one in a line{where}.")
     return hosts

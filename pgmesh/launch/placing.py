@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from pgmesh.options import Timeout
-from pgmesh.topology.host_mapping import Placement, place
+from pgmesh.topology.host_mapping import Placement, map_hosts
 
 
 def placement(*, timeout: Timeout = timedelta(seconds=30)) -> Placement:
@@ -26,4 +26,4 @@ def placement(*, timeout: Timeout = timedelta(seconds=30)) -> Placement:
         >>> placement().hosts
         ((0, 1, 2, 3, 4, 5, 6, 7),)
     """
-    return place(timeout=timeout)
+    return map_hosts(timeout=timeout)

@@ -11,16 +11,16 @@ from pgmesh.errors import LaunchError
 
 PRELOAD = ["torch"]  # imported once, by the server that ranks are forked from
 
-OURS = "pgmesh "
+NAME_PREFIX = "pgmesh "
 """How the names of processes begin that are started here."""
 
-UNGUARDED = 79
+EXIT_UNGUARDED = 79
 """How a process ends that, as it imports the script which started it, comes to start processes too."""
 
-ABOVE = '# at module level, above `if __name__ == "__main__":`'
+AT_MODULE_LEVEL = '# at module level, above `if __name__ == "__main__":`'
 
 
-def context() -> Any:
+def process_context() -> Any:
     """How processes are started: forked off a server that has torch imported, they start at once.
 
     Raises:
@@ -28,10 +28,10 @@ def context() -> Any:
     """
     me = multiprocessing.current_process()
     if getattr(me, "_inheriting", False):  # multiprocessing's own word for it, from 3.10 to 3.14
-        if me.name.startswith(OURS):
-            os._exit(UNGUARDED)  # whoever started it says so, once
-        raise unguarded(me.name)
-    if path := _unreadable_script():
+        if me.name.startswith(NAME_PREFIX):
+            os._exit(EXIT_UNGUARDED)  # whoever started it says so, once
+        raise unguarded_error(me.name)
+    if path := _missing_script():
         raise LaunchError(
             f"this program was read from {path}, which other processes cannot import.\n\n"
             f"  python script.py   # write it to a file"
@@ -43,7 +43,7 @@ def context() -> Any:
     return context
 
 
-def unguarded(who: str) -> LaunchError:
+def unguarded_error(who: str) -> LaunchError:
     """What is wrong with a script that starts processes as it is imported."""
     return LaunchError(
         f"{who} imports the script that started it, and that starts processes as it is imported.\n\n"
@@ -52,12 +52,12 @@ def unguarded(who: str) -> LaunchError:
     )
 
 
-def script() -> str | None:
+def script_path() -> str | None:
     """The file of the program; None where it was typed in, or given by ``python -c``."""
     return getattr(sys.modules["__main__"], "__file__", None)
 
 
-def _unreadable_script() -> str | None:
+def _missing_script() -> str | None:
     """What stands for the file of the program where there is none: other processes would look for it."""
-    path, spec = script(), getattr(sys.modules["__main__"], "__spec__", None)
+    path, spec = script_path(), getattr(sys.modules["__main__"], "__spec__", None)
     return path if path is not None and spec is None and not os.path.exists(path) else None

@@ -13,16 +13,16 @@ from collections.abc import Iterator
 
 from pgmesh.errors import LaunchError
 
-MOST = 1 << 20
+MAX_HOSTS = 1 << 20
 """Hosts of one list; a longer one was not written by Slurm."""
 
-_WORD = re.compile(r"(?: [^\[\],\s] | \[ [0-9,-]+ \] )+", re.VERBOSE)
-_PIECE = re.compile(r"\[ ([0-9,-]+) \] | ([^\[\]]+)", re.VERBOSE)
+_NAME = re.compile(r"(?: [^\[\],\s] | \[ [0-9,-]+ \] )+", re.VERBOSE)
+_PART = re.compile(r"\[ ([0-9,-]+) \] | ([^\[\]]+)", re.VERBOSE)
 _RANGE = re.compile(r"([0-9]+) (?: - ([0-9]+) )?", re.VERBOSE)
 _TASKS = re.compile(r"([0-9]+) (?: \( x ([0-9]+) \) )?", re.VERBOSE)
 
 
-def hosts_of(text: str, variable: str = "the list") -> tuple[str, ...]:
+def parse_hosts(text: str, variable: str = "the list") -> tuple[str, ...]:
     """The hosts of a Slurm node list, in its order: the first bracket of a name varies slowest.
 
     Args:
@@ -32,69 +32,69 @@ def hosts_of(text: str, variable: str = "the list") -> tuple[str, ...]:
     Raises:
         LaunchError: it is not written so, or names more than 1,048,576 hosts.
 
-    >>> hosts_of("gpu[1-2]-ib,rack[1-2]n[09-10]")
+    >>> parse_hosts("gpu[1-2]-ib,rack[1-2]n[09-10]")
     ('gpu1-ib', 'gpu2-ib', 'rack1n09', 'rack1n10', 'rack2n09', 'rack2n10')
     """
     hosts: list[str] = []
     end = 0
-    while (word := _WORD.match(text, end)) is not None:
+    while (word := _NAME.match(text, end)) is not None:
         pieces = [
-            [written] if written else list(_numbers(numbers, text, variable))
-            for numbers, written in _PIECE.findall(word[0])
+            [written] if written else list(_expand_ranges(numbers, text, variable))
+            for numbers, written in _PART.findall(word[0])
         ]
-        hosts += itertools.islice(map("".join, itertools.product(*pieces)), MOST + 1)
-        if len(hosts) > MOST:
-            raise LaunchError(f"{variable} is {_short(text)}, which names more than {MOST:,} hosts.")
+        hosts += itertools.islice(map("".join, itertools.product(*pieces)), MAX_HOSTS + 1)
+        if len(hosts) > MAX_HOSTS:
+            raise LaunchError(f"{variable} is {_shorten(text)}, which names more than {MAX_HOSTS:,} hosts.")
         end = word.end()
         if end == len(text):
             return tuple(hosts)
         if text[end] != ",":
             break
         end += 1
-    raise _unreadable(text, variable, end)
+    raise _invalid_list(text, variable, end)
 
 
-def _numbers(text: str, whole: str, variable: str) -> Iterator[str]:
+def _expand_ranges(text: str, whole: str, variable: str) -> Iterator[str]:
     """The numbers of one bracket, as text: a range keeps the width of its first."""
     for part in text.split(","):
         read = _RANGE.fullmatch(part)
         if read is None or len(part) > 40:
-            raise _unreadable(whole, variable, whole.index(f"[{text}]"))
+            raise _invalid_list(whole, variable, whole.index(f"[{text}]"))
         low, high = int(read[1]), int(read[2] or read[1])
         if high < low:
-            raise LaunchError(f"{variable} is {_short(whole)}, where the range {part} runs backwards.")
-        if high - low >= MOST:
-            raise LaunchError(f"{variable} is {_short(whole)}, which names more than {MOST:,} hosts.")
+            raise LaunchError(f"{variable} is {_shorten(whole)}, where the range {part} runs backwards.")
+        if high - low >= MAX_HOSTS:
+            raise LaunchError(f"{variable} is {_shorten(whole)}, which names more than {MAX_HOSTS:,} hosts.")
         yield from (f"{number:0{len(read[1])}d}" for number in range(low, high + 1))
 
 
-def tasks_of(text: str, variable: str = "the list") -> tuple[int, ...]:
+def parse_task_counts(text: str, variable: str = "the list") -> tuple[int, ...]:
     """How many tasks each host runs, in the order of the node list.
 
     Raises:
         LaunchError: it is not written as Slurm does.
 
-    >>> tasks_of("8(x2),4")
+    >>> parse_task_counts("8(x2),4")
     (8, 8, 4)
     """
     counts: list[int] = []
     for part in text.split(","):
         read = _TASKS.fullmatch(part)
-        if read is None or len(part) > 40 or not (times := int(read[2] or 1)) or len(counts) + times > MOST:
+        if read is None or len(part) > 40 or not (times := int(read[2] or 1)) or len(counts) + times > MAX_HOSTS:
             raise LaunchError(
-                f"{variable} is {_short(text)}, which is no list of tasks: {part!r} is neither a number nor one with "
+                f"{variable} is {_shorten(text)}, which is no list of tasks: {part!r} is neither a number nor one with "
                 "how often, as in 8(x2),4, which is 8, 8 and 4."
             )
         counts += [int(read[1])] * times
     return tuple(counts)
 
 
-def _unreadable(text: str, variable: str, where: int) -> LaunchError:
+def _invalid_list(text: str, variable: str, where: int) -> LaunchError:
     return LaunchError(
-        f"{variable} is {_short(text)}, which is no list of hosts of Slurm's from {_short(text[where:])} on. "
+        f"{variable} is {_shorten(text)}, which is no list of hosts of Slurm's from {_shorten(text[where:])} on. "
         "Lists are written a[1-2],b[3-4] or rack[1-2]n[01-12]."
     )
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     return repr(text if len(text) <= 80 else f"{text[:77]}...")

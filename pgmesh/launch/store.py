@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pgmesh.errors import LaunchError
-from pgmesh.launch.processes import OURS, UNGUARDED, context, unguarded
+from pgmesh.launch.processes import EXIT_UNGUARDED, NAME_PREFIX, process_context, unguarded_error
 
 
 class StoreProcess:
@@ -34,25 +34,25 @@ class StoreProcess:
     """
 
     def __init__(self, port: int = 0, host: str = "127.0.0.1") -> None:
-        processes: Any = context()
-        hear, tell = processes.Pipe(duplex=False)
-        hold, self._held = processes.Pipe(duplex=False)
+        processes: Any = process_context()
+        ready_receiver, ready_sender = processes.Pipe(duplex=False)
+        stop_receiver, self._stop_sender = processes.Pipe(duplex=False)
         self.process: BaseProcess = processes.Process(
-            target=_keep_store, args=(port, tell, hold), daemon=True, name=f"{OURS}store"
+            target=_run_store, args=(port, ready_sender, stop_receiver), daemon=True, name=f"{NAME_PREFIX}store"
         )
-        with tell, hold, hear:
+        with ready_sender, stop_receiver, ready_receiver:
             self.process.start()
-            tell.close()
+            ready_sender.close()
             try:
-                told = hear.recv() if hear.poll(60.0) else "it did not start in 60 s"
+                answer = ready_receiver.recv() if ready_receiver.poll(60.0) else "it did not start in 60 s"
             except EOFError:
-                told = "it died as it started"
-        if not isinstance(told, int):
+                answer = "it died as it started"
+        if not isinstance(answer, int):
             self.close()
-            if self.process.exitcode == UNGUARDED:
-                raise unguarded("the store")
-            raise LaunchError(f"no store at port {port}: {told}")
-        self.host, self.port = host, told
+            if self.process.exitcode == EXIT_UNGUARDED:
+                raise unguarded_error("the store")
+            raise LaunchError(f"no store at port {port}: {answer}")
+        self.host, self.port = host, answer
 
     @property
     def env(self) -> dict[str, str]:
@@ -65,7 +65,7 @@ class StoreProcess:
 
     def close(self) -> None:
         """End it."""
-        self._held.close()
+        self._stop_sender.close()
         self.process.join(1.0)
         self.process.kill()
         self.process.join(2.0)
@@ -77,14 +77,14 @@ class StoreProcess:
         self.close()
 
 
-def _keep_store(port: int, tell: Connection, hold: Connection) -> None:
+def _run_store(port: int, ready_sender: Connection, stop_receiver: Connection) -> None:
     """Host a store until the process that asked for it lets go, or ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     except Exception as error:
-        tell.send(str(error).splitlines()[0])
+        ready_sender.send(str(error).splitlines()[0])
         return
-    tell.send(store.port)
+    ready_sender.send(store.port)
     with contextlib.suppress(EOFError, OSError):
-        hold.recv()
+        stop_receiver.recv()

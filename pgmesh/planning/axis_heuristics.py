@@ -16,9 +16,9 @@ class Method(NamedTuple):
     """A way to split a model, what its axes are called, and what they say to one another."""
 
     name: str
-    spelled: tuple[str, ...]
-    talk: str
-    heavy: bool  # whether leaving a host costs more than the talk can hide
+    axis_names: tuple[str, ...]
+    traffic: str
+    is_heavy: bool  # whether leaving a host costs more than the talk can hide
 
 
 METHODS = (
@@ -45,29 +45,29 @@ def method_of(axis: str | int) -> Method | None:
     ('tensor', 'data', None)
     """
     words = [word.rstrip("0123456789") for word in re.split("[_-]", str(axis).lower())]
-    known = [method for method in METHODS for word in words if word in method.spelled]
+    known = [method for method in METHODS for word in words if word in method.axis_names]
     return min(known, key=lambda method: method.name == "expert", default=None)
 
 
-def by_traffic(axes: Sequence[str]) -> tuple[str, ...]:
+def order_by_traffic(axes: Sequence[str]) -> tuple[str, ...]:
     """The axes with those that talk most innermost. Those that talk alike, or are not known, keep their order.
 
-    >>> by_traffic(["tp", "dp", "pp", "cp"])
+    >>> order_by_traffic(["tp", "dp", "pp", "cp"])
     ('pp', 'dp', 'cp', 'tp')
     """
-    return tuple(sorted(axes, key=_inwards))
+    return tuple(sorted(axes, key=_traffic_order))
 
 
-def heaviest(axes: Iterable[str | int]) -> list[str | int]:
+def heavy_axes(axes: Iterable[str | int]) -> list[str | int]:
     """The axes whose talk cannot hide, the one that talks most first.
 
-    >>> heaviest(["dp", "cp", "tp"])
+    >>> heavy_axes(["dp", "cp", "tp"])
     ['tp', 'cp']
     """
-    heavy = [axis for axis in axes if (method := method_of(axis)) and method.heavy]
-    return sorted(heavy, key=_inwards, reverse=True)
+    heavy = [axis for axis in axes if (method := method_of(axis)) and method.is_heavy]
+    return sorted(heavy, key=_traffic_order, reverse=True)
 
 
-def _inwards(axis: str | int) -> float:
+def _traffic_order(axis: str | int) -> float:
     method = method_of(axis)
     return METHODS.index(method) if method else 0.5

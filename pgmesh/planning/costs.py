@@ -12,7 +12,7 @@ GB = 10**9
 class Source:
     """Where a number is from, and what was found there."""
 
-    says: str
+    text: str
     where: str
 
 

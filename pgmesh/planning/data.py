@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pgmesh.errors import PlaceError
 from pgmesh.layout import Axis, Layout
-from pgmesh.topology.hosts import Machine
+from pgmesh.topology.hosts import Topology
 from pgmesh.topology.locality import Locality
 
 
@@ -20,7 +20,7 @@ class FamilyPlan:
     groups: int
     strides: tuple[int, ...]  # how many ranks apart, outermost first; none where that differs from place to place
     sample: tuple[int, ...]  # the first group: its ranks, or the first seven and the last
-    spreads: tuple[Locality, ...]  # one for each level of the machine
+    localities: tuple[Locality, ...]  # one for each level of the machine
     same_as: str  # the family before this one that has the same groups, if there is one
 
     @property
@@ -38,10 +38,10 @@ class FamilyPlan:
 class Finding:
     """One fact about an arrangement, in a sentence."""
 
-    says: str
+    text: str
     bad: bool
-    mend: str = ""  # the option that would mend it, as on the command line
-    then: str = ""  # and what it would be like then
+    fix: str = ""  # the option that would mend it, as on the command line
+    result: str = ""  # and what it would be like then
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class PlanData:
     """A plan without its texts and pictures."""
 
     layout: Layout
-    machine: Machine
+    topology: Topology
     families: tuple[FamilyPlan, ...]
     findings: tuple[Finding, ...]
     views: tuple[tuple[str, Layout], ...] = ()

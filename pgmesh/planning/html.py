@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pgmesh.drawing import styled_text, svg
-from pgmesh.drawing.figures import Figure, figure
+from pgmesh.drawing.figures import Figure, make_figure
 from pgmesh.drawing.svg import safe
 from pgmesh.planning import axis_heuristics, costs, text_report
 
 if TYPE_CHECKING:
     from pgmesh.layout import Axis, Layout
     from pgmesh.planning.data import PlanData
-    from pgmesh.planning.rank_report import Place
+    from pgmesh.planning.rank_report import RankReport
 
 STYLE = f"""
 body {{ font: 15px/1.5 {svg.FONT}; color: {svg.INK}; background: #fff }}
@@ -36,11 +36,11 @@ def figures(plan: PlanData, *axes: Axis, title: str | None = None) -> list[Figur
         axes: the axes whose groups have a colour each.
         title: of the mesh; the sizes of its axes unless given.
     """
-    host = plan.machine[0] if plan.machine else None
-    drawn = [figure(plan.layout, *(axes or colour_axes(plan.layout)), host=host, title=title)]
+    host = plan.topology[0] if plan.topology else None
+    drawn = [make_figure(plan.layout, *(axes or colour_axes(plan.layout)), host=host, title=title)]
     for name, view in plan.views:
-        sizes = text_report.sizes(dict(zip(view.axes, view.shape)))
-        drawn.append(figure(view, *colour_axes(view), host=host, title=f"{name}: {sizes}"))
+        sizes = text_report.format_sizes(dict(zip(view.axes, view.shape)))
+        drawn.append(make_figure(view, *colour_axes(view), host=host, title=f"{name}: {sizes}"))
     return drawn
 
 
@@ -51,7 +51,7 @@ def colour_axes(layout: Layout) -> tuple[Axis, ...]:
     ('tp',)
     """
     wide = [axis for axis, size in zip(layout.axes, layout.shape) if size > 1] or list(layout.axes)
-    return tuple((axis_heuristics.heaviest(wide) or wide[-1:])[:1])
+    return tuple((axis_heuristics.heavy_axes(wide) or wide[-1:])[:1])
 
 
 def page(plans: Sequence[PlanData], *axes: Axis) -> str:
@@ -69,9 +69,9 @@ def page(plans: Sequence[PlanData], *axes: Axis) -> str:
     return _whole(text_report.title(plans[0]), parts)
 
 
-def rank_page(place: Place, drawn: Figure) -> str:
+def rank_page(report: RankReport, drawn: Figure) -> str:
     """A whole page of one rank."""
-    head, _, *rest = place.lines(120)
+    head, _, *rest = report.lines(120)
     parts = [f"<h1>{safe(styled_text.plain([head]))}</h1>", _wide(svg.drawing(drawn).svg())]
     parts.append(_wide(f"<pre>{safe(styled_text.plain(rest))}</pre>"))
     return _whole(styled_text.plain([head]), parts)
@@ -89,12 +89,12 @@ def part(plan: PlanData, *axes: Axis) -> str:
     """One plan as a part of a page."""
     parts = [f"<h1>{safe(text_report.title(plan))}</h1>"]
     for finding in plan.findings:
-        mend = f" <code>{safe(finding.mend)}</code>" if finding.mend else ""
-        parts.append(f'<p class="{"bad" if finding.bad else ""}">{safe(finding.says)}{mend}</p>')
+        fix = f" <code>{safe(finding.fix)}</code>" if finding.fix else ""
+        parts.append(f'<p class="{"bad" if finding.bad else ""}">{safe(finding.text)}{fix}</p>')
     drawn = svg.drawing(*figures(plan, *axes, title=None if plan.views else ""))  # the sizes are in the headline
     tables = [f"<h2>Groups</h2>\n{_wide(_table(plan))}"]
     if plan.communicators:
-        first, *costs_of_all = text_report.price(plan, 10_000)
+        first, *costs_of_all = text_report.cost_report(plan, 10_000)
         holds = ["<h2>What a rank holds</h2>", f"<p>{safe(styled_text.plain([first]))}</p>", "<ul>"]
         holds += [*(f"<li>{safe(styled_text.plain([line]).strip())}</li>" for line in costs_of_all), "</ul>"]
         tables.append("\n".join(holds))
@@ -116,19 +116,19 @@ def _wide(part: str) -> str:
 def _sources() -> str:
     parts = ["<h2>Where the costs are from</h2>", "<ul>"]
     for cost in costs.COSTS:
-        parts += [f'<li class="quiet">{cost.backend}: {safe(s.says)}: {_link(s.where)}</li>' for s in cost.sources]
+        parts += [f'<li class="quiet">{cost.backend}: {safe(s.text)}: {_link(s.where)}</li>' for s in cost.sources]
     return "\n".join([*parts, "</ul>"])
 
 
 def _table(plan: PlanData) -> str:
     head = "<th>family<th class=n>size<th class=n>groups<th class=n>stride"
-    head += "".join(f"<th class=n>{level.name}s<th>kind<th class=n>ring hops that leave" for level in plan.machine)
+    head += "".join(f"<th class=n>{level.name}s<th>kind<th class=n>ring hops that leave" for level in plan.topology)
     rows = []
     for row, family in zip(text_report.rows(plan), plan.families):
         cells = "".join(f'<td class="{"" if i == 0 else "n"}">{safe(text)}' for i, (text, _) in enumerate(row[:4]))
-        for i, lie in enumerate(family.spreads):
+        for i, locality in enumerate(family.localities):
             units, kind, hops = (safe(text) for text, _ in row[4 + 3 * i : 7 + 3 * i])
-            cells += f'<td class="n">{units}<td class="{lie.kind}">{kind}<td class="n">{hops}'
+            cells += f'<td class="n">{units}<td class="{locality.kind}">{kind}<td class="n">{hops}'
         rows.append(f'<tr>{cells}<td class="quiet">{styled_text.ranks_in(80, family.sample, family.size)}')
     return f"<table><tr>{head}<th>one group\n" + "\n".join(rows) + "\n</table>"
 

@@ -32,13 +32,13 @@ from pgmesh.errors import ShapeError
 from pgmesh.layout import Axis, Layout
 from pgmesh.planning import axis_heuristics, costs, text_report
 from pgmesh.planning.data import FamilyPlan, Finding, PlanData
-from pgmesh.topology.hosts import Level, Machine, take_machine
-from pgmesh.topology.locality import ENOUGH, Locality, split, spread
+from pgmesh.topology.hosts import HostLevel, Topology, parse_topology
+from pgmesh.topology.locality import MAX_ENUMERATED, Locality, locality_of, strided_runs
 
 if TYPE_CHECKING:
     from pgmesh.mesh import ProcessGroupMesh
 
-SHORT = 8
+MAX_SAMPLE = 8
 """Number of ranks listed of a sample group. Of a larger one, the first ranks and the last."""
 
 
@@ -47,14 +47,14 @@ class Plan(PlanData):
     """The result of ``plan``. It can be printed, compared with ==, shown beside others, and turned into JSON.
 
     >>> ours = plan(layout, nodes="2x4")
-    >>> ours == plan(layout, nodes="2x4"), ours["tp"].groups, ours["pp"].spreads[0].high
+    >>> ours == plan(layout, nodes="2x4"), ours["tp"].groups, ours["pp"].localities[0].high
     (True, 4, 2)
     """
 
-    def beside(self, *others: Plan) -> str:
+    def compare(self, *others: Plan) -> str:
         """This plan and others in one table.
 
-        >>> print(plan(layout, nodes="2x4").beside(plan(Layout(tp=2, dp=2, pp=2), nodes="2x4")))
+        >>> print(plan(layout, nodes="2x4").compare(plan(Layout(tp=2, dp=2, pp=2), nodes="2x4")))
              pp,dp,tp            tp,dp,pp
         pp   2 hosts, 2/2 hops   1 host
         dp   1 host              1 host
@@ -70,7 +70,7 @@ class Plan(PlanData):
             "order": list(self.layout.axes),
             "shape": list(self.layout.shape),
             "views": {name: dict(zip(map(str, view.axes), view.shape)) for name, view in self.views},
-            "levels": [{"name": level.name, "runs": [list(run) for run in level.runs]} for level in self.machine],
+            "levels": [{"name": level.name, "runs": [list(run) for run in level.runs]} for level in self.topology],
             "families": [
                 {
                     "name": family.name,
@@ -82,7 +82,7 @@ class Plan(PlanData):
                     "sample": list(family.sample),
                     "sample_is_whole": family.is_whole,
                     "same_as": family.same_as,
-                    "levels": [{**asdict(spread), "kind": spread.kind} for spread in family.spreads],
+                    "levels": [{**asdict(locality), "kind": locality.kind} for locality in family.localities],
                 }
                 for family in self.families
             ],
@@ -127,7 +127,7 @@ class Plan(PlanData):
         return html.part(self)
 
     def __str__(self) -> str:
-        return styled_text.plain(text_report.whole(self))
+        return styled_text.plain(text_report.full_report(self))
 
     def __repr__(self) -> str:
         return f"<Plan of {text_report.title(self)}>"
@@ -163,12 +163,12 @@ def plan(
         ShapeError: sizes that are none, hosts that the ranks do not fit or do not fill, or views that do not hold them.
         AxisError: a family along an axis that is not there.
 
-    >>> print(plan(Layout(tp=4, dp=2), nodes="2x4").findings[0].says)
+    >>> print(plan(Layout(tp=4, dp=2), nodes="2x4").findings[0].text)
     tp spans 2 hosts: 2 of 4 hops of a ring leave the host.
     """
     whole, families = getattr(layout, "layout", layout), [*families]
-    nodes, domains = _listed(nodes), _listed(domains)
-    machine = take_machine(nodes, domains)
+    nodes, domains = _as_list(nodes), _as_list(domains)
+    topology = parse_topology(nodes, domains)
     if views is not None and not isinstance(views, Mapping):
         example = {"moe": {"edp": -1, "ep": 8}}
         raise ShapeError(f"plan: views is a mapping of sizes by name, such as {example}, not {views!r}.")
@@ -177,30 +177,30 @@ def plan(
     if isinstance(whole, Layout) and sizes and not shape:
         raise TypeError(f"plan() got an unexpected keyword argument {next(iter(sizes))!r}")
     if shape or sizes or not isinstance(whole, (Layout, Mapping)):
-        raise _no_layout((layout, *shape), sizes, more)
-    base = whole if isinstance(whole, Layout) else layout_of(_filled_out(whole, machine, more))
+        raise _sizes_error((layout, *shape), sizes, more)
+    base = whole if isinstance(whole, Layout) else layout_of(_fill_free_size(whole, topology, more))
     if whole is layout:
-        _check_fit(base, machine, more, views or {})
-    check_room(base, machine)
+        _check_fit(base, topology, more, views or {})
+    check_capacity(base, topology)
     read = tuple((name, base.view(axes)) for name, axes in (views or {}).items())
     found: list[FamilyPlan] = []
     known: dict[object, str] = {}
     asked = [("", base, axes) for axes in [*((axis,) for axis in base.axes), *map(tuple, families)]]
     asked += [(name, view, (axis,)) for name, view in read for axis in view.axes]
     for name, whole, axes in asked:
-        family = _family(name, whole, axes, machine, known)
+        family = _family(name, whole, axes, topology, known)
         if family.name not in [other.name for other in found]:
             found.append(family)
-    findings = _findings(base, found, machine, read)
-    return Plan(base, machine, tuple(found), tuple(findings), read)
+    findings = _findings(base, found, topology, read)
+    return Plan(base, topology, tuple(found), tuple(findings), read)
 
 
-def _listed(hosts: Any) -> Any:
+def _as_list(hosts: Any) -> Any:
     """Hosts as text or a list, also where they are given as an array."""
     return hosts.tolist() if hasattr(hosts, "tolist") else hosts
 
 
-def _no_layout(given: tuple[Any, ...], sizes: dict[str, Any], more: Mapping[str, object]) -> ShapeError:
+def _sizes_error(given: tuple[Any, ...], sizes: dict[str, Any], more: Mapping[str, object]) -> ShapeError:
     """The error for sizes that are not in one mapping, with the call that takes them.
 
     Args:
@@ -234,36 +234,38 @@ def _no_layout(given: tuple[Any, ...], sizes: dict[str, Any], more: Mapping[str,
     return ShapeError(f"plan is given a Layout, a mesh or a mapping of sizes.\n\n  {call}")
 
 
-def suggest(sizes: Mapping[str, int], machine: Machine) -> Layout:
+def suggest(sizes: Mapping[str, int], topology: Topology) -> Layout:
     """These sizes in the order of their traffic; a data axis takes what ranks are left.
 
-    >>> suggest({"tp": 4, "cp": 2}, take_machine("2x8"))
+    >>> suggest({"tp": 4, "cp": 2}, parse_topology("2x8"))
     Layout(dp=2, cp=2, tp=4)
     """
     box = dict(sizes)
     free = [axis for axis, size in box.items() if size == -1]
     fixed = math.prod(size for size in box.values() if size != -1)
-    room = machine[0].capacity if machine else fixed
+    room = topology[0].capacity if topology else fixed
     if (room % fixed == 0 and room > fixed) or free:
         box.setdefault(free[0] if free else "dp", -1)
     if room % fixed or (room != fixed and -1 not in box.values()):
         do = "do" if fixed > 1 else "does"
         raise ShapeError(
-            f"{text_report.sizes(sizes)} holds {count_of(fixed, 'rank')}, which {do} not fit on {machine[0]}."
+            f"{text_report.format_sizes(sizes)} holds {count_of(fixed, 'rank')}, which {do} not fit on {topology[0]}."
         )
-    ordered = {axis: box[axis] if box[axis] != -1 else room // fixed for axis in axis_heuristics.by_traffic(list(box))}
+    ordered = {
+        axis: box[axis] if box[axis] != -1 else room // fixed for axis in axis_heuristics.order_by_traffic(list(box))
+    }
     return layout_of(ordered)
 
 
-def _filled_out(sizes: Sizes, machine: Machine, more: Mapping[str, object]) -> dict[Axis, int]:
+def _fill_free_size(sizes: Sizes, topology: Topology, more: Mapping[str, object]) -> dict[Axis, int]:
     """The sizes with -1 put right for the hosts."""
     box = parse_sizes("plan", (sizes,), {}, more)
     if -1 not in box.values():
         return box
-    if not machine:
+    if not topology:
         call = format_call("plan", box, **{"nodes": f"1x{len(example_ranks(box))}", **more})
         raise ShapeError(f"{format_call('plan', box)} cannot know what is left: give it hosts, such as {call}.")
-    host = machine[0]
+    host = topology[0]
     hold = f"{host} {'holds' if host.count == 1 else 'hold'} {host.capacity:,}"
     return fill_sizes("plan", box, host.capacity, hold, pick=False, more=more)
 
@@ -276,46 +278,48 @@ def layout_of(sizes: Mapping[str, int] | Mapping[Axis, int]) -> Layout:
     return Layout.of(box, range(math.prod(box.values())))
 
 
-def check_room(layout: Layout, machine: Machine) -> None:
+def check_capacity(layout: Layout, topology: Topology) -> None:
     """ShapeError if the hosts do not hold the ranks."""
-    last = _last(layout)
-    if machine and last >= machine[0].capacity:
-        hold = "holds" if machine[0].count == 1 else "hold"
-        raise ShapeError(f"{machine[0]} {hold} {count_of(machine[0].capacity, 'rank')}, but there is a rank {last:,}.")
+    last = _highest_rank(layout)
+    if topology and last >= topology[0].capacity:
+        hold = "holds" if topology[0].count == 1 else "hold"
+        raise ShapeError(
+            f"{topology[0]} {hold} {count_of(topology[0].capacity, 'rank')}, but there is a rank {last:,}."
+        )
 
 
-def _last(layout: Layout) -> int:
+def _highest_rank(layout: Layout) -> int:
     """The highest rank."""
     if None in layout.strides:
         return max(layout.ranks())
     return layout.rank_of([-1 if (stride or 0) > 0 else 0 for stride in layout.strides])
 
 
-def _check_fit(layout: Layout, machine: Machine, more: Mapping[str, object], views: Mapping[str, Sizes]) -> None:
+def _check_fit(layout: Layout, topology: Topology, more: Mapping[str, object], views: Mapping[str, Sizes]) -> None:
     """ShapeError if a whole layout, of the ranks from 0 on, is not of as many as the hosts hold.
 
     Args:
         more: the other arguments of ``plan``, which suggested calls repeat.
     """
-    if not machine or layout.is_slice or _last(layout) + 1 != len(layout):
+    if not topology or layout.is_slice or _highest_rank(layout) + 1 != len(layout):
         return
-    host, count = machine[0], len(layout)
+    host, count = topology[0], len(layout)
     if count == host.capacity:
         return
     box = dict(zip(layout.axes, layout.shape))
-    near = nearest_sizes(box, host.capacity, [])
-    other = [axis for axis in box if near[axis] != box[axis]]
-    changed = ", ".join(f"axis {a} of {near[a]}" if isinstance(a, int) else f"{a} {near[a]}" for a in other)
-    ways: list[tuple[str, str]] = []
-    if layout.ranks_in_order() == range(count) and _holds(layout_of(near), views):
-        ways.append((_call(format_call("Layout", near), more), f"with {changed}"))
-    if "domains" not in more or not ways:
+    nearest = nearest_sizes(box, host.capacity, [])
+    other = [axis for axis in box if nearest[axis] != box[axis]]
+    changed = ", ".join(f"axis {a} of {nearest[a]}" if isinstance(a, int) else f"{a} {nearest[a]}" for a in other)
+    suggestions: list[tuple[str, str]] = []
+    if layout.ranks_in_order() == range(count) and _holds(layout_of(nearest), views):
+        suggestions.append((_call(format_call("Layout", nearest), more), f"with {changed}"))
+    if "domains" not in more or not suggestions:
         hosts = {word: value for word, value in more.items() if word != "domains"}
-        call = _call(shorten(repr(layout), "layout"), {**hosts, "nodes": repr(_filled(host, count).spell())})
-        ways.append((call, f"{'or ' * bool(ways)}on {count_of(count, 'rank')}"))
+        call = _call(shorten(repr(layout), "layout"), {**hosts, "nodes": repr(_hosts_filled_by(host, count).spell())})
+        suggestions.append((call, f"{'or ' * bool(suggestions)}on {count_of(count, 'rank')}"))
     raise ShapeError(
         f"{shorten(repr(layout), 'the layout')} holds {count_of(count, 'rank')}, but {host} "
-        f"{'holds' if host.count == 1 else 'hold'} {host.capacity:,}.\n\n{format_calls(ways)}"
+        f"{'holds' if host.count == 1 else 'hold'} {host.capacity:,}.\n\n{format_calls(suggestions)}"
     )
 
 
@@ -332,7 +336,7 @@ def _call(layout: str, more: Mapping[str, object]) -> str:
     return f"plan({', '.join([layout, *(f'{word}={value}' for word, value in more.items())])})"
 
 
-def _filled(host: Level, count: int) -> Level:
+def _hosts_filled_by(host: HostLevel, count: int) -> HostLevel:
     """The hosts that ``count`` ranks fill; the last kind is repeated if there are too few."""
     runs: list[tuple[int, int]] = []
     for n, size in (*host.runs[:-1], (count, host.runs[-1][1])):
@@ -341,11 +345,11 @@ def _filled(host: Level, count: int) -> Level:
         runs += [(whole, size)] * bool(whole)
         if whole < n:
             break
-    return Level(host.name, (*runs, *[(1, count)] * bool(count)))
+    return HostLevel(host.name, (*runs, *[(1, count)] * bool(count)))
 
 
 def _family(
-    name: str, layout: Layout, axes: tuple[Axis, ...], machine: Machine, known: dict[object, str]
+    name: str, layout: Layout, axes: tuple[Axis, ...], topology: Topology, known: dict[object, str]
 ) -> FamilyPlan:
     axes = layout.along(layout.rank_of([0] * len(layout.axes)), *axes).axes  # in the order of the mesh
     size = layout.size(*axes)
@@ -357,10 +361,10 @@ def _family(
         groups,
         _strides(layout, axes),
         _sample(layout, axes),
-        tuple(spread(layout, axes, level) for level in machine),
+        tuple(locality_of(layout, axes, level) for level in topology),
         "",
     )
-    same = known.setdefault(_what(layout, axes, family), family.name) if size > 1 else family.name
+    same = known.setdefault(_group_identity(layout, axes, family), family.name) if size > 1 else family.name
     if same != family.name:
         return replace(family, same_as=same)
     return family
@@ -382,7 +386,7 @@ def _strides(layout: Layout, axes: tuple[Axis, ...]) -> tuple[int, ...]:
 
 def _sample(layout: Layout, axes: tuple[Axis, ...]) -> tuple[int, ...]:
     size = layout.size(*axes)
-    places = range(size) if size <= SHORT else (*range(SHORT - 1), size - 1)
+    places = range(size) if size <= MAX_SAMPLE else (*range(MAX_SAMPLE - 1), size - 1)
     ranks = []
     for place in places:
         coord = [0] * len(layout.axes)
@@ -392,12 +396,12 @@ def _sample(layout: Layout, axes: tuple[Axis, ...]) -> tuple[int, ...]:
     return tuple(ranks)
 
 
-def _what(layout: Layout, axes: tuple[Axis, ...], family: FamilyPlan) -> object:
+def _group_identity(layout: Layout, axes: tuple[Axis, ...], family: FamilyPlan) -> object:
     """A value that is equal for families with the same groups: the groups, or the arithmetic that leads to them."""
-    along, others = split(layout, axes)
+    along, others = strided_runs(layout, axes)
     if along is not None and others is not None:
         return (family.sample[0], family.size, family.strides, len(layout), _strides(layout, layout.axes))
-    if len(layout) <= ENOUGH:
+    if len(layout) <= MAX_ENUMERATED:
         return frozenset(frozenset(block) for block in layout.partition(*axes))
     return object()
 
@@ -406,66 +410,71 @@ def _what(layout: Layout, axes: tuple[Axis, ...], family: FamilyPlan) -> object:
 
 
 def _findings(
-    layout: Layout, families: list[FamilyPlan], machine: Machine, views: tuple[tuple[str, Layout], ...]
+    layout: Layout, families: list[FamilyPlan], topology: Topology, views: tuple[tuple[str, Layout], ...]
 ) -> list[Finding]:
     """Problems of the placement of groups, most traffic first, each with its cure."""
-    if not machine:
+    if not topology:
         ranks = largest_divisor(layout.size(), 8)
         hosts = f"--nodes {layout.size() // ranks}x{ranks}"
         return [Finding("Where groups lie on hosts is not known: say what hosts there are.", False, hosts)]
-    number = min(1, len(machine) - 1)
-    fence = machine[number]
+    number = min(1, len(topology) - 1)
+    level = topology[number]
     findings, good = [], []
     for name, whole in (("", layout), *views):
         mine = {family.axes[0]: family for family in families if family.view == name and len(family.axes) == 1}
         heavier = 1
-        for axis in axis_heuristics.heaviest(mine):
+        for axis in axis_heuristics.heavy_axes(mine):
             family = mine[axis]
             if family.size == 1:
                 continue
-            if family.spreads[number].high == 1:
+            if family.localities[number].high == 1:
                 good.append(family.name)
             else:
-                findings.append(_finding(family, number, whole, machine, heavier))
+                findings.append(_leaving_finding(family, number, whole, topology, heavier))
             heavier *= family.size
     if good and not any(finding.bad for finding in findings):
         findings.insert(
-            0, Finding(f"Good: {text_report.listed(good)} stay{'s' * (len(good) == 1)} inside one {fence.name}.", False)
+            0,
+            Finding(
+                f"Good: {text_report.join_words(good)} stay{'s' * (len(good) == 1)} inside one {level.name}.", False
+            ),
         )
     return findings
 
 
-def _finding(family: FamilyPlan, number: int, layout: Layout, machine: Machine, heavier: int) -> Finding:
+def _leaving_finding(family: FamilyPlan, number: int, layout: Layout, topology: Topology, heavier: int) -> Finding:
     """The finding for a family that leaves its host. ``heavier``: the product of the sizes with more traffic."""
-    fence, lie, size = machine[number], family.spreads[number], family.size
-    says = f"{family.name} spans {text_report.units(lie.low, lie.high, fence.name)}: {_hops(lie, size, fence)}."
-    if lie.intra:
-        cut = family.groups - lie.intra
+    level, locality, size = topology[number], family.localities[number], family.size
+    spanned = text_report.format_units(locality.low, locality.high, level.name)
+    text = f"{family.name} spans {spanned}: {_hops(locality, size, level)}."
+    if locality.intra:
+        cut = family.groups - locality.intra
         verb = "spans" if cut == 1 else "span"
-        most = f"{'up to ' * (lie.high > 2)}{lie.high} {fence.name}s"
-        about = "" if lie.exact else "About "
-        says = f"{about}{cut:,} of {family.groups:,} {family.name} groups {verb} {most}, across an edge."
-    order = axis_heuristics.by_traffic([str(axis) for axis in layout.axes])
+        most = f"{'up to ' * (locality.high > 2)}{locality.high} {level.name}s"
+        about = "" if locality.exact else "About "
+        text = f"{about}{cut:,} of {family.groups:,} {family.name} groups {verb} {most}, across an edge."
+    order = axis_heuristics.order_by_traffic([str(axis) for axis in layout.axes])
     if order != layout.axes and _strides(layout, layout.axes) == (1,) and 0 in layout:
         moved = layout_of({axis: layout.size(axis) for axis in order})
-        after = spread(moved, family.axes, fence)
-        if (after.high, after.hops_high, -after.intra) < (lie.high, lie.hops_high, -lie.intra):
-            view = f"--view '{family.view}: {text_report.sizes({axis: moved.size(axis) for axis in order})}'"
-            then = f"{family.name} on {text_report.units(after.low, after.high, fence.name)}"
-            return Finding(says, True, view if family.view else f"--order {','.join(order)}", then)
-    if size > fence.largest:
-        best = -(-size // fence.largest)
-        says += f" A {fence.name} holds {count_of(fence.largest, 'rank')} at most, so {size:,} take {best:,} at best."
-        return Finding(says, heavier == 1 or lie.high > best)
-    if heavier * size > fence.largest:
-        return Finding(f"{says} What talks more fills the {fence.name}: no order keeps both on one.", False)
+        after = locality_of(moved, family.axes, level)
+        if (after.high, after.hops_high, -after.intra) < (locality.high, locality.hops_high, -locality.intra):
+            view = f"--view '{family.view}: {text_report.format_sizes({axis: moved.size(axis) for axis in order})}'"
+            result = f"{family.name} on {text_report.format_units(after.low, after.high, level.name)}"
+            return Finding(text, True, view if family.view else f"--order {','.join(order)}", result)
+    if size > level.largest:
+        best = -(-size // level.largest)
+        text += f" A {level.name} holds {count_of(level.largest, 'rank')} at most, so {size:,} take {best:,} at best."
+        return Finding(text, heavier == 1 or locality.high > best)
+    if heavier * size > level.largest:
+        return Finding(f"{text} What talks more fills the {level.name}: no order keeps both on one.", False)
     together = f"{size} ranks do" if heavier == 1 else f"With what talks more they are {heavier * size} ranks, which do"
-    wrong = sorted({unit for _, unit in fence.runs if unit % (heavier * size)})
-    units = f"a {fence.name}" if len(wrong) == 1 else f"{fence.name}s"
-    return Finding(f"{says} {together} not divide {units} of {text_report.listed(wrong)}." if wrong else says, True)
+    wrong = sorted({unit for _, unit in level.runs if unit % (heavier * size)})
+    units = f"a {level.name}" if len(wrong) == 1 else f"{level.name}s"
+    return Finding(f"{text} {together} not divide {units} of {text_report.join_words(wrong)}." if wrong else text, True)
 
 
-def _hops(lie: Locality, size: int, fence: Level) -> str:
-    if lie.hops_low == size:
-        return f"every hop leaves the {fence.name}"
-    return f"{text_report.span(lie.hops_low, lie.hops_high)} of {size} hops of a ring leave the {fence.name}"
+def _hops(locality: Locality, size: int, level: HostLevel) -> str:
+    if locality.hops_low == size:
+        return f"every hop leaves the {level.name}"
+    hops = text_report.format_range(locality.hops_low, locality.hops_high)
+    return f"{hops} of {size} hops of a ring leave the {level.name}"

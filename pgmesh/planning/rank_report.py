@@ -10,14 +10,14 @@ from pgmesh.drawing.styled_text import Line
 
 if TYPE_CHECKING:
     from pgmesh.layout import Axis, Layout
-    from pgmesh.topology.hosts import Machine
+    from pgmesh.topology.hosts import Topology
 
-SHORT = 8
+MAX_LISTED = 8
 """How many ranks of a group are listed; of a longer one, the first and the last."""
 
 
 @dataclass(frozen=True)
-class Along:
+class AxisReport:
     """A rank along one axis."""
 
     axis: Axis
@@ -30,11 +30,11 @@ class Along:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankReport:
     """Where one rank stands.
 
-    >>> place_of(layout, 5).along[1]
-    Along(axis='dp', index=0, size=2, group=(5, 7), units=(), before=None, after=7)
+    >>> rank_report_of(layout, 5).along[1]
+    AxisReport(axis='dp', index=0, size=2, group=(5, 7), units=(), before=None, after=7)
     """
 
     rank: int
@@ -42,7 +42,7 @@ class Place:
     label: str
     coord: tuple[int, ...]
     units: tuple[tuple[str, int, int, int], ...]  # each level: its name, which unit, the place in it, how many it holds
-    along: tuple[Along, ...]
+    along: tuple[AxisReport, ...]
 
     def data(self) -> dict[str, Any]:
         """Everything in it, as JSON knows things."""
@@ -55,7 +55,7 @@ class Place:
     def lines(self, width: int = 80) -> list[Line]:
         """As lines of text.
 
-        >>> print(styled_text.plain(place_of(layout, 5).lines()))
+        >>> print(styled_text.plain(rank_report_of(layout, 5).lines()))
         rank 5 of 8: pp1-dp0-tp1
         <BLANKLINE>
         axis   index  before  after  group
@@ -63,7 +63,7 @@ class Place:
         dp    0 of 2       -      7  5, 7
         tp    1 of 2       4      -  4, 5
         """
-        where = "".join(f", {name} {unit:,} ({at} of {size})" for name, unit, at, size in self.units)
+        host_text = "".join(f", {name} {unit:,} ({at} of {size})" for name, unit, at, size in self.units)
         head = ["axis", "index", "before", "after", *(f"{name}s" for name, *_ in self.units)]
         rows = [[(word, "dim") for word in head]]
         for along in self.along:
@@ -76,13 +76,13 @@ class Place:
             row.append((styled_text.ranks_in(room, along.group, along.size), "dim"))
         right = [False, *([True] * (3 + len(self.units))), False]
         return [
-            [(f"rank {self.rank:,} of {self.ranks:,}: {self.label}{where}", "bold")],
+            [(f"rank {self.rank:,} of {self.ranks:,}: {self.label}{host_text}", "bold")],
             [],
             *styled_text.columns(rows, right),
         ]
 
 
-def place_of(layout: Layout, rank: int, machine: Machine = ()) -> Place:
+def rank_report_of(layout: Layout, rank: int, topology: Topology = ()) -> RankReport:
     """Where a rank stands.
 
     Args:
@@ -94,22 +94,22 @@ def place_of(layout: Layout, rank: int, machine: Machine = ()) -> Place:
     coord = layout.coord_of(rank)
     units = tuple(
         (level.name, unit, level.ranks_of(unit).index(rank), len(level.ranks_of(unit)))
-        for level, unit in ((level, level.unit_of(rank)) for level in machine)
+        for level, unit in ((level, level.unit_of(rank)) for level in topology)
     )
-    along = tuple(_along(layout, rank, axis, index, machine) for axis, index in zip(layout.axes, coord))
-    return Place(rank, len(layout), layout.label_of(rank), coord, units, along)
+    along = tuple(_axis_report(layout, rank, axis, index, topology) for axis, index in zip(layout.axes, coord))
+    return RankReport(rank, len(layout), layout.label_of(rank), coord, units, along)
 
 
-def _along(layout: Layout, rank: int, axis: Axis, index: int, machine: Machine) -> Along:
+def _axis_report(layout: Layout, rank: int, axis: Axis, index: int, topology: Topology) -> AxisReport:
     line = layout.along(rank, axis)
     size = len(line)
-    places = range(size) if size <= SHORT else (*range(SHORT - 1), size - 1)
-    return Along(
+    indices = range(size) if size <= MAX_LISTED else (*range(MAX_LISTED - 1), size - 1)
+    return AxisReport(
         axis,
         index,
         size,
-        tuple(line.rank_of((place,)) for place in places),
-        tuple(len({level.unit_of(other) for other in line}) if size <= 1 << 16 else None for level in machine),
+        tuple(line.rank_of((index,)) for index in indices),
+        tuple(len({level.unit_of(other) for other in line}) if size <= 1 << 16 else None for level in topology),
         layout.neighbor_of(rank, axis, -1),
         layout.neighbor_of(rank, axis, +1),
     )

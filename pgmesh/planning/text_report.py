@@ -18,16 +18,16 @@ P = TypeVar("P", bound="PlanData")
 STYLES = {"intra": "green", "mixed": "yellow", "inter": ""}
 
 
-def whole(plan: PlanData, width: int = 80) -> list[Line]:
+def full_report(plan: PlanData, width: int = 80) -> list[Line]:
     """All of a plan."""
-    return [[(title(plan), "bold")], [], *table(plan, width), [], *price(plan, width), [], *findings(plan, width)]
+    return [[(title(plan), "bold")], [], *table(plan, width), [], *cost_report(plan, width), [], *findings(plan, width)]
 
 
 def title(plan: PlanData) -> str:
     """``64 ranks: pp=2 dp=4 cp=2 tp=4 on 8 hosts of 8``."""
     layout = plan.layout
-    where = f" on {' in '.join(map(str, plan.machine))}" if plan.machine else ""
-    axes = f": {sizes(dict(zip(layout.axes, layout.shape)))}" if layout.axes else ""
+    where = f" on {' in '.join(map(str, plan.topology))}" if plan.topology else ""
+    axes = f": {format_sizes(dict(zip(layout.axes, layout.shape)))}" if layout.axes else ""
     return f"{count_of(len(layout), 'rank')}{axes}{where}"
 
 
@@ -35,11 +35,11 @@ def table(plan: PlanData, width: int = 80) -> list[Line]:
     """A row for each family, with fewer words where they would not fit."""
     if not plan.families:
         return [[("No axes, so no groups.", "")]]
-    names = [level.name for level in plan.machine]
-    for hops, of in (("ring hops that leave", True), ("hops out", True), ("hops out", False)):
+    names = [level.name for level in plan.topology]
+    for hops, with_total in (("ring hops that leave", True), ("hops out", True), ("hops out", False)):
         hops = hops if len(names) < 2 else "hops out"
         head = ["family", "size", "groups", "stride", *(word for name in names for word in (f"{name}s", "", hops))]
-        table = [[(word, "dim") for word in head], *rows(plan, of)]
+        table = [[(word, "dim") for word in head], *rows(plan, with_total)]
         taken = sum(max(len(text) for text, _ in column) + 2 for column in zip(*table))
         if taken - 2 <= width:
             break
@@ -52,23 +52,24 @@ def table(plan: PlanData, width: int = 80) -> list[Line]:
     return columns(table, right)
 
 
-def rows(plan: PlanData, of: bool = True) -> list[list[tuple[str, str]]]:
+def rows(plan: PlanData, with_total: bool = True) -> list[list[tuple[str, str]]]:
     """The cells of each family: name, size, groups, stride; then for each level units, kind and hops.
 
     Args:
-        of: whether hops are said beside how many there are.
+        with_total: whether hops are said beside how many there are.
     """
     rows = []
     for family in plan.families:
         row = [(family.name, "bold"), (f"{family.size:,}", ""), (f"{family.groups:,}", ""), (_stride(family), "")]
-        for lie in family.spreads:
-            hops = span(lie.hops_low, lie.hops_high) + f" of {family.size:,}" * of if family.size > 1 else "-"
-            row += [(span(lie.low, lie.high), ""), (_kind(lie), STYLES[lie.kind]), (hops, "")]
+        for locality in family.localities:
+            hops = format_range(locality.hops_low, locality.hops_high) + f" of {family.size:,}" * with_total
+            units = format_range(locality.low, locality.high)
+            row += [(units, ""), (_kind(locality), STYLES[locality.kind]), (hops if family.size > 1 else "-", "")]
         rows.append(row)
     return rows
 
 
-def price(plan: PlanData, width: int = 80) -> list[Line]:
+def cost_report(plan: PlanData, width: int = 80) -> list[Line]:
     """How many communicators, and what they would take."""
     count = plan.communicators
     if not count:
@@ -84,10 +85,10 @@ def price(plan: PlanData, width: int = 80) -> list[Line]:
         lines += wrapped(f"One group under two names is one communicator: {'; '.join(same)}.", width, "", "  ")
     alone = [family.name for family in plan.families if family.size == 1]
     if alone:
-        says = (
+        text = (
             f"Groups of one rank are not counted ({', '.join(alone)}); NCCL takes memory for those that are used too."
         )
-        lines += wrapped(says, width, "", "  ")
+        lines += wrapped(text, width, "", "  ")
     return lines
 
 
@@ -95,12 +96,12 @@ def findings(plan: PlanData, width: int = 80) -> list[Line]:
     """What to know, the bad in red, then what would mend it."""
     lines: list[Line] = []
     for finding in plan.findings:
-        style = "red" if finding.bad else "green" if finding.says.startswith("Good") else ""
-        lines += wrapped(finding.says, width, style)
-    for mend in dict.fromkeys(finding.mend for finding in plan.findings if finding.mend):
-        mended = [finding.then for finding in plan.findings if finding.mend == mend]
-        lines.append([(f"  {mend}", "bold"), (f"   # {'; '.join(filter(None, mended))}".rstrip(" #"), "dim")])
-    if any(not lie.exact for family in plan.families for lie in family.spreads):
+        style = "red" if finding.bad else "green" if finding.text.startswith("Good") else ""
+        lines += wrapped(finding.text, width, style)
+    for fix in dict.fromkeys(finding.fix for finding in plan.findings if finding.fix):
+        mended = [finding.result for finding in plan.findings if finding.fix == fix]
+        lines.append([(f"  {fix}", "bold"), (f"   # {'; '.join(filter(None, mended))}".rstrip(" #"), "dim")])
+    if any(not locality.exact for family in plan.families for locality in family.localities):
         lines += wrapped("~ A sample of groups stands for all: the ranks or the hosts follow no arithmetic.", width)
     return lines
 
@@ -108,25 +109,25 @@ def findings(plan: PlanData, width: int = 80) -> list[Line]:
 def comparison(plans: Sequence[PlanData]) -> list[Line]:
     """A row for each family, a column for each plan: how many hosts a group spans, and how many hops leave."""
     names = list(dict.fromkeys(family.name for plan in plans for family in plan.families))
-    levels = [level.name for level in plans[0].machine]
+    levels = [level.name for level in plans[0].topology]
     rows = [[("", ""), *((plan.order, "bold") for plan in plans)]]
     for name in names:
         for i in range(max(1, len(levels))):
             row = [(name if i == 0 else "", "bold")]
             for plan in plans:
                 family = next((family for family in plan.families if family.name == name), None)
-                row.append(_beside(family, i) if family else ("-", "dim"))
+                row.append(_comparison_cell(family, i) if family else ("-", "dim"))
             rows.append(row)
     return columns(rows, [False, *([False] * len(plans))], gap="   ")
 
 
-def best(plans: Sequence[P]) -> P:
+def best_plan(plans: Sequence[P]) -> P:
     """The plan whose heaviest axes span the fewest hosts; the first of those that are equal."""
 
     def weight(plan: PlanData) -> list[int]:
-        heavy = [str(axis) for axis in axis_heuristics.heaviest(plan.layout.axes)]
+        heavy = [str(axis) for axis in axis_heuristics.heavy_axes(plan.layout.axes)]
         rest = [str(axis) for axis in plan.layout.axes if str(axis) not in heavy]
-        return [lie.high for name in heavy + rest for lie in reversed(plan[name].spreads)]
+        return [locality.high for name in heavy + rest for locality in reversed(plan[name].localities)]
 
     return min(plans, key=weight)
 
@@ -134,37 +135,37 @@ def best(plans: Sequence[P]) -> P:
 # -- small words --------------------------------------------------------------------------------------------------
 
 
-def sizes(box: Mapping[str | int, int] | Mapping[str, int]) -> str:
+def format_sizes(box: Mapping[str | int, int] | Mapping[str, int]) -> str:
     return " ".join(str(size) if isinstance(axis, int) else f"{axis}={size}" for axis, size in box.items())
 
 
-def span(low: int, high: int) -> str:
+def format_range(low: int, high: int) -> str:
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
-def units(low: int, high: int, name: str) -> str:
-    return f"{span(low, high)} {name}{'s' * (high > 1)}"
+def format_units(low: int, high: int, name: str) -> str:
+    return f"{format_range(low, high)} {name}{'s' * (high > 1)}"
 
 
-def listed(words: Iterable[object]) -> str:
+def join_words(words: Iterable[object]) -> str:
     """``a, b and c``."""
     *most, last = map(str, words)
     return f"{', '.join(most)} and {last}" if most else last
 
 
-def _kind(lie: Locality) -> str:
-    return lie.kind + "~" * (not lie.exact)
+def _kind(locality: Locality) -> str:
+    return locality.kind + "~" * (not locality.exact)
 
 
 def _stride(family: FamilyPlan) -> str:
     return "-" if family.size == 1 else "·".join(map(str, family.strides)) or "uneven"
 
 
-def _beside(family: FamilyPlan, level: int) -> tuple[str, str]:
-    if not family.spreads:
+def _comparison_cell(family: FamilyPlan, level: int) -> tuple[str, str]:
+    if not family.localities:
         return f"stride {_stride(family)}", ""
-    lie = family.spreads[level]
-    text = units(lie.low, lie.high, lie.level)
-    if lie.hops_high:
-        text += f", {span(lie.hops_low, lie.hops_high)}/{family.size} hops"
-    return text, STYLES[lie.kind]
+    locality = family.localities[level]
+    text = format_units(locality.low, locality.high, locality.level)
+    if locality.hops_high:
+        text += f", {format_range(locality.hops_low, locality.hops_high)}/{family.size} hops"
+    return text, STYLES[locality.kind]

@@ -40,8 +40,8 @@ class Finding:
 
     mark: str
     what: str
-    says: str
-    mend: str = ""
+    text: str
+    fix: str = ""
 
 
 def diagnose(environ: Mapping[str, str], seconds: float) -> list[Finding]:
@@ -51,179 +51,181 @@ def diagnose(environ: Mapping[str, str], seconds: float) -> list[Finding]:
         environ: as ``os.environ`` is.
         seconds: how long each question to the network may take.
     """
-    found, launcher = launchers(environ)
+    launcher, findings = launcher_findings(environ)
     return [
-        *launcher,
+        *findings,
         Finding("--", "python", f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"),
-        *torch_and_seam(importlib.import_module),
-        *host(seconds, found),
-        *interfaces(environ, [name for _, name in socket.if_nameindex()]),
-        *store(environ, found, seconds),
+        *torch_findings(importlib.import_module),
+        *host_findings(seconds, launcher),
+        *interface_findings(environ, [name for _, name in socket.if_nameindex()]),
+        *store_findings(environ, launcher, seconds),
     ]
 
 
 # -- the launcher -----------------------------------------------------------------------------------------------------
 
 
-def launchers(environ: Mapping[str, str]) -> tuple[LauncherInfo | None, list[Finding]]:
+def launcher_findings(environ: Mapping[str, str]) -> tuple[LauncherInfo | None, list[Finding]]:
     """Who is believed, and what else is there.
 
-    >>> found, findings = launchers({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "SLURM_PROCID": "0"})
+    >>> environ = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "SLURM_PROCID": "0"}
+    >>> launcher, findings = launcher_findings(environ)
     >>> for finding in findings:
-    ...     print(finding.mark, finding.says)
+    ...     print(finding.mark, finding.text)
     ok rank 1 of 2, local rank 1: MPICH, because PMI_RANK is set
     -- read: PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1
     -- there too, of Slurm, and not believed: SLURM_PROCID=0
     """
     try:
-        found = detect_launcher(environ)
+        launcher = detect_launcher(environ)
     except LaunchError as error:
         problem, _, rest = str(error).partition("\n\n")
         return None, [Finding("bad", "launcher", problem.rstrip(":") + "." * (problem[-1] not in ".:"), rest)]
-    findings = [Finding("ok", "launcher", found.line)]
-    if found.read:
-        findings.append(Finding("--", "launcher", "read: " + " ".join(f"{name}={value}" for name, value in found.read)))
-    read = {name for name, _ in found.read}
+    findings = [Finding("ok", "launcher", launcher.line)]
+    if launcher.read:
+        variables = " ".join(f"{name}={value}" for name, value in launcher.read)
+        findings.append(Finding("--", "launcher", f"read: {variables}"))
+    read = {name for name, _ in launcher.read}
     for other in LAUNCHERS:
-        there = [f"{name}={environ[name]}" for name in other.marks if name in environ and name not in read]
-        if there and other.name != found.launcher:
-            findings.append(
-                Finding("--", "launcher", f"there too, of {other.name}, and not believed: {' '.join(there)}")
-            )
-    return found, findings
+        variables = " ".join(f"{name}={environ[name]}" for name in other.marks if name in environ.keys() - read)
+        if variables and other.name != launcher.launcher:
+            findings.append(Finding("--", "launcher", f"there too, of {other.name}, and not believed: {variables}"))
+    return launcher, findings
 
 
 # -- torch ------------------------------------------------------------------------------------------------------------
 
 
-def torch_and_seam(load: Callable[[str], Any]) -> Iterator[Finding]:
+def torch_findings(load: Callable[[str], Any]) -> Iterator[Finding]:
     """torch's version and backends, and the private names that pgmesh makes groups with."""
     try:
         torch, dist = load("torch"), load("torch.distributed")
     except Exception as error:  # an ImportError, or whatever a library that does not fit raises
-        says = f"torch cannot be imported: {type(error).__name__}: {error}".splitlines()[0]
-        yield Finding("bad", "torch", says, "pip install torch; pgmesh plan and show go without it")
+        text = f"torch cannot be imported: {type(error).__name__}: {error}".splitlines()[0]
+        yield Finding("bad", "torch", text, "pip install torch; pgmesh plan and show go without it")
         return
     if not dist.is_available():
         yield Finding(
             "bad", "torch", f"torch {torch.__version__} was built without torch.distributed", "install another"
         )
         return
-    there = [name for name in BACKENDS if dist.is_backend_available(name)]
+    backends = [name for name in BACKENDS if dist.is_backend_available(name)]
     devices = torch.cuda.device_count()
-    says = f"torch {torch.__version__} with {', '.join(there) or 'no backend'}; {count_of(devices, 'CUDA device')}"
-    if devices and "nccl" not in there:
+    text = f"torch {torch.__version__} with {', '.join(backends) or 'no backend'}; {count_of(devices, 'CUDA device')}"
+    if devices and "nccl" not in backends:
         yield Finding(
-            "warn", "torch", says, "there are CUDA devices, and no NCCL: install a build of torch that has it"
+            "warn", "torch", text, "there are CUDA devices, and no NCCL: install a build of torch that has it"
         )
     else:
-        yield Finding("ok", "torch", says)
+        yield Finding("ok", "torch", text)
     try:
-        groups = load("pgmesh.torch_private")
+        private = load("pgmesh.torch_private")
     except (SeamError, ImportError) as error:
         problem, *names = str(error).splitlines()
         yield Finding("bad", "seam", problem, "\n".join([*names, f"install torch {TRIED_ON}"]).strip())
         return
-    tried = any(str(torch.__version__).startswith(f"{version}.") for version in groups.TRIED_ON)
-    says = f"all {len(groups.SEAM)} private names of torch that groups are made with are there"
+    tried = any(str(torch.__version__).startswith(f"{version}.") for version in private.TRIED_ON)
+    text = f"all {len(private.SEAM)} private names of torch that groups are made with are there"
     if tried:
-        yield Finding("ok", "seam", says)
+        yield Finding("ok", "seam", text)
     else:
-        mend = f"pgmesh was tried on torch {', '.join(groups.TRIED_ON)}: run its tests with this one"
-        yield Finding("warn", "seam", says, mend)
+        fix = f"pgmesh was tried on torch {', '.join(private.TRIED_ON)}: run its tests with this one"
+        yield Finding("warn", "seam", text, fix)
 
 
 # -- the network ------------------------------------------------------------------------------------------------------
 
 
-def host(seconds: float, found: LauncherInfo | None) -> Iterator[Finding]:
+def host_findings(seconds: float, launcher: LauncherInfo | None) -> Iterator[Finding]:
     """What this host's name means."""
     name = socket.gethostname()
-    answer = in_time(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM), seconds)
+    answer = call_with_timeout(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM), seconds)
     if isinstance(answer, Exception):
-        says = f"this host calls itself {name}, which is no address: {_words(answer)}"
-        yield Finding("warn", "host", says, f"add {name} to /etc/hosts, or set GLOO_SOCKET_IFNAME")
+        text = f"this host calls itself {name}, which is no address: {_error_text(answer)}"
+        yield Finding("warn", "host", text, f"add {name} to /etc/hosts, or set GLOO_SOCKET_IFNAME")
         return
     addresses = list(dict.fromkeys(str(each[4][0]) for each in answer))
-    says = f"this host calls itself {name}, which is {', '.join(addresses)}"
-    several = found is not None and found.local_size is not None and found.local_size < found.size
+    text = f"this host calls itself {name}, which is {', '.join(addresses)}"
+    several = launcher is not None and launcher.local_size is not None and launcher.local_size < launcher.size
     if several and all(_is_local(address) for address in addresses) and not os.environ.get("GLOO_SOCKET_IFNAME"):
-        mend = "there are ranks on other hosts: set GLOO_SOCKET_IFNAME to the interface that leads to them"
-        yield Finding("bad", "host", f"{says}: no other host can reach that", mend)
+        fix = "there are ranks on other hosts: set GLOO_SOCKET_IFNAME to the interface that leads to them"
+        yield Finding("bad", "host", f"{text}: no other host can reach that", fix)
     else:
-        yield Finding("ok", "host", says)
+        yield Finding("ok", "host", text)
 
 
-def interfaces(environ: Mapping[str, str], there: Sequence[str]) -> Iterator[Finding]:
+def interface_findings(environ: Mapping[str, str], interfaces: Sequence[str]) -> Iterator[Finding]:
     """Whether the interfaces that Gloo and NCCL are told to use exist.
 
-    >>> for finding in interfaces({"GLOO_SOCKET_IFNAME": "eth0,ib0", "NCCL_SOCKET_IFNAME": "^lo"}, ["lo", "eth0"]):
-    ...     print(finding.mark, finding.says)
+    >>> environ = {"GLOO_SOCKET_IFNAME": "eth0,ib0", "NCCL_SOCKET_IFNAME": "^lo"}
+    >>> for finding in interface_findings(environ, ["lo", "eth0"]):
+    ...     print(finding.mark, finding.text)
     bad GLOO_SOCKET_IFNAME is eth0,ib0, but there is no interface ib0; there are lo, eth0
     ok NCCL_SOCKET_IFNAME is ^lo: eth0
     """
     gloo = environ.get("GLOO_SOCKET_IFNAME", "")
     names = [name for name in gloo.split(",") if name]
-    gone = [name for name in names if name not in there]
-    if gone:
-        says = (
-            f"GLOO_SOCKET_IFNAME is {gloo}, but there is no interface {', '.join(gone)}; there are {', '.join(there)}"
-        )
-        yield Finding("bad", "interface", says, "set it to one of them on this host, or unset it")
+    missing = [name for name in names if name not in interfaces]
+    if missing:
+        text = f"GLOO_SOCKET_IFNAME is {gloo}, but there is no interface {', '.join(missing)}"
+        text += f"; there are {', '.join(interfaces)}"
+        yield Finding("bad", "interface", text, "set it to one of them on this host, or unset it")
     elif names:
         yield Finding("ok", "interface", f"GLOO_SOCKET_IFNAME is {gloo}")
     nccl = environ.get("NCCL_SOCKET_IFNAME", "")
     if nccl:
-        left = matching(nccl, there)
+        left = nccl_interfaces(nccl, interfaces)
         if left:
             yield Finding("ok", "interface", f"NCCL_SOCKET_IFNAME is {nccl}: {', '.join(left)}")
         else:
-            says = f"NCCL_SOCKET_IFNAME is {nccl}, which leaves no interface of {', '.join(there)}"
-            yield Finding("bad", "interface", says, "set it to the beginning of one of them, or unset it")
+            text = f"NCCL_SOCKET_IFNAME is {nccl}, which leaves no interface of {', '.join(interfaces)}"
+            yield Finding("bad", "interface", text, "set it to the beginning of one of them, or unset it")
     if not names and not nccl:
-        says = f"interfaces: {', '.join(there)}; none is chosen by GLOO_ or NCCL_SOCKET_IFNAME"
-        yield Finding("--", "interface", says)
+        text = f"interfaces: {', '.join(interfaces)}; none is chosen by GLOO_ or NCCL_SOCKET_IFNAME"
+        yield Finding("--", "interface", text)
 
 
-def matching(chosen: str, there: Sequence[str]) -> list[str]:
+def nccl_interfaces(setting: str, interfaces: Sequence[str]) -> list[str]:
     """The interfaces that NCCL may use: by how they begin, exactly after "=", all others after "^".
 
     Source: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname
 
-    >>> matching("eth", ["lo", "eth0", "eth1"]), matching("=eth", ["eth0"]), matching("^=eth0", ["eth0", "eth01"])
-    (['eth0', 'eth1'], [], ['eth01'])
+    >>> nccl_interfaces("eth", ["lo", "eth0", "eth1"]), nccl_interfaces("=eth", ["eth0"])
+    (['eth0', 'eth1'], [])
+    >>> nccl_interfaces("^=eth0", ["eth0", "eth01"])
+    ['eth01']
     """
-    others, exact = chosen.startswith("^"), chosen.lstrip("^").startswith("=")
-    words = [word for word in chosen.lstrip("^=").split(",") if word]
-    hit = [name for name in there if any(name == word if exact else name.startswith(word) for word in words)]
-    return [name for name in there if (name in hit) != others]
+    exclude, exact = setting.startswith("^"), setting.lstrip("^").startswith("=")
+    words = [word for word in setting.lstrip("^=").split(",") if word]
+    matches = {name for name in interfaces if any(name == word if exact else name.startswith(word) for word in words)}
+    return [name for name in interfaces if (name in matches) != exclude]
 
 
 # -- the store --------------------------------------------------------------------------------------------------------
 
 
-def store(environ: Mapping[str, str], found: LauncherInfo | None, seconds: float) -> Iterator[Finding]:
+def store_findings(environ: Mapping[str, str], launcher: LauncherInfo | None, seconds: float) -> Iterator[Finding]:
     """Whether this process can reach the store; on the rank that is to host it, whether it can."""
-    if found is None:
+    if launcher is None:
         return
-    if found.size == 1 and found.address is None:
+    if launcher.size == 1 and launcher.address is None:
         yield Finding("--", "store", "a world of one needs no store")
         return
     try:
-        found.end_point()
+        launcher.end_point()
     except LaunchError as error:
         problem, _, rest = str(error).partition("\n\n")
         yield Finding("bad", "store", problem, rest)
         return
-    yield _look(environ, found, seconds)[0]
+    yield _check_store(environ, launcher, seconds)[0]
 
 
-def hosts_store(environ: Mapping[str, str], found: LauncherInfo) -> bool:
+def hosts_store(environ: Mapping[str, str], launcher: LauncherInfo) -> bool:
     """Whether this process hosts its world's store: rank 0 does, unless torchrun's agent or a StoreProcess does."""
-    return found.rank == 0 and not _is_hosted(environ)
+    return launcher.rank == 0 and not _is_hosted(environ)
 
 
-def wait_for_store(environ: Mapping[str, str], found: LauncherInfo, seconds: float) -> Finding | None:
+def wait_for_store(environ: Mapping[str, str], launcher: LauncherInfo, seconds: float) -> Finding | None:
     """Wait until this process can reach the store, or host it.
 
     Args:
@@ -232,22 +234,22 @@ def wait_for_store(environ: Mapping[str, str], found: LauncherInfo, seconds: flo
         seconds: how long to ask. What cannot change meanwhile is not waited for.
 
     Returns:
-        None once it can; else what is wrong, as ``store`` says it.
+        None once it can; else what is wrong, as ``store_findings`` says it.
     """
     end = time.monotonic() + seconds
     while True:
-        finding, is_final = _look(environ, found, max(end - time.monotonic(), PAUSE))
-        if is_final or time.monotonic() + PAUSE > end:
+        finding, is_final = _check_store(environ, launcher, max(end - time.monotonic(), POLL_INTERVAL))
+        if is_final or time.monotonic() + POLL_INTERVAL > end:
             break
-        time.sleep(PAUSE)
+        time.sleep(POLL_INTERVAL)
     if finding.mark != "ok":
         return finding
-    where = "{}:{}".format(*found.end_point())
-    says = f"nobody listened at {where} in {seconds:g} s: rank 0, which hosts the store, did not start"
-    return None if is_final else Finding("bad", "store", says, "start rank 0, and see that it ends with no error")
+    where = "{}:{}".format(*launcher.end_point())
+    text = f"nobody listened at {where} in {seconds:g} s: rank 0, which hosts the store, did not start"
+    return None if is_final else Finding("bad", "store", text, "start rank 0, and see that it ends with no error")
 
 
-PAUSE = 0.2
+POLL_INTERVAL = 0.2
 """Seconds between two looks for the store."""
 
 
@@ -256,47 +258,48 @@ def _is_hosted(environ: Mapping[str, str]) -> bool:
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _look(environ: Mapping[str, str], found: LauncherInfo, seconds: float) -> tuple[Finding, bool]:
+def _check_store(environ: Mapping[str, str], launcher: LauncherInfo, seconds: float) -> tuple[Finding, bool]:
     """What is found of the store, and whether it will stay so."""
-    address, port = found.end_point()
-    answer = in_time(lambda: socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM), seconds)
+    address, port = launcher.end_point()
+    answer = call_with_timeout(lambda: socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM), seconds)
     if isinstance(answer, Exception):
-        return Finding("bad", "store", f"the name {address} cannot be resolved: {_words(answer)}", RIGHT_ADDRESS), False
-    if hosts_store(environ, found):
-        return _hosting(address, port, answer), True
+        text = f"the name {address} cannot be resolved: {_error_text(answer)}"
+        return Finding("bad", "store", text, ADDRESS_FIX), False
+    if hosts_store(environ, launcher):
+        return _check_hosting(address, port, answer), True
     where = f"{address}:{port}"
-    answer = in_time(lambda: _connect(address, port, seconds), seconds)
+    answer = call_with_timeout(lambda: _connect(address, port, seconds), seconds)
     if not isinstance(answer, Exception):
         return Finding("ok", "store", f"somebody listens at {where}"), True
     if isinstance(answer, ConnectionRefusedError) and not _is_hosted(environ):
-        says = f"nobody listens at {where} yet, which can be reached"
-        return Finding("ok", "store", f"{says}: rank 0 does once it joins"), False
-    mend = "see that MASTER_ADDR names rank 0's host, and that no firewall is between"
-    return Finding("bad", "store", f"{where} cannot be reached: {_words(answer)}", mend), False
+        text = f"nobody listens at {where} yet, which can be reached"
+        return Finding("ok", "store", f"{text}: rank 0 does once it joins"), False
+    fix = "see that MASTER_ADDR names rank 0's host, and that no firewall is between"
+    return Finding("bad", "store", f"{where} cannot be reached: {_error_text(answer)}", fix), False
 
 
-RIGHT_ADDRESS = "set MASTER_ADDR to a name or an address of rank 0's host, the same on every rank"
+ADDRESS_FIX = "set MASTER_ADDR to a name or an address of rank 0's host, the same on every rank"
 
 
-def _hosting(address: str, port: int, infos: Sequence[tuple[Any, ...]]) -> Finding:
+def _check_hosting(address: str, port: int, infos: Sequence[tuple[Any, ...]]) -> Finding:
     """Whether this process, rank 0, can host the store, and this host has the address by which others look for it."""
     error = _port_error(port)
     if error is not None:
-        says = f"this process, rank 0, cannot listen at port {port}: {_words(error)}"
+        text = f"this process, rank 0, cannot listen at port {port}: {_error_text(error)}"
         if error.errno == errno.EADDRINUSE:
-            says = f"port {port} is taken on this host, where this process, rank 0, is to host the store"
+            text = f"port {port} is taken on this host, where this process, rank 0, is to host the store"
         first = max(port, 1023) + 1
         free = next((near for near in range(first, min(first + 100, LAST_PORT)) if _port_error(near) is None), None)
         call = "set MASTER_PORT to another" if free is None else f"export MASTER_PORT={free}   # is free here"
-        return Finding("bad", "store", says, f"{call}; the same on every rank")
-    if all(_bind_error(family, place) for family, _, _, _, place in infos):
-        there = ", ".join(dict.fromkeys(str(place[0]) for *_, place in infos))
-        named = address if there == address else f"{address} ({there})"
-        says = f"no interface of this host has the address {named}, but this process, rank 0, hosts the store"
-        mend = f"{RIGHT_ADDRESS}; this host calls itself {socket.gethostname()}"
-        return Finding("bad", "store", says, mend)
-    says = f"port {port} is free on this host, {address}: this process, rank 0, listens there once it joins"
-    return Finding("ok", "store", says)
+        return Finding("bad", "store", text, f"{call}; the same on every rank")
+    if all(_bind_error(family, socket_address) for family, _, _, _, socket_address in infos):
+        resolved = ", ".join(dict.fromkeys(str(socket_address[0]) for *_, socket_address in infos))
+        named = address if resolved == address else f"{address} ({resolved})"
+        text = f"no interface of this host has the address {named}, but this process, rank 0, hosts the store"
+        fix = f"{ADDRESS_FIX}; this host calls itself {socket.gethostname()}"
+        return Finding("bad", "store", text, fix)
+    text = f"port {port} is free on this host, {address}: this process, rank 0, listens there once it joins"
+    return Finding("ok", "store", text)
 
 
 def _port_error(port: int) -> OSError | None:
@@ -304,14 +307,14 @@ def _port_error(port: int) -> OSError | None:
     return _bind_error(socket.AF_INET6, ("::", port)) and _bind_error(socket.AF_INET, ("0.0.0.0", port))
 
 
-def _bind_error(family: int, place: tuple[Any, ...]) -> OSError | None:
+def _bind_error(family: int, socket_address: tuple[Any, ...]) -> OSError | None:
     """Why a socket cannot be bound there; None if it can. It does not listen, so nothing can connect to it."""
     try:
         with socket.socket(family, socket.SOCK_STREAM) as bound:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
                 bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            bound.bind(place)
+            bound.bind(socket_address)
     except OSError as error:
         return error
     return None
@@ -326,17 +329,17 @@ def _is_local(address: str) -> bool:
     return address == "::1" or address.startswith("127.")
 
 
-def _words(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
-def in_time(ask: Callable[[], Any], seconds: float) -> Any:
+def call_with_timeout(function: Callable[[], Any], seconds: float) -> Any:
     """The answer, or the error; a TimeoutError where there is none in time. A resolver has no deadline of its own."""
     answers: list[Any] = []
 
     def run() -> None:
         try:
-            answers.append(ask())
+            answers.append(function())
         except Exception as error:
             answers.append(error)
 

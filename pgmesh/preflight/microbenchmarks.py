@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,35 +17,36 @@ import torch.distributed as dist
 from pgmesh._util.formatting import format_ranks
 from pgmesh.errors import MismatchError, MissingRanksError
 
-SMALL, LARGE = 8, 1 << 20
-"""Bytes that neighbours exchange, to see how long a link takes to begin and how much goes over it."""
 
-MOST_CALLS = 20
-"""How many calls a batch has, of what is soon done."""
+@dataclass(frozen=True)
+class Workload:
+    """Sizes of the measured operations."""
 
-BATCH = 8 << 20
-"""About how many bytes a batch moves, of what is not."""
-
-POWERS = 12
-"""Ranks put in powers of two; after so many they begin again, so that a sum is exact in 32 bits of a float."""
-
-WORK = {"cpu": 384}
-"""How many rows the matrices of a rank's own work have, by device, so that a batch takes some 20 ms; elsewhere
-``LARGE_WORK``."""
-
-LARGE_WORK, WORK_CALLS = 4096, 20
+    small_message: int = 8  # bytes that neighbours exchange to measure latency
+    large_message: int = 1 << 20  # bytes that they exchange to measure bandwidth
+    max_calls: int = 20  # calls of a batch, if each is short
+    batch_bytes: int = 8 << 20  # approximate bytes of a batch, if each call is long
+    compute_calls: int = 20  # matrix products of a batch
+    cpu_rows: int = 384  # rows of each matrix, so that a batch takes about 20 ms
+    device_rows: int = 4096  # the same on an accelerator
 
 
-def calls_of(size: int) -> int:
+WORKLOAD = Workload()
+
+DISTINCT_VALUES = 12
+"""Powers of two that ranks contribute to a checked sum. Few enough for an exact sum in a 32-bit float."""
+
+
+def calls_per_batch(size: int) -> int:
     """How many calls a batch has, by the bytes of each.
 
-    >>> calls_of(8), calls_of(1 << 20), calls_of(1 << 24)
+    >>> calls_per_batch(8), calls_per_batch(1 << 20), calls_per_batch(1 << 24)
     (20, 8, 2)
     """
-    return max(2, min(MOST_CALLS, BATCH // size))
+    return max(2, min(WORKLOAD.max_calls, WORKLOAD.batch_bytes // size))
 
 
-class Probe:
+class Microbenchmarks:
     """One rank's measurements, on one device.
 
     Args:
@@ -58,9 +60,9 @@ class Probe:
 
     def all_reduce(self, group: Any, size: int) -> list[float]:
         """Seconds of one all-reduce of so many bytes, for each repeat."""
-        zeros = torch.zeros(count(size), device=self.device)
-        calls = calls_of(size)
-        return self._timed(lambda: self._all(dist.all_reduce(zeros, group=group, async_op=True)), calls)
+        zeros = torch.zeros(element_count(size), device=self.device)
+        calls = calls_per_batch(size)
+        return self._time_batches(lambda: self._wait(dist.all_reduce(zeros, group=group, async_op=True)), calls)
 
     def exchange(self, group: Any, peer: int, size: int) -> list[float]:
         """Seconds in which this rank and another send so many bytes to each other, for each repeat.
@@ -68,42 +70,42 @@ class Probe:
         Args:
             peer: the other, by its rank in the world; it does the same meanwhile.
         """
-        out, into = torch.zeros(count(size), device=self.device), torch.zeros(count(size), device=self.device)
+        sent, received = (torch.zeros(element_count(size), device=self.device) for _ in range(2))
 
-        def both() -> None:
-            ways = [dist.P2POp(dist.isend, out, peer, group), dist.P2POp(dist.irecv, into, peer, group)]
-            self._all(*dist.batch_isend_irecv(ways))
+        def exchange_once() -> None:
+            operations = [dist.P2POp(dist.isend, sent, peer, group), dist.P2POp(dist.irecv, received, peer, group)]
+            self._wait(*dist.batch_isend_irecv(operations))
 
-        return self._timed(both, calls_of(size))
+        return self._time_batches(exchange_once, calls_per_batch(size))
 
-    def own_work(self) -> list[float]:
+    def local_compute(self) -> list[float]:
         """Seconds of a fixed work of this rank alone, that waits for nobody, for each repeat."""
-        rows = WORK.get(self.device.type, LARGE_WORK)
-        one, other = torch.ones(rows, rows, device=self.device), torch.ones(rows, rows, device=self.device)
-        into = torch.empty_like(one)
+        rows = WORKLOAD.cpu_rows if self.device.type == "cpu" else WORKLOAD.device_rows
+        left, right = (torch.ones(rows, rows, device=self.device) for _ in range(2))
+        result = torch.empty_like(left)
 
-        def work() -> None:
-            torch.mm(one, other, out=into)
-            torch.add(one, other, out=into)
+        def compute() -> None:
+            torch.mm(left, right, out=result)
+            torch.add(left, right, out=result)
 
-        return self._timed(work, WORK_CALLS)
+        return self._time_batches(compute, WORKLOAD.compute_calls)
 
-    def check_members(self, group: Any, ranks: Sequence[int], me: int, world: int, words: str) -> None:
+    def check_members(self, group: Any, ranks: Sequence[int], rank: int, world_size: int, label: str) -> None:
         """See that a group sums over these very ranks.
 
         Raises:
             MismatchError: it sums over others, or over one twice.
         """
-        mask = torch.zeros(world, dtype=torch.int32, device=self.device)
-        mask[me] = 1
-        self._all(dist.all_reduce(mask, group=group, async_op=True))
+        mask = torch.zeros(world_size, dtype=torch.int32, device=self.device)
+        mask[rank] = 1
+        self._wait(dist.all_reduce(mask, group=group, async_op=True))
         seen = mask.cpu()
-        there = seen.nonzero().flatten().tolist()
-        if there != sorted(ranks) or int(seen.max()) != 1:
-            times = ", ".join(f"{rank} ({seen[rank]} times)" if seen[rank] != 1 else f"{rank}" for rank in there[:8])
-            raise MismatchError(f"{words} sums over ranks {times or 'none'}, not over {format_ranks(tuple(ranks))}.")
+        members = seen.nonzero().flatten().tolist()
+        if members != sorted(ranks) or int(seen.max()) != 1:
+            times = ", ".join(f"{rank} ({seen[rank]} times)" if seen[rank] != 1 else f"{rank}" for rank in members[:8])
+            raise MismatchError(f"{label} sums over ranks {times or 'none'}, not over {format_ranks(tuple(ranks))}.")
 
-    def check_sum(self, group: Any, place: int, members: int, size: int, words: str) -> None:
+    def check_sum(self, group: Any, index: int, members: int, size: int, label: str) -> None:
         """See that a sum of so many bytes is right in each of its values.
 
         Args:
@@ -112,29 +114,29 @@ class Probe:
         Raises:
             MismatchError: it is not.
         """
-        values = torch.full((count(size),), float(2 ** (place % POWERS)), device=self.device)
-        self._all(dist.all_reduce(values, group=group, async_op=True))
-        right = sum(2 ** (other % POWERS) for other in range(members))
-        wrong = (values != right).nonzero().flatten()
+        values = torch.full((element_count(size),), float(2 ** (index % DISTINCT_VALUES)), device=self.device)
+        self._wait(dist.all_reduce(values, group=group, async_op=True))
+        expected = sum(2 ** (other % DISTINCT_VALUES) for other in range(members))
+        wrong = (values != expected).nonzero().flatten()
         if len(wrong):
             first = int(wrong[0])
             raise MismatchError(
-                f"{words}: a sum of {size:,} bytes is wrong in {len(wrong):,} of {len(values):,} values; the first is "
-                f"value {first}, {values[first].item():g} in place of {right}."
+                f"{label}: a sum of {size:,} bytes is wrong in {len(wrong):,} of {len(values):,} values; the first is "
+                f"value {first}, {values[first].item():g} in place of {expected}."
             )
 
-    def _timed(self, call: Callable[[], None], calls: int) -> list[float]:
+    def _time_batches(self, call: Callable[[], None], calls: int) -> list[float]:
         seconds = []
         for i in range(1 + self.repeats):
             start = time.perf_counter()
             for _ in range(calls):
                 call()
-            self._settle()
+            self._synchronize()
             if i:
                 seconds.append((time.perf_counter() - start) / calls)
         return seconds
 
-    def _all(self, *works: Any) -> None:
+    def _wait(self, *works: Any) -> None:
         """See these to their end. A CPU backend keeps the group's timeout; on a device, this loop does."""
         if self.device.type == "cpu":
             for work in works:
@@ -145,27 +147,27 @@ class Probe:
             if time.monotonic() >= end:
                 raise MissingRanksError(f"a collective was not done in {self.seconds:g} s.")
 
-    def _settle(self) -> None:
+    def _synchronize(self) -> None:
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
 
-def count(size: int) -> int:
+def element_count(size: int) -> int:
     """How many values of 4 bytes make so many bytes; one at least."""
     return max(1, size // 4)
 
 
-def rounds(ranks: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
+def link_rounds(ranks: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
     """The links of a ring over these ranks, in rounds in which no rank has more than one.
 
-    >>> list(rounds((0, 2, 4, 6)))
+    >>> list(link_rounds((0, 2, 4, 6)))
     [[(0, 2), (4, 6)], [(2, 4), (6, 0)]]
-    >>> list(rounds((1, 5))), list(rounds((0, 1, 2)))
+    >>> list(link_rounds((1, 5))), list(link_rounds((0, 1, 2)))
     ([[(1, 5)]], [[(0, 1)], [(1, 2)], [(2, 0)]])
     """
     size = len(ranks)
     links = [(ranks[i], ranks[(i + 1) % size]) for i in range(size if size > 2 else size - 1)]
     odd = [links.pop()] if size > 2 and size % 2 else []
-    for some_of in (links[0::2], links[1::2], odd):
-        if some_of:
-            yield some_of
+    for links_of_round in (links[0::2], links[1::2], odd):
+        if links_of_round:
+            yield links_of_round

@@ -26,12 +26,12 @@ from pgmesh.launch.detect import detect_launcher
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.preflight import results
-from pgmesh.preflight.diagnosis import hosts_store, in_time, wait_for_store
-from pgmesh.preflight.microbenchmarks import LARGE, SMALL, Probe, rounds
-from pgmesh.preflight.results import Measured, Record, name_of
+from pgmesh.preflight.diagnosis import call_with_timeout, hosts_store, wait_for_store
+from pgmesh.preflight.microbenchmarks import WORKLOAD, Microbenchmarks, link_rounds
+from pgmesh.preflight.results import RankMeasurements, Results, axes_name
 from pgmesh.preflight.staged_barrier import StagedBarrier
 
-Advance = Callable[[str], None]
+OnStep = Callable[[str], None]
 
 
 def versions() -> dict[str, str]:
@@ -43,7 +43,7 @@ def versions() -> dict[str, str]:
     }
 
 
-STORES: list[object] = []
+HOSTED_STORES: list[object] = []
 """The store that this process hosts, if it does. It lives as long as the process, whose threads use it to the end."""
 
 
@@ -54,23 +54,26 @@ def join(backend: str | None, seconds: float) -> None:
         LaunchError: this process cannot join. It says what ``pgmesh doctor`` says.
     """
     timeout = timedelta(seconds=seconds)
-    if not dist.is_initialized() and ((found := detect_launcher(os.environ)).size > 1 or found.address is not None):
-        (host, port), who = found.end_point(), f"rank {found.rank} of {found.size} cannot join"
-        problem = wait_for_store(os.environ, found, seconds)
-        if problem is not None:
-            raise LaunchError(f"{who}: {problem.says}\n\n  {problem.mend}")
-        if hosts_store(os.environ, found):
+    launcher = None if dist.is_initialized() else detect_launcher(os.environ)
+    if launcher is not None and (launcher.size > 1 or launcher.address is not None):
+        (host, port), problem = launcher.end_point(), f"rank {launcher.rank} of {launcher.size} cannot join"
+        finding = wait_for_store(os.environ, launcher, seconds)
+        if finding is not None:
+            raise LaunchError(f"{problem}: {finding.text}\n\n  {finding.fix}")
+        if hosts_store(os.environ, launcher):
             try:
-                STORES.append(dist.TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False))
+                HOSTED_STORES.append(dist.TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False))
             except dist.DistError as error:
-                raise LaunchError(f"{who}: {error}") from error
+                raise LaunchError(f"{problem}: {error}") from error
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # else torch's rank 0 waits, and names nobody
         else:
-            answer = in_time(lambda: dist.TCPStore(host, port, timeout=timeout, wait_for_workers=False), seconds)
-            if isinstance(answer, Exception):  # torch's own join would wait for it without end
+            client = call_with_timeout(
+                lambda: dist.TCPStore(host, port, timeout=timeout, wait_for_workers=False), seconds
+            )
+            if isinstance(client, Exception):  # torch's own join would wait for it without end
                 raise LaunchError(
-                    f"{who}: something listens at {host}:{port}, and does not answer as torch's store does: "
-                    f"{str(answer).splitlines()[0]}\n\n  export MASTER_PORT=<the port of rank 0's store>"
+                    f"{problem}: something listens at {host}:{port}, and does not answer as torch's store does: "
+                    f"{str(client).splitlines()[0]}\n\n  export MASTER_PORT=<the port of rank 0's store>"
                 )
     try:
         launch.join(backend, timeout=timeout)
@@ -96,98 +99,97 @@ class Preflight:
 
     def __init__(
         self,
-        hall: StagedBarrier,
+        barrier: StagedBarrier,
         mesh: ProcessGroupMesh,
-        families: Sequence[tuple[Axis, ...]],
+        combinations: Sequence[tuple[Axis, ...]],
         hosts: Sequence[str],
         sizes: Sequence[int],
         repeats: int,
-        advance: Advance = lambda step: None,
-        let_go: Callable[[], None] = lambda: None,
+        on_step: OnStep = lambda step: None,
+        close_mesh: Callable[[], None] = lambda: None,
     ) -> None:
-        self.hall, self.mesh, self.families, self.hosts = hall, mesh, families, hosts
+        self.barrier, self.mesh, self.combinations, self.hosts = barrier, mesh, combinations, hosts
         self.sizes, self.repeats = sizes, repeats
-        self.advance, self.let_go = advance, let_go
-        self.seconds = timedelta(seconds=hall.seconds)
-        self.record = Record(mesh.rank)
+        self.on_step, self.close_mesh = on_step, close_mesh
+        self.seconds = timedelta(seconds=barrier.seconds)
+        self.measurements = RankMeasurements(mesh.rank)
 
     @property
-    def steps(self) -> int:
-        """How often ``advance`` is called."""
-        return 2 + len(self.families) * (len(self.sizes) + 1)
+    def step_count(self) -> int:
+        """How often ``on_step`` is called."""
+        return 2 + len(self.combinations) * (len(self.sizes) + 1)
 
-    def run(self) -> Measured | None:
+    def run(self) -> Results | None:
         """Connect, measure, and put together what all ranks measured; only the first rank is given it.
 
         Raises:
             MissingRanksError, MismatchError, CircleError, WorldError: what is wrong, the same on all ranks.
         """
         self._stage("connecting", self._connect)
-        self._stage("working alone", self._work_alone)
-        for axes in self.families:
-            self._stage(f"measuring {name_of(axes)}", functools.partial(self._measure, axes))
-        hall = self.hall
-        hall.stage("telling what was measured")
-        hall.put(f"measured/{self.mesh.rank}", self.record.pack())
-        hall.meet()
-        return self._put_together() if hall.rank == 0 else None
+        self._stage("working alone", self._measure_compute)
+        for axes in self.combinations:
+            self._stage(f"measuring {axes_name(axes)}", functools.partial(self._measure, axes))
+        barrier = self.barrier
+        barrier.stage("telling what was measured")
+        barrier.put(f"measured/{self.mesh.rank}", self.measurements.to_json())
+        barrier.meet()
+        return self._combine() if barrier.rank == 0 else None
 
     def _stage(self, doing: str, work: Callable[[], None]) -> None:
         """Work that ranks do with one another. What fails on one fails on all."""
-        hall = self.hall
-        hall.stage(doing)
+        barrier = self.barrier
+        barrier.stage(doing)
         try:
             work()
         except WorldError:
             raise
         except PgmeshError as error:
-            raise hall.give_up(error) from error
+            raise barrier.give_up(error) from error
         except RuntimeError as error:  # a backend's: perhaps another rank's end was its reason
-            self.let_go()  # so that those who wait for this rank learn of it
-            says = str(error).splitlines()[0]
-            lost = hall.lost(self.mesh.layout.ranks(), f"{hall.what}, {doing}")
-            raise hall.give_up(lost or MissingRanksError(f"{doing} failed: {says}")) from error
-        hall.meet()
+            self.close_mesh()  # so that those who wait for this rank learn of it
+            text = str(error).splitlines()[0]
+            lost = barrier.lost(self.mesh.layout.ranks(), f"{barrier.what}, {doing}")
+            raise barrier.give_up(lost or MissingRanksError(f"{doing} failed: {text}")) from error
+        barrier.meet()
 
     def _connect(self) -> None:
-        self.advance("connecting")
+        self.on_step("connecting")
         start = time.monotonic()
-        for axes in self.families:
+        for axes in self.combinations:
             self.mesh.configure(*axes, timeout=self.seconds)
-        self.mesh.connect(*self.families, timeout=self.seconds)
-        self.record.connected = time.monotonic() - start
-        self.probe = Probe(device_of(self._group(self.families[0])), self.repeats, self.hall.seconds)
+        self.mesh.connect(*self.combinations, timeout=self.seconds)
+        self.measurements.connect_seconds = time.monotonic() - start
+        device = device_of(self._group(self.combinations[0]))
+        self.benchmarks = Microbenchmarks(device, self.repeats, self.barrier.seconds)
 
-    def _work_alone(self) -> None:
-        self.advance("working alone")
-        self.record.own = median(self.probe.own_work())
+    def _measure_compute(self) -> None:
+        self.on_step("working alone")
+        self.measurements.compute_seconds = median(self.benchmarks.local_compute())
 
     def _measure(self, axes: tuple[Axis, ...]) -> None:
-        mesh, name = self.mesh, name_of(axes)
-        group, ranks, words = (
-            self._group(axes),
-            mesh.ranks(*axes),
-            f"group {name} (ranks {format_ranks(mesh.ranks(*axes))})",
-        )
-        self.probe.check_members(group, ranks, mesh.rank, self.hall.size, words)
-        times = self.record.times[name] = []
+        mesh, name = self.mesh, axes_name(axes)
+        group, ranks = self._group(axes), mesh.ranks(*axes)
+        label = f"group {name} (ranks {format_ranks(ranks)})"
+        self.benchmarks.check_members(group, ranks, mesh.rank, self.barrier.size, label)
+        times = self.measurements.all_reduces[name] = []
         for size in self.sizes:
-            self.advance(f"{name}: {results.in_bytes(size)}")
-            times.append(median(self.probe.all_reduce(group, size)))
-            self.probe.check_sum(group, mesh.index(*axes), len(ranks), size, words)
-        self.advance(f"{name}: links")
-        links = self.record.links[name] = {}
-        for together in rounds(ranks):
-            for pair in together:
+            self.on_step(f"{name}: {results.format_bytes(size)}")
+            times.append(median(self.benchmarks.all_reduce(group, size)))
+            self.benchmarks.check_sum(group, mesh.index(*axes), len(ranks), size, label)
+        self.on_step(f"{name}: links")
+        links = self.measurements.links[name] = {}
+        for pairs in link_rounds(ranks):
+            for pair in pairs:
                 if mesh.rank in pair:
                     (peer,) = {*pair} - {mesh.rank}
-                    links[peer] = [median(self.probe.exchange(group, peer, size)) for size in (SMALL, LARGE)]
+                    sizes = (WORKLOAD.small_message, WORKLOAD.large_message)
+                    links[peer] = [median(self.benchmarks.exchange(group, peer, size)) for size in sizes]
 
     def _group(self, axes: tuple[Axis, ...]) -> Any:
         return self.mesh.group(*axes)
 
-    def _put_together(self) -> Measured:
-        texts = [self.hall.look(f"measured/{rank}") for rank in range(self.hall.size)]
-        records = [Record.unpack(text or "{}") for text in texts]
-        blocks = {name_of(axes): list(self.mesh.partition(*axes)) for axes in self.families}
-        return results.put_together(records, self.sizes, blocks, self.hosts)
+    def _combine(self) -> Results:
+        texts = [self.barrier.look(f"measured/{rank}") for rank in range(self.barrier.size)]
+        measurements = [RankMeasurements.from_json(text or "{}") for text in texts]
+        groups = {axes_name(axes): list(self.mesh.partition(*axes)) for axes in self.combinations}
+        return results.combine(measurements, self.sizes, groups, self.hosts)

@@ -22,7 +22,7 @@ from typing import Any
 from pgmesh.drawing.styled_text import Line, columns, ranks_in, wrapped
 from pgmesh.layout import Axis
 
-STANDS_OUT = 2.0
+STRAGGLER_FACTOR = 2.0
 """So many times what is usual, and a rank or a link is said to be slow."""
 
 SOURCE = "https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md"
@@ -31,30 +31,30 @@ FORMULAS = {"algbw": "bytes / time", "busbw": "algbw x 2(n-1)/n"}
 
 
 @dataclass
-class Record:
+class RankMeasurements:
     """One rank's measurements, in seconds: medians of several repeats.
 
     Args:
-        connected: until all its groups were.
-        own: of a fixed work of its own.
-        times: by family, of one all-reduce of each size.
+        connect_seconds: until all its groups were.
+        compute_seconds: of a fixed work of its own.
+        all_reduces: by family, of one all-reduce of each size.
         links: by family and neighbour, of one exchange of few and of many bytes.
     """
 
     rank: int
-    connected: float = 0.0
-    own: float = 0.0
-    times: dict[str, list[float]] = field(default_factory=dict)
+    connect_seconds: float = 0.0
+    compute_seconds: float = 0.0
+    all_reduces: dict[str, list[float]] = field(default_factory=dict)
     links: dict[str, dict[int, list[float]]] = field(default_factory=dict)
 
-    def pack(self) -> str:
+    def to_json(self) -> str:
         return json.dumps(vars(self))
 
     @classmethod
-    def unpack(cls, text: str) -> Record:
+    def from_json(cls, text: str) -> RankMeasurements:
         """
-        >>> Record.unpack(Record(3, links={"tp": {2: [1.0]}}).pack())
-        Record(rank=3, connected=0.0, own=0.0, times={}, links={'tp': {2: [1.0]}})
+        >>> RankMeasurements.from_json(RankMeasurements(3, links={"tp": {2: [1.0]}}).to_json())
+        RankMeasurements(rank=3, connect_seconds=0.0, compute_seconds=0.0, all_reduces={}, links={'tp': {2: [1.0]}})
         """
         record = cls(**json.loads(text))
         record.links = {name: {int(peer): v for peer, v in links.items()} for name, links in record.links.items()}
@@ -62,7 +62,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Block:
+class GroupResult:
     """One group, measured: seconds for each size, as the slowest member saw it."""
 
     ranks: tuple[int, ...]
@@ -75,7 +75,7 @@ class Block:
     def busbw(self, sizes: Sequence[int]) -> list[float]:
         """Bytes a second over the wires, for each size.
 
-        >>> Block((0, 1, 2, 3), (0.5,)).algbw([1000]), Block((0, 1, 2, 3), (0.5,)).busbw([1000])
+        >>> GroupResult((0, 1, 2, 3), (0.5,)).algbw([1000]), GroupResult((0, 1, 2, 3), (0.5,)).busbw([1000])
         ([2000.0], [3000.0])
         """
         n = len(self.ranks)
@@ -83,222 +83,227 @@ class Block:
 
 
 @dataclass(frozen=True)
-class FamilyMeasured:
+class AxesResult:
     """The groups along some axes, measured."""
 
     name: str
-    blocks: tuple[Block, ...]
+    groups: tuple[GroupResult, ...]
 
     @property
     def size(self) -> int:
-        return len(self.blocks[0].ranks)
+        return len(self.groups[0].ranks)
 
-    def usual(self, i: int) -> Block:
+    def median_group(self, i: int) -> GroupResult:
         """The group in the middle, by its time for one size."""
-        return sorted(self.blocks, key=lambda block: block.seconds[i])[(len(self.blocks) - 1) // 2]
+        return sorted(self.groups, key=lambda group: group.seconds[i])[(len(self.groups) - 1) // 2]
 
-    def slowest(self, i: int) -> Block:
+    def slowest_group(self, i: int) -> GroupResult:
         """The slowest group, by its time for one size."""
-        return max(self.blocks, key=lambda block: block.seconds[i])
+        return max(self.groups, key=lambda group: group.seconds[i])
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkResult:
     """Two neighbours of one family, and how many times as long as usual their exchange takes: the worst size."""
 
-    family: str
-    ends: tuple[int, int]
-    times: float
+    axes: str
+    ranks: tuple[int, int]
+    slowdown: float
 
 
 @dataclass(frozen=True)
-class Pace:
+class RankSlowdown:
     """How many times as long as usual a rank takes.
 
     Args:
         links: for the fastest of its links; 1 where it has none.
-        own: for its own work.
+        compute: for its own work.
         twin: the rank at the other end, where all its links lead to one rank and each is the slowest of the other's
             too: by links these two cannot be told apart.
     """
 
     rank: int
     links: float
-    own: float
-    twin: int | None = None
+    compute: float
+    only_peer: int | None = None
 
     @property
     def worst(self) -> float:
-        return max(self.links, self.own)
+        return max(self.links, self.compute)
 
     @property
-    def stands_out(self) -> bool:
-        return self.worst >= STANDS_OUT
+    def is_straggler(self) -> bool:
+        return self.worst >= STRAGGLER_FACTOR
 
 
 @dataclass(frozen=True)
-class Measured:
+class Results:
     """All of it.
 
     Args:
         sizes: of the all-reduces, in bytes.
-        connected: seconds until the last rank had connected its groups.
+        connect_seconds: seconds until the last rank had connected its groups.
         paces: of each rank.
         links: each pair that was probed.
     """
 
     sizes: tuple[int, ...]
-    families: tuple[FamilyMeasured, ...]
-    connected: float
-    paces: tuple[Pace, ...]
-    links: tuple[Link, ...]
+    by_axes: tuple[AxesResult, ...]
+    connect_seconds: float
+    slowdowns: tuple[RankSlowdown, ...]
+    links: tuple[LinkResult, ...]
 
     @property
-    def slowest(self) -> Pace:
+    def slowest(self) -> RankSlowdown:
         """The slowest rank."""
-        return max(self.paces, key=lambda pace: pace.worst)
+        return max(self.slowdowns, key=lambda each: each.worst)
 
-    def slowest_in(self, ranks: Sequence[int]) -> Pace:
+    def slowest_in(self, ranks: Sequence[int]) -> RankSlowdown:
         """The slowest of these ranks."""
-        return max((pace for pace in self.paces if pace.rank in ranks), key=lambda pace: pace.worst)
+        return max(
+            (slowdown for slowdown in self.slowdowns if slowdown.rank in ranks), key=lambda slowdown: slowdown.worst
+        )
 
     def data(self) -> dict[str, Any]:
         """All of it, as JSON knows things."""
         return {
             "bytes": list(self.sizes),
             "formulas": {**FORMULAS, "source": SOURCE},
-            "connected_seconds": self.connected,
+            "connected_seconds": self.connect_seconds,
             "families": [
                 {
-                    "name": family.name,
-                    "size": family.size,
+                    "name": result.name,
+                    "size": result.size,
                     "groups": [
                         {
-                            "ranks": list(block.ranks),
-                            "seconds": list(block.seconds),
-                            "algbw": block.algbw(self.sizes),
-                            "busbw": block.busbw(self.sizes),
+                            "ranks": list(group.ranks),
+                            "seconds": list(group.seconds),
+                            "algbw": group.algbw(self.sizes),
+                            "busbw": group.busbw(self.sizes),
                         }
-                        for block in family.blocks
+                        for group in result.groups
                     ],
-                    "slowest": [list(family.slowest(i).ranks) for i in range(len(self.sizes))],
+                    "slowest": [list(result.slowest_group(i).ranks) for i in range(len(self.sizes))],
                 }
-                for family in self.families
+                for result in self.by_axes
             ],
-            "links": [{"family": link.family, "ranks": list(link.ends), "times": link.times} for link in self.links],
+            "links": [{"family": link.axes, "ranks": list(link.ranks), "times": link.slowdown} for link in self.links],
             "each_rank": [
-                {"rank": pace.rank, "links": pace.links, "own_work": pace.own, "stands_out": pace.stands_out}
-                for pace in self.paces
+                {"rank": each.rank, "links": each.links, "own_work": each.compute, "stands_out": each.is_straggler}
+                for each in self.slowdowns
             ],
             "slowest_rank": self.slowest.rank,
-            "slowest_rank_stands_out": self.slowest.stands_out,
+            "slowest_rank_stands_out": self.slowest.is_straggler,
         }
 
 
-Blocks = Mapping[str, Sequence[tuple[int, ...]]]
+GroupsOfAxes = Mapping[str, Sequence[tuple[int, ...]]]
 """The groups of each family, by its name."""
 
 
-def name_of(axes: Sequence[Axis]) -> str:
+def axes_name(axes: Sequence[Axis]) -> str:
     """A family's name.
 
-    >>> name_of(("dp", "cp"))
+    >>> axes_name(("dp", "cp"))
     'dp x cp'
     """
     return " x ".join(map(str, axes))
 
 
-def put_together(records: Sequence[Record], sizes: Sequence[int], blocks: Blocks, hosts: Sequence[object]) -> Measured:
+def combine(
+    measurements: Sequence[RankMeasurements], sizes: Sequence[int], groups: GroupsOfAxes, hosts: Sequence[object]
+) -> Results:
     """What all ranks measured.
 
     Args:
-        records: one for each rank, in their order.
+        measurements: one for each rank, in their order.
         sizes: of the all-reduces, in bytes.
-        blocks: the groups of each family that was measured.
+        groups: the groups of each family that was measured.
         hosts: where each rank is: what is equal for ranks of one host.
     """
-    families = []
-    for name, groups in blocks.items():
-        measured = []
-        for ranks in groups:
-            seen = [records[rank].times[name] for rank in ranks]
-            measured.append(Block(tuple(ranks), tuple(map(max, zip(*seen)))))
-        families.append(FamilyMeasured(name, tuple(measured)))
-    links = _links(records, hosts)
-    usual = median_low(record.own for record in records) or 1.0
-    paces = [_pace(record, [link for link in links if record.rank in link.ends], usual, links) for record in records]
-    connected = max(record.connected for record in records)
-    return Measured(tuple(sizes), tuple(families), connected, tuple(paces), tuple(links))
+    by_axes = []
+    for name, partition in groups.items():
+        group_results = []
+        for ranks in partition:
+            seconds = [measurements[rank].all_reduces[name] for rank in ranks]
+            group_results.append(GroupResult(tuple(ranks), tuple(map(max, zip(*seconds)))))
+        by_axes.append(AxesResult(name, tuple(group_results)))
+    links = _link_results(measurements, hosts)
+    median_compute = median_low(each.compute_seconds for each in measurements) or 1.0
+    slowdowns = [_rank_slowdown(each, links, median_compute) for each in measurements]
+    connect_seconds = max(each.connect_seconds for each in measurements)
+    return Results(tuple(sizes), tuple(by_axes), connect_seconds, tuple(slowdowns), tuple(links))
 
 
-def _links(records: Sequence[Record], hosts: Sequence[object]) -> list[Link]:
+def _link_results(measurements: Sequence[RankMeasurements], hosts: Sequence[object]) -> list[LinkResult]:
     """Each link of each family: how many times as long as those of its kind."""
     seconds: dict[tuple[str, int, int], list[float]] = {}
-    for record in records:
-        for family, peers in record.links.items():
+    for each in measurements:
+        for axes, peers in each.links.items():
             for peer, times in peers.items():
-                key = (family, min(record.rank, peer), max(record.rank, peer))
+                key = (axes, min(each.rank, peer), max(each.rank, peer))
                 seconds[key] = [*map(max, zip(seconds.get(key, times), times))]
     kinds: dict[tuple[str, bool], list[list[float]]] = {}
-    for (family, one, other), times in seconds.items():
-        kinds.setdefault((family, hosts[one] == hosts[other]), []).append(times)
-    usual = {kind: [*map(median_low, zip(*all_of))] for kind, all_of in kinds.items()}
-    return [
-        Link(
-            family,
-            (one, other),
-            max(time / mid for time, mid in zip(times, usual[family, hosts[one] == hosts[other]])),
-        )
-        for (family, one, other), times in seconds.items()
-    ]
+    for (axes, low, high), times in seconds.items():
+        kinds.setdefault((axes, hosts[low] == hosts[high]), []).append(times)
+    medians = {kind: [*map(median_low, zip(*all_times))] for kind, all_times in kinds.items()}
+    results = []
+    for (axes, low, high), times in seconds.items():
+        references = medians[axes, hosts[low] == hosts[high]]
+        slowdown = max(time / reference for time, reference in zip(times, references))
+        results.append(LinkResult(axes, (low, high), slowdown))
+    return results
 
 
-def _pace(record: Record, mine: Sequence[Link], usual: float, links: Sequence[Link]) -> Pace:
-    others = {rank for link in mine for rank in link.ends} - {record.rank}
-    twin = None
-    if len(others) == 1:
-        (other,) = others
-        theirs = [link for link in links if other in link.ends]
-        twin = other if len(theirs) == len(mine) else None
-    return Pace(record.rank, min((link.times for link in mine), default=1.0), record.own / usual, twin)
+def _rank_slowdown(measurements: RankMeasurements, links: Sequence[LinkResult], median_compute: float) -> RankSlowdown:
+    rank = measurements.rank
+    own_links = [link for link in links if rank in link.ranks]
+    peers = {peer for link in own_links for peer in link.ranks} - {rank}
+    only_peer = None
+    if len(peers) == 1:
+        (peer,) = peers
+        links_of_peer = [link for link in links if peer in link.ranks]
+        only_peer = peer if len(links_of_peer) == len(own_links) else None
+    fastest_link = min((link.slowdown for link in own_links), default=1.0)
+    return RankSlowdown(rank, fastest_link, measurements.compute_seconds / median_compute, only_peer)
 
 
 # -- in words ---------------------------------------------------------------------------------------------------------
 
 
-def table(measured: Measured, width: int = 80) -> list[Line]:
+def table(results: Results, width: int = 80) -> list[Line]:
     """A row for each family and size."""
     head = ["family", "size", "bytes", "time", "algbw", "busbw", "slowest", "slow rank", "group"]
     rows: list[list[tuple[str, str]]] = []
-    slowest = []
-    for family in measured.families:
-        for i, size in enumerate(measured.sizes):
-            usual, slow = family.usual(i), family.slowest(i)
-            times = slow.seconds[i] / usual.seconds[i]
-            pace = measured.slowest_in(slow.ranks)
+    slowest_ranks = []
+    for result in results.by_axes:
+        for i, size in enumerate(results.sizes):
+            median, slowest = result.median_group(i), result.slowest_group(i)
+            slowdown = slowest.seconds[i] / median.seconds[i]
+            rank = results.slowest_in(slowest.ranks)
             small = size < 1024
-            slowest.append(slow.ranks)
+            slowest_ranks.append(slowest.ranks)
             rows.append(
                 [
-                    (family.name if i == 0 else "", "bold"),
-                    (f"{family.size:,}" if i == 0 else "", ""),
-                    (in_bytes(size), ""),
-                    (in_seconds(usual.seconds[i]), ""),
-                    ("-" if small else in_bytes_a_second(usual.algbw(measured.sizes)[i]), ""),
-                    ("-" if small else in_bytes_a_second(usual.busbw(measured.sizes)[i]), ""),
-                    (f"{times:.1f}x", "yellow" if times >= STANDS_OUT else ""),
-                    (f"{pace.rank} {pace.worst:.1f}x", "yellow" if pace.stands_out else ""),
+                    (result.name if i == 0 else "", "bold"),
+                    (f"{result.size:,}" if i == 0 else "", ""),
+                    (format_bytes(size), ""),
+                    (format_seconds(median.seconds[i]), ""),
+                    ("-" if small else format_rate(median.algbw(results.sizes)[i]), ""),
+                    ("-" if small else format_rate(median.busbw(results.sizes)[i]), ""),
+                    (f"{slowdown:.1f}x", "yellow" if slowdown >= STRAGGLER_FACTOR else ""),
+                    (f"{rank.rank} {rank.worst:.1f}x", "yellow" if rank.is_straggler else ""),
                 ]
             )
     cells = [[(word, "dim") for word in head[:-1]], *rows]
-    taken = sum(max(len(text) for text, _ in column) + 2 for column in zip(*cells))
+    used = sum(max(len(text) for text, _ in column) + 2 for column in zip(*cells))
     cells[0].append((head[-1], "dim"))
-    for row, ranks in zip(rows, slowest):
-        row.append((ranks_in(max(5, width - taken), _short(ranks), len(ranks)), ""))
+    for row, ranks in zip(rows, slowest_ranks):
+        row.append((ranks_in(max(5, width - used), _abbreviate(ranks), len(ranks)), ""))
     return columns(cells, [False, *[True] * 7, False])
 
 
-def findings(measured: Measured, width: int = 80) -> list[Line]:
+def summary(results: Results, width: int = 80) -> list[Line]:
     """How the numbers are made, and who is slow."""
     lines = wrapped(
         "Time is that of the median group, slowest that of the slowest group to it, a slow rank the slowest of that "
@@ -306,34 +311,37 @@ def findings(measured: Measured, width: int = 80) -> list[Line]:
         width,
         "dim",
     )
-    pace = measured.slowest
-    links = f"the fastest of its links takes {pace.links:.1f}x as long as usual, its own work {pace.own:.1f}x."
-    if not pace.stands_out:
-        says, style = f"No rank stands out. The slowest is rank {pace.rank}: {links}", "green"
-    elif pace.own >= STANDS_OUT:
-        says, style = f"Rank {pace.rank} is slow by itself: {links}", "yellow"
-    elif pace.twin is not None:
-        says = f"Ranks {min(pace.rank, pace.twin)} and {max(pace.rank, pace.twin)}: {links}"
-        says, style = f"{says} Which of the two it is cannot be told: each has no link but to the other.", "yellow"
+    rank, style = results.slowest, "yellow"
+    numbers = f"the fastest of its links takes {rank.links:.1f}x as long as usual, its own work {rank.compute:.1f}x."
+    if not rank.is_straggler:
+        text, style = f"No rank stands out. The slowest is rank {rank.rank}: {numbers}", "green"
+    elif rank.compute >= STRAGGLER_FACTOR:
+        text = f"Rank {rank.rank} is slow by itself: {numbers}"
+    elif rank.only_peer is not None:
+        low, high = sorted((rank.rank, rank.only_peer))
+        text = f"Ranks {low} and {high}: {numbers}"
+        text += " Which of the two it is cannot be told: each has no link but to the other."
     else:
-        says, style = f"Rank {pace.rank} is slow to reach: {links}", "yellow"
-    lines += [[], *wrapped(says, width, style)]
-    slow = [link for link in measured.links if link.times >= STANDS_OUT]
-    slow = [link for link in slow if all(not p.stands_out for p in measured.paces if p.rank in link.ends)]
-    for link in sorted(slow, key=lambda link: -link.times)[:4]:
-        one, other = link.ends
-        says = f"The link between {one} and {other} ({link.family}) takes {link.times:.1f}x as long as usual."
-        lines += wrapped(says, width, "yellow")
+        text = f"Rank {rank.rank} is slow to reach: {numbers}"
+    lines += [[], *wrapped(text, width, style)]
+    stragglers = {each.rank for each in results.slowdowns if each.is_straggler}
+    slow_links = [
+        link for link in results.links if link.slowdown >= STRAGGLER_FACTOR and not stragglers & {*link.ranks}
+    ]
+    for link in sorted(slow_links, key=lambda link: -link.slowdown)[:4]:
+        low, high = link.ranks
+        text = f"The link between {low} and {high} ({link.axes}) takes {link.slowdown:.1f}x as long as usual."
+        lines += wrapped(text, width, "yellow")
     return lines
 
 
-def _short(ranks: tuple[int, ...]) -> tuple[int, ...]:
+def _abbreviate(ranks: tuple[int, ...]) -> tuple[int, ...]:
     return ranks if len(ranks) <= 8 else (*ranks[:7], ranks[-1])
 
 
-def in_bytes(size: int) -> str:
+def format_bytes(size: int) -> str:
     """
-    >>> in_bytes(8), in_bytes(65536), in_bytes(1 << 24), in_bytes(1500)
+    >>> format_bytes(8), format_bytes(65536), format_bytes(1 << 24), format_bytes(1500)
     ('8 B', '64 KiB', '16 MiB', '1,500 B')
     """
     for scale, word in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
@@ -342,18 +350,18 @@ def in_bytes(size: int) -> str:
     return f"{size:,} B"
 
 
-def in_seconds(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """
-    >>> in_seconds(0.0000123), in_seconds(0.123), in_seconds(12.3)
+    >>> format_seconds(0.0000123), format_seconds(0.123), format_seconds(12.3)
     ('12.3 us', '123 ms', '12.3 s')
     """
     return _scaled(seconds, ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")))
 
 
-def in_bytes_a_second(speed: float) -> str:
+def format_rate(speed: float) -> str:
     """In the powers of ten that NCCL-tests has.
 
-    >>> in_bytes_a_second(1.234e9), in_bytes_a_second(56e6)
+    >>> format_rate(1.234e9), format_rate(56e6)
     ('1.23 GB/s', '56.0 MB/s')
     """
     return _scaled(speed, ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")))

@@ -1,1 +1,1 @@
-"""The hosts that ranks run on, and the locality of an axis on them."""
+"""The host of each rank, and the locality of groups: how many hosts they span."""

@@ -1,9 +1,9 @@
-"""On which host each rank is, as the ranks themselves say: nobody assumes rank // 8.
+"""The host mapping: the host of each rank, as the ranks report it. It is never derived from the rank's number.
 
-Each rank that is asked posts a line of its own, once in a world, and reads those of the others:
+Each rank publishes one line in the world's store, once per world, and reads the lines of the others:
 
-    pgmesh/seats          a line from each: its rank, its host's name and boot, its local rank
-    pgmesh/seats/count    how many there are
+    pgmesh/hosts          one line per rank: its rank, its host's name and boot id, its local rank
+    pgmesh/hosts/count    the number of lines
 """
 
 from __future__ import annotations
@@ -31,45 +31,45 @@ from pgmesh.launch.detect import detect_launcher
 from pgmesh.layout import Axis, Layout
 from pgmesh.options import Timeout, to_timedelta
 from pgmesh.rendezvous.protocol import FIRST_PAUSE, LONGEST_PAUSE, Add, Append, Read, pack, unpack
-from pgmesh.topology.hosts import Level
-from pgmesh.topology.locality import Locality, spread
+from pgmesh.topology.hosts import HostLevel
+from pgmesh.topology.locality import Locality, locality_of
 
-HOSTS_KEY = "pgmesh/seats"
+HOSTS_KEY = "pgmesh/hosts"
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
-"""The same in all containers of a machine, and of no other machine."""
+"""The kernel's boot id: equal in all containers of a machine, different on every other machine."""
 
 
 @dataclass(frozen=True)
 class HostInfo:
-    """Where one rank is, as it says itself."""
+    """The host of one rank, as the rank reports it."""
 
     host: str
-    boot: str  # of the machine; "" where the system has no such number
-    local_rank: int | None  # as its launcher says; None where that does not
+    boot: str  # the boot id of the machine; "" if the system has none
+    local_rank: int | None  # from the launcher; None if it sets none
 
 
 @dataclass(frozen=True)
 class Placement:
-    """On which host each rank is.
+    """The result of ``pgmesh.launch.placement``: the host of each rank.
 
-    >>> seats = {rank: HostInfo("ab"[rank % 2], "", rank // 2) for rank in range(4)}
-    >>> placed = Placement(seats)
-    >>> placed.hosts, placed.host_of(3), placed.seats[3].host
+    >>> host_infos = {rank: HostInfo("ab"[rank % 2], "", rank // 2) for rank in range(4)}
+    >>> placed = Placement(host_infos)
+    >>> placed.hosts, placed.host_of(3), placed.host_infos[3].host
     (((0, 2), (1, 3)), 1, 'b')
     >>> print(placed)
     2 hosts of 2: a holds ranks 0, 2; b holds ranks 1, 3
     """
 
-    seats: Mapping[int, HostInfo]
+    host_infos: Mapping[int, HostInfo]
 
     @cached_property
     def hosts(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each host, by the lowest of them. All containers of a machine are one host."""
+        """The ranks of each host, ordered by the lowest rank. All containers of a machine are one host."""
         found: dict[str, list[int]] = {}
-        for rank in sorted(self.seats):
-            seat = self.seats[rank]
-            found.setdefault(seat.boot or seat.host, []).append(rank)
+        for rank in sorted(self.host_infos):
+            info = self.host_infos[rank]
+            found.setdefault(info.boot or info.host, []).append(rank)
         return tuple(map(tuple, found.values()))
 
     @cached_property
@@ -77,109 +77,117 @@ class Placement:
         return {rank: number for number, ranks in enumerate(self.hosts) for rank in ranks}
 
     def host_of(self, rank: int) -> int:
-        """The number of a rank's host, in the order of ``hosts``.
+        """The index of a rank's host in ``hosts``.
 
         Raises:
-            PlaceError: no such rank was placed.
+            PlaceError: the host of this rank is not known.
         """
         try:
             return self._host_of[rank]
         except KeyError:
-            raise PlaceError(f"rank {rank} was not placed; those are {format_ranks(sorted(self.seats))}.") from None
+            known = name_ranks(sorted(self.host_infos))
+            raise PlaceError(f"the host of rank {rank} is unknown; this placement has {known}.") from None
 
-    def spread(self, layout: Layout, *axes: Axis) -> Locality:
-        """How the groups along some axes of a layout lie on the hosts.
+    def locality(self, layout: Layout, *axes: Axis) -> Locality:
+        """The locality of the groups along some axes of a layout; without axes, of the whole layout.
 
         Raises:
             AxisError: there is no such axis, or it is named twice.
-            PlaceError: the layout has a rank that was not placed.
+            PlaceError: the host of a rank of the layout is not known.
         """
         order = sorted(layout.ranks(), key=lambda rank: (self.host_of(rank), rank))
         sizes = [len(list(ranks)) for _, ranks in groupby(order, self.host_of)]
-        level = Level("host", tuple((len(list(same)), size) for size, same in groupby(sizes)))
+        level = HostLevel("host", tuple((len(list(same)), size) for size, same in groupby(sizes)))
         position = {rank: i for i, rank in enumerate(order)}
         moved = tuple(position[rank] for rank in layout.ranks())
         straight = range(len(moved))
         box = dict(zip(layout.axes, layout.shape))
-        return spread(Layout.of(box, straight if moved == tuple(straight) else moved), axes or layout.axes, level)
+        return locality_of(Layout.of(box, straight if moved == tuple(straight) else moved), axes or layout.axes, level)
 
     def __str__(self) -> str:
         sizes = tuple((len(list(same)), size) for size, same in groupby(map(len, self.hosts)))
-        names = [f"{self.seats[ranks[0]].host} holds {name_ranks(ranks)}" for ranks in self.hosts]
+        names = [f"{self.host_infos[ranks[0]].host} holds {name_ranks(ranks)}" for ranks in self.hosts]
         more = f"; and {len(names) - 8} more" if len(names) > 8 else ""
-        return f"{Level('host', sizes)}: {'; '.join(names[:8])}{more}"
+        return f"{HostLevel('host', sizes)}: {'; '.join(names[:8])}{more}"
 
 
 class _WorldHosts:
-    """What is known in one world of where its ranks are."""
+    """The host infos that this process has read in one world."""
 
     def __init__(self) -> None:
-        self.posting = threading.Lock()
-        self.posted = False
+        self.lock = threading.Lock()
+        self.published = False
         self.known: dict[int, HostInfo] = {}
 
 
 _worlds: weakref.WeakKeyDictionary[Any, _WorldHosts] = weakref.WeakKeyDictionary()
 
 
-def place(ranks: Iterable[int] | None = None, *, timeout: Timeout) -> Placement:
-    """Where these ranks are, each of which asks too; all of the world, unless given.
+def map_hosts(ranks: Iterable[int] | None = None, *, timeout: Timeout) -> Placement:
+    """The hosts of these ranks, or of all ranks of the world. Each of the ranks has to call it.
 
-    In a dry world, which is this process alone, all are here.
+    In a dry world, which consists of this process, all ranks are on this host.
+
+    Args:
+        ranks: ranks of the world; all of them if None.
+        timeout: the timeout for the other ranks, a timedelta or a number of seconds.
 
     Raises:
-        MissingRanksError: some did not ask in time.
-        OptionsError: a timeout that is not more than 0.
+        MissingRanksError: some ranks did not call it in time.
+        OptionsError: the timeout is not positive.
         WorldError: there is no world, or its store does not answer.
     """
     seconds = to_timedelta(timeout).total_seconds()
     me, size = world_rank_and_size()
     wanted = range(size) if ranks is None else tuple(ranks)
     if size == 1 or backends_of(world_options().backend).dry:
-        return Placement(dict.fromkeys(wanted, _own()))
+        return Placement(dict.fromkeys(wanted, _this_host()))
     world: Any = dist.group.WORLD
-    seats = _worlds.setdefault(world, _WorldHosts())
-    if not all(rank in seats.known for rank in wanted):
-        _exchange(seats, me, wanted, seconds)
-    return Placement({rank: seats.known[rank] for rank in wanted})
+    hosts = _worlds.setdefault(world, _WorldHosts())
+    if not all(rank in hosts.known for rank in wanted):
+        _exchange(hosts, me, wanted, seconds)
+    return Placement({rank: hosts.known[rank] for rank in wanted})
 
 
-def _exchange(seats: _WorldHosts, me: int, wanted: range | tuple[int, ...], seconds: float) -> None:
-    end = time.monotonic() + seconds
+def _exchange(hosts: _WorldHosts, me: int, wanted: range | tuple[int, ...], seconds: float) -> None:
+    """Publish this rank's line, then poll the store until the lines of all wanted ranks are read."""
+    deadline = time.monotonic() + seconds
 
     def ask(step: Any) -> Any:
-        return store_thread().ask(step, max(end - time.monotonic(), 1.0))
+        return store_thread().ask(step, max(deadline - time.monotonic(), 1.0))
 
-    with seats.posting:
-        if not seats.posted:
-            own = _own()
-            line = pack(rank=me, host=own.host, boot=own.boot, local=-1 if own.local_rank is None else own.local_rank)
+    with hosts.lock:
+        if not hosts.published:
+            mine = _this_host()
+            line = pack(
+                rank=me, host=mine.host, boot=mine.boot, local=-1 if mine.local_rank is None else mine.local_rank
+            )
             ask(Append(HOSTS_KEY, f"{line}\n"))
             ask(Add(f"{HOSTS_KEY}/count"))
-            seats.posted = True
+            hosts.published = True
     pause, seen = FIRST_PAUSE, 0
     while True:
         count = int(ask(Read(f"{HOSTS_KEY}/count")) or 0)
         if count > seen and count >= len(wanted):
             seen = count
-            seats.known |= _read(ask(Read(HOSTS_KEY)))
-            if all(rank in seats.known for rank in wanted):
+            hosts.known |= _parse_lines(ask(Read(HOSTS_KEY)))
+            if all(rank in hosts.known for rank in wanted):
                 return
-        left = end - time.monotonic()
+        left = deadline - time.monotonic()
         if left <= 0:
             break
         time.sleep(min(pause, left))
         pause = min(pause * 1.5, LONGEST_PAUSE)
-    seats.known |= _read(ask(Read(HOSTS_KEY)))
-    missing = [rank for rank in wanted if rank not in seats.known]
+    hosts.known |= _parse_lines(ask(Read(HOSTS_KEY)))
+    missing = [rank for rank in wanted if rank not in hosts.known]
     if missing:
         raise MissingRanksError(
-            f"{name_ranks(missing)} of {format_ranks(wanted)} did not say on which host they are, in "
-            f"{seconds:g} s. Each of them has to ask too."
+            f"{name_ranks(missing)} of {format_ranks(wanted)} did not report their hosts within "
+            f"{seconds:g} s. Each of them has to call launch.placement() or mesh.locality() too."
         )
 
 
-def _read(lines: bytes | None) -> dict[int, HostInfo]:
+def _parse_lines(lines: bytes | None) -> dict[int, HostInfo]:
     records = [unpack(line, rank=int, host=str, boot=str, local=int) for line in (lines or b"").splitlines()]
     return {
         record["rank"]: HostInfo(record["host"], record["boot"], None if record["local"] < 0 else record["local"])
@@ -188,14 +196,14 @@ def _read(lines: bytes | None) -> dict[int, HostInfo]:
     }
 
 
-def _own() -> HostInfo:
-    """Where this process is."""
+def _this_host() -> HostInfo:
+    """The host info of this process."""
     try:
         boot = BOOT.read_text().strip()
     except OSError:
         boot = ""
     try:
         local_rank = detect_launcher(os.environ).local_rank
-    except LaunchError:  # one launcher was named where several contradict each other
+    except LaunchError:  # launchers contradict each other; the local rank is then unknown
         local_rank = None
     return HostInfo(socket.gethostname(), boot, local_rank)

@@ -1,10 +1,11 @@
-"""The machine that ranks run on: hosts, and what holds hosts, each a row of units that hold consecutive ranks.
+"""The topology of a job: its hosts and, optionally, the domains that contain them.
 
-A level is written as runs of equal units, so that a hundred thousand hosts take no more room than eight:
+A topology is a tuple of levels. Each level is a sequence of units (hosts, domains) that hold consecutive ranks.
+Consecutive units of one size are stored as one run, so 100,000 equal hosts need as much memory as eight:
 
     8x8        8 hosts of 8 ranks
-    8,8,4      three hosts, and the ranks of each
-    1000x8,4   a thousand hosts of 8 and one of 4
+    8,8,4      three hosts, and the number of ranks on each
+    1000x8,4   1,000 hosts of 8 ranks and one of 4
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from itertools import accumulate, groupby
 from pgmesh._util.formatting import name_ranks
 from pgmesh.errors import ShapeError
 
-NAMES = ("host", "domain")
-"""What the two innermost levels are called; a level beyond them is called by its number."""
+LEVEL_NAMES = ("host", "domain")
+"""The names of the two innermost levels. The others are named by their number."""
 
 
 @dataclass(frozen=True)
-class Level:
-    """Units of one kind, side by side: ``runs`` of how many, and how many ranks each of them holds.
+class HostLevel:
+    """Units of one kind, such as hosts, as runs of equal size: pairs of (number of units, ranks in each unit).
 
-    >>> hosts = Level("host", ((2, 8), (1, 4)))
+    >>> hosts = HostLevel("host", ((2, 8), (1, 4)))
     >>> print(hosts), hosts.unit_of(15), hosts.unit_of(16)
     3 hosts of 8, 8 and 4
     (None, 1, 2)
@@ -38,53 +39,53 @@ class Level:
 
     @cached_property
     def edges(self) -> tuple[int, ...]:
-        """Where each run begins, and where the last ends, in ranks."""
+        """The first rank of each run, then the number of ranks in all."""
         return tuple(accumulate((n * size for n, size in self.runs), initial=0))
 
     @cached_property
-    def _before(self) -> tuple[int, ...]:
-        """How many units there are before each run, and in all."""
+    def _units_before(self) -> tuple[int, ...]:
+        """The number of units before each run, then the number in all."""
         return tuple(accumulate((n for n, _ in self.runs), initial=0))
 
     @property
     def count(self) -> int:
-        """How many units there are."""
+        """The number of units."""
         return sum(n for n, _ in self.runs)
 
     @property
     def capacity(self) -> int:
-        """How many ranks they hold."""
+        """The number of ranks that all units hold."""
         return self.edges[-1]
 
     @property
     def largest(self) -> int:
-        """How many ranks the largest unit holds."""
+        """The number of ranks in the largest unit."""
         return max(size for _, size in self.runs)
 
     def run_of(self, rank: int) -> int:
-        """The run that a rank is in."""
+        """The index of the run that contains a rank."""
         return bisect_right(self.edges, rank) - 1
 
     def unit_of(self, rank: int) -> int:
-        """The unit that a rank is in."""
+        """The index of the unit that contains a rank."""
         run = self.run_of(rank)
-        return self._before[run] + (rank - self.edges[run]) // self.runs[run][1]
+        return self._units_before[run] + (rank - self.edges[run]) // self.runs[run][1]
 
     def ranks_of(self, unit: int) -> range:
-        """The ranks of one unit.
+        """The ranks of a unit.
 
-        >>> Level("host", ((2, 8), (1, 4))).ranks_of(2)
+        >>> HostLevel("host", ((2, 8), (1, 4))).ranks_of(2)
         range(16, 20)
         """
-        run = bisect_right(self._before, unit) - 1
+        run = bisect_right(self._units_before, unit) - 1
         size = self.runs[run][1]
-        start = self.edges[run] + (unit - self._before[run]) * size
+        start = self.edges[run] + (unit - self._units_before[run]) * size
         return range(start, start + size)
 
     def spell(self) -> str:
-        """As it is written on the command line.
+        """The level in the notation of the command line.
 
-        >>> Level("host", ((2, 8), (1, 4))).spell()
+        >>> HostLevel("host", ((2, 8), (1, 4))).spell()
         '2x8,4'
         """
         return ",".join(f"{n}x{size}" if n > 1 or len(self.runs) == 1 else f"{size}" for n, size in self.runs)
@@ -101,28 +102,28 @@ class Level:
         return f"{self.count:,} {self.name}s of {min(size for _, size in self.runs):,} to {self.largest:,}"
 
 
-Machine = tuple[Level, ...]
-"""The levels of a machine, innermost first."""
+Topology = tuple[HostLevel, ...]
+"""The levels, innermost first; empty if the hosts are unknown."""
 
 
-def take_machine(nodes: str | Sequence[int] | None, domains: str | Sequence[int] | None = None) -> Machine:
-    """The levels of a machine as a user gives them.
+def parse_topology(nodes: str | Sequence[int] | None, domains: str | Sequence[int] | None = None) -> Topology:
+    """Parse the hosts, or the nested domains, of a job.
 
     Args:
-        nodes: hosts: ``"8x8"`` is 8 hosts of 8 ranks; ``"8,8,4"`` or ``[8, 8, 4]`` the ranks of each.
-        domains: levels, outermost first: ``"4x18x4"`` is 4 domains of 18 hosts of 4 ranks.
+        nodes: the hosts. ``"8x8"`` is 8 hosts of 8 ranks; ``"8,8,4"`` or ``[8, 8, 4]`` lists the ranks of each host.
+        domains: nested levels, outermost first. ``"4x18x4"`` is 4 domains of 18 hosts of 4 ranks.
 
     Raises:
-        ShapeError: it is written otherwise, or both are given.
+        ShapeError: the notation is invalid, or both arguments are given.
 
-    >>> [level.spell() for level in take_machine(None, "4x18x4")]
+    >>> [level.spell() for level in parse_topology(None, "4x18x4")]
     ['72x4', '4x72']
     """
     if nodes is not None and domains is not None:
-        raise ShapeError("give nodes or domains, not both: domains='4x18x4' has hosts too, 4 x 18 of 4 ranks.")
+        raise ShapeError("give nodes or domains, not both: domains='4x18x4' includes the hosts, 4 x 18 of 4 ranks.")
     if domains is not None:
         return tuple(_nested(domains))
-    return () if nodes is None else (Level("host", _join(_runs(nodes))),)
+    return () if nodes is None else (HostLevel("host", _join(_runs(nodes))),)
 
 
 def _runs(nodes: str | Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -130,9 +131,9 @@ def _runs(nodes: str | Sequence[int]) -> Iterator[tuple[int, int]]:
     for word in words:
         numbers = word.lower().split("x")
         if len(numbers) > 2 or not all(number.isdecimal() and int(number) for number in numbers):
-            shown = nodes if isinstance(nodes, str) else list(nodes)
+            given = nodes if isinstance(nodes, str) else list(nodes)
             raise ShapeError(
-                f"nodes are written 8x8, for 8 hosts of 8 ranks, or 8,8,4, for the ranks of each host, not {shown!r}."
+                f"nodes are written 8x8, for 8 hosts of 8 ranks, or 8,8,4, for the ranks of each host, not {given!r}."
             )
         yield (int(numbers[0]) if len(numbers) == 2 else 1), int(numbers[-1])
 
@@ -148,65 +149,65 @@ def _join(runs: Iterator[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     return tuple(joined)
 
 
-def _nested(domains: str | Sequence[int]) -> Iterator[Level]:
+def _nested(domains: str | Sequence[int]) -> Iterator[HostLevel]:
     words = domains.replace(" ", "").lower().split("x") if isinstance(domains, str) else [str(size) for size in domains]
     if len(words) < 3 or not all(word.isdecimal() and int(word) for word in words):
-        shown = domains if isinstance(domains, str) else list(domains)
-        raise ShapeError(f"domains are written 4x18x4, for 4 domains of 18 hosts of 4 ranks, not {shown!r}.")
+        given = domains if isinstance(domains, str) else list(domains)
+        raise ShapeError(f"domains are written 4x18x4, for 4 domains of 18 hosts of 4 ranks, not {given!r}.")
     sizes = [int(word) for word in words]
     for i in range(1, len(sizes)):
-        name = NAMES[i - 1] if i <= len(NAMES) else f"level-{i} unit"
-        yield Level(name, ((math.prod(sizes[:-i]), math.prod(sizes[-i:])),))
+        name = LEVEL_NAMES[i - 1] if i <= len(LEVEL_NAMES) else f"level-{i} unit"
+        yield HostLevel(name, ((math.prod(sizes[:-i]), math.prod(sizes[-i:])),))
 
 
-# -- where ranks really are -------------------------------------------------------------------------------------------
+# -- the actual hosts of the ranks ------------------------------------------------------------------------------------
 
 
-def seen(names: Sequence[str]) -> Level | None:
-    """The hosts that ranks are on, by the name of each rank's; None where a host's ranks do not follow one another.
+def hosts_from_names(names: Sequence[str]) -> HostLevel | None:
+    """The host level that matches the host name of each rank; None if the ranks of a host are not consecutive.
 
-    >>> print(seen(["n1", "n1", "n2", "n2"])), seen(["n1", "n2", "n1", "n2"])
+    >>> print(hosts_from_names(["n1", "n1", "n2", "n2"])), hosts_from_names(["n1", "n2", "n1", "n2"])
     2 hosts of 2
     (None, None)
     """
     runs = [(name, len(list(same))) for name, same in groupby(names)]
     if len({name for name, _ in runs}) < len(runs):
         return None
-    return Level(NAMES[0], _join((1, size) for _, size in runs))
+    return HostLevel(LEVEL_NAMES[0], _join((1, size) for _, size in runs))
 
 
-def misplaced(hosts: Level, names: Sequence[str]) -> list[str]:
-    """What is not as planned about where ranks are, a sentence for each fault; none if all is.
+def placement_faults(hosts: HostLevel, names: Sequence[str]) -> list[str]:
+    """One sentence for each difference between the planned and the actual hosts of the ranks.
 
     Args:
-        hosts: as planned.
-        names: the name of the host that each rank is on.
+        hosts: the planned hosts.
+        names: the name of each rank's actual host, in the order of the ranks.
 
-    >>> misplaced(Level("host", ((2, 2),)), ["n1", "n1", "n2", "n3"])
+    >>> placement_faults(HostLevel("host", ((2, 2),)), ["n1", "n1", "n2", "n3"])
     ['host 1 is planned for ranks 2, 3, but rank 2 is on n2 and rank 3 on n3.']
-    >>> misplaced(Level("host", ((2, 2),)), ["n1"] * 4)
+    >>> placement_faults(HostLevel("host", ((2, 2),)), ["n1"] * 4)
     ['ranks 0, 1 and ranks 2, 3 are planned on 2 hosts, but all are on n1.']
     """
-    says = []
-    holds: dict[str, dict[int, list[int]]] = {}
+    faults = []
+    units_of_name: dict[str, dict[int, list[int]]] = {}
     for unit in range(hosts.count):
-        there: dict[str, list[int]] = {}
+        names_of_unit: dict[str, list[int]] = {}
         for rank in hosts.ranks_of(unit):
-            there.setdefault(names[rank], []).append(rank)
-            holds.setdefault(names[rank], {}).setdefault(unit, []).append(rank)
-        if len(there) > 1:
-            (first, ranks), *others = there.items()
+            names_of_unit.setdefault(names[rank], []).append(rank)
+            units_of_name.setdefault(names[rank], {}).setdefault(unit, []).append(rank)
+        if len(names_of_unit) > 1:
+            (first, ranks), *others = names_of_unit.items()
             each = [f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} on {first}"]
             each += [f"{name_ranks(others)} on {name}" for name, others in others]
-            says.append(f"host {unit} is planned for {name_ranks(hosts.ranks_of(unit))}, but {_listed(each)}.")
-    for name, units in holds.items():
+            faults.append(f"host {unit} is planned for {name_ranks(hosts.ranks_of(unit))}, but {_listed(each)}.")
+    for name, units in units_of_name.items():
         if len(units) > 1:
             each = [name_ranks(ranks) for ranks in units.values()]
-            says.append(f"{_listed(each)} are planned on {len(units)} hosts, but all are on {name}.")
-    return says
+            faults.append(f"{_listed(each)} are planned on {len(units)} hosts, but all are on {name}.")
+    return faults
 
 
 def _listed(words: Sequence[str]) -> str:
-    """Some of these words, however many there are."""
+    """Join words with commas and "and"; of more than four, only the first three."""
     words = [*words[:3], f"{len(words) - 3} more"] if len(words) > 4 else list(words)
     return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else words[0]

@@ -1,9 +1,23 @@
-"""How the groups along some axes lie on the hosts: exact arithmetic, at no cost for a million ranks.
+"""Locality of groups: how many hosts each group spans, and how many hops of its ring leave a host.
 
-A group starts somewhere and goes on in even steps. On hosts of one size, two groups whose starts differ by a multiple
-of that size lie alike, so one look at each remainder tells of all. Where hosts differ, a run of equal ones ends at
-a rank that has a place on every axis; the starts before, at and after it are looked at apart. So each *kind* of group
-is counted, and one of it is followed, by the same remainders, step by step over the hosts.
+Two numbers are counted for every group along some axes: the units (hosts or domains) that its ranks are on, and the
+hops of a ring over the group, in mesh order, that leave a unit. The result has the minimum and the maximum of both.
+
+The arithmetic. Ranks of a regular layout are ``start + i * stride + j * stride' + ...``. A group fixes ``start``; the
+indices run over its axes. The starts themselves have the same form, over the other axes. With that:
+
+1. On hosts of one size, the count depends on ``start`` modulo that size alone. So the starts are grouped into classes
+   by remainder, and one group of each class is counted (``_residue_classes``).
+2. Where host sizes differ, the starts are cut at each rank where the size changes. Each part has its own classes
+   (``_group_classes``).
+3. One group is counted recursively, outermost axis first. Indices with the same remainder span the same number of
+   units; two neighbours that share a unit share one count (``_count_units``).
+4. The ranks of a regular group ascend, so its ring enters each unit once. On ``n > 1`` units, ``n`` hops leave.
+
+The cost depends on the host sizes and the number of axes, not on the number of ranks: a million ranks take at most
+``MAX_ENUMERATED`` steps and a table of remainders. Three cases are counted rank by rank instead: irregular layouts,
+levels of more than ``MAX_RUNS`` runs, and arithmetic of more steps. Then at most about ``MAX_ENUMERATED`` ranks are
+looked at; if these are not all groups, the result has ``exact=False``.
 """
 
 from __future__ import annotations
@@ -14,55 +28,55 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from pgmesh.topology.hosts import Level
+from pgmesh.topology.hosts import HostLevel
 
 if TYPE_CHECKING:
     from pgmesh.layout import Axis, Layout
 
-Steps = tuple[tuple[int, int], ...]
-"""How many indices each axis has and how far apart they are in ranks, outermost first."""
+StridedRuns = tuple[tuple[int, int], ...]
+"""Pairs of (number of indices, stride in ranks), one for each axis of size over 1, outermost first."""
 
-ENOUGH = 1 << 16
-"""How many ranks are looked at one by one where no arithmetic leads on; then a sample of groups stands for all."""
+MAX_ENUMERATED = 1 << 16
+"""The most steps of the arithmetic, and the most ranks that are counted one by one. Beyond it, groups are sampled."""
 
-FEW = 64
-"""So many units are each looked at for themselves, and so many runs of equal ones are worth the arithmetic."""
+MAX_RUNS = 64
+"""The most runs for which the arithmetic is used. A level of at most this many units has one run for each unit."""
 
 
 @dataclass(frozen=True)
 class Locality:
-    """How the groups of one family lie on the units of one level.
+    """The locality of all groups along some axes, on the units of one level, such as hosts.
 
-    >>> from pgmesh.topology.hosts import Level
-    >>> spread(layout, ("dp",), Level("host", ((2, 4),)))
-    Spread(level='host', low=1, high=1, intra=4, inter=0, mixed=0, hops_low=0, hops_high=0, exact=True)
+    >>> from pgmesh.topology.hosts import HostLevel
+    >>> locality_of(layout, ("dp",), HostLevel("host", ((2, 4),)))
+    Locality(level='host', low=1, high=1, intra=4, inter=0, mixed=0, hops_low=0, hops_high=0, exact=True)
     """
 
     level: str
-    low: int  # the fewest units that a group touches, and the most
-    high: int
-    intra: int  # how many groups lie on one unit
-    inter: int  # how many have each rank on a unit of its own
-    mixed: int  # how many are neither
-    hops_low: int  # in a ring over the group, how many hops leave a unit: the fewest, and the most
-    hops_high: int
-    exact: bool  # False where a sample of groups stands for all
+    low: int  # the fewest units that a group spans
+    high: int  # the most units that a group spans
+    intra: int  # the number of groups on one unit
+    inter: int  # the number of groups with every rank on a different unit
+    mixed: int  # the number of other groups
+    hops_low: int  # the fewest hops of a group's ring that leave a unit
+    hops_high: int  # the most
+    exact: bool  # False if only a sample of the groups was counted
 
     @property
     def kind(self) -> str:
-        """``intra``, ``inter`` or ``mixed``: where the groups lie, all of them."""
+        """``intra``: each group is on one unit. ``inter``: each rank of a group has its own unit. Else ``mixed``."""
         if not self.inter and not self.mixed:
             return "intra"
         return "mixed" if self.intra or self.mixed else "inter"
 
 
-def spread(layout: Layout, axes: Sequence[Axis], level: Level) -> Locality:
-    """How the groups along some axes lie on the units of a level."""
+def locality_of(layout: Layout, axes: Sequence[Axis], level: HostLevel) -> Locality:
+    """The locality of the groups along some axes, on the units of a level."""
     size = layout.size(*axes) if axes else 1
-    seen, exact = _look(layout, axes, level)
+    counts, exact = _group_counts(layout, axes, level)
     low, high, hops_low, hops_high = size, 1, size, 0
     intra = inter = mixed = 0
-    for units, hops, count in seen:
+    for units, hops, count in counts:
         low, high = min(low, units), max(high, units)
         hops_low, hops_high = min(hops_low, hops), max(hops_high, hops)
         if units == 1:
@@ -74,24 +88,27 @@ def spread(layout: Layout, axes: Sequence[Axis], level: Level) -> Locality:
     return Locality(level.name, low, high, intra, inter, mixed, hops_low, hops_high, exact)
 
 
-def _look(layout: Layout, axes: Sequence[Axis], level: Level) -> tuple[Iterable[tuple[int, int, int]], bool]:
-    """Units, hops and how many groups have them; and whether these are all the groups there are."""
-    along, others = split(layout, axes)
+def _group_counts(
+    layout: Layout, axes: Sequence[Axis], level: HostLevel
+) -> tuple[Iterable[tuple[int, int, int]], bool]:
+    """Triples of (units, hops, number of groups with these), and True if they cover every group."""
+    along, others = strided_runs(layout, axes)
     if along is None or others is None:
-        return _one_by_one(layout, axes, level)
-    if level.count <= FEW:
-        level = Level(level.name, tuple((1, size) for n, size in level.runs for _ in range(n)))
-    period = math.lcm(*(size for n, size in level.runs if n > 1))  # a unit by itself has no phase
-    if len(level.runs) > FEW or len(level.runs) * _work(along, others, period) > ENOUGH:
-        return _one_by_one(layout, axes, level)
+        return _enumerate_groups(layout, axes, level)
+    if level.count <= MAX_RUNS:
+        level = HostLevel(level.name, tuple((1, size) for n, size in level.runs for _ in range(n)))
+    period = math.lcm(*(size for n, size in level.runs if n > 1))  # a run of one unit needs no remainders
+    if len(level.runs) > MAX_RUNS or len(level.runs) * _max_steps(along, others, period) > MAX_ENUMERATED:
+        return _enumerate_groups(layout, axes, level)
     origin = layout.rank_of([0] * len(layout.axes))
-    cuts = [_place(edge - origin, along, others) for edge in level.edges[1:-1] if edge > origin]
-    met = ((_units(start, along, level), count) for start, count in _kinds(origin, others, cuts, period))
-    return [(units, units if units > 1 else 0, count) for units, count in met], True
+    cuts = [_indices_at(edge - origin, along, others) for edge in level.edges[1:-1] if edge > origin]
+    classes = _group_classes(origin, others, cuts, period)
+    counts = [(_count_units(start, along, level), count) for start, count in classes]
+    return [(units, units if units > 1 else 0, count) for units, count in counts], True
 
 
-def split(layout: Layout, axes: Sequence[Axis]) -> tuple[Steps | None, Steps | None]:
-    """The steps along these axes and along the others; None where ranks do not follow even, nested steps."""
+def strided_runs(layout: Layout, axes: Sequence[Axis]) -> tuple[StridedRuns | None, StridedRuns | None]:
+    """The strided runs of these axes and of the others; (None, None) if the strides are not even and nested."""
     strides = layout.strides
     span = 0
     for size, stride in zip(reversed(layout.shape), reversed(strides)):
@@ -104,132 +121,148 @@ def split(layout: Layout, axes: Sequence[Axis]) -> tuple[Steps | None, Steps | N
     return tuple(s for i, s in even if i in chosen), tuple(s for i, s in even if i not in chosen)
 
 
-# -- which groups lie alike ---------------------------------------------------------------------------------------
+# -- classes of groups with equal counts --------------------------------------------------------------------------
 
 
-def _place(position: int, along: Steps, others: Steps) -> tuple[int, ...]:
-    """The indices, on the axes that are not gone along, of the last place at or before a position."""
-    places = []
-    for size, stride, mine in sorted(
-        [(*s, False) for s in along] + [(*s, True) for s in others], key=lambda s: s[1], reverse=True
-    ):
+def _indices_at(position: int, along: StridedRuns, others: StridedRuns) -> tuple[int, ...]:
+    """The indices on ``others`` of the last rank at or before a position, which is relative to the first rank."""
+    indices = []
+    by_stride = [(*run, False) for run in along] + [(*run, True) for run in others]
+    for size, stride, is_other in sorted(by_stride, key=lambda run: run[1], reverse=True):
         index = min(size - 1, position // stride)
         position -= index * stride
-        if mine:
-            places.append(index)
-    return tuple(places)
+        if is_other:
+            indices.append(index)
+    return tuple(indices)
 
 
-def _kinds(start: int, others: Steps, cuts: list[tuple[int, ...]], period: int) -> Iterator[tuple[int, int]]:
-    """One start of each kind of group, and how many groups are of that kind."""
+def _group_classes(
+    start: int, others: StridedRuns, cuts: list[tuple[int, ...]], period: int
+) -> Iterator[tuple[int, int]]:
+    """One start for each class of groups with equal counts, and the number of groups in the class.
+
+    Args:
+        cuts: for each rank where the host size changes, the indices on ``others`` of the last start before it.
+        period: starts that are equal modulo this number have equal counts, if no cut is between them.
+    """
     if not cuts or not others:
-        yield from _remainders(start, others, period)
+        yield from _residue_classes(start, others, period)
         return
     (size, stride), *inner = others
     before = 0
     for index in sorted({cut[0] for cut in cuts}):
-        yield from _remainders(start + before * stride, ((index - before, stride), *inner), period)
-        yield from _kinds(start + index * stride, tuple(inner), [cut[1:] for cut in cuts if cut[0] == index], period)
+        yield from _residue_classes(start + before * stride, ((index - before, stride), *inner), period)
+        yield from _group_classes(
+            start + index * stride, tuple(inner), [cut[1:] for cut in cuts if cut[0] == index], period
+        )
         before = index + 1
-    yield from _remainders(start + before * stride, ((size - before, stride), *inner), period)
+    yield from _residue_classes(start + before * stride, ((size - before, stride), *inner), period)
 
 
-def _remainders(start: int, steps: Steps, period: int) -> Iterator[tuple[int, int]]:
-    """One start for each remainder that steps from a start lead to, and how many of them lead there."""
+def _residue_classes(start: int, steps: StridedRuns, period: int) -> Iterator[tuple[int, int]]:
+    """One start for each remainder modulo ``period`` that the steps reach, and the number of starts with it."""
     found = {start % period: (start, 1)}
     for size, stride in steps:
-        again = period // math.gcd(period, stride)
+        cycle = period // math.gcd(period, stride)  # remainders repeat after this many indices
         reached: dict[int, tuple[int, int]] = {}
         for first, count in found.values():
-            for i in range(min(size, again)):
+            for i in range(min(size, cycle)):
                 at = first + i * stride
-                times = count * len(range(i, size, again))
+                times = count * len(range(i, size, cycle))
                 example, so_far = reached.get(at % period, (at, 0))
                 reached[at % period] = (example, so_far + times)
         found = reached
     yield from found.values()
 
 
-def _work(along: Steps, others: Steps, period: int) -> int:
-    """How many steps the arithmetic takes at most."""
-    starts, most = 1, 0
+def _max_steps(along: StridedRuns, others: StridedRuns, period: int) -> int:
+    """An upper bound on the number of steps of the arithmetic for one run of hosts."""
+    starts, steps_in_all = 1, 0
     for size, stride in others:
-        again = min(size, period // math.gcd(period, stride))
-        most += starts * again
-        starts = min(starts * again, period)
+        cycle = min(size, period // math.gcd(period, stride))
+        steps_in_all += starts * cycle
+        starts = min(starts * cycle, period)
     for size, stride in along:
-        again = min(size, period // math.gcd(period, stride))
-        most += starts * again
-        starts = min(starts * again, period)
-    return most
+        cycle = min(size, period // math.gcd(period, stride))
+        steps_in_all += starts * cycle
+        starts = min(starts * cycle, period)
+    return steps_in_all
 
 
-# -- how many units one group touches -----------------------------------------------------------------------------
+# -- the units that one group spans -------------------------------------------------------------------------------
 
 
-def _units(start: int, steps: Steps, level: Level) -> int:
-    """How many units the ranks touch that steps from a start lead to."""
-    last = start + _span(steps)
+def _count_units(start: int, steps: StridedRuns, level: HostLevel) -> int:
+    """The number of units that the group from ``start`` along ``steps`` spans."""
+    last = start + _extent(steps)
     run = level.run_of(start)
     if run == level.run_of(last):
-        return _within(start, steps, level, run)
+        return _count_units_in_run(start, steps, level, run)
     (size, stride), *rest = steps
     inner = tuple(rest)
-    span, units, index, left = _span(inner), 0, 0, -1
+    span, units, index, last_unit = _extent(inner), 0, 0, -1
     while index < size:
         at = start + index * stride
         run = level.run_of(at)
-        together = min(size - index, (level.edges[run + 1] - 1 - at - span) // stride + 1)  # those that this run holds
-        if together > 0:
-            units += _within(at, ((together, stride), *inner), level, run)
+        # The number of the next indices whose ranks are all inside this run.
+        inside = min(size - index, (level.edges[run + 1] - 1 - at - span) // stride + 1)
+        if inside > 0:
+            units += _count_units_in_run(at, ((inside, stride), *inner), level, run)
         else:
-            together = 1
-            units += _units(at, inner, level)
-        units -= level.unit_of(at) == left
-        index += together
-        left = level.unit_of(start + (index - 1) * stride + span)
+            inside = 1  # this index crosses the end of the run
+            units += _count_units(at, inner, level)
+        units -= level.unit_of(at) == last_unit
+        index += inside
+        last_unit = level.unit_of(start + (index - 1) * stride + span)
     return units
 
 
-def _within(start: int, steps: Steps, level: Level, run: int) -> int:
-    """The same where all these ranks are in one run of equal units."""
+def _count_units_in_run(start: int, steps: StridedRuns, level: HostLevel, run: int) -> int:
+    """The same for a group that is inside one run of equal units."""
     count, unit = level.runs[run]
-    return 1 if count == 1 else _even(unit, (start - level.edges[run]) % unit, steps)
+    return 1 if count == 1 else _count_units_of_equal_size(unit, (start - level.edges[run]) % unit, steps)
 
 
 @lru_cache(maxsize=1 << 14)
-def _even(unit: int, phase: int, steps: Steps) -> int:
-    """The same on units of one size, from so many ranks into one. Indices whose phases are equal lie alike."""
+def _count_units_of_equal_size(unit: int, phase: int, steps: StridedRuns) -> int:
+    """The same on units of ``unit`` ranks, for a group that starts ``phase`` ranks after the beginning of a unit.
+
+    Indices with the same phase span the same number of units, so each phase is counted once.
+    """
     if not steps:
         return 1
     (size, stride), inner = steps[0], steps[1:]
-    again = unit // math.gcd(unit, stride)
-    span, units = _span(inner), 0
-    for i in range(min(size, again)):
+    cycle = unit // math.gcd(unit, stride)
+    span, units = _extent(inner), 0
+    for i in range(min(size, cycle)):
         at = (phase + i * stride) % unit
-        units += len(range(i, size, again)) * _even(unit, at, inner)
-        if (at + span) // unit == (at + stride) // unit:  # where this one ends, the next begins
-            units -= len(range(i, size - 1, again))
+        units += len(range(i, size, cycle)) * _count_units_of_equal_size(unit, at, inner)
+        if (at + span) // unit == (at + stride) // unit:  # it ends on the unit on which the next begins
+            units -= len(range(i, size - 1, cycle))
     return units
 
 
-def _span(steps: Steps) -> int:
+def _extent(steps: StridedRuns) -> int:
+    """The difference between the last and the first rank."""
     return sum((size - 1) * stride for size, stride in steps)
 
 
-# -- where no arithmetic leads on ---------------------------------------------------------------------------------
+# -- irregular layouts: rank by rank ------------------------------------------------------------------------------
 
 
-def _one_by_one(layout: Layout, axes: Sequence[Axis], level: Level) -> tuple[Iterable[tuple[int, int, int]], bool]:
+def _enumerate_groups(
+    layout: Layout, axes: Sequence[Axis], level: HostLevel
+) -> tuple[Iterable[tuple[int, int, int]], bool]:
+    """The same counts rank by rank, over evenly spaced groups. Each represents the groups up to the next one."""
     if not axes:
         return [(1, 0, layout.size())], True
     blocks = layout.partition(*axes)
     total = len(blocks)
-    look = min(total, max(2, ENOUGH // layout.size(*axes)))
-    picked = sorted({i * (total - 1) // max(1, look - 1) for i in range(look)})
-    seen = []
-    for i, number in enumerate(picked):
+    sampled = min(total, max(2, MAX_ENUMERATED // layout.size(*axes)))
+    chosen = sorted({i * (total - 1) // max(1, sampled - 1) for i in range(sampled)})
+    counts = []
+    for i, number in enumerate(chosen):
         units = [level.unit_of(rank) for rank in blocks[number]]
         hops = sum(a != b for a, b in zip(units, units[1:] + units[:1])) if len(units) > 1 else 0
-        seen.append((len(set(units)), hops, len(range(i, total, len(picked)))))
-    return seen, look == total
+        counts.append((len(set(units)), hops, len(range(i, total, len(chosen)))))
+    return counts, sampled == total

@@ -25,7 +25,7 @@ from pgmesh import (
 from pgmesh._util.keywords import RESERVED
 from pgmesh.interop import from_device_mesh
 from pgmesh.options import GroupOptions as Options
-from pgmesh.planning.rank_report import place_of
+from pgmesh.planning.rank_report import rank_report_of
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
 
@@ -216,8 +216,8 @@ def test_a_plan_and_a_place_have_axes_of_any_name():
     assert "tag: name" in str(found)
     assert "data-parallel" in found.html()
     assert found.svg("class")
-    place = place_of(Layout(ODD), 5)
-    assert [each.axis for each in place.along] == [*ODD]
+    report = rank_report_of(Layout(ODD), 5)
+    assert [each.axis for each in report.along] == [*ODD]
 
 
 def test_markup_in_the_name_of_an_axis_is_text():

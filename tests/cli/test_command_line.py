@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 MESH = "pp=2 dp=4 cp=2 tp=4 --nodes 8x8"
 
 
-def said(capsys: pytest.CaptureFixture[str], line: str, status: int = 0) -> str:
+def output(capsys: pytest.CaptureFixture[str], line: str, status: int = 0) -> str:
     """What a command line answers: on standard output, or on the other where it is refused."""
     assert main(shlex.split(line)) == status
     out, err = capsys.readouterr()
@@ -53,37 +53,37 @@ ANSWERS = {
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_it_answers(capsys, name):
-    text = said(capsys, ANSWERS[name])
+    text = output(capsys, ANSWERS[name])
     assert max(map(len, text.splitlines())) <= 80
     golden.check(f"command-{name}.txt", f"$ pgmesh {ANSWERS[name]}\n{text}")
 
 
 def test_json_is_what_python_says(capsys):
-    answer = json.loads(said(capsys, f"plan {MESH} --json --view 'moe: edp=8 ep=8'"))
+    answer = json.loads(output(capsys, f"plan {MESH} --json --view 'moe: edp=8 ep=8'"))
     layout = Layout(pp=2, dp=4, cp=2, tp=4)
     assert answer == json.loads(plan(layout, nodes="8x8", views={"moe": {"edp": 8, "ep": 8}}).json())
-    several = json.loads(said(capsys, f"plan {MESH} --json --compare tp,cp,dp,pp"))
+    several = json.loads(output(capsys, f"plan {MESH} --json --compare tp,cp,dp,pp"))
     assert several["best"] == "pp,dp,cp,tp"
     assert several["plans"][0] == json.loads(plan(layout, nodes="8x8").json())
-    golden.check("command-show.json", said(capsys, f"show --rank 13 {MESH} --json"))
+    golden.check("command-show.json", output(capsys, f"show --rank 13 {MESH} --json"))
 
 
 def test_files_are_written_where_it_is_asked(capsys, tmp_path):
     drawing, site = tmp_path / "plan.svg", tmp_path / "plan.html"
-    text = said(capsys, f"plan {MESH} --svg {drawing} --html {site}")
+    text = output(capsys, f"plan {MESH} --svg {drawing} --html {site}")
     assert f"The picture is in {drawing}\nThe page is in {site}\n" in text
     assert drawing.read_text().count('<rect class="cell"') == 64
     ranks, shown = (re.findall("(?s)<title>(rank .*?)</title>", file.read_text()) for file in (drawing, site))
     assert len(ranks) == 64
     assert ranks == shown  # the page has the picture's title in its headline
-    two = [said(capsys, f"plan {MESH} --view 'moe: pp=2 edp=-1 ep=8' --{kind} -") for kind in ("svg", "html")]
+    two = [output(capsys, f"plan {MESH} --view 'moe: pp=2 edp=-1 ep=8' --{kind} -") for kind in ("svg", "html")]
     assert two[0] in two[1]
-    assert said(capsys, f"plan {MESH} --svg -") == drawing.read_text()
-    assert said(capsys, f"plan {MESH} --html -") == site.read_text()
-    marked = said(capsys, f"show --rank 13 {MESH} --svg - --colour dp,cp")
+    assert output(capsys, f"plan {MESH} --svg -") == drawing.read_text()
+    assert output(capsys, f"plan {MESH} --html -") == site.read_text()
+    marked = output(capsys, f"show --rank 13 {MESH} --svg - --colour dp,cp")
     assert marked.count('stroke="#0f172a"') == 1
     assert "one colour: one dp x cp group" in marked
-    assert "<svg" in said(capsys, f"show --rank 13 {MESH} --html -")
+    assert "<svg" in output(capsys, f"show --rank 13 {MESH} --html -")
 
 
 def test_what_the_docs_show_is_what_it_says(capsys):
@@ -91,25 +91,25 @@ def test_what_the_docs_show_is_what_it_says(capsys):
     blocks = re.findall(r"```console\n\$ pgmesh (.*?)\n(.*?)```", text, flags=re.DOTALL)
     assert len(blocks) >= 7
     for line, answer in blocks:
-        assert said(capsys, line) == answer
+        assert output(capsys, line) == answer
 
 
 @pytest.mark.parametrize(("name", "more"), [("plan", ""), ("two-meshes", " --view 'moe: pp=2 edp=-1 ep=8'")])
 def test_the_pictures_of_the_docs_are_what_it_draws(capsys, name, more):
-    golden.check(f"../../docs/pictures/{name}.svg", said(capsys, f"plan {MESH}{more} --svg -"))
+    golden.check(f"../../docs/pictures/{name}.svg", output(capsys, f"plan {MESH}{more} --svg -"))
 
 
 def test_the_picture_of_the_readme_is_made_by_the_line_above_it(capsys, tmp_path):
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     line, shown = re.findall(r"```\npgmesh (plan .*? --svg \S+)\n```\n\n!\[.*?\]\((.*?)\)", text)[0]
     assert line.endswith(f" --svg {shown}")
-    said(capsys, line.replace(shown, str(tmp_path / "made.svg")))
+    output(capsys, line.replace(shown, str(tmp_path / "made.svg")))
     assert (tmp_path / "made.svg").read_text() == (ROOT / shown).read_text()
 
 
 def test_a_size_behind_an_option_is_a_size(capsys):
-    first = said(capsys, f"plan {MESH} --compare tp,cp,dp,pp --family dp,cp")
-    assert first == said(capsys, "plan --compare tp,cp,dp,pp --family dp,cp pp=2 dp=4 cp=2 tp=4 --nodes 8x8")
+    first = output(capsys, f"plan {MESH} --compare tp,cp,dp,pp --family dp,cp")
+    assert first == output(capsys, "plan --compare tp,cp,dp,pp --family dp,cp pp=2 dp=4 cp=2 tp=4 --nodes 8x8")
 
 
 # ---- refusals ----
@@ -187,13 +187,13 @@ REFUSALS = [
 
 
 def test_refusals_say_what_is_wrong_and_a_line_that_is_right(capsys):
-    texts = [f"$ pgmesh {line}\n{said(capsys, line, status=2)}" for line in REFUSALS]
+    texts = [f"$ pgmesh {line}\n{output(capsys, line, status=2)}" for line in REFUSALS]
     golden.check("command-refusals.txt", "\n".join(texts))
 
 
 @pytest.mark.parametrize("line", REFUSALS)
 def test_a_line_that_is_offered_is_right(capsys, line):
-    text = said(capsys, line, status=2)
+    text = output(capsys, line, status=2)
     offered = re.findall(r"^  (pgmesh .*?)(?:   +#.*)?$", text, flags=re.MULTILINE)
     assert offered
     for better in offered:
@@ -202,7 +202,7 @@ def test_a_line_that_is_offered_is_right(capsys, line):
 
 
 def test_files_that_cannot_be_written(capsys):
-    text = said(capsys, "plan dp=8 --svg /nowhere/at/all.svg", status=2)
+    text = output(capsys, "plan dp=8 --svg /nowhere/at/all.svg", status=2)
     assert text == "pgmesh plan: cannot write /nowhere/at/all.svg: No such file or directory.\n"
 
 
@@ -215,8 +215,8 @@ def test_files_that_cannot_be_written(capsys):
     ],
 )
 def test_standard_output_takes_one_answer(capsys, line, better):
-    command, says = line.split()[0], "standard output takes one answer; give the others a file."
-    assert said(capsys, line, status=2) == f"pgmesh {command}: {says}\n\n  pgmesh {better}\n"
+    command, message = line.split()[0], "standard output takes one answer; give the others a file."
+    assert output(capsys, line, status=2) == f"pgmesh {command}: {message}\n\n  pgmesh {better}\n"
 
 
 @pytest.mark.parametrize(
@@ -246,11 +246,11 @@ def test_it_tells_its_version(capsys):
 
 
 def test_a_view_is_typed_with_quotes_or_without(capsys):
-    quoted = said(capsys, f"plan {MESH} --view 'moe: ep=8 edp=-1' 'b: x=64'")
-    assert said(capsys, f"plan {MESH} --view moe: ep=8 edp=-1 b: x=64") == quoted
-    assert said(capsys, "plan --view moe: ep=8 edp=-1 b: x=64 --nodes 8x8 pp=2 dp=4 cp=2 tp=4") == quoted
-    assert said(capsys, f"plan {MESH} --view 'moe: ep=8 edp=-1' --view b: x=64") == quoted
-    assert "a view is written 'moe: ep=8 edp=-1', not 'moe:'" in said(capsys, "plan dp=4 --view moe: --view x=2", 2)
+    quoted = output(capsys, f"plan {MESH} --view 'moe: ep=8 edp=-1' 'b: x=64'")
+    assert output(capsys, f"plan {MESH} --view moe: ep=8 edp=-1 b: x=64") == quoted
+    assert output(capsys, "plan --view moe: ep=8 edp=-1 b: x=64 --nodes 8x8 pp=2 dp=4 cp=2 tp=4") == quoted
+    assert output(capsys, f"plan {MESH} --view 'moe: ep=8 edp=-1' --view b: x=64") == quoted
+    assert "a view is written 'moe: ep=8 edp=-1', not 'moe:'" in output(capsys, "plan dp=4 --view moe: --view x=2", 2)
 
 
 @pytest.mark.parametrize("words", [[], *([name] for name in COMMANDS)], ids=" ".join)
@@ -293,7 +293,7 @@ def test_neither_torch_nor_rich_is_loaded_when_piped(line):
 
 
 def test_the_module_and_the_script_are_one(capsys):
-    assert run("-m", "pgmesh", *shlex.split(ANSWERS["plan"])).stdout == said(capsys, ANSWERS["plan"])
+    assert run("-m", "pgmesh", *shlex.split(ANSWERS["plan"])).stdout == output(capsys, ANSWERS["plan"])
     assert run("-m", "pgmesh", "plan", "dp=0").returncode == 2
     assert 'pgmesh = "pgmesh.__main__:main"' in (ROOT / "pyproject.toml").read_text()
 
@@ -332,7 +332,7 @@ def test_a_terminal_without_frames_gets_an_answer_too():
 @pytest.mark.parametrize("name", ["plan", "compare", "suggest", "show", "show-a-million", "plan-with-picture"])
 def test_a_terminal_of_80_columns_shows_the_same_with_and_without_rich(capsys, name):
     pytest.importorskip("rich")
-    plain = said(capsys, ANSWERS[name])
+    plain = output(capsys, ANSWERS[name])
     bare = run_in_terminal(ANSWERS[name], rich=False)
     coloured = run_in_terminal(ANSWERS[name], rich=True)
     assert bare == plain
@@ -347,9 +347,9 @@ def test_the_terminal_that_open_mpi_gives_each_rank_is_nobody_who_looks(monkeypa
     ours, theirs = pty.openpty()
     with os.fdopen(ours), os.fdopen(theirs, "w") as terminal:
         monkeypatch.delenv("OMPI_COMM_WORLD_RANK", raising=False)
-        assert styled_text.is_seen(terminal)
+        assert styled_text.is_terminal(terminal)
         monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
-        assert not styled_text.is_seen(terminal)
+        assert not styled_text.is_terminal(terminal)
 
 
 def test_a_terminal_that_knows_no_colours_gets_none():

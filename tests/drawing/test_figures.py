@@ -18,8 +18,8 @@ from pgmesh.drawing import figures, styled_text, svg, terminal
 from pgmesh.drawing.figures import Cell, Panel
 from pgmesh.drawing.svg import Box, Drawing
 from pgmesh.planning import html
-from pgmesh.planning.rank_report import place_of
-from pgmesh.topology.hosts import Level, take_machine
+from pgmesh.planning.rank_report import rank_report_of
+from pgmesh.topology.hosts import HostLevel, parse_topology
 from tests.support import browser, golden_files as golden
 from tests.support.fake_world import fake_rank
 from tests.support.layout_strategies import layouts
@@ -28,32 +28,32 @@ EIGHT = Layout(pp=2, dp=2, tp=2)
 SIXTY_FOUR = Layout(pp=2, dp=4, cp=2, tp=4)
 
 
-def hosts(spelled: str) -> Level:
-    return take_machine(spelled)[0]
+def hosts(spelled: str) -> HostLevel:
+    return parse_topology(spelled)[0]
 
 
 DRAWINGS = {
-    "8-ranks": lambda: svg.drawing(figures.figure(EIGHT, "tp", host=hosts("2x4"), mark=5)),
-    "8-ranks-no-hosts": lambda: svg.drawing(figures.figure(EIGHT, "dp", "tp")),
-    "64-ranks": lambda: svg.drawing(figures.figure(SIXTY_FOUR, "tp", host=hosts("8x8"))),
-    "64-ranks-hosts-of-rows": lambda: svg.drawing(figures.figure(SIXTY_FOUR, "dp", host=hosts("16x4"))),
-    "64-ranks-hosts-of-half-rows": lambda: svg.drawing(figures.figure(SIXTY_FOUR, "dp", host=hosts("32x2"))),
-    "uneven-hosts": lambda: svg.drawing(figures.figure(Layout(dp=5, tp=4), host=hosts("8,6,6"))),
-    "uneven-hosts-over-panels": lambda: svg.drawing(figures.figure(Layout(pp=2, dp=2, tp=5), host=hosts("8,8,4"))),
-    "4096-ranks": lambda: svg.drawing(figures.figure(Layout(pp=8, dp=16, cp=4, tp=8), host=hosts("512x8"))),
-    "hosts-of-one": lambda: svg.drawing(figures.figure(Layout(dp=2, tp=4), host=hosts("8x1"))),
-    "1024-ranks": lambda: svg.drawing(figures.figure(Layout(pp=4, dp=16, cp=2, tp=8), "dp", host=hosts("128x8"))),
+    "8-ranks": lambda: svg.drawing(figures.make_figure(EIGHT, "tp", host=hosts("2x4"), mark=5)),
+    "8-ranks-no-hosts": lambda: svg.drawing(figures.make_figure(EIGHT, "dp", "tp")),
+    "64-ranks": lambda: svg.drawing(figures.make_figure(SIXTY_FOUR, "tp", host=hosts("8x8"))),
+    "64-ranks-hosts-of-rows": lambda: svg.drawing(figures.make_figure(SIXTY_FOUR, "dp", host=hosts("16x4"))),
+    "64-ranks-hosts-of-half-rows": lambda: svg.drawing(figures.make_figure(SIXTY_FOUR, "dp", host=hosts("32x2"))),
+    "uneven-hosts": lambda: svg.drawing(figures.make_figure(Layout(dp=5, tp=4), host=hosts("8,6,6"))),
+    "uneven-hosts-over-panels": lambda: svg.drawing(figures.make_figure(Layout(pp=2, dp=2, tp=5), host=hosts("8,8,4"))),
+    "4096-ranks": lambda: svg.drawing(figures.make_figure(Layout(pp=8, dp=16, cp=4, tp=8), host=hosts("512x8"))),
+    "hosts-of-one": lambda: svg.drawing(figures.make_figure(Layout(dp=2, tp=4), host=hosts("8x1"))),
+    "1024-ranks": lambda: svg.drawing(figures.make_figure(Layout(pp=4, dp=16, cp=2, tp=8), "dp", host=hosts("128x8"))),
     "a-million-ranks": lambda: svg.drawing(
-        figures.figure(Layout(pp=16, dp=512, cp=8, tp=16), host=hosts("131072x8"), mark=77777)
+        figures.make_figure(Layout(pp=16, dp=512, cp=8, tp=16), host=hosts("131072x8"), mark=77777)
     ),
     "two-meshes": lambda: svg.drawing(
         *html.figures(plan(SIXTY_FOUR, nodes="8x8", views={"moe": {"pp": 2, "edp": 4, "ep": 8}}))
     ),
-    "one-axis": lambda: svg.drawing(figures.figure(Layout(dp=300))),
-    "one-rank": lambda: svg.drawing(figures.figure(Layout(dp=1))),
-    "no-axis": lambda: svg.drawing(figures.figure(EIGHT.at(pp=1, dp=0, tp=1))),
+    "one-axis": lambda: svg.drawing(figures.make_figure(Layout(dp=300))),
+    "one-rank": lambda: svg.drawing(figures.make_figure(Layout(dp=1))),
+    "no-axis": lambda: svg.drawing(figures.make_figure(EIGHT.at(pp=1, dp=0, tp=1))),
     "long-names": lambda: svg.drawing(
-        figures.figure(Layout(pipeline_stage=2, data_replicate=3, tensor_model=2), host=hosts("3x4"))
+        figures.make_figure(Layout(pipeline_stage=2, data_replicate=3, tensor_model=2), host=hosts("3x4"))
     ),
 }
 
@@ -103,10 +103,10 @@ def check_geometry(drawing: Drawing) -> None:
     rest = [words for words in drawing.words if words.kind != "rank"]
     for words in rest:
         start, end = words.span
-        place = (start, words.y - words.size * 0.75, end, words.y)
-        assert within(place, ground), words
+        area = (start, words.y - words.size * 0.75, end, words.y)
+        assert within(area, ground), words
         if words.kind in ("panel", "axis", "host"):
-            assert any(within(place, panel) for panel in by_kind["panel"]), words
+            assert any(within(area, panel) for panel in by_kind["panel"]), words
     lines: dict[tuple[float, str], list[tuple[float, float]]] = {}
     for words in drawing.words:
         lines.setdefault((round(words.y, 3), ""), []).append(words.span)
@@ -125,10 +125,10 @@ def test_nothing_overlaps_and_no_text_is_cut(name):
 def test_nothing_overlaps_and_no_text_is_cut_in_any_picture(layout, data):
     last = max(layout.ranks())
     size = data.draw(st.integers(1, 12))
-    host = data.draw(st.sampled_from([None, Level("host", ((-(-(last + 1) // size), size),))]))
+    host = data.draw(st.sampled_from([None, HostLevel("host", ((-(-(last + 1) // size), size),))]))
     axes = data.draw(st.lists(st.sampled_from(layout.axes), unique=True))
     mark = data.draw(st.sampled_from(layout.ranks()))
-    check_geometry(svg.drawing(figures.figure(layout, *axes, host=host, mark=mark, most=200, wide=12)))
+    check_geometry(svg.drawing(figures.make_figure(layout, *axes, host=host, mark=mark, max_cells=200, max_columns=12)))
 
 
 # ---- what they show ----
@@ -138,9 +138,9 @@ def test_nothing_overlaps_and_no_text_is_cut_in_any_picture(layout, data):
 @given(layouts(), st.data())
 def test_cells_tell_the_truth(layout, data):
     axes = data.draw(st.lists(st.sampled_from(layout.axes), unique=True, min_size=1))
-    host = Level("host", ((max(layout.ranks()) // 4 + 1, 4),))
+    host = HostLevel("host", ((max(layout.ranks()) // 4 + 1, 4),))
     mark = data.draw(st.sampled_from(layout.ranks()))
-    drawn = figures.figure(layout, *axes, host=host, mark=mark, most=10_000, wide=10_000)
+    drawn = figures.make_figure(layout, *axes, host=host, mark=mark, max_cells=10_000, max_columns=10_000)
     cells = [cell for panel in drawn.panels for cell in panel.cells]
     assert [cell.rank for cell in cells] == list(layout.ranks())
     assert [cell.rank for cell in cells if cell.marked] == [mark]
@@ -154,9 +154,9 @@ def test_cells_tell_the_truth(layout, data):
     for panel in drawn.panels:
         boxed = {}
         for number, down, across in panel.boxes():
-            for place in ((row, column) for row in down for column in across):
-                assert place not in boxed
-                boxed[place] = number
+            for position in ((row, column) for row in down for column in across):
+                assert position not in boxed
+                boxed[position] = number
         assert boxed == {(cell.row, cell.column): cell.host for cell in panel.cells}
 
 
@@ -164,9 +164,9 @@ def test_cells_tell_the_truth(layout, data):
                                     Layout(a=9, b=9, c=9, d=9, e=9, f=9)])  # fmt: skip
 def test_more_ranks_than_can_be_looked_at_are_sampled(layout):
     mark = len(layout) // 3
-    drawn = figures.figure(layout, mark=mark)
+    drawn = figures.make_figure(layout, mark=mark)
     cells = [cell for panel in drawn.panels for cell in panel.cells]
-    assert len(cells) <= figures.MOST
+    assert len(cells) <= figures.MAX_CELLS
     ranks = [cell.rank for cell in cells if cell.rank is not None]
     assert mark in ranks
     assert drawn.note == f"a sample: {len(ranks):,} of {len(layout):,} ranks, from the ends of the axes"
@@ -199,12 +199,12 @@ def test_panels_that_are_left_out_have_an_ellipsis():
 def test_what_is_left_out_is_said_and_nothing_else(layout, data):
     outer = Layout(**{f"axis{i}": size for i, size in enumerate(layout.shape[:-2])}) if layout.shape[2:] else None
     mark = data.draw(st.sampled_from(layout.ranks()))
-    drawn = figures.figure(layout, mark=mark, most=data.draw(st.integers(1, 60)))
+    drawn = figures.make_figure(layout, mark=mark, max_cells=data.draw(st.integers(1, 60)))
     last = -1
     for panel in drawn.panels:
         first = next(cell.rank for cell in panel.cells if cell.rank is not None)
-        place = layout.coord_of(first)[:-2]
-        here = outer.rank_of(place) if outer is not None else 0
+        outer_coord = layout.coord_of(first)[:-2]
+        here = outer.rank_of(outer_coord) if outer is not None else 0
         assert bool(panel.skipped) == (here != last + 1)
         last = here
     assert last == (len(outer) - 1 if outer is not None else 0)
@@ -268,7 +268,7 @@ def test_colours_of_neighbours_differ_and_are_light_enough_for_text():
 
 
 def test_the_text_of_an_svg_is_xml_whatever_axes_are_called():
-    drawn = svg.drawing(figures.figure(EIGHT, title='<b> & "x"')).svg()
+    drawn = svg.drawing(figures.make_figure(EIGHT, title='<b> & "x"')).svg()
     root = ElementTree.fromstring(drawn)
     assert '<b> & "x"' in [node.text for node in root.iter("{http://www.w3.org/2000/svg}text")]
     titles = [node.text for node in root.iter("{http://www.w3.org/2000/svg}title")]
@@ -357,7 +357,8 @@ PAGES = {
     "domains": lambda: html.page([plan(Layout(pp=4, dp=9, tp=8), domains="4x18x4")]),
     "no-hosts": lambda: html.page([plan(Layout(dp=2, tp=2), families=[("dp", "tp")])]),
     "a-rank": lambda: html.rank_page(
-        place_of(SIXTY_FOUR, 13, take_machine("8x8")), figures.figure(SIXTY_FOUR, host=hosts("8x8"), mark=13)
+        rank_report_of(SIXTY_FOUR, 13, parse_topology("8x8")),
+        figures.make_figure(SIXTY_FOUR, host=hosts("8x8"), mark=13),
     ),
 }
 

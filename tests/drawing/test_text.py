@@ -122,7 +122,7 @@ PICTURES = {
 
 @pytest.mark.parametrize(("layout", "drawing"), PICTURES.values(), ids=PICTURES)
 def test_a_layout_looks_like_this(layout, drawing):
-    assert str(layout) == plain_text.text(layout) == picture(drawing)
+    assert str(layout) == plain_text.draw(layout) == picture(drawing)
 
 
 def test_a_marked_rank_stands_in_brackets():
@@ -134,13 +134,13 @@ def test_a_marked_rank_stands_in_brackets():
         └────────────┘  └────────────┘
         """
     layout = Layout(pp=2, dp=2, tp=2)
-    assert plain_text.text(layout, mark=5) == picture(marked)
-    assert plain_text.text(layout, mark=99) == str(layout)
+    assert plain_text.draw(layout, mark=5) == picture(marked)
+    assert plain_text.draw(layout, mark=99) == str(layout)
 
 
 @pytest.mark.parametrize("width", [1, 14, 29, 30, 45, 46, 80, 200])
 def test_panels_stand_side_by_side_as_far_as_the_width_goes(width):
-    lines = plain_text.text(Layout(pp=8, dp=2, tp=2), width=width).splitlines()
+    lines = plain_text.draw(Layout(pp=8, dp=2, tp=2), width=width).splitlines()
     panel, between = 14, 2
     fit = max(1, (width + between) // (panel + between))
     assert {len(line) for line in lines} <= {n * (panel + between) - between for n in (min(fit, 8), 8 % fit)}
@@ -172,7 +172,7 @@ def label(axis: str | int, index: int) -> str:
 def test_every_rank_shown_stands_at_its_labels(layout, data):
     mark = data.draw(st.sampled_from(layout.ranks()))
     shown = {}
-    for labels, cell in cells(plain_text.text(layout, mark=mark)):
+    for labels, cell in cells(plain_text.draw(layout, mark=mark)):
         assert (cell == plain_text.GAP) == any(word.endswith(plain_text.GAP) for word in labels)
         if cell != plain_text.GAP:
             rank = int(cell.strip("[]"))
@@ -180,13 +180,16 @@ def test_every_rank_shown_stands_at_its_labels(layout, data):
             assert labels == [label(axis, i) for axis, i in zip(layout.axes, layout.coord_of(rank))]
             shown[rank] = labels
     assert mark in shown
-    apart = [plain_text.MOST - 2 <= i < size - 1 for i, size in zip(layout.coord_of(mark), layout.shape)]
-    seen = [size if size <= plain_text.MOST else plain_text.MOST - 1 - far for size, far in zip(layout.shape, apart)]
+    apart = [plain_text.MAX_INDICES - 2 <= i < size - 1 for i, size in zip(layout.coord_of(mark), layout.shape)]
+    seen = [
+        size if size <= plain_text.MAX_INDICES else plain_text.MAX_INDICES - 1 - far
+        for size, far in zip(layout.shape, apart)
+    ]
     assert len(shown) == prod(seen)
 
 
 @given(layouts(), st.integers(1, 120))
 def test_no_line_is_wider_than_asked_but_for_a_panel_that_is(layout, width):
-    lines = plain_text.text(layout, width=width).splitlines()
+    lines = plain_text.draw(layout, width=width).splitlines()
     panels = [line.count("┌") + line.count("│") // 2 + line.count("└") for line in lines]
     assert all(len(line) <= width or beside == 1 for line, beside in zip(lines, panels))

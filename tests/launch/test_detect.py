@@ -20,14 +20,14 @@ from pgmesh.launch.detect import (
     MVAPICH,
     PALS,
     PORTS,
+    NoLauncher,
     OpenMPI,
-    Plain,
     PMIx,
     Torchrun,
     detect_launcher,
 )
-from pgmesh.launch.pbs import hosts_in
-from pgmesh.launch.slurm import hosts_of, tasks_of
+from pgmesh.launch.pbs import read_node_file
+from pgmesh.launch.slurm import parse_hosts, parse_task_counts
 from tests.launchers import __main__ as launchers
 from tests.support import debian
 from tests.support.launcher_environments import (
@@ -137,7 +137,7 @@ def test_what_was_read_is_told_with_its_values():
     assert read.keys() >= {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_STEP_NODELIST", "SLURM_GTIDS"}
 
 
-@pytest.mark.parametrize("launcher", [each for each in LAUNCHERS if each is not Plain])
+@pytest.mark.parametrize("launcher", [each for each in LAUNCHERS if each is not NoLauncher])
 def test_a_launcher_that_did_not_start_the_process_says_nothing(launcher):
     assert launcher.detect({}) is None
     strangers = {Torchrun: OPEN_MPI, OpenMPI: HYDRA, MVAPICH: OPEN_MPI, PALS: HYDRA, MPICH: SRUN, PMIx: OPEN_MPI}
@@ -222,7 +222,7 @@ def test_a_port_that_nothing_tells_is_none():
 def test_hosts_of_a_pbs_job(tmp_path, launcher, written, hosts):
     file = tmp_path / "nodefile"
     file.write_bytes(written.encode())
-    assert hosts_in(str(file)) == hosts
+    assert read_node_file(str(file)) == hosts
     found = detect_launcher(
         launcher
         | {"PBS_NODEFILE": str(file), "PMI_LOCAL_SIZE": "4", "PMI_SIZE": "8"}
@@ -295,7 +295,7 @@ def test_a_pbs_job_of_one_host_that_has_not_all_ranks(tmp_path):
 def test_a_file_that_pbs_did_not_write(tmp_path, written, wrong):
     file = tmp_path / "nodefile"
     file.mkdir() if written is None else file.write_bytes(written)
-    assert_raises(LaunchError, lambda: hosts_in(str(file)), f"PBS_NODEFILE is {str(file)!r}, which {wrong}")
+    assert_raises(LaunchError, lambda: read_node_file(str(file)), f"PBS_NODEFILE is {str(file)!r}, which {wrong}")
 
 
 # ---- what contradicts, word for word ----
@@ -633,7 +633,7 @@ NODE_LISTS = st.lists(NAMES, min_size=1, max_size=4).map(",".join)
 
 @given(NODE_LISTS)
 def test_node_lists_are_those_of_python_hostlist(text):
-    assert list(hosts_of(text)) == hostlist.expand_hostlist(text, allow_duplicates=True)
+    assert list(parse_hosts(text)) == hostlist.expand_hostlist(text, allow_duplicates=True)
 
 
 @given(
@@ -644,14 +644,14 @@ def test_node_lists_are_those_of_python_hostlist(text):
     )
 )
 def test_what_python_hostlist_collects_is_read_back(hosts):
-    assert sorted(hosts_of(hostlist.collect_hostlist(hosts))) == sorted(hosts)
+    assert sorted(parse_hosts(hostlist.collect_hostlist(hosts))) == sorted(hosts)
 
 
 @given(st.text("an1[]-,x 0", max_size=12))
 def test_any_text_is_read_or_refused(text):
     """And is never read otherwise than by the oracle."""
     try:
-        hosts = hosts_of(text, "SLURM_STEP_NODELIST")
+        hosts = parse_hosts(text, "SLURM_STEP_NODELIST")
     except LaunchError as error:
         assert str(error).startswith(f"SLURM_STEP_NODELIST is {text!r}, ")  # noqa: PT017
     else:
@@ -671,7 +671,7 @@ def test_any_text_is_read_or_refused(text):
     ],
 )
 def test_node_lists_keep_their_order(text, hosts):
-    assert hosts_of(text) == tuple(hosts.split())
+    assert parse_hosts(text) == tuple(hosts.split())
 
 
 @pytest.mark.parametrize(
@@ -697,7 +697,7 @@ def test_node_lists_keep_their_order(text, hosts):
 )
 def test_what_is_no_node_list_is_refused(text):
     with pytest.raises(LaunchError, match=r"which is no list of hosts of Slurm's from '.*' on\."):
-        hosts_of(text)
+        parse_hosts(text)
 
 
 @pytest.mark.parametrize(
@@ -710,24 +710,27 @@ def test_what_is_no_node_list_is_refused(text):
 )
 def test_lists_that_no_cluster_has(text, error):
     with pytest.raises(LaunchError) as caught:
-        hosts_of(text)
+        parse_hosts(text)
     assert str(caught.value) == error
 
 
 @given(st.lists(st.tuples(st.integers(0, 99), st.integers(1, 9)), min_size=1))
 def test_counts_of_tasks_are_read_back(runs):
     text = ",".join(f"{n}" if times == 1 else f"{n}(x{times})" for n, times in runs)
-    assert tasks_of(text) == tuple(n for n, times in runs for _ in range(times))
+    assert parse_task_counts(text) == tuple(n for n, times in runs for _ in range(times))
 
 
 @pytest.mark.parametrize("text", ["", "x", "8,", "8(2)", "8(x)", "8(x0)", "(x2)", "-1", "1(x2)3", "8 ", "1(x99999999)"])
 def test_what_is_no_count_of_tasks_is_refused(text):
     with pytest.raises(LaunchError, match=r"^SLURM_TASKS_PER_NODE is '.*', which is no list of tasks: "):
-        tasks_of(text, "SLURM_TASKS_PER_NODE")
+        parse_task_counts(text, "SLURM_TASKS_PER_NODE")
 
 
 def test_it_works_where_there_is_no_torch():
-    code = "import sys; sys.modules['torch'] = None; from pgmesh.launch.detect import believe; print(believe({}).line)"
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from pgmesh.launch import detect_launcher; print(detect_launcher({}).line)"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout == "rank 0 of 1, local rank 0 of 1: no launcher, because none of their variables is set\n"
 

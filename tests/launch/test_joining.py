@@ -15,7 +15,16 @@ import torch.distributed as dist
 
 from pgmesh.errors import LaunchError
 from pgmesh.launch import StoreProcess, from_openmpi, from_slurm, from_torch, join
-from pgmesh.launch.detect import PORTS, LauncherInfo, OpenMPI, Slurm, Torchrun, at, detect_launcher, detect_one
+from pgmesh.launch.detect import (
+    PORTS,
+    LauncherInfo,
+    OpenMPI,
+    Slurm,
+    Torchrun,
+    detect_launcher,
+    detect_one,
+    with_address,
+)
 from tests.launchers.install import PROGRAMS, SLURM, install
 from tests.support.launcher_environments import BY_HAND, HYDRA, HYDRA_ON_TWO, ONE_HOST, OPEN_MPI, SRUN, TORCHRUN
 from tests.support.message_assertions import assert_raises
@@ -97,13 +106,15 @@ def test_a_job_without_host_and_port_is_told_to_give_them(environ, text):
 
 
 def test_what_is_given_comes_before_what_is_found():
-    assert at(detect_launcher(SRUN)).end_point() == ("n1", PORTS[303])
-    assert at(detect_launcher(SRUN), "n2", 29501).end_point() == ("n2", 29501)
-    assert at(detect_launcher(SRUN | {"MASTER_ADDR": "n3", "MASTER_PORT": "29502"}), port=29501).end_point() == (
+    assert with_address(detect_launcher(SRUN)).end_point() == ("n1", PORTS[303])
+    assert with_address(detect_launcher(SRUN), "n2", 29501).end_point() == ("n2", 29501)
+    assert with_address(
+        detect_launcher(SRUN | {"MASTER_ADDR": "n3", "MASTER_PORT": "29502"}), port=29501
+    ).end_point() == (
         "n3",
         29501,
     )
-    assert at(detect_launcher(HYDRA_ON_TWO), "::1", 29501).end_point() == ("::1", 29501)
+    assert with_address(detect_launcher(HYDRA_ON_TWO), "::1", 29501).end_point() == ("::1", 29501)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +130,7 @@ def test_what_is_given_comes_before_what_is_found():
     ],
 )
 def test_what_is_no_host_or_port(given, text):
-    assert_raises(LaunchError, lambda: at(detect_launcher(SRUN), **given), text)
+    assert_raises(LaunchError, lambda: with_address(detect_launcher(SRUN), **given), text)
 
 
 def test_ports_of_the_environment_are_ports():
@@ -199,7 +210,7 @@ def take(monkeypatch, seen, **place):
     taken = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    joining._take_device(
+    joining._set_device(
         LauncherInfo(**{"launcher": "Slurm", "why": "", "rank": 5, "size": 8} | place), "cpu:gloo,cuda:nccl"
     )
     return taken

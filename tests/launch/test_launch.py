@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from pgmesh.errors import LaunchError
-from pgmesh.launch import TORCHRUN, Outcome, StoreProcess, join, results, spawn
+from pgmesh.launch import TORCHRUN_VARIABLES, Outcome, StoreProcess, join, spawn, unwrap_results
 from tests.support.message_assertions import assert_raises, in_python_3_10_wording
 from tests.support.programs import clean_env, is_running, run_programs, wait_until_gone, write_script
 
@@ -139,13 +139,13 @@ def test_an_error_names_its_rank_with_the_traceback_and_ends_the_others(tmp_path
 def test_the_first_failure_is_told_first():
     root = ZeroDivisionError("root")
     outcomes = [
-        Outcome(0, error="raised RuntimeError: follower", moment=2.5),
-        Outcome(1, error="raised ZeroDivisionError: root", details="its traceback", exception=root, moment=2.0),
-        Outcome(2, error="was ended", late=True),
+        Outcome(0, error="raised RuntimeError: follower", failed_at=2.5),
+        Outcome(1, error="raised ZeroDivisionError: root", details="its traceback", exception=root, failed_at=2.0),
+        Outcome(2, error="was ended", timed_out=True),
         Outcome(3, result="fine"),
     ]
     with pytest.raises(LaunchError) as caught:
-        results(outcomes)
+        unwrap_results(outcomes)
     assert caught.value.__cause__ is root
     assert str(caught.value).split("\n\n") == [
         "rank 1 of 4 raised ZeroDivisionError: root",
@@ -369,18 +369,18 @@ def test_join_without_a_launcher_is_a_world_of_one(tmp_path):
         {"RANK": "3"},
         {"MASTER_ADDR": "localhost"},
         {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
-        dict.fromkeys(TORCHRUN, "2"),  # rank 2 of 2
-        dict.fromkeys(TORCHRUN, "x"),
+        dict.fromkeys(TORCHRUN_VARIABLES, "2"),  # rank 2 of 2
+        dict.fromkeys(TORCHRUN_VARIABLES, "x"),
     ],
 )
 def test_join_says_what_it_read_where_that_is_no_world(monkeypatch, env):
-    for name in TORCHRUN:
+    for name in TORCHRUN_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(LaunchError) as caught:
         join()
-    for name in TORCHRUN:
+    for name in TORCHRUN_VARIABLES:
         assert f"{name:<11} = {env.get(name, '(not set)')}" in str(caught.value)
     assert "torchrun --nproc-per-node 8 script.py" in str(caught.value)
     assert not dist.is_initialized()
@@ -395,7 +395,7 @@ def test_join_says_where_nobody_answers(monkeypatch):
 
 
 def test_join_takes_the_device_of_its_local_rank(monkeypatch):
-    for name, value in zip(TORCHRUN, ("1", "2", "1", "127.0.0.1", "1"), strict=True):
+    for name, value in zip(TORCHRUN_VARIABLES, ("1", "2", "1", "127.0.0.1", "1"), strict=True):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(LaunchError, match="LOCAL_RANK is 1, but this process sees 1 CUDA devices"):

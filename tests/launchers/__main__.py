@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from pgmesh.launch.detect import TORCHRUN as VARIABLES
+from pgmesh.launch.detect import TORCHRUN_VARIABLES
 from tests.launchers.cluster import free_ports, slurm
 from tests.launchers.install import MPICH, OPEN_MPI, PROGRAMS, SLURM, install
 
@@ -228,7 +228,18 @@ def main() -> int:
     if len(absent) == len(PROGRAMS):
         print(f"FAILED: nothing was run, since no launcher is here. {missing}")
         return 1
-    own = ("SLURM", "PMI", "OMPI", "MPI_", "MV2_", "PALS_", "TORCHELASTIC", "PGMESH", "LOCAL_WORLD_SIZE", *VARIABLES)
+    own = (
+        "SLURM",
+        "PMI",
+        "OMPI",
+        "MPI_",
+        "MV2_",
+        "PALS_",
+        "TORCHELASTIC",
+        "PGMESH",
+        "LOCAL_WORLD_SIZE",
+        *TORCHRUN_VARIABLES,
+    )
     env = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     under_torchrun(env)

@@ -11,7 +11,7 @@ import pgmesh
 from pgmesh import AxisError, Layout, PlaceError, ShapeError, plan
 from pgmesh.planning import axis_heuristics, costs
 from pgmesh.planning.plan import suggest
-from pgmesh.topology.hosts import take_machine
+from pgmesh.topology.hosts import parse_topology
 from tests.support import golden_files as golden
 from tests.support.message_assertions import assert_raises
 
@@ -51,7 +51,7 @@ def test_a_plan_in_json_is_this(name):
 
 
 def test_plans_side_by_side():
-    golden.check("plans-side-by-side.txt", plan(BASE, nodes="8x8").beside(plan(TURNED, nodes="8x8")) + "\n")
+    golden.check("plans-side-by-side.txt", plan(BASE, nodes="8x8").compare(plan(TURNED, nodes="8x8")) + "\n")
 
 
 def test_plans_compare_by_what_they_say():
@@ -107,11 +107,11 @@ def test_costs_are_ranges_with_sources():
 
 
 def findings(planned) -> list[tuple[str, bool, str]]:
-    return [(finding.says, finding.bad, finding.mend) for finding in planned.findings]
+    return [(finding.text, finding.bad, finding.fix) for finding in planned.findings]
 
 
 @pytest.mark.parametrize(
-    ("layout", "machine", "found"),
+    ("layout", "topology", "found"),
     [
         (BASE, {"nodes": "8x8"}, [("Good: tp and cp stay inside one host.", False, "")]),
         (
@@ -161,8 +161,8 @@ def findings(planned) -> list[tuple[str, bool, str]]:
         (Layout(x=2, y=4), {"nodes": "2x4"}, []),
     ],
 )
-def test_what_is_bad_is_said_with_what_would_mend_it(layout, machine, found):
-    assert findings(plan(layout, **machine)) == found
+def test_what_is_bad_is_said_with_what_would_mend_it(layout, topology, found):
+    assert findings(plan(layout, **topology)) == found
 
 
 def test_a_view_is_mended_by_a_view():
@@ -170,29 +170,29 @@ def test_a_view_is_mended_by_a_view():
     assert findings(planned) == [
         ("moe: ep spans 8 hosts: every hop leaves the host.", True, "--view 'moe: edp=8 ep=8'"),
     ]
-    assert planned.findings[0].then == "moe: ep on 1 host"
+    assert planned.findings[0].result == "moe: ep on 1 host"
 
 
 def test_what_mends_mends():
     for layout in (TURNED, Layout(tp=8, dp=8), Layout(cp=2, tp=4, dp=8), Layout(ep=8, pp=4, tp=2)):
         worse = plan(layout, nodes="8x8")
         for finding in worse.findings:
-            if finding.mend:
-                order = finding.mend.removeprefix("--order ").split(",")
+            if finding.fix:
+                order = finding.fix.removeprefix("--order ").split(",")
                 better = plan(Layout(**{axis: layout.size(axis) for axis in order}), nodes="8x8")
-                name = finding.says.split()[0]
-                assert better[name].spreads[0].hops_high < worse[name].spreads[0].hops_high
+                name = finding.text.split()[0]
+                assert better[name].localities[0].hops_high < worse[name].localities[0].hops_high
 
 
 # ---- orders ----
 
 
 def test_an_order_is_suggested_by_traffic():
-    assert suggest({"tp": 8, "cp": 2}, take_machine("8x8")) == Layout(dp=4, cp=2, tp=8)
-    assert suggest({"tp": 2, "ep": 2, "pp": 2, "dp": -1}, take_machine("4x8")) == Layout(pp=2, dp=4, ep=2, tp=2)
+    assert suggest({"tp": 8, "cp": 2}, parse_topology("8x8")) == Layout(dp=4, cp=2, tp=8)
+    assert suggest({"tp": 2, "ep": 2, "pp": 2, "dp": -1}, parse_topology("4x8")) == Layout(pp=2, dp=4, ep=2, tp=2)
     assert suggest({"tp": 2, "x": 2}, ()) == Layout(x=2, tp=2)
     with pytest.raises(ShapeError, match="tp=3 holds 3 ranks, which do not fit on 2 hosts of 4"):
-        suggest({"tp": 3}, take_machine("2x4"))
+        suggest({"tp": 3}, parse_topology("2x4"))
 
 
 @pytest.mark.parametrize(

@@ -27,11 +27,11 @@ from pgmesh.__main__ import main
 from pgmesh.cli import check
 from pgmesh.launch.detect import detect_launcher
 from pgmesh.preflight import diagnosis, preflight
-from pgmesh.preflight.microbenchmarks import Probe
+from pgmesh.preflight.microbenchmarks import Microbenchmarks
 from pgmesh.rendezvous import store_thread
 from pgmesh.topology import host_mapping
 from pgmesh.topology.host_mapping import HostInfo, Placement
-from pgmesh.topology.hosts import Level, misplaced, seen
+from pgmesh.topology.hosts import HostLevel, hosts_from_names, placement_faults
 from tests.support.message_assertions import without_hostname_warnings
 from tests.support.programs import run_programs
 from tests.support.terminal import COLOUR, run_in_terminal, visible_lines
@@ -191,7 +191,7 @@ def said_by_others() -> list[str]:
 
 def hurried(line: str) -> Answer:
     """As checked; after a failure the first to leave waits half a second for the others."""
-    with mock.patch.object(check, "FAREWELL", 0.5):
+    with mock.patch.object(check, "FAILED_LEAVE_TIMEOUT", 0.5):
         return checked(line)
 
 
@@ -262,10 +262,10 @@ def test_an_address_of_rank_0_that_cannot_be_resolved_is_told_as_doctor_tells_it
     unknown = socket.gaierror(-2, "Name or service not known")
     monkeypatch.setattr(socket, "getaddrinfo", mock.Mock(side_effect=unknown))
     said = alone(monkeypatch, "dp=4 --timeout 0.5", RANK=rank, MASTER_ADDR="nowhere", MASTER_PORT=29500)
-    (finding,) = diagnosis.store(os.environ, detect_launcher(os.environ), 1.0)
-    assert finding.says == "the name nowhere cannot be resolved: Name or service not known"
+    (finding,) = diagnosis.store_findings(os.environ, detect_launcher(os.environ), 1.0)
+    assert finding.text == "the name nowhere cannot be resolved: Name or service not known"
     assert said == (
-        f"pgmesh check failed: LaunchError: rank {rank} of 4 cannot join: {finding.says}\n\n  {finding.mend}\n"
+        f"pgmesh check failed: LaunchError: rank {rank} of 4 cannot join: {finding.text}\n\n  {finding.fix}\n"
     )
 
 
@@ -292,9 +292,9 @@ def test_rank_0_whose_port_is_taken_fails_at_once_as_doctor_tells_it(monkeypatch
         start = time.monotonic()
         said = alone(monkeypatch, "dp=4 --timeout 30", RANK=0, MASTER_PORT=port)
         assert time.monotonic() - start < 10
-        (finding,) = diagnosis.store(os.environ, detect_launcher(os.environ), 1.0)
-    assert finding.says.startswith(f"port {port} is taken on this host")
-    assert said == f"pgmesh check failed: LaunchError: rank 0 of 4 cannot join: {finding.says}\n\n  {finding.mend}\n"
+        (finding,) = diagnosis.store_findings(os.environ, detect_launcher(os.environ), 1.0)
+    assert finding.text.startswith(f"port {port} is taken on this host")
+    assert said == f"pgmesh check failed: LaunchError: rank 0 of 4 cannot join: {finding.text}\n\n  {finding.fix}\n"
 
 
 def test_what_listens_and_is_no_store_is_told_in_time(monkeypatch):
@@ -391,12 +391,12 @@ def test_a_wrong_sum_fails():
 
 
 def with_a_foreign_member(line: str) -> Answer:
-    real = Probe.check_members
+    real = Microbenchmarks.check_members
 
-    def wrong(self: Probe, group: Any, ranks: Any, me: int, *more: Any) -> None:
+    def wrong(self: Microbenchmarks, group: Any, ranks: Any, me: int, *more: Any) -> None:
         real(self, group, ranks, 0 if me == 3 else me, *more)
 
-    with mock.patch.object(Probe, "check_members", wrong):
+    with mock.patch.object(Microbenchmarks, "check_members", wrong):
         return checked(line)
 
 
@@ -410,7 +410,7 @@ def test_a_sum_over_other_ranks_fails():
 
 def on_hosts(line: str, names: list[str]) -> Answer:
     places = Placement({rank: HostInfo(name, "", None) for rank, name in enumerate(names)})
-    with mock.patch.object(host_mapping, "place", return_value=places):
+    with mock.patch.object(host_mapping, "map_hosts", return_value=places):
         return checked(line)
 
 
@@ -431,15 +431,15 @@ def test_ranks_that_are_not_where_they_are_planned():
 
 
 def test_placement_against_a_plain_look():
-    hosts = Level("host", ((2, 2), (1, 1)))
+    hosts = HostLevel("host", ((2, 2), (1, 1)))
     for code in range(3**5):
         names = [f"n{code // 3**i % 3}" for i in range(5)]
         units = [0, 0, 1, 1, 2]
         as_planned = all((names[a] == names[b]) == (units[a] == units[b]) for a in range(5) for b in range(5))
-        assert (misplaced(hosts, names) == []) == as_planned
-        there = seen(names)
+        assert (placement_faults(hosts, names) == []) == as_planned
+        there = hosts_from_names(names)
         if there is not None:
-            assert misplaced(there, names) == []
+            assert placement_faults(there, names) == []
         if as_planned:
             assert there == hosts
 
@@ -448,14 +448,14 @@ def test_placement_against_a_plain_look():
 
 
 def dying(line: str, who: int) -> Answer:
-    real = Probe.check_sum
+    real = Microbenchmarks.check_sum
 
-    def end(self: Probe, *args: Any) -> None:
+    def end(self: Microbenchmarks, *args: Any) -> None:
         if dist.get_rank() == who:
             os.kill(os.getpid(), signal.SIGKILL)
         real(self, *args)
 
-    with mock.patch.object(Probe, "check_sum", end), mock.patch.object(store_thread, "BEAT", 0.2):
+    with mock.patch.object(Microbenchmarks, "check_sum", end), mock.patch.object(store_thread, "BEAT", 0.2):
         return hurried(line)
 
 
@@ -503,14 +503,14 @@ def test_a_rank_that_is_slowed_on_purpose_is_found():
 
 
 def slow_to_reach(line: str, who: int) -> Answer:
-    real = Probe._all
+    real = Microbenchmarks._wait
 
-    def late(self: Probe, *works: Any) -> None:
+    def late(self: Microbenchmarks, *works: Any) -> None:
         if dist.get_rank() == who:
             time.sleep(0.005)
         real(self, *works)
 
-    with mock.patch.object(Probe, "_all", late):
+    with mock.patch.object(Microbenchmarks, "_wait", late):
         return checked(line)
 
 

@@ -49,7 +49,7 @@ def said(capsys, line: str, status: int) -> str:
 
 
 def brief(findings: Iterable[Finding]) -> list[tuple[str, str]]:
-    return [(finding.mark, finding.says) for finding in findings]
+    return [(finding.mark, finding.text) for finding in findings]
 
 
 def found(**more) -> LauncherInfo:
@@ -141,16 +141,16 @@ def lacking(**instead):
 
 def test_a_torch_that_lacks_private_names():
     error = SeamError("torch 9.9 lacks what pgmesh, tried on torch 2.13, makes groups with:\n  _C.x: dry runs")
-    findings = list(diagnosis.torch_and_seam(lacking(**{"pgmesh.torch_private": error})))
+    findings = list(diagnosis.torch_findings(lacking(**{"pgmesh.torch_private": error})))
     assert (diagnosis.TRIED_ON,) == importlib.import_module("pgmesh.torch_private").TRIED_ON
     assert [(finding.mark, finding.what) for finding in findings] == [("ok", "torch"), ("bad", "seam")]
-    assert "_C.x: dry runs\ninstall torch 2.13" in findings[1].mend
+    assert "_C.x: dry runs\ninstall torch 2.13" in findings[1].fix
 
 
 def test_a_torch_that_was_not_tried():
     groups = SimpleNamespace(TRIED_ON=("1.0",), SEAM={"a": "b"})
-    findings = list(diagnosis.torch_and_seam(lacking(**{"pgmesh.torch_private": groups})))
-    assert (findings[1].mark, findings[1].mend) == (
+    findings = list(diagnosis.torch_findings(lacking(**{"pgmesh.torch_private": groups})))
+    assert (findings[1].mark, findings[1].fix) == (
         "warn",
         "pgmesh was tried on torch 1.0: run its tests with this one",
     )
@@ -160,11 +160,11 @@ def test_a_torch_without_distributed_and_one_without_nccl():
     torch = SimpleNamespace(__version__="2.13.0", cuda=SimpleNamespace(device_count=lambda: 4))
     dist = SimpleNamespace(is_available=lambda: False)
     load = lacking(**{"torch": torch, "torch.distributed": dist})
-    assert brief(diagnosis.torch_and_seam(load)) == [("bad", "torch 2.13.0 was built without torch.distributed")]
+    assert brief(diagnosis.torch_findings(load)) == [("bad", "torch 2.13.0 was built without torch.distributed")]
     dist.is_available = lambda: True
     dist.is_backend_available = lambda name: name == "gloo"
-    first = next(iter(diagnosis.torch_and_seam(load)))
-    assert (first.mark, first.says) == ("warn", "torch 2.13.0 with gloo; 4 CUDA devices")
+    first = next(iter(diagnosis.torch_findings(load)))
+    assert (first.mark, first.text) == ("warn", "torch 2.13.0 with gloo; 4 CUDA devices")
 
 
 # ---- launchers ----
@@ -172,7 +172,7 @@ def test_a_torch_without_distributed_and_one_without_nccl():
 
 def test_launchers_that_stand_inside_each_other():
     environ = {**TORCHRUN, "SLURM_PROCID": "3", "OMPI_COMM_WORLD_SIZE": "x"}
-    _, findings = diagnosis.launchers({**TORCHRUN, "TORCHELASTIC_RUN_ID": "none", "SLURM_PROCID": "3"})
+    _, findings = diagnosis.launcher_findings({**TORCHRUN, "TORCHELASTIC_RUN_ID": "none", "SLURM_PROCID": "3"})
     assert brief(findings) == [
         ("ok", "rank 1 of 2, local rank 1: torchrun, because TORCHELASTIC_RUN_ID is set"),
         (
@@ -181,7 +181,7 @@ def test_launchers_that_stand_inside_each_other():
         ),
         ("--", "there too, of Slurm, and not believed: SLURM_PROCID=3"),
     ]
-    nobody, findings = diagnosis.launchers(environ)
+    nobody, findings = diagnosis.launcher_findings(environ)
     assert nobody is None
     assert [finding.mark for finding in findings] == ["bad"]
 
@@ -191,7 +191,7 @@ def test_launchers_that_stand_inside_each_other():
 
 def test_a_name_that_is_no_address():
     with mock.patch.object(socket, "getaddrinfo", side_effect=socket.gaierror(-2, "Name or service not known")):
-        (finding,) = diagnosis.host(1.0, None)
+        (finding,) = diagnosis.host_findings(1.0, None)
     name = socket.gethostname()
     assert brief([finding]) == [
         ("warn", f"this host calls itself {name}, which is no address: Name or service not known")
@@ -201,24 +201,24 @@ def test_a_name_that_is_no_address():
 def test_a_resolver_that_does_not_answer_is_not_waited_for():
     start = time.monotonic()
     with mock.patch.object(socket, "getaddrinfo", side_effect=lambda *_, **__: time.sleep(5)):
-        (finding,) = diagnosis.host(0.1, None)
+        (finding,) = diagnosis.host_findings(0.1, None)
     assert time.monotonic() - start < 2
-    assert finding.says.endswith("which is no address: no answer in 0.1 s")
+    assert finding.text.endswith("which is no address: no answer in 0.1 s")
 
 
 def test_a_name_that_no_other_host_can_reach():
     local = [(0, 0, 0, "", ("127.0.1.1", 0))]
     with mock.patch.object(socket, "getaddrinfo", return_value=local):
-        (alone,) = diagnosis.host(1.0, found())
-        (several,) = diagnosis.host(1.0, found(size=4))
+        (alone,) = diagnosis.host_findings(1.0, found())
+        (several,) = diagnosis.host_findings(1.0, found(size=4))
     assert (alone.mark, several.mark) == ("ok", "bad")
-    assert several.says.endswith("which is 127.0.1.1: no other host can reach that")
+    assert several.text.endswith("which is 127.0.1.1: no other host can reach that")
 
 
 def test_interfaces_that_leave_none():
-    (finding,) = diagnosis.interfaces({"NCCL_SOCKET_IFNAME": "=ib"}, ["lo", "ib0"])
+    (finding,) = diagnosis.interface_findings({"NCCL_SOCKET_IFNAME": "=ib"}, ["lo", "ib0"])
     assert brief([finding]) == [("bad", "NCCL_SOCKET_IFNAME is =ib, which leaves no interface of lo, ib0")]
-    (finding,) = diagnosis.interfaces({"GLOO_SOCKET_IFNAME": "lo"}, ["lo"])
+    (finding,) = diagnosis.interface_findings({"GLOO_SOCKET_IFNAME": "lo"}, ["lo"])
     assert brief([finding]) == [("ok", "GLOO_SOCKET_IFNAME is lo")]
 
 
@@ -229,13 +229,13 @@ def test_a_store_that_listens_one_that_does_not_yet_and_one_that_cannot_be_reach
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         port = server.getsockname()[1]
         place = found(rank=1, address="127.0.0.1", port=port)
-        assert brief(diagnosis.store({}, place, 2.0)) == [("ok", f"somebody listens at 127.0.0.1:{port}")]
-    assert brief(diagnosis.store({}, place, 2.0)) == [
+        assert brief(diagnosis.store_findings({}, place, 2.0)) == [("ok", f"somebody listens at 127.0.0.1:{port}")]
+    assert brief(diagnosis.store_findings({}, place, 2.0)) == [
         ("ok", f"nobody listens at 127.0.0.1:{port} yet, which can be reached: rank 0 does once it joins")
     ]
-    (finding,) = diagnosis.store({"TORCHELASTIC_USE_AGENT_STORE": "True"}, place, 2.0)
+    (finding,) = diagnosis.store_findings({"TORCHELASTIC_USE_AGENT_STORE": "True"}, place, 2.0)
     assert brief([finding]) == [("bad", f"127.0.0.1:{port} cannot be reached: Connection refused")]
-    assert "MASTER_ADDR" in finding.mend
+    assert "MASTER_ADDR" in finding.fix
 
 
 def free_port() -> int:
@@ -247,12 +247,12 @@ def test_rank_0_hosts_the_store_where_its_port_is_free():
     port = free_port()
     place = found(address="127.0.0.1", port=port)
     says = f"port {port} is free on this host, 127.0.0.1: this process, rank 0, listens there once it joins"
-    assert brief(diagnosis.store({}, place, 2.0)) == [("ok", says)]
+    assert brief(diagnosis.store_findings({}, place, 2.0)) == [("ok", says)]
     with closing(socket.create_server(("127.0.0.1", port))) as server:  # as a job that has just ended leaves it
         client = socket.create_connection(("127.0.0.1", port))
         server.accept()[0].close()
         client.close()
-    assert brief(diagnosis.store({}, place, 2.0)) == [("ok", says)]
+    assert brief(diagnosis.store_findings({}, place, 2.0)) == [("ok", says)]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", ""])
@@ -260,31 +260,31 @@ def test_a_port_that_another_process_has_is_not_free_for_rank_0(host):
     with closing(socket.create_server((host, 0))) as server:
         port = server.getsockname()[1]
         place = found(address="127.0.0.1", port=port)
-        (finding,) = diagnosis.store({}, place, 2.0)
+        (finding,) = diagnosis.store_findings({}, place, 2.0)
         assert brief([finding]) == [
             ("bad", f"port {port} is taken on this host, where this process, rank 0, is to host the store")
         ]
-        other = re.fullmatch(r"export MASTER_PORT=(\d+)   # is free here; the same on every rank", finding.mend)
+        other = re.fullmatch(r"export MASTER_PORT=(\d+)   # is free here; the same on every rank", finding.fix)
         with closing(socket.create_server(("", int(other[1])))):
             pass
         environ = {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # the agent of torchrun listens, and rank 0 does not
-        assert brief(diagnosis.store(environ, place, 2.0)) == [("ok", f"somebody listens at 127.0.0.1:{port}")]
+        assert brief(diagnosis.store_findings(environ, place, 2.0)) == [("ok", f"somebody listens at 127.0.0.1:{port}")]
 
 
 def test_a_port_that_rank_0_may_not_take():
     with mock.patch.object(socket.socket, "bind", side_effect=PermissionError(13, "Permission denied")):
-        (finding,) = diagnosis.store({}, found(address="127.0.0.1", port=80), 2.0)
+        (finding,) = diagnosis.store_findings({}, found(address="127.0.0.1", port=80), 2.0)
     assert brief([finding]) == [("bad", "this process, rank 0, cannot listen at port 80: Permission denied")]
-    assert finding.mend == "set MASTER_PORT to another; the same on every rank"
+    assert finding.fix == "set MASTER_PORT to another; the same on every rank"
 
 
 def test_an_address_that_is_no_interface_of_this_host_is_not_that_of_rank_0():
     with mock.patch.object(socket, "getaddrinfo", return_value=[(socket.AF_INET, 1, 6, "", ("192.0.2.7", 0))]):
-        (finding,) = diagnosis.store({}, found(address="n9", port=free_port()), 2.0)
+        (finding,) = diagnosis.store_findings({}, found(address="n9", port=free_port()), 2.0)
     assert brief([finding]) == [
         ("bad", "no interface of this host has the address n9 (192.0.2.7), but this process, rank 0, hosts the store")
     ]
-    assert finding.mend == (
+    assert finding.fix == (
         "set MASTER_ADDR to a name or an address of rank 0's host, the same on every rank; "
         f"this host calls itself {socket.gethostname()}"
     )
@@ -293,9 +293,9 @@ def test_an_address_that_is_no_interface_of_this_host_is_not_that_of_rank_0():
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_name_of_rank_0_that_is_no_address(rank):
     with mock.patch.object(socket, "getaddrinfo", side_effect=socket.gaierror(-2, "Name or service not known")):
-        (finding,) = diagnosis.store({}, found(rank=rank, address="nowhere", port=29500), 2.0)
+        (finding,) = diagnosis.store_findings({}, found(rank=rank, address="nowhere", port=29500), 2.0)
     assert brief([finding]) == [("bad", "the name nowhere cannot be resolved: Name or service not known")]
-    assert finding.mend == "set MASTER_ADDR to a name or an address of rank 0's host, the same on every rank"
+    assert finding.fix == "set MASTER_ADDR to a name or an address of rank 0's host, the same on every rank"
 
 
 @pytest.mark.long
@@ -311,13 +311,13 @@ def test_under_torchrun_the_agent_has_the_port(given):
 def test_a_store_that_does_not_answer_is_not_waited_for():
     start = time.monotonic()
     with mock.patch.object(socket, "create_connection", side_effect=lambda *_, **__: time.sleep(5)):
-        (finding,) = diagnosis.store({}, found(rank=1, address="10.255.255.1", port=1), 0.1)
+        (finding,) = diagnosis.store_findings({}, found(rank=1, address="10.255.255.1", port=1), 0.1)
     assert time.monotonic() - start < 3
     assert brief([finding]) == [("bad", "10.255.255.1:1 cannot be reached: no answer in 0.1 s")]
 
 
 def test_where_nothing_tells_where_rank_0_is():
-    (finding,) = diagnosis.store({}, found(local_size=1), 0.1)
+    (finding,) = diagnosis.store_findings({}, found(local_size=1), 0.1)
     assert finding.mark == "bad"
-    assert finding.says.startswith("torchrun does not tell by which host and port the others find rank 0")
-    assert "export MASTER_ADDR=n1 MASTER_PORT=29500" in finding.mend
+    assert finding.text.startswith("torchrun does not tell by which host and port the others find rank 0")
+    assert "export MASTER_ADDR=n1 MASTER_PORT=29500" in finding.fix

@@ -12,8 +12,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pgmesh.launch import TORCHRUN
-from pgmesh.launch.processes import context
+from pgmesh.launch import TORCHRUN_VARIABLES
+from pgmesh.launch.processes import process_context
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,7 +31,7 @@ def run_programs(
     Returns:
         Standard output and standard error of each process.
     """
-    processes = context()
+    processes = process_context()
     files = [(folder / f"{i}.out", folder / f"{i}.err") for i in range(len(environs))]
     running = [
         processes.Process(target=_run, args=(program, words, {**environ}, *map(str, said)))
@@ -85,5 +85,5 @@ def write_script(tmp_path: Path, text: str) -> str:
 
 def clean_env(**more: str) -> dict[str, str]:
     """This process's environment without torchrun's variables, with the repository on the Python path."""
-    env = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
+    env = {name: value for name, value in os.environ.items() if name not in TORCHRUN_VARIABLES}
     return env | {"PYTHONPATH": str(ROOT)} | more

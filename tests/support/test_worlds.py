@@ -124,7 +124,7 @@ def test_a_stopped_rank_gives_no_answer():
         own.run(pid)
         own.kill(0, signal.SIGSTOP)
         stopped, other = own.outcomes(echo, deadline=0.3)
-        assert stopped.late
+        assert stopped.timed_out
         assert "no answer" in stopped.details
         assert other.result == (1,)
     assert not any(map(is_running, own.pids))

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from pgmesh.errors import LaunchError
-from pgmesh.launch import GRACE, PRELOAD, LocalWorld, Outcome, StoreProcess, packed, results
+from pgmesh.launch import FAILURE_GRACE, PRELOAD, LocalWorld, Outcome, StoreProcess, pack_call, unwrap_results
 
 if TYPE_CHECKING:
     from pgmesh import ProcessGroupMesh
@@ -59,15 +59,15 @@ class World(LocalWorld):
         self, fn: Callable[..., Any], args: Sequence[tuple[Any, ...]], *, deadline: float = DEADLINE
     ) -> list[Any]:
         """Results of fn on each rank, each called with its own arguments."""
-        outcomes = self._gather(fn, args, deadline, GRACE)
+        outcomes = self._gather(fn, args, deadline, FAILURE_GRACE)
         if any(outcome.error for outcome in outcomes):
             self.close()
-        return results(outcomes)
+        return unwrap_results(outcomes)
 
     def outcomes(self, fn: Callable[..., Any], *args: Any, deadline: float = DEADLINE) -> list[Outcome]:
         """Outcome of fn(*args) on each rank; every rank has the whole deadline. Only a late rank ends the world."""
         outcomes = self._gather(fn, [args] * len(self.ranks), deadline, math.inf)
-        if any(outcome.late for outcome in outcomes):
+        if any(outcome.timed_out for outcome in outcomes):
             self.close()
         return outcomes
 
@@ -85,7 +85,7 @@ class World(LocalWorld):
     ) -> list[Outcome]:
         if self.closed:
             raise LaunchError("this world has ended: ask world(n) or fresh_world(n) for another")
-        outcomes = self.gather([packed(_checked, (fn, *a)) for a in args], deadline, grace=grace)
+        outcomes = self.gather([pack_call(_checked, (fn, *a)) for a in args], deadline, grace=grace)
         self.usable = self.usable and not any(outcome.error for outcome in outcomes)
         return outcomes
 

@@ -27,23 +27,23 @@ from tests.support.torch_tables import pgmesh_store, record_operations
 from tests.support.worlds import check_sums, fresh_world, world
 
 
-def seats(*hosts: str, boots: str | None = None) -> Placement:
+def placement_on(*hosts: str, boots: str | None = None) -> Placement:
     boots = boots or " " * len(hosts)
     return Placement({r: HostInfo(h, b.strip(), None) for r, (h, b) in enumerate(zip(hosts, boots, strict=True))})
 
 
-# ---- what follows from seats ----
+# ---- what follows from a host mapping ----
 
 
 @given(st.data())
-def test_a_spread_is_that_of_a_plain_count(data):
+def test_the_locality_is_that_of_a_plain_count(data):
     shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     n = math.prod(shape)
     names = data.draw(st.lists(st.sampled_from("abcd"), min_size=n, max_size=n))
     order = data.draw(st.permutations(range(n)))
     axes = data.draw(st.lists(st.sampled_from(range(len(shape))), unique=True, min_size=1))
     layout = Layout(*shape, ranks=order)
-    found = seats(*names).spread(layout, *axes)
+    found = placement_on(*names).locality(layout, *axes)
     blocks = [[names[rank] for rank in block] for block in layout.partition(*axes)]
     units = [len(set(block)) for block in blocks]
     assert (found.low, found.high, found.exact) == (min(units), max(units), True)
@@ -63,21 +63,25 @@ def test_a_spread_is_that_of_a_plain_count(data):
 )
 def test_an_axis_stays_inside_a_host_or_does_not(hosts, kinds):
     layout = Layout(pp=2, dp=2, tp=2)
-    assert {axis: seats(*hosts).spread(layout, axis).kind for axis in layout.axes} == kinds
+    assert {axis: placement_on(*hosts).locality(layout, axis).kind for axis in layout.axes} == kinds
 
 
 def test_no_axes_are_the_whole_mesh():
-    assert seats(*"aabb").spread(Layout(dp=2, tp=2)).high == 2
+    assert placement_on(*"aabb").locality(Layout(dp=2, tp=2)).high == 2
 
 
 def test_a_machine_is_known_by_its_boot_and_else_by_its_name():
-    assert seats("box-1", "box-2", "box-3", boots="xxy").hosts == ((0, 1), (2,))
-    assert seats("localhost", "localhost", boots="xy").hosts == ((0,), (1,))
-    assert seats("a", "b", "a").hosts == ((0, 2), (1,))
+    assert placement_on("box-1", "box-2", "box-3", boots="xxy").hosts == ((0, 1), (2,))
+    assert placement_on("localhost", "localhost", boots="xy").hosts == ((0,), (1,))
+    assert placement_on("a", "b", "a").hosts == ((0, 2), (1,))
 
 
 def test_a_rank_that_was_not_placed():
-    assert_raises(PlaceError, lambda: seats("a", "b").host_of(2), "rank 2 was not placed; those are 0, 1.")
+    assert_raises(
+        PlaceError,
+        lambda: placement_on("a", "b").host_of(2),
+        "the host of rank 2 is unknown; this placement has ranks 0, 1.",
+    )
 
 
 # ---- the exchange ----
@@ -87,38 +91,38 @@ def everywhere() -> tuple[object, ...]:
     placed = launch.placement()
     operations = launch.placement() == placed
     mesh = ProcessGroupMesh(dp=2, tp=2)
-    spreads = [mesh.locality(*axes).kind for axes in (("dp",), ("tp",), ("dp", "tp"), ())]
+    localities = [mesh.locality(*axes).kind for axes in (("dp",), ("tp",), ("dp", "tp"), ())]
     check_sums({"tp": (mesh.group("tp"), mesh.ranks("tp"))})
-    return placed.hosts, dict(placed.seats), operations, spreads
+    return placed.hosts, dict(placed.host_infos), operations, localities
 
 
-def test_ranks_say_themselves_where_they_are():
+def test_ranks_report_their_hosts():
     boot = Path("/proc/sys/kernel/random/boot_id")
     here = HostInfo(socket.gethostname(), boot.read_text().strip() if boot.exists() else "", None)
-    for hosts, placed, same, spreads in world(4).run(everywhere):
+    for hosts, placed, same, localities in world(4).run(everywhere):
         assert hosts == ((0, 1, 2, 3),)
         assert placed == {rank: HostInfo(here.host, here.boot, rank) for rank in range(4)}
         assert same
-        assert spreads == ["intra"] * 4
+        assert localities == ["intra"] * 4
 
 
 def pretend(hosts: str) -> list[object]:
-    """As if each rank were on the host of its letter, whose boot nobody knows."""
+    """The localities if each rank were on the host named by its letter, without a boot id."""
     host_mapping._worlds.clear()
     store = pgmesh_store()
     dist.barrier()
     store.delete_key(host_mapping.HOSTS_KEY)
     store.delete_key(f"{host_mapping.HOSTS_KEY}/count")
     dist.barrier()
-    real = host_mapping._own
-    host_mapping._own = lambda: HostInfo(hosts[dist.get_rank()], "", None)
+    real = host_mapping._this_host
+    host_mapping._this_host = lambda: HostInfo(hosts[dist.get_rank()], "", None)
     try:
         mesh = ProcessGroupMesh(dp=2, tp=2, ranks=[3, 1, 2, 0])
         found = [mesh.locality(axis).kind for axis in ("dp", "tp")]
         check_sums({axis: (mesh.group(axis), mesh.ranks(axis)) for axis in ("dp", "tp")})
         return [*found, str(launch.placement())]
     finally:
-        host_mapping._own = real
+        host_mapping._this_host = real
         host_mapping._worlds.clear()
         dist.barrier()
         store.delete_key(host_mapping.HOSTS_KEY)
@@ -143,7 +147,7 @@ def test_ranks_on_pretended_hosts(hosts, described):
 
 
 def half() -> list[str]:
-    """Members of a mesh of two ask; then, for all four, two of them alone."""
+    """Two members of a mesh call ``locality``; then two of four ranks call ``placement``; then all four."""
     host_mapping._worlds.clear()
     rank = dist.get_rank()
     mesh = ProcessGroupMesh(tp=2, ranks=[1, 2], name="half")
@@ -159,12 +163,15 @@ def half() -> list[str]:
         except MissingRanksError as error:
             said.append(str(error))
     dist.barrier()
-    said.append(str(len(launch.placement().seats)))
+    said.append(str(len(launch.placement().host_infos)))
     return said
 
 
-def test_members_alone_ask_and_those_who_do_not_are_named():
-    missing = "ranks 0, 3 of 0, 1, 2, 3 did not say on which host they are, in 0.3 s. Each of them has to ask too."
+def test_only_members_call_and_missing_ranks_are_named():
+    missing = (
+        "ranks 0, 3 of 0, 1, 2, 3 did not report their hosts within 0.3 s. "
+        "Each of them has to call launch.placement() or mesh.locality() too."
+    )
     with fresh_world(4) as own:
         said = own.run(half)
     assert said[1] == said[2] == ["intra", missing, "4"]
@@ -174,7 +181,7 @@ def test_members_alone_ask_and_those_who_do_not_are_named():
 
 
 def asked() -> list[list[str]]:
-    """What this rank does to the store in each of several calls: part of the mesh, all, all again, each axis."""
+    """The store operations of this rank in each of several calls: part of the mesh, all, all again, each axis."""
     mesh = ProcessGroupMesh(pp=2, dp=2, name="asked")
     found = []
     for call in (
@@ -191,7 +198,7 @@ def asked() -> list[list[str]]:
     return found
 
 
-def test_each_rank_posts_its_place_once_and_asks_nothing_of_what_it_knows():
+def test_each_rank_publishes_its_host_once_and_reads_only_what_it_does_not_know():
     with fresh_world(4) as own:
         for part, whole, *again in own.run(asked):
             posts = [operation for operation in part if operation in ("append", "add")]
@@ -200,7 +207,7 @@ def test_each_rank_posts_its_place_once_and_asks_nothing_of_what_it_knows():
             assert again == [[], [], []]
 
 
-def test_a_world_of_one_asks_nobody(tmp_path):
+def test_a_world_of_one_uses_no_store(tmp_path):
     assert world(1).run(hosts_here) == [((0,),)]
 
 
@@ -210,5 +217,5 @@ def hosts_here() -> object:
 
 def test_pairs_of_hosts_and_axes_cover_all_kinds():
     """The plain count above sees each kind: nothing is tested on one alone."""
-    kinds = {seats(*hosts).spread(Layout(2, 2), 1).kind for hosts in itertools.product("ab", repeat=4)}
+    kinds = {placement_on(*hosts).locality(Layout(2, 2), 1).kind for hosts in itertools.product("ab", repeat=4)}
     assert kinds == {"intra", "inter", "mixed"}

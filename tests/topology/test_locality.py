@@ -11,13 +11,13 @@ from hypothesis import example, given, settings, strategies as st
 
 from pgmesh import Layout, ShapeError, plan
 from pgmesh.topology import locality
-from pgmesh.topology.hosts import Level, take_machine
-from pgmesh.topology.locality import Locality, spread
+from pgmesh.topology.hosts import HostLevel, parse_topology
+from pgmesh.topology.locality import Locality, locality_of
 
 A_MILLION = {"pp": 16, "dp": 512, "cp": 8, "tp": 16}
 
 
-def by_hand(layout: Layout, axes: list[str], level: Level) -> Locality:
+def by_hand(layout: Layout, axes: list[str], level: HostLevel) -> Locality:
     """The same by looking at every rank of every group."""
     edges = [unit for unit in range(level.count) for _ in level.ranks_of(unit)]
     blocks = layout.partition(*axes) if axes else [(rank,) for rank in layout.ranks()]
@@ -45,13 +45,13 @@ def layouts(draw) -> Layout:
 
 
 @st.composite
-def levels(draw, ranks: int) -> Level:
+def levels(draw, ranks: int) -> HostLevel:
     """Hosts of one size, of a few, or each of its own, that hold so many ranks."""
     runs: list[tuple[int, int]] = []
     sizes = draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
     while sum(n * size for n, size in runs) < ranks:
         runs.append((draw(st.integers(1, 40)), draw(st.sampled_from(sizes))))
-    return Level("host", tuple(runs))
+    return HostLevel("host", tuple(runs))
 
 
 @settings(max_examples=400)
@@ -60,9 +60,11 @@ def test_the_arithmetic_finds_what_a_look_at_every_rank_finds(layout, data):
     level = data.draw(levels(max(layout.ranks()) + 1))
     axes = data.draw(st.lists(st.sampled_from(layout.axes), unique=True))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(locality, "FEW", data.draw(st.sampled_from([0, 3, 64])))
-        patch.setattr(locality, "_one_by_one", never) if locality.FEW == 64 and len(level.runs) == 1 else None
-        assert spread(layout, axes, level) == by_hand(layout, axes, level)
+        patch.setattr(locality, "MAX_RUNS", data.draw(st.sampled_from([0, 3, 64])))
+        patch.setattr(locality, "_enumerate_groups", never) if locality.MAX_RUNS == 64 and len(
+            level.runs
+        ) == 1 else None
+        assert locality_of(layout, axes, level) == by_hand(layout, axes, level)
 
 
 def never(*_: object) -> None:
@@ -74,9 +76,9 @@ def never(*_: object) -> None:
 @example(list(range(23, -1, -1)), None)
 def test_ranks_that_follow_no_arithmetic_are_looked_at_one_by_one(ranks, data):
     layout = Layout(a=2, b=3, c=4, ranks=ranks)
-    level = data.draw(levels(24)) if data else Level("host", ((3, 8),))
+    level = data.draw(levels(24)) if data else HostLevel("host", ((3, 8),))
     axes = ["a", "c"]
-    assert spread(layout, axes, level) == by_hand(layout, axes, level)
+    assert locality_of(layout, axes, level) == by_hand(layout, axes, level)
 
 
 @settings(max_examples=60)
@@ -86,13 +88,13 @@ def test_a_part_that_skips_indices_unevenly_is_right_too(layout, data):
     keep = data.draw(st.lists(st.integers(0, layout.size(axis) - 1), min_size=1, unique=True))
     layout = layout.at({axis: keep})
     level = data.draw(levels(max(layout.ranks()) + 1))
-    assert spread(layout, layout.axes[:1], level) == by_hand(layout, list(layout.axes[:1]), level)
+    assert locality_of(layout, layout.axes[:1], level) == by_hand(layout, list(layout.axes[:1]), level)
 
 
-MACHINES = ["131072x8", "1024x1024", "2x524288", "100000x8,62144x4", "14563x72,5x8", "8192x64,1000x8,64536x8"]
+TOPOLOGIES = ["131072x8", "1024x1024", "2x524288", "100000x8,62144x4", "14563x72,5x8", "8192x64,1000x8,64536x8"]
 
 
-@pytest.mark.parametrize("nodes", MACHINES)
+@pytest.mark.parametrize("nodes", TOPOLOGIES)
 def test_a_million_ranks_are_exact_at_the_cost_of_few(nodes):
     layout = Layout(**A_MILLION)
     calls = 0
@@ -101,7 +103,7 @@ def test_a_million_ranks_are_exact_at_the_cost_of_few(nodes):
         nonlocal calls
         calls += event == "call"
 
-    locality._even.cache_clear()
+    locality._count_units_of_equal_size.cache_clear()
     tracemalloc.start()
     sys.setprofile(count)
     try:
@@ -110,7 +112,7 @@ def test_a_million_ranks_are_exact_at_the_cost_of_few(nodes):
         sys.setprofile(None)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-    assert all(lie.exact for family in planned.families for lie in family.spreads)
+    assert all(each.exact for family in planned.families for each in family.localities)
     assert calls < 100_000  # of a million ranks, in eleven families
     assert peak < 2_000_000
 
@@ -118,14 +120,14 @@ def test_a_million_ranks_are_exact_at_the_cost_of_few(nodes):
 def test_a_million_permuted_ranks_are_sampled_and_it_says_so():
     ranks = [rank ^ 1 for rank in range(1 << 17)]
     planned = plan(Layout(dp=1 << 14, tp=8, ranks=ranks), nodes="16384x8")
-    lie = planned["tp"].spreads[0]
-    assert not lie.exact
-    assert (lie.low, lie.high, lie.kind) == (1, 1, "intra")
-    assert lie.intra + lie.inter + lie.mixed == planned["tp"].groups
+    found = planned["tp"].localities[0]
+    assert not found.exact
+    assert (found.low, found.high, found.kind) == (1, 1, "intra")
+    assert found.intra + found.inter + found.mixed == planned["tp"].groups
     assert "sample of groups stands for all" in str(planned)
 
 
-# ---- machines ----
+# ---- topologies ----
 
 
 @given(st.data())
@@ -134,7 +136,7 @@ def test_units_and_their_ranks_are_an_inverse_pair(data):
     assert [level.unit_of(rank) for rank in range(level.capacity)] == [
         unit for unit in range(level.count) for _ in level.ranks_of(unit)
     ]
-    assert take_machine(level.spell())[0].capacity == level.capacity
+    assert parse_topology(level.spell())[0].capacity == level.capacity
 
 
 @pytest.mark.parametrize(
@@ -142,17 +144,17 @@ def test_units_and_their_ranks_are_an_inverse_pair(data):
     [("8x8", "8x8"), ("8,8,4", "2x8,4"), ([8, 8, 4], "2x8,4"), (" 2X8 , 4", "2x8,4"), ("8", "1x8"), ("3x4,4", "4x4")],
 )
 def test_hosts_are_read(nodes, spelled):
-    assert take_machine(nodes)[0].spell() == spelled
+    assert parse_topology(nodes)[0].spell() == spelled
 
 
 def test_domains_are_levels_from_the_inside():
-    hosts, domains, rooms = take_machine(None, "2x4x18x4")
+    hosts, domains, rooms = parse_topology(None, "2x4x18x4")
     assert (hosts.name, hosts.spell(), str(hosts)) == ("host", "144x4", "144 hosts of 4")
     assert (domains.name, domains.spell(), rooms.spell()) == ("domain", "8x72", "2x288")
 
 
 @pytest.mark.parametrize(
-    ("nodes", "domains", "says"),
+    ("nodes", "domains", "message"),
     [
         (
             "8*8",
@@ -166,10 +168,10 @@ def test_domains_are_levels_from_the_inside():
         ),
         ([], None, "there is no host in nodes=[]."),
         (None, "4x18", "domains are written 4x18x4, for 4 domains of 18 hosts of 4 ranks, not '4x18'."),
-        ("8x8", "4x18x4", "give nodes or domains, not both: domains='4x18x4' has hosts too, 4 x 18 of 4 ranks."),
+        ("8x8", "4x18x4", "give nodes or domains, not both: domains='4x18x4' includes the hosts, 4 x 18 of 4 ranks."),
     ],
 )
-def test_hosts_that_cannot_be_read(nodes, domains, says):
+def test_hosts_that_cannot_be_read(nodes, domains, message):
     with pytest.raises(ShapeError) as caught:
-        take_machine(nodes, domains)
-    assert str(caught.value) == says
+        parse_topology(nodes, domains)
+    assert str(caught.value) == message
