@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from pgmesh.options import Timeout
-from pgmesh.recipes.arguments import arranged, call, take, take_world, what_is_left
+from pgmesh.recipes.arguments import (
+    build_arrangement,
+    format_recipe_call,
+    parse_recipe_size,
+    parse_world,
+    remaining_size,
+)
 from pgmesh.recipes.arrangement import Arrangement
 
 
@@ -42,15 +48,16 @@ def fairscale(
     >>> recipes.fairscale(8, tp=2, of=Layout)["data"].partition()
     ((0, 2, 4, 6), (1, 3, 5, 7))
     """
-    who = "fairscale"
-    ranks = take_world(who, world)
-    sizes = {"tp": take(who, "tp", tp), "cp": take(who, "cp", cp), "pp": take(who, "pp", pp)}
-    dp = what_is_left(who, world, sizes)
+    recipe = "fairscale"
+    ranks = parse_world(recipe, world)
+    arguments = {"tp": tp, "cp": cp, "pp": pp}
+    sizes = {axis: parse_recipe_size(recipe, axis, size) for axis, size in arguments.items()}
+    dp = remaining_size(recipe, world, sizes)
     backends = {"tensor": tp_backend, "context": cp_backend, "pipeline": pp_backend, "data": dp_backend}
 
     def arrange(mesh: Any) -> Arrangement:
         arrangement = Arrangement.of(
-            call(who, world, **{axis: size for axis, size in sizes.items() if size != 1}),
+            format_recipe_call(recipe, world, **{axis: size for axis, size in sizes.items() if size != 1}),
             "the last axis varies fastest: dp, pp, cp, tp",
             [(mesh, {"tensor": "tp", "context": "cp", "pipeline": "pp", "data": "dp"})],
             ["tensor", "context", "pipeline", "data"],
@@ -60,4 +67,4 @@ def fairscale(
                 arrangement.configure(family, backend=backend, timeout=timeout)
         return arrangement
 
-    return arranged(who, of, {"dp": dp, "pp": pp, "cp": cp, "tp": tp}, ranks, name, arrange)
+    return build_arrangement(recipe, of, {"dp": dp, "pp": pp, "cp": cp, "tp": tp}, ranks, name, arrange)

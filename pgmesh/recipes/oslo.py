@@ -8,13 +8,13 @@ from typing import Any
 from pgmesh._util.validation import fill_sizes, parse_sizes
 from pgmesh.errors import ShapeError
 from pgmesh.layout import Axis
-from pgmesh.recipes.arguments import arranged, call, take_order, take_world
+from pgmesh.recipes.arguments import build_arrangement, format_recipe_call, parse_order, parse_world
 from pgmesh.recipes.arrangement import Arrangement, Family
 
-AXES: dict[str, Axis] = {"pipeline": "pp", "data": "dp", "expert": "ep", "sequence": "sp", "tensor": "tp"}
+AXIS_OF_MODE: dict[str, Axis] = {"pipeline": "pp", "data": "dp", "expert": "ep", "sequence": "sp", "tensor": "tp"}
 """The axis of each mode, outermost first."""
 
-ORDER = "-".join(AXES)
+DEFAULT_ORDER = "-".join(AXIS_OF_MODE)
 
 
 def oslo(
@@ -25,7 +25,7 @@ def oslo(
     pipeline: int = 1,
     sequence: int = 1,
     expert: int = 1,
-    order: str = ORDER,
+    order: str = DEFAULT_ORDER,
     of: Any = None,
     name: str | None = None,
 ) -> Arrangement:
@@ -50,26 +50,28 @@ def oslo(
     ((4, 5), 0, 8)
     """
     given = {"data": data, "tensor": tensor, "pipeline": pipeline, "sequence": sequence, "expert": expert}
-    who, ranks = "recipes.oslo", take_world("oslo", world)
+    function, ranks = "recipes.oslo", parse_world("oslo", world)
     try:
-        sizes = fill_sizes(who, parse_sizes(who, (), given), world, f"the world has {world}", pick=False)
+        sizes = fill_sizes(function, parse_sizes(function, (), given), world, f"the world has {world}", pick=False)
     except ShapeError as error:  # whose calls have sizes alone
-        more = "" if order == ORDER else f", order={order!r}"
-        raise ShapeError(re.sub(rf"{re.escape(who)}\(([^()]*)\)", rf"{who}({world}, \1{more})", str(error))) from None
+        more = "" if order == DEFAULT_ORDER else f", order={order!r}"
+        call = rf"{re.escape(function)}\(([^()]*)\)"
+        raise ShapeError(re.sub(call, rf"{function}({world}, \1{more})", str(error))) from None
     sized = {mode: size for mode, size in given.items() if size != 1}
-    spelled = call("oslo", world, **sized, order=None if order == ORDER else order)
-    asked = take_order(spelled, order, ORDER, "outermost axis first", {"": {mode: sizes[mode] for mode in AXES}})
-    outermost_first = [*asked, *(mode for mode in AXES if mode not in asked)]
-    return arranged(
+    call_text = format_recipe_call("oslo", world, **sized, order=None if order == DEFAULT_ORDER else order)
+    of_modes = {"": {mode: sizes[mode] for mode in AXIS_OF_MODE}}
+    asked = parse_order(call_text, order, DEFAULT_ORDER, "outermost axis first", of_modes)
+    outermost_first = [*asked, *(mode for mode in AXIS_OF_MODE if mode not in asked)]
+    return build_arrangement(
         "oslo",
         of,
-        {str(AXES[mode]): sizes[mode] for mode in outermost_first},
+        {str(AXIS_OF_MODE[mode]): sizes[mode] for mode in outermost_first},
         ranks,
         name,
         lambda mesh: Arrangement.of(
-            spelled,
+            call_text,
             f"the last axis varies fastest: {', '.join(map(str, mesh.axes))}",
-            [(mesh, AXES)],
+            [(mesh, AXIS_OF_MODE)],
             [Family("global", mesh, ()), "data", "tensor", "pipeline", "sequence", "expert"],
         ),
     )

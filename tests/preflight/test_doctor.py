@@ -78,7 +78,7 @@ def test_what_is_bad_ends_with_1_and_says_what_to_do(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothing0")
     text = said(capsys, "", 1)
-    assert text.startswith("bad   launcher: the environment names no rank of a world\n        RANK = 0\n")
+    assert text.startswith("bad   launcher: the environment does not name a rank of a world\n        RANK = 0\n")
     assert "# or none: a world of 1" in text
     flat = re.sub(r"\n {6,8}", " ", text)
     assert "GLOO_SOCKET_IFNAME is nothing0, but there is no interface nothing0; there are " in flat
@@ -319,5 +319,5 @@ def test_a_store_that_does_not_answer_is_not_waited_for():
 def test_where_nothing_tells_where_rank_0_is():
     (finding,) = diagnosis.store_findings({}, found(local_size=1), 0.1)
     assert finding.mark == "bad"
-    assert finding.text.startswith("torchrun does not tell by which host and port the others find rank 0")
+    assert finding.text.startswith("torchrun does not set the host and the port of rank 0")
     assert "export MASTER_ADDR=n1 MASTER_PORT=29500" in finding.fix

@@ -469,7 +469,7 @@ def test_semantics_12_settings_of_nccl_go_by_either_name():
 def _made(arrangement: Arrangement, *names: str) -> list[Any]:
     for name in names:
         arrangement[name].group()
-    return arrangement.dense._family.known()
+    return arrangement.dense._cache.known()
 
 
 YAML = """
@@ -484,7 +484,7 @@ def test_semantics_12_settings_may_be_yaml_text():
     pytest.importorskip("yaml")
     from pgmesh.recipes import nccl
 
-    assert nccl.read(YAML, dict.fromkeys(("dp_cp", "ep_dp"))) == {
+    assert nccl.parse_settings(YAML, dict.fromkeys(("dp_cp", "ep_dp"))) == {
         "dp_cp": {"high_priority": True, "nccl": {"max_ctas": 8}},
         "ep_dp": {"nccl": {"min_ctas": 4}},
     }
@@ -639,9 +639,9 @@ def test_a_recipe_that_is_refused_leaves_nothing_behind(
         assert held.tb is not None
         assert table_sizes() == before
         arrangement = recipe(8, **{**bad, **better}, name="refused")
-        family = arrangement.dense._family
-        assert family._registry.living() == [family]
-        assert family.number == 0  # the first mesh of this name, as on a rank that was not refused
+        cache = arrangement.dense._cache
+        assert cache._registry.living() == [cache]
+        assert cache.number == 0  # the first mesh of this name, as on a rank that was not refused
         assert arrangement.dense.group().size() == 8
 
 
