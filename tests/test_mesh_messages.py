@@ -172,9 +172,8 @@ def test_ranks_that_the_world_does_not_have():
 
 
 def test_a_name_that_is_none():
-    with raises_message(
-        pgmesh.ShapeError, "ProcessGroupMesh: a name is a printable string without '/', such as name='actor', not 'a/b'."
-    ):
+    text = "ProcessGroupMesh: a name is a printable string without '/', such as name='actor', not 'a/b'."
+    with raises_message(pgmesh.ShapeError, text):
         ProcessGroupMesh(dp=8, name="a/b")
 
 

@@ -106,7 +106,8 @@ def reach(path: str, name: str) -> Any:
     package, *rest = path.split(".")
     module = importlib.import_module(package)
     for each in rest:
-        module = getattr(module, each) if hasattr(module, each) else importlib.import_module(f"{module.__name__}.{each}")
+        inside = f"{module.__name__}.{each}"
+        module = getattr(module, each) if hasattr(module, each) else importlib.import_module(inside)
     return getattr(module, name) if hasattr(module, name) else importlib.import_module(f"{path}.{name}")
 
 
