@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pgmesh.drawing import styled_text, svg
 from pgmesh.drawing.figures import Figure, make_figure
-from pgmesh.drawing.svg import safe
+from pgmesh.drawing.svg import COLOURS, safe
 from pgmesh.planning import axis_heuristics, costs, text_report
 
 if TYPE_CHECKING:
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from pgmesh.planning.rank_report import RankReport
 
 STYLE = f"""
-body {{ font: 15px/1.5 {svg.FONT}; color: {svg.INK}; background: #fff }}
+body {{ font: 15px/1.5 {svg.FONT}; color: {COLOURS.text}; background: #fff }}
 body {{ margin: 2rem auto; max-width: 1600px; padding: 0 1rem }}
 h1 {{ font-size: 1.3rem }} h2 {{ font-size: 1rem; margin-top: 2rem }}
 table {{ border-collapse: collapse }}
 th, td {{ padding: .25rem .7rem .25rem 0; text-align: left; border-bottom: 1px solid #e2e8f0 }}
 td {{ font-variant-numeric: tabular-nums }}
-th {{ color: {svg.QUIET}; font-weight: 500 }} td.n, th.n {{ text-align: right }}
-.intra {{ color: #15803d }} .mixed {{ color: #b45309 }} .bad {{ color: #b91c1c }} .quiet {{ color: {svg.QUIET} }}
+th {{ color: {COLOURS.muted}; font-weight: 500 }} td.n, th.n {{ text-align: right }}
+.intra {{ color: #15803d }} .mixed {{ color: #b45309 }} .bad {{ color: #b91c1c }} .quiet {{ color: {COLOURS.muted} }}
 a {{ overflow-wrap: anywhere }}
 code {{ background: #f1f5f9; padding: .1rem .35rem; border-radius: 4px }}
 """
