@@ -81,9 +81,9 @@ def checks(title: str, command: str, env: dict[str, str]) -> None:
     lines = said.splitlines()
     told = [
         "4 ranks over gloo on cpu",
-        "ok    4 ranks came and mean the same: dp=2 tp=2",
-        "ok    ranks are where they are planned: 1 host of 4",
-        "ok    every sum is right, of 8 B, 64 KiB",
+        "ok    4 ranks joined with the same arguments: dp=2 tp=2",
+        "ok    ranks are on the planned hosts: 1 host of 4",
+        "ok    every sum is correct, of 8 B, 64 KiB",
     ]
     good = code == 0 and all(lines.count(line) == 1 for line in told) and "\x1b" not in said
     good = good and len(re.findall(r"^(dp|tp) +2 +8 B ", said, re.MULTILINE)) == 2
@@ -157,7 +157,7 @@ def under_mpich(env: dict[str, str]) -> None:
         "does not tell by which host and port the others find rank 0; it is not 127.0.0.1, since only 2 of 4 ranks",
     )
     checks("check under mpiexec of MPICH", f"mpiexec.hydra -n 4 {PGMESH}", port)
-    misplaced = "MismatchError: ranks are not on the hosts that are planned:"
+    misplaced = "MismatchError: ranks are not on the planned hosts:"
     ends("check of two hosts that are one", two, "check dp=2 tp=2 --nodes 2x2", both, 1, misplaced)
     examined("doctor under mpiexec of MPICH", "mpiexec.hydra -n 2", port, 2, "MPICH, because")
 
@@ -191,7 +191,7 @@ def under_slurm(env: dict[str, str], folder: Path, has_open_mpi: bool) -> None:
     )
     checks("check under srun", f"srun -N1 -n4 {PGMESH}", env)
     checks("check under srun on two hosts", f"srun -N2 -n4 {PGMESH}", env)
-    one, misplaced = "srun -N1 -n4", "MismatchError: ranks are not on the hosts that are planned:"
+    one, misplaced = "srun -N1 -n4", "MismatchError: ranks are not on the planned hosts:"
     ends("check under srun of two hosts that are one", one, "check dp=2 tp=2 --nodes 2x2", env, 1, misplaced, 4)
     wrong = "pgmesh check: dp=2 tp=3 holds 6 ranks, but the world has 4."
     ends("check under srun of sizes that do not fit", one, "check dp=2 tp=3", env, 2, wrong, 4)
