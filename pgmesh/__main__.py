@@ -1,6 +1,6 @@
-"""The command line: ``pgmesh`` and ``python -m pgmesh`` are the same.
+"""The command line: ``pgmesh``, or ``python -m pgmesh``.
 
-It ends with 0, with 1 where a check failed, and with 2 where the command line is wrong.
+The exit status is 0 for success, 1 if a check failed, and 2 if the command line is wrong.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from pgmesh.cli.arguments import CommandLine, UsageError
 from pgmesh.errors import PgmeshError
 
 COMMANDS = {
-    "plan": "groups, where they lie on hosts, what they would cost, what is bad about it",
-    "show": "one rank: its place, its groups, its neighbours, a picture",
-    "check": "the preflight of a job: all its ranks come, connect, sum rightly, are measured",
-    "doctor": "launcher, torch, network and store, as this process finds them; what to do",
+    "plan": "predict the groups of a mesh, their hosts, their costs and problems",
+    "show": "show one rank: its coord, its groups, its neighbours, a figure",
+    "check": "check a job before it runs: its ranks join, connect, reduce, are measured",
+    "doctor": "diagnose launcher, torch, network and store of this process, with fixes",
 }
-"""Each is a file of ``pgmesh.cli``: ``add`` says what it takes, ``EXAMPLES`` ends its help, and ``run`` does it
-and returns the exit status."""
+"""The commands with their help. Each is a module of ``pgmesh.cli``: ``add`` declares its arguments, ``EXAMPLES`` is the
+end of its help, and ``run`` executes it and returns the exit status."""
 
-ABOUT = "Arrange the ranks of a torch.distributed job in an N-D mesh, and see what that would be like."
+ABOUT = "Plan and check the arrangement of a torch.distributed job's ranks in an N-D mesh."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Do what a command line says; its exit status."""
-    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)  # torch's, where it is missing
+    """Run a command; return the exit status."""
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)  # torch warns so if numpy is missing
     words = tuple(sys.argv[1:] if argv is None else argv)
     parser = _parser(words)
     if not words:
@@ -38,30 +38,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     args = parser.parse_args(words)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a frame that a terminal cannot draw is no reason to fail
+        sys.stdout.reconfigure(errors="replace")  # for a terminal that cannot display frames
     command = importlib.import_module(f"pgmesh.cli.{args.command}")
     try:
         return int(command.run(args, CommandLine(words)))
     except (UsageError, PgmeshError) as error:
         print(f"pgmesh {args.command}: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # whoever read has read enough
+    except BrokenPipeError:  # the reader closed the pipe early, as ``head`` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    """What may be said. Only the command that is asked for is loaded."""
+    """The parser. Only the module of the requested command is imported."""
     parser = argparse.ArgumentParser(prog="pgmesh", description=ABOUT)
     version = importlib.import_module("pgmesh").__version__
     parser.add_argument("--version", action="version", version=f"pgmesh {version}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
-    for name, says in COMMANDS.items():
-        own = commands.add_parser(name, help=says, description=f"{says[0].upper()}{says[1:]}.")
+    for name, text in COMMANDS.items():
+        description = f"{text[0].upper()}{text[1:]}."
+        command_parser = commands.add_parser(name, help=text, description=description)
         if name in words[:1]:
             command = importlib.import_module(f"pgmesh.cli.{name}")
-            own.epilog, own.formatter_class = command.EXAMPLES, argparse.RawDescriptionHelpFormatter
-            command.add(own)
+            command_parser.epilog, command_parser.formatter_class = (
+                command.EXAMPLES,
+                argparse.RawDescriptionHelpFormatter,
+            )
+            command.add(command_parser)
     return parser
 
 

@@ -1,1 +1,1 @@
-"""The command line, one file for each command: ``add`` declares its arguments, ``run`` does it."""
+"""The command line, one module for each command: ``add`` declares its arguments, ``run`` executes it."""

@@ -1,4 +1,8 @@
-"""What a command line says, read; where it is wrong, the same line put right."""
+"""Parsing of the arguments that the commands share. Errors suggest corrected command lines that can be run.
+
+A ``CommandLine`` keeps the words that the user typed, so that a suggestion repeats all other arguments. Most functions
+take it for that purpose and raise ``UsageError``.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +23,16 @@ from pgmesh.planning.plan import layout_of
 from pgmesh.topology.hosts import HostLevel, Topology, parse_topology
 
 USUAL_AXES = {1: ("dp",), 2: ("dp", "tp"), 3: ("pp", "dp", "tp"), 4: ("pp", "dp", "cp", "tp")}
-"""What so many axes are often called."""
+"""The usual names of axes, by their number, for suggestions."""
 
 
 class UsageError(Exception):
-    """A command line that cannot be done: what is wrong, with the numbers, and lines that can."""
+    """An invalid command line.
+
+    Args:
+        message: the problem, with the numbers.
+        suggestions: pairs of a valid command line and a comment on it.
+    """
 
     def __init__(self, message: str, *suggestions: tuple[str, str]) -> None:
         width = max((len(line) for line, _ in suggestions), default=0)
@@ -33,12 +42,12 @@ class UsageError(Exception):
 
 @dataclass(frozen=True)
 class CommandLine:
-    """The words of a command line as they were typed, to be typed again with some of them changed."""
+    """The words of a command line, without ``pgmesh``. Its methods return the line as text with some words replaced."""
 
     words: tuple[str, ...]
 
     def with_changes(self, changes: Mapping[str, str | None], *more: str) -> str:
-        """The line with some words changed, left out (None) or added.
+        """The line with some words replaced, left out (None) or added.
 
         >>> CommandLine(("plan", "dp=3", "--nodes=2x4")).with_changes({"dp=3": "dp=2", "2x4": "1x4"})
         'pgmesh plan dp=2 --nodes=1x4'
@@ -56,7 +65,7 @@ class CommandLine:
         return shlex.join(["pgmesh", *words, *more])
 
     def with_run(self, run: Sequence[str], changed: Sequence[str]) -> str:
-        """The line with the last run of words changed that are these; as it is where there is none.
+        """The line with the last occurrence of consecutive words replaced; unchanged if there is none.
 
         >>> CommandLine(("show", "--rank", "2", "2", "2")).with_run(["2", "2"], ["2", "4"])
         'pgmesh show --rank 2 2 4'
@@ -67,23 +76,23 @@ class CommandLine:
         return CommandLine((*self.words[:at], *changed, *self.words[at + n :])).with_changes({})
 
     def contains_run(self, run: Sequence[str]) -> bool:
-        """Whether these words follow one another in the line."""
+        """True if these words are in the line, consecutively."""
         return self._last(run) >= 0
 
     def _last(self, run: Sequence[str]) -> int:
-        """Where the last run of these words begins; -1 where there is none."""
+        """The index of the last occurrence of consecutive words; -1 if there is none."""
         n = len(run)
         return max((i for i in range(len(self.words) - n + 1) if self.words[i : i + n] == (*run,)), default=-1)
 
     def with_last(self, word: str, changed: str) -> str:
-        """The line with the last of a word changed."""
+        """The line with the last occurrence of a word replaced."""
         at = max(i for i, other in enumerate(self.words) if other == word)
         return CommandLine((*self.words[:at], changed, *self.words[at + 1 :])).with_changes({})
 
 
 @dataclass(frozen=True)
 class ParsedMesh:
-    """A mesh and its machine, as a command line says them."""
+    """The mesh and the topology of a command line."""
 
     command_line: CommandLine
     sizes: dict[Axis, int]
@@ -92,12 +101,12 @@ class ParsedMesh:
 
 
 def add_mesh(parser: argparse.ArgumentParser) -> None:
-    """The arguments that say what mesh on what machine."""
+    """Declare the arguments for the mesh and its topology."""
     parser.add_argument(
         "sizes",
         nargs="*",
         metavar="AXIS=SIZE",
-        help="the axes, outermost first; one size may be -1: what is left. Or sizes alone: the axes are then 0, 1, ...",
+        help="the axes, outermost first; one size may be -1 to fill the hosts. Sizes alone are axes 0, 1, ...",
     )
     hosts = parser.add_mutually_exclusive_group()
     hosts.add_argument("--nodes", metavar="HOSTS", help="8x8 is 8 hosts of 8 ranks; 8,8,4 the ranks of each host")
@@ -106,27 +115,27 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """The arguments that say how to answer."""
-    parser.add_argument("--json", action="store_true", help="answer in JSON, with the sources of each number")
-    parser.add_argument("--svg", metavar="FILE", help="write a picture; - is standard output")
-    parser.add_argument("--html", metavar="FILE", help="write a page with the picture and the numbers")
+    """Declare the arguments for the output."""
+    parser.add_argument("--json", action="store_true", help="print JSON, with the sources of the costs")
+    parser.add_argument("--svg", metavar="FILE", help="write a figure; - is standard output")
+    parser.add_argument("--html", metavar="FILE", help="write a page with the figure and the numbers")
     parser.add_argument(
         "--colour", "--color", metavar="AXES", help="the axes whose groups get a colour each: dp or dp,cp"
     )
 
 
 def parse_mesh(args: argparse.Namespace, command_line: CommandLine, *, fit: bool = True) -> ParsedMesh:
-    """The mesh that a command line says.
+    """Parse the mesh and the topology.
 
     Args:
-        fit: whether the sizes have to hold just the ranks that the hosts have.
+        fit: True if the sizes have to fill the hosts exactly.
     """
     sizes = _parse_numbered_sizes(args.sizes, command_line) or _as_axes(_parse_named_sizes(args.sizes, command_line))
     topology = parse_hosts(args, sizes, command_line)
     if not sizes:
         command, *rest = command_line.words
-        line = CommandLine((command, "pp=2", "dp=2", "tp=2", *rest))  # not behind a view, whose they would be
-        raise UsageError("say the sizes of the axes.", (line.with_changes({}), "for example"))
+        line = CommandLine((command, "pp=2", "dp=2", "tp=2", *rest))  # not after --view, which would take them
+        raise UsageError("the sizes of the axes are missing.", (line.with_changes({}), "for example"))
     if fit:
         sizes = fill(sizes, topology, hosts_argument(args), command_line)
     if args.order is not None:
@@ -136,6 +145,7 @@ def parse_mesh(args: argparse.Namespace, command_line: CommandLine, *, fit: bool
 
 
 def parse_hosts(args: argparse.Namespace, sizes: Mapping[Axis, int], command_line: CommandLine) -> Topology:
+    """Parse the topology of a command line; an error suggests hosts that fit the sizes."""
     try:
         return parse_topology(args.nodes, args.domains)
     except PgmeshError as error:
@@ -143,7 +153,7 @@ def parse_hosts(args: argparse.Namespace, sizes: Mapping[Axis, int], command_lin
         hosts, of = (count, 8) if -1 in sizes.values() else (count // 8, 8) if count % 8 == 0 else (1, count)
         right = f"{hosts}x{of}" if args.domains is None else f"1x{hosts}x{of}"
         numbers = [int(number) for number in re.findall("[1-9][0-9]*", hosts_argument(args))]
-        if len(numbers) == 2 + (args.domains is not None) and sizes:  # 8*8, 8 x 8: what was meant, where it fits
+        if len(numbers) == 2 + (args.domains is not None) and sizes:  # such as 8*8 and 8 x 8
             room = math.prod(numbers)
             right = "x".join(map(str, numbers)) if _fits(sizes, room) else right
         raise UsageError(
@@ -152,18 +162,18 @@ def parse_hosts(args: argparse.Namespace, sizes: Mapping[Axis, int], command_lin
 
 
 def _fits(sizes: Mapping[Axis, int], room: int) -> bool:
-    """Whether sizes hold just so many ranks, or can."""
+    """True if the sizes hold exactly ``room`` ranks, or can be filled to."""
     fixed = math.prod(size for size in sizes.values() if size != -1)
     return room % fixed == 0 if -1 in sizes.values() else room == fixed
 
 
 def hosts_argument(args: argparse.Namespace) -> str:
-    """The word that says the hosts."""
+    """The value of ``--nodes`` or ``--domains``."""
     return str(args.domains if args.nodes is None else args.nodes)
 
 
 def parse_axes(text: str, layout: Layout, command_line: CommandLine) -> tuple[Axis, ...]:
-    """Axes of a layout that are written with commas."""
+    """Parse axes of a layout, separated by commas."""
     names = [name for name in re.split(r"[,\s]+", text) if name]
     by_name = {str(axis): axis for axis in layout.axes}
     known = list(by_name)
@@ -186,7 +196,7 @@ def parse_axes(text: str, layout: Layout, command_line: CommandLine) -> tuple[Ax
 
 
 def join_views(views: Sequence[str], command_line: CommandLine) -> tuple[list[str], CommandLine]:
-    """Views in one word each, where their sizes are words of their own behind ``moe:``; and the line with these.
+    """Join views that were typed without quotes into one word each; return them and the changed command line.
 
     >>> join_views(["moe:", "ep=8", "edp=-1"], CommandLine(("plan", "dp=8", "--view", "moe:", "ep=8", "edp=-1")))[0]
     ['moe: ep=8 edp=-1']
@@ -213,7 +223,7 @@ def join_views(views: Sequence[str], command_line: CommandLine) -> tuple[list[st
 
 
 def parse_views(words: Iterable[str], mesh: ParsedMesh) -> dict[str, dict[str, int]]:
-    """Views that are written ``moe: ep=8 edp=-1``."""
+    """Parse views, such as ``moe: ep=8 edp=-1``."""
     views: dict[str, dict[str, int]] = {}
     for text in words:
         name, colon, sizes = (part.strip() for part in text.rpartition(":"))
@@ -235,7 +245,7 @@ def parse_views(words: Iterable[str], mesh: ParsedMesh) -> dict[str, dict[str, i
 def _fill_view(
     name: str, box: dict[str, int], count: int, text: str, colon: str, command_line: CommandLine
 ) -> dict[str, int]:
-    """The sizes of a view, with what is left put in."""
+    """The sizes of a view, with -1 replaced."""
     fixed = math.prod(size for size in box.values() if size != -1)
     free = [axis for axis, size in box.items() if size == -1]
     if len(free) > 1:
@@ -252,7 +262,12 @@ def _fill_view(
 
 
 def require_names(sizes: Mapping[Axis, int], command_line: CommandLine, why: str, order: str = "") -> dict[str, int]:
-    """The sizes of axes that have to have names, because of ``why``; ``order`` is the word that orders them."""
+    """The sizes by name; UsageError for numbered axes.
+
+    Args:
+        why: the reason that names are needed.
+        order: the word that orders the axes, which is then suggested with names too.
+    """
     if 0 not in sizes:
         return {str(axis): size for axis, size in sizes.items()}
     names = USUAL_AXES.get(len(sizes)) or tuple(f"axis{number}" for number in sizes)
@@ -260,7 +275,7 @@ def require_names(sizes: Mapping[Axis, int], command_line: CommandLine, why: str
     right = ",".join(names[i] for i in numbers) if sorted(numbers) == list(range(len(names))) else ",".join(names)
     words = CommandLine(tuple(right if word == order else word for word in command_line.words))
     full = [str(size) for size in sizes.values()]
-    runs = [full, *([*full[:i], "-1", *full[i + 1 :]] for i in range(len(full)))]  # one may have been what is left
+    runs = [full, *([*full[:i], "-1", *full[i + 1 :]] for i in range(len(full)))]  # one size may have been typed as -1
     suggestions = [
         (words.with_run(run, [f"{a}={n}" for a, n in zip(names, run)]), "for example")
         for run in runs
@@ -270,7 +285,7 @@ def require_names(sizes: Mapping[Axis, int], command_line: CommandLine, why: str
 
 
 def reorder(sizes: Mapping[Axis, int], order: str, command_line: CommandLine) -> dict[Axis, int]:
-    """The sizes with the axes in the order that is asked for."""
+    """The sizes with their axes in another order."""
     names = [name for name in re.split(r"[,\s]+", order) if name]
     return _as_axes(
         _reordered(require_names(sizes, command_line, "an order is one of names", order), names, order, command_line)
@@ -278,6 +293,7 @@ def reorder(sizes: Mapping[Axis, int], order: str, command_line: CommandLine) ->
 
 
 def _reordered(sizes: dict[str, int], names: Sequence[str], order: str, command_line: CommandLine) -> dict[str, int]:
+    """The sizes in the order of ``names``, which has to have each axis once."""
     if sorted(names) == sorted(sizes):
         return {name: sizes[name] for name in names}
     known = dict.fromkeys(name if name in sizes else alike(name, list(sizes)) for name in names)
@@ -299,7 +315,7 @@ def _as_axes(sizes: Mapping[str, int]) -> dict[Axis, int]:
 
 
 def _parse_numbered_sizes(words: Sequence[str], command_line: CommandLine) -> dict[Axis, int]:
-    """Sizes without names; none where one has a name."""
+    """Parse sizes without names; return none if one has a name."""
     if not all(re.fullmatch("-?[0-9]+", word) for word in words):
         return {}
     wrong = [word for word in words if not re.fullmatch(SIZE, word)]
@@ -310,6 +326,11 @@ def _parse_numbered_sizes(words: Sequence[str], command_line: CommandLine) -> di
 
 
 def _parse_named_sizes(words: Sequence[str], command_line: CommandLine, view: str | None = None) -> dict[str, int]:
+    """Parse sizes by name.
+
+    Args:
+        view: the text of the view with these sizes; None for those of the mesh.
+    """
     sizes: dict[str, int] = {}
     for word in words:
         axis, _, size = word.partition("=")
@@ -329,20 +350,19 @@ def _parse_named_sizes(words: Sequence[str], command_line: CommandLine, view: st
 
 
 def _corrected_line(words: Sequence[str], right: Sequence[str], command_line: CommandLine, view: str | None) -> str:
-    """The line with other sizes: those of a view where they stand view one."""
-    there = [size for size in right if size]
+    """The command line with corrected sizes, of the mesh or of a view."""
+    given = [size for size in right if size]
     if view is not None:
         name, colon, _ = view.rpartition(":")
-        return command_line.with_changes({view: f"{name}{colon}{' ' * bool(colon)}{' '.join(there)}"})
+        return command_line.with_changes({view: f"{name}{colon}{' ' * bool(colon)}{' '.join(given)}"})
     if command_line.contains_run(words):
-        return command_line.with_run(words, there)
-    return command_line.with_changes(
-        {word: size or None for word, size in zip(words, right)}
-    )  # there are options between
+        return command_line.with_run(words, given)
+    # Options are between the words, so each word is replaced by itself.
+    return command_line.with_changes({word: size or None for word, size in zip(words, right)})
 
 
 def _raise_intended(words: Sequence[str], wrong: str, command_line: CommandLine, view: str | None) -> None:
-    """UsageError where it is plain which sizes were meant: by this one word, or by all of them together."""
+    """Raise UsageError if the sizes that were intended are clear, from the wrong word or from all words together."""
     for some in ([wrong], words):
         sizes = intended_sizes(some)
         whole = sizes if some is words else [other for word in words for other in (sizes if word == wrong else [word])]
@@ -358,18 +378,18 @@ def _raise_intended(words: Sequence[str], wrong: str, command_line: CommandLine,
 def fill(
     sizes: dict[Axis, int], topology: Topology, hosts: str, command_line: CommandLine, whole: str | None = None
 ) -> dict[Axis, int]:
-    """Sizes that hold just the ranks that the hosts have.
+    """The sizes, with -1 replaced; UsageError if they do not fill the hosts.
 
     Args:
-        hosts: the word that says them.
-        whole: how many ranks there are, in words; as the hosts have them unless given.
+        hosts: the word of the command line with the hosts.
+        whole: a text with the number of ranks; by default that of the hosts.
     """
     fixed = math.prod(size for size in sizes.values() if size != -1)
     free = [axis for axis, size in sizes.items() if size == -1]
     if not topology:
         if free:
             raise UsageError(
-                f"{_size_text(free[0], -1)} is what is left of the ranks, so say how many there are.",
+                f"{_format_size(free[0], -1)} fills the hosts, so name the hosts.",
                 (command_line.with_changes({}, "--nodes", f"{fixed}x8"), "for example"),
             )
         return sizes
@@ -380,7 +400,7 @@ def fill(
         return sizes
     whole = whole or f"{host} {'holds' if host.count == 1 else 'hold'} {count:,}"
     if len(free) > 1:
-        message = f"at most one size is -1, what is left; here are {text_report.join_words(free)}."
+        message = f"at most one size may be -1; these are {text_report.join_words(free)}."
     elif free:
         why = f"{whole} rank{'s' * (count > 1)}, and {fixed:,} does not divide it"
         message = f"{text_report.format_sizes(sizes)} cannot be filled: {why}."
@@ -392,13 +412,13 @@ def fill(
         better = command_line.with_run([*map(str, sizes.values())], [*map(str, right.values())])
     else:
         better = command_line.with_changes(
-            {_size_text(axis, sizes[axis]): _size_text(axis, right[axis]) for axis in other}
+            {_format_size(axis, sizes[axis]): _format_size(axis, right[axis]) for axis in other}
         )
     changed = ", ".join(
         f"axis {axis} of {right[axis]}" if axis in range(len(sizes)) else f"{axis} {right[axis]}" for axis in other
     )
     suggestions = [(better, f"with {changed}")] if better != command_line.with_changes({}) else []
-    if host.name == "world" and count == 1:  # nobody started the others
+    if host.name == "world" and count == 1:  # only one rank was started
         suggestions.insert(
             0, (f"{torchrun_command(fixed)} -m {command_line.with_changes({})}", f"on {count_of(fixed, 'rank')}")
         )
@@ -408,13 +428,13 @@ def fill(
     raise UsageError(message, *suggestions)
 
 
-def _size_text(axis: Axis, size: int) -> str:
-    """One size, as it is written."""
+def _format_size(axis: Axis, size: int) -> str:
+    """One size in the notation of the command line."""
     return str(size) if isinstance(axis, int) else f"{axis}={size}"
 
 
 def _hosts_for(ranks: int, host: HostLevel, topology: Topology) -> str | None:
-    """Hosts like these that hold so many ranks, if even ones do."""
+    """Hosts of the same size that hold ``ranks`` ranks, in the notation of the command line; None if there are none."""
     if len(host.runs) > 1 or ranks % topology[-1].largest:
         return None
     if len(topology) == 1:

@@ -1,4 +1,4 @@
-"""``pgmesh check``: the preflight before an expensive job, run by every rank of it under its own launcher."""
+"""``pgmesh check``: the preflight of a job, run by every rank under the job's launcher."""
 
 from __future__ import annotations
 
@@ -33,29 +33,34 @@ examples, each run by every rank of the job:
   torchrun --nproc-per-node 8 -m pgmesh check pp=2 dp=2 tp=2
   srun python -m pgmesh check dp=2 tp=8 --nodes 2x8
 
-All ranks come and mean the same, stand on the hosts that are planned, connect
-the groups of each axis, sum rightly, and measure one all-reduce per family.
-Rank 0 tells. Exit status, on every rank: 0, 1 if anything failed, 2 if the
-command line is wrong."""
+All ranks join with the same arguments, are on the planned hosts, connect the
+groups of each axis, reduce correctly, and time one all-reduce per family.
+Rank 0 prints the result. The exit status is the same on every rank: 0, or 1 if
+the check failed, or 2 if the command line is wrong."""
 
 SIZES = "8,64K,16M"
 LEAVE_TIMEOUT = 10.0
-"""Seconds in which ranks leave. The first of them tells first: a launcher may end all with the first that fails."""
+"""Seconds for all ranks to leave. Rank 0 prints first: a launcher may end the job with the first rank that fails."""
 
 FAILED_LEAVE_TIMEOUT = 3.0
-"""Seconds where the check failed, and some may be lost."""
+"""The same after a failed check, when some ranks may be lost."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     arguments.add_mesh(parser)
     parser.add_argument(
-        "--family", nargs="+", action="extend", default=[], metavar="AXES", help="axes to check together: dp,cp"
+        "--family",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="AXES",
+        help="combinations of axes to include: dp,cp",
     )
-    parser.add_argument("--bytes", default=SIZES, metavar="SIZES", help=f"of the all-reduces, such as {SIZES}")
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="batches that are timed (5)")
+    parser.add_argument("--bytes", default=SIZES, metavar="SIZES", help=f"bytes of the all-reduces, such as {SIZES}")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="timed batches (5)")
     parser.add_argument("--backend", metavar="NAME", help="nccl where actual is CUDA, else gloo, unless given")
     parser.add_argument(
-        "--timeout", type=float, default=60.0, metavar="SECONDS", help="how long to wait for others at each stage (60)"
+        "--timeout", type=float, default=60.0, metavar="SECONDS", help="timeout for the other ranks at each stage (60)"
     )
     parser.add_argument("--json", action="store_true", help="answer in JSON")
 
@@ -67,17 +72,17 @@ def run(args: argparse.Namespace, command_line: CommandLine) -> int:
     sizes = parse_bytes(args.bytes, command_line)
     if args.timeout <= 0 or args.repeats < 1:
         raise UsageError(
-            "--timeout and --repeats are more than nothing.", (command_line.with_changes({}), "without them")
+            "--timeout and --repeats have to be greater than 0.", (command_line.with_changes({}), "without them")
         )
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # torch's own groups of Gloo connect when they are first used
-    from pgmesh.preflight import preflight  # it brings torch
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # torch's Gloo groups then connect at first use
+    from pgmesh.preflight import preflight  # this imports torch
 
     try:
         with _progress_bar(_is_first()) as bar:
             bar.begin("waiting for the other ranks")
             preflight.join(args.backend, args.timeout)
         return _Check(args, command_line, mesh, sizes).run()
-    except PgmeshError as error:  # this rank could not join the others
+    except PgmeshError as error:  # this rank could not join the world
         _print_failure(error, args)
         return 1
 
@@ -96,7 +101,7 @@ def parse_bytes(text: str, command_line: CommandLine) -> tuple[int, ...]:
 
 
 def _is_first() -> bool:
-    """Whether this rank is to be the one that tells. Where launchers contradict each other, joining says so."""
+    """True if this is rank 0, which prints. If launchers contradict each other, ``join`` raises the error."""
     with contextlib.suppress(LaunchError):
         return detect_launcher(os.environ).rank == 0
     return False
@@ -110,7 +115,7 @@ def _print_failure(error: Exception, args: argparse.Namespace) -> None:
 
 
 class _Check:
-    """One rank's check, from where it has joined the others."""
+    """The check on one rank that has joined the world."""
 
     def __init__(
         self, args: argparse.Namespace, command_line: CommandLine, mesh: ParsedMesh, sizes: tuple[int, ...]
@@ -119,11 +124,11 @@ class _Check:
 
         self.args, self.command_line, self.mesh, self.sizes = args, command_line, mesh, sizes
         self.barrier = StagedBarrier("pgmesh check", args.timeout, "Start every rank with the same command line.")
-        self.lines: list[Line] = []  # what the first rank tells
+        self.lines: list[Line] = []  # the report of rank 0
         self.data: dict[str, Any] = {"format": 1, "status": "ok"}
 
     def run(self) -> int:
-        """The exit status."""
+        """Run the check; return the exit status."""
         status = 0
         failure: UsageError | PgmeshError | None = None
         try:
@@ -137,7 +142,7 @@ class _Check:
             self._print_result(failure)
         with contextlib.suppress(WorldError):
             printed |= self.barrier.part(LEAVE_TIMEOUT if status == 0 else FAILED_LEAVE_TIMEOUT)
-        if failure is not None and not printed:  # the first rank is lost, so each tells for itself
+        if failure is not None and not printed:  # rank 0 is lost, so each rank prints
             self._print_result(failure)
         return status
 
@@ -146,7 +151,7 @@ class _Check:
         from pgmesh.preflight.preflight import Preflight, versions
 
         barrier = self.barrier
-        barrier.stage("at its beginning")
+        barrier.stage("at the start")
         with _progress_bar(barrier.rank == 0) as bar:
             bar.begin(f"waiting for {count_of(barrier.size, 'rank')}")
             barrier.meet()
@@ -177,7 +182,7 @@ class _Check:
                 mesh.close()
 
     def _shared_arguments(self) -> dict[str, Any]:
-        """What all ranks have to mean alike."""
+        """The arguments that have to be the same on all ranks."""
         args = self.args
         return {
             "sizes": text_report.format_sizes(self.mesh.sizes),
@@ -189,7 +194,7 @@ class _Check:
         }
 
     def _sizes(self) -> dict[Axis, int]:
-        """The sizes, which hold just the ranks of the world."""
+        """The sizes, filled to the size of the world."""
         size = self.barrier.size
         world = (HostLevel("world", ((1, size),)),)
         return arguments.fill(
@@ -197,43 +202,37 @@ class _Check:
         )
 
     def _check_hosts(self, layout: Layout) -> list[str]:
-        """The host of each rank. The first rank sees for all whether it is as planned."""
+        """The host name of each rank. Rank 0 compares the hosts with the plan."""
         from pgmesh.topology import host_mapping
 
         barrier, hosts = self.barrier, self.mesh.topology
-        barrier.stage("looking where ranks are")
+        barrier.stage("comparing hosts")
         places = host_mapping.map_hosts(timeout=timedelta(seconds=barrier.seconds))
         names = _host_names(places)
         if barrier.rank == 0:
             actual = hosts_from_names(names)
             faults = placement_faults(hosts[0], names) if hosts else []
             if faults:
-                raise barrier.give_up(
-                    MismatchError(
-                        _placement_message(faults, actual, self.command_line, arguments.hosts_argument(self.args))
-                    )
-                )
-            where = f"{actual}" if actual else f"{len({*names})} hosts, whose ranks do not follow one another"
+                planned = arguments.hosts_argument(self.args)
+                message = _placement_message(faults, actual, self.command_line, planned)
+                raise barrier.give_up(MismatchError(message))
+            where = f"{actual}" if actual else f"{len({*names})} hosts, whose ranks are not consecutive"
             self.data["hosts"] = names
             self.data["planned"] = hosts[0].spell() if hosts else None
-            agreed = (
-                f"{count_of(barrier.size, 'rank')} came and mean the same: {text_report.format_sizes(_box(layout))}"
-            )
-            self._add_line("ok", agreed)
+            ranks, sizes = count_of(barrier.size, "rank"), text_report.format_sizes(_box(layout))
+            self._add_line("ok", f"{ranks} joined with the same arguments: {sizes}")
             if hosts:
-                self._add_line("ok", f"ranks are where they are planned: {where}")
+                self._add_line("ok", f"ranks are on the planned hosts: {where}")
             else:
-                self._add_line(
-                    "--", f"ranks are on {where}; --nodes {actual.spell() if actual else '8x8'} has it checked"
-                )
+                self._add_line("--", f"ranks are on {where}; --nodes {actual.spell() if actual else '8x8'} checks it")
             local, cores = names.count(names[0]), os.cpu_count() or 1
             if local > cores:
-                self._add_line("warn", f"{local} ranks share {cores} cores of {names[0]}: times differ much by chance")
+                self._add_line("warn", f"{local} ranks share {cores} cores of {names[0]}: times are noisy")
         barrier.meet()
         return names
 
     def _add_results(self, layout: Layout, mesh: Any, families: list[tuple[Axis, ...]], measured: Results) -> None:
-        """What the first rank tells of a check that went well."""
+        """Add the results of a successful check to the report of rank 0."""
         from pgmesh.groups.world import device_of, world_options
         from pgmesh.preflight.results import format_bytes, summary, table
 
@@ -242,7 +241,7 @@ class _Check:
         count = sum(len(result.groups) for result in measured.by_axes)
         what = f"{count_of(count, 'group')} of {len(families)} famil{'ies' if len(families) > 1 else 'y'}"
         self._add_line("ok", f"{what} connected, in {measured.connect_seconds:.2f} s")
-        self._add_line("ok", f"every sum is right, of {', '.join(map(format_bytes, measured.sizes))}")
+        self._add_line("ok", f"every sum is correct, of {', '.join(map(format_bytes, measured.sizes))}")
         width = styled_text.width_of(sys.stdout)
         self.lines += [[], *table(measured, width), [], *summary(measured, width)]
         self.lines[0:0] = [[(f"{count_of(len(layout), 'rank')} over {backend} on {device}", "bold")]]
@@ -266,7 +265,7 @@ class _Check:
 
 
 def _host_names(places: Placement) -> list[str]:
-    """The name of each rank's host; hosts of one name are told apart by their numbers."""
+    """The host name of each rank. Different hosts with the same name get their numbers appended."""
     names = [places.host_infos[ranks[0]].host for ranks in places.hosts]
     names = [f"{name} ({number})" if names.count(name) > 1 else name for number, name in enumerate(names)]
     return [names[places.host_of(rank)] for rank in sorted(places.host_infos)]
@@ -277,17 +276,18 @@ def _box(layout: Layout) -> dict[Axis, int]:
 
 
 def _placement_message(faults: list[str], actual: HostLevel | None, command_line: CommandLine, hosts: str) -> str:
-    """Ranks that are not where they are planned, and the plan that would be what actual is."""
-    message = "ranks are not on the hosts that are planned:" + "".join(f"\n  {fault}" for fault in faults[:8])
+    """The message about ranks that are not on the planned hosts, with the hosts that would match."""
+    message = "ranks are not on the planned hosts:" + "".join(f"\n  {fault}" for fault in faults[:8])
     message += f"\n  and {len(faults) - 8} more" if len(faults) > 8 else ""
     if actual is None:
-        return f"{message}\n\nRanks of one host do not follow one another: have the launcher number them host by host."
-    return f"{message}\n\n  {command_line.with_changes({hosts: actual.spell()})}   # is where they are"
+        fix = "configure the launcher to number them host by host."
+        return f"{message}\n\nThe ranks of a host are not consecutive: {fix}"
+    return f"{message}\n\n  {command_line.with_changes({hosts: actual.spell()})}   # matches the actual hosts"
 
 
 @contextlib.contextmanager
 def _progress_bar(is_shown: bool) -> Iterator[_ProgressBar]:
-    """A progress bar, where somebody looks and rich is installed."""
+    """A progress bar on a terminal if rich is installed; else one that does nothing."""
     if not (is_shown and styled_text.is_coloured(sys.stderr)):
         yield _ProgressBar()
         return
@@ -299,7 +299,7 @@ def _progress_bar(is_shown: bool) -> Iterator[_ProgressBar]:
 
 
 class _ProgressBar:
-    """Steps on a progress bar; none are shown without one."""
+    """The steps of a progress bar of rich; without one, the methods do nothing."""
 
     def __init__(self, progress: Any = None) -> None:
         self.progress = progress
@@ -315,6 +315,6 @@ class _ProgressBar:
             self.progress.update(self.task, total=total)
 
     def advance(self, doing: str) -> None:
-        """A step is done, and the next begins."""
+        """Complete a step and show the next one."""
         if self.progress is not None:
             self.progress.update(self.task, advance=1, description=doing, refresh=True)

@@ -1,4 +1,4 @@
-"""``pgmesh doctor``: what this process finds around it, before it joins anybody."""
+"""``pgmesh doctor``: a diagnosis of the environment of one process, without joining a world."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ examples:
   pgmesh doctor
   srun -n 8 python -m pgmesh doctor
 
-Nothing is sent to other ranks. Exit status 1 where something is bad."""
+Nothing is sent to other ranks. Exit status 1 if a finding is bad."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--timeout", type=float, default=3.0, metavar="SECONDS", help="for each question to the network (3)"
+        "--timeout", type=float, default=3.0, metavar="SECONDS", help="timeout of each network operation (3)"
     )
     parser.add_argument("--json", action="store_true", help="answer in JSON")
 
 
 def run(args: argparse.Namespace, command_line: CommandLine) -> int:
     if args.timeout <= 0:
-        raise UsageError("--timeout is more than nothing.", ("pgmesh doctor", "waits 3 s"))
+        raise UsageError("--timeout has to be greater than 0.", ("pgmesh doctor", "waits 3 s"))
     from pgmesh.preflight.diagnosis import diagnose
 
     findings = diagnose(os.environ, args.timeout)

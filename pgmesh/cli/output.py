@@ -1,4 +1,4 @@
-"""Answers, written where they are asked for."""
+"""Output files of the commands, and standard output."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pgmesh.cli.arguments import CommandLine, UsageError
 
 
 def check(args: argparse.Namespace, command_line: CommandLine) -> None:
-    """UsageError where standard output is asked for more than one answer."""
+    """Raise UsageError if more than one output goes to standard output."""
     if sum(file == "-" for file in (args.svg, args.html)) + args.json < 2:
         return
     words, room = list(command_line.words), not args.json
@@ -20,11 +20,11 @@ def check(args: argparse.Namespace, command_line: CommandLine) -> None:
             room = False
     better = CommandLine(tuple(words))
     suggestions = [] if better == command_line else [(better.with_changes({}), "")]
-    raise UsageError("standard output takes one answer; give the others a file.", *suggestions)
+    raise UsageError("standard output takes one output; write the others to files.", *suggestions)
 
 
 def save(text: str, file: str) -> bool:
-    """Write to a file, or to standard output; whether it was a file."""
+    """Write to a file, or to standard output for ``-``; return True for a file."""
     if file == "-":
         sys.stdout.write(text)
         return False

@@ -1,4 +1,4 @@
-"""``pgmesh plan``: what an arrangement would be like on these hosts, before anything runs."""
+"""``pgmesh plan``: the groups, hosts and costs of a layout, without running anything."""
 
 from __future__ import annotations
 
@@ -21,15 +21,20 @@ examples:
   pgmesh plan --suggest tp=8 cp=2 --nodes 8x8
   pgmesh plan pp=4 dp=-1 tp=8 --domains 4x18x4 --svg plan.svg
 
-A stride is how many ranks apart neighbours are. A group is intra where it lies
-on one host, inter where each of its ranks has a host of its own, and mixed
-between. Nothing is sent, and torch is not loaded."""
+A stride is the distance of neighbours in ranks. A group is intra if it is on
+one host, inter if each of its ranks is on a different host, else mixed. Nothing
+is sent, and torch is not loaded."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     arguments.add_mesh(parser)
     parser.add_argument(
-        "--family", nargs="+", action="extend", default=[], metavar="AXES", help="axes to look at together: dp,cp"
+        "--family",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="AXES",
+        help="combinations of axes to include: dp,cp",
     )
     parser.add_argument(
         "--view",
@@ -37,7 +42,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="VIEW",
-        help='the same ranks read with other axes: "moe: edp=-1 ep=8"',
+        help='other axes over the same ranks: "moe: edp=-1 ep=8"',
     )
     parser.add_argument(
         "--compare",
@@ -45,19 +50,17 @@ def add(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="ORDER",
-        help="other orders of the axes, side by side",
+        help="other orders of the axes, in one table",
     )
-    parser.add_argument(
-        "--suggest", action="store_true", help="put the axes in the order of their traffic; dp is what is left"
-    )
-    parser.add_argument("--picture", action="store_true", help="draw it here too")
+    parser.add_argument("--suggest", action="store_true", help="order the axes by traffic; dp fills the hosts")
+    parser.add_argument("--picture", action="store_true", help="draw the mesh in the terminal too")
     arguments.add_output(parser)
 
 
 def run(args: argparse.Namespace, command_line: CommandLine) -> int:
     args.view, command_line = arguments.join_views(args.view, command_line)
     output.check(args, command_line)
-    for words in (args.view, args.compare, args.family):  # a size behind an option is a size
+    for words in (args.view, args.compare, args.family):  # a size after an option is a size of the mesh
         args.sizes += [word for word in words if "=" in word and ":" not in word and " " not in word]
         words[:] = [word for word in words if word not in args.sizes]
     mesh = arguments.parse_mesh(args, command_line, fit=not args.suggest)
@@ -72,11 +75,11 @@ def run(args: argparse.Namespace, command_line: CommandLine) -> int:
     plans = [plan(layout, nodes=args.nodes, domains=args.domains, views=views, families=families) for layout in layouts]
     saved = _save(plans, args, colour)
     if args.json:
-        data = plans[0].data() if len(plans) == 1 else _compared(plans)
+        data = plans[0].data() if len(plans) == 1 else _comparison_data(plans)
         print(json.dumps(data, indent=2))
     elif "-" not in (args.svg, args.html):
         width = styled_text.width_of(sys.stdout)
-        lines = [*why, *(text_report.full_report(plans[0], width) if len(plans) == 1 else _side_by_side(plans))]
+        lines = [*why, *(text_report.full_report(plans[0], width) if len(plans) == 1 else _comparison_lines(plans))]
         if args.picture:
             lines += [[], *_picture(plans[0], colour, width)]
         styled_text.write([*lines, *([[], *saved] if saved else [])], sys.stdout)
@@ -84,8 +87,8 @@ def run(args: argparse.Namespace, command_line: CommandLine) -> int:
 
 
 def _suggested(mesh: ParsedMesh, args: argparse.Namespace) -> tuple[ParsedMesh, list[Line]]:
-    """The sizes in the order of their traffic, and why."""
-    arguments.require_names(mesh.sizes, mesh.command_line, "how much axes talk is told by their names")
+    """The mesh with its axes ordered by traffic, and lines with the reasons."""
+    arguments.require_names(mesh.sizes, mesh.command_line, "the traffic of an axis is known by its name")
     whole = "dp" in mesh.sizes or -1 in mesh.sizes.values() or not mesh.topology
     if not whole and mesh.topology[0].capacity != len(mesh.layout):
         mesh.sizes["dp"] = -1
@@ -98,19 +101,17 @@ def _suggested(mesh: ParsedMesh, args: argparse.Namespace) -> tuple[ParsedMesh, 
     rows = []
     for axis in reversed(layout.axes):
         method = axis_heuristics.method_of(axis)
-        message = (
-            f"{method.name}: {method.traffic}" if method else "a name that is not known: between pipeline and data"
-        )
+        message = f"{method.name}: {method.traffic}" if method else "unknown name: between pipeline and data"
         rows.append([(f"  {axis}={ordered[axis]}", "bold"), (message, "")])
     why += [
-        [("Those that talk most stand nearest, innermost first:", "")],
+        [("The axes by traffic, innermost first:", "")],
         *styled_text.columns(rows, [False, False]),
         [],
     ]
     return ParsedMesh(mesh.command_line, ordered, mesh.topology, layout), why
 
 
-def _side_by_side(plans: list[Plan]) -> list[Line]:
+def _comparison_lines(plans: list[Plan]) -> list[Line]:
     lines = [[(text_report.title(plans[0]), "bold")], [], *text_report.comparison(plans), []]
     if not plans[0].topology:
         return lines
@@ -118,28 +119,28 @@ def _side_by_side(plans: list[Plan]) -> list[Line]:
     return [*lines, [(f"Best by traffic: {best.order}", "green")], *text_report.findings(best)]
 
 
-def _compared(plans: list[Plan]) -> dict[str, object]:
+def _comparison_data(plans: list[Plan]) -> dict[str, object]:
     best = text_report.best_plan(plans).order if plans[0].topology else None
-    return {"format": 1, "plans": [one.data() for one in plans], "best": best}
+    return {"format": 1, "plans": [each.data() for each in plans], "best": best}
 
 
 def _save(plans: list[Plan], args: argparse.Namespace, colour: tuple[str | int, ...]) -> list[Line]:
-    """Pictures and pages, and a line for each file that was written."""
+    """Write the SVG and HTML files; return a line for each file."""
     lines: list[Line] = []
     if args.svg or args.html:
-        from pgmesh.drawing import svg  # not before somebody asks for them
+        from pgmesh.drawing import svg  # only loaded when needed
         from pgmesh.planning import html
 
-        drawn = [figure for one in plans for figure in html.figures(one, *colour)]
+        drawn = [figure for each in plans for figure in html.figures(each, *colour)]
         if args.svg and output.save(svg.drawing(*drawn).svg(), args.svg):
-            lines.append([(f"The picture is in {args.svg}", "")])
+            lines.append([(f"SVG written to {args.svg}", "")])
         if args.html and output.save(html.page(plans, *colour), args.html):
-            lines.append([(f"The page is in {args.html}", "")])
+            lines.append([(f"HTML written to {args.html}", "")])
     return lines
 
 
 def _picture(one: Plan, colour: tuple[str | int, ...], width: int) -> list[Line]:
-    """The mesh, and its views under it."""
+    """The lines of the mesh's figure, then those of its views."""
     from pgmesh.drawing import terminal
     from pgmesh.planning import html
 

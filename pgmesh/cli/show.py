@@ -1,4 +1,4 @@
-"""``pgmesh show``: one rank's place in an arrangement, its groups, its neighbours, and a picture."""
+"""``pgmesh show``: the coord, the groups and the neighbours of one rank, with a figure."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace, command_line: CommandLine) -> int:
     saved = []
     for file, text in ((args.svg, svg.drawing(drawn).svg), (args.html, lambda: html.rank_page(report, drawn))):
         if file and output.save(text(), file):
-            saved.append([(f"The picture is in {file}", "")])
+            saved.append([(f"Figure written to {file}", "")])
     if args.json:
         print(json.dumps(report.data(), indent=2))
     elif "-" not in (args.svg, args.html):

@@ -1,1 +1,1 @@
-"""Pictures of anything with axes, a shape and ranks: plain text, terminal, SVG."""
+"""Figures of anything with axes, a shape and ranks, as plain text, for a terminal, and as SVG."""

@@ -1,4 +1,4 @@
-"""The protocol of what can be drawn. ``Layout`` follows it; this folder does not import it."""
+"""The protocol of objects that can be drawn. ``Layout`` implements it; this folder does not import ``Layout``."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Protocol, Union
 
 Axis = Union[str, int]
-"""An axis, by its name or its number."""
+"""The name or the number of an axis."""
 
 
 class Drawable(Protocol):
-    """Ranks in an N-D box. Each method is described in ``pgmesh.Layout``."""
+    """An N-D arrangement of ranks. The methods are described in ``pgmesh.Layout``."""
 
     @property
     def axes(self) -> tuple[Axis, ...]: ...

@@ -1,7 +1,8 @@
-"""What a picture shows, before it is text, SVG or HTML: cells, panels of them, a colour to each group, hosts.
+"""Figures: the content of a picture of a mesh, independent of the output format (SVG, terminal).
 
-The last axis runs across, the one before it runs down, and each place on the axes outside these is a panel: small
-multiples, as in the text of ``draw``. A mesh of more ranks than can be looked at is shown by the ends of its axes.
+A figure consists of panels, and a panel of cells. A cell is one rank with the colour of its group and its host. The
+last axis runs across a panel and the one before it runs down; each combination of indices on the other axes has its
+panel. A mesh of more than ``MAX_CELLS`` ranks is shown as a sample: the first and the last indices of its axes.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ if TYPE_CHECKING:
     from pgmesh.topology.hosts import HostLevel
 
 MAX_CELLS = 1024
-"""How many cells a picture has before it shows a sample."""
+"""The default limit on the cells of a figure. A larger mesh is shown as a sample."""
 
 MAX_COLUMNS = 64
-"""How many cells stand side by side in a panel at most."""
+"""The default limit on the columns of a panel."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One rank, or a gap where ranks are left out."""
+    """One rank, or a gap (``rank=None``) in place of ranks that are left out."""
 
     row: int
     column: int
     rank: int | None
     label: str = ""  # pp0-dp1-tp1
-    colour: int = 0  # the number of its group among those shown
+    colour: int = 0  # the index of its group among those shown
     group: str = ""  # pp=0, dp=1, tp=*
     host: int | None = None
     marked: bool = False
@@ -41,23 +42,23 @@ class Cell:
 
 @dataclass(frozen=True)
 class Panel:
-    """The cells at one place on the outer axes."""
+    """The cells with the same indices on the outer axes: all axes but the last two."""
 
     title: str
     rows: tuple[str, ...]
     columns: tuple[str, ...]
     cells: tuple[Cell, ...]
-    skipped: tuple[str, ...] = ()  # what is left out just before it: pp0 dp8 to dp14
-    follows: bool = True  # nothing is left out there but on the innermost of the outer axes
+    skipped: tuple[str, ...] = ()  # the panels left out just before it: pp0 dp8 to dp14
+    follows: bool = True  # False if panels are left out on an axis other than the innermost outer one
 
     @property
     def host(self) -> int | None:
-        """The one host that all of it is on, if there is one."""
+        """The host of all its ranks; None if they are on several hosts."""
         hosts = {cell.host for cell in self.cells if cell.rank is not None}
         return hosts.pop() if len(hosts) == 1 else None
 
     def boxes(self) -> list[tuple[int, range, range]]:
-        """Each host with the rows and the columns of a rectangle of its cells; a ragged host has several.
+        """Each host with the rows and columns of a rectangle of its cells. A host may need several rectangles.
 
         >>> from pgmesh.topology.hosts import HostLevel
         >>> make_figure(layout, host=HostLevel("host", ((4, 2),))).panels[0].boxes()
@@ -76,7 +77,7 @@ class Panel:
         return boxes
 
     def regions(self) -> list[tuple[int, list[tuple[range, range]]]]:
-        """Each host with the rectangles of its cells that touch; a host in several pieces has several.
+        """Each host with the adjacent rectangles of its cells. A host in several pieces has several entries.
 
         >>> from pgmesh.topology.hosts import HostLevel
         >>> make_figure(layout, host=HostLevel("host", ((1, 3), (1, 5)))).panels[0].regions()
@@ -84,15 +85,15 @@ class Panel:
         """
         regions: dict[int, list[list[tuple[range, range]]]] = {}
         for host, down, across in self.boxes():
-            mine = regions.setdefault(host, [])
-            near = [parts for parts in mine if any(_share_edge((down, across), part) for part in parts)]
-            mine[:] = [parts for parts in mine if parts not in near]
-            mine.append([*(part for parts in near for part in parts), (down, across)])
-        return [(host, parts) for host, mine in regions.items() for parts in mine]
+            pieces = regions.setdefault(host, [])
+            adjacent = [parts for parts in pieces if any(_share_edge((down, across), part) for part in parts)]
+            pieces[:] = [parts for parts in pieces if parts not in adjacent]
+            pieces.append([*(part for parts in adjacent for part in parts), (down, across)])
+        return [(host, parts) for host, pieces in regions.items() for parts in pieces]
 
 
 def _share_edge(one: tuple[range, range], other: tuple[range, range]) -> bool:
-    """Whether two rectangles that do not overlap have a part of an edge in common."""
+    """True if two rectangles that do not overlap share a part of an edge."""
     (down, across), (other_down, other_across) = one, other
     rows = min(down.stop, other_down.stop) - max(down.start, other_down.start)
     columns = min(across.stop, other_across.stop) - max(across.start, other_across.start)
@@ -100,7 +101,7 @@ def _share_edge(one: tuple[range, range], other: tuple[range, range]) -> bool:
 
 
 def _runs(cells: Sequence[Cell]) -> list[tuple[int, range]]:
-    """The hosts along one row, and the columns that each has in one go."""
+    """The hosts along one row, each with its consecutive columns."""
     runs: list[tuple[int, range]] = []
     for cell in cells:
         if cell.host is None:
@@ -114,15 +115,15 @@ def _runs(cells: Sequence[Cell]) -> list[tuple[int, range]]:
 
 @dataclass(frozen=True)
 class Figure:
-    """A whole mesh as a picture shows it."""
+    """The content of the picture of one mesh."""
 
     title: str
     legend: str
-    note: str  # that it is a sample; "" if it is not
+    note: str  # a sentence if it is a sample; else ""
     panels: tuple[Panel, ...]
-    across: int  # how many panels the innermost of the outer axes has
-    colours: int  # how many groups are shown
-    host: str  # what holds ranks: host, domain; "" if that is not known
+    panels_across: int  # the number of shown indices of the innermost outer axis
+    colours: int  # the number of groups shown
+    host: str  # the name of the level: host, domain; "" if there is none
 
 
 def make_figure(
@@ -134,15 +135,15 @@ def make_figure(
     max_cells: int = MAX_CELLS,
     max_columns: int = MAX_COLUMNS,
 ) -> Figure:
-    """What a picture of a layout shows.
+    """The figure of a layout.
 
     Args:
-        axes: the axes whose groups have a colour each; the innermost one unless given.
-        host: what holds ranks, to draw boxes of.
-        mark: a rank to point out.
-        title: the sizes of the axes unless given.
-        most: how many cells there are at most.
-        wide: how many of them stand side by side in a panel at most.
+        axes: the axes whose groups are coloured; by default the innermost one.
+        host: the level whose units are drawn as boxes.
+        mark: a rank to highlight.
+        title: by default the sizes of the axes.
+        max_cells: the limit on the number of cells, which is kept approximately.
+        max_columns: the limit on the columns of a panel.
 
     >>> drawn = make_figure(layout, "dp", "tp")
     >>> drawn.colours, [cell.rank for cell in drawn.panels[1].cells]
@@ -162,21 +163,21 @@ def make_figure(
     sizes = " ".join(f"{axis}={size}" for axis, size in zip(layout.axes, layout.shape))
     legend = [f"one colour: one {' x '.join(map(str, chosen))} group"] * bool(chosen)
     if host:
-        there = [number for panel in panels for number, _ in panel.regions()]
-        legend.append(f"{'one box' if len(there) == len({*there}) else 'boxes of the same name'}: one {host.name}")
+        boxed = [number for panel in panels for number, _ in panel.regions()]
+        legend.append(f"{'one box' if len(boxed) == len({*boxed}) else 'boxes of the same name'}: one {host.name}")
     return Figure(
         title=sizes if title is None else title,
         legend="; ".join(legend),
         note=f"a sample: {seen:,} of {len(layout):,} ranks, from the ends of the axes" if seen < len(layout) else "",
         panels=panels,
-        across=len(shown[cut - 1]) - shown[cut - 1].count(GAP) if cut else 1,
+        panels_across=len(shown[cut - 1]) - shown[cut - 1].count(GAP) if cut else 1,
         colours=len(colours),
         host=host.name if host else "",
     )
 
 
 def _indices_to_show(layout: Drawable, mark: int | None, max_cells: int, max_columns: int) -> list[ShownCoord]:
-    """The indices of each axis to show, of outer axes the fewest, so that there are about so many cells at most."""
+    """The indices of each axis to show, for about ``max_cells`` cells. The outermost axes are shortened first."""
     limits = [
         min(size, least) for size, least in zip(layout.shape, [max_cells] * (len(layout.axes) - 1) + [max_columns])
     ]
@@ -187,20 +188,27 @@ def _indices_to_show(layout: Drawable, mark: int | None, max_cells: int, max_col
 
 
 def _skipped(axes: Sequence[Axis], shown: Sequence[ShownCoord], outer: ShownCoord) -> tuple[str, ...]:
-    """What is left out just before the panel at a place on the outer axes: for each of them words, or "" for nothing.
+    """The panels left out just before a panel: for each outer axis a text, or "" if none are left out on it.
+
+    Args:
+        axes: the outer axes.
+        shown: the indices of each outer axis that are shown.
+        outer: the panel's index on each outer axis.
 
     >>> _skipped(("pp", "dp"), [(0, GAP, 7), (0, 1, GAP, 15)], (7, 0)), _skipped(("pp",), [(GAP, 3)], (3,))
     (('pp1 to pp6', ''), ('pp0 to pp2',))
     """
-    words = []
+    texts = []
     for k, (indices, index) in enumerate(zip(shown, outer)):
         at = indices.index(index)
-        begins = all(other == next(i for i in more if i != GAP) for other, more in zip(outer[k + 1 :], shown[k + 1 :]))
+        is_first_inside = all(
+            other == next(i for i in more if i != GAP) for other, more in zip(outer[k + 1 :], shown[k + 1 :])
+        )
         before = indices[at - 2] if at > 1 else -1
-        missing = range(int(before) + 1, int(index)) if at and indices[at - 1] == GAP and begins else ()
+        missing = range(int(before) + 1, int(index)) if at and indices[at - 1] == GAP and is_first_inside else ()
         ends = " to ".join(coord_text((axes[k],), (end,)) for end in dict.fromkeys([*missing[:1], *missing[-1:]]))
-        words.append(" ".join(filter(None, (coord_text(tuple(axes[:k]), outer[:k]), ends))) if missing else "")
-    return tuple(words)
+        texts.append(" ".join(filter(None, (coord_text(tuple(axes[:k]), outer[:k]), ends))) if missing else "")
+    return tuple(texts)
 
 
 def _panel(
@@ -213,17 +221,18 @@ def _panel(
     mark: int | None,
     skipped: tuple[str, ...],
 ) -> Panel:
+    """The panel at the indices ``outer`` of the outer axes. Groups get the next colour when they are first seen."""
     axes = layout.axes[len(outer) :]
     columns = list(product(*shown[-1:]))
     rows = list(product(*shown[:-1]))
     others = [axis for axis in layout.axes if axis not in chosen]
     cells = []
     for (i, row), (j, column) in product(enumerate(rows), enumerate(columns)):
-        place = [index for index in (*outer, *row, *column) if isinstance(index, int)]
-        if len(place) < len(layout.axes):
+        coord = [index for index in (*outer, *row, *column) if isinstance(index, int)]
+        if len(coord) < len(layout.axes):
             cells.append(Cell(i, j, None))
             continue
-        rank = layout.rank_of(place)
+        rank = layout.rank_of(coord)
         number = layout.index_of(rank, *others) if others else 0
         cells.append(
             Cell(

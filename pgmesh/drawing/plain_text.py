@@ -1,6 +1,6 @@
-"""A layout as a picture made of text.
+"""A layout as plain text, with one framed panel for each combination of indices on the outer axes.
 
-The last axis runs across, the one before it runs down, and each place on the axes outside these is a panel.
+Inside a panel the last axis runs across and the one before it runs down. ``print(layout)`` shows this text.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from pgmesh.drawing.drawable import Drawable
 
 MAX_INDICES = 8
-"""How many indices of one axis are shown before the middle is left out."""
+"""The number of indices of one axis that are shown. Of a longer axis, the middle is left out."""
 
 GAP = "…"
 ShownCoord = tuple[Union[int, str], ...]
-"""An index on each of some axes, ``GAP`` where indices are left out."""
+"""One index for each of some axes, or ``GAP`` where indices are left out."""
 
 
 def draw(layout: Drawable, *, mark: int | None = None, width: int = 80) -> str:
-    """A layout as lines of text, panels side by side as far as ``width`` goes.
+    """Draw a layout as lines of text, with as many panels next to each other as fit in ``width``.
 
     Args:
         mark: a rank to put in brackets.
@@ -39,56 +39,56 @@ def draw(layout: Drawable, *, mark: int | None = None, width: int = 80) -> str:
     tables = {outer: _table(layout, outer, shown[cut:], mark) for outer in product(*shown[:cut])}
     widths = [max(map(len, column)) for column in zip(*(line for table in tables.values() for line in table))]
     panels = [_frame(coord_text(layout.axes, outer), table, widths) for outer, table in tables.items()]
-    fit = max(1, (width + 2) // (max(len(panel[0]) for panel in panels) + 2))
-    strips = [panels[i : i + fit] for i in range(0, len(panels), fit)]
+    per_line = max(1, (width + 2) // (max(len(panel[0]) for panel in panels) + 2))
+    strips = [panels[i : i + per_line] for i in range(0, len(panels), per_line)]
     return "\n".join("  ".join(line) for strip in strips for line in zip(*strip))
 
 
 def _table(layout: Drawable, outer: ShownCoord, shown: list[ShownCoord], mark: int | None) -> list[list[str]]:
-    """The words of one panel: the names of its columns, then a line for each row of ranks."""
+    """The texts of one panel: a row with the names of its columns, then the rows of ranks."""
     axes = layout.axes[len(outer) :]
     columns = list(product(*shown[-1:]))
     names = [["", *(coord_text(axes[-1:], column) for column in columns)]] if axes else []
     return names + [
-        [coord_text(axes[:-1], row), *(_rank(layout, (*outer, *row, *column), mark) for column in columns)]
+        [coord_text(axes[:-1], row), *(_rank_text(layout, (*outer, *row, *column), mark) for column in columns)]
         for row in product(*shown[:-1])
     ]
 
 
 def _frame(title: str, table: list[list[str]], widths: list[int]) -> list[str]:
-    """The lines of one panel, drawn in a frame."""
+    """The lines of one panel, inside a frame."""
     lines = [
-        f" {stub:<{widths[0]}}" + "".join(f" {word:>{width}}" for word, width in zip(words, widths[1:]))
-        for stub, *words in table
+        f" {row_name:<{widths[0]}}" + "".join(f" {text:>{width}}" for text, width in zip(texts, widths[1:]))
+        for row_name, *texts in table
     ]
     room = max(len(lines[0]), len(title) + 3)
     top = f" {title} " if title else ""
     return [f"┌{top:─<{room}}┐", *(f"│{line:<{room}}│" for line in lines), f"└{'─' * room}┘"]
 
 
-def _rank(layout: Drawable, coord_shown: ShownCoord, mark: int | None) -> str:
-    coord = [index for index in coord_shown if isinstance(index, int)]
-    if len(coord) < len(coord_shown):
+def _rank_text(layout: Drawable, shown_coord: ShownCoord, mark: int | None) -> str:
+    coord = [index for index in shown_coord if isinstance(index, int)]
+    if len(coord) < len(shown_coord):
         return GAP
     rank = layout.rank_of(coord)
     return f"[{rank}]" if rank == mark else str(rank)
 
 
 def shown_indices(layout: Drawable, mark: int | None, limits: Iterable[int]) -> list[ShownCoord]:
-    """The indices of each axis that a picture shows: all of a short one; of a long one the ends and the marked."""
-    here = layout.coord_of(mark) if mark is not None and mark in layout else (0,) * len(layout.axes)
+    """The indices of each axis to show: all of them up to the limit, else the first, the marked and the last."""
+    coord = layout.coord_of(mark) if mark is not None and mark in layout else (0,) * len(layout.axes)
     return [
-        tuple(range(size)) if size <= limit else _ends(size, index, limit)
-        for size, index, limit in zip(layout.shape, here, limits)
+        tuple(range(size)) if size <= limit else _shortened(size, index, limit)
+        for size, index, limit in zip(layout.shape, coord, limits)
     ]
 
 
-def _ends(size: int, index: int, limit: int) -> ShownCoord:
+def _shortened(size: int, index: int, limit: int) -> ShownCoord:
     if limit - 2 <= index < size - 1:
         return (*range(limit - 4), GAP, index, GAP, size - 1)
     return (*range(limit - 2), GAP, size - 1)
 
 
-def coord_text(axes: tuple[str | int, ...], coord_shown: ShownCoord) -> str:
-    """A place in the words of ``label``: ``pp0 dp1``."""
-    return " ".join(f"{axis}:{i}" if isinstance(axis, int) else f"{axis}{i}" for axis, i in zip(axes, coord_shown))
+def coord_text(axes: tuple[str | int, ...], coord: ShownCoord) -> str:
+    """Indices with the names of their axes: ``pp0 dp1``."""
+    return " ".join(f"{axis}:{i}" if isinstance(axis, int) else f"{axis}{i}" for axis, i in zip(axes, coord))

@@ -1,4 +1,4 @@
-"""Lines of text with a style to each piece: plain, or in colour where rich is installed and somebody looks."""
+"""Styled text: lines of pieces, each with a style. Written in colour on a terminal if rich is installed, else plain."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from importlib.util import find_spec
 from typing import TextIO
 
 Line = list[tuple[str, str]]
-"""Pieces of text, each with a style in rich's words, such as ``"bold red"``; ``""`` is plain."""
+"""Pieces of text, each with a style of rich, such as ``"bold red"``; ``""`` is plain."""
 
 
 def plain(lines: Iterable[Line]) -> str:
-    """The text alone, with nothing at the ends of lines.
+    """The text without styles and without trailing spaces.
 
     >>> plain([[("tp", "bold"), ("  ", ""), ("4 ", "")]])
     'tp  4'
@@ -22,7 +22,7 @@ def plain(lines: Iterable[Line]) -> str:
 
 
 def columns(rows: Sequence[Sequence[tuple[str, str]]], right: Sequence[bool], gap: str = "  ") -> list[Line]:
-    """Rows of cells set under one another; ``right`` says which columns stand to the right.
+    """Rows of cells as aligned lines. ``right`` is True for each column that is right-aligned.
 
     >>> print(plain(columns([[("tp", ""), ("4", "")], [("data", ""), ("16", "")]], right=[False, True])))
     tp     4
@@ -41,11 +41,11 @@ def columns(rows: Sequence[Sequence[tuple[str, str]]], right: Sequence[bool], ga
 
 
 def ranks_in(room: int, ranks: Sequence[int], size: int) -> str:
-    """Ranks of a group in so many characters: as many from its beginning as fit, and the last.
+    """The ranks of a group in at most ``room`` characters: the first ones that fit, and the last.
 
     Args:
-        ranks: all of them, or some from the beginning and the last.
-        size: how many there are.
+        ranks: all ranks of the group, or the first ones and the last.
+        size: the number of ranks in the group.
 
     >>> ranks_in(9, (0, 4, 8, 12), 4), ranks_in(12, (0, 4, 8, 12), 4)
     ('0, …, 12', '0, 4, 8, 12')
@@ -59,7 +59,7 @@ def ranks_in(room: int, ranks: Sequence[int], size: int) -> str:
 
 
 def wrapped(text: str, width: int, style: str = "", indent: str = "", first: str | None = None) -> list[Line]:
-    """A sentence on as many lines as it takes, words whole."""
+    """Wrap a text between words, to lines of ``width``. ``first`` replaces the indent of the first line."""
     lines: list[Line] = []
     current = indent if first is None else first
     empty = True
@@ -73,11 +73,11 @@ def wrapped(text: str, width: int, style: str = "", indent: str = "", first: str
 
 
 MARKS = {"ok": "green", "warn": "yellow", "bad": "bold red", "--": "dim"}
-"""How a finding is marked, and the style of it."""
+"""The marks of a finding, with their styles."""
 
 
 def marked(mark: str, text: str, width: int = 80) -> list[Line]:
-    """A finding with its mark.
+    """A finding, as wrapped lines with its mark in front.
 
     >>> print(plain(marked("ok", "all ranks came")))
     ok    all ranks came
@@ -87,25 +87,25 @@ def marked(mark: str, text: str, width: int = 80) -> list[Line]:
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether somebody looks at a stream: whether it is a terminal.
+    """True if a stream is a terminal of the user.
 
-    Open MPI gives each rank a terminal of its own, whoever reads what it says: that one does not count.
+    Open MPI connects each rank to a pseudo-terminal even if its output is piped. Such a terminal does not count.
     """
     return bool(getattr(stream, "isatty", lambda: False)()) and "OMPI_COMM_WORLD_RANK" not in os.environ
 
 
 def width_of(stream: TextIO) -> int:
-    """How many characters go on a line: as many as the terminal has, and 80 elsewhere."""
+    """The width of a line in characters: that of the terminal, at least 40; 80 if the stream is not a terminal."""
     return max(40, shutil.get_terminal_size((80, 24)).columns) if is_terminal(stream) else 80
 
 
 def is_coloured(stream: TextIO) -> bool:
-    """Whether lines written to a stream get their colours: it is a terminal that has some, and rich is installed."""
+    """True if lines are written in colour: the stream is a terminal with colours, and rich is installed."""
     return is_terminal(stream) and os.environ.get("TERM") != "dumb" and find_spec("rich") is not None
 
 
 def write(lines: Sequence[Line], stream: TextIO) -> None:
-    """Write lines to a stream, in colour if it is a terminal and rich is installed."""
+    """Write lines to a stream, in colour if ``is_coloured``."""
     if not is_coloured(stream):
         stream.write(plain(lines) + "\n")
         return

@@ -1,6 +1,11 @@
-"""A picture as SVG: where each box and each word stands, then the text of it. No scripts; hovering tells more.
+"""SVG of figures. The output has no scripts; each cell has a tooltip with its rank, coord, group and host.
 
-Places are counted in pixels. A cell is as wide as the widest word that has to stand in it, so no word is cut.
+It is made in two steps. ``drawing`` computes a position in pixels for every box and every text, and returns a
+``Drawing``. ``Drawing.svg`` writes these as XML. The tests check positions on the ``Drawing``.
+
+``_grid`` computes the measures that all panels of a figure share, from the widest text of each kind: no text is cut.
+``_panel`` positions the cells, the axis names and the host boxes of one panel. ``_figure`` arranges the panels in
+lines, as many side by side as fit. The origin of each part is its top left corner; ``moved`` shifts a part.
 """
 
 from __future__ import annotations
@@ -18,11 +23,37 @@ if TYPE_CHECKING:
     from pgmesh.drawing.drawable import Axis, Drawable
     from pgmesh.topology.hosts import HostLevel
 
-WIDTH = 1380
-"""How wide a drawing gets before panels go on another line."""
-
-INK, QUIET, FRAME, GROUND, CARD = "#0f172a", "#64748b", "#94a3b8", "#ffffff", "#f8fafc"
 FONT = "ui-sans-serif,system-ui,'Segoe UI',Helvetica,Arial,'DejaVu Sans',sans-serif"
+
+
+@dataclass(frozen=True)
+class Colours:
+    """The colours of everything but the groups."""
+
+    text: str = "#0f172a"
+    muted: str = "#64748b"  # the text of axes, hosts and notes
+    frame: str = "#94a3b8"  # around hosts
+    background: str = "#ffffff"
+    panel: str = "#f8fafc"
+    panel_frame: str = "#e2e8f0"  # around a panel with host boxes inside
+
+
+COLOURS = Colours()
+
+
+@dataclass(frozen=True)
+class Spacing:
+    """Distances in pixels."""
+
+    max_width: float = 1380  # of a drawing; more panels wrap to another line
+    min_width: float = 480  # of one of several figures
+    margin: float = 20.0  # around a drawing
+    between_figures: float = 36.0
+    between_panels: float = 12.0
+    ellipsis: float = 36.0  # the width of the ellipsis between panels
+
+
+SPACING = Spacing()
 
 
 @dataclass(frozen=True)
@@ -39,19 +70,19 @@ class Box:
     thick: float = 1
     round: float = 4
     title: str = ""
-    parts: tuple[Box, ...] = ()  # the rectangles that it is made of, where it is none itself
-    outline: tuple[tuple[tuple[float, float], ...], ...] = ()  # the corners around these
+    parts: tuple[Box, ...] = ()  # the rectangles of a host whose outline is not a rectangle
+    outline: tuple[tuple[tuple[float, float], ...], ...] = ()  # the loops of corners around these rectangles
 
     def moved(self, x: float, y: float) -> Box:
-        """The same at another place."""
+        """The box shifted by x and y."""
         parts = tuple(part.moved(x, y) for part in self.parts)
         outline = tuple(tuple((across + x, down + y) for across, down in loop) for loop in self.outline)
         return replace(self, x=self.x + x, y=self.y + y, parts=parts, outline=outline)
 
 
 @dataclass(frozen=True)
-class Words:
-    """Text, which stands on a line at y and begins, is centred or ends at x."""
+class Text:
+    """One line of text with its baseline at y; ``anchor`` says if x is its start, middle or end."""
 
     kind: str  # title, note, panel, axis, host, rank, gap
     x: float
@@ -59,12 +90,12 @@ class Words:
     text: str
     size: float
     anchor: str = "start"
-    fill: str = INK
+    fill: str = COLOURS.text
     bold: bool = False
 
     @property
     def span(self) -> tuple[float, float]:
-        """From where to where it goes at most, in the widest of the usual fonts."""
+        """The leftmost and the rightmost x of the text, in the widest of the usual fonts."""
         wide = width_of(self.text, self.size, self.bold)
         start = {"start": self.x, "middle": self.x - wide / 2, "end": self.x - wide}[self.anchor]
         return start, start + wide
@@ -72,44 +103,45 @@ class Words:
 
 @dataclass(frozen=True)
 class Drawing:
-    """All boxes and words of a picture, in the order they are laid down."""
+    """The boxes and texts of a picture with their positions, in the order in which they are drawn."""
 
     width: float
     height: float
     boxes: tuple[Box, ...]
-    words: tuple[Words, ...]
+    texts: tuple[Text, ...]
 
     def svg(self) -> str:
-        """The text of it.
+        """The SVG document.
 
         >>> drawing(figures.make_figure(layout)).svg().startswith('<svg xmlns="http://www.w3.org/2000/svg"')
         True
         """
         size = f'width="{_n(self.width)}" height="{_n(self.height)}" viewBox="0 0 {_n(self.width)} {_n(self.height)}"'
         lines = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{FONT}" role="img">']
-        lines += [*map(_box, self.boxes), *map(_words, self.words), "</svg>"]
+        lines += [*map(_box_element, self.boxes), *map(_text_element, self.texts), "</svg>"]
         return "\n".join(lines) + "\n"
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """How large things are: the fewer ranks, the larger."""
+class Scale:
+    """Sizes in pixels, which depend on the number of cells."""
 
-    rank: float  # of its text
-    small: float  # of the text of axes and hosts
-    tall: float  # a cell
-    wide: float  # a cell at least
+    rank_font: float
+    label_font: float  # of axes and hosts
+    cell_height: float
+    min_cell_width: float
     gap: float  # between cells
 
     @classmethod
-    def fitting(cls, cells: int) -> Sizes:
+    def for_cells(cls, cells: int) -> Scale:
+        """The sizes for a figure of so many cells: the fewer, the larger."""
         if cells <= 32:
             return cls(15, 11, 34, 46, 8)
         return cls(11, 9, 22, 28, 6) if cells <= 256 else cls(8, 7.5, 14, 20, 4)
 
 
 def of(layout: Drawable, *axes: Axis, host: HostLevel | None = None, mark: int | None = None) -> str:
-    """A layout as SVG, a colour to each group along some axes.
+    """A layout as SVG; each group along the axes has its colour.
 
     >>> of(layout, "tp").count("<title>")
     8
@@ -118,7 +150,7 @@ def of(layout: Drawable, *axes: Axis, host: HostLevel | None = None, mark: int |
 
 
 def beside(*layouts: Drawable, host: HostLevel | None = None) -> str:
-    """Layouts side by side as SVG, such as two meshes over the same ranks.
+    """Several layouts as one SVG, next to each other, such as two meshes over the same ranks.
 
     >>> beside(layout, layout.view(edp=2, ep=4)).count('<rect class="cell"')
     16
@@ -127,39 +159,42 @@ def beside(*layouts: Drawable, host: HostLevel | None = None) -> str:
 
 
 def drawing(*figures: Figure) -> Drawing:
-    """Where everything of some figures stands, side by side where there is room for them."""
-    room = max(WIDTH / len(figures), 480)
+    """The drawing of figures, next to each other."""
+    room = max(SPACING.max_width / len(figures), SPACING.min_width)
     cells = max(sum(len(panel.cells) for panel in figure.panels) for figure in figures)
-    parts = [_figure(figure, Sizes.fitting(cells), room) for figure in figures]
-    edge, between = 20.0, 36.0
+    parts = [_figure(figure, Scale.for_cells(cells), room) for figure in figures]
+    edge = SPACING.margin
     boxes: list[Box] = []
-    words: list[Words] = []
+    texts: list[Text] = []
     x = edge
     for part in parts:
         boxes += [box.moved(x, edge) for box in part.boxes]
-        words += [replace(word, x=word.x + x, y=word.y + edge) for word in part.words]
-        x += part.width + between
-    width, height = x - between + edge, max(part.height for part in parts) + 2 * edge
-    ground = Box("ground", 0, 0, width, height, GROUND, round=10)
-    return Drawing(width, height, (ground, *boxes), tuple(words))
+        texts += [replace(text, x=text.x + x, y=text.y + edge) for text in part.texts]
+        x += part.width + SPACING.between_figures
+    width, height = x - SPACING.between_figures + edge, max(part.height for part in parts) + 2 * edge
+    ground = Box("ground", 0, 0, width, height, COLOURS.background, round=10)
+    return Drawing(width, height, (ground, *boxes), tuple(texts))
 
 
 def colour(number: int, of_all: int) -> str:
-    """The colour of one group of so many: all as light as one another, neighbours far apart, later turns a shade off.
+    """The colour of one group of ``of_all``. All colours have about the same lightness; neighbours differ clearly.
+
+    Beyond six groups, hues advance by the golden angle, and every ten groups the shade changes.
 
     >>> colour(0, 2), colour(1, 2)
     ('#a5dbff', '#fcc999')
     """
-    turn = number * 0.38196601 if of_all > 6 else number / of_all  # the golden angle: no two turns meet
-    light, strong = SHADES[number // 10 % 3]
-    return _oklch(light, strong, math.radians(245 + 360 * turn))
+    turn = number * 0.38196601 if of_all > 6 else number / of_all  # the golden angle: hues do not repeat
+    lightness, chroma = SHADES[number // 10 % 3]
+    return _oklch(lightness, chroma, math.radians(245 + 360 * turn))
 
 
 SHADES = ((0.87, 0.085), (0.92, 0.055), (0.80, 0.11))
+"""Pairs of lightness and chroma."""
 
 
 def width_of(text: str, size: float, bold: bool = False) -> float:
-    """How wide text is at most, in the widest of the usual fonts."""
+    """The width of text in pixels, in the widest of the usual fonts."""
     return sum(_WIDE.get(letter, 0.64) for letter in text) * size * (1.1 if bold else 1)
 
 
@@ -171,71 +206,69 @@ _WIDE = {**dict.fromkeys("iljI.,:;'| ", 0.36), **dict.fromkeys("mwMW…", 1.0)}
 
 @dataclass(frozen=True)
 class _Grid:
-    """The measures that all panels of a figure share, so that they line up."""
+    """The measures in pixels that all panels of a figure share, so that their cells are aligned."""
 
-    sizes: Sizes
-    stub: float  # left of the cells, for the names of rows
-    head: float  # above the cells, for the title and the names of columns
-    cell: float  # the width of a cell
-    pitch: float  # from one row to the next
+    scale: Scale
+    row_names: float  # width left of the cells
+    header: float  # height above the cells, for the title and the names of columns
+    cell: float  # width of a cell
+    pitch: float  # distance from one row to the next
     pad: float  # inside the frame
-    boxed: bool  # whether hosts have boxes of their own inside panels
-    side: float  # right of the cells, for the names of hosts where each has whole rows
-    titled: bool  # whether panels have a line for a title
-    across: int  # how many cells stand side by side
-    titles: float  # how wide the widest title is
+    boxed: bool  # True if a panel has several hosts, which then have boxes inside it
+    host_names: float  # width right of the cells, if each host has whole rows; else 0
+    titled: bool  # True if panels have a line for a title
+    columns: int
+    title_width: float  # of the widest title
 
     def x(self, column: int) -> float:
-        return self.pad + self.stub + column * (self.cell + self.sizes.gap)
+        return self.pad + self.row_names + column * (self.cell + self.scale.gap)
 
     def y(self, row: int) -> float:
-        return self.pad + self.head + row * self.pitch
+        return self.pad + self.header + row * self.pitch
 
     @property
     def width(self) -> float:
-        """How wide a panel is."""
-        return max(self.x(self.across) - self.sizes.gap + self.side, self.pad + self.titles) + self.pad
+        """The width of a panel."""
+        return max(self.x(self.columns) - self.scale.gap + self.host_names, self.pad + self.title_width) + self.pad
 
 
-def _figure(figure: Figure, sizes: Sizes, room: float) -> Drawing:
-    grid = _grid(figure, sizes)
+def _figure(figure: Figure, scale: Scale, room: float) -> Drawing:
+    """The drawing of one figure: title, legend, note, then the panels in lines of at most ``room`` pixels."""
+    grid = _grid(figure, scale)
     panels = [_panel(panel, figure, grid) for panel in figure.panels]
-    wide, tall, between = max(p.width for p in panels), max(p.height for p in panels), 12.0
-    gutter = GUTTER * any(panel.skipped and panel.follows for panel in figure.panels)
+    wide, tall, between = max(p.width for p in panels), max(p.height for p in panels), SPACING.between_panels
+    gutter = SPACING.ellipsis * any(panel.skipped and panel.follows for panel in figure.panels)
     fit = max(1, int((room - gutter + between) // (wide + between)))
-    across = _across(len(panels), figure.across, fit)
-    words = [Words("title", 0, 16, figure.title, 16, bold=True)] if figure.title else []
+    across = _panels_in_line(len(panels), figure.panels_across, fit)
+    texts = [Text("title", 0, 16, figure.title, 16, bold=True)] if figure.title else []
     top = 26.0 if figure.title else 0.0
     for line in filter(None, (figure.legend, figure.note)):
-        words.append(Words("note", 0, top + 10, line, 11.5, fill=QUIET))
+        texts.append(Text("note", 0, top + 10, line, 11.5, fill=COLOURS.muted))
         top += 17
     top += 10
-    width = max((word.span[1] for word in words), default=0.0)
+    width = max((text.span[1] for text in texts), default=0.0)
     boxes: list[Box] = []
-    x, y, count = 0.0, top, 0  # where the next panel stands, and how many stand left of it
+    x, y, count = 0.0, top, 0  # the next panel's position, and the number of panels left of it
     for panel, drawn in zip(figure.panels, panels):
         if count == across or (count and not panel.follows):
             x, y, count = 0.0, y + tall + between, 0
         if panel.skipped and count:
-            words.append(Words("gap", x + GUTTER / 2 - between / 2, y + tall / 2, GAP, GUTTER / 2, "middle", QUIET))
-            x += GUTTER
+            middle = x + (SPACING.ellipsis - between) / 2
+            texts.append(Text("gap", middle, y + tall / 2, GAP, SPACING.ellipsis / 2, "middle", COLOURS.muted))
+            x += SPACING.ellipsis
         elif panel.skipped:
-            says = f"{GAP} {', '.join(panel.skipped)}"
-            words.append(Words("gap", 0, y + 10, says, 11.5, fill=QUIET))
-            width, y = max(width, words[-1].span[1]), y + 17 + between / 2
+            left_out = f"{GAP} {', '.join(panel.skipped)}"
+            texts.append(Text("gap", 0, y + 10, left_out, 11.5, fill=COLOURS.muted))
+            width, y = max(width, texts[-1].span[1]), y + 17 + between / 2
         boxes += [box.moved(x, y) for box in drawn.boxes]
-        words += [replace(word, x=word.x + x, y=word.y + y) for word in drawn.words]
+        texts += [replace(text, x=text.x + x, y=text.y + y) for text in drawn.texts]
         width = max(width, x + wide)
         x, count = x + wide + between, count + 1
-    return Drawing(width, y + tall, tuple(boxes), tuple(words))
+    return Drawing(width, y + tall, tuple(boxes), tuple(texts))
 
 
-GUTTER = 36.0
-"""How wide the place is where panels are left out."""
-
-
-def _across(panels: int, inner: int, fit: int) -> int:
-    """How many panels stand side by side: all, or whole turns of the inner axis, or an even part of one."""
+def _panels_in_line(panels: int, inner: int, fit: int) -> int:
+    """The number of panels in a line: all of them, or a multiple or a divisor of ``inner``, which is one turn."""
     if panels <= fit:
         return panels
     if inner <= fit:
@@ -243,111 +276,118 @@ def _across(panels: int, inner: int, fit: int) -> int:
     return max(n for n in range(1, fit + 1) if inner % n == 0 or n == max(1, fit * 2 // 3))
 
 
-def _grid(figure: Figure, sizes: Sizes) -> _Grid:
-    ranks = [_text(cell) for panel in figure.panels for cell in panel.cells]
-    columns = [word for panel in figure.panels for word in panel.columns]
-    rows = [word for panel in figure.panels for word in panel.rows]
+def _grid(figure: Figure, scale: Scale) -> _Grid:
+    """The shared measures of a figure's panels."""
+    ranks = [_rank_text(cell) for panel in figure.panels for cell in panel.cells]
+    columns = [name for panel in figure.panels for name in panel.columns]
+    rows = [name for panel in figure.panels for name in panel.rows]
+    font, gap = scale.label_font, scale.gap
     boxed = bool(figure.host) and any(panel.host is None for panel in figure.panels)
     cell = max(
-        sizes.wide,
-        max(width_of(word, sizes.rank, True) for word in ranks) + sizes.rank * 0.6,
-        max((width_of(word, sizes.small) for word in columns), default=0) - sizes.gap + 3,
+        scale.min_cell_width,
+        max(width_of(rank, scale.rank_font, True) for rank in ranks) + scale.rank_font * 0.6,
+        max((width_of(name, font) for name in columns), default=0) - gap + 3,
     )
-    stub = max((width_of(word, sizes.small) for word in rows), default=0)
+    row_names = max((width_of(name, font) for name in rows), default=0)
     titled = any(panel.title for panel in figure.panels) or (bool(figure.host) and not boxed)
-    head = (
-        (sizes.small * 1.9 if titled else 0) + (sizes.small * 1.5 if columns else 0) + (sizes.gap / 2 if boxed else 0)
-    )
+    header = (font * 1.9 if titled else 0) + (font * 1.5 if columns else 0) + (gap / 2 if boxed else 0)
     boxes = [(host, len(across) == max(1, len(p.columns))) for p in figure.panels for host, _, across in p.boxes()]
-    aside = boxed and all(whole for _, whole in boxes)
-    side = max(width_of(f"{figure.host} {host:,}", sizes.small) for host, _ in boxes) + sizes.gap if aside else 0
-    label = sizes.small + 3 if boxed and not aside else 0
+    aside = boxed and all(is_whole_row for _, is_whole_row in boxes)
+    host_names = max(width_of(f"{figure.host} {host:,}", font) for host, _ in boxes) + gap if aside else 0
+    name_height = font + 3 if boxed and not aside else 0  # host names are above the boxes
     return _Grid(
-        sizes,
-        stub + sizes.gap + 3 if stub else 0,
-        head + label,
-        math.ceil(cell),
-        sizes.tall + sizes.gap + label + (sizes.gap / 2 if boxed else 0),
-        sizes.gap + 4,
-        boxed,
-        side,
-        titled,
-        max(1, len(figure.panels[0].columns)),
-        max(_title_width(panel, figure, boxed, sizes) for panel in figure.panels),
+        scale=scale,
+        row_names=row_names + gap + 3 if row_names else 0,
+        header=header + name_height,
+        cell=math.ceil(cell),
+        pitch=scale.cell_height + gap + name_height + (gap / 2 if boxed else 0),
+        pad=gap + 4,
+        boxed=boxed,
+        host_names=host_names,
+        titled=titled,
+        columns=max(1, len(figure.panels[0].columns)),
+        title_width=max(_title_width(panel, figure, boxed, scale) for panel in figure.panels),
     )
 
 
-def _where(panel: Panel, figure: Figure, boxed: bool) -> str:
-    """The host of a panel, where each panel has one."""
+def _host_name(panel: Panel, figure: Figure, boxed: bool) -> str:
+    """The name of a panel's host, if every panel is on one host."""
     return f"{figure.host} {panel.host:,}" if figure.host and not boxed and panel.host is not None else ""
 
 
-def _title_width(panel: Panel, figure: Figure, boxed: bool, sizes: Sizes) -> float:
-    where = width_of(_where(panel, figure, boxed), sizes.small)
-    return width_of(panel.title, sizes.small + 1, True) + (where + sizes.small if where else 0)
+def _title_width(panel: Panel, figure: Figure, boxed: bool, scale: Scale) -> float:
+    host = width_of(_host_name(panel, figure, boxed), scale.label_font)
+    return width_of(panel.title, scale.label_font + 1, True) + (host + scale.label_font if host else 0)
 
 
 def _panel(panel: Panel, figure: Figure, grid: _Grid) -> Drawing:
-    sizes, pad = grid.sizes, grid.pad
-    height = grid.y(max(1, len(panel.rows)) - 1) + sizes.tall + pad
-    words: list[Words] = []
-    line = pad + sizes.small
-    bold = sizes.small + 1
+    """The drawing of one panel: title, axis names, host boxes and cells."""
+    scale, pad = grid.scale, grid.pad
+    height = grid.y(max(1, len(panel.rows)) - 1) + scale.cell_height + pad
+    texts: list[Text] = []
+    line = pad + scale.label_font
+    bold = scale.label_font + 1
     if panel.title:
-        words.append(Words("panel", pad, line, panel.title, bold, bold=True))
-    if where := _where(panel, figure, grid.boxed):
-        words.append(Words("host", grid.width - pad, line, where, sizes.small, "end", QUIET))
+        texts.append(Text("panel", pad, line, panel.title, bold, bold=True))
+    if host := _host_name(panel, figure, grid.boxed):
+        texts.append(Text("host", grid.width - pad, line, host, scale.label_font, "end", COLOURS.muted))
     if grid.titled:
-        line += sizes.small * 1.9
+        line += scale.label_font * 1.9
     for column, word in enumerate(panel.columns):
         middle = grid.x(column) + grid.cell / 2
-        words.append(Words("axis", middle, line, word, sizes.small, "middle", QUIET))
+        texts.append(Text("axis", middle, line, word, scale.label_font, "middle", COLOURS.muted))
     for row, word in enumerate(panel.rows):
-        middle = grid.y(row) + sizes.tall / 2 + sizes.small * 0.35
-        words.append(Words("axis", grid.x(0) - sizes.gap - 2, middle, word, sizes.small, "end", QUIET))
-    plain = not grid.boxed and bool(figure.host)
-    boxes = [Box("panel", 0, 0, grid.width, height, CARD, FRAME if plain else "#e2e8f0", 1.5 if plain else 1, 8)]
+        middle = grid.y(row) + scale.cell_height / 2 + scale.label_font * 0.35
+        texts.append(Text("axis", grid.x(0) - scale.gap - 2, middle, word, scale.label_font, "end", COLOURS.muted))
+    is_host = not grid.boxed and bool(figure.host)  # the panel is one host
+    frame, thick = (COLOURS.frame, 1.5) if is_host else (COLOURS.panel_frame, 1)
+    boxes = [Box("panel", 0, 0, grid.width, height, COLOURS.panel, frame, thick, 8)]
     if grid.boxed:
-        boxes += _hosts(panel, figure, grid, words)
+        boxes += _hosts(panel, figure, grid, texts)
     for cell in panel.cells:
         box, rank = _cell(cell, figure, grid)
         boxes.append(box)
-        words.append(rank)
-    return Drawing(grid.width, height, tuple(boxes), tuple(words))
+        texts.append(rank)
+    return Drawing(grid.width, height, tuple(boxes), tuple(texts))
 
 
-def _hosts(panel: Panel, figure: Figure, grid: _Grid, words: list[Words]) -> list[Box]:
-    sizes, boxes = grid.sizes, []
-    around, label = sizes.gap / 2 - 1 + (1 if grid.side else 0), 0 if grid.side else sizes.small + 3
+def _hosts(panel: Panel, figure: Figure, grid: _Grid, texts: list[Text]) -> list[Box]:
+    """The boxes of the hosts in a panel; their names are added to ``texts``."""
+    scale, boxes = grid.scale, []
+    around, label = scale.gap / 2 - 1 + (1 if grid.host_names else 0), 0 if grid.host_names else scale.label_font + 3
     for host, parts in panel.regions():
         name = f"{figure.host} {host:,}"
         each = []
         for down, across in parts:
             x, y = grid.x(across.start) - around, grid.y(down.start) - (label or around)
-            width = len(across) * (grid.cell + sizes.gap) - sizes.gap + 2 * around
-            height = grid.y(down.stop - 1) + sizes.tall + around - y
-            each.append(Box("host", x, y, width, height, GROUND, FRAME, 1.2, 5, name))
+            width = len(across) * (grid.cell + scale.gap) - scale.gap + 2 * around
+            height = grid.y(down.stop - 1) + scale.cell_height + around - y
+            each.append(Box("host", x, y, width, height, COLOURS.background, COLOURS.frame, 1.2, 5, name))
         first = each[0]
-        boxes.append(_joined(each, parts, grid, around, label or around) if len(each) > 1 else first)
-        if grid.side:
-            middle = first.y + first.height / 2 + sizes.small * 0.35
-            words.append(Words("host", first.x + first.width + sizes.gap / 2, middle, name, sizes.small, fill=QUIET))
+        boxes.append(_outlined_box(each, parts, grid, around, label or around) if len(each) > 1 else first)
+        if grid.host_names:
+            middle = first.y + first.height / 2 + scale.label_font * 0.35
+            right = first.x + first.width + scale.gap / 2
+            texts.append(Text("host", right, middle, name, scale.label_font, fill=COLOURS.muted))
             continue
+        font, x, y = scale.label_font - 0.5, first.x + 3, first.y + scale.label_font
         for short in (name, f"{figure.host[0]}{host}", f"{host}"):
-            if width_of(short, sizes.small - 0.5) <= first.width - 4:
-                words.append(Words("host", first.x + 3, first.y + sizes.small, short, sizes.small - 0.5, fill=QUIET))
+            if width_of(short, font) <= first.width - 4:
+                texts.append(Text("host", x, y, short, font, fill=COLOURS.muted))
                 break
     return boxes
 
 
-def _joined(each: Sequence[Box], parts: Sequence[tuple[range, range]], grid: _Grid, around: float, above: float) -> Box:
-    """One box for a host whose cells make no rectangle, with an outline around all of them."""
+def _outlined_box(
+    each: Sequence[Box], parts: Sequence[tuple[range, range]], grid: _Grid, around: float, above: float
+) -> Box:
+    """One box, with an outline around all cells, for a host whose cells do not form a rectangle."""
 
     def x_of(column: int, is_left: bool) -> float:
         return grid.x(column) - around if is_left else grid.x(column - 1) + grid.cell + around
 
     def y_of(row: int, is_top: bool) -> float:
-        return grid.y(row) - above if is_top else grid.y(row - 1) + grid.sizes.tall + around
+        return grid.y(row) - above if is_top else grid.y(row - 1) + grid.scale.cell_height + around
 
     loops = outline({(row, column) for down, across in parts for row in down for column in across})
     placed = tuple(tuple((x_of(*column), y_of(*row)) for row, column in loop) for loop in loops)
@@ -357,71 +397,79 @@ def _joined(each: Sequence[Box], parts: Sequence[tuple[range, range]], grid: _Gr
 
 
 Side = tuple[int, bool]
-"""A line between rows or columns, by the number of the one after it; whether it is above or left of the cells."""
+"""A grid line, as the number of the row or column after it, and True if it is above or left of the cells."""
 
 
 def outline(cells: Collection[tuple[int, int]]) -> list[list[tuple[Side, Side]]]:
-    """The corners around cells, each by the lines that meet there: clockwise, around holes the other way.
+    """The loops of corners around cells: clockwise around the outside, counterclockwise around holes.
+
+    An edge is drawn on each side of a cell without a neighbour. Following the edges from corner to corner, and always
+    turning right first, gives one loop for each connected boundary.
 
     Args:
         cells: the row and the column of each.
 
+    Returns:
+        For each loop, its corners as pairs of a horizontal and a vertical grid line.
+
     >>> outline({(0, 0), (0, 1)})
     [[((0, True), (2, False)), ((1, False), (2, False)), ((1, False), (0, True)), ((0, True), (0, True))]]
     """
-    edges: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}  # from a corner, by direction: right, down, left, up
+    # The next corner, by corner and direction: 0 is right, 1 down, 2 left, 3 up.
+    edges: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}
     for row, column in sorted(cells):
         corners = [(row, column), (row, column + 1), (row + 1, column + 1), (row + 1, column)]
-        beside = [(row - 1, column), (row, column + 1), (row + 1, column), (row, column - 1)]
-        for way, other in enumerate(beside):
+        neighbours = [(row - 1, column), (row, column + 1), (row + 1, column), (row, column - 1)]
+        for direction, other in enumerate(neighbours):
             if other not in cells:
-                edges.setdefault(corners[way], {})[way] = corners[(way + 1) % 4]
+                edges.setdefault(corners[direction], {})[direction] = corners[(direction + 1) % 4]
     loops = []
     while edges:
-        start, ways = next(iter(edges.items()))
-        at, way = start, min(ways)
+        start, directions = next(iter(edges.items()))
+        at, direction = start, min(directions)
         loop: list[tuple[Side, Side]] = []
-        first = way
-        while not loop or (at, way) != (start, first):
-            to = edges[at].pop(way)
+        first = direction
+        while not loop or (at, direction) != (start, first):
+            to = edges[at].pop(direction)
             if not edges[at]:
                 del edges[at]
             at = to
-            there = {*edges.get(at, ()), *([first] if at == start else [])}
-            turned = next(turn % 4 for turn in (way + 1, way, way + 3) if turn % 4 in there)
-            if turned != way:
-                across, down = (way, turned) if way % 2 == 0 else (turned, way)
+            possible = {*edges.get(at, ()), *([first] if at == start else [])}
+            right, straight, left = direction + 1, direction, direction + 3
+            turned = next(turn % 4 for turn in (right, straight, left) if turn % 4 in possible)
+            if turned != direction:
+                across, down = (direction, turned) if direction % 2 == 0 else (turned, direction)
                 loop.append(((at[0], across == 0), (at[1], down == 3)))
-            way = turned
+            direction = turned
         loops.append(loop)
     return loops
 
 
-def _cell(cell: Cell, figure: Figure, grid: _Grid) -> tuple[Box, Words]:
-    sizes = grid.sizes
+def _cell(cell: Cell, figure: Figure, grid: _Grid) -> tuple[Box, Text]:
+    """The box of a cell, with its tooltip, and the rank inside."""
+    scale = grid.scale
     x, y = grid.x(cell.column), grid.y(cell.row)
-    word = Words(
-        "rank", x + grid.cell / 2, y + sizes.tall / 2 + sizes.rank * 0.36, _text(cell), sizes.rank, "middle",
-        QUIET if cell.rank is None else INK, cell.marked,
-    )  # fmt: skip
+    fill = COLOURS.muted if cell.rank is None else COLOURS.text
+    baseline = y + scale.cell_height / 2 + scale.rank_font * 0.36
+    rank = Text("rank", x + grid.cell / 2, baseline, _rank_text(cell), scale.rank_font, "middle", fill, cell.marked)
     if cell.rank is None:
-        return Box("cell", x, y, grid.cell, sizes.tall, "none"), word
+        return Box("cell", x, y, grid.cell, scale.cell_height, "none"), rank
     title = f"rank {cell.rank:,}\n{cell.label}"
     title += f"\ngroup {cell.group}" * bool(cell.group)
     title += f"\n{figure.host} {cell.host:,}" if cell.host is not None else ""
     fill = colour(cell.colour, figure.colours)
-    edge = INK if cell.marked else ""
-    return Box("cell", x, y, grid.cell, sizes.tall, fill, edge, 2, sizes.tall / 7, title), word
+    edge = COLOURS.text if cell.marked else ""
+    return Box("cell", x, y, grid.cell, scale.cell_height, fill, edge, 2, scale.cell_height / 7, title), rank
 
 
-def _text(cell: Cell) -> str:
+def _rank_text(cell: Cell) -> str:
     return GAP if cell.rank is None else str(cell.rank)
 
 
-# -- text ---------------------------------------------------------------------------------------------------------
+# -- XML -------------------------------------------------------------------------------------------------------------
 
 
-def _box(box: Box) -> str:
+def _box_element(box: Box) -> str:
     kind = "path" if box.outline else "rect"
     place = f'x="{_n(box.x)}" y="{_n(box.y)}" width="{_n(box.width)}" height="{_n(box.height)}" rx="{_n(box.round)}"'
     if box.outline:
@@ -432,16 +480,16 @@ def _box(box: Box) -> str:
     return f"{start}><title>{safe(box.title)}</title></{kind}>" if box.title else f"{start}/>"
 
 
-def _words(words: Words) -> str:
-    anchor = f' text-anchor="{words.anchor}"' if words.anchor != "start" else ""
-    bold = ' font-weight="600"' if words.bold else ""
-    quiet = ' pointer-events="none"' if words.kind == "rank" else ""
-    place = f'x="{_n(words.x)}" y="{_n(words.y)}" font-size="{_n(words.size)}"'
-    return f'<text class="{words.kind}" {place}{anchor}{bold}{quiet} fill="{words.fill}">{safe(words.text)}</text>'
+def _text_element(text: Text) -> str:
+    anchor = f' text-anchor="{text.anchor}"' if text.anchor != "start" else ""
+    bold = ' font-weight="600"' if text.bold else ""
+    quiet = ' pointer-events="none"' if text.kind == "rank" else ""
+    place = f'x="{_n(text.x)}" y="{_n(text.y)}" font-size="{_n(text.size)}"'
+    return f'<text class="{text.kind}" {place}{anchor}{bold}{quiet} fill="{text.fill}">{safe(text.text)}</text>'
 
 
 def safe(text: str) -> str:
-    """Text as it stands in XML and HTML."""
+    """Text escaped for XML and HTML."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
 
 
@@ -449,12 +497,12 @@ def _n(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
 
 
-def _oklch(light: float, strong: float, hue: float) -> str:
-    """A colour by how light and how strong it looks, as sRGB; the OKLab matrices are Björn Ottosson's."""
-    a, b = strong * math.cos(hue), strong * math.sin(hue)
-    long = (light + 0.3963377774 * a + 0.2158037573 * b) ** 3
-    medium = (light - 0.1055613458 * a - 0.0638541728 * b) ** 3
-    short = (light - 0.0894841775 * a - 1.2914855480 * b) ** 3
+def _oklch(lightness: float, chroma: float, hue: float) -> str:
+    """An OKLCH colour (lightness, chroma, hue in radians) as sRGB. The OKLab matrices are Björn Ottosson's."""
+    a, b = chroma * math.cos(hue), chroma * math.sin(hue)
+    long = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3
+    medium = (lightness - 0.1055613458 * a - 0.0638541728 * b) ** 3
+    short = (lightness - 0.0894841775 * a - 1.2914855480 * b) ** 3
     linear = (
         4.0767416621 * long - 3.3077115913 * medium + 0.2309699292 * short,
         -1.2684380046 * long + 2.6097574011 * medium - 0.3413193965 * short,
@@ -464,4 +512,5 @@ def _oklch(light: float, strong: float, hue: float) -> str:
 
 
 def _gamma(part: float) -> float:
+    """The sRGB transfer function."""
     return 12.92 * part if part <= 0.0031308 else 1.055 * part ** (1 / 2.4) - 0.055

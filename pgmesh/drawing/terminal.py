@@ -1,4 +1,4 @@
-"""A picture as lines for a terminal: the frames of ``draw``, with a colour to each group and the names of hosts."""
+"""A figure as styled text for a terminal: framed panels, with a colour for each group and the names of the hosts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pgmesh.topology.hosts import HostLevel
 
 MAX_CELLS = 256
-"""How many cells a picture has in a terminal before it shows a sample."""
+"""The limit on the cells of a figure in a terminal. A larger mesh is shown as a sample."""
 
 
 def lines(
@@ -27,7 +27,14 @@ def lines(
     width: int = 80,
     coloured: bool = False,
 ) -> list[Line]:
-    """A layout as lines, no wider than asked.
+    """A layout as lines of at most ``width`` characters.
+
+    To fit, the columns are reduced to three at least, then the names of the hosts are left out.
+
+    Args:
+        host: the level whose units are named.
+        mark: a rank to put in brackets.
+        coloured: True for a colour for each group along ``axes``, and the legend.
 
     >>> from pgmesh.drawing import styled_text
     >>> from pgmesh.topology.hosts import HostLevel
@@ -40,14 +47,14 @@ def lines(
     """
     whole = min(layout.shape[-1] if layout.shape else 1, figures.MAX_COLUMNS)
     tries = product((host, None) if host else (None,), range(whole, min(whole, 3) - 1, -1))
-    for named, max_columns in tries:  # fewer columns, and then no hosts, until it is narrow enough
+    for named, max_columns in tries:
         figure = figures.make_figure(layout, *axes, host=named, mark=mark, max_cells=MAX_CELLS, max_columns=max_columns)
         panels = _panels(figure, coloured)
         if _width(panels[0][0]) <= width:
             break
     fit = max(1, (width + 2) // (_width(panels[0][0]) + 2))
     drawn: list[Line] = []
-    strip: list[list[Line]] = []  # panels side by side
+    strip: list[list[Line]] = []  # the panels of the current line
     for panel, lines_of_it in zip(figure.panels, panels):
         if len(strip) == fit or panel.skipped:
             drawn += _join_panels(strip)
@@ -61,6 +68,7 @@ def lines(
 
 
 def _join_panels(panels: Sequence[list[Line]]) -> list[Line]:
+    """The lines of panels of one height, next to each other."""
     drawn = []
     for row in zip(*panels):
         line: Line = []
@@ -75,10 +83,10 @@ def _width(line: Line) -> int:
 
 
 def _panels(figure: Figure, coloured: bool) -> list[list[Line]]:
-    """The lines of each panel, all of one width."""
+    """The lines of each panel. All panels have the same width."""
     names = [[_host(figure, panel, row) for row in range(max(1, len(panel.rows)))] for panel in figure.panels]
     side = max(len(name) for panel in names for name in panel)
-    rank = max(len(_text(cell)) for panel in figure.panels for cell in panel.cells)
+    rank = max(len(_rank_text(cell)) for panel in figure.panels for cell in panel.cells)
     column = max((len(word) for panel in figure.panels for word in panel.columns), default=0)
     stub = max((len(word) for panel in figure.panels for word in panel.rows), default=0)
     titles = [_title(figure, panel) for panel in figure.panels]
@@ -112,25 +120,25 @@ def _title(figure: Figure, panel: Panel) -> str:
 
 
 def _host(figure: Figure, panel: Panel, row: int) -> str:
-    """The hosts of a row, where panels do not each have one of their own."""
+    """The hosts of a row; "" if every panel is on one host, which is then in its title."""
     if not figure.host or all(panel.host is not None for panel in figure.panels):
         return ""
     hosts = sorted({cell.host for cell in panel.cells if cell.row == row and cell.host is not None})
     if len(hosts) < 2:
         return f"{figure.host} {hosts[0]:,}" if hosts else ""
-    even = hosts == list(range(hosts[0], hosts[-1] + 1))
-    return f"{figure.host}s {hosts[0]:,}-{hosts[-1]:,}" if even else f"{len(hosts):,} {figure.host}s"
+    are_consecutive = hosts == list(range(hosts[0], hosts[-1] + 1))
+    return f"{figure.host}s {hosts[0]:,}-{hosts[-1]:,}" if are_consecutive else f"{len(hosts):,} {figure.host}s"
 
 
 def _cell(cell: Cell, figure: Figure, width: int, coloured: bool) -> Line:
-    text = f"{_text(cell):>{width}}"
+    text = f"{_rank_text(cell):>{width}}"
     if not coloured or cell.rank is None:
         return [(" ", ""), (text, "bold" if cell.marked else "")]
     bold = "bold " if cell.marked else ""
-    return [(" ", ""), (text, f"{bold}{svg.INK} on {svg.colour(cell.colour, figure.colours)}")]
+    return [(" ", ""), (text, f"{bold}{svg.COLOURS.text} on {svg.colour(cell.colour, figure.colours)}")]
 
 
-def _text(cell: Cell) -> str:
+def _rank_text(cell: Cell) -> str:
     if cell.rank is None:
         return GAP
     return f"[{cell.rank}]" if cell.marked else str(cell.rank)

@@ -1,8 +1,8 @@
-"""Which axes talk most, by the names that people give them, and the order of axes that follows from it.
+"""Heuristics about axes: the parallel method that an axis is used for, by its name, and its expected traffic.
 
-The more an axis talks, and the less its talk can hide behind computing, the nearer its ranks should be: so it
-stands further inside. Pipeline, outermost, hands on activations once a micro-batch; tensor, innermost, sums them
-several times a layer. Names that are not known stand between pipeline and data, in the order they were given.
+An axis with more traffic, and with less of it overlapped with computation, should be further inside, so that its groups
+stay on one host. Pipeline is outermost: it sends activations once per micro-batch. Tensor is innermost: it reduces
+them several times per layer. Axes with unknown names are between pipeline and data, in the given order.
 """
 
 from __future__ import annotations
@@ -13,33 +13,35 @@ from typing import NamedTuple
 
 
 class Method(NamedTuple):
-    """A way to split a model, what its axes are called, and what they say to one another."""
+    """A parallel method: the usual names of its axes, and the traffic of its groups."""
 
     name: str
     axis_names: tuple[str, ...]
     traffic: str
-    is_heavy: bool  # whether leaving a host costs more than the talk can hide
+    is_heavy: bool  # True if its traffic is hardly overlapped: its groups should stay on one host
 
 
 METHODS = (
-    Method("pipeline", ("pp", "pipeline", "pipe", "stage"), "hands activations on, once a micro-batch", False),
+    Method("pipeline", ("pp", "pipeline", "pipe", "stage"), "sends activations once per micro-batch", False),
     Method(
         "data",
         ("dp", "edp", "ddp", "fsdp", "hsdp", "zero", "data", "replicate", "replica", "shard"),
-        "sums gradients once a step, behind the backward pass",
+        "reduces gradients once per step, during the backward pass",
         False,
     ),
-    Method("expert", ("ep", "expert", "moe"), "sends tokens all to all, twice a layer", True),
+    Method("expert", ("ep", "expert", "moe"), "exchanges tokens all-to-all, twice per layer", True),
     Method(
-        "context", ("cp", "sp", "context", "seq", "sequence"), "passes keys and values round a ring, each layer", True
+        "context", ("cp", "sp", "context", "seq", "sequence"), "sends keys and values around a ring in each layer", True
     ),
-    Method("tensor", ("tp", "etp", "mp", "tensor", "model"), "sums activations several times a layer", True),
+    Method("tensor", ("tp", "etp", "mp", "tensor", "model"), "reduces activations several times per layer", True),
 )
-"""From the one that talks least, outermost, to the one that talks most."""
+"""The methods by traffic, least first; this is their order from the outermost to the innermost axis."""
 
 
 def method_of(axis: str | int) -> Method | None:
-    """What an axis is for, by its name: whole, or with a word or a number beside it. Expert is whose, not what.
+    """The method of an axis, by the words of its name, whose trailing digits are ignored; None if it is unknown.
+
+    A name with several known words, such as ``expert_data``, belongs to the method other than expert.
 
     >>> method_of("tp").name, method_of("expert_data").name, method_of("x")
     ('tensor', 'data', None)
@@ -50,7 +52,7 @@ def method_of(axis: str | int) -> Method | None:
 
 
 def order_by_traffic(axes: Sequence[str]) -> tuple[str, ...]:
-    """The axes with those that talk most innermost. Those that talk alike, or are not known, keep their order.
+    """The axes by traffic, most innermost. Axes of one method, and unknown axes, keep their order.
 
     >>> order_by_traffic(["tp", "dp", "pp", "cp"])
     ('pp', 'dp', 'cp', 'tp')
@@ -59,7 +61,7 @@ def order_by_traffic(axes: Sequence[str]) -> tuple[str, ...]:
 
 
 def heavy_axes(axes: Iterable[str | int]) -> list[str | int]:
-    """The axes whose talk cannot hide, the one that talks most first.
+    """The axes whose groups should stay on one host, most traffic first.
 
     >>> heavy_axes(["dp", "cp", "tp"])
     ['tp', 'cp']

@@ -1,4 +1,4 @@
-"""What communicators cost, as ranges with their sources. One number there is not: it hangs on machine and calls."""
+"""The costs of communicators, as ranges with their sources. The exact costs depend on machine and collectives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ GB = 10**9
 
 @dataclass(frozen=True)
 class Source:
-    """Where a number is from, and what was found there."""
+    """The source of a number: a sentence with the number, and a URL or another reference."""
 
     text: str
     where: str
@@ -18,16 +18,16 @@ class Source:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one communicator of a backend takes from a rank, from so many bytes to so many."""
+    """The cost of one communicator of a backend on one rank, from ``low`` to ``high`` bytes."""
 
     backend: str
-    of: str
+    of: str  # the resource: memory, GPU memory
     low: int
     high: int
     sources: tuple[Source, ...]
 
     def times(self, communicators: int) -> str:
-        """What so many take, in words.
+        """The cost of several communicators, as text.
 
         >>> NCCL.times(4)
         '2.1 to 13 GB of GPU memory'
@@ -58,11 +58,11 @@ NCCL = Cost(
             "https://github.com/NVIDIA/nccl/issues/1685",
         ),
         Source(
-            "more with each communicator, linear in channels (NCCL_MAX_NCHANNELS, max_ctas), no more beyond 2 nodes",
+            "grows with each communicator, linearly in the channels (NCCL_MAX_NCHANNELS, max_ctas), not beyond 2 nodes",
             "https://github.com/NVIDIA/nccl/issues/986",
         ),
         Source(
-            "a buffer between a pair of GPUs is 4 MiB unless NCCL_BUFFSIZE says otherwise",
+            "a buffer between a pair of GPUs is 4 MiB by default (NCCL_BUFFSIZE)",
             "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-buffsize",
         ),
     ),
@@ -75,7 +75,7 @@ GLOO = Cost(
     85_000,
     (
         Source(
-            "2 threads, 4 descriptors and one a neighbour in a ring, 70 to 85 KB for each group once it was used",
+            "2 threads, 4 descriptors and one per neighbour in a ring, 70 to 85 KB for each group after its first use",
             "measured with pgmesh and torch 2.13 on Linux",
         ),
     ),

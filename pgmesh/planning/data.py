@@ -1,4 +1,7 @@
-"""The data of a plan: the groups along each combination of axes, and what was found out about them."""
+"""The data of a plan: its layout, its topology, its families and the findings about them.
+
+A *family* is all groups along one combination of axes, such as all groups along ``tp``, or along ``dp`` and ``cp``.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,16 @@ from pgmesh.topology.locality import Locality
 
 @dataclass(frozen=True)
 class FamilyPlan:
-    """The groups along some axes, all of them."""
+    """One family: all groups along some axes."""
 
-    view: str  # the view they are of; "" for the mesh itself
+    view: str  # the name of the view with these axes; "" for the mesh itself
     axes: tuple[Axis, ...]
-    size: int
-    groups: int
-    strides: tuple[int, ...]  # how many ranks apart, outermost first; none where that differs from place to place
-    sample: tuple[int, ...]  # the first group: its ranks, or the first seven and the last
-    localities: tuple[Locality, ...]  # one for each level of the machine
-    same_as: str  # the family before this one that has the same groups, if there is one
+    size: int  # ranks in each group
+    groups: int  # number of groups
+    strides: tuple[int, ...]  # distance of neighbours in ranks, outermost first; empty if it is not constant
+    sample: tuple[int, ...]  # the first group: all its ranks, or the first seven and the last
+    localities: tuple[Locality, ...]  # one for each level of the topology
+    same_as: str  # the name of an earlier family with the same groups; "" if there is none
 
     @property
     def name(self) -> str:
@@ -30,23 +33,23 @@ class FamilyPlan:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the sample is a whole group."""
+        """True if the sample is the whole group."""
         return len(self.sample) == self.size
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One fact about an arrangement, in a sentence."""
+    """A fact about the locality of a plan, as one or more sentences."""
 
     text: str
     bad: bool
-    fix: str = ""  # the option that would mend it, as on the command line
-    result: str = ""  # and what it would be like then
+    fix: str = ""  # the command-line option that fixes it; "" if there is none
+    result: str = ""  # the effect of the fix
 
 
 @dataclass(frozen=True)
 class PlanData:
-    """A plan without its texts and pictures."""
+    """A plan without its text, JSON and figures."""
 
     layout: Layout
     topology: Topology
@@ -62,7 +65,7 @@ class PlanData:
 
     @property
     def order(self) -> str:
-        """The axes, outermost first, as on the command line.
+        """The axes, outermost first, in the notation of the command line.
 
         >>> plan(layout).order
         'pp,dp,tp'
@@ -71,7 +74,7 @@ class PlanData:
 
     @property
     def communicators(self) -> int:
-        """How many a rank holds that uses each family once; groups of one rank are not counted.
+        """The number of communicators of a rank that uses each family once. Groups of one rank are not counted.
 
         >>> plan(layout, views={"moe": {"ep": 4, "edp": 2}}).communicators  # edp's groups are tp's
         4

@@ -1,4 +1,4 @@
-"""Plans as one HTML page: the numbers as a table, what to know, and the pictures. No scripts, nothing to fetch."""
+"""Plans as one HTML page: findings, figures and tables. It has no scripts and fetches nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pgmesh.drawing import styled_text, svg
 from pgmesh.drawing.figures import Figure, make_figure
-from pgmesh.drawing.svg import safe
+from pgmesh.drawing.svg import COLOURS, safe
 from pgmesh.planning import axis_heuristics, costs, text_report
 
 if TYPE_CHECKING:
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
     from pgmesh.planning.rank_report import RankReport
 
 STYLE = f"""
-body {{ font: 15px/1.5 {svg.FONT}; color: {svg.INK}; background: #fff }}
+body {{ font: 15px/1.5 {svg.FONT}; color: {COLOURS.text}; background: #fff }}
 body {{ margin: 2rem auto; max-width: 1600px; padding: 0 1rem }}
 h1 {{ font-size: 1.3rem }} h2 {{ font-size: 1rem; margin-top: 2rem }}
 table {{ border-collapse: collapse }}
 th, td {{ padding: .25rem .7rem .25rem 0; text-align: left; border-bottom: 1px solid #e2e8f0 }}
 td {{ font-variant-numeric: tabular-nums }}
-th {{ color: {svg.QUIET}; font-weight: 500 }} td.n, th.n {{ text-align: right }}
-.intra {{ color: #15803d }} .mixed {{ color: #b45309 }} .bad {{ color: #b91c1c }} .quiet {{ color: {svg.QUIET} }}
+th {{ color: {COLOURS.muted}; font-weight: 500 }} td.n, th.n {{ text-align: right }}
+.intra {{ color: #15803d }} .mixed {{ color: #b45309 }} .bad {{ color: #b91c1c }} .quiet {{ color: {COLOURS.muted} }}
 a {{ overflow-wrap: anywhere }}
 code {{ background: #f1f5f9; padding: .1rem .35rem; border-radius: 4px }}
 """
 
 
 def figures(plan: PlanData, *axes: Axis, title: str | None = None) -> list[Figure]:
-    """The mesh of a plan and its views, side by side over the same ranks and hosts.
+    """The figures of a plan's mesh and of its views.
 
     Args:
-        axes: the axes whose groups have a colour each.
-        title: of the mesh; the sizes of its axes unless given.
+        axes: the axes whose groups are coloured in the mesh.
+        title: the title of the mesh; by default the sizes of its axes.
     """
     host = plan.topology[0] if plan.topology else None
     drawn = [make_figure(plan.layout, *(axes or colour_axes(plan.layout)), host=host, title=title)]
@@ -45,7 +45,7 @@ def figures(plan: PlanData, *axes: Axis, title: str | None = None) -> list[Figur
 
 
 def colour_axes(layout: Layout) -> tuple[Axis, ...]:
-    """The axis whose groups a picture colours: the one that talks most, or the innermost that has neighbours.
+    """The default axis to colour: the one with the most traffic, else the innermost of size over 1.
 
     >>> colour_axes(layout)
     ('tp',)
@@ -55,7 +55,7 @@ def colour_axes(layout: Layout) -> tuple[Axis, ...]:
 
 
 def page(plans: Sequence[PlanData], *axes: Axis) -> str:
-    """A whole page of one plan, or of several side by side.
+    """The page of one plan, or of several with a comparison.
 
     >>> from pgmesh.planning.plan import plan
     >>> "<script" in page([plan(layout, nodes="2x4")])
@@ -64,20 +64,21 @@ def page(plans: Sequence[PlanData], *axes: Axis) -> str:
     parts = [part(plan, *axes) for plan in plans]
     parts.append(_sources())
     if len(plans) > 1:
-        beside = safe(styled_text.plain(text_report.comparison(plans)))
-        parts.insert(0, f"<h1>{len(plans)} orders side by side</h1>\n{_wide(f'<pre>{beside}</pre>')}")
-    return _whole(text_report.title(plans[0]), parts)
+        table = safe(styled_text.plain(text_report.comparison(plans)))
+        parts.insert(0, f"<h1>{len(plans)} orders compared</h1>\n{_scrolling(f'<pre>{table}</pre>')}")
+    return _document(text_report.title(plans[0]), parts)
 
 
 def rank_page(report: RankReport, drawn: Figure) -> str:
-    """A whole page of one rank."""
+    """The page of one rank."""
     head, _, *rest = report.lines(120)
-    parts = [f"<h1>{safe(styled_text.plain([head]))}</h1>", _wide(svg.drawing(drawn).svg())]
-    parts.append(_wide(f"<pre>{safe(styled_text.plain(rest))}</pre>"))
-    return _whole(styled_text.plain([head]), parts)
+    parts = [f"<h1>{safe(styled_text.plain([head]))}</h1>", _scrolling(svg.drawing(drawn).svg())]
+    parts.append(_scrolling(f"<pre>{safe(styled_text.plain(rest))}</pre>"))
+    return _document(styled_text.plain([head]), parts)
 
 
-def _whole(name: str, parts: Sequence[str]) -> str:
+def _document(name: str, parts: Sequence[str]) -> str:
+    """An HTML document."""
     title = safe(name)
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
     body = "\n".join(parts)
@@ -86,35 +87,35 @@ def _whole(name: str, parts: Sequence[str]) -> str:
 
 
 def part(plan: PlanData, *axes: Axis) -> str:
-    """One plan as a part of a page."""
+    """The HTML of one plan, without a document around it."""
     parts = [f"<h1>{safe(text_report.title(plan))}</h1>"]
     for finding in plan.findings:
         fix = f" <code>{safe(finding.fix)}</code>" if finding.fix else ""
         parts.append(f'<p class="{"bad" if finding.bad else ""}">{safe(finding.text)}{fix}</p>')
     drawn = svg.drawing(*figures(plan, *axes, title=None if plan.views else ""))  # the sizes are in the headline
-    tables = [f"<h2>Groups</h2>\n{_wide(_table(plan))}"]
+    tables = [f"<h2>Groups</h2>\n{_scrolling(_table(plan))}"]
     if plan.communicators:
         first, *costs_of_all = text_report.cost_report(plan, 10_000)
-        holds = ["<h2>What a rank holds</h2>", f"<p>{safe(styled_text.plain([first]))}</p>", "<ul>"]
-        holds += [*(f"<li>{safe(styled_text.plain([line]).strip())}</li>" for line in costs_of_all), "</ul>"]
-        tables.append("\n".join(holds))
-    return "\n".join([*parts, _beside(_wide(drawn.svg()), _beside(*tables))])
+        held = ["<h2>Communicators of a rank</h2>", f"<p>{safe(styled_text.plain([first]))}</p>", "<ul>"]
+        held += [*(f"<li>{safe(styled_text.plain([line]).strip())}</li>" for line in costs_of_all), "</ul>"]
+        tables.append("\n".join(held))
+    return "\n".join([*parts, _in_columns(_scrolling(drawn.svg()), _in_columns(*tables))])
 
 
-def _beside(first: str, *others: str) -> str:
-    """Parts side by side, as far as the window is wide; others take the room that the first leaves."""
+def _in_columns(first: str, *others: str) -> str:
+    """Parts next to each other if the window is wide enough. The first keeps its width; the others share the rest."""
     each = [f'<div style="min-width: 0">{first}</div>']
     each += [f'<div style="min-width: 0; flex: 1 1 36rem">{other}</div>' for other in others]
     return "\n".join(['<div style="display: flex; flex-wrap: wrap; gap: 0 1.5rem">', *each, "</div>"])
 
 
-def _wide(part: str) -> str:
-    """A part that keeps its size, so that it can be read: where the window is narrower, one scrolls."""
+def _scrolling(part: str) -> str:
+    """A part that keeps its size: in a narrower window it scrolls."""
     return f'<div class="wide" style="overflow-x: auto">{part}</div>'
 
 
 def _sources() -> str:
-    parts = ["<h2>Where the costs are from</h2>", "<ul>"]
+    parts = ["<h2>Sources of the costs</h2>", "<ul>"]
     for cost in costs.COSTS:
         parts += [f'<li class="quiet">{cost.backend}: {safe(s.text)}: {_link(s.where)}</li>' for s in cost.sources]
     return "\n".join([*parts, "</ul>"])

@@ -1,4 +1,8 @@
-"""Predict the groups of an arrangement, their hosts and their costs, without processes.
+"""Predict the groups of a layout, their hosts and their costs, without processes.
+
+``plan`` checks its arguments and computes each family (``_family``), whose locality is arithmetic on strides: see
+``pgmesh.topology.locality``. ``_findings`` then reports the axes with much traffic whose groups leave a host, most
+traffic first, and looks for another order of the axes as a fix. No step enumerates the ranks of a regular layout.
 
 >>> print(plan(layout, nodes="2x4"))
 8 ranks: pp=2 dp=2 tp=2 on 2 hosts of 4
@@ -39,12 +43,12 @@ if TYPE_CHECKING:
     from pgmesh.mesh import ProcessGroupMesh
 
 MAX_SAMPLE = 8
-"""Number of ranks listed of a sample group. Of a larger one, the first ranks and the last."""
+"""The number of ranks that are listed of a sample group. Of a larger one, the first ranks and the last."""
 
 
 @dataclass(frozen=True, repr=False)
 class Plan(PlanData):
-    """The result of ``plan``. It can be printed, compared with ==, shown beside others, and turned into JSON.
+    """The result of ``plan``. It can be printed, compared with ``==`` or in a table, drawn, and converted to JSON.
 
     >>> ours = plan(layout, nodes="2x4")
     >>> ours == plan(layout, nodes="2x4"), ours["tp"].groups, ours["pp"].localities[0].high
@@ -52,7 +56,7 @@ class Plan(PlanData):
     """
 
     def compare(self, *others: Plan) -> str:
-        """This plan and others in one table.
+        """A table of this plan and others: the hosts that each family spans.
 
         >>> print(plan(layout, nodes="2x4").compare(plan(Layout(tp=2, dp=2, pp=2), nodes="2x4")))
              pp,dp,tp            tp,dp,pp
@@ -63,7 +67,7 @@ class Plan(PlanData):
         return styled_text.plain(text_report.comparison([self, *others]))
 
     def data(self) -> dict[str, Any]:
-        """All of it, as data that JSON can hold."""
+        """The plan as JSON data."""
         return {
             "format": 1,
             "ranks": len(self.layout),
@@ -101,22 +105,22 @@ class Plan(PlanData):
         }
 
     def json(self) -> str:
-        """The same as text."""
+        """The plan as JSON text."""
         return json.dumps(self.data(), indent=2)
 
     def svg(self, *axes: Axis) -> str:
-        """The mesh and its views as a picture; ``axes`` are those whose groups have a colour each.
+        """The mesh and its views as SVG. The groups along ``axes`` are coloured.
 
         >>> plan(layout, nodes="2x4").svg("dp").count('<rect class="cell"')
         8
         """
-        from pgmesh.drawing import svg  # not before somebody asks for them
+        from pgmesh.drawing import svg  # only loaded when needed
         from pgmesh.planning import html
 
         return svg.drawing(*html.figures(self, *axes)).svg()
 
     def html(self, *axes: Axis) -> str:
-        """The picture, the numbers and their sources as a page, without scripts."""
+        """The figures, the tables and the sources of the numbers as an HTML page, without scripts."""
         from pgmesh.planning import html
 
         return html.page([self], *axes)
@@ -145,23 +149,23 @@ def plan(
     families: Iterable[Sequence[Axis]] = (),
     **sizes: Any,
 ) -> Plan:
-    """Predict the groups of an arrangement, their hosts and their costs, without processes.
+    """Predict the groups of a layout, their hosts and their costs, without processes.
 
-    The ranks of a whole layout, 0 and those that follow, fill the hosts. A mesh, a slice and a layout of other ranks
-    may leave places to others.
+    The ranks 0 to n - 1 of a whole layout must fill the hosts. A mesh, a slice or a layout of other ranks may be
+    smaller than the hosts.
 
     Args:
-        layout: a Layout, a mesh, or sizes by axis, of which one may be -1: what is left of the hosts.
-        nodes: the hosts: ``"8x8"`` is 8 hosts of 8 ranks, ``"8,8,4"`` or ``[8, 8, 4]`` the ranks of each.
-        domains: or hosts in what holds them: ``"4x18x4"`` is 4 domains of 18 hosts of 4 ranks.
-        views: the same ranks read with other axes: ``{"moe": {"edp": -1, "ep": 8}}``.
-        families: combinations of axes to look at beside each axis: ``[("dp", "cp")]``.
-        shape: sizes by position, which are refused with the call that takes them.
-        sizes: sizes by name, which are refused likewise.
+        layout: a Layout, a mesh, or sizes by axis. One size may be -1, which fills the hosts.
+        nodes: the hosts. ``"8x8"`` is 8 hosts of 8 ranks; ``"8,8,4"`` or ``[8, 8, 4]`` lists the ranks of each host.
+        domains: instead of ``nodes``, nested levels. ``"4x18x4"`` is 4 domains of 18 hosts of 4 ranks.
+        views: other axes over the same ranks: ``{"moe": {"edp": -1, "ep": 8}}``.
+        families: combinations of axes to include in addition to the single axes: ``[("dp", "cp")]``.
+        shape: not supported; the error shows the call with a mapping.
+        sizes: not supported; the error shows the call with a mapping.
 
     Raises:
-        ShapeError: sizes that are none, hosts that the ranks do not fit or do not fill, or views that do not hold them.
-        AxisError: a family along an axis that is not there.
+        ShapeError: invalid sizes, more ranks than the hosts hold, hosts that are not filled, or views of another size.
+        AxisError: a family has an unknown axis.
 
     >>> print(plan(Layout(tp=4, dp=2), nodes="2x4").findings[0].text)
     tp spans 2 hosts: 2 of 4 hops of a ring leave the host.
@@ -172,8 +176,8 @@ def plan(
     if views is not None and not isinstance(views, Mapping):
         example = {"moe": {"edp": -1, "ep": 8}}
         raise ShapeError(f"plan: views is a mapping of sizes by name, such as {example}, not {views!r}.")
-    given = {"nodes": nodes, "domains": domains, "views": views, "families": families}
-    more = {word: Text(repr(value)) for word, value in given.items() if value}
+    arguments = {"nodes": nodes, "domains": domains, "views": views, "families": families}
+    more = {word: Text(repr(value)) for word, value in arguments.items() if value}
     if isinstance(whole, Layout) and sizes and not shape:
         raise TypeError(f"plan() got an unexpected keyword argument {next(iter(sizes))!r}")
     if shape or sizes or not isinstance(whole, (Layout, Mapping)):
@@ -182,37 +186,37 @@ def plan(
     if whole is layout:
         _check_fit(base, topology, more, views or {})
     check_capacity(base, topology)
-    read = tuple((name, base.view(axes)) for name, axes in (views or {}).items())
+    view_layouts = tuple((name, base.view(axes)) for name, axes in (views or {}).items())
     found: list[FamilyPlan] = []
     known: dict[object, str] = {}
-    asked = [("", base, axes) for axes in [*((axis,) for axis in base.axes), *map(tuple, families)]]
-    asked += [(name, view, (axis,)) for name, view in read for axis in view.axes]
-    for name, whole, axes in asked:
+    requested = [("", base, axes) for axes in [*((axis,) for axis in base.axes), *map(tuple, families)]]
+    requested += [(name, view, (axis,)) for name, view in view_layouts for axis in view.axes]
+    for name, whole, axes in requested:
         family = _family(name, whole, axes, topology, known)
         if family.name not in [other.name for other in found]:
             found.append(family)
-    findings = _findings(base, found, topology, read)
-    return Plan(base, topology, tuple(found), tuple(findings), read)
+    findings = _findings(base, found, topology, view_layouts)
+    return Plan(base, topology, tuple(found), tuple(findings), view_layouts)
 
 
 def _as_list(hosts: Any) -> Any:
-    """Hosts as text or a list, also where they are given as an array."""
+    """Convert an array to a list; return text and lists as they are."""
     return hosts.tolist() if hasattr(hosts, "tolist") else hosts
 
 
-def _sizes_error(given: tuple[Any, ...], sizes: dict[str, Any], more: Mapping[str, object]) -> ShapeError:
-    """The error for sizes that are not in one mapping, with the call that takes them.
+def _sizes_error(arguments: tuple[Any, ...], sizes: dict[str, Any], more: Mapping[str, object]) -> ShapeError:
+    """The error for sizes that are not in one mapping, with the correct call.
 
     Args:
-        given: the positional arguments: text, a mapping, a list or numbers. Others are answered with an example.
+        arguments: the positional arguments: text, a mapping, a list or numbers. For others the call is an example.
         more: the other arguments of ``plan``, which suggested calls repeat.
 
     Raises:
-        ShapeError: keywords that are no sizes, or ranks that they do not hold.
+        ShapeError: a keyword is not a size, or the sizes do not match ``ranks``.
     """
     ranks = sizes.pop("ranks", None)
     order = None if ranks is None else parse_ranks("plan", ranks)
-    first = given[0] if len(given) == 1 else given
+    first = arguments[0] if len(arguments) == 1 else arguments
     if isinstance(first, str):
         words = [word.rpartition("=")[::2] for word in first.replace(",", " ").split()]
         first = {name or i: int(size) if size.lstrip("-").isdecimal() else size for i, (name, size) in enumerate(words)}
@@ -235,7 +239,7 @@ def _sizes_error(given: tuple[Any, ...], sizes: dict[str, Any], more: Mapping[st
 
 
 def suggest(sizes: Mapping[str, int], topology: Topology) -> Layout:
-    """These sizes in the order of their traffic; a data axis takes what ranks are left.
+    """The layout of these sizes, with the axes ordered by traffic. A data axis is added for the ranks that are left.
 
     >>> suggest({"tp": 4, "cp": 2}, parse_topology("2x8"))
     Layout(dp=2, cp=2, tp=4)
@@ -258,7 +262,7 @@ def suggest(sizes: Mapping[str, int], topology: Topology) -> Layout:
 
 
 def _fill_free_size(sizes: Sizes, topology: Topology, more: Mapping[str, object]) -> dict[Axis, int]:
-    """The sizes with -1 put right for the hosts."""
+    """The sizes, with -1 replaced so that they fill the hosts."""
     box = parse_sizes("plan", (sizes,), {}, more)
     if -1 not in box.values():
         return box
@@ -271,7 +275,7 @@ def _fill_free_size(sizes: Sizes, topology: Topology, more: Mapping[str, object]
 
 
 def layout_of(sizes: Mapping[str, int] | Mapping[Axis, int]) -> Layout:
-    """The layout of these sizes, whatever the axes are called."""
+    """The layout of these sizes. Axes may have any names."""
     box: dict[Axis, int] = {}
     for axis, size in sizes.items():
         box[axis] = size
@@ -279,7 +283,7 @@ def layout_of(sizes: Mapping[str, int] | Mapping[Axis, int]) -> Layout:
 
 
 def check_capacity(layout: Layout, topology: Topology) -> None:
-    """ShapeError if the hosts do not hold the ranks."""
+    """Raise ShapeError if the hosts do not hold all ranks."""
     last = _highest_rank(layout)
     if topology and last >= topology[0].capacity:
         hold = "holds" if topology[0].count == 1 else "hold"
@@ -296,7 +300,7 @@ def _highest_rank(layout: Layout) -> int:
 
 
 def _check_fit(layout: Layout, topology: Topology, more: Mapping[str, object], views: Mapping[str, Sizes]) -> None:
-    """ShapeError if a whole layout, of the ranks from 0 on, is not of as many as the hosts hold.
+    """Raise ShapeError if the ranks 0 to n - 1 of a whole layout do not fill the hosts.
 
     Args:
         more: the other arguments of ``plan``, which suggested calls repeat.
@@ -324,7 +328,7 @@ def _check_fit(layout: Layout, topology: Topology, more: Mapping[str, object], v
 
 
 def _holds(layout: Layout, views: Mapping[str, Sizes]) -> bool:
-    """Whether a layout can be read with all of these views."""
+    """True if a layout has all of these views."""
     try:
         return all(layout.view(sizes) for sizes in views.values())
     except ShapeError:
@@ -332,12 +336,12 @@ def _holds(layout: Layout, views: Mapping[str, Sizes]) -> bool:
 
 
 def _call(layout: str, more: Mapping[str, object]) -> str:
-    """The call of ``plan`` for a layout, as text."""
+    """The call of ``plan`` for a layout, as source text."""
     return f"plan({', '.join([layout, *(f'{word}={value}' for word, value in more.items())])})"
 
 
 def _hosts_filled_by(host: HostLevel, count: int) -> HostLevel:
-    """The hosts that ``count`` ranks fill; the last kind is repeated if there are too few."""
+    """The first hosts that ``count`` ranks fill. If there are too few, hosts of the last size are added."""
     runs: list[tuple[int, int]] = []
     for n, size in (*host.runs[:-1], (count, host.runs[-1][1])):
         whole = min(n, count // size)
@@ -351,6 +355,7 @@ def _hosts_filled_by(host: HostLevel, count: int) -> HostLevel:
 def _family(
     name: str, layout: Layout, axes: tuple[Axis, ...], topology: Topology, known: dict[object, str]
 ) -> FamilyPlan:
+    """One family. ``known`` has the name of the first family for each set of groups."""
     axes = layout.along(layout.rank_of([0] * len(layout.axes)), *axes).axes  # in the order of the mesh
     size = layout.size(*axes)
     groups = len(layout) // size
@@ -371,7 +376,7 @@ def _family(
 
 
 def _strides(layout: Layout, axes: tuple[Axis, ...]) -> tuple[int, ...]:
-    """The fewest strides of a group: axes that continue one another evenly are fused."""
+    """The strides of a group, with contiguous axes merged into one; empty if a stride is not constant."""
     strides = [(layout.size(axis), stride) for axis, stride in zip(layout.axes, layout.strides) if axis in axes]
     fused: list[tuple[int, int]] = []
     for size, stride in strides:
@@ -385,19 +390,20 @@ def _strides(layout: Layout, axes: tuple[Axis, ...]) -> tuple[int, ...]:
 
 
 def _sample(layout: Layout, axes: tuple[Axis, ...]) -> tuple[int, ...]:
+    """The ranks of the first group: all of them, or the first ones and the last."""
     size = layout.size(*axes)
-    places = range(size) if size <= MAX_SAMPLE else (*range(MAX_SAMPLE - 1), size - 1)
+    indices = range(size) if size <= MAX_SAMPLE else (*range(MAX_SAMPLE - 1), size - 1)
     ranks = []
-    for place in places:
+    for index in indices:
         coord = [0] * len(layout.axes)
         for axis in reversed(axes):
-            place, coord[layout.axes.index(axis)] = divmod(place, layout.size(axis))
+            index, coord[layout.axes.index(axis)] = divmod(index, layout.size(axis))
         ranks.append(layout.rank_of(coord))
     return tuple(ranks)
 
 
 def _group_identity(layout: Layout, axes: tuple[Axis, ...], family: FamilyPlan) -> object:
-    """A value that is equal for families with the same groups: the groups, or the arithmetic that leads to them."""
+    """A value that is equal for families with the same groups: their strides, or the groups of an irregular layout."""
     along, others = strided_runs(layout, axes)
     if along is not None and others is not None:
         return (family.sample[0], family.size, family.strides, len(layout), _strides(layout, layout.axes))
@@ -406,17 +412,17 @@ def _group_identity(layout: Layout, axes: tuple[Axis, ...], family: FamilyPlan) 
     return object()
 
 
-# -- what to know about it ----------------------------------------------------------------------------------------
+# -- findings ----------------------------------------------------------------------------------------------------------
 
 
 def _findings(
     layout: Layout, families: list[FamilyPlan], topology: Topology, views: tuple[tuple[str, Layout], ...]
 ) -> list[Finding]:
-    """Problems of the placement of groups, most traffic first, each with its cure."""
+    """Findings about the locality of groups with much traffic, most traffic first, with their fixes."""
     if not topology:
         ranks = largest_divisor(layout.size(), 8)
         hosts = f"--nodes {layout.size() // ranks}x{ranks}"
-        return [Finding("Where groups lie on hosts is not known: say what hosts there are.", False, hosts)]
+        return [Finding("The hosts are not given, so the locality of the groups is unknown.", False, hosts)]
     number = min(1, len(topology) - 1)
     level = topology[number]
     findings, good = [], []
@@ -443,7 +449,13 @@ def _findings(
 
 
 def _leaving_finding(family: FamilyPlan, number: int, layout: Layout, topology: Topology, heavier: int) -> Finding:
-    """The finding for a family that leaves its host. ``heavier``: the product of the sizes with more traffic."""
+    """The finding about a family that leaves its host.
+
+    Args:
+        number: the index of the level in the topology.
+        layout: the mesh or the view with the family's axis.
+        heavier: the product of the sizes of the axes with more traffic.
+    """
     level, locality, size = topology[number], family.localities[number], family.size
     spanned = text_report.format_units(locality.low, locality.high, level.name)
     text = f"{family.name} spans {spanned}: {_hops(locality, size, level)}."
@@ -466,14 +478,17 @@ def _leaving_finding(family: FamilyPlan, number: int, layout: Layout, topology: 
         text += f" A {level.name} holds {count_of(level.largest, 'rank')} at most, so {size:,} take {best:,} at best."
         return Finding(text, heavier == 1 or locality.high > best)
     if heavier * size > level.largest:
-        return Finding(f"{text} What talks more fills the {level.name}: no order keeps both on one.", False)
-    together = f"{size} ranks do" if heavier == 1 else f"With what talks more they are {heavier * size} ranks, which do"
+        return Finding(f"{text} The axes with more traffic fill the {level.name}: no order keeps both on one.", False)
+    together = f"{size} ranks do"
+    if heavier > 1:
+        together = f"With the axes of more traffic they are {heavier * size} ranks, which do"
     wrong = sorted({unit for _, unit in level.runs if unit % (heavier * size)})
     units = f"a {level.name}" if len(wrong) == 1 else f"{level.name}s"
     return Finding(f"{text} {together} not divide {units} of {text_report.join_words(wrong)}." if wrong else text, True)
 
 
 def _hops(locality: Locality, size: int, level: HostLevel) -> str:
+    """The hops of a ring that leave a unit, as text."""
     if locality.hops_low == size:
         return f"every hop leaves the {level.name}"
     hops = text_report.format_range(locality.hops_low, locality.hops_high)

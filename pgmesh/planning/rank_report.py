@@ -1,4 +1,4 @@
-"""One rank's place: its coord, its groups, its neighbours, its host."""
+"""A report about one rank of a layout: its coord, its groups, its neighbours and its host."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ if TYPE_CHECKING:
     from pgmesh.topology.hosts import Topology
 
 MAX_LISTED = 8
-"""How many ranks of a group are listed; of a longer one, the first and the last."""
+"""The number of ranks that are listed of a group. Of a larger one, the first ranks and the last."""
 
 
 @dataclass(frozen=True)
 class AxisReport:
-    """A rank along one axis."""
+    """The group and the neighbours of a rank along one axis."""
 
     axis: Axis
     index: int
     size: int
-    group: tuple[int, ...]  # its ranks, or the first seven and the last
-    units: tuple[int | None, ...]  # how many hosts, domains, ... it spans; None of a group too long to look at
-    before: int | None  # the neighbours; None at an edge
+    group: tuple[int, ...]  # all its ranks, or the first seven and the last
+    units: tuple[int | None, ...]  # the number of hosts, domains, ... that it spans; None for a very large group
+    before: int | None  # the neighbours; None at the end of the axis
     after: int | None
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """Where one rank stands.
+    """The report about one rank.
 
     >>> rank_report_of(layout, 5).along[1]
     AxisReport(axis='dp', index=0, size=2, group=(5, 7), units=(), before=None, after=7)
@@ -41,11 +41,11 @@ class RankReport:
     ranks: int
     label: str
     coord: tuple[int, ...]
-    units: tuple[tuple[str, int, int, int], ...]  # each level: its name, which unit, the place in it, how many it holds
+    units: tuple[tuple[str, int, int, int], ...]  # for each level: name, unit, index in the unit, ranks in the unit
     along: tuple[AxisReport, ...]
 
     def data(self) -> dict[str, Any]:
-        """Everything in it, as JSON knows things."""
+        """The report as JSON data."""
         return {
             "format": 1,
             **asdict(self),
@@ -53,7 +53,7 @@ class RankReport:
         }
 
     def lines(self, width: int = 80) -> list[Line]:
-        """As lines of text.
+        """The report as styled text.
 
         >>> print(styled_text.plain(rank_report_of(layout, 5).lines()))
         rank 5 of 8: pp1-dp0-tp1

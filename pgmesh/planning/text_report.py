@@ -1,4 +1,4 @@
-"""A plan in words: one table, what it would cost, and what to know about it."""
+"""The text report of a plan: a table of its families, the costs of the communicators, and the findings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STYLES = {"intra": "green", "mixed": "yellow", "inter": ""}
 
 
 def full_report(plan: PlanData, width: int = 80) -> list[Line]:
-    """All of a plan."""
+    """The whole report."""
     return [[(title(plan), "bold")], [], *table(plan, width), [], *cost_report(plan, width), [], *findings(plan, width)]
 
 
@@ -32,7 +32,7 @@ def title(plan: PlanData) -> str:
 
 
 def table(plan: PlanData, width: int = 80) -> list[Line]:
-    """A row for each family, with fewer words where they would not fit."""
+    """A row for each family. Headers and columns are shortened to fit the width."""
     if not plan.families:
         return [[("No axes, so no groups.", "")]]
     names = [level.name for level in plan.topology]
@@ -53,10 +53,10 @@ def table(plan: PlanData, width: int = 80) -> list[Line]:
 
 
 def rows(plan: PlanData, with_total: bool = True) -> list[list[tuple[str, str]]]:
-    """The cells of each family: name, size, groups, stride; then for each level units, kind and hops.
+    """The cells of each family: name, size, groups, stride; then units, kind and hops for each level.
 
     Args:
-        with_total: whether hops are said beside how many there are.
+        with_total: True for hops as ``2 of 4``, False for ``2``.
     """
     rows = []
     for family in plan.families:
@@ -70,7 +70,7 @@ def rows(plan: PlanData, with_total: bool = True) -> list[list[tuple[str, str]]]
 
 
 def cost_report(plan: PlanData, width: int = 80) -> list[Line]:
-    """How many communicators, and what they would take."""
+    """The number of communicators of a rank, and their costs."""
     count = plan.communicators
     if not count:
         return [[("Each group has one rank: no communicators.", "")]]
@@ -85,29 +85,28 @@ def cost_report(plan: PlanData, width: int = 80) -> list[Line]:
         lines += wrapped(f"One group under two names is one communicator: {'; '.join(same)}.", width, "", "  ")
     alone = [family.name for family in plan.families if family.size == 1]
     if alone:
-        text = (
-            f"Groups of one rank are not counted ({', '.join(alone)}); NCCL takes memory for those that are used too."
-        )
+        text = f"Groups of one rank are not counted ({', '.join(alone)})."
+        text += " NCCL allocates memory for them when they are used."
         lines += wrapped(text, width, "", "  ")
     return lines
 
 
 def findings(plan: PlanData, width: int = 80) -> list[Line]:
-    """What to know, the bad in red, then what would mend it."""
+    """The findings, problems in red; then the fixes."""
     lines: list[Line] = []
     for finding in plan.findings:
         style = "red" if finding.bad else "green" if finding.text.startswith("Good") else ""
         lines += wrapped(finding.text, width, style)
     for fix in dict.fromkeys(finding.fix for finding in plan.findings if finding.fix):
-        mended = [finding.result for finding in plan.findings if finding.fix == fix]
-        lines.append([(f"  {fix}", "bold"), (f"   # {'; '.join(filter(None, mended))}".rstrip(" #"), "dim")])
+        results = [finding.result for finding in plan.findings if finding.fix == fix]
+        lines.append([(f"  {fix}", "bold"), (f"   # {'; '.join(filter(None, results))}".rstrip(" #"), "dim")])
     if any(not locality.exact for family in plan.families for locality in family.localities):
-        lines += wrapped("~ A sample of groups stands for all: the ranks or the hosts follow no arithmetic.", width)
+        lines += wrapped("~ Counted on a sample of the groups, because the ranks or the hosts are irregular.", width)
     return lines
 
 
 def comparison(plans: Sequence[PlanData]) -> list[Line]:
-    """A row for each family, a column for each plan: how many hosts a group spans, and how many hops leave."""
+    """A row for each family and a column for each plan: the hosts that a group spans, and the hops that leave one."""
     names = list(dict.fromkeys(family.name for plan in plans for family in plan.families))
     levels = [level.name for level in plans[0].topology]
     rows = [[("", ""), *((plan.order, "bold") for plan in plans)]]
@@ -122,7 +121,7 @@ def comparison(plans: Sequence[PlanData]) -> list[Line]:
 
 
 def best_plan(plans: Sequence[P]) -> P:
-    """The plan whose heaviest axes span the fewest hosts; the first of those that are equal."""
+    """The plan whose groups with the most traffic span the fewest hosts; the first one if several are equal."""
 
     def weight(plan: PlanData) -> list[int]:
         heavy = [str(axis) for axis in axis_heuristics.heavy_axes(plan.layout.axes)]
@@ -132,7 +131,7 @@ def best_plan(plans: Sequence[P]) -> P:
     return min(plans, key=weight)
 
 
-# -- small words --------------------------------------------------------------------------------------------------
+# -- formatting --------------------------------------------------------------------------------------------------------
 
 
 def format_sizes(box: Mapping[str | int, int] | Mapping[str, int]) -> str:

@@ -1,4 +1,4 @@
-"""The command line: what it answers, what it refuses and how, that it stays light, and how a terminal shows it."""
+"""The command line: its outputs, its errors, its imports, and its output in a terminal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MESH = "pp=2 dp=4 cp=2 tp=4 --nodes 8x8"
 
 
 def output(capsys: pytest.CaptureFixture[str], line: str, status: int = 0) -> str:
-    """What a command line answers: on standard output, or on the other where it is refused."""
+    """The standard output of a command line; the standard error if the status is 2."""
     assert main(shlex.split(line)) == status
     out, err = capsys.readouterr()
     assert (err, out)[status == 2] == "" or status == 1
@@ -58,7 +58,7 @@ def test_it_answers(capsys, name):
     golden.check(f"command-{name}.txt", f"$ pgmesh {ANSWERS[name]}\n{text}")
 
 
-def test_json_is_what_python_says(capsys):
+def test_json_equals_the_data_in_python(capsys):
     answer = json.loads(output(capsys, f"plan {MESH} --json --view 'moe: edp=8 ep=8'"))
     layout = Layout(pp=2, dp=4, cp=2, tp=4)
     assert answer == json.loads(plan(layout, nodes="8x8", views={"moe": {"edp": 8, "ep": 8}}).json())
@@ -68,10 +68,10 @@ def test_json_is_what_python_says(capsys):
     golden.check("command-show.json", output(capsys, f"show --rank 13 {MESH} --json"))
 
 
-def test_files_are_written_where_it_is_asked(capsys, tmp_path):
+def test_files_are_written(capsys, tmp_path):
     drawing, site = tmp_path / "plan.svg", tmp_path / "plan.html"
     text = output(capsys, f"plan {MESH} --svg {drawing} --html {site}")
-    assert f"The picture is in {drawing}\nThe page is in {site}\n" in text
+    assert f"SVG written to {drawing}\nHTML written to {site}\n" in text
     assert drawing.read_text().count('<rect class="cell"') == 64
     ranks, shown = (re.findall("(?s)<title>(rank .*?)</title>", file.read_text()) for file in (drawing, site))
     assert len(ranks) == 64
@@ -86,7 +86,7 @@ def test_files_are_written_where_it_is_asked(capsys, tmp_path):
     assert "<svg" in output(capsys, f"show --rank 13 {MESH} --html -")
 
 
-def test_what_the_docs_show_is_what_it_says(capsys):
+def test_the_outputs_in_the_docs(capsys):
     text = (ROOT / "docs" / "see.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```console\n\$ pgmesh (.*?)\n(.*?)```", text, flags=re.DOTALL)
     assert len(blocks) >= 7
@@ -95,7 +95,7 @@ def test_what_the_docs_show_is_what_it_says(capsys):
 
 
 @pytest.mark.parametrize(("name", "more"), [("plan", ""), ("two-meshes", " --view 'moe: pp=2 edp=-1 ep=8'")])
-def test_the_pictures_of_the_docs_are_what_it_draws(capsys, name, more):
+def test_the_pictures_in_the_docs(capsys, name, more):
     golden.check(f"../../docs/pictures/{name}.svg", output(capsys, f"plan {MESH}{more} --svg -"))
 
 
@@ -112,9 +112,9 @@ def test_a_size_behind_an_option_is_a_size(capsys):
     assert first == output(capsys, "plan --compare tp,cp,dp,pp --family dp,cp pp=2 dp=4 cp=2 tp=4 --nodes 8x8")
 
 
-# ---- refusals ----
+# ---- errors ----
 
-REFUSALS = [
+INVALID = [
     "plan pp=2 dp=4 cp=2 tp=4 --nodes 4x8",
     "plan pp=2 dp=4 cp=2 tp=4 --nodes=4x8",
     "plan pp=2 tp=3 --nodes 8x8",
@@ -186,17 +186,17 @@ REFUSALS = [
 ]
 
 
-def test_refusals_say_what_is_wrong_and_a_line_that_is_right(capsys):
-    texts = [f"$ pgmesh {line}\n{output(capsys, line, status=2)}" for line in REFUSALS]
-    golden.check("command-refusals.txt", "\n".join(texts))
+def test_errors_of_invalid_command_lines(capsys):
+    texts = [f"$ pgmesh {line}\n{output(capsys, line, status=2)}" for line in INVALID]
+    golden.check("command-errors.txt", "\n".join(texts))
 
 
-@pytest.mark.parametrize("line", REFUSALS)
-def test_a_line_that_is_offered_is_right(capsys, line):
+@pytest.mark.parametrize("line", INVALID)
+def test_suggested_command_lines_are_valid(capsys, line):
     text = output(capsys, line, status=2)
-    offered = re.findall(r"^  (pgmesh .*?)(?:   +#.*)?$", text, flags=re.MULTILINE)
-    assert offered
-    for better in offered:
+    suggested = re.findall(r"^  (pgmesh .*?)(?:   +#.*)?$", text, flags=re.MULTILINE)
+    assert suggested
+    for better in suggested:
         assert main(shlex.split(better, comments=True)[1:]) == 0, better
         capsys.readouterr()
 
@@ -214,15 +214,15 @@ def test_files_that_cannot_be_written(capsys):
         ("show --rank 1 dp=8 --html - --svg - --json", "show --rank 1 dp=8 --html show.html --svg show.svg --json"),
     ],
 )
-def test_standard_output_takes_one_answer(capsys, line, better):
-    command, message = line.split()[0], "standard output takes one answer; give the others a file."
+def test_standard_output_takes_one_output(capsys, line, better):
+    command, message = line.split()[0], "standard output takes one output; write the others to files."
     assert output(capsys, line, status=2) == f"pgmesh {command}: {message}\n\n  pgmesh {better}\n"
 
 
 @pytest.mark.parametrize(
     "line", ["plans", "plan dp=8 --knots 8x8", "plan dp=8 --nodes 1x8 --domains 1x2x4", "show dp=8"]
 )
-def test_words_that_are_no_commands_are_usage_errors(capsys, line):
+def test_unknown_commands_and_options_are_usage_errors(capsys, line):
     with pytest.raises(SystemExit) as ended:
         main(shlex.split(line))
     assert ended.value.code == 2
@@ -238,7 +238,7 @@ def test_without_a_command_there_is_help_and_no_success(capsys):
     assert help_ == capsys.readouterr().out
 
 
-def test_it_tells_its_version(capsys):
+def test_the_version(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0
@@ -311,7 +311,7 @@ def test_the_script_that_is_installed_answers_as_the_module(line):
     assert ours.stdout or ours.returncode == 2
 
 
-def test_a_reader_that_has_read_enough_is_no_error():
+def test_a_closed_pipe_is_no_error():
     words = [sys.executable, "-m", "pgmesh", "plan", "pp=16", "dp=512", "cp=8", "tp=16", "--svg", "-"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
@@ -343,7 +343,7 @@ def test_a_terminal_of_80_columns_shows_the_same_with_and_without_rich(capsys, n
     assert [line for line in lines if not line.startswith("one colour")] == plain.splitlines()
 
 
-def test_the_terminal_that_open_mpi_gives_each_rank_is_nobody_who_looks(monkeypatch):
+def test_the_terminal_that_open_mpi_gives_each_rank_does_not_count(monkeypatch):
     ours, theirs = pty.openpty()
     with os.fdopen(ours), os.fdopen(theirs, "w") as terminal:
         monkeypatch.delenv("OMPI_COMM_WORLD_RANK", raising=False)
@@ -352,7 +352,7 @@ def test_the_terminal_that_open_mpi_gives_each_rank_is_nobody_who_looks(monkeypa
         assert not styled_text.is_terminal(terminal)
 
 
-def test_a_terminal_that_knows_no_colours_gets_none():
+def test_a_terminal_without_colours():
     pytest.importorskip("rich")
     assert "\x1b" not in run_in_terminal("show --rank 5 pp=2 dp=2 tp=2", rich=True, env={"TERM": "dumb"})
 

@@ -95,12 +95,12 @@ def check_geometry(drawing: Drawing) -> None:
         for box in by_kind[kind]:
             whole = (box.x, box.y, box.x + box.width, box.y + box.height)
             assert any(within(whole, panel) for panel in by_kind[holder])
-    ranks = [words for words in drawing.words if words.kind == "rank"]
+    ranks = [words for words in drawing.texts if words.kind == "rank"]
     assert len(ranks) == len(by_kind["cell"])
     for words, cell in zip(ranks, by_kind["cell"]):
         start, end = words.span
         assert within((start, words.y - words.size * 0.75, end, words.y), cell), (words, cell)
-    rest = [words for words in drawing.words if words.kind != "rank"]
+    rest = [words for words in drawing.texts if words.kind != "rank"]
     for words in rest:
         start, end = words.span
         area = (start, words.y - words.size * 0.75, end, words.y)
@@ -108,7 +108,7 @@ def check_geometry(drawing: Drawing) -> None:
         if words.kind in ("panel", "axis", "host"):
             assert any(within(area, panel) for panel in by_kind["panel"]), words
     lines: dict[tuple[float, str], list[tuple[float, float]]] = {}
-    for words in drawing.words:
+    for words in drawing.texts:
         lines.setdefault((round(words.y, 3), ""), []).append(words.span)
     for spans in lines.values():
         spans.sort()
@@ -419,10 +419,10 @@ def test_on_a_page_nothing_overlaps_or_is_cut_and_all_can_be_read(width, tmp_pat
 @pytest.mark.usefixtures("looked_at")
 def test_the_measuring_in_a_browser_can_fail(tmp_path):
     drawing = DRAWINGS["8-ranks"]()
-    long = tuple(replace(words, text=words.text * 9) if words.kind == "rank" else words for words in drawing.words)
+    long = tuple(replace(words, text=words.text * 9) if words.kind == "rank" else words for words in drawing.texts)
     first = next(box for box in drawing.boxes if box.kind == "cell")
     near = tuple(replace(first, x=first.x + 3) if box.kind == "cell" else box for box in drawing.boxes)
-    broken = [replace(drawing, words=long), replace(drawing, width=drawing.width / 2), replace(drawing, boxes=near)]
+    broken = [replace(drawing, texts=long), replace(drawing, width=drawing.width / 2), replace(drawing, boxes=near)]
     good = PAGES["64"]()
     shrunk = good.replace("</style>", "svg { max-width: 100%; height: auto }</style>")
     unscrolled = good.replace("overflow-x: auto", "overflow-x: hidden")
@@ -491,6 +491,6 @@ def test_the_geometry_check_can_fail():
     near = replace(cells[1], x=cells[0].x + 3)
     with pytest.raises(AssertionError):
         check_geometry(replace(drawing, boxes=tuple(near if box is cells[1] else box for box in drawing.boxes)))
-    long = tuple(replace(words, text=words.text * 9) if words.kind == "rank" else words for words in drawing.words)
+    long = tuple(replace(words, text=words.text * 9) if words.kind == "rank" else words for words in drawing.texts)
     with pytest.raises(AssertionError):
-        check_geometry(replace(drawing, words=long))
+        check_geometry(replace(drawing, texts=long))

@@ -86,9 +86,9 @@ def check_preflight(title: str, command: str, env: dict[str, str]) -> None:
     lines = output.splitlines()
     expected_lines = [
         "4 ranks over gloo on cpu",
-        "ok    4 ranks came and mean the same: dp=2 tp=2",
-        "ok    ranks are where they are planned: 1 host of 4",
-        "ok    every sum is right, of 8 B, 64 KiB",
+        "ok    4 ranks joined with the same arguments: dp=2 tp=2",
+        "ok    ranks are on the planned hosts: 1 host of 4",
+        "ok    every sum is correct, of 8 B, 64 KiB",
     ]
     good = code == 0 and all(lines.count(line) == 1 for line in expected_lines) and "\x1b" not in output
     good = good and len(re.findall(r"^(dp|tp) +2 +8 B ", output, re.MULTILINE)) == 2
@@ -162,7 +162,7 @@ def under_mpich(env: dict[str, str]) -> None:
         "does not set the host and the port of rank 0; it is not 127.0.0.1, since only 2 of 4 ranks",
     )
     check_preflight("check under mpiexec of MPICH", f"mpiexec.hydra -n 4 {PGMESH}", port)
-    misplaced = "MismatchError: ranks are not on the hosts that are planned:"
+    misplaced = "MismatchError: ranks are not on the planned hosts:"
     check_exit("check of two hosts that are one", two, "check dp=2 tp=2 --nodes 2x2", both, 1, misplaced)
     check_doctor("doctor under mpiexec of MPICH", "mpiexec.hydra -n 2", port, 2, "MPICH, because")
 
@@ -196,7 +196,7 @@ def under_slurm(env: dict[str, str], folder: Path, has_open_mpi: bool) -> None:
     )
     check_preflight("check under srun", f"srun -N1 -n4 {PGMESH}", env)
     check_preflight("check under srun on two hosts", f"srun -N2 -n4 {PGMESH}", env)
-    one, misplaced = "srun -N1 -n4", "MismatchError: ranks are not on the hosts that are planned:"
+    one, misplaced = "srun -N1 -n4", "MismatchError: ranks are not on the planned hosts:"
     check_exit("check under srun of two hosts that are one", one, "check dp=2 tp=2 --nodes 2x2", env, 1, misplaced, 4)
     wrong = "pgmesh check: dp=2 tp=3 holds 6 ranks, but the world has 4."
     check_exit("check under srun of sizes that do not fit", one, "check dp=2 tp=3", env, 2, wrong, 4)

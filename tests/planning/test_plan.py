@@ -1,4 +1,4 @@
-"""Plans: their numbers, their sentences, and what they look like as text and JSON."""
+"""Plans: their numbers, their findings, their text and their JSON."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def test_a_plan_in_json_is_this(name):
     golden.check(f"plan-{name}.json", planned.json() + "\n")
 
 
-def test_plans_side_by_side():
-    golden.check("plans-side-by-side.txt", plan(BASE, nodes="8x8").compare(plan(TURNED, nodes="8x8")) + "\n")
+def test_plans_compared():
+    golden.check("plans-compared.txt", plan(BASE, nodes="8x8").compare(plan(TURNED, nodes="8x8")) + "\n")
 
 
-def test_plans_compare_by_what_they_say():
+def test_plans_are_equal_by_content():
     assert plan(BASE, nodes="8x8") == plan(BASE, nodes=[8] * 8)
     assert plan(BASE, nodes="8x8") != plan(BASE, nodes="16x4")
     assert plan(BASE, nodes="8x8") != plan(TURNED, nodes="8x8")
@@ -62,7 +62,7 @@ def test_plans_compare_by_what_they_say():
     assert repr(plan(BASE, nodes="8x8")) == "<Plan of 64 ranks: pp=2 dp=4 cp=2 tp=4 on 8 hosts of 8>"
 
 
-def test_a_plan_of_a_thing_with_a_layout_is_that_of_its_layout():
+def test_a_plan_of_an_object_with_a_layout_is_that_of_its_layout():
     class Mesh:
         layout = BASE
 
@@ -103,7 +103,7 @@ def test_costs_are_ranges_with_sources():
     assert all(source["where"].startswith("https://") for source in nccl["sources"])
 
 
-# ---- what is bad, and what would mend it ----
+# ---- findings and fixes ----
 
 
 def findings(planned) -> list[tuple[str, bool, str]]:
@@ -140,8 +140,8 @@ def findings(planned) -> list[tuple[str, bool, str]]:
             [
                 ("Good: tp stays inside one host.", False, ""),
                 (
-                    "cp spans 2 hosts: every hop leaves the host. What talks more fills the host: no order keeps both "
-                    "on one.",
+                    "cp spans 2 hosts: every hop leaves the host. The axes with more traffic fill the host: no order "
+                    "keeps both on one.",
                     False,
                     "",
                 ),
@@ -156,16 +156,16 @@ def findings(planned) -> list[tuple[str, bool, str]]:
         (
             Layout(x=3, y=4),
             {},
-            [("Where groups lie on hosts is not known: say what hosts there are.", False, "--nodes 2x6")],
+            [("The hosts are not given, so the locality of the groups is unknown.", False, "--nodes 2x6")],
         ),
         (Layout(x=2, y=4), {"nodes": "2x4"}, []),
     ],
 )
-def test_what_is_bad_is_said_with_what_would_mend_it(layout, topology, found):
+def test_findings_and_their_fixes(layout, topology, found):
     assert findings(plan(layout, **topology)) == found
 
 
-def test_a_view_is_mended_by_a_view():
+def test_the_fix_of_a_view_is_a_view():
     planned = plan(BASE, nodes="8x8", views={"moe": {"ep": 8, "edp": -1}})
     assert findings(planned) == [
         ("moe: ep spans 8 hosts: every hop leaves the host.", True, "--view 'moe: edp=8 ep=8'"),
@@ -173,7 +173,7 @@ def test_a_view_is_mended_by_a_view():
     assert planned.findings[0].result == "moe: ep on 1 host"
 
 
-def test_what_mends_mends():
+def test_fixes_reduce_the_hops():
     for layout in (TURNED, Layout(tp=8, dp=8), Layout(cp=2, tp=4, dp=8), Layout(ep=8, pp=4, tp=2)):
         worse = plan(layout, nodes="8x8")
         for finding in worse.findings:
@@ -187,7 +187,7 @@ def test_what_mends_mends():
 # ---- orders ----
 
 
-def test_an_order_is_suggested_by_traffic():
+def test_axes_are_ordered_by_traffic():
     assert suggest({"tp": 8, "cp": 2}, parse_topology("8x8")) == Layout(dp=4, cp=2, tp=8)
     assert suggest({"tp": 2, "ep": 2, "pp": 2, "dp": -1}, parse_topology("4x8")) == Layout(pp=2, dp=4, ep=2, tp=2)
     assert suggest({"tp": 2, "x": 2}, ()) == Layout(x=2, tp=2)
@@ -205,10 +205,10 @@ def test_axes_are_known_by_their_names(axis, method):
     assert (found and found.name) == method
 
 
-# ---- refusals ----
+# ---- errors ----
 
 
-def test_what_does_not_fit_is_said():
+def test_plans_that_do_not_fit_raise():
     with pytest.raises(ShapeError, match="2 hosts of 8 hold 16 ranks, but there is a rank 63"):
         plan(BASE.at(pp=1), nodes="2x8")
     with pytest.raises(AxisError, match="no axis 'pt'"):
@@ -266,7 +266,7 @@ FIT = [
 
 
 @pytest.mark.parametrize(("call", "text"), FIT)
-def test_a_layout_and_hosts_of_other_numbers_are_told_with_calls_that_would_do(call, text):
+def test_a_layout_that_does_not_fill_the_hosts_raises_with_valid_calls(call, text):
     assert_raises(ShapeError, call, text)
     offered = re.findall(r"^ *(plan\(.*?\)) +#", text, flags=re.MULTILINE)
     assert offered
@@ -274,7 +274,7 @@ def test_a_layout_and_hosts_of_other_numbers_are_told_with_calls_that_would_do(c
         eval(better)
 
 
-def test_slices_meshes_and_other_ranks_leave_places_to_others():
+def test_slices_meshes_and_other_ranks_may_be_smaller_than_the_hosts():
     for pp in (0, 1, [0], slice(1)):
         assert len(plan(BASE.at(pp=pp), nodes="8x8").layout) == 32
     assert len(plan(BASE.at(pp=0).view(ep=8, edp=4), nodes="8x8").layout) == 32

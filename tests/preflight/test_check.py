@@ -71,11 +71,11 @@ def test_what_the_first_rank_tells():
     lines = [re.sub(r"[0-9.]+ (s|ms|us|[kMG]B/s)\b", r"N \1", line) for line in text.splitlines()]
     assert lines[:3] == [
         "4 ranks over gloo on cpu",
-        "ok    4 ranks came and mean the same: dp=2 tp=2",
-        "ok    ranks are where they are planned: 1 host of 4",
+        "ok    4 ranks joined with the same arguments: dp=2 tp=2",
+        "ok    ranks are on the planned hosts: 1 host of 4",
     ]
     assert "ok    5 groups of 3 families connected, in N s" in lines
-    assert "ok    every sum is right, of 8 B, 4 KiB" in lines
+    assert "ok    every sum is correct, of 8 B, 4 KiB" in lines
     rows = [re.match(r"(dp|tp|dp x tp) +([24]) +8 B +N [mu]s ", line) for line in lines]
     assert [row.groups() for row in rows if row] == [("dp", "2"), ("tp", "2"), ("dp x tp", "4")]
     assert re.search(r"^ +4 KiB +N [mu]s +N MB/s +N MB/s ", "\n".join(lines), re.MULTILINE)
@@ -149,7 +149,7 @@ def test_in_a_terminal_a_bar_shows_each_stage_and_is_gone_in_the_end(tmp_path: P
     assert max(len(line) for line in re.split("[\r\n]", COLOUR.sub("", shown))) <= 80 + len("\x1b[?25l\x1b[2K")
     lines = visible_lines(shown)
     assert max(map(len, lines)) <= 80
-    assert lines[:2] == ["2 ranks over gloo on cpu", "ok    2 ranks came and mean the same: dp=2"]
+    assert lines[:2] == ["2 ranks over gloo on cpu", "ok    2 ranks joined with the same arguments: dp=2"]
     assert "━" not in "".join(lines)
 
 
@@ -158,7 +158,7 @@ def test_in_a_terminal_without_rich_there_is_neither_bar_nor_colour(tmp_path: Pa
     shown = two_ranks(tmp_path, rich=False)
     assert "\x1b" not in shown
     assert max(map(len, shown.splitlines())) <= 80
-    assert shown.startswith("2 ranks over gloo on cpu\nok    2 ranks came and mean the same: dp=2\n")
+    assert shown.startswith("2 ranks over gloo on cpu\nok    2 ranks joined with the same arguments: dp=2\n")
     assert "\nok    1 group of 1 family connected, in " in shown
 
 
@@ -234,7 +234,7 @@ def test_a_rank_that_never_starts_is_named_alone(tmp_path: Path):
         "",
         "pgmesh check failed: MissingRanksError: pgmesh check (ranks 0, 1, 2, 3): rank 3 did not come in 4 s.\n"
         "  rank 3 was never heard from: it has not connected anything yet, or cannot be reached\n\n"
-        "Rank 0 waited at pgmesh check, at its beginning.\n",
+        "Rank 0 waited at pgmesh check, at the start.\n",
     )
 
 
@@ -417,17 +417,17 @@ def on_hosts(line: str, names: list[str]) -> Answer:
 def test_ranks_that_are_not_where_they_are_planned():
     text = told_by_the_first(world(4).run(on_hosts, "dp=2 tp=2 --nodes 2x2", ["n1", "n2", "n1", "n2"]), 1)
     assert text == (
-        "pgmesh check failed: MismatchError: ranks are not on the hosts that are planned:\n"
+        "pgmesh check failed: MismatchError: ranks are not on the planned hosts:\n"
         "  host 0 is planned for ranks 0, 1, but rank 0 is on n1 and rank 1 on n2.\n"
         "  host 1 is planned for ranks 2, 3, but rank 2 is on n1 and rank 3 on n2.\n"
         "  rank 0 and rank 2 are planned on 2 hosts, but all are on n1.\n"
         "  rank 1 and rank 3 are planned on 2 hosts, but all are on n2.\n\n"
-        "Ranks of one host do not follow one another: have the launcher number them host by host.\n"
+        "The ranks of a host are not consecutive: configure the launcher to number them host by host.\n"
     )
     text = told_by_the_first(world(4).run(on_hosts, "dp=2 tp=2 --nodes 2x2", ["n1"] * 4), 1)
-    assert text.endswith("\n\n  pgmesh check dp=2 tp=2 --nodes 1x4   # is where they are\n")
+    assert text.endswith("\n\n  pgmesh check dp=2 tp=2 --nodes 1x4   # matches the actual hosts\n")
     text = told_by_the_first(world(4).run(on_hosts, f"tp=4 {QUICK} --nodes 3,1", ["n1", "n1", "n1", "n2"]), 0)
-    assert "ok    ranks are where they are planned: 2 hosts of 3 and 1\n" in text
+    assert "ok    ranks are on the planned hosts: 2 hosts of 3 and 1\n" in text
 
 
 def test_placement_against_a_plain_look():

@@ -112,7 +112,7 @@ def test_what_the_docs_show_has_the_form_of_what_it_says(capsys, monkeypatch):
 def test_a_wrong_line(capsys):
     assert main(["doctor", "--timeout", "0"]) == 2
     assert capsys.readouterr().err == (
-        "pgmesh doctor: --timeout is more than nothing.\n\n  pgmesh doctor   # waits 3 s\n"
+        "pgmesh doctor: --timeout has to be greater than 0.\n\n  pgmesh doctor   # waits 3 s\n"
     )
 
 
