@@ -1,4 +1,4 @@
-"""``pgmesh doctor``: what it finds on purpose-made ground, also without torch, and that no question is endless."""
+"""Tests of ``pgmesh doctor``: its findings in prepared environments, also without torch, and its timeouts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def no_launcher(monkeypatch):
 
 
 ADVICE = r" +pgmesh was tried on torch [\d., ]+: run its tests with this one"
-"""What a doctor says of a torch on which nobody has run the tests."""
+"""The fix for a version of torch that pgmesh was not tested on."""
 
 
 def said(capsys, line: str, status: int) -> str:
@@ -56,10 +56,10 @@ def found(**more) -> LauncherInfo:
     return LauncherInfo("torchrun", "RANK is set", **{"rank": 0, "size": 2, "local_rank": 0, "local_size": 2, **more})
 
 
-# ---- all of it ----
+# ---- all findings ----
 
 
-def test_on_sound_ground(capsys):
+def test_an_environment_without_problems(capsys):
     with mock.patch.object(socket, "getaddrinfo", return_value=[(0, 0, 0, "", ("10.0.0.1", 0))]):
         text = said(capsys, "", 0)
     assert max(map(len, text.splitlines())) <= 80
@@ -74,7 +74,7 @@ def test_on_sound_ground(capsys):
     assert f"this host calls itself {socket.gethostname()}, which is 10.0.0.1" in flat
 
 
-def test_what_is_bad_ends_with_1_and_says_what_to_do(capsys, monkeypatch):
+def test_bad_findings_exit_with_1_and_print_fixes(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothing0")
     text = said(capsys, "", 1)
@@ -89,7 +89,7 @@ def test_what_is_bad_ends_with_1_and_says_what_to_do(capsys, monkeypatch):
 
 
 def shape(text: str) -> str:
-    """What a doctor said, its lines whole, without what differs from one Python and one torch to another."""
+    """Output without line wrapping and without the versions of Python and torch."""
     flat = re.sub(r"\n {6}(?! )", " ", text)
     flat = re.sub(r"Python \S+ on \S+ \S+", "Python V on S M", flat)
     flat = re.sub(r"torch \S+ with [^;]+; \d+ CUDA devices?", "torch V with B; N CUDA devices", flat)
@@ -97,7 +97,7 @@ def shape(text: str) -> str:
     return re.sub(r"^(ok|warn) +seam: all \d+ ", "ok    seam: all N ", flat, flags=re.MULTILINE)
 
 
-def test_what_the_docs_show_has_the_form_of_what_it_says(capsys, monkeypatch):
+def test_the_output_in_the_docs_has_the_form_of_the_real_one(capsys, monkeypatch):
     docs = (ROOT / "docs" / "see.md").read_text(encoding="utf-8")
     samples = re.findall(r"```\n\$ ((?:\w+=\S+ )*)pgmesh doctor\n(.*?)```", docs, flags=re.DOTALL)
     assert [bool(given) for given, _ in samples] == [False, True]
@@ -119,7 +119,7 @@ def test_a_wrong_line(capsys):
 # ---- without torch, and with another one ----
 
 
-def test_it_works_where_torch_cannot_be_imported():
+def test_doctor_works_without_torch():
     hide = "import sys; sys.modules['torch'] = None; from pgmesh.__main__ import main; sys.exit(main(['doctor']))"
     ran = subprocess.run([sys.executable, "-c", hide], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 1, ran.stderr
@@ -170,7 +170,7 @@ def test_a_torch_without_distributed_and_one_without_nccl():
 # ---- launchers ----
 
 
-def test_launchers_that_stand_inside_each_other():
+def test_nested_launchers():
     environ = {**TORCHRUN, "SLURM_PROCID": "3", "OMPI_COMM_WORLD_SIZE": "x"}
     _, findings = diagnosis.launcher_findings({**TORCHRUN, "TORCHELASTIC_RUN_ID": "none", "SLURM_PROCID": "3"})
     assert brief(findings) == [
@@ -181,15 +181,15 @@ def test_launchers_that_stand_inside_each_other():
         ),
         ("--", "there too, of Slurm, and not believed: SLURM_PROCID=3"),
     ]
-    nobody, findings = diagnosis.launcher_findings(environ)
-    assert nobody is None
+    info, findings = diagnosis.launcher_findings(environ)
+    assert info is None
     assert [finding.mark for finding in findings] == ["bad"]
 
 
 # ---- the network ----
 
 
-def test_a_name_that_is_no_address():
+def test_a_host_name_that_does_not_resolve():
     with mock.patch.object(socket, "getaddrinfo", side_effect=socket.gaierror(-2, "Name or service not known")):
         (finding,) = diagnosis.host_findings(1.0, None)
     name = socket.gethostname()
@@ -198,7 +198,7 @@ def test_a_name_that_is_no_address():
     ]
 
 
-def test_a_resolver_that_does_not_answer_is_not_waited_for():
+def test_the_resolver_has_a_timeout():
     start = time.monotonic()
     with mock.patch.object(socket, "getaddrinfo", side_effect=lambda *_, **__: time.sleep(5)):
         (finding,) = diagnosis.host_findings(0.1, None)
@@ -291,7 +291,7 @@ def test_an_address_that_is_no_interface_of_this_host_is_not_that_of_rank_0():
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_name_of_rank_0_that_is_no_address(rank):
+def test_a_name_of_rank_0_that_does_not_resolve(rank):
     with mock.patch.object(socket, "getaddrinfo", side_effect=socket.gaierror(-2, "Name or service not known")):
         (finding,) = diagnosis.store_findings({}, found(rank=rank, address="nowhere", port=29500), 2.0)
     assert brief([finding]) == [("bad", "the name nowhere cannot be resolved: Name or service not known")]
@@ -308,7 +308,7 @@ def test_under_torchrun_the_agent_has_the_port(given):
     assert re.search(r"^ok    store: somebody listens at \S+:\d+$", flat, re.MULTILINE), ran.stdout + ran.stderr
 
 
-def test_a_store_that_does_not_answer_is_not_waited_for():
+def test_the_connection_to_the_store_has_a_timeout():
     start = time.monotonic()
     with mock.patch.object(socket, "create_connection", side_effect=lambda *_, **__: time.sleep(5)):
         (finding,) = diagnosis.store_findings({}, found(rank=1, address="10.255.255.1", port=1), 0.1)
@@ -316,7 +316,7 @@ def test_a_store_that_does_not_answer_is_not_waited_for():
     assert brief([finding]) == [("bad", "10.255.255.1:1 cannot be reached: no answer in 0.1 s")]
 
 
-def test_where_nothing_tells_where_rank_0_is():
+def test_an_unknown_address_of_rank_0():
     (finding,) = diagnosis.store_findings({}, found(local_size=1), 0.1)
     assert finding.mark == "bad"
     assert finding.text.startswith("torchrun does not set the host and the port of rank 0")
