@@ -107,13 +107,17 @@ class Microbenchmarks:
             raise MismatchError(f"{label} sums over ranks {times or 'none'}, not over {format_ranks(tuple(ranks))}.")
 
     def check_sum(self, group: Any, index: int, members: int, size: int, label: str) -> None:
-        """See that a sum of so many bytes is right in each of its values.
+        """Check every value of an all-reduce.
 
         Args:
-            place: this rank's in the group.
+            group: the group.
+            index: index of this rank in the group.
+            members: number of ranks of the group.
+            size: number of bytes of the tensor.
+            label: name of the group, for the error.
 
         Raises:
-            MismatchError: it is not.
+            MismatchError: a value is wrong.
         """
         values = torch.full((element_count(size),), float(2 ** (index % DISTINCT_VALUES)), device=self.device)
         self._wait(dist.all_reduce(values, group=group, async_op=True))

@@ -88,17 +88,17 @@ def join(backend: str | None, seconds: float) -> None:
 
 
 class Preflight:
-    """One rank's part in a check of a mesh.
+    """The check of a mesh, on one rank.
 
     Args:
-        hall: where all ranks meet.
-        mesh: what is checked.
-        families: the axes of each family.
+        barrier: the staged barrier of all ranks.
+        mesh: the mesh to check.
+        combinations: the combinations of axes whose groups are checked.
         hosts: the host of each rank.
-        sizes: of the all-reduces, in bytes.
-        repeats: how many batches of each kind are timed.
-        advance: told of each step that begins.
-        let_go: closes the mesh.
+        sizes: sizes of the all-reduces in bytes.
+        repeats: number of timed batches of each kind.
+        on_step: called with the name of each step when it begins.
+        close_mesh: closes the mesh.
     """
 
     def __init__(

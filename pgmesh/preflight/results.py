@@ -121,13 +121,14 @@ class LinkResult:
 
 @dataclass(frozen=True)
 class RankSlowdown:
-    """How many times as long as usual a rank takes.
+    """Slowdown of a rank: its times divided by the median of all ranks.
 
     Args:
-        links: for the fastest of its links; 1 where it has none.
-        compute: for its own work.
-        twin: the rank at the other end, where all its links lead to one rank and each is the slowest of the other's
-            too: by links these two cannot be told apart.
+        rank: the rank in the world.
+        links: slowdown of its fastest link; 1 if it has no links.
+        compute: slowdown of its computation.
+        only_peer: the rank at the other end of all its links, if that rank has no other links either. Link times
+            cannot show which of the two is slow.
     """
 
     rank: int
@@ -148,13 +149,14 @@ class RankSlowdown:
 
 @dataclass(frozen=True)
 class Results:
-    """All of it.
+    """Results of all ranks.
 
     Args:
-        sizes: of the all-reduces, in bytes.
+        sizes: sizes of the all-reduces in bytes.
+        by_axes: results for each combination of axes.
         connect_seconds: seconds until the last rank had connected its groups.
-        paces: of each rank.
-        links: each pair that was probed.
+        slowdowns: slowdown of each rank.
+        links: result of each link.
     """
 
     sizes: tuple[int, ...]

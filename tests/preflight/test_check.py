@@ -253,9 +253,9 @@ def test_where_rank_0_never_starts_the_others_name_it_alone(monkeypatch):
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
         port = server.getsockname()[1]
     assert alone(monkeypatch, "dp=4 --timeout 0.5", MASTER_PORT=port) == (
-        "pgmesh check failed: LaunchError: rank 1 of 4 cannot join: nobody listened at "
+        "pgmesh check failed: LaunchError: rank 1 of 4 cannot join: no process listened at "
         f"127.0.0.1:{port} in 0.5 s: rank 0, which hosts the store, did not start\n\n"
-        "  start rank 0, and see that it ends with no error\n"
+        "  start rank 0, and check its output for errors\n"
     )
 
 

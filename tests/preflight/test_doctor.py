@@ -37,7 +37,7 @@ def no_launcher(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-ADVICE = r" +pgmesh was tried on torch [\d., ]+: run its tests with this one"
+ADVICE = r" +pgmesh was tested with torch [\d., ]+: run its tests with this version"
 """The fix for a version of torch that pgmesh was not tested on."""
 
 
@@ -69,9 +69,9 @@ def test_an_environment_without_problems(capsys):
     assert {mark for mark, _ in marks} <= {"ok", "--", "warn"}
     assert "rank 0 of 1, local rank 0 of 1: no launcher, because none of their variables is set" in flat
     assert re.search(r"^ok +torch: torch \d\S* with .*gloo.*; \d+ CUDA devices$", flat, re.MULTILINE)
-    there = r"seam: all \d+ private names of torch that groups are made with are there"
+    there = r"seam: all \d+ private names of torch that pgmesh uses exist"
     assert re.search(rf"^(ok +{there}|warn +{there} {ADVICE})$", flat, re.M)
-    assert f"this host calls itself {socket.gethostname()}, which is 10.0.0.1" in flat
+    assert f"the host name {socket.gethostname()} resolves to 10.0.0.1" in flat
 
 
 def test_bad_findings_exit_with_1_and_print_fixes(capsys, monkeypatch):
@@ -82,7 +82,7 @@ def test_bad_findings_exit_with_1_and_print_fixes(capsys, monkeypatch):
     assert "# or none: a world of 1" in text
     flat = re.sub(r"\n {6,8}", " ", text)
     assert "GLOO_SOCKET_IFNAME is nothing0, but there is no interface nothing0; there are " in flat
-    assert "set it to one of them on this host, or unset it" in flat
+    assert "set it to an interface of this host, or unset it" in flat
     data = json.loads(said(capsys, "--json", 1))
     assert data["status"] == "bad"
     assert [finding["what"] for finding in data["findings"] if finding["mark"] == "bad"] == ["launcher", "interface"]
@@ -125,7 +125,7 @@ def test_doctor_works_without_torch():
     assert ran.returncode == 1, ran.stderr
     flat = re.sub(r"\n {6,8}", " ", ran.stdout)
     assert "bad   torch: torch cannot be imported: ModuleNotFoundError: import of torch halted" in flat
-    assert "pip install torch; pgmesh plan and show go without it" in flat
+    assert "pip install torch; pgmesh plan and show work without it" in flat
     assert "store:" in flat
     assert "seam:" not in flat
 
@@ -152,7 +152,7 @@ def test_a_torch_that_was_not_tried():
     findings = list(diagnosis.torch_findings(lacking(**{"pgmesh.torch_private": groups})))
     assert (findings[1].mark, findings[1].fix) == (
         "warn",
-        "pgmesh was tried on torch 1.0: run its tests with this one",
+        "pgmesh was tested with torch 1.0: run its tests with this version",
     )
 
 
@@ -179,7 +179,7 @@ def test_nested_launchers():
             "--",
             "read: RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 TORCHELASTIC_RUN_ID=none",
         ),
-        ("--", "there too, of Slurm, and not believed: SLURM_PROCID=3"),
+        ("--", "variables of Slurm, which are not used: SLURM_PROCID=3"),
     ]
     info, findings = diagnosis.launcher_findings(environ)
     assert info is None
@@ -193,9 +193,7 @@ def test_a_host_name_that_does_not_resolve():
     with mock.patch.object(socket, "getaddrinfo", side_effect=socket.gaierror(-2, "Name or service not known")):
         (finding,) = diagnosis.host_findings(1.0, None)
     name = socket.gethostname()
-    assert brief([finding]) == [
-        ("warn", f"this host calls itself {name}, which is no address: Name or service not known")
-    ]
+    assert brief([finding]) == [("warn", f"the host name {name} does not resolve: Name or service not known")]
 
 
 def test_the_resolver_has_a_timeout():
@@ -203,7 +201,7 @@ def test_the_resolver_has_a_timeout():
     with mock.patch.object(socket, "getaddrinfo", side_effect=lambda *_, **__: time.sleep(5)):
         (finding,) = diagnosis.host_findings(0.1, None)
     assert time.monotonic() - start < 2
-    assert finding.text.endswith("which is no address: no answer in 0.1 s")
+    assert finding.text.endswith("does not resolve: no answer in 0.1 s")
 
 
 def test_a_name_that_no_other_host_can_reach():
@@ -212,12 +210,12 @@ def test_a_name_that_no_other_host_can_reach():
         (alone,) = diagnosis.host_findings(1.0, found())
         (several,) = diagnosis.host_findings(1.0, found(size=4))
     assert (alone.mark, several.mark) == ("ok", "bad")
-    assert several.text.endswith("which is 127.0.1.1: no other host can reach that")
+    assert several.text.endswith("resolves to 127.0.1.1, which other hosts cannot reach")
 
 
 def test_interfaces_that_leave_none():
     (finding,) = diagnosis.interface_findings({"NCCL_SOCKET_IFNAME": "=ib"}, ["lo", "ib0"])
-    assert brief([finding]) == [("bad", "NCCL_SOCKET_IFNAME is =ib, which leaves no interface of lo, ib0")]
+    assert brief([finding]) == [("bad", "NCCL_SOCKET_IFNAME is =ib, which matches no interface of lo, ib0")]
     (finding,) = diagnosis.interface_findings({"GLOO_SOCKET_IFNAME": "lo"}, ["lo"])
     assert brief([finding]) == [("ok", "GLOO_SOCKET_IFNAME is lo")]
 
@@ -229,9 +227,9 @@ def test_a_store_that_listens_one_that_does_not_yet_and_one_that_cannot_be_reach
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         port = server.getsockname()[1]
         place = found(rank=1, address="127.0.0.1", port=port)
-        assert brief(diagnosis.store_findings({}, place, 2.0)) == [("ok", f"somebody listens at 127.0.0.1:{port}")]
+        assert brief(diagnosis.store_findings({}, place, 2.0)) == [("ok", f"a process listens at 127.0.0.1:{port}")]
     assert brief(diagnosis.store_findings({}, place, 2.0)) == [
-        ("ok", f"nobody listens at 127.0.0.1:{port} yet, which can be reached: rank 0 does once it joins")
+        ("ok", f"the host of 127.0.0.1:{port} can be reached; rank 0 has not joined yet, so no process listens there")
     ]
     (finding,) = diagnosis.store_findings({"TORCHELASTIC_USE_AGENT_STORE": "True"}, place, 2.0)
     assert brief([finding]) == [("bad", f"127.0.0.1:{port} cannot be reached: Connection refused")]
@@ -246,7 +244,7 @@ def free_port() -> int:
 def test_rank_0_hosts_the_store_where_its_port_is_free():
     port = free_port()
     place = found(address="127.0.0.1", port=port)
-    says = f"port {port} is free on this host, 127.0.0.1: this process, rank 0, listens there once it joins"
+    says = f"port {port} is free on this host, 127.0.0.1; this process, rank 0, listens there after it joins"
     assert brief(diagnosis.store_findings({}, place, 2.0)) == [("ok", says)]
     with closing(socket.create_server(("127.0.0.1", port))) as server:  # as a job that has just ended leaves it
         client = socket.create_connection(("127.0.0.1", port))
@@ -262,13 +260,15 @@ def test_a_port_that_another_process_has_is_not_free_for_rank_0(host):
         place = found(address="127.0.0.1", port=port)
         (finding,) = diagnosis.store_findings({}, place, 2.0)
         assert brief([finding]) == [
-            ("bad", f"port {port} is taken on this host, where this process, rank 0, is to host the store")
+            ("bad", f"port {port} is taken on this host, where this process, rank 0, must host the store")
         ]
         other = re.fullmatch(r"export MASTER_PORT=(\d+)   # is free here; the same on every rank", finding.fix)
         with closing(socket.create_server(("", int(other[1])))):
             pass
         environ = {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # the agent of torchrun listens, and rank 0 does not
-        assert brief(diagnosis.store_findings(environ, place, 2.0)) == [("ok", f"somebody listens at 127.0.0.1:{port}")]
+        assert brief(diagnosis.store_findings(environ, place, 2.0)) == [
+            ("ok", f"a process listens at 127.0.0.1:{port}")
+        ]
 
 
 def test_a_port_that_rank_0_may_not_take():
@@ -286,7 +286,7 @@ def test_an_address_that_is_no_interface_of_this_host_is_not_that_of_rank_0():
     ]
     assert finding.fix == (
         "set MASTER_ADDR to a name or an address of rank 0's host, the same on every rank; "
-        f"this host calls itself {socket.gethostname()}"
+        f"the name of this host is {socket.gethostname()}"
     )
 
 
@@ -305,7 +305,7 @@ def test_under_torchrun_the_agent_has_the_port(given):
     line = [sys.executable, "-m", *words, "-m", "pgmesh", "doctor"]
     ran = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
     flat = re.sub(r"\n {6}", " ", ran.stdout)
-    assert re.search(r"^ok    store: somebody listens at \S+:\d+$", flat, re.MULTILINE), ran.stdout + ran.stderr
+    assert re.search(r"^ok    store: a process listens at \S+:\d+$", flat, re.MULTILINE), ran.stdout + ran.stderr
 
 
 def test_the_connection_to_the_store_has_a_timeout():
