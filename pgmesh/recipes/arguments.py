@@ -1,4 +1,4 @@
-"""Sizes as a recipe is given them: checked, completed, or answered with the call that would be right."""
+"""Arguments of recipes: parsing, checks, and errors that suggest a correct call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def format_recipe_call(recipe: str, world: int, /, **given: object) -> str:
-    """The call of a recipe as text: what was given, without what stands for itself.
+    """The call of a recipe as text, without arguments that are None.
 
     >>> format_recipe_call("megatron", 16, tp=2, cp=None)
     'recipes.megatron(16, tp=2)'
@@ -35,12 +35,15 @@ def build_arrangement(
     name: str | None,
     arrange: Callable[[Any], Arrangement],
 ) -> Arrangement:
-    """The arrangement of a recipe over a mesh. It is made over a layout first, so that a refused one makes no mesh.
+    """The arrangement of a recipe over a mesh. All checks run over a Layout first, so that an error creates no mesh.
 
     Args:
-        of: the class of the mesh; ProcessGroupMesh unless given.
+        recipe: name of the recipe, for errors.
+        of: class of the mesh. Default: ProcessGroupMesh.
         box: the axes and their sizes.
-        arrange: makes the arrangement over a layout or a mesh, and does all its checks.
+        ranks: the ranks of the mesh.
+        name: name of the mesh.
+        arrange: checks the arguments and returns the arrangement over a layout or a mesh.
 
     Raises:
         ShapeError: the world has fewer ranks.
@@ -57,8 +60,8 @@ def build_arrangement(
         if ranks[-1] >= world_size:
             first = f" from {ranks[0]} on" * bool(ranks[0])
             ways = [
-                (f"{torchrun_command(ranks[-1] + 1)} script.py", "start as many"),
-                (f"recipes.{recipe}({world_size}, ...)", "or arrange those that there are"),
+                (f"{torchrun_command(ranks[-1] + 1)} script.py", "start enough ranks"),
+                (f"recipes.{recipe}({world_size}, ...)", "or arrange the ranks of this world"),
             ]
             count = format_rank_count(len(ranks))
             raise ShapeError(
@@ -69,26 +72,26 @@ def build_arrangement(
 
 
 def parse_world(recipe: str, world: object, first: object = 0) -> range:
-    """The ranks of an arrangement: so many, from the first on.
+    """The ranks of an arrangement: ``world`` ranks, starting with ``first``.
 
     Raises:
-        ShapeError: not a number of ranks.
+        ShapeError: ``world`` is not a positive integer, or ``first`` is negative.
     """
     try:
         count, start = operator.index(world), operator.index(first)  # type: ignore[arg-type]
     except TypeError:
         count, start = 0, 0
     if count < 1 or start < 0:
-        said = repr(world) if first == 0 else f"{world!r} from {first!r} on"
-        raise ShapeError(f"recipes.{recipe}: the world is so many ranks, such as recipes.{recipe}(8), not {said}.")
+        text = repr(world) if first == 0 else f"{world!r} from {first!r} on"
+        raise ShapeError(f"recipes.{recipe}: the world is a number of ranks, such as recipes.{recipe}(8), not {text}.")
     return range(start, start + count)
 
 
 def parse_recipe_size(recipe: str, name: str, size: object) -> int:
-    """A size of at least 1.
+    """``size`` as an integer of at least 1.
 
     Raises:
-        ShapeError: it is none.
+        ShapeError: it is not.
     """
     size = parse_size(f"recipes.{recipe}", name, size)
     if size < 1:
@@ -103,15 +106,17 @@ def remaining_size(
     fixed: Mapping[str, int] | None = None,
     given: Mapping[str, object] | None = None,
 ) -> int:
-    """How many times these sizes fit into the world.
+    """The size of the remaining axis: the world divided by the product of the other sizes.
 
     Args:
-        sizes: sizes that multiply to what has to divide the world, in the order in which others are proposed for them.
-        fixed: sizes that do too, and divide it.
-        given: what else stands in the call.
+        recipe: name of the recipe, for errors.
+        world: number of ranks.
+        sizes: sizes of the other axes. Errors suggest a change of the first one that can be corrected.
+        fixed: further sizes, which errors do not change. Their product must divide the world.
+        given: other arguments of the call, for errors.
 
     Raises:
-        ShapeError: they do not divide it.
+        ShapeError: the product does not divide the world.
 
     >>> remaining_size("megatron", 16, {"tp": 2, "pp": 4})
     2
@@ -124,7 +129,7 @@ def remaining_size(
     suggested, why = dict(sizes), f"sizes that divide {left}"
     for name, size in sizes.items():
         rest = math.prod(sizes.values()) // size
-        if left % rest == 0:  # this one alone mends it
+        if left % rest == 0:  # changing this size is enough
             fitting = divisors(left // rest)
             suggested[name] = min(fitting, key=lambda n: (abs(n - size), n))
             why = f"{name} may be {format_choices(fitting)}"
@@ -178,7 +183,7 @@ def parse_order(
 
 
 def format_rank_count(count: int) -> str:
-    """So many ranks, in words.
+    """A number of ranks as text.
 
     >>> format_rank_count(1), format_rank_count(2)
     ('1 rank', '2 ranks')
@@ -187,7 +192,7 @@ def format_rank_count(count: int) -> str:
 
 
 def format_choices(values: Iterable[object]) -> str:
-    """Things to choose from.
+    """Values joined by commas and "or".
 
     >>> format_choices([1, 2, 4])
     '1, 2 or 4'

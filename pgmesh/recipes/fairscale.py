@@ -1,4 +1,4 @@
-"""The tensor parallelism of fairscale, as ezpz has it: data x pipeline x context x tensor."""
+"""The arrangement of fairscale and ezpz: data x pipeline x context x tensor."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def fairscale(
     """fairscale's and ezpz's arrangement, outermost axis first: data, pipeline, context, tensor, which varies fastest.
 
     Args:
-        world: how many ranks; data is what is left of them.
-        tp, pp, cp: sizes.
-        tp_backend, pp_backend, cp_backend, dp_backend: the backend of the groups along one axis, of size 1 too; the
-            world's unless given.
-        timeout: how long their collectives may wait, a timedelta or a number of seconds; the world's unless given.
-        of: what the mesh is made with; ``Layout`` makes a plan. ProcessGroupMesh unless given.
+        world: number of ranks. The size of data parallelism is the world divided by the other sizes.
+        tp, pp, cp: sizes of tensor, pipeline and context parallelism.
+        tp_backend, pp_backend, cp_backend, dp_backend: backend of the groups along that axis, also if its size is 1.
+            Default: the backend of the world.
+        timeout: timeout of their collectives, as a timedelta or a number of seconds. Default: that of the world.
+        of: class of the mesh; ``Layout`` returns a plan. Default: ProcessGroupMesh.
         name: as for ``ProcessGroupMesh``.
 
     Raises:
-        ShapeError: sizes that do not divide the world.
-        OptionsError: a backend or a timeout of the wrong kind.
+        ShapeError: the sizes do not divide the world.
+        OptionsError: a backend or a timeout has the wrong type.
 
     >>> from pgmesh import Layout, recipes
     >>> recipes.fairscale(8, tp=2, of=Layout)["data"].partition()

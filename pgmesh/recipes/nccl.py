@@ -1,4 +1,4 @@
-"""NCCL's settings by group, as Megatron's YAML file has them."""
+"""Settings of NCCL for each group, in the format of Megatron's YAML file."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from pgmesh.layout import alike
 from pgmesh.options import NCCL_SETTINGS
 
 Settings = Union[str, Mapping[str, Mapping[str, Any]]]
-"""For each group its settings, as mappings or as YAML text."""
+"""Settings of each group by its name: nested mappings, or YAML text."""
 
 PRIORITY_KEY = "is_high_priority_stream"
-"""The one key that is no setting of NCCL's communicator."""
+"""The only key that is not a setting of NCCL's communicator."""
 
 
 def parse_settings(source: Settings, groups: Mapping[str, object]) -> dict[str, dict[str, Any]]:
     """The options of each group.
 
     Args:
-        groups: those that there are, by every name that they have.
+        source: the settings.
+        groups: all names of groups.
 
     Raises:
-        OptionsError: a group or a setting that does not exist, or text that is no such YAML.
+        OptionsError: a group or a setting does not exist, or the text is not valid YAML.
 
     >>> parse_settings({"dp": {"max_ctas": 8, "is_high_priority_stream": True}}, {"dp": ()})
     {'dp': {'high_priority': True, 'nccl': {'max_ctas': 8}}}
@@ -50,23 +51,23 @@ def parse_settings(source: Settings, groups: Mapping[str, object]) -> dict[str, 
 
 
 def parse_yaml(text: str) -> object:
-    """What YAML text says.
+    """The content of a YAML text.
 
     Raises:
-        OptionsError: PyYAML is not installed, or the text is no YAML.
+        OptionsError: PyYAML is not installed, or the text is not valid YAML.
     """
     try:
         yaml = importlib.import_module("yaml")
     except ImportError:
         raise OptionsError(
-            "NCCL's settings are YAML text, which takes PyYAML, and that is not installed.\n\n"
+            "NCCL's settings are YAML text, which needs PyYAML, but PyYAML is not installed.\n\n"
             "  pip install pyyaml\n"
-            "  arrangement.configure_nccl({'dp': {'max_ctas': 8}})   # or give them as a dict"
+            "  arrangement.configure_nccl({'dp': {'max_ctas': 8}})   # or pass a dict"
         ) from None
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise OptionsError(f"NCCL's settings are no YAML: {error}") from None
+        raise OptionsError(f"NCCL's settings are not valid YAML: {error}") from None
 
 
 def _check_name(name: object, names: Iterable[str], what: str, there: str) -> None:

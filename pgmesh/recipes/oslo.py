@@ -1,4 +1,4 @@
-"""OSLO's five sizes."""
+"""The parallel context of OSLO, with five modes of parallelism."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def oslo(
 ) -> Arrangement:
     """OSLO's parallel context; ``order`` names the outermost axis first, and the last one varies fastest.
 
-    Its modes are families by name: "global", "data", "tensor", "pipeline", "sequence", "expert". OSLO's page gives no
-    order; its code counts data outermost: ``order="data-pipeline-expert-sequence-tensor"``.
+    Each mode is a family: "global", "data", "tensor", "pipeline", "sequence", "expert". OSLO's documentation gives no
+    order. In its code, data is outermost: ``order="data-pipeline-expert-sequence-tensor"``.
 
     Args:
-        world: how many ranks.
-        data, tensor, pipeline, sequence, expert: sizes that multiply to the world; at most one is -1, what is left.
-        order: the modes, the outermost first, joined by ``-``. What has size 1 may be left out.
-        of: what the mesh is made with; ``Layout`` makes a plan. ProcessGroupMesh unless given.
+        world: number of ranks.
+        data, tensor, pipeline, sequence, expert: sizes whose product is the world; one can be -1, the remaining size.
+        order: the modes, outermost first, joined by ``-``. Modes of size 1 may be omitted.
+        of: class of the mesh; ``Layout`` returns a plan. Default: ProcessGroupMesh.
         name: as for ``ProcessGroupMesh``.
 
     Raises:
-        ShapeError: sizes that do not hold the world, or an order that does not name them.
+        ShapeError: the product of the sizes is not the world, or the order does not name all modes.
 
     >>> from pgmesh import Layout, recipes
     >>> context = recipes.oslo(8, data=2, tensor=2, pipeline=2, of=Layout).seen_by(5)
@@ -53,7 +53,7 @@ def oslo(
     function, ranks = "recipes.oslo", parse_world("oslo", world)
     try:
         sizes = fill_sizes(function, parse_sizes(function, (), given), world, f"the world has {world}", pick=False)
-    except ShapeError as error:  # whose calls have sizes alone
+    except ShapeError as error:  # its calls have only sizes, so add the other arguments
         more = "" if order == DEFAULT_ORDER else f", order={order!r}"
         call = rf"{re.escape(function)}\(([^()]*)\)"
         raise ShapeError(re.sub(call, rf"{function}({world}, \1{more})", str(error))) from None
