@@ -96,7 +96,7 @@ class ProcessGroupMesh:
     def _set(self, layout: Layout, cache: GroupCache, *, way: tuple[tuple[str, Layout], ...], part_of: Layout) -> None:
         self.layout, self._cache, self._way, self._part_of = layout, cache, way, part_of
         self._groups, self._parts, self._answers = {}, {}, {}
-        cache.remember(self)
+        cache.track(self)
 
     def forget(self) -> None:
         """Ask the family again for every group: some were let go of."""
@@ -496,9 +496,9 @@ class ProcessGroupMesh:
         <torch.distributed...
         >>> print(mesh.report())                               # doctest: +ELLIPSIS
         rank 5 of ProcessGroupMesh(pp=2, dp=2, tp=2, name='example') holds 1 group:
-          group tp of mesh 'example': ranks 4, 5; made, made at ...
-        what others last said:
-          nothing
+          group tp of mesh 'example': ranks 4, 5; created, at ...
+        last status of the other ranks:
+          none
         """
         from pgmesh.connect.report import report
 

@@ -145,7 +145,7 @@ class Preflight:
         except RuntimeError as error:  # a backend's: perhaps another rank's end was its reason
             self.let_go()  # so that those who wait for this rank learn of it
             says = str(error).splitlines()[0]
-            lost = hall.lost(self.mesh.layout.ranks(), f"{hall.what}, {doing}")
+            lost = hall.lost(self.mesh.layout.ranks(), f"{hall.subject}, {doing}")
             raise hall.give_up(lost or MissingRanksError(f"{doing} failed: {says}")) from error
         hall.meet()
 
