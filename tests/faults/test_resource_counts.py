@@ -133,20 +133,20 @@ def is_released_as_it_begins(mesh: ProcessGroupMesh) -> None:
     if mesh.rank > 0:
         return
     began, stopped = threading.Event(), threading.Event()
-    agree_on_mesh, close = GroupCache._agree_on_mesh, PollingStore.close
+    register, close = GroupCache._ensure_registered, PollingStore.close
 
-    def agree_late(family: GroupCache) -> StoreProtocol[None]:
+    def register_late(cache: GroupCache) -> StoreProtocol[None]:
         began.set()
         while not stopped.is_set():
             yield Pause(0.01)
-        yield from agree_on_mesh(family)
+        yield from register(cache)
 
     def seen_to_close(store: PollingStore) -> None:
         close(store)
         stopped.set()
 
     with (
-        mock.patch.object(GroupCache, "_agree_on_mesh", agree_late),
+        mock.patch.object(GroupCache, "_ensure_registered", register_late),
         mock.patch.object(PollingStore, "close", seen_to_close),
     ):
         work = dist.all_reduce(torch.ones(1), group=mesh.group(), async_op=True)
