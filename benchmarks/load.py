@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 from benchmarks.sides import FAMILIES, box
 from pgmesh import Layout
+from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.polling_store import ABSENT
 from pgmesh.rendezvous.protocol import (
     MADE,
-    MOST_ASKED,
     Add,
     Append,
     CompareSet,
@@ -39,7 +39,6 @@ from pgmesh.rendezvous.protocol import (
     register_mesh,
     status_key,
 )
-from pgmesh.rendezvous.store_thread import BEAT, CROWD, SUSPICION
 
 ROUND_TRIP = 200e-6
 """Seconds from a rank to the store and back, where the store is idle: what networks of data centres take."""
@@ -94,7 +93,7 @@ class Store:
             self.counts[step.key] += 1
             return self.counts[step.key]
         if isinstance(step, SetStatus):
-            value = RankStatus(rank, 0, "", step.waits[:MOST_ASKED]).pack().encode()
+            value = RankStatus(rank, 0, "", step.pending[: timing.LIMITS.statuses]).pack().encode()
             self.held[status_key(rank)] = value
             self.moved += len(value)
             return None
@@ -122,8 +121,8 @@ def simulate(ranks: int, rate: float, spread: float, seed: int = 0) -> Load:
         spread: seconds within which the ranks come, one as likely as another.
     """
     layout, rng = Layout(**box(ranks)), random.Random(seed)
-    pace = max(1.0, ranks / CROWD)
-    store = Store(rate - CROWD / BEAT)
+    pace = max(1.0, ranks / timing.LIMITS.full_rate_ranks)
+    store = Store(rate - timing.LIMITS.full_rate_ranks / timing.TIMING.heartbeat)
     starts = [rng.uniform(0, spread) for _ in range(ranks)]
     events = [(start, rank) for rank, start in enumerate(starts)]
     heapq.heapify(events)
@@ -156,30 +155,30 @@ def simulate(ranks: int, rate: float, spread: float, seed: int = 0) -> Load:
 def _connect(layout: Layout, rank: int, pace: float) -> StoreProtocol[None]:
     """What connect does on one rank, but for the first collectives."""
     mesh = "pgmesh/simulated"
-    card = Fingerprint(rank, dict(zip(map(str, layout.axes), layout.shape)), "mesh 'simulated'", "")
-    yield from register_mesh(mesh, card)
-    meetings = []
+    fields = dict(zip(map(str, layout.axes), layout.shape))
+    yield from register_mesh(mesh, Fingerprint(rank, fields, "mesh 'simulated'", ""))
+    attempts = []
     for axes in FAMILIES:
         ranks = layout.block_of(rank, *axes)
-        what = Fingerprint(rank, {"backend": "nccl"}, f"group {', '.join(axes)} of mesh 'simulated'", "")
-        name = f"{mesh}/{'-'.join(axes)}.{ranks[0]}/meeting.0"
-        meetings.append(_Meeting(name, ranks, what, f"{name}/options/refused", f"{mesh}/refused"))
-    yield from _party(rank, meetings, pace).meet()
+        fingerprint = Fingerprint(rank, {"backend": "nccl"}, f"group {', '.join(axes)} of mesh 'simulated'", "")
+        name = f"{mesh}/{'-'.join(axes)}.{ranks[0]}/attempt.0"
+        attempts.append(_Attempt(name, ranks, fingerprint, f"{name}/options/mismatch", f"{mesh}/mismatch"))
+    yield from _participant(rank, attempts, pace).connect()
 
 
-def _party(rank: int, meetings: Sequence[ConnectAttempt], pace: float) -> Participant:
-    suspicion = SUSPICION * BEAT * pace
-    who = f"process {rank + 1000} on host{rank // 8}"
-    return Participant(rank, meetings, 1, "train.py:360", who, deadline=3600.0, suspicion=suspicion, pace=pace)
+def _participant(rank: int, attempts: Sequence[ConnectAttempt], pace: float) -> Participant:
+    lost_after = timing.TIMING.missed_heartbeats * timing.TIMING.heartbeat * pace
+    process = f"process {rank + 1000} on host{rank // 8}"
+    return Participant(rank, attempts, 1, "train.py:360", process, deadline=3600.0, lost_after=lost_after, pace=pace)
 
 
-class _Meeting(ConnectAttempt):
-    """A meeting whose roll is called by the simulated store, which knows it: as many operations, and fewer texts."""
+class _Attempt(ConnectAttempt):
+    """An attempt with simulated arrivals: the same number of operations with shorter values."""
 
-    def _call_roll(self) -> StoreProtocol[None]:
-        came: set[int] = yield Read(f"{self.name}/came")
-        missing = (rank for rank in self.ranks if rank not in came)
-        self.missing = tuple(itertools.islice(missing, MOST_ASKED + 1))
+    def _read_arrivals(self) -> StoreProtocol[None]:
+        arrived: set[int] = yield Read(f"{self.name}/arrivals")
+        missing = (rank for rank in self.ranks if rank not in arrived)
+        self.missing = tuple(itertools.islice(missing, timing.LIMITS.statuses + 1))
         if not self.missing:
             yield from self.decide(MADE)
 

@@ -24,5 +24,5 @@ def main() -> str:
 if __name__ == "__main__":
     said = [line for line in launch.spawn(main, 4) if line]
     print(f"MissingRanksError: {said[0]}")
-    assert "rank 2 never came" in said[0]
+    assert "rank 2 did not reach" in said[0]
     print("PASS")

@@ -37,6 +37,6 @@ def main() -> tuple[str, str]:
 if __name__ == "__main__":
     late, circle = zip(*launch.spawn(main, 4))
     assert [bool(said) for said in late] == [False, True, False, True]
-    assert all("rank 3 did not come in 2 s" in said for said in late if said)
+    assert all("rank 3 did not arrive in 2 s" in said for said in late if said)
     assert all("CircleError" in said and "wait for each other" in said for said in circle)
     print("PASS")

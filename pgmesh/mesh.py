@@ -101,7 +101,7 @@ class ProcessGroupMesh:
     def _set(self, layout: Layout, cache: GroupCache, *, way: tuple[tuple[str, Layout], ...], part_of: Layout) -> None:
         self.layout, self._group_cache, self._calls, self._part_of = layout, cache, way, part_of
         self._groups, self._slices, self._cached = {}, {}, {}
-        cache.remember(self)
+        cache.track(self)
 
     def _clear_groups(self) -> None:
         """Clear the cached groups: some of them were destroyed."""
@@ -503,9 +503,9 @@ class ProcessGroupMesh:
         <torch.distributed...
         >>> print(mesh.report())                               # doctest: +ELLIPSIS
         rank 5 of ProcessGroupMesh(pp=2, dp=2, tp=2, name='example') holds 1 group:
-          group tp of mesh 'example': ranks 4, 5; made, made at ...
-        what others last said:
-          nothing
+          group tp of mesh 'example': ranks 4, 5; created, at ...
+        last status of the other ranks:
+          none
         """
         from pgmesh.connect.report import report
 

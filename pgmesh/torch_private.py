@@ -27,8 +27,8 @@ c10d_logger: Any = _c10d_logger
 
 if loaded := getattr(c10d, "_changed_by_pgmesh", None):
     raise SeamError(
-        f"pgmesh.torch_private was loaded in this process already, from {loaded}, and torch's tables lead there. "
-        f"It can neither be reloaded nor stand beside another copy, here {__file__}: start a new process, with one "
+        f"pgmesh.torch_private is already loaded in this process, from {loaded}, and torch's tables refer to it. "
+        f"It cannot be reloaded or used together with a second copy, here {__file__}. Start a new process with one "
         f"copy."
     )
 
@@ -40,36 +40,36 @@ SEAM: dict[str, str] = {
         f"distributed_c10d._world.{table}": "a table where torch.distributed looks groups up"
         for table in ("pg_map", "pg_group_ranks", "pg_backend_config", "pg_coalesce_state", "pg_to_tag", "tags_to_pg")
     },
-    "distributed_c10d._pg_names": "its length goes into the names of torch's local synchronisation",
-    "distributed_c10d._rank_not_in_group": "torch asks this of every group it is given: one let go of says so",
-    "c10d_logger._get_msg_dict": "torch calls it when a collective has raised: the moment to say why",
-    "distributed_c10d._get_default_store": "the world's store, where members agree and backends meet",
-    "distributed_c10d._register_process_group": "functional collectives find a group by name",
-    "distributed_c10d._unregister_process_group": "the registry keeps a group alive until it is told",
-    "distributed_c10d._use_torchcomms_enabled": "torchcomms cannot be made member by member",
-    "distributed_c10d._get_default_timeout": "the timeout of a world whose backend does not tell",
-    "device_mesh.DeviceMesh._hash_key": "meshes of one shape with groups of their own have to differ",
-    "nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model": "others' weights are not DDP's",
+    "distributed_c10d._pg_names": "its length is part of the names of groups with local synchronisation",
+    "distributed_c10d._rank_not_in_group": "torch calls it for every group: a destroyed one raises an error here",
+    "c10d_logger._get_msg_dict": "torch calls it when a collective has raised: the place for a better error",
+    "distributed_c10d._get_default_store": "the world's store",
+    "distributed_c10d._register_process_group": "functional collectives look groups up by name",
+    "distributed_c10d._unregister_process_group": "the registry keeps a group alive until this call",
+    "distributed_c10d._use_torchcomms_enabled": "torchcomms groups cannot be created by their members only",
+    "distributed_c10d._get_default_timeout": "the timeout of a world whose backend has none",
+    "device_mesh.DeviceMesh._hash_key": "meshes of the same shape with different groups must be unequal",
+    "nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model": "DDP ignores others' weights",
     "nn.Module._buffers": "a pipeline's first pass with a shape runs on copies of the buffers",
-    "Tensor._post_accumulate_grad_hooks": "hooks that some schedules of a pipeline would skip",
-    "ProcessGroup._set_default_backend": "a group built directly is told what it runs on",
-    "ProcessGroup._register_backend": "the same, device by device",
-    "ProcessGroup._get_backend": "the world's timeout is kept by its backend",
-    "ProcessGroup._device_types": "the devices a group answers for",
-    "ProcessGroup._set_group_name": "torch names only what new_group makes",
+    "Tensor._post_accumulate_grad_hooks": "some pipeline schedules would skip these hooks",
+    "ProcessGroup._set_default_backend": "sets the backend of a group that is built directly",
+    "ProcessGroup._register_backend": "the same for each device",
+    "ProcessGroup._get_backend": "the backend of the world has its timeout",
+    "ProcessGroup._device_types": "the devices that a group supports",
+    "ProcessGroup._set_group_name": "torch names only groups of new_group",
     "ProcessGroup._set_group_desc": "profiles and flight records show this",
-    "ProcessGroupGloo._Options._devices": "a lazy device can be handed over in no other way",
-    "ProcessGroupGloo._Options._threads": "how many threads a group takes",
-    "ProcessGroupGloo._Options._timeout": "options of ours carry their timeout",
-    "ProcessGroupGloo.create_device": "a device that connects when it is first used",
-    "_C._distributed_c10d.FakeProcessGroup._create_internal": "dry runs",
-    "_C._distributed_c10d.FakeProcessGroup.Options.error_on_collective": "what a released group answers with",
+    "ProcessGroupGloo._Options._devices": "the only way to pass a lazy device",
+    "ProcessGroupGloo._Options._threads": "number of threads of a group",
+    "ProcessGroupGloo._Options._timeout": "timeout of the collectives",
+    "ProcessGroupGloo.create_device": "creates a device that connects at its first use",
+    "_C._distributed_c10d.FakeProcessGroup._create_internal": "fake worlds",
+    "_C._distributed_c10d.FakeProcessGroup.Options.error_on_collective": "collectives of a released group must fail",
 }
 """The private names of torch, each with its reason."""
 
 
 def missing_names(torch: Any = torch) -> dict[str, str]:
-    """The names of the seam that this torch does not have, with what each is needed for."""
+    """The private names that this torch lacks, each with its reason."""
 
     def there(path: str) -> bool:
         root, *names = path.split(".")
@@ -84,7 +84,7 @@ def missing_names(torch: Any = torch) -> dict[str, str]:
 
 if _gone := missing_names():
     raise SeamError(
-        f"torch {torch.__version__} lacks what pgmesh, tried on torch {', '.join(TRIED_ON)}, makes groups with:"
+        f"torch {torch.__version__} lacks what pgmesh, tried on torch {', '.join(TRIED_ON)}, uses to create groups:"
         + "".join(f"\n  {name}: {reason}" for name, reason in _gone.items())
     )
 
@@ -100,10 +100,10 @@ on_world_end: list[Callable[[str], None]] = []
 
 on_failure: list[Callable[[Any, BaseException], bool]] = []
 """Hooks called with the group and the error of a collective that failed. A hook may raise a better error. It returns
-whether the error is pgmesh's own, which torch then need not describe."""
+True for an error of pgmesh, which torch then does not describe."""
 
 destroyed: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-"""Groups that were destroyed, each with the error message for whoever still uses it."""
+"""Groups that were destroyed, each with the error message for later uses."""
 
 
 class _Names(dict[Any, str]):
@@ -148,7 +148,7 @@ def _explain_failure(function: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def _mark_of(mesh: DeviceMesh) -> Any:
-    """The mark that tells DeviceMeshes of one shape apart: the one of the root mesh."""
+    """The mark of the root mesh. DeviceMeshes of the same shape with different marks are unequal."""
     root = mesh.__dict__.get("_root_mesh")
     return (mesh if root is None else root).__dict__.get("_thread_id")
 
@@ -158,8 +158,8 @@ def mark(mesh: DeviceMesh, mark: Any) -> None:
     mesh.__dict__["_thread_id"], mesh.__dict__["_hash"] = mark, None
 
 
-# torch takes DeviceMeshes of one shape for equal whatever their groups are. What DTensor caches for one mesh would then
-# run on the groups of another. torch does compare this field, made for tests that run ranks as threads.
+# torch treats DeviceMeshes of the same shape as equal even if their groups differ. DTensor would then use cached data
+# of one mesh with the groups of another. torch does compare this field, made for tests that run ranks as threads.
 DeviceMesh._thread_id = property(_mark_of, mark)  # type: ignore[assignment]
 c10d._changed_by_pgmesh = __file__
 c10d._pg_names = _Names(c10d._pg_names)
@@ -182,7 +182,7 @@ def buffer_table(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 def has_gradient_hooks(weight: torch.Tensor) -> bool:
-    """Whether hooks wait for the gradient of a weight."""
+    """True if hooks are registered for the gradient of a weight."""
     return bool(weight._post_accumulate_grad_hooks)
 
 
@@ -201,7 +201,7 @@ def default_timeout(backend: str) -> timedelta:
 
 
 def uses_torchcomms() -> bool:
-    """Whether torch creates its groups through torchcomms."""
+    """True if torch creates its groups through torchcomms."""
     return bool(c10d._use_torchcomms_enabled())
 
 
@@ -209,22 +209,22 @@ def uses_torchcomms() -> bool:
 
 
 def all_groups() -> list[Any]:
-    """Every group that torch knows, the world's among them."""
+    """All groups that torch knows, with the world's."""
     return list(c10d._world.pg_map)
 
 
 def count_groups() -> int:
-    """Number of groups that torch knows, the world's among them."""
+    """Number of groups that torch knows, with the world's."""
     return len(c10d._world.pg_map)
 
 
 def is_known(group: Any) -> bool:
-    """Whether torch still knows a group."""
+    """True if torch still knows a group."""
     return group in c10d._world.pg_map
 
 
 def backend_name(group: Any) -> str:
-    """The backend of a group as it was asked for, such as ``cpu:gloo,cuda:nccl``."""
+    """The backend of a group as it was given, such as ``cpu:gloo,cuda:nccl``."""
     return str(c10d._world.pg_map[group][0])
 
 
@@ -266,7 +266,7 @@ def unregister_tag(group: Any) -> None:
 
 
 def unregister_rank_map(group: Any) -> None:
-    """Make torch take this process for no member of a group, as after its own destroy."""
+    """Make torch treat this process as no member of a group, as after torch's own destroy."""
     c10d._world.pg_map.pop(group, None)
 
 
@@ -293,7 +293,7 @@ def new_group_object(
     """A process group with these backends, not yet registered.
 
     Args:
-        default: the type of the backend that the group calls its own.
+        default: the type of the group's default backend.
         backends: device, type and object of each backend.
     """
     group: Any = dist.ProcessGroup(store, rank, size)

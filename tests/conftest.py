@@ -41,11 +41,11 @@ LONGEST = (
 
 
 @pytest.fixture
-def heart() -> Iterator[StoreThread]:
+def store_thread() -> Iterator[StoreThread]:
     """A store thread over a store in memory."""
-    beating = StoreThread(dist.HashStore(), "nowhere", 0, 1)
-    yield beating
-    beating.stop()
+    thread = StoreThread(dist.HashStore(), "nowhere", 0, 1)
+    yield thread
+    thread.stop()
 
 
 def pytest_configure(config: pytest.Config) -> None:

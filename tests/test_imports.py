@@ -23,6 +23,7 @@ FLOORS = [
     "launch/slurm",
     "launch/pbs",
     "launch/detect",
+    "rendezvous/timing",
     "rendezvous/protocol",
     "torch_private",
     "rendezvous",

@@ -405,7 +405,7 @@ def test_a_mesh_does_not_fit_a_smaller_world():
         sent = pickle.dumps(ProcessGroupMesh(dp=8))
     with (
         fake_rank(0, 4),
-        pytest.raises(pgmesh.PlaceError, match="came here with rank 7, but the world's ranks are 0 to 3"),
+        pytest.raises(pgmesh.PlaceError, match="was unpickled with rank 7, but the world's ranks are 0 to 3"),
     ):
         pickle.loads(sent)
 

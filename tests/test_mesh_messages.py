@@ -92,13 +92,13 @@ def test_axes_that_are_one_argument(mesh, verb, several):
         (
             lambda mesh: mesh.adopt("dp", [1, 3]),
             pgmesh.PlaceError,
-            "group dp of ProcessGroupMesh(pp=2, dp=2, tp=2): what is adopted is a process group that torch knows, "
+            "group dp of ProcessGroupMesh(pp=2, dp=2, tp=2): only a process group that torch knows can be adopted, "
             "not [1, 3].",
         ),
         (
             lambda mesh: mesh.adopt("dp", 3),
             pgmesh.PlaceError,
-            "group dp of ProcessGroupMesh(pp=2, dp=2, tp=2): what is adopted is a process group that torch knows, "
+            "group dp of ProcessGroupMesh(pp=2, dp=2, tp=2): only a process group that torch knows can be adopted, "
             "not 3.",
         ),
         (
@@ -259,8 +259,8 @@ def test_ranks_that_are_named_twice(mesh):
         ),
         (
             {"backend": "gloo", "high_priority": True},
-            "group dp of ProcessGroupMesh(pp=2, dp=2, tp=2): backend gloo cannot honour high_priority=True; NCCL "
-            "alone can.",
+            "group dp of ProcessGroupMesh(pp=2, dp=2, tp=2): backend gloo cannot honour high_priority=True; only "
+            "NCCL can.",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -283,11 +283,11 @@ def test_configuring_too_late(mesh):
     with pytest.raises(pgmesh.OptionsError) as info:
         mesh.configure("dp", timeout=timedelta(hours=1))
     first, _, *calls = str(info.value).splitlines()
-    assert first.startswith("group dp of ProcessGroupMesh(pp=2, dp=2, tp=2) was made at test_mesh_messages.py:")
+    assert first.startswith("group dp of ProcessGroupMesh(pp=2, dp=2, tp=2) was created at test_mesh_messages.py:")
     assert first.endswith(", so it is too late to configure it.")
     assert calls == [
         "  mesh.set_timeout('dp', timeout=3600)                       # on every member: the group stays",
-        "  mesh.release('dp'); mesh.configure('dp', timeout=3600.0)   # or on every member: the next one is made so",
+        "  mesh.release('dp'); mesh.configure('dp', timeout=3600.0)   # or on every member: the next group has them",
     ]
     for call in calls:
         exec(call.strip(), {"mesh": mesh})
@@ -305,9 +305,9 @@ def test_one_group_under_two_spellings_and_two_minds():
     with pytest.raises(pgmesh.OptionsError) as info:
         mesh.configure("dp", "cp", timeout=timedelta(minutes=2))
     text = str(info.value)
-    assert text.startswith("dp, cp and dp are the same ranks here (0, 1, 2, 3, 4, 5, 6, 7), and so one group, but dp")
+    assert text.startswith("dp, cp and dp are the same ranks here (0, 1, 2, 3, 4, 5, 6, 7), so one group. But dp")
     call = "  mesh.configure('dp', 'cp', tag='dp, cp', timeout=120.0)"
-    assert text.endswith(f"{call}   # a communicator of its own; else the same options for both")
+    assert text.endswith(f"{call}   # a separate communicator; or use the same options for both")
     exec(call.strip(), {"mesh": mesh})
     mesh.configure("dp", "cp", timeout=timedelta(minutes=1))
     mesh.configure("dp", "cp", timeout=timedelta(minutes=2), tag="own")
@@ -331,7 +331,7 @@ def test_a_closed_mesh(mesh):
     with pytest.raises(pgmesh.LifetimeError) as info:
         mesh.group("tp")
     assert str(info.value).startswith("ProcessGroupMesh(pp=2, dp=2, tp=2) was closed at test_mesh_messages.py:")
-    assert str(info.value).endswith(". It still knows every rank's place, but holds no groups.")
+    assert str(info.value).endswith(". Its layout can still be used, but it has no groups.")
     with pytest.raises(pgmesh.LifetimeError, match=r"^group tp of ProcessGroupMesh\(pp=2, dp=2, tp=2\) was closed at"):
         dist.barrier(group=group)
 
@@ -341,10 +341,10 @@ def test_a_name_that_is_taken():
     with pytest.raises(pgmesh.NameTakenError) as info:
         ProcessGroupMesh(tp=8, name="actor")
     first, _, use, close = str(info.value).splitlines()
-    assert first.startswith("a mesh named 'actor' lives already, made at test_mesh_messages.py:")
+    assert first.startswith("a mesh named 'actor' already exists, created at test_mesh_messages.py:")
     assert first.endswith(": ProcessGroupMesh(dp=8, name='actor').")
     assert use == "  mesh = pgmesh.meshes()['actor']    # use that one"
-    assert close == "  pgmesh.meshes()['actor'].close()   # or close it first, or give this one another name"
+    assert close == "  pgmesh.meshes()['actor'].close()   # or close it first, or use another name"
     same: dict[str, pgmesh.ProcessGroupMesh] = {}
     exec(use.strip(), {"pgmesh": pgmesh}, same)
     assert same["mesh"].group() is mesh.group()
@@ -359,7 +359,7 @@ def test_two_meshes_without_a_name_that_are_alike():
     with pytest.raises(pgmesh.NameTakenError) as info:
         second.group("dp")
     close, name = str(info.value).splitlines()[2:]
-    assert close == "  pgmesh.meshes()['ProcessGroupMesh(dp=8)'].close()   # close the other, if it is done with"
+    assert close == "  pgmesh.meshes()['ProcessGroupMesh(dp=8)'].close()   # close the other, if it is no longer used"
     with pytest.raises(pgmesh.NameTakenError) as info:
         first.group("dp")
     assert "  pgmesh.meshes()['ProcessGroupMesh(dp=8) (2)'].close()" in str(info.value)
@@ -412,9 +412,7 @@ def test_a_cell_of_a_notebook_may_be_run_again():
 
 def test_two_meshes_that_only_order_tells_apart():
     meshes = [ProcessGroupMesh(dp=8), ProcessGroupMesh(dp=8)]
-    with pytest.raises(
-        pgmesh.NameTakenError, match="two unnamed meshes live that only the order of making tells apart"
-    ):
+    with pytest.raises(pgmesh.NameTakenError, match="two unnamed meshes differ only in the order of creation"):
         meshes[0].group("dp")
 
 
@@ -470,6 +468,6 @@ def test_errors_are_what_people_catch():
 def test_a_group_of_a_part_without_axes_is_named_by_its_rank(mesh):
     part = mesh.at(pp=1, dp=0, tp=1)
     part.group()
-    assert "group of rank 5 of ProcessGroupMesh(pp=2, dp=2, tp=2): ranks 5; made, made at" in str(part.report())
+    assert "group of rank 5 of ProcessGroupMesh(pp=2, dp=2, tp=2): ranks 5; created, at" in str(part.report())
     with pytest.raises(pgmesh.OptionsError, match=r"^group of rank 5 of ProcessGroupMesh"):
         part.configure(timeout=9)

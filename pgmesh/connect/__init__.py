@@ -1,1 +1,1 @@
-"""The collective verb ``connect``, and reports on what each rank waits for."""
+"""The collective verb ``connect``, and reports of each rank's status."""

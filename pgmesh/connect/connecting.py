@@ -1,4 +1,8 @@
-"""The one collective verb: members meet, agree and connect their groups, or are told who is missing and why."""
+"""The collective verb ``connect``: members arrive, compare fingerprints, and run each group's first collective.
+
+If ranks are missing, every member that arrived raises an error that names them and their last status. The steps are
+those of ``rendezvous/protocol.py``; the store thread performs them.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +26,13 @@ from pgmesh import torch_private
 from pgmesh._util.formatting import name_ranks
 from pgmesh.errors import LifetimeError, MismatchError, MissingRanksError, PgmeshError, WorldError
 from pgmesh.groups import building, teardown
-from pgmesh.groups.backends import connects_apart
+from pgmesh.groups.backends import connects_in_background
 from pgmesh.groups.cache import GroupCache, call_site
 from pgmesh.groups.world import device_of
+from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.polling_store import PollingStore
 from pgmesh.rendezvous.protocol import (
-    INSPECTION,
     MADE,
-    MOST_ASKED,
     CompareSet,
     ConnectAttempt,
     Decision,
@@ -44,11 +47,11 @@ from pgmesh.rendezvous.protocol import (
     SetStatus,
     Step,
     StoreProtocol,
-    error_in_words,
+    error_text,
     pauses,
     status_key,
 )
-from pgmesh.rendezvous.store_thread import alone, who
+from pgmesh.rendezvous.store_thread import is_single_threaded, process_label
 
 if TYPE_CHECKING:
     from pgmesh.layout import Axis, Layout
@@ -56,39 +59,24 @@ if TYPE_CHECKING:
 log = logging.getLogger("pgmesh")
 
 _numbers = itertools.count(1)
-"""Counts this process's waits."""
+"""Numbers for the calls of ``connect`` in this process."""
 
-LAST_WORD = 5.0
-"""Seconds that the store is given for what it is asked at once, when the deadline has come."""
-
-FAREWELL = 0.2
-"""Seconds that it is given to take a last word from a rank that is interrupted."""
-
-MOST_TOLD = 64
-"""Members of a group that tell each other where they can be reached as they meet: each is sent what all have said."""
-
-LONGEST_STRETCH = 0.1
-"""Seconds after which it is asked no more at once: each stretch has as much time to be answered as one question."""
-
-HERE = (Pause, Ready, SetStatus)
-"""What a protocol does in this rank's own thread: pause, begin a collective, say what this thread waits for."""
-
-GRACE = 0.5
-"""Seconds that it is given at least for what it was asked before the deadline, however shortly."""
+_LOCAL = (Pause, Ready, SetStatus)
+"""Steps for the calling thread. The store thread performs all others."""
 
 
 Spelling = Union["Axis", "tuple[Axis, ...]"]
-"""Axes as they were asked for: "tp", or ("dp", "tp")."""
+"""Axes as in the call: "tp", or ("dp", "tp")."""
 
 
 @dataclass(frozen=True)
 class Connected:
-    """What it took to connect some groups, in seconds from the call.
+    """Times and operations of one call of ``connect``. Times are seconds from the call.
 
     Args:
-        met: by axes, as they were asked for ("tp", or ("dp", "tp")), until all members of the group had come.
-        warm: by axes, until its first collective was done.
-        operations: how often this rank asked the store, beyond what backends ask.
+        met: by axes, as in the call ("tp", or ("dp", "tp")): the time until all members of the group had arrived.
+        warm: by axes: the time until the group's first collective was done.
+        operations: store operations of this rank, without those of the backends.
     """
 
     met: dict[Spelling, float] = field(default_factory=dict)
@@ -96,11 +84,11 @@ class Connected:
     operations: int = 0
 
     def __str__(self) -> str:
-        words = {axes: ", ".join(map(str, axes)) if isinstance(axes, tuple) else f"{axes}" for axes in self.warm}
-        width = max(map(len, words.values()), default=0)
+        labels = {axes: ", ".join(map(str, axes)) if isinstance(axes, tuple) else f"{axes}" for axes in self.warm}
+        width = max(map(len, labels.values()), default=0)
         lines = [
-            f"group {what:<{width}}  met {self.met[axes]:6.3f} s, warm {self.warm[axes]:6.3f} s"
-            for axes, what in words.items()
+            f"group {label:<{width}}  met {self.met[axes]:6.3f} s, warm {self.warm[axes]:6.3f} s"
+            for axes, label in labels.items()
         ]
         return "\n".join([*lines, f"{self.operations} store operations"])
 
@@ -113,170 +101,189 @@ def connect(
     *,
     progress: bool = False,
 ) -> Connected:
-    """Connect this rank's groups along each of these combinations of axes."""
-    start, line = time.monotonic(), call_site()
-    failed: BaseException | None = None
+    """Connect this rank's groups along each combination of axes.
+
+    Args:
+        seconds: the timeout of the whole call.
+        progress: show a progress bar on stderr.
+    """
+    start, site = time.monotonic(), call_site()
+    failure: BaseException | None = None
     found: dict[str, building.GroupRecord] = {}
-    asked: dict[str, list[Spelling]] = {}
+    spellings: dict[str, list[Spelling]] = {}
     cache.check()
     for axes in combinations:
-        layout.size(*axes)  # there are such axes, before anybody is told of anything
-    if not cache.is_dry():
-        cache.beating()
-    with _sigterm_told():
-        unmade = list(combinations)
+        layout.size(*axes)  # raises for unknown axes, before anything is published
+    if not cache.is_fake():
+        cache.heartbeat_thread()
+    with _publish_sigterm():
+        not_created = list(combinations)
         try:
-            _tell_late(cache, start + seconds)
+            _publish_delayed(cache, start + seconds)
             for axes in combinations:
                 try:
-                    cache.store_timeout = _left(start + seconds)
-                    made = _unbroken(cache, layout, axes)
+                    cache.store_timeout = _remaining(start + seconds)
+                    record = _usable_record(cache, layout, axes)
                 except WorldError:
                     raise
-                except Exception as error:  # the others learn why this rank does not come
-                    failed = failed or error
+                except Exception as error:  # the other members get the reason below
+                    failure = failure or error
                     continue
-                unmade.remove(axes)
-                if made.card is not None and made.name not in cache.connected:
-                    found[made.name] = made
-                    asked.setdefault(made.name, []).append(axes[0] if len(axes) == 1 else axes)
+                not_created.remove(axes)
+                if record.fingerprint is not None and record.name not in cache.connected:
+                    found[record.name] = record
+                    spellings.setdefault(record.name, []).append(axes[0] if len(axes) == 1 else axes)
         except WorldError:
-            raise  # there is no way to tell
+            raise  # the store has failed, so nothing can be published
         except BaseException as error:
-            failed = error
+            failure = error
         finally:
             cache.store_timeout = seconds
-        if failed is None and not found:
+        if failure is None and not found:
             return Connected()
-        with _bar(len(found), progress) as advance:
-            call = _Call(cache, line, start, seconds, found.values(), asked, advance)
-            if failed is None:
+        with _progress_bar(len(found), progress) as advance:
+            call = _Call(cache, site, start, seconds, found.values(), spellings, advance)
+            if failure is None:
                 return call.run()
-            call.cancel(failed, [_meeting(cache, *cache.name_for(layout, axes)) for axes in unmade])
-            raise failed
+            call.cancel(failure, [_new_attempt(cache, *cache.name_for(layout, axes)) for axes in not_created])
+            raise failure
 
 
-def _left(end: float) -> float:
-    """Seconds that the store is given for an answer before the deadline."""
-    return max(end - time.monotonic(), GRACE)
+def _remaining(deadline: float) -> float:
+    """Timeout of a store operation that begins before the deadline, in seconds."""
+    return max(deadline - time.monotonic(), timing.TIMING.shortest_answer)
 
 
-def _tell_late(cache: GroupCache, end: float) -> None:
-    """Tell what could not be told when it happened, since the store did not answer."""
-    for key, what in list(cache.untold.items()):
-        cache.store_timeout = _left(end)
-        cache.ask(CompareSet(key, what.pack()))
-        del cache.untold[key]
+def _publish_delayed(cache: GroupCache, deadline: float) -> None:
+    """Publish decisions that the store did not take in time."""
+    for key, decision in list(cache.unpublished.items()):
+        cache.store_timeout = _remaining(deadline)
+        cache.ask(CompareSet(key, decision.pack()))
+        del cache.unpublished[key]
 
 
-def _unbroken(cache: GroupCache, layout: Layout, axes: tuple[Axis, ...]) -> building.GroupRecord:
-    """A group, made anew where another member has said since that it failed."""
-    made = cache.made(cache.group(layout, axes, "", {}))
-    meeting = cache.connected.get(made.name)
-    if meeting is not None and cache.ask(Read(meeting.broken)) is not None:
-        cache.discard(made.group, "was given up by another member; ask its mesh for it anew.")
-        made = cache.made(cache.group(layout, axes, "", {}))
-    return made
+def _usable_record(cache: GroupCache, layout: Layout, axes: tuple[Axis, ...]) -> building.GroupRecord:
+    """The record of a group. The group is created again if another member has published that it failed."""
+    record = cache.record_of(cache.group(layout, axes, "", {}))
+    attempt = cache.connected.get(record.name)
+    if attempt is not None and cache.ask(Read(attempt.broken_key)) is not None:
+        cache.discard(record.group, "was cancelled by another member; ask its mesh for it anew.")
+        record = cache.record_of(cache.group(layout, axes, "", {}))
+    return record
 
 
 class _Call:
-    """One call of connect on one rank: its meetings, and the first collective of each group that is met."""
+    """One call of ``connect`` on one rank: its attempts, and the first collective of each connected group."""
 
     def __init__(
         self,
         cache: GroupCache,
-        line: str,
+        site: str,
         start: float,
         seconds: float,
         found: Iterable[building.GroupRecord],
-        asked: Mapping[str, Sequence[Spelling]],
+        spellings: Mapping[str, Sequence[Spelling]],
         advance: Callable[[], None],
     ) -> None:
-        self.cache, self.call_site, self.seconds, self.asked, self.advance = cache, line, seconds, asked, advance
-        self.store_thread = cache.beating()
-        self.start, self.end = start, start + seconds
-        self.made = {
-            _meeting(cache, made.name, made.ranks, made.card, made.gloo): made
-            for made in found
-            if made.card is not None
+        self.cache, self.call_site, self.seconds, self.spellings, self.advance = (
+            cache,
+            site,
+            seconds,
+            spellings,
+            advance,
+        )
+        self.store_thread = cache.heartbeat_thread()
+        self.start, self.deadline = start, start + seconds
+        self.records = {
+            _new_attempt(cache, record.name, record.ranks, record.fingerprint, record.gloo): record
+            for record in found
+            if record.fingerprint is not None
         }
-        self.meetings = list(self.made)
-        self.warming: list[_Warming] = []
+        self.attempts = list(self.records)
+        self.collectives: list[_FirstCollective] = []
         self.met: dict[Spelling, float] = {}
         self.operations = 0
-        self.hurried = False  # whether something ends this call
-        self.warnings: list[str] = []  # to be logged here: a handler of the user's must not hold up the heart
+        self.interrupted = False  # an error or interrupt ends this call
+        self.warnings: list[str] = []  # logged by the calling thread: a log handler may block, and delay heartbeats
 
-    def _party(self) -> Participant:
+    def _participant(self) -> Participant:
         return Participant(
             self.cache.rank,
-            self.meetings,
+            self.attempts,
             number=next(_numbers),
-            line=self.call_site,
-            who=who(),
+            call_site=self.call_site,
+            process=process_label(),
             deadline=self.seconds,
-            suspicion=self.store_thread.suspicion,
-            again=self.cache.failed,
+            lost_after=self.store_thread.lost_after,
+            skip_decided=self.cache.last_connect_failed,
             pace=self.store_thread.pace,
-            alone=alone() and threading.current_thread() is threading.main_thread(),
+            single_threaded=is_single_threaded() and threading.current_thread() is threading.main_thread(),
             warn=self.warnings.append,
         )
 
-    def cancel(self, error: BaseException, meetings: Sequence[ConnectAttempt]) -> None:
-        """Tell those who wait that this rank cannot come, to groups that it could not make either."""
-        self.meetings += meetings
-        self.hurried = not isinstance(error, Exception)
+    def cancel(self, error: BaseException, attempts: Sequence[ConnectAttempt]) -> None:
+        """Publish that this rank cannot connect, also for groups that it did not create.
+
+        Args:
+            attempts: for the groups that were not created.
+        """
+        self.attempts += attempts
+        self.interrupted = not isinstance(error, Exception)
         try:
-            with contextlib.suppress(WorldError):  # what happened is worse
-                self._drive(self._party().cancel(error))
+            with contextlib.suppress(WorldError):  # the caller raises the first error
+                self._drive(self._participant().cancel(error))
         finally:
-            self._leave()
+            self._clean_up()
 
     def run(self) -> Connected:
         try:
-            self._drive(self._meet())
+            self._drive(self._connect())
             self._warm_up()
         except BaseException as error:
-            self.hurried = True
+            self.interrupted = True
             with contextlib.suppress(WorldError):
-                self._break_off(error)
+                self._publish_interrupt(error)
             raise
         finally:
-            self._leave()
-        errors = [status_key for meeting in self.meetings if meeting.end and (status_key := meeting.end.error())]
-        errors += [warming.error for warming in self.warming if warming.error]
+            self._clean_up()
+        errors = [failure for each in self.attempts if each.decision and (failure := each.decision.error())]
+        errors += [each.error for each in self.collectives if each.error]
         if errors:
-            self.cache.failed = True
-            doubt = self.store_thread.doubt() if any(isinstance(error, MissingRanksError) for error in errors) else ""
+            self.cache.last_connect_failed = True
+            ranks_missing = any(isinstance(error, MissingRanksError) for error in errors)
+            hint = self.store_thread.store_hint() if ranks_missing else ""
             text = "\n\n".join(dict.fromkeys(map(str, errors[:8])))
-            raise type(errors[0])(f"{text}{doubt}") from errors[0].__cause__
-        self.cache.failed = False
+            raise type(errors[0])(f"{text}{hint}") from errors[0].__cause__
+        self.cache.last_connect_failed = False
         return Connected(self.met, self.warm(), self.operations)
 
     def warm(self) -> dict[Spelling, float]:
-        """By axes, when the first collective was done."""
+        """By axes, the time until the first collective was done."""
         return {
-            axes: each.done - self.start for each in self.warming if each.done for axes in self.asked[each.made.name]
+            axes: each.done - self.start
+            for each in self.collectives
+            if each.done
+            for axes in self.spellings[each.record.name]
         }
 
-    def _meet(self) -> StoreProtocol[None]:
-        """See that all mean the same mesh, and meet."""
-        party = self._party()
+    def _connect(self) -> StoreProtocol[None]:
+        """Register the mesh, and run all attempts."""
+        participant = self._participant()
         try:
-            if not self.cache.agreed:
+            if not self.cache.registered:
                 yield from self.cache.register_mesh(listed=True)
         except MismatchError as error:
-            yield from party.cancel(error)
+            yield from participant.cancel(error)
             raise
-        yield from party.meet()
-        for warming in self.warming:
-            if warming.made.gloo is not None:
-                yield from warming.made.gloo.publish()
+        yield from participant.connect()
+        for collective in self.collectives:
+            if collective.record.gloo is not None:
+                yield from collective.record.gloo.publish_address()
 
     def _drive(self, steps: StoreProtocol[None]) -> None:
-        """Run a protocol to its end: what it asks of the store in stretches, and the rest here.
+        """Run a protocol to its end: store operations in batches on the store thread, and the other steps here.
 
-        What interrupts it is raised inside it too.
+        Errors and interrupts are raised inside the protocol.
         """
         advance: Callable[[Any], Step | None] = steps.send
         answer: Any = None
@@ -286,25 +293,25 @@ class _Call:
             except StopIteration:
                 return
             try:
-                while not isinstance(step, HERE):
+                while not isinstance(step, _LOCAL):
                     if step is None:
                         return
-                    step = self.store_thread.run(self._stretch(steps, step), self._patience())
-                advance, answer = steps.send, self._do(step)
+                    step = self.store_thread.run(self._batch(steps, step), self._timeout())
+                advance, answer = steps.send, self._perform_local(step)
             except BaseException as error:
-                self.hurried = True
-                if inspect.getgeneratorstate(steps) != inspect.GEN_SUSPENDED:  # it was its own, or it is still asked
+                self.interrupted = True
+                if inspect.getgeneratorstate(steps) != inspect.GEN_SUSPENDED:  # its own error, or still in use
                     raise
                 advance, answer = steps.throw, error
 
-    def _stretch(self, steps: StoreProtocol[None], step: Step) -> StoreProtocol[Step | None]:
-        """Go on with a protocol, up to the next step that is for here, or for so long; None for its end.
+    def _batch(self, steps: StoreProtocol[None], step: Step) -> StoreProtocol[Step | None]:
+        """Continue a protocol up to the next local step, for a limited time; None at its end.
 
-        It runs in the heart. Where that is let go of, the protocol itself is as it was.
+        It runs in the store thread. If it is cancelled, the protocol itself stays intact.
         """
-        end = time.monotonic() + (0.0 if self.hurried else LONGEST_STRETCH)
+        deadline = time.monotonic() + (0.0 if self.interrupted else timing.TIMING.batch)
         while True:
-            self._count(step)
+            self._count_operation(step)
             try:
                 advance, answer = steps.send, (yield step)
             except Exception as error:
@@ -313,227 +320,238 @@ class _Call:
                 step = advance(answer)
             except StopIteration:
                 return None
-            if isinstance(step, HERE) or time.monotonic() >= end:
+            if isinstance(step, _LOCAL) or time.monotonic() >= deadline:
                 return step
 
-    def _do(self, step: Step) -> Any:
+    def _perform_local(self, step: Step) -> Any:
         if isinstance(step, Pause):
             while self.warnings:
                 log.warning("%s", self.warnings.pop(0))
-            self._look_after_warming()
+            self._poll_collectives()
             time.sleep(step.seconds)
             return time.monotonic() - self.start
         if isinstance(step, Ready):
-            return self._ready(step.meeting)
+            return self._ready(step.attempt)
         return self._perform(step)
 
     def _perform(self, step: Step) -> Any:
-        """Ask the store one thing."""
-        self._count(step)
+        """Perform one store operation."""
+        self._count_operation(step)
         try:
-            return self.store_thread.ask(step, self._patience())
+            return self.store_thread.ask(step, self._timeout())
         except BaseException:
-            self.hurried = True
+            self.interrupted = True
             raise
 
-    def _count(self, step: Step) -> None:
-        self.operations += not isinstance(step, Raw)  # which is the backend's
+    def _count_operation(self, step: Step) -> None:
+        self.operations += not isinstance(step, Raw)  # raw operations are the backend's
 
-    def _patience(self) -> float:
-        """Seconds that the store is given."""
-        late = time.monotonic() >= self.end
-        return FAREWELL if self.hurried else LAST_WORD if late else _left(self.end)
+    def _timeout(self) -> float:
+        """Timeout of the next store operations, in seconds."""
+        if self.interrupted:
+            return timing.TIMING.interrupted_answer
+        late = time.monotonic() >= self.deadline
+        return timing.TIMING.late_answer if late else _remaining(self.deadline)
 
-    def _ready(self, meeting: ConnectAttempt) -> None:
-        made = self.made.get(meeting)
-        if made is None:
+    def _ready(self, attempt: ConnectAttempt) -> None:
+        record = self.records.get(attempt)
+        if record is None:
             return
-        if not torch_private.is_known(made.group):
-            raise LifetimeError(f"{made.words} was let go of while it was being connected.")
-        self.met.update(dict.fromkeys(self.asked[made.name], time.monotonic() - self.start))
-        if made.gloo is not None and meeting.end is not None:
-            made.gloo.learn(meeting.end.at)
-        warming = _Warming(made, meeting.broken, self.store_thread.suspicion)
-        self.warming.append(warming)
-        # Gloo connects in a thread of its own. NCCL does so in ours: once all are decided, in one order on all ranks.
-        if connects_apart(made.group):
-            warming.begin()
+        if not torch_private.is_known(record.group):
+            raise LifetimeError(f"{record.label} was released while it was being connected.")
+        self.met.update(dict.fromkeys(self.spellings[record.name], time.monotonic() - self.start))
+        if record.gloo is not None and attempt.decision is not None:
+            record.gloo.set_addresses(attempt.decision.addresses)
+        collective = _FirstCollective(record, attempt.broken_key, self.store_thread.lost_after)
+        self.collectives.append(collective)
+        # Gloo connects in a background thread. NCCL connects in this one, so it waits until all attempts are decided,
+        # and then uses the same order on all ranks.
+        if connects_in_background(record.group):
+            collective.start()
 
     # -- the first collective -------------------------------------------------------------------------------------
 
     def _warm_up(self) -> None:
-        """See every first collective to its end."""
-        for warming in sorted(self.warming, key=lambda each: each.made.name):
-            if not warming.has_begun():
-                warming.begin()
-        # Where the last came in the last moment, there is time to find out who was lost since.
-        end = max(self.end, time.monotonic() + self.store_thread.suspicion + 1.0)
-        inspection = time.monotonic() + INSPECTION
+        """Run every first collective to its end."""
+        for collective in sorted(self.collectives, key=lambda each: each.record.name):
+            if not collective.has_started():
+                collective.start()
+        # The last member may have arrived at the deadline. This leaves time to detect ranks that were lost since.
+        deadline = max(self.deadline, time.monotonic() + self.store_thread.lost_after + 1.0)
+        inspection = time.monotonic() + timing.TIMING.inspection
         for pause in pauses():
-            running = self._look_after_warming()
+            running = self._poll_collectives()
             if not running:
                 break
             now = time.monotonic()
             if now >= inspection:
-                for warming in running:
-                    self._inspect(warming)
-                inspection = min(warming.next_look(now, INSPECTION * self.store_thread.pace) for warming in running)
-            for warming in running if now >= end else ():
-                warming.fail(f"was not done in time: the deadline was {self.seconds:g} s")
+                for collective in running:
+                    self._inspect(collective)
+                period = timing.TIMING.inspection * self.store_thread.pace
+                inspection = min(collective.next_inspection(now, period) for collective in running)
+            for collective in running if now >= deadline else ():
+                collective.fail(f"did not finish in time: the deadline was {self.seconds:g} s")
             time.sleep(pause)
-        for warming in self.warming:
-            if warming.error is not None:
-                self._tell_broken(warming)
+        for collective in self.collectives:
+            if collective.error is not None:
+                self._publish_broken(collective)
 
-    def _break_off(self, error: BaseException) -> None:
-        """Tell the members of groups that were made, and are not warm, that this rank is out."""
-        begun = {warming.made.name for warming in self.warming}
-        for meeting, made in self.made.items():  # it may have learned so, and had no time to begin
-            if meeting.end == MADE and made.name not in begun:
-                self.warming.append(_Warming(made, meeting.broken, self.store_thread.suspicion))
-        for warming in self.warming:
-            if not warming.done and warming.error is None and not isinstance(error, WorldError):
-                why = f"rank {self.cache.rank} stopped connecting at {self.call_site}: {error_in_words(error)}"
-                warming.fail(f"was given up, because {why}")
-                self._tell_broken(warming)
+    def _publish_interrupt(self, error: BaseException) -> None:
+        """Publish that this rank stopped, for connected groups whose first collective is not done."""
+        started = {collective.record.name for collective in self.collectives}
+        for attempt, record in self.records.items():  # attempts may be decided before their collective has started
+            if attempt.decision == MADE and record.name not in started:
+                self.collectives.append(_FirstCollective(record, attempt.broken_key, self.store_thread.lost_after))
+        for collective in self.collectives:
+            if not collective.done and collective.error is None and not isinstance(error, WorldError):
+                why = f"rank {self.cache.rank} stopped connecting at {self.call_site}: {error_text(error)}"
+                collective.fail(f"was cancelled because {why}")
+                self._publish_broken(collective)
 
-    def _inspect(self, warming: _Warming) -> None:
-        """Ask why a first collective is not done."""
-        text = self._perform(Read(warming.broken))
+    def _inspect(self, collective: _FirstCollective) -> None:
+        """Read whether another member has failed, and the statuses of the members."""
+        text = self._perform(Read(collective.broken_key))
         if text is not None:
-            warming.error, warming.status_key = Decision.unpack(warming.broken, text).error(), True
+            collective.error, collective.published = Decision.unpack(collective.broken_key, text).error(), True
             return
-        others = [rank for rank in warming.made.ranks[: MOST_ASKED + 1] if rank != self.cache.rank]
+        others = [rank for rank in collective.record.ranks[: timing.LIMITS.statuses + 1] if rank != self.cache.rank]
         answers = [RankStatus.unpack(rank, self._perform(Read(status_key(rank)))) for rank in others]
-        warming.inspect([answer for answer in answers if answer])
+        collective.inspect([answer for answer in answers if answer])
 
-    def _tell_broken(self, warming: _Warming) -> None:
-        self._perform(CompareSet(warming.broken, warming.end().pack()))
-        warming.status_key = True
+    def _publish_broken(self, collective: _FirstCollective) -> None:
+        self._perform(CompareSet(collective.broken_key, collective.decision().pack()))
+        collective.published = True
 
-    def _look_after_warming(self) -> list[_Warming]:
-        """The first collectives that are under way."""
-        running = [warming for warming in self.warming if warming.is_running()]
-        for warming in running:
-            if warming.look():
+    def _poll_collectives(self) -> list[_FirstCollective]:
+        """Poll the first collectives; return those that still run."""
+        running = [collective for collective in self.collectives if collective.is_running()]
+        for collective in running:
+            if collective.poll():
                 self.advance()
-        return [warming for warming in running if warming.is_running()]
+        return [collective for collective in running if collective.is_running()]
 
-    def _leave(self) -> None:
-        """Remember what is in the store, and let go of what cannot be used."""
-        cache, done = self.cache, {each.made.name for each in self.warming if each.done}
-        self.store_thread.hush()
-        cache.asked += self.operations
-        for meeting in self.meetings:
-            name, _, number = meeting.name.rpartition("/meeting.")
-            cache.meetings[name] = max(cache.meetings[name], int(number) + 1)
-            cache.attended.setdefault(name, []).append(meeting)
+    def _clean_up(self) -> None:
+        """Record the attempts in the cache, and discard groups that cannot be used."""
+        cache, done = self.cache, {each.record.name for each in self.collectives if each.done}
+        self.store_thread.clear_status()
+        cache.operations += self.operations
+        for attempt in self.attempts:
+            name, _, number = attempt.name.rpartition("/attempt.")
+            cache.attempt_counts[name] = max(cache.attempt_counts[name], int(number) + 1)
+            cache.attempts_to_clean_up.setdefault(name, []).append(attempt)
             if name in done:
-                cache.connected[name] = meeting
-            if meeting.end is not None and meeting.end.kind == "mismatch":
-                cache.remember_refusals(filter(None, (meeting.refused, meeting.mesh)))
-        for warming in self.warming:
-            if warming.error is not None or not warming.done:
-                if not warming.status_key:
-                    cache.untold[warming.broken] = warming.end()
-                warming.keep_until_done()
-                cache.discard(warming.made.group, "could not be connected; ask its mesh for it anew.")
-        cache.failed |= len(done) < len(self.meetings)
+                cache.connected[name] = attempt
+            if attempt.decision is not None and attempt.decision.kind == "mismatch":
+                cache.keep_mismatch_keys(filter(None, (attempt.mismatch_key, attempt.mesh_mismatch_key)))
+        for collective in self.collectives:
+            if collective.error is not None or not collective.done:
+                if not collective.published:
+                    cache.unpublished[collective.broken_key] = collective.decision()
+                collective.keep_until_done()
+                cache.discard(collective.record.group, "could not be connected; ask its mesh for it anew.")
+        cache.last_connect_failed |= len(done) < len(self.attempts)
 
 
-class _Warming:
-    """A group's first collective: the smallest, on which its memory is taken and its sum is checked."""
+class _FirstCollective:
+    """A group's first collective: an all-reduce of one number, which allocates memory and whose sum is checked."""
 
-    def __init__(self, made: building.GroupRecord, broken: str, suspicion: float) -> None:
-        self.made, self.broken = made, broken
+    def __init__(self, record: building.GroupRecord, broken_key: str, lost_after: float) -> None:
+        self.record, self.broken_key = record, broken_key
         self.error: PgmeshError | None = None
-        self.status_key = False  # whether the others can read of it
+        self.published = False  # the error is in the store
         self.done = 0.0
         self._work: Any = None
-        self._failed: Exception | None = None
+        self._failure: Exception | None = None  # raised by torch
         self._failed_at = 0.0
-        self._beats = Heartbeats(suspicion)
+        self._heartbeats = Heartbeats(lost_after)
 
-    def begin(self) -> None:
-        self._ones = torch.ones(1, device=device_of(self.made.group))
-        self._work = dist.all_reduce(self._ones, group=self.made.group, async_op=True)
+    def start(self) -> None:
+        self._ones = torch.ones(1, device=device_of(self.record.group))
+        self._work = dist.all_reduce(self._ones, group=self.record.group, async_op=True)
 
-    def has_begun(self) -> bool:
+    def has_started(self) -> bool:
         return self._work is not None
 
     def keep_until_done(self) -> None:
-        """Nobody waits for it any more."""
-        if self.has_begun() and not self._work.is_completed():
-            teardown.keep_until_done(self.made.group, self._work)
+        """Keep the group alive while the collective hangs."""
+        if self.has_started() and not self._work.is_completed():
+            teardown.keep_until_done(self.record.group, self._work)
 
     def is_running(self) -> bool:
-        return self.has_begun() and not self.done and self.error is None
+        return self.has_started() and not self.done and self.error is None
 
-    def look(self) -> bool:
-        """Whether it has just been done well."""
-        if self._failed is not None or not self._work.is_completed():
+    def poll(self) -> bool:
+        """Check for the end of the collective. True if it has just succeeded."""
+        if self._failure is not None or not self._work.is_completed():
             return False
         try:
             self._work.wait()
             total = int(self._ones.item())
         except Exception as error:
-            # Without the frames that it passed: they know this group, and the backend keeps the error.
-            self._failed, self._failed_at = error.with_traceback(None), time.monotonic()
-            store = self.made.gloo
+            # Without its frames: they refer to this group, and the backend keeps the error.
+            self._failure, self._failed_at = error.with_traceback(None), time.monotonic()
+            store = self.record.gloo
             if store is not None and store.failure is not None:
                 self.error = store.failure
             return False
-        if total != self.made.group.size():
-            words = f"{self.made.words} has {self.made.group.size()} members, but one from each adds up to {total}."
-            self.error = MismatchError(words)
+        size = self.record.group.size()
+        if total != size:
+            self.error = MismatchError(
+                f"{self.record.label} has {size} members, but the sum of one from each is {total}."
+            )
             return False
         self.done = time.monotonic()
         return True
 
-    def next_look(self, now: float, period: float) -> float:
-        return self._beats.next_look(now, period)
+    def next_inspection(self, now: float, period: float) -> float:
+        return self._heartbeats.next_inspection(now, period)
 
-    def inspect(self, said: Sequence[RankStatus]) -> None:
-        """See whether a member is lost, which it is if it tells nothing new for long, or said that it goes."""
+    def inspect(self, statuses: Sequence[RankStatus]) -> None:
+        """Fail if a member is lost, or if torch reported an error a while ago and no member is lost."""
         now, lost = time.monotonic(), {}
-        for last in said:
-            self._beats.hear(last, now)
-            if self._beats.is_lost(last, now):
-                silence = self._beats.silence(last.rank, now)
-                lost[last.rank] = f"\n  rank {last.rank} was last heard from {silence:.0f} s ago; it was {last}"
+        for last in statuses:
+            self._heartbeats.update(last, now)
+            if self._heartbeats.is_lost(last, now):
+                silence = self._heartbeats.silence(last.rank, now)
+                lost[last.rank] = (
+                    f"\n  rank {last.rank} has sent no heartbeat for {silence:.0f} s; its last status: {last}"
+                )
         if lost:
             self.error = MissingRanksError(
-                f"{self.made.words}: {name_ranks(lost)} came, and was lost in its first collective."
+                f"{self.record.label}: {name_ranks(lost)} arrived, and then failed in the first collective."
                 f"{''.join(lost.values())}"
             )
-        elif self._failed is not None and now - self._failed_at >= self._beats.suspicion + 1.0:
-            self.fail(f"failed: {str(self._failed).splitlines()[0]}")
+        elif self._failure is not None and now - self._failed_at >= self._heartbeats.lost_after + 1.0:
+            self.fail(f"failed: {str(self._failure).splitlines()[0]}")
 
-    def end(self) -> Decision:
-        """What the others are told of a group that failed."""
-        self.fail("was given up")
+    def decision(self) -> Decision:
+        """The decision for the other members of a group that failed."""
+        self.fail("was cancelled")
         return Decision("mismatch" if isinstance(self.error, MismatchError) else "missing", str(self.error))
 
-    def fail(self, how: str) -> None:
+    def fail(self, reason: str) -> None:
         if self.error is None:
-            members = name_ranks(self.made.ranks)
-            self.error = MissingRanksError(f"{self.made.words}: its first collective {how}. Its members are {members}.")
-            self.error.__cause__ = self._failed
+            members = name_ranks(self.record.ranks)
+            self.error = MissingRanksError(
+                f"{self.record.label}: its first collective {reason}. Its members are {members}."
+            )
+            self.error.__cause__ = self._failure
 
 
-def _meeting(
-    cache: GroupCache, name: str, ranks: Sequence[int], card: Fingerprint, store: PollingStore | None = None
+def _new_attempt(
+    cache: GroupCache, name: str, ranks: Sequence[int], fingerprint: Fingerprint, store: PollingStore | None = None
 ) -> ConnectAttempt:
-    with cache.lock:  # of two threads that connect one group, each has a meeting of its own
-        number = cache.meetings[name]
-        cache.meetings[name] += 1
-    at = store.at if store is not None and len(ranks) <= MOST_TOLD else ""
-    return ConnectAttempt(f"{name}/meeting.{number}", ranks, card, f"{name}/options/refused", cache.refused, at)
+    with cache.lock:  # two threads that connect the same group use different attempts
+        number = cache.attempt_counts[name]
+        cache.attempt_counts[name] += 1
+    address = store.address if store is not None and len(ranks) <= timing.LIMITS.shared_addresses else ""
+    attempt = f"{name}/attempt.{number}"
+    return ConnectAttempt(attempt, ranks, fingerprint, f"{name}/options/mismatch", cache.mismatch_key, address)
 
 
 @contextlib.contextmanager
-def _bar(total: int, progress: bool) -> Iterator[Callable[[], None]]:
-    """A progress bar over the groups; where rich is not installed, a line for each."""
+def _progress_bar(total: int, progress: bool) -> Iterator[Callable[[], None]]:
+    """A progress bar over the groups. Without rich, it prints a line for each group."""
     if not progress:
         yield lambda: None
         return
@@ -550,12 +568,12 @@ def _bar(total: int, progress: bool) -> Iterator[Callable[[], None]]:
 
 
 class Terminated(BaseException):
-    """SIGTERM came."""
+    """SIGTERM was received."""
 
 
 @contextlib.contextmanager
-def _sigterm_told() -> Iterator[None]:
-    """Where nobody handles SIGTERM, let the others be told before it ends this process."""
+def _publish_sigterm() -> Iterator[None]:
+    """If SIGTERM has its default action, publish the reason to the other ranks before it ends this process."""
     ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     if not ours:
         yield

@@ -1,4 +1,7 @@
-"""What this process holds and what every other rank last said: for a hang that one wants to look into."""
+"""Reports for finding the cause of a hang: the groups of this process, and the last status of every other rank.
+
+The statuses are read from the store through the store thread.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,11 @@ from typing import TYPE_CHECKING
 
 from pgmesh._util.formatting import count_of, format_ranks, name_ranks
 from pgmesh.errors import LifetimeError, WorldError
-from pgmesh.rendezvous.protocol import MOST_ASKED, Pause, RankStatus, Read, StoreProtocol, foreign_value, status_key
+from pgmesh.rendezvous import timing
+from pgmesh.rendezvous.protocol import Pause, RankStatus, Read, StoreProtocol, foreign_value, status_key
 
 if TYPE_CHECKING:
     from pgmesh.groups.cache import GroupCache
-
-ANSWER = 1.0
-"""Seconds that the store is given to say what the others last said."""
 
 
 @dataclass(frozen=True)
@@ -30,16 +31,16 @@ class Held:
     """One group of this rank.
 
     Args:
-        words: "group dp, tp of mesh 'actor'".
-        name: what torch knows it by.
-        ranks: its members, in its order.
-        options: what it is made with.
-        generation: how often it was let go of and made anew.
-        call_site: where it was first asked for.
-        used: whether it has been in a collective; None where its backend does not tell.
+        label: the group in messages, such as "group dp, tp of mesh 'actor'".
+        name: its name in torch.
+        ranks: its members in group order.
+        options: the options it was created with.
+        generation: how many times it was released or failed, and created again.
+        call_site: the line of code that first asked for it.
+        used: True if it has been in a collective; None if its backend does not report that.
     """
 
-    words: str
+    label: str
     name: str
     ranks: tuple[int, ...]
     options: str
@@ -48,23 +49,21 @@ class Held:
     used: bool | None
 
     def __str__(self) -> str:
-        used = {True: "used", False: "not used", None: "made"}[self.used]
-        again = f", made anew {self.generation} times" if self.generation else ""
-        return (
-            f"{self.words}: ranks {format_ranks(self.ranks)}; {used}, made at {self.call_site}{again}; {self.options}"
-        )
+        used = {True: "used", False: "not used", None: "created"}[self.used]
+        again = f", created again {self.generation} times" if self.generation else ""
+        return f"{self.label}: ranks {format_ranks(self.ranks)}; {used}, at {self.call_site}{again}; {self.options}"
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank holds of a mesh, and what the others last said. Printed, it is a page for a person.
+    """The groups of a mesh on this rank, and the last status of the other ranks. ``str`` gives a text report.
 
     Args:
-        mesh: the call that made it.
-        rank: this process's.
+        mesh: the call that created the mesh.
+        rank: this process's rank.
         held: this rank's groups.
-        others: by rank, what it last said; no entry for one that never said anything.
-        trouble: why there is nothing of the others; "" if there is.
+        others: by rank, its last status; no entry for a rank without a status.
+        trouble: the reason for missing statuses; "" for none.
     """
 
     mesh: str
@@ -76,24 +75,25 @@ class Report:
     def __str__(self) -> str:
         lines = [f"rank {self.rank} of {self.mesh} holds {count_of(len(self.held), 'group')}{':' * bool(self.held)}"]
         lines += [f"  {held}" for held in self.held]
-        saying: dict[str, list[int]] = {}
-        for rank, said in self.others.items():
-            saying.setdefault(said, []).append(rank)
-        lines += ["what others last said:"] + [f"  {name_ranks(r, 32)}: {said}" for said, r in saying.items()]
+        ranks_by_status: dict[str, list[int]] = {}
+        for rank, status in self.others.items():
+            ranks_by_status.setdefault(status, []).append(rank)
+        lines += ["last status of the other ranks:"]
+        lines += [f"  {name_ranks(ranks, 32)}: {status}" for status, ranks in ranks_by_status.items()]
         if self.trouble or not self.others:
-            lines.append(f"  {self.trouble or 'nothing'}")
+            lines.append(f"  {self.trouble or 'none'}")
         return "\n".join(lines)
 
 
 @dataclass(frozen=True)
 class Stats:
-    """Counts of a mesh's family on this rank.
+    """Counts of a mesh, its views and its slices on this rank.
 
     Args:
-        groups: how many it holds.
-        communicators: how many this process holds, of all meshes.
-        operations: how often the store was asked by connect, once it is done, and by the backends through ours.
-        making: seconds spent making groups.
+        groups: number of their groups.
+        communicators: number of groups of this process, of all meshes.
+        operations: store operations of finished calls of ``connect``, and of the backends.
+        making: seconds spent creating groups.
         waiting: seconds spent waiting for members in first collectives.
     """
 
@@ -107,41 +107,41 @@ class Stats:
 def held(cache: GroupCache) -> tuple[Held, ...]:
     """The groups of this rank."""
     found = []
-    for made, options, generation in cache.known():
-        used = any(store.used for store in made.stores.values()) if made.stores else None
-        found.append(Held(made.words, made.name, made.ranks, repr(options), generation, made.call_site, used))
+    for record, options, generation in cache.records():
+        used = any(store.used for store in record.stores.values()) if record.stores else None
+        found.append(Held(record.label, record.name, record.ranks, repr(options), generation, record.call_site, used))
     return tuple(found)
 
 
 def report(cache: GroupCache) -> Report:
-    """What this rank holds, and, read through the store, what the others last said. It waits a second at most."""
+    """The groups of this rank, and the last status of the others. The store has a second to answer."""
     others: dict[int, str] = {}
     trouble = ""
     if cache.ended is not None:
-        trouble = f"nobody can be asked: the mesh {cache.ended}"
-    elif not cache.is_dry():
-        trouble = _ask_others(cache, others)
+        trouble = f"not available: the mesh {cache.ended}"
+    elif not cache.is_fake():
+        trouble = _read_others(cache, others)
     return Report(cache.call, cache.rank, held(cache), others, trouble)
 
 
-def _ask_others(cache: GroupCache, others: dict[int, str]) -> str:
-    """Fill in what the others last said; the answer is what went wrong."""
+def _read_others(cache: GroupCache, others: dict[int, str]) -> str:
+    """Fill in the statuses of the other ranks; return the reason for missing ones."""
     ranks = [rank for rank in cache.layout.ranks() if rank != cache.rank]
     try:
-        asked = cache.beating().run(_read_last_words(ranks, others), ANSWER)
+        read = cache.heartbeat_thread().run(_read_statuses(ranks, others), timing.TIMING.report_answer)
     except WorldError as error:
         return str(error)
-    return f"and {len(ranks) - asked} more ranks, too many to ask in a second" if asked < len(ranks) else ""
+    return f"and {len(ranks) - read} more ranks, too many to read in a second" if read < len(ranks) else ""
 
 
-def _read_last_words(ranks: Sequence[int], others: dict[int, str]) -> StoreProtocol[int]:
-    """Ask as many as there is time for, and a little is left; the answer is how many."""
-    end = time.monotonic() + 0.8 * ANSWER
-    for asked, rank in enumerate(ranks):
-        if asked % MOST_ASKED == MOST_ASKED - 1:
-            yield Pause(0.001)  # what else is asked of the store has its turn
-            if time.monotonic() > end:
-                return asked
+def _read_statuses(ranks: Sequence[int], others: dict[int, str]) -> StoreProtocol[int]:
+    """Read as many statuses as the timeout allows; return their number."""
+    deadline = time.monotonic() + 0.8 * timing.TIMING.report_answer
+    for i, rank in enumerate(ranks):
+        if i % timing.LIMITS.statuses == timing.LIMITS.statuses - 1:
+            yield Pause(0.001)  # other jobs of the store thread run meanwhile
+            if time.monotonic() > deadline:
+                return i
         text = yield Read(status_key(rank))
         last = RankStatus.unpack(rank, text)
         if text is not None:
@@ -150,58 +150,58 @@ def _read_last_words(ranks: Sequence[int], others: dict[int, str]) -> StoreProto
 
 
 def stats(cache: GroupCache) -> Stats:
-    """Counts of this family on this rank."""
-    known = cache.known()
-    stores = [store for made, _, _ in known for store in made.stores.values()]
+    """Counts of the mesh on this rank."""
+    records = cache.records()
+    stores = [store for record, _, _ in records for store in record.stores.values()]
     return Stats(
-        len(known),
+        len(records),
         cache.count(),
-        sum(store.operations for store in stores) + cache.asked,
-        cache.making,
+        sum(store.operations for store in stores) + cache.operations,
+        cache.creation_seconds,
         sum(store.waited for store in stores),
     )
 
 
 # -- on a signal ------------------------------------------------------------------------------------------------------
 
-_on: dict[int, list[Callable[[], object]]] = {}
+_printers: dict[int, list[Callable[[], object]]] = {}
 
 
 def print_on(number: int, text: Callable[[], object]) -> None:
-    """Print a text to stderr whenever a signal comes, also while the main thread waits in C++ and runs no Python.
+    """Print a text to stderr at each signal, also while the main thread waits in C++ and runs no Python.
 
     Raises:
-        LifetimeError: this is not the main thread, which alone may take signals.
+        LifetimeError: this is not the main thread. Only that one can set signal handlers.
     """
     if threading.current_thread() is not threading.main_thread():
-        raise LifetimeError("signals are taken in the main thread: call report_on there.")
-    if not _on:
-        ear, mouth = socket.socketpair()
-        mouth.setblocking(False)
-        before = signal.set_wakeup_fd(mouth.detach(), warn_on_full_buffer=False)
-        threading.Thread(target=_listen, args=(ear, before), name="pgmesh-signals", daemon=True).start()
-    _on.setdefault(number, []).append(text)
-    signal.signal(number, lambda *_: None)  # what happens is in the thread; this keeps the process from ending
+        raise LifetimeError("signal handlers can only be set in the main thread: call report_on there.")
+    if not _printers:
+        receiver, sender = socket.socketpair()
+        sender.setblocking(False)
+        before = signal.set_wakeup_fd(sender.detach(), warn_on_full_buffer=False)
+        threading.Thread(target=_listen, args=(receiver, before), name="pgmesh-signals", daemon=True).start()
+    _printers.setdefault(number, []).append(text)
+    signal.signal(number, lambda *_: None)  # replaces the default action; the thread prints
 
 
-def _listen(ear: socket.socket, before: int) -> None:
-    """Hear of each signal as it comes, and pass it on to who listened before."""
-    while numbers := ear.recv(64):
+def _listen(receiver: socket.socket, before: int) -> None:
+    """Print at each signal, and forward its number to the previous wakeup descriptor."""
+    while numbers := receiver.recv(64):
         if before >= 0:
             with contextlib.suppress(OSError):
                 os.write(before, numbers)
         for number in numbers:
-            for text in _on.get(number, ()):
+            for text in _printers.get(number, ()):
                 try:
                     print(text(), file=sys.stderr, flush=True)
-                except Exception:  # the next signal is still heard
+                except Exception:  # keep the thread for the next signal
                     traceback.print_exc()
 
 
 def _in_child() -> None:
-    """A forked child does not speak into its parent's ear."""
-    if _on:
-        _on.clear()
+    """Stop a forked child from writing to its parent's socket."""
+    if _printers:
+        _printers.clear()
         signal.set_wakeup_fd(-1)
 
 

@@ -1,1 +1,1 @@
-"""Create, name, cache and destroy process groups."""
+"""Creation, names, cache and destruction of process groups."""

@@ -1,4 +1,7 @@
-"""The backends that groups run on: the meaning of a backend's name, and the objects behind it."""
+"""The backends of process groups: resolution of a backend's name, and creation of Gloo, NCCL and fake backends.
+
+The private constructors of torch are called through ``torch_private.py``.
+"""
 
 from __future__ import annotations
 
@@ -21,28 +24,38 @@ c10d: Any = _c10d
 
 
 class Backends(NamedTuple):
-    """What a backend's name means to torch."""
+    """The resolution of a backend's name.
+
+    Args:
+        by_device: the backend of each type of device.
+        slots: the same as device, backend type and name, for a process group.
+        config: the same as text, such as "cpu:gloo,cuda:nccl".
+        names: names of the backends.
+        default: type of the default backend of a group.
+        by_members: the members can create a group without the other ranks of the world.
+        fake: the backend of a fake world, which has no other processes.
+    """
 
     by_device: dict[str, str]
-    slots: tuple[tuple[Any, Any, str], ...]  # the same as a group takes them: device, type, name
-    config: str  # the same as torch spells it
+    slots: tuple[tuple[Any, Any, str], ...]
+    config: str
     names: frozenset[str]
-    default: Any  # the type of the one that a group calls its own
-    direct: bool  # members can build it by themselves
-    dry: bool  # there are no other processes to meet
+    default: Any
+    by_members: bool
+    fake: bool
 
 
 @functools.cache
 def backends_of(name: str | None) -> Backends:
-    """The backend for each device, and what follows.
+    """Resolve the name of a backend, such as "gloo" or "cpu:gloo,cuda:nccl"; None is torch's default.
 
     Raises:
         OptionsError: torch.distributed knows no such backend, or was built without it.
     """
-    known = {*c10d.Backend.backend_list} - {"undefined"}
+    records = {*c10d.Backend.backend_list} - {"undefined"}
     parts = {part.rpartition(":")[2] for part in str(name).split(",")}
-    if not parts <= known:
-        raise OptionsError(f"torch.distributed knows no backend {name!r}; it knows {', '.join(sorted(known))}.")
+    if not parts <= records:
+        raise OptionsError(f"torch.distributed knows no backend {name!r}; it knows {', '.join(sorted(records))}.")
     absent = sorted(part for part in parts if not dist.is_backend_available(part))
     if absent:
         raise OptionsError(f"this torch was built without backend {', '.join(absent)}.")
@@ -55,8 +68,8 @@ def backends_of(name: str | None) -> Backends:
         ",".join(f"{device}:{backend}" for device, backend in by_device.items()),
         names,
         _type_of("nccl" if "nccl" in names else next(iter(by_device.values()))),
-        direct=names <= {*_DIRECT} and not torch_private.uses_torchcomms(),
-        dry=names == {"fake"},
+        by_members=names <= {*_DIRECT} and not torch_private.uses_torchcomms(),
+        fake=names == {"fake"},
     )
 
 
@@ -64,29 +77,29 @@ def _type_of(backend: str) -> Any:
     return c10d.Backend.backend_type_map[backend]
 
 
-def connects_apart(group: Any) -> bool:
-    """Whether a group connects in threads of its own, so that starting a collective on it does not wait."""
+def connects_in_background(group: Any) -> bool:
+    """True if a group connects in threads of its backend, so that an asynchronous collective returns at once."""
     return backends_of(torch_private.backend_name(group)).names == {"gloo"}
 
 
 def default_backends() -> str:
-    """The backends of a world that was initialised without naming one."""
+    """The backends of a world that was initialised without a backend."""
     return str(c10d.BackendConfig(c10d.Backend("undefined")))
 
 
 @functools.cache
 def _own_address() -> str:
-    """The address that Gloo takes by default: this host's first that can be bound, asked for by name only once."""
+    """The address that Gloo uses by default: the first of this host that can be bound. Looked up once."""
     with contextlib.suppress(OSError):
-        for family, kind, _, _, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
-            with contextlib.suppress(OSError), socket.socket(family, kind) as trial:
+        for family, variant, _, _, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
+            with contextlib.suppress(OSError), socket.socket(family, variant) as trial:
                 trial.bind(address)
                 return str(address[0])
     return "127.0.0.1"
 
 
 def _gloo(store: dist.Store, rank: int, size: int, name: str, options: GroupOptions, ranks: Sequence[int]) -> Any:
-    # Each group has devices of its own: a lazy device tells pairs apart by the rank in the group alone.
+    # Each group has separate devices, since a lazy device identifies pairs only by their ranks in the group.
     if interfaces := os.environ.get("GLOO_SOCKET_IFNAME"):
         devices = [{"interface": each} for each in interfaces.split(",") if each]
     else:
@@ -114,4 +127,4 @@ def _fake(store: dist.Store, rank: int, size: int, name: str, options: GroupOpti
 
 
 _DIRECT: dict[str, Callable[..., Any]] = {"gloo": _gloo, "nccl": _nccl, "fake": _fake}
-"""The backends that members can build by themselves."""
+"""The backends that the members of a group can create by themselves."""

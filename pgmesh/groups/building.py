@@ -1,6 +1,7 @@
-"""One process group: created by its members alone, without waiting for any of them.
+"""Creation of one process group by its members only, without waiting for them.
 
-The group is built directly, not split off the world's communicator. Its backend connects when it is first used.
+The group is built directly, not split from the world's communicator. Its backend connects at its first use, through
+the store of ``rendezvous/polling_store.py``.
 """
 
 from __future__ import annotations
@@ -24,43 +25,52 @@ from pgmesh.rendezvous.protocol import Fingerprint
 
 @dataclass(eq=False)
 class GroupRecord:
-    """A group that was made here, with what it takes to let it go."""
+    """A group and the data needed to end it.
+
+    Args:
+        label: the group in messages, such as "group dp, tp of mesh 'actor'".
+        call_site: the line of code that asked for it.
+        stores: the store that each backend reads through.
+        keys: store keys that were written for the group.
+        created_by: "torch" for a group of ``new_group``, "caller" for an adopted one.
+        fingerprint: the group's fingerprint on this rank; None if there are no other members.
+    """
 
     group: dist.ProcessGroup
-    words: str  # "group dp, tp of mesh 'actor'"
-    call_site: str  # where it was asked for
-    stores: Mapping[str, PollingStore] = field(default_factory=dict)  # what its backends read through
-    keys: list[str] = field(default_factory=list)  # what we wrote for it
-    by: Literal["us", "torch", "others"] = "us"
+    label: str
+    call_site: str
+    stores: Mapping[str, PollingStore] = field(default_factory=dict)
+    keys: list[str] = field(default_factory=list)
+    created_by: Literal["pgmesh", "torch", "caller"] = "pgmesh"
     ranks: tuple[int, ...] = ()
-    card: Fingerprint | None = None  # what this rank means by it, where there is anybody to meet
+    fingerprint: Fingerprint | None = None
 
     @property
     def name(self) -> str:
-        """What torch knows it by."""
+        """The group's name in torch."""
         return str(self.group.group_name)
 
     @property
     def gloo(self) -> PollingStore | None:
-        """What Gloo reads through, where it is among the backends."""
+        """The store of the Gloo backend, if there is one."""
         return self.stores.get("gloo")
 
-    def stop(self) -> list[str]:
-        """Let nobody wait for the group any more, and say which keys were written for it."""
+    def cancel_waits(self) -> list[str]:
+        """Cancel pending waits; return the store keys to delete."""
         for store in self.stores.values():
             store.close()
         return [*self.keys, *itertools.chain.from_iterable(store.written for store in self.stores.values())]
 
 
-class _Places(Mapping[int, int]):
-    """Each rank's place in a group, as torch asks for it. The table is made when one is first looked up."""
+class _GroupRanks(Mapping[int, int]):
+    """A table from rank to group rank, for torch. It is built at the first lookup."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks = ranks
 
     @functools.cached_property
     def _table(self) -> dict[int, int]:
-        return {rank: place for place, rank in enumerate(self._ranks)}
+        return {rank: i for i, rank in enumerate(self._ranks)}
 
     def __getitem__(self, rank: int) -> int:
         return self._table[rank]
@@ -81,38 +91,42 @@ def build(
     stores: Mapping[str, Any],
     description: str,
 ) -> Any:
-    """A process group of these ranks that torch.distributed knows as its own.
+    """Build a process group and register it with torch.distributed.
 
     Args:
-        store: the world's, which torch hands out as the group's.
-        stores: what each backend reads through.
+        name: the group's name in torch.
+        ranks: the members' ranks in the world, in group order.
+        me: this process's rank in the world.
+        store: the world's store. torch returns it as the store of the group.
+        stores: the store that each backend reads through.
+        description: text for profiles and flight records.
     """
     rank, size, backends = ranks.index(me), len(ranks), backends_of(options.backend)
     built: dict[str, Any] = {}
     slots = []
-    for device, kind, backend in backends.slots:
+    for device, variant, backend in backends.slots:
         if backend not in built:
             inner = dist.PrefixStore(f"{name}/{device.type}", stores[backend])
             built[backend] = _DIRECT[backend](inner, rank, size, name, options, ranks)
-        slots.append((device, kind, built[backend]))
+        slots.append((device, variant, built[backend]))
     prefixed = dist.PrefixStore(f"{name}/", store)
     group = torch_private.new_group_object(prefixed, rank, size, backends.default, slots)
-    torch_private.register(group, name, description, options.backend, backends.config, prefixed, _Places(ranks))
+    torch_private.register(group, name, description, options.backend, backends.config, prefixed, _GroupRanks(ranks))
     return group
 
 
-def held() -> int:
-    """How many groups this process holds beside the world's, torch's own among them."""
+def count_groups() -> int:
+    """Number of groups of this process without the world's. It includes the groups that torch created."""
     return max(0, torch_private.count_groups() - 1)
 
 
-def set_timeout(made: GroupRecord, timeout: timedelta) -> None:
-    """Change how long the collectives of a group may wait, from the next one on."""
-    if not backends_of(torch_private.backend_name(made.group)).dry:  # which never waits
-        made.group.set_timeout(timeout)
-        for store in made.stores.values():  # Gloo connects with the timeout that it was made with
+def set_timeout(record: GroupRecord, timeout: timedelta) -> None:
+    """Change the timeout of a group's collectives, from the next one on."""
+    if not backends_of(torch_private.backend_name(record.group)).fake:  # a fake backend never waits
+        record.group.set_timeout(timeout)
+        for store in record.stores.values():  # Gloo connects with the timeout of its creation
             store.limit = timeout
 
 
 gloo_stores: weakref.WeakKeyDictionary[Any, PollingStore | None] = weakref.WeakKeyDictionary()
-"""The groups that were made here, each with the store that Gloo reads through."""
+"""The groups that pgmesh created, each with the store of its Gloo backend."""

@@ -1,7 +1,8 @@
-"""A family: the groups of a mesh, its views and its slices. What it is called, what it has made, how it ends.
+"""The cache of a mesh's process groups: their names, creation, lookup and end.
 
-A group is found by what it is, and its name is a function of that: of the family, the ranks in their order, backend,
-options, tag and generation. It never depends on how many groups this process made before.
+Views and slices of a mesh share one ``GroupCache``. The name of a group is a function of the mesh, the ordered ranks,
+the backend, the options, the tag and the generation. It never depends on the number of groups that this process has
+created before, so all members derive the same name. Store operations go through ``rendezvous/``.
 """
 
 from __future__ import annotations
@@ -66,53 +67,55 @@ log = logging.getLogger("pgmesh")
 
 T = TypeVar("T")
 
-MOST_GROUPS = 100
-"""How many groups one process may hold before it is warned."""
+GROUPS_BEFORE_WARNING = 100
+"""Number of groups above which a process logs a warning, once."""
 
 
 class _Registry:
-    """What this process has made in one world: how many meshes under each name, and which of them live."""
+    """The meshes of this process in one world: their count by name, and those that are open."""
 
     def __init__(self) -> None:
         self.store: Any = world_store()
         self.numbers: defaultdict[str, int] = defaultdict(int)
         self.caches: weakref.WeakSet[GroupCache] = weakref.WeakSet()
-        self.open: set[GroupCache] = set()  # those that hold groups live until they are closed
+        self.open: set[GroupCache] = set()  # kept alive while they hold groups
         self.options = world_options()
-        self.refusals: defaultdict[str, set[str]] = defaultdict(set)  # by the meshes' name and ranks
-        self.thread: StoreThread | None = None  # once the store was asked for something
-        self.warned = False  # of too many groups
-        self.ending = False  # whether torch is destroying this world
-        self.forked = False  # whether this process only inherited the world, from the one it was forked off
+        self.mismatch_keys: defaultdict[str, set[str]] = defaultdict(set)  # by name and ranks of a mesh
+        self.thread: StoreThread | None = None  # started by the first store operation
+        self.warned = False  # about too many groups
+        self.ending = False  # torch is destroying this world
+        self.forked = False  # this process is a forked child, and its parent is in the world
 
     def store_thread(self) -> StoreThread:
-        """The thread that speaks with the store for this process; it starts when it is first needed."""
+        """The store thread of this process. The first call starts it."""
         with _registering:
             if self.forked:
-                raise LifetimeError("this process was forked off a rank and shares its sockets: it asks no store.")
+                raise LifetimeError(
+                    "this process was forked from a rank and shares its sockets, so it cannot use the store."
+                )
             if self.thread is None:
                 rank, size = world_rank_and_size()
                 self.thread = StoreThread(self.store, store_address(), rank, size)
             return self.thread
 
-    def beating(self) -> StoreThread:
-        """The same thread, and it tells the others that this process lives."""
+    def heartbeat_thread(self) -> StoreThread:
+        """The store thread of this process, with its heartbeat started."""
         thread = self.store_thread()
-        thread.beat()
+        thread.start_heartbeat()
         return thread
 
     def run(self, steps: StoreProtocol[T], seconds: float) -> T:
-        """Run a protocol on the store, for so many seconds and no longer."""
+        """Run a protocol on the store with a timeout."""
         return self.store_thread().run(steps, seconds)
 
-    def warn_of_many(self) -> None:
-        """Say once that this process holds too many groups."""
+    def warn_of_many_groups(self) -> None:
+        """Log that this process holds too many groups."""
         self.warned = True
         log.warning(
-            "this process holds %d groups, each with memory, threads and sockets of its own: release those that "
-            "are done with, or share meshes. (pgmesh.groups.cache.MOST_GROUPS is %d.)",
-            building.held(),
-            MOST_GROUPS,
+            "this process holds %d groups, each with its own memory, threads and sockets. Release groups that are no "
+            "longer used, or share meshes. (pgmesh.groups.cache.GROUPS_BEFORE_WARNING is %d.)",
+            building.count_groups(),
+            GROUPS_BEFORE_WARNING,
         )
 
     def living(self) -> list[GroupCache]:
@@ -120,8 +123,8 @@ class _Registry:
 
 
 _registries: weakref.WeakKeyDictionary[Any, _Registry] = weakref.WeakKeyDictionary()
-_serials = itertools.count()  # in which order families were made
-_registering = threading.RLock()  # held for all that touches a registry, and never while waiting for a family's lock
+_serials = itertools.count()  # order of creation of the caches
+_registering = threading.RLock()  # guards the registries; never held while waiting for a cache's lock
 
 
 def _registry() -> _Registry:
@@ -134,16 +137,16 @@ def _registry() -> _Registry:
 
 
 def store_thread() -> StoreThread:
-    """The thread that speaks with the world's store for this process."""
+    """The store thread of this process."""
     return _registry().store_thread()
 
 
-_Kept = tuple[Union[tuple[int, ...], frozenset[Any]], str]
-"""Where configured options are kept: the ranks of a group, or the axes of a group of one rank; and its tag."""
+_OptionKey = tuple[Union[tuple[int, ...], frozenset[Any]], str]
+"""Key of configured options: the ranks of a group, or the axes of a group of one rank; and the tag."""
 
 
 class _Key:
-    """What a group is, hashed once: its ranks may be many."""
+    """Key of a group in the cache. It is hashed once, since a group may have many ranks."""
 
     __slots__ = ("_hash", "options", "ranks", "tag")
 
@@ -163,15 +166,15 @@ class _Key:
 
 
 class GroupCache:
-    """The groups of a mesh, its views and its slices: made once, found by what they are, and ended together.
+    """The groups of a mesh, its views and its slices. They are found by their properties and closed together.
 
     Args:
-        name: what tells this family from others on every rank; without one, the set of its ranks and the count
-            of meshes that this process has made on it do.
-        layout: the root's layout, which all members must describe alike.
-        call: the call that made the root, for messages, where that was not here.
-        number: the number that the mesh had where it was made, if that was not here. It gets the same one here unless
-            this process has used that up.
+        name: name of the mesh, the same on every rank. An unnamed mesh is identified by the set of its ranks and the
+            number of meshes that this process has created on it.
+        layout: layout of the root mesh, the same on every rank.
+        call: the call that created the root mesh, for messages. Default: derived from the layout.
+        number: number of an unpickled mesh where it was created. It gets the same number here unless that is taken.
+        outside: rank of an unpickled mesh outside any world; the cache is then closed.
     """
 
     def __init__(
@@ -183,114 +186,113 @@ class GroupCache:
         number: int | None = None,
         outside: int | None = None,
     ) -> None:
-        self.name, self.layout, self._call, self._travelled = name, layout, call, number
+        self.name, self.layout, self._call, self._pickled_number = name, layout, call, number
         self.rank, self.world_size = world_rank_and_size() if outside is None else (outside, 0)
         self.call_site = call_site()
         self.ended: str | None = None
-        self.meshes: weakref.WeakSet[Any] = weakref.WeakSet()  # those that remember groups of ours
+        self.meshes: weakref.WeakSet[Any] = weakref.WeakSet()  # meshes that hold references to groups
         self._records: cachetools.Cache[_Key, building.GroupRecord] = cachetools.Cache(math.inf)
-        self._configured: dict[_Kept, tuple[GroupOptions, str, str]] = {}
-        self._alone: set[_Kept] = set()  # the axes whose group of one rank was asked for
+        self._configured: dict[_OptionKey, tuple[GroupOptions, str, str]] = {}
+        self._single_rank_axes: set[_OptionKey] = set()  # groups of one rank that were returned
         self._generations = Generations()
         self._device_meshes: dict[Layout, DeviceMesh] = {}
         self.lock = threading.RLock()
-        self.making = 0.0  # seconds spent making groups
-        self.store_timeout = 30.0  # seconds that the store may take for one answer
-        self.asked = 0  # how often connect asked the store
+        self.creation_seconds = 0.0
+        self.store_timeout = 30.0  # seconds for one answer of the store
+        self.operations = 0  # store operations of connect
         self.number, self.serial = 0, next(_serials)
         if outside is not None:
-            self.ended = "came here outside any world."
+            self.ended = "was unpickled outside any world."
             return
         self._registry = registry = _registry()
         if registry.forked:
             raise LifetimeError(
-                f"{self.call}: this process was forked off rank {self.rank} and shares its sockets: "
-                "it makes no groups.\n\n"
-                "  pgmesh.Layout(dp=2, tp=2)   # places need no processes"
+                f"{self.call}: this process was forked from rank {self.rank} and shares its sockets, so it cannot "
+                "create groups.\n\n"
+                "  pgmesh.Layout(dp=2, tp=2)   # a layout needs no processes"
             )
-        key_prefix = name if name is not None else f"ranks/{_set_word(layout.ranks_in_order())}"  # no name has a "/"
+        key_prefix = (
+            name if name is not None else f"ranks/{_encode_rank_set(layout.ranks_in_order())}"
+        )  # names have no "/"
         with _registering:
             for other in registry.living():
                 if name is not None and other.name == name:
                     raise NameTakenError(
-                        f"a mesh named {name!r} lives already, made at {other.call_site}: {other.call}.\n\n"
+                        f"a mesh named {name!r} already exists, created at {other.call_site}: {other.call}.\n\n"
                         f"  mesh = pgmesh.meshes()[{name!r}]    # use that one\n"
-                        f"  pgmesh.meshes()[{name!r}].close()   # or close it first, or give this one another name"
+                        f"  pgmesh.meshes()[{name!r}].close()   # or close it first, or use another name"
                     )
             self.number = max(registry.numbers[key_prefix], number or 0)
             registry.numbers[key_prefix] = self.number + 1
             registry.caches.add(self)
         self.key = f"{torch_private.PREFIX}{key_prefix}.{self.number}"
-        self.agreed = False
-        self.meetings: defaultdict[str, int] = defaultdict(int)  # by group, how often its members met to connect it
-        self.connected: dict[str, ConnectAttempt] = {}  # by a group's name, the meeting in which connect saw it through
-        self.attended: dict[
-            str, list[ConnectAttempt]
-        ] = {}  # by group; the last member to let go of it takes their keys away
-        self.untold: dict[str, Decision] = {}  # by key, what connect has yet to tell, since the store did not answer
-        self.failed = False  # whether the last call of connect did
+        self.registered = False
+        self.attempt_counts: defaultdict[str, int] = defaultdict(int)  # by name of a group
+        self.connected: dict[str, ConnectAttempt] = {}  # by name of a group: its successful attempt
+        # By name of a group. The last member to release the group deletes the store keys of these attempts.
+        self.attempts_to_clean_up: dict[str, list[ConnectAttempt]] = {}
+        self.unpublished: dict[str, Decision] = {}  # by store key: decisions that the store did not take in time
+        self.last_connect_failed = False
         self.identity: Hashable = (name, self.number, layout)
 
     @property
     def call(self) -> str:
-        """The call that made the root."""
+        """The call that created the root mesh."""
         if self._call is None:
             named = {"name": self.name} if self.name else {}
             self._call = self.layout.spell("ProcessGroupMesh", world=self.world_size, **named)
         return self._call
 
     @property
-    def words(self) -> str:
-        """What messages call the mesh."""
-        words = f"mesh {self.name!r}" if self.name else self.call
-        if self._travelled in (None, self.number):
-            return words
-        return (
-            f"{words} (unpickled as number {self.number} of its name, since number {self._travelled} was used up here)"
-        )
+    def label(self) -> str:
+        """Name of the mesh in messages."""
+        label = f"mesh {self.name!r}" if self.name else self.call
+        if self._pickled_number in (None, self.number):
+            return label
+        return f"{label} (unpickled as number {self.number} of its name; number {self._pickled_number} was taken here)"
 
-    def remember(self, mesh: Any) -> None:
-        """A mesh of this family remembers groups: it is told to forget them when they go."""
+    def track(self, mesh: Any) -> None:
+        """Register a mesh whose references to groups are cleared when groups end."""
         with self.lock:
             self.meshes.add(mesh)
 
-    # -- making -------------------------------------------------------------------------------------------------
+    # -- creating -----------------------------------------------------------------------------------------------
 
     def group(self, layout: Layout, axes: tuple[Axis, ...], tag: str, asked: Mapping[str, Any]) -> dist.ProcessGroup:
-        """The group of this rank's block along axes of a layout of this family."""
+        """The group of this rank's block along axes of a layout."""
         self.check()
         return self._get(layout.block_of(self.rank, *axes), tag, asked, layout, axes)
 
-    def known(self) -> list[tuple[building.GroupRecord, GroupOptions, int]]:
-        """The groups that live, each with its options and its generation. It waits for no thread that makes one."""
+    def records(self) -> list[tuple[building.GroupRecord, GroupOptions, int]]:
+        """The open groups with their options and generations. It does not wait for the lock."""
         found = [(key, self._records.get(key)) for key in tuple(self._records)]
-        generation = {key: sum(self._generations.of(key.ranks, self._kind_of(key))) for key, _ in found}
-        return [(made, key.options, generation[key]) for key, made in found if made is not None]
+        generation = {key: sum(self._generations.of(key.ranks, self._variant_of(key))) for key, _ in found}
+        return [(record, key.options, generation[key]) for key, record in found if record is not None]
 
     def name_for(self, layout: Layout, axes: tuple[Axis, ...]) -> tuple[str, tuple[int, ...], Fingerprint]:
-        """The name, the ranks and the card of a group that could not be made."""
+        """Name, ranks and fingerprint of a group that was not created."""
         ranks = layout.block_of(self.rank, *axes)
         with self.lock:
-            options = self._usual(ranks, "")
+            options = self._default_options(ranks, "")
             name = self._name_of(_Key(ranks, options, ""), options)
-        words = f"group {', '.join(map(str, axes))} of {self.words}"
-        return name, ranks, Fingerprint(self.rank, options.given, words, "")
+        label = f"group {', '.join(map(str, axes))} of {self.label}"
+        return name, ranks, Fingerprint(self.rank, options.given, label, "")
 
-    def made(self, group: dist.ProcessGroup) -> building.GroupRecord:
-        """What is known of a group of this family."""
+    def record_of(self, group: dist.ProcessGroup) -> building.GroupRecord:
+        """The record of a group of this cache."""
         with self.lock:
-            return next(made for made in self._records.values() if made.group is group)
+            return next(record for record in self._records.values() if record.group is group)
 
     def discard(self, group: dist.ProcessGroup, reason: str) -> None:
-        """Let go of a group that cannot be used any more; asked for again, it is another."""
+        """Destroy a group that can no longer be used. The next call creates a new one under another name."""
         teardown.free_finished()
         with self.lock:
-            for key in [key for key, made in self._records.items() if made.group is group]:
+            for key in [key for key, record in self._records.items() if record.group is group]:
                 self._drop([key], reason, abort=True)
-                self._generations.fail(key.ranks, self._kind_of(key))
+                self._generations.fail(key.ranks, self._variant_of(key))
 
     def group_of(self, ranks: tuple[int, ...], tag: str, asked: Mapping[str, Any]) -> dist.ProcessGroup:
-        """The group of any ranks of this family."""
+        """The group of any ranks of the mesh."""
         self.check()
         return self._get(ranks, tag, asked)
 
@@ -302,124 +304,124 @@ class GroupCache:
         layout: Layout | None = None,
         axes: tuple[Axis, ...] = (),
     ) -> dist.ProcessGroup:
-        """The group of these ranks, which are a block along axes of a layout where one is given."""
+        """The group of these ranks. With a layout, they are its block along ``axes``."""
         teardown.free_finished()
         with self.lock:
-            usual = options = self._usual(ranks, tag)
+            default = options = self._default_options(ranks, tag)
             if len(ranks) == 1 and layout is not None:
-                options = self._usual_alone(layout, axes, tag)
+                options = self._single_rank_options(layout, axes, tag)
             options = options.but(asked) if asked else options
             key = _Key(ranks, options, tag)
-            made = self._records.get(key)
-            if made is None:
+            record = self._records.get(key)
+            if record is None:
                 self.check()
                 start = time.monotonic()
                 tagged = f", tag={tag}" if tag else ""
                 if layout is None:
                     description = f"ranks {format_ranks(ranks)}{tagged}"
-                    words = f"group of {description} of {self.words}"
+                    label = f"group of {description} of {self.label}"
                 else:
                     description = layout.describe(self.rank, *axes) + tagged
                     along = ", ".join(map(str, axes or layout.axes)) or f"of rank {ranks[0]}"
-                    words = f"group {along}{tagged} of {self.words}"
+                    label = f"group {along}{tagged} of {self.label}"
                 if options is not self._registry.options:
-                    _check_honoured(options, words)
-                self._open()
+                    _check_honoured(options, label)
+                self._check_name()
                 description = options.description or f"{self.name or 'mesh'}[{description}]"
-                if backends_of(options.backend).direct:
-                    made = self._make(key, usual, words, description)
+                if backends_of(options.backend).by_members:
+                    record = self._create(key, default, label, description)
                 else:
                     blocks = () if layout is None else tuple(layout.partition(*axes))
-                    made = self._make_with_all(options, words, description, blocks)
-                self._records[key] = made
-                building.gloo_stores[made.group] = made.gloo
-                self.making += time.monotonic() - start
-                if building.held() > MOST_GROUPS and not self._registry.warned:
-                    self._registry.warn_of_many()
-            if made.by == "others" and not torch_private.is_known(made.group):
+                    record = self._create_collectively(options, label, description, blocks)
+                self._records[key] = record
+                building.gloo_stores[record.group] = record.gloo
+                self.creation_seconds += time.monotonic() - start
+                if building.count_groups() > GROUPS_BEFORE_WARNING and not self._registry.warned:
+                    self._registry.warn_of_many_groups()
+            if record.created_by == "caller" and not torch_private.is_known(record.group):
                 raise LifetimeError(
-                    f"{made.words} was adopted at {made.call_site}, and torch has destroyed it since.\n\n"
+                    f"{record.label} was adopted at {record.call_site}, and torch has destroyed it since.\n\n"
                     f"  mesh.{_call('release', axes) if layout else f'release(ranks={list(ranks)})'}   "
-                    "# then adopt another, or ask for a group of the mesh's own"
+                    "# then adopt another, or let the mesh create one"
                 )
-            return made.group
+            return record.group
 
-    def _usual(self, ranks: tuple[int, ...], tag: str) -> GroupOptions:
-        """What a group is made with where nothing else is asked for: what was configured, else what the world has."""
-        usual = self._registry.options
+    def _default_options(self, ranks: tuple[int, ...], tag: str) -> GroupOptions:
+        """Options of a group without options in the call: those configured, otherwise those of the world."""
+        default = self._registry.options
         if self._configured and (ranks, tag) in self._configured:
-            usual = usual.but(self._configured[ranks, tag][0].keywords())
-        return usual
+            default = default.but(self._configured[ranks, tag][0].keywords())
+        return default
 
-    def _usual_alone(self, layout: Layout, axes: tuple[Axis, ...], tag: str) -> GroupOptions:
-        """The same for a group of one rank.
+    def _single_rank_options(self, layout: Layout, axes: tuple[Axis, ...], tag: str) -> GroupOptions:
+        """Default options of a group of one rank.
 
-        All groups of one rank have the same ranks, so their options are kept by axes: else the backend of one axis of
-        size 1 would be that of all. In the name of the group they count as if they were asked for in the call.
+        All groups of one rank have the same ranks, so their options are stored by axes. Otherwise all axes of size 1
+        would have the same backend. For the name of the group, these options count as options of the call.
         """
-        kept = self._kept_by(layout, axes, tag)
-        self._alone.add(kept)
-        usual = self._registry.options
-        return usual.but(self._configured[kept][0].keywords()) if kept in self._configured else usual
+        key = self._option_key(layout, axes, tag)
+        self._single_rank_axes.add(key)
+        default = self._registry.options
+        return default.but(self._configured[key][0].keywords()) if key in self._configured else default
 
-    def _kept_by(self, layout: Layout, axes: tuple[Axis, ...], tag: str) -> _Kept:
-        """Where options that are configured for this rank's block are kept."""
+    def _option_key(self, layout: Layout, axes: tuple[Axis, ...], tag: str) -> _OptionKey:
+        """Key of the configured options of this rank's block."""
         ranks = layout.block_of(self.rank, *axes)
         return (ranks if len(ranks) > 1 else frozenset(layout.along(self.rank, *axes).axes), tag)
 
-    def _make(self, key: _Key, usual: GroupOptions, words: str, description: str) -> building.GroupRecord:
-        """Build a group directly. Nobody waits for anybody.
+    def _create(self, key: _Key, default: GroupOptions, label: str, description: str) -> building.GroupRecord:
+        """Create a group without waiting for other members.
 
-        What all members have to mean alike stands on the card that they show each other when they connect. Where
-        there is something special to mean, one store operation holds the cards against each other at once.
+        Members compare the group's fingerprint when they connect. If the options differ from those of the world, one
+        store operation compares it now.
         """
-        name, options, line = self._name_of(key, usual), key.options, call_site()
+        name, options, site = self._name_of(key, default), key.options, call_site()
         backends, store = backends_of(options.backend), self._registry.store
-        if len(key.ranks) == 1 or backends.dry:
-            alone = dict.fromkeys(backends.names, dist.HashStore())
-            group = building.build(name, key.ranks, self.rank, options, store, alone, description)
-            return building.GroupRecord(group, words, line, ranks=key.ranks)
+        if len(key.ranks) == 1 or backends.fake:
+            local = dict.fromkeys(backends.names, dist.HashStore())
+            group = building.build(name, key.ranks, self.rank, options, store, local, description)
+            return building.GroupRecord(group, label, site, ranks=key.ranks)
         keys: list[str] = []
-        refused = (f"{name}/options/refused", self.refused)
-        mend = "Configure its axes alike on every rank, or let every rank ask for it with the same options."
-        card = Fingerprint(self.rank, options.given, words, mend)
+        mismatch_keys = (f"{name}/options/mismatch", self.mismatch_key)
+        hint = "On every rank, configure its axes with the same options or pass the same options in the call."
+        fingerprint = Fingerprint(self.rank, options.given, label, hint)
         if options is not self._registry.options and options != self._registry.options:
             keys = [f"{name}/options"]
             try:
-                self._registry.run(self._agree_on(keys[0], card), self.store_timeout)
+                self._registry.run(self._compare_options(keys[0], fingerprint), self.store_timeout)
             except MismatchError:
-                self.remember_refusals(refused)
+                self.keep_mismatch_keys(mismatch_keys)
                 raise
         polling = {
             backend: PollingStore(
                 self._registry.run,
-                card,
+                fingerprint,
                 key.ranks,
                 options.timeout or timedelta(),
                 addresses=backend == "gloo",
-                first=self._agree_on_mesh,
-                refused=refused,
-                tell=self.tell,
-                doubt=self.doubt,
+                before_first_use=self._ensure_registered,
+                mismatch_keys=mismatch_keys,
+                set_status=self.set_status,
+                store_hint=self.store_hint,
             )
             for backend in backends.names
         }
         group = building.build(name, key.ranks, self.rank, options, store, polling, description)
-        return building.GroupRecord(group, words, line, polling, keys, ranks=key.ranks, card=card)
+        return building.GroupRecord(group, label, site, polling, keys, ranks=key.ranks, fingerprint=fingerprint)
 
-    def _make_with_all(
+    def _create_collectively(
         self,
         options: GroupOptions,
-        words: str,
+        label: str,
         description: str,
         blocks: Sequence[tuple[int, ...]],
     ) -> building.GroupRecord:
-        """Make a group through the public new_group, which every rank of the world has to call for every block."""
+        """Create a group through the public ``new_group``. Every rank of the world must call it for every block."""
         if sum(map(len, blocks)) != self.world_size:
             raise OptionsError(
-                f"{words}: backend {options.backend} makes groups through torch's new_group, which all "
-                f"{self.world_size} ranks of the world call for every block, but this partition holds "
-                f"{sum(map(len, blocks))}. Ask the mesh of the whole world for a group along its axes."
+                f"{label}: groups of backend {options.backend} are created through torch's new_group, which all "
+                f"{self.world_size} ranks of the world must call for every block. This partition has "
+                f"{sum(map(len, blocks))} ranks. Use a mesh of the whole world, and a group along its axes."
             )
         mine: Any = None
         ranks: tuple[int, ...] = ()
@@ -433,169 +435,169 @@ class GroupCache:
             )
             if self.rank in block:
                 mine, ranks = group, block
-        return building.GroupRecord(mine, words, call_site(), by="torch", ranks=ranks)
+        return building.GroupRecord(mine, label, call_site(), created_by="torch", ranks=ranks)
 
-    def _name_of(self, key: _Key, usual: GroupOptions) -> str:
-        """A name that is a function of what the group is, never of how many groups were made before it."""
-        kind = self._kind_of(key, usual)
-        released, failed = self._generations.of(key.ranks, kind)
-        return f"{self.key}/{_word(key.ranks)}/{kind}.{released}.{failed}"
+    def _name_of(self, key: _Key, default: GroupOptions) -> str:
+        """The name of a group: a function of its properties, not of the number of groups created before it."""
+        variant = self._variant_of(key, default)
+        released, failed = self._generations.of(key.ranks, variant)
+        return f"{self.key}/{_encode_ranks(key.ranks)}/{variant}.{released}.{failed}"
 
-    def _kind_of(self, key: _Key, usual: GroupOptions | None = None) -> str:
-        """What tells a group from others of the same ranks: its tag, and what was asked for beyond the configured."""
-        usual = usual or self._usual(key.ranks, key.tag)
+    def _variant_of(self, key: _Key, default: GroupOptions | None = None) -> str:
+        """Digest that separates groups of the same ranks: the tag, and options that differ from the default."""
+        default = default or self._default_options(key.ranks, key.tag)
         unusual: list[tuple[str, Any]] = []
-        if key.options is not usual and key.options != usual:
-            plain = usual.given
-            unusual = sorted(each for each in key.options.given.items() if plain.get(each[0]) != each[1])
-        return _kind(key.tag, str(unusual))
+        if key.options is not default and key.options != default:
+            configured = default.given
+            unusual = sorted(each for each in key.options.given.items() if configured.get(each[0]) != each[1])
+        return _variant(key.tag, str(unusual))
 
-    def _open(self) -> None:
-        """At the family's first group: see that no other could be taken for it."""
+    def _check_name(self) -> None:
+        """At the first group, check that no other unnamed mesh has the same layout."""
         if self in self._registry.open:
             return
         with _registering:
-            twins = [] if self.name is not None else self._registry.living()
-            for other in twins:
+            others = [] if self.name is not None else self._registry.living()
+            for other in others:
                 if other is not self and other.name is None and other.layout == self.layout:
                     key = next(key for key, cache in living().items() if cache is other)
                     raise NameTakenError(
-                        f"two unnamed meshes live that only the order of making tells apart: {self.call}, made at "
-                        f"{other.call_site} and at {self.call_site}. Ranks that use them in other orders would "
-                        "cross.\n\n"
-                        f"  pgmesh.meshes()[{key!r}].close()   # close the other, if it is done with\n"
+                        f"two unnamed meshes differ only in the order of creation: {self.call}, created at "
+                        f"{other.call_site} and at {self.call_site}. Ranks that use them in different orders would "
+                        "use different groups.\n\n"
+                        f"  pgmesh.meshes()[{key!r}].close()   # close the other, if it is no longer used\n"
                         f"  {self.layout.spell('ProcessGroupMesh', world=self.world_size, name='actor')}   "
                         "# or name this one"
                     )
             self._registry.open.add(self)
 
-    def _agree_on_mesh(self) -> StoreProtocol[None]:
-        """Once: see that all members mean the same mesh."""
-        if not self.agreed:
+    def _ensure_registered(self) -> StoreProtocol[None]:
+        """Register the mesh in the store unless this rank has done so."""
+        if not self.registered:
             yield from self.register_mesh(listed=False)
 
-    def _agree_on(self, key: str, card: Fingerprint) -> StoreProtocol[None]:
-        """See that all members mean the same mesh and the same group."""
-        yield from self._agree_on_mesh()
-        yield from publish_or_compare(key, card)
+    def _compare_options(self, key: str, fingerprint: Fingerprint) -> StoreProtocol[None]:
+        """Compare the fingerprints of the mesh and of a group with those of the other ranks."""
+        yield from self._ensure_registered()
+        yield from publish_or_compare(key, fingerprint)
 
     def ask(self, step: Step) -> Any:
-        """Ask the store, with a deadline."""
+        """Perform one store operation with a timeout."""
         return self._registry.store_thread().ask(step, self.store_timeout)
 
     def register_mesh(self, *, listed: bool) -> StoreProtocol[None]:
-        """See that all members mean the same mesh, as steps."""
-        known = self._registry.refusals[self._namesake] if self._registry.refusals else set[str]()
-        stale = [key for key in known if not key.startswith(f"{self.key}/")]
-        yield from register_mesh(self.key, self.card, listed=listed or bool(stale))
-        self.agreed = True
+        """Publish or compare the mesh's fingerprint, as protocol steps; delete old mismatch keys."""
+        keys = self._registry.mismatch_keys[self._same_name_key] if self._registry.mismatch_keys else set[str]()
+        stale = [key for key in keys if not key.startswith(f"{self.key}/")]
+        yield from register_mesh(self.key, self.fingerprint, listed=listed or bool(stale))
+        self.registered = True
         if stale:
-            said = (yield Read(f"{self.key}/said")) or b""
-            if len({line.partition(b" ")[0] for line in said.splitlines()}) == self.layout.size():
+            seen = (yield Read(f"{self.key}/fingerprints")) or b""
+            if len({encoded.partition(b" ")[0] for encoded in seen.splitlines()}) == self.layout.size():
                 yield Delete(tuple(stale))
-                known.difference_update(stale)
+                keys.difference_update(stale)
 
     @property
-    def _namesake(self) -> str:
-        """What a later mesh of the same name, over the same ranks, has in common with this one."""
-        return f"{self.name}/{_set_word(self.layout.ranks_in_order())}"
+    def _same_name_key(self) -> str:
+        """Key that later meshes of the same name and ranks have in common with this one."""
+        return f"{self.name}/{_encode_rank_set(self.layout.ranks_in_order())}"
 
-    def remember_refusals(self, keys: Iterable[str]) -> None:
-        """These keys may tell that ranks meant different things.
+    def keep_mismatch_keys(self, keys: Iterable[str]) -> None:
+        """Remember store keys that may hold a mismatch, for deletion.
 
-        They are for those who still wait, or come late. Once all ranks have introduced themselves to a later mesh of
-        this name, they have closed this one, and the last of them takes the keys away if it knows them; else who does,
-        once it is the last. Where there is no name, two such meshes may live at once, and the keys stay.
+        Ranks that wait or arrive late still read them. Once all ranks have registered a later mesh of this name, they
+        have closed this one, and a rank that knows the keys deletes them. Two unnamed meshes of the same ranks may be
+        open at once, so their keys stay.
         """
         if self.name is not None:
-            self._registry.refusals[self._namesake].update(keys)
+            self._registry.mismatch_keys[self._same_name_key].update(keys)
 
     @functools.cached_property
-    def card(self) -> Fingerprint:
-        """What this rank means by the mesh."""
+    def fingerprint(self) -> Fingerprint:
+        """The fingerprint of the mesh on this rank."""
         ranks = self.layout.ranks_in_order()
-        meaning = {
+        fields = {
             "axes": list(self.layout.axes),
             "shape": list(self.layout.shape),
-            "ranks": str(ranks) if isinstance(ranks, range) else f"{format_ranks(ranks, 64)} ({_word(ranks)})",
+            "ranks": str(ranks) if isinstance(ranks, range) else f"{format_ranks(ranks, 64)} ({_encode_ranks(ranks)})",
             "size of the world": self.world_size,
         }
-        mend = "Make the mesh alike on every rank; where ranks mean to have different meshes, name each."
-        return Fingerprint(self.rank, meaning, self.words, mend)
+        hint = "Create the same mesh on every rank, or give different meshes different names."
+        return Fingerprint(self.rank, fields, self.label, hint)
 
     @property
-    def refused(self) -> str:
-        """The key under which a rank says that it means another mesh."""
-        return f"{self.key}/refused"
+    def mismatch_key(self) -> str:
+        """Store key under which a rank publishes a mismatch of the mesh."""
+        return f"{self.key}/mismatch"
 
     def count(self) -> int:
-        """How many groups this process holds, of all families."""
-        return building.held()
+        """Number of groups of this process, of all meshes."""
+        return building.count_groups()
 
-    def is_dry(self) -> bool:
-        """Whether there are no other processes to ask."""
-        return backends_of(self._registry.options.backend).dry
+    def is_fake(self) -> bool:
+        """True in a fake world, which has no other processes."""
+        return backends_of(self._registry.options.backend).fake
 
-    def tell(self, doing: str) -> None:
-        """Tell other processes what this one does."""
-        self._registry.store_thread().say(doing)
+    def set_status(self, activity: str) -> None:
+        """Publish the activity of this process."""
+        self._registry.store_thread().set_status(activity)
 
-    def doubt(self) -> str:
-        """Return why ranks may not find each other on this store; "" for nothing."""
-        return self._registry.store_thread().doubt()
+    def store_hint(self) -> str:
+        """Return a reason why ranks may not find each other on this store; "" for none."""
+        return self._registry.store_thread().store_hint()
 
-    def beating(self) -> StoreThread:
-        """The thread that speaks with the store for this process; it tells the others that this process lives."""
-        return self._registry.beating()
+    def heartbeat_thread(self) -> StoreThread:
+        """The store thread of this process, with its heartbeat started."""
+        return self._registry.heartbeat_thread()
 
     # -- configuring --------------------------------------------------------------------------------------------
 
     def configure(self, layout: Layout, axes: tuple[Axis, ...], tag: str, options: Mapping[str, Any]) -> None:
-        """Set what the group of this rank's block will be made with."""
+        """Set options for the group of this rank's block, before it is created."""
         self.check()
         given = GroupOptions.of(options)
-        layout.size(*axes)  # there are such axes, also where this rank is not in the mesh and has nothing to do
+        layout.size(*axes)  # raises for unknown axes, on ranks outside the mesh too
         if self.rank not in layout:
             return
         ranks = layout.block_of(self.rank, *axes)
         spelling = ", ".join(map(str, layout.along(self.rank, *axes).axes))
-        kept_by = self._kept_by(layout, axes, tag)
+        option_key = self._option_key(layout, axes, tag)
         with self.lock:
-            before, by, line = self._configured.get(kept_by, (GroupOptions(), spelling, ""))
+            before, configured_as, site = self._configured.get(option_key, (GroupOptions(), spelling, ""))
             after = before.but(options)
             if after.keywords() == before.keywords():
                 return
-            for key, made in self._records.items():
-                if (key.ranks, key.tag) == (ranks, tag) and (len(ranks) > 1 or kept_by in self._alone):
+            for key, record in self._records.items():
+                if (key.ranks, key.tag) == (ranks, tag) and (len(ranks) > 1 or option_key in self._single_rank_axes):
                     raise OptionsError(
-                        f"{made.words} was made at {made.call_site}, so it is too late to configure it.\n\n"
+                        f"{record.label} was created at {record.call_site}, so it is too late to configure it.\n\n"
                         f"{format_calls(_instead_of_configuring(axes, tag, given))}"
                     )
             kept = {name: value for name, value in before.keywords().items() if value is not None}
-            if by != spelling and any(after.keywords()[name] != value for name, value in kept.items()):
-                words = [f"{name}={value!r}" for name, value in given.given.items()]
-                apart = f"mesh.{_call('configure', axes, 'tag=' + repr(spelling), *words)}"
+            if configured_as != spelling and any(after.keywords()[name] != value for name, value in kept.items()):
+                keywords = [f"{name}={value!r}" for name, value in given.given.items()]
+                separate = f"mesh.{_call('configure', axes, 'tag=' + repr(spelling), *keywords)}"
                 raise OptionsError(
-                    f"{spelling} and {by} are the same ranks here ({format_ranks(ranks)}), and so one group, but {by} "
-                    f"was configured with {before} at {line}, and {spelling} now with {given}.\n\n"
-                    f"  {apart}   # a communicator of its own; else the same options for both"
+                    f"{spelling} and {configured_as} are the same ranks here ({format_ranks(ranks)}), so one group. "
+                    f"But {configured_as} was configured with {before} at {site}, and {spelling} now with {given}.\n\n"
+                    f"  {separate}   # a separate communicator; or use the same options for both"
                 )
-            self._configured[kept_by] = (after, by, call_site())
+            self._configured[option_key] = (after, configured_as, call_site())
 
     def set_timeout(self, timeout: timedelta, chosen: Callable[[tuple[int, ...]], bool]) -> int:
-        """Change how long collectives may wait: of the groups that were made whose ranks are chosen; how many."""
+        """Change the timeout of the existing groups whose ranks are chosen; return their number."""
         self.check()
         with self.lock:
-            found = [made for key, made in self._records.items() if chosen(key.ranks)]
-            for made in found:
-                if torch_private.is_known(made.group):  # torch may have destroyed an adopted one
-                    building.set_timeout(made, timeout)
+            found = [record for key, record in self._records.items() if chosen(key.ranks)]
+            for record in found:
+                if torch_private.is_known(record.group):  # torch may have destroyed an adopted group
+                    building.set_timeout(record, timeout)
         return len(found)
 
     # -- ending -------------------------------------------------------------------------------------------------
 
     def release(self, ranks: tuple[int, ...]) -> None:
-        """Destroy the groups of these ranks; asked for again, they are made anew under new names."""
+        """Destroy the groups of these ranks. The next call creates new ones under new names."""
         self.check()
         teardown.free_finished()
         with self.lock:
@@ -605,211 +607,212 @@ class GroupCache:
             )
             self._generations.release(ranks)
             if len(ranks) == 1:
-                self._alone.clear()
+                self._single_rank_axes.clear()
 
     def close(self, reason: str | None = None, *, at_exit: bool = False) -> None:
-        """Destroy every group of the family; it makes no more.
+        """Destroy all groups. The cache creates no more.
 
         Args:
-            reason: why, where that was not asked for here: the world ended, or the process.
+            reason: the reason, if the user did not call ``close``: the end of the world or of the process.
+            at_exit: the process ends, so the store is left as it is.
         """
         if not at_exit:
             teardown.free_finished()
         if not self.lock.acquire(timeout=-1 if reason is None else 1.0):
-            self.ended = self.ended or reason  # a thread is stuck with the lock, and the process or the world is ending
+            self.ended = self.ended or reason  # another thread holds the lock and may never release it
             return
         try:
             if self.ended is not None:
                 return
             self.ended = reason or f"was closed at {call_site()}."
             self._drop(list(self._records), self.ended, at_exit=at_exit)
-            for name in list(self.attended) if not at_exit else ():  # of groups that could not even be made
-                self._forget_meetings(name)
-            if self.agreed and not at_exit:
-                self._delete([self.key, f"{self.key}/said"])
+            for name in (
+                list(self.attempts_to_clean_up) if not at_exit else ()
+            ):  # those of groups that were never created too
+                self._clean_up_attempts(name)
+            if self.registered and not at_exit:
+                self._delete([self.key, f"{self.key}/fingerprints"])
             with _registering:
                 self._registry.open.discard(self)
         finally:
             self.lock.release()
 
     def _clean(self, steps: StoreProtocol[None]) -> None:
-        """Take something out of the store; where that is gone, so is this, and where it hangs nobody waits for it.
+        """Run a protocol that deletes store keys. A failed or stalled store is ignored.
 
-        At the end of the world nobody waits at all: the thread does it before it ends.
+        At the end of the world the store thread runs it later, and this call does not wait.
         """
         with contextlib.suppress(WorldError, LifetimeError):
             thread = self._registry.store_thread()
             if self._registry.ending:
                 thread.post(steps)
-            elif not thread.silent:
+            elif not thread.stalled:
                 thread.run(steps, 1.0)
 
     def _delete(self, keys: Sequence[str]) -> None:
         if keys:
             self._clean(once(Delete(tuple(keys))))
 
-    def _forget_meetings(self, name: str) -> None:
-        """A group of this name will not come again."""
+    def _clean_up_attempts(self, name: str) -> None:
+        """Release the store keys of all attempts for a group that has ended."""
         self.connected.pop(name, None)
-        self.meetings.pop(name, None)
-        for meeting in self.attended.pop(name, ()):
-            self._clean(meeting.leave())
+        self.attempt_counts.pop(name, None)
+        for attempt in self.attempts_to_clean_up.pop(name, ()):
+            self._clean(attempt.leave())
 
-    def _stop(self, made: building.GroupRecord) -> list[str]:
-        """Let nobody wait for a group any more, and say which keys were written for it."""
-        for store in made.stores.values():
+    def _cancel_waits(self, record: building.GroupRecord) -> list[str]:
+        """Cancel all waits for a group; return the store keys that were written for it."""
+        for store in record.stores.values():
             if store.mismatched:
-                self.remember_refusals(store.refused)
-        return made.stop()
+                self.keep_mismatch_keys(store.mismatch_keys)
+        return record.cancel_waits()
 
     def _drop(self, keys: Iterable[_Key], reason: str, *, abort: bool = False, at_exit: bool = False) -> None:
-        self._forget_hits()
+        self._clear_caches()
         for key in keys:
-            made = self._records.pop(key)
+            record = self._records.pop(key)
             if not at_exit:
-                self._forget_meetings(made.name)
-            if made.by == "others":
+                self._clean_up_attempts(record.name)
+            if record.created_by == "caller":
                 continue
-            written = self._stop(made)
-            if torch_private.is_known(made.group):
-                teardown.destroy(made, reason, abort=abort or at_exit)
+            written = self._cancel_waits(record)
+            if torch_private.is_known(record.group):
+                teardown.destroy(record, reason, abort=abort or at_exit)
             else:
-                teardown.invalidate(made, reason)
+                teardown.invalidate(record, reason)
             if not at_exit:
                 self._delete(written)
 
     def forget(self, group: Any) -> None:
-        """torch destroyed a group: if it is one of ours, drop it, and never use its name again."""
-        if not any(made.group is group for made, _, _ in self.known()):
-            return  # without the lock, which its holder may wait with
+        """Drop a group that torch destroyed. Its name is never used again."""
+        if not any(record.group is group for record, _, _ in self.records()):
+            return  # without the lock: its holder may be waiting
         with self.lock:
-            for key, made in list(self._records.items()):
-                if made.group is group:
-                    self._forget_hits()
-                    if made.by == "others":  # whoever asks for it learns that it is gone
+            for key, record in list(self._records.items()):
+                if record.group is group:
+                    self._clear_caches()
+                    if record.created_by == "caller":  # the next call raises an error
                         continue
                     del self._records[key]
-                    self._forget_meetings(made.name)
-                    self._generations.fail(key.ranks, self._kind_of(key))
-                    self._delete(self._stop(made))
-                    teardown.mark_destroyed(group, f"{made.words} was destroyed; ask its mesh for it anew.")
+                    self._clean_up_attempts(record.name)
+                    self._generations.fail(key.ranks, self._variant_of(key))
+                    self._delete(self._cancel_waits(record))
+                    teardown.mark_destroyed(group, f"{record.label} was destroyed; ask its mesh for it anew.")
 
-    def _forget_hits(self) -> None:
+    def _clear_caches(self) -> None:
         self._device_meshes.clear()
         for mesh in list(self.meshes):
             mesh._clear_groups()
 
     def end_in_child(self, reason: str) -> None:
-        """The groups stayed behind in the process that was forked."""
+        """Invalidate all groups in a forked child. They belong to the parent."""
         self.lock = threading.RLock()
         self.ended = reason
-        self._forget_hits()
-        for made in self._records.values():
-            made.stop()
-            teardown.invalidate(made, reason)
-            torch_private.unregister_rank_map(made.group)
+        self._clear_caches()
+        for record in self._records.values():
+            record.cancel_waits()
+            teardown.invalidate(record, reason)
+            torch_private.unregister_rank_map(record.group)
 
     def check(self) -> None:
-        """LifetimeError once this family is closed, its world gone, or this process a fork."""
+        """Raise LifetimeError if the cache is closed, the world has ended, or this process is a forked child."""
         if self.ended is not None:
-            raise LifetimeError(f"{self.words} {self.ended} It still knows every rank's place, but holds no groups.")
+            raise LifetimeError(f"{self.label} {self.ended} Its layout can still be used, but it has no groups.")
 
     # -- torch's DeviceMesh -------------------------------------------------------------------------------------
 
     def device_mesh(self, layout: Layout, names: tuple[str, ...]) -> DeviceMesh:
-        """A slice of the one DeviceMesh over the groups of a layout, which is made from the full table of ranks."""
+        """A DeviceMesh over the groups of a layout, or a slice of it."""
         self.check()
         with self.lock:
             whole = self._device_meshes.get(layout)
             if whole is None:
-                made = [self.group(layout, (axis,), "", {}) for axis in layout.axes]
+                groups = [self.group(layout, (axis,), "", {}) for axis in layout.axes]
                 table = torch.tensor(layout.ranks(), dtype=torch.int).view(layout.shape)
-                words = tuple(map(str, layout.axes))
                 whole = DeviceMesh.from_group(
-                    made[0] if len(made) == 1 else made,
+                    groups[0] if len(groups) == 1 else groups,
                     default_device(),
-                    None if len(made) == 1 else table,
-                    mesh_dim_names=words,
+                    None if len(groups) == 1 else table,
+                    mesh_dim_names=tuple(map(str, layout.axes)),
                 )
-                torch_private.mark(whole, tuple(group.group_name for group in made))
+                torch_private.mark(whole, tuple(group.group_name for group in groups))
                 self._device_meshes[layout] = whole
             return whole if names == whole.mesh_dim_names else whole[names]
 
     def adopt_device_mesh(self, layout: Layout, device_mesh: DeviceMesh) -> None:
-        """Take the DeviceMesh whose groups were adopted for the one over them."""
+        """Store the DeviceMesh whose groups were adopted."""
         with self.lock:
             self._device_meshes[layout] = device_mesh
 
-    # -- others' groups -----------------------------------------------------------------------------------------
+    # -- adopted groups -----------------------------------------------------------------------------------------
 
     def adopt(self, layout: Layout, axes: tuple[Axis, ...], group: dist.ProcessGroup) -> None:
-        """Take a group made elsewhere for the one along these axes. It is never destroyed from here."""
+        """Use an existing group for these axes. pgmesh never destroys it."""
         self.check()
-        words = f"group {', '.join(map(str, axes))} of {self.words}"
+        label = f"group {', '.join(map(str, axes))} of {self.label}"
         if not (isinstance(group, dist.ProcessGroup) and torch_private.is_known(group)):
-            raise PlaceError(f"{words}: what is adopted is a process group that torch knows, not {group!r}.")
+            raise PlaceError(f"{label}: only a process group that torch knows can be adopted, not {group!r}.")
         block, members = layout.block_of(self.rank, *axes), tuple(dist.get_process_group_ranks(group))
         if members != block:
             raise PlaceError(
-                f"{words} has ranks {format_ranks(block)}; the group to adopt has {format_ranks(members)}."
+                f"{label} has ranks {format_ranks(block)}; the group to adopt has {format_ranks(members)}."
             )
-        key, kept_by = _Key(block, self._registry.options, ""), self._kept_by(layout, axes, "")
+        key, option_key = _Key(block, self._registry.options, ""), self._option_key(layout, axes, "")
         with self.lock:
-            if kept_by in self._configured:
-                options, by, line = self._configured[kept_by]
+            if option_key in self._configured:
+                options, configured_as, site = self._configured[option_key]
                 raise OptionsError(
-                    f"{words} was configured with {options} at {line}, which a group that was made elsewhere does not "
-                    f"follow.\n\n"
-                    f"  mesh.{_call('group', axes)}   # a group that does; else adopt without configuring {by}"
+                    f"{label} was configured with {options} at {site}. An adopted group lacks these options.\n\n"
+                    f"  mesh.{_call('group', axes)}   # a group with them; or adopt without configuring {configured_as}"
                 )
-            made = self._records.get(key)
-            if made is not None and made.group is not group:
-                how = "adopted" if made.by == "others" else "made"
+            record = self._records.get(key)
+            if record is not None and record.group is not group:
+                how = "adopted" if record.created_by == "caller" else "created"
                 raise LifetimeError(
-                    f"{words} was {how} at {made.call_site} already, and may be in use.\n\n"
-                    f"  mesh.{_call('release', axes)}   # let go of it first, then adopt"
+                    f"{label} was already {how} at {record.call_site}, and may be in use.\n\n"
+                    f"  mesh.{_call('release', axes)}   # release it first, then adopt"
                 )
-            if made is None:
-                self._open()
-                self._records[key] = building.GroupRecord(group, words, call_site(), by="others", ranks=block)
+            if record is None:
+                self._check_name()
+                self._records[key] = building.GroupRecord(group, label, call_site(), created_by="caller", ranks=block)
             if len(block) == 1:
-                self._alone.add(kept_by)
+                self._single_rank_axes.add(option_key)
 
 
 def _instead_of_configuring(axes: tuple[Axis, ...], tag: str, given: GroupOptions) -> list[tuple[str, str]]:
-    """Calls for options that come after the group was made."""
+    """Calls that change options after the group was created, each with a comment."""
     ways, tagged = [], [f"tag={tag!r}"] * bool(tag)
     if [*given.given] == ["timeout"] and not tag:
         timeout = f"timeout={given.given['timeout']:g}"
         ways.append((f"mesh.{_call('set_timeout', axes, timeout)}", "on every member: the group stays"))
     options = [f"{name}={value!r}" for name, value in given.given.items()]
-    again = f"mesh.{_call('release', axes)}; mesh.{_call('configure', axes, *tagged, *options)}"
-    return [*ways, (again, f"{'or ' * bool(ways)}on every member: the next one is made so")]
+    recreate = f"mesh.{_call('release', axes)}; mesh.{_call('configure', axes, *tagged, *options)}"
+    return [*ways, (recreate, f"{'or ' * bool(ways)}on every member: the next group has them")]
 
 
-def _check_honoured(options: GroupOptions, words: str) -> None:
+def _check_honoured(options: GroupOptions, label: str) -> None:
     backends = backends_of(options.backend)
     for option, value in (("high_priority", options.high_priority), ("nccl", options.nccl)):
-        if value and "nccl" not in backends.names and not backends.dry:
-            raise OptionsError(f"{words}: backend {options.backend} cannot honour {option}={value!r}; NCCL alone can.")
+        if value and "nccl" not in backends.names and not backends.fake:
+            raise OptionsError(f"{label}: backend {options.backend} cannot honour {option}={value!r}; only NCCL can.")
 
 
-def _word(ranks: range | tuple[int, ...]) -> str:
-    """Ranks in their order as a short word: "0-7", "1-7:2", or a digest."""
+def _encode_ranks(ranks: range | tuple[int, ...]) -> str:
+    """Encode ordered ranks: "0-7", "1-7:2", or a digest."""
     straight = as_range(ranks)
     if straight is None:
         return _digest(array("q", ranks).tobytes())
     return f"{straight[0]}-{straight[-1]}" + (f":{straight.step}" if straight.step != 1 and len(straight) > 1 else "")
 
 
-def _set_word(ranks: range | tuple[int, ...]) -> str:
-    """Ranks in no order as a short word."""
-    return _word(ranks if isinstance(ranks, range) and ranks.step > 0 else tuple(sorted(ranks)))
+def _encode_rank_set(ranks: range | tuple[int, ...]) -> str:
+    """Encode a set of ranks."""
+    return _encode_ranks(ranks if isinstance(ranks, range) and ranks.step > 0 else tuple(sorted(ranks)))
 
 
 @functools.lru_cache(64)
-def _kind(tag: str, unusual: str) -> str:
-    """What tells groups of the same ranks apart, as a short word. What is configured does not: it is compared."""
+def _variant(tag: str, unusual: str) -> str:
+    """Digest of the tag and unusual options. Configured options are compared in the fingerprint instead."""
     return _digest(f"{tag!r} {unusual}".encode())
 
 
@@ -821,21 +824,21 @@ def _call(verb: str, axes: Iterable[Axis], *more: str) -> str:
     return f"{verb}({', '.join([*map(repr, axes), *more])})"
 
 
-_HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_PACKAGE_DIR = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 def call_site() -> str:
-    """The line outside this package that is being run: where the user asked."""
+    """File and line of the innermost frame outside this package: the call of the user."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE_DIR):
         frame = frame.f_back
     return f"{frame.f_code.co_filename.rpartition(os.sep)[2]}:{frame.f_lineno}"
 
 
 def find_cache(name: str | None, number: int, layout: Layout, call: str, rank: int) -> GroupCache:
-    """The family of a mesh that travelled: the one it left where that lives here, else one made anew.
+    """The cache of an unpickled mesh: the one it was pickled from, if that is open here, or a new one.
 
-    Outside any world it is a family that knows the rank it left, and makes no groups.
+    Outside any world the new cache is closed and has only the rank that pickled it.
     """
     if not dist.is_initialized() or _registry().forked:
         return GroupCache(name, layout, call, outside=rank)
@@ -843,7 +846,7 @@ def find_cache(name: str | None, number: int, layout: Layout, call: str, rank: i
     ranks = layout.ranks_in_order()
     highest = max(ranks[0], ranks[-1]) if isinstance(ranks, range) else max(ranks)
     if highest >= world:
-        raise PlaceError(f"{call} came here with rank {highest}, but the world's ranks are 0 to {world - 1}.")
+        raise PlaceError(f"{call} was unpickled with rank {highest}, but the world's ranks are 0 to {world - 1}.")
     with _registering:
         for cache in _registry().living():
             if cache.identity == (name, number, layout):
@@ -853,7 +856,7 @@ def find_cache(name: str | None, number: int, layout: Layout, call: str, rank: i
     return cache
 
 
-# -- what ends without being asked --------------------------------------------------------------------------------
+# -- all caches, and their end ------------------------------------------------------------------------------------
 
 
 def all_caches() -> list[GroupCache]:
@@ -862,9 +865,9 @@ def all_caches() -> list[GroupCache]:
 
 
 def living() -> dict[str, GroupCache]:
-    """The families of this world that are not closed, in the order in which they were made.
+    """The open caches of this world in the order of creation.
 
-    They are found by name; unnamed ones by their call, with a number where several were made by one call.
+    The keys are names; for unnamed meshes the call, with a number if the same call created several.
     """
     if not dist.is_initialized():
         return {}
@@ -879,7 +882,7 @@ def living() -> dict[str, GroupCache]:
 
 
 def close_all() -> None:
-    """Close every mesh of this process."""
+    """Close all meshes of this process."""
     for cache in all_caches():
         cache.close()
 
@@ -896,28 +899,28 @@ def _end_world(reason: str) -> None:
         cache.close(f"ended when {reason}.")
     for registry in list(_registries.values()):
         if registry.thread is not None:
-            registry.thread.stop("not there any more: it left the world")
-        registry.store = None  # a mesh that outlives the world holds no connection
+            registry.thread.stop("has left the world")
+        registry.store = None  # else a mesh that outlives the world keeps the connection open
 
 
 def _at_exit() -> None:
-    """Let go of our groups while Python still runs: their threads would outlive it."""
+    """Destroy all groups while Python still runs. Their threads would outlive it."""
     for registry in list(_registries.values()):
         if registry.thread is not None:
-            registry.thread.stop("not there any more: its process has ended")
+            registry.thread.stop("its process has exited")
     for cache in all_caches():
         cache.close("ended with its process.", at_exit=True)
 
 
 def _in_child() -> None:
-    """In a forked child: the threads behind the groups are not there, so neither use nor destroy any."""
+    """Invalidate all groups in a forked child: their threads do not exist there."""
     global _registering
-    _registering = threading.RLock()  # whoever held the old one is not here
-    teardown.keep_from_destructors()
+    _registering = threading.RLock()  # a thread of the parent may hold the old one
+    teardown.keep_all_groups()
     if dist.is_initialized():
         _registry().forked, _registry().thread = True, None
     for cache in all_caches():
-        cache.end_in_child("was made before this process was forked.")
+        cache.end_in_child("was created before this process was forked.")
 
 
 atexit.register(_at_exit)

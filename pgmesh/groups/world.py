@@ -1,4 +1,4 @@
-"""The world that groups are created in: rank, size, options, store and device."""
+"""The world of torch.distributed: rank, size, options, store and device."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def world_options() -> GroupOptions:
 
 
 def world_store() -> Any:
-    """The world's store, where members agree and backends meet."""
+    """The world's store."""
     return torch_private.default_store()
 
 
@@ -53,14 +53,14 @@ def store_address() -> str:
 
 
 def default_device() -> str:
-    """The type of the device that groups communicate from: an accelerator that is here and that the backend serves."""
+    """Device type for collectives: this host's accelerator if the backend supports it, otherwise its first device."""
     devices = list(backends_of(world_options().backend).by_device)
     accelerator = _accelerator()
     return accelerator.type if accelerator is not None and accelerator.type in devices else devices[0]
 
 
 def device_of(group: Any) -> torch.device:
-    """The device that a group communicates from: an accelerator if it serves one that is here."""
+    """Device for a group's collectives: this host's accelerator if the group supports it."""
     devices = torch_private.device_types(group)
     accelerator = _accelerator()
     here = [device for device in devices if accelerator is not None and device.type == accelerator.type]
@@ -68,5 +68,5 @@ def device_of(group: Any) -> torch.device:
 
 
 def _accelerator() -> torch.device | None:
-    # Without check_available torch names the device that it was built for, on a machine without a driver too.
+    # Without check_available, torch returns the device that it was built for even if there is no driver.
     return torch.accelerator.current_accelerator(check_available=True)

@@ -152,7 +152,7 @@ class Preflight:
         except RuntimeError as error:  # from a backend, possibly caused by the death of another rank
             self.close_mesh()  # so that ranks waiting for this one fail too
             text = str(error).splitlines()[0]
-            lost = barrier.lost(self.mesh.layout.ranks(), f"{barrier.what}, {doing}")
+            lost = barrier.lost(self.mesh.layout.ranks(), f"{barrier.subject}, {doing}")
             raise barrier.give_up(lost or MissingRanksError(f"{doing} failed: {text}")) from error
         barrier.meet()
 

@@ -1,4 +1,8 @@
-"""All ranks of the world, met again at each stage of a common work: they go on together, or all learn why not."""
+"""A barrier of all ranks of the world with several stages and one decision for each stage.
+
+At each stage all ranks continue, or all ranks raise the same error. It uses the attempts of
+``rendezvous/protocol.py``, without creating a group.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,10 @@ from pgmesh.errors import MissingRanksError, PgmeshError
 from pgmesh.groups.cache import GroupCache
 from pgmesh.groups.world import world_rank_and_size
 from pgmesh.layout import Layout
+from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.polling_store import drive
 from pgmesh.rendezvous.protocol import (
     ERRORS,
-    LONGEST_PAUSE,
-    MOST_ASKED,
     Add,
     CompareSet,
     ConnectAttempt,
@@ -31,158 +34,159 @@ from pgmesh.rendezvous.protocol import (
     Step,
     status_key,
 )
-from pgmesh.rendezvous.store_thread import who
+from pgmesh.rendezvous.store_thread import process_label
 
-LAST_WORD = 5.0
-"""Seconds that the store is given for each answer, beyond the deadline of a stage."""
-
-PATIENCE = 3.0
-"""Seconds beyond those after which a silent rank counts as lost, for others to say first who it is."""
+REPORT_MARGIN = 3.0
+"""Seconds that ``lost`` waits beyond the time after which a silent rank counts as lost."""
 
 
 class StagedBarrier:
-    """The stages of a work that all ranks of the world do together, each with one decision for all of them.
+    """The stages of a task of all ranks, each with one decision for all ranks.
 
     Args:
-        what: the work, for messages: "pgmesh check".
-        seconds: how long a rank waits for the others at each stage.
-        mend: what to do where ranks mean different things.
+        subject: the task in messages, such as "pgmesh check".
+        seconds: timeout of each stage.
+        hint: suggested fix if the ranks' fingerprints differ.
     """
 
-    def __init__(self, what: str, seconds: float, mend: str) -> None:
+    def __init__(self, subject: str, seconds: float, hint: str) -> None:
         self.rank, self.size = world_rank_and_size()
-        self.what, self.seconds, self.mend = what, seconds, mend
-        self.cache = GroupCache(f"all ranks of {what}", Layout(self.size), what)
-        self.store_thread = self.cache.beating()
+        self.subject, self.seconds, self.hint = subject, seconds, hint
+        self.cache = GroupCache(f"all ranks of {subject}", Layout(self.size), subject)
+        self.store_thread = self.cache.heartbeat_thread()
         self._stages = itertools.count()
         self._stage = ""
-        self._meeting: ConnectAttempt | None = None
+        self._attempt: ConnectAttempt | None = None
         self._start = time.monotonic()
 
     def stage(
-        self, doing: str, meaning: Mapping[str, Any] | None = None, what: str | None = None, mend: str | None = None
+        self,
+        activity: str,
+        fields: Mapping[str, Any] | None = None,
+        subject: str | None = None,
+        hint: str | None = None,
     ) -> None:
-        """Begin a stage, which ends at ``meet`` or ``give_up``.
+        """Begin a stage. It ends at ``meet`` or ``give_up``.
 
         Args:
-            doing: what is done in it, for messages: "connecting".
-            meaning: what this rank means by it, to be the same on all ranks.
-            what: what is meant; the whole work unless given.
-            mend: what to do where ranks mean different things; the same as in other stages unless given.
+            activity: the stage in messages, such as "connecting".
+            fields: properties that must be the same on all ranks.
+            subject: name of these properties in messages. Default: the whole task.
+            hint: suggested fix if they differ. Default: that of the whole task.
         """
         number = next(self._stages)
-        meant = {**(meaning or {}), "size of the world": self.size}
-        card = Fingerprint(self.rank, meant, what or self.what, mend or self.mend)
-        self._stage = f"{self.what}, {doing}"
-        self._meeting = ConnectAttempt(f"{self.cache.key}/stage{number}.0", range(self.size), card)
-        self.store_thread.say(self._stage)
+        all_fields = {**(fields or {}), "size of the world": self.size}
+        fingerprint = Fingerprint(self.rank, all_fields, subject or self.subject, hint or self.hint)
+        self._stage = f"{self.subject}, {activity}"
+        self._attempt = ConnectAttempt(f"{self.cache.key}/stage{number}.0", range(self.size), fingerprint)
+        self.store_thread.set_status(self._stage)
 
     def meet(self) -> None:
-        """Wait until every rank is done with this stage.
+        """Wait until every rank has finished this stage.
 
         Raises:
-            MissingRanksError: ranks that did not come or were lost, or one that gave up.
-            MismatchError: ranks mean different things.
+            MissingRanksError: ranks did not arrive or were lost, or a rank cancelled the stage.
+            MismatchError: the ranks' fingerprints differ.
             WorldError: the store does not answer.
         """
-        meeting = self._open()
-        drive(self._party(meeting).meet(), self._perform)
-        error = meeting.end.error() if meeting.end is not None else None
+        attempt = self._open()
+        drive(self._participant(attempt).connect(), self._perform)
+        error = attempt.decision.error() if attempt.decision is not None else None
         if error is not None:
             raise error
 
     def give_up(self, error: PgmeshError) -> PgmeshError:
-        """End this stage for all ranks; the answer is what ended it, the same on each of them.
+        """Cancel this stage on all ranks. Returns the error that ended it, the same on every rank.
 
         Raises:
             WorldError: the store does not answer.
         """
-        meeting = self._open()
+        attempt = self._open()
         kind = next(
             (kind for kind, named in ERRORS.items() if named is not None and isinstance(error, named)), "missing"
         )
-        drive(meeting.decide(Decision(kind, str(error))), self._perform)
-        return (meeting.end.error() if meeting.end is not None else None) or error
+        drive(attempt.decide(Decision(kind, str(error))), self._perform)
+        return (attempt.decision.error() if attempt.decision is not None else None) or error
 
-    def lost(self, ranks: Sequence[int], doing: str) -> PgmeshError | None:
-        """Who of these is not heard from any more; or what another rank has said that ended this stage.
+    def lost(self, ranks: Sequence[int], activity: str) -> PgmeshError | None:
+        """Wait for the loss of one of these ranks, or for the error of another rank that ended this stage.
 
         None if neither is known after some seconds.
         """
-        meeting = self._open()
-        ranks = [rank for rank in ranks if rank != self.rank][:MOST_ASKED]
-        beats = Heartbeats(self.store_thread.suspicion)
+        attempt = self._open()
+        ranks = [rank for rank in ranks if rank != self.rank][: timing.LIMITS.statuses]
+        heartbeats = Heartbeats(self.store_thread.lost_after)
         start = now = time.monotonic()
-        while now - start < self.store_thread.suspicion + PATIENCE:
-            text = self.ask(Read(meeting.decision_key))
+        while now - start < self.store_thread.lost_after + REPORT_MARGIN:
+            text = self.ask(Read(attempt.decision_key))
             if text is not None:
-                return Decision.unpack(meeting.decision_key, text).error()
+                return Decision.unpack(attempt.decision_key, text).error()
             for rank in ranks:
                 last = RankStatus.unpack(rank, self.ask(Read(status_key(rank)))) or RankStatus(rank)
-                beats.hear(last, now)
-                if beats.is_lost(last, now):
-                    silence = beats.silence(rank, now)
+                heartbeats.update(last, now)
+                if heartbeats.is_lost(last, now):
+                    silence = heartbeats.silence(rank, now)
                     return MissingRanksError(
-                        f"{doing}: {name_ranks([rank])} was lost; it was last heard from {silence:.0f} s ago."
+                        f"{activity}: {name_ranks([rank])} was lost: no heartbeat for {silence:.0f} s."
                     )
-            time.sleep(LONGEST_PAUSE * self.store_thread.pace)
+            time.sleep(timing.TIMING.longest_pause * self.store_thread.pace)
             now = time.monotonic()
         return None
 
     def put(self, key: str, value: str) -> None:
-        """Leave a text for the other ranks; it is never changed."""
+        """Publish a text for the other ranks. It never changes."""
         self.ask(CompareSet(f"{self.cache.key}/{key}", value))
 
     def look(self, key: str) -> str | None:
-        """A text that a rank left; None if there is none."""
+        """Read a text that a rank has published; None if there is none."""
         text: bytes | None = self.ask(Read(f"{self.cache.key}/{key}"))
         return None if text is None else text.decode(errors="replace")
 
     def part(self, seconds: float) -> bool:
-        """Leave, once the first rank has told what there is to tell: it calls this when it has, and leaves last.
+        """Leave the barrier, once rank 0 has reported. Rank 0 calls this after its report, and leaves last.
 
         Args:
-            seconds: how long to wait for the others.
+            seconds: timeout of the wait for the other ranks.
 
         Returns:
-            Whether the first rank has told.
+            True if rank 0 has reported.
         """
-        end = time.monotonic() + seconds
-        status_key = self.rank == 0
-        if status_key:
-            self.put("told", "told")
-            while int(self.look("left") or 0) < self.size - 1 and time.monotonic() < end:
-                time.sleep(LONGEST_PAUSE)
+        deadline = time.monotonic() + seconds
+        reported = self.rank == 0
+        if reported:
+            self.put("reported", "reported")
+            while int(self.look("left") or 0) < self.size - 1 and time.monotonic() < deadline:
+                time.sleep(timing.TIMING.longest_pause)
         else:
-            while not (status_key := self.look("told") is not None) and time.monotonic() < end:
-                time.sleep(LONGEST_PAUSE)
+            while not (reported := self.look("reported") is not None) and time.monotonic() < deadline:
+                time.sleep(timing.TIMING.longest_pause)
             self.ask(Add(f"{self.cache.key}/left"))
-        self.store_thread.say("")
+        self.store_thread.set_status("")
         self.cache.close()
-        return status_key
+        return reported
 
     def ask(self, step: Step) -> Any:
-        """One access to the store, with a deadline."""
-        return self.store_thread.ask(step, LAST_WORD)
+        """Perform one store operation with a timeout."""
+        return self.store_thread.ask(step, timing.TIMING.late_answer)
 
     def _open(self) -> ConnectAttempt:
-        if self._meeting is None:
+        if self._attempt is None:
             self.stage("at its beginning")
-        assert self._meeting is not None
-        return self._meeting
+        assert self._attempt is not None
+        return self._attempt
 
-    def _party(self, meeting: ConnectAttempt) -> Participant:
+    def _participant(self, attempt: ConnectAttempt) -> Participant:
         self._start = time.monotonic()
         return Participant(
             self.rank,
-            [meeting],
+            [attempt],
             number=0,
-            line=self._stage,
-            who=who(),
+            call_site=self._stage,
+            process=process_label(),
             deadline=self.seconds,
-            suspicion=self.store_thread.suspicion,
+            lost_after=self.store_thread.lost_after,
             pace=self.store_thread.pace,
-            alone=False,
+            single_threaded=False,
         )
 
     def _perform(self, step: Step) -> Any:
@@ -192,4 +196,4 @@ class StagedBarrier:
         if isinstance(step, Ready):
             return None
         left = self.seconds - (time.monotonic() - self._start)
-        return self.store_thread.ask(step, max(left, 0.0) + LAST_WORD)
+        return self.store_thread.ask(step, max(left, 0.0) + timing.TIMING.late_answer)

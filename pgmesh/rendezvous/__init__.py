@@ -1,1 +1,1 @@
-"""The protocol by which ranks meet through the store, and the thread and the store that speak it."""
+"""The store protocol of pgmesh, the thread that runs it, and the store for backends."""

@@ -1,4 +1,8 @@
-"""The store that a backend reads through: it polls, and a wait that fails says who is missing."""
+"""The store that pgmesh gives to a backend: it polls, and an error names the missing ranks.
+
+torch's own store client holds a lock while it waits. This store sends single operations through a function that the
+caller provides, in general the one of the store thread. It also drives the generators of ``protocol.py``.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,8 @@ import torch.distributed as dist
 
 from pgmesh._util.formatting import format_ranks, name_ranks
 from pgmesh.errors import LifetimeError, MismatchError, MissingRanksError, PgmeshError, WorldError
+from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.protocol import (
-    LONGEST_PAUSE,
     Add,
     Append,
     CompareSet,
@@ -38,35 +42,26 @@ T = TypeVar("T")
 
 log = logging.getLogger("pgmesh")
 
-WATCH = 10.0
-"""Seconds that a rank waits in a group's first collective before it says in the log for whom."""
-
-TELL = 1.0
-"""Seconds that it waits before it tells the others."""
-
-LAST_WORDS = 1.0
-"""Seconds beyond its deadline that a wait may take to say who is missing."""
-
-OTHERWISE = (
-    "That is another group by the same words: an option that is asked for in the call makes another one, and meshes "
-    "without a name are told apart by how many were made before. Configure options, and name meshes."
+SAME_LABEL_HINT = (
+    "These are different groups with the same label. Options asked for in a call make a different group, and unnamed "
+    "meshes are numbered in the order of creation. Use mesh.configure for options, and name the meshes."
 )
-"""Why ranks may wait for each other in what is called alike."""
+"""Hint for ranks that wait for each other in groups with the same label."""
 
-SEAL = b"\0"
-"""Between a rank's card and what it wrote."""
+SEPARATOR = b"\0"
+"""Separates a rank's fingerprint from the value that it wrote."""
 
 ABSENT = "?"
-"""What no key holds: asked to put it in place of itself, a store answers with it, or with what the key does hold."""
+"""Marker for a missing key. ``compare_set(key, ABSENT, ABSENT)`` returns it, or the value of the key."""
 
 
 def once(step: Step) -> StoreProtocol[Any]:
-    """A protocol of one step."""
+    """A protocol with one step."""
     return (yield step)
 
 
 def perform(store: Any, step: Step) -> Any:
-    """Do one step of a protocol on a store: one operation, or one for each key to delete."""
+    """Perform one step of a protocol on a store: one operation, or one for each key to delete."""
     if isinstance(step, Read):
         value = store.compare_set(step.key, ABSENT, ABSENT)
         return None if value == ABSENT.encode() else value
@@ -84,14 +79,14 @@ def perform(store: Any, step: Step) -> Any:
 
 
 def underlying(store: Any) -> Any:
-    """The store behind those that only put a prefix before its keys."""
+    """The store inside any ``PrefixStore`` wrappers."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
 
 
 def drive(steps: StoreProtocol[T], perform: Callable[[Step], Any]) -> T:
-    """Run a protocol to its end. What a step raises, and what interrupts it, is raised inside the protocol too."""
+    """Run a protocol to its end. Errors and interrupts of a step are raised inside the protocol."""
     send: Callable[[Any], Step] = steps.send
     answer: Any = None
     while True:
@@ -106,12 +101,12 @@ def drive(steps: StoreProtocol[T], perform: Callable[[Step], Any]) -> T:
             send, answer = steps.throw, error
 
 
-raised: list[weakref.ref[PgmeshError]] = []
-"""Errors that were raised in a backend, and that it may keep."""
+backend_errors: list[weakref.ref[PgmeshError]] = []
+"""Errors that were raised in a backend. The backend may keep them."""
 
 
 def without_frames(error: PgmeshError) -> PgmeshError:
-    """The same error, without the frames that it passed: they hold what reads through the store that failed."""
+    """A copy of an error without its frames, which refer to the backend that reads through the failed store."""
     copy = type(error)(str(error))
     copy.__cause__ = error.__cause__
     return copy
@@ -119,76 +114,82 @@ def without_frames(error: PgmeshError) -> PgmeshError:
 
 def _raise_in_backend(error: PgmeshError) -> None:
     copy = without_frames(error)
-    raised.append(weakref.ref(copy, raised.remove))
+    backend_errors.append(weakref.ref(copy, backend_errors.remove))
     try:
         raise copy
     finally:
-        del copy  # else the error keeps this frame, and this frame the error
+        del copy  # else the error and this frame keep each other alive
 
 
 class PollingStore(dist.Store):
-    """The store that a backend reads through: it polls where the client would hold its lock and wait.
+    """The store that a backend reads through. It polls, while torch's client would hold its lock and wait.
 
-    So one group's first collective cannot stall another's, a wait that fails says which ranks never came, and a
-    group that is let go of while it waits stops waiting. What a rank writes bears its card, and who reads it checks
-    it: so two ranks that mean different groups learn it before they connect, at no cost.
+    So the first collective of one group cannot block another group. A failed wait names the missing ranks, and
+    releasing a group ends its waits. Each value carries the fingerprint of the rank that wrote it, and each reader
+    compares it with its own. So a mismatch is found before the ranks connect, without more store operations.
 
     Args:
-        run: runs a protocol on the world's store, for so many seconds and no longer.
-        card: what this rank means by the group.
-        ranks: the members' ranks in the world, in the order of the group.
-        timeout: how long to wait where the backend does not say.
-        addresses: each member writes an address under a key that ends in its number, as Gloo does; else the first
-            member writes for all, as with NCCL. Addresses are held back until this rank first waits: then an
-            address says that its rank is in a collective, not only that it has made the group.
-        first: what to do before this rank first writes to the others or waits for them.
-        refused: keys under which a rank that means something else says so.
-        tell: tells other processes what this one does.
-        doubt: says why ranks may not find each other on this store; "" for nothing.
+        run: runs a protocol on the world's store with a timeout in seconds.
+        fingerprint: the group's fingerprint on this rank.
+        ranks: the members' ranks in the world, in group order.
+        timeout: timeout of a wait for which the backend gives none.
+        addresses: True if each member writes an address under a key that ends in its group rank, as with Gloo. False
+            if the first member writes for all, as with NCCL. An address is published when this rank first waits. So it
+            shows that the rank is in a collective.
+        before_first_use: protocol to run before this rank first writes or waits.
+        mismatch_keys: keys under which a rank publishes a mismatch.
+        set_status: publishes this rank's activity.
+        store_hint: returns a reason why ranks may not find each other on this store; "" for none.
     """
 
     def __init__(
         self,
         run: Callable[[StoreProtocol[Any], float], Any],
-        card: Fingerprint,
+        fingerprint: Fingerprint,
         ranks: Sequence[int],
         timeout: timedelta,
         *,
         addresses: bool,
-        first: Callable[[], StoreProtocol[None]],
-        refused: Sequence[str] = (),
-        tell: Callable[[str], None] = lambda doing: None,
-        doubt: Callable[[], str] = lambda: "",
+        before_first_use: Callable[[], StoreProtocol[None]],
+        mismatch_keys: Sequence[str] = (),
+        set_status: Callable[[str], None] = lambda doing: None,
+        store_hint: Callable[[], str] = lambda: "",
     ) -> None:
         super().__init__()
-        self._run, self._card, self._ranks, self._timeout = run, card, ranks, timeout
-        self.limit: timedelta | None = None  # set later, and then whatever the backend says
-        self._addresses, self._first, self.refused, self._tell, self._doubt = addresses, first, refused, tell, doubt
-        self._own: dict[str, bytes] = {}  # where this rank can be reached
-        self._held = addresses  # whether that is held back
-        self._found: dict[str, bytes] = {}
-        self._closed = self._telling = False
+        self._run, self._fingerprint, self._ranks, self._timeout = run, fingerprint, ranks, timeout
+        self.limit: timedelta | None = None  # if set, it overrides the timeout of the backend
+        self._addresses, self._before_first_use, self.mismatch_keys, self._set_status, self._store_hint = (
+            addresses,
+            before_first_use,
+            mismatch_keys,
+            set_status,
+            store_hint,
+        )
+        self._own_addresses: dict[str, bytes] = {}  # by key
+        self._unpublished = addresses
+        self._values: dict[str, bytes] = {}
+        self._closed = self._status_is_set = False
         self.used = False  # whether the group has been in a collective
-        self.operations, self.waited = 0, 0.0  # how often the store was asked; seconds spent waiting
+        self.operations, self.waited = 0, 0.0  # number of store operations; seconds of waiting
         self.written: set[str] = set()
         self.failure: PgmeshError | None = None
-        self.mismatched = False  # whether it was ever learnt that ranks mean different things
+        self.mismatched = False  # whether a mismatch was ever found
 
     def close(self) -> None:
         """End every wait."""
         self._closed = True
 
-    def _go(self, steps: StoreProtocol[T], seconds: float | None = None) -> T:
-        """Run steps, for as long as the group's collectives may take unless a time is given."""
+    def _run_steps(self, steps: StoreProtocol[T], seconds: float | None = None) -> T:
+        """Run a protocol. The default timeout is that of the group's collectives."""
         limit = self._timeout.total_seconds() if seconds is None else seconds
         try:
-            result: T = self._run(self._counted(steps), limit + LAST_WORDS)
+            result: T = self._run(self._count_operations(steps), limit + timing.TIMING.report_missing)
         except MismatchError:
             self.mismatched = True
             raise
         return result
 
-    def _counted(self, steps: StoreProtocol[T]) -> StoreProtocol[T]:
+    def _count_operations(self, steps: StoreProtocol[T]) -> StoreProtocol[T]:
         answer: Any = None
         while True:
             try:
@@ -199,194 +200,210 @@ class PollingStore(dist.Store):
             self.operations += not isinstance(step, Pause)
             answer = yield step
 
-    # -- what members tell each other as they meet ------------------------------------------------------------------
+    # -- addresses ------------------------------------------------------------------------------------------------
 
     @property
-    def at(self) -> str:
-        """Where this rank can be reached, as text; "" if the backend has not said."""
-        return ",".join(base64.b64encode(value).decode() for value in self._own.values())
+    def address(self) -> str:
+        """This rank's address as text; "" if the backend has not set it."""
+        return ",".join(base64.b64encode(value).decode() for value in self._own_addresses.values())
 
-    def learn(self, at: Sequence[str]) -> None:
-        """Where each member can be reached, as all of them are told: then nobody need ask the store for it."""
+    def set_addresses(self, encoded: Sequence[str]) -> None:
+        """Set the addresses of all members, so that the backend need not read them from the store."""
         try:
-            addresses = [[base64.b64decode(each, validate=True) for each in words.split(",")] for words in at]
+            addresses = [[base64.b64decode(each, validate=True) for each in text.split(",")] for text in encoded]
         except ValueError:
             return
-        if {*map(len, addresses)} == {len(self._own)} and len(at) == len(self._ranks) and all(map(all, addresses)):
-            for key, values in zip(self._own, zip(*addresses)):
+        if (
+            {*map(len, addresses)} == {len(self._own_addresses)}
+            and len(encoded) == len(self._ranks)
+            and all(map(all, addresses))
+        ):
+            for key, values in zip(self._own_addresses, zip(*addresses)):
                 stem = key.rpartition("/")[0]
-                self._found.update((f"{stem}/{i}", value) for i, value in enumerate(values))
+                self._values.update((f"{stem}/{i}", value) for i, value in enumerate(values))
 
-    def publish(self) -> StoreProtocol[None]:
-        """Say in the store too where this rank can be reached: it is taken back when the group is let go of."""
-        yield from self._counted(self._begin())
+    def publish_address(self) -> StoreProtocol[None]:
+        """Publish this rank's address in the store. It is deleted when the group is released."""
+        yield from self._count_operations(self._before_wait())
 
-    # -- what a backend waits for -------------------------------------------------------------------------------
+    # -- waiting ------------------------------------------------------------------------------------------------
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         self.used = True
-        if not self._closed and all(key in self._found for key in keys):
+        if not self._closed and all(key in self._values for key in keys):
             return
         limit = self.limit or (self._timeout if timeout is None else timeout)
         start = time.monotonic()
         try:
-            self._go(self._wait(keys, limit), limit.total_seconds())
+            self._run_steps(self._wait(keys, limit), limit.total_seconds())
         except PgmeshError as error:
             if isinstance(error, MissingRanksError):
-                error = MissingRanksError(f"{error}{self._doubt()}")
-            self.failure = without_frames(error)  # a backend that failed to connect says only so if it is used again
+                error = MissingRanksError(f"{error}{self._store_hint()}")
+            self.failure = without_frames(error)  # raised again if the failed backend is used again
         else:
             return
         finally:
             self.waited += time.monotonic() - start
-            if self._telling:
-                self._telling = False
-                self._tell("")
+            if self._status_is_set:
+                self._status_is_set = False
+                self._set_status("")
         _raise_in_backend(self.failure)
 
     def _wait(self, keys: list[str], limit: timedelta) -> StoreProtocol[None]:
-        yield from self._begin()
+        yield from self._before_wait()
         start = time.monotonic()
         end = start + limit.total_seconds()
         pause = pauses()
-        due = [(start + WATCH, self._warn), (start + TELL, self._tell_of_waiting)]
+        due = [
+            (start + timing.TIMING.warn_after, self._warn),
+            (start + timing.TIMING.status_after, self._publish_status),
+        ]
         for key in keys:
-            while not (yield from self._look(key)):
+            while not (yield from self._read(key)):
                 now = time.monotonic()
                 self._check_open()
                 if now >= end:
-                    raise MissingRanksError((yield from self._missing(key, limit)) or self._late(key, limit))
+                    raise MissingRanksError((yield from self._missing_text(key, limit)) or self._late_text(key, limit))
                 seconds = next(pause)
-                if seconds == LONGEST_PAUSE:
-                    yield from self._check_refused()
+                if seconds == timing.TIMING.longest_pause:
+                    yield from self._check_mismatch()
                 while due and now >= due[-1][0]:
                     yield from due.pop()[1](key, now - start)
                 yield Pause(min(seconds, end - now))
 
     def _warn(self, key: str, waited: float) -> StoreProtocol[None]:
-        if words := (yield from self._missing(key, timedelta(seconds=round(waited)), yet=True)):
-            # In a thread of its own: a handler of the user's may block, and this one beats and asks for all.
-            threading.Thread(target=log.warning, args=("%s", words), name="pgmesh-word", daemon=True).start()
+        if text := (yield from self._missing_text(key, timedelta(seconds=round(waited)), yet=True)):
+            # In another thread, since a log handler may block and this thread sends the heartbeats.
+            threading.Thread(target=log.warning, args=("%s", text), name="pgmesh-warning", daemon=True).start()
 
-    def _tell_of_waiting(self, key: str, waited: float) -> StoreProtocol[None]:
-        self._telling = True
-        self._tell(self._waiting)
+    def _publish_status(self, key: str, waited: float) -> StoreProtocol[None]:
+        self._status_is_set = True
+        self._set_status(self._activity)
         yield from ()
 
     @property
-    def _waiting(self) -> str:
-        return f"in the first collective of {self._card.what}, waiting for others"
+    def _activity(self) -> str:
+        return f"in the first collective of {self._fingerprint.subject}, waiting for its members"
 
-    def _check_refused(self) -> StoreProtocol[None]:
-        for key in self.refused:
+    def _check_mismatch(self) -> StoreProtocol[None]:
+        for key in self.mismatch_keys:
             text = yield Read(key)
             if text is not None and (error := Decision.unpack(key, text).error()):
                 raise error
 
     def _check_open(self) -> None:
         if self._closed:
-            raise LifetimeError(f"{self._card.what} was released on this rank while it waited for its members.")
+            raise LifetimeError(
+                f"{self._fingerprint.subject} was released on this rank while it waited for its members."
+            )
 
-    def _look(self, key: str) -> StoreProtocol[bool]:
-        """Whether a key is there, in one operation that brings its value along."""
+    def _read(self, key: str) -> StoreProtocol[bool]:
+        """Read a key and store its value. False if it has none yet."""
         value = yield Read(key)
         if value is None:
             return False
-        card, _, body = value.partition(SEAL)
-        yield from publish_mismatch(self.refused[0] if self.refused else f"{key}/refused", self._card, card, key)
-        self._found[key] = body
+        encoded, _, body = value.partition(SEPARATOR)
+        mismatch_key = self.mismatch_keys[0] if self.mismatch_keys else f"{key}/mismatch"
+        yield from publish_mismatch(mismatch_key, self._fingerprint, encoded, key)
+        self._values[key] = body
         return True
 
     def get(self, key: str) -> bytes:
-        if key not in self._found:
+        if key not in self._values:
             self.wait([key])
-        return self._found[key]
+        return self._values[key]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return [self.get(key) for key in keys]
 
     def missing(self, key: str | None = None, limit: timedelta | None = None) -> str | None:
-        """Who never came, in words; None if all did, or if the store cannot tell.
+        """Message about the missing members. None if all are there or the store does not answer.
 
         Args:
-            key: one that was waited for; this rank's own address unless given.
-            limit: how long it was waited for.
+            key: the key that was waited for. Default: this rank's own address.
+            limit: the timeout of that wait.
 
         Raises:
-            MismatchError: not all mean the same.
+            MismatchError: the members' fingerprints differ.
         """
         try:
-            return self._go(self._missing(key, limit), 0.0)
+            return self._run_steps(self._missing_text(key, limit), 0.0)
         except WorldError:
             return None
 
-    def _missing(self, key: str | None, limit: timedelta | None, *, yet: bool = False) -> StoreProtocol[str | None]:
-        yield from self._check_refused()
+    def _missing_text(
+        self, key: str | None, limit: timedelta | None, *, yet: bool = False
+    ) -> StoreProtocol[str | None]:
+        yield from self._check_mismatch()
         key = key or next(iter(self.written), None)
         if key is None:
             return None
         stem, _, last = key.rpartition("/")
         if self._addresses:
-            asked: dict[object, str] = {rank: f"{stem}/{i}" for i, rank in enumerate(self._ranks)}
-        else:  # NCCL's first member writes the id of the group; who writes any other key, the key does not tell
-            asked = {self._ranks[0] if last.isdecimal() else f"that writes {key}": key}
+            keys: dict[object, str] = {rank: f"{stem}/{i}" for i, rank in enumerate(self._ranks)}
+        else:  # NCCL's first member writes the id of the group. For other keys the writing rank is unknown
+            keys = {self._ranks[0] if last.isdecimal() else f"that writes {key}": key}
         seen: dict[object, bytes | None] = {}
-        for rank, address in asked.items():
-            seen[rank] = yield Read(address)
-        who = [rank for rank, value in seen.items() if value is None]
-        if not who:
+        for rank, address_key in keys.items():
+            seen[rank] = yield Read(address_key)
+        missing = [rank for rank, value in seen.items() if value is None]
+        if not missing:
             for rank, value in seen.items():
-                self._card.check((value or b"").partition(SEAL)[0], key=asked[rank])
+                self._fingerprint.check((value or b"").partition(SEPARATOR)[0], key=keys[rank])
             return None
-        said = {}
-        for rank in who[:8]:
-            if isinstance(rank, int) and (last_told := RankStatus.unpack(rank, (yield Read(status_key(rank))))):
-                said[rank] = str(last_told)
-        words = "".join(f"\n  rank {rank} last said: {last}" for rank, last in said.items())
-        if self._waiting in said.values():
-            words += f"\n{OTHERWISE}"
-        came = f"ha{'ve' if len(who) > 1 else 's'} not come" if yet else "never came"
+        statuses = {}
+        for rank in missing[:8]:
+            if isinstance(rank, int) and (status := RankStatus.unpack(rank, (yield Read(status_key(rank))))):
+                statuses[rank] = str(status)
+        details = "".join(f"\n  last status of rank {rank}: {status}" for rank, status in statuses.items())
+        if self._activity in statuses.values():
+            details += f"\n{SAME_LABEL_HINT}"
+        seconds = f"{(limit or self._timeout).total_seconds():g} s"
+        failed = f"ha{'ve' if len(missing) > 1 else 's'} not reached" if yet else "did not reach"
         return (
-            f"{self._card.what}: {name_ranks(who)} {came} to the first collective, in "
-            f"{(limit or self._timeout).total_seconds():g} s. The group's ranks are {format_ranks(self._ranks)}.{words}"
+            f"{self._fingerprint.subject}: {name_ranks(missing)} {failed} the first collective in {seconds}. "
+            f"The group's ranks are {format_ranks(self._ranks)}.{details}"
         )
 
-    def _late(self, key: str, limit: timedelta) -> str:
-        return f"{self._card.what}: all members came, but only after {limit.total_seconds():g} s, too late for {key}."
+    def _late_text(self, key: str, limit: timedelta) -> str:
+        return (
+            f"{self._fingerprint.subject}: all members have reached the first collective, but {key} was still missing "
+            f"after {limit.total_seconds():g} s."
+        )
 
-    # -- what a backend writes, and whatever else it asks -------------------------------------------------------
+    # -- writing, and other operations --------------------------------------------------------------------------
 
     def set(self, key: str, value: Any) -> None:
         if self._addresses:
-            self._own[key] = bytes(value)
-        if not self._held:
+            self._own_addresses[key] = bytes(value)
+        if not self._unpublished:
             self.used = True
-            self._go(self._set(key, value))
+            self._run_steps(self._set(key, value))
 
     def multi_set(self, keys: list[str], values: list[Any]) -> None:
         for key, value in zip(keys, values):
             self.set(key, value)
 
     def _set(self, key: str, value: Any) -> StoreProtocol[None]:
-        yield from self._begin()
-        yield self._sealed(key, value)
+        yield from self._before_wait()
+        yield self._write(key, value)
 
-    def _sealed(self, key: str, value: Any) -> Raw:
-        self.written.add(key)  # before it is seen that nobody closed: who closes later takes this key away too
+    def _write(self, key: str, value: Any) -> Raw:
+        self.written.add(key)  # before the check, so that a later close deletes this key too
         self._check_open()
-        return Raw("set", (key, self._card.word + SEAL + bytes(value)))
+        return Raw("set", (key, self._fingerprint.encoded + SEPARATOR + bytes(value)))
 
-    def _begin(self) -> StoreProtocol[None]:
-        """This rank is in a collective: see that all is agreed on, and say where it can be reached."""
+    def _before_wait(self) -> StoreProtocol[None]:
+        """Compare fingerprints and publish this rank's address, before the rank first writes or waits."""
         self._check_open()
-        yield from self._first()
-        if self._held:
-            for key, value in self._own.items():
-                yield self._sealed(key, value)
-            self._held = False
+        yield from self._before_first_use()
+        if self._unpublished:
+            for key, value in self._own_addresses.items():
+                yield self._write(key, value)
+            self._unpublished = False
 
     def _ask(self, operation: str, *arguments: Any) -> Any:
-        return self._go(once(Raw(operation, arguments)))
+        return self._run_steps(once(Raw(operation, arguments)))
 
     def check(self, keys: list[str]) -> bool:
         return bool(self._ask("check", keys))

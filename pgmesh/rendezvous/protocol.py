@@ -1,19 +1,17 @@
-"""How ranks meet: arrivals, cards, one decision for all, and who waits for whom. No clock and no store of its own.
+"""The protocol by which the members of a group connect, as generators without a clock or a store.
 
-Everything here is a generator that yields what it wants done, one access to the store at a time, and is sent the
-answer. So the same code runs against the world's store and under a model checker, which tries every interleaving,
-every crash and every time-out.
+Each generator yields one step at a time, such as one store operation, and is sent the answer. So the same code runs on
+the world's store and under a model checker that tries every interleaving, crash and timeout.
 
-Members of a group meet in a *meeting*, under three keys:
+A *connect attempt* is one round in which the members of a group connect. It has these store keys:
 
-    <name>/came     a line from each member that arrived: its rank, its line of code, its card
-    <name>/count    how many arrived
-    <name>/end      the decision: whoever lays it down first decides for all, and nothing ever changes it
+    <name>/arrivals   a record of each member that arrived: its rank, process, line of code, fingerprint and address
+    <name>/count      the number of arrivals
+    <name>/decision   the outcome, the same for all members. The first rank to write it decides, and it never changes
 
-A meeting ends as made when all have come, by the last of them; or it is given up, by the first member that has a
-reason to: its deadline, a card that differs, a member that is not heard from any more, a circle of ranks that wait
-for each other. A rank that comes later finds the decision and goes its way at once; the retry is another meeting,
-under another name.
+The last member to arrive decides that the group is made. The first member that finds a reason decides that the attempt
+failed. Reasons are its deadline, a different fingerprint, a lost member, and a circle of ranks that wait for each
+other. A rank that arrives later reads the decision at once. A retry is another attempt under another name.
 """
 
 from __future__ import annotations
@@ -27,94 +25,75 @@ from typing import Any, NamedTuple, TypeVar, Union
 
 from pgmesh._util.formatting import format_ranks, name_ranks
 from pgmesh.errors import CircleError, MismatchError, MissingRanksError, PgmeshError, WorldError
+from pgmesh.rendezvous import timing
 
 VERSION = 1
-"""Of what is written here for others. Who reads another is told so."""
+"""Version of the records in the store. A record of another version is reported as a foreign value."""
 
-LONGEST = 1 << 16
-"""Characters of one record; what is longer was written by nobody here."""
-
-FIRST_PAUSE, LONGEST_PAUSE = 0.002, 0.05
-"""Seconds between two looks at the store; each pause is half as long again as the one before."""
-
-FIRST_INSPECTION, INSPECTION = 0.025, 0.2
-"""Seconds until a rank that waits asks why, and then between two times that it does: with the longest pause of the
-others, what differs is told to all within 0.1 s of the one that came with it."""
-
-SLOWEST = 0.3
-"""Seconds up to which a rank that took long to come waits as long again before it first asks why: where the store is
-slow, to ask would make it slower."""
-
-MOST_ASKED = 32
-"""How many of a group's missing ranks one inspection asks after, and how many of those that they wait for in turn.
-
-A circle is found all the same: where each rank that waits follows some of those it waits for, they lead round, and a
-long way round is gone in several inspections."""
-
-UNSTEADY = -1
-"""The beat of a rank that may yet be silent for long and live."""
+UNRELIABLE = -1
+"""Heartbeat of a rank whose heartbeats may pause for long while it lives."""
 
 T = TypeVar("T")
 
 
-# -- what is asked of the store and of the clock ---------------------------------------------------------------------
+# -- steps: operations on the store and the clock ---------------------------------------------------------------------
 
 
 class Append(NamedTuple):
-    """Add to what a key holds."""
+    """Append to the value of a key."""
 
     key: str
     value: str
 
 
 class Add(NamedTuple):
-    """Count one more; the answer is how many."""
+    """Add 1 to a counter. The answer is its new value."""
 
     key: str
 
 
 class Read(NamedTuple):
-    """What a key holds; None for nothing."""
+    """Read a key. The answer is its value, or None."""
 
     key: str
 
 
 class CompareSet(NamedTuple):
-    """Lay a value down where there is none; the answer is what lies there now."""
+    """Set a key that has no value yet. The answer is its value now."""
 
     key: str
     value: str
 
 
 class Delete(NamedTuple):
-    """Take keys away."""
+    """Delete keys."""
 
     keys: tuple[str, ...]
 
 
 class Raw(NamedTuple):
-    """Whatever a backend asks its store for."""
+    """An operation that a backend asks of its store."""
 
     operation: str
     arguments: tuple[Any, ...]
 
 
 class SetStatus(NamedTuple):
-    """Tell everyone what this rank waits for, under ``status_key(rank)``."""
+    """Publish the groups that this rank waits for, under ``status_key(rank)``."""
 
-    waits: tuple[PendingConnect, ...]
+    pending: tuple[PendingConnect, ...]
 
 
 class Pause(NamedTuple):
-    """Wait; the answer is the time now, in seconds since the start."""
+    """Wait. The answer is the time since the start, in seconds."""
 
     seconds: float
 
 
 class Ready(NamedTuple):
-    """A meeting ended as made, and its group can be used."""
+    """An attempt succeeded, and its group can be used."""
 
-    meeting: ConnectAttempt
+    attempt: ConnectAttempt
 
 
 Step = Union[Append, Add, Read, CompareSet, Delete, Raw, SetStatus, Pause, Ready]
@@ -122,42 +101,49 @@ StoreProtocol = Generator[Step, Any, T]
 
 
 def status_key(rank: int) -> str:
-    """The key under which a rank tells what it does."""
-    return f"pgmesh/told/{rank}"
+    """The store key of a rank's status."""
+    return f"pgmesh/status/{rank}"
 
 
 def pauses(pace: float = 1.0, first: float = 0.0) -> Iterator[float]:
-    """How long to pause between looks, at least so long at first: each time half as long again, up to a limit.
+    """Pauses between reads of the store, in seconds: each is 1.5 times the one before, up to a limit.
+
+    Args:
+        pace: factor of the limit; greater than 1 in a large world.
+        first: shortest first pause.
 
     >>> [round(pause, 4) for pause, _ in zip(pauses(), range(10))]
     [0.002, 0.003, 0.0045, 0.0068, 0.0101, 0.0152, 0.0228, 0.0342, 0.05, 0.05]
     """
-    longest = LONGEST_PAUSE * pace
-    pause = min(max(first, FIRST_PAUSE), longest)
+    longest = timing.TIMING.longest_pause * pace
+    pause = min(max(first, timing.TIMING.first_pause), longest)
     while True:
         yield pause
         pause = min(pause * 1.5, longest)
 
 
-# -- records: data that is read strictly, and never run --------------------------------------------------------------
+# -- records: data that is validated when it is read, and never executed ----------------------------------------------
 
 
 def pack(**record: Any) -> str:
-    """A record as text."""
+    """Encode a record as text."""
     return json.dumps({"v": VERSION, **record}, sort_keys=True)
 
 
 def unpack(text: bytes | str, /, **kinds: Any) -> dict[str, Any] | None:
-    """A record from text, if it is one, of this version, with fields of these kinds.
+    """Decode a record. None unless it has this version and fields of these types.
+
+    Args:
+        kinds: the type of each required field.
 
     >>> unpack(pack(rank=3), rank=int), unpack(pack(rank="3"), rank=int), unpack("import os")
     ({'rank': 3, 'v': 1}, None, None)
     """
-    if len(text) > LONGEST:
+    if len(text) > timing.LIMITS.record_chars:
         return None
     try:
         record = json.loads(text)
-        json.dumps(record, ensure_ascii=False).encode()  # what can be read could also have been written
+        json.dumps(record, ensure_ascii=False).encode()  # a lone surrogate can be read and not written
     except (ValueError, RecursionError):
         return None
     if not isinstance(record, dict) or record.get("v") != VERSION:
@@ -169,201 +155,237 @@ def unpack(text: bytes | str, /, **kinds: Any) -> dict[str, Any] | None:
 
 
 def quoted(text: bytes | str) -> str:
-    """The start of what a key holds, for a message."""
+    """The start of a value, for a message."""
     return repr(text[:80]) + ("..." if len(text) > 80 else "")
 
 
 def foreign_value(key: str, text: bytes | str) -> str:
-    """What lies under a key of ours and is no record of ours, for a message."""
+    """Message about a value under a key of pgmesh that pgmesh did not write."""
     where = f"the store's key {key}" if key else "the store"
-    return f"{where} holds {quoted(text)}, which no pgmesh wrote"
+    return f"{where} holds {quoted(text)}, which pgmesh did not write"
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What this rank means by a mesh or a group, to hold against what others mean.
+    """The properties of a mesh or a group that all its ranks must have in common.
 
     Args:
-        rank: this rank, to be named in the others' errors.
-        meaning: field by field, as plain data.
-        what: what is meant, to begin an error with.
-        mend: the way out, to end an error with.
+        rank: this rank, for the errors of other ranks.
+        fields: the properties by name, as plain data.
+        subject: name of the mesh or group. Error messages begin with it.
+        hint: suggested fix. Error messages end with it.
     """
 
     rank: int
-    meaning: Mapping[str, Any]
-    what: str
-    mend: str
+    fields: Mapping[str, Any]
+    subject: str
+    hint: str
 
     @functools.cached_property
-    def word(self) -> bytes:
-        """The card as the store holds it: the rank, and the meaning as JSON."""
-        return f"{self.rank} {json.dumps(self.meaning, sort_keys=True)}".encode()
+    def encoded(self) -> bytes:
+        """The value in the store: the rank, and the fields as JSON."""
+        return f"{self.rank} {json.dumps(self.fields, sort_keys=True)}".encode()
 
     def check(self, *seen: bytes, key: str = "") -> None:
-        """Hold other ranks' cards against this one.
+        """Compare the encoded fingerprints of other ranks with this one.
 
         Raises:
-            MismatchError: one of them means something else.
+            MismatchError: their fields differ.
         """
-        if trouble := self.trouble(seen, key):
-            raise MismatchError(trouble)
+        if mismatch := self.mismatch(seen, key):
+            raise MismatchError(mismatch)
 
-    def trouble(self, seen: Sequence[bytes], key: str = "") -> str | None:
-        """What differs between this card and others, field by field, with the ranks that hold each value.
+    def mismatch(self, seen: Sequence[bytes], key: str = "") -> str | None:
+        """Message about the fields that differ, with the ranks that have each value. None if all are equal.
 
         Args:
-            key: where they were found, to be named if one is no card.
+            seen: encoded fingerprints of other ranks.
+            key: the store key they were read from, for the message about a foreign value.
         """
-        mine = self.word.partition(b" ")[2]
-        if all(word.partition(b" ")[2] == mine for word in seen):
+        mine = self.encoded.partition(b" ")[2]
+        if all(encoded.partition(b" ")[2] == mine for encoded in seen):
             return None
-        meanings = {self.rank: dict(self.meaning)}
-        for word in seen:
-            meant = _meant(word)
-            if meant is None:
-                return f"{self.what}: {foreign_value(key, word)}."
-            meanings[meant[0]] = meant[1]
+        fields_by_rank = {self.rank: dict(self.fields)}
+        for encoded in seen:
+            decoded = _decode(encoded)
+            if decoded is None:
+                return f"{self.subject}: {foreign_value(key, encoded)}."
+            fields_by_rank[decoded[0]] = decoded[1]
         lines = []
-        for name in sorted({*self.meaning, *(name for meaning in meanings.values() for name in meaning)}):
+        for name in sorted({*self.fields, *(name for fields in fields_by_rank.values() for name in fields)}):
             holders: dict[str, list[int]] = {}
-            for holder, meaning in sorted(meanings.items()):
-                holders.setdefault(_value(meaning.get(name)), []).append(holder)
+            for holder, fields in sorted(fields_by_rank.items()):
+                holders.setdefault(_format_value(fields.get(name)), []).append(holder)
             if len(holders) > 1:
                 lines.append(f"\n  {name}: " + ", ".join(f"{value} on {name_ranks(r)}" for value, r in holders.items()))
-        return f"{self.what} is not the same on all ranks:{''.join(lines)}\n\n{self.mend}"
+        return f"{self.subject} is not the same on all ranks:{''.join(lines)}\n\n{self.hint}"
 
 
-def _meant(word: bytes) -> tuple[int, dict[str, Any]] | None:
-    """The rank and the meaning on a card, if it is one."""
-    rank, _, text = word.decode(errors="replace").partition(" ")
+def _decode(encoded: bytes) -> tuple[int, dict[str, Any]] | None:
+    """Rank and fields of an encoded fingerprint. None for any other value."""
+    rank, _, text = encoded.decode(errors="replace").partition(" ")
     try:
         return int(rank), dict(json.loads(text).items())
     except (ValueError, TypeError, AttributeError, RecursionError):
         return None
 
 
-def _value(value: Any) -> str:
+def _format_value(value: Any) -> str:
     text = "none" if value is None else str(value)[:200]
     return f"({text})" if ", " in text and text[0].isdigit() else text
 
 
-def error_in_words(error: BaseException) -> str:
-    """An error as others are told of it."""
+def error_text(error: BaseException) -> str:
+    """Type and message of an error, for the errors of other ranks."""
     return f"{type(error).__name__}{': ' * bool(str(error))}{error}"
 
 
 class PendingConnect(NamedTuple):
-    """One group that a rank waits for, as it tells the others."""
+    """One group that a rank waits for, as it is published in the rank's status.
 
-    number: int  # which of this rank's waits: a later one is another
-    name: str  # the meeting's
-    words: str  # "group dp of mesh 'actor'"
-    line: str  # "train.py:12"
-    missing: tuple[int, ...]  # who had not come when it last looked
-    alone: bool = True  # whether no other thread of the rank could still come elsewhere
+    Args:
+        number: number of the call of ``connect`` on this rank.
+        name: name of the attempt.
+        label: the group, such as "group dp of mesh 'actor'".
+        call_site: the line of code, such as "train.py:12".
+        missing: the members that had not arrived when the rank last read the arrivals.
+        single_threaded: False if another thread of the rank may still connect a group.
+    """
+
+    number: int
+    name: str
+    label: str
+    call_site: str
+    missing: tuple[int, ...]
+    single_threaded: bool = True
 
     def __str__(self) -> str:
-        return f"connecting {self.words} at {self.line}, waiting for {name_ranks(self.missing)}"
+        return f"connecting {self.label} at {self.call_site}, waiting for {name_ranks(self.missing)}"
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What a rank last told the others.
+    """The status that a rank last published.
 
     Args:
-        beat: counts up for as long as its process lives, once nothing can hold it up.
-        doing: in words; "" for nothing that concerns others.
-        waits: the groups that it connects and that are not decided.
-        alone: no other thread of it could still come somewhere.
-        gone: why it tells no more, if it said so.
+        heartbeat: a counter that grows while the process lives, or ``UNRELIABLE``.
+        activity: description of the activity that other ranks may wait for; "" for none.
+        pending: the groups that the rank connects and that are undecided.
+        single_threaded: False if another thread of the rank may still connect a group.
+        exited: reason for the end of the heartbeats, if the rank has left.
     """
 
     rank: int
-    beat: int = 0  # or UNSTEADY
-    doing: str = ""
-    waits: tuple[PendingConnect, ...] = ()
-    alone: bool = True
-    gone: str = ""
+    heartbeat: int = 0
+    activity: str = ""
+    pending: tuple[PendingConnect, ...] = ()
+    single_threaded: bool = True
+    exited: str = ""
 
     def pack(self) -> str:
         return pack(
-            rank=self.rank, beat=self.beat, doing=self.doing, waits=self.waits, alone=int(self.alone), gone=self.gone
+            rank=self.rank,
+            heartbeat=self.heartbeat,
+            activity=self.activity,
+            pending=self.pending,
+            single_threaded=int(self.single_threaded),
+            exited=self.exited,
         )
 
     @classmethod
     def unpack(cls, rank: int, text: bytes | None) -> RankStatus | None:
-        """What a rank told, if it told anything that can be read."""
-        kinds = {"rank": int, "beat": int, "doing": str, "waits": list, "alone": int, "gone": str}
+        """Decode the status of a rank; None for no status or a foreign value."""
+        kinds = {
+            "rank": int,
+            "heartbeat": int,
+            "activity": str,
+            "pending": list,
+            "single_threaded": int,
+            "exited": str,
+        }
         record = unpack(text or b"", **kinds)
         if record is None or record["rank"] != rank:
             return None
-        waits = []
-        for wait in record["waits"][:MOST_ASKED]:
+        pending = []
+        for wait in record["pending"][: timing.LIMITS.statuses]:
             if not (isinstance(wait, list) and [*map(type, wait)] == [int, str, str, str, list, bool]):
                 return None
-            number, name, words, line, missing, alone = wait
+            number, name, label, call_site, missing, single_threaded = wait
             ranks = tuple(each for each in missing if isinstance(each, int))
-            waits.append(PendingConnect(number, name, words, line, ranks, alone))
-        return cls(rank, record["beat"], record["doing"], tuple(waits), bool(record["alone"]), record["gone"])
+            pending.append(PendingConnect(number, name, label, call_site, ranks, single_threaded))
+        return cls(
+            rank,
+            record["heartbeat"],
+            record["activity"],
+            tuple(pending),
+            bool(record["single_threaded"]),
+            record["exited"],
+        )
 
     def __str__(self) -> str:
-        words = "; ".join(map(str, self.waits)) or self.doing
-        return self.gone or words or "not waiting for anyone"
+        return self.exited or "; ".join(map(str, self.pending)) or self.activity or "not waiting in connect"
 
 
 @dataclass
 class Heartbeats:
-    """When each rank was last heard to live.
+    """The last heartbeat of each rank and its time.
 
     Args:
-        suspicion: a rank that tells nothing new for so many seconds counts as lost.
+        lost_after: seconds without a new heartbeat after which a rank counts as lost.
     """
 
-    suspicion: float
-    last: dict[int, tuple[int, float]] = field(default_factory=dict)  # the last beat of a rank, and when it was new
+    lost_after: float
+    last: dict[int, tuple[int, float]] = field(default_factory=dict)  # heartbeat and time it was first read
 
-    def hear(self, said: RankStatus, now: float) -> None:
-        if self.last.get(said.rank, (None, 0.0))[0] != said.beat:
-            self.last[said.rank] = (said.beat, now)
+    def update(self, status: RankStatus, now: float) -> None:
+        if self.last.get(status.rank, (None, 0.0))[0] != status.heartbeat:
+            self.last[status.rank] = (status.heartbeat, now)
 
     def silence(self, rank: int, now: float) -> float:
-        """Seconds for which a rank has told nothing new."""
+        """Seconds since the last new heartbeat of a rank."""
         return now - self.last[rank][1]
 
-    def is_lost(self, said: RankStatus, now: float) -> bool:
-        return bool(said.gone) or (said.beat != UNSTEADY and self.silence(said.rank, now) >= self.suspicion)
+    def is_lost(self, status: RankStatus, now: float) -> bool:
+        return bool(status.exited) or (
+            status.heartbeat != UNRELIABLE and self.silence(status.rank, now) >= self.lost_after
+        )
 
-    def next_look(self, now: float, period: float) -> float:
-        """When to listen again: after a period, or sooner, at the moment in which a silence would become a loss."""
-        due = (heard + self.suspicion for _, heard in self.last.values())
+    def next_inspection(self, now: float, period: float) -> float:
+        """Time of the next inspection: after ``period``, or earlier, when a silent rank becomes lost."""
+        due = (heard + self.lost_after for _, heard in self.last.values())
         return min([now + period, *(each for each in due if each > now)])
 
 
 @dataclass(frozen=True)
 class Decision:
-    """How a meeting ended, the same for all its members.
+    """The outcome of an attempt, the same for all members.
 
     Args:
-        at: where each member can be reached, in the order of the group, if it was made and each of them said so.
+        kind: "made", "missing", "mismatch" or "circle".
+        text: the error message.
+        addresses: the address of each member in group order, if the group was made and all members published one.
     """
 
     kind: str
     text: str = ""
-    at: tuple[str, ...] = field(default=(), compare=False)
+    addresses: tuple[str, ...] = field(default=(), compare=False)
 
     def pack(self) -> str:
-        return pack(kind=self.kind, text=self.text[: LONGEST // 8], at=self.at)
+        return pack(kind=self.kind, text=self.text[: timing.LIMITS.record_chars // 8], addresses=self.addresses)
 
     @classmethod
     def unpack(cls, key: str, text: bytes) -> Decision:
-        record = unpack(text, kind=str, text=str, at=list)
-        if record is None or record["kind"] not in ERRORS or not all(isinstance(each, str) for each in record["at"]):
+        record = unpack(text, kind=str, text=str, addresses=list)
+        if (
+            record is None
+            or record["kind"] not in ERRORS
+            or not all(isinstance(each, str) for each in record["addresses"])
+        ):
             return cls("mismatch", f"{foreign_value(key, text)}.")
-        return cls(record["kind"], record["text"], tuple(record["at"]))
+        return cls(record["kind"], record["text"], tuple(record["addresses"]))
 
     def error(self) -> PgmeshError | None:
-        """What a member raises; None for a group that was made."""
+        """The error that members raise; None if the group was made."""
         kind = ERRORS[self.kind]
         return None if kind is None else kind(self.text)
 
@@ -377,76 +399,79 @@ ERRORS: dict[str, type[PgmeshError] | None] = {
 }
 
 
-# -- a mesh is introduced ---------------------------------------------------------------------------------------------
+# -- comparing fingerprints -------------------------------------------------------------------------------------------
 
 
-def register_mesh(name: str, card: Fingerprint, *, listed: bool = True) -> StoreProtocol[None]:
-    """Once for each rank and mesh: hold what it means by the mesh against what the first of them laid down.
+def register_mesh(name: str, fingerprint: Fingerprint, *, listed: bool = True) -> StoreProtocol[None]:
+    """Publish the fingerprint of a mesh, or compare it with the one that the first rank published.
+
+    Each rank does this once for each mesh.
 
     Args:
-        listed: let every rank be named that means the same, in another's error, at the cost of one more operation.
+        listed: append the fingerprint to a list, so that errors name every rank. It costs one more operation.
 
     Raises:
-        MismatchError: they differ; the ranks that came before are told too, under ``<name>/refused``.
+        MismatchError: they differ. It is also published under ``<name>/mismatch`` for the ranks that wait.
     """
     if listed:
-        yield Append(f"{name}/said", card.word.decode() + "\n")
-    first = yield CompareSet(name, card.word.decode())
-    if card.trouble([first]) is not None:
-        said = (yield Read(f"{name}/said")) or b""
-        trouble = card.trouble([first, *said.splitlines()], name if _meant(first) is None else f"{name}/said")
-        end = yield CompareSet(f"{name}/refused", Decision("mismatch", trouble or "").pack())
-        raise Decision.unpack(f"{name}/refused", end).error() or MismatchError(trouble)
+        yield Append(f"{name}/fingerprints", fingerprint.encoded.decode() + "\n")
+    first = yield CompareSet(name, fingerprint.encoded.decode())
+    if fingerprint.mismatch([first]) is not None:
+        seen = (yield Read(f"{name}/fingerprints")) or b""
+        key = name if _decode(first) is None else f"{name}/fingerprints"
+        mismatch = fingerprint.mismatch([first, *seen.splitlines()], key)
+        decision = yield CompareSet(f"{name}/mismatch", Decision("mismatch", mismatch or "").pack())
+        raise Decision.unpack(f"{name}/mismatch", decision).error() or MismatchError(mismatch)
 
 
-def publish_or_compare(key: str, card: Fingerprint) -> StoreProtocol[None]:
-    """Hold a card against the other members' in one operation: the first lays it down, later ones compare.
+def publish_or_compare(key: str, fingerprint: Fingerprint) -> StoreProtocol[None]:
+    """Publish a fingerprint, or compare it with the first one, in one operation.
 
     Raises:
-        MismatchError: the first rank to come means something else. It is told too, under ``<key>/refused``.
+        MismatchError: they differ. It is also published under ``<key>/mismatch`` for the ranks that wait.
     """
-    yield from publish_mismatch(f"{key}/refused", card, (yield CompareSet(key, card.word.decode())), key)
+    first = yield CompareSet(key, fingerprint.encoded.decode())
+    yield from publish_mismatch(f"{key}/mismatch", fingerprint, first, key)
 
 
-def publish_mismatch(key: str, card: Fingerprint, seen: bytes, where: str = "") -> StoreProtocol[None]:
-    """Hold a card against another's, and where they differ tell those who wait.
+def publish_mismatch(key: str, fingerprint: Fingerprint, seen: bytes, where: str = "") -> StoreProtocol[None]:
+    """Compare a fingerprint with an encoded one; publish a mismatch for the ranks that wait.
 
     Args:
-        key: under which to tell them.
-        where: the key under which the other was found.
+        key: store key for the mismatch.
+        where: store key that ``seen`` was read from.
 
     Raises:
         MismatchError: they differ.
     """
-    if trouble := card.trouble([seen], where):
-        yield CompareSet(key, Decision("mismatch", trouble).pack())
-        raise MismatchError(trouble)
+    if mismatch := fingerprint.mismatch([seen], where):
+        yield CompareSet(key, Decision("mismatch", mismatch).pack())
+        raise MismatchError(mismatch)
 
 
 class Generations:
-    """How often the members of a group have let go of it: a part of its name.
+    """Counts of the releases and failures of groups: a part of each group's name.
 
-    All members release a group, but it may fail on some of them alone, and the others follow once they learn of it. So
-    each release counts, and what failed counts anew from there: members that have released meet again, whatever
-    failed on whom before.
+    All members release a group, but it may fail on some members only. So each release restarts the count of failures:
+    after a release, all members derive the same name again.
     """
 
     def __init__(self) -> None:
         self._released: dict[tuple[int, ...], int] = {}
-        self._failed: dict[tuple[int, ...], dict[Hashable, int]] = {}  # by ranks, and by what else the group is
+        self._failed: dict[tuple[int, ...], dict[Hashable, int]] = {}  # by ranks, then variant
 
     def release(self, ranks: tuple[int, ...]) -> None:
-        """All members let go of all groups of these ranks."""
+        """Count a release of all groups of these ranks."""
         self._released[ranks] = self._released.get(ranks, 0) + 1
         self._failed.pop(ranks, None)
 
     def fail(self, ranks: tuple[int, ...], kind: Hashable) -> None:
-        """This group is no more on this rank, and perhaps not yet so on others."""
+        """Count a failure of one group on this rank."""
         kinds = self._failed.setdefault(ranks, {})
         kinds[kind] = kinds.get(kind, 0) + 1
 
     def of(self, ranks: tuple[int, ...], kind: Hashable) -> tuple[int, int]:
-        """How often the group was released, and how often it failed since.
+        """Number of releases of a group, and of its failures since the last release.
 
         >>> generations = Generations()
         >>> generations.fail((0, 1), "tp"), generations.of((0, 1), "tp")
@@ -454,189 +479,191 @@ class Generations:
         >>> generations.release((0, 1)), generations.of((0, 1), "tp")
         (None, (1, 0))
         """
-        # Long tuples are hashed anew each time that they are looked up, so not in tables that are empty.
+        # A lookup hashes the whole tuple of ranks, which may be long: none in empty tables.
         released = self._released.get(ranks, 0) if self._released else 0
         return released, self._failed.get(ranks, {}).get(kind, 0) if self._failed else 0
 
 
-# -- members meet -----------------------------------------------------------------------------------------------------
+# -- connect attempts -------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class ConnectAttempt:
-    """One group that is being connected, once.
+    """One round of connecting one group.
 
     Args:
-        name: what its keys begin with, with its number at the end; never used twice.
-        ranks: its members.
-        card: what this rank means by it.
-        refused: a key under which a rank that means something else by the group says so.
-        mesh: the same for a rank that means another mesh.
-        at: where this rank can be reached; "" for what the members do not tell each other here.
+        name: prefix of its store keys. It ends in the attempt's number and is never used again.
+        ranks: the members.
+        fingerprint: the group's fingerprint on this rank.
+        mismatch_key: key under which a rank publishes a mismatch of the group's options.
+        mesh_mismatch_key: key under which a rank publishes a mismatch of the mesh.
+        address: this rank's address, for the arrivals; "" for none.
+        decision: the outcome, once it is known.
+        missing: the members that had not arrived when the arrivals were last read.
+        count_seen: the count of arrivals at that time.
     """
 
     name: str
     ranks: Sequence[int]
-    card: Fingerprint
-    refused: str | None = None
-    mesh: str | None = None
-    at: str = ""
-    end: Decision | None = None
+    fingerprint: Fingerprint
+    mismatch_key: str | None = None
+    mesh_mismatch_key: str | None = None
+    address: str = ""
+    decision: Decision | None = None
     missing: tuple[int, ...] = ()
-    counted: Any = ""  # what the count was when the roll was called
+    count_seen: Any = ""
 
     @property
-    def words(self) -> str:
-        return f"{self.card.what} (ranks {format_ranks(tuple(self.ranks))})"
+    def label(self) -> str:
+        return f"{self.fingerprint.subject} (ranks {format_ranks(tuple(self.ranks))})"
 
     @property
     def decision_key(self) -> str:
-        """The key of the decision."""
-        return f"{self.name}/end"
+        """Store key of the decision."""
+        return f"{self.name}/decision"
 
     @property
-    def broken(self) -> str:
-        """The key under which a member says that the group failed after it was made."""
+    def broken_key(self) -> str:
+        """Store key under which a member publishes that the group failed after it was made."""
         return f"{self.name}/broken"
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """All its keys."""
-        return tuple(f"{self.name}/{what}" for what in ("came", "count", "end", "broken", "left"))
+        """All store keys of the attempt."""
+        return tuple(f"{self.name}/{key}" for key in ("arrivals", "count", "decision", "broken", "left"))
 
     def leave(self) -> StoreProtocol[None]:
-        """Of those who came, the last to let go of the group takes the keys away: others may look until they do."""
+        """Release the attempt's keys. The last of the members that arrived deletes them."""
         left = yield Add(f"{self.name}/left")
-        came = (yield Read(f"{self.name}/count")) or b"0"
-        if left >= int(came):
+        arrived = (yield Read(f"{self.name}/count")) or b"0"
+        if left >= int(arrived):
             yield Delete(self.keys)
 
-    def decide(self, end: Decision) -> StoreProtocol[None]:
-        """Lay a decision down, or take the one that lies there."""
-        self.end = Decision.unpack(self.decision_key, (yield CompareSet(self.decision_key, end.pack())))
-        yield from self._tell()
+    def decide(self, decision: Decision) -> StoreProtocol[None]:
+        """Publish a decision, or take the one that is already there."""
+        self.decision = Decision.unpack(self.decision_key, (yield CompareSet(self.decision_key, decision.pack())))
+        yield from self._yield_ready()
 
-    def look(self) -> StoreProtocol[None]:
-        """See whether there is a decision."""
+    def read_decision(self) -> StoreProtocol[None]:
+        """Read the decision, if there is one."""
         text = yield Read(self.decision_key)
         if text is not None:
-            self.end = Decision.unpack(self.decision_key, text)
-            yield from self._tell()
+            self.decision = Decision.unpack(self.decision_key, text)
+            yield from self._yield_ready()
 
-    def _tell(self) -> StoreProtocol[None]:
-        if self.end == MADE:
+    def _yield_ready(self) -> StoreProtocol[None]:
+        if self.decision == MADE:
             yield Ready(self)
 
-    def catch_up(self) -> StoreProtocol[None]:
-        """Go on to the first meeting that is not decided: others may have tried more often than this rank."""
+    def skip_decided_rounds(self) -> StoreProtocol[None]:
+        """Advance to the first undecided attempt: other members may have tried more often than this rank."""
         while (yield Read(self.decision_key)) is not None:
             stem, _, number = self.name.rpartition(".")
             self.name = f"{stem}.{int(number) + 1}"
 
-    def arrive(self, me: int, line: str, who: str) -> StoreProtocol[None]:
-        """Come to the meeting. The last to come, who is told so by the count, decides that it is made."""
-        came = pack(rank=me, line=line, who=who, card=self.card.word.decode(), at=self.at)
-        yield Append(f"{self.name}/came", came + "\n")
+    def arrive(self, rank: int, call_site: str, process: str) -> StoreProtocol[None]:
+        """Append to the arrivals. The last member to arrive, by the count, decides that the group is made."""
+        encoded = self.fingerprint.encoded.decode()
+        arrival = pack(rank=rank, call_site=call_site, process=process, fingerprint=encoded, address=self.address)
+        yield Append(f"{self.name}/arrivals", arrival + "\n")
         if (yield Add(f"{self.name}/count")) >= len(self.ranks):
-            yield from self._call_roll()
+            yield from self._read_arrivals()
 
-    def inspect(self, *, again: bool = False) -> StoreProtocol[None]:
-        """See who has come, and give up where what they mean cannot go together.
+    def inspect(self, *, force: bool = False) -> StoreProtocol[None]:
+        """Read the arrivals and decide on a mismatch or on success.
 
         Args:
-            again: call the roll also if nobody was counted since. One may have come and not be counted, if it died.
+            force: read them even if the count is unchanged. A rank that died may have arrived without being counted.
         """
-        text = (yield Read(self.refused)) if self.refused else None
+        text = (yield Read(self.mismatch_key)) if self.mismatch_key else None
         if text is not None:
-            yield from self.decide(Decision.unpack(self.refused or "", text))
+            yield from self.decide(Decision.unpack(self.mismatch_key or "", text))
             return
-        counted = yield Read(f"{self.name}/count")
-        if again or counted != self.counted:
-            self.counted = counted
-            yield from self._call_roll()
+        count = yield Read(f"{self.name}/count")
+        if force or count != self.count_seen:
+            self.count_seen = count
+            yield from self._read_arrivals()
 
-    def _call_roll(self) -> StoreProtocol[None]:
-        """Read the line of each member that came. Once all have, the group is made."""
-        key = f"{self.name}/came"
-        cards: list[bytes] = []
-        who: dict[int, str] = {}
-        at: dict[int, str] = {}
+    def _read_arrivals(self) -> StoreProtocol[None]:
+        """Read the record of each member that arrived. Once all have, decide that the group is made."""
+        key = f"{self.name}/arrivals"
+        fingerprints: list[bytes] = []
+        processes: dict[int, str] = {}
+        addresses: dict[int, str] = {}
         members = {*self.ranks}
         text = (yield Read(key)) or b""
         for line in text.splitlines():
-            record = unpack(line, rank=int, line=str, who=str, card=str, at=str)
-            if record is None or record["rank"] not in members or not record["at"].isascii():
-                yield from self.decide(
-                    Decision(
-                        "mismatch", f"{self.words}: the store's key {key} holds {quoted(line)}, which no member wrote."
-                    )
-                )
+            record = unpack(line, rank=int, call_site=str, process=str, fingerprint=str, address=str)
+            if record is None or record["rank"] not in members or not record["address"].isascii():
+                foreign = f"{self.label}: the store's key {key} holds {quoted(line)}, which no member wrote."
+                yield from self.decide(Decision("mismatch", foreign))
                 return
-            if who.setdefault(record["rank"], record["who"]) != record["who"]:
-                both = f"{who[record['rank']]} and {record['who']}"
-                yield from self.decide(
-                    Decision("mismatch", f"{self.words}: both {both} came as rank {record['rank']}.")
-                )
+            rank, process = record["rank"], record["process"]
+            if processes.setdefault(rank, process) != process:
+                both = f"{self.label}: both {processes[rank]} and {process} connect as rank {rank}."
+                yield from self.decide(Decision("mismatch", both))
                 return
-            cards.append(record["card"].encode())
-            at[record["rank"]] = record["at"]
-        trouble = self.card.trouble(cards, key)
-        self.missing = tuple(rank for rank in self.ranks if rank not in who)
-        if trouble is not None:
-            yield from self.decide(Decision("mismatch", trouble))
+            fingerprints.append(record["fingerprint"].encode())
+            addresses[rank] = record["address"]
+        mismatch = self.fingerprint.mismatch(fingerprints, key)
+        self.missing = tuple(rank for rank in self.ranks if rank not in processes)
+        if mismatch is not None:
+            yield from self.decide(Decision("mismatch", mismatch))
         elif not self.missing:
-            told_by_all = all(at.values()) and sum(map(len, at.values())) < LONGEST // 2
-            yield from self.decide(Decision("made", at=tuple(map(at.__getitem__, self.ranks))) if told_by_all else MADE)
+            limit = timing.LIMITS.record_chars // 2
+            all_published = all(addresses.values()) and sum(map(len, addresses.values())) < limit
+            in_order = tuple(addresses[rank] for rank in self.ranks) if all_published else ()
+            yield from self.decide(Decision("made", addresses=in_order))
 
 
 @dataclass
 class Participant:
-    """One rank's call of connect: all its meetings, come to at once.
+    """One rank's call of ``connect``: all its attempts at once.
 
     Args:
-        me: this rank.
-        meetings: the groups.
-        number: which of this rank's waits this is.
-        line: the line of code.
-        who: this process, to tell it from another that takes itself for the same rank.
-        deadline: in seconds from the start of the call.
-        suspicion: after so many seconds in which a rank that told before tells nothing new, it counts as lost.
-        again: whether an earlier call failed, so that members may have tried more or less often than this rank.
-        pace: how many times slower than usual to look and to ask, so as to spare the store in a large world.
-        alone: no other thread of this process could still come somewhere.
-        warn: called once, with what is waited for, after a third of the deadline.
+        rank: this rank.
+        attempts: one for each group.
+        number: number of this call on this rank.
+        call_site: the line of code that called.
+        process: description of this process. It reveals two processes that have the same rank.
+        deadline: seconds from the start of the call.
+        lost_after: seconds without a new heartbeat after which a rank counts as lost.
+        skip_decided: an earlier call failed, so other members may have tried more or less often than this rank.
+        pace: factor of all pauses, to spare the store in a large world.
+        single_threaded: no other thread of this process can connect a group.
+        warn: called once after a third of the deadline, with a description of the missing ranks.
     """
 
-    me: int
-    meetings: Sequence[ConnectAttempt]
+    rank: int
+    attempts: Sequence[ConnectAttempt]
     number: int
-    line: str
-    who: str
+    call_site: str
+    process: str
     deadline: float
-    suspicion: float
-    again: bool = False
+    lost_after: float
+    skip_decided: bool = False
     pace: float = 1.0
-    alone: bool = True
+    single_threaded: bool = True
     warn: Callable[[str], None] = field(default=lambda text: None)
-    _beats: Heartbeats = field(init=False)
-    _told: dict[int, RankStatus] = field(default_factory=dict)
-    _junk: dict[int, str] = field(default_factory=dict)  # what a rank's key holds that no rank tells
-    _ways: list[list[tuple[int, PendingConnect]]] = field(default_factory=list)  # where the search for a circle goes on
-    _seen: set[int] = field(default_factory=set)  # which ranks it has passed
-    _asked: bool = False  # whether it has waited long enough to ask why
+    _heartbeats: Heartbeats = field(init=False)
+    _statuses: dict[int, RankStatus] = field(default_factory=dict)
+    _foreign_values: dict[int, str] = field(default_factory=dict)  # messages, by rank
+    _paths: list[list[tuple[int, PendingConnect]]] = field(default_factory=list)  # open ends of the search for a circle
+    _visited: set[int] = field(default_factory=set)  # ranks that this search has seen
+    _status_is_set: bool = False
     _now: float = 0.0
 
     def __post_init__(self) -> None:
-        self._beats = Heartbeats(self.suspicion)
+        self._heartbeats = Heartbeats(self.lost_after)
 
-    def meet(self) -> StoreProtocol[None]:
-        """Come to every meeting, and see each to its end."""
+    def connect(self) -> StoreProtocol[None]:
+        """Arrive at every attempt and wait for its decision."""
         try:
-            for meeting in self.meetings:
-                if self.again:
-                    yield from meeting.catch_up()
-                yield from meeting.arrive(self.me, self.line, self.who)
-            yield from self._wait()
+            for attempt in self.attempts:
+                if self.skip_decided:
+                    yield from attempt.skip_decided_rounds()
+                yield from attempt.arrive(self.rank, self.call_site, self.process)
+            yield from self._wait_for_decisions()
         except (GeneratorExit, WorldError):
             raise
         except BaseException as error:
@@ -645,183 +672,189 @@ class Participant:
             raise
 
     def cancel(self, error: BaseException) -> StoreProtocol[None]:
-        """Give up what is not decided, because of something that is no fault of the others."""
-        why = f"rank {self.me} stopped connecting at {self.line}: {error_in_words(error)}"
+        """Decide that all undecided attempts failed because of an error on this rank."""
+        why = f"rank {self.rank} stopped connecting at {self.call_site}: {error_text(error)}"
         kind = "mismatch" if isinstance(error, MismatchError) else "missing"
-        for meeting in self._open():
-            yield from meeting.decide(Decision(kind, f"{meeting.words} was given up, because {why}"))
-        yield from self._hush()
+        for attempt in self._undecided():
+            yield from attempt.decide(Decision(kind, f"{attempt.label} was cancelled because {why}"))
+        yield from self._clear_status()
 
-    def _open(self) -> list[ConnectAttempt]:
-        return [meeting for meeting in self.meetings if meeting.end is None]
+    def _undecided(self) -> list[ConnectAttempt]:
+        return [attempt for attempt in self.attempts if attempt.decision is None]
 
-    def _wait(self) -> StoreProtocol[None]:
+    def _wait_for_decisions(self) -> StoreProtocol[None]:
         now = yield Pause(0.0)
-        inspection = now + max(FIRST_INSPECTION * self.pace, min(now, SLOWEST))
-        warning, end = self.deadline / 3, self.deadline
-        for pause in pauses(self.pace, now / 4):  # a slow store is asked less often
+        inspection = now + max(timing.TIMING.first_inspection * self.pace, min(now, timing.TIMING.longest_start_delay))
+        warning = self.deadline / 3
+        for pause in pauses(self.pace, now / 4):  # a slow store gets fewer reads
             self._now = now
-            for meeting in self._open():
-                yield from meeting.look()
-            yield from self._heed()
-            if not self._open():
+            for attempt in self._undecided():
+                yield from attempt.read_decision()
+            yield from self._check_mesh()
+            if not self._undecided():
                 break
-            if now >= end:
-                yield from self._give_up()
+            if now >= self.deadline:
+                yield from self._time_out()
                 break
             if now >= inspection:
                 yield from self._inspect()
-                inspection = self._beats.next_look(now, INSPECTION * self.pace)
-                if now >= warning and self._open():
-                    self.warn("\n".join(self._why(meeting, f" so far, in {now:.0f} s") for meeting in self._open()))
+                inspection = self._heartbeats.next_inspection(now, timing.TIMING.inspection * self.pace)
+                if now >= warning and self._undecided():
+                    when = f" in {now:.0f} s so far"
+                    self.warn("\n".join(self._describe_missing(attempt, when) for attempt in self._undecided()))
                     warning = float("inf")
-            now = yield Pause(min(pause, max(0.0, end - now)))
-        yield from self._hush()
+            now = yield Pause(min(pause, max(0.0, self.deadline - now)))
+        yield from self._clear_status()
 
-    def _heed(self) -> StoreProtocol[None]:
-        """See whether a rank says that it means another mesh."""
-        for mesh in {meeting.mesh: None for meeting in self._open() if meeting.mesh}:
-            text = yield Read(mesh)
-            for meeting in self._open() if text is not None else ():
-                if meeting.mesh == mesh:
-                    yield from meeting.decide(Decision.unpack(mesh, text))
+    def _check_mesh(self) -> StoreProtocol[None]:
+        """Read the mismatches of the meshes."""
+        for key in {attempt.mesh_mismatch_key: None for attempt in self._undecided() if attempt.mesh_mismatch_key}:
+            text = yield Read(key)
+            for attempt in self._undecided() if text is not None else ():
+                if attempt.mesh_mismatch_key == key:
+                    yield from attempt.decide(Decision.unpack(key, text))
 
-    def _hush(self) -> StoreProtocol[None]:
-        """Take back what this rank told the others of its waiting."""
-        if self._asked:
+    def _clear_status(self) -> StoreProtocol[None]:
+        """Remove the pending groups from this rank's status."""
+        if self._status_is_set:
             yield SetStatus(())
 
     def _inspect(self) -> StoreProtocol[None]:
-        """Ask why this rank still waits."""
-        self._asked = True
-        for meeting in self._open():
-            yield from meeting.inspect()
-        waits = tuple(
+        """Read the arrivals, publish this rank's status, and read the statuses of the missing ranks."""
+        self._status_is_set = True
+        for attempt in self._undecided():
+            yield from attempt.inspect()
+        pending = tuple(
             PendingConnect(
-                self.number, meeting.name, meeting.words, self.line, meeting.missing[:MOST_ASKED], self.alone
+                self.number,
+                attempt.name,
+                attempt.label,
+                self.call_site,
+                attempt.missing[: timing.LIMITS.statuses],
+                self.single_threaded,
             )
-            for meeting in self._open()
+            for attempt in self._undecided()
         )
-        yield SetStatus(waits)
-        self._told.clear()
-        self._junk.clear()
-        for meeting in self._open():
-            for rank in meeting.missing[:MOST_ASKED]:
-                yield from self._ask(rank)
-            if any(map(self._is_lost, meeting.missing)):
-                yield from meeting.inspect(again=True)
-                if meeting.end is None and any(map(self._is_lost, meeting.missing)):
-                    yield from meeting.decide(Decision("missing", self._why(meeting)))
-        circle = (yield from self._find_circle(waits)) if self.alone else []
+        yield SetStatus(pending)
+        self._statuses.clear()
+        self._foreign_values.clear()
+        for attempt in self._undecided():
+            for rank in attempt.missing[: timing.LIMITS.statuses]:
+                yield from self._read_status(rank)
+            if any(map(self._is_lost, attempt.missing)):
+                yield from attempt.inspect(force=True)
+                if attempt.decision is None and any(map(self._is_lost, attempt.missing)):
+                    yield from attempt.decide(Decision("missing", self._describe_missing(attempt)))
+        circle = (yield from self._find_circle(pending)) if self.single_threaded else []
         if circle:
-            text = _circle_in_words(circle)
+            text = _circle_text(circle)
             for name in dict.fromkeys(wait.name for _, wait in circle):
-                yield CompareSet(f"{name}/end", Decision("circle", text).pack())
+                yield CompareSet(f"{name}/decision", Decision("circle", text).pack())
 
-    def _ask(self, rank: int) -> StoreProtocol[None]:
-        if rank in self._told:
+    def _read_status(self, rank: int) -> StoreProtocol[None]:
+        if rank in self._statuses:
             return
         text = yield Read(status_key(rank))
-        told_ = RankStatus.unpack(rank, text)
-        if told_ is not None:
-            self._told[rank] = told_
-            self._beats.hear(told_, self._now)
+        status = RankStatus.unpack(rank, text)
+        if status is not None:
+            self._statuses[rank] = status
+            self._heartbeats.update(status, self._now)
         elif text is not None:
-            self._junk[rank] = foreign_value(status_key(rank), text)
+            self._foreign_values[rank] = foreign_value(status_key(rank), text)
 
     def _is_lost(self, rank: int) -> bool:
-        return rank in self._told and self._beats.is_lost(self._told[rank], self._now)
+        return rank in self._statuses and self._heartbeats.is_lost(self._statuses[rank], self._now)
 
-    def _give_up(self) -> StoreProtocol[None]:
-        """The deadline has come."""
-        for meeting in self._open():
-            yield from meeting.inspect(again=True)
-        for meeting in self._open():
-            for rank in meeting.missing[:MOST_ASKED]:
-                yield from self._ask(rank)
-            yield from meeting.decide(Decision("missing", self._why(meeting, f" in {self.deadline:g} s")))
+    def _time_out(self) -> StoreProtocol[None]:
+        """Decide that all undecided attempts failed at the deadline."""
+        for attempt in self._undecided():
+            yield from attempt.inspect(force=True)
+        for attempt in self._undecided():
+            for rank in attempt.missing[: timing.LIMITS.statuses]:
+                yield from self._read_status(rank)
+            yield from attempt.decide(Decision("missing", self._describe_missing(attempt, f" in {self.deadline:g} s")))
 
-    def _why(self, meeting: ConnectAttempt, when: str = "") -> str:
-        """Who is missing, and what each of them is doing."""
+    def _describe_missing(self, attempt: ConnectAttempt, when: str = "") -> str:
+        """Message about the missing ranks and the last status of each."""
         lines = []
-        for rank in meeting.missing[:8]:
-            told_ = self._told.get(rank)
-            if told_ is None:
-                never = "was never heard from: it has not connected anything yet, or cannot be reached"
-                lines.append(f"\n  rank {rank}{': ' * (rank in self._junk)}{self._junk.get(rank, ' ' + never)}")
-            elif self._is_lost(rank) and not told_.gone:
-                silence = self._beats.silence(rank, self._now)
-                lines.append(f"\n  rank {rank} was last heard from {silence:.0f} s ago; it was {told_}")
+        for rank in attempt.missing[:8]:
+            status = self._statuses.get(rank)
+            if status is None:
+                none = "no status: it has not called connect yet, or cannot reach the store"
+                lines.append(f"\n  rank {rank}: {self._foreign_values.get(rank, none)}")
+            elif self._is_lost(rank) and not status.exited:
+                silence = self._heartbeats.silence(rank, self._now)
+                lines.append(f"\n  rank {rank} has sent no heartbeat for {silence:.0f} s; its last status: {status}")
             else:
-                lines.append(f"\n  rank {rank} is {told_}")
-        who = name_ranks(meeting.missing)
-        return f"{meeting.words}: {who} did not come{when}.{''.join(lines)}\n\nRank {self.me} waited at {self.line}."
+                lines.append(f"\n  rank {rank}: {status}")
+        missing = f"{attempt.label}: {name_ranks(attempt.missing)} did not arrive{when}."
+        return f"{missing}{''.join(lines)}\n\nRank {self.rank} waited at {self.call_site}."
 
-    # -- who waits for whom ---------------------------------------------------------------------------------------
+    # -- circles of ranks that wait for each other ----------------------------------------------------------------
 
     def _find_circle(self, mine: tuple[PendingConnect, ...]) -> StoreProtocol[list[tuple[int, PendingConnect]]]:
-        """Ranks that wait for each other: each with the wait whose next member is the next rank of the circle.
+        """Ranks that wait for each other, each with the pending group whose missing member is the next rank.
 
-        What is read at one time need not hold at another. So a circle is looked at twice, and counts if in the second
-        look each rank is still in the same wait, the wait is undecided, and the next rank has still not come: then all
-        of it held at the moment between the two.
+        Statuses are read one after another, so a circle is read twice. It counts if on the second read each rank still
+        waits for the same undecided attempt, and the next rank has still not arrived. Then the whole circle existed at
+        the moment between the two reads.
         """
-        circle = yield from self._first_look(mine)
+        circle = yield from self._search_circle(mine)
         for i, (rank, wait) in enumerate(circle):
             following = circle[(i + 1) % len(circle)][0]
-            if rank != self.me:
-                again = RankStatus.unpack(rank, (yield Read(status_key(rank))))
-                if again is None or not again.alone or not any(w[:2] == wait[:2] for w in again.waits):
+            if rank != self.rank:
+                status = RankStatus.unpack(rank, (yield Read(status_key(rank))))
+                if status is None or not status.single_threaded or not any(w[:2] == wait[:2] for w in status.pending):
                     return []
-            came = (yield Read(f"{wait.name}/came")) or b""
-            records = [unpack(line, rank=int) or {} for line in came.splitlines()]
+            arrivals = (yield Read(f"{wait.name}/arrivals")) or b""
+            records = [unpack(line, rank=int) or {} for line in arrivals.splitlines()]
             if any(record.get("rank") == following for record in records):
                 return []
-            if (yield Read(f"{wait.name}/end")) is not None:
+            if (yield Read(f"{wait.name}/decision")) is not None:
                 return []
         return circle
 
-    def _first_look(self, mine: tuple[PendingConnect, ...]) -> StoreProtocol[list[tuple[int, PendingConnect]]]:
-        """The shortest way from this rank back to it, along who waits for whom.
+    def _search_circle(self, mine: tuple[PendingConnect, ...]) -> StoreProtocol[list[tuple[int, PendingConnect]]]:
+        """The shortest path from this rank back to itself, along the ranks that wait for each other.
 
-        A walk that asks after many ranks goes on in the next inspection; once it has ended, another begins.
+        A search that reaches many ranks continues in the next inspection. After its end a new one begins.
         """
-        if not self._ways:
-            self._ways, self._seen = [[(self.me, wait)] for wait in mine], {self.me}
-        asked = 0
-        while self._ways:
-            way = self._ways[0]
-            for rank in way[-1][1].missing:
-                if rank == self.me:
-                    self._ways, self._seen = [], set()
-                    return way
-                if rank in self._seen:
+        if not self._paths:
+            self._paths, self._visited = [[(self.rank, wait)] for wait in mine], {self.rank}
+        reads = 0
+        while self._paths:
+            path = self._paths[0]
+            for rank in path[-1][1].missing:
+                if rank == self.rank:
+                    self._paths, self._visited = [], set()
+                    return path
+                if rank in self._visited:
                     continue
-                if rank not in self._told:
-                    if asked == MOST_ASKED:
+                if rank not in self._statuses:
+                    if reads == timing.LIMITS.statuses:
                         return []
-                    asked += 1
-                    yield from self._ask(rank)
-                self._seen.add(rank)
-                last = self._told.get(rank)
-                if last is not None and last.alone:
-                    self._ways += [[*way, (rank, wait)] for wait in last.waits if wait.alone]
-            self._ways.pop(0)
-        self._seen = set()
+                    reads += 1
+                    yield from self._read_status(rank)
+                self._visited.add(rank)
+                last = self._statuses.get(rank)
+                if last is not None and last.single_threaded:
+                    self._paths += [[*path, (rank, wait)] for wait in last.pending if wait.single_threaded]
+            self._paths.pop(0)
+        self._visited = set()
         return []
 
 
-def _circle_in_words(circle: Sequence[tuple[int, PendingConnect]]) -> str:
+def _circle_text(circle: Sequence[tuple[int, PendingConnect]]) -> str:
     first = circle.index(min(circle))
     circle = [*circle[first:], *circle[:first]]
     lines = [
-        f"\n  rank {rank} connects {wait.words} at {wait.line}, and waits for rank {circle[(i + 1) % len(circle)][0]}"
-        for i, (rank, wait) in enumerate(circle)
+        f"\n  rank {rank} connects {wait.label} at {wait.call_site}, and waits for rank {waited_for}"
+        for (rank, wait), (waited_for, _) in zip(circle, [*circle[1:], circle[0]])
     ]
-    mend = "Let every rank connect its groups in one call, as in mesh.connect('dp', 'tp'), or in one order."
-    if len({wait.words for _, wait in circle}) < len({wait.name for _, wait in circle}):
-        mend = (
-            "What is called the same there is not the same group: these ranks have made, closed or tried it a different"
-            " number of times. Let every rank make and close the same meshes, in one order."
+    hint = "Connect the groups in one call on every rank, as in mesh.connect('dp', 'tp'), or in the same order."
+    if len({wait.label for _, wait in circle}) < len({wait.name for _, wait in circle}):
+        hint = (
+            "These are different groups with the same label: the ranks have created, closed or tried them a different "
+            "number of times. Create and close the same meshes in the same order on every rank."
         )
-    return f"ranks {format_ranks([rank for rank, _ in circle])} wait for each other:{''.join(lines)}\n\n{mend}"
+    return f"ranks {format_ranks([rank for rank, _ in circle])} wait for each other:{''.join(lines)}\n\n{hint}"

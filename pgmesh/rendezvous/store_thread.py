@@ -1,9 +1,9 @@
-"""A thread that speaks with the world's store for this process: it asks with a deadline, and it beats.
+"""The background thread that performs this process's operations on the world's store, and its heartbeat.
 
-The store's own client waits without end, holds a lock and is deaf to Ctrl-C while it does. So this thread alone asks,
-and who wants something waits for it in Python, for so long and no longer. Once there is somebody to tell, the thread
-tells the others that this process lives, and what it does; once they count on it, it takes a connection of its own for
-that, so that no wait of torch's holds up a beat.
+torch's own store client waits without a timeout, holds a lock and ignores Ctrl-C meanwhile. So only this thread uses
+the client, and callers wait for its answers in Python with a timeout. The thread publishes this process's status and,
+once connected, a heartbeat at regular intervals. It then uses a connection of its own, so that no wait inside torch
+can delay a heartbeat.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch.distributed as dist
 
 from pgmesh.errors import PgmeshError, WorldError
+from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.polling_store import ABSENT, once, perform, underlying
 from pgmesh.rendezvous.protocol import (
-    MOST_ASKED,
-    UNSTEADY,
+    UNRELIABLE,
     Delete,
     Pause,
     PendingConnect,
@@ -40,196 +40,183 @@ from pgmesh.rendezvous.protocol import (
 
 T = TypeVar("T")
 
-BEAT = 1.0
-"""Seconds between two beats, in a world of up to ``CROWD`` ranks; in a larger one so many times more that the store
-hears no more beats than from that one."""
+_AFTER_FAILURE = "Connected groups continue to work. No group can be connected without the store."
 
-CROWD = 1024
+_WORLD_LEFT = "this process has left it"
 
-STILL = "Groups that were connected go on working; nothing new can be connected without it."
-
-LEFT = "this process has left it"
-
-SUSPICION = 5.0
-"""Beats that have to fail before a rank counts as lost."""
-
-GLANCE = 0.5
-"""Seconds after which one who waits sees whether there still is somebody who asks."""
-
-WORLD = "pgmesh.world"
+WORLD_KEY = "pgmesh.world"
 """The key that holds the name of the world on this store. All other keys of that world begin with its name."""
 
 REPLACED = "+"
-"""Ends the name of a world that replaced another on the same store before all its ranks had left that one."""
+"""Last character of the name of a world that replaced another on the same store before all its ranks had left."""
 
 OVER = "over"
-"""In place of a name: the last rank of that world is about to delete the key, and no rank sets a name meanwhile."""
-
-LEAVING = 1.0
-"""Seconds after which a rank that was about to delete the name of its world counts as dead."""
+"""Value of ``WORLD_KEY`` while the last rank of a world is about to delete it. No rank sets a name meanwhile."""
 
 left_worlds: set[str] = set()
 """The names of the worlds that this process has left."""
 
 
-def who() -> str:
-    """This process, to tell it from another that takes itself for the same rank."""
+def process_label() -> str:
+    """Description of this process. It reveals two processes that have the same rank."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
-def enter_world(store: Any, left: Collection[str]) -> str:
-    """Return the name of the world on a store, which no other world on it has. The first rank to ask sets it.
+def enter_world(store: Any, left_worlds: Collection[str]) -> str:
+    """Return the unique name of the world on a store. The first rank that calls sets it.
 
-    On an unused store, all ranks get one name. On a used store, ranks that left the same worlds get one name, and all
-    ranks do once everybody has left.
+    On an unused store, all ranks get the same name. On a used store, ranks that left the same worlds get the same
+    name, and so do all ranks once all have left.
 
     Args:
-        store: the world's, with the prefix that it was given.
-        left: the worlds that this process has left.
+        store: the world's store, with the prefix of the world.
+        left_worlds: the names of the worlds that this process has left.
     """
-    new, patience = secrets.token_hex(4), time.monotonic() + LEAVING
+    new, deadline = secrets.token_hex(4), time.monotonic() + timing.TIMING.world_end
     while True:
-        name = store.compare_set(WORLD, "", new).decode()
-        if name == OVER and time.monotonic() < patience:
-            time.sleep(0.005)  # the last rank of that world is about to delete this
-        elif name == OVER or name in left:
-            if store.compare_set(WORLD, name, new + REPLACED).decode() == new + REPLACED:
+        name = store.compare_set(WORLD_KEY, "", new).decode()
+        if name == OVER and time.monotonic() < deadline:
+            time.sleep(0.005)  # until the last rank of that world has deleted the key
+        elif name == OVER or name in left_worlds:
+            if store.compare_set(WORLD_KEY, name, new + REPLACED).decode() == new + REPLACED:
                 name = new + REPLACED
-                break  # else another rank was faster, or the key was deleted: look again
+                break  # otherwise another rank was faster, or the key was deleted: read again
         else:
             break
-    store.add(f"{WORLD}.{name}.entered", 1)
+    store.add(f"{WORLD_KEY}.{name}.entered", 1)
     return str(name)
 
 
 def leave_world(store: Any, name: str) -> bool:
-    """Leave a world, and return whether this was the last rank to do so. The last one deletes the world's name."""
-    entered, gone = f"{WORLD}.{name}.entered", f"{WORLD}.{name}.left"
-    left = str(store.add(gone, 1))
-    if store.compare_set(entered, ABSENT, ABSENT).decode() != left:  # this reads it; add(entered, 0) would make it anew
+    """Leave a world. The last rank to leave deletes the world's name and gets True."""
+    entered, left = f"{WORLD_KEY}.{name}.entered", f"{WORLD_KEY}.{name}.left"
+    count = str(store.add(left, 1))
+    if store.compare_set(entered, ABSENT, ABSENT).decode() != count:  # a read; add(entered, 0) would create it
         return False
-    for key in (entered, gone):
+    for key in (entered, left):
         store.delete_key(key)
-    if store.compare_set(WORLD, name, OVER).decode() == OVER:
-        store.delete_key(WORLD)
+    if store.compare_set(WORLD_KEY, name, OVER).decode() == OVER:
+        store.delete_key(WORLD_KEY)
     return True
 
 
 class _ReadName(NamedTuple):
-    """Read which world is on the store now."""
+    """Read the name of the world that is on the store now."""
 
 
 class _Job:
-    """What a thread wants to have done, and what came of it."""
+    """A protocol that a caller wants to have run, and its result."""
 
-    __slots__ = ("answer", "done", "error", "given_up", "inside", "steps")
+    __slots__ = ("answer", "cancelled", "done", "error", "running", "steps")
 
     def __init__(self, steps: StoreProtocol[Any]) -> None:
         self.steps = steps
         self.answer: Any = None
         self.error: BaseException | None = None
-        self.given_up = False
-        self.inside = False  # whether the thread runs the steps at this moment
-        self.done = threading.Lock()  # held until it is
+        self.cancelled = False
+        self.running = False  # whether the thread is inside the protocol's code
+        self.done = threading.Lock()  # held until the job is done
         self.done.acquire()
 
 
-class _Mailbox:
-    """Jobs for the thread, which waits for them with a deadline; None is the last.
+class _JobQueue:
+    """A queue of jobs with a timeout. None is the last item.
 
-    Not Python's own: up to 3.12, ``SimpleQueue.get`` takes a timeout that is over before it waits for one without end.
+    Up to Python 3.12, ``SimpleQueue.get`` may wait forever if its timeout has expired before it begins to wait.
     """
 
     def __init__(self) -> None:
         self._jobs: deque[_Job | None] = deque()
-        self._bell = threading.Lock()  # released when there is something
-        self._bell.acquire()
+        self._signal = threading.Lock()  # released when there is a job
+        self._signal.acquire()
 
     def put(self, job: _Job | None) -> None:
         self._jobs.append(job)
-        with contextlib.suppress(RuntimeError):  # it rings already
-            self._bell.release()
+        with contextlib.suppress(RuntimeError):  # already released
+            self._signal.release()
 
     def wait(self, seconds: float) -> None:
-        """Wait until something may have come, for so long and no longer."""
+        """Wait for a job with a timeout. The queue may still be empty afterwards."""
         if not self._jobs:
-            self._bell.acquire(timeout=min(seconds, threading.TIMEOUT_MAX))
+            self._signal.acquire(timeout=min(seconds, threading.TIMEOUT_MAX))
 
     def take(self) -> _Job | None:
-        """What came first.
+        """Remove and return the oldest job.
 
         Raises:
-            IndexError: there is nothing.
+            IndexError: the queue is empty.
         """
         return self._jobs.popleft()
 
 
 class StoreThread:
-    """The thread of one process in one world.
+    """The store thread of one process in one world.
 
     Args:
         store: the world's store.
-        where: the store's host and port, for messages.
-        rank: this process's.
-        world_size: of how many.
-        left: the worlds that this process has left; this one is added when it is left.
+        address: the store's host and port, for messages.
+        rank: this process's rank in the world.
+        world_size: the number of ranks.
+        left: the names of the worlds that this process has left. This one is added at ``stop``.
     """
 
-    def __init__(self, store: Any, where: str, rank: int, world_size: int, left: set[str] | None = None) -> None:
-        self._shared, self._where, self._rank, self._world_size = store, where, rank, world_size
-        self._left = left_worlds if left is None else left
-        self.pace = max(1.0, world_size / CROWD)
-        self.period = BEAT * self.pace
-        self._jobs = _Mailbox()
-        self._paused: list[tuple[float, int, _Job]] = []  # a heap: when each is due
+    def __init__(self, store: Any, address: str, rank: int, world_size: int, left: set[str] | None = None) -> None:
+        self._shared, self._address, self._rank, self._world_size = store, address, rank, world_size
+        self._left_worlds = left_worlds if left is None else left
+        self.pace = max(1.0, world_size / timing.LIMITS.full_rate_ranks)
+        self.period = timing.TIMING.heartbeat * self.pace
+        self._jobs = _JobQueue()
+        self._paused_jobs: list[tuple[float, int, _Job]] = []  # a heap by due time
         self._count = itertools.count()
-        self._beat_due = math.inf
-        self._beating, self._counted_on, self._beats = False, False, UNSTEADY
-        self._doing = ""
-        self._waits: dict[int, tuple[PendingConnect, ...]] = {}  # by thread
-        self._store: Any = None  # the world's, or a connection of its own, as this world's part of it
-        self._own: Any = None  # such a connection, once it is there
-        self.steady = False  # whether no wait of torch's can hold up a beat any more
-        self._name = ""  # the world's
-        self._gone = ""  # what the store failed with, once it did
+        self._heartbeat_due = math.inf
+        self._publishing, self._connection_requested, self._heartbeats = False, False, UNRELIABLE
+        self._activity = ""
+        self._pending: dict[int, tuple[PendingConnect, ...]] = {}  # by thread
+        self._store: Any = None  # the shared store or the own connection, with this world's prefix
+        self._own_connection: Any = None  # set by another thread until ``_store`` takes it over
+        self.steady_heartbeats = False  # no wait inside torch can delay a heartbeat any more
+        self._name = ""  # of the world
+        self._store_failure = ""  # the error of the store, once it failed
         self._stopped = self._ended = False
-        self._process = os.getpid()  # a fork has no such thread
-        self._asked_at = math.inf  # when the store was asked what it has not answered
+        self._process = os.getpid()  # a forked child has no such thread
+        self._operation_start = math.inf  # of an operation that the store has not answered
         self._thread = threading.Thread(target=self._run, name="pgmesh-store", daemon=True)
         self._thread.start()
 
     @property
-    def suspicion(self) -> float:
-        """Seconds without a beat after which a rank counts as lost."""
-        return SUSPICION * self.period
+    def lost_after(self) -> float:
+        """Seconds without a heartbeat after which a rank counts as lost."""
+        return timing.TIMING.missed_heartbeats * self.period
 
     @property
-    def silent(self) -> bool:
-        """Whether the store owes an answer for long."""
-        return time.monotonic() - self._asked_at > 1.0
+    def stalled(self) -> bool:
+        """True if the store has not answered for a second."""
+        return time.monotonic() - self._operation_start > 1.0
 
-    # -- for the threads that want something --------------------------------------------------------------------
+    # -- called by other threads --------------------------------------------------------------------------------
 
     def run(self, steps: StoreProtocol[T], seconds: float) -> T:
-        """What a protocol comes to, or what it raises. It is driven by the heart: its pauses hold up nobody else.
+        """Run a protocol on the store thread, and return its result or raise its error. Its pauses block no other job.
 
         Raises:
-            WorldError: it was not done in so many seconds, or the store is gone.
+            WorldError: it has not finished after ``seconds``, or the store has failed.
         """
         start, waited, job = time.monotonic(), 0.0, _Job(steps)
-        if not self._is_there():
-            raise self._lost(LEFT)
+        if not self._is_running():
+            raise self._store_error(_WORLD_LEFT)
         try:
             self._jobs.put(job)
-            while not job.done.acquire(timeout=min(max(0.0, seconds - waited), GLANCE)):
+            while not job.done.acquire(timeout=min(max(0.0, seconds - waited), timing.TIMING.thread_check)):
                 waited = time.monotonic() - start
-                if not self._is_there():
-                    raise self._lost(LEFT)
+                if not self._is_running():
+                    raise self._store_error(_WORLD_LEFT)
                 if waited >= seconds:
-                    raise WorldError(f"the store at {self._where} gave no answer for {waited:.1f} s. {STILL}")
+                    raise WorldError(
+                        f"the store at {self._address} did not answer for {waited:.1f} s. {_AFTER_FAILURE}"
+                    )
         finally:
-            job.given_up = True  # what was not asked by now is not asked later, when nobody counts on it
-            while job.inside and self._is_there():  # from here on, the steps are the caller's again
+            job.cancelled = True  # the thread performs no more of its steps
+            while job.running and self._is_running():  # afterwards the protocol belongs to the caller
                 time.sleep(0)
         if job.error is None:
             result: T = job.answer
@@ -237,24 +224,27 @@ class StoreThread:
         try:
             raise job.error
         finally:
-            del job  # else the error keeps this frame, and this frame the error
+            del job  # else the error and this frame keep each other alive
 
-    def _is_there(self) -> bool:
-        """Whether the thread lives, in this process. Ctrl-C in ``Thread.is_alive`` would make it say no, up to 3.12."""
+    def _is_running(self) -> bool:
+        """True if the thread runs in this process.
+
+        Up to Python 3.12, ``Thread.is_alive`` may return False for good after Ctrl-C inside it.
+        """
         return not self._ended and os.getpid() == self._process
 
     def ask(self, step: Step, seconds: float) -> Any:
-        """The answer of the store.
+        """Perform one step, and return the store's answer.
 
         Raises:
-            WorldError: there was none in so many seconds, or the store is gone.
+            WorldError: there is no answer after ``seconds``, or the store has failed.
         """
         if isinstance(step, SetStatus):
-            self._waits[threading.get_ident()] = step.waits
+            self._pending[threading.get_ident()] = step.pending
         return self.run(once(step), seconds)
 
-    def doubt(self) -> str:
-        """Return why ranks may not find each other on this store, with the call that helps; "" if nothing is known."""
+    def store_hint(self) -> str:
+        """Return a reason why ranks may not find each other on this store, with a fix; "" for none."""
         try:
             name = self.run(once(cast(Step, _ReadName())), 1.0)
         except WorldError:
@@ -262,47 +252,47 @@ class StoreThread:
         if name == self._name and not name.endswith(REPLACED):
             return ""
         return (
-            f"\n\nThe store at {self._where} served another world too. Ranks that were in it and ranks that were not "
-            "use different keys. Give each world a store or a prefix of its own:\n\n"
+            f"\n\nThe store at {self._address} has served another world too. Ranks that were in it use other keys than "
+            "ranks that were not. Give each world a separate store or prefix:\n\n"
             "  dist.init_process_group(..., store=dist.PrefixStore('attempt-2', store))"
         )
 
-    def beat(self) -> None:
-        """From here on, tell the others that this process lives, so that they may count on it."""
-        self._speak()
-        if not self._counted_on:
-            self._counted_on = True
-            threading.Thread(target=self._take_own, name="pgmesh-connection", daemon=True).start()
+    def start_heartbeat(self) -> None:
+        """Start the heartbeat of this process, and open a connection for it."""
+        self._publish_soon()
+        if not self._connection_requested:
+            self._connection_requested = True
+            threading.Thread(target=self._open_connection, name="pgmesh-connection", daemon=True).start()
 
-    def _speak(self) -> None:
-        if not self._beating:
-            self._beating = True
+    def _publish_soon(self) -> None:
+        if not self._publishing:
+            self._publishing = True
             self.post(once(SetStatus(())))
 
-    def hush(self) -> None:
-        """The thread that calls waits for nobody any more; the next beat says so."""
-        self._waits.pop(threading.get_ident(), None)
+    def clear_status(self) -> None:
+        """Remove the pending groups of the calling thread from the status, with the next heartbeat."""
+        self._pending.pop(threading.get_ident(), None)
 
-    def say(self, doing: str) -> None:
-        """Tell the others what this process does; "" for nothing that concerns them. Waits for nothing.
+    def set_status(self, activity: str) -> None:
+        """Publish the activity of this process; "" for none. Returns at once.
 
-        It takes no connection for that: while ranks wait in a first collective, others connect to the store, and a
-        server that looks up the name of each that comes answers nobody meanwhile.
+        It opens no connection. A server that looks up the host name of each new client answers no other rank
+        meanwhile, and the others may be in a first collective.
         """
-        self._doing = doing
-        self._speak()
+        self._activity = activity
+        self._publish_soon()
         self.post(once(SetStatus(())))
 
-    def stop(self, gone: str = "") -> None:
-        """Tell the others why this process tells no more, leave the world, and end the thread."""
-        self._doing, self._stopped = gone, True
+    def stop(self, reason: str = "") -> None:
+        """Publish the reason for the end of the heartbeats, leave the world, and end the thread."""
+        self._activity, self._stopped = reason, True
         self._jobs.put(None)
         self._thread.join(0.5)
         if self._name:
-            self._left.add(self._name)
+            self._left_worlds.add(self._name)
 
     def post(self, steps: StoreProtocol[Any]) -> None:
-        """Have a protocol run in its turn, before the thread ends. Waits for nothing and raises nothing."""
+        """Run a protocol later, before the thread ends. Returns at once and never raises."""
         self._jobs.put(_Job(steps))
 
     # -- the thread ---------------------------------------------------------------------------------------------
@@ -312,119 +302,127 @@ class StoreThread:
             self._serve()
         finally:
             self._ended = True
-            self._shared = self._store = self._own = None  # a mesh that outlives the world holds no connection
+            # A mesh that outlives the world would keep the connection open.
+            self._shared = self._store = self._own_connection = None
 
     def _serve(self) -> None:
         while (job := self._next()) is not None:
             self._advance(job)
-            del job  # else its error lives, with every frame that it passed, until something else is asked
+            del job  # else its error and all frames of it live until the next job
         with contextlib.suppress(Exception):
-            if self._beating:
+            if self._publishing:
                 self._perform(SetStatus(()))
-            if self._name and not self._gone and leave_world(self._shared, self._name):
+            if self._name and not self._store_failure and leave_world(self._shared, self._name):
                 perform(self._store, Delete(tuple(map(status_key, range(self._world_size)))))
-        for left in [job for *_, job in self._paused]:
-            self._end(left, error=self._lost(LEFT))
+        for job in [job for *_, job in self._paused_jobs]:
+            self._finish(job, error=self._store_error(_WORLD_LEFT))
 
     def _next(self) -> _Job | None:
-        """What is to be done next; None for nothing any more."""
+        """The next job; None at the end."""
         while True:
             now = time.monotonic()
-            if self._paused and self._paused[0][0] <= now:
-                return heapq.heappop(self._paused)[2]
-            if self._beat_due <= now:
+            if self._paused_jobs and self._paused_jobs[0][0] <= now:
+                return heapq.heappop(self._paused_jobs)[2]
+            if self._heartbeat_due <= now:
                 return _Job(once(SetStatus(())))
-            due = min(self._beat_due, self._paused[0][0] if self._paused else math.inf)
+            due = min(self._heartbeat_due, self._paused_jobs[0][0] if self._paused_jobs else math.inf)
             with contextlib.suppress(IndexError):
                 return self._jobs.take()
             self._jobs.wait(due - now)
 
     def _advance(self, job: _Job) -> None:
-        """Go on with a job until it pauses or is done."""
+        """Continue a job until it pauses or is done."""
         send, answer = job.steps.send, None
-        job.inside = True
-        while not job.given_up:
+        job.running = True
+        while not job.cancelled:
             try:
                 step = send(answer)
             except StopIteration as stop:
-                return self._end(job, answer=stop.value)
+                return self._finish(job, answer=stop.value)
             except BaseException as error:
-                return self._end(job, error=error)
-            job.inside = False
+                return self._finish(job, error=error)
+            job.running = False
             if isinstance(step, Pause):
                 due = time.monotonic() + step.seconds
-                return heapq.heappush(self._paused, (due, next(self._count), job))
-            if self._beat_due <= time.monotonic():  # it does not wait for the end of a long job
+                return heapq.heappush(self._paused_jobs, (due, next(self._count), job))
+            if self._heartbeat_due <= time.monotonic():  # a long job must not delay it
                 with contextlib.suppress(WorldError):
                     self._perform(SetStatus(()))
             try:
                 send, answer = job.steps.send, self._perform(step)
             except Exception as error:
                 send, answer = job.steps.throw, error
-            job.inside = True
+            job.running = True
         with contextlib.suppress(Exception):
             job.steps.close()
-        job.inside = False
+        job.running = False
         return None
 
-    def _end(self, job: _Job, *, answer: Any = None, error: BaseException | None = None) -> None:
-        job.answer, job.error, job.inside = answer, error, False
+    def _finish(self, job: _Job, *, answer: Any = None, error: BaseException | None = None) -> None:
+        job.answer, job.error, job.running = answer, error, False
         job.done.release()
 
     def _perform(self, step: Step) -> Any:
         if isinstance(step, SetStatus):
-            self._beat_due = time.monotonic() + self.period
-        if self._gone:  # torch would tell of it at length each time that it is asked again
-            raise self._lost(self._gone)
-        self._asked_at = time.monotonic()
+            self._heartbeat_due = time.monotonic() + self.period
+        if self._store_failure:  # torch logs each use of a failed store at length
+            raise self._store_error(self._store_failure)
+        self._operation_start = time.monotonic()
         try:
-            if self._own is not None:
-                self._store, self._own = self._part_of(self._own), None
-            self._store = self._store or self._part_of(underlying(self._shared))
+            if self._own_connection is not None:
+                self._store, self._own_connection = self._prefixed(self._own_connection), None
+            self._store = self._store or self._prefixed(underlying(self._shared))
             if isinstance(step, _ReadName):
-                return self._shared.compare_set(WORLD, ABSENT, ABSENT).decode()
-            return self._tell() if isinstance(step, SetStatus) else perform(self._store, step)
+                return self._shared.compare_set(WORLD_KEY, ABSENT, ABSENT).decode()
+            return self._publish_status() if isinstance(step, SetStatus) else perform(self._store, step)
         except RuntimeError as error:
             if isinstance(error, PgmeshError):
                 raise
-            self._gone = str(error).splitlines()[0].rstrip(".")
-            raise self._lost(self._gone) from error
+            self._store_failure = str(error).splitlines()[0].rstrip(".")
+            raise self._store_error(self._store_failure) from error
         finally:
-            self._asked_at = math.inf
-            if self._gone:
-                self._beat_due = math.inf
+            self._operation_start = math.inf
+            if self._store_failure:
+                self._heartbeat_due = math.inf
 
-    def _lost(self, what: str) -> WorldError:
-        return WorldError(f"the store at {self._where} is gone: {what}. {STILL}")
+    def _store_error(self, reason: str) -> WorldError:
+        return WorldError(f"the store at {self._address} failed: {reason}. {_AFTER_FAILURE}")
 
-    def _part_of(self, store: Any) -> Any:
-        """This world's part of a store: its keys begin with the world's name."""
-        self._name = self._name or enter_world(self._shared, self._left)
+    def _prefixed(self, store: Any) -> Any:
+        """A store with this world's prefix."""
+        self._name = self._name or enter_world(self._shared, self._left_worlds)
         return dist.PrefixStore(f"pgmesh.{self._name}", store)
 
-    def _take_own(self) -> None:
-        """Take a connection of one's own, where the store has such.
+    def _open_connection(self) -> None:
+        """Open a second connection to a TCPStore.
 
-        That may take seconds, since torch looks up the names of hosts; ``clone`` would hold the lock of the shared
-        one for as long.
+        That may take seconds, since torch looks up host names. ``clone`` would hold the lock of the shared client
+        meanwhile.
         """
         store = underlying(self._shared)
         if isinstance(store, dist.TCPStore):
             with contextlib.suppress(RuntimeError):
-                own = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
-                self._own = None if self._ended else own
-        self.steady = True
+                connection = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
+                self._own_connection = None if self._ended else connection
+        self.steady_heartbeats = True
 
-    def _tell(self) -> None:
-        self._beats += self.steady
-        waits = tuple(wait for waits in self._waits.values() for wait in waits)
-        gone = self._doing if self._stopped else ""
-        record = RankStatus(self._rank, self._beats, "" if gone else self._doing, waits[:MOST_ASKED], alone(), gone)
+    def _publish_status(self) -> None:
+        self._heartbeats += self.steady_heartbeats
+        pending = tuple(wait for pending in self._pending.values() for wait in pending)
+        reason = self._activity if self._stopped else ""
+        record = RankStatus(
+            self._rank,
+            self._heartbeats,
+            "" if reason else self._activity,
+            pending[: timing.LIMITS.statuses],
+            is_single_threaded(),
+            reason,
+        )
         self._store.set(status_key(self._rank), record.pack())
 
 
-def alone() -> bool:
-    """Whether no other thread of this process could still come to a meeting: those that serve are daemons."""
+def is_single_threaded() -> bool:
+    """True if no other thread of this process can connect a group. Daemon threads are taken for helper threads."""
     return not any(
         thread is not threading.main_thread() and thread.is_alive() and not thread.daemon
         for thread in threading.enumerate()

@@ -30,7 +30,8 @@ from pgmesh.groups.world import world_options, world_rank_and_size
 from pgmesh.launch.detect import detect_launcher
 from pgmesh.layout import Axis, Layout
 from pgmesh.options import Timeout, to_timedelta
-from pgmesh.rendezvous.protocol import FIRST_PAUSE, LONGEST_PAUSE, Add, Append, Read, pack, unpack
+from pgmesh.rendezvous import timing
+from pgmesh.rendezvous.protocol import Add, Append, Read, pack, unpack
 from pgmesh.topology.hosts import HostLevel
 from pgmesh.topology.locality import Locality, locality_of
 
@@ -140,7 +141,7 @@ def map_hosts(ranks: Iterable[int] | None = None, *, timeout: Timeout) -> Placem
     seconds = to_timedelta(timeout).total_seconds()
     me, size = world_rank_and_size()
     wanted = range(size) if ranks is None else tuple(ranks)
-    if size == 1 or backends_of(world_options().backend).dry:
+    if size == 1 or backends_of(world_options().backend).fake:
         return Placement(dict.fromkeys(wanted, _this_host()))
     world: Any = dist.group.WORLD
     hosts = _worlds.setdefault(world, _WorldHosts())
@@ -165,7 +166,7 @@ def _exchange(hosts: _WorldHosts, me: int, wanted: range | tuple[int, ...], seco
             ask(Append(HOSTS_KEY, f"{line}\n"))
             ask(Add(f"{HOSTS_KEY}/count"))
             hosts.published = True
-    pause, seen = FIRST_PAUSE, 0
+    pause, seen = timing.TIMING.first_pause, 0
     while True:
         count = int(ask(Read(f"{HOSTS_KEY}/count")) or 0)
         if count > seen and count >= len(wanted):
@@ -177,7 +178,7 @@ def _exchange(hosts: _WorldHosts, me: int, wanted: range | tuple[int, ...], seco
         if left <= 0:
             break
         time.sleep(min(pause, left))
-        pause = min(pause * 1.5, LONGEST_PAUSE)
+        pause = min(pause * 1.5, timing.TIMING.longest_pause)
     hosts.known |= _parse_lines(ask(Read(HOSTS_KEY)))
     missing = [rank for rank in wanted if rank not in hosts.known]
     if missing:

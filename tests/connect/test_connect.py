@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import logging
 import os
@@ -22,7 +23,6 @@ import torch
 import torch.distributed as dist
 
 import pgmesh.groups.cache
-import pgmesh.rendezvous.polling_store
 from pgmesh import (
     AxisError,
     LifetimeError,
@@ -32,7 +32,7 @@ from pgmesh import (
     launch,
 )
 from pgmesh.connect import connecting
-from pgmesh.rendezvous import store_thread
+from pgmesh.rendezvous import store_thread, timing
 from pgmesh.rendezvous.protocol import Pause, Raw, Ready
 from tests.support.fake_world import fake_rank
 from tests.support.worlds import check_sums, fresh_world, world
@@ -70,7 +70,7 @@ def test_ranks_that_name_their_families_in_other_orders_connect():
 def count_operations(folder):
     """By kind, on this rank, until all its groups are met: all but the last rank have come before that one does."""
     mesh, done, last = ProcessGroupMesh(dp=-1, tp=2), [], dist.get_world_size() - 1
-    count, do, warm_up = connecting._Call._count, connecting._Call._do, connecting._Call._warm_up
+    count, do, warm_up = connecting._Call._count_operation, connecting._Call._perform_local, connecting._Call._warm_up
     families = ["dp", "tp", ("dp", "tp")]
 
     def counted(call, step):
@@ -79,7 +79,7 @@ def count_operations(folder):
         count(call, step)
 
     def did(call, step):
-        if isinstance(step, Pause) and not step.seconds:  # it has come to all its meetings
+        if isinstance(step, Pause) and not step.seconds:  # this rank has arrived at all its attempts
             Path(folder, f"came {mesh.rank}").touch()
             wait_for(Path(folder, f"came {last}"))
         return do(call, step)
@@ -88,8 +88,8 @@ def count_operations(folder):
         wait_for(Path(folder, f"came {rank}"))
     counts = []
     with (
-        mock.patch.object(connecting._Call, "_count", counted),
-        mock.patch.object(connecting._Call, "_do", did),
+        mock.patch.object(connecting._Call, "_count_operation", counted),
+        mock.patch.object(connecting._Call, "_perform_local", did),
         mock.patch.object(connecting._Call, "_warm_up", lambda call: (counts.append(Counter(done)), warm_up(call))),
     ):
         connected = mesh.connect(*families)
@@ -103,8 +103,8 @@ def count_operations(folder):
 def test_a_group_costs_three_operations_and_a_fourth_on_the_rank_that_comes_last(ranks, tmp_path):
     groups, all_groups, decided = 3, 2 + ranks // 2 + 1, 0
     for counts in world(ranks).run(count_operations, str(tmp_path)):
-        mine = counts["Swap"] - 1  # the groups that this rank was the last to come to
-        assert counts == {"Append": 1 + groups, "Add": groups, "Swap": 1 + mine, "Read": groups}
+        mine = counts["CompareSet"] - 1  # the groups that this rank was the last to come to
+        assert counts == {"Append": 1 + groups, "Add": groups, "CompareSet": 1 + mine, "Read": groups}
         decided += mine
     assert decided == all_groups
 
@@ -117,7 +117,8 @@ def talk_to_all(most=None, paired=False):
             dist.send(torch.ones(1), group=mesh.group("tp"), group_dst=0)
         else:
             dist.recv(torch.ones(1), group=mesh.group("tp"), group_src=1)
-    with mock.patch.object(connecting, "MOST_TOLD", most or connecting.MOST_TOLD):
+    limits = dataclasses.replace(timing.LIMITS, shared_addresses=most or timing.LIMITS.shared_addresses)
+    with mock.patch.object(timing, "LIMITS", limits):
         mesh.connect("dp", "tp", ("dp", "tp"))
     asked = {}
     for axes in ("dp",), ("tp",), ("dp", "tp"):
@@ -125,7 +126,7 @@ def talk_to_all(most=None, paired=False):
         mine, theirs = torch.full((group.size(),), float(mesh.rank)), torch.zeros(group.size())
         dist.all_to_all_single(theirs, mine, group=group)
         assert theirs.tolist() == list(map(float, mesh.ranks(*axes)))
-        store = mesh._group_cache.made(group).stores["gloo"]
+        store = mesh._group_cache.record_of(group).stores["gloo"]
         assert store.used
         asked[axes] = store.operations
     check_sums(all_groups(mesh))
@@ -215,20 +216,20 @@ def test_what_is_connected_stays_so_and_can_be_connected_anew():
 
 def try_all_again():
     mesh = ProcessGroupMesh(dp=2, tp=2)
-    status_key = ""
+    failure = ""
     if mesh.rank != 3:
         try:
             mesh.connect("dp", "tp", timeout=seconds(0.5))
         except MissingRanksError as error:
-            status_key = str(error)
+            failure = str(error)
     dist.barrier()
     if mesh.rank == 3:
-        with pytest.raises(MissingRanksError, match="rank 3 did not come"):  # it came late, and is told so
+        with pytest.raises(MissingRanksError, match="rank 3 did not arrive"):  # it came late, and is told so
             mesh.connect("dp", "tp", timeout=seconds(20))
     if mesh.rank != 0:  # whose groups were made: it does not come again
         mesh.connect("dp", "tp", timeout=seconds(20))
     check_sums(all_groups(mesh))
-    return bool(status_key)
+    return bool(failure)
 
 
 def test_a_retry_of_the_whole_call_waits_for_nobody_whose_call_went_well():
@@ -249,7 +250,7 @@ def leave_nothing():
     return store.num_keys() - before
 
 
-def test_a_closed_mesh_leaves_no_key_of_its_meetings():
+def test_a_closed_mesh_leaves_no_key_of_its_attempts():
     world(4).run(leave_nothing)  # the first time, each rank's key of what it does is new
     assert set(world(4).run(leave_nothing)) == {0}
 
@@ -326,7 +327,8 @@ class Heard(logging.Handler):
 
 def wait_long(folder):
     mesh = ProcessGroupMesh(dp=2, tp=2, name="watched")
-    heard, pgmesh.rendezvous.polling_store.WATCH, pgmesh.rendezvous.polling_store.TELL = Heard(), 0.3, 0.05
+    heard, usual = Heard(), timing.TIMING
+    timing.TIMING = dataclasses.replace(usual, warn_after=0.3, status_after=0.05)
     done = Path(folder, "done")
     total = torch.tensor([2.0**mesh.rank])
     if mesh.rank == 1:  # it is stuck elsewhere, and says where
@@ -335,7 +337,7 @@ def wait_long(folder):
     elif mesh.rank == 0:
         threading.Thread(target=lambda: (wait_for_word(heard), done.touch()), daemon=True).start()
     dist.all_reduce(total, group=mesh.group("tp"))
-    pgmesh.rendezvous.polling_store.WATCH, pgmesh.rendezvous.polling_store.TELL = 10.0, 1.0
+    timing.TIMING = usual
     check_sums(all_groups(mesh))
     return heard.lines, heard.threads
 
@@ -355,7 +357,7 @@ def wait_for_word(heard):
 
 def test_a_first_collective_that_waits_long_says_for_whom(tmp_path):
     lines, threads = world(4).run(wait_long, str(tmp_path))[0]
-    assert "group tp of mesh 'watched': rank 1 has not come to the first collective" in lines[0]
+    assert "group tp of mesh 'watched': rank 1 has not reached the first collective" in lines[0]
     assert "pgmesh-store" not in threads  # which may not wait for a handler
 
 
@@ -380,20 +382,20 @@ def test_who_came_first_learns_of_other_options_long_before_the_time_out():
 def last_words(folder):
     mesh = ProcessGroupMesh(dp=4, name="told")
     mesh.connect()
-    status_key = ""
+    failure = ""
     if mesh.rank == 0:
         with pytest.raises(MissingRanksError) as caught:
             dist.all_reduce(torch.ones(1), group=mesh.group_of([0, 3], timeout=seconds(0.5)))
-        status_key = str(caught.value)
+        failure = str(caught.value)
         Path(folder, "told").touch()
     wait_for(Path(folder, "told"))
     check_sums({"dp": (mesh.group("dp"), mesh.ranks("dp"))})
-    return status_key
+    return failure
 
 
 def test_a_time_out_says_what_the_missing_last_said(tmp_path):
-    status_key = world(4).run(last_words, str(tmp_path))[0]
-    assert re.search(r"The group's ranks are 0, 3\.\n  rank 3 last said: \w", status_key)
+    text = world(4).run(last_words, str(tmp_path))[0]
+    assert re.search(r"The group's ranks are 0, 3\.\n  last status of rank 3: \w", text)
 
 
 # ---- report and stats ----
@@ -414,17 +416,17 @@ def what_is_reported():
 def test_a_report_tells_of_this_ranks_groups_and_what_the_others_last_said():
     for rank, (report, stats) in enumerate(world(4).run(what_is_reported)):
         tp, dp = report.held
-        assert (tp.words, tp.used, tp.generation) == ("group tp of mesh 'reported'", True, 0)
-        assert (dp.words, dp.used, dp.generation) == ("group dp of mesh 'reported'", False, 1)
+        assert (tp.label, tp.used, tp.generation) == ("group tp of mesh 'reported'", True, 0)
+        assert (dp.label, dp.used, dp.generation) == ("group dp of mesh 'reported'", False, 1)
         assert tp.ranks == (rank // 2 * 2, rank // 2 * 2 + 1)
-        assert re.fullmatch(r"test_connect\.py:\d+", dp.line)
+        assert re.fullmatch(r"test_connect\.py:\d+", dp.call_site)
         assert sorted(report.others) == [other for other in range(4) if other != rank]
         for said in report.others.values():
             assert re.match("not waiting|connecting|in the first", said), said
         text = str(report)
         assert f"rank {rank} of ProcessGroupMesh(dp=2, tp=2, name='reported') holds 2 groups" in text
-        assert "not used, made at test_connect.py" in text
-        assert "made anew 1 times" in text
+        assert "not used, at test_connect.py" in text
+        assert "created again 1 times" in text
         assert stats.groups == 2 == stats.communicators
         assert stats.operations > 3
         assert 0 < stats.making < 5
@@ -496,18 +498,18 @@ def test_a_thread_cannot_take_signals():
         thread = threading.Thread(target=take)
         thread.start()
         thread.join()
-        assert errors == ["signals are taken in the main thread: call report_on there."]
+        assert errors == ["signal handlers can only be set in the main thread: call report_on there."]
 
 
 def test_a_closed_mesh_still_reports():
     with fake_rank(0, 4):
         mesh = ProcessGroupMesh(4)
         mesh.close()
-        assert "nobody can be asked: the mesh was closed at test_connect.py" in str(mesh.report())
+        assert "not available: the mesh was closed at test_connect.py" in str(mesh.report())
 
 
 def test_too_many_groups_are_told_of_once(caplog, monkeypatch):
-    monkeypatch.setattr(pgmesh.groups.cache, "MOST_GROUPS", 3)
+    monkeypatch.setattr(pgmesh.groups.cache, "GROUPS_BEFORE_WARNING", 3)
     with fake_rank(0, 64):
         mesh = ProcessGroupMesh(*[2] * 6)
         for axis in range(6):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import dataclasses
 import gc
 import itertools
 import json
@@ -41,6 +42,7 @@ from pgmesh.connect import connecting
 from pgmesh.groups import teardown
 from pgmesh.groups.world import world_store
 from pgmesh.launch import PRELOAD, StoreProcess
+from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.protocol import Add
 from tests.support import faults
 from tests.support.faults import (
@@ -182,30 +184,31 @@ def suffer_it(plan: Plan, folder: Path) -> None:
 def at_its_phase(plan: Plan, folder: Path) -> Iterator[None]:
     """Have the fault strike at its moment, once."""
     once = iter([True])
-    count, patience, begin = connecting._Call._count, connecting._Call._patience, connecting._Warming.begin
+    count, timeout = connecting._Call._count_operation, connecting._Call._timeout
+    start = connecting._FirstCollective.start
     asked: list[Any] = []
 
     def counted(call: Any, step: Any) -> None:
         asked[:] = [step]
         count(call, step)
 
-    def patient(call: Any) -> float:  # before each question; the one before is answered
+    def timed(call: Any) -> float:  # before each batch of one operation, after the answer to the last one
         if plan.case.phase == "after arriving" and isinstance(next(iter(asked), None), Add) and next(once, False):
             strike(plan, folder)
-        return patience(call)
+        return timeout(call)
 
-    def begun(warming: Any) -> None:
+    def started(collective: Any) -> None:
         if plan.case.phase == "after the decision" and next(once, False):
             strike(plan, folder)
-        begin(warming)
+        start(collective)
         if plan.case.phase == "in the first collective" and next(once, False):
             strike(plan, folder)
 
     with (
-        mock.patch.object(connecting, "LONGEST_STRETCH", 0.0),
-        mock.patch.object(connecting._Call, "_count", counted),
-        mock.patch.object(connecting._Call, "_patience", patient),
-        mock.patch.object(connecting._Warming, "begin", begun),
+        mock.patch.object(timing, "TIMING", dataclasses.replace(timing.TIMING, batch=0.0)),
+        mock.patch.object(connecting._Call, "_count_operation", counted),
+        mock.patch.object(connecting._Call, "_timeout", timed),
+        mock.patch.object(connecting._FirstCollective, "start", started),
     ):
         yield
 
@@ -404,12 +407,16 @@ def run_case(case: Case, seed: int, tally: Tally, *, beats_fast: bool = True, lo
         promise(
             retry.took < (1.0 + SLACK if gone else LONG_TIMEOUT.total_seconds()), f"the retry took {retry.took:.2f} s"
         )
-        if "stranded" in stays:  # a collective that hangs is let go of at its group's timeout, with all that it holds
-            was, now = stays["stranded"]
-            holds = {"stranded": 1, "threads": 2, "descriptors": 2 + N}  # a group; two to be reached, one for a member
+        if "unfinished" in stays:  # a hanging collective is freed at its group's timeout, with its resources
+            was, now = stays["unfinished"]
+            holds = {
+                "unfinished": 1,
+                "threads": 2,
+                "descriptors": 2 + N,
+            }  # of one group
             stays = {what: (a, b) for what, (a, b) in stays.items() if b - a > (now - was) * holds.get(what, 0)}
             told_of = "".join(failed.text for failed in peers.values())
-            promise("first collective" in told_of or case.victim == "store", f"rank {rank} stranded a group: {told_of}")
+            promise("first collective" in told_of or case.victim == "store", f"rank {rank} kept a group: {told_of}")
         promise(not stays, f"rank {rank} holds more than before: {stays}")
     outcome = "/".join(sorted(kind or "connected" for kind in kinds))
     tally.add(case.fault + load, case.phase, case.victim, outcome, worst)
@@ -653,7 +660,7 @@ def _cut_and_mend(a: str, folder: Path, tally: Tally) -> None:
         tally.add("link cut", side, "2 members", failed.kind, took)
         tally.add("link mended", side, "2 members", retry.kind or "connected", retry.took)
         if rank < 2:
-            words = "ranks 2, 3 did not come" in failed.text and "last heard" in failed.text
+            words = "ranks 2, 3 did not arrive" in failed.text and "no heartbeat" in failed.text
             if failed.kind != "MissingRanksError" or not words or took > H + BEAT + SLACK:
                 tally.breaks(f"two hosts, rank {rank}: after {took:.2f} s {failed.kind} {failed.text}")
             if Attempt(*new).kind:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import gc
 import logging
 import os
@@ -36,7 +37,7 @@ from pgmesh import ProcessGroupMesh, mesh as mesh_file
 from pgmesh.connect import connecting
 from pgmesh.groups import backends, cache
 from pgmesh.launch import StoreProcess
-from pgmesh.rendezvous import polling_store
+from pgmesh.rendezvous import polling_store, timing
 from tests.support import worlds
 from tests.support.faults import (
     BEAT,
@@ -209,7 +210,7 @@ def test_who_means_another_mesh_may_mend_it_while_the_others_still_learn_of_it()
 
 def asks_with_another_option() -> Attempt:
     beat_fast_with_bystander()
-    with mock.patch.object(polling_store, "TELL", 0.0):
+    with mock.patch.object(timing, "TIMING", dataclasses.replace(timing.TIMING, status_after=0.0)):
         group = ProcessGroupMesh(dp=2, name="actor").group(timeout=timedelta(seconds=D + 0.1 * dist.get_rank()))
         return attempt(lambda: dist.all_reduce(torch.ones(1), group=group))
 
@@ -218,9 +219,10 @@ def test_who_waits_in_another_group_by_the_same_words_is_told_what_makes_it_anot
     with fresh_world(2) as own:
         first, second = results(own.outcomes(asks_with_another_option))
     assert first.kind == second.kind == "MissingRanksError"
-    assert "rank 1 never came to the first collective" in first.text
-    assert "rank 1 last said: in the first collective of group dp of mesh 'actor', waiting for others" in first.text
-    assert first.text.endswith(polling_store.OTHERWISE)
+    assert "rank 1 did not reach the first collective" in first.text
+    waiting = "in the first collective of group dp of mesh 'actor', waiting for its members"
+    assert f"last status of rank 1: {waiting}" in first.text
+    assert first.text.endswith(polling_store.SAME_LABEL_HINT)
 
 
 def one_mesh_more_on_one_rank() -> Attempt:
@@ -235,7 +237,7 @@ def test_ranks_that_count_their_meshes_differently_are_told_so():
     with fresh_world(4) as own:
         for failed in results(own.outcomes(one_mesh_more_on_one_rank)):
             assert failed.kind == "CircleError"
-            assert "made, closed or tried it a different number of times" in failed.text
+            assert "created, closed or tried them a different number of times" in failed.text
 
 
 def adds_two() -> tuple[Attempt, Attempt]:
@@ -251,7 +253,7 @@ def test_a_first_sum_that_is_wrong_is_told_to_all_and_the_group_is_made_anew():
     with fresh_world(4) as own:
         for failed, again in results(own.outcomes(adds_two)):
             assert failed.kind == "MismatchError", failed.text
-            assert "group dp, tp of mesh 'actor' has 4 members, but one from each adds up to 5." in failed.text
+            assert "group dp, tp of mesh 'actor' has 4 members, but the sum of one from each is 5." in failed.text
             assert not again.kind, again.text
 
 
@@ -339,10 +341,10 @@ def test_a_living_member_that_never_comes_is_named_with_what_it_does_instead(tmp
         print(failed, [(at - failed.start, line) for at, line in heard])
         assert failed.kind == "MissingRanksError"
         for text in (failed.text, heard[0][1]):
-            assert "group 0 of mesh 'everyone' (ranks 0, 1, 2, 3): ranks 2, 3 did not come" in text
-            assert re.search(r"rank 2 is connecting group 0 of mesh 'pair' .* at test_faults.py:\d+, waiting for", text)
-            assert "rank 3 is not waiting for anyone" in text
-        assert "did not come in 1.5 s" in failed.text
+            assert "group 0 of mesh 'everyone' (ranks 0, 1, 2, 3): ranks 2, 3 did not arrive" in text
+            assert re.search(r"rank 2: connecting group 0 of mesh 'pair' .* at test_faults.py:\d+, waiting for", text)
+            assert "rank 3: not waiting in connect" in text
+        assert "did not arrive in 1.5 s" in failed.text
         assert re.search(r"Rank [01] waited at test_faults.py:\d+", failed.text)
         assert len(heard) == 1
         assert D / 3 <= heard[0][0] - failed.start < D / 3 + SLACK / 2
@@ -379,12 +381,14 @@ def test_a_member_that_dies_before_it_comes_is_named(tmp_path: Path, heard_befor
     for failed, again, died in seen:
         print(failed, failed.end - died)
         assert failed.kind == "MissingRanksError"
-        assert "rank 3 did not come" in failed.text
+        assert "rank 3 did not arrive" in failed.text
         if heard_before:
-            assert re.search(r"rank 3 was last heard from \d+ s ago; it was not waiting for anyone", failed.text)
+            assert re.search(
+                r"rank 3 has sent no heartbeat for \d+ s; its last status: not waiting in connect", failed.text
+            )
             assert failed.end - died < H + BEAT + SLACK
         else:
-            assert "rank 3 was never heard from" in failed.text
+            assert "rank 3: no status" in failed.text
             assert D - SLACK <= failed.took < D + SLACK  # the first to come decides for all
         assert not again.kind, again.text
 
@@ -394,14 +398,14 @@ def one_dies_after(moment: str) -> tuple[Attempt, Attempt]:
     bystander = beat_fast_with_bystander(3)
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     if mesh.rank == 3:
-        begin = connecting._Warming.begin
+        start = connecting._FirstCollective.start
 
-        def die(warming: Any) -> None:
+        def die(collective: Any) -> None:
             if moment == "in":
-                begin(warming)
+                start(collective)
             kill_self()
 
-        connecting._Warming.begin = die  # type: ignore[method-assign]
+        connecting._FirstCollective.start = die  # type: ignore[method-assign]
     failed = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT))
     check_sums(groups_of(bystander))
     return failed, attempt(lambda: connect_and_check(ProcessGroupMesh(3, ranks=range(3), name="survivors"), 0))
@@ -427,13 +431,13 @@ def lost_on_one(folder: Path, release: bool) -> tuple[Attempt, Attempt]:
     beat_fast_with_bystander()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
 
-    def lose(warming: Any) -> bool:
+    def lose(collective: Any) -> bool:
         for rank in range(3):
             wait_for_flag(folder, f"connected {rank}")
-        warming.fail("was lost by design")
+        collective.fail("was lost by design")
         return False
 
-    with mock.patch.object(connecting._Warming, "look", lose) if mesh.rank == 3 else contextlib.nullcontext():
+    with mock.patch.object(connecting._FirstCollective, "poll", lose) if mesh.rank == 3 else contextlib.nullcontext():
         failed = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT))
     set_flag(folder, f"connected {mesh.rank}")
     dist.barrier()
@@ -484,7 +488,7 @@ def test_one_cannot_give_up_as_another_succeeds():
             assert all(failed.took < 0.2 + SLACK for failed, _ in tries)
             assert not any(again.kind for _, again in tries)
         print(f"made {made} of {len(outcomes[0])}")
-        assert keys(own) - before == {"pgmesh/told/0", "pgmesh/told/1", "pgmesh/told/2", "pgmesh/told/3"}
+        assert keys(own) - before == {"pgmesh/status/0", "pgmesh/status/1", "pgmesh/status/2", "pgmesh/status/3"}
 
 
 def keys(own: World) -> set[str]:
@@ -524,7 +528,7 @@ def test_two_processes_as_one_rank_are_told():
     for failed in seen:
         print(failed, failed.end - seen[1].start)
         assert failed.kind == "MismatchError"
-        assert re.search(r"both process \d+ on \S+ and process \d+ on \S+ came as rank 0", failed.text)
+        assert re.search(r"both process \d+ on \S+ and process \d+ on \S+ connect as rank 0", failed.text)
         assert failed.end - seen[1].start < 0.1 + SLACK
 
 
@@ -584,14 +588,14 @@ def test_a_store_that_is_gone_is_named_and_groups_go_on(tmp_path: Path, how: str
         took = failed.end - max(gone[0], failed.start)
         print(failed, took, "close", closing.took, "again", again)
         assert failed.kind == "WorldError"
-        assert "Groups that were connected go on working" in failed.text
+        assert "Connected groups continue to work" in failed.text
         if how == "dies":
-            assert f"{where} is gone" in failed.text
+            assert f"{where} failed: " in failed.text
             assert took < 1.0 + SLACK
             assert again.kind == "WorldError"
             assert again.took < 1.0 + SLACK
         else:
-            assert re.search(rf"{where} gave no answer for \d\.\d s", failed.text)
+            assert re.search(rf"{where} did not answer for \d\.\d s", failed.text)
             assert failed.took < D + SLACK
             assert not again.kind, again.text
         assert closing.took < 1.0 + SLACK
@@ -644,12 +648,12 @@ def test_without_a_store_every_call_of_a_rank_that_never_connected_ends_too(tmp_
         actor.start()
         seen = results(own.outcomes(ask_without_a_store, tmp_path))
         actor.join(WAIT_TIMEOUT)
-    words = f"the store at 127.0.0.1:{store.port} " + ("is gone: " if how == "dies" else "gave no answer for ")
+    words = f"the store at 127.0.0.1:{store.port} " + ("failed: " if how == "dies" else "did not answer for ")
     for calls, reported, again in seen:
         print({name: (each.kind, round(each.took, 2)) for name, each in calls.items()})
         for name in ("first collective", "group", "connect"):
             assert (calls[name].kind, calls[name].text[: len(words)]) == ("WorldError", words)
-            assert calls[name].took < (1.0 if how == "dies" else D / 3 + polling_store.LAST_WORDS) + SLACK
+            assert calls[name].took < (1.0 if how == "dies" else D / 3 + timing.TIMING.report_missing) + SLACK
         assert reported
         for name in ("report", "sums", "destroy", "release", "close"):
             assert not calls[name].kind, calls[name]
@@ -694,7 +698,7 @@ def test_a_member_that_is_stopped_is_suspected_and_may_come_back(tmp_path: Path)
         print(failed, failed.end - stopped)
         assert failed.kind == "MissingRanksError"
         assert failed.text == seen[0][0].text
-        assert re.search(r"rank 3 was last heard from \d+ s ago", failed.text)
+        assert re.search(r"rank 3 has sent no heartbeat for \d+ s", failed.text)
         assert not again.kind, again.text
     assert max(failed.end for failed, *_ in seen[:3]) - stopped < H + BEAT + SLACK
     assert seen[3][0].took < 0.1 + SLACK / 2
@@ -765,7 +769,7 @@ def test_a_signal_ends_the_wait_and_the_peers_are_told_why(tmp_path: Path, how: 
     peers = [outcomes[rank].result[0] for rank in (0, 1, 3)]
     for failed in peers:
         assert failed.kind == "MissingRanksError"
-        assert re.search(r"was given up, because rank 2 stopped connecting at test_faults.py:\d+: ", failed.text)
+        assert re.search(r"was cancelled because rank 2 stopped connecting at test_faults.py:\d+: ", failed.text)
         assert SIGNALS[how][2] in failed.text
     assert max(failed.end for failed in peers[:2]) - sent[0] < 0.2 + SLACK
     assert peers[2].took < 0.1 + SLACK / 2
@@ -781,7 +785,7 @@ def one_is_interrupted(where: str) -> tuple[Attempt, Attempt]:
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     if mesh.rank == 3:
         wait_until_waiting(0, 1, 2) if where == "before" else None
-    target: Any = (connecting, "_unbroken") if where == "before" else (connecting._Warming, "begin")
+    target: Any = (connecting, "_usable_record") if where == "before" else (connecting._FirstCollective, "start")
     interrupted = mock.patch.object(*target, side_effect=KeyboardInterrupt)
     with interrupted if mesh.rank == 3 else contextlib.nullcontext():
         failed = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT))
@@ -822,7 +826,7 @@ def test_a_rank_that_cannot_make_a_group_leaves_nothing_and_may_try_again():
     with fresh_world(4) as own:
         before = keys(own)
         seen = results(own.outcomes(one_cannot_make))
-        assert keys(own) - before <= {f"pgmesh/told/{rank}" for rank in range(4)}
+        assert keys(own) - before <= {f"pgmesh/status/{rank}" for rank in range(4)}
     for failed, again in seen:
         print(failed)
         assert not again.kind, again.text
@@ -849,7 +853,7 @@ def test_a_mesh_that_never_connected_leaves_no_key_when_it_is_closed():
     with fresh_world(4) as own:
         before = keys(own)
         results(own.outcomes(give_up_and_close))
-        assert keys(own) - before <= {f"pgmesh/told/{rank}" for rank in range(4)}
+        assert keys(own) - before <= {f"pgmesh/status/{rank}" for rank in range(4)}
 
 
 def try_without_a_store(pid: int, times: int) -> list[dict[str, int]]:
@@ -904,13 +908,13 @@ def be(rank, port):
                        MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     os.dup2(os.open(f"{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
     from pgmesh import ProcessGroupMesh, launch
-    from pgmesh.rendezvous.store_thread import told
+    from pgmesh.rendezvous.protocol import status_key
     from tests.support.torch_tables import pgmesh_store
     launch.join("gloo")
     mesh = ProcessGroupMesh(dp=1, tp=2, name="actor")
     mesh.connect("tp")
     if rank == 1:
-        while b"group tp" not in pgmesh_store().get(told(0)):
+        while b"group tp" not in pgmesh_store().get(status_key(0)):
             time.sleep(0.01)
         warnings.filterwarnings("ignore", "This process", DeprecationWarning)  # of a fork beside threads, from 3.12 on
         child = os.fork()
@@ -955,9 +959,9 @@ def test_a_process_that_ends_after_it_connected_ends_at_once_and_tells_so(tmp_pa
     assert all(float(ended[rank]) - float(ends[rank]) < 1.0 + SLACK for rank in ends)
     asked, heard = map(float, re.findall(r"^at (\S+) (\S+)$", done.stdout, re.MULTILINE)[0])
     assert heard - max(asked, float(ends["1"])) < 1.0 + SLACK
-    assert "child: LifetimeError mesh 'actor' was made before this process was forked." in done.stdout
+    assert "child: LifetimeError mesh 'actor' was created before this process was forked." in done.stdout
     assert "child's status: 7" in done.stdout
-    assert "rank 1 is not there any more: its process has ended" in done.stdout
+    assert "rank 1: its process has exited" in done.stdout
     for rank in range(2):
         assert not without_hostname_warnings((tmp_path / f"{rank}.err").read_text()).strip()
 

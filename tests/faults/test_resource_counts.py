@@ -116,13 +116,13 @@ def is_released_while_it_waits(
 ) -> None:
     if mesh.rank > 0:
         return
-    looked, look = [], PollingStore._look
+    looked, look = [], PollingStore._read
 
     def seen_to_look(store: PollingStore, key: str) -> StoreProtocol[bool]:
         looked.append(key)
         return (yield from look(store, key))
 
-    with mock.patch.object(PollingStore, "_look", seen_to_look):
+    with mock.patch.object(PollingStore, "_read", seen_to_look):
         work = dist.all_reduce(torch.ones(1), group=mesh.group(), async_op=True)
         wait_until(lambda: len(looked) > 1, "it has written its address, and looked for another's")
     mesh.release(*ALL)
@@ -133,20 +133,20 @@ def is_released_as_it_begins(mesh: ProcessGroupMesh) -> None:
     if mesh.rank > 0:
         return
     began, stopped = threading.Event(), threading.Event()
-    agree_on_mesh, close = GroupCache._agree_on_mesh, PollingStore.close
+    register, close = GroupCache._ensure_registered, PollingStore.close
 
-    def agree_late(family: GroupCache) -> StoreProtocol[None]:
+    def register_late(cache: GroupCache) -> StoreProtocol[None]:
         began.set()
         while not stopped.is_set():
             yield Pause(0.01)
-        yield from agree_on_mesh(family)
+        yield from register(cache)
 
     def seen_to_close(store: PollingStore) -> None:
         close(store)
         stopped.set()
 
     with (
-        mock.patch.object(GroupCache, "_agree_on_mesh", agree_late),
+        mock.patch.object(GroupCache, "_ensure_registered", register_late),
         mock.patch.object(PollingStore, "close", seen_to_close),
     ):
         work = dist.all_reduce(torch.ones(1), group=mesh.group(), async_op=True)
@@ -169,13 +169,13 @@ def cannot_make(mesh: ProcessGroupMesh) -> None:
 
 
 def is_interrupted(mesh: ProcessGroupMesh) -> None:
-    one_stops("KeyboardInterrupt", mesh, mock.patch.object(connecting, "_unbroken", side_effect=KeyboardInterrupt))
+    one_stops("KeyboardInterrupt", mesh, mock.patch.object(connecting, "_usable_record", side_effect=KeyboardInterrupt))
 
 
 def is_interrupted_in_the_first_collective(mesh: ProcessGroupMesh) -> None:
     """The others hang in Gloo until the group's timeout."""
     mesh.configure(*ALL, timeout=SOON)
-    interrupted = mock.patch.object(connecting._Warming, "begin", side_effect=KeyboardInterrupt)
+    interrupted = mock.patch.object(connecting._FirstCollective, "start", side_effect=KeyboardInterrupt)
     one_stops("KeyboardInterrupt", mesh, interrupted)
 
 
@@ -313,7 +313,7 @@ def errors_keep_their_frames() -> None:
         assert kept[0].__traceback__, how
         kept.clear()
         teardown.free_finished()
-        assert not polling_store.raised, how
+        assert not polling_store.backend_errors, how
 
 
 def test_an_error_keeps_its_frames_for_as_long_as_somebody_has_it(four: World):
@@ -351,7 +351,7 @@ def again_and_again(fault: Callable[[ProcessGroupMesh], None]) -> list[Count]:
         del mesh
         if i in (FIRST, FIRST + TIMES):
             memory = resident_kib()  # which collects what is garbage first
-            wait_until(lambda: not count_resources()["stranded"], "collectives that hang in Gloo end")
+            wait_until(lambda: not count_resources()["unfinished"], "collectives that hang in Gloo end")
             dist.barrier()
             seen.append(Count(count_resources() | {"keys": c10d._get_default_store().num_keys()}, memory))
             dist.barrier()

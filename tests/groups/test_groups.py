@@ -405,7 +405,7 @@ def made_with_all() -> None:
         f"mesh[dp={mesh.index('dp')}, tp=*]",
         "mesh[dp=*, tp=*]",
     ]
-    assert f"ranks {', '.join(map(str, mesh.ranks('tp')))}; made" in str(mesh.report())
+    assert f"ranks {', '.join(map(str, mesh.ranks('tp')))}; created" in str(mesh.report())
     assert dist.get_backend(groups[0]) == "lantern"
     check_sums({f"lantern {axes}": (group, mesh.ranks(*axes)) for axes, group in zip(asked_for, groups)})
     mesh.release("tp")
@@ -449,12 +449,14 @@ def test_an_unknown_backend_makes_its_groups_through_new_group_for_every_block()
 def not_with_some() -> None:
     register_lantern()
     mesh, part = ProcessGroupMesh(dp=2, tp=2), ProcessGroupMesh(dp=2, ranks=[0, 1])
-    with pytest.raises(OptionsError, match="backend lantern makes groups through torch's new_group, which all 4 ranks"):
+    with pytest.raises(
+        OptionsError, match="groups of backend lantern are created through torch's new_group, which all 4 ranks"
+    ):
         mesh.group_of([0, 1, 2, 3], backend="lantern")
-    with pytest.raises(OptionsError, match="Ask the mesh of the whole world"):
+    with pytest.raises(OptionsError, match="Use a mesh of the whole world"):
         mesh.at(tp=mesh.index("tp")).group("dp", backend="lantern")
     if part.rank in part:
-        with pytest.raises(OptionsError, match="this partition holds 2"):
+        with pytest.raises(OptionsError, match="This partition has 2 ranks"):
             part.group("dp", backend="lantern")
     check_sums(groups_of(mesh))
 
@@ -507,7 +509,7 @@ def test_a_second_load_is_refused_and_the_first_goes_on(tmp_path: Path):
     )
     assert done.returncode == 0, done.stderr
     refused, released = done.stdout.splitlines()[::2], done.stdout.splitlines()[1::2]
-    assert all(line.startswith("SeamError pgmesh.torch_private was loaded in this process already") for line in refused)
+    assert all(line.startswith("SeamError pgmesh.torch_private is already loaded in this process") for line in refused)
     assert [*map(bool, refused)] == [True, True]
     assert all(
         f"group dp, tag={name} of mesh 'actor' was released" in line

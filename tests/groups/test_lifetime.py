@@ -79,9 +79,9 @@ def name_the_missing() -> None:
             told.append(str(caught.value).partition("\n")[0])  # then what the missing last said, if they did
         assert 1 <= time.monotonic() - start < 3
         lines = [
-            "group tp of mesh 'actor': rank 1 never came to the first collective, in 1 s. The group's ranks are 0, 1.",
-            "group dp of mesh 'actor': rank 2 never came to the first collective, in 1 s. The group's ranks are 0, 2.",
-            "group dp, tp of mesh 'actor': ranks 1, 2 never came to the first collective, in 1 s. "
+            "group tp of mesh 'actor': rank 1 did not reach the first collective in 1 s. The group's ranks are 0, 1.",
+            "group dp of mesh 'actor': rank 2 did not reach the first collective in 1 s. The group's ranks are 0, 2.",
+            "group dp, tp of mesh 'actor': ranks 1, 2 did not reach the first collective in 1 s. "
             "The group's ranks are 0, 1, 2, 3.",
         ]
         assert told == lines[-len(told) :]
@@ -431,11 +431,11 @@ def test_closing_a_mesh_leaves_nothing_in_torch_or_the_store():
 
 def names_taken() -> None:
     actor = ProcessGroupMesh(dp=4, name="actor")
-    with pytest.raises(NameTakenError, match=r"a mesh named 'actor' lives already, made at test_lifetime\.py:"):
+    with pytest.raises(NameTakenError, match=r"a mesh named 'actor' already exists, created at test_lifetime\.py:"):
         ProcessGroupMesh(dp=2, tp=2, name="actor")
     first, second = ProcessGroupMesh(dp=2, tp=2), ProcessGroupMesh(dp=2, tp=2)
     for mesh in (second, first):
-        with pytest.raises(NameTakenError, match="two unnamed meshes live that only the order of making tells apart"):
+        with pytest.raises(NameTakenError, match="two unnamed meshes differ only in the order of creation"):
             mesh.group("dp")
     second.close()
     summed(first)
@@ -464,7 +464,7 @@ def test_unnamed_meshes_may_be_alike_one_after_another():
 def configured() -> None:
     mesh = ProcessGroupMesh(dp=2, tp=2)
     assert timeout_of(mesh.group("dp")) == timeout_of(dist.group.WORLD) == seconds(60)
-    with pytest.raises(OptionsError, match=r"group dp of .* was made at test_lifetime\.py:\d+, so it is too late"):
+    with pytest.raises(OptionsError, match=r"group dp of .* was created at test_lifetime\.py:\d+, so it is too late"):
         mesh.configure("dp", timeout=seconds(5))
     with pytest.raises(OptionsError, match="too late"):
         mesh.at(tp=mesh.index("tp")).configure("dp", timeout=seconds(5))
@@ -573,7 +573,7 @@ def unpacked_beside_the_original() -> None:
     dist.barrier()
     with pytest.raises((MissingRanksError, CircleError)) as caught:
         mesh.connect("dp", timeout=seconds(10))
-    whose = "mesh 'original' (unpickled as number 1 of its name, since number 0 was used up here)"
+    whose = "mesh 'original' (unpickled as number 1 of its name; number 0 was taken here)"
     assert f"group dp of {whose}" in str(caught.value), str(caught.value)
     dist.barrier()
 
@@ -588,7 +588,7 @@ def test_outside_any_world_a_mesh_that_travelled_knows_its_places():
     assert (mesh.shape, mesh.axes, mesh.rank, mesh.coord) == ((2, 2), ("pp", "tp"), 3, (1, 1))
     assert (stage.ranks(), moe.shape, block.mesh.label()) == ((2, 3), (4,), "pp1-tp1")
     for part in (mesh, stage, moe, block.mesh):
-        with pytest.raises(LifetimeError, match="mesh 'actor' came here outside any world"):
+        with pytest.raises(LifetimeError, match="mesh 'actor' was unpickled outside any world"):
             part.group()
     assert pickle.loads(pickle.dumps(mesh)).coord == (1, 1)
     mesh.close()
@@ -733,7 +733,7 @@ def test_a_process_may_end_without_close(endings, ending: str, rank: int):
     code, out, err = endings(ending, rank)
     assert (code, err.strip()) == (0, "")
     if ending == "with_a_failed_collective" and rank == 0:
-        assert "rank 1 never came" in out
+        assert "rank 1 did not reach" in out
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -748,6 +748,6 @@ def test_a_forked_child_has_no_groups_and_ends_by_itself(endings, rank: int):
     code, out, err = endings("in_a_fork", rank)
     assert (code, err.strip()) == (0, ""), out
     lines = out.splitlines()
-    assert lines[0].startswith("LifetimeError: mesh 'actor' was made before this process was forked.")
-    assert "group tp of mesh 'actor' was made before this process was forked" in lines[1]
+    assert lines[0].startswith("LifetimeError: mesh 'actor' was created before this process was forked.")
+    assert "group tp of mesh 'actor' was created before this process was forked" in lines[1]
     assert lines[2:] == [f"(0, {rank})", "the child's status: 7", "the parent goes on"]

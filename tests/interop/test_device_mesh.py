@@ -415,7 +415,7 @@ def adopt_where_that_does_nothing() -> None:
     with pytest.raises(OptionsError, match=r"group dp of mesh 'actor' was configured with .*seconds=40.* at test_"):
         mesh.adopt("dp", theirs["dp"])
     own = mesh.group("tp")
-    with pytest.raises(LifetimeError, match=r"(?s)group tp of mesh 'actor' was made at .*mesh\.release\('tp'\)"):
+    with pytest.raises(LifetimeError, match=r"(?s)group tp of mesh 'actor' was created at .*mesh\.release\('tp'\)"):
         mesh.adopt("tp", theirs["tp"])
     assert mesh.group("tp") is own
     check_sums(groups_of(mesh))
@@ -457,7 +457,7 @@ def test_an_axis_of_one_rank_is_adopted_or_configured_but_not_both():
             mesh.adopt("tp", theirs)
         mesh.adopt("pp", theirs)
         assert mesh.group("pp") is theirs
-        with pytest.raises(OptionsError, match=r"group pp of mesh 'actor' was made at .* too late"):
+        with pytest.raises(OptionsError, match=r"group pp of mesh 'actor' was created at .* too late"):
             mesh.configure("pp", timeout=timedelta(seconds=40))
 
 

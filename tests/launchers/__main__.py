@@ -201,7 +201,7 @@ def under_slurm(env: dict[str, str], folder: Path, has_open_mpi: bool) -> None:
     wrong = "pgmesh check: dp=2 tp=3 holds 6 ranks, but the world has 4."
     check_exit("check under srun of sizes that do not fit", one, "check dp=2 tp=3", env, 2, wrong, 4)
     absent = f"[ $SLURM_PROCID = 3 ] || {PGMESH} check dp=2 tp=2 --timeout 10"
-    alone = "(ranks 0, 1, 2, 3): rank 3 did not come in 10 s."
+    alone = "(ranks 0, 1, 2, 3): rank 3 did not arrive in 10 s."
     check_failure("check where a rank never comes", f"{one} bash -c {shlex.quote(absent)}", env, alone)
     check_doctor("doctor under srun", "srun -N1 -n2", env, 2, "Slurm, because")
     check_failure(

@@ -164,7 +164,7 @@ def test_options_are_what_every_group_of_a_method_is_made_with(made: Callable[..
     minutes = timedelta(minutes=3)
     with fake_rank(rank, 8), ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor") as mesh:
         ranks = {tuple(dist.get_process_group_ranks(each)) for each in made(mesh, {"timeout": minutes})}
-        timeouts = {each.ranks: given.timeout for each, given, _ in mesh._group_cache.known()}
+        timeouts = {each.ranks: given.timeout for each, given, _ in mesh._group_cache.records()}
         assert timeouts == dict.fromkeys(ranks, minutes)
 
 

@@ -246,7 +246,7 @@ def timeout_of_a_pipeline() -> None:
         method = stages(mesh, options={"timeout": minutes})
         model = compose(mesh, method, DataParallel(mesh, "dp")).apply(TinyGPT(layers=2))
         model.step(codes, target=target)
-        made = {(each.ranks, given.timeout) for each, given, _ in mesh._group_cache.known()}
+        made = {(each.ranks, given.timeout) for each, given, _ in mesh._group_cache.records()}
         assert ((0, 1, 2, 3), minutes) in made
         assert (mesh.ranks("pp"), minutes) in made
         assert (mesh.ranks("dp"), minutes) not in made

@@ -455,7 +455,7 @@ def test_semantics_12_settings_of_nccl_go_by_either_name():
                 "hcp": {"max_ctas": 1},
             }
         )
-        options = {made.words: options for made, options, _ in _made(arrangement, "data+context", "pipeline", "tensor")}
+        options = {made.label: options for made, options, _ in _made(arrangement, "data+context", "pipeline", "tensor")}
         nccl = {words.split(" of ")[0]: (each.high_priority, each.nccl) for words, each in options.items()}
         assert nccl == {
             "group dp, cp": (True, {"max_ctas": 8, "min_ctas": 4, "cga_cluster_size": 2}),
@@ -469,7 +469,7 @@ def test_semantics_12_settings_of_nccl_go_by_either_name():
 def _made(arrangement: Arrangement, *names: str) -> list[Any]:
     for name in names:
         arrangement[name].group()
-    return arrangement.dense._cache.known()
+    return arrangement.dense._group_cache.records()
 
 
 YAML = """
@@ -573,7 +573,7 @@ def test_fairscale_gives_each_axis_its_backend_and_timeout():
         arrangement = recipes.fairscale(
             16, tp=2, pp=2, cp=2, dp_backend="fake", timeout=timedelta(minutes=3), name="fairscale"
         )
-        made = {made.words.split()[1]: options for made, options, _ in _made(arrangement, *arrangement)}
+        made = {made.label.split()[1]: options for made, options, _ in _made(arrangement, *arrangement)}
         assert {axis: options.timeout for axis, options in made.items()} == dict.fromkeys(
             ["tp", "cp", "pp", "dp"], timedelta(minutes=3)
         )
@@ -639,7 +639,7 @@ def test_a_recipe_that_is_refused_leaves_nothing_behind(
         assert held.tb is not None
         assert table_sizes() == before
         arrangement = recipe(8, **{**bad, **better}, name="refused")
-        cache = arrangement.dense._cache
+        cache = arrangement.dense._group_cache
         assert cache._registry.living() == [cache]
         assert cache.number == 0  # the first mesh of this name, as on a rank that was not refused
         assert arrangement.dense.group().size() == 8
@@ -652,7 +652,7 @@ def test_settings_of_nccl_that_are_refused_set_nothing():
             with pytest.raises(OptionsError):
                 arrangement.configure_nccl({"dp": {"max_ctas": 8}, "tp": wrong})
         arrangement.configure_nccl({"dp_cp": {"max_ctas": 4}, "tp": {"max_ctas": 2}})  # dp has the ranks of dp_cp
-        options = {made.words: options for made, options, _ in _made(arrangement, "data", "tensor")}
+        options = {made.label: options for made, options, _ in _made(arrangement, "data", "tensor")}
         assert [each.nccl for each in options.values()] == [{"max_ctas": 4}, {"max_ctas": 2}]
 
 
@@ -1069,8 +1069,8 @@ def olmo(whole: int = 8, **sizes: Any) -> Callable[[], object]:
         ),
         (
             failing(tp=2, optimizer_instances=3),
-            "recipes.megatron(8, tp=2, optimizer_instances=3): optimizer_instances must divide data x context, which is "
-            "4, and expert data, which is 4, so it may be 1, 2 or 4.",
+            "recipes.megatron(8, tp=2, optimizer_instances=3): optimizer_instances must divide data x context, which "
+            "is 4, and expert data, which is 4, so it may be 1, 2 or 4.",
         ),
         (
             failing(world=16, tp=2, cp=2, ep=2, order="cp-tp-dp-ep-pp", optimizer_instances=2),
@@ -1446,7 +1446,7 @@ def timeouts_change() -> float:
     late = arrangement["tensor"].group(tag="late")
     arrangement.set_timeout("tensor", timeout=timedelta(seconds=0.2))  # of one that has not connected yet
     if arrangement["tensor"].index == 0:
-        with pytest.raises(MissingRanksError, match=r"rank \d never came to the first collective, in 0\.2 s\."):
+        with pytest.raises(MissingRanksError, match=r"rank \d did not reach the first collective in 0\.2 s\."):
             dist.all_reduce(torch.ones(1), group=late)
     return took
 

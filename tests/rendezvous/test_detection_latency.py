@@ -11,8 +11,8 @@ import pytest
 from hypothesis import assume, given, settings, strategies as st
 
 from pgmesh.errors import CircleError, MismatchError, MissingRanksError
-from pgmesh.rendezvous import protocol
-from pgmesh.rendezvous.protocol import FIRST_INSPECTION, Read, SetStatus
+from pgmesh.rendezvous.protocol import Read, SetStatus
+from pgmesh.rendezvous.timing import TIMING
 from tests.rendezvous.model.clock import Caller, Clock, H
 
 POLL = 0.3
@@ -33,12 +33,12 @@ def test_what_differs_is_told_within_a_tenth_of_a_second(comes, odd, came, what)
     assume(odd in came)
     callers = [Caller(rank, [ALL], comes[rank] if rank in came else math.inf) for rank in ALL]
     if what == "group":
-        callers[odd].means = 1
+        callers[odd].variant = 1
     elif what == "mesh":
         callers[odd].mesh = 1
     else:  # it takes itself for another, and is another process
         other = next(rank for rank in sorted(came) if rank != odd)
-        callers[odd].rank, callers[odd].who = other, "a second process"
+        callers[odd].rank, callers[odd].process = other, "a second process"
     Clock(*callers).run()
     known = max(comes[odd], min(comes[rank] for rank in came if rank != odd))
     if what == "process":
@@ -46,7 +46,7 @@ def test_what_differs_is_told_within_a_tenth_of_a_second(comes, odd, came, what)
     for rank in came:
         caller = callers[rank]
         assert [type(each) for each in caller.outcomes] == [MismatchError], caller
-        assert caller.told_at - max(known, caller.comes) < 0.1
+        assert caller.finished_at - max(known, caller.arrives) < 0.1
 
 
 @settings(max_examples=120)
@@ -60,9 +60,9 @@ def test_a_member_that_falls_silent_is_named_a_poll_after_h(comes, phase, beats,
     first = min(comes) * pace
     for caller in callers[:3]:
         assert [type(each) for each in caller.outcomes] == [MissingRanksError], caller
-        assert "rank 3 was last heard from" in str(caller.outcomes[0])
-        assert caller.told_at - max(dies * pace, first, caller.comes - H * pace) < (H + POLL) * pace
-    assert min(caller.told_at for caller in callers[:3]) >= max(beat * pace, first) + H * pace  # and not before
+        assert "rank 3 has sent no heartbeat for" in str(caller.outcomes[0])
+        assert caller.finished_at - max(dies * pace, first, caller.arrives - H * pace) < (H + POLL) * pace
+    assert min(caller.finished_at for caller in callers[:3]) >= max(beat * pace, first) + H * pace  # and not before
 
 
 @settings(max_examples=60)
@@ -75,10 +75,12 @@ def test_a_living_member_is_waited_for_and_no_longer_than_promised(comes, pace):
     first = min(comes[:3])
     for caller in callers[:3]:
         assert [type(each) for each in caller.outcomes] == [MissingRanksError], caller
-        assert deadline * pace <= caller.told_at - first < (deadline + POLL) * pace + max(0.0, caller.comes - first)
+        assert (
+            deadline * pace <= caller.finished_at - first < (deadline + POLL) * pace + max(0.0, caller.arrives - first)
+        )
         for at in caller.warned_at:
-            assert deadline * pace / 3 <= at - caller.comes < (deadline / 3 + POLL) * pace
-    assert len(min(callers[:3], key=lambda caller: caller.comes).warned_at) == 1
+            assert deadline * pace / 3 <= at - caller.arrives < (deadline / 3 + POLL) * pace
+    assert len(min(callers[:3], key=lambda caller: caller.arrives).warned_at) == 1
 
 
 @settings(max_examples=40)
@@ -89,15 +91,15 @@ def test_a_circle_is_told_within_a_second_of_the_last_that_came(ranks, data):
         pair = tuple(sorted((rank, (rank + 1) % ranks)))
         callers.append(Caller(rank, [pair], data.draw(moments)))
     Clock(*callers).run()
-    last = max(caller.comes for caller in callers)
+    last = max(caller.arrives for caller in callers)
     for caller in callers:
         assert [type(each) for each in caller.outcomes] == [CircleError], caller
-        assert caller.told_at - last < 1.0
+        assert caller.finished_at - last < 1.0
 
 
 def test_what_a_thread_waits_for_is_no_part_of_a_circle():
     """A thread of rank 0 waits for rank 1, which waits for rank 0, and the main thread of rank 0 comes to it later."""
-    thread, main = Caller(0, [(0, 1)], 0.0, alone=False), Caller(0, [ALL[:3]], 5.0)
+    thread, main = Caller(0, [(0, 1)], 0.0, single_threaded=False), Caller(0, [ALL[:3]], 5.0)
     others = [Caller(rank, [ALL[:3]], 0.0) for rank in (1, 2)]
     Clock(thread, main, *others).run()
     assert [caller.outcomes for caller in (main, *others)] == [[None]] * 3
@@ -106,16 +108,16 @@ def test_what_a_thread_waits_for_is_no_part_of_a_circle():
 @pytest.mark.parametrize("pace", [1.0, 8.0, 64.0])
 def test_in_a_larger_world_ranks_ask_why_so_much_later(pace):
     callers = [Caller(rank, [(0, 1)], float(rank), deadline=30.0 * pace) for rank in range(2)]
-    callers[1].comes = 3.0 * pace
+    callers[1].arrives = 3.0 * pace
     Clock(*callers, pace=pace).run()
     asked = [at for at, step in callers[0].done if isinstance(step, SetStatus)]
     rolls = [at for at, step in callers[0].done if isinstance(step, Read) and step.key.endswith("/count")]
-    assert FIRST_INSPECTION * pace <= rolls[0] <= asked[0] < (FIRST_INSPECTION + 0.05) * pace
+    assert TIMING.first_inspection * pace <= rolls[0] <= asked[0] < (TIMING.first_inspection + 0.05) * pace
     assert callers[0].outcomes == callers[1].outcomes == [None]
     looks = [step for _, step in callers[0].done if isinstance(step, Read)]
     assert len(looks) < 200  # as many in three seconds as in three minutes
 
 
 def test_the_promises_hold_for_the_pauses_that_there_are():
-    assert FIRST_INSPECTION + protocol.LONGEST_PAUSE < 0.1
-    assert protocol.INSPECTION + 2 * protocol.LONGEST_PAUSE < POLL + 0.001
+    assert TIMING.first_inspection + TIMING.longest_pause < 0.1
+    assert TIMING.inspection + 2 * TIMING.longest_pause < POLL + 0.001

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pgmesh.rendezvous.protocol import MOST_ASKED
+from pgmesh.rendezvous.timing import LIMITS
 from tests.rendezvous.model.__main__ import main
 from tests.rendezvous.model.ideal import Ideal
 from tests.rendezvous.model.mutants import MUTANTS, Mutant, caught
@@ -85,7 +85,7 @@ def test_more_ranks_by_chance(ranks):
         assert bool(seen.circles) == Ideal.of(programs).has_circle(), programs
 
 
-@pytest.mark.parametrize("ranks", [8, MOST_ASKED, MOST_ASKED + 8])
+@pytest.mark.parametrize("ranks", [8, LIMITS.statuses, LIMITS.statuses + 8])
 def test_a_long_circle_is_found(ranks):
     """Each rank connects to the next, and then to the one before: all wait for each other."""
     programs = []
@@ -144,8 +144,8 @@ def test_a_rank_that_is_stopped_and_goes_on():
 
 def test_ranks_that_mean_different_groups():
     """No such group is ever made."""
-    try_all((at_once(AB), at_once(AB, means=1)))
-    try_all((at_once(AB), at_once(AB, means=1)), Faults(deadlines=1))
+    try_all((at_once(AB), at_once(AB, variant=1)))
+    try_all((at_once(AB), at_once(AB, variant=1)), Faults(deadlines=1))
 
 
 @pytest.mark.parametrize("losses", [1, 2])

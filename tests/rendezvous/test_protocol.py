@@ -13,16 +13,16 @@ import torch.distributed as dist
 from hypothesis import given, strategies as st
 
 from pgmesh import LifetimeError, MismatchError, MissingRanksError
-from pgmesh.rendezvous.polling_store import SEAL, PollingStore, drive, perform
+from pgmesh.rendezvous.polling_store import SEPARATOR, PollingStore, drive, perform
 from pgmesh.rendezvous.protocol import Fingerprint, Pause, Step, StoreProtocol, publish_or_compare
 
 
-def card(rank: int = 0, **meaning: object) -> Fingerprint:
-    return Fingerprint(rank, meaning or {"timeout": 30.0}, "group tp of mesh 'actor'", "Do this.")
+def fingerprint(rank: int = 0, **fields: object) -> Fingerprint:
+    return Fingerprint(rank, fields or {"timeout": 30.0}, "group tp of mesh 'actor'", "Do this.")
 
 
 def run(store: dist.Store, steps: StoreProtocol[Any]) -> Any:
-    """What the heart does, in the thread that asks."""
+    """Run a protocol in the calling thread."""
 
     def do(step: Step) -> Any:
         return time.sleep(step.seconds) if isinstance(step, Pause) else perform(store, step)
@@ -36,20 +36,20 @@ def polling(
     limit = timedelta(seconds=seconds)
     return PollingStore(
         lambda steps, seconds: run(store, steps),
-        mine or card(),
+        mine or fingerprint(),
         ranks,
         limit,
         addresses=addresses,
-        first=lambda: iter(()),
+        before_first_use=lambda: iter(()),
     )
 
 
-def test_the_first_lays_its_card_down_and_later_ones_compare():
+def test_the_first_rank_publishes_its_fingerprint_and_later_ones_compare():
     store = dist.HashStore()
-    run(store, publish_or_compare("key", card(0)))
-    run(store, publish_or_compare("key", card(1)))
+    run(store, publish_or_compare("key", fingerprint(0)))
+    run(store, publish_or_compare("key", fingerprint(1)))
     with pytest.raises(MismatchError) as caught:
-        run(store, publish_or_compare("key", card(2, timeout=31.0, backend="gloo")))
+        run(store, publish_or_compare("key", fingerprint(2, timeout=31.0, backend="gloo")))
     assert str(caught.value) == (
         "group tp of mesh 'actor' is not the same on all ranks:\n"
         "  backend: none on rank 0, gloo on rank 2\n"
@@ -59,26 +59,26 @@ def test_the_first_lays_its_card_down_and_later_ones_compare():
 
 
 @pytest.mark.parametrize("foreign_value", [b"junk", b"3 [1, 2]", b"\xff\xfe {}", b"7 {", b'0 "text"'])
-def test_what_no_pgmesh_wrote_is_said_to_be_so(foreign_value):
-    with pytest.raises(MismatchError, match="which no pgmesh wrote"):
-        card().check(foreign_value)
+def test_a_foreign_value_is_reported(foreign_value):
+    with pytest.raises(MismatchError, match="which pgmesh did not write"):
+        fingerprint().check(foreign_value)
 
 
-def test_an_address_is_held_back_until_its_rank_waits():
+def test_an_address_is_not_published_before_its_rank_waits():
     store = dist.HashStore()
-    one, two = polling(store, card(4)), polling(store, card(6))
+    one, two = polling(store, fingerprint(4)), polling(store, fingerprint(6))
     one.set("a/0", b"here")
     assert not store.check(["a/0"])
     two.set("a/1", b"there")
     threading.Timer(0.05, lambda: two.get("a/0")).start()
     assert one.get("a/1") == b"there"
     assert two.get("a/0") == b"here"
-    assert store.get("a/0") == card(4).word + SEAL + b"here"
+    assert store.get("a/0") == fingerprint(4).encoded + SEPARATOR + b"here"
 
 
-def test_who_reads_an_address_checks_the_card_it_bears():
+def test_a_reader_of_an_address_checks_its_fingerprint():
     store = dist.HashStore()
-    one, two = polling(store, card(4)), polling(store, card(6, timeout=31.0))
+    one, two = polling(store, fingerprint(4)), polling(store, fingerprint(6, timeout=31.0))
     one.set("a/0", b"here")
     two.set("a/1", b"there")
     with pytest.raises(MissingRanksError):
@@ -86,7 +86,7 @@ def test_who_reads_an_address_checks_the_card_it_bears():
     with pytest.raises(MismatchError, match=r"timeout: 30\.0 on rank 4, 31\.0 on rank 6"):
         two.get("a/0")
     assert isinstance(two.failure, MismatchError)
-    store.set("a/2", card(9).word.decode() + "\0")
+    store.set("a/2", fingerprint(9).encoded.decode() + "\0")
     with pytest.raises(MismatchError):
         one.missing("a/0")
 
@@ -98,16 +98,16 @@ def test_the_missing_are_named_in_ranks_of_the_world():
     with pytest.raises(MissingRanksError) as caught:
         one.wait(["a/1"], timedelta(seconds=0.05))
     assert str(caught.value) == (
-        "group tp of mesh 'actor': ranks 6, 9 never came to the first collective, in 0.05 s. "
+        "group tp of mesh 'actor': ranks 6, 9 did not reach the first collective in 0.05 s. "
         "The group's ranks are 4, 6, 9."
     )
 
 
 def test_where_the_first_member_writes_for_all_it_is_the_one_that_is_missing():
     member = polling(dist.HashStore(), addresses=False)
-    with pytest.raises(MissingRanksError, match=r"rank 4 never came to the first collective, in 0\.1 s"):
+    with pytest.raises(MissingRanksError, match=r"rank 4 did not reach the first collective in 0\.1 s"):
         member.get("id/0")
-    with pytest.raises(MissingRanksError, match="rank that writes id/1:2 never came"):
+    with pytest.raises(MissingRanksError, match="rank that writes id/1:2 did not reach"):
         member.get("id/1:2")
 
 
@@ -127,7 +127,7 @@ def test_closing_ends_a_wait():
     assert time.monotonic() - start < 30
 
 
-def test_what_was_written_is_known_for_taking_back():
+def test_written_keys_are_recorded_for_deletion():
     store = dist.HashStore()
     one = polling(store)
     one.set("a/0", b"here")
@@ -147,9 +147,9 @@ def test_nothing_is_written_once_it_is_closed():
     assert not store.check(["a/0"])
 
 
-def test_what_bears_another_card_is_not_handed_out_when_asked_for_again():
+def test_a_value_with_another_fingerprint_is_never_returned():
     store = dist.HashStore()
-    store.set("a/1", (card(6, timeout=31.0).word + SEAL + b"there").decode())
+    store.set("a/1", (fingerprint(6, timeout=31.0).encoded + SEPARATOR + b"there").decode())
     one = polling(store)
     for _ in range(2):
         with pytest.raises(MismatchError):
@@ -157,17 +157,17 @@ def test_what_bears_another_card_is_not_handed_out_when_asked_for_again():
 
 
 @given(st.lists(st.text("Az09+/=,", max_size=12) | st.just("AAAA"), max_size=3))
-def test_what_members_say_of_where_they_are_is_taken_whole_or_not_at_all(at):
+def test_addresses_are_taken_all_or_not_at_all(encoded):
     store = polling(dist.HashStore(), ranks=(4, 6))
     store.set("gloo/cpu/0", b"here")
-    store.learn(at)
+    store.set_addresses(encoded)
     try:
-        said = [[base64.b64decode(each, validate=True) for each in words.split(",")] for words in at]
+        decoded = [[base64.b64decode(each, validate=True) for each in text.split(",")] for text in encoded]
     except ValueError:
-        said = []
-    if [len(values) for values in said] == [1, 1] and all(map(all, said)):
-        assert [store.get("gloo/cpu/0"), store.get("gloo/cpu/1")] == [values[0] for values in said]
+        decoded = []
+    if [len(values) for values in decoded] == [1, 1] and all(map(all, decoded)):
+        assert [store.get("gloo/cpu/0"), store.get("gloo/cpu/1")] == [values[0] for values in decoded]
         assert store.operations == 0
     else:
-        assert store._held
-        assert not store._found
+        assert store._unpublished
+        assert not store._values

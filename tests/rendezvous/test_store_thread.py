@@ -11,30 +11,30 @@ import torch.distributed as dist
 
 from pgmesh.rendezvous.polling_store import once
 from pgmesh.rendezvous.protocol import Add, CompareSet, Read, StoreProtocol, status_key
-from pgmesh.rendezvous.store_thread import StoreThread, _Mailbox
+from pgmesh.rendezvous.store_thread import StoreThread, _JobQueue
 
 LONG = 20.0
 
 
 def test_a_wait_that_is_over_before_it_begins_ends_at_once():
-    """Of Python's SimpleQueue, up to 3.12, one such wait in some thousands has no end."""
-    mailbox, done = _Mailbox(), threading.Event()
+    """In Python's SimpleQueue, up to 3.12, one such wait in some thousands never ends."""
+    queue, done = _JobQueue(), threading.Event()
 
     def wait() -> None:
         for _ in range(30_000):
-            mailbox.put(None)
-            mailbox.take()
-            mailbox.wait(1e-9)  # as it rings still
-            mailbox.wait(1e-9)
+            queue.put(None)
+            queue.take()
+            queue.wait(1e-9)
+            queue.wait(1e-9)
         done.set()
 
     threading.Thread(target=wait, daemon=True).start()
     assert done.wait(LONG)
 
 
-def test_what_a_question_raised_is_not_kept(heart: StoreThread):
+def test_an_error_of_a_job_is_not_kept(store_thread: StoreThread):
     class Held:
-        """Something that a frame of the question holds."""
+        """An object that a frame of the job refers to."""
 
     def steps() -> StoreProtocol[None]:
         held = Held()
@@ -44,33 +44,33 @@ def test_what_a_question_raised_is_not_kept(heart: StoreThread):
 
     watched: list[weakref.ref[Held]] = []
     with pytest.raises(ValueError, match="the last word") as raised:
-        heart.run(steps(), LONG)
+        store_thread.run(steps(), LONG)
     del raised
     gc.collect()
     assert watched[0]() is None
 
 
-def test_a_long_job_does_not_hold_up_a_beat():
+def test_a_long_job_does_not_delay_a_heartbeat():
     store = dist.HashStore()
-    heart = StoreThread(store, "here", 0, 2)
-    heart.period = 0.05
-    heart.beat()
-    heart.run(once(Add("started")), LONG)
-    beats = []
+    store_thread = StoreThread(store, "here", 0, 2)
+    store_thread.period = 0.05
+    store_thread.start_heartbeat()
+    store_thread.run(once(Add("started")), LONG)
+    heartbeats = []
 
     def steps() -> StoreProtocol[None]:
         end = time.monotonic() + 1.0
         while time.monotonic() < end:
             yield Add("asked")
-            beats.append((yield Read(status_key(0))))
+            heartbeats.append((yield Read(status_key(0))))
 
-    heart.run(steps(), LONG)
-    heart.stop()
-    assert 5 < len(set(beats)) <= 25
+    store_thread.run(steps(), LONG)
+    store_thread.stop()
+    assert 5 < len(set(heartbeats)) <= 25
 
 
-def test_whether_the_thread_lives_is_not_asked_of_python(heart: StoreThread):
-    """Up to 3.12, Ctrl-C inside Thread.is_alive has it say no of a living thread, for good."""
+def test_thread_is_alive_is_not_used(store_thread: StoreThread):
+    """Up to Python 3.12, Thread.is_alive may return False for good after Ctrl-C inside it."""
     with mock.patch.object(threading.Thread, "is_alive", return_value=False):
-        heart.run(once(CompareSet("key", "value")), LONG)
-    assert heart.run(once(Read("key")), LONG) == b"value"
+        store_thread.run(once(CompareSet("key", "value")), LONG)
+    assert store_thread.run(once(Read("key")), LONG) == b"value"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import signal
@@ -15,16 +16,15 @@ from unittest import mock
 import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh
-from pgmesh.connect import connecting
 from pgmesh.launch import Outcome
-from pgmesh.rendezvous import store_thread
+from pgmesh.rendezvous import store_thread, timing
 from pgmesh.rendezvous.polling_store import perform
 from pgmesh.rendezvous.protocol import RankStatus, Read, SetStatus, Step, status_key
 from tests.support.torch_tables import pgmesh_store
 from tests.support.worlds import STARVED, check_sums, fresh_world, groups_of
 
 BEAT = 1.0 if STARVED else 0.2
-H = BEAT * store_thread.SUSPICION  # seconds of silence after which a rank is suspected
+H = BEAT * timing.TIMING.missed_heartbeats  # seconds of silence after which a rank is suspected
 SLACK = 30.0 if STARVED else 1.0  # seconds that a busy machine may add to any bound
 LONG_TIMEOUT = timedelta(seconds=60 if STARVED else 12)  # a deadline that no rank should reach
 WAIT_TIMEOUT = 120.0 if STARVED else 30.0  # seconds, for any wait of a test
@@ -70,7 +70,7 @@ def last_status(rank: int) -> RankStatus | None:
 def wait_until_waiting(*ranks: int) -> None:
     """Wait until the statuses of these ranks say that they wait in ``connect``."""
     for rank in ranks:
-        wait_until(lambda rank=rank: (last := last_status(rank)) and last.waits, f"rank {rank} waits")
+        wait_until(lambda rank=rank: (last := last_status(rank)) and last.pending, f"rank {rank} waits")
 
 
 def set_flag(folder: Path, name: str) -> None:
@@ -85,15 +85,15 @@ def wait_for_flag(folder: Path, name: str) -> None:
 
 def beat_fast() -> None:
     """Shorten the interval of heartbeats and the timeout of the final status message."""
-    store_thread.BEAT, connecting.LAST_WORD = BEAT, 0.5
+    timing.TIMING = dataclasses.replace(timing.TIMING, heartbeat=BEAT, late_answer=0.5)
     logging.getLogger("pgmesh").addHandler(logging.NullHandler())  # keeps warnings off stderr
 
 
 def connect_and_beat(mesh: ProcessGroupMesh) -> None:
     """Connect a mesh, and return once all its ranks send heartbeats."""
     mesh.connect(timeout=LONG_TIMEOUT)
-    wait_until(lambda: mesh._group_cache.beating().steady, "a connection of its own")
-    mesh._group_cache.beating().ask(SetStatus(()), WAIT_TIMEOUT)
+    wait_until(lambda: mesh._group_cache.heartbeat_thread().steady_heartbeats, "a connection of its own")
+    mesh._group_cache.heartbeat_thread().ask(SetStatus(()), WAIT_TIMEOUT)
     dist.barrier(mesh.group())
 
 
@@ -151,7 +151,7 @@ def die_at(folder: Path, points: Sequence[tuple[int, str]]) -> tuple[Attempt, At
     if me != victim and order == "first":
         dead = folder / f"dead {three} {k} {order}"
         wait_until(
-            lambda: dead.exists() or ((status_key := last_status(victim)) and status_key.waits),
+            lambda: dead.exists() or ((status := last_status(victim)) and status.pending),
             "the victim waits, or is dead",
         )
     with mock.patch.object(store_thread, "perform", die if me == victim else perform):

@@ -23,7 +23,7 @@ def count_resources() -> dict[str, int]:
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": count_threads(),
-        "stranded": len(teardown._stranded),
+        "unfinished": len(teardown._kept),
         **table_sizes(),
     }
 

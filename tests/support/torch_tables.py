@@ -98,4 +98,4 @@ def record_operations() -> Iterator[list[str]]:
 def pgmesh_store() -> dist.Store:
     """The world's store under pgmesh's prefix."""
     store = c10d._get_default_store()
-    return dist.PrefixStore(f"pgmesh.{store.get(store_thread.WORLD).decode()}", underlying(store))
+    return dist.PrefixStore(f"pgmesh.{store.get(store_thread.WORLD_KEY).decode()}", underlying(store))

@@ -1,25 +1,25 @@
-"""A model checker for how ranks meet: every interleaving, every crash, every time-out, over the protocol itself.
+"""A model checker for the connect protocol: every interleaving, crash and timeout of small programs.
 
-Ranks run small programs, each a row of connect calls. What runs is the code of ``pgmesh/rendezvous.py``, one access to
-the store at a time; the checker plays the store, the clock and the misfortune.
+Ranks run small programs, each a sequence of calls of connect. They run the code of ``pgmesh/rendezvous/protocol.py``,
+one store operation at a time. The checker provides the store, the clock and the faults.
 
-A generator cannot be copied, so a rank's state is the shortest row of answers that leads to it, and is run again from
-there when another branch needs it. Two states are one if they will behave alike: at a pause, what a rank will do is
-what its party and its meetings hold, and between two pauses, what it was answered since. So polling that sees nothing
-leads back to where it began, and a space is finite.
+A generator cannot be copied. So a rank's state is the shortest sequence of answers that leads to it, and the rank is
+run again from there when another branch needs it. Two states are equal if they behave the same. At a pause, the
+behaviour depends on the fields of the participant and its attempts; between two pauses, also on the answers since.
+So polling without news leads back to the same state, and a space is finite.
 
 The laws:
 
-    an end never changes            once a decision is laid down, it lies
-    one end for all                 all members that see a meeting end see the same
-    made means that all came        to that very meeting: not to an earlier one, nor to another group's
-    made means that all mean the same
-    no false circle                 ranks that are told of a circle would never have met
-    no circle is missed             ranks that wait for each other are told so, long before any deadline
-    no group is refused             a group whose members all come is made, if nothing fails
-    nobody waits once all came      not even if one of them is lost right after
+    a decision never changes        once it is published
+    one decision for all            all members that read the decision of an attempt read the same
+    made means that all arrived     at that attempt: not at an earlier one, nor at another group's
+    made means equal fingerprints   on all members
+    no false circle                 ranks with a circle error would have waited forever
+    no circle is missed             ranks that wait for each other get an error long before any deadline
+    no group is refused             a group whose members all arrive is made, if nothing fails
+    no wait once all arrived        even if one member is lost right after
     a loss is found                 long before any deadline
-    a retry works                   for those that are left
+    a retry works                   for the remaining ranks
 
-``python -m tests.rendezvous.model --minutes 5 --seed 7`` tries random programs for as long as that.
+``python -m tests.rendezvous.model --minutes 5 --seed 7`` tries random programs for that time.
 """

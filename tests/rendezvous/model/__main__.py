@@ -1,4 +1,4 @@
-"""Random programs and misfortunes for as long as one likes, and a table of what was tried."""
+"""Random programs and faults for a given time, and a table of the results."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.rendezvous.model.space import (
 )
 
 
-def misfortunes(chance: random.Random) -> tuple[tuple[Program, ...], Faults]:
-    """Two or three ranks, and something that goes wrong."""
+def random_faults(chance: random.Random) -> tuple[tuple[Program, ...], Faults]:
+    """Programs of two or three ranks, and a fault."""
     ranks = chance.choice((2, 2, 3))
     kind = chance.randrange(6)
     everybody = tuple(range(ranks))
@@ -47,7 +47,7 @@ def misfortunes(chance: random.Random) -> tuple[tuple[Program, ...], Faults]:
 
 @dataclass
 class Table:
-    """What was tried, by what it is."""
+    """The results by kind of program."""
 
     rows: dict[str, tuple[Seen, float]] = field(default_factory=dict)
 
@@ -75,13 +75,13 @@ class Table:
 
 
 def try_all(table: Table, row: str, programs: Sequence[Program], faults: Faults = NO_FAULTS, **more: Any) -> Seen:
-    """Explore programs, or wander through them, and enter what was seen."""
+    """Explore programs, or take random walks through them, and add the results to the table."""
     start = time.perf_counter()
     checker = Checker()
     seen = checker.wander(programs, faults, **more) if "walks" in more else checker.explore(programs, faults, **more)
     table.add(row, seen, time.perf_counter() - start)
     for broken in seen.broken[:1]:
-        if len(broken.trace) > 60:  # found by chance, and so not the shortest
+        if len(broken.trace) > 60:  # of a random walk, so not the shortest
             broken = broken._replace(trace=("...", *broken.trace[-60:]))
         print(f"\n{row}: {programs}, {faults}\n{broken}\n", flush=True)
     return seen
@@ -96,23 +96,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--most", type=int, default=1_500_000, help="states of one space, about 0.5 GB for a million")
     given = parser.parse_args(arguments)
     print(f"seed {given.seed}, {given.minutes:g} minutes", flush=True)
-    end = time.perf_counter() + 60 * given.minutes
+    decision = time.perf_counter() + 60 * given.minutes
     chance, table = random.Random(given.seed), Table()
     known = [mutant for mutant in MUTANTS if caught(mutant)]
     every = but_for_names(up_to_two_each())
     chance.shuffle(every)
-    while time.perf_counter() < end:
+    while time.perf_counter() < decision:
         if every:
-            programs, alike = every.pop()
+            programs, same = every.pop()
             seen = try_all(table, "three ranks, up to two calls each", programs, most=given.most)
-            table.add("the same, but for names", Seen(programs=alike, circles=alike * seen.circles), 0.0)
-        programs, faults = misfortunes(chance)
+            table.add("the same, but for names", Seen(programs=same, circles=same * seen.circles), 0.0)
+        programs, faults = random_faults(chance)
         try_all(table, "two or three ranks, and faults", programs, faults, most=given.most // 10)
         for ranks in (4, 5):
             programs = drawn(chance, ranks)
-            try_all(table, f"{ranks} ranks, by chance", programs, walks=30, chance=chance)
+            try_all(table, f"{ranks} ranks, random", programs, walks=30, chance=chance)
             faults = Faults(crashes=1, deadlines=1, long_times=1)
-            try_all(table, f"{ranks} ranks, by chance, and faults", programs, faults, walks=30, chance=chance)
+            try_all(table, f"{ranks} ranks, random, and faults", programs, faults, walks=30, chance=chance)
     print(table)
     laws = Counter(broken.law for broken in table.broken)
     print(f"mutants caught: {len(known)} of {len(MUTANTS)}; three-rank programs not reached: {len(every)}")

@@ -1,7 +1,7 @@
-"""Ranks on a clock of their own: how soon each is told what, to the millisecond, whatever this machine is doing.
+"""Ranks on a simulated clock: detection times to the millisecond, independent of the load of this machine.
 
-The protocol has neither clock nor store, so here it is given both. Every access to the store takes ``ANSWER`` seconds,
-every pause as long as it asks for, and each rank beats once a second until it dies.
+The protocol has neither a clock nor a store, so this file provides both. Every store operation takes ``ANSWER``
+seconds, every pause its own time, and each rank sends a heartbeat once a second until it dies.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from pgmesh.rendezvous.protocol import (
 )
 
 ANSWER = 0.0005
-"""Seconds for which the store thinks."""
+"""Seconds that a store operation takes."""
 
 BEAT, H = 1.0, 5.0
-"""Seconds between two beats, and of silence until a rank is lost, at a pace of 1."""
+"""Seconds between two heartbeats, and of silence until a rank is lost, at a pace of 1."""
 
 
 @dataclass
@@ -44,70 +44,70 @@ class Caller:
     """One process that calls connect once.
 
     Args:
-        rank: the rank that it takes itself for.
+        rank: its rank, which another process may have too.
         groups: the ranks of each group that it connects.
-        comes: when it calls; never, unless given.
-        dies: when it dies.
-        phase: when it beats first, after 0.
-        silent: whether it never beats.
-        alone: whether no other thread of its process could still come somewhere.
-        means: what it means by its groups, and by the mesh.
-        deadline: of its call.
-        who: what tells its process from others.
+        arrives: time of its call. Default: never.
+        dies: time of its death.
+        phase: time of its first heartbeat after 0.
+        silent: it sends no heartbeats.
+        single_threaded: no other thread of its process can connect a group.
+        variant, mesh: a field of the fingerprints of its groups and of the mesh.
+        deadline: timeout of its call.
+        process: description of its process.
     """
 
     rank: int
     groups: Sequence[tuple[int, ...]] = ()
-    comes: float = math.inf
+    arrives: float = math.inf
     dies: float = math.inf
     phase: float = 0.0
     silent: bool = False
-    alone: bool = True
-    means: Any = 0
+    single_threaded: bool = True
+    variant: Any = 0
     mesh: Any = 0
     deadline: float = 30.0
-    who: str = ""
-    told_at: float = math.nan  # when its call ended
+    process: str = ""
+    finished_at: float = math.nan  # end of its call
     outcomes: list[PgmeshError | None] = field(default_factory=list)  # of each of its groups
     warned_at: list[float] = field(default_factory=list)
     done: list[tuple[float, Step]] = field(default_factory=list)
 
     def steps(self, pace: float, clock: Clock) -> Generator[Step, Any, None]:
-        """Its call, as ``connecting.py`` makes it."""
+        """Its call, in the steps of ``connecting.py``."""
         named = [f"group-{'-'.join(map(str, ranks))}" for ranks in self.groups]
-        meetings = [
+        attempts = [
             ConnectAttempt(
-                f"{name}/meeting.0",
+                f"{name}/attempt.0",
                 ranks,
-                Fingerprint(self.rank, {"means": self.means}, name, "Mend it."),
-                mesh="m/refused",
+                Fingerprint(self.rank, {"means": self.variant}, name, "Fix it."),
+                mesh_mismatch_key="m/mismatch",
             )
             for name, ranks in zip(named, self.groups)
         ]
-        party = Participant(
+        participant = Participant(
             self.rank,
-            meetings,
+            attempts,
             number=1,
-            line="train.py:3",
-            who=self.who or f"process {self.rank}",
+            call_site="train.py:3",
+            process=self.process or f"process {self.rank}",
             deadline=self.deadline,
-            suspicion=H * pace,
+            lost_after=H * pace,
             pace=pace,
-            alone=self.alone,
+            single_threaded=self.single_threaded,
             warn=lambda text: self.warned_at.append(clock.now),
         )
         try:
-            yield from register_mesh("m", Fingerprint(self.rank, {"shape": self.mesh}, "mesh 'm'", "Mend it."))
+            yield from register_mesh("m", Fingerprint(self.rank, {"shape": self.mesh}, "mesh 'm'", "Fix it."))
         except MismatchError as error:
-            yield from party.cancel(error)
-            self.outcomes = [error] * len(meetings)
+            yield from participant.cancel(error)
+            self.outcomes = [error] * len(attempts)
             return
-        yield from party.meet()
-        self.outcomes = [meeting.end.error() if meeting.end else None for meeting in meetings]
+        yield from participant.connect()
+        self.outcomes = [attempt.decision.error() if attempt.decision else None for attempt in attempts]
 
 
 class Clock:
-    """The time, the store, and all who call."""
+    """The time, the store, and all callers."""
 
     def __init__(self, *callers: Caller, pace: float = 1.0) -> None:
         self.now, self.callers, self.pace = 0.0, callers, pace
@@ -118,12 +118,12 @@ class Clock:
                 self.held[status_key(caller.rank)] = RankStatus(caller.rank).pack().encode()
 
     def run(self) -> None:
-        """Until all who call are told, or dead."""
+        """Run until all callers are done or dead."""
         count = itertools.count()
         due: list[tuple[float, int, Caller, Generator[Step, Any, None], Step | None]] = []
         for caller in self.callers:
-            if caller.comes < caller.dies:
-                heapq.heappush(due, (caller.comes, next(count), caller, caller.steps(self.pace, self), None))
+            if caller.arrives < caller.dies:
+                heapq.heappush(due, (caller.arrives, next(count), caller, caller.steps(self.pace, self), None))
         while due:
             self.now, _, caller, steps, step = heapq.heappop(due)
             if self.now >= caller.dies:
@@ -133,17 +133,17 @@ class Clock:
                 while isinstance(step, Ready):
                     step = steps.send(None)
             except StopIteration:
-                caller.told_at = self.now
+                caller.finished_at = self.now
                 continue
             takes = step.seconds if isinstance(step, Pause) else ANSWER
             heapq.heappush(due, (self.now + takes, next(count), caller, steps, step))
 
     def _perform(self, caller: Caller, step: Step) -> Any:
-        caller.done.append((self.now - caller.comes, step))
+        caller.done.append((self.now - caller.arrives, step))
         if isinstance(step, Pause):
-            return self.now - caller.comes
+            return self.now - caller.arrives
         if isinstance(step, SetStatus):
-            self.held[status_key(caller.rank)] = RankStatus(caller.rank, waits=step.waits).pack().encode()
+            self.held[status_key(caller.rank)] = RankStatus(caller.rank, pending=step.pending).pack().encode()
         elif isinstance(step, Append):
             self.held[step.key] = self.held.get(step.key, b"") + step.value.encode()
         elif isinstance(step, Add):
@@ -160,9 +160,9 @@ class Clock:
 
     def _read(self, key: str) -> bytes | None:
         text = self.held.get(key)
-        said = RankStatus.unpack(int(key.rpartition("/")[2]), text) if key.startswith("pgmesh/told/") else None
-        if said is None:
+        status = RankStatus.unpack(int(key.rpartition("/")[2]), text) if key.startswith("pgmesh/status/") else None
+        if status is None:
             return text
-        teller = next(each for each in self.callers if each.rank == said.rank)
-        beats = (min(self.now, teller.dies) / self.pace - teller.phase) // BEAT
-        return replace(said, beat=max(0, int(beats))).pack().encode()
+        publisher = next(each for each in self.callers if each.rank == status.rank)
+        beats = (min(self.now, publisher.dies) / self.pace - publisher.phase) // BEAT
+        return replace(status, heartbeat=max(0, int(beats))).pack().encode()

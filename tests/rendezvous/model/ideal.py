@@ -1,4 +1,4 @@
-"""What would happen if nothing failed: there is only one way."""
+"""The outcome of programs without faults, which is unique."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tests.rendezvous.model.programs import Group, Program
 
 @dataclass(frozen=True)
 class Ideal:
-    """How programs end if nothing fails: there is only one way.
+    """The outcome of programs without faults, which is unique.
 
     Args:
-        made: the meetings to which all members come.
-        waits: by rank that waits for ever, and meeting: who never comes.
+        made: the attempts at which all members arrive.
+        waits: by rank that waits forever, and attempt: the missing members.
     """
 
     made: frozenset[tuple[Group, int]]
@@ -24,25 +24,25 @@ class Ideal:
     @classmethod
     def of(cls, programs: Sequence[Program]) -> Ideal:
         at = [0] * len(programs)
-        came: set[tuple[int, Group, int]] = set()
-        attempts: list[Counter[Group]] = [Counter() for _ in programs]
+        arrived: set[tuple[int, Group, int]] = set()
+        counts: list[Counter[Group]] = [Counter() for _ in programs]
         made: set[tuple[Group, int]] = set()
         before = None
-        while before != (before := (len(came), len(made), *at)):
+        while before != (before := (len(arrived), len(made), *at)):
             for rank, program in enumerate(programs):
                 if at[rank] == len(program.calls):
                     continue
-                now = [(group, attempts[rank][group]) for group in program.calls[at[rank]]]
-                came |= {(rank, *meeting) for meeting in now}
-                made |= {(g, n) for g, n in now if all((member, g, n) in came for member in g)}
+                now = [(group, counts[rank][group]) for group in program.calls[at[rank]]]
+                arrived |= {(rank, *attempt) for attempt in now}
+                made |= {(g, n) for g, n in now if all((member, g, n) in arrived for member in g)}
                 if made.issuperset(now):
                     at[rank] += 1
-                    attempts[rank].update(group for group, _ in now)
+                    counts[rank].update(group for group, _ in now)
         waits = {
             rank: {
-                (group, attempts[rank][group]): missing
+                (group, counts[rank][group]): missing
                 for group in program.calls[at[rank]]
-                if (missing := frozenset(r for r in group if (r, group, attempts[rank][group]) not in came))
+                if (missing := frozenset(r for r in group if (r, group, counts[rank][group]) not in arrived))
             }
             for rank, program in enumerate(programs)
             if at[rank] < len(program.calls)
@@ -50,11 +50,11 @@ class Ideal:
         return cls(frozenset(made), waits)
 
     def has_circle(self) -> bool:
-        return on_circle({rank: frozenset().union(*meetings.values()) for rank, meetings in self.waits.items()})
+        return on_circle({rank: frozenset().union(*attempts.values()) for rank, attempts in self.waits.items()})
 
 
 def on_circle(waits: dict[int, frozenset[int]]) -> bool:
-    """Whether some ranks wait for each other."""
+    """True if some ranks wait for each other."""
     left = dict(waits)
     while leaving := [rank for rank, others in left.items() if not others & left.keys()]:
         for rank in leaving:

@@ -1,4 +1,4 @@
-"""Protocols that are wrong, each with the law that it breaks."""
+"""Mutants of the protocol, each with the law that it breaks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.rendezvous.model.stores import Overwrite
 
 
 def _without(steps: Any, unwanted: Callable[[Step], bool]) -> Any:
-    """Steps, without some of them: they are answered as if they had been done on an empty store."""
+    """A protocol without some of its steps. They get the answers of an empty store."""
     answer: Any = None
     while True:
         try:
@@ -48,38 +48,38 @@ def _without(steps: Any, unwanted: Callable[[Step], bool]) -> Any:
             answer = yield step
 
 
-class BelievesTheFirstLook(real.Participant):
+class ReadsCirclesOnce(real.Participant):
     def _find_circle(self, mine: Any) -> Any:
-        return (yield from self._first_look(mine))
+        return (yield from self._search_circle(mine))
 
 
-class LooksTwiceAtWaitsAlone(real.Participant):
+class ReadsOnlyStatusesTwice(real.Participant):
     def _find_circle(self, mine: Any) -> Any:
-        circle = yield from self._first_look(mine)
+        circle = yield from self._search_circle(mine)
         for rank, wait in circle:
-            if rank != self.me:
-                again = RankStatus.unpack(rank, (yield Read(status_key(rank))))
-                if again is None or not any(each[:2] == wait[:2] for each in again.waits):
+            if rank != self.rank:
+                status = RankStatus.unpack(rank, (yield Read(status_key(rank))))
+                if status is None or not any(each[:2] == wait[:2] for each in status.pending):
                     return []
         return circle
 
 
-class TellsOnlyItself(real.Participant):
-    """Lays the circle down where it waits itself, and nowhere else."""
+class PublishesOnlyItsOwnAttempts(real.Participant):
+    """Publishes a circle only for its own attempts."""
 
     def _inspect(self) -> Any:
-        mine = [meeting.decision_key for meeting in self.meetings]
+        mine = [attempt.decision_key for attempt in self.attempts]
         yield from _without(super()._inspect(), lambda step: isinstance(step, CompareSet) and step.key not in mine)
 
 
-class SaysNothing(real.Participant):
+class PublishesNoStatus(real.Participant):
     def _inspect(self) -> Any:
         yield from _without(super()._inspect(), lambda step: isinstance(step, SetStatus))
 
 
 class SuspectsAtOnce(real.Participant):
     def _is_lost(self, rank: int) -> bool:
-        return rank in self._told
+        return rank in self._statuses
 
 
 class NeverSuspects(real.Participant):
@@ -87,98 +87,98 @@ class NeverSuspects(real.Participant):
         return False
 
 
-class GivesUpAlone(real.Participant):
-    """Takes its arrival back and goes, without a decision."""
+class TimesOutWithoutDecision(real.Participant):
+    """Deletes its arrival and returns without a decision."""
 
-    def _give_up(self) -> Any:
-        for meeting in self._open():
-            yield Delete((f"{meeting.name}/count",))
-            meeting.end = Decision("missing")
+    def _time_out(self) -> Any:
+        for attempt in self._undecided():
+            yield Delete((f"{attempt.name}/count",))
+            attempt.decision = Decision("missing")
 
 
-class GoesSilently(real.Participant):
-    """Tells nobody that it was interrupted."""
+class PublishesNoInterrupt(real.Participant):
+    """Publishes no decision when it is interrupted."""
 
     def cancel(self, error: BaseException) -> Any:
-        yield from self._hush()
+        yield from self._clear_status()
 
 
 class Overwrites(real.ConnectAttempt):
-    def decide(self, end: Decision) -> Any:
-        yield Overwrite(self.decision_key, end.pack())
-        self.end = end
+    def decide(self, decision: Decision) -> Any:
+        yield Overwrite(self.decision_key, decision.pack())
+        self.decision = decision
 
 
-class BelievesItself(real.ConnectAttempt):
-    """Lays its decision down where there is none, and does not look what lies there."""
+class IgnoresExistingDecisions(real.ConnectAttempt):
+    """Publishes its decision, and ignores an existing one."""
 
-    def decide(self, end: Decision) -> Any:
-        yield CompareSet(self.decision_key, end.pack())
-        self.end = end
-
-
-class CountsAlone(real.ConnectAttempt):
-    """The last to come goes ahead, and decides nothing."""
-
-    def arrive(self, me: int, line: str, who: str) -> Any:
-        yield from _without(super().arrive(me, line, who), lambda step: isinstance(step, CompareSet))
+    def decide(self, decision: Decision) -> Any:
+        yield CompareSet(self.decision_key, decision.pack())
+        self.decision = decision
 
 
-class CallsNoRoll(real.ConnectAttempt):
-    """The last to come, by the count, decides without a look at who came and what they mean."""
+class OnlyCounts(real.ConnectAttempt):
+    """The last member to arrive publishes no decision."""
 
-    def arrive(self, me: int, line: str, who: str) -> Any:
-        yield next(iter(super().arrive(me, line, who)))
+    def arrive(self, rank: int, call_site: str, process: str) -> Any:
+        yield from _without(super().arrive(rank, call_site, process), lambda step: isinstance(step, CompareSet))
+
+
+class ReadsNoArrivals(real.ConnectAttempt):
+    """The last member by the count decides without reading the arrivals."""
+
+    def arrive(self, rank: int, call_site: str, process: str) -> Any:
+        yield next(iter(super().arrive(rank, call_site, process)))
         if (yield Add(f"{self.name}/count")) == len(self.ranks):
             yield from self.decide(real.MADE)
 
 
-class LeavesItToTheLast(real.ConnectAttempt):
-    """Nobody but the last to come decides that all came."""
+class OnlyTheLastDecides(real.ConnectAttempt):
+    """Only the last member to arrive can decide that the group is made."""
 
     def inspect(self, **more: Any) -> Any:
         yield from _without(
             super().inspect(**more), lambda step: isinstance(step, CompareSet) and '"made"' in step.value
         )
-        self.end = None if self.end == real.MADE else self.end
+        self.decision = None if self.decision == real.MADE else self.decision
 
 
 class CountsFirst(real.ConnectAttempt):
-    """Is counted before it posts that it came."""
+    """Adds to the count before it appends its arrival."""
 
-    def arrive(self, me: int, line: str, who: str) -> Any:
+    def arrive(self, rank: int, call_site: str, process: str) -> Any:
         count = yield Add(f"{self.name}/count")
-        post = next(iter(super().arrive(me, line, who)))
+        post = next(iter(super().arrive(rank, call_site, process)))
         yield post
         if count == len(self.ranks):
             yield from self.decide(real.MADE)
 
 
 class CountsOneTooFew(real.ConnectAttempt):
-    def arrive(self, me: int, line: str, who: str) -> Any:
-        yield next(iter(super().arrive(me, line, who)))
+    def arrive(self, rank: int, call_site: str, process: str) -> Any:
+        yield next(iter(super().arrive(rank, call_site, process)))
         if (yield Add(f"{self.name}/count")) >= len(self.ranks) - 1:
             yield from self.decide(real.MADE)
 
 
-class CountsForEver(real.ConnectAttempt):
-    """Arrivals outlive their meeting: those of an earlier attempt count too."""
+class CountsEarlierAttempts(real.ConnectAttempt):
+    """Counts the arrivals of earlier attempts too."""
 
-    def arrive(self, me: int, line: str, who: str) -> Any:
-        yield next(iter(super().arrive(me, line, who)))
+    def arrive(self, rank: int, call_site: str, process: str) -> Any:
+        yield next(iter(super().arrive(rank, call_site, process)))
         if (yield Add(f"{self.name.partition('#')[0]}/count")) >= len(self.ranks):
             yield from self.decide(real.MADE)
 
 
-class CountsWhatFailedForEver(real.Generations):
-    """Members that released do not begin at one count again."""
+class NeverResetsFailures(real.Generations):
+    """Does not reset the count of failures at a release."""
 
     def release(self, ranks: Group) -> None:
         self._released[ranks] = self._released.get(ranks, 0) + 1
 
 
 class Mutant(NamedTuple):
-    """A protocol that is wrong, where that shows, and the law that it breaks there."""
+    """A mutant, the programs that reveal it, and the law that it breaks."""
 
     protocol: Protocol
     law: str
@@ -193,38 +193,38 @@ def _mutants() -> list[Mutant]:
     knot = (one_after_another(a, b), one_after_another(c, a), one_after_another(b, c))
     line = (one_after_another(a, b), one_after_another(a, c), one_after_another(b, c))
     late = Faults(deadlines=1)
-    let_go = (Program(((a,), Release((a,)), (a,)), after="next", lasting=True),) * 2
+    released = (Program(((a,), Release((a,)), (a,)), after="next", lasting=True),) * 2
 
-    def party(kind: type[real.Participant]) -> Protocol:
-        return Protocol(kind.__name__, party=kind, sound=False)
+    def participant(kind: type[real.Participant]) -> Protocol:
+        return Protocol(kind.__name__, participant=kind, sound=False)
 
-    def meeting(kind: type[real.ConnectAttempt]) -> Protocol:
-        return Protocol(kind.__name__, meeting=kind, sound=False)
+    def attempt(kind: type[real.ConnectAttempt]) -> Protocol:
+        return Protocol(kind.__name__, attempt=kind, sound=False)
 
     return [
-        Mutant(party(BelievesTheFirstLook), FALSE_CIRCLE, line),
-        Mutant(party(LooksTwiceAtWaitsAlone), FALSE_CIRCLE, line),
-        Mutant(party(TellsOnlyItself), MISSED_CIRCLE, knot),
-        Mutant(party(SaysNothing), MISSED_CIRCLE, knot),
-        Mutant(party(SuspectsAtOnce), NOT_REFUSED, pair),
-        Mutant(party(NeverSuspects), LOSS_FOUND, pair, Faults(crashes=1)),
-        Mutant(party(GivesUpAlone), ONE_END, pair, late),
-        Mutant(party(GoesSilently), LOSS_FOUND, pair, Faults(interrupts=1)),
-        Mutant(meeting(Overwrites), NEVER_CHANGES, again, late),
-        Mutant(meeting(BelievesItself), ONE_END, again, late),
-        Mutant(meeting(CountsAlone), ONE_END, pair),
-        Mutant(meeting(CallsNoRoll), ALIKE, (at_once(a), at_once(a, means=1))),
-        Mutant(meeting(LeavesItToTheLast), LOSS_FOUND, pair, Faults(crashes=1)),
-        Mutant(meeting(CountsFirst), ALL_CAME, pair),
-        Mutant(meeting(CountsOneTooFew), ALL_CAME, pair),
-        Mutant(meeting(CountsForEver), ALL_CAME, again, late),
+        Mutant(participant(ReadsCirclesOnce), FALSE_CIRCLE, line),
+        Mutant(participant(ReadsOnlyStatusesTwice), FALSE_CIRCLE, line),
+        Mutant(participant(PublishesOnlyItsOwnAttempts), MISSED_CIRCLE, knot),
+        Mutant(participant(PublishesNoStatus), MISSED_CIRCLE, knot),
+        Mutant(participant(SuspectsAtOnce), NOT_REFUSED, pair),
+        Mutant(participant(NeverSuspects), LOSS_FOUND, pair, Faults(crashes=1)),
+        Mutant(participant(TimesOutWithoutDecision), ONE_END, pair, late),
+        Mutant(participant(PublishesNoInterrupt), LOSS_FOUND, pair, Faults(interrupts=1)),
+        Mutant(attempt(Overwrites), NEVER_CHANGES, again, late),
+        Mutant(attempt(IgnoresExistingDecisions), ONE_END, again, late),
+        Mutant(attempt(OnlyCounts), ONE_END, pair),
+        Mutant(attempt(ReadsNoArrivals), ALIKE, (at_once(a), at_once(a, variant=1))),
+        Mutant(attempt(OnlyTheLastDecides), LOSS_FOUND, pair, Faults(crashes=1)),
+        Mutant(attempt(CountsFirst), ALL_CAME, pair),
+        Mutant(attempt(CountsOneTooFew), ALL_CAME, pair),
+        Mutant(attempt(CountsEarlierAttempts), ALL_CAME, again, late),
         Mutant(
-            Protocol("CountsWhatFailedForEver", generations=CountsWhatFailedForEver, sound=False),
+            Protocol("NeverResetsFailures", generations=NeverResetsFailures, sound=False),
             RETRY,
-            let_go,
+            released,
             Faults(losses=1),
         ),
-        Mutant(Protocol("UsesANameAgain", numbered=False, sound=False), RETRY, again, late),
+        Mutant(Protocol("ReusesNames", numbered=False, sound=False), RETRY, again, late),
     ]
 
 

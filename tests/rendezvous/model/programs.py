@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from pgmesh.rendezvous import protocol as real
 
 MOST_TRIES = 9
-"""Calls of one rank, retries included: who needs more tries for ever."""
+"""Upper limit of the calls of one rank with retries."""
 
 Group = tuple[int, ...]
 Call = tuple[Group, ...]
@@ -19,30 +19,30 @@ Call = tuple[Group, ...]
 
 @dataclass(frozen=True)
 class Program:
-    """What one rank does.
+    """The program of one rank.
 
     Args:
         calls: the calls of connect, each with its groups, one after another.
-        after: what a failed call leads to: "stop", "next" (the next call), or "retry" of those of its groups that
-            were not made, until they are.
-        otherwise: calls that a failed one leads to, instead.
-        means: what this rank means by its groups.
-        lasting: groups that are made have a first collective, and are not met again once that is done.
+        after: the action after a failed call: "stop", "next" (the next call), or "retry" (its groups that were not
+            made, until they are).
+        otherwise: calls that replace the rest after a failed call.
+        variant: a field of the fingerprints of its groups.
+        lasting: groups that are made have a first collective, and are not connected again once it is done.
     """
 
     calls: tuple[Call, ...]
     after: str = "stop"
     otherwise: tuple[Call, ...] = ()
-    means: int = 0
+    variant: int = 0
     lasting: bool = False
 
 
 class Release(tuple[Group, ...]):
-    """In place of a call of connect: these groups are let go of."""
+    """A release of these groups, in place of a call of connect."""
 
 
 class Collective(NamedTuple):
-    """The first collective of a group that is made. It may be done on one member, and lost on another."""
+    """The first collective of a group. It may succeed on one member and fail on another."""
 
     name: str
 
@@ -57,17 +57,17 @@ class Interruption(BaseException):
 
 @dataclass(frozen=True)
 class Protocol:
-    """What is checked: the protocol as it is, or a mutant of it.
+    """The protocol under test, or a mutant of it.
 
     Args:
-        live: fields of a meeting and of a party that a mutant still uses after a pause.
-        numbered: whether a retry is another meeting, under another name.
-        sound: decisions and arrivals stay, so that who reads them need not be tried in every order.
+        live: fields of attempts and participants that a mutant still uses after a pause.
+        numbered: a retry is another attempt under another name.
+        sound: decisions and arrivals never change, so that reads of them need not be tried in every order.
     """
 
     name: str = "pgmesh"
-    meeting: type[real.ConnectAttempt] = real.ConnectAttempt
-    party: type[real.Participant] = real.Participant
+    attempt: type[real.ConnectAttempt] = real.ConnectAttempt
+    participant: type[real.Participant] = real.Participant
     live: tuple[str, ...] = ()
     numbered: bool = True
     sound: bool = True
@@ -109,7 +109,7 @@ def up_to_two_each() -> list[tuple[Program, ...]]:
 
 
 def but_for_names(programs: list[tuple[Program, ...]]) -> list[tuple[tuple[Program, ...], int]]:
-    """One for all that differ only in the numbers of their ranks, and how many they are."""
+    """One for all that differ only in the numbers of their ranks, and their number."""
 
     def renamed(programs: tuple[Program, ...], order: tuple[int, ...]) -> tuple[Program, ...]:
         new = {
@@ -126,7 +126,7 @@ def but_for_names(programs: list[tuple[Program, ...]]) -> list[tuple[tuple[Progr
 
 
 def drawn(chance: random.Random, ranks: int, **more: Any) -> tuple[Program, ...]:
-    """Programs by chance: groups of which each member knows, in orders that may or may not agree."""
+    """Random programs: groups that all members connect, in orders that may differ."""
     many = chance.randint(2, ranks + 1)
     groups = {tuple(sorted(chance.sample(range(ranks), chance.randint(2, min(3, ranks))))) for _ in range(many)}
     common = sorted(groups, key=lambda _: chance.random())

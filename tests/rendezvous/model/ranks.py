@@ -1,4 +1,4 @@
-"""One rank: its program as steps, and all states of it that were met."""
+"""One rank of the model: its program as steps, and all its states that were reached."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from tests.rendezvous.model.programs import (
 )
 
 LONG = 1e6
-"""Seconds after which a rank that told nothing new counts as lost. An inspection takes one, so it is never near."""
+"""Seconds without a heartbeat after which a rank counts as lost. An inspection takes one second."""
 
 
 class Life:
-    """One rank's program as steps, and what can be said of it between two of them."""
+    """One rank's program as steps, and its properties between two steps."""
 
     def __init__(self, protocol: Protocol, rank: int, program: Program) -> None:
         self.protocol, self.rank, self.program = protocol, rank, program
-        self.attempts: Counter[Group] = Counter()
-        self.ends: dict[tuple[Group, int], str] = {}  # how each meeting ended that this rank saw end
-        self.came: frozenset[tuple[Group, int]] = frozenset()  # where it posted its arrival
-        self.open: dict[str, tuple[Group, int]] = {}  # the meetings of its call, by name
-        self.party: real.Participant | None = None
+        self.counts: Counter[Group] = Counter()
+        self.outcomes: dict[tuple[Group, int], str] = {}  # of the attempts that this rank saw decided
+        self.arrived: frozenset[tuple[Group, int]] = frozenset()  # attempts with an arrival of this rank
+        self.open: dict[str, tuple[Group, int]] = {}  # the attempts of its call, by name
+        self.participant: real.Participant | None = None
         self.generations = protocol.generations()
         self.connected: dict[Group, real.ConnectAttempt] = {}
         self.number = 0
-        self.failed: frozenset[tuple[Group, int]] = frozenset()  # the meetings of a call that was interrupted
+        self.failed: frozenset[tuple[Group, int]] = frozenset()  # the attempts of an interrupted call
         self.steps = self._run()
 
     def _run(self) -> Iterator[Step]:
@@ -51,16 +51,16 @@ class Life:
             if not call:
                 calls.pop(0)
                 continue
-            party = self._party(call)
+            participant = self._participant(call)
             try:
-                yield from party.meet()
+                yield from participant.connect()
             except Interruption:
                 self.failed = frozenset(self.open.values())
                 self._leave()
                 return
             self._leave()
-            lost = (yield from self._warm_up(party.meetings)) if self.program.lasting else []
-            made = not lost and all(meeting.end == real.MADE for meeting in party.meetings)
+            lost = (yield from self._warm_up(participant.attempts)) if self.program.lasting else []
+            made = not lost and all(attempt.decision == real.MADE for attempt in participant.attempts)
             if made or self.program.after == "next":
                 calls.pop(0)
             elif otherwise:
@@ -68,24 +68,24 @@ class Life:
             elif self.program.after == "stop":
                 return
             else:
-                calls[0] = tuple(meeting.ranks for meeting in party.meetings if meeting.end != real.MADE)
+                calls[0] = tuple(attempt.ranks for attempt in participant.attempts if attempt.decision != real.MADE)
 
     def _unconnected(self, call: Call) -> Iterator[Step]:
-        """Those of these groups that are to be met: others may have said since that one failed."""
+        """The groups that are not connected. Other members may have published that one failed."""
         for group in [group for group in call if group in self.connected]:
-            if (yield Read(self.connected[group].broken)) is not None:
+            if (yield Read(self.connected[group].broken_key)) is not None:
                 self._fail(group)
         return tuple(group for group in call if group not in self.connected)
 
-    def _warm_up(self, meetings: Sequence[real.ConnectAttempt]) -> Iterator[Step]:
-        """The first collective of each group that was made; those that are lost are told of."""
+    def _warm_up(self, attempts: Sequence[real.ConnectAttempt]) -> Iterator[Step]:
+        """The first collective of each group that was made. Failures are published."""
         lost = []
-        for meeting in meetings:
-            group = tuple(meeting.ranks)
-            if meeting.end == real.MADE and (yield Collective(meeting.name)) == "done":
-                self.connected[group] = meeting
-            elif meeting.end == real.MADE:
-                yield CompareSet(meeting.broken, Decision("missing").pack())
+        for attempt in attempts:
+            group = tuple(attempt.ranks)
+            if attempt.decision == real.MADE and (yield Collective(attempt.name)) == "done":
+                self.connected[group] = attempt
+            elif attempt.decision == real.MADE:
+                yield CompareSet(attempt.broken_key, Decision("missing").pack())
                 self._fail(group)
                 lost.append(group)
         return lost
@@ -93,50 +93,50 @@ class Life:
     def _fail(self, group: Group) -> None:
         self.connected.pop(group, None)
         self.generations.fail(group, "")
-        self.attempts[group] = 0
+        self.counts[group] = 0
 
     def _release(self, groups: Call) -> None:
         for group in groups:
             self.connected.pop(group, None)
             self.generations.release(group)
-            self.attempts[group] = 0
+            self.counts[group] = 0
 
-    def _party(self, call: Call) -> real.Participant:
-        meetings = []
+    def _participant(self, call: Call) -> real.Participant:
+        attempts = []
         self.open = {}
         for group in call:
             released, failed = self.generations.of(group, "")
-            attempt = 100 * released + 10 * failed + self.attempts[group]
-            name = f"{spell(group)}#{attempt if self.protocol.numbered else 0}"
-            card = Fingerprint(self.rank, {"means": self.program.means}, name, "Mend it.")
-            meetings.append(self.protocol.meeting(name, group, card))
-            self.open[name] = (group, attempt)
+            number = 100 * released + 10 * failed + self.counts[group]
+            name = f"{spell(group)}#{number if self.protocol.numbered else 0}"
+            fingerprint = Fingerprint(self.rank, {"means": self.program.variant}, name, "Mend it.")
+            attempts.append(self.protocol.attempt(name, group, fingerprint))
+            self.open[name] = (group, number)
         self.number += 1
-        self.party = self.protocol.party(
+        self.participant = self.protocol.participant(
             self.rank,
-            meetings,
+            attempts,
             number=self.number,
-            line=f"train.py:{self.number}",
-            who=f"process {self.rank}",
+            call_site=f"train.py:{self.number}",
+            process=f"process {self.rank}",
             deadline=float("inf"),
-            suspicion=LONG,
+            lost_after=LONG,
         )
-        return self.party
+        return self.participant
 
     def _leave(self) -> None:
-        assert self.party is not None
+        assert self.participant is not None
         self._see()
-        for meeting in self.party.meetings:
-            self.attempts[tuple(meeting.ranks)] += 1
-        self.open, self.party = {}, None
+        for attempt in self.participant.attempts:
+            self.counts[tuple(attempt.ranks)] += 1
+        self.open, self.participant = {}, None
 
     def _see(self) -> None:
-        for meeting in self.party.meetings if self.party else ():
-            if meeting.end is not None:
-                self.ends[self.open[meeting.name]] = meeting.end.kind
+        for attempt in self.participant.attempts if self.participant else ():
+            if attempt.decision is not None:
+                self.outcomes[self.open[attempt.name]] = attempt.decision.kind
 
     def take(self, answer: Any) -> Step | None:
-        """The next step, given the answer to the last; None after the last."""
+        """The next step, given the answer to the last one; None at the end."""
         try:
             step = self.steps.throw(answer) if isinstance(answer, Interruption) else self.steps.send(answer)
             while isinstance(step, Ready):
@@ -149,70 +149,76 @@ class Life:
 
     def posted(self, step: Step) -> None:
         """This rank's step was done."""
-        if isinstance(step, Append) and step.key.endswith("/came"):
-            meeting = self.open.get(step.key.removesuffix("/came"))
-            self.came |= {meeting} if meeting else set()
+        if isinstance(step, Append) and step.key.endswith("/arrivals"):
+            attempt = self.open.get(step.key.removesuffix("/arrivals"))
+            self.arrived |= {attempt} if attempt else set()
 
     def fingerprint(self, timed: bool) -> object:
-        """All that what comes next can depend on, at a pause."""
-        assert self.party is not None
-        passing = {"came", "_told"} - {*self.protocol.live}
+        """The state at a pause, on which all further steps depend."""
+        assert self.participant is not None
+        passing = {"_statuses"} - {*self.protocol.live}
         fixed = {
             "ranks",
-            "card",
-            "refused",
-            "mesh",
-            "me",
-            "meetings",
+            "fingerprint",
+            "mismatch_key",
+            "mesh_mismatch_key",
+            "rank",
+            "attempts",
             "number",
-            "line",
-            "who",
+            "call_site",
+            "process",
             "deadline",
-            "suspicion",
+            "lost_after",
             "warn",
         }
-        dropped = passing | fixed | {"_now", "_beats", "alone"}
-        party = {name: value for name, value in vars(self.party).items() if name not in dropped}
+        dropped = passing | fixed | {"_now", "_heartbeats", "single_threaded"}
+        participant = {name: value for name, value in vars(self.participant).items() if name not in dropped}
         if timed:
-            party["_beats"] = sorted((rank, beat, epoch(at)) for rank, (beat, at) in self.party._beats.last.items())
-        over = {"missing", "counted"}  # of a meeting that has ended, nobody asks for them
-        meetings = [
-            {name: value for name, value in vars(each).items() if name not in dropped | (over if each.end else set())}
-            for each in self.party.meetings
+            last = self.participant._heartbeats.last
+            participant["_heartbeats"] = sorted((rank, beat, epoch(at)) for rank, (beat, at) in last.items())
+        over = {"missing", "count_seen"}  # unused once an attempt is decided
+        attempts = [
+            {
+                name: value
+                for name, value in vars(each).items()
+                if name not in dropped | (over if each.decision else set())
+            }
+            for each in self.participant.attempts
         ]
         lasting = (repr(vars(self.generations)), tuple(sorted(self.connected)))
         return (
             self.number,
-            repr(party),
-            repr(meetings),
-            tuple(sorted(self.ends.items())),
-            self.came,
+            repr(participant),
+            repr(attempts),
+            tuple(sorted(self.outcomes.items())),
+            self.arrived,
             self.failed,
             lasting,
         )
 
 
 def epoch(now: float) -> int:
-    """How many long times had passed."""
+    """Number of long times that had passed."""
     return int(now // LONG)
 
 
 class Node:
     """One state of one rank."""
 
-    __slots__ = ("after", "came", "ends", "failed", "history", "id", "life", "lost", "open", "rank", "step")
+    __slots__ = ("after", "arrived", "failed", "history", "id", "life", "lost", "open", "outcomes", "rank", "step")
 
     def __init__(self, life: Life, step: Step | None, history: tuple[Any, ...]) -> None:
         self.life: Life | None = life
         self.rank, self.step, self.history = life.rank, step, history
-        self.ends, self.came, self.open, self.failed = dict(life.ends), life.came, dict(life.open), life.failed
+        self.outcomes, self.arrived = dict(life.outcomes), life.arrived
+        self.open, self.failed = dict(life.open), life.failed
         self.after: dict[Any, Node] = {}
         self.lost = False
         self.id = -1
 
 
 class Rank:
-    """All states of one rank that were met so far: shared by all spaces in which it runs this program."""
+    """All states of one rank that were reached so far. All spaces in which it runs this program share them."""
 
     def __init__(self, protocol: Protocol, rank: int, program: Program, timed: bool, nodes: list[Node]) -> None:
         self.protocol, self.rank, self.program, self.timed = protocol, rank, program, timed
@@ -223,7 +229,7 @@ class Rank:
 
     def _enter(self, key: object, life: Life, step: Step | None, history: tuple[Any, ...]) -> Node:
         if step is None:
-            key = ("done", tuple(sorted(life.ends.items())), life.came, life.failed)
+            key = ("done", tuple(sorted(life.outcomes.items())), life.arrived, life.failed)
         elif isinstance(step, Pause):
             key = ("pause", step.seconds > 0.0, life.fingerprint(self.timed))
         node = self._known.get(key)
@@ -234,7 +240,7 @@ class Rank:
         return node
 
     def next(self, node: Node, answer: Any) -> Node:
-        """Where an answer leads."""
+        """The state after an answer."""
         found = node.after.get(answer)
         if found is None:
             life, node.life = node.life, None
@@ -261,13 +267,13 @@ class Rank:
         return life.take(answer)
 
     def lose(self, node: Node) -> Node:
-        """The rank dies: what it did stays done."""
-        key = ("lost", tuple(sorted(node.ends.items())), node.came)
+        """The state after the rank's death."""
+        key = ("lost", tuple(sorted(node.outcomes.items())), node.arrived)
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = Node.__new__(Node)
             found.life, found.step, found.history, found.rank = None, None, node.history, node.rank
-            found.ends, found.came, found.open, found.after = node.ends, node.came, {}, {}
+            found.outcomes, found.arrived, found.open, found.after = node.outcomes, node.arrived, {}, {}
             found.lost, found.failed = True, node.failed
             found.id = len(self.nodes)
             self.nodes.append(found)

@@ -30,16 +30,16 @@ from tests.rendezvous.model.programs import (
     spell,
 )
 from tests.rendezvous.model.ranks import Node, Rank
-from tests.rendezvous.model.stores import Stores, kind_of, links_of, meeting_of
+from tests.rendezvous.model.stores import Stores, attempt_of, kind_of, links_of
 
-NEVER_CHANGES = "an end never changes"
-ONE_END = "one end for all"
-ALL_CAME = "made means that all came"
-ALIKE = "made means that all mean the same"
+NEVER_CHANGES = "a decision never changes"
+ONE_END = "one decision for all"
+ALL_CAME = "made means that all arrived"
+ALIKE = "made means equal fingerprints"
 FALSE_CIRCLE = "no false circle"
 MISSED_CIRCLE = "no circle is missed"
 NOT_REFUSED = "no group is refused"
-NO_WAIT = "nobody waits once all came"
+NO_WAIT = "no wait once all arrived"
 LOSS_FOUND = "a loss is found"
 RETRY = "a retry works"
 NO_ERROR = "nothing else is raised"
@@ -47,17 +47,17 @@ NO_ERROR = "nothing else is raised"
 
 @dataclass(frozen=True)
 class Faults:
-    """What may go wrong, and how often.
+    """The faults that may happen, with their numbers.
 
     Args:
         crashes: ranks that die, at any step.
         deadlines: calls whose deadline comes, at any pause.
         interrupts: Ctrl-C, before or after any step.
-        long_times: how often so long passes that a rank that tells nothing new counts as lost.
-        silences: how often a living rank tells nothing new in such a time.
-        losses: first collectives that are lost, each on one member.
-        mortal: who may die, if not anybody.
-        heard: whether everybody was heard from before.
+        long_times: how often a time passes after which a silent rank counts as lost.
+        silences: how often a living rank sends no heartbeat in such a time.
+        losses: first collectives that fail, each on one member.
+        mortal: the ranks that may die; None for all.
+        heard: all ranks have published a status before.
     """
 
     crashes: int = 0
@@ -71,14 +71,14 @@ class Faults:
 
     @property
     def left(self) -> int:
-        """How often each may still happen, a digit for each."""
+        """Number of each fault that may still happen, one digit for each."""
         kinds = {CRASH: self.crashes, DEADLINE: self.deadlines, INTERRUPT: self.interrupts, SILENCE: self.silences}
         kinds[LOSS] = self.losses
         return sum(price * times for price, times in kinds.items())
 
 
 FREE, CRASH, DEADLINE, INTERRUPT, SILENCE, LOSS = 0, 1, 10, 100, 1000, 10_000
-"""What a step takes from what may still go wrong."""
+"""The amounts that a step subtracts from the remaining faults."""
 
 NO_FAULTS = Faults()
 
@@ -88,7 +88,7 @@ def affords(left: int, price: int) -> bool:
 
 
 class Broken(NamedTuple):
-    """A law that was broken, and the way there."""
+    """A law that was broken, and the path there."""
 
     law: str
     what: str
@@ -100,7 +100,7 @@ class Broken(NamedTuple):
 
 @dataclass
 class Seen:
-    """What was tried, in numbers."""
+    """Counts of the results."""
 
     programs: int = 0
     states: int = 0
@@ -118,14 +118,14 @@ class Seen:
 
 
 State = tuple[int, ...]
-"""The ranks' nodes, what the store holds, and what may still go wrong: all as numbers."""
+"""The ranks' nodes, the content of the store, and the remaining faults, as numbers."""
 
 _Move = tuple[int, str, int, int, bool]
-"""The price, the words, where it leads, what the store holds then, and whether laws look at it."""
+"""The price, a description, the next node, the content of the store, and whether laws must be checked."""
 
 
 class _Moves(NamedTuple):
-    """What one rank can do next, whether others can wait until it did, and whether it is at a pause or at its end."""
+    """The next steps of a rank; whether other ranks can wait for them; whether it is at a pause or at its end."""
 
     moves: list[_Move]
     settled: bool
@@ -137,7 +137,7 @@ class _Violation(Exception):
 
 
 class Checker:
-    """Explores programs under one protocol; what it learns of a rank in one program it uses in the next."""
+    """Explores programs under one protocol. States of a rank are shared between programs."""
 
     def __init__(self, protocol: Protocol = REAL) -> None:
         self.protocol = protocol
@@ -162,13 +162,13 @@ class Checker:
     def wander(
         self, programs: Sequence[Program], faults: Faults = NO_FAULTS, *, walks: int, chance: random.Random
     ) -> Seen:
-        """Where there is too much to try all of it: so many ways through, drawn by chance."""
+        """Random walks through a space that is too large to explore."""
         return _Space(self, programs, faults).wander(walks, chance)
 
 
 @contextlib.contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """States are numbers, and no garbage: it takes long to find none among a million of them."""
+    """Disable the garbage collector, which takes long with a million states and finds nothing."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -188,10 +188,10 @@ class _Space:
         self.moves: dict[tuple[int, int], _Moves] = {}
         self.calm = faults == NO_FAULTS and all(p.after == "stop" and not p.otherwise for p in programs)
         self.ideal = Ideal.of(programs)
-        self.alike = len({program.means for program in programs}) == 1
-        self.seen: dict[State, State | None] = {}  # and from where it was come to first
+        self.same = len({program.variant for program in programs}) == 1
+        self.seen: dict[State, State | None] = {}  # and the state before it
         self.finished: set[State] = set()
-        self._true: set[tuple[str, str]] = set()  # circles that were found to be
+        self._true: set[tuple[str, str]] = set()  # circles that were found to be true
         self.out = Seen(programs=1)
 
     def _start(self) -> State:
@@ -217,7 +217,7 @@ class _Space:
         return self.out
 
     def wander(self, walks: int, chance: random.Random) -> Seen:
-        """Try that many rows of things that can happen, drawn by chance; then let ranks take turns."""
+        """Take random walks; then let ranks take turns."""
         start = self._start()
         state: State = start
         trace: list[str] = []
@@ -263,7 +263,7 @@ class _Space:
         self.out.missed_circles += broken.law == MISSED_CIRCLE
 
     def _expand(self, state: State, rows: list[State]) -> None:
-        """Do all that can happen in a state, and note the states that are new."""
+        """Take all steps from a state, and record the new states."""
         last = len(self.ranks)
         store, left = state[last], state[last + 1]
         seen, known, resting, steps = self.seen, self.moves, True, 0
@@ -300,7 +300,7 @@ class _Space:
         self.out.steps += steps
 
     def _trace(self, state: State) -> tuple[str, ...]:
-        """How a state was come to, in words."""
+        """The path to a state, as text."""
         trace: list[str] = []
         last = len(self.ranks)
         while (before := self.seen[state]) is not None:
@@ -315,18 +315,18 @@ class _Space:
     # -- what can happen next ---------------------------------------------------------------------------------------
 
     def _is_settled(self, node: Node, store: int) -> bool:
-        """Whether a rank's next step is one that no other's can matter to, nor it to theirs.
+        """True if a rank's next step commutes with all steps of other ranks.
 
-        It reads what will never change, or says again what it said. Then no other's step need be tried before it.
+        It reads a value that never changes, or publishes the same status again. So no other step need be tried first.
         """
         step, content = node.step, self.stores.contents[store]
         if isinstance(step, Pause) and not self.timed:
-            return any(f"{name}/end" in content for name, m in [*node.open.items()][:1] if m not in node.ends)
-        if isinstance(step, (Read, CompareSet)) and step.key.endswith("/end"):
+            return any(f"{name}/decision" in content for name, m in [*node.open.items()][:1] if m not in node.outcomes)
+        if isinstance(step, (Read, CompareSet)) and step.key.endswith("/decision"):
             return step.key in content
         if isinstance(step, Read) and step.key.endswith("/count"):
-            return True  # what was counted since the step before it could as well have been so before that step
-        if isinstance(step, Read) and step.key.endswith("/came"):
+            return True  # a count since the previous step could as well have been before that step
+        if isinstance(step, Read) and step.key.endswith("/arrivals"):
             return content.get(step.key, b"").count(b"\n") == step.key.count("-") + 1
         return isinstance(step, SetStatus) and self.stores.perform(node.rank, step, store)[1] == store
 
@@ -348,7 +348,7 @@ class _Space:
         return moves
 
     def _moves(self, i: int, node: Node, store: int) -> list[_Move]:
-        """What one rank can do next."""
+        """The next steps of one rank."""
         moves: list[_Move] = []
         if node.step is None:
             return moves
@@ -391,7 +391,7 @@ class _Space:
     def _do(self, moves: list[Any], rank: Rank, node: Node, store: int, price: int, choice: str, before: Node) -> None:
         step = node.step
         if step is None or isinstance(step, (Pause, Collective)):
-            moves.append((price, f"rank {rank.rank}: {choice}", node.id, store, node.ends != before.ends))
+            moves.append((price, f"rank {rank.rank}: {choice}", node.id, store, node.outcomes != before.outcomes))
             return
         answer, content = self.stores.perform(rank.rank, step, store)
         try:
@@ -400,49 +400,49 @@ class _Space:
             raise _Violation(NO_ERROR, f"rank {rank.rank} in {_words(step)}: {error!r}", ()) from error
         mark = {"": "", "look": " (looks)", "inspect": " (inspects)", "deadline": " (its deadline has come)"}[choice]
         words = f"rank {rank.rank}{mark}: {_words(step)}"
-        looked = after.ends != before.ends or (isinstance(step, CompareSet) and content != store)
+        looked = after.outcomes != before.outcomes or (isinstance(step, CompareSet) and content != store)
         moves.append((price, words, after.id, content, looked))
 
     # -- laws -------------------------------------------------------------------------------------------------------
 
     def _check(self, state: State, new: State, what: str) -> None:
-        """What must hold when a decision was laid down or seen."""
+        """Check the laws after a decision was published or read."""
         last = len(self.ranks)
         before, after = self.stores.contents[state[last]], self.stores.contents[new[last]]
         nodes = [self.nodes[node] for node in new[:last]]
         for key, value in after.items() if after is not before else ():
-            if key.endswith("/end") and before.get(key) != value:
+            if key.endswith("/decision") and before.get(key) != value:
                 if key in before:
                     raise _Violation(NEVER_CHANGES, f"{key} was {before[key]!r} and is {value!r}", (what,))
                 self._check_decision(state, key, kind_of(value), what)
         for i, node in enumerate(nodes):
             if node.id == state[i]:
                 continue
-            for meeting, kind in node.ends.items():
-                group, attempt = meeting
-                name = f"{spell(group)}#{attempt if self.checker.protocol.numbered else 0}"
+            for attempt, kind in node.outcomes.items():
+                group, number = attempt
+                name = f"{spell(group)}#{number if self.checker.protocol.numbered else 0}"
                 for j, other in enumerate(nodes):
-                    if other.ends.get(meeting, kind) != kind:
-                        words = f"{name} is {kind} on rank {i} and {other.ends[meeting]} on rank {j}"
+                    if other.outcomes.get(attempt, kind) != kind:
+                        words = f"{name} is {kind} on rank {i} and {other.outcomes[attempt]} on rank {j}"
                         raise _Violation(ONE_END, words, (what,))
-                absent = [member for member in group if meeting not in nodes[member].came]
+                absent = [member for member in group if attempt not in nodes[member].arrived]
                 if kind == "made" and absent:
-                    raise _Violation(ALL_CAME, f"{name} is made, and {absent} never came to it", (what,))
-                if f"{name}/end" not in after or kind_of(after[f"{name}/end"]) != kind:
+                    raise _Violation(ALL_CAME, f"{name} is made, and {absent} never arrived at it", (what,))
+                if f"{name}/decision" not in after or kind_of(after[f"{name}/decision"]) != kind:
                     raise _Violation(ONE_END, f"{name} is {kind} on rank {i}, and not in the store", (what,))
-                if self.calm and kind != "made" and meeting in self.ideal.made and self.alike:
+                if self.calm and kind != "made" and attempt in self.ideal.made and self.same:
                     raise _Violation(NOT_REFUSED, f"{name} is {kind} on rank {i}", (what,))
 
     def _check_decision(self, state: State, key: str, kind: str, what: str) -> None:
-        name = key.removesuffix("/end")
+        name = key.removesuffix("/decision")
         if kind == "made":
             nodes = [self.nodes[node] for node in state[: len(self.ranks)]]
-            asked = {meeting for node in nodes for other, meeting in node.open.items() if other == name}
-            for group, attempt in asked:
-                absent = [r for r in group if (group, attempt) not in nodes[r].came]
+            asked = {attempt for node in nodes for other, attempt in node.open.items() if other == name}
+            for group, number in asked:
+                absent = [r for r in group if (group, number) not in nodes[r].arrived]
                 if absent:
-                    raise _Violation(ALL_CAME, f"{name} is made, and {absent} never came to it", (what,))
-                if len({self.programs[rank].means for rank in group}) > 1:
+                    raise _Violation(ALL_CAME, f"{name} is made, and {absent} never arrived at it", (what,))
+                if len({self.programs[rank].variant for rank in group}) > 1:
                     raise _Violation(ALIKE, f"{name} is made, and its members mean different groups", (what,))
         if kind == "circle":
             self.out.circles = 1
@@ -454,19 +454,21 @@ class _Space:
                 self._true.add((name, step.value))
 
     def _check_circle(self, name: str, step: CompareSet, what: str) -> None:
-        """All that are told of a circle would have waited for ever."""
+        """Check that all ranks of a circle would have waited forever."""
         links = links_of(step.value)
-        ends, starts = [other for _, _, other in links], [rank for rank, _, _ in links]
-        if not links or ends != starts[1:] + starts[:1] or name not in {name for _, name, _ in links}:
+        outcomes, starts = [other for _, _, other in links], [rank for rank, _, _ in links]
+        if not links or outcomes != starts[1:] + starts[:1] or name not in {name for _, name, _ in links}:
             raise _Violation(FALSE_CIRCLE, f"this is none: {step.value}", (what,))
         for rank, where, other in links:
-            if other not in self.ideal.waits.get(rank, {}).get(meeting_of(where), ()):
-                raise _Violation(FALSE_CIRCLE, f"rank {other} would come to {where}, where rank {rank} waits", (what,))
+            if other not in self.ideal.waits.get(rank, {}).get(attempt_of(where), ()):
+                raise _Violation(
+                    FALSE_CIRCLE, f"rank {other} would arrive at {where}, and rank {rank} waits there", (what,)
+                )
 
     # -- from here on, ranks take turns -----------------------------------------------------------------------------
 
     def _finish(self, state: State) -> None:
-        """From every state on, if ranks take turns and nothing more fails, all of them end, and end well."""
+        """Check that from this state on, if ranks take turns and nothing more fails, all of them end well."""
         words: list[str] = []
         while state not in self.finished:
             self.finished.add(state)
@@ -507,16 +509,16 @@ class _Space:
         return what, new
 
     def _check_final(self, state: State, words: list[str]) -> None:
-        """Nobody moves any more."""
+        """Check the laws in a final state."""
         nodes = [self.nodes[node] for node in state[: len(self.ranks)]]
         more = tuple(f"... {word}" for word in words[-12:])
-        came = [node.came for node in nodes]
+        arrived = [node.arrived for node in nodes]
         waits: dict[int, frozenset[int]] = {}
         content = self.stores.contents[state[-2]]
 
         def uncounted(name: str) -> set[int]:
-            """Who may have died after it came, and before it was counted: it is missed, and then found to have come."""
-            posted = content.get(f"{name}/came", b"").count(b"\n")
+            """Dead ranks that may have arrived without being counted."""
+            posted = content.get(f"{name}/arrivals", b"").count(b"\n")
             all_are = posted <= content.get(f"{name}/count", 0)
             return set() if all_are else {member for member, node in enumerate(nodes) if node.lost}
 
@@ -524,59 +526,59 @@ class _Space:
             if node.step is None:
                 continue
             absent = [
-                {member for member in meeting[0] if meeting not in came[member]} or uncounted(name)
-                for name, meeting in node.open.items()
-                if meeting not in node.ends
+                {member for member in attempt[0] if attempt not in arrived[member]} or uncounted(name)
+                for name, attempt in node.open.items()
+                if attempt not in node.outcomes
             ]
             if not all(absent):
                 names = ", ".join(node.open)
-                raise _Violation(NO_WAIT, f"rank {i} waits in {names} until its deadline, though all came", more)
+                raise _Violation(NO_WAIT, f"rank {i} waits in {names} until its deadline, though all arrived", more)
             waits[i] = frozenset().union(*absent)
             lost = [member for member in waits[i] if nodes[member].lost]
             if lost and self.faults.heard:
                 raise _Violation(LOSS_FOUND, f"rank {i} waits until its deadline for {lost}, which died", more)
-            undecided = {meeting for meeting in node.open.values() if meeting not in node.ends}
+            undecided = {attempt for attempt in node.open.values() if attempt not in node.outcomes}
             if any(undecided & nodes[member].failed for member in waits[i]):
                 raise _Violation(LOSS_FOUND, f"rank {i} waits until its deadline, and was not told", more)
         if on_circle(waits):
             raise _Violation(MISSED_CIRCLE, f"ranks wait for each other until their deadlines: {waits}", more)
         if any(program.after == "retry" or program.otherwise or program.lasting for program in self.programs):
             self._check_retries(nodes, waits, more)
-        elif self.calm and self.alike:
+        elif self.calm and self.same:
             self._check_calm(nodes, content, more)
 
     def _check_retries(self, nodes: list[Node], waits: dict[int, frozenset[int]], more: tuple[str, ...]) -> None:
-        """Who tries again, or tries something else, gets it in the end."""
+        """Check that every retry succeeds in the end."""
         for i, (node, program) in enumerate(zip(nodes, self.programs)):
             if node.lost or node.failed or not (program.after == "retry" or program.otherwise or program.lasting):
                 continue
             if i in waits:
                 raise _Violation(RETRY, f"rank {i} still waits for {sorted(waits[i])}", more)
-            last = {group: kind for (group, _), kind in sorted(node.ends.items())}
+            last = {group: kind for (group, _), kind in sorted(node.outcomes.items())}
             ways = [program.calls, program.otherwise] if program.otherwise else [program.calls]
             if not any(all(last.get(group) == "made" for call in way for group in call) for way in ways):
                 raise _Violation(RETRY, f"rank {i} ended with {last}", more)
 
     def _check_calm(self, nodes: list[Node], content: dict[str, Any], more: tuple[str, ...]) -> None:
         for i, node in enumerate(nodes):
-            for meeting in self.ideal.made:
-                if i in meeting[0] and node.ends.get(meeting) != "made":
-                    words = f"{spell(meeting[0])}#{meeting[1]} is {node.ends.get(meeting)} on rank {i}"
+            for attempt in self.ideal.made:
+                if i in attempt[0] and node.outcomes.get(attempt) != "made":
+                    words = f"{spell(attempt[0])}#{attempt[1]} is {node.outcomes.get(attempt)} on rank {i}"
                     raise _Violation(NOT_REFUSED, words, more)
         for key, value in content.items():
-            if key.endswith("/end") and kind_of(value) == "circle":
+            if key.endswith("/decision") and kind_of(value) == "circle":
                 for rank, name, _ in json.loads(Decision.unpack(key, value).text):
-                    if nodes[rank].ends.get(meeting_of(name)) != "circle":
-                        raise _Violation(MISSED_CIRCLE, f"rank {rank} is not told of the circle in {name}", more)
+                    if nodes[rank].outcomes.get(attempt_of(name)) != "circle":
+                        raise _Violation(MISSED_CIRCLE, f"rank {rank} does not get the circle in {name}", more)
 
 
 def _words(step: Step) -> str:
     if isinstance(step, SetStatus):
-        waits = "; ".join(f"{wait.name} for {[*wait.missing]}" for wait in step.waits)
-        return f"says that it waits in {waits}" if waits else "says that it waits no more"
+        waits = "; ".join(f"{wait.name} for {[*wait.missing]}" for wait in step.pending)
+        return f"publishes that it waits in {waits}" if waits else "publishes that it no longer waits"
     if isinstance(step, CompareSet):
-        kind = Decision.unpack(step.key, step.value.encode()).kind if step.key.endswith("/end") else step.value
-        return f"lays {kind} down in {step.key}"
+        kind = Decision.unpack(step.key, step.value.encode()).kind if step.key.endswith("/decision") else step.value
+        return f"sets {step.key} to {kind}"
     if isinstance(step, Delete):
         return f"deletes {', '.join(step.keys)}"
     if isinstance(step, (Pause, Collective)):

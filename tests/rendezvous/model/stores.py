@@ -1,4 +1,4 @@
-"""The store as the checker plays it: all its contents that were met, each with a number."""
+"""The store of the model: all its contents that were reached, each with a number."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.rendezvous.model.programs import Group
 
 
 class Stores:
-    """All contents of the store that were met so far, each with a number."""
+    """All contents of the store that were reached so far, each with a number."""
 
     def __init__(self) -> None:
         self.contents: list[dict[str, Any]] = []
@@ -39,7 +39,7 @@ class Stores:
         return found
 
     def perform(self, rank: int, step: Step, number: int) -> tuple[Any, int]:
-        """Do one step: the answer, and what the store holds then. The order of arrivals is nobody's concern."""
+        """Perform one step; return the answer and the number of the new content. Arrivals are sorted."""
         content = self.contents[number]
         if isinstance(step, Read):
             return content.get(step.key), number
@@ -56,7 +56,7 @@ class Stores:
             value = _without_words(step)
             return value, self.number({**content, step.key: value})
         if isinstance(step, SetStatus):
-            record = RankStatus(rank, content["long times"], waits=step.waits).pack().encode()
+            record = RankStatus(rank, content["long times"], pending=step.pending).pack().encode()
             return None, self.number({**content, status_key(rank): record})
         if isinstance(step, Delete):
             return None, self.number({key: value for key, value in content.items() if key not in step.keys})
@@ -64,16 +64,16 @@ class Stores:
 
     @functools.cache  # noqa: B019  it lives as long as its space
     def long_time(self, number: int, *silent: int) -> int:
-        """So long passes that a rank that lives has told something new."""
+        """A long time passes, in which every living rank sends a new heartbeat."""
         content = dict(self.contents[number])
         content["long times"] += 1
         for key, value in content.items():
-            if key.startswith("pgmesh/told/"):
+            if key.startswith("pgmesh/status/"):
                 rank = int(key.rpartition("/")[2])
                 last = RankStatus.unpack(rank, value)
                 assert last is not None
                 if rank not in silent:
-                    content[key] = replace(last, beat=content["long times"]).pack().encode()
+                    content[key] = replace(last, heartbeat=content["long times"]).pack().encode()
         return self.number(content)
 
 
@@ -83,21 +83,22 @@ def kind_of(value: bytes) -> str:
 
 
 class Overwrite(CompareSet):
-    """A value laid down over what lies there: only mutants do this."""
+    """A write that replaces an existing value. Only mutants use it."""
 
 
 def _without_words(step: CompareSet) -> bytes:
-    """A decision without its text, which nobody acts upon; of a circle, who is on it."""
-    end = Decision.unpack(step.key, step.value.encode())
-    return Decision(end.kind, json.dumps(links_of(end.text)) if end.kind == "circle" else "").pack().encode()
+    """A decision without its text, which has no effect; for a circle, its ranks."""
+    decision = Decision.unpack(step.key, step.value.encode())
+    text = json.dumps(links_of(decision.text)) if decision.kind == "circle" else ""
+    return Decision(decision.kind, text).pack().encode()
 
 
 def links_of(text: str) -> list[tuple[int, str, int]]:
-    """The circle that a text tells of: which rank waits in which meeting for which other."""
+    """The circle in a text: the rank, the attempt in which it waits, and the rank that it waits for."""
     words = r"rank (\d+) connects (\S+) \(ranks [\d, ]+\) at \S+, and waits for rank (\d+)"
     return [(int(rank), name, int(other)) for rank, name, other in re.findall(words, text)]
 
 
-def meeting_of(name: str) -> tuple[Group, int]:
-    group, _, attempt = name[1:].partition("#")
-    return tuple(map(int, group.split("-"))), int(attempt)
+def attempt_of(name: str) -> tuple[Group, int]:
+    group, _, number = name[1:].partition("#")
+    return tuple(map(int, group.split("-"))), int(number)

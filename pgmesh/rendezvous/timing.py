@@ -1,0 +1,79 @@
+"""The pauses, timeouts and limits of the store protocol, as two constants that tests can replace.
+
+Code reads ``timing.TIMING.x`` at call time and keeps no copy. This file imports nothing of pgmesh.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Pauses and timeouts in seconds.
+
+    Args:
+        first_pause: the first pause between two reads of the store. Each pause is 1.5 times the one before.
+        longest_pause: the upper limit of these pauses.
+        first_inspection: the wait until a rank first reads the arrivals and statuses of the missing ranks. With
+            ``longest_pause`` of the others, a mismatch is reported within 0.1 s.
+        inspection: the interval between two such inspections.
+        longest_start_delay: the upper limit for delaying the first inspection of a rank that arrived slowly. On a slow
+            store, an early inspection would make it slower.
+        heartbeat: the interval of heartbeats in a world of up to ``Limits.full_rate_ranks`` ranks. In a larger world
+            it grows in proportion, so that the store receives no more heartbeats per second.
+        missed_heartbeats: the number of heartbeats that a rank misses before it counts as lost.
+        thread_check: the interval at which a waiting caller checks that the store thread is alive.
+        world_end: the time after which a rank that was about to delete the name of its world counts as dead.
+        warn_after: the wait in a group's first collective until the rank logs the missing ranks.
+        status_after: the wait in a group's first collective until the rank publishes its status.
+        report_missing: the time beyond a deadline for finding out which ranks are missing.
+        late_answer: the timeout of a store operation that begins after the deadline of ``connect``.
+        interrupted_answer: the timeout for the final status message of an interrupted rank.
+        shortest_answer: the shortest timeout of a store operation that begins before the deadline.
+        batch: the time after which ``connect`` ends one batch of store operations. Each batch has one timeout.
+        report_answer: the timeout of ``mesh.report``.
+    """
+
+    first_pause: float = 0.002
+    longest_pause: float = 0.05
+    first_inspection: float = 0.025
+    inspection: float = 0.2
+    longest_start_delay: float = 0.3
+    heartbeat: float = 1.0
+    missed_heartbeats: float = 5.0
+    thread_check: float = 0.5
+    world_end: float = 1.0
+    warn_after: float = 10.0
+    status_after: float = 1.0
+    report_missing: float = 1.0
+    late_answer: float = 5.0
+    interrupted_answer: float = 0.2
+    shortest_answer: float = 0.5
+    batch: float = 0.1
+    report_answer: float = 1.0
+
+
+TIMING = Timing()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes and counts that bound the load on the store.
+
+    Args:
+        record_chars: the longest record, in characters. A longer value was not written by pgmesh.
+        statuses: the number of missing ranks whose status one inspection reads, and the number of ranks that each of
+            them reports as missing. A longer circle of waiting ranks is found over several inspections.
+        shared_addresses: the largest group whose members publish their addresses in the arrivals. Each member
+            receives all addresses with the decision.
+        full_rate_ranks: the largest world in which heartbeats have the interval ``Timing.heartbeat``.
+    """
+
+    record_chars: int = 1 << 16
+    statuses: int = 32
+    shared_addresses: int = 64
+    full_rate_ranks: int = 1024
+
+
+LIMITS = Limits()
