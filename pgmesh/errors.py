@@ -1,19 +1,19 @@
-"""The tree of errors. Each says what is wrong, the numbers, and the call that would be right.
+"""The exceptions of pgmesh. Each message has the problem, the numbers, and a corrected call where there is one.
 
 PgmeshError
 ├── ShapeError         (ValueError)              sizes that do not fit the ranks
 ├── AxisError          (ValueError, IndexError)  an axis the mesh does not have, or one named twice
-├── PlaceError         (ValueError, IndexError)  a rank, a coord or an index that is off the mesh
-├── OptionsError       (ValueError)              options that no such group can be made with
-├── MembershipError    (RuntimeError)            this rank is no member of what it asks for
-├── WorldError         (RuntimeError)            torch.distributed is not there, or not as needed
-├── NameTakenError     (RuntimeError)            a living mesh has this name already
-├── LifetimeError      (RuntimeError)            used after release, close or fork
+├── PlaceError         (ValueError, IndexError)  a rank, coord or index outside the mesh
+├── OptionsError       (ValueError)              options that a group cannot have
+├── MembershipError    (RuntimeError)            this rank is not a member of the group or mesh
+├── WorldError         (RuntimeError)            the world or its store is missing, lost or unsuitable
+├── NameTakenError     (RuntimeError)            an open mesh has this name already
+├── LifetimeError      (RuntimeError)            a group or mesh used after release, close or fork
 ├── MismatchError      (RuntimeError)            ranks describe one mesh or group differently
-├── MissingRanksError  (TimeoutError)            members that did not come before the deadline
-├── CircleError        (RuntimeError)            ranks that wait for each other
-├── MethodError        (RuntimeError)            a parallel method that failed, or that is not there
-├── SeamError          (RuntimeError)            a private name of torch that pgmesh needs is gone
+├── MissingRanksError  (TimeoutError)            members that did not arrive before the deadline
+├── CircleError        (RuntimeError)            ranks that wait for each other in a circle
+├── MethodError        (RuntimeError)            a parallel method that failed or was not found
+├── SeamError          (RuntimeError)            this torch lacks a private name that pgmesh needs
 └── LaunchError        (RuntimeError)            a launcher or a spawned rank failed
 """
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 
 class PgmeshError(Exception):
-    """Everything that pgmesh raises on purpose."""
+    """Base class of all exceptions that pgmesh raises on purpose."""
 
 
 class ShapeError(PgmeshError, ValueError):
@@ -33,27 +33,27 @@ class AxisError(PgmeshError, ValueError, IndexError):
 
 
 class PlaceError(PgmeshError, ValueError, IndexError):
-    """A rank, a coord or an index that is off the mesh."""
+    """A rank, coord or index outside the mesh."""
 
 
 class OptionsError(PgmeshError, ValueError):
-    """Options that no such group can be made with."""
+    """Options that a group cannot have."""
 
 
 class MembershipError(PgmeshError, RuntimeError):
-    """This rank is no member of what it asks for."""
+    """This rank is not a member of the group or mesh."""
 
 
 class WorldError(PgmeshError, RuntimeError):
-    """torch.distributed is not there, or not as needed."""
+    """The world or its store is missing, lost or unsuitable."""
 
 
 class NameTakenError(PgmeshError, RuntimeError):
-    """A living mesh has this name already."""
+    """An open mesh has this name already."""
 
 
 class LifetimeError(PgmeshError, RuntimeError):
-    """Used after release, close or fork."""
+    """A group or mesh used after release, close or fork."""
 
 
 class MismatchError(PgmeshError, RuntimeError):
@@ -61,19 +61,19 @@ class MismatchError(PgmeshError, RuntimeError):
 
 
 class MissingRanksError(PgmeshError, TimeoutError):
-    """Members that did not come before the deadline."""
+    """Members that did not arrive before the deadline."""
 
 
 class CircleError(PgmeshError, RuntimeError):
-    """Ranks that wait for each other."""
+    """Ranks that wait for each other in a circle."""
 
 
 class MethodError(PgmeshError, RuntimeError):
-    """A parallel method that failed, or that is not there."""
+    """A parallel method that failed or was not found."""
 
 
 class SeamError(PgmeshError, RuntimeError):
-    """A private name of torch that pgmesh needs is gone."""
+    """This torch lacks a private name that pgmesh needs."""
 
 
 class LaunchError(PgmeshError, RuntimeError):
@@ -81,4 +81,4 @@ class LaunchError(PgmeshError, RuntimeError):
 
 
 for _error in (PgmeshError, *PgmeshError.__subclasses__()):
-    _error.__module__ = "pgmesh"  # where a user finds it: a traceback says pgmesh.ShapeError
+    _error.__module__ = "pgmesh"  # tracebacks show the public path, such as pgmesh.ShapeError

@@ -786,8 +786,8 @@ class RankView:
         """The rank; MembershipError if it is outside."""
         if self.rank not in self.layout:
             raise MembershipError(
-                f"rank {self.rank} is not in {self.layout!r}, so it has no place there.\n\n"
-                f"  if seen.rank in seen: ...   # ask first"
+                f"rank {self.rank} is not in {self.layout!r}, so it has no coord there.\n\n"
+                f"  if seen.rank in seen: ...   # check first"
             )
         return self.rank
 
@@ -809,12 +809,9 @@ class RankView:
         return plain_text.draw(self.layout, mark=self.rank)
 
 
-missing_attributes.answer(
-    RankView,
-    "seen",
-    {**{name: f"seen.layout.{name}" for name in missing_attributes.public(Layout)}, **missing_attributes.RANK_VIEW},
-)
-missing_attributes.answer(Layout, "layout", missing_attributes.LAYOUT)
+_LAYOUT_HINTS = {name: f"seen.layout.{name}" for name in missing_attributes.public_names(Layout)}
+missing_attributes.add_hints(RankView, "seen", {**_LAYOUT_HINTS, **missing_attributes.RANK_VIEW})
+missing_attributes.add_hints(Layout, "layout", missing_attributes.LAYOUT)
 
 
 def at_call(asked: Mapping[Axis, object]) -> str:

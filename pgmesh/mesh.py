@@ -1,4 +1,8 @@
-"""A mesh: a layout, this process's rank in it, and the process groups along its axes."""
+"""ProcessGroupMesh: a layout, this process's rank in it, and the process groups along its axes.
+
+The arithmetic is in ``Layout``. The groups are in a ``GroupCache``, which a mesh shares with its views and slices.
+Verbs that a program may never use (connect, locality, report) are imported when they are first called.
+"""
 
 from __future__ import annotations
 
@@ -26,32 +30,33 @@ if TYPE_CHECKING:
     from pgmesh.connect.report import Held, Report, Stats
     from pgmesh.topology.locality import Locality
 
-CONNECT = timedelta(seconds=30)
-"""How long ``connect`` waits for the others."""
+CONNECT_TIMEOUT = timedelta(seconds=30)
+"""Default timeout of ``connect`` and ``locality``."""
 
-LONGEST_NAME = 1024
-"""Bytes of a mesh's name. It begins keys of the store, and TCPStore closes the connection at a key of 8,192 bytes."""
+MAX_NAME_BYTES = 1024
+"""Maximum length of a mesh's name in UTF-8. Store keys begin with it, and TCPStore closes the connection at a key of
+8,192 bytes."""
 
 
 class ProcessGroupMesh:
     """The ranks of a torch.distributed job in an N-D box, with the process group along any of its axes.
 
-    A mesh is a value: it never changes, and a program holds as many as it likes. Making one sends nothing. Views
-    and slices share the groups of the mesh they came from; other meshes never do.
+    A mesh never changes. A program may hold any number of meshes, and creating one communicates nothing. Views and
+    slices share the groups of the mesh that they were taken from. Other meshes never share groups.
 
     Args:
         shape: the sizes of numbered axes, outermost first: the last axis varies fastest. Or one mapping of sizes by
             axis, with any names or numbers: ``ProcessGroupMesh({"pp": 2, "dp": -1})``.
-        ranks: the ranks to arrange, in this order; the whole world unless given.
-        name: what tells this mesh from others on every rank. Unnamed meshes are told apart by their ranks and by
-            how many were made on them, so two that are alike need names.
-        sizes: the sizes of named axes, outermost first. At most one size is -1: what is left.
+        ranks: the ranks to arrange, in this order. Default: the whole world.
+        name: the identity of this mesh, the same on every rank. An unnamed mesh is identified by its ranks and by the
+            number of unnamed meshes made on them before. Two unnamed meshes with equal layouts are refused.
+        sizes: the sizes of named axes, outermost first. At most one size is -1: it is inferred.
 
     Raises:
-        ShapeError: the sizes do not hold the ranks, or the name is none.
-        OptionsError: an option of groups in place of a size.
-        PlaceError: a rank that the world does not have.
-        NameTakenError: a living mesh has this name.
+        ShapeError: the sizes do not hold the ranks, or the name is invalid.
+        OptionsError: a keyword is an option of groups, not an axis.
+        PlaceError: the world does not have one of the ranks.
+        NameTakenError: an open mesh has this name.
         WorldError: torch.distributed is not initialised.
 
     >>> mesh = ProcessGroupMesh(pp=2, dp=-1, tp=2, name="actor")
@@ -59,15 +64,15 @@ class ProcessGroupMesh:
     ((2, 2, 2), ('pp', 'dp', 'tp'), 5, (1, 0, 1))
     """
 
-    __slots__ = ("__weakref__", "_answers", "_cache", "_groups", "_part_of", "_parts", "_way", "layout")
+    __slots__ = ("__weakref__", "_cached", "_calls", "_group_cache", "_groups", "_part_of", "_slices", "layout")
 
-    layout: Layout  # where each rank sits, without processes
-    _cache: GroupCache
-    _part_of: Layout  # the layout whose device mesh ours is a slice of
+    layout: Layout  # the arithmetic, without processes
+    _group_cache: GroupCache
+    _part_of: Layout  # the layout whose DeviceMesh is the root of this mesh's DeviceMeshes
     _groups: dict[tuple[Axis, ...], ProcessGroup]
-    _parts: dict[Any, ProcessGroupMesh]
-    _way: tuple[tuple[str, Layout], ...]  # the calls that took it from its mesh: each verb, and the layout it was of
-    _answers: dict[Any, Any]  # what was asked before: a mesh and its rank never change
+    _slices: dict[Any, ProcessGroupMesh]
+    _calls: tuple[tuple[str, Layout], ...]  # each call from the root to this mesh: its verb and the layout before it
+    _cached: dict[Any, Any]  # cached results: neither the mesh nor its rank changes
 
     def __init__(
         self, /, *shape: int | Sizes, ranks: Iterable[int] | None = None, name: str | None = None, **sizes: int
@@ -94,24 +99,24 @@ class ProcessGroupMesh:
         self._set(layout, GroupCache(name, layout), way=(), part_of=layout)
 
     def _set(self, layout: Layout, cache: GroupCache, *, way: tuple[tuple[str, Layout], ...], part_of: Layout) -> None:
-        self.layout, self._cache, self._way, self._part_of = layout, cache, way, part_of
-        self._groups, self._parts, self._answers = {}, {}, {}
+        self.layout, self._group_cache, self._calls, self._part_of = layout, cache, way, part_of
+        self._groups, self._slices, self._cached = {}, {}, {}
         cache.remember(self)
 
-    def forget(self) -> None:
-        """Ask the family again for every group: some were let go of."""
+    def _clear_groups(self) -> None:
+        """Clear the cached groups: some of them were destroyed."""
         self._groups.clear()
 
-    def _part(self, verb: str, layout: Layout, *, part_of: Layout | None = None) -> ProcessGroupMesh:
+    def _derive(self, verb: str, layout: Layout, *, part_of: Layout | None = None) -> ProcessGroupMesh:
         mesh = object.__new__(ProcessGroupMesh)
-        mesh._set(layout, self._cache, way=(*self._way, (verb, self.layout)), part_of=part_of or layout)
+        mesh._set(layout, self._group_cache, way=(*self._calls, (verb, self.layout)), part_of=part_of or layout)
         return mesh
 
-    # -- what it is ---------------------------------------------------------------------------------------------
+    # -- ranks, coords and indices ------------------------------------------------------------------------------
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """The axes, outermost first: names, or numbers where none were given.
+        """The axes, outermost first: their names, or numbers if they have none.
 
         >>> mesh.axes
         ('pp', 'dp', 'tp')
@@ -129,38 +134,38 @@ class ProcessGroupMesh:
 
     @property
     def name(self) -> str | None:
-        """What tells this mesh from others on every rank."""
-        return self._cache.name
+        """The name, which identifies the mesh on every rank; None for an unnamed one."""
+        return self._group_cache.name
 
     @property
     def is_closed(self) -> bool:
-        """Whether the mesh has ended and makes no more groups: it was closed, or its world ended.
+        """True once the mesh was closed or its world ended: it creates no more groups.
 
         >>> mesh.is_closed
         False
         """
-        return self._cache.ended is not None
+        return self._group_cache.ended is not None
 
     def shares_groups(self, other: ProcessGroupMesh) -> bool:
-        """Whether another mesh has the same groups: one is a view or a slice of the other, or both are of a third.
+        """True if both meshes have the same groups, as views and slices of one mesh do.
 
         >>> mesh.shares_groups(mesh.at(pp=1)), mesh.shares_groups(ProcessGroupMesh(8, name="other"))
         (True, False)
         """
-        return self._cache is other._cache
+        return self._group_cache is other._group_cache
 
     @property
     def rank(self) -> int:
-        """This process's rank in the world, in the mesh or not.
+        """This process's rank in the world, also if the mesh does not contain it.
 
         >>> mesh.rank, mesh.rank in mesh, mesh.rank in mesh.at(pp=0)
         (5, True, False)
         """
-        return self._cache.rank
+        return self._group_cache.rank
 
     @property
     def coord(self) -> tuple[int, ...] | None:
-        """This rank's place on every axis; None where the rank is not in the mesh.
+        """This rank's index on every axis; None if the mesh does not contain it.
 
         >>> mesh.coord, mesh.at(pp=0).coord
         ((1, 0, 1), None)
@@ -168,7 +173,7 @@ class ProcessGroupMesh:
         return self.layout.coord_of(self.rank) if self.rank in self.layout else None
 
     def size(self, *axes: Axis) -> int:
-        """How many ranks along these axes; along none, how many in all.
+        """Number of ranks along these axes; without axes, of all ranks.
 
         Raises:
             AxisError: there is no such axis, or it is named twice.
@@ -177,34 +182,34 @@ class ProcessGroupMesh:
         (4, 8)
         """
         try:
-            size: int = self._answers["size", axes]
+            size: int = self._cached["size", axes]
         except (KeyError, TypeError):
-            size = self._answers["size", axes] = self.layout.size(*axes)
+            size = self._cached["size", axes] = self.layout.size(*axes)
         return size
 
     def index(self, *axes: Axis) -> int:
-        """This rank's place along these axes, which is its rank inside the group along them.
+        """This rank's index along these axes: its rank in the group along them.
 
         Raises:
             AxisError: there is no such axis, or it is named twice.
-            MembershipError: this rank is not in the mesh.
+            MembershipError: the mesh does not contain this rank.
 
         >>> mesh.index("dp", "tp"), mesh.index("pp")
         (1, 1)
         """
         try:
-            index: int = self._answers["index", axes]
+            index: int = self._cached["index", axes]
         except (KeyError, TypeError):
             self._check_member()
-            index = self._answers["index", axes] = self.layout.index_of(self.rank, *axes)
+            index = self._cached["index", axes] = self.layout.index_of(self.rank, *axes)
         return index
 
     def ranks(self, *axes: Axis) -> tuple[int, ...]:
-        """The ranks that share this rank's group along these axes, in the order of the mesh; along none, all.
+        """The ranks of this rank's group along these axes, in mesh order; without axes, all ranks.
 
         Raises:
             AxisError: there is no such axis, or it is named twice.
-            MembershipError: this rank is not in the mesh, and so in no block of it.
+            MembershipError: the mesh does not contain this rank.
 
         >>> mesh.ranks("dp", "tp"), mesh.ranks("pp")
         ((4, 5, 6, 7), (1, 5))
@@ -215,7 +220,7 @@ class ProcessGroupMesh:
         return self.layout.block_of(self.rank, *axes)
 
     def label(self) -> str:
-        """This rank's place as a word for logs and file names.
+        """This rank's coord as a label for logs and file names.
 
         >>> mesh.label()
         'pp1-dp0-tp1'
@@ -224,7 +229,7 @@ class ProcessGroupMesh:
         return self.layout.label_of(self.rank)
 
     def partition(self, *axes: Axis) -> Partition:
-        """Every block along these axes. They tile the mesh; none is made before it is looked at.
+        """All blocks along these axes, which tile the mesh: a sequence that computes each block when it is read.
 
         >>> mesh.partition("tp")
         ((0, 1), (2, 3), (4, 5), (6, 7))
@@ -235,7 +240,7 @@ class ProcessGroupMesh:
         """The rank at a coord; the inverse of ``coord_of``.
 
         Raises:
-            PlaceError: there is no such place.
+            PlaceError: there is no such coord.
 
         >>> mesh.rank_of((1, 0, 1))
         5
@@ -243,7 +248,7 @@ class ProcessGroupMesh:
         return self.layout.rank_of(coord)
 
     def coord_of(self, rank: int) -> tuple[int, ...]:
-        """The place of a rank on every axis; the inverse of ``rank_of``.
+        """The coord of a rank: its index on every axis. The inverse of ``rank_of``.
 
         Raises:
             PlaceError: the rank is not in the mesh.
@@ -254,26 +259,26 @@ class ProcessGroupMesh:
         return self.layout.coord_of(rank)
 
     def neighbor(self, axis: Axis, step: int = 1, *, wrap: bool = False) -> int | None:
-        """The rank so many steps on along an axis; None past the edge.
+        """The rank at a distance along an axis; None past either end.
 
         Args:
-            step: how many indices on; negative for back.
-            wrap: go round, as a ring does, in place of None.
+            step: number of indices forward; negative for backward.
+            wrap: continue at the other end, as in a ring.
 
         Raises:
             AxisError: there is no such axis.
-            MembershipError: this rank is not in the mesh.
+            MembershipError: the mesh does not contain this rank.
 
         >>> mesh.neighbor("pp", -1), mesh.neighbor("pp", +1), mesh.neighbor("pp", +1, wrap=True)
         (1, None, 1)
         """
         try:
-            rank: int | None = self._answers["neighbor", axis, type(step), step, wrap]
+            rank: int | None = self._cached["neighbor", axis, type(step), step, wrap]
         except (KeyError, TypeError):
             self._check_member()
             rank = self.layout.neighbor_of(self.rank, axis, step, wrap=wrap)
-            if type(step) is int:  # others change in place (tensors)
-                self._answers["neighbor", axis, type(step), step, wrap] = rank
+            if type(step) is int:  # a tensor may change in place
+                self._cached["neighbor", axis, type(step), step, wrap] = rank
         return rank
 
     def __iter__(self) -> Iterator[int]:
@@ -288,24 +293,24 @@ class ProcessGroupMesh:
     # -- groups -------------------------------------------------------------------------------------------------
 
     def group(self, *axes: Axis, **options: Any) -> ProcessGroup:
-        """The process group of this rank's block along these axes: made on the first call, the same ever after.
+        """The process group of this rank's block along these axes: created on the first call, then cached.
 
-        It waits for nobody: any rank asks at any time, in any order, whether or not the others have. A rank
-        outside the block does nothing and need not call. Ranks stand in the group in the order of the mesh.
-        Only a backend that cannot be made member by member (MPI, torchcomms, one of your own) is different: its
-        groups come from torch's new_group, which every rank of the world has to call, in one order.
+        The call never waits for other ranks. Each member may call it at any time and in any order. Other ranks need not
+        call. The group's ranks follow mesh order.
+        Backends that members cannot create alone (MPI, torchcomms, third-party ones) are different: their groups come
+        from torch's ``new_group``, which every rank of the world has to call in the same order.
 
         Args:
-            axes: which; none for the whole mesh. Their order makes no difference.
-            options: as in ``GroupOptions``. What differs from what was configured makes another group:
-                ``backend="gloo"`` is the CPU twin. And ``tag=``, a word that makes this a communicator of its own
-                on the same ranks.
+            axes: the axes, in any order; none for the whole mesh.
+            options: as in ``GroupOptions``. An option other than the configured one makes another group: with
+                ``backend="gloo"``, one of the same ranks on the CPU. ``tag=`` is a string; groups with different tags
+                are separate communicators.
 
         Raises:
             AxisError: there is no such axis, or it is named twice.
-            MembershipError: this rank is not in the mesh.
+            MembershipError: the mesh does not contain this rank.
             MismatchError: another rank described this mesh or this group differently.
-            OptionsError: options that the backend cannot honour.
+            OptionsError: the backend does not support an option.
             LifetimeError: the mesh is closed.
 
         >>> mesh.group("dp", "tp").size(), mesh.group("dp", "tp") is mesh.group("tp", "dp")
@@ -313,69 +318,69 @@ class ProcessGroupMesh:
         >>> mesh.group("dp", tag="all-gather") is mesh.group("dp")
         False
         """
-        if not options:  # the hot path: what was answered before is remembered
+        if not options:  # the hot path: a cached group
             try:
                 return self._groups[axes]
-            except (KeyError, TypeError):  # or it is no axis, which is told below
+            except (KeyError, TypeError):  # not cached, or no axis: reported below
                 pass
         self._check_member()
         if options:
-            return self._cache.group(self.layout, axes, _tag(options.pop("tag", None)), options)
-        with self._cache.lock:  # so that no release comes between
-            return self._groups.setdefault(axes, self._cache.group(self.layout, axes, "", {}))
+            return self._group_cache.group(self.layout, axes, _tag(options.pop("tag", None)), options)
+        with self._group_cache.lock:  # so that no release intervenes
+            return self._groups.setdefault(axes, self._group_cache.group(self.layout, axes, "", {}))
 
     def group_of(self, ranks: Iterable[int], *, tag: str | None = None, **options: Any) -> ProcessGroup:
-        """The process group of any ranks of the mesh; the members alone call, in any order.
+        """The process group of any ranks of the mesh. Only its members call, in any order.
 
         Args:
-            ranks: the members, this rank among them. They stand in the group in the order of the mesh.
-            tag: a word that makes this a communicator of its own on the same ranks.
+            ranks: the members, including this rank. The group's ranks follow mesh order.
+            tag: groups of the same ranks with different tags are separate communicators.
             options: as in ``GroupOptions``.
 
         Raises:
-            PlaceError: a rank that the mesh does not have, or that is named twice.
-            MembershipError: this rank is not among them.
+            PlaceError: a rank is not in the mesh, or is given twice.
+            MembershipError: this rank is not one of them.
 
         >>> import torch.distributed as dist
         >>> dist.get_process_group_ranks(mesh.group_of([5, 0, 3]))
         [0, 3, 5]
         """
-        return self._cache.group_of(self._members(ranks), _tag(tag), options)
+        return self._group_cache.group_of(self._members(ranks), _tag(tag), options)
 
     def _members(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Ranks of the mesh in its order, this rank among them."""
+        """Ranks of the mesh in mesh order, checked to include this rank."""
         try:
             members = tuple(sorted(map(whole_number, ranks), key=self.layout.coord_of))
         except TypeError:
             raise PlaceError(f"ranks are whole numbers, such as [0, 3], not {ranks!r}.") from None
         if len(set(members)) != len(members):
-            raise PlaceError(f"each rank is named once, but {list(members)} names one twice.")
+            raise PlaceError(f"each rank is given once, but {list(members)} has one twice.")
         if not members:
-            raise PlaceError("there is no rank to make a group of; ranks is empty.")
+            raise PlaceError("a group needs at least one rank; ranks is empty.")
         if self.rank not in members:
             raise MembershipError(
-                f"rank {self.rank} asked for the group of ranks {format_ranks(members)}, of which it is no member.\n\n"
-                f"  if mesh.rank in ranks: mesh.group_of(ranks)   # members alone call"
+                f"rank {self.rank} asked for the group of ranks {format_ranks(members)}, but is not one of them.\n\n"
+                f"  if mesh.rank in ranks: mesh.group_of(ranks)   # only members call"
             )
         return members
 
     def configure(self, *axes: Axis, tag: str | None = None, **options: Any) -> None:
-        """Set what the group along these axes will be made with; the owner of the axes does, before the first use.
+        """Set the options of the group along these axes, before its first use.
 
         Args:
-            axes: which; none for the group of the whole mesh.
-            tag: which of the communicators on these ranks.
-            options: as in ``GroupOptions``; those not given stay as they were, in the end as the world has them.
+            axes: the axes; none for the group of the whole mesh.
+            tag: the tag of the group.
+            options: as in ``GroupOptions``. Options not given keep their value; the default is that of the world.
 
         Raises:
-            OptionsError: no such option, or it is too late: the group was made.
+            OptionsError: there is no such option, or the group was created already.
 
         >>> mesh.configure("pp", timeout=600)
         """
-        self._cache.configure(self.layout, axes, _tag(tag), options)
+        self._group_cache.configure(self.layout, axes, _tag(tag), options)
 
     def set_timeout(self, *axes: Axis, timeout: Timeout | None = None) -> None:
-        """Change how long collectives of groups that were made may wait, from the next one on, on this rank.
+        """Change the timeout of existing groups on this rank, from the next collective on.
 
         The group object stays the same. Every member sets its own. Use ``configure`` for groups that are not made yet.
 
@@ -385,7 +390,7 @@ class ProcessGroupMesh:
             timeout: a timedelta or a number of seconds. Always given, by name.
 
         Raises:
-            MembershipError: this rank is not in the mesh.
+            MembershipError: the mesh does not contain this rank.
             OptionsError: no timeout, one that is not more than 0, or no group along these axes was made yet.
 
         >>> group = mesh.group("tp")
@@ -397,54 +402,56 @@ class ProcessGroupMesh:
         limit = named_timeout("mesh", axes, timeout, of="axes", known=self.axes)
         if axes:
             block = self.layout.block_of(self.rank, *axes)
-            if not self._cache.set_timeout(limit, lambda ranks: ranks == block):
+            if not self._group_cache.set_timeout(limit, lambda ranks: ranks == block):
                 words = ", ".join([*map(repr, axes), f"timeout={limit.total_seconds():g}"])
                 raise OptionsError(
                     f"this rank has no group along {', '.join(map(str, axes))} yet, whose timeout could be changed.\n\n"
                     f"  mesh.configure({words})   # on every member: the group is made so"
                 )
         else:
-            self._cache.set_timeout(limit, frozenset(self.layout.ranks()).issuperset)
+            self._group_cache.set_timeout(limit, frozenset(self.layout.ranks()).issuperset)
 
     def adopt(self, axis: Axis, group: ProcessGroup) -> None:
-        """Take a group that was made elsewhere for the one along an axis; it is never destroyed from here.
+        """Use a group made elsewhere as the group along an axis. The mesh never destroys it.
 
         Args:
-            axis: which.
-            group: a process group of torch, of the ranks of this rank's block, in the order of the mesh.
+            axis: the axis.
+            group: a process group of torch. Its ranks are those of this rank's block, in mesh order.
 
         Raises:
-            LifetimeError: another group was made or adopted there.
-            MembershipError: this rank is not in the mesh.
-            OptionsError: the axis was configured, which this group does not follow.
-            PlaceError: the group's ranks are not those of this rank's block.
+            LifetimeError: the axis has another group already.
+            MembershipError: the mesh does not contain this rank.
+            OptionsError: the axis was configured, and the adopted group cannot follow that.
+            PlaceError: the group has other ranks than this rank's block.
         """
         self._check_member()
         if hasattr(axis, "group_name"):
             raise PlaceError(f"adopt takes an axis and then a group.\n\n  mesh.adopt({group!r}, group)")
-        self._cache.adopt(self.layout, (axis,), group)
+        self._group_cache.adopt(self.layout, (axis,), group)
 
-    def connect(self, *axes: Axis | tuple[Axis, ...], timeout: Timeout = CONNECT, progress: bool = False) -> Connected:
-        """Connect and warm groups now, with all their members, or say within seconds who is missing and why.
+    def connect(
+        self, *axes: Axis | tuple[Axis, ...], timeout: Timeout = CONNECT_TIMEOUT, progress: bool = False
+    ) -> Connected:
+        """Connect and warm up groups with all their members, or report within seconds which ranks are missing and why.
 
-        The one verb that waits for others: each member of each group calls it, in any order. It compares what they
-        mean by the mesh and its groups, and runs the smallest collective on each group, so that memory is taken now.
-        What one member gives up is given up for all; calling again tries again. What is connected stays so, and is
-        not met again.
+        This is the only method that waits for other ranks: each member of each group calls it, in any order. It
+        compares the members' descriptions of the mesh and its groups, then runs the smallest collective on each group,
+        so that memory is allocated now. If one member fails, the attempt fails on all members; a second call tries
+        again. Groups that are connected stay connected, and a second call skips them.
 
         Args:
-            axes: the axes of each group: "tp", or ("dp", "tp") for one along two. Each axis, if none are given.
-            timeout: how long to wait for the others: a timedelta or a number of seconds.
-            progress: show a bar.
+            axes: the axes of each group: "tp", or ("dp", "tp") for one group along two axes. Default: each axis.
+            timeout: maximum wait for the other members: a timedelta or a number of seconds.
+            progress: show a progress bar.
 
         Raises:
-            OptionsError: a timeout that is not more than 0.
-            MissingRanksError: members that did not come, each with what it is doing; or that were lost.
-            MismatchError: ranks mean different things, each value with its ranks.
-            CircleError: ranks that wait for each other, each with its group and line.
-            WorldError: the store does not answer.
+            OptionsError: the timeout is not more than 0.
+            MissingRanksError: members did not arrive or were lost. The message has the status of each.
+            MismatchError: ranks describe the mesh or a group differently. The message has each value with its ranks.
+            CircleError: ranks wait for each other. The message has the group and the call site of each.
+            WorldError: the store does not respond.
 
-        >>> print(mesh.connect("tp", ("dp", "tp")))            # in a dry world there is nobody to meet
+        >>> print(mesh.connect("tp", ("dp", "tp")))            # a fake world has no other ranks
         0 store operations
         """
         self._check_member()
@@ -452,45 +459,45 @@ class ProcessGroupMesh:
         for each in axes:
             if isinstance(each, (list, set)):
                 raise AxisError(
-                    f"a family is an axis or a tuple of axes, not the {type(each).__name__} {each!r}.\n\n"
+                    f"connect takes axes and tuples of axes, not the {type(each).__name__} {each!r}.\n\n"
                     f"  mesh.connect({tuple(each)})   # one group along all of them\n"
                     f"  mesh.connect(*{tuple(each)})  # a group along each"
                 )
         from pgmesh.connect.connecting import connect
 
         combinations = [each if isinstance(each, tuple) else (each,) for each in axes or self.axes]
-        return connect(self._cache, self.layout, combinations, seconds, progress=progress)
+        return connect(self._group_cache, self.layout, combinations, seconds, progress=progress)
 
-    def locality(self, *axes: Axis, timeout: Timeout = CONNECT) -> Locality:
-        """How the groups along these axes lie on the hosts: each inside one, each rank on another, or mixed.
+    def locality(self, *axes: Axis, timeout: Timeout = CONNECT_TIMEOUT) -> Locality:
+        """The locality of the groups along these axes: each inside one host, each rank on another host, or mixed.
 
-        The ranks say themselves where they are, once in a world: every rank of the mesh calls it, in any order.
+        Each rank publishes its host, once in a world. Every rank of the mesh calls, in any order.
 
         Args:
-            axes: which; none for the group of the whole mesh.
-            timeout: how long to wait for the others: a timedelta or a number of seconds.
+            axes: the axes; none for the group of the whole mesh.
+            timeout: maximum wait for the other ranks: a timedelta or a number of seconds.
 
         Raises:
             AxisError: there is no such axis, or it is named twice.
-            MembershipError: this rank is not in the mesh.
-            OptionsError: a timeout that is not more than 0.
-            MissingRanksError: some did not call it in time.
-            WorldError: the store does not answer.
+            MembershipError: the mesh does not contain this rank.
+            OptionsError: the timeout is not more than 0.
+            MissingRanksError: ranks did not call before the deadline.
+            WorldError: the store does not respond.
 
-        >>> mesh.locality("tp").kind                           # a dry world is this process, on one host
+        >>> mesh.locality("tp").kind                           # a fake world is on one host
         'intra'
         """
         self._check_member()
-        self._cache.check()
+        self._group_cache.check()
         self.layout.size(*axes)
         from pgmesh.topology.host_mapping import map_hosts
 
         return map_hosts(self.layout.ranks(), timeout=timeout).locality(self.layout, *axes)
 
     def report(self) -> Report:
-        """What this rank holds of the mesh, and what every other rank of it last said. Print it.
+        """A printable report: the groups of this rank, and the last published status of every other rank.
 
-        Any thread may ask at any time, also from a debugger while another thread hangs; it waits a second at most.
+        Any thread may call it at any time, also from a debugger while another thread hangs. It waits at most a second.
 
         >>> mesh.group("tp")                                   # doctest: +ELLIPSIS
         <torch.distributed...
@@ -502,19 +509,19 @@ class ProcessGroupMesh:
         """
         from pgmesh.connect.report import report
 
-        return report(self._cache)
+        return report(self._group_cache)
 
     def report_on(self, number: int) -> None:
-        """Print the report to stderr whenever this signal comes: ``mesh.report_on(signal.SIGUSR1)``.
+        """Print the report to stderr on each signal of this number: ``mesh.report_on(signal.SIGUSR1)``.
 
-        It is printed by a thread, so also while the main thread waits for a collective that hangs.
+        A background thread prints it, so it also works while the main thread hangs in a collective.
 
         Raises:
-            LifetimeError: this is not the main thread, which alone may take signals.
+            LifetimeError: this is not the main thread, which alone can handle signals.
         """
         from pgmesh.connect.report import print_on, report
 
-        cache = weakref.ref(self._cache)
+        cache = weakref.ref(self._group_cache)
         print_on(number, lambda: report(there) if (there := cache()) else "a mesh that is gone")
 
     def held(self) -> tuple[Held, ...]:
@@ -526,30 +533,29 @@ class ProcessGroupMesh:
         """
         from pgmesh.connect.report import held
 
-        return held(self._cache)
+        return held(self._group_cache)
 
     def stats(self) -> Stats:
-        """Counts of this mesh, its views and slices on this rank.
+        """Counters of this mesh, its views and slices on this rank.
 
         >>> mesh.stats().groups, mesh.stats().operations
         (0, 0)
         """
         from pgmesh.connect.report import stats
 
-        return stats(self._cache)
+        return stats(self._group_cache)
 
     def release(self, *axes: Axis, ranks: Iterable[int] | None = None) -> None:
-        """Destroy this rank's groups along these axes, tagged ones and twins too, with all they hold.
+        """Destroy this rank's groups along these axes, those with tags or other backends included.
 
-        Every member releases; none waits for the others. A group asked for afterwards is a new one, with a name
-        that was never used.
+        Every member calls it, and none waits for the others. The next ``group`` creates a new group under a new name.
 
         Args:
-            axes: which; none for the group of the whole mesh.
-            ranks: in place of axes, the ranks that ``group_of`` was given.
+            axes: the axes; none for the group of the whole mesh.
+            ranks: the ranks of a group from ``group_of``, in place of axes.
 
         Raises:
-            MembershipError: this rank is not in the mesh, or not among the ranks.
+            MembershipError: the mesh or the ranks do not contain this rank.
 
         >>> old = mesh.group("dp")
         >>> mesh.release("dp")
@@ -558,22 +564,22 @@ class ProcessGroupMesh:
         """
         self._check_member()
         if ranks is None:
-            self._cache.release(self.layout.block_of(self.rank, *axes))
+            self._group_cache.release(self.layout.block_of(self.rank, *axes))
         elif axes:
-            raise AxisError(f"release either axes ({', '.join(map(str, axes))}) or ranks, not both at once.")
+            raise AxisError(f"release takes axes ({', '.join(map(str, axes))}) or ranks, not both.")
         else:
-            self._cache.release(self._members(ranks))
+            self._group_cache.release(self._members(ranks))
 
     def close(self) -> None:
-        """Destroy every group of this mesh, its views and slices; they go on to know every rank's place.
+        """Destroy every group of this mesh, its views and slices. Their ranks and coords stay available.
 
-        Closing twice, or after torch.distributed was destroyed, does nothing.
+        Closing again, or after torch.distributed was destroyed, does nothing.
 
         Raises:
-            LifetimeError: this is a view or a slice, whose groups belong to the mesh it came from.
+            LifetimeError: this is a view or a slice; its groups belong to the mesh that it was taken from.
         """
         self._check_root()
-        self._cache.close()
+        self._group_cache.close()
 
     def __enter__(self) -> ProcessGroupMesh:
         self._check_root()
@@ -584,104 +590,104 @@ class ProcessGroupMesh:
     ) -> None:
         self.close()
 
-    # -- smaller, and read with other axes ----------------------------------------------------------------------
+    # -- slices and views ---------------------------------------------------------------------------------------
 
     def at(self, fixed: Mapping[Axis, Keep] | None = None, /, **indices: Keep) -> ProcessGroupMesh:
-        """The part of this mesh at these indices, sharing its groups.
+        """The slice of this mesh at these indices. It shares the groups.
 
         Args:
             fixed: the same as ``indices``, for numbered axes: ``at({0: 1})``.
-            indices: for each axis one index, which fixes and drops it, or a slice or indices to keep of it.
-                Negative ones count from the end; an index that is named twice counts once.
+            indices: for each axis, one index, which fixes and drops the axis, or a slice or the indices to keep.
+                Negative indices count from the end. A repeated index counts once.
 
         Raises:
             AxisError: there is no such axis.
             PlaceError: there is no such index.
-            ShapeError: nothing is left.
+            ShapeError: no rank is left.
 
         >>> mesh.at(pp=1)
         ProcessGroupMesh(pp=2, dp=2, tp=2, name='example').at(pp=1)
         >>> mesh.at(pp=[0, -1]).ranks("pp")             # first and last stage: tied embeddings
         (1, 5)
         """
-        seen = None if fixed is not None else _plain(indices)
-        if seen in self._parts:
-            return self._parts[seen]
+        seen = None if fixed is not None else _cache_key(indices)
+        if seen in self._slices:
+            return self._slices[seen]
         layout = self.layout.at(fixed, **indices)
-        if ("at", layout) not in self._parts:
+        if ("at", layout) not in self._slices:
             only_fixes = len(layout.axes) + len(fixed or ()) + len(indices) == len(self.axes)
             through_me = only_fixes and self.rank in layout
-            self._parts["at", layout] = self._part("at", layout, part_of=self._part_of if through_me else None)
+            self._slices["at", layout] = self._derive("at", layout, part_of=self._part_of if through_me else None)
         if seen is not None:
-            self._parts[seen] = self._parts["at", layout]
-        return self._parts["at", layout]
+            self._slices[seen] = self._slices["at", layout]
+        return self._slices["at", layout]
 
     def along(self, *axes: Axis) -> ProcessGroupMesh:
-        """The slice through this rank along these axes: the others fixed where it is. ``mesh[axes]`` is the same.
+        """The slice through this rank along these axes. ``mesh[axes]`` is the same.
 
         Raises:
             AxisError: there is no such axis, or it is named twice.
-            MembershipError: this rank is not in the mesh.
+            MembershipError: the mesh does not contain this rank.
 
         >>> mesh.along("dp", "tp").ranks(), mesh["dp", "tp"] is mesh.along("dp", "tp")
         ((4, 5, 6, 7), True)
         """
         try:
-            return self._parts[axes]
-        except (KeyError, TypeError):  # or it is no axis, which is told below
+            return self._slices[axes]
+        except (KeyError, TypeError):  # not cached, or no axis: reported below
             self._check_member()
             layout = self.layout.along(self.rank, *axes)
             if layout == self.layout:
                 return self
-            return self._parts.setdefault(axes, self._part("along", layout, part_of=self._part_of))
+            return self._slices.setdefault(axes, self._derive("along", layout, part_of=self._part_of))
 
     def __getitem__(self, axes: Axis | tuple[Axis, ...]) -> ProcessGroupMesh:
         return self.along(*axes) if isinstance(axes, tuple) else self.along(axes)
 
     def view(self, /, *shape: int | Sizes, **sizes: int) -> ProcessGroupMesh:
-        """The same ranks in the same order, read with other axes, sharing the groups: split, merged or both.
+        """The same ranks in the same order with other axes: split, merged or both. It shares the groups.
 
         Args:
-            shape: the new sizes, for numbered axes, or one mapping of sizes by axis.
-            sizes: the new sizes by name. At most one size is -1: what is left.
+            shape: the new sizes of numbered axes, or one mapping of sizes by axis.
+            sizes: the new sizes by name. At most one size is -1: it is inferred.
 
         Raises:
-            ShapeError: the sizes do not hold the ranks, or would cut an uneven slice.
-            OptionsError: an option of groups in place of a size.
+            ShapeError: the sizes do not hold the ranks, or the ranks of a slice are not evenly spaced for them.
+            OptionsError: a keyword is an option of groups, not an axis.
 
         >>> moe = mesh.view(pp=2, edp=1, ep=4)
         >>> moe.group("ep") is mesh.group("dp", "tp")
         True
-        >>> fsdp = mesh.along("pp", "tp").view(fsdp=4)         # one axis of two that do not touch
+        >>> fsdp = mesh.along("pp", "tp").view(fsdp=4)         # merges two axes that are not adjacent
         >>> fsdp.group("fsdp") is mesh.group("pp", "tp")
         True
         """
         layout = self.layout.view(*shape, **sizes)
-        if ("view", layout) not in self._parts:
-            self._parts["view", layout] = self._part("view", layout)
-        return self._parts["view", layout]
+        if ("view", layout) not in self._slices:
+            self._slices["view", layout] = self._derive("view", layout)
+        return self._slices["view", layout]
 
     # -- torch's DeviceMesh -------------------------------------------------------------------------------------
 
     def device_mesh(self, *axes: Axis) -> DeviceMesh:
-        """torch's DeviceMesh along these axes, over the very groups of this mesh; torch makes none of its own.
+        """torch's DeviceMesh along these axes, with the groups of this mesh. torch creates no groups for it.
 
-        All of them are slices of one DeviceMesh for the whole mesh, as FSDP with tensor parallelism needs. Its
-        axes stand in the order of the mesh, in whatever order they are asked for.
+        All of them are slices of one DeviceMesh for the whole mesh, as FSDP with tensor parallelism needs. The
+        dimensions follow mesh order.
 
         Args:
-            axes: which; none for all.
+            axes: the axes; none for all.
 
         Raises:
             AxisError: there is no such axis, or it is named twice.
-            MembershipError: this rank is not in the mesh.
+            MembershipError: the mesh does not contain this rank.
 
         >>> mesh.device_mesh("dp", "tp").get_group("tp") is mesh.group("tp")
         True
         """
         self._check_member()
         names = tuple(str(axis) for axis in self.layout.along(self.rank, *axes).axes)
-        return self._cache.device_mesh(self._part_of, names)
+        return self._group_cache.device_mesh(self._part_of, names)
 
     def adopt_device_mesh(self, device_mesh: DeviceMesh) -> None:
         """Return slices of this DeviceMesh from ``device_mesh`` from now on. Its groups were adopted before.
@@ -692,47 +698,53 @@ class ProcessGroupMesh:
         >>> mesh.adopt_device_mesh(mesh.device_mesh())
         """
         self._check_member()
-        self._cache.adopt_device_mesh(self.layout, device_mesh)
+        self._group_cache.adopt_device_mesh(self.layout, device_mesh)
 
-    # -- text and travel ----------------------------------------------------------------------------------------
+    # -- text and pickling --------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        layouts = [*(layout for _, layout in self._way), self.layout]
-        calls = map(_call_of, (verb for verb, _ in self._way), layouts, layouts[1:])
-        return self._cache.call + "".join(calls)
+        layouts = [*(layout for _, layout in self._calls), self.layout]
+        calls = map(_call_of, (verb for verb, _ in self._calls), layouts, layouts[1:])
+        return self._group_cache.call + "".join(calls)
 
     def __str__(self) -> str:
         return plain_text.draw(self.layout, mark=self.rank)
 
     def _repr_html_(self) -> str:
-        from pgmesh.drawing import svg  # for notebooks alone
+        from pgmesh.drawing import svg  # only notebooks need it
 
         return svg.of(self.layout, mark=self.rank)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        root = (self._cache.name, self._cache.number, self._cache.layout, self._cache.call, self._cache.rank)
-        return _revive, (root, self.layout, self._way, self._part_of)
+        root = (
+            self._group_cache.name,
+            self._group_cache.number,
+            self._group_cache.layout,
+            self._group_cache.call,
+            self._group_cache.rank,
+        )
+        return _unpickle, (root, self.layout, self._calls, self._part_of)
 
     def _check_root(self) -> None:
-        if self._way:
+        if self._calls:
             raise LifetimeError(
-                f"{self!r} is a view or a slice and shares the groups of its mesh: close that one, or\n\n"
-                f"  release({', '.join(map(repr, self.axes[:1]))})   # to let go of the groups along an axis"
+                f"{self!r} is a view or a slice and shares the groups of its mesh. Close that mesh, or\n\n"
+                f"  release({', '.join(map(repr, self.axes[:1]))})   # destroys the groups along an axis"
             )
 
     def _check_member(self) -> None:
         if self.rank not in self.layout:
             raise MembershipError(
-                f"rank {self.rank} is not in {self!r}, so it has no place and no group there.\n\n"
-                f"  if mesh.rank in mesh: ...   # ask first"
+                f"rank {self.rank} is not in {self!r}, so it has no coord and no group there.\n\n"
+                f"  if mesh.rank in mesh: ...   # check first"
             )
 
 
 def meshes() -> dict[str, ProcessGroupMesh]:
-    """The living meshes of this process by name, in the order in which they were made; unnamed ones by their call.
+    """The open meshes of this process by name, in the order in which they were made; unnamed ones by their call.
 
-    Where one call made several, all but the first have a number after it. A mesh that holds groups lives until it is
-    closed, also when no variable holds it any more.
+    Several meshes of one call have a number after it, except for the first. A mesh with groups stays open until it is
+    closed, also after the last variable for it is gone.
 
     >>> import pgmesh
     >>> pgmesh.meshes()["example"].group("tp") is mesh.group("tp")
@@ -747,43 +759,43 @@ def meshes() -> dict[str, ProcessGroupMesh]:
 
 def _check_name(who: str, name: object) -> None:
     if not (isinstance(name, str) and name and name.isprintable() and "/" not in name):
-        raise ShapeError(f"{who}: a name is a word without '/', such as name='actor', not {name!r}.")
+        raise ShapeError(f"{who}: a name is a printable string without '/', such as name='actor', not {name!r}.")
     size = len(name.encode())
-    if size > LONGEST_NAME:
+    if size > MAX_NAME_BYTES:
         raise ShapeError(
-            f"{who}: a name has at most {LONGEST_NAME:,} bytes in UTF-8, and {name[:16]!r}... has {size:,}."
+            f"{who}: a name has at most {MAX_NAME_BYTES:,} bytes in UTF-8, and {name[:16]!r}... has {size:,}."
         )
 
 
-def _plain(indices: Mapping[str, Keep]) -> tuple[object, ...] | None:
-    """What is asked for as a key to remember the answer by; None unless it is all plain ints, which equal no others."""
-    key: list[object] = [...]  # which no axis is called
+def _cache_key(indices: Mapping[str, Keep]) -> tuple[object, ...] | None:
+    """The arguments of ``at`` as a cache key; None unless all are plain ints, which equal no other values."""
+    key: list[object] = [...]  # a key that no axis has
     for axis, keep in indices.items():
         parts = (keep.start, keep.stop, keep.step) if type(keep) is slice else keep
         if type(parts) is int:
             key += axis, parts
-        elif type(parts) in (list, tuple) and _PLAIN.issuperset(map(type, parts)):  # type: ignore[arg-type]
+        elif type(parts) in (list, tuple) and _PLAIN_TYPES.issuperset(map(type, parts)):  # type: ignore[arg-type]
             key += axis, type(keep), *parts  # type: ignore[misc]
         else:
             return None
     return tuple(key)
 
 
-_PLAIN = frozenset({int, type(None)})
+_PLAIN_TYPES = frozenset({int, type(None)})
 
-_OF_LAYOUT = {name: f"mesh.layout.{name}" for name in missing_attributes.public(Layout)}
-missing_attributes.answer(ProcessGroupMesh, "mesh", {**_OF_LAYOUT, **missing_attributes.MESH})
+_LAYOUT_HINTS = {name: f"mesh.layout.{name}" for name in missing_attributes.public_names(Layout)}
+missing_attributes.add_hints(ProcessGroupMesh, "mesh", {**_LAYOUT_HINTS, **missing_attributes.MESH})
 
 
 def _tag(tag: object) -> str:
-    """A tag as part of what a group is; none is the empty one."""
+    """A tag as part of a group's identity: the empty string for None."""
     if tag is not None and not isinstance(tag, str):
-        raise OptionsError(f"a tag is a word, such as tag='all-gather', not {tag!r}.")
+        raise OptionsError(f"a tag is a string, such as tag='all-gather', not {tag!r}.")
     return tag or ""
 
 
 def _call_of(verb: str, before: Layout, after: Layout) -> str:
-    """The call that takes one layout from another, as text."""
+    """The call that leads from one layout to the other, as text."""
     if verb == "along":
         return f".along({', '.join(map(repr, after.axes))})"
     if verb == "view":
@@ -792,7 +804,7 @@ def _call_of(verb: str, before: Layout, after: Layout) -> str:
 
 
 def _kept(keep: int | range | tuple[int, ...]) -> str:
-    """An index, or the indices that are kept of an axis, as text."""
+    """The index or the kept indices of an axis, as text."""
     if isinstance(keep, tuple):
         return f"[{format_ranks(keep, 32)}]"
     if isinstance(keep, int):
@@ -802,13 +814,13 @@ def _kept(keep: int | range | tuple[int, ...]) -> str:
     return f"slice({ends})" if keep.step == 1 else f"slice({ends}, {keep.step})"
 
 
-def _revive(
+def _unpickle(
     root: tuple[Any, ...], layout: Layout, way: tuple[tuple[str, Layout], ...], part_of: Layout
 ) -> ProcessGroupMesh:
-    """A mesh that travelled: of its family where that lives here, else of one made anew."""
+    """An unpickled mesh: with the open group cache of its identity in this process, else with a new one."""
     mesh = object.__new__(ProcessGroupMesh)
     cache = find_cache(*root)
-    if cache.rank != root[-1]:  # along its own rank is another slice
+    if cache.rank != root[-1]:  # along this rank would be another slice
         way = tuple(("at" if verb == "along" else verb, before) for verb, before in way)
     mesh._set(layout, cache, way=way, part_of=part_of)
     return mesh

@@ -1,4 +1,4 @@
-"""What a group is made with: backend, timeout, priority and NCCL's settings."""
+"""GroupOptions: backend, timeout, priority and NCCL settings of a group. Timeouts of all calls are checked here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pgmesh.errors import OptionsError, PgmeshError
 Timeout = Union[timedelta, float]
 """A timeout as a caller gives it: a timedelta or a number of seconds."""
 
-LONGEST = timedelta(days=36500)
+MAX_TIMEOUT = timedelta(days=36500)
 """Maximum timeout. torch adds timeouts to a clock in 64-bit nanoseconds, which overflow after 292 years."""
 
 NCCL_SETTINGS = (
@@ -30,26 +30,25 @@ NCCL_SETTINGS = (
     "split_share",
     "traffic_class",
 )
-"""The fields of ``ncclConfig_t`` that torch lets one set; which of them are there depends on torch's NCCL.
+"""The fields of ``ncclConfig_t`` that torch can set. The NCCL that torch was built with may lack some.
 
 Source: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/types.html#ncclconfig-t"""
 
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """What a group is made with. None, the default of each, is what the world has.
+    """Options of a process group. None, the default of each, inherits from the default group.
 
     Args:
-        backend: "nccl", "gloo", "cpu:gloo,cuda:nccl", ...: any that torch.distributed knows.
-        timeout: how long a collective may wait for its members: a timedelta or a number of seconds, at most 36,500
-            days.
-        high_priority: NCCL alone: run on a high-priority stream.
-        nccl: NCCL alone: settings of its communicator, such as ``{"max_ctas": 8}``.
-        description: words for profiles and flight records in place of the axes. It makes no difference between
-            groups.
+        backend: any that torch.distributed knows, such as "nccl", "gloo" or "cpu:gloo,cuda:nccl".
+        timeout: maximum wait of a collective: a timedelta or a number of seconds, at most 36,500 days.
+        high_priority: run on a high-priority stream. NCCL only.
+        nccl: settings of the communicator, such as ``{"max_ctas": 8}``. NCCL only.
+        description: text for profiles and flight records, in place of the axes. Groups that differ only in their
+            description are the same group.
 
     Raises:
-        OptionsError: a value of the wrong kind, or a setting that NCCL does not have.
+        OptionsError: a value has the wrong type, or NCCL has no such setting.
 
     >>> GroupOptions(timeout=600, nccl={"max_ctas": 8})
     GroupOptions(timeout=datetime.timedelta(seconds=600), nccl={'max_ctas': 8})
@@ -61,7 +60,7 @@ class GroupOptions:
     nccl: Mapping[str, int | str] | None = None
     description: str | None = field(default=None, compare=False)
 
-    if TYPE_CHECKING:  # seconds are taken, but never kept
+    if TYPE_CHECKING:  # seconds are accepted and converted
 
         def __init__(
             self,
@@ -80,9 +79,9 @@ class GroupOptions:
         if self.high_priority is not None and not isinstance(self.high_priority, bool):
             raise OptionsError(f"high_priority is True or False, not {self.high_priority!r}.")
         if self.description is not None and not isinstance(self.description, str):
-            raise OptionsError(f"description is a word or some, such as 'gradients', not {self.description!r}.")
+            raise OptionsError(f"description is a string, such as 'gradients', not {self.description!r}.")
         if self.nccl is not None and not isinstance(self.nccl, Mapping):
-            raise OptionsError(f"nccl is settings by name, such as {{'max_ctas': 8}}, not {self.nccl!r}.")
+            raise OptionsError(f"nccl is a mapping of settings, such as {{'max_ctas': 8}}, not {self.nccl!r}.")
         unknown = sorted(map(str, set(self.nccl or ()) - set(NCCL_SETTINGS)))
         if unknown:
             raise OptionsError(f"NCCL has no setting {', '.join(unknown)}; it has {', '.join(NCCL_SETTINGS)}.")
@@ -93,7 +92,9 @@ class GroupOptions:
         if self.backend is not None:
             object.__setattr__(self, "backend", self.backend.lower())
         if self.nccl is not None:
-            object.__setattr__(self, "nccl", dict(self.nccl))  # ours, whatever becomes of what was given
+            object.__setattr__(
+                self, "nccl", dict(self.nccl)
+            )  # a copy, so that later changes by the caller have no effect
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> GroupOptions:
@@ -105,7 +106,7 @@ class GroupOptions:
         return cls().but(options)
 
     def but(self, changes: Mapping[str, Any]) -> GroupOptions:
-        """These options with some changed, and NCCL's settings one by one. Another backend drops what was for NCCL.
+        """These options with some changed. NCCL settings are merged one by one, and dropped for a backend without NCCL.
 
         >>> GroupOptions(backend="nccl", high_priority=True).but({"backend": "gloo"})
         GroupOptions(backend='gloo')
@@ -125,7 +126,7 @@ class GroupOptions:
 
     @functools.cached_property
     def given(self) -> dict[str, Any]:
-        """The options that are not left to the world, as plain data that JSON can hold.
+        """The options that are not inherited, as JSON data.
 
         >>> GroupOptions(timeout=timedelta(minutes=10)).given
         {'timeout': 600.0}
@@ -138,7 +139,7 @@ class GroupOptions:
         return {name: value for name, value in plain.items() if value is not None}
 
     def keywords(self) -> dict[str, Any]:
-        """These options as the keywords that make them."""
+        """All options as keyword arguments of the constructor."""
         return {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
 
     @functools.cached_property
@@ -157,24 +158,24 @@ def to_timedelta(timeout: object, error: type[PgmeshError] = OptionsError) -> ti
     """A timeout as a timedelta, from a timedelta or a number of seconds.
 
     Args:
-        timeout: more than 0, at most ``LONGEST``.
-        error: raised for anything else.
+        timeout: more than 0, at most ``MAX_TIMEOUT``.
+        error: the type to raise for anything else.
 
     >>> to_timedelta(90), to_timedelta(timedelta(minutes=1))
     (datetime.timedelta(seconds=90), datetime.timedelta(seconds=60))
     """
     span = timeout
-    if isinstance(timeout, numbers.Real) and not isinstance(timeout, bool):  # numpy's numbers too
+    if isinstance(timeout, numbers.Real) and not isinstance(timeout, bool):  # numpy numbers are Real
         try:
             span = timedelta(seconds=float(timeout))
         except (OverflowError, ValueError):  # infinite, or not a number
             span = None
     if not isinstance(span, timedelta) or span <= timedelta():
         raise error(f"timeout is a timedelta or a number of seconds, more than 0, such as timeout=30, not {timeout!r}.")
-    if span > LONGEST:
+    if span > MAX_TIMEOUT:
         raise error(
-            f"timeout is at most {LONGEST.days:,} days, because torch counts it in 64-bit nanoseconds; "
-            f"it is {timeout!r}.\n\n  timeout=timedelta(days={LONGEST.days})"
+            f"timeout is at most {MAX_TIMEOUT.days:,} days, because torch counts it in 64-bit nanoseconds; "
+            f"it is {timeout!r}.\n\n  timeout=timedelta(days={MAX_TIMEOUT.days})"
         )
     return span
 
@@ -182,14 +183,14 @@ def to_timedelta(timeout: object, error: type[PgmeshError] = OptionsError) -> ti
 def named_timeout(
     who: str, names: Sequence[object], timeout: Timeout | None, *, of: str, known: Sequence[object]
 ) -> timedelta:
-    """The timeout of ``who.set_timeout(*names, timeout=)``.
+    """The timeout of a call of ``who.set_timeout(*names, timeout=)``.
 
     Args:
         of: the plural noun for the names.
-        known: the names there are, in order: the position of one may stand for it.
+        known: all names in order. A name may also be given by its position.
 
     Raises:
-        OptionsError: no timeout, or it stands among the names. The last number that is no name is taken as it.
+        OptionsError: no timeout was given, or it was given among the names. The message moves it to the keyword.
 
     >>> named_timeout("mesh", ["tp"], 90, of="axes", known=["dp", "tp"])
     datetime.timedelta(seconds=90)

@@ -391,7 +391,7 @@ def test_what_is_configured_is_no_part_of_a_name_but_compared(mesh):
 
 def test_no_tag_is_the_empty_tag(mesh):
     assert mesh.group("dp", tag=None) is mesh.group("dp", tag="") is mesh.group("dp")
-    with pytest.raises(pgmesh.OptionsError, match="a tag is a word"):
+    with pytest.raises(pgmesh.OptionsError, match="a tag is a string"):
         mesh.group("dp", tag=object())
 
 
@@ -417,7 +417,7 @@ def test_many_threads_make_meshes_that_are_told_apart(mesh):
         start.wait()
         for _ in range(50):
             with ProcessGroupMesh(dp=8, ranks=range(8)) as own:
-                names.append(own._cache.key)
+                names.append(own._group_cache.key)
                 mesh.view(2, 4).release(0)
 
     threads = [threading.Thread(target=make) for _ in range(8)]

@@ -72,7 +72,7 @@ def test_axes_that_are_one_argument(mesh, verb, several):
         (
             lambda mesh: mesh.group_of([]),
             pgmesh.PlaceError,
-            "there is no rank to make a group of; ranks is empty.",
+            "a group needs at least one rank; ranks is empty.",
         ),
         (
             lambda mesh: mesh.at(1),
@@ -109,12 +109,12 @@ def test_axes_that_are_one_argument(mesh, verb, several):
         (
             lambda mesh: mesh.group("dp", description=3),
             pgmesh.OptionsError,
-            "description is a word or some, such as 'gradients', not 3.",
+            "description is a string, such as 'gradients', not 3.",
         ),
         (
             lambda mesh: mesh.group("dp", nccl=["max_ctas"]),
             pgmesh.OptionsError,
-            "nccl is settings by name, such as {'max_ctas': 8}, not ['max_ctas'].",
+            "nccl is a mapping of settings, such as {'max_ctas': 8}, not ['max_ctas'].",
         ),
         (
             lambda mesh: mesh.set_timeout("tp"),
@@ -133,9 +133,9 @@ def test_closing_a_view_names_the_call_that_would_be_right():
     with raises_message(
         pgmesh.LifetimeError,
         """
-ProcessGroupMesh(2, 4, name='m').view(8) is a view or a slice and shares the groups of its mesh: close that one, or
+ProcessGroupMesh(2, 4, name='m').view(8) is a view or a slice and shares the groups of its mesh. Close that mesh, or
 
-  release(0)   # to let go of the groups along an axis
+  release(0)   # destroys the groups along an axis
 """,
     ):
         mesh.view(8).close()
@@ -145,7 +145,7 @@ def test_a_family_that_is_a_list(mesh):
     with raises_message(
         pgmesh.AxisError,
         """
-a family is an axis or a tuple of axes, not the list ['dp', 'tp'].
+connect takes axes and tuples of axes, not the list ['dp', 'tp'].
 
   mesh.connect(('dp', 'tp'))   # one group along all of them
   mesh.connect(*('dp', 'tp'))  # a group along each
@@ -172,9 +172,8 @@ def test_ranks_that_the_world_does_not_have():
 
 
 def test_a_name_that_is_none():
-    with raises_message(
-        pgmesh.ShapeError, "ProcessGroupMesh: a name is a word without '/', such as name='actor', not 'a/b'."
-    ):
+    text = "ProcessGroupMesh: a name is a printable string without '/', such as name='actor', not 'a/b'."
+    with raises_message(pgmesh.ShapeError, text):
         ProcessGroupMesh(dp=8, name="a/b")
 
 
@@ -209,9 +208,9 @@ def test_a_rank_outside():
     with raises_message(
         pgmesh.MembershipError,
         """
-rank 5 is not in ProcessGroupMesh(dp=2, tp=2, ranks=range(4), name='half'), so it has no place and no group there.
+rank 5 is not in ProcessGroupMesh(dp=2, tp=2, ranks=range(4), name='half'), so it has no coord and no group there.
 
-  if mesh.rank in mesh: ...   # ask first
+  if mesh.rank in mesh: ...   # check first
 """,
     ):
         mesh.group("dp")
@@ -221,16 +220,16 @@ def test_ranks_that_i_am_not_among(mesh):
     with raises_message(
         pgmesh.MembershipError,
         """
-rank 5 asked for the group of ranks 0, 1, of which it is no member.
+rank 5 asked for the group of ranks 0, 1, but is not one of them.
 
-  if mesh.rank in ranks: mesh.group_of(ranks)   # members alone call
+  if mesh.rank in ranks: mesh.group_of(ranks)   # only members call
 """,
     ):
         mesh.group_of([0, 1])
 
 
 def test_ranks_that_are_named_twice(mesh):
-    with raises_message(pgmesh.PlaceError, "each rank is named once, but [5, 5] names one twice."):
+    with raises_message(pgmesh.PlaceError, "each rank is given once, but [5, 5] has one twice."):
         mesh.group_of([5, 5])
 
 
@@ -318,9 +317,9 @@ def test_closing_what_is_a_part(mesh):
     with raises_message(
         pgmesh.LifetimeError,
         """
-ProcessGroupMesh(pp=2, dp=2, tp=2).at(pp=1) is a view or a slice and shares the groups of its mesh: close that one, or
+ProcessGroupMesh(pp=2, dp=2, tp=2).at(pp=1) is a view or a slice and shares the groups of its mesh. Close that mesh, or
 
-  release('dp')   # to let go of the groups along an axis
+  release('dp')   # destroys the groups along an axis
 """,
     ):
         mesh.at(pp=1).close()

@@ -42,7 +42,7 @@ def test_sizes_that_do_not_fit_the_world():
             ProcessGroupMesh(dp=2) holds 2 ranks, but the world has 1.
 
               torchrun --nproc-per-node 2 script.py   # start 2 ranks: a script by itself is a world of 1
-              launch.spawn(main, 2)                   # or have it start them here, such as for a test
+              launch.spawn(main, 2)                   # or start them here, such as for a test
               ProcessGroupMesh(dp=-1)                 # or let dp be what is left: 1
             """,
         ),
@@ -52,7 +52,7 @@ def test_sizes_that_do_not_fit_the_world():
             ProcessGroupMesh(dp=-1, tp=2) cannot be filled: the world has 1, and 1 is not divisible by 2.
 
               torchrun --nproc-per-node 2 script.py   # start 2 ranks: a script by itself is a world of 1
-              launch.spawn(main, 2)                   # or have it start them here, such as for a test
+              launch.spawn(main, 2)                   # or start them here, such as for a test
               ProcessGroupMesh(dp=-1, tp=1)           # tp may be 1
             """,
         ),
@@ -169,7 +169,7 @@ def test_sizes_that_do_not_fit_the_ranks(call, text):
         (lambda: Layout(dp=None), "Layout: the size of axis dp is a whole number, not None."),
         (
             lambda: Layout(2, tp=2),
-            "Layout: give every size by position or every size by name, not both: 2 stands beside tp.",
+            "Layout: give every size by position or every size by name, not both: 2 stands next to tp.",
         ),
     ],
 )

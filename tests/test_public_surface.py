@@ -42,8 +42,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "pgmesh.parallel": (),
     "pgmesh.parallel.checkpoint": ("load", "save"),
     "pgmesh.parallel.weights": ("Held", "broadcast", "clip", "norm"),
-    "pgmesh.launch.detect": ("believe",),
-    "pgmesh.drawing.svg": ("beside",),
+    "pgmesh.svg": ("beside",),
 }
 """The modules that the documentation imports from, and their documented names. Without names: those of ``__all__``."""
 
@@ -55,7 +54,7 @@ def results() -> dict[str, type]:
     """The classes of results, by the call that returns one. Their names are not listed, so that they can change."""
     layout = Layout(pp=2, dp=2, tp=2)
     planned = plan(layout, nodes="2x4")
-    launcher = reach("pgmesh.launch.detect", "believe")({})
+    launcher = reach("pgmesh.launch", "detect_launcher")({})
     with launch.fake_world(5, 8) as world, ProcessGroupMesh(pp=2, dp=2, tp=2) as mesh:
         mesh.group("tp")
         stages = parallel.PipelineParallel(mesh, "pp", layers="0", loss=None, microbatches=2)
@@ -101,10 +100,14 @@ def surface() -> Surface:
 
 
 def reach(path: str, name: str) -> Any:
-    """The value that ``from path import name`` gives, or the module ``name`` where there is no path."""
+    """The value of ``path.name`` after ``import pgmesh``, or the module ``name`` if there is no path."""
     if not path:
         return importlib.import_module(name)
-    module = importlib.import_module(path)
+    package, *rest = path.split(".")
+    module = importlib.import_module(package)
+    for each in rest:
+        inside = f"{module.__name__}.{each}"
+        module = getattr(module, each) if hasattr(module, each) else importlib.import_module(inside)
     return getattr(module, name) if hasattr(module, name) else importlib.import_module(f"{path}.{name}")
 
 

@@ -72,9 +72,9 @@ def test_a_rank_that_is_not_there():
             MembershipError,
             ask,
             """
-            rank 5 is not in Layout(dp=2, tp=2), so it has no place there.
+            rank 5 is not in Layout(dp=2, tp=2), so it has no coord there.
 
-              if seen.rank in seen: ...   # ask first
+              if seen.rank in seen: ...   # check first
             """,
         )
 
@@ -85,7 +85,7 @@ def test_it_is_a_value():
     assert eval(repr(seen)) == seen == pickle.loads(pickle.dumps(seen)) == copy.deepcopy(seen)
     outside = seen.at(pp=0)
     assert repr(outside) == "RankView(Layout(dp=2, tp=2), 5)"
-    assert eval(repr(outside), {"Layout": Layout, "Seen": RankView}) == outside
+    assert eval(repr(outside), {"Layout": Layout, "RankView": RankView}) == outside
     assert seen != BOX.seen_by(4)
     assert hash(seen) == hash(BOX.seen_by(5))
 

@@ -1,4 +1,7 @@
-"""Calls, values, ranks and counts as text, for error messages and reprs."""
+"""Calls, values, ranks and counts as text, for error messages and reprs.
+
+The suggested calls of an error can be run as printed, so each function here writes valid Python.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,23 @@ from keyword import iskeyword
 from pgmesh._util.keywords import RESERVED
 
 SHORT = 400
-"""Ranks that take more characters than this are not printed in a suggested call."""
+"""Maximum characters of an argument in a suggested call. A longer one is replaced by a variable name."""
 
 
 class Text(str):
-    """Text that stands in a call as it is."""
+    """Text that a formatted call contains without quotes."""
 
     __slots__ = ()
     __repr__ = str.__str__
 
 
 def format_call(who: str, box: Mapping[str | int, int], **more: object) -> str:
-    """The call that makes a box, as text. Positional for axes 0..n-1, keywords where legal, else a mapping.
+    """The call that has these sizes, as text: positional for axes 0..n-1, else keywords, else a mapping.
 
-    ``plan`` takes a mapping alone.
+    Args:
+        who: the function or class. ``plan`` always gets a mapping.
+        box: size by axis.
+        more: further arguments.
 
     >>> format_call("ProcessGroupMesh", {"dp": 2, "tp": 2}, ranks=range(4))
     'ProcessGroupMesh(dp=2, tp=2, ranks=range(4))'
@@ -41,18 +47,18 @@ def format_call(who: str, box: Mapping[str | int, int], **more: object) -> str:
 
 
 def is_keyword_name(axis: str | int) -> bool:
-    """Whether an axis can be the keyword of a call.
+    """Check that an axis can be the keyword of a call.
 
     >>> is_keyword_name("dp"), is_keyword_name("class"), is_keyword_name("data-parallel"), is_keyword_name(0)
     (True, False, False, False)
     """
     if not isinstance(axis, str) or not axis.isidentifier() or iskeyword(axis) or axis == "__debug__":
         return False
-    return axis.isascii() or unicodedata.normalize("NFKC", axis) == axis  # which Python's parser reads in its place
+    return axis.isascii() or unicodedata.normalize("NFKC", axis) == axis  # Python's parser normalizes names
 
 
 def format_value(value: object) -> str:
-    """A value as the expression that makes it. Runs of more than 64 integers are written as ranges.
+    """The expression of a value. Sequences of more than 64 integers are written with ranges.
 
     >>> format_value(range(4)), format_value((*range(50), *range(60, 90, 2)))
     ('range(4)', '(*range(50), *range(60, 90, 2))')
@@ -80,18 +86,18 @@ def format_value(value: object) -> str:
 
 
 def other_arguments(ranks: range | tuple[int, ...] | None, **more: object) -> dict[str, object]:
-    """The arguments beside the sizes, as suggested calls repeat them: without None, and long ranks as ``ranks``."""
+    """Arguments other than the sizes, for a suggested call: without None, and long ranks as the variable ``ranks``."""
     kept = {} if ranks is None else {"ranks": Text(shorten(format_value(ranks), "ranks"))}
     return {**kept, **{word: value for word, value in more.items() if value is not None}}
 
 
 def shorten(text: str, instead: str) -> str:
-    """``text``, or ``instead`` if longer than SHORT."""
+    """``text``, or ``instead`` if it is longer than SHORT."""
     return text if len(text) <= SHORT else instead
 
 
 def format_ranks(ranks: Iterable[object], most: int = 8) -> str:
-    """Ranks for a message, the middle left out where there are many.
+    """Ranks for a message, shortened to ``most`` of them.
 
     >>> format_ranks(range(4)), format_ranks(range(100))
     ('0, 1, 2, 3', '0, 1, 2, 3, 4, 5, 6, ..., 99')
@@ -103,7 +109,7 @@ def format_ranks(ranks: Iterable[object], most: int = 8) -> str:
 
 
 def name_ranks(ranks: Collection[object], most: int = 8) -> str:
-    """Ranks for a message, with the word before them.
+    """Ranks for a message, after the word "rank" or "ranks".
 
     >>> name_ranks([2]), name_ranks([2, 3])
     ('rank 2', 'ranks 2, 3')
@@ -112,7 +118,7 @@ def name_ranks(ranks: Collection[object], most: int = 8) -> str:
 
 
 def count_of(count: int, noun: str) -> str:
-    """So many of a thing.
+    """A count and its noun.
 
     >>> count_of(1, "rank"), count_of(2048, "rank")
     ('1 rank', '2,048 ranks')
@@ -120,19 +126,19 @@ def count_of(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
-def format_calls(ways: Sequence[tuple[str, str]]) -> str:
-    """Calls that would be right, for the end of a message: a line for each, its reason beside it.
+def format_calls(calls: Sequence[tuple[str, str]]) -> str:
+    """Corrected calls for the end of a message, one a line, each with its reason.
 
     >>> print(format_calls([("plan(4)", "with dp 2"), ("plan(16)", "or on 16 ranks")]))
       plan(4)    # with dp 2
       plan(16)   # or on 16 ranks
     """
-    width = max((len(call) for call, _ in ways), default=0)
-    return "\n".join(f"  {call:<{width}}   # {why}" for call, why in ways)
+    width = max((len(call) for call, _ in calls), default=0)
+    return "\n".join(f"  {call:<{width}}   # {why}" for call, why in calls)
 
 
 def as_range(values: range | tuple[int, ...]) -> range | None:
-    """The range that has these values, if there is one.
+    """The range that has these values; None if they are not evenly spaced.
 
     >>> as_range((4, 6, 8)), as_range((4, 6, 7))
     (range(4, 10, 2), None)

@@ -1,4 +1,7 @@
-"""Keywords that are never axes, each with its meaning in pgmesh or torch."""
+"""Keywords that are never axes, because they have another meaning in pgmesh or torch.
+
+Validation refuses them with the call that the user meant. A mapping of sizes may still name an axis so.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,13 @@ OPTION_EXAMPLES: dict[str, tuple[str, object]] = {
     "pg_options": ("high_priority", True),
     "backend_override": ("backend", "gloo"),
 }
-"""Options of groups, by our names and others': our name, and a value for a suggested call."""
-
+"""Options of groups by keyword, torch's spellings among them: the name in pgmesh and an example value."""
 
 SHAPE_KEYWORDS = ("mesh_shape", "shape", "sizes", "dims")
-
+"""Keywords by which other libraries take all sizes."""
 
 NAME_KEYWORDS = ("mesh_dim_names", "dim_names", "axis_names", "names", "axes")
-
+"""Keywords by which other libraries take the names of all axes."""
 
 RESERVED = {
     **{
@@ -38,4 +40,4 @@ RESERVED = {
     "name": "is an argument of ProcessGroupMesh: a view has the name of its mesh",
     "layout": "is made from the sizes",
 }
-"""Keywords that are never axes, each with what it is. A mapping may name an axis so."""
+"""Keywords that are never axes, each with the end of the sentence "it ..."."""

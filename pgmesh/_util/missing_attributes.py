@@ -1,4 +1,8 @@
-"""Attribute names of other libraries, and our equivalent: DeviceMesh, torch.distributed, Megatron, ColossalAI."""
+"""Attribute names of other libraries and the call that does the same here, shown in the AttributeError.
+
+The names are those of DeviceMesh, torch.distributed, Megatron and ColossalAI. ``add_hints`` puts a descriptor for each
+on a class. The file knows layouts only by duck typing.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from typing import Any
 
 from pgmesh._util.formatting import Text, format_call, shorten
 
-_PLACES = {
+_COORDS = {
     "get_rank": "{it}.rank",
     "get_local_rank": "{it}.index({axis})",
     "get_coordinate": "{it}.coord",
@@ -36,7 +40,7 @@ _GROUPS = {
 }
 
 MESH = {
-    **_PLACES,
+    **_COORDS,
     "get_group": "mesh.group({axis})",
     "get_all_groups": "[mesh.group(axis) for axis in mesh.axes]",
     "device_type": "mesh.device_mesh().device_type",
@@ -49,10 +53,10 @@ MESH = {
     "destroy": "mesh.close()",
     "get_group_along_axis": "mesh.group({axis})",
 }
-"""For names that a mesh does not have."""
+"""Calls for names that a mesh does not have."""
 
-RANK_VIEW = {**_PLACES, **_GROUPS, "mesh": "seen.ranks()"}
-"""For names that ``Layout.seen_by`` does not have."""
+RANK_VIEW = {**_COORDS, **_GROUPS, "mesh": "seen.ranks()"}
+"""Calls for names that the result of ``Layout.seen_by`` does not have."""
 
 LAYOUT = {
     **_GROUPS,
@@ -71,13 +75,13 @@ LAYOUT = {
     "ndim": "len(layout.axes)",
     "mesh": "layout.ranks()",
 }
-"""For names that a layout does not have."""
+"""Calls for names that a layout does not have."""
 
 
 class _Absent:
-    """A descriptor for an attribute that a class does not have. It raises the error that shows the right call.
+    """A descriptor for an attribute that a class does not have. It raises an AttributeError that shows the right call.
 
-    ``__getattr__`` would do the same, but makes every other attribute of the class half as fast again.
+    ``__getattr__`` would do the same, but makes every other attribute access of the class 50 % slower.
     """
 
     def __init__(self, it: str, name: str, call: str) -> None:
@@ -106,25 +110,26 @@ class _Absent:
         raise AttributeError(f"{kind.__name__!r} object has no attribute {self.name!r}.\n\n  {call}")
 
 
-def answer(kind: Any, it: str, calls: Mapping[str, str]) -> None:
-    """Make instances of a class raise an error that shows the right call for these names.
+def add_hints(kind: Any, it: str, calls: Mapping[str, str]) -> None:
+    """Make instances of a class raise an error that shows the right call for each of these names.
 
     Args:
-        kind: the class. Its instances are layouts, or have one.
-        it: the variable that stands for an instance in a call.
-        calls: by name, with words in braces that are filled in from the layout. Names that the class has stay.
+        kind: the class. An instance is a layout or has an attribute ``layout``.
+        it: the variable for an instance in the calls.
+        calls: the call by name, with fields in braces that are filled in from the layout. A name that the class defines
+            is skipped.
     """
     for name, call in calls.items():
         if name not in vars(kind) and name not in getattr(kind, "__dataclass_fields__", ()):
             setattr(kind, name, _Absent(it, name, call))
-    kind.__dir__ = _names
+    kind.__dir__ = _dir
 
 
-def public(kind: type) -> set[str]:
-    """The public names that a class defines."""
+def public_names(kind: type) -> set[str]:
+    """The public names that a class defines, without those that raise a hint."""
     return {name for name, what in vars(kind).items() if not (name.startswith("_") or isinstance(what, _Absent))}
 
 
-def _names(of: Any) -> list[str]:
-    """The names that ``dir`` shows: none that raise an error."""
+def _dir(of: Any) -> list[str]:
+    """The names for ``dir``, without those that raise a hint."""
     return [name for name in object.__dir__(of) if not isinstance(vars(type(of)).get(name), _Absent)]

@@ -1,4 +1,7 @@
-"""Sizes near those given that would fit, and the calls that have them."""
+"""Sizes that would fit a number of ranks, and the corrected calls that have them.
+
+``closest_name`` is the one "Did you mean" of the package.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ A = TypeVar("A", str, Union[str, int])
 
 
 def example_ranks(box: Mapping[str | int, int]) -> range:
-    """Ranks that fill sizes of which one is -1."""
+    """Ranks that fill sizes with one -1, as an example."""
     fixed = math.prod(size for size in box.values() if size != -1)
     return range(fixed * max(2, 8 // fixed))
 
 
 def torchrun_command(ranks: int) -> str:
-    """How a launcher starts so many ranks; many of them on hosts of 8.
+    """The torchrun command that starts this many ranks, on hosts of 8 if there are more.
 
     >>> torchrun_command(4), torchrun_command(64)
     ('torchrun --nproc-per-node 4', 'torchrun --nnodes 8 --nproc-per-node 8')
@@ -28,7 +31,7 @@ def torchrun_command(ranks: int) -> str:
 
 
 def divisors(count: int) -> list[int]:
-    """What divides a number, in order.
+    """The divisors of a number, in ascending order.
 
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
@@ -38,7 +41,7 @@ def divisors(count: int) -> list[int]:
 
 
 def largest_divisor(count: int, most: int) -> int:
-    """The largest that divides a number and is at most so much.
+    """The largest divisor of a number that is at most ``most``.
 
     >>> largest_divisor(12, 5)
     4
@@ -47,7 +50,12 @@ def largest_divisor(count: int, most: int) -> int:
 
 
 def nearest_sizes(sizes: Mapping[A, int], count: int, free: Sequence[A]) -> dict[A, int]:
-    """Sizes near these that hold just so many ranks: one changed where that will do, a data axis if there is one.
+    """Sizes near these that hold exactly ``count`` ranks.
+
+    One size changes if that is enough, that of a data-parallel axis first. Otherwise several become smaller divisors.
+
+    Args:
+        free: axes of size -1.
 
     >>> nearest_sizes({"pp": 2, "dp": 4}, 6, []), nearest_sizes({"dp": 4, "tp": 2}, 9, [])
     ({'pp': 2, 'dp': 3}, {'dp': 9, 'tp': 1})
@@ -69,7 +77,12 @@ def nearest_sizes(sizes: Mapping[A, int], count: int, free: Sequence[A]) -> dict
 def fitting_calls(
     who: str, box: dict[str | int, int], fixed: int, count: int, pick: bool, more: Mapping[str, object]
 ) -> list[tuple[str, str]]:
-    """Calls that would hold ``count`` ranks, each with its reason."""
+    """Calls that hold ``count`` ranks, each with its reason.
+
+    Args:
+        fixed: the product of the sizes that are not -1.
+        pick: suggest ``ranks=`` and other worlds too.
+    """
 
     def call(changes: dict[str | int, int], **ranks: object) -> str:
         return format_call(who, {**box, **changes}, **ranks, **more)
@@ -80,7 +93,7 @@ def fitting_calls(
             (f"{torchrun_command(fixed)} script.py", f"start {fixed} ranks: a script by itself is a world of 1")
         )
         if fixed <= 16:
-            ways.append((f"launch.spawn(main, {fixed})", "or have it start them here, such as for a test"))
+            ways.append((f"launch.spawn(main, {fixed})", "or start them here, such as for a test"))
         else:
             whole = {axis: 1 if size == -1 else size for axis, size in box.items()}
             ways.append((format_call("Layout", whole), "or plan it without processes"))
@@ -96,7 +109,7 @@ def fitting_calls(
             near = min(would, key=lambda n: abs(n - size))
             ways.append((call({axis: near}), f"{_axis(axis)} may be {_any_of(would)}"))
         break
-    else:  # no one size mends it: the nearest smaller sizes that divide, and one axis for the rest
+    else:  # no single size is enough: the nearest smaller divisors, and one axis for the rest
         changes, filled = nearest_sizes(box, count, free), (free or list(box))[0]
         why = f"sizes that divide {count}; {_axis(filled)} is then {changes[filled]}"
         ways.append((call({**changes, filled: -1}), why))

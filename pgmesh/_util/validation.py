@@ -1,4 +1,7 @@
-"""Sizes and ranks of a call: checked, completed, or refused with the corrected call."""
+"""The sizes and ranks that a caller gives: checked and completed, or refused with the corrected call.
+
+``parse_sizes`` is the single entry for the sizes of meshes, layouts, views and plans. ``fill_sizes`` then infers a -1.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,14 @@ from pgmesh.errors import OptionsError, ShapeError
 from pgmesh.options import GroupOptions
 
 Sizes = Mapping[Any, int]
-"""Sizes by axis in one mapping: any name, or the numbers of numbered axes."""
+"""Sizes by axis in one mapping. The axes have names, or numbers from 0 on."""
 
 
 _BOOLS = ("b", "torch.bool")  # numpy's kind, torch's name
 
 
 def is_boolean(value: object) -> bool:
-    """Whether a value is True or False, of Python, numpy or torch.
+    """Check for True or False, of Python, numpy or torch.
 
     >>> is_boolean(True), is_boolean(1)
     (True, False)
@@ -32,10 +35,10 @@ def is_boolean(value: object) -> bool:
 
 
 def whole_number(value: Any) -> int:
-    """A value as a whole number.
+    """A value as an int.
 
     Raises:
-        TypeError: it is none; True and False are none.
+        TypeError: the value is no integer. True and False count as no integers.
 
     >>> whole_number(3)
     3
@@ -52,17 +55,18 @@ def parse_sizes(
     more: Mapping[str, object] | None = None,
     count: int | None = None,
 ) -> dict[str | int, int]:
-    """Sizes by axis, each a whole number of at least 1, or -1 at most once.
+    """Sizes by axis: each an integer of at least 1, and at most one -1.
 
     Args:
-        shape: what was given by position: the sizes of numbered axes, or one mapping of all sizes.
-        sizes: what was given by keyword.
+        who: the function or class called, for messages.
+        shape: the positional arguments: the sizes of numbered axes, or one mapping of all sizes.
+        sizes: the keyword arguments.
         more: the other arguments of the call, which suggested calls repeat.
-        count: the number of ranks, if it is known: it tells which suggested calls would do.
+        count: the number of ranks if it is known, to check suggested calls against.
 
     Raises:
-        ShapeError: sizes that are none, or a keyword that is no axis.
-        OptionsError: a keyword that is an option of groups.
+        ShapeError: a value is no size, or a keyword is no axis.
+        OptionsError: a keyword is an option of groups.
     """
     more = more or {}
     if any(word in RESERVED for word in sizes):
@@ -73,7 +77,7 @@ def parse_sizes(
     if shape and sizes:
         raise ShapeError(
             f"{who}: give every size by position or every size by name, not both: "
-            f"{', '.join(map(str, shape))} stand{'s' * (len(shape) == 1)} beside {', '.join(sizes)}."
+            f"{', '.join(map(str, shape))} stand{'s' * (len(shape) == 1)} next to {', '.join(sizes)}."
         )
     if len(shape) == 1 and isinstance(shape[0], (tuple, list)):
         raise _all_in_one(who, shape[0], more, count)
@@ -81,7 +85,7 @@ def parse_sizes(
     box: dict[str | int, int] = {}
     for axis, size in given.items():
         name = _take_axis(who, axis)
-        if name in box:  # numbers that are equal, but not for Python's dict
+        if name in box:  # equal numbers of different types
             raise ShapeError(f"{who}: axis {name} is given twice.")
         box[name] = parse_size(who, name, size)
     if not box:
@@ -100,10 +104,10 @@ def parse_sizes(
 
 
 def _take_axis(who: str, axis: Any) -> str | int:
-    """The name or the number of an axis."""
+    """An axis as a plain str or int; ShapeError if it is neither a printable name nor a number."""
     if isinstance(axis, str):
         if axis and axis.isprintable():
-            return str.__str__(axis)  # also of a member of an enum
+            return str.__str__(axis)  # a member of an enum becomes a plain str
     else:
         with contextlib.suppress(TypeError):
             if (number := whole_number(axis)) >= 0:
@@ -114,7 +118,7 @@ def _take_axis(who: str, axis: Any) -> str | int:
 def _not_axes(
     who: str, shape: Sequence[Any], sizes: Mapping[str, Any], more: Mapping[str, object], count: int | None
 ) -> ShapeError | OptionsError:
-    """The error for keywords that are never axes. It suggests a call only if all other arguments are good sizes."""
+    """The error for reserved keywords. It suggests calls only if all other arguments are valid sizes."""
     words = [word for word in sizes if word in RESERVED]
     says = f"{who}: " + " ".join(f"{word} is no axis; it {RESERVED[word]}." for word in words)
     options = dict(_option(word, sizes[word]) for word in words if word in OPTION_EXAMPLES)
@@ -140,7 +144,7 @@ def _not_axes(
 
 
 def _meant_sizes(shape: Sequence[Any], sizes: Mapping[str, Any]) -> Any:
-    """The one mapping or sequence that holds all sizes of a call with keywords that are never axes; else None."""
+    """The one mapping or sequence that holds all sizes of a call with reserved keywords; None if there is not one."""
     first: Any = shape
     if len(shape) == 2 and isinstance(shape[0], str) and isinstance(shape[1], (tuple, list)):
         first = shape[1]  # after torch's device_type
@@ -158,7 +162,7 @@ def _meant_sizes(shape: Sequence[Any], sizes: Mapping[str, Any]) -> Any:
 
 
 def _good_sizes(who: str, given: Any, count: int | None) -> dict[str | int, int]:
-    """The sizes in a mapping, a sequence or one number; {} unless they are good and hold ``count`` ranks, if given."""
+    """The sizes in a mapping, a sequence or one number; {} unless they are valid and hold ``count`` ranks, if given."""
     sizes = given if isinstance(given, (Mapping, tuple, list)) else (given,)
     try:
         box = parse_sizes(who, (sizes,) if isinstance(sizes, Mapping) else (dict(enumerate(sizes)),), {})
@@ -166,14 +170,14 @@ def _good_sizes(who: str, given: Any, count: int | None) -> dict[str | int, int]
         return {}
     fixed = math.prod(size for size in box.values() if size != -1)
     if -1 in box.values():
-        fits = count % fixed == 0 if count else who != "Layout"  # which has no world to fill
+        fits = count % fixed == 0 if count else who != "Layout"  # a layout has no world to fill
     else:
         fits = count in (None, fixed)
     return box if fits else {}
 
 
 def _option(word: str, value: object) -> tuple[str, object]:
-    """The name and the value of an option in a suggested call: an example where the value is none."""
+    """The name and the value of an option for a suggested call. An invalid value is replaced by an example."""
     name, example = OPTION_EXAMPLES[word]
     with contextlib.suppress(OptionsError):
         if name == word and value is not None and GroupOptions(**{word: value}):  # type: ignore[arg-type]
@@ -184,7 +188,7 @@ def _option(word: str, value: object) -> tuple[str, object]:
 def _not_both(
     who: str, shape: Sequence[Any], sizes: Mapping[str, Any], more: Mapping[str, object], count: int | None
 ) -> ShapeError:
-    """The error for a mapping and other sizes, with the one call that has all of them."""
+    """The error for a mapping next to other sizes, with the one call that has all of them."""
     parts = [each for each in (*shape, sizes) if isinstance(each, Mapping)]
     axes = [axis for part in parts for axis in part]
     first = {axis: next(part[axis] for part in parts if axis in part) for axis in axes}
@@ -201,7 +205,7 @@ def _not_both(
 
 
 def _all_in_one(who: str, given: Sequence[Any], more: Mapping[str, object], count: int | None) -> ShapeError:
-    """Sizes as some other libraries' meshes take them, spelled as here."""
+    """The error for all sizes in one tuple or list, as other libraries take them."""
     box = _good_sizes(who, given, count)
     call = f"\n\n  {format_call(who, box, **more)}" if box else ""
     return ShapeError(f"{who}: sizes are given one by one, not as {given!r}.{call}")
@@ -218,7 +222,11 @@ def parse_size(who: str, axis: str | int, size: Any) -> int:
 
 
 def parse_ranks(who: str, ranks: Iterable[int]) -> range | tuple[int, ...]:
-    """Ranks in the order given, as a range where they follow one."""
+    """Ranks in the order given, as a range if they are evenly spaced.
+
+    Raises:
+        ShapeError: the ranks are empty, negative, repeated or not integers.
+    """
     if not isinstance(ranks, range):
         try:
             given = tuple(ranks)
@@ -246,12 +254,15 @@ def fill_sizes(
     pick: bool = True,
     more: Mapping[str, object] | None = None,
 ) -> dict[str | int, int]:
-    """The sizes with -1 put right for ``count`` ranks; ShapeError when they do not hold exactly that many.
+    """The sizes with -1 inferred from ``count`` ranks.
 
     Args:
-        whole: how many there are, in words: "the world has 8".
-        pick: whether to suggest ``ranks=``.
+        whole: the count in words, such as "the world has 8".
+        pick: suggest ``ranks=`` and other worlds too.
         more: the other arguments of the call, which suggested calls repeat.
+
+    Raises:
+        ShapeError: the sizes do not hold exactly ``count`` ranks.
     """
     more = more or {}
     fixed = math.prod(size for size in box.values() if size != -1)
@@ -270,6 +281,6 @@ def fill_sizes(
 def fill_sizes_for(
     who: str, box: dict[str | int, int], ranks: Collection[int], more: Mapping[str, object]
 ) -> dict[str | int, int]:
-    """The sizes with -1 put right for ranks that were named; ShapeError when they do not hold exactly those."""
+    """The sizes with -1 inferred from a list of ranks. Raises ShapeError if they hold another number."""
     whole = f"{len(ranks)} rank{'s are' if len(ranks) > 1 else ' is'} given"
     return fill_sizes(who, box, len(ranks), whole, pick=False, more=more)

@@ -697,7 +697,7 @@ class GroupCache:
     def _forget_hits(self) -> None:
         self._device_meshes.clear()
         for mesh in list(self.meshes):
-            mesh.forget()
+            mesh._clear_groups()
 
     def end_in_child(self, reason: str) -> None:
         """The groups stayed behind in the process that was forked."""

@@ -60,8 +60,8 @@ class ColossalMesh:
         if mesh is not None and (size or name is not None):
             raise ShapeError("ColossalMesh takes sizes, and perhaps a name, or a mesh that has both; not all at once.")
         self.mesh = ProcessGroupMesh(*size, name=name) if mesh is None else mesh
-        self._own = mesh is None
-        self._handed_out: set[tuple[int, ...]] = set()
+        self._owns_mesh = mesh is None
+        self._returned: set[tuple[int, ...]] = set()
 
     # -- what it is ---------------------------------------------------------------------------------------------
 
@@ -92,7 +92,7 @@ class ColossalMesh:
         >>> ColossalMesh(mesh=mesh).size(0), ColossalMesh(mesh=mesh).size()
         (2, (2, 2, 2))
         """
-        return self.shape if dim is None else self.shape[_axis(dim, len(self.shape))]
+        return self.shape if dim is None else self.shape[_to_axis(dim, len(self.shape))]
 
     def coordinate(self, dim: int | None = None) -> Any:
         """This rank's index along an axis; without one, its coord.
@@ -107,7 +107,7 @@ class ColossalMesh:
         coord = self.mesh.coord
         if coord is None:
             raise MembershipError(f"rank {self.rank} is not in {self.mesh!r}, so it has no coordinate there.")
-        return coord if dim is None else coord[_axis(dim, len(coord))]
+        return coord if dim is None else coord[_to_axis(dim, len(coord))]
 
     # -- rank <-> coord of a shape, without a mesh --------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class ColossalMesh:
         """
         if mode not in ("raise", "wrap", "clip"):
             raise PlaceError(f"mode is 'raise', 'wrap' or 'clip', not {mode!r}.")
-        layout, coord = Layout(*shape), _ints("a coord", coord)
+        layout, coord = Layout(*shape), _to_ints("a coord", coord)
         if len(coord) == len(layout.shape):
             if mode == "wrap":
                 coord = tuple(index % size for index, size in zip(coord, layout.shape))
@@ -170,11 +170,11 @@ class ColossalMesh:
         >>> ColossalMesh.get_coords_along_axis((1, 0, 1), [0, 2], [[0, 1], [0]])
         [(0, 0, 0), (1, 0, 0)]
         """
-        base = _ints("a coord", base_coord)
-        axes, lists = _axes(axis, len(base)), list[Any](indices_at_axis if _several(axis) else [indices_at_axis])
+        base = _to_ints("a coord", base_coord)
+        axes, lists = _to_axes(axis, len(base)), list[Any](indices_at_axis if _is_sequence(axis) else [indices_at_axis])
         if len(lists) != len(axes):
             raise PlaceError(f"axes {axes} take a list of indices each, but {len(lists)} are given: {lists!r}.")
-        along = [_ints(f"the list of indices along axis {number}", each) for number, each in zip(axes, lists)]
+        along = [_to_ints(f"the list of indices along axis {number}", each) for number, each in zip(axes, lists)]
         coords = []
         for indices in itertools.product(*along):
             at = dict(zip(axes, indices))
@@ -194,13 +194,13 @@ class ColossalMesh:
         >>> ColossalMesh(mesh=mesh).get_group([4, 5]) is mesh.group("tp")
         True
         """
-        ranks = _ints("a group", ranks_in_group)
+        ranks = _to_ints("a group", ranks_in_group)
         for rank in ranks:
             self.mesh.coord_of(rank)
         if self.rank not in ranks:
             return dist.GroupMember.NON_GROUP_MEMBER
         group = self.mesh.group_of(ranks, **({} if backend is None else {"backend": backend}))
-        self._handed_out.add(tuple(sorted(ranks)))
+        self._returned.add(tuple(sorted(ranks)))
         return group
 
     def get_ranks_in_group(self, group: ProcessGroup) -> list[int]:
@@ -246,21 +246,23 @@ class ColossalMesh:
         """
         coord, indices = self.coordinate(), indices_at_axis
         if indices is None or len(indices) == 0:
-            axis = _axes(axis, len(coord))
+            axis = _to_axes(axis, len(coord))
             indices = [range(self.shape[number]) for number in axis]
         places = self.get_coords_along_axis(coord, axis, indices)
         if any(index < 0 for place in places for index in place):
-            self._refuse_negative(axis, indices)
+            self._raise_for_negative_index(axis, indices)
         ranks = [self.mesh.rank_of(place) for place in places]
         return self.get_group(ranks, backend=backend) if self.rank in ranks else None
 
-    def _refuse_negative(self, axis: Axes, indices: Indices) -> None:
+    def _raise_for_negative_index(self, axis: Axes, indices: Indices) -> None:
         """Raise for the first negative index, as ``ravel`` does, with the call that counts from 0."""
-        axes, lists = _axes(axis, len(self.shape)), list[Any](indices if _several(axis) else [indices])
-        number, index = next((n, i) for n, each in zip(axes, lists) for i in _ints("a list", each) if i < 0)
-        mended = [[i + self.shape[n] * (i < 0) for i in _ints("a list", each)] for n, each in zip(axes, lists)]
-        call = f"{axes}, {mended}" if _several(axis) else f"{number}, {mended[0]}"
-        fits = all(0 <= i < self.shape[n] for n, each in zip(axes, mended) for i in each)
+        axes, lists = _to_axes(axis, len(self.shape)), list[Any](indices if _is_sequence(axis) else [indices])
+        number, index = next((n, i) for n, each in zip(axes, lists) for i in _to_ints("a list", each) if i < 0)
+        counted_from_0 = [
+            [i + self.shape[n] * (i < 0) for i in _to_ints("a list", each)] for n, each in zip(axes, lists)
+        ]
+        call = f"{axes}, {counted_from_0}" if _is_sequence(axis) else f"{number}, {counted_from_0[0]}"
+        fits = all(0 <= i < self.shape[n] for n, each in zip(axes, counted_from_0) for i in each)
         way = f"\n\n  create_group_along_axis({call})   # indices count from 0" if fits else ""
         last = self.shape[number] - 1
         raise PlaceError(f"axis {number} of shape {self.shape} has indices 0 to {last}; there is no {index}.{way}")
@@ -287,18 +289,18 @@ class ColossalMesh:
         >>> theirs.get_group_along_axis(2) is group
         False
         """
-        if self._own:
+        if self._owns_mesh:
             self.mesh.close()
         elif not self.mesh.is_closed:
-            for ranks in sorted(self._handed_out):
+            for ranks in sorted(self._returned):
                 self.mesh.release(ranks=ranks)
-        self._handed_out.clear()
+        self._returned.clear()
 
     def __repr__(self) -> str:
         return f"ColossalMesh(mesh={self.mesh!r})"
 
 
-def _axis(axis: Any, count: int) -> int:
+def _to_axis(axis: Any, count: int) -> int:
     """An axis counted from the start."""
     try:
         number = operator.index(axis)
@@ -309,19 +311,19 @@ def _axis(axis: Any, count: int) -> int:
     return number % count
 
 
-def _axes(axis: Any, count: int) -> list[int]:
+def _to_axes(axis: Any, count: int) -> list[int]:
     """One axis or several, counted from the start."""
-    axes = [_axis(each, count) for each in (axis if _several(axis) else [axis])]
+    axes = [_to_axis(each, count) for each in (axis if _is_sequence(axis) else [axis])]
     if len(set(axes)) != len(axes):
         raise AxisError(f"each axis is named once, but {axes} names one twice.")
     return axes
 
 
-def _several(axis: Any) -> bool:
+def _is_sequence(axis: Any) -> bool:
     return isinstance(axis, Iterable) and not isinstance(axis, str)
 
 
-def _ints(what: str, numbers: Iterable[Any]) -> tuple[int, ...]:
+def _to_ints(what: str, numbers: Iterable[Any]) -> tuple[int, ...]:
     """Whole numbers as plain ints: those of numpy print as np.int64(1)."""
     try:
         return tuple(map(operator.index, numbers))

@@ -69,7 +69,7 @@ GROUPS = {
 }
 """Each global of ``parallel_state`` that holds a group."""
 
-TWINS = {
+GLOO_GROUPS = {
     "_DATA_PARALLEL_GROUP_GLOO": "data",
     "_DATA_PARALLEL_GROUP_WITH_CP_GLOO": "data+context",
     "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO": "data+context in instance",
@@ -78,7 +78,7 @@ TWINS = {
 }
 """Those that hold a group's twin on Gloo."""
 
-RANKS = {
+RANK_LISTS = {
     "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": "tensor",
     "_PIPELINE_GLOBAL_RANKS": "pipeline",
     "_MODEL_PARALLEL_GLOBAL_RANKS": "model",
@@ -91,11 +91,11 @@ RANKS = {
 }
 """Those that hold a group's ranks."""
 
-ALL_GATHER = "_DATA_PARALLEL_GROUP_WITH_CP_AG"
-HYBRID = "_HYBRID_DP_CP_GROUPS"
+ALL_GATHER_GROUP = "_DATA_PARALLEL_GROUP_WITH_CP_AG"
+HYBRID_GROUPS = "_HYBRID_DP_CP_GROUPS"
 """Those that hold groups which ``published`` is asked for."""
 
-LIST = "_global_process_group_list"
+GROUP_LIST = "_global_process_group_list"
 """Every group, for a timeout that is changed for all; None stands for the world's."""
 
 
@@ -119,7 +119,7 @@ def process_groups(arrangement: Arrangement, *fields: str) -> Any:
     >>> megatron.process_groups(arrangement, "tp", "pp", "dp")      # doctest: +SKIP
     ProcessGroupCollection(tp(2), pp(2), dp(2))
     """
-    collection = _core("process_groups_config").ProcessGroupCollection
+    collection = _import_core("process_groups_config").ProcessGroupCollection
     for field in fields:
         if field not in FIELDS:
             close = alike(field, list(FIELDS))
@@ -160,9 +160,9 @@ def published(
     ...     parallel_state.get_tensor_model_parallel_rank()
     1
     """
-    state = vars(_core("parallel_state"))
-    known = {*GROUPS, *TWINS, ALL_GATHER, HYBRID}
-    unknown = sorted(name for name in state if _is_state(name) and "GROUP" in name and name not in known)
+    state = vars(_import_core("parallel_state"))
+    known = {*GROUPS, *GLOO_GROUPS, ALL_GATHER_GROUP, HYBRID_GROUPS}
+    unknown = sorted(name for name in state if _is_state_variable(name) and "GROUP" in name and name not in known)
     if unknown:
         raise SeamError(
             f"megatron-core {_version()}, beside which pgmesh was tried on {TRIED_ON}, has groups in its "
@@ -174,38 +174,38 @@ def published(
             f"virtual_pipeline={virtual_pipeline} takes a pipeline of more than 1 stage, but {arrangement!r} has pp=1."
             f"\n\n  megatron.published(arrangement)   # without virtual_pipeline"
         )
-    filled: dict[str, Any] = {name: _group(arrangement, family) for name, family in GROUPS.items()}
+    values: dict[str, Any] = {name: _group(arrangement, family) for name, family in GROUPS.items()}
     if gloo:
-        filled |= {name: _group(arrangement, family, backend="gloo") for name, family in TWINS.items()}
+        values |= {name: _group(arrangement, family, backend="gloo") for name, family in GLOO_GROUPS.items()}
     if all_gather:
-        filled[ALL_GATHER] = _group(arrangement, "data+context", tag="all-gather")
-    filled[HYBRID] = {size: family.group() for size, family in (hybrid or {}).items()}
-    filled[LIST] = _each_once(filled)
-    filled |= {name: _ranks(arrangement, family) for name, family in RANKS.items()}
-    filled["_GLOBAL_MEMORY_BUFFER"] = _core("utils").GlobalMemoryBuffer()
+        values[ALL_GATHER_GROUP] = _group(arrangement, "data+context", tag="all-gather")
+    values[HYBRID_GROUPS] = {size: family.group() for size, family in (hybrid or {}).items()}
+    values[GROUP_LIST] = _unique_groups(values)
+    values |= {name: _ranks(arrangement, family) for name, family in RANK_LISTS.items()}
+    values["_GLOBAL_MEMORY_BUFFER"] = _import_core("utils").GlobalMemoryBuffer()
     if virtual_pipeline is not None:
-        filled["_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"] = virtual_pipeline
-        filled["_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"] = 0
-    gone = sorted(filled.keys() - state.keys())
-    if gone:
+        values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"] = virtual_pipeline
+        values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"] = 0
+    missing = sorted(values.keys() - state.keys())
+    if missing:
         raise SeamError(
-            f"megatron-core {_version()}, beside which pgmesh was tried on {TRIED_ON}, has no {', '.join(gone)} in its "
-            f"parallel_state.\n\n  pip install megatron-core=={TRIED_ON}"
+            f"megatron-core {_version()}, beside which pgmesh was tried on {TRIED_ON}, has no {', '.join(missing)} in "
+            f"its parallel_state.\n\n  pip install megatron-core=={TRIED_ON}"
         )
-    before = {name: value for name, value in state.items() if _is_state(name)}
+    before = {name: value for name, value in state.items() if _is_state_variable(name)}
     try:
         state.update(dict.fromkeys(before))  # such as sizes that somebody has set: they would be believed
-        state.update(filled)
+        state.update(values)
         yield
     finally:
-        for name in [name for name in state if _is_state(name) and name not in before]:
+        for name in [name for name in state if _is_state_variable(name) and name not in before]:
             del state[name]
         state.update(before)
 
 
-def _is_state(name: str) -> bool:
+def _is_state_variable(name: str) -> bool:
     """Whether a global of ``parallel_state`` is what it knows, not what it does."""
-    return name == LIST or (name.startswith("_") and name.isupper())
+    return name == GROUP_LIST or (name.startswith("_") and name.isupper())
 
 
 def _group(arrangement: Arrangement, name: str, **options: Any) -> Any:
@@ -224,14 +224,14 @@ def _ranks(arrangement: Arrangement, name: str) -> list[int] | None:
     return list(family.ranks) if arrangement.rank in family else None
 
 
-def _each_once(filled: Mapping[str, Any]) -> list[Any]:
+def _unique_groups(values: Mapping[str, Any]) -> list[Any]:
     """None, which is the world's group, and every group that is filled in."""
-    several = [value.values() if isinstance(value, dict) else value for value in filled.values()]
+    several = [value.values() if isinstance(value, dict) else value for value in values.values()]
     groups = itertools.chain.from_iterable(each if isinstance(each, Iterable) else [each] for each in several)
     return [None, *dict.fromkeys(group for group in groups if group is not None)]
 
 
-def _core(module: str) -> Any:
+def _import_core(module: str) -> Any:
     """A module of Megatron-Core, which is imported when it is first needed."""
     try:
         return importlib.import_module(f"megatron.core.{module}")
@@ -244,4 +244,4 @@ def _core(module: str) -> Any:
 
 
 def _version() -> str:
-    return str(_core("package_info").__version__)
+    return str(_import_core("package_info").__version__)

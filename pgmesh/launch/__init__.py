@@ -1,11 +1,11 @@
-"""Join the world that a launcher made, spawn a small one here, or be one rank of a fake one."""
+"""Ways into a world: join the launcher's, spawn a local one, or simulate one rank of a fake one."""
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# The file each name lives in. Nothing is loaded before it is asked for: to detect the launcher takes no torch.
+# The module of each public name. Modules are imported lazily, so that detect_launcher needs no torch.
 _MODULES = {
     "StoreProcess": "store",
     "detect_launcher": "detect",

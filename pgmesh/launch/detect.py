@@ -1,12 +1,23 @@
-"""Which launcher started this process, from the environment alone. No torch, no network, no files but PBS_NODEFILE.
+"""Detection of the launcher that started this process, from its environment variables.
 
-    found = believe(os.environ)
-    found.rank, found.size, found.local_rank, found.local_size, found.hosts, found.address, found.port
-    found.line     which launcher was believed, and why, in a line
-    found.read     the variables that were read, with their values
+    info = detect_launcher(os.environ)
+    info.rank, info.size, info.local_rank, info.local_size, info.hosts, info.address, info.port
+    info.line     the detected launcher and the reason, in one line
+    info.read     the variables that were read, with their values
 
-Launchers stand inside each other: Slurm starts mpirun's daemons, or torchrun, and their variables are there too. The
-innermost one knows this process: torchrun, then MPI, then Slurm. What the others say has to fit, or it is an error.
+Launchers are often nested: srun starts torchrun or the daemons of mpirun, and all their variables are set. Only the
+innermost launcher knows the rank of this process. The order is therefore:
+
+1. torchrun, if TORCHELASTIC_RUN_ID is set, and ``launch.spawn``, if PGMESH_SPAWNED is set. No other launcher is read.
+2. MPI: Open MPI, MVAPICH, PALS, MPICH, any other PMIx launcher. The first one is used.
+3. Slurm, in a step of srun.
+4. RANK, WORLD_SIZE and the like without a launcher, set by hand as torch's ``env://`` expects them.
+5. No launcher: a world of 1.
+
+Contradictions raise LaunchError, which lists the variables and the possible fixes. In cases 2 and 3, these must agree:
+all detected MPI launchers, RANK and the like if they are set, and the enclosing Slurm step if there is one.
+
+This file imports no torch and uses no network. The only file that it reads is the one that PBS_NODEFILE names.
 """
 
 from __future__ import annotations
@@ -24,18 +35,19 @@ from pgmesh.launch.slurm import parse_hosts, parse_task_counts
 Environ = Mapping[str, str]
 
 PORTS = range(20_000, 30_000)
-"""Where ports that are derived from a job's number lie: below those that Linux hands out by itself."""
+"""Ports that are derived from a job's number. They are below the ephemeral ports of Linux, which start at 32768."""
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""What a process needs that is started as torchrun starts them."""
+"""The variables that torch's ``env://`` needs. torchrun sets them."""
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+"""The variables of torchrun that may also be set by hand under another launcher."""
 
 INNERMOST_MARKS = {"PGMESH_SPAWNED": "launch.spawn", "TORCHELASTIC_RUN_ID": "torchrun"}
-"""Set by whoever starts the process itself, whatever that one was started by."""
+"""Variables that only the program which starts the ranks sets, with its name."""
 
 FIRST_STEP_WITHOUT_TASKS = 0xFFFFFFF0
-"""From here on Slurm's step numbers mean a batch script or an interactive shell, and no step of srun."""
+"""First of the step numbers that Slurm reserves for batch scripts and interactive shells."""
 
 LOCALHOST = "127.0.0.1"
 LAST_PORT = 65_535
@@ -43,12 +55,24 @@ LAST_PORT = 65_535
 
 @dataclass(frozen=True)
 class LauncherInfo:
-    """What a launcher says of this process.
+    """The detected launcher, and the rank of this process according to it.
 
-    >>> found = detect_launcher({"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"})
-    >>> found.rank, found.size, found.local_rank, found.local_size, found.hosts, found.address
+    Args:
+        launcher: its name.
+        why: the reason why it was detected.
+        rank: rank of this process in the world.
+        size: number of ranks of the world.
+        local_rank: index of this process among the ranks on its host; None if unknown.
+        local_size: number of ranks on this host; None if unknown.
+        hosts: names of all hosts, in the launcher's order; empty if unknown.
+        address: name or address of rank 0's host; None if unknown.
+        port: port of the store on that host; None if unknown.
+        read: the variables that were read, with their values.
+
+    >>> info = detect_launcher({"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"})
+    >>> info.rank, info.size, info.local_rank, info.local_size, info.hosts, info.address
     (3, 4, 1, 2, (), None)
-    >>> print(found.line)
+    >>> print(info.line)
     rank 3 of 4, local rank 1 of 2: MPICH, because PMI_RANK is set
     """
 
@@ -56,55 +80,59 @@ class LauncherInfo:
     why: str
     rank: int
     size: int
-    local_rank: int | None = None  # None where nothing says it
+    local_rank: int | None = None
     local_size: int | None = None
-    hosts: tuple[str, ...] = ()  # in the launcher's order; () where it does not name them
-    address: str | None = None  # where rank 0 can be reached; None where nothing says it
+    hosts: tuple[str, ...] = ()
+    address: str | None = None
     port: int | None = None
     read: tuple[tuple[str, str], ...] = ()
 
     @property
     def line(self) -> str:
-        """What was believed and why, in a line."""
+        """The ranks, the launcher and the reason, in one line."""
         local = "" if self.local_rank is None else f", local rank {self.local_rank}"
         local += "" if self.local_size is None else f" of {self.local_size}"
         return f"rank {self.rank} of {self.size}{local}: {self.launcher}, because {self.why}"
 
     def end_point(self) -> tuple[str, int]:
-        """The host and the port at which the others find rank 0.
+        """Host and port of the store, which rank 0 hosts.
 
         Raises:
-            LaunchError: nothing tells them.
+            LaunchError: one of them is unknown.
         """
         if self.address is not None and self.port is not None:
             return self.address, self.port
-        given = {"host": self.address, "port": self.port}
-        unknown = [name for name, value in given.items() if value is None]
+        known = {"host": self.address, "port": self.port}
+        unknown = [name for name, value in known.items() if value is None]
         examples = {"host": "'n1'", "port": "29500"}, {"host": "MASTER_ADDR=n1", "port": "MASTER_PORT=29500"}
         call, export = ([example[name] for name in unknown] for example in examples)
-        apart = self.address is None and self.local_size is not None and self.local_size < self.size
+        problem = f"{self.launcher} does not set the {' and the '.join(unknown)} of rank 0"
+        if self.address is None and self.local_size is not None and self.local_size < self.size:
+            problem += f"; it is not 127.0.0.1, since only {self.local_size} of {self.size} ranks are on this host"
         raise self.error(
-            f"{self.launcher} does not tell by which {' and '.join(unknown)} the others find rank 0"
-            + f"; it is not 127.0.0.1, since only {self.local_size} of {self.size} ranks are on this host." * apart
-            + "." * (not apart),
+            f"{problem}.",
             (f"launch.join({', '.join(map('='.join, zip(unknown, call)))})", "the same on every rank"),
             (f"export {' '.join(export)}", "or in the environment of every rank"),
         )
 
     def error(self, problem: str, *ways: tuple[str, str]) -> LaunchError:
-        """What is wrong, what was read, and the calls that would be right."""
+        """An error with the problem, the variables that were read, and suggested calls with their reasons."""
         return _error(problem, dict(self.read), *ways)
 
 
 class EnvironmentReader:
-    """The environment, with a list of what was read in it."""
+    """Reads environment variables, checks them, and records the names and values for error messages.
+
+    Args:
+        environ: a mapping like ``os.environ``.
+    """
 
     def __init__(self, environ: Environ) -> None:
         self.environ = environ
         self.values: dict[str, str | None] = {}
 
     def text(self, *names: str) -> str | None:
-        """The first of these that is set; the others are alternatives."""
+        """The value of the first of these variables that is set, or None."""
         for name in names:
             if (value := self.environ.get(name)) is not None:
                 self.values[name] = value
@@ -112,24 +140,24 @@ class EnvironmentReader:
         return None
 
     def integer(self, *names: str, at_least: int = 0, at_most: int | None = None) -> int | None:
-        """What these say, as far as they are set: all of them the same whole number.
+        """The integer that all of these variables contain, as far as they are set; None if none is set.
 
         Raises:
-            LaunchError: one says no number, or two differ.
+            LaunchError: one of them is not an integer in the range, or two differ.
         """
-        said = {name: self.environ[name] for name in names if name in self.environ}
-        self.values |= said
-        for name, value in said.items():
+        present = {name: self.environ[name] for name in names if name in self.environ}
+        self.values |= present
+        for name, value in present.items():
             if not (_is_number(value) and int(value) >= at_least and (at_most is None or int(value) <= at_most)):
-                right = f"of {at_least} or more" if at_most is None else f"from {at_least} to {at_most}"
-                raise self.error(f"{name} is {value!r}, which is no whole number {right}.")
-        if len({int(value) for value in said.values()}) > 1:
-            differ = " and ".join(f"{name} is {value}" for name, value in said.items())
-            raise self.error(f"{differ}: they should be the same.")
-        return int(next(iter(said.values()))) if said else None
+                bounds = f"of {at_least} or more" if at_most is None else f"from {at_least} to {at_most}"
+                raise self.error(f"{name} is {value!r}, which is not a whole number {bounds}.")
+        if len({int(value) for value in present.values()}) > 1:
+            values = " and ".join(f"{name} is {value}" for name, value in present.items())
+            raise self.error(f"{values}: they should be the same.")
+        return int(next(iter(present.values()))) if present else None
 
     def required(self, *names: str, at_least: int = 0) -> int:
-        """The same, where one of them has to be set."""
+        """The same as ``integer``, but one of the variables must be set."""
         number = self.integer(*names, at_least=at_least)
         if number is None:
             self.values |= dict.fromkeys(names)
@@ -138,22 +166,22 @@ class EnvironmentReader:
         return number
 
     def check_below(self, name: str, rank: int | None, limit: str, size: int | None) -> None:
-        """See that a rank is below its size, where both are known."""
+        """Raise LaunchError if a rank is not below its size. None is not checked."""
         if rank is not None and size is not None and rank >= size:
             raise self.error(f"{name} is {rank}, but {limit} is {size}, and ranks count from 0.")
 
     def check_host_size(self, local: str, local_size: int | None, name: str, size: int) -> None:
-        """See that no host has more ranks than there are."""
+        """Raise LaunchError if a host has more ranks than the world. None is not checked."""
         if local_size is not None and local_size > size:
-            raise self.error(f"{local} is {local_size}, but {name} is {size}: no host has more ranks than there are.")
+            raise self.error(f"{local} is {local_size}, but {name} is {size}: a host cannot have more ranks.")
 
     def error(self, problem: str, *ways: tuple[str, str]) -> LaunchError:
-        """What is wrong, what was read, and the calls that would be right."""
+        """An error with the problem, the variables that were read, and suggested calls with their reasons."""
         return _error(problem, self.values, *ways)
 
     @property
     def read(self) -> tuple[tuple[str, str], ...]:
-        """What was read and is set."""
+        """The variables that were read and are set, with their values."""
         return tuple((name, value) for name, value in self.values.items() if value is not None)
 
 
@@ -165,36 +193,39 @@ def _error(problem: str, values: Mapping[str, str | None], *ways: tuple[str, str
     return LaunchError("\n\n".join(part for part in (problem, "\n".join(read), format_calls(ways)) if part))
 
 
-# ---- one class a launcher ----
+# ---- one class for each launcher ----
 
 
 class Launcher:
-    """A launcher, by the variables that it sets."""
+    """Base class of the launchers.
+
+    ``marks`` are the variables by which a launcher is recognised: it sets at least one of them on every rank.
+    """
 
     name: ClassVar[str]
-    marks: ClassVar[tuple[str, ...]] = ()  # one of them is set where it started the process
+    marks: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def detect(cls, environ: Environ) -> LauncherInfo | None:
-        """What it says of this process; None where it did not start it.
+        """The rank of this process according to this launcher; None if the launcher did not start it.
 
         Raises:
-            LaunchError: some of its variables are missing, are no numbers or contradict each other.
+            LaunchError: variables of this launcher are missing, invalid or contradict each other.
         """
         raise NotImplementedError
 
 
 class Torchrun(Launcher):
-    """torchrun; and whoever sets the same variables by hand, as torch's ``env://`` wants them."""
+    """torchrun, and the same variables set by hand, as torch's ``env://`` expects them."""
 
     name = "torchrun"
     marks = TORCHRUN_VARIABLES
 
     @classmethod
     def detect(cls, environ: Environ) -> LauncherInfo | None:
-        """What RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT say."""
-        there = [name for name in TORCHRUN_VARIABLES if name in environ]
-        if not there:
+        """The contents of RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; None if none of them is set."""
+        present = [name for name in TORCHRUN_VARIABLES if name in environ]
+        if not present:
             return None
         reader = EnvironmentReader(environ)
         numbers = [environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")]
@@ -202,9 +233,9 @@ class Torchrun(Launcher):
         if not complete or int(environ["RANK"]) >= int(environ["WORLD_SIZE"]):
             reader.values |= {name: environ.get(name) for name in TORCHRUN_VARIABLES}
             raise reader.error(
-                "the environment names no rank of a world:",
+                "the environment does not name a rank of a world:",
                 ("torchrun --nproc-per-node 8 script.py", "sets them all: a world of 8"),
-                (f"unset {' '.join(there)}", "or none: a world of 1"),
+                (f"unset {' '.join(present)}", "or none: a world of 1"),
             )
         rank, size = reader.required("RANK"), reader.required("WORLD_SIZE", at_least=1)
         local_rank, local_size = reader.required("LOCAL_RANK"), reader.integer("LOCAL_WORLD_SIZE", at_least=1)
@@ -220,17 +251,21 @@ class Torchrun(Launcher):
 
 
 class MPI(Launcher):
-    """A launcher of MPI, by the names that it has for the same four numbers."""
+    """Base class of the launchers of MPI, which differ in the names of their variables.
 
-    rank: ClassVar[tuple[str, ...]]  # any of these, and all that are set agree
+    ``rank``, ``size``, ``local_rank`` and ``local_size`` name variables for the same number; all that are set must
+    agree. ``job`` names variables that identify the job: equal on all its ranks, and different in every other job.
+    """
+
+    rank: ClassVar[tuple[str, ...]]
     size: ClassVar[tuple[str, ...]]
     local_rank: ClassVar[tuple[str, ...]]
     local_size: ClassVar[tuple[str, ...]]
-    job: ClassVar[tuple[str, ...]] = ()  # the first that is set is the same on every rank of a job, and of no other
+    job: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def detect(cls, environ: Environ) -> LauncherInfo | None:
-        """What its variables say. Rank 0 is at 127.0.0.1 where all ranks are on one host, else nobody knows."""
+        """The rank according to this launcher. The address of rank 0 is 127.0.0.1 if all ranks are on one host."""
         reader = EnvironmentReader(environ)
         mark = next((name for name in cls.marks if name in environ), None)
         if mark is None:
@@ -249,12 +284,12 @@ class MPI(Launcher):
 
     @classmethod
     def _hosts(cls, reader: EnvironmentReader, size: int, local_size: int | None) -> tuple[str, ...]:
-        """The hosts, where the launcher names them, rank 0's first."""
+        """Names of the hosts, rank 0's first; empty if the launcher does not name them."""
         return ()
 
 
 class OpenMPI(MPI):
-    """Open MPI's mpirun, and those who set the same variables."""
+    """mpirun of Open MPI, and other launchers that set the same variables."""
 
     name = "Open MPI"
     marks = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
@@ -266,7 +301,7 @@ class OpenMPI(MPI):
 
 
 class MVAPICH(MPI):
-    """MVAPICH's launchers. Untested."""
+    """Launchers of MVAPICH. Untested."""
 
     name = "MVAPICH"
     marks = ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE")
@@ -277,23 +312,26 @@ class MVAPICH(MPI):
 
 
 class MPIOnPBS(MPI):
-    """A launcher that runs ranks on the hosts of a PBS job, from the first on."""
+    """Base class of the launchers that place ranks on the hosts of a PBS job, starting with the first host."""
 
     @classmethod
     def _hosts(cls, reader: EnvironmentReader, size: int, local_size: int | None) -> tuple[str, ...]:
-        """The hosts of PBS_NODEFILE: none where it is not set, or PBS left the file on the job's first host alone."""
+        """The hosts in the file that PBS_NODEFILE names. Empty if it is not set, or if this host lacks the file.
+
+        PBS writes the file on the first host of a job only.
+        """
         path = reader.text("PBS_NODEFILE")
         hosts = pbs.read_node_file(path) if path else ()
         if len(hosts) == 1 and local_size is not None and local_size < size:
             raise reader.error(
                 f"PBS_NODEFILE names one host, {hosts[0]}, but only {local_size} of {size} ranks are on this one.",
-                ("unset PBS_NODEFILE", "and give launch.join(host=...) where rank 0 is"),
+                ("unset PBS_NODEFILE", "and pass rank 0's host to launch.join(host=...)"),
             )
         return hosts
 
 
 class PALS(MPIOnPBS):
-    """HPE Cray's PALS. Untested."""
+    """PALS of HPE Cray. Untested."""
 
     name = "PALS"
     marks = ("PALS_LOCAL_RANKID", "PALS_RANKID", "PALS_APID")
@@ -305,7 +343,7 @@ class PALS(MPIOnPBS):
 
 
 class MPICH(MPI):
-    """Hydra, the mpiexec of MPICH, and of Intel MPI (untested)."""
+    """Hydra: mpiexec of MPICH, and of Intel MPI (untested)."""
 
     name = "MPICH"
     marks = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")
@@ -316,7 +354,7 @@ class MPICH(MPI):
 
     @classmethod
     def detect(cls, environ: Environ) -> LauncherInfo | None:
-        """What its variables say; but srun sets PMI_RANK too, and PMIx PMI_SIZE."""
+        """The rank according to Hydra; None if srun set PMI_RANK, or a PMIx launcher PMI_SIZE."""
         if "MPI_LOCALRANKID" in environ:
             return super().detect(environ)
         others = Slurm.step_variable(environ) is not None or ("PMIX_RANK" in environ and "PMI_RANK" not in environ)
@@ -324,7 +362,7 @@ class MPICH(MPI):
 
 
 class PMIx(MPIOnPBS):
-    """Any other launcher that speaks PMIx. Untested."""
+    """Any other launcher that implements PMIx. Untested."""
 
     name = "PMIx"
     marks = ("PMIX_RANK",)
@@ -336,21 +374,21 @@ class PMIx(MPIOnPBS):
 
     @classmethod
     def detect(cls, environ: Environ) -> LauncherInfo | None:
-        """What its variables say; but srun, and others that are known by their own names, set PMIX_RANK too."""
+        """The rank according to PMIx; None if srun or one of the launchers above set PMIX_RANK."""
         known = (*OpenMPI.marks, *MVAPICH.marks, *PALS.marks, "PMI_RANK", "MPI_LOCALRANKID")
         others = Slurm.step_variable(environ) is not None or any(name in environ for name in known)
         return None if others else super().detect(environ)
 
 
 class Slurm(Launcher):
-    """Slurm's srun."""
+    """srun of Slurm."""
 
     name = "Slurm"
     marks = ("SLURM_STEP_ID", "SLURM_PROCID")
 
     @staticmethod
     def step_variable(environ: Environ) -> str | None:
-        """The variable that names the step of srun that this process is in; None in a batch script or a shell."""
+        """The variable that names this process's step of srun; None in a batch script or an interactive shell."""
         name = next((name for name in ("SLURM_STEP_ID", "SLURM_STEPID") if name in environ), None)
         if name is None or "SLURM_PROCID" not in environ:
             return None
@@ -358,7 +396,7 @@ class Slurm(Launcher):
 
     @classmethod
     def detect(cls, environ: Environ) -> LauncherInfo | None:
-        """What srun says. Rank 0 is on the step's first host; its port is made of the job's and the step's number."""
+        """The rank according to srun. Rank 0 is on the first host of the step; its port depends on job and step."""
         mark = cls.step_variable(environ)
         if mark is None:
             return None
@@ -366,10 +404,10 @@ class Slurm(Launcher):
         rank = reader.required("SLURM_PROCID")
         size = reader.required("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS", at_least=1)
         reader.check_below("SLURM_PROCID", rank, "the number of tasks", size)
-        if "MPI_LOCALRANKID" not in environ:  # these, then, are srun's own
+        if "MPI_LOCALRANKID" not in environ:  # otherwise these variables are Hydra's
             for name, number in (("PMI_RANK", rank), ("PMIX_RANK", rank), ("PMI_SIZE", size)):
-                if (said := reader.integer(name)) not in (None, number):
-                    raise reader.error(f"srun says rank {rank} of {size}, but {name} is {said}.", cls.NEW_STEP)
+                if (value := reader.integer(name)) not in (None, number):
+                    raise reader.error(f"srun says rank {rank} of {size}, but {name} is {value}.", cls.NEW_STEP)
         local_rank = reader.integer("SLURM_LOCALID")
         hosts, local_size, node = cls._hosts(reader, size, local_rank)
         cls._check_tasks_of_host(reader, rank, local_rank, local_size)
@@ -377,17 +415,17 @@ class Slurm(Launcher):
         if len(hosts) == 1:
             address = LOCALHOST
         elif hosts and reader.text("SLURM_DISTRIBUTION") != "arbitrary" and (rank or not node):
-            address = hosts[0]  # where an arbitrary distribution puts rank 0, other ranks cannot tell
+            address = hosts[0]  # unknown to the other ranks if the distribution is arbitrary
         why = f"{mark} is set"
         return LauncherInfo(cls.name, why, rank, size, local_rank, local_size, hosts, address, port, reader.read)
 
-    NEW_STEP = ("srun python script.py", "in a step of its own, srun sets them all anew")
+    NEW_STEP = ("srun python script.py", "in a new step, srun sets all of them again")
 
     @classmethod
     def _hosts(
         cls, reader: EnvironmentReader, size: int, local_rank: int | None
     ) -> tuple[tuple[str, ...], int | None, int | None]:
-        """The step's hosts, how many tasks are on this one, and which of them it is."""
+        """Hosts of the step, number of tasks on this host, and index of this host. Each is checked with the others."""
         listed = next((name for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST") if reader.text(name)), None)
         counted = next(
             (name for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE") if reader.text(name)), None
@@ -411,12 +449,15 @@ class Slurm(Launcher):
     def _check_tasks_of_host(
         cls, reader: EnvironmentReader, rank: int, local_rank: int | None, local_size: int | None
     ) -> None:
-        """Hold the tasks of this host against the rest: a job that a step submitted still has that step's variables."""
+        """Compare SLURM_GTIDS, the tasks of this host, with the other variables.
+
+        A job that was submitted from within a step inherits the variables of that step, except SLURM_GTIDS.
+        """
         if (text := reader.text("SLURM_GTIDS")) is None:
             return
         tasks = text.split(",")
         if not all(map(_is_number, tasks)):
-            raise reader.error(f"SLURM_GTIDS is {text!r}, which is no list of tasks.", cls.NEW_STEP)
+            raise reader.error(f"SLURM_GTIDS is {text!r}, which is not a list of tasks.", cls.NEW_STEP)
         if local_size not in (None, len(tasks)):
             here = f"{len(tasks)} task{'s' * (len(tasks) > 1)}"
             raise reader.error(f"SLURM_GTIDS names {here} on this host, but the step has {local_size}.", cls.NEW_STEP)
@@ -427,13 +468,13 @@ class Slurm(Launcher):
 
     @staticmethod
     def _derived_port(reader: EnvironmentReader) -> int | None:
-        """Jobs and steps that run at once on a host have numbers near each other, and so ports of their own."""
+        """A port from the numbers of job and step, so that jobs which share a host at one time use different ports."""
         job, step = reader.integer("SLURM_JOB_ID", "SLURM_JOBID"), reader.integer("SLURM_STEP_ID", "SLURM_STEPID")
         return None if job is None or step is None else PORTS[(101 * job + step) % len(PORTS)]
 
 
 class NoLauncher(Launcher):
-    """No launcher: one process, started by hand."""
+    """No launcher: one process that was started directly."""
 
     name = "no launcher"
 
@@ -442,7 +483,7 @@ class NoLauncher(Launcher):
         """A world of one.
 
         Raises:
-            LaunchError: this is the script or the shell of a Slurm job of several tasks, and none of them.
+            LaunchError: this process is the script or the shell of a Slurm job of several tasks.
         """
         reader = EnvironmentReader(environ)
         if not any(name in environ for name in ("SLURM_JOB_ID", "SLURM_JOBID", *Slurm.marks)):
@@ -451,10 +492,10 @@ class NoLauncher(Launcher):
         tasks, hosts = reader.integer("SLURM_NTASKS", "SLURM_NPROCS") or 1, reader.integer("SLURM_NNODES") or 1
         tasks = max(tasks, (reader.integer("SLURM_PROCID") or 0) + 1)
         if max(tasks, hosts) > 1:
-            many = f"{tasks} tasks" if tasks > 1 else f"{hosts} hosts"
+            job_size = f"{tasks} tasks" if tasks > 1 else f"{hosts} hosts"
             reader.values |= {name: environ.get(name) for name in ("SLURM_PROCID", "SLURM_STEP_ID")}
             raise reader.error(
-                f"this Slurm job has {many}, and this process is its script or shell, and no task that srun started:",
+                f"this Slurm job has {job_size}, but this process is its script or shell, not a task of srun:",
                 ("srun python script.py", "one rank for each task"),
                 ("srun --ntasks 1 python script.py", "a world of 1"),
             )
@@ -464,61 +505,65 @@ class NoLauncher(Launcher):
 
 
 LAUNCHERS: tuple[type[Launcher], ...] = (Torchrun, OpenMPI, MVAPICH, PALS, MPICH, PMIx, Slurm, NoLauncher)
-"""The innermost first."""
+"""All launchers, innermost first."""
 
 
-# ---- which of them is believed ----
+# ---- detection ----
 
 
 def detect_launcher(environ: Environ) -> LauncherInfo:
-    """What the innermost launcher says of this process, held against every other variable that is there.
+    """Rank, size, host and port of this process, according to the innermost launcher. Needs no torch.
 
     Args:
-        environ: as ``os.environ`` is.
+        environ: the environment variables, such as ``os.environ``.
 
     Raises:
-        LaunchError: variables are missing or contradict each other; it names them, with their values.
+        LaunchError: variables are missing or contradict each other. The message lists them with their values.
 
-    A process that torchrun started inside a Slurm job is torchrun's:
+    A process that torchrun started inside a Slurm job belongs to torchrun:
 
     >>> slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}
     >>> torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
     >>> print(detect_launcher(slurm | torchrun | {"TORCHELASTIC_RUN_ID": "none"}).line)
     rank 5 of 8, local rank 1: torchrun, because TORCHELASTIC_RUN_ID is set, in a step of Slurm
     """
-    inside = ", in a step of Slurm" * (Slurm.step_variable(environ) is not None)
+    nested_in_slurm = ", in a step of Slurm" * (Slurm.step_variable(environ) is not None)
     marked = any(mark in environ for mark in INNERMOST_MARKS)
-    if marked and (found := Torchrun.detect(environ)):
-        return replace(found, why=found.why + inside)
-    if mpi := [said for each in LAUNCHERS if issubclass(each, MPI) and (said := each.detect(environ))]:
+    if marked and (info := Torchrun.detect(environ)):
+        return replace(info, why=info.why + nested_in_slurm)
+    if mpi := [info for each in LAUNCHERS if issubclass(each, MPI) and (info := each.detect(environ))]:
         for other in mpi[1:]:
             _check_same_rank(mpi[0], other)
         _check_enclosing_step(mpi[0], environ)
-        return _with_rank_variables(replace(mpi[0], why=mpi[0].why + inside), environ)
-    if found := Slurm.detect(environ):
-        return _with_rank_variables(found, environ)
-    if any(name in environ for name in RANK_VARIABLES) and (found := Torchrun.detect(environ)):
-        return found
-    found = NoLauncher.detect(environ)
-    Torchrun.detect(environ)  # MASTER_ADDR or MASTER_PORT alone names no rank
-    return found
+        return _with_rank_variables(replace(mpi[0], why=mpi[0].why + nested_in_slurm), environ)
+    if info := Slurm.detect(environ):
+        return _with_rank_variables(info, environ)
+    if any(name in environ for name in RANK_VARIABLES) and (info := Torchrun.detect(environ)):
+        return info
+    info = NoLauncher.detect(environ)
+    Torchrun.detect(environ)  # raises if MASTER_ADDR or MASTER_PORT is set without RANK
+    return info
 
 
-def _check_same_rank(found: LauncherInfo, other: LauncherInfo) -> None:
-    """See that two launchers, both of which may have started this process, say the same."""
-    for what in ("rank", "size", "local_rank", "local_size"):
-        a, b = getattr(found, what), getattr(other, what)
+def _check_same_rank(info: LauncherInfo, other: LauncherInfo) -> None:
+    """Raise LaunchError if two launchers disagree on a rank or a size."""
+    for field in ("rank", "size", "local_rank", "local_size"):
+        a, b = getattr(info, field), getattr(other, field)
         if None not in (a, b) and a != b:
             raise _error(
-                f"{found.launcher} says rank {found.rank} of {found.size}, and {other.launcher} rank {other.rank} of "
-                f"{other.size}; their {what.replace('_', ' ')}s are {a} and {b}:",
-                dict([*found.read, *other.read]),
-                (f"unset {' '.join(name for name, _ in other.read)}", f"{found.launcher} alone"),
+                f"{info.launcher} says rank {info.rank} of {info.size}, and {other.launcher} rank {other.rank} of "
+                f"{other.size}; their {field.replace('_', ' ')}s are {a} and {b}:",
+                dict([*info.read, *other.read]),
+                (f"unset {' '.join(name for name, _ in other.read)}", f"{info.launcher} alone"),
             )
 
 
-def _check_enclosing_step(found: LauncherInfo, environ: Environ) -> None:
-    """See that a step of Slurm around MPI can be that of its daemons: one on each host, none without a rank."""
+def _check_enclosing_step(info: LauncherInfo, environ: Environ) -> None:
+    """Raise LaunchError if the enclosing step of Slurm cannot be the step in which the daemons of MPI run.
+
+    Such a step has one task on each host, and not more tasks than MPI has ranks. Otherwise the variables of MPI, or
+    those of Slurm, are left over from an earlier job.
+    """
     if Slurm.step_variable(environ) is None:
         return
     reader = EnvironmentReader(environ)
@@ -527,66 +572,73 @@ def _check_enclosing_step(found: LauncherInfo, environ: Environ) -> None:
     crowded = bool(local_rank) or (
         counted is not None and max(parse_task_counts(counted, "SLURM_STEP_TASKS_PER_NODE")) > 1
     )
-    if (rank, tasks) != (found.rank, found.size) and (crowded or (tasks or 1) > found.size):
-        reader.values |= dict(found.read)
+    if (rank, tasks) != (info.rank, info.size) and (crowded or (tasks or 1) > info.size):
+        reader.values |= dict(info.read)
         raise reader.error(
-            f"{found.launcher} says rank {found.rank} of {found.size}, but in a step of Slurm this is task {rank} of "
-            f"{tasks}, and no daemon of {found.launcher}: those are one on each host.",
-            ("launch.from_slurm()", f"Slurm alone, if {found.launcher}'s variables are of an earlier job"),
-            ("unset SLURM_STEP_ID SLURM_STEPID", f"{found.launcher} alone"),
+            f"{info.launcher} says rank {info.rank} of {info.size}, but in a step of Slurm this is task {rank} of "
+            f"{tasks}, not a daemon of {info.launcher}, which runs one on each host.",
+            ("launch.from_slurm()", f"Slurm alone, if the variables of {info.launcher} are from an earlier job"),
+            ("unset SLURM_STEP_ID SLURM_STEPID", f"{info.launcher} alone"),
         )
 
 
-def _with_rank_variables(found: LauncherInfo, environ: Environ) -> LauncherInfo:
-    """The same with MASTER_ADDR and MASTER_PORT, if they are set; RANK and the like have to fit."""
+def _with_rank_variables(info: LauncherInfo, environ: Environ) -> LauncherInfo:
+    """``info`` with MASTER_ADDR and MASTER_PORT, and with LOCAL_RANK if the launcher does not set a local rank.
+
+    Raises:
+        LaunchError: RANK, WORLD_SIZE, LOCAL_RANK or LOCAL_WORLD_SIZE contradicts the launcher.
+    """
     reader = EnvironmentReader(environ)
-    said = {name: reader.integer(name) for name in RANK_VARIABLES}
-    for (name, number), by in zip(said.items(), (found.rank, found.size, found.local_rank, found.local_size)):
-        if None not in (number, by) and number != by:
-            reader.values |= dict(found.read)
+    numbers = {name: reader.integer(name) for name in RANK_VARIABLES}
+    detected = (info.rank, info.size, info.local_rank, info.local_size)
+    for (name, number), expected in zip(numbers.items(), detected):
+        if None not in (number, expected) and number != expected:
+            reader.values |= dict(info.read)
             raise reader.error(
-                f"{found.launcher} says {name} should be {by}, but it is {number}:",
-                (f"unset {' '.join(name for name in RANK_VARIABLES if name in environ)}", f"{found.launcher} alone"),
-                ("launch.from_torch()", "or what was set by hand alone"),
+                f"{info.launcher} says {name} should be {expected}, but it is {number}:",
+                (f"unset {' '.join(name for name in RANK_VARIABLES if name in environ)}", f"{info.launcher} alone"),
+                ("launch.from_torch()", "or the variables set by hand alone"),
             )
-    if found.local_rank is None:
-        found = replace(found, local_rank=said["LOCAL_RANK"])
-    return _with_master_address(replace(found, read=(*found.read, *reader.read)), environ)
+    if info.local_rank is None:
+        info = replace(info, local_rank=numbers["LOCAL_RANK"])
+    return _with_master_address(replace(info, read=(*info.read, *reader.read)), environ)
 
 
-def _with_master_address(found: LauncherInfo, environ: Environ) -> LauncherInfo:
-    """The same with MASTER_ADDR and MASTER_PORT, if they are set."""
+def _with_master_address(info: LauncherInfo, environ: Environ) -> LauncherInfo:
+    """``info`` with the address and the port of MASTER_ADDR and MASTER_PORT, as far as they are set."""
     reader = EnvironmentReader(environ)
     address, port = reader.text("MASTER_ADDR"), reader.integer("MASTER_PORT", at_least=1, at_most=LAST_PORT)
     if address == "":
         raise reader.error("MASTER_ADDR is empty.", ("export MASTER_ADDR=n1", "the host of rank 0"))
-    return replace(found, address=address or found.address, port=port or found.port, read=(*found.read, *reader.read))
+    return replace(info, address=address or info.address, port=port or info.port, read=(*info.read, *reader.read))
 
 
 def detect_one(launcher: type[Launcher], environ: Environ) -> LauncherInfo:
-    """What one launcher says of this process, whatever others do; MASTER_ADDR and MASTER_PORT count all the same.
+    """The rank of this process according to one launcher, without a comparison with others.
+
+    MASTER_ADDR and MASTER_PORT are used if they are set.
 
     Raises:
-        LaunchError: it did not start this process, or its variables are missing or contradict each other.
+        LaunchError: the launcher did not start this process, or its variables are missing or contradict each other.
 
     >>> detect_one(OpenMPI, {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "RANK": "1"}).rank
     0
     """
-    found = launcher.detect(environ)
-    if found is None:
+    info = launcher.detect(environ)
+    if info is None:
         raise _error(
             f"{launcher.name} did not start this process: none of its variables is set.",
             dict.fromkeys(launcher.marks),
-            ("launch.join()", "by whichever launcher did"),
+            ("launch.join()", "detects the launcher"),
         )
-    return _with_master_address(found, environ)
+    return _with_master_address(info, environ)
 
 
-def with_address(found: LauncherInfo, host: str | None = None, port: int | None = None) -> LauncherInfo:
-    """The same where rank 0 is found at this host and port, as far as they are given.
+def with_address(info: LauncherInfo, host: str | None = None, port: int | None = None) -> LauncherInfo:
+    """``info`` with another host and port of rank 0, as far as they are given.
 
     Raises:
-        LaunchError: the one is no name, or the other no number of a port.
+        LaunchError: the host is not a name or an address, or the port not a port number.
 
     >>> with_address(detect_launcher({"PMI_RANK": "3", "PMI_SIZE": "4"}), "n1", 29500).end_point()
     ('n1', 29500)
@@ -595,7 +647,7 @@ def with_address(found: LauncherInfo, host: str | None = None, port: int | None 
         raise LaunchError(f"host is the name or the address of rank 0's host, such as host='n1', not {host!r}.")
     if port is not None and not (type(port) is int and 0 < port <= LAST_PORT):
         raise LaunchError(f"port is a whole number from 1 to {LAST_PORT}, such as port=29500, not {port!r}.")
-    return replace(found, address=host or found.address, port=port or found.port)
+    return replace(info, address=host or info.address, port=port or info.port)
 
 
 def _is_number(text: str) -> bool:

@@ -1,4 +1,4 @@
-"""A world of one process that takes itself for any rank of any size."""
+"""A world in which one process acts as any rank of any number of ranks, on the fake backend of torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pgmesh.errors import PlaceError, WorldError
 
 
 class FakeWorld:
-    """What ``fake_world`` returns: in a ``with`` statement, the world ends with the block."""
+    """Result of ``fake_world``. In a ``with`` statement, it destroys the world at the end of the block."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -27,19 +27,19 @@ class FakeWorld:
 
 
 def fake_world(rank: int, size: int, /) -> FakeWorld:
-    """A dry run: this process is one rank of a world of any size, alone, on torch's fake backend.
+    """Initialize a world of any size in this process alone, on the fake backend of torch.
 
-    It takes effect at once, and needs no launcher, no store and no other process. Meshes know every place; groups are
-    made, and a collective returns at once and leaves its tensors as they are. In a ``with`` statement the world is
-    destroyed with the block.
+    It needs no launcher, no store and no other process. Meshes and groups work as usual. A collective returns
+    immediately and does not change its tensors. In a ``with`` statement, the world is destroyed at the end of the
+    block; the call by itself initializes it until the process ends.
 
     Args:
-        rank: which rank this process is.
-        size: how many ranks the world has.
+        rank: the rank of this process.
+        size: number of ranks of the world.
 
     Raises:
-        PlaceError: no such rank in a world of this size.
-        WorldError: torch.distributed is initialised already.
+        PlaceError: a world of this size does not have the rank.
+        WorldError: torch.distributed is already initialized.
 
     >>> dist.destroy_process_group()                           # leave the world of the running mesh
     >>> with fake_world(5, 64):

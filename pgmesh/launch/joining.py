@@ -1,4 +1,4 @@
-"""Have torch.distributed initialised as the launcher says."""
+"""Initialization of torch.distributed with the rank, the size and the address that the launcher sets."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ def join(
     host: str | None = None,
     port: int | None = None,
 ) -> None:
-    """Have torch.distributed initialised, however this process was started.
+    """Initialize torch.distributed under any launcher: torchrun, srun, mpirun or none.
 
-    Under torchrun, srun or an MPI launcher that is the launcher's world; started by hand, a world of one. One that is
-    there already stays. A line in the log, of level INFO, says which launcher was believed and why.
+    Without a launcher, the world has one rank. If torch.distributed is already initialized, nothing changes. The
+    detected launcher and the reason are logged at level INFO.
 
     Args:
-        backend: as torch names it; by default "nccl", on the device of the local rank, where there is CUDA, else
-            "gloo".
-        timeout: how long to wait for the other ranks, here and in each collective of the default group: a timedelta
-            or a number of seconds; by default what torch allows the backend.
-        host: by which name or address the others reach rank 0. By default MASTER_ADDR, else what the launcher tells:
-            the first host of srun's step, or this one where all ranks are on it.
-        port: one that is free there, where rank 0 hosts the world's store. By default MASTER_PORT, else one that is
-            made of the number of Slurm's or Open MPI's job, from 20000 to 29999.
+        backend: name of the backend, as in torch. Default: "nccl" if CUDA is available, on the device of the local
+            rank; otherwise "gloo".
+        timeout: limit for this call and for each collective of the default group, as a timedelta or a number of
+            seconds. Default: torch's default for the backend.
+        host: name or address of rank 0's host. Default: MASTER_ADDR; if not set, the first host of srun's step or of
+            a PBS job, or 127.0.0.1 if all ranks are on one host.
+        port: a free port on that host, for the store of the world, which rank 0 hosts. Default: MASTER_PORT; if not
+            set, a port from 20000 to 29999 that depends on the number of the job (Slurm, Open MPI, PALS, PMIx).
 
     Raises:
-        LaunchError: the launchers' variables are incomplete or contradict each other, nothing tells where rank 0 is,
-            the local rank names no device, a timeout is not more than 0, or the world cannot be reached.
+        LaunchError: the launcher's variables are incomplete or contradict each other, the host or the port of rank 0
+            is unknown, no device has the local rank's number, the timeout is not positive, or joining fails.
 
-    Example: a script that calls join() is started in any of these ways.
+    Example: a script that calls join() can be started in any of these ways.
 
         python script.py                          # a world of 1
         torchrun --nproc-per-node 8 script.py     # a world of 8
@@ -54,10 +54,14 @@ def join(
 
 
 def from_torch(backend: str | None = None, *, timeout: Timeout | None = None) -> None:
-    """The same, by the variables of torchrun alone: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
+    """Initialize torch.distributed from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT alone.
+
+    Args:
+        backend: as in ``join``.
+        timeout: as in ``join``.
 
     Raises:
-        LaunchError: they are incomplete or contradict each other, or the world cannot be reached.
+        LaunchError: the variables are incomplete or contradict each other, or joining fails.
     """
     if not dist.is_initialized():
         _initialize(detect_one(Torchrun, os.environ), backend, timeout)
@@ -66,17 +70,16 @@ def from_torch(backend: str | None = None, *, timeout: Timeout | None = None) ->
 def from_slurm(
     host: str | None = None, port: int | None = None, *, backend: str | None = None, timeout: Timeout | None = None
 ) -> None:
-    """The same, by Slurm's variables alone: this process is a task of srun.
+    """Initialize torch.distributed from the variables of Slurm alone, in a task of srun.
 
     Args:
-        host: as in ``join``; by default MASTER_ADDR, else the first host of the step.
-        port: as in ``join``; by default MASTER_PORT, else one made of the numbers of the job and the step.
+        host: as in ``join``. Default: MASTER_ADDR; if not set, the first host of the step.
+        port: as in ``join``. Default: MASTER_PORT; if not set, a port that depends on the numbers of job and step.
         backend: as in ``join``.
         timeout: as in ``join``.
 
     Raises:
-        LaunchError: srun did not start this process, its variables contradict each other, or the world cannot be
-            reached.
+        LaunchError: srun did not start this process, its variables contradict each other, or joining fails.
     """
     if not dist.is_initialized():
         _initialize(with_address(detect_one(Slurm, os.environ), host, port), backend, timeout)
@@ -85,23 +88,23 @@ def from_slurm(
 def from_openmpi(
     host: str | None = None, port: int | None = None, *, backend: str | None = None, timeout: Timeout | None = None
 ) -> None:
-    """The same, by Open MPI's variables alone: this process was started by mpirun.
+    """Initialize torch.distributed from the variables of Open MPI alone, in a process that mpirun started.
 
     Args:
-        host: as in ``join``; has to be given where ranks are on several hosts.
-        port: as in ``join``; by default MASTER_PORT, else one made of the number of the job.
+        host: as in ``join``. Required if the ranks are on several hosts and MASTER_ADDR is not set.
+        port: as in ``join``. Default: MASTER_PORT; if not set, a port that depends on the number of the job.
         backend: as in ``join``.
         timeout: as in ``join``.
 
     Raises:
-        LaunchError: mpirun did not start this process, its variables contradict each other, or the world cannot be
-            reached.
+        LaunchError: mpirun did not start this process, its variables contradict each other, or joining fails.
     """
     if not dist.is_initialized():
         _initialize(with_address(detect_one(OpenMPI, os.environ), host, port), backend, timeout)
 
 
 def _initialize(info: LauncherInfo, backend: str | None, timeout: Timeout | None) -> None:
+    """Choose the backend and the device, and call ``init_process_group``."""
     limit = None if timeout is None else to_timedelta(timeout, LaunchError)
     if backend is None:
         backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
@@ -127,21 +130,22 @@ def _initialize(info: LauncherInfo, backend: str | None, timeout: Timeout | None
 
 
 def _set_device(info: LauncherInfo, backend: str) -> None:
-    """Use the device of the local rank. What srun's binding of devices makes of it is untested."""
+    """Select the CUDA device of the local rank, if the backend uses NCCL. Untested with devices that srun binds."""
     if "nccl" not in backend:
         return
-    seen, local_rank = torch.cuda.device_count(), info.local_rank
+    device_count, local_rank = torch.cuda.device_count(), info.local_rank
     if local_rank is None:
         raise info.error(
-            f"{info.launcher} does not say which rank of its host this is, nor which of {seen} CUDA devices it has.",
-            ('join("gloo")', "ranks that need none"),
-            ("export LOCAL_RANK=...", "or the number of this one's"),
+            f"{info.launcher} sets no local rank, so it is unknown which of {device_count} CUDA devices it uses.",
+            ('join("gloo")', "ranks without a device"),
+            ("export LOCAL_RANK=...", "or the number of this rank's device"),
         )
-    if seen == 1 and info.launcher == Slurm.name:
-        local_rank = 0  # Slurm binds one to each task
-    if local_rank >= seen:
+    if device_count == 1 and info.launcher == Slurm.name:
+        local_rank = 0  # Slurm can make only one device visible to each task
+    if local_rank >= device_count:
         name = "LOCAL_RANK" if "LOCAL_RANK" in dict(info.read) else "the local rank"
-        ways = [(f"torchrun --nproc-per-node {seen} script.py", "a rank for each device")] * (seen > 0)
-        ways.append(('join("gloo")', "or ranks that need none" if seen else "ranks that need none"))
-        raise LaunchError(f"{name} is {local_rank}, but this process sees {seen} CUDA devices.\n\n{format_calls(ways)}")
+        ways = [(f"torchrun --nproc-per-node {device_count} script.py", "a rank for each device")] * (device_count > 0)
+        ways.append(('join("gloo")', "or ranks without a device" if device_count else "ranks without a device"))
+        problem = f"{name} is {local_rank}, but this process sees {device_count} CUDA devices."
+        raise LaunchError(f"{problem}\n\n{format_calls(ways)}")
     torch.cuda.set_device(local_rank)

@@ -1,4 +1,4 @@
-"""Where the ranks of the world are."""
+"""The host of each rank of the world."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pgmesh.topology.host_mapping import Placement, map_hosts
 
 
 def placement(*, timeout: Timeout = timedelta(seconds=30)) -> Placement:
-    """On which host each rank of the world is: every rank calls it, and none assumes rank // 8.
+    """The host of each rank of the world, as published by the ranks themselves. Every rank must call it.
 
-    The ranks say it themselves, once in a world; a later call is answered from what is known.
+    The ranks exchange it once; later calls return the same result without communication.
 
     Args:
-        timeout: how long to wait for the others: a timedelta or a number of seconds.
+        timeout: limit for the exchange, as a timedelta or a number of seconds.
 
     Raises:
         MissingRanksError: some ranks did not call it in time.
-        OptionsError: a timeout that is not more than 0.
-        WorldError: torch.distributed is not initialised, or the world's store does not answer.
+        OptionsError: the timeout is not positive.
+        WorldError: torch.distributed is not initialized, or the store of the world does not answer.
 
-    Example: the ranks of the running mesh are in one process, on one host.
+    Example: all ranks of the running mesh are on one host.
 
         >>> placement().hosts
         ((0, 1, 2, 3, 4, 5, 6, 7),)

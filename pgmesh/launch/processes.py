@@ -1,4 +1,8 @@
-"""How processes of this machine are started."""
+"""Start method of local processes, for ``spawn`` and ``StoreProcess``.
+
+Processes are forked from a server that has imported torch, so that each starts in milliseconds. Like every start
+method but ``fork``, this imports the main script again, so the script needs an ``if __name__ == "__main__"`` guard.
+"""
 
 from __future__ import annotations
 
@@ -9,55 +13,57 @@ from typing import Any
 
 from pgmesh.errors import LaunchError
 
-PRELOAD = ["torch"]  # imported once, by the server that ranks are forked from
+PRELOAD = ["torch"]  # modules that the fork server imports once
 
 NAME_PREFIX = "pgmesh "
-"""How the names of processes begin that are started here."""
+"""Prefix of the names of all processes that are started here."""
 
 EXIT_UNGUARDED = 79
-"""How a process ends that, as it imports the script which started it, comes to start processes too."""
+"""Exit status of a process whose import of the main script would start processes again."""
 
 AT_MODULE_LEVEL = '# at module level, above `if __name__ == "__main__":`'
 
 
 def process_context() -> Any:
-    """How processes are started: forked off a server that has torch imported, they start at once.
+    """The multiprocessing context: a fork server that has imported torch, or ``spawn`` if that is unavailable.
 
     Raises:
-        LaunchError: this process imports the script of another that started it, or has no script to import.
+        LaunchError: the main script lacks a guard, or cannot be imported by other processes.
     """
     me = multiprocessing.current_process()
-    if getattr(me, "_inheriting", False):  # multiprocessing's own word for it, from 3.10 to 3.14
+    if getattr(me, "_inheriting", False):  # private to multiprocessing; True while it imports the main script
         if me.name.startswith(NAME_PREFIX):
-            os._exit(EXIT_UNGUARDED)  # whoever started it says so, once
+            os._exit(EXIT_UNGUARDED)  # the parent raises the error, once for all its processes
         raise unguarded_error(me.name)
     if path := _missing_script():
         raise LaunchError(
             f"this program was read from {path}, which other processes cannot import.\n\n"
             f"  python script.py   # write it to a file"
         )
-    forks = "forkserver" in multiprocessing.get_all_start_methods() and sys.platform != "darwin"  # not safe on macOS
+    forks = (
+        "forkserver" in multiprocessing.get_all_start_methods() and sys.platform != "darwin"
+    )  # forking is unsafe on macOS
     context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
     if forks:
         context.set_forkserver_preload(PRELOAD)
     return context
 
 
-def unguarded_error(who: str) -> LaunchError:
-    """What is wrong with a script that starts processes as it is imported."""
+def unguarded_error(process: str) -> LaunchError:
+    """An error for a main script that starts processes when it is imported."""
     return LaunchError(
-        f"{who} imports the script that started it, and that starts processes as it is imported.\n\n"
-        '  if __name__ == "__main__":   # only where the script itself is run\n'
-        "      launch.spawn(main, 4)    # so too launch.StoreProcess(), and whatever calls them"
+        f"{process} imports the main script, and the script starts processes when it is imported.\n\n"
+        '  if __name__ == "__main__":   # not executed on import\n'
+        "      launch.spawn(main, 4)    # the same for launch.StoreProcess() and for functions that call these"
     )
 
 
 def script_path() -> str | None:
-    """The file of the program; None where it was typed in, or given by ``python -c``."""
+    """Path of the main script; None in an interactive session or under ``python -c``."""
     return getattr(sys.modules["__main__"], "__file__", None)
 
 
 def _missing_script() -> str | None:
-    """What stands for the file of the program where there is none: other processes would look for it."""
+    """Path of the main script if no such file exists, such as ``<stdin>``, so that other processes cannot import it."""
     path, spec = script_path(), getattr(sys.modules["__main__"], "__spec__", None)
     return path if path is not None and spec is None and not os.path.exists(path) else None

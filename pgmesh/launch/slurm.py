@@ -1,4 +1,4 @@
-"""What Slurm writes in few words: lists of hosts, and how many tasks each of them runs.
+"""Parsers of the compressed lists in Slurm's variables: names of hosts, and numbers of tasks on each host.
 
 a[1-2],b[3-4]     a1 a2 b3 b4
 rack[1-2]n[01-02]-ib    rack1n01-ib rack1n02-ib rack2n01-ib rack2n02-ib
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pgmesh.errors import LaunchError
 
 MAX_HOSTS = 1 << 20
-"""Hosts of one list; a longer one was not written by Slurm."""
+"""Largest accepted number of hosts in a list."""
 
 _NAME = re.compile(r"(?: [^\[\],\s] | \[ [0-9,-]+ \] )+", re.VERBOSE)
 _PART = re.compile(r"\[ ([0-9,-]+) \] | ([^\[\]]+)", re.VERBOSE)
@@ -23,14 +23,14 @@ _TASKS = re.compile(r"([0-9]+) (?: \( x ([0-9]+) \) )?", re.VERBOSE)
 
 
 def parse_hosts(text: str, variable: str = "the list") -> tuple[str, ...]:
-    """The hosts of a Slurm node list, in its order: the first bracket of a name varies slowest.
+    """The hosts of a Slurm node list, in its order. The first bracket of a name varies slowest.
 
     Args:
-        text: as Slurm writes it. What precedes a number in a range, zeros too, stays: ``n[08-10]`` is n08, n09, n10.
-        variable: where it was read, for the error.
+        text: the list as Slurm writes it. Leading zeros are kept: ``n[08-10]`` is n08, n09, n10.
+        variable: the variable that contains it, for error messages.
 
     Raises:
-        LaunchError: it is not written so, or names more than 1,048,576 hosts.
+        LaunchError: the syntax is wrong, or the list names more than 1,048,576 hosts.
 
     >>> parse_hosts("gpu[1-2]-ib,rack[1-2]n[09-10]")
     ('gpu1-ib', 'gpu2-ib', 'rack1n09', 'rack1n10', 'rack2n09', 'rack2n10')
@@ -55,24 +55,28 @@ def parse_hosts(text: str, variable: str = "the list") -> tuple[str, ...]:
 
 
 def _expand_ranges(text: str, whole: str, variable: str) -> Iterator[str]:
-    """The numbers of one bracket, as text: a range keeps the width of its first."""
+    """The numbers of one bracket as text, padded to the width of the first number of their range."""
     for part in text.split(","):
         read = _RANGE.fullmatch(part)
         if read is None or len(part) > 40:
             raise _invalid_list(whole, variable, whole.index(f"[{text}]"))
         low, high = int(read[1]), int(read[2] or read[1])
         if high < low:
-            raise LaunchError(f"{variable} is {_shorten(whole)}, where the range {part} runs backwards.")
+            raise LaunchError(f"{variable} is {_shorten(whole)}, where the range {part} is descending.")
         if high - low >= MAX_HOSTS:
             raise LaunchError(f"{variable} is {_shorten(whole)}, which names more than {MAX_HOSTS:,} hosts.")
         yield from (f"{number:0{len(read[1])}d}" for number in range(low, high + 1))
 
 
 def parse_task_counts(text: str, variable: str = "the list") -> tuple[int, ...]:
-    """How many tasks each host runs, in the order of the node list.
+    """Number of tasks on each host, in the order of the node list.
+
+    Args:
+        text: the list as Slurm writes it.
+        variable: the variable that contains it, for error messages.
 
     Raises:
-        LaunchError: it is not written as Slurm does.
+        LaunchError: the syntax is wrong.
 
     >>> parse_task_counts("8(x2),4")
     (8, 8, 4)
@@ -82,8 +86,8 @@ def parse_task_counts(text: str, variable: str = "the list") -> tuple[int, ...]:
         read = _TASKS.fullmatch(part)
         if read is None or len(part) > 40 or not (times := int(read[2] or 1)) or len(counts) + times > MAX_HOSTS:
             raise LaunchError(
-                f"{variable} is {_shorten(text)}, which is no list of tasks: {part!r} is neither a number nor one with "
-                "how often, as in 8(x2),4, which is 8, 8 and 4."
+                f"{variable} is {_shorten(text)}, which is not a list of task counts: {part!r} is not a number such as "
+                "8, or a repeated number such as 8(x2)."
             )
         counts += [int(read[1])] * times
     return tuple(counts)
@@ -91,8 +95,8 @@ def parse_task_counts(text: str, variable: str = "the list") -> tuple[int, ...]:
 
 def _invalid_list(text: str, variable: str, where: int) -> LaunchError:
     return LaunchError(
-        f"{variable} is {_shorten(text)}, which is no list of hosts of Slurm's from {_shorten(text[where:])} on. "
-        "Lists are written a[1-2],b[3-4] or rack[1-2]n[01-12]."
+        f"{variable} is {_shorten(text)}, which is not a Slurm list of hosts from {_shorten(text[where:])} on. "
+        "Such lists are written a[1-2],b[3-4] or rack[1-2]n[01-12]."
     )
 
 

@@ -1,4 +1,8 @@
-"""A small world on this machine, for the time of a call or for many."""
+"""Worlds of local processes: ``spawn`` runs one call in a new world, ``LocalWorld`` runs many in the same one.
+
+The parent holds two pipes to each rank. Calls and their results, both pickled, pass through the first. Through the
+second, a thread of the rank returns the stacks of its other threads, so that the parent can report where it is stuck.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,8 @@ from pgmesh.launch.processes import (
 from pgmesh.launch.store import StoreProcess
 from pgmesh.options import Timeout, to_timedelta
 
-FAILURE_GRACE = 0.5  # seconds in which the other ranks may tell their side of a first failure
+FAILURE_GRACE = 0.5
+"""Seconds after the first failure in which the other ranks can report theirs."""
 
 
 def spawn(
@@ -45,21 +50,22 @@ def spawn(
     timeout: Timeout = timedelta(seconds=120),
     **kwargs: Any,
 ) -> list[Any]:
-    """What fn(*args, **kwargs) returns on n local processes that form one world, in rank order.
+    """Run fn(*args, **kwargs) in a world of n local processes, and return the results in rank order.
 
-    No rank outlives the call, however it ends. (Where ranks are forked, the server that forks them stays for
-    the next call, and ends with the program.) A script calls it under `if __name__ == "__main__":`.
+    All ranks end before it returns or raises. A script must call it under `if __name__ == "__main__":`. Ranks are
+    forked from a server process, if the system has one; the server ends with the program.
 
     Args:
-        fn: a function at module level. Its arguments and its result must pickle.
-        n: how many ranks, 1 or more.
-        backend: as torch names it.
-        timeout: the deadline of the whole call, a timedelta or a number of seconds. Collectives time out after half of
-            it, so that it comes out why.
+        fn: a function at module level. It, its arguments and its result must pickle.
+        n: number of ranks, 1 or more.
+        backend: name of the backend, as in torch.
+        timeout: limit for the whole call, as a timedelta or a number of seconds. Collectives time out after half of
+            it, so that their error can be reported.
 
     Raises:
-        LaunchError: a rank raised, died or was not done in time. The first failure is told first, with its
-            traceback, and chained. Or fn cannot be sent to another process, or the timeout is not more than 0.
+        LaunchError: a rank raised an error, died or exceeded the timeout. The message starts with the first failure
+            and its traceback; the exception is chained. Also raised if fn or an argument does not pickle, or the
+            timeout is not positive.
 
     Example:
         >>> spawn(torch.distributed.get_rank, 4)
@@ -73,18 +79,18 @@ def spawn(
 
 
 def pack_call(fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> bytes:
-    """The call fn(*args, **kwargs) as bytes for another process.
+    """The call fn(*args, **kwargs), pickled for another process.
 
     Raises:
-        LaunchError: the function, or what it is given, cannot be sent there.
+        LaunchError: the function or an argument does not pickle.
     """
     name = getattr(fn, "__qualname__", None) or repr(fn)
     base_name = name.rpartition(".")[2]
     fix = f"  def {'work' if base_name == '<lambda>' else base_name}(...): ...   {AT_MODULE_LEVEL}"
     if getattr(fn, "__module__", None) == "__main__" and script_path() is None:
         raise LaunchError(
-            f"{name} cannot be sent to another process: it was typed in, or given by python -c, and a process finds a "
-            f"function by its name in a file.\n\n{fix}"
+            f"{name} cannot be sent to another process: it was defined interactively or by python -c, and a process "
+            f"imports a function by its name from a file.\n\n{fix}"
         )
     try:
         return pickle.dumps((fn, args, kwargs or {}))
@@ -92,19 +98,20 @@ def pack_call(fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str
         why = _pickle_error(fn)
         if why is not None:
             raise LaunchError(
-                f"{name} cannot be sent to another process, which finds a function by its name in its module: {why}."
-                f"\n\n{fix}"
+                f"{name} cannot be sent to another process, which imports a function by its name from its module: "
+                f"{why}.\n\n{fix}"
             ) from None
-        given = {**{f"argument {i}": arg for i, arg in enumerate(args, 1)}, **(kwargs or {})}
-        said = [f"{word}, a {type(arg).__name__}: {why}" for word, arg in given.items() if (why := _pickle_error(arg))]
+        arguments = {**{f"argument {i}": arg for i, arg in enumerate(args, 1)}, **(kwargs or {})}
+        errors = {word: why for word, argument in arguments.items() if (why := _pickle_error(argument))}
+        texts = [f"{word}, a {type(arguments[word]).__name__}: {why}" for word, why in errors.items()]
         raise LaunchError(
-            f"what {name} is given cannot be sent to another process: {'; '.join(said) or error}.\n\n"
-            f"  launch.spawn({base_name}, 4, ...)   # with what it is made of, and the ranks make it"
+            f"the arguments of {name} cannot be sent to another process: {'; '.join(texts) or error}.\n\n"
+            f"  launch.spawn({base_name}, 4, ...)   # pass values that pickle, and create the object in each rank"
         ) from None
 
 
 def _pickle_error(value: object) -> str | None:
-    """Why a value does not pickle; None where it does."""
+    """The error that pickling a value raises; None if it pickles."""
     try:
         pickle.dumps(value)
     except Exception as error:
@@ -114,32 +121,46 @@ def _pickle_error(value: object) -> str | None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a call on one rank: a result, or an error."""
+    """Result or error of a call on one rank."""
 
     rank: int
     result: Any = None
-    error: str = ""  # in a line; "" if it went well
-    details: str = ""  # a traceback, or where it stood
+    error: str = ""  # one line; empty if the call succeeded
+    details: str = ""  # the traceback, or the stacks of a rank that exceeded the timeout
     exception: BaseException | None = None
-    exitcode: int | None = None  # of a rank that died; minus the number of a signal
-    timed_out: bool = False  # still at it
-    failed_at: float = math.inf  # when it raised, on the clock that all processes share
+    exitcode: int | None = None  # of a rank that died, as in multiprocessing: -9 is SIGKILL
+    timed_out: bool = False
+    failed_at: float = math.inf  # time.monotonic() of the error, which is the same clock in all processes of a host
 
 
 def unwrap_results(outcomes: Sequence[Outcome]) -> list[Any]:
-    """The results in rank order, or LaunchError that leads with the first failure."""
-    # A death (moment -inf) leads: the others may have raised because of it, but not the reverse.
+    """The results in rank order.
+
+    Raises:
+        LaunchError: some calls failed. The message starts with the first failure.
+    """
+    # Deaths have the time -inf and are reported first: a death can cause errors on other ranks, but not the reverse.
     failed = sorted((o for o in outcomes if o.error), key=lambda o: o.failed_at)
     if not failed:
         return [o.result for o in outcomes]
-    first = [o for o in failed if o.failed_at == failed[0].failed_at]  # all the dead, or all the late
-    told = [f"rank {o.rank} of {len(outcomes)} {o.error}\n\n{o.details}".rstrip() for o in first]
-    told += ["\n".join(f"rank {o.rank}, after that, {o.error}" for o in failed[len(first) :])]
-    raise LaunchError("\n\n".join(told).rstrip()) from first[0].exception
+    first = [o for o in failed if o.failed_at == failed[0].failed_at]  # all deaths, or all timeouts
+    texts = [f"rank {o.rank} of {len(outcomes)} {o.error}\n\n{o.details}".rstrip() for o in first]
+    texts += ["\n".join(f"rank {o.rank}, after that, {o.error}" for o in failed[len(first) :])]
+    raise LaunchError("\n\n".join(texts).rstrip()) from first[0].exception
 
 
 class LocalWorld:
-    """n processes of this machine that form one world and do call after call, until it is closed."""
+    """A world of n local processes that executes one call after another, until it is closed.
+
+    Args:
+        n: number of ranks.
+        backend: name of the backend, as in torch.
+        timeout: timeout of collectives; torch's default if None.
+        store: the store of the world. Default: a new one in this process.
+
+    Raises:
+        LaunchError: ``n`` is not positive, or the main script cannot start processes.
+    """
 
     def __init__(
         self, n: int, backend: str = "gloo", timeout: timedelta | None = None, store: StoreProcess | None = None
@@ -147,7 +168,7 @@ class LocalWorld:
         if not isinstance(n, int) or n < 1:
             raise LaunchError(f"a world has 1 rank or more, not {n!r}")
         processes = process_context()
-        # Hosted here, the store needs no port guessed beforehand, and no rank's death takes it away.
+        # A store in the parent survives the death of any rank, and can use any free port.
         self._store = store or dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.ranks: list[LocalRank] = []
         try:
@@ -167,41 +188,49 @@ class LocalWorld:
     def gather(
         self, calls: Sequence[bytes], seconds: float, *, grace: float = math.inf, start: float | None = None
     ) -> list[Outcome]:
-        """Each rank's outcome of its call: those within seconds of start, and within grace of a failure."""
+        """Send each rank its call, and return the outcomes in rank order.
+
+        Args:
+            calls: a call for each rank, from ``pack_call``.
+            seconds: limit for all ranks.
+            grace: seconds after the first failure in which the other ranks can finish.
+            start: time.monotonic() at which the limit starts; now if None.
+        """
         end = (time.monotonic() if start is None else start) + seconds
-        late_error = f"was not done in {seconds:g} s; allow it more, or see where it stood:"
+        late_error = f"was not done in {seconds:g} s; increase the timeout, or see where it was:"
         waiting = dict(zip(self.ranks, calls, strict=True))
         outcomes: dict[LocalRank, Outcome] = {}
         while waiting and (left := end - time.monotonic()) > 0:
-            wait([ear for rank in waiting for ear in (rank.call_pipe, rank.process.sentinel)], min(left, 60.0))
+            wait([each for rank in waiting for each in (rank.call_pipe, rank.process.sentinel)], min(left, 60.0))
             finished = {rank: outcome for rank in waiting if (outcome := rank.poll_outcome(waiting[rank]))}
             outcomes |= finished
             waiting = {rank: call for rank, call in waiting.items() if rank not in finished}
             if any(outcome.error for outcome in finished.values()) and time.monotonic() + grace < end:
-                end, late_error = time.monotonic() + grace, "was ended"
+                end, late_error = time.monotonic() + grace, "was stopped"
         for rank in waiting:
             outcomes[rank] = Outcome(rank.rank, error=late_error, details=rank.stacks(), timed_out=True)
         return [outcomes[rank] for rank in self.ranks]
 
     def close(self, seconds: float = 0.0) -> None:
-        """End every rank: by itself in that many seconds, else by SIGTERM, else by SIGKILL."""
+        """Stop all ranks: let them exit for some seconds, then send SIGTERM, then SIGKILL."""
         for rank in self.ranks:
             rank.send_stop()
-        self._end(lambda process: None, seconds)
-        self._end(BaseProcess.terminate, 1.0)
-        self._end(BaseProcess.kill, 2.0)
+        self._stop(lambda process: None, seconds)
+        self._stop(BaseProcess.terminate, 1.0)
+        self._stop(BaseProcess.kill, 2.0)
 
-    def _end(self, how: Callable[[BaseProcess], None], seconds: float) -> None:
+    def _stop(self, action: Callable[[BaseProcess], None], seconds: float) -> None:
+        """Apply an action to all living processes, and wait for them."""
         alive = [rank.process for rank in self.ranks if rank.process.is_alive()]
         end = time.monotonic() + seconds
         for process in alive:
-            how(process)
+            action(process)
         for process in alive:
             process.join(max(0.0, end - time.monotonic()))
 
 
 class LocalRank:
-    """One rank, seen from the process that started it."""
+    """The parent's handle of one rank: its process and the two pipes to it."""
 
     def __init__(self, processes: Any, rank: int, env: dict[str, str], backend: str, timeout: timedelta | None) -> None:
         self.rank = rank
@@ -214,8 +243,11 @@ class LocalRank:
             self.process.start()
 
     def poll_outcome(self, call: bytes) -> Outcome | None:
-        """Its outcome, once it has one. It asks for the call with an empty message."""
-        alive = self.process.is_alive()  # looked at first: the dead may have left a message
+        """The outcome of the call; None while it is unknown.
+
+        The rank requests the call with an empty message, and answers with the outcome.
+        """
+        alive = self.process.is_alive()  # before polling, since a dead rank may have left a message
         try:
             while self.call_pipe.poll():
                 if message := self.call_pipe.recv_bytes():
@@ -227,23 +259,23 @@ class LocalRank:
         if alive:
             return None
         code = self.process.exitcode or 0
-        how = {-s: s.name for s in signal.Signals}.get(code, f"exit code {code}")
+        cause = {-s: s.name for s in signal.Signals}.get(code, f"exit code {code}")
         if code == EXIT_UNGUARDED and not self.started:
             raise unguarded_error(f"rank {self.rank}")
-        died = f"died without a word ({how}){'' if self.started else ' as it started'}"
+        died = f"died without an error message ({cause}){'' if self.started else ' while it started'}"
         return Outcome(self.rank, error=died, exitcode=code, failed_at=-math.inf)
 
     def stacks(self) -> str:
-        """The stacks of its threads."""
+        """The stacks of the rank's threads, as text."""
         with contextlib.suppress(EOFError, OSError):
             self.stack_pipe.send_bytes(b"where?")
             if self.stack_pipe.poll(2.0):
                 stacks: bytes = self.stack_pipe.recv_bytes()
                 return stacks.decode()
-        return "  no answer: stopped, or in a call that holds Python's lock"
+        return "  no answer: the process is stopped, or in a call that holds the GIL"
 
     def send_stop(self) -> None:
-        """Tell it to end, with an empty call."""
+        """Request that the rank exits, with an empty call."""
         with contextlib.suppress(OSError):
             self.call_pipe.send_bytes(b"")
 
@@ -253,15 +285,15 @@ def _unpickle_outcome(rank: int, message: bytes) -> Outcome:
         outcome: Outcome = pickle.loads(message)
         return outcome
     except Exception as error:
-        line = f"answered what does not unpickle here: {error!r}"
+        line = f"returned a message that does not unpickle here: {error!r}"
         return Outcome(rank, error=line, exception=error, failed_at=time.monotonic())
 
 
 def _torchrun_variables(rank: int, n: int, port: int) -> dict[str, str]:
-    """What torchrun would tell this rank; as there, the store is hosted by no rank."""
-    place = {"RANK": rank, "WORLD_SIZE": n, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": n, "PGMESH_SPAWNED": os.getpid()}
+    """The variables that torchrun would set for this rank. No rank hosts the store."""
+    ranks = {"RANK": rank, "WORLD_SIZE": n, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": n, "PGMESH_SPAWNED": os.getpid()}
     store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    return {name: str(number) for name, number in place.items()} | store
+    return {name: str(number) for name, number in ranks.items()} | store
 
 
 # ---- inside a rank ----
@@ -275,10 +307,10 @@ def _run_rank(
     calls: Connection,
     stack_requests: Connection,
 ) -> None:
-    """Do the calls that come, until an empty one."""
+    """Main function of a rank: execute calls until an empty one arrives."""
     threading.Thread(target=_serve_stacks, args=(stack_requests,), daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its ranks
-    os.environ.clear()  # a forked rank has the environment that its server was started in
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent stops its ranks
+    os.environ.clear()  # a forked rank has the old environment of the fork server
     os.environ.update(env)
     torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1").split(",")[0]))
     with contextlib.suppress(EOFError, OSError):
@@ -291,6 +323,7 @@ def _run_rank(
 
 
 def _run_call(rank: int, call: bytes, backend: str, timeout: timedelta | None) -> bytes:
+    """Join the world if needed, execute a pickled call, and return its pickled outcome."""
     try:
         join(backend, timeout=timeout)
         fn, args, kwargs = _unpickle_call(call)
@@ -305,36 +338,36 @@ def _run_call(rank: int, call: bytes, backend: str, timeout: timedelta | None) -
         try:
             pickle.loads(pickle.dumps(error))
             return pickle.dumps(replace(outcome, exception=error))
-        except Exception:  # there are exceptions that pickle, and then do not unpickle
+        except Exception:  # some exceptions pickle, but do not unpickle
             return pickle.dumps(outcome)
 
 
 class _SendError(Exception):
-    """What was called cannot be found here, or what it gave back cannot be sent: a line, and the way out."""
+    """A call that does not unpickle in the rank, or a result that does not pickle. Arguments: the error and the fix."""
 
 
 def _unpickle_call(call: bytes) -> Any:
-    """What to call, and with what."""
+    """The function and its arguments from the bytes of a call."""
     try:
         return pickle.loads(call)
     except Exception as error:
         raise _SendError(
-            f"cannot find what it was sent: {error}", f"  def work(...): ...   {AT_MODULE_LEVEL}"
+            f"cannot import the function that it was sent: {error}", f"  def work(...): ...   {AT_MODULE_LEVEL}"
         ) from None
 
 
 def _pickle_outcome(outcome: Outcome) -> bytes:
-    """A result as bytes for the process that asked."""
+    """The bytes of an outcome."""
     try:
         return pickle.dumps(outcome)
     except Exception as error:
         kind = type(outcome.result).__name__
-        line = f"gave back a {kind}, which does not pickle: {error}"
+        line = f"returned a {kind}, which does not pickle: {error}"
         raise _SendError(line, "  return ...   # numbers, text, tensors on the CPU") from None
 
 
 def _serve_stacks(requests: Connection) -> None:
-    """Say where this rank stands, when asked; end it when its parent is gone."""
+    """Send the stacks of this rank on each request, and exit when the parent is gone."""
     with contextlib.suppress(EOFError, OSError):
         while requests.recv_bytes():
             requests.send_bytes(_stacks().encode())
@@ -342,12 +375,12 @@ def _serve_stacks(requests: Connection) -> None:
 
 
 def _stacks() -> str:
-    """The stacks of the other threads; the main one's from the call on."""
+    """The stacks of all other threads. That of the main thread starts at the called function."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    told = []
+    texts = []
     for ident, frame in sys._current_frames().items():
         if ident != threading.get_ident():
             stack = traceback.extract_stack(frame)
             above = next((i for i, entry in enumerate(stack, 1) if entry.name == "_run_call"), 0)
-            told.append(f"{names.get(ident)}:\n{''.join(traceback.format_list(stack[above:]))}")
-    return "\n".join(told)
+            texts.append(f"{names.get(ident)}:\n{''.join(traceback.format_list(stack[above:]))}")
+    return "\n".join(texts)

@@ -1,4 +1,4 @@
-"""A world's store in a process of its own."""
+"""The store of a world in a separate process, which survives the death of any rank."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from pgmesh.launch.processes import EXIT_UNGUARDED, NAME_PREFIX, process_context
 
 
 class StoreProcess:
-    """A world's store in a process of its own, so that the end of no rank takes it away.
+    """The store of a world in a separate process, which survives the death of any rank.
 
-    torchrun without a rendezvous of its own, srun and mpirun have rank 0 host it: then no group can be connected any
-    more once rank 0 has died. Start this one first, beside the ranks, and give them what ``env`` says.
+    Under srun and mpirun, rank 0 hosts the store, and no group can be connected after its death. Start a StoreProcess
+    before the ranks, and add ``env`` to their environment variables. Under torchrun, the agent hosts the store.
 
     Args:
-        port: any free one if 0.
-        host: the name by which the ranks reach this machine.
+        port: the port to listen on; 0 is any free port.
+        host: the name or address under which the ranks reach this host.
 
     Raises:
-        LaunchError: it did not start, because the port is taken, say; or the call is not under
-            `if __name__ == "__main__":`.
+        LaunchError: the store did not start, for instance because the port is taken; or the main script lacks the
+            guard `if __name__ == "__main__":`.
 
     >>> with StoreProcess() as store:
     ...     sorted(store.env)
@@ -56,15 +56,15 @@ class StoreProcess:
 
     @property
     def env(self) -> dict[str, str]:
-        """The variables by which ranks find it."""
+        """Environment variables with which ranks connect to this store."""
         return {
             "MASTER_ADDR": self.host,
             "MASTER_PORT": str(self.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # no rank hosts it
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # tells torch that no rank hosts the store
         }
 
     def close(self) -> None:
-        """End it."""
+        """Stop the process."""
         self._stop_sender.close()
         self.process.join(1.0)
         self.process.kill()
@@ -78,7 +78,7 @@ class StoreProcess:
 
 
 def _run_store(port: int, ready_sender: Connection, stop_receiver: Connection) -> None:
-    """Host a store until the process that asked for it lets go, or ends."""
+    """Host a store until the parent closes its end of the pipe, or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-_HOME = {
+_MODULE_OF = {
     "Method": "base",
     "Level": "base",
     "compose": "composing",
@@ -23,19 +23,19 @@ _HOME = {
     "local": "weights",
 }
 
-__all__ = [*_HOME]
+__all__ = [*_MODULE_OF]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'pgmesh.parallel' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"pgmesh.parallel.{_HOME[name]}"), name)
+    value = getattr(importlib.import_module(f"pgmesh.parallel.{_MODULE_OF[name]}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+    return sorted([*globals(), *_MODULE_OF])
 
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from torch import nn
 from pgmesh.errors import AxisError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
-from pgmesh.parallel.divisibility import equal_part, sizes_of
-from pgmesh.parallel.ownership import MARK
+from pgmesh.parallel.divisibility import divide_evenly, format_sizes
+from pgmesh.parallel.ownership import OWNED_MARK
 
 
 class Level(IntEnum):
@@ -78,14 +78,14 @@ class Method:
         over: Iterable[Axis] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        who = type(self).__name__
+        name = type(self).__name__
         if not isinstance(mesh, ProcessGroupMesh):
-            raise AxisError(f"{who} is given a mesh and then its axes, such as {who}(mesh, 'dp'), not {mesh!r}.")
+            raise AxisError(f"{name} is given a mesh and then its axes, such as {name}(mesh, 'dp'), not {mesh!r}.")
         if not axes:
             first = mesh.axes[0] if mesh.axes else "dp"
             raise AxisError(
-                f"{who} is given no axis; the mesh has {', '.join(map(str, mesh.axes))}.\n\n"
-                f"  {who}(mesh, {first!r})   # the axes that it shall own"
+                f"{name} is given no axis; the mesh has {', '.join(map(str, mesh.axes))}.\n\n"
+                f"  {name}(mesh, {first!r})   # the axes that it shall own"
             )
         if isinstance(over, str):
             over = (over,)
@@ -96,9 +96,9 @@ class Method:
         if missing:
             whole = tuple(axis for axis in mesh.axes if axis in self.owns or axis in self.reduces)
             raise AxisError(
-                f"{who} owns {listed(self.owns)}, so it sums over {listed(missing)} too, but over= names "
-                f"{listed(self.reduces)} alone.\n\n"
-                f"  {who}(mesh, {', '.join(map(repr, self.owns))}, over={whole!r})"
+                f"{name} owns {format_axes(self.owns)}, so it sums over {format_axes(missing)} too, but over= names "
+                f"{format_axes(self.reduces)} alone.\n\n"
+                f"  {name}(mesh, {', '.join(map(repr, self.owns))}, over={whole!r})"
             )
         self.configure(options, self.reduces)
 
@@ -139,7 +139,7 @@ class Method:
         >>> [tuple(weight.shape) for weight in Method(mesh, "dp").weights(layer)]
         [(2, 2)]
         """
-        return (weight for weight in module.parameters() if weight.requires_grad and not hasattr(weight, MARK))
+        return (weight for weight in module.parameters() if weight.requires_grad and not hasattr(weight, OWNED_MARK))
 
     def around(self, module: nn.Module, inner: Callable[[nn.Module], nn.Module]) -> nn.Module:
         """Apply the methods inside this one, then this one.
@@ -176,33 +176,33 @@ class Method:
         Raises:
             ShapeError: the rows cannot be shared out evenly.
         """
-        return share(rows, self.size, self.index, sizes_of(self.mesh, self.owns))
+        return split_rows(rows, self.size, self.index, format_sizes(self.mesh, self.owns))
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__} along {listed(self.owns)}"
+        return f"{type(self).__name__} along {format_axes(self.owns)}"
 
 
-def only(method: Method) -> Axis:
+def single_axis(method: Method) -> Axis:
     """The axis of a method that works along one.
 
     Raises:
         AxisError: it was given more.
     """
     if len(method.owns) > 1:
-        who, axis, size = type(method).__name__, str(method.owns[-1]), method.mesh.size(*method.owns)
+        name, axis, size = type(method).__name__, str(method.owns[-1]), method.mesh.size(*method.owns)
         raise AxisError(
-            f"{who} works along one axis, not along {listed(method.owns)}: a view has them as one.\n\n"
-            f"  {who}(mesh.view(..., {axis}={size}), {axis!r}, ...)"
+            f"{name} works along one axis, not along {format_axes(method.owns)}: a view has them as one.\n\n"
+            f"  {name}(mesh.view(..., {axis}={size}), {axis!r}, ...)"
         )
     return method.owns[0]
 
 
-def listed(axes: Iterable[Axis]) -> str:
+def format_axes(axes: Iterable[Axis]) -> str:
     """Axes in words."""
     return ", ".join(map(str, axes))
 
 
-def share(rows: torch.Tensor, size: int, index: int, axes: str) -> torch.Tensor:
+def split_rows(rows: torch.Tensor, size: int, index: int, axes: str) -> torch.Tensor:
     """One of so many equal shares of the rows."""
-    each = equal_part(rows.shape[0], f"a batch of {rows.shape[0]} rows", "rows", size, axes)
+    each = divide_evenly(rows.shape[0], f"a batch of {rows.shape[0]} rows", "rows", size, axes)
     return rows.narrow(0, index * each, each)

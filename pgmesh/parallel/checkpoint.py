@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from pgmesh.errors import MethodError
 from pgmesh.mesh import ProcessGroupMesh
-from pgmesh.parallel.ownership import MARK, kept_apart
+from pgmesh.parallel.ownership import OWNED_MARK, owned_parameters
 from pgmesh.parallel.pipeline import Pipeline
 
 # One entry for each weight, by its name, in place of a list in the order of parameters: stages know their own alone.
@@ -82,10 +82,11 @@ def load(
 
 def _entries(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, str, Any]]:
     """What there is to save: its name in the whole model, its name on this rank, and the value."""
-    for name, weight in kept_apart(module).items():
-        if getattr(weight, MARK):
+    for name, weight in owned_parameters(module).items():
+        if getattr(weight, OWNED_MARK):
             raise MethodError(
-                f"{name} is cut along {getattr(weight, MARK)} as a plain tensor, so ranks hold different parts under "
+                f"{name} is cut along {getattr(weight, OWNED_MARK)} as a plain tensor, so ranks hold different "
+                "parts under "
                 "one name, of which a checkpoint would keep one: checkpoints take experts that are whole."
             )
     states: dict[str, dict[str, Any]] = {"model": get_model_state_dict(module)}
@@ -104,7 +105,7 @@ def _in_the_whole(long: str, sections: Iterable[str], pipelines: Mapping[str, Pi
     for (prefix, pipeline), section in itertools.product(pipelines.items(), sections):
         if found := re.match(re.escape(section + prefix) + r"parts\.\d+\.(.*)", long):
             name = found[1]
-            for other, first in pipeline.first_names.items() if section else ():
+            for other, first in pipeline.canonical_names.items() if section else ():
                 if name.startswith(f"{other}."):
                     name = first + name.removeprefix(other)
             return section + prefix + name

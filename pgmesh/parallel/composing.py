@@ -12,8 +12,8 @@ from pgmesh._util.formatting import count_of
 from pgmesh.errors import AxisError, MethodError
 from pgmesh.layout import Axis, Layout
 from pgmesh.mesh import ProcessGroupMesh
-from pgmesh.parallel.base import Level, Method, listed, share
-from pgmesh.parallel.divisibility import sizes_of
+from pgmesh.parallel.base import Level, Method, format_axes, split_rows
+from pgmesh.parallel.divisibility import format_sizes
 
 
 class Composition:
@@ -38,28 +38,28 @@ class Composition:
         """
         return self._apply(self.methods, [], module)
 
-    def _apply(self, methods: tuple[Method, ...], told: list[BaseException], module: nn.Module) -> nn.Module:
+    def _apply(self, methods: tuple[Method, ...], reported: list[BaseException], module: nn.Module) -> nn.Module:
         if not methods:
             return module
         *inside, method = methods
-        held = dict[str, nn.Parameter]()
+        parameters = dict[str, nn.Parameter]()
 
         def inner(part: nn.Module) -> nn.Module:
-            part = self._apply(tuple(inside), told, part)
-            held.update(part.named_parameters())
+            part = self._apply(tuple(inside), reported, part)
+            parameters.update(part.named_parameters())
             return part
 
-        before = groups_held(self.mesh)
+        before = held_groups(self.mesh)
         try:
             applied = method.around(module, inner)
             if not isinstance(applied, nn.Module):
                 raise TypeError(f"apply returned {applied!r}, not the module to use from here on")
-            check_kept(method, inside, held, applied)
+            check_parameters_kept(method, inside, parameters, applied)
         except BaseException as error:
-            release_since(before, method)
-            if error in told or not isinstance(error, Exception):  # one inside this one has said it
+            release_new_groups(before, method)
+            if error in reported or not isinstance(error, Exception):  # one inside this one has said it
                 raise
-            told.append(
+            reported.append(
                 failed := MethodError(
                     f"{method} failed as it was applied: {type(error).__name__}: {error}\n\n"
                     f"Its groups are released and the mesh goes on; the module may be half changed, so make it anew."
@@ -76,18 +76,18 @@ class Composition:
         >>> compose(mesh, unowned=mesh.axes).size
         1
         """
-        return self._place[0]
+        return self._position[0]
 
     @property
     def index(self) -> int:
         """Which of the shares of a batch is this rank's: what a data loader calls its rank."""
-        return self._place[1]
+        return self._position[1]
 
     @property
-    def _place(self) -> tuple[int, int]:
+    def _position(self) -> tuple[int, int]:
         axes: dict[Layout, list[Axis]] = {}  # of the mesh, and of views of it
         meshes: dict[Layout, ProcessGroupMesh] = {}
-        for method in self._splitting:
+        for method in self._splitting_methods:
             axes.setdefault(method.mesh.layout, []).extend(method.owns)
             meshes[method.mesh.layout] = method.mesh
         size, index = 1, 0
@@ -97,7 +97,7 @@ class Composition:
         return size, index
 
     @property
-    def _splitting(self) -> tuple[Method, ...]:
+    def _splitting_methods(self) -> tuple[Method, ...]:
         return tuple(method for method in self.methods if method.splits_batch)
 
     def share(self, rows: torch.Tensor) -> torch.Tensor:
@@ -106,8 +106,10 @@ class Composition:
         Raises:
             ShapeError: the rows cannot be shared out evenly.
         """
-        size, index = self._place
-        return share(rows, size, index, " x ".join(sizes_of(each.mesh, each.owns) for each in self._splitting))
+        size, index = self._position
+        return split_rows(
+            rows, size, index, " x ".join(format_sizes(each.mesh, each.owns) for each in self._splitting_methods)
+        )
 
     def __repr__(self) -> str:
         return f"Composition({'; '.join(map(str, self.methods))})"
@@ -148,53 +150,56 @@ def compose(mesh: ProcessGroupMesh, *methods: Method, unowned: Iterable[Axis] = 
                 f"Methods of one composition are on one mesh, its views and its slices."
             )
     for one, other in itertools.combinations(methods, 2):
-        check_apart(one, other)
-    meant = mesh.along(*unowned).axes if (unowned := tuple(unowned)) else ()
-    several = [axis for axis in mesh.axes if mesh.size(axis) > 1 and axis not in meant]
-    if bare := [axis for axis in several if not any(has(method, mesh, axis) for method in methods)]:
-        owned = listed(axis for method in methods for axis in method.owns)
+        check_owners(one, other)
+    allowed = mesh.along(*unowned).axes if (unowned := tuple(unowned)) else ()
+    several = [axis for axis in mesh.axes if mesh.size(axis) > 1 and axis not in allowed]
+    if unowned_axes := [axis for axis in several if not any(owns_axis(method, mesh, axis) for method in methods)]:
+        owned = format_axes(axis for method in methods for axis in method.owns)
         raise AxisError(
-            f"no method owns {sizes_of(mesh, bare)}, so {'their' if bare[1:] else 'its'} {mesh.size(*bare)} ranks "
+            f"no method owns {format_sizes(mesh, unowned_axes)}, so {'their' if unowned_axes[1:] else 'its'} "
+            f"{mesh.size(*unowned_axes)} ranks "
             f"would do the same work unaware of each other. Owned are: {owned or 'none'}.\n\n"
-            f"  compose(mesh, ..., unowned={bare})   # if that is meant"
+            f"  compose(mesh, ..., unowned={unowned_axes})   # if that is meant"
         )
     return Composition(mesh, tuple(sorted(methods, key=lambda method: method.level)))
 
 
-def check_apart(one: Method, other: Method) -> None:
+def check_owners(one: Method, other: Method) -> None:
     """Two methods own no axis in common, nor ranks that one of them does not share, nor sums over another's stages."""
-    alike = one.mesh.layout == other.mesh.layout
-    for axis, its in itertools.product(one.owns, other.owns):
-        if alike and axis == its:
+    same_layout = one.mesh.layout == other.mesh.layout
+    for axis, other_axis in itertools.product(one.owns, other.owns):
+        if same_layout and axis == other_axis:
             raise AxisError(
                 f"axis {axis} has two owners: {one}, and {other}. An axis has one; what sums over it too says so.\n\n"
                 f"  {type(other).__name__}(mesh, ..., over=...)   # the axes it sums over, {axis} among them"
             )
-        shared = alike or one.shares(axis, other) or other.shares(its, one)
-        if both := None if shared else meeting(one.mesh.layout, axis, other.mesh.layout, its):
+        shared = same_layout or one.shares(axis, other) or other.shares(other_axis, one)
+        if pair := None if shared else shared_pair(one.mesh.layout, axis, other.mesh.layout, other_axis):
             raise AxisError(
-                f"ranks {both[0]} and {both[1]} have two owners: {one} has both along {axis}, and {other} both along "
-                f"{its} of another view or slice. An axis has one owner, whatever it is called; experts alone, and "
+                f"ranks {pair[0]} and {pair[1]} have two owners: {one} has both along {axis}, and {other} both along "
+                f"{other_axis} of another view or slice. An axis has one owner, whatever it is called; experts "
+                "alone, and "
                 "methods that say so in shares(), lie over the ranks of others.\n\n"
-                f"  mesh.view(...)   # of which {its} lies over other ranks than {axis}"
+                f"  mesh.view(...)   # of which {other_axis} lies over other ranks than {axis}"
             )
-    for stages, sums in ((one, other), (other, one)):
-        if stages.level is Level.PIPELINE and sums.level is not Level.PIPELINE:
-            for axis, its in itertools.product(stages.owns, sums.reduces):
-                if both := meeting(stages.mesh.layout, axis, sums.mesh.layout, its):
+    for pipeline, reducer in ((one, other), (other, one)):
+        if pipeline.level is Level.PIPELINE and reducer.level is not Level.PIPELINE:
+            for axis, other_axis in itertools.product(pipeline.owns, reducer.reduces):
+                if pair := shared_pair(pipeline.mesh.layout, axis, reducer.mesh.layout, other_axis):
                     raise AxisError(
-                        f"{sums} sums over {its}, and so over ranks {both[0]} and {both[1]}, which are stages of "
-                        f"{stages}: they have different weights.\n\n"
-                        f"  {type(sums).__name__}(..., over=...)   # axes that stay within a stage"
+                        f"{reducer} sums over {other_axis}, and so over ranks {pair[0]} and {pair[1]}, which "
+                        "are stages of "
+                        f"{pipeline}: they have different weights.\n\n"
+                        f"  {type(reducer).__name__}(..., over=...)   # axes that stay within a stage"
                     )
 
 
-def meeting(layout: Layout, axis: Axis, other: Layout, its: Axis) -> tuple[int, int] | None:
+def shared_pair(layout: Layout, axis: Axis, other: Layout, other_axis: Axis) -> tuple[int, int] | None:
     """Two ranks that share a block along an axis of one layout and a block along an axis of another."""
     if layout == other:
         block = layout.block_of(layout.ranks()[0], axis)
-        return (block[0], block[1]) if axis == its and len(block) > 1 else None
-    for block in other.partition(its) if layout.size(axis) > 1 and other.size(its) > 1 else ():
+        return (block[0], block[1]) if axis == other_axis and len(block) > 1 else None
+    for block in other.partition(other_axis) if layout.size(axis) > 1 and other.size(other_axis) > 1 else ():
         seen: dict[tuple[int, ...], int] = {}  # where along the other axes of the layout
         for rank in block:
             if rank in layout:
@@ -205,7 +210,7 @@ def meeting(layout: Layout, axis: Axis, other: Layout, its: Axis) -> tuple[int, 
     return None
 
 
-def has(method: Method, mesh: ProcessGroupMesh, axis: Axis) -> bool:
+def owns_axis(method: Method, mesh: ProcessGroupMesh, axis: Axis) -> bool:
     """Whether a method owns an axis of the mesh: as its own, or as part of one of a view or of a slice."""
     layout = method.mesh.layout
     if layout == mesh.layout:
@@ -216,33 +221,36 @@ def has(method: Method, mesh: ProcessGroupMesh, axis: Axis) -> bool:
     return all(block[0] in layout and {*block} <= {*layout.block_of(block[0], *method.owns)} for block in blocks)
 
 
-def check_kept(method: Method, inside: Sequence[Method], held: Mapping[str, nn.Parameter], applied: nn.Module) -> None:
+def check_parameters_kept(
+    method: Method, inside: Sequence[Method], parameters: Mapping[str, nn.Parameter], applied: nn.Module
+) -> None:
     """A data method replaces no weights that another one was given: a reference to the old ones never sees a gradient.
 
     Methods further in do without references: sharding replaces weights after them.
     """
-    keeper = next((each for each in inside if each.level is Level.DATA), None)
-    if keeper is None or method.level is not Level.DATA:
+    earlier = next((each for each in inside if each.level is Level.DATA), None)
+    if earlier is None or method.level is not Level.DATA:
         return
-    there = {id(weight) for weight in applied.parameters()}
-    if lost := [name for name, weight in held.items() if id(weight) not in there]:
-        who, other = type(method).__name__, type(keeper).__name__
+    kept = {id(weight) for weight in applied.parameters()}
+    if replaced := [name for name, weight in parameters.items() if id(weight) not in kept]:
+        who, other = type(method).__name__, type(earlier).__name__
         raise MethodError(
-            f"{method} replaced {count_of(len(lost), 'weight')}, among them {lost[0]}, but {keeper} was applied before "
+            f"{method} replaced {count_of(len(replaced), 'weight')}, among them {replaced[0]}, but {earlier} "
+            "was applied before "
             f"and may keep references to the old ones.\n\n"
             f"  {who}.level = Level.SHARD   # then compose applies it before {other}"
         )
 
 
-def groups_held(mesh: ProcessGroupMesh) -> set[tuple[int, ...]]:
+def held_groups(mesh: ProcessGroupMesh) -> set[tuple[int, ...]]:
     """The ranks of the groups that this rank holds."""
-    return {held.ranks for held in mesh.held()}
+    return {group.ranks for group in mesh.held()}
 
 
-def release_since(before: set[tuple[int, ...]], method: Method) -> None:
+def release_new_groups(before: set[tuple[int, ...]], method: Method) -> None:
     """Let go of the groups along a method's axes that were not there before it began."""
     mesh = method.mesh
     block = set(mesh.ranks(*{*method.owns, *method.reduces}))
-    for ranks in groups_held(mesh) - before:
+    for ranks in held_groups(mesh) - before:
         if block.issuperset(ranks):
             mesh.release(ranks=ranks)

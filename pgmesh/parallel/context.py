@@ -10,10 +10,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from pgmesh.errors import MethodError, OptionsError, ShapeError
 from pgmesh.parallel.base import Level, Method
-from pgmesh.parallel.divisibility import equal_share, multiples_near, sizes_of
-from pgmesh.parallel.exchange import gather
-from pgmesh.parallel.input_checks import check_even
-from pgmesh.parallel.ownership import is_part
+from pgmesh.parallel.divisibility import divide_along_axes, format_sizes, nearest_multiples
+from pgmesh.parallel.exchange import all_gather_stacked
+from pgmesh.parallel.input_checks import check_equal
+from pgmesh.parallel.ownership import is_stage
 from pgmesh.parallel.ring import ring_attention, ulysses_attention
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class ContextParallel(Method):
             raise OptionsError(f"ContextParallel: attention is 'ring' or 'ulysses', not {attention!r}.")
         self._ring = attention == "ring"
         self._balanced = self._ring and balanced
-        self._n = mesh.size(*self.owns)
+        self._ranks = mesh.size(*self.owns)
 
     def apply(self, module: nn.Module) -> nn.Module:
         """The module, with ``method.attention`` wherever it kept torch's scaled_dot_product_attention.
@@ -80,7 +80,7 @@ class ContextParallel(Method):
                 if value is scaled_dot_product_attention:
                     setattr(each, name, self.attention)
                     found = True
-        if not found and not is_part(module):
+        if not found and not is_stage(module):
             raise MethodError(
                 f"no part of {type(module).__name__} keeps torch's scaled_dot_product_attention in an attribute, so "
                 "there is nothing to put another attention in the place of.\n\n"
@@ -113,12 +113,13 @@ class ContextParallel(Method):
                 divide.
         """
         if attn_mask is not None or dropout_p:
-            what = "mask of its own" if attn_mask is not None else f"dropout ({dropout_p})"
+            unsupported = "mask of its own" if attn_mask is not None else f"dropout ({dropout_p})"
             raise OptionsError(
-                f"attention along {self._sizes} knows no {what}: is_causal=True is the one mask, and dropout_p is 0.0."
+                f"attention along {self._axis_sizes} knows no {unsupported}: is_causal=True is the one mask, "
+                "and dropout_p is 0.0."
             )
         group = self.mesh.group(*self.owns)
-        self._check_even(
+        self._check_equal(
             query.device,
             {
                 "positions": query.size(-2),
@@ -144,8 +145,8 @@ class ContextParallel(Method):
                 balanced=self._balanced,
             )
         for heads in (query.size(-3), key.size(-3)):
-            way = ", or attention='ring', which takes any number"
-            equal_share(heads, f"{heads} heads", "heads", self.mesh, self.owns, way)
+            alternative = ", or attention='ring', which takes any number"
+            divide_along_axes(heads, f"{heads} heads", "heads", self.mesh, self.owns, alternative)
         return ulysses_attention(query, key, value, group, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
 
     def cut(self, whole: Tensor, along: int = 1) -> Tensor:
@@ -157,15 +158,18 @@ class ContextParallel(Method):
         Raises:
             ShapeError: the length does not divide.
         """
-        chunks, length = self._n * (1 + self._balanced), whole.size(along)
+        chunks, length = self._ranks * (1 + self._balanced), whole.size(along)
         if length % chunks:
             raise ShapeError(
-                f"a sequence of {length} positions cannot be cut along {self._sizes}: {length} is not divisible by "
-                f"{chunks}{f', two chunks for each of {self._n} ranks' * self._balanced}.\n\n"
-                f"  {multiples_near(length, chunks)} positions would do"
+                f"a sequence of {length} positions cannot be cut along {self._axis_sizes}: {length} is not "
+                "divisible by "
+                f"{chunks}{f', two chunks for each of {self._ranks} ranks' * self._balanced}.\n\n"
+                f"  {nearest_multiples(length, chunks)} positions would do"
             )
-        mine = [whole.narrow(along, i * (length // chunks), length // chunks) for i in self._chunks(self._index)]
-        return torch.cat(mine, along)
+        local_chunks = [
+            whole.narrow(along, i * (length // chunks), length // chunks) for i in self._chunk_indices(self._index)
+        ]
+        return torch.cat(local_chunks, along)
 
     def join(self, part: Tensor, along: int = 1) -> Tensor:
         """The whole sequence of which every rank gives its part, on every rank.
@@ -179,15 +183,15 @@ class ContextParallel(Method):
         Raises:
             ShapeError: the parts are of unequal lengths.
         """
-        others = part.numel() // max(1, part.size(along))
-        self._check_even(part.device, {"positions": part.size(along), "numbers at a position": others})
+        numbers_per_position = part.numel() // max(1, part.size(along))
+        self._check_equal(part.device, {"positions": part.size(along), "numbers at a position": numbers_per_position})
         self._check_balanced(part.size(along))
-        parts = gather(part, self.mesh.group(*self.owns)).unbind()
-        places: dict[int, Tensor] = {}
-        for rank, held in enumerate(parts):
-            chunks = self._chunks(rank)
-            places.update(zip(chunks, held.chunk(len(chunks), along)))
-        return torch.cat([places[i] for i in sorted(places)], along)
+        parts = all_gather_stacked(part, self.mesh.group(*self.owns)).unbind()
+        by_index: dict[int, Tensor] = {}
+        for rank, part_of_rank in enumerate(parts):
+            chunks = self._chunk_indices(rank)
+            by_index.update(zip(chunks, part_of_rank.chunk(len(chunks), along)))
+        return torch.cat([by_index[i] for i in sorted(by_index)], along)
 
     def positions(self, length: int, device: torch.device | str | None = None) -> Tensor:
         """Which positions of a sequence of this length this rank holds: for position embeddings.
@@ -202,21 +206,22 @@ class ContextParallel(Method):
         return self.mesh.index(*self.owns)
 
     @property
-    def _sizes(self) -> str:
-        return sizes_of(self.mesh, self.owns)
+    def _axis_sizes(self) -> str:
+        return format_sizes(self.mesh, self.owns)
 
-    def _chunks(self, index: int) -> tuple[int, ...]:
+    def _chunk_indices(self, index: int) -> tuple[int, ...]:
         """Which chunks of a sequence the rank at this index holds."""
-        return (index, 2 * self._n - 1 - index) if self._balanced else (index,)
+        return (index, 2 * self._ranks - 1 - index) if self._balanced else (index,)
 
-    def _check_even(self, device: torch.device, numbers: Mapping[str, int]) -> None:
-        way_out = "method.cut(whole)   # gives each rank a part of one length"
-        check_even("ContextParallel", numbers, self.mesh, self.owns, device, way_out)
+    def _check_equal(self, device: torch.device, numbers: Mapping[str, int]) -> None:
+        fix = "method.cut(whole)   # gives each rank a part of one length"
+        check_equal("ContextParallel", numbers, self.mesh, self.owns, device, fix)
 
     def _check_balanced(self, length: int) -> None:
         if self._balanced and length % 2:
             raise ShapeError(
-                f"a rank's part of a sequence that is balanced along {self._sizes} is two chunks of one length, but "
+                f"a rank's part of a sequence that is balanced along {self._axis_sizes} is two chunks of one "
+                "length, but "
                 f"here are {length} positions.\n\n"
                 "  method.cut(whole)   # cuts a sequence as the attention means it"
             )

@@ -16,10 +16,10 @@ from torch.utils.data import Dataset, DistributedSampler
 from pgmesh.errors import MethodError, ShapeError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
-from pgmesh.parallel.base import Method, listed
-from pgmesh.parallel.divisibility import sizes_of
-from pgmesh.parallel.input_checks import EvenRows
-from pgmesh.parallel.ownership import kept_apart
+from pgmesh.parallel.base import Method, format_axes
+from pgmesh.parallel.divisibility import format_sizes
+from pgmesh.parallel.input_checks import RowCheck
+from pgmesh.parallel.ownership import owned_parameters
 from pgmesh.torch_private import exclude_from_ddp
 
 
@@ -68,39 +68,40 @@ class DataParallel(Method):
         Raises:
             MethodError: a weight is a DTensor, which DDP does not take, or DDP is inside the module already.
         """
-        apart, axes = [*kept_apart(module)], ", ".join(map(repr, self.owns))
+        owned, axes = [*owned_parameters(module)], ", ".join(map(repr, self.owns))
         for each in module.modules():
             if isinstance(each, DistributedDataParallel):  # an outer one breaks the sums of an inner one
                 raise MethodError(
-                    f"torch's DDP is in the module already, and a second one along {listed(self.reduces)} would leave "
+                    f"torch's DDP is in the module already, and a second one along {format_axes(self.reduces)} "
+                    "would leave "
                     "wrong gradients. One method averages along all axes.\n\n"
                     f"  DataParallel(mesh, {', '.join(map(repr, (*vars(each).get('pgmesh_axes', ()), *self.owns)))})"
                 )
         for name, weight in module.named_parameters():
-            if isinstance(weight, DTensor) and name not in apart:
+            if isinstance(weight, DTensor) and name not in owned:
                 over = f", over={self.reduces!r}" * (self.reduces != self.owns) + ", uneven=True" * self.uneven
                 sharded = any(isinstance(each, FSDPModule) for each in module.modules())
                 raise MethodError(
                     f"{name} is cut already, as a DTensor, which torch's DDP does not take; fully_shard does, also "
-                    f"with weights that stay whole along {listed(self.reduces)}.\n\n"
+                    f"with weights that stay whole along {format_axes(self.reduces)}.\n\n"
                     f"  ShardedDataParallel(mesh, {'..., ' * sharded}{axes}{over}, replicate={[*self.reduces]!r})"
                     f"{'   # in place of both' * sharded}"
                 )
-        if apart:
-            exclude_from_ddp(module, apart)
-        group, whole = self.mesh.group(*self.reduces), module
-        if self._learns(module):
-            whole = DistributedDataParallel(module, process_group=group, **self.keywords)
+        if owned:
+            exclude_from_ddp(module, owned)
+        group, wrapped = self.mesh.group(*self.reduces), module
+        if self._has_trainable(module):
+            wrapped = DistributedDataParallel(module, process_group=group, **self.keywords)
             # After its reducer, so as to go after it. A reducer that is the last to let go of a Gloo group waits for
             # the group's threads with Python's lock in its hands, which one of them may need: both then wait for ever.
-            vars(whole)["pgmesh_group"], vars(whole)["pgmesh_axes"] = group, self.reduces
+            vars(wrapped)["pgmesh_group"], vars(wrapped)["pgmesh_axes"] = group, self.reduces
         elif self.keywords.get("init_sync", True):
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-                if name not in apart:
+                if name not in owned:
                     dist.broadcast(tensor.detach(), self.mesh.ranks(*self.reduces)[0], group=group)
         if not self.uneven:
-            EvenRows(self, whole)
-        return whole
+            RowCheck(self, wrapped)
+        return wrapped
 
     def sampler(self, dataset: Dataset[Any], **keywords: Any) -> DistributedSampler[Any]:
         """torch's sampler of this rank's share of a data set; ranks that read the same rows get the same ones.
@@ -117,7 +118,7 @@ class DataParallel(Method):
         >>> list(DataParallel(mesh, "dp").sampler(range(6), shuffle=False))
         [0, 2, 4]
         """
-        return sampler(self, dataset, **keywords)
+        return distributed_sampler(self, dataset, **keywords)
 
     def accumulate(self, module: nn.Module, *, last: bool) -> contextlib.AbstractContextManager[None]:
         """Around one of several backward passes whose gradients add up: ranks average them in the last alone.
@@ -133,22 +134,22 @@ class DataParallel(Method):
         """
         if isinstance(module, DistributedDataParallel):
             return contextlib.nullcontext() if last else module.no_sync()
-        if self._learns(module):
+        if self._has_trainable(module):
             raise MethodError(f"{self} accumulates in what its apply() gave, not in a {type(module).__name__}.")
         return contextlib.nullcontext()
 
-    def _learns(self, module: nn.Module) -> bool:
+    def _has_trainable(self, module: nn.Module) -> bool:
         """Whether a module has gradients to average."""
         return next(self.weights(module), None) is not None
 
 
-def sampler(method: Method, dataset: Any, **keywords: Any) -> DistributedSampler[Any]:
+def distributed_sampler(method: Method, dataset: Any, **keywords: Any) -> DistributedSampler[Any]:
     """torch's sampler with a method's share, of rows that divide."""
     count = len(dataset) if isinstance(dataset, Sized) else 0
     if count % method.size and "drop_last" not in keywords:
         low = count // method.size
         raise ShapeError(
-            f"a data set of {count} rows cannot be shared out evenly along {sizes_of(method.mesh, method.owns)}: "
+            f"a data set of {count} rows cannot be shared out evenly along {format_sizes(method.mesh, method.owns)}: "
             f"{count} is not divisible by {method.size}.\n\n"
             f"  sampler(dataset, drop_last=True)   # {low} rows for each, {count % method.size} left out\n"
             f"  sampler(dataset, drop_last=False)   # {low + 1} rows for each, the first ones twice"

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def exchange(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup) -> Tensor:
+def all_to_all_rows(
+    rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], group: ProcessGroup
+) -> Tensor:
     """The rows that the ranks of a group send here, in the order of the group; gradients go back the same way.
 
     Every rank of the group calls it, forward and backward.
@@ -26,33 +28,35 @@ def exchange(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: P
     """
     if group.size() == 1:
         return rows
-    received: Tensor = _Exchange.apply(rows, list(send), list(receive), group)  # type: ignore[no-untyped-call]
+    received: Tensor = _AllToAllRows.apply(rows, list(send_counts), list(receive_counts), group)  # type: ignore[no-untyped-call]
     return received
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAllRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: ProcessGroup) -> Tensor:
-        ctx.back = receive, send, group
-        received = rows.new_empty((sum(receive), *rows.shape[1:]))
-        dist.all_to_all_single(received, rows.contiguous(), receive, send, group=group)
+    def forward(
+        ctx: Any, rows: Tensor, send_counts: list[int], receive_counts: list[int], group: ProcessGroup
+    ) -> Tensor:
+        ctx.back = receive_counts, send_counts, group
+        received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
+        dist.all_to_all_single(received, rows.contiguous(), receive_counts, send_counts, group=group)
         return received
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Exchange.apply(gradients[0], *ctx.back), None, None, None  # type: ignore[no-untyped-call]
+        return _AllToAllRows.apply(gradients[0], *ctx.back), None, None, None  # type: ignore[no-untyped-call]
 
 
-def gather(part: Tensor, group: ProcessGroup) -> Tensor:
+def all_gather_stacked(part: Tensor, group: ProcessGroup) -> Tensor:
     """The equal parts that the ranks of a group hold, stacked along a new first dimension, on every rank.
 
     The gradient of a part is the sum of what all ranks made of it.
     """
     n = group.size()
-    return exchange(part.expand(n, *part.shape), [1] * n, [1] * n, group)
+    return all_to_all_rows(part.expand(n, *part.shape), [1] * n, [1] * n, group)
 
 
-def pass_on(tensor: Tensor, group: ProcessGroup, tag: int = 0) -> tuple[Tensor, list[dist.Work]]:
+def ring_shift(tensor: Tensor, group: ProcessGroup, tag: int = 0) -> tuple[Tensor, list[dist.Work]]:
     """What the rank before this one in the ring of a group passes on; it is there once the works were waited for.
 
     Sending and receiving are one batch, so that no rank waits for another to begin. ``tensor`` stays as it is
@@ -69,40 +73,40 @@ def pass_on(tensor: Tensor, group: ProcessGroup, tag: int = 0) -> tuple[Tensor, 
     return coming, works
 
 
-def send(tensors: Sequence[Tensor], rank: int, group: ProcessGroup, device: torch.device) -> None:
-    """Send tensors of any shapes and types to a rank of the world that calls ``receive``.
+def send_tensors(tensors: Sequence[Tensor], rank: int, group: ProcessGroup, device: torch.device) -> None:
+    """Send tensors of any shapes and types to a rank of the world that calls ``receive_tensors``.
 
     Each message is a batch of its own, as in torch's pipelines: so NCCL connects the whole group at the first one.
     """
     file = io.BytesIO()
     torch.save([tensor.detach().clone() for tensor in tensors], file)  # copies: a part of a tensor is saved whole
     content = torch.frombuffer(file.getbuffer(), dtype=torch.uint8).to(device)
-    _message(dist.isend, torch.tensor([content.numel()], device=device), rank, group)
-    _message(dist.isend, content, rank, group)
+    _send_or_receive(dist.isend, torch.tensor([content.numel()], device=device), rank, group)
+    _send_or_receive(dist.isend, content, rank, group)
 
 
-def receive(rank: int, group: ProcessGroup, device: torch.device) -> tuple[Tensor, ...]:
-    """What a rank of the world sends with ``send``, on this device."""
-    size = _message(dist.irecv, torch.empty(1, dtype=torch.int64, device=device), rank, group)
-    content = _message(dist.irecv, torch.empty(int(size), dtype=torch.uint8, device=device), rank, group)
+def receive_tensors(rank: int, group: ProcessGroup, device: torch.device) -> tuple[Tensor, ...]:
+    """What a rank of the world sends with ``send_tensors``, on this device."""
+    size = _send_or_receive(dist.irecv, torch.empty(1, dtype=torch.int64, device=device), rank, group)
+    content = _send_or_receive(dist.irecv, torch.empty(int(size), dtype=torch.uint8, device=device), rank, group)
     file = bytearray(len(content))
     torch.frombuffer(file, dtype=torch.uint8).copy_(content)
     return tuple(torch.load(io.BytesIO(file), map_location=device, weights_only=True))
 
 
-def _message(operation: Callable[..., Any], tensor: Tensor, rank: int, group: ProcessGroup) -> Tensor:
+def _send_or_receive(operation: Callable[..., Any], tensor: Tensor, rank: int, group: ProcessGroup) -> Tensor:
     for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, rank, group)]):
         work.wait()
     return tensor
 
 
-def total(part: Tensor, group: ProcessGroup) -> Tensor:
+def all_reduce_forward(part: Tensor, group: ProcessGroup) -> Tensor:
     """The sum of the parts that the ranks of a group hold, which all go on with alike: its gradient is every part's."""
-    summed: Tensor = part if group.size() == 1 else _Total.apply(part, group)  # type: ignore[no-untyped-call]
+    summed: Tensor = part if group.size() == 1 else _AllReduceForward.apply(part, group)  # type: ignore[no-untyped-call]
     return summed
 
 
-class _Total(torch.autograd.Function):
+class _AllReduceForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
         summed = part.clone(memory_format=torch.contiguous_format)
@@ -114,13 +118,13 @@ class _Total(torch.autograd.Function):
         return gradients[0], None
 
 
-def alike(tensor: Tensor, group: ProcessGroup) -> Tensor:
+def all_reduce_backward(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """A tensor that every rank of a group holds, of which each makes a part: its gradient is the sum of theirs."""
-    same: Tensor = tensor if group.size() == 1 else _Alike.apply(tensor, group)  # type: ignore[no-untyped-call]
+    same: Tensor = tensor if group.size() == 1 else _AllReduceBackward.apply(tensor, group)  # type: ignore[no-untyped-call]
     return same
 
 
-class _Alike(torch.autograd.Function):
+class _AllReduceBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
@@ -128,4 +132,4 @@ class _Alike(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _Total.apply(gradients[0], ctx.group), None  # type: ignore[no-untyped-call]
+        return _AllReduceForward.apply(gradients[0], ctx.group), None  # type: ignore[no-untyped-call]

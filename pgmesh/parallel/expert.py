@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 from pgmesh.errors import AxisError, MethodError
-from pgmesh.parallel import mixture as plain
-from pgmesh.parallel.base import Level, Method, listed
-from pgmesh.parallel.divisibility import equal_share, sizes_of
-from pgmesh.parallel.exchange import alike, exchange, gather, total
-from pgmesh.parallel.input_checks import check_even
-from pgmesh.parallel.ownership import is_part, keep_apart
+from pgmesh.parallel import mixture
+from pgmesh.parallel.base import Level, Method, format_axes
+from pgmesh.parallel.divisibility import divide_along_axes, format_sizes
+from pgmesh.parallel.exchange import all_gather_stacked, all_reduce_backward, all_reduce_forward, all_to_all_rows
+from pgmesh.parallel.input_checks import check_equal
+from pgmesh.parallel.ownership import is_stage, mark_owned
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,28 +71,31 @@ class ExpertParallel(Method):
         options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(mesh, *axes, over=over, options=options)
-        self._axes, self._tensor = self.owns, () if tensor is None else mesh.along(tensor).axes
-        self._columns, self._rows = tuple(columns), tuple(rows)
-        if bool(self._tensor) != bool(self._columns and self._rows):
+        self._expert_axes, self._tensor_axes = self.owns, () if tensor is None else mesh.along(tensor).axes
+        self._column_patterns, self._row_patterns = tuple(columns), tuple(rows)
+        if bool(self._tensor_axes) != bool(self._column_patterns and self._row_patterns):
             raise AxisError(
                 "ExpertParallel: an expert is cut along an axis by layers whose outputs are cut and layers that take "
                 "them.\n\n"
-                f"  ExpertParallel(mesh, {self._axes[0]!r}, tensor='etp', columns=['up'], rows=['down'])"
+                f"  ExpertParallel(mesh, {self._expert_axes[0]!r}, tensor='etp', columns=['up'], rows=['down'])"
             )
-        self.owns = mesh.along(*self._axes, *self._tensor).axes
-        self._gathers = bool(self._tensor) and self._tensor[0] in self.reduces
-        self._copies = tuple(axis for axis in self.reduces if axis not in self.owns)
-        self.configure(options, self._axes, self._copies, self._tensor)
-        same = () if self._gathers else self._tensor  # hold the same tokens, and so as many
-        self._uneven, self._even = uneven, same if uneven else mesh.along(*{*self.reduces, *same}).axes
+        self.owns = mesh.along(*self._expert_axes, *self._tensor_axes).axes
+        self._gathers_tokens = bool(self._tensor_axes) and self._tensor_axes[0] in self.reduces
+        self._replica_axes = tuple(axis for axis in self.reduces if axis not in self.owns)
+        self.configure(options, self._expert_axes, self._replica_axes, self._tensor_axes)
+        replicated = () if self._gathers_tokens else self._tensor_axes  # hold the same tokens, and so as many
+        self._allow_uneven, self._checked_axes = (
+            uneven,
+            replicated if uneven else mesh.along(*{*self.reduces, *replicated}).axes,
+        )
 
     def shares(self, axis: Axis, other: Method) -> bool:
         """Experts lie over ranks of any method but a pipeline's, whose stages never meet.
 
         But where an expert is cut between ranks that hold the same tokens, they are ranks of tensor parallelism.
         """
-        same = axis in self._tensor and not self._gathers
-        return other.level is Level.TENSOR if same else other.level is not Level.PIPELINE
+        replicated = axis in self._tensor_axes and not self._gathers_tokens
+        return other.level is Level.TENSOR if replicated else other.level is not Level.PIPELINE
 
     # -- a module -----------------------------------------------------------------------------------------------
 
@@ -107,13 +110,13 @@ class ExpertParallel(Method):
         layers = 0
         for name, each in module.named_modules():
             for attribute, value in list(vars(each).items()):
-                if value is plain.mix:
-                    self._keep_own(f"{name or type(each).__name__}.experts", each)
+                if value is mixture.mix:
+                    self._keep_local_experts(f"{name or type(each).__name__}.experts", each)
                     setattr(each, attribute, self.mix)
                     layers += 1
-                elif value is plain.balance_loss:
+                elif value is mixture.balance_loss:
                     setattr(each, attribute, self.balance_loss)
-        if not layers and not is_part(module):
+        if not layers and not is_stage(module):
             raise MethodError(
                 f"no part of {type(module).__name__} keeps pgmesh.parallel.mix in an attribute, so there are no "
                 "experts to share out.\n\n"
@@ -122,47 +125,51 @@ class ExpertParallel(Method):
             )
         return module
 
-    def _keep_own(self, name: str, layer: nn.Module) -> None:
+    def _keep_local_experts(self, name: str, layer: nn.Module) -> None:
         whole = getattr(layer, "experts", None)
         if not isinstance(whole, (nn.ModuleList, nn.ModuleDict)):
             raise MethodError(f"{name} is a ModuleList or a ModuleDict of experts, not {type(whole).__name__}.")
-        each = equal_share(len(whole), f"{name}: {len(whole)} experts", "experts", self.mesh, self._axes)
-        first = self.mesh.index(*self._axes) * each
-        own = nn.ModuleDict(dict(list(whole.named_children())[first : first + each]))
-        for number, expert in own.items():
-            if self._tensor:
-                self._cut(f"{name}.{number}", expert)
+        each = divide_along_axes(len(whole), f"{name}: {len(whole)} experts", "experts", self.mesh, self._expert_axes)
+        first = self.mesh.index(*self._expert_axes) * each
+        local_experts = nn.ModuleDict(dict(list(whole.named_children())[first : first + each]))
+        for number, expert in local_experts.items():
+            if self._tensor_axes:
+                self._shard_expert(f"{name}.{number}", expert)
             for weight in expert.parameters():
                 if weight.requires_grad:
-                    weight.register_hook(self._reduce)  # type: ignore[no-untyped-call]
-            keep_apart(expert.parameters(), sizes_of(self.mesh, self._tensor))
-        layer.experts = own
+                    weight.register_hook(self._reduce_gradient)  # type: ignore[no-untyped-call]
+            mark_owned(expert.parameters(), format_sizes(self.mesh, self._tensor_axes))
+        layer.experts = local_experts
 
-    def _cut(self, name: str, expert: nn.Module) -> None:
+    def _shard_expert(self, name: str, expert: nn.Module) -> None:
         """Leave this rank's share of each of an expert's layers that the plan names."""
         whole = {
             f"{n}.{w}".lstrip(".") for n, m in expert.named_modules() for w, _ in m.named_parameters(recurse=False)
         }
-        for patterns, dimension in ((self._columns, 0), (self._rows, 1)):
+        for patterns, dimension in ((self._column_patterns, 0), (self._row_patterns, 1)):
             for pattern in patterns:
                 layers = [(n, m) for n, m in expert.named_modules() if fnmatch(n, pattern) and isinstance(m, nn.Linear)]
                 if not layers:
                     linear = [n for n, m in expert.named_modules() if isinstance(m, nn.Linear)]
-                    raise MethodError(f"{name} has no linear layer {pattern!r}; it has {listed(linear) or 'none'}.")
+                    raise MethodError(
+                        f"{name} has no linear layer {pattern!r}; it has {format_axes(linear) or 'none'}."
+                    )
                 for inner, layer in layers:
-                    self._cut_layer(f"{name}.{inner}", layer, dimension)
+                    self._shard_linear(f"{name}.{inner}", layer, dimension)
                     whole -= {f"{inner}.weight".lstrip("."), f"{inner}.bias".lstrip(".")}
         if whole:
             raise MethodError(
-                f"{name} has weights in no layer that is cut, {listed(sorted(whole))}, of whose gradient each of the "
-                f"{self.mesh.size(*self._tensor)} ranks along {sizes_of(self.mesh, self._tensor)} would see a part: "
+                f"{name} has weights in no layer that is cut, {format_axes(sorted(whole))}, of whose gradient "
+                "each of the "
+                f"{self.mesh.size(*self._tensor_axes)} ranks along {format_sizes(self.mesh, self._tensor_axes)} "
+                "would see a part: "
                 "name their layers in columns= or rows=, or move them out of the experts."
             )
 
-    def _cut_layer(self, name: str, layer: nn.Linear, dimension: int) -> None:
+    def _shard_linear(self, name: str, layer: nn.Linear, dimension: int) -> None:
         size, what = layer.weight.size(dimension), ("outputs", "inputs")[dimension]
-        part = equal_share(size, f"{name}: {size} {what}", what, self.mesh, self._tensor)
-        start = self.mesh.index(*self._tensor) * part
+        part = divide_along_axes(size, f"{name}: {size} {what}", what, self.mesh, self._tensor_axes)
+        start = self.mesh.index(*self._tensor_axes) * part
         layer.weight = _parameter(layer.weight, layer.weight.narrow(dimension, start, part))
         if dimension == 0:
             layer.out_features = part
@@ -172,16 +179,16 @@ class ExpertParallel(Method):
             layer.in_features = part
             if layer.bias is not None:
                 raise MethodError(
-                    f"{name} has a bias, which each of the {self.mesh.size(*self._tensor)} ranks along "
-                    f"{sizes_of(self.mesh, self._tensor)} would add to the sum.\n\n"
+                    f"{name} has a bias, which each of the {self.mesh.size(*self._tensor_axes)} ranks along "
+                    f"{format_sizes(self.mesh, self._tensor_axes)} would add to the sum.\n\n"
                     "  nn.Linear(..., bias=False)   # for layers whose inputs are cut"
                 )
 
-    def _reduce(self, gradient: Tensor) -> Tensor:
+    def _reduce_gradient(self, gradient: Tensor) -> Tensor:
         """The gradient of an expert's parameter, as that of the mean of all losses."""
         gradient = gradient / self.mesh.size(*self.reduces)
-        if self._copies and self.mesh.size(*self._copies) > 1:
-            dist.all_reduce(gradient, group=self.mesh.group(*self._copies))
+        if self._replica_axes and self.mesh.size(*self._replica_axes) > 1:
+            dist.all_reduce(gradient, group=self.mesh.group(*self._replica_axes))
         return gradient
 
     # -- tokens -------------------------------------------------------------------------------------------------
@@ -195,35 +202,37 @@ class ExpertParallel(Method):
         Raises:
             ShapeError: ranks hold unequal numbers of tokens, on all of them.
         """
-        if self._even and torch.is_grad_enabled():
-            way_out = "ExpertParallel(..., uneven=True)   # if the program weighs its losses itself"
-            if self._uneven:
-                own = self.mesh.along(*self.reduces, *self._even).axes
-                way_out = f"ExpertParallel(..., over={own!r})   # if they hold tokens of their own"
-            check_even("ExpertParallel", {"tokens": len(tokens)}, self.mesh, self._even, tokens.device, way_out)
-        group, n = self.mesh.group(*self._axes), self.mesh.size(*self._axes)
+        if self._checked_axes and torch.is_grad_enabled():
+            fix = "ExpertParallel(..., uneven=True)   # if the program weighs its losses itself"
+            if self._allow_uneven:
+                token_axes = self.mesh.along(*self.reduces, *self._checked_axes).axes
+                fix = f"ExpertParallel(..., over={token_axes!r})   # if they hold tokens of their own"
+            check_equal("ExpertParallel", {"tokens": len(tokens)}, self.mesh, self._checked_axes, tokens.device, fix)
+        group, n = self.mesh.group(*self._expert_axes), self.mesh.size(*self._expert_axes)
 
-        def serve(rows: Tensor, counts: Tensor) -> Tensor:
-            going = counts.view(n, -1)  # by rank and its experts
-            coming = exchange(going, [1] * n, [1] * n, group)
-            send, receive = going.sum(1).tolist(), coming.sum(1).tolist()
-            served = self._serve(exchange(rows, send, receive, group), coming, experts)
-            return exchange(served, receive, send, group)
+        def route(rows: Tensor, counts: Tensor) -> Tensor:
+            send_matrix = counts.view(n, -1)  # by rank and its experts
+            receive_matrix = all_to_all_rows(send_matrix, [1] * n, [1] * n, group)
+            send_counts, receive_counts = send_matrix.sum(1).tolist(), receive_matrix.sum(1).tolist()
+            outputs = self._run_local_experts(
+                all_to_all_rows(rows, send_counts, receive_counts, group), receive_matrix, experts
+            )
+            return all_to_all_rows(outputs, receive_counts, send_counts, group)
 
-        return plain.mixed(tokens, weights, chosen, n * len(experts), serve)
+        return mixture.mix_with(tokens, weights, chosen, n * len(experts), route)
 
-    def _serve(self, rows: Tensor, counts: Tensor, experts: nn.ModuleList | nn.ModuleDict) -> Tensor:
+    def _run_local_experts(self, rows: Tensor, counts: Tensor, experts: nn.ModuleList | nn.ModuleDict) -> Tensor:
         """What this rank's experts make of rows that stand by sender, and each sender's by expert, as counts says."""
-        if not self._tensor:
-            return _by_expert(rows, counts, experts)
-        group = self.mesh.group(*self._tensor)
-        if not self._gathers:
-            return total(_by_expert(alike(rows, group), counts, experts), group)
+        if not self._tensor_axes:
+            return _run_sorted(rows, counts, experts)
+        group = self.mesh.group(*self._tensor_axes)
+        if not self._gathers_tokens:
+            return all_reduce_forward(_run_sorted(all_reduce_backward(rows, group), counts, experts), group)
         m, here = group.size(), rows.size(0)
-        counts = gather(counts, group)
+        counts = all_gather_stacked(counts, group)
         each = counts.sum((1, 2)).tolist()
-        rows = exchange(rows.expand(m, *rows.shape).flatten(0, 1), [here] * m, each, group)
-        parts = exchange(_by_expert(rows, counts.flatten(0, 1), experts), each, [here] * m, group)
+        rows = all_to_all_rows(rows.expand(m, *rows.shape).flatten(0, 1), [here] * m, each, group)
+        parts = all_to_all_rows(_run_sorted(rows, counts.flatten(0, 1), experts), each, [here] * m, group)
         return parts.view(m, here, *parts.shape[1:]).sum(0)
 
     def balance_loss(
@@ -233,21 +242,21 @@ class ExpertParallel(Method):
 
         Every rank along ``reduces`` calls it, with as many tokens as the others.
         """
-        return plain.balance_loss(probabilities, chosen, self._sum)
+        return mixture.balance_loss(probabilities, chosen, self._sum_counts)
 
-    def _sum(self, counts: Tensor) -> Tensor:
+    def _sum_counts(self, counts: Tensor) -> Tensor:
         if self.mesh.size(*self.reduces) > 1:
             dist.all_reduce(counts, group=self.mesh.group(*self.reduces))
         return counts
 
 
-def _by_expert(rows: Tensor, counts: Tensor, experts: nn.ModuleList | nn.ModuleDict) -> Tensor:
+def _run_sorted(rows: Tensor, counts: Tensor, experts: nn.ModuleList | nn.ModuleDict) -> Tensor:
     """What experts make of rows that stand by sender first, in that order again."""
     senders, held = counts.shape
-    whose = torch.arange(held, device=rows.device).repeat(senders).repeat_interleave(counts.flatten())
-    order = whose.argsort(stable=True)
-    served = plain.run(rows.index_select(0, order), counts.sum(0).tolist(), experts)
-    return served.index_select(0, order.argsort())
+    expert_of_row = torch.arange(held, device=rows.device).repeat(senders).repeat_interleave(counts.flatten())
+    order = expert_of_row.argsort(stable=True)
+    outputs = mixture.run_experts(rows.index_select(0, order), counts.sum(0).tolist(), experts)
+    return outputs.index_select(0, order.argsort())
 
 
 def _parameter(old: Tensor, part: Tensor) -> nn.Parameter:

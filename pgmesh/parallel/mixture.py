@@ -30,21 +30,23 @@ def mix(tokens: Tensor, weights: Tensor, chosen: Tensor, experts: nn.ModuleList 
     >>> mix(tokens, weights, chosen, torch.nn.ModuleList([twice, thrice])).flatten().tolist()
     [2.5, 2.0]
     """
-    return mixed(tokens, weights, chosen, len(experts), lambda rows, counts: run(rows, counts.tolist(), experts))
+    return mix_with(
+        tokens, weights, chosen, len(experts), lambda rows, counts: run_experts(rows, counts.tolist(), experts)
+    )
 
 
-def mixed(
-    tokens: Tensor, weights: Tensor, chosen: Tensor, experts: int, serve: Callable[[Tensor, Tensor], Tensor]
+def mix_with(
+    tokens: Tensor, weights: Tensor, chosen: Tensor, experts: int, compute: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
     """``mix``, with the way in which rows are served: rows sorted by expert and how many each gets, to rows again."""
     order = chosen.flatten().argsort(stable=True)
     counts = torch.bincount(chosen.flatten(), minlength=experts)
-    served = serve(tokens.index_select(0, order // chosen.size(1)), counts)
-    back = served.index_select(0, order.argsort()).view(*chosen.shape, served.size(-1))
-    return (back * weights.unsqueeze(-1)).sum(1)
+    outputs = compute(tokens.index_select(0, order // chosen.size(1)), counts)
+    unsorted = outputs.index_select(0, order.argsort()).view(*chosen.shape, outputs.size(-1))
+    return (unsorted * weights.unsqueeze(-1)).sum(1)
 
 
-def run(rows: Tensor, counts: list[int], experts: nn.ModuleList | nn.ModuleDict) -> Tensor:
+def run_experts(rows: Tensor, counts: list[int], experts: nn.ModuleList | nn.ModuleDict) -> Tensor:
     """What each expert makes of its rows, which stand in the order of the experts."""
     each: Iterable[nn.Module] = experts.values() if isinstance(experts, nn.ModuleDict) else experts
     return torch.cat([expert(part) for expert, part in zip(each, torch.split(rows, counts), strict=True)])

@@ -8,66 +8,66 @@ from typing import Any
 
 from torch import nn
 
-MARK = "pgmesh_apart"
-GONE = "pgmesh_gone"
+OWNED_MARK = "pgmesh_owned"
+ABSENT_MARK = "pgmesh_absent"
 
 
-def keep_apart(weights: Iterable[nn.Parameter], cut: str = "") -> None:
+def mark_owned(parameters: Iterable[nn.Parameter], sharded_along: str = "") -> None:
     """Have data and sharded data parallelism leave these weights alone: who calls it sums their gradients.
 
     Args:
         cut: the axes along which ranks hold parts of them, where they are no DTensors, which say so themselves.
     """
-    for weight in weights:
-        setattr(weight, MARK, cut)
+    for weight in parameters:
+        setattr(weight, OWNED_MARK, sharded_along)
 
 
-def kept_apart(module: nn.Module) -> dict[str, nn.Parameter]:
+def owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """The weights of a module that are to be left alone, by name."""
-    return {name: weight for name, weight in module.named_parameters() if hasattr(weight, MARK)}
+    return {name: weight for name, weight in module.named_parameters() if hasattr(weight, OWNED_MARK)}
 
 
-def first_names(module: nn.Module) -> dict[str, str]:
+def canonical_names(module: nn.Module) -> dict[str, str]:
     """The first name of each weight that has several, by each other name."""
     first = dict[int, str]()
-    named = module.named_parameters(remove_duplicate=False)
-    return {name: found for name, weight in named if (found := first.setdefault(id(weight), name)) != name}
+    aliases = module.named_parameters(remove_duplicate=False)
+    return {name: found for name, weight in aliases if (found := first.setdefault(id(weight), name)) != name}
 
 
-class Elsewhere(nn.Module):
+class AbsentLayer(nn.Module):
     """In place of a layer that another stage of a pipeline has: it passes on what it is given."""
 
     def forward(self, x: Any, *more: Any, **keywords: Any) -> Any:
         return x
 
 
-def is_part(module: nn.Module) -> bool:
+def is_stage(module: nn.Module) -> bool:
     """Whether other stages of a pipeline have some of a module."""
-    return any(isinstance(each, Elsewhere) or hasattr(each, GONE) for each in module.modules())
+    return any(isinstance(each, AbsentLayer) or hasattr(each, ABSENT_MARK) for each in module.modules())
 
 
-def named(module: nn.Module, pattern: str) -> list[str]:
+def match_modules(module: nn.Module, pattern: str) -> list[str]:
     """The modules that a dotted name with * for any names, but for those that another stage has."""
     each = module.named_modules(remove_duplicate=False)
-    return [name for name, found in each if fits(name, pattern) and not isinstance(found, Elsewhere)]
+    return [name for name, found in each if matches(name, pattern) and not isinstance(found, AbsentLayer)]
 
 
-def is_elsewhere(module: nn.Module, pattern: str) -> bool:
+def on_other_stage(module: nn.Module, pattern: str) -> bool:
     """Whether another stage has something that a pattern names, or what holds it: here it is None, or stood in for."""
-    gone = [name for name, each in module.named_modules() if isinstance(each, Elsewhere)]
-    gone += getattr(module, GONE, ())
-    words = pattern.split(".")
-    if any(fits(name, ".".join(words[: name.count(".") + 1])) for name in gone):
+    absent = [name for name, each in module.named_modules() if isinstance(each, AbsentLayer)]
+    absent += getattr(module, ABSENT_MARK, ())
+    parts = pattern.split(".")
+    if any(matches(name, ".".join(parts[: name.count(".") + 1])) for name in absent):
         return True
     found: Any = module
-    for word in words:  # None, in a stage that was cut by hand
-        found = getattr(found, word, module)
+    for part in parts:  # None, in a stage that was cut by hand
+        found = getattr(found, part, module)
         if found is None or found is module:
             return found is None
     return False
 
 
-def fits(name: str, pattern: str) -> bool:
+def matches(name: str, pattern: str) -> bool:
     """Whether a dotted name is one that a pattern names, word by word."""
-    words, wanted = name.split("."), pattern.split(".")
-    return len(words) == len(wanted) and all(map(fnmatch, words, wanted))
+    parts, pattern_parts = name.split("."), pattern.split(".")
+    return len(parts) == len(pattern_parts) and all(map(fnmatch, parts, pattern_parts))

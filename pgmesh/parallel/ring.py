@@ -13,13 +13,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
 from pgmesh.errors import ShapeError
-from pgmesh.parallel.exchange import exchange, pass_on
+from pgmesh.parallel.exchange import all_to_all_rows, ring_shift
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-ROWS = 1024
+QUERY_BLOCK = 1024
 """How many queries' scores are held in memory at a time."""
 
 
@@ -63,96 +63,98 @@ def ring_attention(
     # Heads of q that share a head of k stand along an axis of their own, along which k and v are broadcast.
     shared = torch.unflatten(q, -3, (k.size(-3), -1)) if enable_gqa else q.unsqueeze(-3)
     with torch.autocast(q.device.type, enabled=False):
-        out: Tensor = _Ring.apply(  # type: ignore[no-untyped-call]
+        out: Tensor = _RingAttention.apply(  # type: ignore[no-untyped-call]
             shared, k.unsqueeze(-3), v.unsqueeze(-3), group, is_causal, scale, balanced
         )
     return out.flatten(-4, -3) if enable_gqa else out.squeeze(-3)
 
 
-class _Ring(torch.autograd.Function):
+class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, causal: bool, scale: float, balanced: bool
     ) -> Tensor:
-        n, me, width = group.size(), group.rank(), k.size(-1)
-        wide = torch.promote_types(q.dtype, torch.float32)
-        out = q.new_zeros((*q.shape[:-1], v.size(-1)), dtype=wide)
-        log_sum = q.new_full((*q.shape[:-1], 1), -torch.inf, dtype=wide)
-        here = torch.cat([k, v], -1)
+        n, rank, width = group.size(), group.rank(), k.size(-1)
+        acc_dtype = torch.promote_types(q.dtype, torch.float32)
+        out = q.new_zeros((*q.shape[:-1], v.size(-1)), dtype=acc_dtype)
+        log_sum = q.new_full((*q.shape[:-1], 1), -torch.inf, dtype=acc_dtype)
+        keys_values = torch.cat([k, v], -1)
         for step in range(n):
             if step + 1 < n:
-                later, works = pass_on(here, group)
-            for rows, keys, mask in _blocks(me, (me - step) % n, q, k, causal, balanced):
-                key, value = torch.split(here[..., keys, :].to(wide), [width, v.size(-1)], -1)
-                scores = _scores(q[..., rows, :].to(wide), key, scale, mask)
-                most = scores.logsumexp(-1, keepdim=True)
-                before, after = log_sum[..., rows, :], torch.logaddexp(log_sum[..., rows, :], most)
-                fresh = (scores - after).exp() @ value
-                out[..., rows, :] = out[..., rows, :] * (before - after).exp() + fresh
-                log_sum[..., rows, :] = after
+                next_keys_values, works = ring_shift(keys_values, group)
+            for rows, keys, mask in _blocks(rank, (rank - step) % n, q, k, causal, balanced):
+                key, value = torch.split(keys_values[..., keys, :].to(acc_dtype), [width, v.size(-1)], -1)
+                scores = _scores(q[..., rows, :].to(acc_dtype), key, scale, mask)
+                block_log_sum = scores.logsumexp(-1, keepdim=True)
+                old_log_sum, new_log_sum = log_sum[..., rows, :], torch.logaddexp(log_sum[..., rows, :], block_log_sum)
+                block_out = (scores - new_log_sum).exp() @ value
+                out[..., rows, :] = out[..., rows, :] * (old_log_sum - new_log_sum).exp() + block_out
+                log_sum[..., rows, :] = new_log_sum
             if step + 1 < n:
                 for work in works:
                     work.wait()
-                here = later
+                keys_values = next_keys_values
         ctx.save_for_backward(q, k, v, out, log_sum)
-        ctx.how = group, causal, scale, balanced
+        ctx.settings = group, causal, scale, balanced
         return out.to(q.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, log_sum = ctx.saved_tensors
-        group, causal, scale, balanced = ctx.how
-        n, me, width, wide = group.size(), group.rank(), k.size(-1), out.dtype
-        gradient = gradient.to(wide)
-        own = (gradient * out).sum(-1, keepdim=True)
-        of_q = torch.zeros_like(q, dtype=wide)
-        here = torch.cat([k, v], -1)
-        coming, on_the_way = torch.zeros_like(here, dtype=wide), list[Any]()
+        group, causal, scale, balanced = ctx.settings
+        n, rank, width, acc_dtype = group.size(), group.rank(), k.size(-1), out.dtype
+        gradient = gradient.to(acc_dtype)
+        delta = (gradient * out).sum(-1, keepdim=True)
+        grad_q = torch.zeros_like(q, dtype=acc_dtype)
+        keys_values = torch.cat([k, v], -1)
+        grad_keys_values, grad_works = torch.zeros_like(keys_values, dtype=acc_dtype), list[Any]()
         for step in range(n):
             if step + 1 < n:
-                later, works = pass_on(here, group)
-            of_here = torch.zeros_like(here, dtype=wide)
-            for rows, keys, mask in _blocks(me, (me - step) % n, q, k, causal, balanced):
-                query, given = q[..., rows, :].to(wide), gradient[..., rows, :]
-                key, value = torch.split(here[..., keys, :].to(wide), [width, v.size(-1)], -1)
-                shares = (_scores(query, key, scale, mask) - log_sum[..., rows, :]).exp()
-                of_scores = shares * (given @ value.mT - own[..., rows, :]) * scale
-                of_q[..., rows, :] += of_scores @ key
-                both = torch.cat([of_scores.mT @ query, shares.mT @ given], -1)
-                of_here[..., keys, :] += both.sum(-3, keepdim=True)
-            for work in on_the_way:  # what the ranks before this one made of the same keys and values
+                next_keys_values, works = ring_shift(keys_values, group)
+            grad_block = torch.zeros_like(keys_values, dtype=acc_dtype)
+            for rows, keys, mask in _blocks(rank, (rank - step) % n, q, k, causal, balanced):
+                query, grad_out = q[..., rows, :].to(acc_dtype), gradient[..., rows, :]
+                key, value = torch.split(keys_values[..., keys, :].to(acc_dtype), [width, v.size(-1)], -1)
+                probabilities = (_scores(query, key, scale, mask) - log_sum[..., rows, :]).exp()
+                grad_scores = probabilities * (grad_out @ value.mT - delta[..., rows, :]) * scale
+                grad_q[..., rows, :] += grad_scores @ key
+                grad_both = torch.cat([grad_scores.mT @ query, probabilities.mT @ grad_out], -1)
+                grad_block[..., keys, :] += grad_both.sum(-3, keepdim=True)
+            for work in grad_works:  # what the ranks before this one made of the same keys and values
                 work.wait()
-            coming = coming + of_here
+            grad_keys_values = grad_keys_values + grad_block
             if n > 1:
-                coming, on_the_way = pass_on(coming, group, tag=1)
+                grad_keys_values, grad_works = ring_shift(grad_keys_values, group, tag=1)
             if step + 1 < n:
                 for work in works:
                     work.wait()
-                here = later
-        for work in on_the_way:  # the last step on brings them home
+                keys_values = next_keys_values
+        for work in grad_works:  # the last step on brings them home
             work.wait()
-        of_k, of_v = torch.split(coming, [width, v.size(-1)], -1)
-        return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), None, None, None, None
+        grad_k, grad_v = torch.split(grad_keys_values, [width, v.size(-1)], -1)
+        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None, None
 
 
 def _blocks(
-    me: int, source: int, q: Tensor, k: Tensor, causal: bool, balanced: bool
+    rank: int, source: int, q: Tensor, k: Tensor, causal: bool, balanced: bool
 ) -> list[tuple[slice, slice, Tensor | None]]:
     """Which rows of mine meet which keys of a rank, with what they may not see; never many rows at once."""
     length, half = q.size(-2), k.size(-2) // 2
     start, keys = 0, slice(0, k.size(-2))
-    if causal and source != me:
+    if causal and source != rank:
         if balanced:  # its first chunk is before both of mine, or all of it between them
-            start, keys = (0, slice(0, half)) if source < me else (half, keys)
-        elif source > me:
+            start, keys = (0, slice(0, half)) if source < rank else (half, keys)
+        elif source > rank:
             return []
     blocks: list[tuple[slice, slice, Tensor | None]] = []
-    for first in range(start, length, ROWS):
-        rows = slice(first, min(first + ROWS, length))
-        if causal and source == me:
-            places = torch.arange(rows.start, rows.stop, device=q.device)
-            blocks.append((rows, slice(0, rows.stop), torch.arange(rows.stop, device=q.device) > places[:, None]))
+    for first in range(start, length, QUERY_BLOCK):
+        rows = slice(first, min(first + QUERY_BLOCK, length))
+        if causal and source == rank:
+            query_positions = torch.arange(rows.start, rows.stop, device=q.device)
+            blocks.append(
+                (rows, slice(0, rows.stop), torch.arange(rows.stop, device=q.device) > query_positions[:, None])
+            )
         else:
             blocks.append((rows, keys, None))
     return blocks
@@ -184,13 +186,13 @@ def ulysses_attention(
         ShapeError: the heads do not divide by the ranks.
     """
     n = group.size()
-    q, k, v = (_positions_for_heads(each, n, group) for each in (q, k, v))
+    q, k, v = (_gather_positions(each, n, group) for each in (q, k, v))
     out = scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-    mine = torch.unflatten(out, -2, (n, -1)).movedim(-3, 0)  # (n, ..., heads / n, positions, width)
-    return exchange(mine, [1] * n, [1] * n, group).movedim(0, -4).flatten(-4, -3)
+    by_rank = torch.unflatten(out, -2, (n, -1)).movedim(-3, 0)  # (n, ..., heads / n, positions, width)
+    return all_to_all_rows(by_rank, [1] * n, [1] * n, group).movedim(0, -4).flatten(-4, -3)
 
 
-def _positions_for_heads(tensor: Tensor, n: int, group: ProcessGroup) -> Tensor:
+def _gather_positions(tensor: Tensor, n: int, group: ProcessGroup) -> Tensor:
     """Every position of a share of the heads, for a share of the positions of every head."""
     by_heads = torch.unflatten(tensor, -3, (n, -1)).movedim(-4, 0)
-    return exchange(by_heads, [1] * n, [1] * n, group).movedim(0, -3).flatten(-3, -2)
+    return all_to_all_rows(by_heads, [1] * n, [1] * n, group).movedim(0, -3).flatten(-3, -2)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pgmesh.layout import Axis
     from pgmesh.mesh import ProcessGroupMesh
 
-REMEMBERED = 1 << 16
+MAX_KNOWN_ENTRIES = 1 << 16
 """Number of recent entries of a stream that can be repeated: more than any program has between forward and backward."""
 
 
@@ -49,11 +49,11 @@ def seed_of(mesh: ProcessGroupMesh, *axes: Axis, seed: int, tag: str = "") -> in
     if not isinstance(seed, int):
         raise OptionsError(f"a seed is a whole number, such as seed=0, not {seed!r}.")
     mesh.index(*axes)  # refuses outsiders, axes that are not there, and those named twice
-    places = [f"{axis}={mesh.index(axis)}" for axis in sorted(axes, key=str)]
-    return hashed("/".join([str(seed), tag, *places]))
+    indices = [f"{axis}={mesh.index(axis)}" for axis in sorted(axes, key=str)]
+    return hash64("/".join([str(seed), tag, *indices]))
 
 
-_rehearsals: list[list[tuple[Seeds, int]]] = []
+_recorders: list[list[tuple[Seeds, int]]] = []
 """The streams that were entered anew in each rehearsal under way, and where torch's CPU generator stood."""
 
 
@@ -93,46 +93,46 @@ class Seeds:
     def __init__(self, mesh: ProcessGroupMesh, *axes: Axis, seed: int, tag: str = "") -> None:
         self.seed = seed_of(mesh, *axes, seed=seed, tag=tag)
         self._entries = 0
-        self._known: dict[int, int] = {}  # where torch's CPU generator stood: the number of the entry
-        self._older: dict[int, int] = {}
-        self._entered: tuple[dict[str, Tensor], int] | None = None
+        self._recent: dict[int, int] = {}  # where torch's CPU generator stood: the number of the entry
+        self._previous: dict[int, int] = {}
+        self._outside: tuple[dict[str, Tensor], int] | None = None
 
     def __enter__(self) -> None:
-        if self._entered is not None:
+        if self._outside is not None:
             raise LifetimeError("this stream of random numbers is entered already; leave it before you enter it again.")
-        outside = _states()
-        start = words(outside["cpu"])[:]
+        outside = _generator_states()
+        start = generator_header(outside["cpu"])[:]
         if start[0] != torch.initial_seed():
             raise SeamError(
                 f"in torch {torch.__version__} the state of the CPU generator does not start with its seed, as it does "
                 "in torch 2.13. Seeds needs it to repeat an entry under activation checkpointing."
             )
-        place = hashed(str(start))
-        seed = hashed(f"{self.seed}/{self._entry(place)}")
+        state_id = hash64(str(start))
+        seed = hash64(f"{self.seed}/{self._entry_number(state_id)}")
         for device in outside:
             _generator(device).manual_seed(seed)
-        self._entered = outside, place
+        self._outside = outside, state_id
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        (outside, place), self._entered = self._entered or ({}, 0), None
+        (outside, state_id), self._outside = self._outside or ({}, 0), None
         if outside and kind is None:  # the next entry begins elsewhere, though nothing was drawn
-            words(outside["cpu"])[0] = place
+            generator_header(outside["cpu"])[0] = state_id
         for device, state in outside.items():
             _generator(device).set_state(state)
 
-    def _entry(self, place: int) -> int:
+    def _entry_number(self, state_id: int) -> int:
         """The number of the entry that began at this place; a new one where none did."""
-        found = self._known.get(place, self._older.get(place))
-        if found is None:
-            found, self._entries = self._entries, self._entries + 1
-            if len(self._known) == REMEMBERED:
-                self._older, self._known = self._known, {}
-            self._known[place] = found
-            if _rehearsals:
-                _rehearsals[-1].append((self, place))
-        return found
+        number = self._recent.get(state_id, self._previous.get(state_id))
+        if number is None:
+            number, self._entries = self._entries, self._entries + 1
+            if len(self._recent) == MAX_KNOWN_ENTRIES:
+                self._previous, self._recent = self._recent, {}
+            self._recent[state_id] = number
+            if _recorders:
+                _recorders[-1].append((self, state_id))
+        return number
 
     def state_dict(self) -> dict[str, int]:
         """Where the stream stands, for a checkpoint."""
@@ -149,28 +149,28 @@ class Seeds:
                 f"this is the state of the stream with seed {state['seed']}, but here is seed {self.seed}: another "
                 "program's, or another place's along the axes by which ranks differ."
             )
-        self._entries, self._known, self._older = state["entries"], {}, {}
+        self._entries, self._recent, self._previous = state["entries"], {}, {}
 
 
 @contextlib.contextmanager
-def rehearsal() -> Iterator[None]:
+def restore_streams() -> Iterator[None]:
     """Afterwards every stream stands where it stood, though it was entered within."""
-    _rehearsals.append([])
+    _recorders.append([])
     try:
         yield
     finally:
-        for seeds, place in _rehearsals.pop():
+        for seeds, state_id in _recorders.pop():
             seeds._entries -= 1
-            seeds._known.pop(place, None)
-            seeds._older.pop(place, None)
+            seeds._recent.pop(state_id, None)
+            seeds._previous.pop(state_id, None)
 
 
-def hashed(text: str) -> int:
+def hash64(text: str) -> int:
     """The first 8 bytes of the SHA-256 of a text, the lowest first."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
-def words(state: Tensor) -> ctypes.Array[ctypes.c_uint64]:
+def generator_header(state: Tensor) -> ctypes.Array[ctypes.c_uint64]:
     """The start of a state of torch's CPU generator, to read and to write: its seed, and where it stands.
 
     The seed in a state does not affect the numbers that are drawn. ``Seeds`` overwrites it with a mark, so that two
@@ -185,7 +185,7 @@ def _generator(device: str) -> torch.Generator:
     return torch.cuda.default_generators[int(device.removeprefix("cuda:"))]
 
 
-def _states() -> dict[str, Tensor]:
+def _generator_states() -> dict[str, Tensor]:
     """The state of each generator that a module's random numbers come from."""
     devices = ["cpu"]
     if torch.cuda.is_available():

@@ -13,10 +13,10 @@ from torch.utils.data import Dataset, DistributedSampler
 from pgmesh.errors import AxisError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
-from pgmesh.parallel.base import Level, Method, listed
-from pgmesh.parallel.data import sampler
-from pgmesh.parallel.input_checks import EvenRows
-from pgmesh.parallel.ownership import kept_apart
+from pgmesh.parallel.base import Level, Method, format_axes
+from pgmesh.parallel.data import distributed_sampler
+from pgmesh.parallel.input_checks import RowCheck
+from pgmesh.parallel.ownership import owned_parameters
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -74,12 +74,13 @@ class ShardedDataParallel(Method):
         if not set(self.replicates) <= set(self.reduces):
             both = mesh.along(*self.owns, *self.replicates).axes
             raise AxisError(
-                f"ShardedDataParallel over {listed(self.reduces)} keeps weights whole along some of these axes, but "
-                f"replicate= names {listed(self.replicates)}.\n\n"
+                f"ShardedDataParallel over {format_axes(self.reduces)} keeps weights whole along some of these "
+                "axes, but "
+                f"replicate= names {format_axes(self.replicates)}.\n\n"
                 f"  {type(self).__name__}(mesh, {', '.join(map(repr, both))}, replicate={whole!r})"
             )
         self.configure(options, self.replicates, self.shards)
-        self.layers, self.uneven, self.keywords = layers or layers_of, uneven, keywords
+        self.layers, self.uneven, self.keywords = layers or default_layers, uneven, keywords
 
     def device_mesh(self) -> DeviceMesh:
         """torch's DeviceMesh for fully_shard: along the axes that cut, or those that replicate and then those.
@@ -88,69 +89,70 @@ class ShardedDataParallel(Method):
             AxisError: the axes do not stand so in the mesh.
         """
         mesh, names = self.mesh, list[Axis]()
-        for axes in (_long(mesh, self.replicates), _long(mesh, self.shards)):
+        for axes in (_nontrivial(mesh, self.replicates), _nontrivial(mesh, self.shards)):
             if len(axes) > 1:
-                mesh = _fused(mesh, axes)
+                mesh = _merge_axes(mesh, axes)
             names += ["_".join(map(str, axes))] if len(axes) > 1 else axes
         if not self.shards:  # fully_shard wants an axis to cut along: one of a single rank
             mesh = mesh.view({**{str(axis): mesh.size(axis) for axis in mesh.axes}, "_one": 1})
             names.append("_one")
-        found = mesh.device_mesh(*names)
-        if found.mesh_dim_names != tuple(map(str, names)):
+        device_mesh = mesh.device_mesh(*names)
+        if device_mesh.mesh_dim_names != tuple(map(str, names)):
             sizes = ", ".join(f"{axis}={self.mesh.size(axis)}" for axis in (*self.replicates, *self.shards))
             raise AxisError(
-                f"{self} keeps weights whole along {listed(self.replicates)}, which has to stand outside "
-                f"{listed(self.shards)}, but in the mesh it stands inside: {listed(self.mesh.axes)}.\n\n"
+                f"{self} keeps weights whole along {format_axes(self.replicates)}, which has to stand outside "
+                f"{format_axes(self.shards)}, but in the mesh it stands inside: {format_axes(self.mesh.axes)}.\n\n"
                 f"  ProcessGroupMesh(..., {sizes})   # the last axis varies fastest"
             )
-        return found
+        return device_mesh
 
     def apply(self, module: nn.Module) -> nn.Module:
         """The same module, sharded in place, its layers first."""
-        device_mesh, apart = self.device_mesh(), {*kept_apart(module).values()}
-        keywords = {**self.keywords, "ignored_params": {*self.keywords.get("ignored_params", ()), *apart}}
+        device_mesh, owned = self.device_mesh(), {*owned_parameters(module).values()}
+        keywords = {**self.keywords, "ignored_params": {*self.keywords.get("ignored_params", ()), *owned}}
         for layer in self.layers(module):
             fully_shard(layer, mesh=device_mesh, **keywords)
         fully_shard(module, mesh=device_mesh, **keywords)
         if not self.uneven:
-            EvenRows(self, module)
+            RowCheck(self, module)
         return module
 
     def sampler(self, dataset: Dataset[Any], **keywords: Any) -> DistributedSampler[Any]:
         """torch's sampler of this rank's share of a data set, as ``DataParallel.sampler``."""
-        return sampler(self, dataset, **keywords)
+        return distributed_sampler(self, dataset, **keywords)
 
 
-def layers_of(module: nn.Module) -> Iterator[nn.Module]:
+def default_layers(module: nn.Module) -> Iterator[nn.Module]:
     """What stands in the outermost lists of a module and has weights."""
     for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
             yield from (layer for layer in child.children() if next(layer.parameters(), None) is not None)
         else:
-            yield from layers_of(child)
+            yield from default_layers(child)
 
 
-def _long(mesh: ProcessGroupMesh, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+def _nontrivial(mesh: ProcessGroupMesh, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
     """Those of more than one rank; of several short ones, one."""
     return tuple(axis for axis in axes if mesh.size(axis) > 1) or axes[:1]
 
 
-def _fused(mesh: ProcessGroupMesh, axes: tuple[Axis, ...]) -> ProcessGroupMesh:
+def _merge_axes(mesh: ProcessGroupMesh, axes: tuple[Axis, ...]) -> ProcessGroupMesh:
     """The mesh read with one long axis in place of several that follow one another."""
-    run = [axis for axis in mesh.axes if mesh.size(axis) > 1]
-    start = run.index(axes[0])
-    if tuple(run[start : start + len(axes)]) != axes:
-        between = [axis for axis in run[start : run.index(axes[-1])] if axis not in axes]
+    nontrivial = [axis for axis in mesh.axes if mesh.size(axis) > 1]
+    start = nontrivial.index(axes[0])
+    if tuple(nontrivial[start : start + len(axes)]) != axes:
+        between = [axis for axis in nontrivial[start : nontrivial.index(axes[-1])] if axis not in axes]
         raise AxisError(
-            f"ShardedDataParallel cuts weights along {listed(axes)} as along one axis, so they follow one another in "
-            f"the mesh, but {listed(between)} stands between: {listed(mesh.axes)}.\n\n"
+            f"ShardedDataParallel cuts weights along {format_axes(axes)} as along one axis, so they follow one "
+            "another in "
+            f"the mesh, but {format_axes(between)} stands between: {format_axes(mesh.axes)}.\n\n"
             f"  ProcessGroupMesh(..., {', '.join(f'{axis}={mesh.size(axis)}' for axis in axes)})\n"
-            f"  ShardedDataParallel(..., replicate={axes[0]!r})   # or cut them along {listed(axes[1:])} alone"
+            f"  ShardedDataParallel(..., replicate={axes[0]!r})   # or cut them along {format_axes(axes[1:])} alone"
         )
-    box: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for axis in mesh.axes:
         if axis == axes[0]:
-            box["_".join(map(str, axes))] = math.prod(map(mesh.size, axes))
+            sizes["_".join(map(str, axes))] = math.prod(map(mesh.size, axes))
         elif axis not in axes:
-            box[str(axis)] = mesh.size(axis)
-    return mesh.view(box)
+            sizes[str(axis)] = mesh.size(axis)
+    return mesh.view(sizes)

@@ -21,16 +21,16 @@ from torch.distributed.tensor.parallel import (
 )
 
 from pgmesh.errors import MethodError, OptionsError
-from pgmesh.parallel.base import Level, Method, listed, only
-from pgmesh.parallel.divisibility import equal_share, sizes_of
-from pgmesh.parallel.input_checks import check_even, device_of, tensors
-from pgmesh.parallel.ownership import is_elsewhere, named
+from pgmesh.parallel.base import Level, Method, format_axes, single_axis
+from pgmesh.parallel.divisibility import divide_along_axes, format_sizes
+from pgmesh.parallel.input_checks import check_equal, device_of, tensors_in
+from pgmesh.parallel.ownership import match_modules, on_other_stage
 
 if TYPE_CHECKING:
     from pgmesh.layout import Axis
     from pgmesh.mesh import ProcessGroupMesh
 
-WORDS: dict[str, tuple[type[nn.Module], ...]] = {
+PLAN_WORDS: dict[str, tuple[type[nn.Module], ...]] = {
     "columns": (nn.Linear,),
     "rows": (nn.Linear,),
     "vocabulary": (nn.Embedding, nn.Linear),
@@ -128,22 +128,23 @@ class TensorParallel(Method):
         options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(mesh, *axis, options=options)
-        only(self)
+        single_axis(self)
         if not isinstance(plan, Mapping) or not plan:
             raise OptionsError(
                 f"TensorParallel: a plan says what is done to which modules, not {plan!r}.\n\n"
                 f"  TensorParallel(mesh, {self.owns[0]!r}, plan={{'blocks.*.up': 'columns', 'blocks.*.down': 'rows'}})"
             )
-        words = [word for word in WORDS if sequence or word not in ("sequence", "enter", "whole")]
+        words = [word for word in PLAN_WORDS if sequence or word not in ("sequence", "enter", "whole")]
         for name, style in plan.items():
             if not isinstance(style, ParallelStyle) and style not in words:
-                hint = "" if style not in WORDS else ", and with sequence=True sequence, enter, whole"
+                hint = "" if style not in PLAN_WORDS else ", and with sequence=True sequence, enter, whole"
                 raise OptionsError(
-                    f"TensorParallel: the plan says {style!r} of {name!r}; it may say {listed(words)}{hint}, or be a "
+                    f"TensorParallel: the plan says {style!r} of {name!r}; it may say "
+                    f"{format_axes(words)}{hint}, or be a "
                     "ParallelStyle of torch's."
                 )
         for count in [heads] if isinstance(heads, int) else heads:
-            equal_share(count, f"{count} heads", "heads", mesh, self.owns)
+            divide_along_axes(count, f"{count} heads", "heads", mesh, self.owns)
         self.plan, self.sequence = dict(plan), sequence
 
     def apply(self, module: nn.Module) -> nn.Module:
@@ -154,23 +155,25 @@ class TensorParallel(Method):
                 with ``sequence=True``, a module with weights that the plan does not name.
             ShapeError: a layer that does not divide.
         """
-        found = {name: style for pattern, style in self.plan.items() for name in self._named(module, pattern)}
+        found = {
+            name: style for pattern, style in self.plan.items() for name in self._matching_modules(module, pattern)
+        }
         if self.sequence:
             self._check_all_named(module, found)
         for name, style in found.items():
-            self._check(name, module.get_submodule(name), style)
-        shared = _homes(module)
+            self._check_layer(name, module.get_submodule(name), style)
+        shared = _tied_weights(module)
         for layer, style in {module.get_submodule(name): style for name, style in found.items()}.items():
-            torch_style = self._style(layer, style)
-            if self._cuts(layer, style):
+            torch_style = self._torch_style(layer, style)
+            if self._shards_sequence(layer, style):
                 layer.register_forward_pre_hook(self._check_length)
             if torch_style is not None:
                 parallelize_module(layer, self.mesh.device_mesh(*self.owns), torch_style)
-        module.register_forward_pre_hook(self._check_even, with_kwargs=True)
-        self._share_again(module, shared)
+        module.register_forward_pre_hook(self._check_equal_inputs, with_kwargs=True)
+        self._retie(module, shared)
         for weight in module.parameters():
             if isinstance(weight, DTensor) and weight.requires_grad:
-                weight.register_hook(partial(_placed, like=weight.placements))  # type: ignore[no-untyped-call]
+                weight.register_hook(partial(_match_placements, like=weight.placements))  # type: ignore[no-untyped-call]
         return module
 
     def loss(self) -> AbstractContextManager[None]:
@@ -181,50 +184,54 @@ class TensorParallel(Method):
         context: AbstractContextManager[None] = loss_parallel()
         return context
 
-    def _named(self, module: nn.Module, pattern: str) -> list[str]:
+    def _matching_modules(self, module: nn.Module, pattern: str) -> list[str]:
         """The modules that a pattern names, but for those that another stage of a pipeline has."""
-        found = named(module, pattern)
-        if not found and not is_elsewhere(module, pattern):
+        found = match_modules(module, pattern)
+        if not found and not on_other_stage(module, pattern):
             names = [name for name, _ in module.named_modules() if name]
-            stars = {".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names}
-            near = difflib.get_close_matches(pattern, sorted(stars | set(names)), 1)
+            patterns = {".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names}
+            nearest = difflib.get_close_matches(pattern, sorted(patterns | set(names)), 1)
             raise MethodError(
                 f"the plan names {pattern!r}, which {type(module).__name__} does not have."
-                + (f" Did you mean {near[0]!r}?" if near else f" It has {listed(sorted(stars)) or 'no modules'}.")
+                + (
+                    f" Did you mean {nearest[0]!r}?"
+                    if nearest
+                    else f" It has {format_axes(sorted(patterns)) or 'no modules'}."
+                )
             )
         return found
 
     def _check_all_named(self, module: nn.Module, found: Mapping[str, object]) -> None:
         """Every module with weights of its own is named, or is in one that is named as whole."""
         whole = [name for name, style in found.items() if style == "whole"]
-        left = [
+        unnamed = [
             name or type(module).__name__
             for name, each in module.named_modules()
             if next(each.parameters(recurse=False), None) is not None
             and (name not in found or found[name] == "enter")
             and not any(name.startswith(f"{above}.") for above in whole)
         ]
-        if left:
+        if unnamed:
             raise MethodError(
-                f"with sequence=True the plan names every module with weights, but not {listed(left[:4])}"
-                f"{', ...' * (len(left) > 4)}.\n\n"
-                f"  plan={{..., {left[0]!r}: 'sequence'}}   # if it sees the positions of its rank\n"
-                f"  plan={{..., {left[0]!r}: 'whole'}}   # if it sees whole sequences"
+                f"with sequence=True the plan names every module with weights, but not {format_axes(unnamed[:4])}"
+                f"{', ...' * (len(unnamed) > 4)}.\n\n"
+                f"  plan={{..., {unnamed[0]!r}: 'sequence'}}   # if it sees the positions of its rank\n"
+                f"  plan={{..., {unnamed[0]!r}: 'whole'}}   # if it sees whole sequences"
             )
 
-    def _check(self, name: str, layer: nn.Module, style: str | ParallelStyle) -> None:
+    def _check_layer(self, name: str, layer: nn.Module, style: str | ParallelStyle) -> None:
         if isinstance(style, ParallelStyle):
             return
-        if not isinstance(layer, WORDS[style]):
-            kinds = " or ".join(kind.__name__ for kind in WORDS[style])
+        if not isinstance(layer, PLAN_WORDS[style]):
+            kinds = " or ".join(kind.__name__ for kind in PLAN_WORDS[style])
             raise MethodError(f"the plan says {style!r} of {name}, which is no {kinds} but {type(layer).__name__}.")
         if isinstance(layer, (nn.Linear, nn.Embedding)) and style in ("columns", "rows", "vocabulary", "gathered"):
             dimension = 1 if style == "rows" else 0
             what = {"columns": "outputs", "rows": "inputs"}.get(style, "words")
             size = layer.weight.size(dimension)
-            equal_share(size, f"{name or type(layer).__name__}: {size} {what}", what, self.mesh, self.owns)
+            divide_along_axes(size, f"{name or type(layer).__name__}: {size} {what}", what, self.mesh, self.owns)
 
-    def _style(self, layer: nn.Module, style: str | ParallelStyle) -> ParallelStyle | None:
+    def _torch_style(self, layer: nn.Module, style: str | ParallelStyle) -> ParallelStyle | None:
         """A word as torch says it."""
         between = Shard(1) if self.sequence else Replicate()
         if isinstance(style, ParallelStyle):
@@ -234,7 +241,7 @@ class TensorParallel(Method):
         if style == "rows":
             return RowwiseParallel(output_layouts=between)
         if style == "vocabulary" and isinstance(layer, nn.Embedding):
-            out = Shard(1) if self.sequence and self._next_is_cut else Replicate()
+            out = Shard(1) if self.sequence and self._embedding_is_sharded else Replicate()
             return RowwiseParallel(input_layouts=Replicate(), output_layouts=out)
         if style == "vocabulary":
             return ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False)
@@ -248,55 +255,55 @@ class TensorParallel(Method):
             )
         return None
 
-    def _check_even(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    def _check_equal_inputs(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Ranks are given the same rows: torch sums their outputs, of whatever sizes, and may say nothing."""
-        first: Sequence[int] = next((each.shape for each in tensors((args, keywords))), ())
+        first: Sequence[int] = next((each.shape for each in tensors_in((args, keywords))), ())
         numbers = dict(zip(("rows", "positions"), (*first[:2], 0, 0)))
-        way_out = "together.share(rows)   # of compose(...): the same rows on each rank along the axis"
-        check_even("TensorParallel", numbers, self.mesh, self.owns, device_of(module), way_out)
+        fix = "together.share(rows)   # of compose(...): the same rows on each rank along the axis"
+        check_equal("TensorParallel", numbers, self.mesh, self.owns, device_of(module), fix)
 
     def _check_length(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
         """What is cut by positions has as many as divide: torch would take each rank's share for one of the others'."""
         for whole in args[:1]:
             count = whole.size(1)
-            equal_share(count, f"a sequence of {count} positions", "positions", self.mesh, self.owns)
+            divide_along_axes(count, f"a sequence of {count} positions", "positions", self.mesh, self.owns)
 
-    def _cuts(self, layer: nn.Module, style: str | ParallelStyle) -> bool:
+    def _shards_sequence(self, layer: nn.Module, style: str | ParallelStyle) -> bool:
         """Whether whole sequences go into a layer, and cut ones come out."""
-        words = style == "vocabulary" and isinstance(layer, nn.Embedding) and self._next_is_cut
+        words = style == "vocabulary" and isinstance(layer, nn.Embedding) and self._embedding_is_sharded
         return self.sequence and (style == "enter" or words)
 
     @property
-    def _next_is_cut(self) -> bool:
+    def _embedding_is_sharded(self) -> bool:
         """Whether embeddings hand on their share of positions: unless a module takes whole ones and cuts them."""
         return "enter" not in self.plan.values()
 
-    def _share_again(self, module: nn.Module, shared: list[list[tuple[nn.Module, str]]]) -> None:
+    def _retie(self, module: nn.Module, shared: list[list[tuple[nn.Module, str]]]) -> None:
         """torch gives each module a weight of its own; those that shared one share one again."""
-        for homes in shared:
-            first: Any = getattr(*homes[0])
-            for home, name in homes[1:]:
-                other: Any = getattr(home, name)
+        for owners in shared:
+            first: Any = getattr(*owners[0])
+            for owner, name in owners[1:]:
+                other: Any = getattr(owner, name)
                 if getattr(first, "placements", None) != getattr(other, "placements", None):
                     paths = {each: path for path, each in module.named_modules()}
-                    names = [f"{paths[each]}.{name}" for each, name in homes]
+                    names = [f"{paths[each]}.{name}" for each, name in owners]
                     raise MethodError(
                         f"{' and '.join(names)} are one weight, which the plan cuts in different ways along "
-                        f"{sizes_of(self.mesh, self.owns)}: say the same of both, such as 'vocabulary'."
+                        f"{format_sizes(self.mesh, self.owns)}: say the same of both, such as 'vocabulary'."
                     )
-                setattr(home, name, first)
+                setattr(owner, name, first)
 
 
-def _homes(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+def _tied_weights(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     """Where each weight is kept that more than one module has."""
-    homes: dict[int, list[tuple[nn.Module, str]]] = {}
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for each in module.modules():
         for name, weight in each.named_parameters(recurse=False):
-            homes.setdefault(id(weight), []).append((each, name))
-    return [places for places in homes.values() if len(places) > 1]
+            owners.setdefault(id(weight), []).append((each, name))
+    return [places for places in owners.values() if len(places) > 1]
 
 
-def _placed(gradient: Tensor, like: tuple[Any, ...]) -> Tensor:
+def _match_placements(gradient: Tensor, like: tuple[Any, ...]) -> Tensor:
     """A gradient placed as its weight is: torch leaves that of an embedding whole, and that of a norm to be summed."""
     if isinstance(gradient, DTensor) and gradient.placements != like:
         return gradient.redistribute(placements=like)

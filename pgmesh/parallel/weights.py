@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from pgmesh.errors import AxisError, MethodError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
-from pgmesh.parallel.base import listed
-from pgmesh.parallel.ownership import MARK, kept_apart
+from pgmesh.parallel.base import format_axes
+from pgmesh.parallel.ownership import OWNED_MARK, owned_parameters
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -48,9 +48,10 @@ def broadcast(module: nn.Module, mesh: ProcessGroupMesh, *axes: Axis) -> None:
     >>> from pgmesh.parallel import weights
     >>> weights.broadcast(torch.nn.Linear(2, 2), mesh, "dp", "tp")
     """
-    if apart := [*kept_apart(module)]:
+    if apart := [*owned_parameters(module)]:
         raise MethodError(
-            f"ranks mean to hold different weights {listed(apart[:3])}, which another method keeps apart: broadcast "
+            f"ranks mean to hold different weights {format_axes(apart[:3])}, which another method keeps apart: "
+            "broadcast "
             "before that method is applied."
         )
     group, ranks = mesh.group(*axes), mesh.ranks(*(axes or mesh.axes))
@@ -89,9 +90,9 @@ class Held:
     def __init__(self, weights: nn.Module | Iterable[nn.Parameter], mesh: ProcessGroupMesh, *axes: Axis) -> None:
         copies: list[nn.Parameter] = getattr(weights, "copies", list)()
         self.weights = list(weights.parameters() if isinstance(weights, nn.Module) else weights)
-        self.again = {id(weight) for weight in copies}
+        self._copies = {id(weight) for weight in copies}
         self.mesh, self.axes = mesh, mesh.along(*axes).axes if axes else ()
-        if not axes and any(hasattr(weight, MARK) for weight in self.weights):
+        if not axes and any(hasattr(weight, OWNED_MARK) for weight in self.weights):
             raise AxisError(
                 "ranks hold different ones of these weights, which a method keeps apart, but no axis is named along "
                 "which they do.\n\n"
@@ -102,7 +103,7 @@ class Held:
         """This rank's part of each gradient, and how many parts that ranks hold, all told, are different ones."""
         for weight in self.weights:
             gradient = weight.grad
-            if gradient is None or id(weight) in self.again:
+            if gradient is None or id(weight) in self._copies:
                 continue
             axes = self.axes
             parts = 1

@@ -1,1 +1,1 @@
-"""``pgmesh check`` and ``pgmesh doctor``: what to verify before an expensive job."""
+"""Checks before an expensive job: ``pgmesh check`` for all ranks, ``pgmesh doctor`` for one process."""

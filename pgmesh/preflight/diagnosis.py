@@ -1,6 +1,6 @@
-"""What this process finds around it, without joining anybody: launcher, torch, network, store; and what to do about it.
+"""Findings of ``pgmesh doctor`` on one process: launcher, torch, network and store, each with a fix if it is bad.
 
-Nothing here needs torch to be there: where it cannot be imported, that is a finding.
+Nothing is sent to other ranks. This file works without torch; a torch that cannot be imported is a finding.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from pgmesh.errors import LaunchError, SeamError
 from pgmesh.launch.detect import LAST_PORT, LAUNCHERS, LauncherInfo, detect_launcher
 
 TRIED_ON = "2.13"
-"""As ``groups.TRIED_ON``, which is not there where it would be needed."""
+"""The same as ``torch_private.TRIED_ON``, which cannot be imported if names of torch are missing."""
 
 BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Args:
-        mark: "ok", "warn" or "bad"; "--" for what is only told.
-        what: launcher, python, torch, seam, host, interface or store.
-        says: in a sentence.
-        mend: what to do about it; "" for nothing.
+        mark: "ok", "warn", "bad", or "--" for information.
+        what: the subject: launcher, python, torch, seam (private names of torch), host, interface or store.
+        text: the finding in one sentence.
+        fix: the suggested action; empty if there is none.
     """
 
     mark: str
@@ -45,11 +45,11 @@ class Finding:
 
 
 def diagnose(environ: Mapping[str, str], seconds: float) -> list[Finding]:
-    """All of it.
+    """All findings.
 
     Args:
-        environ: as ``os.environ`` is.
-        seconds: how long each question to the network may take.
+        environ: the environment variables, such as ``os.environ``.
+        seconds: timeout of each network operation.
     """
     launcher, findings = launcher_findings(environ)
     return [
@@ -66,7 +66,7 @@ def diagnose(environ: Mapping[str, str], seconds: float) -> list[Finding]:
 
 
 def launcher_findings(environ: Mapping[str, str]) -> tuple[LauncherInfo | None, list[Finding]]:
-    """Who is believed, and what else is there.
+    """The detected launcher, and findings about it and about the variables of other launchers.
 
     >>> environ = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "SLURM_PROCID": "0"}
     >>> launcher, findings = launcher_findings(environ)
@@ -74,7 +74,7 @@ def launcher_findings(environ: Mapping[str, str]) -> tuple[LauncherInfo | None, 
     ...     print(finding.mark, finding.text)
     ok rank 1 of 2, local rank 1: MPICH, because PMI_RANK is set
     -- read: PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1
-    -- there too, of Slurm, and not believed: SLURM_PROCID=0
+    -- variables of Slurm, which are not used: SLURM_PROCID=0
     """
     try:
         launcher = detect_launcher(environ)
@@ -89,7 +89,7 @@ def launcher_findings(environ: Mapping[str, str]) -> tuple[LauncherInfo | None, 
     for other in LAUNCHERS:
         variables = " ".join(f"{name}={environ[name]}" for name in other.marks if name in environ.keys() - read)
         if variables and other.name != launcher.launcher:
-            findings.append(Finding("--", "launcher", f"there too, of {other.name}, and not believed: {variables}"))
+            findings.append(Finding("--", "launcher", f"variables of {other.name}, which are not used: {variables}"))
     return launcher, findings
 
 
@@ -97,25 +97,23 @@ def launcher_findings(environ: Mapping[str, str]) -> tuple[LauncherInfo | None, 
 
 
 def torch_findings(load: Callable[[str], Any]) -> Iterator[Finding]:
-    """torch's version and backends, and the private names that pgmesh makes groups with."""
+    """Findings about torch: its version, its backends, and the private names that pgmesh uses."""
     try:
         torch, dist = load("torch"), load("torch.distributed")
-    except Exception as error:  # an ImportError, or whatever a library that does not fit raises
+    except Exception as error:  # besides ImportError, an incompatible library can raise anything
         text = f"torch cannot be imported: {type(error).__name__}: {error}".splitlines()[0]
-        yield Finding("bad", "torch", text, "pip install torch; pgmesh plan and show go without it")
+        yield Finding("bad", "torch", text, "pip install torch; pgmesh plan and show work without it")
         return
     if not dist.is_available():
         yield Finding(
-            "bad", "torch", f"torch {torch.__version__} was built without torch.distributed", "install another"
+            "bad", "torch", f"torch {torch.__version__} was built without torch.distributed", "install a build with it"
         )
         return
     backends = [name for name in BACKENDS if dist.is_backend_available(name)]
     devices = torch.cuda.device_count()
     text = f"torch {torch.__version__} with {', '.join(backends) or 'no backend'}; {count_of(devices, 'CUDA device')}"
     if devices and "nccl" not in backends:
-        yield Finding(
-            "warn", "torch", text, "there are CUDA devices, and no NCCL: install a build of torch that has it"
-        )
+        yield Finding("warn", "torch", text, "there are CUDA devices, but no NCCL: install a build of torch with NCCL")
     else:
         yield Finding("ok", "torch", text)
     try:
@@ -125,11 +123,11 @@ def torch_findings(load: Callable[[str], Any]) -> Iterator[Finding]:
         yield Finding("bad", "seam", problem, "\n".join([*names, f"install torch {TRIED_ON}"]).strip())
         return
     tried = any(str(torch.__version__).startswith(f"{version}.") for version in private.TRIED_ON)
-    text = f"all {len(private.SEAM)} private names of torch that groups are made with are there"
+    text = f"all {len(private.SEAM)} private names of torch that pgmesh uses exist"
     if tried:
         yield Finding("ok", "seam", text)
     else:
-        fix = f"pgmesh was tried on torch {', '.join(private.TRIED_ON)}: run its tests with this one"
+        fix = f"pgmesh was tested with torch {', '.join(private.TRIED_ON)}: run its tests with this version"
         yield Finding("warn", "seam", text, fix)
 
 
@@ -137,25 +135,25 @@ def torch_findings(load: Callable[[str], Any]) -> Iterator[Finding]:
 
 
 def host_findings(seconds: float, launcher: LauncherInfo | None) -> Iterator[Finding]:
-    """What this host's name means."""
+    """Findings about the addresses of this host's name."""
     name = socket.gethostname()
     answer = call_with_timeout(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM), seconds)
     if isinstance(answer, Exception):
-        text = f"this host calls itself {name}, which is no address: {_error_text(answer)}"
+        text = f"the host name {name} does not resolve: {_error_text(answer)}"
         yield Finding("warn", "host", text, f"add {name} to /etc/hosts, or set GLOO_SOCKET_IFNAME")
         return
     addresses = list(dict.fromkeys(str(each[4][0]) for each in answer))
-    text = f"this host calls itself {name}, which is {', '.join(addresses)}"
+    text = f"the host name {name} resolves to {', '.join(addresses)}"
     several = launcher is not None and launcher.local_size is not None and launcher.local_size < launcher.size
     if several and all(_is_local(address) for address in addresses) and not os.environ.get("GLOO_SOCKET_IFNAME"):
-        fix = "there are ranks on other hosts: set GLOO_SOCKET_IFNAME to the interface that leads to them"
-        yield Finding("bad", "host", f"{text}: no other host can reach that", fix)
+        fix = "some ranks are on other hosts: set GLOO_SOCKET_IFNAME to the interface that connects to them"
+        yield Finding("bad", "host", f"{text}, which other hosts cannot reach", fix)
     else:
         yield Finding("ok", "host", text)
 
 
 def interface_findings(environ: Mapping[str, str], interfaces: Sequence[str]) -> Iterator[Finding]:
-    """Whether the interfaces that Gloo and NCCL are told to use exist.
+    """Findings about the interfaces that GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME select.
 
     >>> environ = {"GLOO_SOCKET_IFNAME": "eth0,ib0", "NCCL_SOCKET_IFNAME": "^lo"}
     >>> for finding in interface_findings(environ, ["lo", "eth0"]):
@@ -169,7 +167,7 @@ def interface_findings(environ: Mapping[str, str], interfaces: Sequence[str]) ->
     if missing:
         text = f"GLOO_SOCKET_IFNAME is {gloo}, but there is no interface {', '.join(missing)}"
         text += f"; there are {', '.join(interfaces)}"
-        yield Finding("bad", "interface", text, "set it to one of them on this host, or unset it")
+        yield Finding("bad", "interface", text, "set it to an interface of this host, or unset it")
     elif names:
         yield Finding("ok", "interface", f"GLOO_SOCKET_IFNAME is {gloo}")
     nccl = environ.get("NCCL_SOCKET_IFNAME", "")
@@ -178,15 +176,15 @@ def interface_findings(environ: Mapping[str, str], interfaces: Sequence[str]) ->
         if left:
             yield Finding("ok", "interface", f"NCCL_SOCKET_IFNAME is {nccl}: {', '.join(left)}")
         else:
-            text = f"NCCL_SOCKET_IFNAME is {nccl}, which leaves no interface of {', '.join(interfaces)}"
-            yield Finding("bad", "interface", text, "set it to the beginning of one of them, or unset it")
+            text = f"NCCL_SOCKET_IFNAME is {nccl}, which matches no interface of {', '.join(interfaces)}"
+            yield Finding("bad", "interface", text, "set it to the prefix of an interface, or unset it")
     if not names and not nccl:
-        text = f"interfaces: {', '.join(interfaces)}; none is chosen by GLOO_ or NCCL_SOCKET_IFNAME"
+        text = f"interfaces: {', '.join(interfaces)}; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are not set"
         yield Finding("--", "interface", text)
 
 
 def nccl_interfaces(setting: str, interfaces: Sequence[str]) -> list[str]:
-    """The interfaces that NCCL may use: by how they begin, exactly after "=", all others after "^".
+    """The interfaces that NCCL_SOCKET_IFNAME selects: prefixes; exact names after "="; all others after "^".
 
     Source: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname
 
@@ -205,7 +203,7 @@ def nccl_interfaces(setting: str, interfaces: Sequence[str]) -> list[str]:
 
 
 def store_findings(environ: Mapping[str, str], launcher: LauncherInfo | None, seconds: float) -> Iterator[Finding]:
-    """Whether this process can reach the store; on the rank that is to host it, whether it can."""
+    """Findings about the store: rank 0 must be able to host it, and every other rank to reach it."""
     if launcher is None:
         return
     if launcher.size == 1 and launcher.address is None:
@@ -221,20 +219,20 @@ def store_findings(environ: Mapping[str, str], launcher: LauncherInfo | None, se
 
 
 def hosts_store(environ: Mapping[str, str], launcher: LauncherInfo) -> bool:
-    """Whether this process hosts its world's store: rank 0 does, unless torchrun's agent or a StoreProcess does."""
+    """True if this process must host the store: on rank 0, unless torchrun's agent or a StoreProcess hosts it."""
     return launcher.rank == 0 and not _is_hosted(environ)
 
 
 def wait_for_store(environ: Mapping[str, str], launcher: LauncherInfo, seconds: float) -> Finding | None:
-    """Wait until this process can reach the store, or host it.
+    """Wait until this process can reach the store, or can host it.
 
     Args:
-        environ: as ``os.environ`` is.
-        found: where the store is.
-        seconds: how long to ask. What cannot change meanwhile is not waited for.
+        environ: the environment variables, such as ``os.environ``.
+        launcher: the detected launcher, with the address of the store.
+        seconds: timeout. A problem that waiting cannot solve is returned immediately.
 
     Returns:
-        None once it can; else what is wrong, as ``store_findings`` says it.
+        None on success; otherwise the problem, as in ``store_findings``.
     """
     end = time.monotonic() + seconds
     while True:
@@ -245,21 +243,21 @@ def wait_for_store(environ: Mapping[str, str], launcher: LauncherInfo, seconds: 
     if finding.mark != "ok":
         return finding
     where = "{}:{}".format(*launcher.end_point())
-    text = f"nobody listened at {where} in {seconds:g} s: rank 0, which hosts the store, did not start"
-    return None if is_final else Finding("bad", "store", text, "start rank 0, and see that it ends with no error")
+    text = f"no process listened at {where} in {seconds:g} s: rank 0, which hosts the store, did not start"
+    return None if is_final else Finding("bad", "store", text, "start rank 0, and check its output for errors")
 
 
 POLL_INTERVAL = 0.2
-"""Seconds between two looks for the store."""
+"""Seconds between two attempts to reach the store."""
 
 
 def _is_hosted(environ: Mapping[str, str]) -> bool:
-    """Whether a process that started before the ranks hosts the store. torch tells it by this variable too."""
+    """True if a process other than the ranks hosts the store. torch uses the same variable."""
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _check_store(environ: Mapping[str, str], launcher: LauncherInfo, seconds: float) -> tuple[Finding, bool]:
-    """What is found of the store, and whether it will stay so."""
+    """A finding about the store, and True if waiting cannot change it."""
     address, port = launcher.end_point()
     answer = call_with_timeout(lambda: socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM), seconds)
     if isinstance(answer, Exception):
@@ -270,11 +268,11 @@ def _check_store(environ: Mapping[str, str], launcher: LauncherInfo, seconds: fl
     where = f"{address}:{port}"
     answer = call_with_timeout(lambda: _connect(address, port, seconds), seconds)
     if not isinstance(answer, Exception):
-        return Finding("ok", "store", f"somebody listens at {where}"), True
+        return Finding("ok", "store", f"a process listens at {where}"), True
     if isinstance(answer, ConnectionRefusedError) and not _is_hosted(environ):
-        text = f"nobody listens at {where} yet, which can be reached"
-        return Finding("ok", "store", f"{text}: rank 0 does once it joins"), False
-    fix = "see that MASTER_ADDR names rank 0's host, and that no firewall is between"
+        text = f"the host of {where} can be reached; rank 0 has not joined yet, so no process listens there"
+        return Finding("ok", "store", text), False
+    fix = "check that MASTER_ADDR names rank 0's host, and that no firewall blocks the port"
     return Finding("bad", "store", f"{where} cannot be reached: {_error_text(answer)}", fix), False
 
 
@@ -282,12 +280,12 @@ ADDRESS_FIX = "set MASTER_ADDR to a name or an address of rank 0's host, the sam
 
 
 def _check_hosting(address: str, port: int, infos: Sequence[tuple[Any, ...]]) -> Finding:
-    """Whether this process, rank 0, can host the store, and this host has the address by which others look for it."""
+    """A finding about rank 0: the port must be free, and an interface of this host must have the address."""
     error = _port_error(port)
     if error is not None:
         text = f"this process, rank 0, cannot listen at port {port}: {_error_text(error)}"
         if error.errno == errno.EADDRINUSE:
-            text = f"port {port} is taken on this host, where this process, rank 0, is to host the store"
+            text = f"port {port} is taken on this host, where this process, rank 0, must host the store"
         first = max(port, 1023) + 1
         free = next((near for near in range(first, min(first + 100, LAST_PORT)) if _port_error(near) is None), None)
         call = "set MASTER_PORT to another" if free is None else f"export MASTER_PORT={free}   # is free here"
@@ -296,19 +294,19 @@ def _check_hosting(address: str, port: int, infos: Sequence[tuple[Any, ...]]) ->
         resolved = ", ".join(dict.fromkeys(str(socket_address[0]) for *_, socket_address in infos))
         named = address if resolved == address else f"{address} ({resolved})"
         text = f"no interface of this host has the address {named}, but this process, rank 0, hosts the store"
-        fix = f"{ADDRESS_FIX}; this host calls itself {socket.gethostname()}"
+        fix = f"{ADDRESS_FIX}; the name of this host is {socket.gethostname()}"
         return Finding("bad", "store", text, fix)
-    text = f"port {port} is free on this host, {address}: this process, rank 0, listens there once it joins"
+    text = f"port {port} is free on this host, {address}; this process, rank 0, listens there after it joins"
     return Finding("ok", "store", text)
 
 
 def _port_error(port: int) -> OSError | None:
-    """Why this process cannot listen at a port of all interfaces, as torch's store does; None if it can."""
+    """The error of listening at a port of all interfaces, as torch's store does; None if it is possible."""
     return _bind_error(socket.AF_INET6, ("::", port)) and _bind_error(socket.AF_INET, ("0.0.0.0", port))
 
 
 def _bind_error(family: int, socket_address: tuple[Any, ...]) -> OSError | None:
-    """Why a socket cannot be bound there; None if it can. It does not listen, so nothing can connect to it."""
+    """The error of binding a socket; None if it is possible. The socket does not listen, so nothing can connect."""
     try:
         with socket.socket(family, socket.SOCK_STREAM) as bound:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -321,6 +319,7 @@ def _bind_error(family: int, socket_address: tuple[Any, ...]) -> OSError | None:
 
 
 def _connect(address: str, port: int, seconds: float) -> None:
+    """Open and close a connection."""
     with contextlib.closing(socket.create_connection((address, port), timeout=seconds)):
         pass
 
@@ -330,11 +329,12 @@ def _is_local(address: str) -> bool:
 
 
 def _error_text(error: Exception) -> str:
+    """Text of an error, without its number."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def call_with_timeout(function: Callable[[], Any], seconds: float) -> Any:
-    """The answer, or the error; a TimeoutError where there is none in time. A resolver has no deadline of its own."""
+    """The result of a function, or its exception, or a TimeoutError. Name resolution has no timeout of its own."""
     answers: list[Any] = []
 
     def run() -> None:

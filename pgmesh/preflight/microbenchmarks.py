@@ -1,7 +1,6 @@
-"""What a preflight measures on one rank: collectives of a group, links to neighbours, and work of its own.
+"""Microbenchmarks of one rank: all-reduces of a group, links to neighbours, and local computation.
 
-Each repeat is a batch of calls, timed as one and divided, as NCCL-tests does it; before the first one a batch is run
-that does not count.
+Each repeat times a batch of calls and divides by their number, as NCCL-tests does. The first batch is a warm-up.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ DISTINCT_VALUES = 12
 
 
 def calls_per_batch(size: int) -> int:
-    """How many calls a batch has, by the bytes of each.
+    """Number of calls of a batch, for calls of ``size`` bytes.
 
     >>> calls_per_batch(8), calls_per_batch(1 << 20), calls_per_batch(1 << 24)
     (20, 8, 2)
@@ -47,28 +46,30 @@ def calls_per_batch(size: int) -> int:
 
 
 class Microbenchmarks:
-    """One rank's measurements, on one device.
+    """The microbenchmarks of one rank, on one device.
 
     Args:
-        device: where groups communicate from.
-        repeats: how many batches of each kind are timed.
-        seconds: how long any one of them may take.
+        device: device of the tensors.
+        repeats: number of timed batches of each kind.
+        seconds: timeout of each collective.
     """
 
     def __init__(self, device: torch.device, repeats: int, seconds: float) -> None:
         self.device, self.repeats, self.seconds = device, repeats, seconds
 
     def all_reduce(self, group: Any, size: int) -> list[float]:
-        """Seconds of one all-reduce of so many bytes, for each repeat."""
+        """Seconds of one all-reduce of ``size`` bytes, for each repeat."""
         zeros = torch.zeros(element_count(size), device=self.device)
         calls = calls_per_batch(size)
         return self._time_batches(lambda: self._wait(dist.all_reduce(zeros, group=group, async_op=True)), calls)
 
     def exchange(self, group: Any, peer: int, size: int) -> list[float]:
-        """Seconds in which this rank and another send so many bytes to each other, for each repeat.
+        """Seconds of one exchange of ``size`` bytes with another rank, in both directions at once, for each repeat.
 
         Args:
-            peer: the other, by its rank in the world; it does the same meanwhile.
+            group: a group of both ranks.
+            peer: the other rank, as a rank of the world. It must make the same call.
+            size: number of bytes in each direction.
         """
         sent, received = (torch.zeros(element_count(size), device=self.device) for _ in range(2))
 
@@ -79,7 +80,7 @@ class Microbenchmarks:
         return self._time_batches(exchange_once, calls_per_batch(size))
 
     def local_compute(self) -> list[float]:
-        """Seconds of a fixed work of this rank alone, that waits for nobody, for each repeat."""
+        """Seconds of a fixed computation without communication, for each repeat."""
         rows = WORKLOAD.cpu_rows if self.device.type == "cpu" else WORKLOAD.device_rows
         left, right = (torch.ones(rows, rows, device=self.device) for _ in range(2))
         result = torch.empty_like(left)
@@ -91,10 +92,10 @@ class Microbenchmarks:
         return self._time_batches(compute, WORKLOAD.compute_calls)
 
     def check_members(self, group: Any, ranks: Sequence[int], rank: int, world_size: int, label: str) -> None:
-        """See that a group sums over these very ranks.
+        """Check that an all-reduce of a group sums over exactly these ranks.
 
         Raises:
-            MismatchError: it sums over others, or over one twice.
+            MismatchError: it sums over other ranks, or over a rank twice.
         """
         mask = torch.zeros(world_size, dtype=torch.int32, device=self.device)
         mask[rank] = 1
@@ -106,13 +107,17 @@ class Microbenchmarks:
             raise MismatchError(f"{label} sums over ranks {times or 'none'}, not over {format_ranks(tuple(ranks))}.")
 
     def check_sum(self, group: Any, index: int, members: int, size: int, label: str) -> None:
-        """See that a sum of so many bytes is right in each of its values.
+        """Check every value of an all-reduce.
 
         Args:
-            place: this rank's in the group.
+            group: the group.
+            index: index of this rank in the group.
+            members: number of ranks of the group.
+            size: number of bytes of the tensor.
+            label: name of the group, for the error.
 
         Raises:
-            MismatchError: it is not.
+            MismatchError: a value is wrong.
         """
         values = torch.full((element_count(size),), float(2 ** (index % DISTINCT_VALUES)), device=self.device)
         self._wait(dist.all_reduce(values, group=group, async_op=True))
@@ -126,6 +131,7 @@ class Microbenchmarks:
             )
 
     def _time_batches(self, call: Callable[[], None], calls: int) -> list[float]:
+        """Seconds of one call, for each repeat, after a warm-up batch."""
         seconds = []
         for i in range(1 + self.repeats):
             start = time.perf_counter()
@@ -137,7 +143,7 @@ class Microbenchmarks:
         return seconds
 
     def _wait(self, *works: Any) -> None:
-        """See these to their end. A CPU backend keeps the group's timeout; on a device, this loop does."""
+        """Wait for works. The timeout is the group's on the CPU, and ``seconds`` on a device."""
         if self.device.type == "cpu":
             for work in works:
                 work.wait()
@@ -153,12 +159,12 @@ class Microbenchmarks:
 
 
 def element_count(size: int) -> int:
-    """How many values of 4 bytes make so many bytes; one at least."""
+    """Number of 4-byte elements in ``size`` bytes, at least 1."""
     return max(1, size // 4)
 
 
 def link_rounds(ranks: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
-    """The links of a ring over these ranks, in rounds in which no rank has more than one.
+    """The links of a ring over these ranks, in rounds. In each round a rank uses at most one link.
 
     >>> list(link_rounds((0, 2, 4, 6)))
     [[(0, 2), (4, 6)], [(2, 4), (6, 0)]]

@@ -1,6 +1,6 @@
-"""The check before an expensive job: all ranks come, stand where they are planned, connect, and measure.
+"""Stages of ``pgmesh check`` on one rank: join the world, connect all groups, measure them, collect the results.
 
-Every rank calls ``preflight``; it is over for all of them in one way, at the same stage.
+All ranks run the same stages. A failure on one rank ends the check on all ranks at the same stage, with the same error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OnStep = Callable[[str], None]
 
 
 def versions() -> dict[str, str]:
-    """The versions that have to be the same on all ranks: pgmesh's, torch's, and Python's without its last number."""
+    """The versions that must be the same on all ranks: of pgmesh, torch, and Python without the patch number."""
     return {
         "pgmesh": str(importlib.import_module("pgmesh").__version__),
         "torch": str(torch.__version__),
@@ -44,14 +44,18 @@ def versions() -> dict[str, str]:
 
 
 HOSTED_STORES: list[object] = []
-"""The store that this process hosts, if it does. It lives as long as the process, whose threads use it to the end."""
+"""The store that this process hosts, if it does. It must live as long as the process, since threads use it."""
 
 
 def join(backend: str | None, seconds: float) -> None:
-    """Join the world, and wait for no other rank: the roll call names those that do not come.
+    """Join the world without waiting for the other ranks, so that the first barrier can name missing ranks.
+
+    Args:
+        backend: name of the backend, as in ``launch.join``.
+        seconds: timeout for the store.
 
     Raises:
-        LaunchError: this process cannot join. It says what ``pgmesh doctor`` says.
+        LaunchError: this process cannot join. The text is that of ``pgmesh doctor``.
     """
     timeout = timedelta(seconds=seconds)
     launcher = None if dist.is_initialized() else detect_launcher(os.environ)
@@ -65,14 +69,14 @@ def join(backend: str | None, seconds: float) -> None:
                 HOSTED_STORES.append(dist.TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False))
             except dist.DistError as error:
                 raise LaunchError(f"{problem}: {error}") from error
-            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # else torch's rank 0 waits, and names nobody
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # otherwise torch makes rank 0 wait for all ranks
         else:
             client = call_with_timeout(
                 lambda: dist.TCPStore(host, port, timeout=timeout, wait_for_workers=False), seconds
             )
-            if isinstance(client, Exception):  # torch's own join would wait for it without end
+            if isinstance(client, Exception):  # torch would wait for an answer without a timeout
                 raise LaunchError(
-                    f"{problem}: something listens at {host}:{port}, and does not answer as torch's store does: "
+                    f"{problem}: something listens at {host}:{port}, but does not answer like torch's store: "
                     f"{str(client).splitlines()[0]}\n\n  export MASTER_PORT=<the port of rank 0's store>"
                 )
     try:
@@ -84,17 +88,17 @@ def join(backend: str | None, seconds: float) -> None:
 
 
 class Preflight:
-    """One rank's part in a check of a mesh.
+    """The check of a mesh, on one rank.
 
     Args:
-        hall: where all ranks meet.
-        mesh: what is checked.
-        families: the axes of each family.
+        barrier: the staged barrier of all ranks.
+        mesh: the mesh to check.
+        combinations: the combinations of axes whose groups are checked.
         hosts: the host of each rank.
-        sizes: of the all-reduces, in bytes.
-        repeats: how many batches of each kind are timed.
-        advance: told of each step that begins.
-        let_go: closes the mesh.
+        sizes: sizes of the all-reduces in bytes.
+        repeats: number of timed batches of each kind.
+        on_step: called with the name of each step when it begins.
+        close_mesh: closes the mesh.
     """
 
     def __init__(
@@ -116,27 +120,27 @@ class Preflight:
 
     @property
     def step_count(self) -> int:
-        """How often ``on_step`` is called."""
+        """Number of calls of ``on_step``."""
         return 2 + len(self.combinations) * (len(self.sizes) + 1)
 
     def run(self) -> Results | None:
-        """Connect, measure, and put together what all ranks measured; only the first rank is given it.
+        """Connect and measure all groups. Returns the results of all ranks on rank 0, None on other ranks.
 
         Raises:
-            MissingRanksError, MismatchError, CircleError, WorldError: what is wrong, the same on all ranks.
+            MissingRanksError, MismatchError, CircleError, WorldError: the check failed; the same error on all ranks.
         """
         self._stage("connecting", self._connect)
-        self._stage("working alone", self._measure_compute)
+        self._stage("computing", self._measure_compute)
         for axes in self.combinations:
             self._stage(f"measuring {axes_name(axes)}", functools.partial(self._measure, axes))
         barrier = self.barrier
-        barrier.stage("telling what was measured")
+        barrier.stage("collecting the results")
         barrier.put(f"measured/{self.mesh.rank}", self.measurements.to_json())
         barrier.meet()
         return self._combine() if barrier.rank == 0 else None
 
     def _stage(self, doing: str, work: Callable[[], None]) -> None:
-        """Work that ranks do with one another. What fails on one fails on all."""
+        """Run one stage between two barriers. A failure on one rank fails on all."""
         barrier = self.barrier
         barrier.stage(doing)
         try:
@@ -145,8 +149,8 @@ class Preflight:
             raise
         except PgmeshError as error:
             raise barrier.give_up(error) from error
-        except RuntimeError as error:  # a backend's: perhaps another rank's end was its reason
-            self.close_mesh()  # so that those who wait for this rank learn of it
+        except RuntimeError as error:  # from a backend, possibly caused by the death of another rank
+            self.close_mesh()  # so that ranks waiting for this one fail too
             text = str(error).splitlines()[0]
             lost = barrier.lost(self.mesh.layout.ranks(), f"{barrier.what}, {doing}")
             raise barrier.give_up(lost or MissingRanksError(f"{doing} failed: {text}")) from error
@@ -163,7 +167,7 @@ class Preflight:
         self.benchmarks = Microbenchmarks(device, self.repeats, self.barrier.seconds)
 
     def _measure_compute(self) -> None:
-        self.on_step("working alone")
+        self.on_step("computing")
         self.measurements.compute_seconds = median(self.benchmarks.local_compute())
 
     def _measure(self, axes: tuple[Axis, ...]) -> None:

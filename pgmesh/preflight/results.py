@@ -1,14 +1,18 @@
-"""What ranks measured in a preflight, put together: the time of each family, its slowest group, and the slowest rank.
+"""Results of ``pgmesh check``: times for each combination of axes, its slowest group, and stragglers.
 
-A collective is over for all its members at about the same time, so its times do not tell who held it up. Two other
-measurements do, as far as they go:
+A collective ends on all members at about the same time, so its times do not show which rank is slow. Two other
+measurements do:
 
-- the *links*: neighbours on the ring of each group exchange messages, no rank with two at once. A rank is as slow as
-  the fastest of its links, over all its families: a slow rank makes every link slow, a slow link only its two ends;
-- the *own work*: a fixed work of each rank, all at once, in which nobody waits for anybody.
+- *links*: neighbours on the ring of each group exchange messages, and no rank uses two links at once. The slowdown of
+  a rank is that of its fastest link, in all its groups. A slow rank slows down all its links. A slow link is only one
+  of the links of its two ranks;
+- *computation*: all ranks run the same fixed computation at once, without communication.
 
-A link is compared with the median of its family's links of its kind, inside a host or between two; of an even number,
-with the faster of the two in the middle, so that of two links the slow one is seen.
+The reference for a link is the median of all links of the same combination of axes and the same kind: inside a host,
+or between hosts. For an even number of links it is the lower of the two middle values, so that the slower of two links
+is detected.
+
+The output calls a combination of axes a *family*, as the command line does: all groups along these axes.
 """
 
 from __future__ import annotations
@@ -23,22 +27,23 @@ from pgmesh.drawing.styled_text import Line, columns, ranks_in, wrapped
 from pgmesh.layout import Axis
 
 STRAGGLER_FACTOR = 2.0
-"""So many times what is usual, and a rank or a link is said to be slow."""
+"""Slowdown from which a rank is a straggler, and a link slow."""
 
 SOURCE = "https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md"
 FORMULAS = {"algbw": "bytes / time", "busbw": "algbw x 2(n-1)/n"}
-"""Of an all-reduce over n ranks, as NCCL-tests defines them."""
+"""Bandwidths of an all-reduce over n ranks, as NCCL-tests defines them."""
 
 
 @dataclass
 class RankMeasurements:
-    """One rank's measurements, in seconds: medians of several repeats.
+    """Measurements of one rank in seconds, each the median of several repeats.
 
     Args:
-        connect_seconds: until all its groups were.
-        compute_seconds: of a fixed work of its own.
-        all_reduces: by family, of one all-reduce of each size.
-        links: by family and neighbour, of one exchange of few and of many bytes.
+        rank: the rank in the world.
+        connect_seconds: time to connect all groups.
+        compute_seconds: time of the fixed computation.
+        all_reduces: for each combination of axes, the time of one all-reduce of each size.
+        links: for each combination of axes and each neighbour, the times of one small and one large exchange.
     """
 
     rank: int
@@ -48,11 +53,13 @@ class RankMeasurements:
     links: dict[str, dict[int, list[float]]] = field(default_factory=dict)
 
     def to_json(self) -> str:
+        """The measurements as JSON, for the store."""
         return json.dumps(vars(self))
 
     @classmethod
     def from_json(cls, text: str) -> RankMeasurements:
-        """
+        """The measurements from the text of ``to_json``.
+
         >>> RankMeasurements.from_json(RankMeasurements(3, links={"tp": {2: [1.0]}}).to_json())
         RankMeasurements(rank=3, connect_seconds=0.0, compute_seconds=0.0, all_reduces={}, links={'tp': {2: [1.0]}})
         """
@@ -63,17 +70,17 @@ class RankMeasurements:
 
 @dataclass(frozen=True)
 class GroupResult:
-    """One group, measured: seconds for each size, as the slowest member saw it."""
+    """Result of one group: the seconds of an all-reduce of each size, on its slowest member."""
 
     ranks: tuple[int, ...]
     seconds: tuple[float, ...]
 
     def algbw(self, sizes: Sequence[int]) -> list[float]:
-        """Bytes a second of the sums, for each size."""
+        """Algorithm bandwidth for each size, in bytes per second."""
         return [size / seconds for size, seconds in zip(sizes, self.seconds)]
 
     def busbw(self, sizes: Sequence[int]) -> list[float]:
-        """Bytes a second over the wires, for each size.
+        """Bus bandwidth for each size, in bytes per second.
 
         >>> GroupResult((0, 1, 2, 3), (0.5,)).algbw([1000]), GroupResult((0, 1, 2, 3), (0.5,)).busbw([1000])
         ([2000.0], [3000.0])
@@ -84,27 +91,28 @@ class GroupResult:
 
 @dataclass(frozen=True)
 class AxesResult:
-    """The groups along some axes, measured."""
+    """Results of all groups along one combination of axes."""
 
     name: str
     groups: tuple[GroupResult, ...]
 
     @property
     def size(self) -> int:
+        """Number of ranks of each group."""
         return len(self.groups[0].ranks)
 
     def median_group(self, i: int) -> GroupResult:
-        """The group in the middle, by its time for one size."""
+        """The group with the median time for size number ``i``."""
         return sorted(self.groups, key=lambda group: group.seconds[i])[(len(self.groups) - 1) // 2]
 
     def slowest_group(self, i: int) -> GroupResult:
-        """The slowest group, by its time for one size."""
+        """The slowest group for size number ``i``."""
         return max(self.groups, key=lambda group: group.seconds[i])
 
 
 @dataclass(frozen=True)
 class LinkResult:
-    """Two neighbours of one family, and how many times as long as usual their exchange takes: the worst size."""
+    """Result of one link: the time of an exchange divided by the median of similar links, for the worst size."""
 
     axes: str
     ranks: tuple[int, int]
@@ -113,13 +121,14 @@ class LinkResult:
 
 @dataclass(frozen=True)
 class RankSlowdown:
-    """How many times as long as usual a rank takes.
+    """Slowdown of a rank: its times divided by the median of all ranks.
 
     Args:
-        links: for the fastest of its links; 1 where it has none.
-        compute: for its own work.
-        twin: the rank at the other end, where all its links lead to one rank and each is the slowest of the other's
-            too: by links these two cannot be told apart.
+        rank: the rank in the world.
+        links: slowdown of its fastest link; 1 if it has no links.
+        compute: slowdown of its computation.
+        only_peer: the rank at the other end of all its links, if that rank has no other links either. Link times
+            cannot show which of the two is slow.
     """
 
     rank: int
@@ -129,22 +138,25 @@ class RankSlowdown:
 
     @property
     def worst(self) -> float:
+        """The larger of the two slowdowns."""
         return max(self.links, self.compute)
 
     @property
     def is_straggler(self) -> bool:
+        """True if one of the slowdowns reaches ``STRAGGLER_FACTOR``."""
         return self.worst >= STRAGGLER_FACTOR
 
 
 @dataclass(frozen=True)
 class Results:
-    """All of it.
+    """Results of all ranks.
 
     Args:
-        sizes: of the all-reduces, in bytes.
+        sizes: sizes of the all-reduces in bytes.
+        by_axes: results for each combination of axes.
         connect_seconds: seconds until the last rank had connected its groups.
-        paces: of each rank.
-        links: each pair that was probed.
+        slowdowns: slowdown of each rank.
+        links: result of each link.
     """
 
     sizes: tuple[int, ...]
@@ -155,17 +167,17 @@ class Results:
 
     @property
     def slowest(self) -> RankSlowdown:
-        """The slowest rank."""
+        """Slowdown of the slowest rank."""
         return max(self.slowdowns, key=lambda each: each.worst)
 
     def slowest_in(self, ranks: Sequence[int]) -> RankSlowdown:
-        """The slowest of these ranks."""
+        """Slowdown of the slowest of these ranks."""
         return max(
             (slowdown for slowdown in self.slowdowns if slowdown.rank in ranks), key=lambda slowdown: slowdown.worst
         )
 
     def data(self) -> dict[str, Any]:
-        """All of it, as JSON knows things."""
+        """The results as objects that JSON can represent."""
         return {
             "bytes": list(self.sizes),
             "formulas": {**FORMULAS, "source": SOURCE},
@@ -198,11 +210,11 @@ class Results:
 
 
 GroupsOfAxes = Mapping[str, Sequence[tuple[int, ...]]]
-"""The groups of each family, by its name."""
+"""The groups of each combination of axes, by its name."""
 
 
 def axes_name(axes: Sequence[Axis]) -> str:
-    """A family's name.
+    """Name of a combination of axes.
 
     >>> axes_name(("dp", "cp"))
     'dp x cp'
@@ -213,13 +225,13 @@ def axes_name(axes: Sequence[Axis]) -> str:
 def combine(
     measurements: Sequence[RankMeasurements], sizes: Sequence[int], groups: GroupsOfAxes, hosts: Sequence[object]
 ) -> Results:
-    """What all ranks measured.
+    """Results from the measurements of all ranks.
 
     Args:
-        measurements: one for each rank, in their order.
-        sizes: of the all-reduces, in bytes.
-        groups: the groups of each family that was measured.
-        hosts: where each rank is: what is equal for ranks of one host.
+        measurements: the measurements of each rank, in rank order.
+        sizes: sizes of the all-reduces in bytes.
+        groups: the measured groups of each combination of axes.
+        hosts: a value for each rank that is equal for ranks of the same host.
     """
     by_axes = []
     for name, partition in groups.items():
@@ -236,7 +248,7 @@ def combine(
 
 
 def _link_results(measurements: Sequence[RankMeasurements], hosts: Sequence[object]) -> list[LinkResult]:
-    """Each link of each family: how many times as long as those of its kind."""
+    """The slowdown of each link, relative to the median of the links of its kind."""
     seconds: dict[tuple[str, int, int], list[float]] = {}
     for each in measurements:
         for axes, peers in each.links.items():
@@ -256,6 +268,7 @@ def _link_results(measurements: Sequence[RankMeasurements], hosts: Sequence[obje
 
 
 def _rank_slowdown(measurements: RankMeasurements, links: Sequence[LinkResult], median_compute: float) -> RankSlowdown:
+    """The slowdown of one rank, from its links and its computation."""
     rank = measurements.rank
     own_links = [link for link in links if rank in link.ranks]
     peers = {peer for link in own_links for peer in link.ranks} - {rank}
@@ -268,11 +281,11 @@ def _rank_slowdown(measurements: RankMeasurements, links: Sequence[LinkResult], 
     return RankSlowdown(rank, fastest_link, measurements.compute_seconds / median_compute, only_peer)
 
 
-# -- in words ---------------------------------------------------------------------------------------------------------
+# -- text -------------------------------------------------------------------------------------------------------------
 
 
 def table(results: Results, width: int = 80) -> list[Line]:
-    """A row for each family and size."""
+    """A table with a row for each combination of axes and each size."""
     head = ["family", "size", "bytes", "time", "algbw", "busbw", "slowest", "slow rank", "group"]
     rows: list[list[tuple[str, str]]] = []
     slowest_ranks = []
@@ -304,25 +317,25 @@ def table(results: Results, width: int = 80) -> list[Line]:
 
 
 def summary(results: Results, width: int = 80) -> list[Line]:
-    """How the numbers are made, and who is slow."""
+    """Explanation of the table, the slowest rank, and slow links that no straggler explains."""
     lines = wrapped(
-        "Time is that of the median group, slowest that of the slowest group to it, a slow rank the slowest of that "
-        f"group's. algbw = {FORMULAS['algbw']}, busbw = {FORMULAS['busbw']}, as in NCCL-tests (doc/PERFORMANCE.md).",
+        "time: median group. slowest: slowest group / median group. slow rank: slowest rank of the slowest group. "
+        f"algbw = {FORMULAS['algbw']}, busbw = {FORMULAS['busbw']}, as in NCCL-tests (doc/PERFORMANCE.md).",
         width,
         "dim",
     )
     rank, style = results.slowest, "yellow"
-    numbers = f"the fastest of its links takes {rank.links:.1f}x as long as usual, its own work {rank.compute:.1f}x."
+    numbers = f"its fastest link takes {rank.links:.1f}x the median time, its computation {rank.compute:.1f}x."
     if not rank.is_straggler:
-        text, style = f"No rank stands out. The slowest is rank {rank.rank}: {numbers}", "green"
+        text, style = f"No rank is a straggler. The slowest is rank {rank.rank}: {numbers}", "green"
     elif rank.compute >= STRAGGLER_FACTOR:
-        text = f"Rank {rank.rank} is slow by itself: {numbers}"
+        text = f"Rank {rank.rank} computes slowly: {numbers}"
     elif rank.only_peer is not None:
         low, high = sorted((rank.rank, rank.only_peer))
         text = f"Ranks {low} and {high}: {numbers}"
-        text += " Which of the two it is cannot be told: each has no link but to the other."
+        text += " Which of the two is slow is unknown, since each has links only to the other."
     else:
-        text = f"Rank {rank.rank} is slow to reach: {numbers}"
+        text = f"Rank {rank.rank} communicates slowly: {numbers}"
     lines += [[], *wrapped(text, width, style)]
     stragglers = {each.rank for each in results.slowdowns if each.is_straggler}
     slow_links = [
@@ -330,17 +343,19 @@ def summary(results: Results, width: int = 80) -> list[Line]:
     ]
     for link in sorted(slow_links, key=lambda link: -link.slowdown)[:4]:
         low, high = link.ranks
-        text = f"The link between {low} and {high} ({link.axes}) takes {link.slowdown:.1f}x as long as usual."
+        text = f"The link between {low} and {high} ({link.axes}) takes {link.slowdown:.1f}x the median time."
         lines += wrapped(text, width, "yellow")
     return lines
 
 
 def _abbreviate(ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """At most 8 of the ranks, the last included."""
     return ranks if len(ranks) <= 8 else (*ranks[:7], ranks[-1])
 
 
 def format_bytes(size: int) -> str:
-    """
+    """A number of bytes with a binary unit, if it is a multiple of one.
+
     >>> format_bytes(8), format_bytes(65536), format_bytes(1 << 24), format_bytes(1500)
     ('8 B', '64 KiB', '16 MiB', '1,500 B')
     """
@@ -351,23 +366,25 @@ def format_bytes(size: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """
+    """A time with its unit.
+
     >>> format_seconds(0.0000123), format_seconds(0.123), format_seconds(12.3)
     ('12.3 us', '123 ms', '12.3 s')
     """
     return _scaled(seconds, ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")))
 
 
-def format_rate(speed: float) -> str:
-    """In the powers of ten that NCCL-tests has.
+def format_rate(rate: float) -> str:
+    """A bandwidth with a decimal unit, as in NCCL-tests.
 
     >>> format_rate(1.234e9), format_rate(56e6)
     ('1.23 GB/s', '56.0 MB/s')
     """
-    return _scaled(speed, ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")))
+    return _scaled(rate, ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")))
 
 
 def _scaled(value: float, scales: Sequence[tuple[float, str]]) -> str:
+    """A value in the largest unit that is not larger than it."""
     scale, word = next((s for s in scales if value >= s[0]), scales[-1])
     number = value / scale
     return f"{number:,.{0 if number >= 100 else 1 if number >= 10 else 2}f} {word}"

@@ -1,7 +1,7 @@
-"""Whole arrangements by the names of the systems that people come from, and every group of their pages.
+"""Arrangements of ranks as other systems define them: Megatron-Core, OLMo-core, fairscale and OSLO.
 
-Each recipe is a plain function of sizes, which returns an ``Arrangement``. With ``of=Layout`` that is a plan, made
-without processes and without torch.
+Each recipe is a function of sizes that returns an ``Arrangement`` with every group of that system, by name. With
+``of=Layout`` the arrangement is a plan, which needs neither processes nor torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Scratch":  # alone here, it needs torch
+    if name == "Scratch":  # the only class here that needs torch
         from pgmesh.recipes.scratch import Scratch
 
         return Scratch

@@ -53,7 +53,7 @@ class Family:
 
     def __post_init__(self) -> None:
         if self.pick is not None:
-            self._picked(self.layout.partition(*self.axes)[0])  # a function that cannot do is found out at once
+            self._select_ranks(self.layout.partition(*self.axes)[0])  # a function that cannot do is found out at once
 
     @property
     def layout(self) -> Layout:
@@ -70,7 +70,7 @@ class Family:
         ((0, 1), (2, 3), (4, 5), (6, 7))
         """
         blocks = self.layout.partition(*self.axes)
-        return blocks if self.pick is None else tuple(map(self._picked, blocks))
+        return blocks if self.pick is None else tuple(map(self._select_ranks, blocks))
 
     def block_of(self, rank: int) -> tuple[int, ...]:
         """The ranks that share a group with a rank, in the order of the mesh, or as picked.
@@ -78,7 +78,7 @@ class Family:
         Raises:
             MembershipError: the rank has no such group.
         """
-        ranks = self._picked(self.layout.block_of(rank, *self.axes)) if rank in self.layout else ()
+        ranks = self._select_ranks(self.layout.block_of(rank, *self.axes)) if rank in self.layout else ()
         if rank not in ranks:
             raise MembershipError(
                 f"rank {rank} has no {self.name!r} group in this arrangement.\n\n"
@@ -90,9 +90,9 @@ class Family:
         """Whether a rank has such a group. Never an error."""
         if self.pick is None or rank not in self.layout or not isinstance(rank, int):
             return rank in self.layout
-        return rank in self._picked(self.layout.block_of(rank, *self.axes))
+        return rank in self._select_ranks(self.layout.block_of(rank, *self.axes))
 
-    def _picked(self, block: tuple[int, ...]) -> tuple[int, ...]:
+    def _select_ranks(self, block: tuple[int, ...]) -> tuple[int, ...]:
         if self.pick is None:
             return block
         chosen, known = list(self.pick(list(block))), {rank: rank for rank in block}
@@ -133,10 +133,10 @@ class Family:
             MembershipError: this rank has no such group.
         """
         ranks = self.ranks
-        return ranks.index(self._me)
+        return ranks.index(self._own_rank)
 
     @property
-    def _me(self) -> int:
+    def _own_rank(self) -> int:
         assert self.rank is not None  # whoever asked for ranks has learnt of it
         return self.rank
 
@@ -163,15 +163,15 @@ class Family:
         >>> pipeline.next(wrap=True), pipeline.next(wrap=False), pipeline.previous(wrap=False)
         (1, None, 1)
         """
-        return self._step(+1, wrap)
+        return self._neighbor(+1, wrap)
 
     def previous(self, *, wrap: bool) -> int | None:
         """The rank before mine in my group; before the first comes the last with ``wrap``, else None."""
-        return self._step(-1, wrap)
+        return self._neighbor(-1, wrap)
 
-    def _step(self, step: int, wrap: bool) -> int | None:
+    def _neighbor(self, step: int, wrap: bool) -> int | None:
         ranks = self.ranks
-        there = ranks.index(self._me) + step
+        there = ranks.index(self._own_rank) + step
         return ranks[there % len(ranks)] if wrap or 0 <= there < len(ranks) else None
 
     def is_first(self, *, chunk: int = 0) -> bool:
@@ -246,7 +246,7 @@ class Family:
         if self.pick is None:
             return self.mesh
         (axis,) = self.axes
-        block = self.layout.block_of(self._me, axis)
+        block = self.layout.block_of(self._own_rank, axis)
         return self.mesh.at({axis: [block.index(rank) for rank in ranks]})
 
 
@@ -377,7 +377,7 @@ class Arrangement:
         for family in [self[name] for name in names or self]:
             family.configure(sharp=sharp, **options)
 
-    def configure_nccl(self, settings: nccl.Source) -> None:
+    def configure_nccl(self, settings: nccl.Settings) -> None:
         """Set NCCL's settings by group, as Megatron's YAML file has them; a plan checks them alone.
 
         Args:
@@ -391,7 +391,7 @@ class Arrangement:
         >>> recipes.megatron(8, tp=2, of=Layout).configure_nccl({"dp_cp": {"max_ctas": 8}, "tensor": {"min_ctas": 4}})
         """
         known = {**{name: (name,) for name in self}, **self.short}
-        read = nccl.read(settings, known)
+        read = nccl.parse_settings(settings, known)
         for options in read.values():
             GroupOptions.of(options)  # all are checked before one is set
         for name, options in read.items():
@@ -462,8 +462,8 @@ class Arrangement:
         heads = [self.call, self.order]
         for name, (mesh, _) in zip(("dense", "expert"), self.meanings):
             heads.append(f"{name:<6}  {' '.join(f'{axis}={size}' for axis, size in zip(mesh.axes, mesh.shape))}")
-        of_mine = [] if self.rank is None else [f"of rank {self.rank}"]
-        rows = [["group", "axes", "size", "blocks", *of_mine]]
+        rank_header = [] if self.rank is None else [f"of rank {self.rank}"]
+        rows = [["group", "axes", "size", "blocks", *rank_header]]
         for name, family in self.families.items():
             sizes = sorted({len(block) for block in family.partition()}) if family.pick else [family.size]
             row = [name, ", ".join(str(axis) for axis in family.layout.axes if axis in family.axes or not family.axes)]
@@ -475,14 +475,14 @@ class Arrangement:
         return "\n".join([*heads, "", plain(table)])
 
 
-def sliced(mesh: Any, axes: Sequence[Axis], size: int) -> tuple[Any, tuple[Axis, ...], tuple[Axis, ...]] | None:
+def split_axes(mesh: Any, axes: Sequence[Axis], size: int) -> tuple[Any, tuple[Axis, ...], tuple[Axis, ...]] | None:
     """The mesh read so that the blocks along some axes are cut into slices, each of so many ranks that follow.
 
     Returns:
         The view, the axes that tell slices of a block apart and those inside a slice; None where a slice would begin
         and end inside of axes that stand apart.
 
-    >>> view, outer, inner = sliced(Layout(pp=2, dp=4, cp=3, tp=2), ("dp", "cp"), 6)
+    >>> view, outer, inner = split_axes(Layout(pp=2, dp=4, cp=3, tp=2), ("dp", "cp"), 6)
     >>> view, outer, inner
     (Layout(pp=2, instance=2, member=6, tp=2), ('instance',), ('member',))
     """

@@ -1,11 +1,17 @@
-"""The tensor parallelism of fairscale, as ezpz has it: data x pipeline x context x tensor."""
+"""The arrangement of fairscale and ezpz: data x pipeline x context x tensor."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from pgmesh.options import Timeout
-from pgmesh.recipes.arguments import arranged, call, take, take_world, what_is_left
+from pgmesh.recipes.arguments import (
+    build_arrangement,
+    format_recipe_call,
+    parse_recipe_size,
+    parse_world,
+    remaining_size,
+)
 from pgmesh.recipes.arrangement import Arrangement
 
 
@@ -26,31 +32,32 @@ def fairscale(
     """fairscale's and ezpz's arrangement, outermost axis first: data, pipeline, context, tensor, which varies fastest.
 
     Args:
-        world: how many ranks; data is what is left of them.
-        tp, pp, cp: sizes.
-        tp_backend, pp_backend, cp_backend, dp_backend: the backend of the groups along one axis, of size 1 too; the
-            world's unless given.
-        timeout: how long their collectives may wait, a timedelta or a number of seconds; the world's unless given.
-        of: what the mesh is made with; ``Layout`` makes a plan. ProcessGroupMesh unless given.
+        world: number of ranks. The size of data parallelism is the world divided by the other sizes.
+        tp, pp, cp: sizes of tensor, pipeline and context parallelism.
+        tp_backend, pp_backend, cp_backend, dp_backend: backend of the groups along that axis, also if its size is 1.
+            Default: the backend of the world.
+        timeout: timeout of their collectives, as a timedelta or a number of seconds. Default: that of the world.
+        of: class of the mesh; ``Layout`` returns a plan. Default: ProcessGroupMesh.
         name: as for ``ProcessGroupMesh``.
 
     Raises:
-        ShapeError: sizes that do not divide the world.
-        OptionsError: a backend or a timeout of the wrong kind.
+        ShapeError: the sizes do not divide the world.
+        OptionsError: a backend or a timeout has the wrong type.
 
     >>> from pgmesh import Layout, recipes
     >>> recipes.fairscale(8, tp=2, of=Layout)["data"].partition()
     ((0, 2, 4, 6), (1, 3, 5, 7))
     """
-    who = "fairscale"
-    ranks = take_world(who, world)
-    sizes = {"tp": take(who, "tp", tp), "cp": take(who, "cp", cp), "pp": take(who, "pp", pp)}
-    dp = what_is_left(who, world, sizes)
+    recipe = "fairscale"
+    ranks = parse_world(recipe, world)
+    arguments = {"tp": tp, "cp": cp, "pp": pp}
+    sizes = {axis: parse_recipe_size(recipe, axis, size) for axis, size in arguments.items()}
+    dp = remaining_size(recipe, world, sizes)
     backends = {"tensor": tp_backend, "context": cp_backend, "pipeline": pp_backend, "data": dp_backend}
 
     def arrange(mesh: Any) -> Arrangement:
         arrangement = Arrangement.of(
-            call(who, world, **{axis: size for axis, size in sizes.items() if size != 1}),
+            format_recipe_call(recipe, world, **{axis: size for axis, size in sizes.items() if size != 1}),
             "the last axis varies fastest: dp, pp, cp, tp",
             [(mesh, {"tensor": "tp", "context": "cp", "pipeline": "pp", "data": "dp"})],
             ["tensor", "context", "pipeline", "data"],
@@ -60,4 +67,4 @@ def fairscale(
                 arrangement.configure(family, backend=backend, timeout=timeout)
         return arrangement
 
-    return arranged(who, of, {"dp": dp, "pp": pp, "cp": cp, "tp": tp}, ranks, name, arrange)
+    return build_arrangement(recipe, of, {"dp": dp, "pp": pp, "cp": cp, "tp": tp}, ranks, name, arrange)

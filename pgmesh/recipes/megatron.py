@@ -1,4 +1,4 @@
-"""Megatron-Core's arrangement: a dense mesh, a view of it for experts, and every group of its parallel state."""
+"""The arrangement of Megatron-Core: a dense mesh, an expert view of it, and every group of ``parallel_state``."""
 
 from __future__ import annotations
 
@@ -10,15 +10,23 @@ from pgmesh._util.formatting import format_ranks
 from pgmesh._util.suggestions import divisors
 from pgmesh.errors import ShapeError
 from pgmesh.layout import Axis
-from pgmesh.recipes.arguments import any_of, arranged, call, take, take_order, take_world, what_is_left
-from pgmesh.recipes.arrangement import Arrangement, Family, Pick, sliced
+from pgmesh.recipes.arguments import (
+    build_arrangement,
+    format_choices,
+    format_recipe_call,
+    parse_order,
+    parse_recipe_size,
+    parse_world,
+    remaining_size,
+)
+from pgmesh.recipes.arrangement import Arrangement, Family, Pick, split_axes
 
-ORDER = "tp-cp-ep-dp-pp"
+DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 
-DENSE: dict[str, Axis] = {"tensor": "tp", "context": "cp", "data": "dp", "pipeline": "pp"}
-EXPERT: dict[str, Axis] = {"expert-tensor": "etp", "expert": "ep", "expert-data": "edp", "pipeline": "pp"}
+DENSE_AXES: dict[str, Axis] = {"tensor": "tp", "context": "cp", "data": "dp", "pipeline": "pp"}
+EXPERT_AXES: dict[str, Axis] = {"expert-tensor": "etp", "expert": "ep", "expert-data": "edp", "pipeline": "pp"}
 
-SHORT: dict[str, tuple[str, ...]] = {
+SHORT_NAMES: dict[str, tuple[str, ...]] = {
     "tp": ("tensor",),
     "pp": ("pipeline",),
     "mp": ("model",),
@@ -40,10 +48,10 @@ SHORT: dict[str, tuple[str, ...]] = {
     "inter_ep_dp": ("between instances",),
     "intra_dist_opt_instance": ("instance",),
 }
-"""Megatron's short names of groups, in its settings for NCCL."""
+"""The names of groups in Megatron's settings for NCCL."""
 
 Stages = Union[int, Sequence[int], Pick]
-"""Which stages of a pipeline: by number, or a function that picks some of a pipeline's ranks."""
+"""Stages of a pipeline: their numbers, or a function that selects some of a pipeline's ranks."""
 
 
 def megatron(
@@ -54,7 +62,7 @@ def megatron(
     ep: int = 1,
     etp: int | None = None,
     pp: int = 1,
-    order: str = ORDER,
+    order: str = DEFAULT_ORDER,
     rank_offset: int = 0,
     hierarchical_cp: Sequence[int] | None = None,
     optimizer_instances: int = 1,
@@ -65,25 +73,26 @@ def megatron(
 ) -> Arrangement:
     """Megatron-Core's arrangement; ``order`` names the fastest axis first, as Megatron does.
 
-    Data is what is left of the world. The expert mesh reads the same ranks in the same order with ``etp`` in place of
-    ``tp``, without ``cp``, and with what is left as expert data.
+    The size of data parallelism is the world divided by the other sizes. The expert mesh is a view of the same ranks
+    in the same order. It has ``etp`` instead of ``tp``, no ``cp``, and the remaining size as expert data parallelism.
 
     Args:
-        world: how many ranks.
+        world: number of ranks.
         tp, cp, ep, pp: sizes of tensor, context, expert and pipeline parallelism.
-        etp: tensor parallelism inside experts; ``tp`` unless given.
-        order: the axes, the fastest first, joined by ``-``. What has size 1 may be left out.
+        etp: tensor parallelism inside experts. Default: ``tp``.
+        order: the axes, fastest first, joined by ``-``. Axes of size 1 may be omitted.
         rank_offset: the first rank.
-        hierarchical_cp: sizes that multiply to ``cp``: families "context level 1", which is contiguous, and so on.
-        optimizer_instances: how many copies of the optimizer's state there are.
-        embedding: which stages hold the word embeddings: by number, or a function of a pipeline's ranks. Their ranks
-            stand in the group in the order given.
-        position_embedding: which hold position embeddings.
-        of: what the mesh is made with; ``Layout`` makes a plan. ProcessGroupMesh unless given.
+        hierarchical_cp: sizes whose product is ``cp``. They define the families "context level 1", whose groups are
+            contiguous, "context level 2", and so on.
+        optimizer_instances: number of copies of the optimizer's state.
+        embedding: stages with word embeddings, by number, or a function that selects some of a pipeline's ranks. The
+            group has the ranks in the order given.
+        position_embedding: stages with position embeddings.
+        of: class of the mesh; ``Layout`` returns a plan. Default: ProcessGroupMesh.
         name: as for ``ProcessGroupMesh``.
 
     Raises:
-        ShapeError: sizes or an order that do not go together, with those that would.
+        ShapeError: the sizes or the order are incompatible. The message suggests compatible ones.
 
     >>> from pgmesh import Layout, recipes
     >>> print(recipes.megatron(8, tp=2, ep=2, pp=2, of=Layout).seen_by(5))    # doctest: +ELLIPSIS
@@ -98,37 +107,41 @@ def megatron(
     model                          pp, tp                  4       2  0, 1, 4, 5
     ...
     """
-    ranks = take_world("megatron", world, rank_offset)
-    sizes = {axis: take("megatron", axis, size) for axis, size in (("tp", tp), ("cp", cp), ("pp", pp), ("ep", ep))}
-    etp = tp if etp is None else take("megatron", "etp", etp)
-    instances = take("megatron", "optimizer_instances", optimizer_instances)
+    ranks = parse_world("megatron", world, rank_offset)
+    arguments = {"tp": tp, "cp": cp, "pp": pp, "ep": ep}
+    sizes = {axis: parse_recipe_size("megatron", axis, size) for axis, size in arguments.items()}
+    etp = tp if etp is None else parse_recipe_size("megatron", "etp", etp)
+    instances = parse_recipe_size("megatron", "optimizer_instances", optimizer_instances)
     given = {name: value for name, value in (("ep", ep), ("etp", etp)) if value != {"ep": 1, "etp": tp}[name]}
     more = {
-        "order": None if order == ORDER else order,
+        "order": None if order == DEFAULT_ORDER else order,
         "rank_offset": rank_offset or None,
         "hierarchical_cp": hierarchical_cp and list(hierarchical_cp),
         "optimizer_instances": None if instances == 1 else instances,
         "embedding": None if embedding == (0, -1) else embedding,
         "position_embedding": None if position_embedding == (0,) else position_embedding,
     }
-    dp = what_is_left("megatron", world, {"tp": tp, "cp": cp, "pp": pp}, given={**given, **more})
-    edp = what_is_left("megatron", world, {"ep": ep, "etp": etp}, {"pp": pp}, {"tp": tp, "cp": cp, **more})
+    dp = remaining_size("megatron", world, {"tp": tp, "cp": cp, "pp": pp}, given={**given, **more})
+    edp = remaining_size("megatron", world, {"ep": ep, "etp": etp}, {"pp": pp}, {"tp": tp, "cp": cp, **more})
     named = {axis: size for axis, size in sizes.items() if size != 1}
-    spelled = call("megatron", world, **named, etp=given.get("etp"), **more)
+    call_text = format_recipe_call("megatron", world, **named, etp=given.get("etp"), **more)
     every = {"": {**sizes, "dp": dp}, "of experts ": {"tp": etp, "ep": ep, "dp": edp}}
-    asked = take_order(spelled, order, ORDER, "fastest axis first", every)
-    ranked = [*asked, *(axis for axis in ("tp", "pp", "dp", "ep", "cp") if axis not in asked)]  # these have size 1
+    asked = parse_order(call_text, order, DEFAULT_ORDER, "fastest axis first", every)
+    ranked = [
+        *asked,
+        *(axis for axis in ("tp", "pp", "dp", "ep", "cp") if axis not in asked),
+    ]  # the unnamed axes have size 1
     dense_sizes = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
     expert_sizes = {"tp": ("etp", etp), "ep": ("ep", ep), "dp": ("edp", edp), "pp": ("pp", pp)}
-    slowest_first = ranked[::-1]  # as a mesh has its axes
+    slowest_first = ranked[::-1]  # the order of a mesh
 
     def arrange(dense: Any) -> Arrangement:
         expert = dense.view(**dict(expert_sizes[axis] for axis in slowest_first if axis in expert_sizes))
-        _check_pipelines(spelled, order, dense, expert)
+        _check_same_pipelines(call_text, order, dense, expert)
         return Arrangement.of(
-            spelled,
+            call_text,
             f"fastest axis first: {'-'.join(ranked)}",
-            [(dense, DENSE), (expert, EXPERT)],
+            [(dense, DENSE_AXES), (expert, EXPERT_AXES)],
             [
                 "tensor",
                 "pipeline",
@@ -136,32 +149,32 @@ def megatron(
                 "data",
                 "data+context",
                 "context",
-                *_levels(spelled, dense, cp, hierarchical_cp),
+                *_context_levels(call_text, dense, cp, hierarchical_cp),
                 "tensor+data",
                 "tensor+data+context",
                 "tensor+context",
                 Family("amax", dense, ("dp", "tp")),
-                _stages("embedding", dense, embedding),
-                _stages("position embedding", dense, position_embedding),
+                _stage_family("embedding", dense, embedding),
+                _stage_family("position embedding", dense, position_embedding),
                 "expert",
                 "expert-tensor",
                 "expert-tensor+expert",
                 "expert-tensor+expert+pipeline",
                 "expert-data",
-                *_instances(spelled, dense, expert, instances),
+                *_instance_families(call_text, dense, expert, instances),
             ],
-            {**SHORT, "hcp": [f"context level {level}" for level in range(1, len(hierarchical_cp or ()) + 1)]},
+            {**SHORT_NAMES, "hcp": [f"context level {level}" for level in range(1, len(hierarchical_cp or ()) + 1)]},
         )
 
     box = {axis: dense_sizes[axis] for axis in slowest_first if axis in dense_sizes}
-    return arranged("megatron", of, box, ranks, name, arrange)
+    return build_arrangement("megatron", of, box, ranks, name, arrange)
 
 
 def hybrid_context(arrangement: Arrangement) -> dict[int, Family]:
-    """The slices of each data+context group, by size: every power of two that is more than 1 and less than the whole.
+    """Families of slices of the data+context groups, by size: every power of two above 1 and below the group's size.
 
     Raises:
-        ShapeError: a power of two that does not divide the whole.
+        ShapeError: a power of two does not divide the size of the group.
 
     >>> from pgmesh import Layout, recipes
     >>> slices = recipes.hybrid_context(recipes.megatron(8, cp=4, of=Layout))
@@ -172,50 +185,50 @@ def hybrid_context(arrangement: Arrangement) -> dict[int, Family]:
     found = {}
     for power in range(1, (family.size - 1).bit_length()):
         size = 2**power
-        cut = sliced(family.mesh, family.axes, size) if family.size % size == 0 else None
+        cut = split_axes(family.mesh, family.axes, size) if family.size % size == 0 else None
         if cut is None:
             raise ShapeError(
-                f"{arrangement.call}: data+context has {family.size} ranks, which slices of {size} do not divide; "
-                f"hybrid context parallelism takes a power of two."
+                f"{arrangement.call}: data+context has {family.size} ranks, which is not divisible by slices of "
+                f"{size}; hybrid context parallelism needs a power of two."
             )
         found[size] = Family(f"data+context by {size}", cut[0], cut[2], arrangement.rank)
     return found
 
 
-def _check_pipelines(spelled: str, order: str, dense: Any, expert: Any) -> None:
-    """Both meshes have to have the same pipelines."""
+def _check_same_pipelines(call_text: str, order: str, dense: Any, expert: Any) -> None:
+    """Raise ShapeError if the dense and the expert mesh have different pipelines."""
     dp, edp, pp = dense.size("dp"), expert.size("edp"), dense.size("pp")
     last = "-".join([*(axis for axis in order.split("-") if axis != "pp"), "pp"])
-    mend = f"\n\n  order={last!r}   # pp last, which is slowest"
+    fix = f"\n\n  order={last!r}   # pp last, which is slowest"
     if pp > 1 and not order.endswith("pp") and dp != edp:
         raise ShapeError(
-            f"{spelled}: pp is {pp} and not last in the order, so that expert data has to equal data, but expert data "
-            f"is {edp} and data {dp}: etp x ep has to be tp x cp = {dense.size('tp', 'cp')}.{mend}"
+            f"{call_text}: pp is {pp} and not last in the order, so that expert data has to equal data, but expert "
+            f"data is {edp} and data {dp}: etp x ep has to be tp x cp = {dense.size('tp', 'cp')}.{fix}"
         )
-    ours, theirs = dense.partition("pp")[0], expert.partition("pp")[0]
-    if ours != theirs:
+    dense_pipeline, expert_pipeline = dense.partition("pp")[0], expert.partition("pp")[0]
+    if dense_pipeline != expert_pipeline:
         raise ShapeError(
-            f"{spelled}: experts would have other pipelines than the rest: rank {ours[0]} is in {list(ours)} and in "
-            f"{list(theirs)}.{mend}"
+            f"{call_text}: experts would have other pipelines than the rest: rank {dense_pipeline[0]} is in "
+            f"{list(dense_pipeline)} and in {list(expert_pipeline)}.{fix}"
         )
 
 
-def _instances(spelled: str, dense: Any, expert: Any, count: int) -> list[Family]:
-    """The groups inside and between instances of the optimizer. One group between them serves both meshes."""
-    whole, edp = dense.size("dp", "cp"), expert.size("edp")
-    if whole % count or edp % count:
+def _instance_families(call_text: str, dense: Any, expert: Any, count: int) -> list[Family]:
+    """Families of groups inside and between instances of the optimizer. Both meshes share the group between them."""
+    total, edp = dense.size("dp", "cp"), expert.size("edp")
+    if total % count or edp % count:
         raise ShapeError(
-            f"{spelled}: optimizer instances divide data x context, which is {whole}, and expert data, which is {edp}, "
-            f"so there may be {any_of(divisors(math.gcd(whole, edp)))}."
+            f"{call_text}: optimizer_instances must divide data x context, which is {total}, and expert data, which is "
+            f"{edp}, so it may be {format_choices(divisors(math.gcd(total, edp)))}."
         )
-    cut, expert_cut = sliced(dense, ("dp", "cp"), whole // count), sliced(expert, ("edp",), edp // count)
+    cut, expert_cut = split_axes(dense, ("dp", "cp"), total // count), split_axes(expert, ("edp",), edp // count)
     firsts = [each and each[0].partition(*each[1])[0] for each in (cut, expert_cut)]
     if cut is None or expert_cut is None or firsts[0] != firsts[1]:
-        places = [f"ranks {format_ranks(first)}" if first else "ranks that no axes lead to" for first in firsts]
+        places = [f"ranks {format_ranks(first)}" if first else "not along any axes" for first in firsts]
         raise ShapeError(
-            f"{spelled}: one group between optimizer instances has to serve dense and expert parameters alike, but in "
-            f"this order the first is {places[0]} for the ones and {places[1]} for the others.\n\n"
-            f"  order={ORDER!r}   # fastest axis first: the same for both"
+            f"{call_text}: dense and expert parameters share the group between optimizer instances, but in this "
+            f"order its ranks are {places[0]} for dense and {places[1]} for expert parameters.\n\n"
+            f"  order={DEFAULT_ORDER!r}   # fastest axis first; the same ranks for both"
         )
     view, outer, inner = cut
     expert_view, expert_outer, expert_inner = expert_cut
@@ -227,14 +240,14 @@ def _instances(spelled: str, dense: Any, expert: Any, count: int) -> list[Family
     ]
 
 
-def _levels(spelled: str, dense: Any, cp: int, sizes: Sequence[int] | None) -> list[Family]:
-    """Context parallelism in levels: the first is contiguous, each next one steps over those before it."""
+def _context_levels(call_text: str, dense: Any, cp: int, sizes: Sequence[int] | None) -> list[Family]:
+    """Families of the levels of context parallelism. The first level is contiguous; the others are strided."""
     if sizes is None:
         return []
-    sizes = [take("megatron", "hierarchical_cp", size) for size in sizes]
+    sizes = [parse_recipe_size("megatron", "hierarchical_cp", size) for size in sizes]
     if not sizes or math.prod(sizes) != cp:
         product = f"{' x '.join(map(str, sizes)) or 'nothing'} is {math.prod(sizes)}"
-        raise ShapeError(f"{spelled}: the sizes of hierarchical_cp multiply to cp, but {product} and cp is {cp}.")
+        raise ShapeError(f"{call_text}: the product of hierarchical_cp must be cp, but {product} and cp is {cp}.")
     levels = {f"cp{level}": size for level, size in enumerate(sizes, 1)}
     box: dict[str, int] = {}
     for axis, size in zip(dense.axes, dense.shape):
@@ -243,8 +256,8 @@ def _levels(spelled: str, dense: Any, cp: int, sizes: Sequence[int] | None) -> l
     return [Family(f"context level {level}", view, (axis,)) for level, axis in enumerate(levels, 1)]
 
 
-def _stages(name: str, dense: Any, stages: Stages) -> Family:
-    """The ranks of some stages of each pipeline."""
+def _stage_family(name: str, dense: Any, stages: Stages) -> Family:
+    """The family of the ranks of some stages of each pipeline."""
     if callable(stages):
         return Family(name, dense, ("pp",), pick=stages)
     return Family(name, dense.at(pp=[stages] if isinstance(stages, int) else stages), ("pp",))

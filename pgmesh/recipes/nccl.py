@@ -1,4 +1,4 @@
-"""NCCL's settings by group, as Megatron's YAML file has them."""
+"""Settings of NCCL for each group, in the format of Megatron's YAML file."""
 
 from __future__ import annotations
 
@@ -10,38 +10,39 @@ from pgmesh.errors import OptionsError
 from pgmesh.layout import alike
 from pgmesh.options import NCCL_SETTINGS
 
-Source = Union[str, Mapping[str, Mapping[str, Any]]]
-"""For each group its settings, as mappings or as YAML text."""
+Settings = Union[str, Mapping[str, Mapping[str, Any]]]
+"""Settings of each group by its name: nested mappings, or YAML text."""
 
-PRIORITY = "is_high_priority_stream"
-"""The one key that is no setting of NCCL's communicator."""
+PRIORITY_KEY = "is_high_priority_stream"
+"""The only key that is not a setting of NCCL's communicator."""
 
 
-def read(source: Source, groups: Mapping[str, object]) -> dict[str, dict[str, Any]]:
+def parse_settings(source: Settings, groups: Mapping[str, object]) -> dict[str, dict[str, Any]]:
     """The options of each group.
 
     Args:
-        groups: those that there are, by every name that they have.
+        source: the settings.
+        groups: all names of groups.
 
     Raises:
-        OptionsError: a group or a setting that does not exist, or text that is no such YAML.
+        OptionsError: a group or a setting does not exist, or the text is not valid YAML.
 
-    >>> read({"dp": {"max_ctas": 8, "is_high_priority_stream": True}}, {"dp": ()})
+    >>> parse_settings({"dp": {"max_ctas": 8, "is_high_priority_stream": True}}, {"dp": ()})
     {'dp': {'high_priority': True, 'nccl': {'max_ctas': 8}}}
     """
-    settings = parsed(source) if isinstance(source, str) else source
+    settings = parse_yaml(source) if isinstance(source, str) else source
     if not isinstance(settings, Mapping):
         raise OptionsError(f"NCCL's settings are a mapping from groups to settings, not {settings!r}.")
-    keys = [PRIORITY, *NCCL_SETTINGS]
+    keys = [PRIORITY_KEY, *NCCL_SETTINGS]
     options: dict[str, dict[str, Any]] = {}
     for name, given in settings.items():
-        _known(name, groups, "NCCL's settings are for a group", "the groups are")
+        _check_name(name, groups, "NCCL's settings are for a group", "the groups are")
         if not isinstance(given, Mapping):
             raise OptionsError(f"the settings of {name} are a mapping, such as {{'max_ctas': 8}}, not {given!r}.")
         for key in given:
-            _known(key, keys, f"the settings of {name} have a key", "the keys are")
-        priority = given.get(PRIORITY)
-        nccl = {key: value for key, value in given.items() if key != PRIORITY}
+            _check_name(key, keys, f"the settings of {name} have a key", "the keys are")
+        priority = given.get(PRIORITY_KEY)
+        nccl = {key: value for key, value in given.items() if key != PRIORITY_KEY}
         options[name] = {
             **({} if priority is None else {"high_priority": bool(priority)}),
             **({"nccl": nccl} if nccl else {}),
@@ -49,27 +50,27 @@ def read(source: Source, groups: Mapping[str, object]) -> dict[str, dict[str, An
     return options
 
 
-def parsed(text: str) -> object:
-    """What YAML text says.
+def parse_yaml(text: str) -> object:
+    """The content of a YAML text.
 
     Raises:
-        OptionsError: PyYAML is not installed, or the text is no YAML.
+        OptionsError: PyYAML is not installed, or the text is not valid YAML.
     """
     try:
         yaml = importlib.import_module("yaml")
     except ImportError:
         raise OptionsError(
-            "NCCL's settings are YAML text, which takes PyYAML, and that is not installed.\n\n"
+            "NCCL's settings are YAML text, which needs PyYAML, but PyYAML is not installed.\n\n"
             "  pip install pyyaml\n"
-            "  arrangement.configure_nccl({'dp': {'max_ctas': 8}})   # or give them as a dict"
+            "  arrangement.configure_nccl({'dp': {'max_ctas': 8}})   # or pass a dict"
         ) from None
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise OptionsError(f"NCCL's settings are no YAML: {error}") from None
+        raise OptionsError(f"NCCL's settings are not valid YAML: {error}") from None
 
 
-def _known(name: object, names: Iterable[str], what: str, there: str) -> None:
+def _check_name(name: object, names: Iterable[str], what: str, there: str) -> None:
     if not isinstance(names, Container) or name not in names:
         close = alike(name, list(names))
         hint = f" Did you mean {close!r}?" if close else ""

@@ -1,4 +1,4 @@
-"""OSLO's five sizes."""
+"""The parallel context of OSLO, with five modes of parallelism."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from pgmesh._util.validation import fill_sizes, parse_sizes
 from pgmesh.errors import ShapeError
 from pgmesh.layout import Axis
-from pgmesh.recipes.arguments import arranged, call, take_order, take_world
+from pgmesh.recipes.arguments import build_arrangement, format_recipe_call, parse_order, parse_world
 from pgmesh.recipes.arrangement import Arrangement, Family
 
-AXES: dict[str, Axis] = {"pipeline": "pp", "data": "dp", "expert": "ep", "sequence": "sp", "tensor": "tp"}
+AXIS_OF_MODE: dict[str, Axis] = {"pipeline": "pp", "data": "dp", "expert": "ep", "sequence": "sp", "tensor": "tp"}
 """The axis of each mode, outermost first."""
 
-ORDER = "-".join(AXES)
+DEFAULT_ORDER = "-".join(AXIS_OF_MODE)
 
 
 def oslo(
@@ -25,24 +25,24 @@ def oslo(
     pipeline: int = 1,
     sequence: int = 1,
     expert: int = 1,
-    order: str = ORDER,
+    order: str = DEFAULT_ORDER,
     of: Any = None,
     name: str | None = None,
 ) -> Arrangement:
     """OSLO's parallel context; ``order`` names the outermost axis first, and the last one varies fastest.
 
-    Its modes are families by name: "global", "data", "tensor", "pipeline", "sequence", "expert". OSLO's page gives no
-    order; its code counts data outermost: ``order="data-pipeline-expert-sequence-tensor"``.
+    Each mode is a family: "global", "data", "tensor", "pipeline", "sequence", "expert". OSLO's documentation gives no
+    order. In its code, data is outermost: ``order="data-pipeline-expert-sequence-tensor"``.
 
     Args:
-        world: how many ranks.
-        data, tensor, pipeline, sequence, expert: sizes that multiply to the world; at most one is -1, what is left.
-        order: the modes, the outermost first, joined by ``-``. What has size 1 may be left out.
-        of: what the mesh is made with; ``Layout`` makes a plan. ProcessGroupMesh unless given.
+        world: number of ranks.
+        data, tensor, pipeline, sequence, expert: sizes whose product is the world; one can be -1, the remaining size.
+        order: the modes, outermost first, joined by ``-``. Modes of size 1 may be omitted.
+        of: class of the mesh; ``Layout`` returns a plan. Default: ProcessGroupMesh.
         name: as for ``ProcessGroupMesh``.
 
     Raises:
-        ShapeError: sizes that do not hold the world, or an order that does not name them.
+        ShapeError: the product of the sizes is not the world, or the order does not name all modes.
 
     >>> from pgmesh import Layout, recipes
     >>> context = recipes.oslo(8, data=2, tensor=2, pipeline=2, of=Layout).seen_by(5)
@@ -50,26 +50,28 @@ def oslo(
     ((4, 5), 0, 8)
     """
     given = {"data": data, "tensor": tensor, "pipeline": pipeline, "sequence": sequence, "expert": expert}
-    who, ranks = "recipes.oslo", take_world("oslo", world)
+    function, ranks = "recipes.oslo", parse_world("oslo", world)
     try:
-        sizes = fill_sizes(who, parse_sizes(who, (), given), world, f"the world has {world}", pick=False)
-    except ShapeError as error:  # whose calls have sizes alone
-        more = "" if order == ORDER else f", order={order!r}"
-        raise ShapeError(re.sub(rf"{re.escape(who)}\(([^()]*)\)", rf"{who}({world}, \1{more})", str(error))) from None
+        sizes = fill_sizes(function, parse_sizes(function, (), given), world, f"the world has {world}", pick=False)
+    except ShapeError as error:  # its calls have only sizes, so add the other arguments
+        more = "" if order == DEFAULT_ORDER else f", order={order!r}"
+        call = rf"{re.escape(function)}\(([^()]*)\)"
+        raise ShapeError(re.sub(call, rf"{function}({world}, \1{more})", str(error))) from None
     sized = {mode: size for mode, size in given.items() if size != 1}
-    spelled = call("oslo", world, **sized, order=None if order == ORDER else order)
-    asked = take_order(spelled, order, ORDER, "outermost axis first", {"": {mode: sizes[mode] for mode in AXES}})
-    outermost_first = [*asked, *(mode for mode in AXES if mode not in asked)]
-    return arranged(
+    call_text = format_recipe_call("oslo", world, **sized, order=None if order == DEFAULT_ORDER else order)
+    of_modes = {"": {mode: sizes[mode] for mode in AXIS_OF_MODE}}
+    asked = parse_order(call_text, order, DEFAULT_ORDER, "outermost axis first", of_modes)
+    outermost_first = [*asked, *(mode for mode in AXIS_OF_MODE if mode not in asked)]
+    return build_arrangement(
         "oslo",
         of,
-        {str(AXES[mode]): sizes[mode] for mode in outermost_first},
+        {str(AXIS_OF_MODE[mode]): sizes[mode] for mode in outermost_first},
         ranks,
         name,
         lambda mesh: Arrangement.of(
-            spelled,
+            call_text,
             f"the last axis varies fastest: {', '.join(map(str, mesh.axes))}",
-            [(mesh, AXES)],
+            [(mesh, AXIS_OF_MODE)],
             [Family("global", mesh, ()), "data", "tensor", "pipeline", "sequence", "expert"],
         ),
     )

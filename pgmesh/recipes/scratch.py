@@ -1,4 +1,4 @@
-"""Scratch tensors that are used again."""
+"""Buffers for temporary tensors."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 
 class Scratch:
-    """Tensors for work in progress, by shape, dtype and name: memory that is taken once and used again.
+    """Temporary tensors by shape, dtype and name. Their memory is allocated once and reused.
 
-    It is an object like any other: each owner has one of its own, and the memory goes with it.
+    It is not global: each caller creates its own, and the memory is freed with the object.
 
     Args:
-        device: where the memory is.
-        allocate: takes memory for so many elements of a dtype, in place of ``torch.empty``; such as memory that
-            NCCL knows, or symmetric memory. Untested on GPUs.
+        device: device of the tensors.
+        allocate: allocates a number of elements of a dtype, instead of ``torch.empty``; for example memory registered
+            with NCCL, or symmetric memory. Untested on GPUs.
 
     >>> import torch
     >>> scratch = Scratch()
@@ -35,11 +35,12 @@ class Scratch:
         self._kept: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, name: str) -> torch.Tensor:
-        """A tensor of whatever was there. It is good until the next one of this name and dtype is taken.
+        """An uninitialized tensor. It is valid until the next call with this name and dtype.
 
         Args:
-            shape: its sizes. Memory is taken anew only for more elements than ever before.
-            name: two tensors that are in use at once have two names.
+            shape: sizes of the tensor. Memory is allocated only if no earlier tensor had as many elements.
+            dtype: data type of the tensor.
+            name: tensors that are in use at the same time need different names.
         """
         count = math.prod(shape)
         kept = self._kept.get((name, dtype))
@@ -48,5 +49,5 @@ class Scratch:
         return kept[:count].view(tuple(shape))
 
     def clear(self) -> None:
-        """Let go of all memory."""
+        """Release all memory."""
         self._kept.clear()

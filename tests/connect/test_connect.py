@@ -125,7 +125,7 @@ def talk_to_all(most=None, paired=False):
         mine, theirs = torch.full((group.size(),), float(mesh.rank)), torch.zeros(group.size())
         dist.all_to_all_single(theirs, mine, group=group)
         assert theirs.tolist() == list(map(float, mesh.ranks(*axes)))
-        store = mesh._cache.made(group).stores["gloo"]
+        store = mesh._group_cache.made(group).stores["gloo"]
         assert store.used
         asked[axes] = store.operations
     check_sums(all_groups(mesh))

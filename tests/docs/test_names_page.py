@@ -32,7 +32,7 @@ file. In a mapping an axis may have any name. Keywords that mean something else 
 False are no sizes, indices or ranks.
 """
 
-INSIDE = {"forget", "of", "spell", "describe", "is_slice", "ranks_in_order"}
+INSIDE = {"of", "spell", "describe", "is_slice", "ranks_in_order"}
 """Methods that have no underscore since other files of pgmesh call them."""
 
 GIVEN = {"Arrangement", "Family", "Composition", "Level", "Routes"}
@@ -70,7 +70,7 @@ def table(title: str, rows: Mapping[str, str]) -> str:
 def methods(kind: type, who: str) -> dict[str, str]:
     rows = {called(kind, kind.__name__): line(kind)}
     for name, member in vars(kind).items():
-        if name in missing_attributes.public(kind) - INSIDE and inspect.getdoc(member):
+        if name in missing_attributes.public_names(kind) - INSIDE and inspect.getdoc(member):
             what = f"`{who}.{name}`" if isinstance(member, property) else called(getattr(kind, name), f"{who}.{name}")
             rows[what] = line(member)
     return rows
@@ -114,6 +114,6 @@ def test_dir_shows_public_names_alone():
 def test_every_public_name_has_a_line():
     public = {*pgmesh.__all__, *pgmesh.launch.__all__, *pgmesh.recipes.__all__, *parallel.__all__}
     for kind in (pgmesh.ProcessGroupMesh, pgmesh.Layout):
-        public.update(missing_attributes.public(kind) - INSIDE)
+        public.update(missing_attributes.public_names(kind) - INSIDE)
     there = set(re.findall(r"^\| `(?:\w+\.)?(\w+)", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
     assert public - there == {"PgmeshError", "layout"}  # which the page tells of in its own words

@@ -604,7 +604,7 @@ def ask_without_a_store(folder: Path) -> tuple[dict[str, Attempt], bool, Attempt
     used, unused, destroyed = mesh.group("tp"), mesh.group("dp"), mesh.group(tag="destroyed")
     check_sums({"tp": (used, mesh.ranks("tp")), "destroyed": (destroyed, mesh.ranks())})
     dist.barrier()
-    mesh._cache.store_timeout = D / 3
+    mesh._group_cache.store_timeout = D / 3
     set_flag(folder, f"ready {mesh.rank}")
     wait_for_flag(folder, "gone")
     calls: dict[str, Callable[[], Any]] = {

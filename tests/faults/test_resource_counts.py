@@ -261,7 +261,7 @@ def refused_and_then_alone() -> list[int]:
     for first in (1, 0):  # to be introduced; the last takes away what it knows of, and rank 1 alone was refused
         with ProcessGroupMesh(dp=2, tp=1, name="actor") as alike:
             if alike.rank == first:
-                store_thread().run(alike._cache.register_mesh(listed=True), LONG_TIMEOUT.total_seconds())
+                store_thread().run(alike._group_cache.register_mesh(listed=True), LONG_TIMEOUT.total_seconds())
             dist.barrier()
             alike.connect("dp")
             dist.barrier()

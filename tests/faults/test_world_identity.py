@@ -288,7 +288,7 @@ def meet_a_process_with_another_past(port: int) -> str:
 
 
 def heart_of(mesh: ProcessGroupMesh) -> StoreThread:
-    return mesh._cache._registry.store_thread()
+    return mesh._group_cache._registry.store_thread()
 
 
 def test_ranks_that_cannot_meet_on_a_used_store_are_told_why():

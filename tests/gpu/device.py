@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from pgmesh.errors import LaunchError
 from pgmesh.launch import PRELOAD, LocalWorld
-from pgmesh.parallel.exchange import pass_on
+from pgmesh.parallel.exchange import ring_shift
 from tests.support.worlds import World
 
 DEVICE = torch.device(os.environ.get("PGMESH_TEST_DEVICE", "cuda"))
@@ -147,7 +147,7 @@ def send(group: dist.ProcessGroup, me: int, n: int) -> tuple[Any, Any]:
     """Round a ring, as ring attention and pipelines do."""
     if n == 1:  # NCCL cannot send to itself, and no method does
         return number(me), [me]
-    found, works = pass_on(number(me), group)
+    found, works = ring_shift(number(me), group)
     for work in works:
         work.wait()
     return found, [(me - 1) % n]

@@ -332,7 +332,7 @@ def test_the_two_columns_are_the_same(theirs: str, ours: str):
         (
             lambda mesh: mesh.get_group([5, 5]),
             PlaceError,
-            "each rank is named once, but [5, 5] names one twice.",
+            "each rank is given once, but [5, 5] has one twice.",
         ),
         (
             lambda mesh: mesh.get_group([0, 8]),

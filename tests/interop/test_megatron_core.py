@@ -99,7 +99,7 @@ def answers(state: Any) -> dict[str, Any]:
                 answer = type(error)
             found[f"{name}{values}"] = answer
     found.pop("get_global_memory_buffer()")
-    return found | {name: ranks_of(vars(state)[name]) for name in [*megatron.GROUPS, *megatron.RANKS]}
+    return found | {name: ranks_of(vars(state)[name]) for name in [*megatron.GROUPS, *megatron.RANK_LISTS]}
 
 
 @pytest.mark.filterwarnings("ignore:.* is deprecated, (please )?use .*:DeprecationWarning")
@@ -115,7 +115,7 @@ def test_the_state_is_what_megatron_would_make(state: Any, sizes: str):
             theirs = answers(state)
             held = collection.ProcessGroupCollection.use_mpu_process_groups()
             state.destroy_model_parallel()
-            for name in megatron.RANKS:  # that function forgets some
+            for name in megatron.RANK_LISTS:  # that function forgets some
                 setattr(state, name, None)
             nothing = answers(state)
             arrangement = recipes.megatron(8, **given)
@@ -158,7 +158,7 @@ def test_embedding_ranks_stand_as_the_function_gives_them(state: Any):
 def test_every_field_and_every_global_is_accounted_for(state: Any):
     collection = importlib.import_module("megatron.core.process_groups_config").ProcessGroupCollection
     assert {field.name for field in fields(collection)} == megatron.FIELDS.keys()
-    filled = {*megatron.GROUPS, *megatron.TWINS, *megatron.RANKS, megatron.LIST}
+    filled = {*megatron.GROUPS, *megatron.GLOO_GROUPS, *megatron.RANK_LISTS, megatron.GROUP_LIST}
     filled |= {"_HYBRID_DP_CP_GROUPS", "_DATA_PARALLEL_GROUP_WITH_CP_AG", "_GLOBAL_MEMORY_BUFFER"}
     emptied = {"_GLOBAL_SYMMETRIC_MEMORY_BUFFER"} | {
         f"_{what}_PARALLEL_{number}"
@@ -166,7 +166,7 @@ def test_every_field_and_every_global_is_accounted_for(state: Any):
         for number in ("WORLD_SIZE", "RANK")
     }
     emptied |= {f"_VIRTUAL_PIPELINE_MODEL_PARALLEL_{number}" for number in ("WORLD_SIZE", "RANK")}
-    names = {name for name in vars(state) if name == megatron.LIST or (name[0] == "_" and name.isupper())}
+    names = {name for name in vars(state) if name == megatron.GROUP_LIST or (name[0] == "_" and name.isupper())}
     assert names == filled | emptied
     assert not filled & emptied
 
@@ -184,7 +184,7 @@ def test_what_is_asked_for_beside_the_groups(state: Any):
             assert ranks_of(state._HYBRID_DP_CP_GROUPS) == {2: [4, 5], 4: [4, 5, 6, 7]}
             assert state.get_virtual_pipeline_model_parallel_world_size() == 3
             assert state.get_virtual_pipeline_model_parallel_rank() == 0
-            world, *groups = getattr(state, megatron.LIST)
+            world, *groups = getattr(state, megatron.GROUP_LIST)
             assert world is None
             assert len(groups) == len(set(groups)) == len(set(c10d._world.pg_map)) - 1
         assert state._HYBRID_DP_CP_GROUPS == {}
@@ -204,7 +204,7 @@ def test_a_stage_between_has_no_embeddings(state: Any):
 @pytest.fixture
 def spoilt(state: Any) -> Iterator[dict[str, Any]]:
     """A state that somebody has left something in, as it is before and has to be after a block."""
-    clean = {name: value for name, value in vars(state).items() if name == megatron.LIST or name.isupper()}
+    clean = {name: value for name, value in vars(state).items() if name == megatron.GROUP_LIST or name.isupper()}
     state._TENSOR_MODEL_PARALLEL_GROUP, state._MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE = object(), 17
     state._HYBRID_DP_CP_GROUPS = {1: object()}
     yield dict(vars(state))

@@ -54,7 +54,7 @@ def numbers(environ):
     return found.launcher, found.rank, found.size, found.local_rank, found.local_size
 
 
-# ---- who is believed ----
+# ---- which launcher is detected ----
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def numbers(environ):
         ({"PMI_RANK": "3", "PMI_SIZE": "4"}, ("MPICH", 3, 4, None, None)),
     ],
 )
-def test_each_launcher_is_known_by_its_variables(environ, expected):
+def test_each_launcher_is_recognised_by_its_variables(environ, expected):
     assert numbers(environ) == expected
 
 
@@ -100,7 +100,7 @@ def test_each_launcher_is_known_by_its_variables(environ, expected):
         (OPEN_MPI | {"RANK": "3", "WORLD_SIZE": "4"}, ("Open MPI", 3, 4, 3, 4)),
     ],
 )
-def test_the_innermost_launcher_is_believed(environ, expected):
+def test_the_innermost_launcher_is_detected(environ, expected):
     assert numbers(environ) == expected
 
 
@@ -126,11 +126,11 @@ def test_the_innermost_launcher_is_believed(environ, expected):
         (HYDRA, "rank 3 of 4, local rank 3 of 4: MPICH, because PMI_RANK is set"),
     ],
 )
-def test_a_line_says_who_was_believed_and_why(environ, line):
+def test_line_has_the_launcher_and_the_reason(environ, line):
     assert detect_launcher(environ).line == line
 
 
-def test_what_was_read_is_told_with_its_values():
+def test_variables_that_were_read_are_listed_with_their_values():
     assert dict(detect_launcher(HYDRA | {"HOME": "/", "MASTER_PORT": "29501"}).read) == HYDRA | {"MASTER_PORT": "29501"}
     read = dict(detect_launcher(SRUN).read)
     assert read.items() <= SRUN.items()
@@ -138,13 +138,13 @@ def test_what_was_read_is_told_with_its_values():
 
 
 @pytest.mark.parametrize("launcher", [each for each in LAUNCHERS if each is not NoLauncher])
-def test_a_launcher_that_did_not_start_the_process_says_nothing(launcher):
+def test_a_launcher_that_did_not_start_the_process_is_not_detected(launcher):
     assert launcher.detect({}) is None
     strangers = {Torchrun: OPEN_MPI, OpenMPI: HYDRA, MVAPICH: OPEN_MPI, PALS: HYDRA, MPICH: SRUN, PMIx: OPEN_MPI}
     assert launcher.detect(strangers.get(launcher, BATCH)) is None
 
 
-# ---- where rank 0 is ----
+# ---- address of rank 0 ----
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_the_address_of_rank_0(environ, address):
     assert detect_launcher(environ).address == address
 
 
-def test_rank_0_that_is_not_on_the_first_host_does_not_take_itself_for_there():
+def test_rank_0_on_another_host_does_not_use_the_address_of_the_first():
     environ = SRUN | {"SLURM_PROCID": "0", "SLURM_GTIDS": "0"}
     assert detect_launcher(environ).address is None
     environ |= {"SLURM_NODEID": "0", "SLURM_GTIDS": "0,1,2"}
@@ -186,21 +186,21 @@ def test_ports_of_jobs_and_steps_that_may_run_at_once_differ():
     assert ports <= set(PORTS)
 
 
-def test_a_port_of_open_mpi_is_that_of_its_job():
+def test_the_port_of_open_mpi_depends_on_the_job():
     port = detect_launcher(OPEN_MPI).port
     assert port in PORTS
     assert detect_launcher(OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1"}).port == port
     assert detect_launcher(OPEN_MPI | {"PMIX_NAMESPACE": "1776680962"}).port != port
 
 
-def test_a_port_of_pals_and_of_pmix_is_that_of_its_job():
+def test_the_port_of_pals_and_of_pmix_depends_on_the_job():
     for environ, job in ((CRAY, "PALS_APID"), ({"PMIX_RANK": "3", "PMI_SIZE": "4"}, "PMIX_NAMESPACE")):
         port = detect_launcher(environ | {job: "8af-01"}).port
         assert port in PORTS
         assert detect_launcher(environ | {job: "8af-02"}).port not in (port, None)
 
 
-def test_a_port_that_nothing_tells_is_none():
+def test_a_port_that_is_not_set_is_none():
     assert detect_launcher(HYDRA).port is None
     assert detect_launcher(HYDRA | {"MASTER_PORT": "29501"}).port == 29501
 
@@ -238,7 +238,7 @@ def test_hosts_of_a_pbs_job(tmp_path, launcher, written, hosts):
     )
 
 
-def test_other_launchers_and_hosts_without_the_file_read_none(tmp_path):
+def test_other_launchers_and_hosts_without_the_file_have_no_hosts(tmp_path):
     file = tmp_path / "nodefile"
     file.write_text("a\nb\n")
     for environ in (OPEN_MPI, HYDRA_ON_TWO, RSH, SRUN, TORCHRUN):
@@ -247,7 +247,7 @@ def test_other_launchers_and_hosts_without_the_file_read_none(tmp_path):
         LaunchError,
         lambda: detect_launcher(CRAY | {"PBS_NODEFILE": "/var/spool/pbs/aux/7.gone"}).end_point(),
         """
-        PALS does not tell by which host the others find rank 0; it is not 127.0.0.1, since only 2 of 4 ranks are on \
+        PALS does not set the host of rank 0; it is not 127.0.0.1, since only 2 of 4 ranks are on \
 this host.
 
           PMI_RANK          = 3
@@ -263,7 +263,7 @@ this host.
     )
 
 
-def test_a_pbs_job_of_one_host_that_has_not_all_ranks(tmp_path):
+def test_a_pbs_job_of_one_host_with_ranks_on_another(tmp_path):
     file = tmp_path / "nodefile"
     file.write_text("a\na\n")
     assert_raises(
@@ -278,7 +278,7 @@ def test_a_pbs_job_of_one_host_that_has_not_all_ranks(tmp_path):
           PMI_LOCAL_SIZE    = 2
           PBS_NODEFILE      = {file}
 
-          unset PBS_NODEFILE   # and give launch.join(host=...) where rank 0 is
+          unset PBS_NODEFILE   # and pass rank 0's host to launch.join(host=...)
         """,
     )
 
@@ -286,9 +286,9 @@ def test_a_pbs_job_of_one_host_that_has_not_all_ranks(tmp_path):
 @pytest.mark.parametrize(
     ("written", "wrong"),
     [
-        (b"", "is no list of hosts, one in a line."),
-        (b"a\nb slots=2\n", "is no list of hosts, one in a line, as its line 2 shows: 'b slots=2'."),
-        (b"\xff\xfe\n", "is no list of hosts, one in a line, as its line 1 shows: '\ufffd\ufffd'."),
+        (b"", "is not a list with one host in each line."),
+        (b"a\nb slots=2\n", "is not a list with one host in each line; line 2 is 'b slots=2'."),
+        (b"\xff\xfe\n", "is not a list with one host in each line; line 1 is '\ufffd\ufffd'."),
         (None, "cannot be read: Is a directory."),
     ],
 )
@@ -298,7 +298,7 @@ def test_a_file_that_pbs_did_not_write(tmp_path, written, wrong):
     assert_raises(LaunchError, lambda: read_node_file(str(file)), f"PBS_NODEFILE is {str(file)!r}, which {wrong}")
 
 
-# ---- what contradicts, word for word ----
+# ---- contradictions, with the whole message ----
 
 
 @pytest.mark.parametrize(
@@ -318,13 +318,13 @@ def test_a_file_that_pbs_did_not_write(tmp_path, written, wrong):
         ),
     ],
 )
-def test_the_script_of_a_job_is_no_rank(environ, many, read):
+def test_the_script_of_a_job_is_not_a_rank(environ, many, read):
     names = [f"SLURM_{name}" for name in read.split()]
     lines = "\n".join(f"  {name:<13} = {environ.get(name, '(not set)')}" for name in names)
     assert_raises(
         LaunchError,
         lambda: detect_launcher(environ),
-        f"this Slurm job has {many}, and this process is its script or shell, and no task that srun started:\n\n{lines}"
+        f"this Slurm job has {many}, but this process is its script or shell, not a task of srun:\n\n{lines}"
         "\n\n  srun python script.py              # one rank for each task"
         "\n  srun --ntasks 1 python script.py   # a world of 1",
     )
@@ -354,7 +354,7 @@ def test_the_script_of_a_job_is_no_rank(environ, many, read):
               SLURM_STEPID              = 0
 
               unset RANK            # Slurm alone
-              launch.from_torch()   # or what was set by hand alone
+              launch.from_torch()   # or the variables set by hand alone
             """,
         ),
         (
@@ -370,7 +370,7 @@ def test_the_script_of_a_job_is_no_rank(environ, many, read):
               MPI_LOCALNRANKS = 4
 
               unset RANK WORLD_SIZE   # MPICH alone
-              launch.from_torch()     # or what was set by hand alone
+              launch.from_torch()     # or the variables set by hand alone
             """,
         ),
         (
@@ -403,7 +403,7 @@ def test_the_script_of_a_job_is_no_rank(environ, many, read):
               SLURM_STEP_NUM_NODES      = 1
               SLURM_GTIDS               = 0
 
-              srun python script.py   # in a step of its own, srun sets them all anew
+              srun python script.py   # in a new step, srun sets all of them again
             """,
         ),
         (
@@ -415,21 +415,21 @@ def test_the_script_of_a_job_is_no_rank(environ, many, read):
               SLURM_NTASKS = 2
               PMI_RANK     = 0
 
-              srun python script.py   # in a step of its own, srun sets them all anew
+              srun python script.py   # in a new step, srun sets all of them again
             """,
         ),
         (
             {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "a[1-"},
             """
-            SLURM_STEP_NODELIST is 'a[1-', which is no list of hosts of Slurm's from '[1-' on. \
-Lists are written a[1-2],b[3-4] or rack[1-2]n[01-12].
+            SLURM_STEP_NODELIST is 'a[1-', which is not a Slurm list of hosts from '[1-' on. \
+Such lists are written a[1-2],b[3-4] or rack[1-2]n[01-12].
             """,
         ),
         (
             {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "1(2)"},
             """
-            SLURM_TASKS_PER_NODE is '1(2)', which is no list of tasks: '1(2)' is neither a number nor one with how \
-often, as in 8(x2),4, which is 8, 8 and 4.
+            SLURM_TASKS_PER_NODE is '1(2)', which is not a list of task counts: '1(2)' is not a number such as \
+8, or a repeated number such as 8(x2).
             """,
         ),
         (
@@ -466,8 +466,8 @@ often, as in 8(x2),4, which is 8, 8 and 4.
             | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
             | {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "PMIX_RANK": "0"},
             """
-            Open MPI says rank 0 of 1, but in a step of Slurm this is task 3 of 4, and no daemon of Open MPI: \
-those are one on each host.
+            Open MPI says rank 0 of 1, but in a step of Slurm this is task 3 of 4, not a daemon of Open MPI, \
+which runs one on each host.
 
               SLURM_PROCID               = 3
               SLURM_STEP_NUM_TASKS       = 4
@@ -480,7 +480,7 @@ those are one on each host.
               OMPI_COMM_WORLD_LOCAL_SIZE = 1
               PMIX_NAMESPACE             = 1776680961
 
-              launch.from_slurm()                # Slurm alone, if Open MPI's variables are of an earlier job
+              launch.from_slurm()                # Slurm alone, if the variables of Open MPI are from an earlier job
               unset SLURM_STEP_ID SLURM_STEPID   # Open MPI alone
             """,
         ),
@@ -524,7 +524,7 @@ those are one on each host.
         (
             {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "5"},
             """
-            MPI_LOCALNRANKS is 5, but PMI_SIZE is 4: no host has more ranks than there are.
+            MPI_LOCALNRANKS is 5, but PMI_SIZE is 4: a host cannot have more ranks.
 
               PMI_RANK        = 1
               PMI_SIZE        = 4
@@ -534,7 +534,7 @@ those are one on each host.
         (
             {"PMI_RANK": "1", "PMI_SIZE": "four"},
             """
-            PMI_SIZE is 'four', which is no whole number of 1 or more.
+            PMI_SIZE is 'four', which is not a whole number of 1 or more.
 
               PMI_RANK = 1
               PMI_SIZE = four
@@ -543,7 +543,7 @@ those are one on each host.
         (
             {"MASTER_ADDR": "n1"},
             """
-            the environment names no rank of a world:
+            the environment does not name a rank of a world:
 
               RANK        = (not set)
               WORLD_SIZE  = (not set)
@@ -595,13 +595,13 @@ SMALL_STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}
             {"SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_NODEID": "1", "SLURM_LOCALID": "1"},
             "SLURM_LOCALID is 1, but the number of tasks on this host is 1, and ranks count from 0.",
         ),
-        ({"SLURM_GTIDS": "0,x"}, "SLURM_GTIDS is '0,x', which is no list of tasks."),
+        ({"SLURM_GTIDS": "0,x"}, "SLURM_GTIDS is '0,x', which is not a list of tasks."),
         ({"SLURM_GTIDS": "0,1", "SLURM_LOCALID": "0"}, "by SLURM_GTIDS, local rank 0 is not rank 1 (SLURM_PROCID)."),
-        ({"SLURM_NTASKS": "0"}, "SLURM_NTASKS is '0', which is no whole number of 1 or more."),
+        ({"SLURM_NTASKS": "0"}, "SLURM_NTASKS is '0', which is not a whole number of 1 or more."),
         ({"PMI_SIZE": "3"}, "srun says rank 1 of 2, but PMI_SIZE is 3."),
     ],
 )
-def test_a_step_of_slurm_that_does_not_add_up(more, first_line):
+def test_inconsistent_variables_of_a_slurm_step(more, first_line):
     environ = SMALL_STEP | more
     with pytest.raises(LaunchError) as caught:
         detect_launcher(environ)
@@ -643,13 +643,12 @@ def test_node_lists_are_those_of_python_hostlist(text):
         unique=True,
     )
 )
-def test_what_python_hostlist_collects_is_read_back(hosts):
+def test_lists_that_python_hostlist_writes_are_parsed(hosts):
     assert sorted(parse_hosts(hostlist.collect_hostlist(hosts))) == sorted(hosts)
 
 
 @given(st.text("an1[]-,x 0", max_size=12))
-def test_any_text_is_read_or_refused(text):
-    """And is never read otherwise than by the oracle."""
+def test_any_text_is_parsed_as_hostlist_does_or_raises(text):
     try:
         hosts = parse_hosts(text, "SLURM_STEP_NODELIST")
     except LaunchError as error:
@@ -695,38 +694,38 @@ def test_node_lists_keep_their_order(text, hosts):
         "a[1-2-3]",
     ],
 )
-def test_what_is_no_node_list_is_refused(text):
-    with pytest.raises(LaunchError, match=r"which is no list of hosts of Slurm's from '.*' on\."):
+def test_an_invalid_node_list_is_an_error(text):
+    with pytest.raises(LaunchError, match=r"which is not a Slurm list of hosts from '.*' on\."):
         parse_hosts(text)
 
 
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("a[3-1]", "the list is 'a[3-1]', where the range 3-1 runs backwards."),
+        ("a[3-1]", "the list is 'a[3-1]', where the range 3-1 is descending."),
         ("a[1-99999999999]", "the list is 'a[1-99999999999]', which names more than 1,048,576 hosts."),
         ("a[1-2000]b[1-2000]", "the list is 'a[1-2000]b[1-2000]', which names more than 1,048,576 hosts."),
     ],
 )
-def test_lists_that_no_cluster_has(text, error):
+def test_lists_that_are_too_long_or_descending(text, error):
     with pytest.raises(LaunchError) as caught:
         parse_hosts(text)
     assert str(caught.value) == error
 
 
 @given(st.lists(st.tuples(st.integers(0, 99), st.integers(1, 9)), min_size=1))
-def test_counts_of_tasks_are_read_back(runs):
+def test_task_counts_are_parsed(runs):
     text = ",".join(f"{n}" if times == 1 else f"{n}(x{times})" for n, times in runs)
     assert parse_task_counts(text) == tuple(n for n, times in runs for _ in range(times))
 
 
 @pytest.mark.parametrize("text", ["", "x", "8,", "8(2)", "8(x)", "8(x0)", "(x2)", "-1", "1(x2)3", "8 ", "1(x99999999)"])
-def test_what_is_no_count_of_tasks_is_refused(text):
-    with pytest.raises(LaunchError, match=r"^SLURM_TASKS_PER_NODE is '.*', which is no list of tasks: "):
+def test_an_invalid_list_of_task_counts_is_an_error(text):
+    with pytest.raises(LaunchError, match=r"^SLURM_TASKS_PER_NODE is '.*', which is not a list of task counts: "):
         parse_task_counts(text, "SLURM_TASKS_PER_NODE")
 
 
-def test_it_works_where_there_is_no_torch():
+def test_detection_needs_no_torch():
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "from pgmesh.launch import detect_launcher; print(detect_launcher({}).line)"

@@ -1,4 +1,4 @@
-"""A dry run: one process that is any rank of a world of any size."""
+"""Tests of fake_world: one process that acts as any rank of a world of any size."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_it_takes_effect_at_once_and_needs_no_launcher(monkeypatch):
     dist.barrier()
 
 
-def test_with_it_the_world_ends_with_the_block():
+def test_a_with_statement_destroys_the_world():
     with launch.fake_world(63, 64) as world:
         assert (world.rank, world.size) == (63, 64)
         mesh = ProcessGroupMesh(dp=64)
@@ -50,7 +50,7 @@ def test_with_it_the_world_ends_with_the_block():
         assert ProcessGroupMesh(dp=1).group("dp").size() == 1
 
 
-def test_it_ends_no_other_world():
+def test_it_destroys_no_other_world():
     with launch.fake_world(0, 2):
         dist.destroy_process_group()
     assert not dist.is_initialized()
@@ -60,7 +60,7 @@ def test_it_ends_no_other_world():
     assert dist.get_world_size() == 4
 
 
-def test_a_world_that_is_there_is_not_replaced():
+def test_an_existing_world_is_not_replaced():
     launch.fake_world(1, 4)
     assert_raises(
         WorldError,
@@ -87,7 +87,7 @@ def test_a_world_that_is_there_is_not_replaced():
         (("0", 8), "fake_world takes two whole numbers, such as launch.fake_world(5, 64), not '0' and 8."),
     ],
 )
-def test_a_rank_that_the_world_would_not_have(given, text):
+def test_ranks_and_sizes_that_do_not_fit(given, text):
     assert_raises(PlaceError, lambda: launch.fake_world(*given), text)
     assert not dist.is_initialized()
 

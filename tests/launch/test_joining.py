@@ -1,4 +1,4 @@
-"""Joining by each launcher's variables, real or pretended. The real launchers are run by make test-launchers."""
+"""Tests of joining with the variables of each launcher. make test-launchers runs the real launchers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.programs import clean_env, run_programs
 ON_TWO = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
 
 
-# ---- where rank 0 is found ----
+# ---- host and port of rank 0 ----
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ ON_TWO = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_S
         (
             HYDRA_ON_TWO,
             """
-            MPICH does not tell by which host and port the others find rank 0; it is not 127.0.0.1, since only 2 of 4 \
+            MPICH does not set the host and the port of rank 0; it is not 127.0.0.1, since only 2 of 4 \
 ranks are on this host.
 
               PMI_RANK        = 3
@@ -57,7 +57,7 @@ ranks are on this host.
         (
             HYDRA,
             """
-            MPICH does not tell by which port the others find rank 0.
+            MPICH does not set the port of rank 0.
 
               PMI_RANK        = 3
               PMI_SIZE        = 4
@@ -71,7 +71,7 @@ ranks are on this host.
         (
             ON_TWO,
             """
-            Open MPI does not tell by which host the others find rank 0; it is not 127.0.0.1, since only 2 of 4 ranks \
+            Open MPI does not set the host of rank 0; it is not 127.0.0.1, since only 2 of 4 ranks \
 are on this host.
 
               OMPI_COMM_WORLD_RANK       = 3
@@ -88,7 +88,7 @@ are on this host.
         (
             {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "3"},
             """
-            Slurm does not tell by which host the others find rank 0.
+            Slurm does not set the host of rank 0.
 
               SLURM_PROCID  = 0
               SLURM_NTASKS  = 2
@@ -101,11 +101,11 @@ are on this host.
         ),
     ],
 )
-def test_a_job_without_host_and_port_is_told_to_give_them(environ, text):
+def test_unknown_host_and_port_are_an_error_that_suggests_them(environ, text):
     assert_raises(LaunchError, lambda: detect_launcher(environ).end_point(), text)
 
 
-def test_what_is_given_comes_before_what_is_found():
+def test_arguments_take_precedence_over_detection():
     assert with_address(detect_launcher(SRUN)).end_point() == ("n1", PORTS[303])
     assert with_address(detect_launcher(SRUN), "n2", 29501).end_point() == ("n2", 29501)
     assert with_address(
@@ -129,16 +129,16 @@ def test_what_is_given_comes_before_what_is_found():
         ({"port": True}, "port is a whole number from 1 to 65535, such as port=29500, not True."),
     ],
 )
-def test_what_is_no_host_or_port(given, text):
+def test_invalid_hosts_and_ports(given, text):
     assert_raises(LaunchError, lambda: with_address(detect_launcher(SRUN), **given), text)
 
 
-def test_ports_of_the_environment_are_ports():
+def test_master_port_must_be_a_port():
     assert_raises(
         LaunchError,
         lambda: detect_launcher(HYDRA | {"MASTER_PORT": "70000"}),
         """
-        MASTER_PORT is '70000', which is no whole number from 1 to 65535.
+        MASTER_PORT is '70000', which is not a whole number from 1 to 65535.
 
           MASTER_PORT = 70000
         """,
@@ -148,7 +148,7 @@ def test_ports_of_the_environment_are_ports():
 # ---- one launcher alone ----
 
 
-def test_one_that_is_named_is_believed_whatever_others_say():
+def test_a_named_launcher_is_used_whatever_others_set():
     assert detect_one(Torchrun, SRUN | BY_HAND).rank == 5
     assert detect_one(Slurm, SRUN | BY_HAND).rank == 3
     assert detect_one(Slurm, SRUN | BY_HAND | {"MASTER_ADDR": "m"}).end_point() == ("m", 29500)
@@ -170,7 +170,7 @@ def test_one_that_is_named_is_believed_whatever_others_say():
               MASTER_ADDR = (not set)
               MASTER_PORT = (not set)
 
-              launch.join()   # by whichever launcher did
+              launch.join()   # detects the launcher
             """,
         ),
         (
@@ -181,7 +181,7 @@ def test_one_that_is_named_is_believed_whatever_others_say():
               SLURM_STEP_ID = (not set)
               SLURM_PROCID  = (not set)
 
-              launch.join()   # by whichever launcher did
+              launch.join()   # detects the launcher
             """,
         ),
         (
@@ -192,12 +192,12 @@ def test_one_that_is_named_is_believed_whatever_others_say():
               OMPI_COMM_WORLD_RANK = (not set)
               OMPI_COMM_WORLD_SIZE = (not set)
 
-              launch.join()   # by whichever launcher did
+              launch.join()   # detects the launcher
             """,
         ),
     ],
 )
-def test_a_launcher_that_did_not_start_it(call, text):
+def test_a_named_launcher_that_did_not_start_the_process(call, text):
     assert_raises(LaunchError, call, text)
 
 
@@ -216,29 +216,29 @@ def take(monkeypatch, seen, **place):
     return taken
 
 
-def test_a_rank_takes_the_device_of_its_local_rank(monkeypatch):
+def test_a_rank_selects_the_device_of_its_local_rank(monkeypatch):
     assert take(monkeypatch, 4, local_rank=3) == [3]
     assert take(monkeypatch, 4, local_rank=3, launcher="MPICH") == [3]
 
 
-def test_a_task_that_slurm_shows_one_device_takes_that(monkeypatch):
+def test_a_slurm_task_with_one_visible_device_selects_it(monkeypatch):
     assert take(monkeypatch, 1, local_rank=3) == [0]
     with pytest.raises(LaunchError, match="the local rank is 3, but this process sees 1 CUDA devices"):
         take(monkeypatch, 1, local_rank=3, launcher="torchrun")
 
 
-def test_a_rank_that_does_not_know_its_place_on_the_host_takes_no_device(monkeypatch):
+def test_a_rank_without_a_local_rank_selects_no_device(monkeypatch):
     assert_raises(
         LaunchError,
         lambda: take(monkeypatch, 4, launcher="PMIx", read=(("PMIX_RANK", "5"), ("PMI_SIZE", "8"))),
         """
-        PMIx does not say which rank of its host this is, nor which of 4 CUDA devices it has.
+        PMIx sets no local rank, so it is unknown which of 4 CUDA devices it uses.
 
           PMIX_RANK = 5
           PMI_SIZE  = 8
 
-          join("gloo")            # ranks that need none
-          export LOCAL_RANK=...   # or the number of this one's
+          join("gloo")            # ranks without a device
+          export LOCAL_RANK=...   # or the number of this rank's device
         """,
     )
 
@@ -262,30 +262,30 @@ dist.destroy_process_group()
 
 def free_port(among=range(20_000, 30_000)) -> int:
     for port in among:
-        with socket.socket() as ear:
-            ear.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                ear.bind(("", port))
+                probe.bind(("", port))
             except OSError:
                 continue
             return port
     raise AssertionError(f"no port of {among} is free")
 
 
-def together(tmp_path, call, environs):
-    """What processes say that call at once, each in its environment, and the log of the first of them."""
+def run_in(tmp_path, call, environs):
+    """Output of processes that call at the same time, each in its environment, and the log of the first."""
     said = run_programs(tmp_path, JOIN, call, environs=[clean_env(**environ) for environ in environs])
     log = [line for line in said[0][1].splitlines() if line.startswith("pgmesh ")]
     return "".join(out for out, _ in said), log
 
 
-def test_tasks_of_slurm_meet_where_the_job_says(tmp_path):
+def test_tasks_of_slurm_join_at_the_address_of_their_job(tmp_path):
     port = free_port(range(20_000 + os.getpid() % 9_000, 30_000))
     step = ONE_HOST | {"SLURM_NTASKS": "2", "SLURM_NPROCS": "2", "SLURM_STEP_NUM_TASKS": "2"}
     step |= {"SLURM_TASKS_PER_NODE": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_GTIDS": "0,1"}
     step |= {"SLURM_JOB_ID": "0", "SLURM_STEP_ID": str(port - 20_000), "SLURM_STEPID": str(port - 20_000)}
     environs = [step | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
-    said, log = together(tmp_path, "launch.join('gloo')", environs)
+    said, log = run_in(tmp_path, "launch.join('gloo')", environs)
     assert said == "rank 0 of 2 sums to 3\nrank 1 of 2 sums to 3\n"
     assert log == [
         "pgmesh INFO joins as rank 0 of 2, local rank 0 of 2: Slurm, because SLURM_STEP_ID is set; "
@@ -293,13 +293,13 @@ def test_tasks_of_slurm_meet_where_the_job_says(tmp_path):
     ]
 
 
-def test_ranks_of_mpi_meet_at_the_host_and_port_that_are_given(tmp_path):
+def test_ranks_of_mpi_join_at_the_host_and_port_given(tmp_path):
     port = free_port(range(20_000 + (os.getpid() + 4_500) % 9_000, 30_000))
     environs = [
         HYDRA_ON_TWO | {"PMI_SIZE": "2", "PMI_RANK": str(rank), "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"}
         for rank in range(2)
     ]
-    said, log = together(tmp_path, f"launch.join('gloo', host='127.0.0.1', port={port})", environs)
+    said, log = run_in(tmp_path, f"launch.join('gloo', host='127.0.0.1', port={port})", environs)
     assert said == "rank 0 of 2 sums to 3\nrank 1 of 2 sums to 3\n"
     assert log == [
         "pgmesh INFO joins as rank 0 of 2, local rank 0 of 1: MPICH, because PMI_RANK is set; "
@@ -307,13 +307,13 @@ def test_ranks_of_mpi_meet_at_the_host_and_port_that_are_given(tmp_path):
     ]
 
 
-def test_ranks_of_pals_meet_on_the_first_host_of_pbs(tmp_path):
+def test_ranks_of_pals_join_on_the_first_host_of_pbs(tmp_path):
     (tmp_path / "nodefile").write_text("127.0.0.1\n127.0.0.1\nelsewhere\nelsewhere\n")
     port = free_port(range(20_000 + (os.getpid() + 2_500) % 9_000, 30_000))
     apid = next(str(i) for i in itertools.count() if PORTS[zlib.crc32(str(i).encode()) % len(PORTS)] == port)
     job = {"PALS_APID": apid, "PBS_NODEFILE": str(tmp_path / "nodefile"), "PMI_SIZE": "2", "PMI_LOCAL_SIZE": "1"}
     environs = [job | {"PMI_RANK": str(rank), "PALS_LOCAL_RANKID": "0"} for rank in range(2)]
-    said, log = together(tmp_path, "launch.join('gloo')", environs)
+    said, log = run_in(tmp_path, "launch.join('gloo')", environs)
     assert said == "rank 0 of 2 sums to 3\nrank 1 of 2 sums to 3\n"
     assert log == [
         "pgmesh INFO joins as rank 0 of 2, local rank 0 of 1: PALS, because PALS_LOCAL_RANKID is set; "
@@ -321,11 +321,11 @@ def test_ranks_of_pals_meet_on_the_first_host_of_pbs(tmp_path):
     ]
 
 
-def test_tasks_of_slurm_meet_in_a_store_that_none_of_them_hosts(tmp_path):
+def test_tasks_of_slurm_join_through_a_store_process(tmp_path):
     step = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}
     with StoreProcess() as store:
         environs = [step | store.env | {"SLURM_PROCID": str(rank)} for rank in range(2)]
-        said, log = together(tmp_path, "launch.from_slurm(backend='gloo')", environs)
+        said, log = run_in(tmp_path, "launch.from_slurm(backend='gloo')", environs)
     assert said == "rank 0 of 2 sums to 3\nrank 1 of 2 sums to 3\n"
     assert log[0].endswith(f"; rank 0 is at 127.0.0.1:{store.port}")
 
@@ -346,12 +346,12 @@ def test_tasks_of_slurm_meet_in_a_store_that_none_of_them_hosts(tmp_path):
     ],
 )
 def test_a_world_of_one_needs_no_host_and_no_port(tmp_path, call, environ, line):
-    said, log = together(tmp_path, call, [environ])
+    said, log = run_in(tmp_path, call, [environ])
     assert said == "rank 0 of 1 sums to 1\n"
     assert log == [f"pgmesh INFO joins as {line}"]
 
 
-def test_a_world_that_is_there_stays(monkeypatch):
+def test_an_existing_world_is_kept(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setenv("RANK", "nonsense")
     for call in (join, from_torch, from_slurm, from_openmpi):
@@ -362,7 +362,7 @@ def test_a_world_that_is_there_stays(monkeypatch):
 
 
 def with_apt(tmp_path, monkeypatch, script):
-    """As root on a machine that has nothing but this apt-get."""
+    """Pretend to be root on a machine with this apt-get and no other program."""
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setenv("PATH", str(tmp_path))
     if script is not None:
@@ -376,24 +376,24 @@ NAMES = "mpich, munge, openmpi-bin, slurm-wlm"
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
-        (None, f"{NAMES} would come from apt, which is not here"),
+        (None, f"{NAMES} must be installed, but there is no apt-get"),
         (
             "echo no route >&2; exit 100",
             f"apt-get update failed, so {NAMES} cannot be installed: no route",
         ),
     ],
 )
-def test_launchers_that_cannot_be_had_are_skipped_with_the_reason(tmp_path, monkeypatch, script, reason):
+def test_launchers_that_cannot_be_installed_are_skipped_with_the_reason(tmp_path, monkeypatch, script, reason):
     with_apt(tmp_path, monkeypatch, script)
     assert install() == dict.fromkeys(PROGRAMS, reason)
 
 
-def test_without_root_nothing_is_tried(tmp_path, monkeypatch):
+def test_without_root_nothing_is_installed(tmp_path, monkeypatch):
     with_apt(tmp_path, monkeypatch, "exit 0")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert install() == dict.fromkeys(PROGRAMS, f"{NAMES} would have to be installed, which needs root")
+    assert install() == dict.fromkeys(PROGRAMS, f"{NAMES} must be installed, which needs root")
     monkeypatch.setattr(shutil, "which", lambda program: f"/usr/bin/{program}")
-    assert install() == {SLURM: "a Slurm of one's own needs root"}
+    assert install() == {SLURM: "a local Slurm cluster needs root"}
 
 
 def test_an_install_that_fails_is_a_failure(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""join() and spawn(), with real processes."""
+"""Tests of join() and spawn() with real processes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def hang_on(rank: int, folder: Path) -> None:
         time.sleep(600)
 
 
-def give_back_a_lambda() -> object:
+def return_a_lambda() -> object:
     return lambda: None
 
 
@@ -91,7 +91,7 @@ def exit_politely() -> None:
 
 
 def pids_in(folder: Path, n: int, seconds: float = 60.0) -> list[int]:
-    """The pids that n ranks have written, once they are all there."""
+    """The pids that n ranks have written. Waits for all of them."""
     end = time.monotonic() + seconds
     while len(written := list(folder.glob("*.pid"))) < n:
         assert time.monotonic() < end, f"{len(written)} of {n} ranks started in {seconds} s"
@@ -102,7 +102,7 @@ def pids_in(folder: Path, n: int, seconds: float = 60.0) -> list[int]:
 # ---- spawn ----
 
 
-def test_results_come_in_rank_order():
+def test_results_are_in_rank_order():
     assert spawn(rank_and_sum, 4) == [(0, 6), (1, 6), (2, 6), (3, 6)]
 
 
@@ -115,7 +115,7 @@ def test_large_arguments_and_results_pass():
     assert all(torch.equal(back, tensor) for back in spawn(torch.clone, 2, tensor))
 
 
-def test_a_rank_sees_todays_environment_and_its_place(monkeypatch):
+def test_a_rank_has_the_current_environment_and_its_rank_variables(monkeypatch):
     spawn(rank_and_sum, 1)  # a fork server, if there is one, has started before this is set
     monkeypatch.setenv("PGMESH_TEST", "now")
     monkeypatch.setenv("RANK", "17")
@@ -136,12 +136,12 @@ def test_an_error_names_its_rank_with_the_traceback_and_ends_the_others(tmp_path
     assert not any(map(is_running, pids_in(tmp_path, 3)))
 
 
-def test_the_first_failure_is_told_first():
+def test_the_first_failure_is_reported_first():
     root = ZeroDivisionError("root")
     outcomes = [
         Outcome(0, error="raised RuntimeError: follower", failed_at=2.5),
         Outcome(1, error="raised ZeroDivisionError: root", details="its traceback", exception=root, failed_at=2.0),
-        Outcome(2, error="was ended", timed_out=True),
+        Outcome(2, error="was stopped", timed_out=True),
         Outcome(3, result="fine"),
     ]
     with pytest.raises(LaunchError) as caught:
@@ -150,15 +150,15 @@ def test_the_first_failure_is_told_first():
     assert str(caught.value).split("\n\n") == [
         "rank 1 of 4 raised ZeroDivisionError: root",
         "its traceback",
-        "rank 0, after that, raised RuntimeError: follower\nrank 2, after that, was ended",
+        "rank 0, after that, raised RuntimeError: follower\nrank 2, after that, was stopped",
     ]
 
 
 @pytest.mark.parametrize(("how", "name"), [("exit", "exit code 7"), ("kill", "SIGKILL")])
-def test_a_silent_death_is_named_before_those_who_mourn_it(how, name):
+def test_a_death_is_reported_before_the_errors_that_it_causes(how, name):
     with pytest.raises(LaunchError) as caught:
         spawn(die_on, 3, 1, how)
-    assert str(caught.value).startswith(f"rank 1 of 3 died without a word ({name})")
+    assert str(caught.value).startswith(f"rank 1 of 3 died without an error message ({name})")
 
 
 def test_the_deadline_ends_even_a_rank_that_ignores_sigterm(tmp_path):
@@ -202,43 +202,43 @@ if __name__ == "__main__":
 
 GUARD = """
 
-  if __name__ == "__main__":   # only where the script itself is run
-      launch.spawn(main, 4)    # so too launch.StoreProcess(), and whatever calls them"""
+  if __name__ == "__main__":   # not executed on import
+      launch.spawn(main, 4)    # the same for launch.StoreProcess() and for functions that call these"""
 ABOVE = '(...): ...   # at module level, above `if __name__ == "__main__":`'
 
 SCRIPTS: dict[str, tuple[str, str]] = {
     "a spawn without a guard": (
         "from pgmesh import launch\nlaunch.spawn(print, 1)\n",
-        "rank 0 imports the script that started it, and that starts processes as it is imported." + GUARD,
+        "rank 0 imports the main script, and the script starts processes when it is imported." + GUARD,
     ),
     "a store without a guard": (
         "from pgmesh import launch\nwith launch.StoreProcess() as store:\n    print(store.env)\n",
-        "the store imports the script that started it, and that starts processes as it is imported." + GUARD,
+        "the store imports the main script, and the script starts processes when it is imported." + GUARD,
     ),
     "a process of one's own, which finds no guard": (
         "import multiprocessing\nfrom pgmesh import launch\n"
         "if __name__ == '__main__':\n"
         "    child = multiprocessing.get_context('spawn').Process(target=print, name='mine')\n"
         "    child.start(), child.join()\nelse:\n    launch.spawn(print, 1)\n",
-        "mine imports the script that started it, and that starts processes as it is imported." + GUARD,
+        "mine imports the main script, and the script starts processes when it is imported." + GUARD,
     ),
     "a function under the guard": (
         "from pgmesh import launch\nif __name__ == '__main__':\n    def work(): ...\n    launch.spawn(work, 1)\n",
-        "rank 0 of 1 cannot find what it was sent: Can't get attribute 'work' on <module '__mp_main__'>\n\n"
-        f"  def work{ABOVE}",
+        "rank 0 of 1 cannot import the function that it was sent: Can't get attribute 'work' on <module "
+        f"'__mp_main__'>\n\n  def work{ABOVE}",
     ),
     "a function of a function": (
         "from pgmesh import launch\ndef main():\n    def work(): ...\n    launch.spawn(work, 4)\n"
         "if __name__ == '__main__':\n    main()\n",
-        "main.<locals>.work cannot be sent to another process, which finds a function by its name in its module: Can't "
-        f"pickle local object 'main.<locals>.work'.\n\n  def work{ABOVE}",
+        "main.<locals>.work cannot be sent to another process, which imports a function by its name from its module: "
+        f"Can't pickle local object 'main.<locals>.work'.\n\n  def work{ABOVE}",
     ),
 }
 
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What each script says on its standard error. They run at once, each as the main program."""
+    """Standard error of each script. All scripts run at the same time, each as the main program."""
     run = "import os, runpy; runpy.run_path(os.environ['SCRIPT'], run_name='__main__')"
     paths = [write_script(tmp_path_factory.mktemp("script"), text) for text, _ in SCRIPTS.values()]
     environs = [clean_env(SCRIPT=path) for path in paths]
@@ -247,27 +247,27 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_that_cannot_start_processes_is_told_so_in_one_error(name: str, said: dict[str, str]):
+def test_a_script_that_cannot_start_processes_raises_one_error(name: str, said: dict[str, str]):
     assert said[name].count("Traceback") == 1
     text = re.sub(r" from '/\S*/script.py'", "", said[name].partition("pgmesh.LaunchError: ")[2])
     assert in_python_3_10_wording(text) == SCRIPTS[name][1] + "\n"
 
 
-def test_what_does_not_pickle_is_named_with_the_way_out():
+def test_an_argument_that_does_not_pickle_is_named_with_a_fix():
     with pytest.raises(LaunchError) as caught:
         spawn(lambda: 1, 2)
     assert str(caught.value).startswith(
-        "test_what_does_not_pickle_is_named_with_the_way_out.<locals>.<lambda> cannot be "
+        "test_an_argument_that_does_not_pickle_is_named_with_a_fix.<locals>.<lambda> cannot be "
     )
     assert str(caught.value).endswith(f"\n\n  def work{ABOVE}")
     assert_raises(
         LaunchError,
         lambda: spawn(rank_and_sum, 2, 5, step=(number for number in [5])),
         """
-        what rank_and_sum is given cannot be sent to another process: step, a generator: cannot pickle 'generator' \
+        the arguments of rank_and_sum cannot be sent to another process: step, a generator: cannot pickle 'generator' \
 object.
 
-          launch.spawn(rank_and_sum, 4, ...)   # with what it is made of, and the ranks make it
+          launch.spawn(rank_and_sum, 4, ...)   # pass values that pickle, and create the object in each rank
         """,
     )
 
@@ -278,8 +278,8 @@ object.
         (
             None,
             """
-            rank_and_sum cannot be sent to another process: it was typed in, or given by python -c, and a process \
-finds a function by its name in a file.
+            rank_and_sum cannot be sent to another process: it was defined interactively or by python -c, and a \
+process imports a function by its name from a file.
 
               def rank_and_sum(...): ...   # at module level, above `if __name__ == "__main__":`
             """,
@@ -294,7 +294,7 @@ finds a function by its name in a file.
         ),
     ],
 )
-def test_a_program_that_is_no_file(monkeypatch: pytest.MonkeyPatch, file: str | None, text: str):
+def test_a_program_that_is_not_a_file(monkeypatch: pytest.MonkeyPatch, file: str | None, text: str):
     program = ModuleType("__main__")
     if file is not None:
         program.__file__ = file
@@ -308,20 +308,20 @@ def test_a_program_that_is_no_file(monkeypatch: pytest.MonkeyPatch, file: str | 
 
 def test_a_result_that_does_not_pickle_is_an_error_of_its_rank():
     with pytest.raises(LaunchError) as caught:
-        spawn(give_back_a_lambda, 1)
+        spawn(return_a_lambda, 1)
     assert in_python_3_10_wording(str(caught.value)) == (
-        "rank 0 of 1 gave back a function, which does not pickle: Can't pickle local object "
-        "'give_back_a_lambda.<locals>.<lambda>'\n\n"
+        "rank 0 of 1 returned a function, which does not pickle: Can't pickle local object "
+        "'return_a_lambda.<locals>.<lambda>'\n\n"
         "  return ...   # numbers, text, tensors on the CPU"
     )
 
 
-def test_an_exception_that_does_not_unpickle_is_told_all_the_same():
+def test_an_exception_that_does_not_unpickle_is_reported_by_its_text():
     with pytest.raises(LaunchError, match="rank 0 of 1 raised Stubborn: this and that"):
         spawn(raise_stubborn, 1)
 
 
-def test_leaving_is_an_error():
+def test_sys_exit_is_an_error():
     with pytest.raises(LaunchError, match="rank 0 of 1 raised SystemExit: I am off"):
         spawn(exit_politely, 1)
 
@@ -373,7 +373,7 @@ def test_join_without_a_launcher_is_a_world_of_one(tmp_path):
         dict.fromkeys(TORCHRUN_VARIABLES, "x"),
     ],
 )
-def test_join_says_what_it_read_where_that_is_no_world(monkeypatch, env):
+def test_join_lists_the_variables_that_it_read_if_they_are_incomplete(monkeypatch, env):
     for name in TORCHRUN_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():
@@ -386,7 +386,7 @@ def test_join_says_what_it_read_where_that_is_no_world(monkeypatch, env):
     assert not dist.is_initialized()
 
 
-def test_join_says_where_nobody_answers(monkeypatch):
+def test_join_names_the_address_that_does_not_answer(monkeypatch):
     env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in env.items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""The real launchers: torchrun, srun, Open MPI's mpirun and MPICH's mpiexec, each starting a small program.
+"""Tests with the real launchers: torchrun, srun, mpirun of Open MPI and mpiexec of MPICH.
 
 python -m tests.launchers      or     make test-launchers
 """

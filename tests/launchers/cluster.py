@@ -1,4 +1,4 @@
-"""A Slurm of two pretended hosts on this machine, with all its files in one folder; it ends with the block."""
+"""A Slurm cluster of two simulated hosts on this machine, with all its files in one folder."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PartitionName=all Nodes={host},{host}-b Default=YES State=UP
 
 @contextmanager
 def slurm(folder: Path) -> Iterator[dict[str, str]]:
-    """What its commands need in their environment. Its hosts are <this host>, and <this host>-b."""
+    """Environment variables for the commands of a running cluster, whose hosts are <this host> and <this host>-b."""
     host = socket.gethostname()
     key = folder / "munge.key"
     key.write_bytes(secrets.token_bytes(1024))
@@ -78,11 +78,11 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that were free just now, below those that the system hands out by itself."""
+    """Ports that are free now, below the ephemeral ports of the system."""
     found: list[int] = []
     for port in range(15_000 + os.getpid() % 4_000, 20_000):
-        with socket.socket() as ear, contextlib.suppress(OSError):
-            ear.bind(("", port))
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
             found.append(port)
         if len(found) == count:
             return found

@@ -1,4 +1,4 @@
-"""Debian's packages of the real launchers, where they are not there yet."""
+"""Installation of the real launchers from Debian's packages."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ PROGRAMS = {
     OPEN_MPI: {"mpirun.openmpi": "openmpi-bin"},
     MPICH: {"mpiexec.hydra": "mpich"},
 }
-"""The launchers; of each the programs that are run, and the packages that hold them."""
+"""The package of each program that a launcher needs."""
 
 
 def install() -> dict[str, str]:
-    """Install what is missing, as far as that is possible.
+    """Install missing launchers.
 
     Returns:
-        Why a launcher cannot be run, for each that cannot.
+        The reason for each launcher that cannot be run.
 
     Raises:
-        CalledProcessError: apt tried, and failed.
+        CalledProcessError: the installation failed.
     """
     why = ""
     try:
@@ -33,5 +33,5 @@ def install() -> dict[str, str]:
         why = str(reason)
     absent = {name: why for name, programs in PROGRAMS.items() if not all(map(shutil.which, programs))}
     if os.geteuid() != 0:
-        absent.setdefault(SLURM, "a Slurm of one's own needs root")
+        absent.setdefault(SLURM, "a local Slurm cluster needs root")
     return absent

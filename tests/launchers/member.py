@@ -1,4 +1,4 @@
-"""What each rank runs: join, sum along the axes of a mesh, say where one is. It prints PASS, or raises."""
+"""The program of each rank: join, reduce along the axes of a mesh, exchange hosts. It prints PASS, or raises."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def main() -> None:
     launch.join("gloo", timeout=timedelta(seconds=60))
     rank, found = dist.get_rank(), detect_launcher(os.environ)
     if (found.rank, found.size) != (rank, dist.get_world_size()):
-        raise SystemExit(f"rank {rank} of {dist.get_world_size()} was told {found.line}")
+        raise SystemExit(f"rank {rank} of {dist.get_world_size()} was detected as {found.line}")
     with ProcessGroupMesh(dp=2, tp=2, name="real") as mesh:
         for axes in (("dp",), ("tp",), ("dp", "tp")):
             total = torch.tensor(2**rank)

@@ -38,7 +38,7 @@ from pgmesh.parallel import (
     compose,
     find,
 )
-from pgmesh.parallel.composing import meeting
+from pgmesh.parallel.composing import shared_pair
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
 from tests.support.worlds import check_sums, groups_of, world
@@ -164,7 +164,8 @@ def test_options_are_what_every_group_of_a_method_is_made_with(made: Callable[..
     minutes = timedelta(minutes=3)
     with fake_rank(rank, 8), ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor") as mesh:
         ranks = {tuple(dist.get_process_group_ranks(each)) for each in made(mesh, {"timeout": minutes})}
-        assert {each.ranks: given.timeout for each, given, _ in mesh._cache.known()} == dict.fromkeys(ranks, minutes)
+        timeouts = {each.ranks: given.timeout for each, given, _ in mesh._group_cache.known()}
+        assert timeouts == dict.fromkeys(ranks, minutes)
 
 
 def test_bad_axes_are_told_when_the_method_is_made(mesh: ProcessGroupMesh):
@@ -283,7 +284,8 @@ def test_a_method_may_be_on_a_view_of_the_mesh_and_not_on_another(mesh: ProcessG
         assert_raises(
             MethodError,
             lambda: compose(mesh, Data(critic, "dp"), unowned=mesh.axes),
-            "Data along dp is on mesh 'critic', but is composed on mesh 'actor'. "
+            "Data along dp is on ProcessGroupMesh(dp=8, name='critic'), but is composed on "
+            "ProcessGroupMesh(pp=2, dp=2, tp=2, name='actor'). "
             "Methods of one composition are on one mesh, its views and its slices.",
         )
 
@@ -386,7 +388,7 @@ def test_ranks_meet_where_a_plain_list_says_so(ranks: list[int] | None):
         for axis, its in itertools.product(one.axes, other.axes):
             theirs = [{*block} for block in other.partition(its)]
             pairs = [{*block} & its_block for block in one.partition(axis) for its_block in theirs]
-            both = meeting(one, axis, other, its)
+            both = shared_pair(one, axis, other, its)
             assert (both is not None) == any(len(pair) > 1 for pair in pairs), (one, axis, other, its)
             assert both is None or any({*both} <= pair for pair in pairs)
 

@@ -127,7 +127,7 @@ def test_every_position_is_held_once():
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("rows", [3, 1024])
 def test_scores_are_held_a_few_rows_at_a_time(mesh, monkeypatch, causal, rows):
-    monkeypatch.setattr(ring, "ROWS", rows)
+    monkeypatch.setattr(ring, "QUERY_BLOCK", rows)
     torch.manual_seed(3)
     q, k, v = (torch.randn(2, 2, 8, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
     alone = mesh.view(pp=8, cp=1).group("cp")

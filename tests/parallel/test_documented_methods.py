@@ -18,7 +18,7 @@ from torch import nn
 
 from pgmesh import MethodError, ProcessGroupMesh
 from pgmesh.parallel import Level, Method, PipelineParallel, ShardedDataParallel, TensorParallel, compose
-from pgmesh.parallel.ownership import keep_apart
+from pgmesh.parallel.ownership import mark_owned
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
 from tests.support.small_model import (
@@ -262,5 +262,5 @@ def test_a_schedule_that_would_skip_hooks_on_weights_refuses_them():
 def test_a_method_sums_over_no_frozen_weight_and_no_expert(mesh: ProcessGroupMesh):
     module = nn.ModuleList([nn.Linear(2, 2, bias=False) for _ in range(3)])
     module[0].requires_grad_(False)
-    keep_apart(module[1].parameters())
+    mark_owned(module[1].parameters())
     assert [*Method(mesh, "dp").weights(module)] == [module[2].weight]

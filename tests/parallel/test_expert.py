@@ -20,7 +20,7 @@ from pgmesh.parallel import (
     compose,
     mix,
 )
-from pgmesh.parallel.pipeline import Elsewhere
+from pgmesh.parallel.pipeline import AbsentLayer
 from tests.support.expert_models import (
     EXPERTS,
     TOP_K,
@@ -275,7 +275,7 @@ def test_a_checkpoint_refuses_experts_whose_parts_it_would_take_for_one(mesh, tm
 
 
 def test_a_stage_of_a_pipeline_may_have_no_experts_and_no_attention(mesh):
-    stage = nn.Sequential(nn.Linear(2, 2), Elsewhere())
+    stage = nn.Sequential(nn.Linear(2, 2), AbsentLayer())
     assert ExpertParallel(mesh, "ep").apply(stage) is stage
     assert ContextParallel(mesh, "ep").apply(stage) is stage
     assert TensorParallel(mesh, "ep", plan={"1": "columns", "1.up": "rows"}).apply(stage) is stage

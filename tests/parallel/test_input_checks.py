@@ -92,14 +92,14 @@ def test_parts_of_a_sequence_that_are_unequal_are_told_before_any_is_sent(kind: 
 
 def test_many_numbers_are_told_in_a_few_words():
     with fake_rank(0, 8), ProcessGroupMesh(dp=8) as mesh:
-        from pgmesh.parallel.input_checks import compare
+        from pgmesh.parallel.input_checks import raise_if_unequal
 
         assert_raises(
             ShapeError,
-            lambda: compare("It", ["rows"], [[1]] * 4 + [[n] for n in range(2, 6)], mesh, ("dp",), "call()"),
+            lambda: raise_if_unequal("It", ["rows"], [[1]] * 4 + [[n] for n in range(2, 6)], mesh, ("dp",), "call()"),
             takes("It", "rows", "dp=8", "1 on ranks 0, 1, 2, 3; 2 on rank 4; 3 on rank 5; 4 on rank 6; ...", "call()"),
         )
-        compare("It", ["rows"], [[1]] * 8, mesh, ("dp",), "call()")
+        raise_if_unequal("It", ["rows"], [[1]] * 8, mesh, ("dp",), "call()")
 
 
 # ---- rows ----
@@ -246,7 +246,7 @@ def timeout_of_a_pipeline() -> None:
         method = stages(mesh, options={"timeout": minutes})
         model = compose(mesh, method, DataParallel(mesh, "dp")).apply(TinyGPT(layers=2))
         model.step(codes, target=target)
-        made = {(each.ranks, given.timeout) for each, given, _ in mesh._cache.known()}
+        made = {(each.ranks, given.timeout) for each, given, _ in mesh._group_cache.known()}
         assert ((0, 1, 2, 3), minutes) in made
         assert (mesh.ranks("pp"), minutes) in made
         assert (mesh.ranks("dp"), minutes) not in made

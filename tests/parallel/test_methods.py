@@ -27,8 +27,8 @@ from pgmesh.parallel import (
     compose,
     weights,
 )
-from pgmesh.parallel.ownership import keep_apart
-from pgmesh.parallel.pipeline import SCHEDULES, shared_out
+from pgmesh.parallel.ownership import mark_owned
+from pgmesh.parallel.pipeline import SCHEDULES, partition_layers
 from pgmesh.parallel.weights import Held
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
@@ -348,7 +348,7 @@ def test_layers_that_do_not_divide_and_one_stage():
 
 def test_layers_are_shared_out_evenly_one_more_on_the_first():
     for layers, parts in itertools.product(range(1, 30), range(1, 9)):
-        shares = shared_out(layers, parts)
+        shares = partition_layers(layers, parts)
         assert list(itertools.chain(*shares)) == list(range(layers))
         sizes = [len(share) for share in shares]
         assert sizes == sorted(sizes, reverse=True)
@@ -512,7 +512,7 @@ def test_what_cannot_be_a_pipeline_is_told():
 def test_the_schedules_are_those_of_torch():
     from torch.distributed import pipelining
 
-    assert all(kind.__name__ in pipelining.__all__ for kind in SCHEDULES.values())
+    assert all(info.torch_class.__name__ in pipelining.__all__ for info in SCHEDULES.values())
 
 
 def test_the_parts_share_the_weights_of_the_whole_and_leave_it_as_it_is():
@@ -755,7 +755,7 @@ def test_the_one_process_is_one_that_others_could_differ_from():
 def test_weights_that_are_kept_apart_are_neither_overwritten_nor_counted_as_whole():
     with fake_rank(5, 8):
         mesh, experts = ProcessGroupMesh(pp=2, dp=2, tp=2), nn.Linear(2, 2)
-        keep_apart(experts.parameters())
+        mark_owned(experts.parameters())
         assert_raises(
             MethodError,
             lambda: weights.broadcast(experts, mesh, "dp"),

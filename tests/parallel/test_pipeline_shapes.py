@@ -27,7 +27,7 @@ from pgmesh.parallel import (
     ShardedDataParallel,
     compose,
 )
-from pgmesh.parallel.ownership import Elsewhere
+from pgmesh.parallel.ownership import AbsentLayer
 from tests.support.expert_models import cut_like, expert_model
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
@@ -186,7 +186,7 @@ class Wrapping(nn.Module):
     def forward(self, x: torch.Tensor) -> object:
         for layer in self.layers:
             x = layer(x)
-        return x if self.last and isinstance(self.layers[1], Elsewhere) else self.wrap(x)
+        return x if self.last and isinstance(self.layers[1], AbsentLayer) else self.wrap(x)
 
 
 def test_a_stage_that_hands_on_no_plain_tensors_is_told():

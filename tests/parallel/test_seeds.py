@@ -231,7 +231,7 @@ def test_a_rehearsal_leaves_streams_where_they_were(mesh: ProcessGroupMesh):
     seeds, other, plain = (Seeds(mesh, "tp", seed=7) for _ in range(3))
     with plain:
         right = torch.rand(3)
-    with module.rehearsal(), seeds, other:
+    with module.restore_streams(), seeds, other:
         torch.rand(3)
     torch.rand(1)  # another order than in the rehearsal
     for each in (other, seeds):
@@ -241,13 +241,13 @@ def test_a_rehearsal_leaves_streams_where_they_were(mesh: ProcessGroupMesh):
 
 
 def test_what_is_remembered_of_a_stream_is_bounded(mesh: ProcessGroupMesh, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "REMEMBERED", 4)
+    monkeypatch.setattr(module, "MAX_KNOWN_ENTRIES", 4)
     seeds, states = Seeds(mesh, "tp", seed=7), []
     for entry in range(20):
         states.append(torch.get_rng_state())
         with seeds:
             torch.rand(1)
-        assert len(seeds._known) + len(seeds._older) <= 8
+        assert len(seeds._recent) + len(seeds._previous) <= 8
         for back in range(min(entry + 1, 4)):
             torch.set_rng_state(states[entry - back])
             with seeds:
@@ -262,7 +262,7 @@ def test_no_number_depends_on_the_seed_that_torchs_generator_remembers():
     torch.randn(3, dtype=torch.float64)
     state = torch.get_rng_state()
     right = torch.rand(2000), torch.randn(3), torch.randperm(5)
-    module.words(state)[0] += 1
+    module.generator_header(state)[0] += 1
     torch.set_rng_state(state)
     assert torch.initial_seed() == 6
     assert all(a.equal(b) for a, b in zip(right, (torch.rand(2000), torch.randn(3), torch.randperm(5)), strict=True))

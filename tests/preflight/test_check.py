@@ -1,4 +1,4 @@
-"""``pgmesh check`` on real ranks: what it finds, what it says, and that every rank ends with one status."""
+"""Tests of ``pgmesh check`` on real ranks: findings, output, and the same exit status on every rank."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ QUICK = "--bytes 8,4K --repeats 1 --timeout 20"
 Answer = tuple[int, str, str]
 
 
-def checked(line: str) -> Answer:
-    """What a rank's check ends with, and says on both outputs."""
+def run_check(line: str) -> Answer:
+    """Exit status and both outputs of a check on this rank."""
     out, err = io.StringIO(), io.StringIO()
     variables = mock.patch.dict(os.environ)  # a check sets some for its process, which here is the tests'
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), variables:
@@ -53,8 +53,8 @@ def checked(line: str) -> Answer:
     return status, out.getvalue(), err.getvalue()
 
 
-def told_by_the_first(answers: list[Answer], status: int) -> str:
-    """All ranks end with one status, and the first alone speaks."""
+def output_of_rank_0(answers: list[Answer], status: int) -> str:
+    """Output of rank 0. All ranks must end with this status, and the others print nothing."""
     assert [ended for ended, _, _ in answers] == [status] * len(answers)
     assert [said for _, *said in answers[1:]] == [["", ""]] * (len(answers) - 1)
     _, out, err = answers[0]
@@ -65,8 +65,8 @@ def told_by_the_first(answers: list[Answer], status: int) -> str:
 # ---- all is well ----
 
 
-def test_what_the_first_rank_tells():
-    text = told_by_the_first(world(4).run(checked, f"dp=2 tp=2 --nodes 1x4 --family dp,tp {QUICK}"), 0)
+def test_the_output_of_rank_0():
+    text = output_of_rank_0(world(4).run(run_check, f"dp=2 tp=2 --nodes 1x4 --family dp,tp {QUICK}"), 0)
     assert max(map(len, text.splitlines())) <= 80
     lines = [re.sub(r"[0-9.]+ (s|ms|us|[kMG]B/s)\b", r"N \1", line) for line in text.splitlines()]
     assert lines[:3] == [
@@ -79,14 +79,16 @@ def test_what_the_first_rank_tells():
     rows = [re.match(r"(dp|tp|dp x tp) +([24]) +8 B +N [mu]s ", line) for line in lines]
     assert [row.groups() for row in rows if row] == [("dp", "2"), ("tp", "2"), ("dp x tp", "4")]
     assert re.search(r"^ +4 KiB +N [mu]s +N MB/s +N MB/s ", "\n".join(lines), re.MULTILINE)
-    assert "algbw = bytes / time, busbw = algbw x\n2(n-1)/n, as in NCCL-tests (doc/PERFORMANCE.md)." in text
-    assert re.search(r"^(No rank stands out\. The slowest is rank|Ranks?) \d", text, re.MULTILINE)
+    assert "algbw = bytes / time, busbw = algbw x 2(n-1)/n, as in NCCL-tests (doc/PERFORMANCE.md)." in " ".join(
+        text.split()
+    )
+    assert re.search(r"^(No rank is a straggler\. The slowest is rank|Ranks?) \d", text, re.MULTILINE)
 
 
-def test_the_form_of_the_docs_is_that_of_what_it_tells():
+def test_the_output_in_the_docs_has_the_form_of_the_real_one():
     text = (ROOT / "docs" / "see.md").read_text(encoding="utf-8")
     (line, shown), *_ = re.findall(r"-m pgmesh check (.*?)\n(.*?)```", text, flags=re.DOTALL)
-    status_key = told_by_the_first(world(4).run(checked, f"{line} --repeats 1"), 0)
+    status_key = output_of_rank_0(world(4).run(run_check, f"{line} --repeats 1"), 0)
     paragraphs = re.sub(r"warn .*\n( {6}.*\n)*", "", status_key).split("\n\n")
     assert len(paragraphs) == len(shown.split("\n\n")) == 4
     (head, table, how, who), (head_, table_, how_, who_) = paragraphs, shown.split("\n\n")
@@ -97,11 +99,11 @@ def test_the_form_of_the_docs_is_that_of_what_it_tells():
     assert len(re.findall(row, table, re.MULTILINE)) == len(re.findall(row, table_, re.MULTILINE)) == 6
     assert how == how_
     for said in (who, who_):
-        assert re.match(r"(No rank stands out\. The slowest is rank|Ranks? \d)[^.]*\d", said), said
+        assert re.match(r"(No rank is a straggler\. The slowest is rank|Ranks? \d)[^.]*\d", said), said
 
 
 def test_json_has_each_group_and_both_bandwidths_with_their_formula():
-    data = json.loads(told_by_the_first(world(4).run(checked, f"2 2 --json {QUICK}"), 0))
+    data = json.loads(output_of_rank_0(world(4).run(run_check, f"2 2 --json {QUICK}"), 0))
     assert (data["status"], data["ranks"], data["axes"], data["shape"]) == ("ok", 4, [0, 1], [2, 2])
     assert (data["backend"], data["device"], data["bytes"]) == ("gloo", "cpu", [8, 4096])
     assert data["hosts"] == [socket.gethostname()] * 4
@@ -124,9 +126,9 @@ PIPED = "import sys; from pgmesh.__main__ import main; sys.exit(main())"
 
 
 def two_ranks(folder: Path, rich: bool) -> str:
-    """What a terminal is sent by the first of two ranks. The second, which is piped, says nothing."""
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as ear:
-        port = ear.getsockname()[1]
+    """Terminal output of rank 0 of two ranks. Rank 1, whose output is piped, prints nothing."""
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
+        port = server.getsockname()[1]
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
     line = f"check dp=2 --family dp {QUICK.replace('20', '60')}"
     second = os.environ | env | {"RANK": "1", "LOCAL_RANK": "1"}
@@ -142,7 +144,7 @@ def two_ranks(folder: Path, rich: bool) -> str:
 def test_in_a_terminal_a_bar_shows_each_stage_and_is_gone_in_the_end(tmp_path: Path):
     pytest.importorskip("rich")
     shown = two_ranks(tmp_path, rich=True)
-    for stage in ("waiting for the other ranks", "waiting for 2 ranks", "connecting", "working alone", "dp: 8 B",
+    for stage in ("waiting for the other ranks", "waiting for 2 ranks", "connecting", "computing", "dp: 8 B",
                   "dp: 4 KiB", "dp: links"):  # fmt: skip
         assert re.search(rf"{stage}.* .*━", shown), stage
     assert "\x1b[32mok\x1b[0m" in shown
@@ -163,7 +165,7 @@ def test_in_a_terminal_without_rich_there_is_neither_bar_nor_colour(tmp_path: Pa
 
 
 def test_a_family_that_is_named_twice_is_checked_once():
-    data = json.loads(told_by_the_first(world(4).run(checked, f"dp=2 tp=2 --family tp,dp dp tp,dp --json {QUICK}"), 0))
+    data = json.loads(output_of_rank_0(world(4).run(run_check, f"dp=2 tp=2 --family tp,dp dp tp,dp --json {QUICK}"), 0))
     assert [family["name"] for family in data["families"]] == ["dp", "tp", "tp x dp"]
 
 
@@ -174,7 +176,7 @@ def held() -> tuple[int, int]:
 
 def test_nothing_is_left_of_it():
     before = world(4).run(held)
-    told_by_the_first(world(4).run(checked, f"dp=4 {QUICK}"), 0)
+    output_of_rank_0(world(4).run(run_check, f"dp=4 {QUICK}"), 0)
     assert world(4).run(held) == before
     for others in world(4).run(said_by_others):
         assert not any("pgmesh check" in said for said in others)
@@ -190,26 +192,26 @@ def said_by_others() -> list[str]:
 
 
 def hurried(line: str) -> Answer:
-    """As checked; after a failure the first to leave waits half a second for the others."""
+    """``run_check``, but after a failure rank 0 waits only half a second for the others."""
     with mock.patch.object(check, "FAILED_LEAVE_TIMEOUT", 0.5):
-        return checked(line)
+        return run_check(line)
 
 
 def absent(line: str, who: int) -> Answer | None:
     return None if dist.get_rank() == who else hurried(line)
 
 
-def test_a_rank_that_never_comes_is_named():
+def test_a_missing_rank_is_named():
     with fresh_world(4) as own:
         answers = own.run(absent, "dp=2 tp=2 --timeout 1", 3)
-    text = told_by_the_first(answers[:3], 1)
+    text = output_of_rank_0(answers[:3], 1)
     assert text.startswith(
         "pgmesh check failed: MissingRanksError: pgmesh check (ranks 0, 1, 2, 3): rank 3 did not come in 1 s.\n"
         "  rank 3 "
     )
 
 
-def test_where_the_first_rank_never_comes_the_others_tell():
+def test_without_rank_0_the_other_ranks_report():
     with fresh_world(4) as own:
         answers = own.run(absent, "dp=2 tp=2 --timeout 1", 0)
     for status, out, err in answers[1:]:
@@ -218,9 +220,9 @@ def test_where_the_first_rank_never_comes_the_others_tell():
 
 
 def started(folder: Path, ranks: list[int], size: int, line: str, address: str = "127.0.0.1") -> list[tuple[str, str]]:
-    """What ranks say whose rank 0 hosts the store, as under srun and mpirun, where they fail."""
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as ear:
-        port = ear.getsockname()[1]
+    """Output of failing ranks, in a world whose rank 0 hosts the store, as under srun and mpirun."""
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
+        port = server.getsockname()[1]
     place = {"WORLD_SIZE": str(size), "MASTER_ADDR": address, "MASTER_PORT": str(port), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     environs = [os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in ranks]
     said = run_programs(folder, PIPED, "check", *shlex.split(line), environs=environs, statuses=(1,))
@@ -239,26 +241,26 @@ def test_a_rank_that_never_starts_is_named_alone(tmp_path: Path):
 
 
 def alone(monkeypatch, line: str, **place: object) -> str:
-    """What a rank says that cannot join, and fails."""
+    """Standard error of a rank that cannot join."""
     for name, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 4, "MASTER_ADDR": "127.0.0.1", **place}.items():
         monkeypatch.setenv(name, str(value))
-    status, out, err = checked(line)
+    status, out, err = run_check(line)
     assert (status, out) == (1, "")
     return err
 
 
 def test_where_rank_0_never_starts_the_others_name_it_alone(monkeypatch):
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as ear:
-        port = ear.getsockname()[1]
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
+        port = server.getsockname()[1]
     assert alone(monkeypatch, "dp=4 --timeout 0.5", MASTER_PORT=port) == (
-        "pgmesh check failed: LaunchError: rank 1 of 4 cannot join: nobody listened at "
+        "pgmesh check failed: LaunchError: rank 1 of 4 cannot join: no process listened at "
         f"127.0.0.1:{port} in 0.5 s: rank 0, which hosts the store, did not start\n\n"
-        "  start rank 0, and see that it ends with no error\n"
+        "  start rank 0, and check its output for errors\n"
     )
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_address_of_rank_0_that_cannot_be_resolved_is_told_as_doctor_tells_it(rank, monkeypatch):
+def test_an_unresolvable_address_of_rank_0_is_reported_as_by_doctor(rank, monkeypatch):
     unknown = socket.gaierror(-2, "Name or service not known")
     monkeypatch.setattr(socket, "getaddrinfo", mock.Mock(side_effect=unknown))
     said = alone(monkeypatch, "dp=4 --timeout 0.5", RANK=rank, MASTER_ADDR="nowhere", MASTER_PORT=29500)
@@ -279,16 +281,16 @@ def test_a_name_that_is_resolved_later_is_waited_for(monkeypatch):
         return real(*words, **more)
 
     monkeypatch.setattr(socket, "getaddrinfo", later)
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as ear:
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
         environ = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}
-        environ["MASTER_PORT"] = str(ear.getsockname()[1])
+        environ["MASTER_PORT"] = str(server.getsockname()[1])
         assert diagnosis.wait_for_store(environ, detect_launcher(environ), 20.0) is None
     assert len(asked) >= 3
 
 
-def test_rank_0_whose_port_is_taken_fails_at_once_as_doctor_tells_it(monkeypatch):
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as ear:
-        port = ear.getsockname()[1]
+def test_rank_0_whose_port_is_taken_fails_at_once_as_doctor_reports(monkeypatch):
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
+        port = server.getsockname()[1]
         start = time.monotonic()
         said = alone(monkeypatch, "dp=4 --timeout 30", RANK=0, MASTER_PORT=port)
         assert time.monotonic() - start < 10
@@ -297,15 +299,15 @@ def test_rank_0_whose_port_is_taken_fails_at_once_as_doctor_tells_it(monkeypatch
     assert said == f"pgmesh check failed: LaunchError: rank 0 of 4 cannot join: {finding.text}\n\n  {finding.fix}\n"
 
 
-def test_what_listens_and_is_no_store_is_told_in_time(monkeypatch):
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as ear:
-        port = ear.getsockname()[1]
+def test_a_listener_that_is_not_a_store_is_reported_in_time(monkeypatch):
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
+        port = server.getsockname()[1]
         start = time.monotonic()
         said = alone(monkeypatch, "dp=4 --timeout 1", RANK=1, MASTER_PORT=port)
         assert time.monotonic() - start < 10
     assert said.startswith(
-        f"pgmesh check failed: LaunchError: rank 1 of 4 cannot join: something listens at 127.0.0.1:{port}, and does "
-        "not answer as torch's store does: "
+        f"pgmesh check failed: LaunchError: rank 1 of 4 cannot join: something listens at 127.0.0.1:{port}, but does "
+        "not answer like torch's store: "
     )
     assert said.endswith("\n\n  export MASTER_PORT=<the port of rank 0's store>\n")
 
@@ -325,14 +327,14 @@ def test_an_interface_that_gloo_cannot_find_is_an_error_of_the_check(monkeypatch
 
 def of_version(line: str, package: str, version: str) -> Answer:
     with mock.patch.object(preflight, "versions", return_value=preflight.versions() | {package: version}):
-        return checked(line)
+        return run_check(line)
 
 
 @pytest.mark.parametrize("package", ["Python", "pgmesh", "torch"])
 def test_ranks_of_other_versions_are_named_and_it_is_called_that(package):
     mine = preflight.versions()[package]
     lines = [("dp=2 tp=2", package, mine)] * 3 + [("dp=4 tp=1", package, "1.0")]
-    text = told_by_the_first(world(4).run_each(of_version, lines), 1)
+    text = output_of_rank_0(world(4).run_each(of_version, lines), 1)
     assert text == (
         "pgmesh check failed: MismatchError: version mismatch: the software is not the same on all ranks:\n"
         f"  {package}: {mine} on ranks 0, 1, 2, 1.0 on rank 3\n\n"
@@ -342,30 +344,30 @@ def test_ranks_of_other_versions_are_named_and_it_is_called_that(package):
 
 def test_a_rank_with_other_sizes_is_named():
     lines = [("dp=2 tp=2",), ("dp=2 tp=2",), ("dp=2 tp=2",), ("dp=4 tp=1",)]
-    text = told_by_the_first(world(4).run_each(checked, lines), 1)
+    text = output_of_rank_0(world(4).run_each(run_check, lines), 1)
     assert text == (
         "pgmesh check failed: MismatchError: pgmesh check is not the same on all ranks:\n"
         "  sizes: dp=2 tp=2 on ranks 0, 1, 2, dp=4 tp=1 on rank 3\n\n"
         "Start every rank with the same command line.\n"
     )
     lines[3] = ("dp=2 tp=3",)  # which does not even fit
-    assert "dp=2 tp=3 on rank 3" in told_by_the_first(world(4).run_each(checked, lines), 1)
+    assert "dp=2 tp=3 on rank 3" in output_of_rank_0(world(4).run_each(run_check, lines), 1)
 
 
 def test_sizes_that_do_not_hold_the_world_are_a_usage_error_on_every_rank():
-    text = told_by_the_first(world(4).run(checked, "dp=2 tp=3"), 2)
+    text = output_of_rank_0(world(4).run(run_check, "dp=2 tp=3"), 2)
     assert text == (
         "pgmesh check: dp=2 tp=3 holds 6 ranks, but the world has 4.\n\n  pgmesh check dp=2 tp=2   # with tp 2\n"
     )
-    text = told_by_the_first(world(4).run(checked, "dp=-1 tp=3"), 2)
+    text = output_of_rank_0(world(4).run(run_check, "dp=-1 tp=3"), 2)
     assert "the world has 4 ranks, and 3 does not divide it." in text
-    text = told_by_the_first(world(4).run(checked, "dp=2 tp=2 --family ddp"), 2)
+    text = output_of_rank_0(world(4).run(run_check, "dp=2 tp=2 --family ddp"), 2)
     assert text.startswith("pgmesh check: there is no axis 'ddp': the axes are dp, tp.")
 
 
 @pytest.mark.parametrize("line", ["dp=2 --bytes 5X", "dp=2 --timeout 0", "dp=2 --repeats 0", "dp:2"])
 def test_a_line_that_is_wrong_by_itself(line):
-    status, out, err = checked(line)
+    status, out, err = run_check(line)
     assert (status, out) == (2, "")
     assert "\n  pgmesh check dp=2" in err
 
@@ -379,11 +381,11 @@ def with_a_wrong_sum(line: str) -> Answer:
         return real(tensor, *args, **more)
 
     with mock.patch.object(dist, "all_reduce", wrong):
-        return checked(line)
+        return run_check(line)
 
 
 def test_a_wrong_sum_fails():
-    text = told_by_the_first(world(4).run(with_a_wrong_sum, f"dp=2 tp=2 {QUICK}"), 1)
+    text = output_of_rank_0(world(4).run(with_a_wrong_sum, f"dp=2 tp=2 {QUICK}"), 1)
     assert text == (
         "pgmesh check failed: MismatchError: group dp (ranks 0, 2): a sum of 4,096 bytes is wrong in 1 of "
         "1,024 values; the first is value 7, 4 in place of 3.\n"
@@ -397,11 +399,11 @@ def with_a_foreign_member(line: str) -> Answer:
         real(self, group, ranks, 0 if me == 3 else me, *more)
 
     with mock.patch.object(Microbenchmarks, "check_members", wrong):
-        return checked(line)
+        return run_check(line)
 
 
 def test_a_sum_over_other_ranks_fails():
-    text = told_by_the_first(world(4).run(with_a_foreign_member, f"tp=4 {QUICK}"), 1)
+    text = output_of_rank_0(world(4).run(with_a_foreign_member, f"tp=4 {QUICK}"), 1)
     assert text == (
         "pgmesh check failed: MismatchError: group tp (ranks 0, 1, 2, 3) sums over ranks 0 (2 times), 1, 2, "
         "not over 0, 1, 2, 3.\n"
@@ -411,11 +413,11 @@ def test_a_sum_over_other_ranks_fails():
 def on_hosts(line: str, names: list[str]) -> Answer:
     places = Placement({rank: HostInfo(name, "", None) for rank, name in enumerate(names)})
     with mock.patch.object(host_mapping, "map_hosts", return_value=places):
-        return checked(line)
+        return run_check(line)
 
 
 def test_ranks_that_are_not_where_they_are_planned():
-    text = told_by_the_first(world(4).run(on_hosts, "dp=2 tp=2 --nodes 2x2", ["n1", "n2", "n1", "n2"]), 1)
+    text = output_of_rank_0(world(4).run(on_hosts, "dp=2 tp=2 --nodes 2x2", ["n1", "n2", "n1", "n2"]), 1)
     assert text == (
         "pgmesh check failed: MismatchError: ranks are not on the planned hosts:\n"
         "  host 0 is planned for ranks 0, 1, but rank 0 is on n1 and rank 1 on n2.\n"
@@ -424,9 +426,9 @@ def test_ranks_that_are_not_where_they_are_planned():
         "  rank 1 and rank 3 are planned on 2 hosts, but all are on n2.\n\n"
         "The ranks of a host are not consecutive: configure the launcher to number them host by host.\n"
     )
-    text = told_by_the_first(world(4).run(on_hosts, "dp=2 tp=2 --nodes 2x2", ["n1"] * 4), 1)
+    text = output_of_rank_0(world(4).run(on_hosts, "dp=2 tp=2 --nodes 2x2", ["n1"] * 4), 1)
     assert text.endswith("\n\n  pgmesh check dp=2 tp=2 --nodes 1x4   # matches the actual hosts\n")
-    text = told_by_the_first(world(4).run(on_hosts, f"tp=4 {QUICK} --nodes 3,1", ["n1", "n1", "n1", "n2"]), 0)
+    text = output_of_rank_0(world(4).run(on_hosts, f"tp=4 {QUICK} --nodes 3,1", ["n1", "n1", "n1", "n2"]), 0)
     assert "ok    ranks are on the planned hosts: 2 hosts of 3 and 1\n" in text
 
 
@@ -463,17 +465,17 @@ def test_a_rank_that_dies_half_way_is_named_by_all_others():
     with fresh_world(4) as own:
         outcomes = own.outcomes(dying, "dp=2 tp=2 --bytes 8,4K --repeats 1 --timeout 20", 3)
     assert not any(outcome.error for outcome in outcomes[:3]), outcomes
-    text = told_by_the_first([outcome.result for outcome in outcomes[:3]], 1)
+    text = output_of_rank_0([outcome.result for outcome in outcomes[:3]], 1)
     assert text.startswith("pgmesh check failed: MissingRanksError: pgmesh check")
     assert re.search(r"rank 3 was (lost; it was )?last heard from \d s ago", text), text
 
 
-# ---- who is slow ----
+# ---- stragglers ----
 
 
 @contextlib.contextmanager
 def slowed(pid: int, run: float = 0.004, stop: float = 0.040) -> Iterator[None]:
-    """A process that runs a tenth of the time."""
+    """Stop a process for nine tenths of the time."""
     over = threading.Event()
 
     def slow() -> None:
@@ -496,7 +498,7 @@ def slowed(pid: int, run: float = 0.004, stop: float = 0.040) -> Iterator[None]:
 def test_a_rank_that_is_slowed_on_purpose_is_found():
     line = "dp=2 tp=2 --bytes 256K --repeats 3 --json"
     with slowed(world(4).pids[2]):
-        data = json.loads(told_by_the_first(world(4).run(checked, line), 0))
+        data = json.loads(output_of_rank_0(world(4).run(run_check, line), 0))
     assert (data["slowest_rank"], data["slowest_rank_stands_out"]) == (2, True), data["each_rank"]
     assert data["each_rank"][2]["own_work"] > 1.5, data["each_rank"]
     assert [family["slowest"][-1] for family in data["families"]] == [[0, 2], [2, 3]]
@@ -511,10 +513,10 @@ def slow_to_reach(line: str, who: int) -> Answer:
         real(self, *works)
 
     with mock.patch.object(Microbenchmarks, "_wait", late):
-        return checked(line)
+        return run_check(line)
 
 
 @pytest.mark.long
-def test_a_rank_that_is_slow_to_reach_is_told_from_one_that_is_slow_by_itself():
-    text = told_by_the_first(world(4).run(slow_to_reach, "dp=2 tp=2 --bytes 8 --repeats 7", 1), 0)
-    assert re.search(r"\nRank 1 is slow to reach: the fastest of its links takes \d", text), text
+def test_slow_communication_is_distinguished_from_slow_computation():
+    text = output_of_rank_0(world(4).run(slow_to_reach, "dp=2 tp=2 --bytes 8 --repeats 7", 1), 0)
+    assert re.search(r"\nRank 1 communicates slowly: its fastest link takes \d", text), text

@@ -1,4 +1,4 @@
-"""``pgmesh doctor``: what it finds on purpose-made ground, also without torch, and that no question is endless."""
+"""Tests of ``pgmesh doctor``: its findings in prepared environments, also without torch, and its timeouts."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def no_launcher(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-ADVICE = r" +pgmesh was tried on torch [\d., ]+: run its tests with this one"
-"""What a doctor says of a torch on which nobody has run the tests."""
+ADVICE = r" +pgmesh was tested with torch [\d., ]+: run its tests with this version"
+"""The fix for a version of torch that pgmesh was not tested on."""
 
 
 def said(capsys, line: str, status: int) -> str:
@@ -56,10 +56,10 @@ def found(**more) -> LauncherInfo:
     return LauncherInfo("torchrun", "RANK is set", **{"rank": 0, "size": 2, "local_rank": 0, "local_size": 2, **more})
 
 
-# ---- all of it ----
+# ---- all findings ----
 
 
-def test_on_sound_ground(capsys):
+def test_an_environment_without_problems(capsys):
     with mock.patch.object(socket, "getaddrinfo", return_value=[(0, 0, 0, "", ("10.0.0.1", 0))]):
         text = said(capsys, "", 0)
     assert max(map(len, text.splitlines())) <= 80
@@ -69,27 +69,27 @@ def test_on_sound_ground(capsys):
     assert {mark for mark, _ in marks} <= {"ok", "--", "warn"}
     assert "rank 0 of 1, local rank 0 of 1: no launcher, because none of their variables is set" in flat
     assert re.search(r"^ok +torch: torch \d\S* with .*gloo.*; \d+ CUDA devices$", flat, re.MULTILINE)
-    there = r"seam: all \d+ private names of torch that groups are made with are there"
+    there = r"seam: all \d+ private names of torch that pgmesh uses exist"
     assert re.search(rf"^(ok +{there}|warn +{there} {ADVICE})$", flat, re.M)
-    assert f"this host calls itself {socket.gethostname()}, which is 10.0.0.1" in flat
+    assert f"the host name {socket.gethostname()} resolves to 10.0.0.1" in flat
 
 
-def test_what_is_bad_ends_with_1_and_says_what_to_do(capsys, monkeypatch):
+def test_bad_findings_exit_with_1_and_print_fixes(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothing0")
     text = said(capsys, "", 1)
-    assert text.startswith("bad   launcher: the environment names no rank of a world\n        RANK = 0\n")
+    assert text.startswith("bad   launcher: the environment does not name a rank of a world\n        RANK = 0\n")
     assert "# or none: a world of 1" in text
     flat = re.sub(r"\n {6,8}", " ", text)
     assert "GLOO_SOCKET_IFNAME is nothing0, but there is no interface nothing0; there are " in flat
-    assert "set it to one of them on this host, or unset it" in flat
+    assert "set it to an interface of this host, or unset it" in flat
     data = json.loads(said(capsys, "--json", 1))
     assert data["status"] == "bad"
     assert [finding["what"] for finding in data["findings"] if finding["mark"] == "bad"] == ["launcher", "interface"]
 
 
 def shape(text: str) -> str:
-    """What a doctor said, its lines whole, without what differs from one Python and one torch to another."""
+    """Output without line wrapping and without the versions of Python and torch."""
     flat = re.sub(r"\n {6}(?! )", " ", text)
     flat = re.sub(r"Python \S+ on \S+ \S+", "Python V on S M", flat)
     flat = re.sub(r"torch \S+ with [^;]+; \d+ CUDA devices?", "torch V with B; N CUDA devices", flat)
@@ -97,7 +97,7 @@ def shape(text: str) -> str:
     return re.sub(r"^(ok|warn) +seam: all \d+ ", "ok    seam: all N ", flat, flags=re.MULTILINE)
 
 
-def test_what_the_docs_show_has_the_form_of_what_it_says(capsys, monkeypatch):
+def test_the_output_in_the_docs_has_the_form_of_the_real_one(capsys, monkeypatch):
     docs = (ROOT / "docs" / "see.md").read_text(encoding="utf-8")
     samples = re.findall(r"```\n\$ ((?:\w+=\S+ )*)pgmesh doctor\n(.*?)```", docs, flags=re.DOTALL)
     assert [bool(given) for given, _ in samples] == [False, True]
@@ -119,13 +119,13 @@ def test_a_wrong_line(capsys):
 # ---- without torch, and with another one ----
 
 
-def test_it_works_where_torch_cannot_be_imported():
+def test_doctor_works_without_torch():
     hide = "import sys; sys.modules['torch'] = None; from pgmesh.__main__ import main; sys.exit(main(['doctor']))"
     ran = subprocess.run([sys.executable, "-c", hide], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 1, ran.stderr
     flat = re.sub(r"\n {6,8}", " ", ran.stdout)
     assert "bad   torch: torch cannot be imported: ModuleNotFoundError: import of torch halted" in flat
-    assert "pip install torch; pgmesh plan and show go without it" in flat
+    assert "pip install torch; pgmesh plan and show work without it" in flat
     assert "store:" in flat
     assert "seam:" not in flat
 
@@ -152,7 +152,7 @@ def test_a_torch_that_was_not_tried():
     findings = list(diagnosis.torch_findings(lacking(**{"pgmesh.torch_private": groups})))
     assert (findings[1].mark, findings[1].fix) == (
         "warn",
-        "pgmesh was tried on torch 1.0: run its tests with this one",
+        "pgmesh was tested with torch 1.0: run its tests with this version",
     )
 
 
@@ -170,7 +170,7 @@ def test_a_torch_without_distributed_and_one_without_nccl():
 # ---- launchers ----
 
 
-def test_launchers_that_stand_inside_each_other():
+def test_nested_launchers():
     environ = {**TORCHRUN, "SLURM_PROCID": "3", "OMPI_COMM_WORLD_SIZE": "x"}
     _, findings = diagnosis.launcher_findings({**TORCHRUN, "TORCHELASTIC_RUN_ID": "none", "SLURM_PROCID": "3"})
     assert brief(findings) == [
@@ -179,31 +179,29 @@ def test_launchers_that_stand_inside_each_other():
             "--",
             "read: RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 TORCHELASTIC_RUN_ID=none",
         ),
-        ("--", "there too, of Slurm, and not believed: SLURM_PROCID=3"),
+        ("--", "variables of Slurm, which are not used: SLURM_PROCID=3"),
     ]
-    nobody, findings = diagnosis.launcher_findings(environ)
-    assert nobody is None
+    info, findings = diagnosis.launcher_findings(environ)
+    assert info is None
     assert [finding.mark for finding in findings] == ["bad"]
 
 
 # ---- the network ----
 
 
-def test_a_name_that_is_no_address():
+def test_a_host_name_that_does_not_resolve():
     with mock.patch.object(socket, "getaddrinfo", side_effect=socket.gaierror(-2, "Name or service not known")):
         (finding,) = diagnosis.host_findings(1.0, None)
     name = socket.gethostname()
-    assert brief([finding]) == [
-        ("warn", f"this host calls itself {name}, which is no address: Name or service not known")
-    ]
+    assert brief([finding]) == [("warn", f"the host name {name} does not resolve: Name or service not known")]
 
 
-def test_a_resolver_that_does_not_answer_is_not_waited_for():
+def test_the_resolver_has_a_timeout():
     start = time.monotonic()
     with mock.patch.object(socket, "getaddrinfo", side_effect=lambda *_, **__: time.sleep(5)):
         (finding,) = diagnosis.host_findings(0.1, None)
     assert time.monotonic() - start < 2
-    assert finding.text.endswith("which is no address: no answer in 0.1 s")
+    assert finding.text.endswith("does not resolve: no answer in 0.1 s")
 
 
 def test_a_name_that_no_other_host_can_reach():
@@ -212,12 +210,12 @@ def test_a_name_that_no_other_host_can_reach():
         (alone,) = diagnosis.host_findings(1.0, found())
         (several,) = diagnosis.host_findings(1.0, found(size=4))
     assert (alone.mark, several.mark) == ("ok", "bad")
-    assert several.text.endswith("which is 127.0.1.1: no other host can reach that")
+    assert several.text.endswith("resolves to 127.0.1.1, which other hosts cannot reach")
 
 
 def test_interfaces_that_leave_none():
     (finding,) = diagnosis.interface_findings({"NCCL_SOCKET_IFNAME": "=ib"}, ["lo", "ib0"])
-    assert brief([finding]) == [("bad", "NCCL_SOCKET_IFNAME is =ib, which leaves no interface of lo, ib0")]
+    assert brief([finding]) == [("bad", "NCCL_SOCKET_IFNAME is =ib, which matches no interface of lo, ib0")]
     (finding,) = diagnosis.interface_findings({"GLOO_SOCKET_IFNAME": "lo"}, ["lo"])
     assert brief([finding]) == [("ok", "GLOO_SOCKET_IFNAME is lo")]
 
@@ -229,9 +227,9 @@ def test_a_store_that_listens_one_that_does_not_yet_and_one_that_cannot_be_reach
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         port = server.getsockname()[1]
         place = found(rank=1, address="127.0.0.1", port=port)
-        assert brief(diagnosis.store_findings({}, place, 2.0)) == [("ok", f"somebody listens at 127.0.0.1:{port}")]
+        assert brief(diagnosis.store_findings({}, place, 2.0)) == [("ok", f"a process listens at 127.0.0.1:{port}")]
     assert brief(diagnosis.store_findings({}, place, 2.0)) == [
-        ("ok", f"nobody listens at 127.0.0.1:{port} yet, which can be reached: rank 0 does once it joins")
+        ("ok", f"the host of 127.0.0.1:{port} can be reached; rank 0 has not joined yet, so no process listens there")
     ]
     (finding,) = diagnosis.store_findings({"TORCHELASTIC_USE_AGENT_STORE": "True"}, place, 2.0)
     assert brief([finding]) == [("bad", f"127.0.0.1:{port} cannot be reached: Connection refused")]
@@ -246,7 +244,7 @@ def free_port() -> int:
 def test_rank_0_hosts_the_store_where_its_port_is_free():
     port = free_port()
     place = found(address="127.0.0.1", port=port)
-    says = f"port {port} is free on this host, 127.0.0.1: this process, rank 0, listens there once it joins"
+    says = f"port {port} is free on this host, 127.0.0.1; this process, rank 0, listens there after it joins"
     assert brief(diagnosis.store_findings({}, place, 2.0)) == [("ok", says)]
     with closing(socket.create_server(("127.0.0.1", port))) as server:  # as a job that has just ended leaves it
         client = socket.create_connection(("127.0.0.1", port))
@@ -262,13 +260,15 @@ def test_a_port_that_another_process_has_is_not_free_for_rank_0(host):
         place = found(address="127.0.0.1", port=port)
         (finding,) = diagnosis.store_findings({}, place, 2.0)
         assert brief([finding]) == [
-            ("bad", f"port {port} is taken on this host, where this process, rank 0, is to host the store")
+            ("bad", f"port {port} is taken on this host, where this process, rank 0, must host the store")
         ]
         other = re.fullmatch(r"export MASTER_PORT=(\d+)   # is free here; the same on every rank", finding.fix)
         with closing(socket.create_server(("", int(other[1])))):
             pass
         environ = {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # the agent of torchrun listens, and rank 0 does not
-        assert brief(diagnosis.store_findings(environ, place, 2.0)) == [("ok", f"somebody listens at 127.0.0.1:{port}")]
+        assert brief(diagnosis.store_findings(environ, place, 2.0)) == [
+            ("ok", f"a process listens at 127.0.0.1:{port}")
+        ]
 
 
 def test_a_port_that_rank_0_may_not_take():
@@ -286,12 +286,12 @@ def test_an_address_that_is_no_interface_of_this_host_is_not_that_of_rank_0():
     ]
     assert finding.fix == (
         "set MASTER_ADDR to a name or an address of rank 0's host, the same on every rank; "
-        f"this host calls itself {socket.gethostname()}"
+        f"the name of this host is {socket.gethostname()}"
     )
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_name_of_rank_0_that_is_no_address(rank):
+def test_a_name_of_rank_0_that_does_not_resolve(rank):
     with mock.patch.object(socket, "getaddrinfo", side_effect=socket.gaierror(-2, "Name or service not known")):
         (finding,) = diagnosis.store_findings({}, found(rank=rank, address="nowhere", port=29500), 2.0)
     assert brief([finding]) == [("bad", "the name nowhere cannot be resolved: Name or service not known")]
@@ -305,10 +305,10 @@ def test_under_torchrun_the_agent_has_the_port(given):
     line = [sys.executable, "-m", *words, "-m", "pgmesh", "doctor"]
     ran = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
     flat = re.sub(r"\n {6}", " ", ran.stdout)
-    assert re.search(r"^ok    store: somebody listens at \S+:\d+$", flat, re.MULTILINE), ran.stdout + ran.stderr
+    assert re.search(r"^ok    store: a process listens at \S+:\d+$", flat, re.MULTILINE), ran.stdout + ran.stderr
 
 
-def test_a_store_that_does_not_answer_is_not_waited_for():
+def test_the_connection_to_the_store_has_a_timeout():
     start = time.monotonic()
     with mock.patch.object(socket, "create_connection", side_effect=lambda *_, **__: time.sleep(5)):
         (finding,) = diagnosis.store_findings({}, found(rank=1, address="10.255.255.1", port=1), 0.1)
@@ -316,8 +316,8 @@ def test_a_store_that_does_not_answer_is_not_waited_for():
     assert brief([finding]) == [("bad", "10.255.255.1:1 cannot be reached: no answer in 0.1 s")]
 
 
-def test_where_nothing_tells_where_rank_0_is():
+def test_an_unknown_address_of_rank_0():
     (finding,) = diagnosis.store_findings({}, found(local_size=1), 0.1)
     assert finding.mark == "bad"
-    assert finding.text.startswith("torchrun does not tell by which host and port the others find rank 0")
+    assert finding.text.startswith("torchrun does not set the host and the port of rank 0")
     assert "export MASTER_ADDR=n1 MASTER_PORT=29500" in finding.fix

@@ -372,8 +372,8 @@ def test_semantics_9_a_length_that_does_not_divide_is_an_error(dp: int, size: in
     assert_raises(
         ShapeError,
         lambda: recipes.hybrid_context(plan(dp)),
-        f"recipes.megatron({dp}): data+context has {dp} ranks, which slices of {size} do not divide; hybrid context "
-        f"parallelism takes a power of two.",
+        f"recipes.megatron({dp}): data+context has {dp} ranks, which is not divisible by slices of {size}; hybrid "
+        f"context parallelism needs a power of two.",
     )
 
 
@@ -469,7 +469,7 @@ def test_semantics_12_settings_of_nccl_go_by_either_name():
 def _made(arrangement: Arrangement, *names: str) -> list[Any]:
     for name in names:
         arrangement[name].group()
-    return arrangement.dense._family.known()
+    return arrangement.dense._cache.known()
 
 
 YAML = """
@@ -484,12 +484,12 @@ def test_semantics_12_settings_may_be_yaml_text():
     pytest.importorskip("yaml")
     from pgmesh.recipes import nccl
 
-    assert nccl.read(YAML, dict.fromkeys(("dp_cp", "ep_dp"))) == {
+    assert nccl.parse_settings(YAML, dict.fromkeys(("dp_cp", "ep_dp"))) == {
         "dp_cp": {"high_priority": True, "nccl": {"max_ctas": 8}},
         "ep_dp": {"nccl": {"min_ctas": 4}},
     }
     plan(8, tp=2).configure_nccl(YAML)
-    with pytest.raises(OptionsError, match=r"^NCCL's settings are no YAML: "):
+    with pytest.raises(OptionsError, match=r"^NCCL's settings are not valid YAML: "):
         plan(8).configure_nccl("dp: [")
 
 
@@ -499,10 +499,10 @@ def test_semantics_12_yaml_text_without_pyyaml_says_so(monkeypatch: pytest.Monke
         OptionsError,
         lambda: plan(8).configure_nccl(YAML),
         """
-        NCCL's settings are YAML text, which takes PyYAML, and that is not installed.
+        NCCL's settings are YAML text, which needs PyYAML, but PyYAML is not installed.
 
           pip install pyyaml
-          arrangement.configure_nccl({'dp': {'max_ctas': 8}})   # or give them as a dict
+          arrangement.configure_nccl({'dp': {'max_ctas': 8}})   # or pass a dict
         """,
     )
 
@@ -639,9 +639,9 @@ def test_a_recipe_that_is_refused_leaves_nothing_behind(
         assert held.tb is not None
         assert table_sizes() == before
         arrangement = recipe(8, **{**bad, **better}, name="refused")
-        family = arrangement.dense._family
-        assert family._registry.living() == [family]
-        assert family.number == 0  # the first mesh of this name, as on a rank that was not refused
+        cache = arrangement.dense._cache
+        assert cache._registry.living() == [cache]
+        assert cache.number == 0  # the first mesh of this name, as on a rank that was not refused
         assert arrangement.dense.group().size() == 8
 
 
@@ -988,15 +988,15 @@ def olmo(whole: int = 8, **sizes: Any) -> Callable[[], object]:
             "recipes.megatron: the size of axis tp is 0; a size is at least 1, or -1 for what is left.",
         ),
         (failing(tp=-1), "recipes.megatron: the size of tp is -1; a size is at least 1."),
-        (failing(world=0), "recipes.megatron: the world is so many ranks, such as recipes.megatron(8), not 0."),
-        (failing(world="8"), "recipes.megatron: the world is so many ranks, such as recipes.megatron(8), not '8'."),
+        (failing(world=0), "recipes.megatron: the world is a number of ranks, such as recipes.megatron(8), not 0."),
+        (failing(world="8"), "recipes.megatron: the world is a number of ranks, such as recipes.megatron(8), not '8'."),
         (
             failing(rank_offset=-8),
-            "recipes.megatron: the world is so many ranks, such as recipes.megatron(8), not 8 from -8 on.",
+            "recipes.megatron: the world is a number of ranks, such as recipes.megatron(8), not 8 from -8 on.",
         ),
         (
             lambda: recipes.oslo(-1, of=Layout),
-            "recipes.oslo: the world is so many ranks, such as recipes.oslo(8), not -1.",
+            "recipes.oslo: the world is a number of ranks, such as recipes.oslo(8), not -1.",
         ),
         (
             failing(order=None),
@@ -1059,37 +1059,37 @@ def olmo(whole: int = 8, **sizes: Any) -> Callable[[], object]:
         ),
         (
             failing(cp=4, hierarchical_cp=[2, 3]),
-            "recipes.megatron(8, cp=4, hierarchical_cp=[2, 3]): the sizes of hierarchical_cp multiply to cp, but 2 x 3 "
+            "recipes.megatron(8, cp=4, hierarchical_cp=[2, 3]): the product of hierarchical_cp must be cp, but 2 x 3 "
             "is 6 and cp is 4.",
         ),
         (
             failing(cp=4, hierarchical_cp=[]),
-            "recipes.megatron(8, cp=4, hierarchical_cp=[]): the sizes of hierarchical_cp multiply to cp, but nothing "
+            "recipes.megatron(8, cp=4, hierarchical_cp=[]): the product of hierarchical_cp must be cp, but nothing "
             "is 1 and cp is 4.",
         ),
         (
             failing(tp=2, optimizer_instances=3),
-            "recipes.megatron(8, tp=2, optimizer_instances=3): optimizer instances divide data x context, which is 4, "
-            "and expert data, which is 4, so there may be 1, 2 or 4.",
+            "recipes.megatron(8, tp=2, optimizer_instances=3): optimizer_instances must divide data x context, which is "
+            "4, and expert data, which is 4, so it may be 1, 2 or 4.",
         ),
         (
             failing(world=16, tp=2, cp=2, ep=2, order="cp-tp-dp-ep-pp", optimizer_instances=2),
-            "recipes.megatron(16, tp=2, cp=2, ep=2, order='cp-tp-dp-ep-pp', optimizer_instances=2): one "
-            "group between optimizer instances has to serve dense and expert parameters alike, but in this "
-            "order the first is ranks 0, 8 for the ones and ranks 0, 4 for the others.\n\n"
-            "  order='tp-cp-ep-dp-pp'   # fastest axis first: the same for both",
+            "recipes.megatron(16, tp=2, cp=2, ep=2, order='cp-tp-dp-ep-pp', optimizer_instances=2): dense and "
+            "expert parameters share the group between optimizer instances, but in this order its ranks are ranks 0, 8 "
+            "for dense and ranks 0, 4 for expert parameters.\n\n"
+            "  order='tp-cp-ep-dp-pp'   # fastest axis first; the same ranks for both",
         ),
         (
             failing(world=24, tp=2, cp=4, order="cp-tp-dp-ep-pp", optimizer_instances=2),
-            "recipes.megatron(24, tp=2, cp=4, order='cp-tp-dp-ep-pp', optimizer_instances=2): one group "
-            "between optimizer instances has to serve dense and expert parameters alike, but in this order "
-            "the first is ranks that no axes lead to for the ones and ranks 0, 12 for the others.\n\n"
-            "  order='tp-cp-ep-dp-pp'   # fastest axis first: the same for both",
+            "recipes.megatron(24, tp=2, cp=4, order='cp-tp-dp-ep-pp', optimizer_instances=2): dense and expert "
+            "parameters share the group between optimizer instances, but in this order its ranks are not along any "
+            "axes for dense and ranks 0, 12 for expert parameters.\n\n"
+            "  order='tp-cp-ep-dp-pp'   # fastest axis first; the same ranks for both",
         ),
         (
             olmo(tp=2),
             """
-            recipes.olmo(8, tp=2): every other size goes with one of data parallelism.
+            recipes.olmo(8, tp=2): pp, cp, tp and ep need a size of data parallelism.
 
               recipes.olmo(8, dp=-1, tp=2)
             """,
@@ -1109,44 +1109,44 @@ def olmo(whole: int = 8, **sizes: Any) -> Callable[[], object]:
         (
             olmo(dp=2, tp=2),
             """
-            recipes.olmo(8, dp=2, tp=2): dp is 2, but what is left for data parallelism is 4 ranks.
+            recipes.olmo(8, dp=2, tp=2): dp is 2, but 4 ranks remain for data parallelism.
 
-              recipes.olmo(8, dp=-1, tp=2)   # let dp be what is left: 4
+              recipes.olmo(8, dp=-1, tp=2)   # dp is the remaining size, 4
             """,
         ),
         (
             olmo(dp_replicate=3),
             """
-            recipes.olmo(8, dp_replicate=3): dp_replicate is 3, but what is left for data parallelism is 8 ranks.
+            recipes.olmo(8, dp_replicate=3): dp_replicate is 3, but 8 ranks remain for data parallelism.
 
               recipes.olmo(8, dp_replicate=2)   # dp_replicate may be 1, 2, 4 or 8
             """,
         ),
         (
             olmo(dp_replicate=2, dp_shard=2),
-            "recipes.olmo(8, dp_replicate=2, dp_shard=2): dp_replicate x dp_shard is 4, but what is left for data "
-            "parallelism is 8 ranks.\n\n"
-            "  recipes.olmo(8, dp_replicate=-1, dp_shard=2)   # let dp_replicate be what is left: 4",
+            "recipes.olmo(8, dp_replicate=2, dp_shard=2): dp_replicate x dp_shard is 4, but 8 ranks remain for data "
+            "parallelism.\n\n"
+            "  recipes.olmo(8, dp_replicate=-1, dp_shard=2)   # dp_replicate is the remaining size, 4",
         ),
         (
             olmo(dp_replicate=3, dp_shard=3),
-            "recipes.olmo(8, dp_replicate=3, dp_shard=3): dp_replicate x dp_shard is 9, but what is left for data "
-            "parallelism is 8 ranks.\n\n"
-            "  recipes.olmo(8, dp_replicate=-1, dp_shard=2)   # dp_shard may be 1, 2, 4 or 8; dp_replicate is what is "
-            "left",
+            "recipes.olmo(8, dp_replicate=3, dp_shard=3): dp_replicate x dp_shard is 9, but 8 ranks remain for data "
+            "parallelism.\n\n"
+            "  recipes.olmo(8, dp_replicate=-1, dp_shard=2)   # dp_shard may be 1, 2, 4 or 8; dp_replicate is the "
+            "remaining size",
         ),
         (
             olmo(dp=3),
             """
-            recipes.olmo(8, dp=3): dp is 3, but what is left for data parallelism is 8 ranks.
+            recipes.olmo(8, dp=3): dp is 3, but 8 ranks remain for data parallelism.
 
-              recipes.olmo(8, dp=-1)   # let dp be what is left: 8
+              recipes.olmo(8, dp=-1)   # dp is the remaining size, 8
             """,
         ),
         (
             olmo(dp_shard=3, ep=3),
             """
-            recipes.olmo(8, dp_shard=3, ep=3): dp_shard is 3, but what is left for data parallelism is 8 ranks.
+            recipes.olmo(8, dp_shard=3, ep=3): dp_shard is 3, but 8 ranks remain for data parallelism.
 
               recipes.olmo(8, dp_shard=2, ep=2)   # dp_shard may be 1, 2, 4 or 8
             """,
@@ -1154,28 +1154,28 @@ def olmo(whole: int = 8, **sizes: Any) -> Callable[[], object]:
         (
             olmo(1, dp=2),
             """
-            recipes.olmo(1, dp=2): dp is 2, but what is left for data parallelism is 1 rank.
+            recipes.olmo(1, dp=2): dp is 2, but 1 rank remains for data parallelism.
 
               torchrun --nproc-per-node 2 script.py   # a script by itself is a world of 1: start more
-              recipes.olmo(1, dp=-1)                  # let dp be what is left: 1
+              recipes.olmo(1, dp=-1)                  # dp is the remaining size, 1
             """,
         ),
         (
             olmo(dp_replicate=-1, dp_shard=-1),
-            "recipes.olmo(8, dp_replicate=-1, dp_shard=-1): at most one of dp_replicate and dp_shard is -1, what is "
-            "left.",
+            "recipes.olmo(8, dp_replicate=-1, dp_shard=-1): at most one of dp_replicate and dp_shard can be -1, the "
+            "remaining size.",
         ),
         (
             olmo(dp_shard=4, ep=4, tp=2),
-            "recipes.olmo(8, dp_shard=4, ep=4, tp=2): expert parallelism does not go with tensor parallelism.",
+            "recipes.olmo(8, dp_shard=4, ep=4, tp=2): expert parallelism cannot be combined with tensor parallelism.",
         ),
         (
             olmo(dp=8, ep=4),
-            "recipes.olmo(8, dp=8, ep=4): expert parallelism goes over dp_shard, so give dp_shard=4 in place of dp.",
+            "recipes.olmo(8, dp=8, ep=4): expert parallelism uses dp_shard, so pass dp_shard=4 instead of dp.",
         ),
         (
             olmo(dp_shard=4, ep=2),
-            "recipes.olmo(8, dp_shard=4, ep=2): expert parallelism goes over dp_shard, which is 4, but ep is 2.",
+            "recipes.olmo(8, dp_shard=4, ep=2): expert parallelism uses dp_shard, which is 4, but ep is 2.",
         ),
         (
             lambda: recipes.olmo_experts(8, ep=3, of=Layout),
@@ -1270,8 +1270,8 @@ def test_a_world_that_has_fewer_ranks():
             """
             recipes.megatron(8, ...) arranges 8 ranks, but the world has 4.
 
-              torchrun --nproc-per-node 8 script.py   # start as many
-              recipes.megatron(4, ...)                # or arrange those that there are
+              torchrun --nproc-per-node 8 script.py   # start enough ranks
+              recipes.megatron(4, ...)                # or arrange the ranks of this world
             """,
         )
         with pytest.raises(

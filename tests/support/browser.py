@@ -17,7 +17,7 @@ from typing import Any
 from tests.support import debian
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-ABSENT = "no Chromium here to measure figures with: make browser, as root, installs Debian's"
+ABSENT = "no Chromium found, so figures are not measured; `make browser` as root installs it"
 
 FLAGS = (
     "--headless",

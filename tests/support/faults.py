@@ -92,8 +92,8 @@ def beat_fast() -> None:
 def connect_and_beat(mesh: ProcessGroupMesh) -> None:
     """Connect a mesh, and return once all its ranks send heartbeats."""
     mesh.connect(timeout=LONG_TIMEOUT)
-    wait_until(lambda: mesh._cache.beating().steady, "a connection of its own")
-    mesh._cache.beating().ask(SetStatus(()), WAIT_TIMEOUT)
+    wait_until(lambda: mesh._group_cache.beating().steady, "a connection of its own")
+    mesh._group_cache.beating().ask(SetStatus(()), WAIT_TIMEOUT)
     dist.barrier(mesh.group())
 
 

@@ -40,7 +40,7 @@ def run_in_terminal(line: str, rich: bool, columns: int = 80, env: Mapping[str, 
         while part := os.read(ours, 65536):
             shown.write(part)
     except OSError:
-        pass  # the other end is closed
+        pass  # the child closed its end
     finally:
         os.close(ours)
     text = shown.getvalue().decode().replace("\r\n", "\n")
