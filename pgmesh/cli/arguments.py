@@ -120,7 +120,7 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--svg", metavar="FILE", help="write a figure; - is standard output")
     parser.add_argument("--html", metavar="FILE", help="write a page with the figure and the numbers")
     parser.add_argument(
-        "--colour", "--color", metavar="AXES", help="the axes whose groups get a colour each: dp or dp,cp"
+        "--colour", "--color", metavar="AXES", help="the groups along these axes are coloured: dp or dp,cp"
     )
 
 

@@ -216,7 +216,7 @@ class _Check:
                 planned = arguments.hosts_argument(self.args)
                 message = _placement_message(faults, actual, self.command_line, planned)
                 raise barrier.give_up(MismatchError(message))
-            where = f"{actual}" if actual else f"{len({*names})} hosts, whose ranks are not consecutive"
+            where = f"{actual}" if actual else f"{len({*names})} hosts with ranks that are not consecutive"
             self.data["hosts"] = names
             self.data["planned"] = hosts[0].spell() if hosts else None
             ranks, sizes = count_of(barrier.size, "rank"), text_report.format_sizes(_box(layout))

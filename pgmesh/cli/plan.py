@@ -81,7 +81,7 @@ def run(args: argparse.Namespace, command_line: CommandLine) -> int:
         width = styled_text.width_of(sys.stdout)
         lines = [*why, *(text_report.full_report(plans[0], width) if len(plans) == 1 else _comparison_lines(plans))]
         if args.picture:
-            lines += [[], *_picture(plans[0], colour, width)]
+            lines += [[], *_figure_lines(plans[0], colour, width)]
         styled_text.write([*lines, *([[], *saved] if saved else [])], sys.stdout)
     return 0
 
@@ -139,7 +139,7 @@ def _save(plans: list[Plan], args: argparse.Namespace, colour: tuple[str | int, 
     return lines
 
 
-def _picture(one: Plan, colour: tuple[str | int, ...], width: int) -> list[Line]:
+def _figure_lines(one: Plan, colour: tuple[str | int, ...], width: int) -> list[Line]:
     """The lines of the mesh's figure, then those of its views."""
     from pgmesh.drawing import terminal
     from pgmesh.planning import html

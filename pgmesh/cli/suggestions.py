@@ -31,7 +31,7 @@ def corrected_sizes(words: Sequence[str], size: int) -> list[str]:
 
 
 def intended_sizes(words: Sequence[str]) -> list[str]:
-    """The sizes that words in another notation clearly stand for, such as ``dp:2`` or ``2x4``; else an empty list.
+    """The sizes that words in another notation clearly mean, such as ``dp:2`` or ``2x4``; else an empty list.
 
     >>> intended_sizes(["dp=2,tp=-1"]), intended_sizes(["dp", "2", "tp:", "4"])
     (['dp=2', 'tp=-1'], ['dp=2', 'tp=4'])

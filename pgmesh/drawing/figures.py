@@ -1,4 +1,4 @@
-"""Figures: the content of a picture of a mesh, independent of the output format (SVG, terminal).
+"""Figures: the content of a drawing of a mesh, independent of the output format (SVG, terminal).
 
 A figure consists of panels, and a panel of cells. A cell is one rank with the colour of its group and its host. The
 last axis runs across a panel and the one before it runs down; each combination of indices on the other axes has its
@@ -115,7 +115,7 @@ def _runs(cells: Sequence[Cell]) -> list[tuple[int, range]]:
 
 @dataclass(frozen=True)
 class Figure:
-    """The content of the picture of one mesh."""
+    """The content of the drawing of one mesh."""
 
     title: str
     legend: str
@@ -138,8 +138,8 @@ def make_figure(
     """The figure of a layout.
 
     Args:
-        axes: the axes whose groups are coloured; by default the innermost one.
-        host: the level whose units are drawn as boxes.
+        axes: the groups along these are coloured; by default the innermost axis.
+        host: the level of hosts; each host is drawn as a box.
         mark: a rank to highlight.
         title: by default the sizes of the axes.
         max_cells: the limit on the number of cells, which is kept approximately.

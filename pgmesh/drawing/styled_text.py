@@ -79,8 +79,8 @@ MARKS = {"ok": "green", "warn": "yellow", "bad": "bold red", "--": "dim"}
 def marked(mark: str, text: str, width: int = 80) -> list[Line]:
     """A finding, as wrapped lines with its mark in front.
 
-    >>> print(plain(marked("ok", "all ranks came")))
-    ok    all ranks came
+    >>> print(plain(marked("ok", "all ranks joined")))
+    ok    all ranks joined
     """
     first, *rest = wrapped(text, width, "", indent=" " * 6, first=" " * 6)
     return [[(mark, MARKS[mark]), (f"{first[0][0][len(mark) :]}", "")], *rest]

@@ -70,7 +70,7 @@ class Box:
     thick: float = 1
     round: float = 4
     title: str = ""
-    parts: tuple[Box, ...] = ()  # the rectangles of a host whose outline is not a rectangle
+    parts: tuple[Box, ...] = ()  # the rectangles of a host with another outline than a rectangle
     outline: tuple[tuple[tuple[float, float], ...], ...] = ()  # the loops of corners around these rectangles
 
     def moved(self, x: float, y: float) -> Box:
@@ -82,7 +82,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Text:
-    """One line of text with its baseline at y; ``anchor`` says if x is its start, middle or end."""
+    """One line of text with its baseline at y; ``anchor`` is the part of it at x: start, middle or end."""
 
     kind: str  # title, note, panel, axis, host, rank, gap
     x: float
@@ -103,7 +103,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Drawing:
-    """The boxes and texts of a picture with their positions, in the order in which they are drawn."""
+    """The boxes and texts with their positions, in the order in which they are drawn."""
 
     width: float
     height: float
@@ -134,7 +134,7 @@ class Scale:
 
     @classmethod
     def for_cells(cls, cells: int) -> Scale:
-        """The sizes for a figure of so many cells: the fewer, the larger."""
+        """The sizes for a figure with this number of cells: the fewer, the larger."""
         if cells <= 32:
             return cls(15, 11, 34, 46, 8)
         return cls(11, 9, 22, 28, 6) if cells <= 256 else cls(8, 7.5, 14, 20, 4)
@@ -381,7 +381,7 @@ def _hosts(panel: Panel, figure: Figure, grid: _Grid, texts: list[Text]) -> list
 def _outlined_box(
     each: Sequence[Box], parts: Sequence[tuple[range, range]], grid: _Grid, around: float, above: float
 ) -> Box:
-    """One box, with an outline around all cells, for a host whose cells do not form a rectangle."""
+    """One box, with an outline around all cells, for a host with cells that do not form a rectangle."""
 
     def x_of(column: int, is_left: bool) -> float:
         return grid.x(column) - around if is_left else grid.x(column - 1) + grid.cell + around

@@ -32,7 +32,7 @@ def lines(
     To fit, the columns are reduced to three at least, then the names of the hosts are left out.
 
     Args:
-        host: the level whose units are named.
+        host: the level of hosts, which are named.
         mark: a rank to put in brackets.
         coloured: True for a colour for each group along ``axes``, and the legend.
 

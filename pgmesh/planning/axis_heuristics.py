@@ -39,7 +39,7 @@ METHODS = (
 
 
 def method_of(axis: str | int) -> Method | None:
-    """The method of an axis, by the words of its name, whose trailing digits are ignored; None if it is unknown.
+    """The method of an axis, by the words of its name without trailing digits; None if it is unknown.
 
     A name with several known words, such as ``expert_data``, belongs to the method other than expert.
 
@@ -61,7 +61,7 @@ def order_by_traffic(axes: Sequence[str]) -> tuple[str, ...]:
 
 
 def heavy_axes(axes: Iterable[str | int]) -> list[str | int]:
-    """The axes whose groups should stay on one host, most traffic first.
+    """The axes with groups that should stay on one host, most traffic first.
 
     >>> heavy_axes(["dp", "cp", "tp"])
     ['tp', 'cp']

@@ -33,7 +33,7 @@ def figures(plan: PlanData, *axes: Axis, title: str | None = None) -> list[Figur
     """The figures of a plan's mesh and of its views.
 
     Args:
-        axes: the axes whose groups are coloured in the mesh.
+        axes: the groups along these are coloured in the mesh.
         title: the title of the mesh; by default the sizes of its axes.
     """
     host = plan.topology[0] if plan.topology else None

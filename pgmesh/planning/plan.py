@@ -1,8 +1,9 @@
 """Predict the groups of a layout, their hosts and their costs, without processes.
 
-``plan`` checks its arguments and computes each family (``_family``), whose locality is arithmetic on strides: see
-``pgmesh.topology.locality``. ``_findings`` then reports the axes with much traffic whose groups leave a host, most
-traffic first, and looks for another order of the axes as a fix. No step enumerates the ranks of a regular layout.
+``plan`` checks its arguments and computes each family (``_family``). The locality of a family is arithmetic on strides:
+see ``pgmesh.topology.locality``. ``_findings`` then reports the families that have much traffic and leave a host. A fix
+is another order of the axes, by traffic, if it reduces the hops that leave. No step enumerates the ranks of a regular
+layout.
 
 >>> print(plan(layout, nodes="2x4"))
 8 ranks: pp=2 dp=2 tp=2 on 2 hosts of 4

@@ -83,10 +83,10 @@ class RankReport:
 
 
 def rank_report_of(layout: Layout, rank: int, topology: Topology = ()) -> RankReport:
-    """Where a rank stands.
+    """The report about a rank.
 
     Args:
-        machine: the levels of hosts, innermost first.
+        topology: the levels, innermost first; empty if the hosts are unknown.
 
     Raises:
         PlaceError: the rank is not in this layout.

@@ -121,7 +121,7 @@ def comparison(plans: Sequence[PlanData]) -> list[Line]:
 
 
 def best_plan(plans: Sequence[P]) -> P:
-    """The plan whose groups with the most traffic span the fewest hosts; the first one if several are equal."""
+    """The plan with the fewest hosts per group of the axes with most traffic; the first one if several are equal."""
 
     def weight(plan: PlanData) -> list[int]:
         heavy = [str(axis) for axis in axis_heuristics.heavy_axes(plan.layout.axes)]

@@ -8,8 +8,8 @@ indices run over its axes. The starts themselves have the same form, over the ot
 
 1. On hosts of one size, the count depends on ``start`` modulo that size alone. So the starts are grouped into classes
    by remainder, and one group of each class is counted (``_residue_classes``).
-2. Where host sizes differ, the starts are cut at each rank where the size changes. Each part has its own classes
-   (``_group_classes``).
+2. Where host sizes differ, the starts are cut at each rank where the size changes. Each part is then divided into
+   classes separately (``_group_classes``).
 3. One group is counted recursively, outermost axis first. Indices with the same remainder span the same number of
    units; two neighbours that share a unit share one count (``_count_units``).
 4. The ranks of a regular group ascend, so its ring enters each unit once. On ``n > 1`` units, ``n`` hops leave.
@@ -64,7 +64,7 @@ class Locality:
 
     @property
     def kind(self) -> str:
-        """``intra``: each group is on one unit. ``inter``: each rank of a group has its own unit. Else ``mixed``."""
+        """``intra``: every group is on one unit. ``inter``: no two ranks of a group share one. Else ``mixed``."""
         if not self.inter and not self.mixed:
             return "intra"
         return "mixed" if self.intra or self.mixed else "inter"
@@ -204,7 +204,7 @@ def _count_units(start: int, steps: StridedRuns, level: HostLevel) -> int:
     while index < size:
         at = start + index * stride
         run = level.run_of(at)
-        # The number of the next indices whose ranks are all inside this run.
+        # The number of next indices with all their ranks inside this run.
         inside = min(size - index, (level.edges[run + 1] - 1 - at - span) // stride + 1)
         if inside > 0:
             units += _count_units_in_run(at, ((inside, stride), *inner), level, run)

@@ -124,7 +124,7 @@ def test_a_million_permuted_ranks_are_sampled_and_it_says_so():
     assert not found.exact
     assert (found.low, found.high, found.kind) == (1, 1, "intra")
     assert found.intra + found.inter + found.mixed == planned["tp"].groups
-    assert "sample of groups stands for all" in str(planned)
+    assert "Counted on a sample of the groups" in str(planned)
 
 
 # ---- topologies ----
