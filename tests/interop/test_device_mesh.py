@@ -415,7 +415,7 @@ def adopt_where_that_does_nothing() -> None:
     with pytest.raises(OptionsError, match=r"group dp of mesh 'actor' was configured with .*seconds=40.* at test_"):
         mesh.adopt("dp", theirs["dp"])
     own = mesh.group("tp")
-    with pytest.raises(LifetimeError, match=r"(?s)group tp of mesh 'actor' was created at .*mesh\.release\('tp'\)"):
+    with pytest.raises(LifetimeError, match=r"(?s)tp of mesh 'actor' was already created at .*mesh\.release\('tp'\)"):
         mesh.adopt("tp", theirs["tp"])
     assert mesh.group("tp") is own
     check_sums(groups_of(mesh))
@@ -423,7 +423,7 @@ def adopt_where_that_does_nothing() -> None:
     mesh.release("tp")
     mesh.adopt("tp", theirs["tp"])
     mesh.adopt("tp", theirs["tp"])  # the same again changes nothing
-    with pytest.raises(LifetimeError, match=r"(?s)group tp of mesh 'actor' was adopted at .*mesh\.release\('tp'\)"):
+    with pytest.raises(LifetimeError, match=r"(?s)tp of mesh 'actor' was already adopted at .*mesh\.release\('tp'\)"):
         mesh.adopt("tp", again)
     assert mesh.group("tp") is theirs["tp"]
     check_sums(groups_of(mesh))

@@ -564,7 +564,7 @@ def test_two_settings_for_what_is_one_group_are_an_error():
     with fake_rank(0, 8):
         arrangement = recipes.megatron(8, tp=2, name="twice")
         arrangement.configure_nccl({"dp": {"max_ctas": 8}})
-        with pytest.raises(OptionsError, match=r"are the same ranks here .* and so one group"):
+        with pytest.raises(OptionsError, match=r"are the same ranks here .* so one group"):
             arrangement.configure_nccl({"dp_cp": {"max_ctas": 4}})
 
 
