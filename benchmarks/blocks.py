@@ -1,4 +1,4 @@
-"""Every block of the six families of a large mesh, without processes: who is in a group with whom."""
+"""Benchmark of the blocks of a large mesh, without processes: the ranks of every group of six kinds."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.report import OURS, Figure, Wish, medians
-from benchmarks.sides import FAMILIES, absent, grid, quietly
+from benchmarks.report import OURS, Figure, Target, medians
+from benchmarks.sides import FAMILIES, absent, grid, import_quietly
 from pgmesh import Layout
 
 RANKS = 65_536
@@ -25,16 +25,16 @@ def figures(rounds: int) -> list[Figure]:
         lists: {OURS: _lists},
     }
     if "Megatron-Core" not in absent():
-        generator = quietly("megatron.core.parallel_state").RankGenerator(
+        generator = import_quietly("megatron.core.parallel_state").RankGenerator(
             tp=8, ep=1, dp=RANKS // 64, pp=4, cp=2, order="tp-cp-pp-dp"
         )
-        for way in ways.values():  # it has one way, which makes all lists
+        for way in ways.values():  # it can only create all lists
             way["Megatron-Core"] = lambda: [generator.get_ranks("-".join(axes)) for axes in FAMILIES]
     if "HyperCommGrid" not in absent():
-        box = grid(SIZES)
+        process_grid = grid(SIZES)
         for way in ways.values():
             way["HyperCommGrid"] = lambda: [
-                box.get_rank_enum([axis for axis in SIZES if axis in axes]) for axes in FAMILIES
+                process_grid.get_rank_enum([axis for axis in SIZES if axis in axes]) for axes in FAMILIES
             ]
     try:
         import numpy
@@ -42,23 +42,23 @@ def figures(rounds: int) -> list[Figure]:
         pass
     else:
         ways[lists][NUMPY] = lambda: [_with_numpy(numpy, axes).tolist() for axes in FAMILIES]
-    _see_that_all_agree(ways[lists])
+    _check_same_blocks(ways[lists])
     took: dict[str, dict[str, list[float]]] = {what: defaultdict(list) for what in ways}
     for number in range(rounds):
         for what, way in ways.items():
             for side, make in way.items():
                 if number == 0 or sum(took[what][side]) < 2.0:
                     took[what][side].append(_timed(make))
-    wishes = {
+    targets = {
         lazily: (),
-        one_by_one: (Wish(100, "Megatron-Core"),),
-        lists: (Wish(1, NUMPY),),
+        one_by_one: (Target(100, "Megatron-Core"),),
+        lists: (Target(1, NUMPY),),
     }
-    return [Figure(f"{RANKS:,} ranks: {what}", medians(each), wishes=wishes[what]) for what, each in took.items()]
+    return [Figure(f"{RANKS:,} ranks: {what}", medians(each), targets=targets[what]) for what, each in took.items()]
 
 
 def _timed(make: Callable[[], Any]) -> float:
-    """The seconds of one call. No garbage is collected meanwhile: it would fall to one side by chance."""
+    """Seconds of one call. Garbage collection is disabled, since it would add noise to one side."""
     gc.collect()
     gc.disable()
     try:
@@ -78,7 +78,7 @@ def _middles() -> Any:
 
 def _each() -> Any:
     layout = Layout(**SIZES)
-    return [deque(layout.partition(*axes), maxlen=1) for axes in FAMILIES]  # which keeps the last alone
+    return [deque(layout.partition(*axes), maxlen=1) for axes in FAMILIES]  # keeps only the last block
 
 
 def _lists() -> Any:
@@ -87,16 +87,16 @@ def _lists() -> Any:
 
 
 def _with_numpy(numpy: Any, axes: tuple[str, ...]) -> Any:
-    """The blocks as the rows of an array."""
-    box, order = numpy.arange(RANKS).reshape(*SIZES.values()), [axis for axis in SIZES if axis not in axes]
+    """The blocks as rows of an array."""
+    array, outside = numpy.arange(RANKS).reshape(*SIZES.values()), [axis for axis in SIZES if axis not in axes]
     inside = [axis for axis in SIZES if axis in axes]
-    place = [*SIZES]
-    return box.transpose([place.index(axis) for axis in (*order, *inside)]).reshape(-1, Layout(**SIZES).size(*axes))
+    dims = [[*SIZES].index(axis) for axis in (*outside, *inside)]
+    return array.transpose(dims).reshape(-1, Layout(**SIZES).size(*axes))
 
 
-def _see_that_all_agree(ways: dict[str, Callable[[], Any]]) -> None:
-    """What is timed is right: each side has the same blocks."""
+def _check_same_blocks(ways: dict[str, Callable[[], Any]]) -> None:
+    """Exit if a side returns other blocks than pgmesh."""
     found = {side: [sorted(map(tuple, blocks)) for blocks in make()] for side, make in ways.items()}
     wrong = [side for side, blocks in found.items() if blocks != found[OURS]]
     if wrong:
-        raise SystemExit(f"{', '.join(wrong)} has other blocks than pgmesh: nothing that follows would mean anything")
+        raise SystemExit(f"{', '.join(wrong)} returns other blocks than pgmesh, so times cannot be compared")

@@ -1,7 +1,7 @@
-"""Asking again: what a program does all the time, for groups, places and slices that were asked for before.
+"""Benchmark of repeated calls, for groups, indices and slices that exist already.
 
-The sides are timed in turn, round after round, by timeit and with nothing subtracted; a figure is the median over the
-rounds. A dict look-up is timed along with them: it says what this machine and this Python do at best.
+All sides are timed by timeit, one after the other in each round, without corrections. A figure is the median over all
+rounds. A dict look-up is timed too, as the lower bound on this machine and Python.
 """
 
 from __future__ import annotations
@@ -10,22 +10,21 @@ from collections import defaultdict
 from timeit import Timer
 from typing import Any
 
-from benchmarks import dry
-from benchmarks.report import OURS, Figure, Wish, medians
+from benchmarks import fake
+from benchmarks.report import OURS, Figure, Target, medians
 from benchmarks.sides import present
 from pgmesh import ProcessGroupMesh
 
 SIZES = {"dp": 2, "pp": 2, "cp": 2, "tp": 2}
 DICT = "a dict"
 NANOSECONDS = 34.0
-"""What a dict look-up by a pair of axes took on the machine that figures are asked for on: they are asked for in
-look-ups, which is what a hit comes to."""
+"""Time of a dict look-up on the reference machine. Targets are multiples of it."""
 ROUND = 4e-3
-"""Seconds of one side's round."""
+"""Seconds of one round of a side."""
 
 
 def figures(rounds: int) -> list[Figure]:
-    with dry.world(16):
+    with fake.world(16):
         mesh = ProcessGroupMesh(**SIZES)
         made = {name: side(f"hits of {name}", SIZES) for name, side in present().items() if name != OURS}
         device_mesh = made["DeviceMesh"].mesh  # type: ignore[attr-defined]
@@ -37,20 +36,20 @@ def figures(rounds: int) -> list[Figure]:
         )
         known |= {"grid": grid, "state": state, "flat": flat}
 
-        def figure(what: str, nanoseconds: float, *wishes: Wish, **calls: str) -> Figure:
+        def figure(what: str, nanoseconds: float, *targets: Target, **calls: str) -> Figure:
             names = {"ours": OURS, "device_mesh": "DeviceMesh", "grid": "HyperCommGrid", "state": "Megatron-Core"}
             timers = {
                 names[side]: call for side, call in calls.items() if known.get(side) is not None or side == "ours"
             }
             values = in_turn({**timers, DICT: 'table["cp", "tp"]'}, known, rounds)
-            limit = Wish(most=nanoseconds / NANOSECONDS, against=DICT)
-            return Figure(f"{what} again", values, wishes=(*wishes, limit))
+            limit = Target(most=nanoseconds / NANOSECONDS, against=DICT)
+            return Figure(f"{what} again", values, targets=(*targets, limit))
 
         found = [
             figure(
                 'group("tp")',
                 120,
-                Wish(8, "DeviceMesh"),
+                Target(8, "DeviceMesh"),
                 ours='mesh.group("tp")',
                 device_mesh='device_mesh.get_group("tp")',
                 grid='grid.get_pg("tp")',
@@ -93,7 +92,7 @@ def figures(rounds: int) -> list[Figure]:
 
 
 def in_turn(calls: dict[str, str], known: dict[str, Any], rounds: int) -> dict[str, float]:
-    """The seconds of one call on each side."""
+    """Seconds of one call on each side."""
     timers = {side: Timer(call, globals=known) for side, call in calls.items()}
     times = {side: max(5, int(ROUND / (timer.timeit(5) / 5 + 1e-8))) for side, timer in timers.items()}
     took: dict[str, list[float]] = defaultdict(list)

@@ -1,10 +1,10 @@
-"""What connecting a huge world asks of its one store: the protocol itself, on a simulated store with a queue.
+"""Simulation of the store of a large world: the real protocol of connect, on a simulated store with a queue.
 
     python -m benchmarks.load --ranks 1024 8192 100352
 
-Every rank runs the very code that ``mesh.connect`` runs, all six families of it, against one server that does so many
-operations a second, one after another, as TCPStore does. Only the clock, the store and the network are simulated. What
-the backend asks for itself comes on top, and so do connections, which cost no operations.
+Every rank runs the code of ``mesh.connect`` for six kinds of groups. One server executes operations one after another at
+a fixed rate, as TCPStore does. Only the clock, the store and the network are simulated. Operations of the backend, and
+TCP connections, are not included.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.sides import FAMILIES, box
+from benchmarks.sides import FAMILIES, compared_sizes
 from pgmesh import Layout
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.polling_store import ABSENT
@@ -41,12 +41,12 @@ from pgmesh.rendezvous.protocol import (
 )
 
 ROUND_TRIP = 200e-6
-"""Seconds from a rank to the store and back, where the store is idle: what networks of data centres take."""
+"""Round-trip time to an idle store in seconds, as in a data centre."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What came of one simulated call of connect on every rank."""
+    """Result of one simulated call of connect on every rank."""
 
     ranks: int
     seconds: float  # until the last rank was done
@@ -64,7 +64,7 @@ class Load:
 
 
 class Store:
-    """One server with a queue: what its keys hold, and when it is free again."""
+    """A server with a queue: the values of its keys, and the time at which it is free."""
 
     def __init__(self, rate: float) -> None:
         self.service, self.free = 1 / rate, 0.0
@@ -76,7 +76,7 @@ class Store:
         self.moved, self.longest = 0, 0.0
 
     def ask(self, rank: int, step: Step, now: float) -> tuple[float, object]:
-        """When the answer is there, and what it is."""
+        """Time of the answer, and the answer."""
         begins = max(now + ROUND_TRIP / 2, self.free)
         self.longest = max(self.longest, begins - now)
         self.free = begins + self.service
@@ -116,11 +116,11 @@ def simulate(ranks: int, rate: float, spread: float, seed: int = 0) -> Load:
     """One call of connect on every rank.
 
     Args:
-        rate: operations a second of the server. Beats, of which a world has so many a second whatever its size, are
-            taken off.
-        spread: seconds within which the ranks come, one as likely as another.
+        rate: operations per second of the server. The rate of heartbeats, which does not depend on the size of the
+            world, is subtracted.
+        spread: length of the interval in which the ranks start, in seconds; uniformly distributed.
     """
-    layout, rng = Layout(**box(ranks)), random.Random(seed)
+    layout, rng = Layout(**compared_sizes(ranks)), random.Random(seed)
     pace = max(1.0, ranks / timing.LIMITS.full_rate_ranks)
     store = Store(rate - timing.LIMITS.full_rate_ranks / timing.TIMING.heartbeat)
     starts = [rng.uniform(0, spread) for _ in range(ranks)]
@@ -153,7 +153,7 @@ def simulate(ranks: int, rate: float, spread: float, seed: int = 0) -> Load:
 
 
 def _connect(layout: Layout, rank: int, pace: float) -> StoreProtocol[None]:
-    """What connect does on one rank, but for the first collectives."""
+    """The steps of connect on one rank, without the first collectives."""
     mesh = "pgmesh/simulated"
     fields = dict(zip(map(str, layout.axes), layout.shape))
     yield from register_mesh(mesh, Fingerprint(rank, fields, "mesh 'simulated'", ""))
@@ -162,7 +162,7 @@ def _connect(layout: Layout, rank: int, pace: float) -> StoreProtocol[None]:
         ranks = layout.block_of(rank, *axes)
         fingerprint = Fingerprint(rank, {"backend": "nccl"}, f"group {', '.join(axes)} of mesh 'simulated'", "")
         name = f"{mesh}/{'-'.join(axes)}.{ranks[0]}/attempt.0"
-        attempts.append(_Attempt(name, ranks, fingerprint, f"{name}/options/mismatch", f"{mesh}/mismatch"))
+        attempts.append(_SimulatedAttempt(name, ranks, fingerprint, f"{name}/options/mismatch", f"{mesh}/mismatch"))
     yield from _participant(rank, attempts, pace).connect()
 
 
@@ -172,7 +172,7 @@ def _participant(rank: int, attempts: Sequence[ConnectAttempt], pace: float) -> 
     return Participant(rank, attempts, 1, "train.py:360", process, deadline=3600.0, lost_after=lost_after, pace=pace)
 
 
-class _Attempt(ConnectAttempt):
+class _SimulatedAttempt(ConnectAttempt):
     """An attempt with simulated arrivals: the same number of operations with shorter values."""
 
     def _read_arrivals(self) -> StoreProtocol[None]:
@@ -188,10 +188,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1_024, 8_192], metavar="N", help="multiples of 64")
     parser.add_argument("--rate", type=float, default=100_000, help="operations a second that the server does (100000)")
     parser.add_argument("--spread", type=float, default=1.0, help="seconds within which the ranks come (1)")
-    asked = parser.parse_args()
-    print(f"one server of {asked.rate:,.0f} operations a second, ranks that come within {asked.spread:g} s")
-    for ranks in asked.ranks:
-        print(simulate(ranks, asked.rate, asked.spread), flush=True)
+    args = parser.parse_args()
+    print(f"one server of {args.rate:,.0f} operations a second, ranks that come within {args.spread:g} s")
+    for ranks in args.ranks:
+        print(simulate(ranks, args.rate, args.spread), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Many gloo processes on one machine: the six families of groups made, and made and used, by every rank at once.
+"""Benchmark of many Gloo processes on one machine: creation and first use of the six kinds of groups.
 
-All of it happens in the same processes, in turn: each repetition makes a mesh with its groups on one side and destroys
-them, then on the next, and every other repetition goes through the sides backwards. Every part starts at a barrier and
-is timed by each rank for itself; a figure is the median over the repetitions of the median over the ranks. To use the
-groups is one all_reduce on each, whose sum is checked. Megatron-Core, which takes ten times as long as any other, takes
-part in one repetition or two. Our own ``connect`` stands beside what the peers, which connect as they make, take to
-make. Bare Gloo is no peer, but the floor below us.
+All sides run in the same processes. Each repetition creates a mesh with its groups on one side, destroys it, and
+continues with the next side; every second repetition has the reverse order. Each part starts at a barrier, and each
+rank measures its time. A figure is the median over repetitions of the median over ranks. "Used" means one all_reduce
+on each group, whose sum is checked. Megatron-Core takes ten times as long as the others, so it has one or two
+repetitions. ``connect`` of pgmesh is compared with creation on the peers, which connect during creation. Bare Gloo is
+not a peer, but a lower bound.
 
-64 ranks make the mesh of the other parts of the benchmark, dp=1 x pp=4 x cp=2 x tp=8, on which cp and dp x cp are one
-group of pgmesh's, and then dp=2 x pp=4 x cp=2 x tp=4, on which no two families are alike.
+64 ranks create the mesh of the other benchmarks, dp=1 x pp=4 x cp=2 x tp=8, in which cp and dp x cp are the same group
+of pgmesh, and then dp=2 x pp=4 x cp=2 x tp=4, in which all groups differ.
 """
 
 from __future__ import annotations
@@ -24,55 +24,58 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from benchmarks.report import BEST, OURS, Figure, Wish
-from benchmarks.sides import FAMILIES, FLOOR, box, dealt, with_floor
+from benchmarks.report import BEST, OURS, Figure, Target
+from benchmarks.sides import FAMILIES, FLOOR, compared_sizes, even_sizes, sides_with_floor
 from pgmesh import ProcessGroupMesh
 from pgmesh.launch import PRELOAD, spawn
 
 DEADLINE = timedelta(seconds=240)
-ASKED_AT = 64
-"""At this many ranks most is asked for."""
+REFERENCE_RANKS = 64
+"""The number of ranks for which all targets apply."""
 
 Took = dict[tuple[str, str], list[float]]
-"""By side and part, what each repetition took."""
+"""Seconds or counts of each repetition, by side and part."""
 
-PRELOAD += ["benchmarks.many_ranks", "megatron.core.parallel_state"]  # where it is not there, it is passed over
+PRELOAD += ["benchmarks.many_ranks", "megatron.core.parallel_state"]  # modules that do not exist are ignored
 
 
 def figures(ranks: int, repetitions: int) -> list[Figure]:
-    """At so many ranks, which make one mesh; 64 make a second one, with half the repetitions."""
-    asked = ranks == ASKED_AT
-    boxes = [box(ranks), dealt(ranks)] if asked else [box(ranks)]
-    slow = {"Megatron-Core": 1 if asked else 2}
-    told = [*zip(*spawn(measure, ranks, boxes, repetitions, slow, timeout=DEADLINE))]
-    found = _figures(f"{ranks} gloo ranks", boxes[0], told[0], asked=asked)
-    if asked:
-        return [*found, *_figures(f"{ranks} gloo ranks, dp=2", boxes[1], told[1])[:3]]
+    """Figures for a number of ranks with one mesh. 64 ranks have a second mesh, with half the repetitions."""
+    is_reference = ranks == REFERENCE_RANKS
+    boxes = [compared_sizes(ranks), even_sizes(ranks)] if is_reference else [compared_sizes(ranks)]
+    slow = {"Megatron-Core": 1 if is_reference else 2}
+    results = [*zip(*spawn(measure, ranks, boxes, repetitions, slow, timeout=DEADLINE))]
+    found = _figures(f"{ranks} gloo ranks", boxes[0], results[0], is_reference=is_reference)
+    if is_reference:
+        return [*found, *_figures(f"{ranks} gloo ranks, dp=2", boxes[1], results[1])[:3]]
     return found if ranks == 16 else found[:3]
 
 
-def _figures(who: str, sizes: dict[str, int], told: Sequence[Took], *, asked: bool = False) -> list[Figure]:
-    """What it takes to make the groups, to make and use them and to connect them, and what they hold.
+def _figures(who: str, sizes: dict[str, int], results: Sequence[Took], *, is_reference: bool = False) -> list[Figure]:
+    """Figures of one mesh: creation, creation and use, connection, threads and file descriptors.
 
     Args:
-        told: by every rank.
-        asked: more is asked for here than of all.
+        who: name of the world.
+        sizes: sizes of the mesh.
+        results: measurements of every rank.
+        is_reference: True if all targets apply.
     """
     shape = " ".join(f"{axis}={size}" for axis, size in sizes.items())
 
     def figure(what: str, part: str, unit: str, best: float, against_torch: float) -> Figure:
         values = {
-            side: median(median(values) for values in zip(*(rank[side, part] for rank in told)))
-            for side in with_floor()
-            if (side, part) in told[0]
+            side: median(median(values) for values in zip(*(rank[side, part] for rank in results)))
+            for side in sides_with_floor()
+            if (side, part) in results[0]
         }
-        if part == "connect":  # the peers connect as they make
+        if part == "connect":  # the peers connect during creation
             made = figure("", "make", unit, 0, 0).values
             values |= {side: value for side, value in made.items() if side not in (OURS, FLOOR)}
-        wishes = [Wish(best, BEST)] * (best > 0) + [Wish(against_torch, "DeviceMesh")] * (asked and against_torch > 0)
-        return Figure(f"{who}: {what}", values, unit, tuple(wishes))
+        targets = [Target(best, BEST)] * (best > 0)
+        targets += [Target(against_torch, "DeviceMesh")] * (is_reference and against_torch > 0)
+        return Figure(f"{who}: {what}", values, unit, tuple(targets))
 
-    half = 2 * asked
+    half = 2 * is_reference
     return [
         figure(f"made ({shape})", "make", "s", 10, 8),
         figure("made and used", "make and use", "s", 2, 1.8),
@@ -83,7 +86,7 @@ def _figures(who: str, sizes: dict[str, int], told: Sequence[Took], *, asked: bo
 
 
 class Connected:
-    """A mesh of pgmesh whose groups are connected."""
+    """A mesh of pgmesh with connected groups."""
 
     def __init__(self, name: str, sizes: dict[str, int]) -> None:
         self.mesh = ProcessGroupMesh(name=name, **sizes)
@@ -95,13 +98,15 @@ class Connected:
 
 
 def measure(boxes: list[dict[str, int]], repetitions: int, slow: dict[str, int]) -> list[Took]:
-    """On every rank, for each mesh: the seconds and the counts of each side and part, repetition by repetition.
+    """Measurements of this rank for each mesh: seconds and counts of each side and part.
 
     Args:
-        slow: in how many repetitions these sides take part, and with the first mesh alone.
+        boxes: sizes of each mesh.
+        repetitions: number of repetitions with the first mesh; half of them with the others.
+        slow: number of repetitions of slow sides, which use the first mesh only.
     """
     gc.collect()
-    gc.freeze()  # what is here now is no garbage, and costs later collections nothing
+    gc.freeze()  # existing objects are excluded from later collections
     first, *others = boxes
     never = dict.fromkeys(slow, 0)
     return [_measure(first, repetitions, slow), *(_measure(sizes, repetitions // 2, never) for sizes in others)]
@@ -109,7 +114,7 @@ def measure(boxes: list[dict[str, int]], repetitions: int, slow: dict[str, int])
 
 def _measure(sizes: dict[str, int], repetitions: int, slow: dict[str, int]) -> Took:
     took: Took = defaultdict(list)
-    sides = with_floor()
+    sides = sides_with_floor()
     turns = [(side, make, part) for part in ("make", "make and use") for side, make in sides.items()]
     turns.append((OURS, Connected, "connect"))
     for repetition in range(repetitions):
@@ -124,7 +129,7 @@ def _measure(sizes: dict[str, int], repetitions: int, slow: dict[str, int]) -> T
             for group, ones in zip(made.groups, sums):
                 dist.all_reduce(ones, group=group)
             took[side, part].append(time.perf_counter() - start)
-            dist.barrier()  # nobody counts, or destroys, while others still make
+            dist.barrier()  # count and destroy only after all ranks are done
             for group, ones in zip(made.groups, sums):
                 if int(ones) != group.size():
                     raise ArithmeticError(f"{side}: a group of {group.size()} adds up to {int(ones)}")
@@ -140,6 +145,6 @@ def _measure(sizes: dict[str, int], repetitions: int, slow: dict[str, int]) -> T
 
 
 def _held() -> dict[str, int]:
-    """How many threads and file descriptors this process holds, where Linux tells."""
+    """Number of threads and file descriptors of this process; 0 if there is no /proc."""
     where = {"threads": "/proc/self/task", "descriptors": "/proc/self/fd"}
     return {what: len(os.listdir(path)) if os.path.isdir(path) else 0 for what, path in where.items()}

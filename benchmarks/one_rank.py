@@ -1,9 +1,9 @@
-"""One rank of a huge world, on the fake backend: what a mesh and its six families of groups cost it.
+"""Benchmark of one rank of a large world, on the fake backend: time and memory of a mesh and six kinds of groups.
 
-Time: the sides take turns, each repetition in a world of its own; a small world beforehand has run the code of all. A
-peer that would take more than ``LONGEST`` for a world, by what it took for one before, is left out there.
-Memory: each repetition in a fresh process, which looks at its resident set before and after; and what Python itself
-holds of a mesh, byte by byte.
+Time: all sides take turns, and each repetition has a new world, after a warm-up in a small one. A peer whose
+extrapolated time exceeds ``LONGEST`` is left out.
+Memory: each repetition has a new process, which reads its resident set before and after. The bytes that Python
+allocates for a mesh are counted too.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from datetime import timedelta
 from statistics import median
 from typing import Any
 
-from benchmarks import dry
-from benchmarks.report import OURS, Figure, Wish, medians
-from benchmarks.sides import FAMILIES, box, present
+from benchmarks import fake
+from benchmarks.report import OURS, Figure, Target, medians
+from benchmarks.sides import FAMILIES, compared_sizes, present
 from pgmesh import ProcessGroupMesh
 from pgmesh.launch import spawn
 
@@ -34,9 +34,9 @@ DEADLINE = timedelta(seconds=60)
 
 def figures(repetitions: int, sizes: tuple[int, ...] = SIZES, longest: float = LONGEST) -> list[Figure]:
     took, left_out = seconds(repetitions, sizes, longest)
-    wishes = {65_536: (Wish(1000, "DeviceMesh"),), 1_048_576: (Wish(most=10e-3),)}
+    targets = {65_536: (Target(1000, "DeviceMesh"),), 1_048_576: (Target(most=10e-3),)}
     found = [
-        Figure(f"one rank of {ranks:,}", took[ranks], wishes=wishes.get(ranks, ()), left_out=left_out[ranks])
+        Figure(f"one rank of {ranks:,}", took[ranks], targets=targets.get(ranks, ()), left_out=left_out[ranks])
         for ranks in sizes
     ]
     first, last = took[sizes[0]], took[sizes[-1]]
@@ -44,7 +44,7 @@ def figures(repetitions: int, sizes: tuple[int, ...] = SIZES, longest: float = L
     found.append(Figure(f"growth from {sizes[0]:,} to {sizes[-1]:,}", grown, "x"))
     found.append(_same_groups(repetitions, sizes[0], sizes[-1]))
     held = {ranks: {OURS: _held_by_a_mesh(ranks)} for ranks in (sizes[0], sizes[-1])}
-    limit = Wish(most=held[sizes[0]][OURS] + 256)
+    limit = Target(most=held[sizes[0]][OURS] + 256)
     found.append(Figure(f"a mesh without groups, {sizes[0]:,} ranks", held[sizes[0]], "B"))
     found.append(Figure(f"a mesh without groups, {sizes[-1]:,}", held[sizes[-1]], "B", (limit,)))
     return [*found, *_memory()] if len(sizes) > 2 and os.path.exists("/proc/self/statm") else found
@@ -53,7 +53,7 @@ def figures(repetitions: int, sizes: tuple[int, ...] = SIZES, longest: float = L
 def seconds(
     repetitions: int, sizes: tuple[int, ...], longest: float
 ) -> tuple[dict[int, dict[str, float]], dict[int, dict[str, str]]]:
-    """By world, what making took on each side, and why a side was left out."""
+    """Seconds of creation by world and side, and the reasons why sides were left out."""
     found: dict[int, dict[str, float]] = {}
     left_out: dict[int, dict[str, str]] = {}
     _run_once()
@@ -68,14 +68,14 @@ def seconds(
         for number in range(repetitions):
             for side, make in present().items():
                 if side not in left_out[ranks] and (number == 0 or sum(took[side]) < ENOUGH):
-                    took[side].append(_timed(make, f"timed {ranks} {number}", box(ranks), ranks))
+                    took[side].append(_timed(make, f"timed {ranks} {number}", compared_sizes(ranks), ranks))
         found[ranks] = medians(took)
     return found, left_out
 
 
 def _timed(make: Any, name: str, sizes: dict[str, int], ranks: int) -> float:
-    with dry.world(ranks):
-        gc.collect()  # no side pays for what another left
+    with fake.world(ranks):
+        gc.collect()  # no side pays for the garbage of another
         start = time.perf_counter()
         made = make(name, sizes)
         took = time.perf_counter() - start
@@ -97,18 +97,18 @@ def _same_groups(repetitions: int, small: int, large: int) -> Figure:
     took: dict[int, list[float]] = {small: [], large: []}
     for number in range(3 * repetitions):
         for ranks, each in took.items():
-            each.append(_timed(WithMore, f"same {number}", {"more": ranks // small, **box(small)}, ranks))
+            each.append(_timed(WithMore, f"same {number}", {"more": ranks // small, **compared_sizes(small)}, ranks))
     grown = {OURS: median(took[large]) / median(took[small])}
-    return Figure(f"growth where groups stay as they are at {small:,}", grown, "x", (Wish(most=1.5),))
+    return Figure(f"growth where groups stay as they are at {small:,}", grown, "x", (Target(most=1.5),))
 
 
 def _held_by_a_mesh(ranks: int) -> float:
-    """The bytes that Python holds for a mesh, counted: they do not depend on the machine."""
-    with dry.world(ranks):
-        ProcessGroupMesh(**box(ranks), name="first").close()
+    """Bytes that Python allocates for a mesh. They do not depend on the machine."""
+    with fake.world(ranks):
+        ProcessGroupMesh(**compared_sizes(ranks), name="first").close()
         gc.collect()
         tracemalloc.start()
-        mesh = ProcessGroupMesh(**box(ranks), name="weighed")
+        mesh = ProcessGroupMesh(**compared_sizes(ranks), name="weighed")
         gc.collect()
         held, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
@@ -126,20 +126,20 @@ def _memory(repetitions: int = 2, ranks: int = 65_536) -> list[Figure]:
             grew[side] += spawn(growth_of, 1, side, ranks, timeout=DEADLINE)
     huge = {OURS: spawn(growth_of, 1, OURS, 1_048_576, timeout=DEADLINE)[0]}
     return [
-        Figure(f"memory with groups, one rank of {ranks:,}", medians(grew), "B", (Wish(most=NO_GROWTH),)),
+        Figure(f"memory with groups, one rank of {ranks:,}", medians(grew), "B", (Target(most=NO_GROWTH),)),
         Figure("memory with groups, one rank of 1,048,576", huge, "B"),
     ]
 
 
 def growth_of(side: str, ranks: int) -> float:
-    """In a fresh process: the bytes by which making has its resident set grow."""
+    """Growth of the resident set by the creation of a mesh and its groups, in bytes. Call it in a new process."""
     make = present()[side]
-    with dry.world(64):
-        make("first", box(64)).close()
-    with dry.world(ranks):
+    with fake.world(64):
+        make("first", compared_sizes(64)).close()
+    with fake.world(ranks):
         gc.collect()
         before = _resident()
-        made = make("weighed", box(ranks))
+        made = make("weighed", compared_sizes(ranks))
         gc.collect()
         grown = _resident() - before
         made.close()
@@ -148,8 +148,8 @@ def growth_of(side: str, ranks: int) -> float:
 
 def _run_once() -> None:
     for make in present().values():
-        with dry.world(64):
-            make("first", box(64)).close()
+        with fake.world(64):
+            make("first", compared_sizes(64)).close()
 
 
 def _resident() -> int:

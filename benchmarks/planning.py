@@ -1,4 +1,4 @@
-"""A plan of a million ranks by the command line, in a process of its own: from start to end, and at its largest."""
+"""Benchmark of `pgmesh plan` for a million ranks, in a separate process: time and peak memory."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import time
 from pathlib import Path
 from statistics import median
 
-from benchmarks.report import OURS, Figure, Wish
+from benchmarks.report import OURS, Figure, Target
 
 LINE = "plan pp=16 dp=512 cp=8 tp=16 --nodes 131072x8"
 SECONDS, BYTES = 0.3, 60e6
 
 STATUS = Path("/proc/self/status")
-"""Where a process can read how large it ever was. (What its parent is told counts the parent too, before it began.)"""
+"""The file with a process's peak memory. (The rusage of a child includes its parent's memory before exec.)"""
 
 LARGEST = f"""
 import re, sys
@@ -26,20 +26,20 @@ sys.exit(status)
 
 
 def figures(repetitions: int) -> list[Figure]:
-    """Seconds and bytes: each is asked to stay below a limit."""
+    """Seconds and bytes, each with an upper limit."""
     seconds = []
     for _ in range(repetitions):
         start = time.perf_counter()
         _run("-m", "pgmesh")
         seconds.append(time.perf_counter() - start)
-    found = [Figure("pgmesh plan of 1,048,576 ranks", {OURS: median(seconds)}, "s", (Wish(most=SECONDS),))]
+    found = [Figure("pgmesh plan of 1,048,576 ranks", {OURS: median(seconds)}, "s", (Target(most=SECONDS),))]
     if STATUS.exists():
         largest = int(_run("-c", LARGEST)) * 1024
-        found.append(Figure("its memory, Python's included", {OURS: largest}, "B", (Wish(most=BYTES),)))
+        found.append(Figure("its memory, Python's included", {OURS: largest}, "B", (Target(most=BYTES),)))
     return found
 
 
 def _run(*how: str) -> str:
-    """What one says on its second output."""
+    """Standard error of the command."""
     words = [sys.executable, *how, *LINE.split()]
     return subprocess.run(words, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True).stderr

@@ -1,6 +1,6 @@
-"""Cost against the size of the world, drawn as SVG with plain Python: both scales are logarithmic.
+"""Plot of cost against the size of the world as SVG, in plain Python, with logarithmic scales.
 
-python -m benchmarks.plot runs.json speed.svg       # of all runs in a file, the last that has a figure counts
+python -m benchmarks.plot runs.json speed.svg       # uses the last value of each figure in the file
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import say
+from benchmarks.report import format_value
 from benchmarks.sides import FLOOR, SIDES
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 480, 330, 62, 32, 34, 44
@@ -30,7 +30,7 @@ Curves = dict[str, list[tuple[float, float]]]
 
 
 def drawing(records: Iterable[Mapping[str, Any]]) -> str:
-    """Records of figures, drawn: the panels for which there are figures, beside each other, with one legend."""
+    """SVG of the panels that have figures, next to each other, with one legend."""
     last = {record["what"]: record for record in records}
     panels = {title: found for title, pattern in PANELS.items() if (found := _curves(last.values(), pattern))}
     sides = [side for side in COLOURS if any(side in curves for curves in panels.values())]
@@ -72,7 +72,7 @@ def _panel(title: str, curves: Curves, at: float) -> str:
     for power in range(low, high + 1):
         line = y(10.0**power)
         lines.append(f'<path d="M{at + LEFT} {line:.1f}H{at + WIDTH - RIGHT}" stroke="#ddd"/>')
-        words = say(10.0**power, "s").replace(".00", "").replace(".0", "")
+        words = format_value(10.0**power, "s").replace(".00", "").replace(".0", "")
         lines.append(f'<text x="{at + LEFT - 6}" y="{line + 4:.1f}" text-anchor="end">{words}</text>')
     for value in sorted({x for x, _ in points}):
         lines.append(f'<text x="{x(value):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{value:,.0f}</text>')

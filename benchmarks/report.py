@@ -1,4 +1,4 @@
-"""A figure: one thing measured on several sides, and what is asked of ours."""
+"""Figures of the benchmarks: a measurement on several sides, and the targets for pgmesh."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ PEERS = [side for side in SIDES if side != OURS]
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What a figure is to reach.
+class Target:
+    """A target for pgmesh.
 
     Args:
-        times: at least so many times less than another side, if above 0.
-        against: which; ``BEST`` for the best of the peers.
-        most: or at most so many times what that side takes, or at most so much where no side is named.
+        times: the other side's value must be at least this multiple of pgmesh's, if above 0.
+        against: the other side; ``BEST`` is the best of the peers; empty for an absolute limit.
+        most: otherwise, the limit as a multiple of the other side's value, or the absolute limit.
     """
 
     times: float = 0.0
@@ -33,7 +33,7 @@ class Wish:
     most: float = 0.0
 
     def met(self, values: Mapping[str, float]) -> bool | None:
-        """None where the other side is not there."""
+        """True if the target is met; None if the other side was not measured."""
         if not self.against:
             return values[OURS] <= self.most
         other = best(values) if self.against == BEST else values.get(self.against)
@@ -41,44 +41,44 @@ class Wish:
             return None
         return values[OURS] * self.times <= other if self.times else values[OURS] <= other * self.most
 
-    def say(self, unit: str) -> str:
+    def format(self, unit: str) -> str:
         if not self.against:
-            return f"<= {say(self.most, unit)}"
+            return f"<= {format_value(self.most, unit)}"
         return f"{self.times:g}x {self.against}" if self.times else f"<= {self.most:.3g} {self.against}"
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One line of a table. Less is better on all sides.
+    """One row of a table. Smaller values are better.
 
     Args:
-        what: what every side did.
-        values: by side, the median, in seconds, bytes or a count; all taken in turn in the same run.
-        unit: "s", "B", "" for a count, or "x" for how many times.
-        wishes: what is asked of ours; none where nothing is.
-        left_out: by side, why there is no value.
+        what: the measured operation.
+        values: the median of each side, all measured in the same run.
+        unit: "s", "B", "" for a count, or "x" for a ratio.
+        targets: the targets for pgmesh.
+        left_out: the reason for each side without a value.
     """
 
     what: str
     values: Mapping[str, float]
     unit: str = "s"
-    wishes: tuple[Wish, ...] = ()
+    targets: tuple[Target, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def met(self) -> dict[str, bool]:
-        """What is asked for, and whether it is reached; nothing where the other side is not there."""
-        met = {wish.say(self.unit): wish.met(self.values) for wish in self.wishes}
-        return {wish: each for wish, each in met.items() if each is not None}
+        """Each target as text, and True if it is met. Without targets whose other side was not measured."""
+        met = {target.format(self.unit): target.met(self.values) for target in self.targets}
+        return {target: each for target, each in met.items() if each is not None}
 
     def ratio(self, side: str) -> float | None:
-        """How many times less ours is than a side's, or than the best peer's."""
+        """The value of a side, or of the best peer, divided by that of pgmesh."""
         other = best(self.values) if side == BEST else self.values.get(side)
         ours = self.values[OURS]
         return None if other is None or ours <= 0 or self.unit == "x" else other / ours
 
     def cell(self, side: str) -> str:
-        return say(self.values[side], self.unit) if side in self.values else self.left_out.get(side, "")
+        return format_value(self.values[side], self.unit) if side in self.values else self.left_out.get(side, "")
 
     def record(self) -> dict[str, Any]:
         return {
@@ -93,17 +93,17 @@ class Figure:
 
 
 def best(values: Mapping[str, float]) -> float | None:
-    """The best of the peers."""
+    """The best value of the peers."""
     return min((values[side] for side in PEERS if side in values), default=None)
 
 
 def medians(values: Mapping[str, list[float]]) -> dict[str, float]:
-    """The median of each side that was measured."""
+    """The median of each measured side."""
     return {side: median(each) for side, each in values.items() if each}
 
 
 def table(title: str, figures: Iterable[Figure]) -> str:
-    """The figures of a part, a line each."""
+    """The figures of a part as a table, one row each."""
     figures = list(figures)
     columns = list(dict.fromkeys(side for figure in figures for side in [*SIDES, *figure.values, *figure.left_out]))
     columns = [side for side in columns if any(figure.cell(side) for figure in figures)]
@@ -113,7 +113,7 @@ def table(title: str, figures: Iterable[Figure]) -> str:
         (
             figure.what,
             *map(figure.cell, columns),
-            *("" if (ratio := figure.ratio(side)) is None else f"{_three(ratio)}x" for side in ratios),
+            *("" if (ratio := figure.ratio(side)) is None else f"{_three_digits(ratio)}x" for side in ratios),
             ", ".join(figure.met),
             ", ".join("yes" if met else "NO" for met in figure.met.values()),
         )
@@ -129,25 +129,25 @@ def table(title: str, figures: Iterable[Figure]) -> str:
     )
 
 
-def verdict(figures: Iterable[Figure]) -> str:
-    """What is asked for and not reached."""
-    wishes = [(figure.what, wish, met) for figure in figures for wish, met in figure.met.items()]
-    missed = [f"\n  {what}: {wish}" for what, wish, met in wishes if not met]
+def summary(figures: Iterable[Figure]) -> str:
+    """The targets that are not met, as text."""
+    targets = [(figure.what, target, met) for figure in figures for target, met in figure.met.items()]
+    missed = [f"\n  {what}: {target}" for what, target, met in targets if not met]
     if not missed:
-        return f"all {len(wishes)} that are asked for are met"
-    return f"not met, {len(missed)} of {len(wishes)}:{''.join(missed)}"
+        return f"all {len(targets)} targets are met"
+    return f"not met, {len(missed)} of {len(targets)}:{''.join(missed)}"
 
 
-def say(value: float, unit: str) -> str:
-    """A value in words."""
+def format_value(value: float, unit: str) -> str:
+    """A value with its unit."""
     if unit == "x":
-        return f"{_three(value)}x"
+        return f"{_three_digits(value)}x"
     if not unit:
         return f"{value:,.4g}" if value < 10_000 else f"{value:,.0f}"
     scale, word = next((scale for scale in SCALES[unit] if abs(value) >= scale[0]), SCALES[unit][-1])
-    return f"{_three(value / scale)} {word}"
+    return f"{_three_digits(value / scale)} {word}"
 
 
-def _three(value: float) -> str:
-    """Three digits, or all of those before the point."""
+def _three_digits(value: float) -> str:
+    """A number with three digits, or all digits before the decimal point."""
     return f"{value:,.{0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2}f}"

@@ -1,7 +1,7 @@
-"""The sides of every comparison: pgmesh, and each peer as near to it as its API comes.
+"""The sides of each comparison: pgmesh, and each peer with the closest equivalent of its API.
 
-Each side makes the same mesh, dp x pp x cp x tp with tp varying fastest, and on it the six families of groups that
-large training uses. A side that is not installed is left out, and ``absent`` says so.
+Each side creates the same mesh, dp x pp x cp x tp with tp varying fastest, and the groups along the six combinations of
+axes that large training uses. Sides that are not installed are left out; ``absent`` returns them.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ from pgmesh.groups.world import world_options, world_store
 FAMILIES = (("tp",), ("cp",), ("pp",), ("dp",), ("dp", "cp"), ("cp", "tp"))
 
 
-def box(ranks: int) -> dict[str, int]:
-    """The sizes that so many ranks are compared at: dp x pp=4 x cp=2 x tp=8; where that does not fit, dealt ones."""
-    return {"dp": ranks // 64, "pp": 4, "cp": 2, "tp": 8} if ranks % 64 == 0 else dealt(ranks)
+def compared_sizes(ranks: int) -> dict[str, int]:
+    """Sizes of the compared mesh: dp x pp=4 x cp=2 x tp=8 if possible, otherwise ``even_sizes``."""
+    return {"dp": ranks // 64, "pp": 4, "cp": 2, "tp": 8} if ranks % 64 == 0 else even_sizes(ranks)
 
 
-def dealt(ranks: int) -> dict[str, int]:
-    """Sizes that hold so many ranks, twos dealt to the axes in turn: 64 is dp=2 x pp=4 x cp=2 x tp=4."""
+def even_sizes(ranks: int) -> dict[str, int]:
+    """Sizes whose product is ``ranks``, with factors of 2 distributed over the axes.
+
+    64 is dp=2 x pp=4 x cp=2 x tp=4.
+    """
     sizes, axes = {"dp": 1, "pp": 1, "cp": 1, "tp": 1}, itertools.cycle(("cp", "tp", "pp", "dp", "tp", "pp"))
     while ranks % 2 == 0:
         sizes[next(axes)] *= 2
@@ -44,7 +47,7 @@ def dealt(ranks: int) -> dict[str, int]:
 
 
 class Side(Protocol):
-    """A mesh of so many ranks along dp, pp, cp and tp, and this rank's groups of the six families, in their order."""
+    """A mesh with axes dp, pp, cp and tp, and this rank's groups along each of ``FAMILIES``, in that order."""
 
     groups: list[Any]
 
@@ -53,7 +56,7 @@ class Side(Protocol):
     def close(self) -> None: ...
 
 
-class Ours:
+class Pgmesh:
     """A mesh of pgmesh."""
 
     def __init__(self, name: str, sizes: dict[str, int]) -> None:
@@ -64,8 +67,8 @@ class Ours:
         self.mesh.close()
 
 
-class Theirs:
-    """What every peer does at its end, so that the next one finds what it found: each group is destroyed once."""
+class Peer:
+    """Base class of the peers. ``close`` destroys each group once, so that every side starts in the same state."""
 
     groups: list[Any]
 
@@ -74,7 +77,7 @@ class Theirs:
         self.__dict__.clear()
 
 
-class DeviceMesh(Theirs):
+class DeviceMesh(Peer):
     """torch's DeviceMesh. Along two axes it needs its private ``_flatten``."""
 
     def __init__(self, name: str, sizes: dict[str, int]) -> None:
@@ -84,16 +87,16 @@ class DeviceMesh(Theirs):
 
 
 class Megatron:
-    """Megatron-Core's ``initialize_model_parallel``. It makes some ten families more, and cannot be asked for fewer."""
+    """Megatron-Core's ``initialize_model_parallel``. It also creates about ten other kinds of groups."""
 
     def __init__(self, name: str, sizes: dict[str, int]) -> None:
-        self.state = state = quietly("megatron.core.parallel_state")
+        self.state = state = import_quietly("megatron.core.parallel_state")
         before = set(c10d._world.pg_map)
         state.initialize_model_parallel(
             sizes["tp"],
             sizes["pp"],
             context_parallel_size=sizes["cp"],
-            expert_tensor_parallel_size=sizes["tp"] * sizes["cp"],  # else it wants pp outermost
+            expert_tensor_parallel_size=sizes["tp"] * sizes["cp"],  # otherwise it needs pp outermost
             order="tp-cp-ep-pp-dp",
             create_gloo_process_groups=False,
         )
@@ -118,7 +121,7 @@ class Megatron:
         _destroy(made)
 
 
-class HyperCommGrid(Theirs):
+class HyperCommGrid(Peer):
     """Megatron-Core's HyperCommGrid, which names the fastest axis first."""
 
     def __init__(self, name: str, sizes: dict[str, int]) -> None:
@@ -126,7 +129,7 @@ class HyperCommGrid(Theirs):
         self.groups = [self.grid.create_pg(list(axes)) for axes in FAMILIES]
 
 
-class AllBlocks(Theirs):
+class AllBlocks(Peer):
     """Plain ``new_group`` for every block on every rank, in one order, as fairscale and ColossalAI do."""
 
     def __init__(self, name: str, sizes: dict[str, int]) -> None:
@@ -139,7 +142,7 @@ class AllBlocks(Theirs):
                     self.groups.append(group)
 
 
-class OwnBlocks(Theirs):
+class OwnBlocks(Peer):
     """Plain ``new_group`` by the members alone: torch's local synchronisation.
 
     It is unsound where ranks hold different numbers of groups, and where a group is destroyed and made again: its names
@@ -163,9 +166,10 @@ class OwnBlocks(Theirs):
 
 
 class Bare:
-    """No peer, but the floor: the same groups, each reading torch's own store by itself.
+    """The lower bound: the same groups on Gloo, each of which reads torch's store directly.
 
-    No card is compared, nobody is named who does not come, and while one group waits nothing else reaches the store.
+    No fingerprint is compared and no missing rank is named. While one group waits, no other operation reaches the
+    store.
     """
 
     def __init__(self, name: str, sizes: dict[str, int]) -> None:
@@ -184,7 +188,7 @@ class Bare:
 
 
 SIDES: dict[str, type[Side]] = {
-    "pgmesh": Ours,
+    "pgmesh": Pgmesh,
     "DeviceMesh": DeviceMesh,
     "Megatron-Core": Megatron,
     "HyperCommGrid": HyperCommGrid,
@@ -197,11 +201,11 @@ NEEDS = {"Megatron-Core": "megatron.core.parallel_state", "HyperCommGrid": "mega
 
 @functools.cache
 def absent() -> dict[str, str]:
-    """The peers that cannot be had here, with the reason."""
+    """The peers that are not available here, with the reason."""
     found = {}
     for side, module in NEEDS.items():
         try:
-            quietly(module)
+            import_quietly(module)
             if side == "HyperCommGrid":
                 importlib.import_module("einops")
         except ImportError as error:
@@ -210,23 +214,23 @@ def absent() -> dict[str, str]:
 
 
 def present() -> dict[str, type[Side]]:
-    """The sides that can be had here, pgmesh first."""
+    """The sides that are available here, pgmesh first."""
     return {name: side for name, side in SIDES.items() if name not in absent()}
 
 
-def with_floor() -> dict[str, type[Side]]:
-    """The same, and the floor below them."""
+def sides_with_floor() -> dict[str, type[Side]]:
+    """The available sides and the lower bound."""
     return {**present(), FLOOR: Bare}
 
 
 def grid(sizes: dict[str, int]) -> Any:
     """A HyperCommGrid of these sizes."""
-    with mock.patch.dict(os.environ, WORLD_SIZE=str(math.prod(sizes.values()))):  # which it believes before torch
-        return quietly("megatron.core.hyper_comm_grid").HyperCommGrid([*sizes.values()][::-1], [*sizes][::-1])
+    with mock.patch.dict(os.environ, WORLD_SIZE=str(math.prod(sizes.values()))):  # takes precedence over torch
+        return import_quietly("megatron.core.hyper_comm_grid").HyperCommGrid([*sizes.values()][::-1], [*sizes][::-1])
 
 
-def quietly(module: str) -> Any:
-    """A module of Megatron-Core, which warns at length of what else could be installed."""
+def import_quietly(module: str) -> Any:
+    """A module of Megatron-Core, imported without its warnings about optional packages."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         level = logging.root.manager.disable
@@ -239,5 +243,5 @@ def quietly(module: str) -> Any:
 
 def _destroy(groups: set[Any]) -> None:
     for group in groups - {dist.group.WORLD}:
-        with contextlib.suppress(ValueError):  # it went with another
+        with contextlib.suppress(ValueError):  # already destroyed
             dist.destroy_process_group(group)

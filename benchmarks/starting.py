@@ -1,10 +1,9 @@
-"""From nothing to groups that work: importing, and joining a world of many ranks.
+"""Benchmark of the start: imports, and joining a world of many ranks.
 
-Imports are timed in fresh processes, in turn: ``pgmesh`` in a Python that has imported nothing else, and what makes
-groups in one that has imported torch. Every side has its bytecode at hand, as pip leaves it: the peers where they are
-installed, and pgmesh, which may run from its sources here, in a compiled copy. Joining is timed from the moment at
-which all processes stand ready until the slowest of them is done; each side has processes of its own, which are ready
-before it begins.
+Imports are timed in new processes: ``pgmesh`` without other imports, and the modules that create groups after an import
+of torch. All sides have compiled bytecode, as after an installation by pip; pgmesh is copied and compiled for it.
+Joining is timed from the moment at which all processes are ready until the slowest one is done. Each side has separate
+processes.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 import pgmesh
-from benchmarks.report import OURS, Figure, Wish, medians
-from benchmarks.sides import FLOOR, absent, box, with_floor
+from benchmarks.report import OURS, Figure, Target, medians
+from benchmarks.sides import FLOOR, absent, compared_sizes, sides_with_floor
 from pgmesh.launch import FAILURE_GRACE, LocalWorld, pack_call, unwrap_results
 
 DEADLINE = timedelta(seconds=120)
@@ -42,10 +41,10 @@ ALONE = "init_process_group"
 
 
 def figures(rounds: int, ranks: int) -> list[Figure]:
-    return [*_imports(rounds), *_joining(ranks)]
+    return [*_import_figures(rounds), *_join_figures(ranks)]
 
 
-def _imports(rounds: int) -> list[Figure]:
+def _import_figures(rounds: int) -> list[Figure]:
     with tempfile.TemporaryDirectory() as home:
         shutil.copytree(Path(pgmesh.__file__).parent, Path(home, "pgmesh"))
         if not compileall.compile_dir(home, quiet=1):
@@ -67,18 +66,18 @@ def _imports_from(home: str, rounds: int) -> list[Figure]:
             if number < 2 or side == OURS:
                 took["beyond"][side].append(_in_a_fresh_process(home, *words))
     return [
-        Figure("import pgmesh, beyond Python", medians(took["first"]), wishes=(Wish(most=30e-3),)),
+        Figure("import pgmesh, beyond Python", medians(took["first"]), targets=(Target(most=30e-3),)),
         Figure(
             "import of what makes groups, beyond torch",
             medians(took["beyond"]),
-            wishes=(Wish(most=30e-3),),
+            targets=(Target(most=30e-3),),
             left_out={"DeviceMesh": "is torch's"},
         ),
     ]
 
 
 def _in_a_fresh_process(home: str, before: str, what: str) -> float:
-    """The seconds of an import, by a Python that looks into this folder first: where it is started."""
+    """Seconds of an import in a new Python process, started in this folder so that it is searched first."""
     script = TIMED.format(before=before, what=what)
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script], cwd=home, capture_output=True, text=True, timeout=60, check=True
@@ -89,11 +88,11 @@ def _in_a_fresh_process(home: str, before: str, what: str) -> float:
 # ---- joining a world ----
 
 
-class Standing(LocalWorld):
-    """A world whose ranks stand ready, and are told to begin all at once."""
+class ReadyWorld(LocalWorld):
+    """A world whose ranks are started in advance and begin a call at the same time."""
 
     def run(self, *call: Any) -> tuple[float, list[Any]]:
-        """The moment at which they were told, on the clock that all processes share, and what each rank returns."""
+        """time.monotonic() of the start of a call, and the results of all ranks."""
         for rank in self.ranks:
             if not rank.call_pipe.poll(60.0):
                 raise TimeoutError(f"rank {rank.rank} did not start")
@@ -103,25 +102,25 @@ class Standing(LocalWorld):
         )
 
 
-def _joining(ranks: int) -> list[Figure]:
-    joined, used = {ALONE: _plain(ranks)}, {}
+def _join_figures(ranks: int) -> list[Figure]:
+    joined, used = {ALONE: _time_plain_join(ranks)}, {}
     for side in (OURS, "DeviceMesh", "HyperCommGrid", FLOOR):
-        if side in with_floor():
-            with Standing(ranks, timeout=DEADLINE) as world:
-                start, moments = world.run(_use, side, box(ranks))
+        if side in sides_with_floor():
+            with ReadyWorld(ranks, timeout=DEADLINE) as world:
+                start, moments = world.run(_use, side, compared_sizes(ranks))
             used[side] = max(moment[1] for moment in moments) - start
             if side == OURS:
                 joined[OURS] = max(moment[0] for moment in moments) - start
     return [
         Figure(f"{ranks} ranks join a world", joined),
-        Figure(f"{ranks} ranks join, make six families, use each", used, wishes=(Wish(most=1.0),)),
+        Figure(f"{ranks} ranks join, make six families, use each", used, targets=(Target(most=1.0),)),
     ]
 
 
 def _use(side: str, sizes: dict[str, int]) -> tuple[float, float]:
-    """On a rank that has just joined: when it had, and when a collective on every family was done."""
+    """time.monotonic() after joining, and after a collective on every group. Runs on each rank."""
     joined = time.monotonic()
-    made = with_floor()[side]("started", sizes)
+    made = sides_with_floor()[side]("started", sizes)
     sums = [torch.ones(1) for _ in made.groups]
     for group, ones in zip(made.groups, sums):
         dist.all_reduce(ones, group=group)
@@ -134,14 +133,14 @@ def _use(side: str, sizes: dict[str, int]) -> tuple[float, float]:
     return joined, done
 
 
-def _plain(ranks: int) -> float:
-    """torch's own init_process_group, in processes that stand ready."""
+def _time_plain_join(ranks: int) -> float:
+    """Seconds of init_process_group of torch, in processes that are started in advance."""
     from pgmesh.launch.processes import process_context
 
     processes, store = process_context(), dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes = [processes.Pipe() for _ in range(ranks)]
     started = [
-        processes.Process(target=_join_plainly, args=(rank, ranks, store.port, theirs), daemon=True)
+        processes.Process(target=_plain_join, args=(rank, ranks, store.port, theirs), daemon=True)
         for rank, (_, theirs) in enumerate(pipes)
     ]
     try:
@@ -173,7 +172,7 @@ def _plain(ranks: int) -> float:
             process.kill()
 
 
-def _join_plainly(rank: int, ranks: int, port: int, pipe: Any) -> None:
+def _plain_join(rank: int, ranks: int, port: int, pipe: Any) -> None:
     torch.set_num_threads(1)
     os.environ |= {
         "RANK": str(rank),

@@ -1,7 +1,7 @@
-"""What groups ask of the world's store: operations counted on every rank, and how many one server can do.
+"""Benchmark of the store: number of operations on each rank, and capacity of one server.
 
-The counts do not depend on the machine. A peer connects as it makes, so what it asks for is its backend's too; with
-Gloo that grows with the group, whoever makes it, since each member reads the address of every other.
+The counts do not depend on the machine. Peers connect during creation, so their counts include the operations of the
+backend. With Gloo these grow with the size of the group, since each member reads the address of every other member.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.report import OURS, Figure, Wish
-from benchmarks.sides import FAMILIES, box, present
+from benchmarks.report import OURS, Figure, Target
+from benchmarks.sides import FAMILIES, compared_sizes, present
 from pgmesh import ProcessGroupMesh
 from pgmesh.launch import StoreProcess, spawn
 from tests.support.torch_tables import c10d, record_operations
 
 DEADLINE = timedelta(seconds=120)
 CONNECTED = 5
-"""How many times connect is counted: who waits looks more often where the others come late."""
+"""Repetitions of connect. A rank that waits longer for others polls the store more often."""
 CLIENTS = 4
 OPERATIONS = ("set", "compare_set", "add")
 
@@ -33,18 +33,18 @@ OPERATIONS = ("set", "compare_set", "add")
 def figures(worlds: list[int], seconds: float) -> list[Figure]:
     found = []
     for ranks in worlds:
-        told = spawn(count, ranks, box(ranks), timeout=DEADLINE)
+        results = spawn(count, ranks, compared_sizes(ranks), timeout=DEADLINE)
 
-        def of_a_group(part: str, told: list[Any] = told) -> dict[str, float]:
-            sides = [side for side in present() if (side, part) in told[0]]
-            return {side: median(rank[side, part] for rank in told) / len(FAMILIES) for side in sides}
+        def of_a_group(part: str, results: list[Any] = results) -> dict[str, float]:
+            sides = [side for side in present() if (side, part) in results[0]]
+            return {side: median(rank[side, part] for rank in results) / len(FAMILIES) for side in sides}
 
         making, using, connecting = map(of_a_group, ("make", "make and use", "connect"))
         what = f"operations a rank and group, {ranks} ranks"
         found += [
-            Figure(f"{what}: made", making, "", (Wish(most=1),)),
+            Figure(f"{what}: made", making, "", (Target(most=1),)),
             Figure(f"{what}: made and used", using, ""),
-            Figure(f"{what}: connect, its own", connecting, "", (Wish(most=6),)),
+            Figure(f"{what}: connect, its own", connecting, "", (Target(most=6),)),
         ]
     cost, busy = capacity(seconds)
     return [
@@ -55,13 +55,13 @@ def figures(worlds: list[int], seconds: float) -> list[Figure]:
 
 
 def count(sizes: dict[str, int]) -> dict[tuple[str, str], float]:
-    """On every rank: the operations that each side asks of the store, in all."""
+    """Number of store operations of each side on this rank."""
     counts: dict[tuple[str, str], float] = {}
     counts[OURS, "connect"] = median(connected(f"counted, connect {number}", sizes) for number in range(CONNECTED))
     for side, make in present().items():
         for part in ("make", "make and use"):
             dist.barrier()
-            with record_operations() as done, _of_torch_too():  # to the end: what counts lives no longer
+            with record_operations() as done, _of_torch_too():  # until the end, since the counter lives no longer
                 made = make(f"counted, {part}", sizes)
                 if part == "make and use":
                     for group in made.groups:
@@ -75,17 +75,17 @@ def count(sizes: dict[str, int]) -> dict[tuple[str, str], float]:
 
 
 def connected(name: str, sizes: dict[str, int]) -> int:
-    """The operations of one call of connect."""
+    """Number of operations of one call of connect."""
     with ProcessGroupMesh(name=name, **sizes) as mesh:
         dist.barrier()
-        asked = mesh.connect(*FAMILIES, timeout=DEADLINE).operations
+        args = mesh.connect(*FAMILIES, timeout=DEADLINE).operations
         dist.barrier()
-    return asked
+    return args
 
 
 @contextmanager
 def _of_torch_too() -> Iterator[None]:
-    """torch's new_group finds the world's store in a table of its own: it finds the one that counts there."""
+    """Count the operations of torch's new_group too, which takes the store from a private table."""
     table, world = c10d._world.pg_map, dist.group.WORLD
     backend, store = table[world]
     table[world] = (backend, c10d._get_default_store())
@@ -96,7 +96,7 @@ def _of_torch_too() -> Iterator[None]:
 
 
 def capacity(seconds: float) -> tuple[float, float]:
-    """Seconds for an operation: as many clients at once have them done, and as the server's own clock counts them."""
+    """Seconds per operation, as measured by several clients, and as CPU time of the server."""
     with StoreProcess() as store:
         before = _busy(store.process.pid)
         done = sum(spawn(ask, CLIENTS, store.port, seconds, timeout=DEADLINE))
@@ -104,7 +104,7 @@ def capacity(seconds: float) -> tuple[float, float]:
 
 
 def ask(port: int, seconds: float) -> int:
-    """One client: how many operations it had done in that time."""
+    """Number of operations that one client completes in ``seconds``."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.barrier()
     done, end, key = 0, time.monotonic() + seconds, f"rank {dist.get_rank()}"
@@ -117,7 +117,7 @@ def ask(port: int, seconds: float) -> int:
 
 
 def _busy(pid: int | None) -> float:
-    """The processor's time that a process took, where Linux tells."""
+    """CPU seconds of a process; 0 if there is no /proc."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""To and from what others call a mesh."""
+"""Conversions between meshes and the mesh types of torch, Megatron-Core and ColossalAI."""
 
 from pgmesh.interop.device_mesh import from_device_mesh
 

@@ -1,16 +1,16 @@
-"""ColossalAI's spellings over a mesh, for code that expects its ``ProcessGroupMesh``.
+"""The interface of ColossalAI's ``ProcessGroupMesh`` over a mesh of pgmesh.
 
     from pgmesh.interop.colossalai import ColossalMesh as ProcessGroupMesh   # in place of colossalai.cluster
 
-Names, arguments and results are those of hpcaitech/ColossalAI, ``colossalai/cluster/process_group_mesh.py``. What
-differs, on purpose:
+Names, arguments and results are those of hpcaitech/ColossalAI, ``colossalai/cluster/process_group_mesh.py``.
+Intended differences:
 
-- Groups are made by their members alone, in any order; nothing here waits for another rank.
-- Another ``backend=`` is another group; there, whoever asks second is given the first one's.
-- After ``destroy_mesh_process_groups`` a group says that it was closed or released; there it is handed out, dead.
-- Coords are of plain ints, never ``np.int64``; a negative axis counts from the end everywhere. A negative index is an
-  error everywhere, as there; ``ravel`` alone wraps or clips it.
-- Two of these over the same ranks and shape need a ``name=`` each, as meshes do: no two communicators cross.
+- Only the members of a group create it, in any order. No method waits for another rank.
+- Different values of ``backend=`` give different groups. In ColossalAI, the first call determines the backend.
+- After ``destroy_mesh_process_groups``, a group raises LifetimeError. ColossalAI still returns it, destroyed.
+- Coords contain plain ints, never ``np.int64``. A negative axis counts from the end in all methods. A negative index
+  is an error, as in ColossalAI, except in ``ravel`` with "wrap" or "clip".
+- Two meshes with the same ranks and shape each need a ``name=``, so that their communicators stay separate.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Axes = Union[int, Sequence[int]]
-"""An axis by its number, or several."""
+"""The number of an axis, or several numbers."""
 
 Indices = Union[Sequence[int], Sequence[Sequence[int]]]
-"""The indices along an axis; along several, such a list for each."""
+"""Indices along an axis; for several axes, a list of indices for each."""
 
 
 class ColossalMesh:
-    """A mesh of pgmesh that answers to ColossalAI's names.
+    """A mesh of pgmesh with the interface of ColossalAI's ``ProcessGroupMesh``.
 
     Args:
-        size: the sizes of the axes, outermost first, as there; they hold the whole world.
-        mesh: in place of sizes, the mesh to answer for; its axes are counted from 0.
-        name: what tells the mesh of these sizes from others on every rank.
+        size: sizes of the axes, outermost first. Their product is the size of the world.
+        mesh: an existing mesh, instead of sizes. Its axes are numbered from 0.
+        name: name of the new mesh, the same on every rank.
 
     Raises:
-        ShapeError: the sizes do not hold the world, or come with a mesh that has its own.
+        ShapeError: the product of the sizes is not the size of the world, or a mesh is given with sizes or a name.
 
     >>> theirs = ColossalMesh(mesh=mesh)
     >>> theirs.shape, theirs.rank, theirs.coordinate(), theirs.size(2)
@@ -54,16 +54,16 @@ class ColossalMesh:
     True
     """
 
-    mesh: ProcessGroupMesh  # what answers
+    mesh: ProcessGroupMesh
 
     def __init__(self, *size: int, mesh: ProcessGroupMesh | None = None, name: str | None = None) -> None:
         if mesh is not None and (size or name is not None):
-            raise ShapeError("ColossalMesh takes sizes, and perhaps a name, or a mesh that has both; not all at once.")
+            raise ShapeError("ColossalMesh takes sizes and an optional name, or a mesh, but not both.")
         self.mesh = ProcessGroupMesh(*size, name=name) if mesh is None else mesh
         self._owns_mesh = mesh is None
         self._returned: set[tuple[int, ...]] = set()
 
-    # -- what it is ---------------------------------------------------------------------------------------------
+    # -- properties ---------------------------------------------------------------------------------------------
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -84,7 +84,7 @@ class ColossalMesh:
         return self.mesh.rank
 
     def size(self, dim: int | None = None) -> Any:
-        """The size along an axis; without one, the shape.
+        """The size of an axis; without an argument, the shape.
 
         Raises:
             AxisError: there is no such axis.
@@ -95,7 +95,7 @@ class ColossalMesh:
         return self.shape if dim is None else self.shape[_to_axis(dim, len(self.shape))]
 
     def coordinate(self, dim: int | None = None) -> Any:
-        """This rank's index along an axis; without one, its coord.
+        """This rank's index along an axis; without an argument, its coord.
 
         Raises:
             AxisError: there is no such axis.
@@ -106,7 +106,7 @@ class ColossalMesh:
         """
         coord = self.mesh.coord
         if coord is None:
-            raise MembershipError(f"rank {self.rank} is not in {self.mesh!r}, so it has no coordinate there.")
+            raise MembershipError(f"rank {self.rank} is not in {self.mesh!r}, so it has no coord.")
         return coord if dim is None else coord[_to_axis(dim, len(coord))]
 
     # -- rank <-> coord of a shape, without a mesh --------------------------------------------------------------
@@ -130,10 +130,10 @@ class ColossalMesh:
         Args:
             coord: an index for each axis.
             shape: the sizes of the axes, outermost first.
-            mode: what becomes of an index that is off its axis: "raise", "wrap" round, or "clip" to the nearest.
+            mode: treatment of an index outside its axis: "raise" an error, "wrap" around, or "clip" to the nearest.
 
         Raises:
-            PlaceError: there is no such place, or no such mode.
+            PlaceError: an index is outside its axis, or the mode does not exist.
 
         >>> ColossalMesh.ravel((1, 0, 1), (2, 2, 2)), ColossalMesh.ravel((2, 0, 1), (2, 2, 2), "wrap")
         (5, 1)
@@ -150,22 +150,22 @@ class ColossalMesh:
                 if not 0 <= index < size:
                     raise PlaceError(
                         f"axis {axis} of shape {layout.shape} has indices 0 to {size - 1}; there is no {index}.\n\n"
-                        f"  ravel({coord}, {layout.shape}, 'wrap')   # round the edge; or 'clip'"
+                        f"  ravel({coord}, {layout.shape}, 'wrap')   # wraps around; or 'clip'"
                     )
         return layout.rank_of(coord)
 
     @staticmethod
     def get_coords_along_axis(base_coord: Sequence[int], axis: Axes, indices_at_axis: Indices) -> list[tuple[int, ...]]:
-        """The coords that one comes to from a coord by going over indices along axes, the last axis named fastest.
+        """The coords with all combinations of indices along some axes. The last axis varies fastest.
 
         Args:
-            base_coord: the coord to start from; its places on these axes make no difference.
+            base_coord: the coord that determines the indices along the other axes.
             axis: one axis, or several.
-            indices_at_axis: the indices along it; for several axes, such a list for each.
+            indices_at_axis: the indices along the axis; for several axes, a list of indices for each.
 
         Raises:
             AxisError: there is no such axis, or it is named twice.
-            PlaceError: not as many lists of indices as axes.
+            PlaceError: the number of lists of indices is not the number of axes.
 
         >>> ColossalMesh.get_coords_along_axis((1, 0, 1), [0, 2], [[0, 1], [0]])
         [(0, 0, 0), (1, 0, 0)]
@@ -173,7 +173,7 @@ class ColossalMesh:
         base = _to_ints("a coord", base_coord)
         axes, lists = _to_axes(axis, len(base)), list[Any](indices_at_axis if _is_sequence(axis) else [indices_at_axis])
         if len(lists) != len(axes):
-            raise PlaceError(f"axes {axes} take a list of indices each, but {len(lists)} are given: {lists!r}.")
+            raise PlaceError(f"axes {axes} need a list of indices each, but there are {len(lists)}: {lists!r}.")
         along = [_to_ints(f"the list of indices along axis {number}", each) for number, each in zip(axes, lists)]
         coords = []
         for indices in itertools.product(*along):
@@ -184,12 +184,12 @@ class ColossalMesh:
     # -- groups -------------------------------------------------------------------------------------------------
 
     def get_group(self, ranks_in_group: Iterable[int], backend: str | None = None) -> Any:
-        """The group of these ranks, made by the members alone; they stand in it in the order of the mesh.
+        """The group of these ranks, in the order of the mesh. Only members need to call it.
 
-        A rank outside gets what torch's ``new_group`` gives one, ``GroupMember.NON_GROUP_MEMBER``, and need not call.
+        On a rank that is not a member, it returns ``GroupMember.NON_GROUP_MEMBER``, as ``new_group`` of torch does.
 
         Raises:
-            PlaceError: a rank that the mesh does not have, or that is named twice.
+            PlaceError: a rank is not in the mesh, or is named twice.
 
         >>> ColossalMesh(mesh=mesh).get_group([4, 5]) is mesh.group("tp")
         True
@@ -204,7 +204,7 @@ class ColossalMesh:
         return group
 
     def get_ranks_in_group(self, group: ProcessGroup) -> list[int]:
-        """The ranks of a group that torch knows, in its order.
+        """The ranks of a process group, in the order of the group.
 
         Raises:
             LifetimeError: the group was closed or released.
@@ -215,29 +215,29 @@ class ColossalMesh:
         """
         if group is None or dist.get_rank(group) < 0:
             raise MembershipError(
-                f"rank {self.rank} is no member of {group!r}, and holds nothing of it.\n\n"
-                f"  get_ranks_in_group(get_group_along_axis(0))   # a group that was handed out here"
+                f"rank {self.rank} is not a member of {group!r}.\n\n"
+                f"  get_ranks_in_group(get_group_along_axis(0))   # a group of this rank"
             )
         return list(map(int, dist.get_process_group_ranks(group)))
 
     def create_group_along_axis(
         self, axis: Axes, indices_at_axis: Indices | None = None, backend: str | None = None
     ) -> ProcessGroup | None:
-        """The group of the ranks at these indices along axes, with the other axes where this rank is.
+        """The group of the ranks at these indices along axes, with this rank's indices along the other axes.
 
-        The indices may differ from rank to rank: only the members of a group have to name it alike.
+        Ranks can pass different indices; only members of the same group must pass the same ones.
 
         Args:
             axis: one axis, or several.
-            indices_at_axis: the indices along it; for several axes, such a list for each. All, unless given.
-            backend: what to make the group with; the same ranks on another one are another group.
+            indices_at_axis: the indices along the axis; for several axes, a list of indices for each. Default: all.
+            backend: the backend of the group. Each backend has a separate group.
 
         Returns:
-            The group; None where this rank is at none of the indices. None means the world to torch: ask first.
+            The group; None if this rank is not a member. torch treats None as the group of the world, so check for it.
 
         Raises:
-            AxisError: there is no such axis, or it is named twice.
-            PlaceError: there is no such index, a negative one among them; or not as many lists of indices as axes.
+            AxisError: the axis does not exist, or is named twice.
+            PlaceError: an index does not exist or is negative, or the number of lists is not the number of axes.
 
         >>> ColossalMesh(mesh=mesh).create_group_along_axis([1, 2]) is mesh.group("dp", "tp")
         True
@@ -255,7 +255,7 @@ class ColossalMesh:
         return self.get_group(ranks, backend=backend) if self.rank in ranks else None
 
     def _raise_for_negative_index(self, axis: Axes, indices: Indices) -> None:
-        """Raise for the first negative index, as ``ravel`` does, with the call that counts from 0."""
+        """Raise PlaceError for the first negative index, and suggest the call with indices from 0."""
         axes, lists = _to_axes(axis, len(self.shape)), list[Any](indices if _is_sequence(axis) else [indices])
         number, index = next((n, i) for n, each in zip(axes, lists) for i in _to_ints("a list", each) if i < 0)
         counted_from_0 = [
@@ -270,7 +270,7 @@ class ColossalMesh:
     def get_group_along_axis(
         self, axis: Axes, indices_at_axis: Indices | None = None, backend: str | None = None
     ) -> ProcessGroup | None:
-        """The same as ``create_group_along_axis``: what was made before is handed out again.
+        """The same as ``create_group_along_axis``. An existing group is returned again.
 
         >>> ColossalMesh(mesh=mesh).get_group_along_axis(0, [0, 1]) is mesh.group("pp")
         True
@@ -278,9 +278,9 @@ class ColossalMesh:
         return self.create_group_along_axis(axis, indices_at_axis, backend)
 
     def destroy_mesh_process_groups(self) -> None:
-        """Destroy the groups handed out here: a mesh made here is closed; of one that was given, they are released.
+        """Destroy all groups that were returned. A mesh that was created from sizes is closed.
 
-        Every member calls it, as it does ``close`` and ``release``.
+        Every member must call it, as ``close`` and ``release``.
 
         >>> theirs, group = ColossalMesh(mesh=mesh), mesh.group("tp")
         >>> theirs.get_group_along_axis(2) is group
@@ -301,18 +301,18 @@ class ColossalMesh:
 
 
 def _to_axis(axis: Any, count: int) -> int:
-    """An axis counted from the start."""
+    """The number of an axis, counted from the start."""
     try:
         number = operator.index(axis)
     except TypeError:
-        raise AxisError(f"axes are numbers here, 0 to {count - 1}; there is no axis {axis!r}.") from None
+        raise AxisError(f"axes are numbers from 0 to {count - 1}; there is no axis {axis!r}.") from None
     if not -count <= number < count:
-        raise AxisError(f"axes are numbers here, 0 to {count - 1}; there is no axis {number}.")
+        raise AxisError(f"axes are numbers from 0 to {count - 1}; there is no axis {number}.")
     return number % count
 
 
 def _to_axes(axis: Any, count: int) -> list[int]:
-    """One axis or several, counted from the start."""
+    """The numbers of axes, counted from the start."""
     axes = [_to_axis(each, count) for each in (axis if _is_sequence(axis) else [axis])]
     if len(set(axes)) != len(axes):
         raise AxisError(f"each axis is named once, but {axes} names one twice.")
@@ -324,8 +324,8 @@ def _is_sequence(axis: Any) -> bool:
 
 
 def _to_ints(what: str, numbers: Iterable[Any]) -> tuple[int, ...]:
-    """Whole numbers as plain ints: those of numpy print as np.int64(1)."""
+    """Integers of any type as plain ints."""
     try:
         return tuple(map(operator.index, numbers))
     except TypeError:
-        raise PlaceError(f"{what} is of whole numbers, not {numbers!r}.") from None
+        raise PlaceError(f"{what} consists of whole numbers, not {numbers!r}.") from None

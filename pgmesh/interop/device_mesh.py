@@ -1,4 +1,4 @@
-"""A mesh from torch's DeviceMesh; the way back is ``mesh.device_mesh()``."""
+"""Conversion of torch's DeviceMesh to a ProcessGroupMesh. ``mesh.device_mesh()`` is the reverse."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pgmesh.mesh import ProcessGroupMesh
 
 
 def from_device_mesh(device_mesh: DeviceMesh, *, name: str | None = None) -> ProcessGroupMesh:
-    """A mesh of the same ranks and axes that hands out the groups which torch made for the axes.
+    """A mesh of the same ranks and axes that uses torch's groups along single axes.
 
-    Groups along several axes, tagged ones and twins are pgmesh's own, made when they are asked for. Those that
-    torch made are never destroyed from here.
+    pgmesh creates other groups on first use: along several axes, with a tag, or on another backend. It never destroys
+    the groups of torch.
 
     Args:
-        device_mesh: one of torch's, whose groups exist.
+        device_mesh: a DeviceMesh whose groups exist.
         name: as for ``ProcessGroupMesh``.
 
     Raises:
-        NameTakenError: a living mesh has this name.
-        PlaceError: torch sorted the ranks of a group that the DeviceMesh has in another order.
+        NameTakenError: another open mesh has this name.
+        PlaceError: the ranks of a group of torch are in another order than in the DeviceMesh, since torch sorts them.
 
     >>> again = from_device_mesh(mesh.device_mesh(), name="again")
     >>> again, again.group("tp") is mesh.group("tp")
@@ -28,13 +28,13 @@ def from_device_mesh(device_mesh: DeviceMesh, *, name: str | None = None) -> Pro
     """
     ranks = device_mesh.mesh.flatten().tolist()
     names = device_mesh.mesh_dim_names
-    if names is None or all(name.isdecimal() for name in names):  # as numbered axes are called there
+    if names is None or all(name.isdecimal() for name in names):  # the names that pgmesh gives to numbered axes
         mesh = ProcessGroupMesh(*device_mesh.shape, ranks=ranks, name=name)
     else:
         mesh = ProcessGroupMesh(dict(zip(names, device_mesh.shape)), ranks=ranks, name=name)
     if mesh.rank in mesh:
         try:
-            seen: set[tuple[int, ...]] = set()  # axes of one rank have the same ranks, and so share a group here
+            seen: set[tuple[int, ...]] = set()  # axes with the same ranks share a group
             for i, axis in enumerate(mesh.axes):
                 if mesh.ranks(axis) not in seen:
                     mesh.adopt(axis, device_mesh.get_group(i))
@@ -42,6 +42,6 @@ def from_device_mesh(device_mesh: DeviceMesh, *, name: str | None = None) -> Pro
         except PlaceError:
             mesh.close()
             raise
-        if names == tuple(map(str, mesh.axes)):  # else torch could not cut it by the names of the axes
+        if names == tuple(map(str, mesh.axes)):  # otherwise torch cannot slice it by these axes
             mesh.adopt_device_mesh(device_mesh)
     return mesh

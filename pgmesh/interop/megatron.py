@@ -1,6 +1,6 @@
-"""Megatron-Core over the groups of an arrangement: its collection of groups, and its parallel state for a while.
+"""Megatron-Core with the groups of an arrangement: its ``ProcessGroupCollection`` and its ``parallel_state``.
 
-Needs ``megatron-core``, tried with 0.16.1. Names of its fields and globals are those of NVIDIA/Megatron-LM,
+Needs ``megatron-core``, tested with 0.16.1. The names of fields and globals are those of NVIDIA/Megatron-LM,
 ``megatron/core/process_groups_config.py`` and ``parallel_state.py``.
 """
 
@@ -42,7 +42,7 @@ FIELDS = {
     "inter_dist_opt": "between instances",
     "intra_dist_opt": "instance",
 }
-"""Each field of ``ProcessGroupCollection``, and what the arrangement calls that group."""
+"""The family of each field of ``ProcessGroupCollection``. ``*`` is any level."""
 
 GROUPS = {
     "_TENSOR_MODEL_PARALLEL_GROUP": "tensor",
@@ -67,7 +67,7 @@ GROUPS = {
     "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": "between instances",
     "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "instance",
 }
-"""Each global of ``parallel_state`` that holds a group."""
+"""The family of each global of ``parallel_state`` that holds a group."""
 
 GLOO_GROUPS = {
     "_DATA_PARALLEL_GROUP_GLOO": "data",
@@ -76,7 +76,7 @@ GLOO_GROUPS = {
     "_EXPERT_DATA_PARALLEL_GROUP_GLOO": "expert-data",
     "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO": "expert-data in instance",
 }
-"""Those that hold a group's twin on Gloo."""
+"""The family of each global that holds a Gloo group of the same ranks."""
 
 RANK_LISTS = {
     "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": "tensor",
@@ -89,25 +89,25 @@ RANK_LISTS = {
     "_CONTEXT_PARALLEL_GLOBAL_RANKS": "context",
     "_EXPERT_MODEL_PARALLEL_RANKS": "expert",
 }
-"""Those that hold a group's ranks."""
+"""The family of each global that holds the ranks of a group."""
 
 ALL_GATHER_GROUP = "_DATA_PARALLEL_GROUP_WITH_CP_AG"
 HYBRID_GROUPS = "_HYBRID_DP_CP_GROUPS"
-"""Those that hold groups which ``published`` is asked for."""
+"""Globals that only arguments of ``published`` fill."""
 
 GROUP_LIST = "_global_process_group_list"
-"""Every group, for a timeout that is changed for all; None stands for the world's."""
+"""The global with all groups, for changes of their timeouts. None is the group of the world."""
 
 
 def process_groups(arrangement: Arrangement, *fields: str) -> Any:
-    """Megatron-Core's ``ProcessGroupCollection`` over the groups of an arrangement; nothing else has to be initialised.
+    """Megatron-Core's ``ProcessGroupCollection`` with the groups of an arrangement. It needs no other initialization.
 
-    A field is None where Megatron's own would be: on ranks outside ``embd`` or ``pos_embd``, without levels of context
-    parallelism (``hcp``), with one optimizer instance (``inter_dist_opt``).
+    As in Megatron-Core, a field is None on ranks outside ``embd`` or ``pos_embd``, without levels of context
+    parallelism (``hcp``), and with one optimizer instance (``inter_dist_opt``).
 
     Args:
-        arrangement: what ``recipes.megatron`` returns.
-        fields: which to fill; all, unless given.
+        arrangement: the result of ``recipes.megatron``.
+        fields: the fields to fill. Default: all.
 
     Raises:
         AxisError: the collection has no such field.
@@ -137,20 +137,20 @@ def published(
     hybrid: Mapping[int, Family] | None = None,
     virtual_pipeline: int | None = None,
 ) -> Iterator[None]:
-    """For a block, Megatron-Core's ``parallel_state`` holds the groups of an arrangement; then what it held before.
+    """Put the groups of an arrangement into Megatron-Core's ``parallel_state``, and restore it after the block.
 
-    For code that reads those globals, as Megatron's own vocabulary-parallel loss does. They are the whole process's:
-    publish in one thread at a time. Blocks may stand inside one another, for several models.
+    Some code reads these globals, such as Megatron's vocabulary-parallel loss. They belong to the whole process, so
+    use it in one thread at a time. Blocks can be nested, for several models.
 
     Args:
-        arrangement: what ``recipes.megatron`` returns.
-        gloo: fill the Gloo twins of the data groups too.
-        all_gather: fill the second communicator for data with context, tagged "all-gather".
-        hybrid: what ``recipes.hybrid_context`` returns, for hybrid context parallelism.
-        virtual_pipeline: how many chunks of the model a rank holds; which of them runs is for the schedule to say.
+        arrangement: the result of ``recipes.megatron``.
+        gloo: also fill the Gloo groups of data parallelism.
+        all_gather: also fill the second communicator of data with context parallelism, whose tag is "all-gather".
+        hybrid: the result of ``recipes.hybrid_context``, for hybrid context parallelism.
+        virtual_pipeline: number of chunks of the model on each rank. The schedule sets the current chunk.
 
     Raises:
-        SeamError: this megatron-core lacks a global that is to be filled, or has groups that pgmesh does not know.
+        SeamError: this megatron-core lacks a global that must be filled, or has groups that pgmesh does not know.
         ShapeError: ``virtual_pipeline`` without a pipeline.
         WorldError: megatron-core is not installed.
 
@@ -165,13 +165,13 @@ def published(
     unknown = sorted(name for name in state if _is_state_variable(name) and "GROUP" in name and name not in known)
     if unknown:
         raise SeamError(
-            f"megatron-core {_version()}, beside which pgmesh was tried on {TRIED_ON}, has groups in its "
-            f"parallel_state that pgmesh does not know: {', '.join(unknown)}. Code that reads them would find none."
+            f"megatron-core {_version()} has groups in its parallel_state that pgmesh, which was tested with "
+            f"{TRIED_ON}, does not know: {', '.join(unknown)}. Code that reads them would find None."
             f"\n\n  pip install megatron-core=={TRIED_ON}"
         )
     if virtual_pipeline is not None and arrangement["pipeline"].size == 1:
         raise ShapeError(
-            f"virtual_pipeline={virtual_pipeline} takes a pipeline of more than 1 stage, but {arrangement!r} has pp=1."
+            f"virtual_pipeline={virtual_pipeline} needs a pipeline of more than 1 stage, but {arrangement!r} has pp=1."
             f"\n\n  megatron.published(arrangement)   # without virtual_pipeline"
         )
     values: dict[str, Any] = {name: _group(arrangement, family) for name, family in GROUPS.items()}
@@ -189,12 +189,12 @@ def published(
     missing = sorted(values.keys() - state.keys())
     if missing:
         raise SeamError(
-            f"megatron-core {_version()}, beside which pgmesh was tried on {TRIED_ON}, has no {', '.join(missing)} in "
-            f"its parallel_state.\n\n  pip install megatron-core=={TRIED_ON}"
+            f"megatron-core {_version()} has no {', '.join(missing)} in its parallel_state; pgmesh was tested with "
+            f"{TRIED_ON}.\n\n  pip install megatron-core=={TRIED_ON}"
         )
     before = {name: value for name, value in state.items() if _is_state_variable(name)}
     try:
-        state.update(dict.fromkeys(before))  # such as sizes that somebody has set: they would be believed
+        state.update(dict.fromkeys(before))  # getters would return old values, such as sizes that were set
         state.update(values)
         yield
     finally:
@@ -204,12 +204,12 @@ def published(
 
 
 def _is_state_variable(name: str) -> bool:
-    """Whether a global of ``parallel_state`` is what it knows, not what it does."""
+    """True if a global of ``parallel_state`` is a variable, not a function or a class."""
     return name == GROUP_LIST or (name.startswith("_") and name.isupper())
 
 
 def _group(arrangement: Arrangement, name: str, **options: Any) -> Any:
-    """A group of an arrangement, or what Megatron holds in its place: None where there is none, a list of levels."""
+    """This rank's group of a family, None if it has none, or a list of groups for a family with levels."""
     if name.endswith("*"):
         levels = [family for family in arrangement if family.startswith(name[:-1])]
         return [_group(arrangement, level, **options) for level in levels] or None
@@ -220,19 +220,20 @@ def _group(arrangement: Arrangement, name: str, **options: Any) -> Any:
 
 
 def _ranks(arrangement: Arrangement, name: str) -> list[int] | None:
+    """The ranks of this rank's group of a family; None if it has none."""
     family = arrangement[name]
     return list(family.ranks) if arrangement.rank in family else None
 
 
 def _unique_groups(values: Mapping[str, Any]) -> list[Any]:
-    """None, which is the world's group, and every group that is filled in."""
+    """None, for the group of the world, and each group among the values once."""
     several = [value.values() if isinstance(value, dict) else value for value in values.values()]
     groups = itertools.chain.from_iterable(each if isinstance(each, Iterable) else [each] for each in several)
     return [None, *dict.fromkeys(group for group in groups if group is not None)]
 
 
 def _import_core(module: str) -> Any:
-    """A module of Megatron-Core, which is imported when it is first needed."""
+    """A module of Megatron-Core."""
     try:
         return importlib.import_module(f"megatron.core.{module}")
     except ModuleNotFoundError as error:

@@ -150,17 +150,17 @@ def remaining_size(
 def parse_order(
     call_text: str, order: object, default: str, direction: str, sizes: Mapping[str, Mapping[str, int]]
 ) -> list[str]:
-    """The axes that an order names, as they stand in it.
+    """The axes that an order names, as a list.
 
     Args:
-        spelled: the call, for messages.
+        call_text: the call, for errors.
         order: axes joined by ``-``.
         default: an order of all axes.
-        direction: which way it goes, such as "fastest axis first".
-        sizes: the sizes of each mesh, by a word for it in messages. An axis larger than 1 has to be named.
+        direction: meaning of the order, for errors, such as "fastest axis first".
+        sizes: the sizes of each mesh, by the words for it in errors. An axis larger than 1 must be named.
 
     Raises:
-        ShapeError: an axis that does not exist, is named twice, or is left out.
+        ShapeError: an axis does not exist, is named twice, or is missing.
 
     >>> parse_order("recipes.oslo(8)", "data-tensor", "pipeline-data-tensor", "outermost axis first", {})
     ['data', 'tensor']

@@ -1,4 +1,8 @@
-"""An arrangement: a few meshes, and by name the groups along their axes."""
+"""Arrangement and Family: all groups of a system, by the system's names.
+
+A *family* is all groups along one combination of axes of one of the arrangement's meshes. An *arrangement* has one or
+two meshes over the same ranks, and families by name. Both work on a Layout, as a plan, or on a ProcessGroupMesh.
+"""
 
 from __future__ import annotations
 
@@ -22,22 +26,22 @@ if TYPE_CHECKING:
     from pgmesh.mesh import ProcessGroupMesh
 
 Mesh = Union[Layout, "ProcessGroupMesh"]
-"""What a recipe is made of: a plan, or a mesh with groups."""
+"""The mesh of an arrangement: a Layout in a plan, otherwise a mesh with groups."""
 
 Pick = Callable[[list[int]], Sequence[int]]
-"""Which of the ranks of a block belong, in this order: some of them, at least one. One named twice counts once."""
+"""A function that selects ranks of a block, at least one, in the order of the group. Repetitions are ignored."""
 
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """The groups along some axes of a mesh, one for each block, seen from one rank.
+    """All groups along one combination of axes of a mesh, seen from one rank.
 
     Args:
-        name: what the arrangement calls it.
-        mesh: whose axes they are.
-        axes: which; none for all.
-        rank: whose group is "mine".
-        pick: which ranks of each block belong, and in which order; all, unless given.
+        name: name of the family in the arrangement.
+        mesh: the mesh.
+        axes: the axes; empty for all axes.
+        rank: the rank to which ``ranks``, ``index``, ``group`` and the like refer; None in a plan.
+        pick: selects the ranks of each group from its block, and their order. Default: all ranks, in mesh order.
 
     >>> from pgmesh import recipes
     >>> tensor = recipes.megatron(8, tp=2, pp=2)["tensor"]         # on rank 5
@@ -53,17 +57,17 @@ class Family:
 
     def __post_init__(self) -> None:
         if self.pick is not None:
-            self._select_ranks(self.layout.partition(*self.axes)[0])  # a function that cannot do is found out at once
+            self._select_ranks(self.layout.partition(*self.axes)[0])  # raises at once if the function is invalid
 
     @property
     def layout(self) -> Layout:
-        """Where each rank sits."""
+        """The layout of the mesh."""
         return self.mesh if isinstance(self.mesh, Layout) else self.mesh.layout
 
-    # -- of every rank ------------------------------------------------------------------------------------------
+    # -- all ranks ----------------------------------------------------------------------------------------------
 
     def partition(self) -> Sequence[tuple[int, ...]]:
-        """Every block, each the ranks of one group.
+        """The ranks of every group.
 
         >>> from pgmesh import Layout, recipes
         >>> recipes.megatron(8, tp=2, pp=2, of=Layout)["tensor"].partition()
@@ -73,90 +77,91 @@ class Family:
         return blocks if self.pick is None else tuple(map(self._select_ranks, blocks))
 
     def block_of(self, rank: int) -> tuple[int, ...]:
-        """The ranks that share a group with a rank, in the order of the mesh, or as picked.
+        """All ranks in the same group as ``rank``, in mesh order or in the order of ``pick``.
 
         Raises:
-            MembershipError: the rank has no such group.
+            MembershipError: the rank has no group in this family.
         """
         ranks = self._select_ranks(self.layout.block_of(rank, *self.axes)) if rank in self.layout else ()
         if rank not in ranks:
             raise MembershipError(
                 f"rank {rank} has no {self.name!r} group in this arrangement.\n\n"
-                f"  if rank in arrangement[{self.name!r}]: ...   # ask first"
+                f"  if rank in arrangement[{self.name!r}]: ...   # check first"
             )
         return ranks
 
     def __contains__(self, rank: object) -> bool:
-        """Whether a rank has such a group. Never an error."""
+        """True if the rank has a group in this family. Never raises."""
         if self.pick is None or rank not in self.layout or not isinstance(rank, int):
             return rank in self.layout
         return rank in self._select_ranks(self.layout.block_of(rank, *self.axes))
 
     def _select_ranks(self, block: tuple[int, ...]) -> tuple[int, ...]:
+        """The ranks of a block that ``pick`` selects."""
         if self.pick is None:
             return block
         chosen, known = list(self.pick(list(block))), {rank: rank for rank in block}
         if not chosen or not set(chosen) <= set(block):
             raise ShapeError(
-                f"the ranks of {self.name!r} are some of each pipeline's ranks, at least one: of {list(block)} your "
-                f"function chose {chosen}."
+                f"the function for {self.name!r} must return at least one of the ranks of each pipeline: for "
+                f"{list(block)} it returned {chosen}."
             )
         return tuple(dict.fromkeys(known[rank] for rank in chosen))
 
-    # -- of mine ------------------------------------------------------------------------------------------------
+    # -- own group ----------------------------------------------------------------------------------------------
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of my group, in the order of the mesh, or as picked.
+        """The ranks of this rank's group, in mesh order or in the order of ``pick``.
 
         Raises:
-            MembershipError: this rank has no such group.
+            MembershipError: this rank has no group in this family, or a plan has no rank.
         """
         if self.rank is None:
             raise MembershipError(
-                "a plan is seen by no rank, so no group of it is mine.\n\n"
-                f"  arrangement.seen_by(0)[{self.name!r}]   # as rank 0 sees it\n"
-                f"  arrangement[{self.name!r}].partition()   # every block"
+                "a plan has no rank, so it has no group of this rank.\n\n"
+                f"  arrangement.seen_by(0)[{self.name!r}]   # of rank 0\n"
+                f"  arrangement[{self.name!r}].partition()   # of every rank"
             )
         return self.block_of(self.rank)
 
     @property
     def size(self) -> int:
-        """How many ranks a group has."""
+        """Number of ranks of a group."""
         return self.layout.size(*self.axes) if self.pick is None else len(self.ranks)
 
     @property
     def index(self) -> int:
-        """My place in my group.
+        """Index of this rank in its group.
 
         Raises:
-            MembershipError: this rank has no such group.
+            MembershipError: this rank has no group in this family.
         """
         ranks = self.ranks
         return ranks.index(self._own_rank)
 
     @property
     def _own_rank(self) -> int:
-        assert self.rank is not None  # whoever asked for ranks has learnt of it
+        assert self.rank is not None  # ``ranks`` has raised otherwise
         return self.rank
 
     @property
     def first(self) -> int:
-        """The first rank of my group."""
+        """The first rank of this rank's group."""
         return self.ranks[0]
 
     @property
     def last(self) -> int:
-        """The last rank of my group."""
+        """The last rank of this rank's group."""
         return self.ranks[-1]
 
     @property
     def source(self) -> int:
-        """The rank that broadcasts in my group: its first, in numbers of the world."""
+        """Source of broadcasts in this rank's group: its first rank, as a rank of the world."""
         return self.first
 
     def next(self, *, wrap: bool) -> int | None:
-        """The rank after mine in my group; after the last comes the first with ``wrap``, else None.
+        """The next rank in the group. After the last rank: the first one with ``wrap``, otherwise None.
 
         >>> from pgmesh import recipes
         >>> pipeline = recipes.megatron(8, tp=2, pp=2)["pipeline"]     # on rank 5
@@ -166,47 +171,48 @@ class Family:
         return self._neighbor(+1, wrap)
 
     def previous(self, *, wrap: bool) -> int | None:
-        """The rank before mine in my group; before the first comes the last with ``wrap``, else None."""
+        """The previous rank in the group. Before the first rank: the last one with ``wrap``, otherwise None."""
         return self._neighbor(-1, wrap)
 
     def _neighbor(self, step: int, wrap: bool) -> int | None:
         ranks = self.ranks
-        there = ranks.index(self._own_rank) + step
-        return ranks[there % len(ranks)] if wrap or 0 <= there < len(ranks) else None
+        index = ranks.index(self._own_rank) + step
+        return ranks[index % len(ranks)] if wrap or 0 <= index < len(ranks) else None
 
     def is_first(self, *, chunk: int = 0) -> bool:
-        """Whether I am first, and so hold the first stage: with several chunks of the model on a rank, in its first.
+        """True if this rank has the first stage: it is the first of its group, and ``chunk`` is its first chunk.
 
         Args:
-            chunk: which chunk of this rank is asked for. A schedule knows; a mesh does not.
+            chunk: number of the chunk on this rank, if ranks have several chunks of the model.
         """
         return self.index == 0 and chunk == 0
 
     def is_last(self, *, chunk: int = 0, chunks: int = 1) -> bool:
-        """Whether I am last, and so hold the last stage: with several chunks of the model on a rank, in its last.
+        """True if this rank has the last stage: it is the last of its group, and ``chunk`` is its last chunk.
 
         Args:
-            chunk: which chunk of this rank is asked for. A schedule knows; a mesh does not.
-            chunks: how many chunks a rank holds.
+            chunk: number of the chunk on this rank, if ranks have several chunks of the model.
+            chunks: number of chunks of each rank.
         """
         return self.index == self.size - 1 and chunk == chunks - 1
 
     # -- groups -------------------------------------------------------------------------------------------------
 
     def group(self, **options: Any) -> ProcessGroup:
-        """My process group, as ``mesh.group`` makes it: on the first call, waiting for nobody.
+        """The process group of this rank, created by ``mesh.group`` on the first call. Never waits for other ranks.
 
         Args:
-            options: as there. ``backend="gloo"`` is the CPU twin, ``tag="all-gather"`` a communicator of its own.
+            options: as for ``mesh.group``: ``backend="gloo"`` is a second group of the same ranks, on Gloo;
+                ``tag="all-gather"`` is a separate communicator.
 
         Raises:
-            MembershipError: this rank has no such group.
+            MembershipError: this rank has no group in this family.
             WorldError: this is a plan, which has no processes.
         """
         return self.mesh_of_mine().group(*self.axes, **options)
 
     def along(self) -> ProcessGroupMesh:
-        """The slice of the mesh that my group is, with its axes: what ``device_mesh()`` is asked of.
+        """The slice of the mesh with the axes and the ranks of this rank's group. It has ``device_mesh()``.
 
         >>> from pgmesh import recipes
         >>> recipes.olmo(8, dp_replicate=2, tp=2)["model"].along()     # on rank 5
@@ -215,14 +221,15 @@ class Family:
         return self.mesh_of_mine().along(*self.axes)
 
     def configure(self, *, tag: str | None = None, sharp: bool | None = None, **options: Any) -> None:
-        """Set what my group will be made with, as ``mesh.configure`` does; a plan checks the options alone.
+        """Set options of this rank's group before it is created, as ``mesh.configure``. A plan only checks them.
 
         Args:
-            sharp: let switches reduce, where they can (InfiniBand SHARP): NCCL's ``collnet_enable``. Untested.
+            tag: the tag of the group.
+            sharp: reduce in the switches (InfiniBand SHARP), if they can: ``collnet_enable`` of NCCL. Untested.
             options: as in ``GroupOptions``.
 
         Raises:
-            OptionsError: no such option, or it is too late: the group was made.
+            OptionsError: the option does not exist, or the group already exists.
         """
         if sharp is not None:
             options["nccl"] = {**(options.get("nccl") or {}), "collnet_enable": int(sharp)}
@@ -231,17 +238,17 @@ class Family:
             self.mesh_of_mine().configure(*self.axes, tag=tag, **options)
 
     def mesh_of_mine(self) -> ProcessGroupMesh:
-        """The mesh whose block along these axes is my group."""
+        """The mesh, or a slice of it, in which this rank's group is the block along the axes."""
         if isinstance(self.mesh, Layout):
             raise WorldError(
-                "a plan of layouts has no processes, so it makes no groups.\n\n"
+                "a plan has no processes, so it has no groups.\n\n"
                 "  recipes.megatron(8, tp=2)   # without of=Layout, in each of 8 processes"
             )
         ranks = self.ranks
         if self.rank != self.mesh.rank:
             raise MembershipError(
-                f"rank {self.mesh.rank} asked for the {self.name!r} group as rank {self.rank} sees it: a process makes "
-                f"groups of its own rank alone."
+                f"rank {self.mesh.rank} asked for the {self.name!r} group of rank {self.rank}, but a process creates "
+                f"only groups of its own rank."
             )
         if self.pick is None:
             return self.mesh
@@ -252,16 +259,17 @@ class Family:
 
 @dataclass(frozen=True, eq=False)
 class Arrangement:
-    """Meshes over the same ranks, and by name the families of groups along their axes. Print it: it is a table.
+    """One or two meshes over the same ranks, with families of groups by name. It prints as a table.
 
     Args:
-        call: the recipe's call that made it.
-        order: in which order ranks are counted, in words.
-        dense: the mesh that was made.
-        expert: a view of it for experts, where there is one.
-        meanings: for each mesh the axes that the words of a name such as ``"tensor+data"`` mean.
-        families: the groups by name.
-        short: the system's own short names, for settings that were written for it.
+        call: the call of the recipe, as text.
+        order: the order of the ranks, as text.
+        dense: the mesh.
+        expert: a view of the mesh for experts, or None.
+        meanings: for each mesh, the axis of each word in names such as ``"tensor+data"``.
+        families: the families by name.
+        rank: the rank to which groups refer; None in a plan.
+        short: the system's short names for families, as used in its settings.
 
     >>> from pgmesh import Layout, recipes
     >>> print(recipes.fairscale(8, tp=2, pp=2, of=Layout).seen_by(5))
@@ -297,7 +305,11 @@ class Arrangement:
         """An arrangement of one or two meshes, dense and expert, seen from the rank of this process.
 
         Args:
-            families: those to list, by a name made of words, or whole.
+            call: as for the class.
+            order: as for the class.
+            meanings: as for the class; the dense mesh first.
+            families: the families, or names made of words for them.
+            short: as for the class.
         """
         dense, expert = meanings[0][0], meanings[1][0] if len(meanings) > 1 else None
         rank = None if isinstance(dense, Layout) else dense.rank
@@ -308,10 +320,10 @@ class Arrangement:
         return made
 
     def seen_by(self, rank: int) -> Arrangement:
-        """The same as another rank sees it: what a plan needs before a group of it is "mine".
+        """The same arrangement, seen from another rank. A plan has no rank before this call.
 
         Raises:
-            PlaceError: the rank is not in it.
+            PlaceError: the rank is not in the arrangement.
 
         >>> from pgmesh import Layout, recipes
         >>> recipes.megatron(8, tp=2, pp=2, of=Layout).seen_by(5)["pipeline"].ranks
@@ -324,10 +336,10 @@ class Arrangement:
     # -- by name ------------------------------------------------------------------------------------------------
 
     def __getitem__(self, name: str) -> Family:
-        """The groups of a name. Words joined by ``+`` stand in any order, and any that are of one mesh go together.
+        """The family of a name. Words of the same mesh can be joined by ``+`` in any order.
 
         Raises:
-            AxisError: there is none.
+            AxisError: the family does not exist.
 
         >>> from pgmesh import Layout, recipes
         >>> plan = recipes.megatron(8, tp=2, pp=2, of=Layout).seen_by(5)
@@ -354,19 +366,19 @@ class Arrangement:
     def __len__(self) -> int:
         return len(self.families)
 
-    # -- all of them, or some -----------------------------------------------------------------------------------
+    # -- several families ---------------------------------------------------------------------------------------
 
     def configure(self, *names: str, sharp: bool | None = None, **options: Any) -> None:
-        """Set what groups will be made with, before they are; a plan checks the options alone.
+        """Set options of groups before they are created. A plan only checks them.
 
         Args:
-            names: which; none for all.
-            sharp: as for a family.
+            names: the families; all if empty.
+            sharp: as in ``Family.configure``.
             options: as in ``GroupOptions``.
 
         Raises:
-            AxisError: there is no such group.
-            OptionsError: no such option, or it is too late: the group was made.
+            AxisError: a family does not exist.
+            OptionsError: the option does not exist, or the group already exists.
 
         >>> from datetime import timedelta
         >>> from pgmesh import recipes
@@ -378,36 +390,36 @@ class Arrangement:
             family.configure(sharp=sharp, **options)
 
     def configure_nccl(self, settings: nccl.Settings) -> None:
-        """Set NCCL's settings by group, as Megatron's YAML file has them; a plan checks them alone.
+        """Set options of NCCL for each family, in the format of Megatron's YAML file. A plan only checks them.
 
         Args:
-            settings: for each group, by our name or by the system's own short one, its settings: those of NCCL,
-                and ``is_high_priority_stream``. Or the same as YAML text, which takes PyYAML.
+            settings: the settings of each family, by our name or the system's short name: settings of NCCL, and
+                ``is_high_priority_stream``. Either a mapping, or YAML text, which needs PyYAML.
 
         Raises:
-            OptionsError: a group or a setting that does not exist, or text that is no such YAML.
+            OptionsError: a family or a setting does not exist, or the text is not valid YAML.
 
         >>> from pgmesh import Layout, recipes
         >>> recipes.megatron(8, tp=2, of=Layout).configure_nccl({"dp_cp": {"max_ctas": 8}, "tensor": {"min_ctas": 4}})
         """
         known = {**{name: (name,) for name in self}, **self.short}
-        read = nccl.parse_settings(settings, known)
-        for options in read.values():
-            GroupOptions.of(options)  # all are checked before one is set
-        for name, options in read.items():
+        parsed = nccl.parse_settings(settings, known)
+        for options in parsed.values():
+            GroupOptions.of(options)  # check all before the first is set
+        for name, options in parsed.items():
             for each in known[name]:
                 self[each].configure(**options)
 
     def set_timeout(self, *names: str, timeout: Timeout | None = None) -> None:
-        """Change how long collectives of groups that were made may wait, on this rank; a plan has none.
+        """Change the timeout of existing groups on this rank. On a plan it does nothing.
 
         Args:
-            names: which; none for every group of the mesh, its views and slices.
-            timeout: a timedelta or a number of seconds. Always given, by name.
+            names: the families; if empty, every group of the mesh, its views and its slices.
+            timeout: a timedelta or a number of seconds; required, as a keyword.
 
         Raises:
-            AxisError: there is no such group.
-            OptionsError: no timeout, one that is not more than 0, or a group that was not made yet.
+            AxisError: a family does not exist.
+            OptionsError: the timeout is missing or not positive, or a group does not exist yet.
 
         >>> from pgmesh import recipes
         >>> recipes.megatron(8, tp=2, pp=2).set_timeout(timeout=120)
@@ -422,14 +434,14 @@ class Arrangement:
                 family.mesh_of_mine().set_timeout(*(family.axes or family.layout.axes), timeout=limit)
 
     def connect(self, *names: str, **how: Any) -> list[Connected]:
-        """Connect and warm my groups now, as ``mesh.connect`` does, in one call for each mesh.
+        """Connect and warm up this rank's groups, with one call of ``mesh.connect`` for each mesh.
 
-        Every rank connects the same names. To let one family have SHARP, which goes to the communicators that are made
-        first, configure it with ``sharp=True`` and connect it before the others.
+        Every rank must pass the same names. Switches give SHARP to the communicators that are created first, so
+        configure one family with ``sharp=True`` and connect it before the others.
 
         Args:
-            names: which; none for all.
-            how: as for ``mesh.connect``; a timeout is for each mesh anew.
+            names: the families; all if empty.
+            how: as for ``mesh.connect``. A timeout applies to each mesh separately.
 
         >>> from pgmesh import recipes
         >>> len(recipes.megatron(8, tp=2, pp=2).connect("tensor", "expert"))     # in two meshes
@@ -443,7 +455,7 @@ class Arrangement:
         return [mesh.connect(*axes, **how) for mesh, axes in calls.values()]
 
     def close(self) -> None:
-        """Destroy every group; a plan has none. ``with`` does the same at the end of a block."""
+        """Destroy every group. A ``with`` statement does the same at its end. On a plan it does nothing."""
         if not isinstance(self.dense, Layout):
             self.dense.close()
 
@@ -476,11 +488,15 @@ class Arrangement:
 
 
 def split_axes(mesh: Any, axes: Sequence[Axis], size: int) -> tuple[Any, tuple[Axis, ...], tuple[Axis, ...]] | None:
-    """The mesh read so that the blocks along some axes are cut into slices, each of so many ranks that follow.
+    """A view of a mesh in which each block along some axes is split into slices of ``size`` consecutive ranks.
+
+    Args:
+        mesh: a Layout or a mesh.
+        axes: the axes to split.
+        size: number of ranks of a slice; it divides the size of the block.
 
     Returns:
-        The view, the axes that tell slices of a block apart and those inside a slice; None where a slice would begin
-        and end inside of axes that stand apart.
+        The view, the axes between the slices of a block, and the axes inside a slice. None if no view has such axes.
 
     >>> view, outer, inner = split_axes(Layout(pp=2, dp=4, cp=3, tp=2), ("dp", "cp"), 6)
     >>> view, outer, inner

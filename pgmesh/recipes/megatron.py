@@ -224,7 +224,7 @@ def _instance_families(call_text: str, dense: Any, expert: Any, count: int) -> l
     cut, expert_cut = split_axes(dense, ("dp", "cp"), total // count), split_axes(expert, ("edp",), edp // count)
     firsts = [each and each[0].partition(*each[1])[0] for each in (cut, expert_cut)]
     if cut is None or expert_cut is None or firsts[0] != firsts[1]:
-        places = [f"ranks {format_ranks(first)}" if first else "not along any axes" for first in firsts]
+        places = [format_ranks(first) if first else "not along any axes" for first in firsts]
         raise ShapeError(
             f"{call_text}: dense and expert parameters share the group between optimizer instances, but in this "
             f"order its ranks are {places[0]} for dense and {places[1]} for expert parameters.\n\n"

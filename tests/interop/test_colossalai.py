@@ -276,7 +276,7 @@ def test_the_two_columns_are_the_same(theirs: str, ours: str):
             lambda mesh: mesh.ravel((0, 2, 0), (2, 2, 2)),
             PlaceError,
             "axis 1 of shape (2, 2, 2) has indices 0 to 1; there is no 2.\n\n"
-            "  ravel((0, 2, 0), (2, 2, 2), 'wrap')   # round the edge; or 'clip'",
+            "  ravel((0, 2, 0), (2, 2, 2), 'wrap')   # wraps around; or 'clip'",
         ),
         (
             lambda mesh: mesh.ravel((0, 0, 0), (2, 2, 2), "warp"),
@@ -288,18 +288,18 @@ def test_the_two_columns_are_the_same(theirs: str, ours: str):
             PlaceError,
             "a coord of mesh (2, 2, 2) has 3 indices, but (0, 0) has 2.",
         ),
-        (lambda mesh: mesh.ravel("abc", (2, 2, 2)), PlaceError, "a coord is of whole numbers, not 'abc'."),
+        (lambda mesh: mesh.ravel("abc", (2, 2, 2)), PlaceError, "a coord consists of whole numbers, not 'abc'."),
         (
             lambda mesh: mesh.unravel(8, (2, 2, 2)),
             PlaceError,
             "rank 8 is not in mesh (2, 2, 2), whose ranks are 0, 1, 2, 3, 4, 5, 6, 7.",
         ),
-        (lambda mesh: mesh.size(3), AxisError, "axes are numbers here, 0 to 2; there is no axis 3."),
-        (lambda mesh: mesh.coordinate("tp"), AxisError, "axes are numbers here, 0 to 2; there is no axis 'tp'."),
+        (lambda mesh: mesh.size(3), AxisError, "axes are numbers from 0 to 2; there is no axis 3."),
+        (lambda mesh: mesh.coordinate("tp"), AxisError, "axes are numbers from 0 to 2; there is no axis 'tp'."),
         (
             lambda mesh: mesh.get_coords_along_axis((0, 0, 0), [0, 1], [[0]]),
             PlaceError,
-            "axes [0, 1] take a list of indices each, but 1 are given: [[0]].",
+            "axes [0, 1] need a list of indices each, but there are 1: [[0]].",
         ),
         (
             lambda mesh: mesh.get_group_along_axis([0, -3]),
@@ -309,7 +309,7 @@ def test_the_two_columns_are_the_same(theirs: str, ours: str):
         (
             lambda mesh: mesh.get_group_along_axis(0, [[0, 1]]),
             PlaceError,
-            "the list of indices along axis 0 is of whole numbers, not [[0, 1]].",
+            "the list of indices along axis 0 consists of whole numbers, not [[0, 1]].",
         ),
         (lambda mesh: mesh.get_group_along_axis(0, [1, 2]), PlaceError, "axis 0 has 2 indices, 0 to 1; there is no 2."),
         (
@@ -349,18 +349,17 @@ def test_the_two_columns_are_the_same(theirs: str, ours: str):
         (
             lambda mesh: ColossalMesh(2, mesh=mesh.mesh),
             ShapeError,
-            "ColossalMesh takes sizes, and perhaps a name, or a mesh that has both; not all at once.",
+            "ColossalMesh takes sizes and an optional name, or a mesh, but not both.",
         ),
         (
             lambda mesh: ColossalMesh(mesh=mesh.mesh.at({0: 0})).coordinate(),
             MembershipError,
-            "rank 5 is not in ProcessGroupMesh(2, 2, 2).at({0: 0}), so it has no coordinate there.",
+            "rank 5 is not in ProcessGroupMesh(2, 2, 2).at({0: 0}), so it has no coord.",
         ),
         (
             lambda mesh: mesh.get_ranks_in_group(mesh.get_group_along_axis(0, [0])),
             MembershipError,
-            "rank 5 is no member of None, and holds nothing of it.\n\n"
-            "  get_ranks_in_group(get_group_along_axis(0))   # a group that was handed out here",
+            "rank 5 is not a member of None.\n\n  get_ranks_in_group(get_group_along_axis(0))   # a group of this rank",
         ),
     ],
 )

@@ -257,8 +257,8 @@ def test_a_global_that_is_gone(state: Any, monkeypatch: pytest.MonkeyPatch):
     with fake_rank(5, 8), pytest.raises(SeamError) as caught, megatron.published(recipes.megatron(8)):
         pytest.fail("the block was run")
     assert str(caught.value) == (
-        "megatron-core 0.16.1, beside which pgmesh was tried on 0.16.1, has no _CONTEXT_PARALLEL_GROUP in its "
-        "parallel_state.\n\n  pip install megatron-core==0.16.1"
+        "megatron-core 0.16.1 has no _CONTEXT_PARALLEL_GROUP in its "
+        "parallel_state; pgmesh was tested with 0.16.1.\n\n  pip install megatron-core==0.16.1"
     )
     assert vars(state) == before
 
@@ -279,10 +279,10 @@ def test_groups_that_we_do_not_know(state: Any, monkeypatch: pytest.MonkeyPatch)
     with fake_rank(5, 8), pytest.raises(SeamError) as caught, megatron.published(recipes.megatron(8)):
         pytest.fail("the block was run")
     assert str(caught.value) == (
-        "megatron-core 0.16.1, beside which pgmesh was tried on 0.16.1, has groups in its parallel_state that pgmesh "
+        "megatron-core 0.16.1 has groups in its parallel_state that pgmesh, which was tested with 0.16.1, "
         "does not know: _DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT, _EXPERT_GTP_WEIGHT_REMAT_GROUP, "
         "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP, _GTP_WEIGHT_REMAT_GROUP. Code that reads them would "
-        "find none.\n\n  pip install megatron-core==0.16.1"
+        "find None.\n\n  pip install megatron-core==0.16.1"
     )
     assert vars(state) == before
 
@@ -294,7 +294,7 @@ def test_a_megatron_core_that_was_never_installed_has_a_version_too(state: Any, 
     monkeypatch.setattr(state, MAINS[0], None, raising=False)
     with fake_rank(5, 8), pytest.raises(SeamError) as caught, megatron.published(recipes.megatron(8)):
         pytest.fail("the block was run")
-    assert str(caught.value).startswith("megatron-core 0.16.1, ")
+    assert str(caught.value).startswith("megatron-core 0.16.1 has groups in its parallel_state that pgmesh")
     assert MAINS[0] in str(caught.value)
 
 
@@ -308,7 +308,7 @@ def test_virtual_stages_of_a_pipeline_of_one_are_refused_as_megatron_does(state:
         with pytest.raises(ShapeError) as caught, megatron.published(arrangement, virtual_pipeline=chunks):
             pytest.fail("the block was run")
         assert str(caught.value) == (
-            f"virtual_pipeline={chunks} takes a pipeline of more than 1 stage, but recipes.megatron(8, tp=2) has pp=1."
+            f"virtual_pipeline={chunks} needs a pipeline of more than 1 stage, but recipes.megatron(8, tp=2) has pp=1."
             f"\n\n  megatron.published(arrangement)   # without virtual_pipeline"
         )
         with megatron.published(arrangement):  # the call that the error names

@@ -1,4 +1,4 @@
-"""Recipes: every group is what its system's page says; the semantics we promise hold, each by its number."""
+"""Tests of the recipes: every group is that of its system's page, and each promised semantics holds."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_interleaved_stages_hold_the_layers_of_megatrons_page():
 
 
 def check(arrangement: Arrangement, expected: dict[str, list[tuple[int, ...]]]) -> None:
-    """Every family is what the oracle says, and every rank's place follows."""
+    """Check every family, and the position of every rank in it, with the oracle."""
     assert set(arrangement) == set(expected)
     for name, lists in expected.items():
         family = arrangement[name]
@@ -122,7 +122,7 @@ def check(arrangement: Arrangement, expected: dict[str, list[tuple[int, ...]]]) 
 
 
 def pipelines_agree(sizes: dict[str, int], order: tuple[str, ...], whole: int) -> bool:
-    """What Megatron asks of sizes and an order: equal pipelines, and equal data where pp is not last."""
+    """Megatron's conditions on sizes and order: equal pipelines, and equal data parallelism if pp is not last."""
     etp = sizes.get("etp", sizes["tp"])
     dp, edp = whole // (sizes["tp"] * sizes["cp"] * sizes["pp"]), whole // (etp * sizes["ep"] * sizes["pp"])
     dense = oracle.groups(order, {**sizes, "ep": 1, "dp": dp}, ["pp"])
@@ -350,8 +350,8 @@ def test_semantics_8_a_function_that_picks_no_such_ranks_is_found_out_at_once(ch
     assert_raises(
         ShapeError,
         lambda: plan(8, tp=2, pp=4, embedding=lambda ranks: chosen),
-        f"the ranks of 'embedding' are some of each pipeline's ranks, at least one: of [0, 2, 4, 6] your "
-        f"function chose {wrong}.",
+        f"the function for 'embedding' must return at least one of the ranks of each pipeline: for [0, 2, 4, 6] it "
+        f"returned {wrong}.",
     )
 
 
@@ -391,7 +391,7 @@ def test_semantics_10_combinations_are_axes_and_nothing_more():
     assert arrangement["pipeline+expert-tensor+expert"].partition() == arrangement.expert.partition("pp", "ep", "etp")
 
 
-def test_semantics_11_any_group_has_a_twin_with_its_timeout():
+def test_semantics_11_any_group_exists_on_gloo_too_with_its_timeout():
     with fake_rank(5, 8, dist.HashStore()):
         arrangement = recipes.megatron(
             8,
@@ -402,15 +402,15 @@ def test_semantics_11_any_group_has_a_twin_with_its_timeout():
             hierarchical_cp=[2, 1],
             embedding=middle_too,
             position_embedding=[-1],
-            name="twins",
+            name="on gloo",
         )
         arrangement.configure(timeout=timedelta(seconds=77))
         for name, family in arrangement.families.items():
-            group, twin = family.group(), family.group(backend="gloo")
-            assert twin is not group, name
-            assert twin is family.group(backend="gloo")
-            assert (dist.get_backend(twin), dist.get_process_group_ranks(twin)) == ("gloo", [*family.ranks])
-            assert timeout_of(twin) == timedelta(seconds=77)
+            group, on_gloo = family.group(), family.group(backend="gloo")
+            assert on_gloo is not group, name
+            assert on_gloo is family.group(backend="gloo")
+            assert (dist.get_backend(on_gloo), dist.get_process_group_ranks(on_gloo)) == ("gloo", [*family.ranks])
+            assert timeout_of(on_gloo) == timedelta(seconds=77)
 
 
 def test_semantics_13_the_source_is_the_first_of_the_list():
@@ -579,7 +579,7 @@ def test_fairscale_gives_each_axis_its_backend_and_timeout():
         )
 
 
-# ---- a recipe that is refused leaves nothing behind ----
+# ---- an error in a recipe creates nothing ----
 
 
 def beyond(ranks: list[int]) -> list[int]:
@@ -625,11 +625,11 @@ REFUSED: list[tuple[Callable[..., Arrangement], dict[str, Any], dict[str, Any]]]
     (recipes.oslo, {"data": 2, "expert": 3}, {"expert": -1}),
     (recipes.oslo, {"data": 2, "tensor": 4, "order": "data"}, {"order": "data-tensor"}),
 ]
-"""Calls that are refused, and what mends each."""
+"""Calls that raise, and the changes that correct them."""
 
 
 @pytest.mark.parametrize(("recipe", "bad", "better"), REFUSED)
-def test_a_recipe_that_is_refused_leaves_nothing_behind(
+def test_a_recipe_that_raises_creates_nothing(
     recipe: Callable[..., Arrangement], bad: dict[str, Any], better: dict[str, Any]
 ):
     with fake_rank(5, 8):
@@ -645,7 +645,7 @@ def test_a_recipe_that_is_refused_leaves_nothing_behind(
         assert arrangement.dense.group().size() == 8
 
 
-def test_settings_of_nccl_that_are_refused_set_nothing():
+def test_invalid_settings_of_nccl_set_nothing():
     with fake_rank(5, 8):
         arrangement = recipes.megatron(8, tp=2, name="settings")
         for wrong in ({"max_ctas": "many"}, {"max_cta": 8}, {"net_name": 8}):
@@ -1075,15 +1075,15 @@ def olmo(whole: int = 8, **sizes: Any) -> Callable[[], object]:
         (
             failing(world=16, tp=2, cp=2, ep=2, order="cp-tp-dp-ep-pp", optimizer_instances=2),
             "recipes.megatron(16, tp=2, cp=2, ep=2, order='cp-tp-dp-ep-pp', optimizer_instances=2): dense and "
-            "expert parameters share the group between optimizer instances, but in this order its ranks are ranks 0, 8 "
-            "for dense and ranks 0, 4 for expert parameters.\n\n"
+            "expert parameters share the group between optimizer instances, but in this order its ranks are 0, 8 "
+            "for dense and 0, 4 for expert parameters.\n\n"
             "  order='tp-cp-ep-dp-pp'   # fastest axis first; the same ranks for both",
         ),
         (
             failing(world=24, tp=2, cp=4, order="cp-tp-dp-ep-pp", optimizer_instances=2),
             "recipes.megatron(24, tp=2, cp=4, order='cp-tp-dp-ep-pp', optimizer_instances=2): dense and expert "
             "parameters share the group between optimizer instances, but in this order its ranks are not along any "
-            "axes for dense and ranks 0, 12 for expert parameters.\n\n"
+            "axes for dense and 0, 12 for expert parameters.\n\n"
             "  order='tp-cp-ep-dp-pp'   # fastest axis first; the same ranks for both",
         ),
         (
@@ -1234,7 +1234,7 @@ def test_sizes_that_do_not_go_together(call: Callable[[], object], text: str):
 
 
 def proposals(call: str) -> int:
-    """How many calls that errors propose it takes, one after the other, until one does."""
+    """Number of suggested calls that it takes until one succeeds."""
     try:
         eval(call[:-1] + ", of=Layout)")
     except ShapeError as error:
@@ -1332,10 +1332,10 @@ def test_one_process_alone_is_told_to_start_more():
             MembershipError,
             lambda: plan(8)["tensor"].ranks,
             """
-            a plan is seen by no rank, so no group of it is mine.
+            a plan has no rank, so it has no group of this rank.
 
-              arrangement.seen_by(0)['tensor']   # as rank 0 sees it
-              arrangement['tensor'].partition()   # every block
+              arrangement.seen_by(0)['tensor']   # of rank 0
+              arrangement['tensor'].partition()   # of every rank
             """,
         ),
         (
@@ -1344,7 +1344,7 @@ def test_one_process_alone_is_told_to_start_more():
             """
             rank 3 has no 'embedding' group in this arrangement.
 
-              if rank in arrangement['embedding']: ...   # ask first
+              if rank in arrangement['embedding']: ...   # check first
             """,
         ),
         (
@@ -1366,7 +1366,7 @@ def test_a_plan_and_another_rank_make_no_groups():
         WorldError,
         plan(8).seen_by(0)["tensor"].group,
         """
-        a plan of layouts has no processes, so it makes no groups.
+        a plan has no processes, so it has no groups.
 
           recipes.megatron(8, tp=2)   # without of=Layout, in each of 8 processes
         """,
@@ -1377,7 +1377,7 @@ def test_a_plan_and_another_rank_make_no_groups():
         assert_raises(
             MembershipError,
             arrangement.seen_by(2)["tensor"].group,
-            "rank 5 asked for the 'tensor' group as rank 2 sees it: a process makes groups of its own rank alone.",
+            "rank 5 asked for the 'tensor' group of rank 2, but a process creates only groups of its own rank.",
         )
 
 

@@ -1,4 +1,4 @@
-"""One rank of a world of any size, in one process: torch's fake backend, which sends nothing."""
+"""One rank of a world of any size, in one process, on torch's fake backend, which sends nothing."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 @contextmanager
 def world(ranks: int) -> Iterator[None]:
-    """A world of so many ranks, this process being one in its middle."""
+    """A world with ``ranks`` ranks, in which this process is one in the middle."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    hook = sys.excepthook  # of which torch makes another in every world, around the one before
+    hook = sys.excepthook  # torch wraps it again in every world
     dist.init_process_group("fake", store=FakeStore(), rank=ranks // 2 + 1, world_size=ranks)
     try:
         yield
