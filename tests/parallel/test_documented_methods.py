@@ -224,13 +224,11 @@ def test_weights_are_not_replaced_after_a_method_that_may_keep_them(mesh: Proces
     assert_raises(
         MethodError,
         lambda: compose(mesh, Keeps(mesh, "dp"), Replaces(mesh, "tp"), unowned=["pp"]).apply(nn.Linear(2, 2)),
-        """
-        Replaces along tp failed as it was applied: MethodError: Replaces along tp replaced 2 weights, among them weight, but Keeps along dp was applied before and may keep references to the old ones.
-
-          Replaces.level = Level.SHARD   # then compose applies it before Keeps
-
-        Its groups are released and the mesh goes on; the module may be half changed, so make it anew.
-        """,  # noqa: E501
+        "Replaces along tp failed in apply: MethodError: Replaces along tp replaced 2 parameters, for "
+        "example weight, but Keeps along dp was applied before and may keep references to the old ones.\n\n"
+        "  Replaces.level = Level.SHARD   # then compose applies it before Keeps\n\n"
+        "Its groups were released and the mesh is usable. The module may be partly changed: build it "
+        "again.",
     )
     assert compose(mesh, Keeps(mesh, "dp"), Shards(mesh, "tp"), unowned=["pp"]).apply(nn.Linear(2, 2))  # as it says
     compose(mesh, Replaces(mesh, "tp"), Keeps(mesh, "dp"), unowned=["pp"]).apply(nn.Linear(2, 2))
@@ -251,11 +249,12 @@ def average_in_a_split_backward() -> str:
 def test_a_schedule_that_would_skip_hooks_on_weights_refuses_them():
     told = world(4).run(average_in_a_split_backward)
     assert {*told} == {
-        "PipelineParallel along x failed as it was applied: MethodError: schedule 'zero-bubble' computes the gradients "
-        "of weights apart from the others, where torch's fully_shard leaves wrong ones, and DDP may, and hooks that "
-        "wait for a weight's gradient never run.\n\n"
+        "PipelineParallel along x failed in apply: MethodError: schedule 'zero-bubble' computes the gradients "
+        "of weights "
+        "in a separate pass: torch's fully_shard then computes wrong ones, DDP is untested, and post-accumulate-grad "
+        "hooks do not run.\n\n"
         "  PipelineParallel(..., schedule='interleaved')   # with data parallelism\n\n"
-        "Its groups are released and the mesh goes on; the module may be half changed, so make it anew."
+        "Its groups were released and the mesh is usable. The module may be partly changed: build it again."
     }
 
 

@@ -62,7 +62,10 @@ def frozen_alone() -> None:
     assert module[1].running_mean.eq(1.0).all()
     with data.accumulate(module, last=False):
         module(torch.ones(2, 2))
-    with pytest.raises(MethodError, match=r"^DataParallel along dp accumulates in what its apply\(\) gave, not in a"):
+    with pytest.raises(
+        MethodError,
+        match=r"^DataParallel along dp accumulates gradients in the module that apply\(\) returned, not in a",
+    ):
         data.accumulate(nn.Linear(2, 2), last=True)
     own = nn.Linear(2, 2).requires_grad_(False)
     nn.init.constant_(own.weight, 1.0 + mesh.rank)

@@ -199,14 +199,14 @@ def test_a_stage_that_hands_on_no_plain_tensors_is_told():
         def loss(out: DTensor, target: torch.Tensor) -> torch.Tensor:
             return mse_loss(out.to_local(), target)
 
-        told = """
-        stage 0 of a pipeline returns a {}, and the next stage takes a tensor or a tuple of tensors, none of them a DTensor.
+        message = """
+        stage 0 of a pipeline returns a {}, but the next stage takes a tensor or a tuple of tensors, without DTensors.
 
-          return x.to_local()   # of a DTensor x, where the next stage takes this rank's part of it
-        """  # noqa: E501
+          return x.to_local()   # of a DTensor x, if the next stage takes this rank's shard
+        """
         tensor = functools.partial(DTensor.from_local, device_mesh=mesh.device_mesh("tp"), placements=[Replicate()])
         for wrap, name in ((lambda x: {"x": x}, "dict"), (tensor, "DTensor"), (lambda x: (x, None), "NoneType")):
-            assert_raises(MethodError, lambda wrap=wrap: model(Wrapping(wrap))(torch.ones(4, 2)), told.format(name))
+            assert_raises(MethodError, lambda wrap=wrap: model(Wrapping(wrap))(torch.ones(4, 2)), message.format(name))
         with mock.patch.object(PipelineStage, "_forward_metadata_inference"):  # torch has nothing to find out
             assert len(model(Wrapping(tensor, last=True)).step(torch.ones(4, 2), target=torch.ones(4, 2))) == 2
 

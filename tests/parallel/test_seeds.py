@@ -95,9 +95,7 @@ def test_an_error_inside_leaves_the_outside_as_it_was(mesh: ProcessGroupMesh):
         pass
     with seeds, pytest.raises(LifetimeError) as caught, seeds:
         pass
-    assert str(caught.value) == (
-        "this stream of random numbers is entered already; leave it before you enter it again."
-    )
+    assert str(caught.value) == ("this random stream is already entered; exit it before the next entry.")
 
 
 def test_a_stream_is_saved_and_goes_on(mesh: ProcessGroupMesh):
@@ -113,8 +111,8 @@ def test_a_stream_is_saved_and_goes_on(mesh: ProcessGroupMesh):
     with pytest.raises(OptionsError) as caught:
         other.load_state_dict(seeds.state_dict())
     assert str(caught.value) == (
-        f"this is the state of the stream with seed {seeds.seed}, but here is seed {other.seed}: another program's, "
-        "or another place's along the axes by which ranks differ."
+        f"the state is of a stream with seed {seeds.seed}, but this stream has seed {other.seed}: the state belongs to "
+        "another program, or to another index along the axes of the stream."
     )
 
 
@@ -127,7 +125,7 @@ def test_what_it_is_given_has_to_be_right(mesh: ProcessGroupMesh):
         Seeds(mesh.at(pp=0), seed=7)
     with pytest.raises(OptionsError) as caught:
         Seeds(mesh, "tp", seed="7")
-    assert str(caught.value) == "a seed is a whole number, such as seed=0, not '7'."
+    assert str(caught.value) == "a seed is an integer, such as seed=0, not '7'."
 
 
 def fail() -> None:
@@ -251,7 +249,7 @@ def test_what_is_remembered_of_a_stream_is_bounded(mesh: ProcessGroupMesh, monke
         for back in range(min(entry + 1, 4)):
             torch.set_rng_state(states[entry - back])
             with seeds:
-                assert torch.initial_seed() == module.hashed(f"{seeds.seed}/{entry - back}")
+                assert torch.initial_seed() == module.hash64(f"{seeds.seed}/{entry - back}")
         torch.set_rng_state(states[entry])
         with seeds:
             pass
