@@ -53,7 +53,7 @@ def mesh() -> Iterator[ProcessGroupMesh]:
 
 
 class Signs(Method):
-    """Notes on the module that it was here."""
+    """Appends its name to a list on the module."""
 
     def apply(self, module: nn.Module) -> nn.Module:
         module.signed = [*getattr(module, "signed", []), str(self)]
@@ -73,7 +73,7 @@ class Data(Signs):
 
 
 class Pipeline(Signs):
-    """Signs before the others see the module, and after."""
+    """Appends to the list before and after the other methods are applied."""
 
     level = Level.PIPELINE
 
@@ -250,7 +250,7 @@ def test_no_axis_is_forgotten(mesh: ProcessGroupMesh):
 
 
 class Experts(Context):
-    """Lies over the ranks of others, but for those of stages."""
+    """May overlap the ranks of other methods, except those of pipeline stages."""
 
     def shares(self, axis: Axis, other: Method) -> bool:
         return other.level is not Level.PIPELINE
@@ -384,7 +384,7 @@ def test_compose_takes_methods(mesh: ProcessGroupMesh):
 
 
 class Fails(Method):
-    """Makes its group, sums over it, and then fails, on every rank."""
+    """Creates its group, runs an all-reduce, and then fails, on every rank."""
 
     def apply(self, module: nn.Module) -> nn.Module:
         dist.all_reduce(torch.ones(()), group=self.mesh.group(*self.reduces))
@@ -540,7 +540,7 @@ if __name__ == "__main__":
 
 
 def installed(package: Path, target: Path) -> dict[str, str]:
-    """The environment of a process that sees a package which pip has installed into a folder."""
+    """Environment of a process with a package that pip has installed into a folder."""
     source = shutil.copytree(package, target.parent / "source")  # where a build may leave what it likes
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps"]
     subprocess.run([*pip, "--no-build-isolation", "--target", str(target), str(source)], timeout=120, check=True)
@@ -563,7 +563,7 @@ def test_a_method_of_another_package_is_found_once_pip_has_installed_it(tmp_path
 
 
 def brought(folder: Path, package: str, **methods: str) -> None:
-    """A package as pip leaves it, so far as names of methods go."""
+    """Write the metadata of an installed package with these entry points."""
     info = folder / f"{package}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")

@@ -1,4 +1,4 @@
-"""Context parallelism: sequences cut along an axis give what one process gives for them whole, and its gradients."""
+"""Context parallelism: outputs and gradients of sharded sequences against one process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}  # float64: only the order of sums di
 
 
 def attend(mesh, axes, kind, balanced, causal, heads, kv_heads, dtype=torch.float64):
-    """The attention of cut sequences, and its gradients, against torch's on the whole."""
+    """Compare attention of sharded sequences and its gradients with torch's attention of whole sequences."""
     torch.manual_seed(3)
     whole = [
         torch.randn(2, n, 16, width, dtype=dtype, requires_grad=True)

@@ -1,6 +1,6 @@
-"""Every method that a page shows, beside sharding, tensor parallelism and a pipeline: as in one process.
+"""Methods of the documentation, composed with sharding, tensor parallelism and a pipeline, against one process.
 
-The classes are those that stand on the pages, not copies.
+The classes are read from the pages and examples.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def of_markdown(path: str) -> type[Method]:
-    """The class Average of a page."""
+    """Class Average of a page."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / path).read_text(encoding="utf-8"), flags=re.DOTALL)
     (block,) = (block for block in blocks if "class Average" in block)
     lines = block.splitlines()
@@ -56,7 +56,7 @@ def of_markdown(path: str) -> type[Method]:
 
 
 def of_program(path: str, name: str) -> type[Method]:
-    """A class of a program."""
+    """Class of an example program."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -71,7 +71,7 @@ AVERAGES = {
 
 
 def beside(mesh: ProcessGroupMesh, kind: str, axis: str = "x") -> list[Method]:
-    """Another method, along an axis."""
+    """Another method along an axis, to compose with."""
     plan = {"0": "columns", "2": "rows"}
     pipeline = functools.partial(PipelineParallel, mesh, axis, layers="blocks", first="012", loss=loss_of)
     return {
@@ -120,7 +120,7 @@ def test_an_average_beside_two_other_methods():
 
 
 def local_steps(every: int = 2) -> list[tuple[list[dict[str, torch.Tensor]], nn.Module]]:
-    """Two replicas, each on half of the rows in one process, with the mean of their weights now and then."""
+    """Train two replicas in one process, each on half of the rows, and average their weights every few steps."""
     replicas = [SmallModel(), SmallModel()]
     with torch.no_grad():
         for weight in replicas[1].parameters():
@@ -184,7 +184,7 @@ def test_the_tensor_parallelism_of_the_example_beside_the_other_methods():
 
 
 class Replaces(Method):
-    """Puts copies in place of the weights, and says at no level that it does."""
+    """Replaces all parameters by copies, without the level for it."""
 
     def apply(self, module: nn.Module) -> nn.Module:
         for each in module.modules():
@@ -198,7 +198,7 @@ class Shards(Replaces):
 
 
 class Keeps(Method):
-    """Keeps the weights that it is given."""
+    """Keeps references to the parameters."""
 
     def apply(self, module: nn.Module) -> nn.Module:
         self.kept = [*module.parameters()]

@@ -1,4 +1,4 @@
-"""Expert parallelism: tokens that travel to experts on other ranks, against the mixture of experts of one process."""
+"""Expert parallelism against a mixture of experts in one process."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}  # float64: only the order of sums di
 
 
 def travel(sizes, over, tensor, counts):
-    """One mixture on ranks with so many tokens each: outputs and all gradients, against plain mix."""
+    """Compare outputs and gradients of one mixture, with these numbers of tokens on each rank, with ``mix``."""
     torch.manual_seed(5)
     shape = (sum(counts), WIDTH)
     tokens, given = torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
@@ -230,7 +230,7 @@ def test_what_does_not_fit_is_told_with_the_numbers(mesh):
 
 
 def saved_and_loaded(folder) -> None:
-    """Two steps with experts arranged in one way, and the third where they are arranged in another."""
+    """Two steps on one expert view, a checkpoint, and the third step on another view."""
     expected = train_alone_in_parts()
     for name, view, steps in [("saving", {"edp": 2, "ep": 2}, [0, 1]), ("loading", {"ep": 4}, [2])]:
         with ProcessGroupMesh(dp=4, name=name) as mesh:

@@ -1,4 +1,4 @@
-"""Unequal inputs of ranks: an error on each rank, with the axis and the numbers, after which they can go on."""
+"""Unequal inputs of ranks: an error on each rank, with the axis and the numbers; training works after it."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_unequal_numbers_of_rows_are_told_before_a_training_step(kind):
 
 
 def rows_of_several_passes() -> None:
-    """DDP is told which pass is the last: rows are added up, and compared in that one."""
+    """With gradient accumulation, rows are added up and compared in the last pass."""
     with ProcessGroupMesh(dp=2) as mesh:
         data = DataParallel(mesh, "dp")
         module = data.apply(TinyGPT(layers=1))
@@ -268,7 +268,7 @@ def test_the_timeout_of_a_pipeline_holds_where_rows_are_compared():
 
 
 def batches_of_other_shapes(data: type | None) -> None:
-    """Steps with other rows and other lengths, between them forward passes alone; gradients are one process's."""
+    """Steps with different rows and lengths, and forward passes between them, against one process."""
     with ProcessGroupMesh(pp=2, dp=2) as mesh:
         for schedule, virtual in [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 2)][
             : 3 if data else 4

@@ -1,4 +1,4 @@
-"""Methods alone and together on eight ranks: every gradient of three steps is the one process's, in 64-bit floats."""
+"""Single and composed methods on eight ranks: all gradients of three steps against one process, in 64-bit floats."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def stages(mesh: ProcessGroupMesh, axis: str = "pp", **changes: Any) -> Pipeline
 
 
 def train_and_check(composition: Composition, **model: Any) -> nn.Module:
-    """The gradients of every step and the last weights are one process's, and so are the losses, in the mean."""
+    """Train, and compare gradients of each step, final weights and mean losses with one process."""
     module = composition.apply(TinyGPT(**model))
     found, right = train_parallel(module, composition.share), expected(**model)
     assert_same_run(found, right)
@@ -86,7 +86,7 @@ def train_and_check(composition: Composition, **model: Any) -> nn.Module:
 
 
 def held(module: nn.Module) -> int:
-    """How many numbers of weights this rank holds."""
+    """Number of elements of this rank's parameters."""
     return sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in module.parameters())
 
 
@@ -134,7 +134,7 @@ def test_gradients_accumulate_and_are_averaged_once():
 
 
 def ended_at_once() -> None:
-    """DDP that outlives its mesh lets go of the group last, right after a collective on it."""
+    """DDP that outlives its mesh frees the group last, directly after a collective on it."""
     for _ in range(40):
         with ProcessGroupMesh(dp=2) as mesh:
             module = DataParallel(mesh, "dp").apply(nn.Linear(2, 2))
@@ -195,7 +195,7 @@ def test_sharded_data_parallel_over_one_axis_hybrid_and_over_combined_axes():
 
 
 def half() -> None:
-    """Mixed precision reaches fully_shard: it computes in bfloat16, near the truth and not at it."""
+    """Mixed precision is passed to fully_shard: results of bfloat16 are close, and not equal."""
     mesh = ProcessGroupMesh(dp=8)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float64)
     method = ShardedDataParallel(mesh, "dp", mp_policy=policy, layers=lambda module: [module.blocks[0]])
@@ -218,7 +218,7 @@ def test_mixed_precision_is_passed_through():
 
 
 def kept_and_offloaded() -> None:
-    """Both keywords reach fully_shard: layers stay whole after forward, or are cut again; gradients are the same."""
+    """Both keywords are passed to fully_shard: layers are resharded after forward or not, with equal gradients."""
     with ProcessGroupMesh(dp=2) as mesh:
         codes, target = batch(0)
         for keep in (True, False):
@@ -317,7 +317,7 @@ def test_the_gradients_of_pipelined_steps_add_up():
 
 
 def in_no_time() -> None:
-    """Zero-bubble schedules, one model after the other, with tensor parallelism inside."""
+    """Zero-bubble schedules with tensor parallelism, one model after the other."""
     mesh = ProcessGroupMesh(pp=2, tp=4)
     for schedule, virtual, tied in [("zero-bubble", 1, True), ("zero-bubble", 2, False), ("zero-bubble-v", 2, True)]:
         pipeline = stages(mesh, schedule=schedule, virtual=virtual, microbatches=4)
@@ -329,7 +329,7 @@ def test_zero_bubble_schedules_with_tensor_parallel():
 
 
 def alone_in_a_pipeline() -> None:
-    """Stages of uneven numbers of layers; and a pipeline of one stage is the whole."""
+    """Stages with different numbers of layers, and a pipeline with one stage."""
     mesh = ProcessGroupMesh(pp=8)
     module = train_and_check(compose(mesh, stages(mesh, microbatches=8)), layers=11, tied=True)
     layers = [each for each in module.parts[0].blocks if next(each.parameters(), None) is not None]
@@ -475,14 +475,16 @@ def test_what_cannot_be_a_pipeline_is_told():
         assert_raises(
             ShapeError,
             lambda: module.step(codes, target=target),
-            "6 rows cannot be cut into 4 equal microbatches along pp=4: inputs and target have one number of rows, "
-            "which 4 divides.\n\n  4 or 8 rows would do",
+            "6 rows cannot be split into 4 equal microbatches along pp=4: inputs and target need the same "
+            "number of rows, "
+            "divisible by 4.\n\n  4 or 8 rows would do",
         )
         assert_raises(
             ShapeError,
             lambda: module.step(codes[:4], target=target),
-            "4 and 6 rows cannot be cut into 4 equal microbatches along pp=4: inputs and target have one number of "
-            "rows, which 4 divides.\n\n  4 or 8 rows would do",
+            "4 and 6 rows cannot be split into 4 equal microbatches along pp=4: inputs and target need the "
+            "same number of rows, "
+            "divisible by 4.\n\n  4 or 8 rows would do",
         )
 
 
@@ -542,7 +544,7 @@ def test_hybrid_sharding_with_tensor_parallel():
 
 
 def two_meshes() -> None:
-    """Two models on the same ranks, one step of the one and then one of the other, on meshes alike and unlike."""
+    """Two models on the same ranks with alternating steps, on meshes of the same and of different shapes."""
     actor = ProcessGroupMesh(dp=4, tp=2, name="actor")
     critic = ProcessGroupMesh(dp=4, tp=2, name="critic")
     judge = ProcessGroupMesh(tp=2, pp=2, dp=2, ranks=[0, 2, 4, 6, 1, 3, 5, 7], name="judge")
@@ -578,7 +580,7 @@ CLIP = 0.05
 
 
 def clipped() -> None:
-    """The norm over stages, shards, splits and replicas is one process's, and so is what is clipped by it."""
+    """Compare the norm over stages, shards and replicas, and clipped gradients, with one process."""
     right = expected(clip=CLIP, tied=True)
     for name, shape in {"dense": {"pp": 2, "dp": 2, "tp": 2}, "virtual": {"pp": 2, "dp": 4}, "flat": {"dp": 8}}.items():
         with ProcessGroupMesh(name=name, **shape) as mesh:
@@ -662,7 +664,7 @@ def test_initial_weights_are_broadcast_along_any_axes():
 
 
 def methods_of(mesh: ProcessGroupMesh) -> list[Method]:
-    """Sharded where there is dp, split where there is tp, in stages where there is pp, two on a rank."""
+    """Sharding along dp, tensor parallelism along tp, and a pipeline along pp with two stages on each rank."""
     methods: list[Method] = [ShardedDataParallel(mesh, "dp")]
     if "tp" in mesh.axes:
         methods.append(split(mesh))
@@ -672,7 +674,7 @@ def methods_of(mesh: ProcessGroupMesh) -> list[Method]:
 
 
 def save_and_load(folder: Path) -> None:
-    """Two steps on one mesh, a checkpoint, and the third step on meshes of other shapes: one process's three."""
+    """Two steps on one mesh, a checkpoint, and the third step on meshes of other shapes, against one process."""
     right, tied = expected(tied=True), True
     with ProcessGroupMesh(pp=2, dp=2, tp=2, name="saving") as mesh:
         composition = compose(mesh, *methods_of(mesh))

@@ -1,4 +1,4 @@
-"""Seeds per axis: who draws the same numbers, what a seed is made of, and that streams go on and leave no trace."""
+"""Seeds per axis: which ranks draw the same numbers, the definition of a seed, and state of streams."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def mesh() -> Iterator[ProcessGroupMesh]:
 
 
 def draws(axes: tuple[str, ...], ranks: list[int]) -> dict[tuple[int, ...], int]:
-    """What each rank's seed along these axes is, by its coord."""
+    """Seed of each rank along these axes, by coord."""
     seeds = {}
     for rank in range(8):
         with fake_rank(rank, 8), ProcessGroupMesh(pp=2, dp=2, tp=2, ranks=ranks) as mesh:
@@ -137,12 +137,12 @@ def fail() -> None:
 
 
 class Dropping(nn.Module):
-    """Layers with two entries of one stream each, an entry of another inside the second, and dropout outside."""
+    """Layers with two entries of a stream, an entry of another stream inside the second, and dropout outside."""
 
     def __init__(self, mesh: ProcessGroupMesh, axes: tuple[str, ...], kind: bool | None) -> None:
         super().__init__()
         self.kind = kind
-        """Whether checkpoint is reentrant; None for no checkpoint."""
+        """True for reentrant checkpoints, False for others, None for no checkpoint."""
         self.layers = nn.ModuleList(nn.Linear(16, 16, dtype=torch.float64) for _ in range(3))
         for number, layer in enumerate(self.layers):
             nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(number))
@@ -168,7 +168,7 @@ class Dropping(nn.Module):
 
 
 def gradients(mesh: ProcessGroupMesh, axes: tuple[str, ...], kind: bool | None, seed: int) -> list[torch.Tensor]:
-    """The gradients of two forward passes before two backward passes, then what is drawn outside, then masks."""
+    """Gradients of two forward passes followed by two backward passes, numbers drawn outside, and masks."""
     model = Dropping(mesh, axes, kind)
     torch.manual_seed(seed)
     torch.rand(seed)
@@ -192,7 +192,7 @@ def test_a_checkpointed_function_draws_the_same_when_it_is_computed_again(mesh: 
 
 
 def checkpointed(kind: bool) -> tuple[tuple[int, ...], list[list[float]]]:
-    """Ranks whose generators are seeded differently and have drawn differently many numbers."""
+    """Ranks with differently seeded generators that have drawn different amounts of numbers."""
     with ProcessGroupMesh(dp=2, tp=2, name="checkpointed") as mesh:
         assert mesh.coord is not None
         plain, again = (gradients(mesh, ("tp",), each, mesh.rank) for each in (None, kind))

@@ -1,4 +1,4 @@
-"""Tensor parallelism: cut layers, vocabularies and sequences, gradient by gradient against one process."""
+"""Tensor parallelism of layers, vocabularies and sequences: all gradients against one process."""
 
 from __future__ import annotations
 
