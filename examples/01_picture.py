@@ -1,10 +1,10 @@
-"""A mesh: where every rank sits, and where I do."""
+"""Print a mesh: the coords of all ranks, with this rank marked."""
 
 from pgmesh import ProcessGroupMesh, launch
 
 
 def main() -> str:
-    mesh = ProcessGroupMesh(dp=-1, tp=2)  # dp is what is left
+    mesh = ProcessGroupMesh(dp=-1, tp=2)  # -1: all remaining ranks
     if mesh.rank == 3:
         print(mesh)
         print(f"I am rank {mesh.rank} at {mesh.coord}, in files and logs {mesh.label()}.")

@@ -1,4 +1,4 @@
-"""The process group along any axes: made on the first call, the same object ever after."""
+"""The process group along any axes: created on the first call, and then the same object on each call."""
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ def main() -> bool:
     mesh = ProcessGroupMesh(dp=2, tp=2)
     for axes in (["dp"], ["tp"], ["dp", "tp"]):
         assert total(mesh, *axes) == sum(mesh.ranks(*axes))
-        assert mesh.group(*axes) is mesh.group(*reversed(axes))  # a combination has no order
+        assert mesh.group(*axes) is mesh.group(*reversed(axes))  # the order of the axes does not matter
         if mesh.rank == 0:
             print(f"{' x '.join(axes):7}  blocks {mesh.partition(*axes)}, my sum {total(mesh, *axes)}")
         elif mesh.rank in mesh.along(*axes) and 0 in mesh.ranks(*axes):

@@ -1,4 +1,4 @@
-"""Ranks ask for groups in whatever order they like: nobody waits when a group is made."""
+"""Ranks create groups in different orders: creating a group does not wait for other ranks."""
 
 import random
 import time
@@ -13,7 +13,7 @@ from pgmesh import ProcessGroupMesh, launch
 def main() -> float:
     mesh = ProcessGroupMesh(pp=2, dp=2, tp=1)
     families = [axes for n in (1, 2, 3) for axes in combinations(mesh.axes, n)]
-    random.Random(mesh.rank).shuffle(families)  # an order of its own on every rank
+    random.Random(mesh.rank).shuffle(families)  # a different order on each rank
 
     start = time.perf_counter()
     for axes in families:

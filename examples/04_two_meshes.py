@@ -1,4 +1,4 @@
-"""Meshes are not global: an actor and a critic beside each other, and a judge over the ranks of both."""
+"""Several meshes in one program: an actor and a critic on different ranks, and a judge on all of them."""
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,8 @@ def mean(mesh: ProcessGroupMesh, value: float) -> float:
 
 def main() -> tuple[str, float]:
     actor = ProcessGroupMesh(dp=1, tp=2, ranks=range(2), name="actor")
-    critic = ProcessGroupMesh(dp=2, ranks=[3, 2], name="critic")  # its ranks in an order of its own
-    judge = ProcessGroupMesh(dp=4, name="judge")  # on everyone's ranks, with communicators of its own
+    critic = ProcessGroupMesh(dp=2, ranks=[3, 2], name="critic")  # ranks in this order
+    judge = ProcessGroupMesh(dp=4, name="judge")  # on all ranks, with separate communicators
 
     mine = actor if actor.rank in actor else critic
     other = critic if mine is actor else actor

@@ -1,4 +1,4 @@
-"""What a group is made with, a second communicator on the same ranks, and letting go."""
+"""Options of a group, a second communicator on the same ranks, and release."""
 
 from datetime import timedelta
 
@@ -10,7 +10,7 @@ from pgmesh import OptionsError, ProcessGroupMesh, launch
 
 def main() -> bool:
     with ProcessGroupMesh(dp=2, tp=2, name="actor") as mesh:
-        # The owner of an axis says what its group is made with, before anyone uses it.
+        # The owner of an axis sets the options of its group, before the first use.
         mesh.configure("dp", timeout=timedelta(minutes=2), description="gradients")
         gradients = mesh.group("dp")
         assert gradients.group_desc == "gradients"
@@ -28,8 +28,8 @@ def main() -> bool:
             assert work is not None
             work.wait()
 
-        mesh.release("dp")  # both are gone, with their threads and sockets
-        assert mesh.group("dp") is not gradients  # a new one, under a name that was never used
+        mesh.release("dp")  # destroys both, with their threads and sockets
+        assert mesh.group("dp") is not gradients  # a new group with a new name
     return True
 
 

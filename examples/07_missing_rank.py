@@ -1,4 +1,4 @@
-"""A rank that does not come is named, in numbers of the world, at the group's own timeout."""
+"""A missing rank: the error names its rank in the world, at the timeout of the group."""
 
 from datetime import timedelta
 
@@ -12,7 +12,7 @@ def main() -> str:
     mesh = ProcessGroupMesh(dp=4, ranks=[3, 1, 2, 0], name="actor")
     group = mesh.group("dp", timeout=timedelta(seconds=1))
     said = ""
-    if mesh.rank != 2:  # rank 2 has made the group too, but stays away
+    if mesh.rank != 2:  # rank 2 has created the group too, but does not call the collective
         try:
             dist.all_reduce(torch.ones(1), group=group)
         except MissingRanksError as error:

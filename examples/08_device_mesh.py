@@ -11,7 +11,7 @@ from pgmesh import ProcessGroupMesh, launch
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)  # the same weights on every rank
+        torch.manual_seed(0)  # the same parameters on every rank
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -20,7 +20,7 @@ class Block(nn.Module):
 
 def main() -> float:
     mesh = ProcessGroupMesh(dp=2, tp=2)
-    slices = mesh.device_mesh()  # one root, so that its slices know each other
+    slices = mesh.device_mesh()  # one root mesh, as FSDP with tensor parallelism needs
     assert slices.get_group("tp") is mesh.group("tp")
 
     parallel = parallelize_module(Block(), slices["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})

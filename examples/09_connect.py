@@ -1,4 +1,4 @@
-"""connect: meet all members now, or learn within seconds who is missing, what it is doing, or who waits for whom."""
+"""connect: connect groups now, or get an error within seconds with the missing ranks and their status."""
 
 import time
 from datetime import timedelta
@@ -10,7 +10,7 @@ from pgmesh import PgmeshError, ProcessGroupMesh, launch
 
 def why_not(mesh: ProcessGroupMesh, *axes: str) -> str:
     try:
-        for axis in axes:  # one after another
+        for axis in axes:  # one axis after another
             mesh.connect(axis, timeout=timedelta(seconds=2))
     except PgmeshError as error:
         return f"{type(error).__name__}: {error}"
@@ -20,7 +20,7 @@ def why_not(mesh: ProcessGroupMesh, *axes: str) -> str:
 def main() -> tuple[str, str]:
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     if mesh.rank == 3:
-        time.sleep(3)  # reading its data
+        time.sleep(3)  # for example, reads its data
     late = why_not(mesh, "dp")  # ranks 1 and 3 are one group, 0 and 2 the other
     dist.barrier()
 

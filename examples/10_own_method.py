@@ -1,4 +1,4 @@
-"""A parallel method of one's own: a class that is given a mesh and its axes, and that composes with the others."""
+"""A custom parallel method: a class that takes a mesh and axes, and composes with the built-in methods."""
 
 import torch
 import torch.distributed as dist
@@ -10,25 +10,25 @@ from pgmesh.parallel import Level, Method, compose, local
 
 
 class Average(Method):
-    """Data parallelism in its smallest form: each gradient is averaged as soon as it is there."""
+    """Minimal data parallelism: each gradient is averaged as soon as it is accumulated."""
 
-    splits_batch = True  # its ranks read different rows
+    splits_batch = True  # ranks along its axes read different rows
 
     def apply(self, module: nn.Module) -> nn.Module:
-        for weight in self.weights(module):  # without frozen weights and experts
+        for weight in self.weights(module):  # without frozen parameters and experts
             weight.register_post_accumulate_grad_hook(self.average)
         return module
 
     def average(self, weight: nn.Parameter) -> None:
-        gradient = local(weight.grad)  # this rank's part, where another method cuts the weight
+        gradient = local(weight.grad)  # this rank's shard, if another method shards the weight
         dist.all_reduce(gradient, group=self.mesh.group(*self.reduces))
         gradient /= self.mesh.size(*self.reduces)
 
 
 class Split(Method):
-    """Tensor parallelism for two layers, by torch's own means."""
+    """Tensor parallelism for two layers, by torch's parallelize_module."""
 
-    level = Level.TENSOR  # so that it is applied first, in whatever order the two are given
+    level = Level.TENSOR  # applied before Average, in any order of the arguments
 
     def apply(self, module: nn.Module) -> nn.Module:
         plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
@@ -36,13 +36,13 @@ class Split(Method):
 
 
 def model() -> nn.Module:
-    torch.manual_seed(0)  # the same weights on every rank
+    torch.manual_seed(0)  # the same parameters on every rank
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).double()
 
 
 def main() -> float:
     mesh = ProcessGroupMesh(dp=2, tp=2)
-    methods = compose(mesh, Average(mesh, "dp"), Split(mesh, "tp"))  # each axis has one owner, or it is an error
+    methods = compose(mesh, Average(mesh, "dp"), Split(mesh, "tp"))  # an error unless each axis has one owner
     parallel, alone = methods.apply(model()), model()
     rows = torch.randn(6, 8, generator=torch.Generator().manual_seed(1)).double()
     parallel(methods.share(rows)).square().mean().backward()

@@ -1,4 +1,4 @@
-"""accelerate over groups of ours: its ParallelismConfig is handed the DeviceMesh that it would make."""
+"""accelerate on the groups of a mesh: its ParallelismConfig takes a DeviceMesh of the mesh."""
 
 import torch
 from torch import nn
@@ -17,14 +17,14 @@ ROWS = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
 
 
 def net() -> nn.Module:
-    torch.manual_seed(0)  # the same weights on every rank
+    torch.manual_seed(0)  # the same parameters on every rank
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
 
 
 def main() -> float:
-    mesh = ProcessGroupMesh(dp_replicate=2, dp_shard=2)  # accelerate's names, of what is more than 1, in its order
+    mesh = ProcessGroupMesh(dp_replicate=2, dp_shard=2)  # names and order as in accelerate, without sizes of 1
     config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
-    config.device_mesh = mesh.device_mesh()  # Accelerator(parallelism_config=config) takes it from here, on GPUs
+    config.device_mesh = mesh.device_mesh()  # Accelerator(parallelism_config=config) uses it, on GPUs
     slices = config.get_device_mesh("cpu")
     assert slices.get_group("dp_shard") is mesh.group("dp_shard")
 

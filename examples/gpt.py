@@ -1,4 +1,4 @@
-"""A small GPT and the text it reads. Plain torch: nothing in this file knows of meshes, ranks or groups."""
+"""A small GPT and its training text, in plain torch, without meshes, ranks or groups."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attentio
 
 LAYERS, WIDTH, HEAD, CONTEXT, BATCH = 4, 64, 16, 32, 32
 
-TEXT = "".join(topics.values())  # Python's manual comes with every Python
+TEXT = "".join(topics.values())  # the manual that every Python has
 ALPHABET = {character: i for i, character in enumerate(sorted(set(TEXT)))}
 CODES = torch.tensor([ALPHABET[character] for character in TEXT])
 
 
 def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The whole batch of a step, the same in every process, and what follows each of its characters."""
+    """Inputs and targets of a step, the same in every process. The target of a character is the next one."""
     starts = torch.randint(len(CODES) - CONTEXT, (BATCH, 1), generator=torch.Generator().manual_seed(step))
     rows = CODES[starts + torch.arange(CONTEXT + 1)]
     return rows[:, :-1], rows[:, 1:]
 
 
 def loss_of(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """How surprising the next character is, on average over the rows."""
+    """Mean cross-entropy of the next character."""
     return cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
@@ -39,7 +39,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # The rows of qkv are sorted by head first: cut in equal parts, they part between heads.
+        # Rows of qkv are sorted by head, so that equal shards have whole heads.
         heads = self.qkv(self.norm1(x)).unflatten(-1, (-1, 3, HEAD))
         q, k, v = heads.transpose(1, 2).unbind(3)
         mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The whole model, with the same weights in every process. Where a module is None, another stage has it."""
+    """The model, with the same parameters in every process. Modules of other pipeline stages are None."""
 
     def __init__(self, tied: bool) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ from pgmesh import ProcessGroupMesh, launch
 from pgmesh.parallel import DataParallel, ExpertParallel, Router, compose, mix
 
 LAYERS, EXPERTS, STEPS, RATE = 2, 8, 12, 1e-2
-BALANCE = 0.01  # how much it counts that experts are not equally loaded
+BALANCE = 0.01  # weight of the load-balance loss
 TOLERANCE = 1e-9  # in 64-bit floats only the order of sums differs, 1e-16 at a time; a wrong group makes 1e-5 or more
 
 
@@ -33,7 +33,7 @@ class Expert(nn.Module):
 
 
 class Layer(nn.Module):
-    """Causal attention, then a mixture of experts. It knows of no ranks: ExpertParallel replaces the mix it keeps."""
+    """Causal attention, then a mixture of experts. ExpertParallel replaces its ``mix`` attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Layer(nn.Module):
 
 
 class Reader(nn.Module):
-    """The whole model, with the same weights in every process."""
+    """The model, with the same parameters in every process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Reader(nn.Module):
         self.double()
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Logits, how uneven the experts' loads are, and how many characters each expert of the last layer was sent."""
+        """Return logits, the load-balance loss, and the characters sent to each expert of the last layer."""
         x, uneven, chosen = self.tokens(x) + self.places(torch.arange(x.shape[1])), torch.zeros(()), None
         for layer in self.layers:
             x, balance, chosen = layer(x)
@@ -72,7 +72,7 @@ class Reader(nn.Module):
 
 
 def train(model: nn.Module, share=lambda rows: rows) -> tuple[list[float], torch.Tensor]:
-    """The loss of each step over the rows that this process has, and the loads of the last."""
+    """Loss of each step over the rows of this process, and the expert loads of the last step."""
     optimizer, losses, loads = torch.optim.AdamW(model.parameters(), RATE), [], torch.zeros(())
     for step in range(STEPS):
         inputs, targets = (share(rows) for rows in batch_of(step))
@@ -88,7 +88,7 @@ def train(model: nn.Module, share=lambda rows: rows) -> tuple[list[float], torch
 def main() -> tuple[str, list[float], torch.Tensor, dict[str, torch.Tensor]]:
     torch.set_num_threads(1)  # the other ranks share the cores
     mesh = ProcessGroupMesh(dp=4)
-    moe = mesh.view(edp=2, ep=2)  # the same ranks, read with other axes
+    moe = mesh.view(edp=2, ep=2)  # the same ranks with other axes
     together = compose(mesh, DataParallel(mesh, "dp"), ExpertParallel(moe, "ep", over=("edp", "ep")))
     model = together.apply(Reader())
     losses, loads = train(model, together.share)
@@ -104,7 +104,7 @@ if __name__ == "__main__":
         total = sum(weight.numel() for weight in weights.values())
         print(f"rank {rank} holds experts {held[0]} to {held[-1]} of each layer, {total:,} weights")
     middle = time.perf_counter()
-    torch.set_num_threads(1)  # as many as a rank had, so that times compare
+    torch.set_num_threads(1)  # as on each rank, so that times are comparable
     model = Reader()
     alone, loads = train(model)
     truth = model.state_dict()

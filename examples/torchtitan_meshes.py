@@ -1,4 +1,4 @@
-"""torchtitan over groups of ours: its ParallelDims is given meshes that are views of one, and so share their groups."""
+"""torchtitan on the groups of a mesh: its ParallelDims takes views of one mesh, which share their groups."""
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ except ModuleNotFoundError:
 
 
 class Dims(ParallelDims):
-    """torchtitan's meshes, each a reading of the same ranks."""
+    """torchtitan's meshes, each a view of the same ranks."""
 
     def build_mesh(self):
         mesh = ProcessGroupMesh(
@@ -27,7 +27,7 @@ class Dims(ParallelDims):
         loss = data.view(pp=self.pp, loss=data.size("batch", "cp"), tp=self.tp)
         views = {"dataloading": data, "loss": loss, "sparse": sparse, "dense": dense}
         self._global_meshes = {name: view.device_mesh() for name, view in views.items()}
-        # Of axes of one name the last, which is dense: FSDP and tensor parallelism need slices of one root.
+        # Of axes with the same name, take the last, the dense one: FSDP and tensor parallelism need one root mesh.
         self._single_axis_meshes = {axis: view.device_mesh(axis) for view in views.values() for axis in view.axes}
         self._validate_meshes()
         self._world_mesh, self.mesh = mesh.device_mesh(), mesh
@@ -37,7 +37,7 @@ class Dims(ParallelDims):
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)  # the same weights on every rank
+        torch.manual_seed(0)  # the same parameters on every rank
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Train a small GPT on eight processes of one machine: pipeline x data x tensor parallel, 2 x 2 x 2.
 
-    python examples/train_gpt.py                              # starts eight processes itself
-    torchrun --nproc-per-node 8 examples/train_gpt.py         # or runs in those that torchrun starts
-    python examples/train_gpt.py --tied                       # the head is the token embedding again
+    python examples/train_gpt.py                              # starts eight processes
+    torchrun --nproc-per-node 8 examples/train_gpt.py         # or runs in the processes of torchrun
+    python examples/train_gpt.py --tied                       # the head is tied to the token embedding
 
 The parallel methods are thin over torch's own: schedules, fully_shard and parallelize_module. Each is given
 the axis it works along, and every group they use comes from one mesh. Then one process alone trains the same
@@ -38,16 +38,16 @@ STEPS, MICROBATCHES, RATE = 40, 2, 1e-2
 CUTS = {**attention_plan("blocks.*", ["qkv"], "out"), **mlp_plan("blocks.*", ["up"], "down")}
 STAGES = {"layers": "blocks", "first": ["tokens", "places"], "last": ["norm", "head"]}
 
-# With 64-bit floats the two runs differ only in the order of their sums. That is 1e-16 at a time, of which
-# forty steps make 1e-13; a wrong group, factor or batch makes 1e-5 or more. (In 32 bits: 1e-4, too near.)
+# With 64-bit floats the two runs differ only by the order of sums: 1e-16 each, 1e-13 after forty steps.
+# A wrong group, factor or batch gives 1e-5 or more. With 32-bit floats rounding gives 1e-4, which is too close.
 TOLERANCE = 1e-9
-FALL = 1.5  # and the loss must fall by this much: two models that learn nothing agree too
+FALL = 1.5  # minimum decrease of the loss: two models that learn nothing are equal too
 
 Weights = dict[str, torch.Tensor]
 
 
 def main(tied: bool) -> bool:
-    """The whole story, on each of the eight ranks."""
+    """Run the program on one of the eight ranks."""
     launch.join("gloo")
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
@@ -67,11 +67,11 @@ def main(tied: bool) -> bool:
     return verdict(all(sums), losses, alone, furthest(mesh, weights, truth))
 
 
-# ---- Groups: along any axes, in any order, of any number of meshes ----
+# ---- Groups along any axes, in any order, of several meshes ----
 
 
 def show_sums(mesh: ProcessGroupMesh) -> bool:
-    """Sum 2**rank along each combination of axes: the bits of the sum say who took part."""
+    """Sum 2**rank along each combination of axes: the bits of the sum are the ranks that took part."""
     say("axes       blocks   rank 0's block    sum of 2**rank")
     good = [sum_is_right(mesh, *axes) for axes in combinations_of(mesh)]
     for axes, right in zip(combinations_of(mesh), good):
@@ -83,12 +83,12 @@ def show_sums(mesh: ProcessGroupMesh) -> bool:
 
 
 def show_opposite_orders() -> bool:
-    """Ask for the groups in one order on even ranks and in the opposite order on odd ones."""
+    """Create the groups in one order on even ranks and in the opposite order on odd ranks."""
     with ProcessGroupMesh(pp=2, dp=2, tp=2, name="opposite") as mesh:
         order = combinations_of(mesh)
         start = time.perf_counter()
         for axes in order if mesh.rank % 2 == 0 else reversed(order):
-            mesh.group(*axes)  # returns at once, whatever the other ranks are doing
+            mesh.group(*axes)  # does not wait for other ranks
         made = time.perf_counter()
         good = all(sum_is_right(mesh, *axes) for axes in order)
         used = time.perf_counter()
@@ -98,7 +98,7 @@ def show_opposite_orders() -> bool:
 
 
 def show_second_mesh() -> bool:
-    """A mesh of another shape in the same processes, which shares nothing with the first."""
+    """Create a mesh of another shape in the same processes, which shares no groups with the first."""
     with ProcessGroupMesh(dp=4, cp=2, name="second") as mesh:
         good = all(sum_is_right(mesh, *axes) for axes in combinations_of(mesh))
         say(f"A second mesh in the same processes, its sums {judged(good)}:\n\n{mesh}\n")
@@ -121,15 +121,15 @@ def sum_is_right(mesh: ProcessGroupMesh, *axes: str | int) -> bool:
     total = torch.tensor(2**mesh.rank)
     dist.all_reduce(total, group=mesh.group(*axes))
     good = torch.tensor(int(total.item() == sum_of(mesh.ranks(*axes))))
-    dist.all_reduce(good, dist.ReduceOp.MIN, group=mesh.group())  # right only where every rank finds it so
+    dist.all_reduce(good, dist.ReduceOp.MIN, group=mesh.group())  # true only if it is true on every rank
     return bool(good)
 
 
-# ---- Training: on the mesh, and alone ----
+# ---- Training on the mesh and on one rank ----
 
 
 def train_on_mesh(mesh: ProcessGroupMesh, tied: bool) -> tuple[list[float], Weights]:
-    """The loss of each step, and what the weights of this rank's stage became."""
+    """Loss of each step, and the final parameters of this rank's stages."""
     model = GPT(tied)
     total = sum(weight.numel() for weight in model.parameters())
 
@@ -147,7 +147,7 @@ def train_on_mesh(mesh: ProcessGroupMesh, tied: bool) -> tuple[list[float], Weig
 
     curve = []
     for step in progress("on the mesh"):
-        inputs, targets = (methods.share(rows) for rows in batch_of(step))  # each replica reads its own rows
+        inputs, targets = (methods.share(rows) for rows in batch_of(step))  # each replica reads different rows
         optimizer.zero_grad()
         losses = model.step(inputs, target=targets)
         optimizer.step()
@@ -156,19 +156,19 @@ def train_on_mesh(mesh: ProcessGroupMesh, tied: bool) -> tuple[list[float], Weig
 
 
 def mean_loss(mesh: ProcessGroupMesh, losses: list[torch.Tensor]) -> float:
-    """The loss of the whole batch, on every rank, though only last stages know any, each of its own rows."""
+    """Loss of the whole batch, on every rank, from the losses on the ranks of the last stage."""
     share = torch.stack(losses).mean() / mesh.size("dp") if losses else torch.zeros(())
     dist.all_reduce(share, group=mesh.group("pp", "dp"))
     return share.item()
 
 
 def whole(weight: DTensor) -> torch.Tensor:
-    """A weight put together again: along dp first, which cut it last."""
+    """The full tensor of a parameter, gathered along dp first, since dp sharded it last."""
     return weight.redistribute(placements=[Replicate(), *weight.placements[1:]]).full_tensor()
 
 
 def train_alone(mesh: ProcessGroupMesh, tied: bool) -> tuple[list[float], Weights]:
-    """The same training, by rank 0 alone. The other ranks wait for what comes out."""
+    """The same training on rank 0 alone. The other ranks wait for the result."""
     out: list[Any] = [[], {}]
     if mesh.rank == 0:
         model = GPT(tied)
@@ -185,11 +185,11 @@ def train_alone(mesh: ProcessGroupMesh, tied: bool) -> tuple[list[float], Weight
     return out[0], out[1]
 
 
-# ---- The verdict ----
+# ---- Comparison ----
 
 
 def furthest(mesh: ProcessGroupMesh, weights: Weights, truth: Weights) -> float:
-    """The greatest difference in any weight of any stage."""
+    """Maximum difference of any parameter of any stage."""
     most = torch.stack([(weight - truth[name]).abs().max() for name, weight in weights.items()]).max()
     dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.group())
     return most.item()
@@ -214,7 +214,7 @@ def verdict(sums: bool, losses: list[float], alone: list[float], in_weights: flo
 
 
 def chart(losses: list[float], alone: list[float], height: int = 12) -> str:
-    """Both curves, one column for each step."""
+    """Both loss curves, one column for each step."""
     top, bottom = max(losses + alone), min(losses + alone)
     level = (top - bottom) / (height - 1)
     lines = []
@@ -226,17 +226,17 @@ def chart(losses: list[float], alone: list[float], height: int = 12) -> str:
     return "\n".join([" loss", *lines, f"      └{'─' * len(losses)}", f"       {steps}:  o mesh  + alone  ⊕ both\n"])
 
 
-# ---- Telling of it ----
+# ---- Output ----
 
 
 def say(words: str = "") -> None:
-    """Rank 0 speaks for all."""
+    """Print on rank 0 only."""
     if dist.get_rank() == 0:
         print(words, flush=True)
 
 
 def progress(what: str) -> Iterable[int]:
-    """The steps, with a bar that follows them where there is a terminal to draw it on."""
+    """Step numbers, with a progress bar on a terminal."""
     if dist.get_rank() != 0 or not sys.stdout.isatty():
         return range(STEPS)
     try:

@@ -1,4 +1,4 @@
-"""A parallel method in a package of its own. Once it is installed, ``pgmesh.parallel.find("local")`` is it."""
+"""A parallel method in another package. Once it is installed, ``pgmesh.parallel.find("local")`` returns it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pgmesh.parallel import Method, local
 
 
 class LocalSteps(Method):
-    """Ranks train by themselves, each on its own rows, and take the mean of their weights now and then.
+    """Local SGD: ranks train independently on different rows, and average their parameters every few steps.
 
     A program calls ``step()`` after each step of its optimizer.
 
     Args:
         mesh: the mesh.
-        axes: along which ranks read different rows.
-        every: how many of the optimizer's steps lie between two means.
+        axes: axes along which ranks read different rows.
+        every: number of optimizer steps between two averages.
     """
 
     splits_batch = True
@@ -32,14 +32,14 @@ class LocalSteps(Method):
         self.kept: list[nn.Parameter] = []
 
     def apply(self, module: nn.Module) -> nn.Module:
-        """The same module, whose weights start as the mean of the ranks' own."""
-        weights = [*self.weights(module)]  # without frozen weights and experts
+        """Average the initial parameters over ranks, and return the module."""
+        weights = [*self.weights(module)]  # without frozen parameters and experts
         self._mean(weights)
-        self.kept += weights  # a rank may have several stages of a pipeline
+        self.kept += weights  # called once for each pipeline stage of the rank
         return module
 
     def step(self) -> None:
-        """Take the mean of the ranks' weights, if so many steps were taken since the last one."""
+        """Count an optimizer step; average the parameters in every ``every``-th step."""
         self.steps += 1
         if self.steps % self.every == 0:
             self._mean(self.kept)
@@ -47,6 +47,6 @@ class LocalSteps(Method):
     @torch.no_grad()
     def _mean(self, weights: Iterable[nn.Parameter]) -> None:
         for weight in weights:
-            part = local(weight)  # this rank's part, where another method cuts the weight
+            part = local(weight)  # this rank's shard, if another method shards the weight
             dist.all_reduce(part, group=self.mesh.group(*self.reduces))
             part /= self.mesh.size(*self.reduces)

@@ -1,4 +1,4 @@
-"""Parallel methods, each given the axes it works along. Nothing is loaded before it is asked for."""
+"""Parallel methods: each is given a mesh and the axes that it uses. Modules are imported on first use."""
 
 from __future__ import annotations
 

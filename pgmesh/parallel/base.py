@@ -1,4 +1,8 @@
-"""What a parallel method is: a mesh, the axes it owns, and what it does to a module."""
+"""Base class of the parallel methods, and the order in which ``compose`` applies them.
+
+A method is given a mesh and the axes that it owns. Its ``apply`` takes a module and returns the module to train. It
+asks the mesh for process groups and creates none. ``composing.py`` checks several methods and applies them.
+"""
 
 from __future__ import annotations
 
@@ -17,40 +21,40 @@ from pgmesh.parallel.ownership import OWNED_MARK
 
 
 class Level(IntEnum):
-    """How far out a method stands when several are applied to one module: the innermost is applied first."""
+    """Position of a method in the order of application: ``compose`` applies the lowest level first."""
 
     TENSOR = 0
-    """Cuts the weights of single layers."""
+    """Shards the weights of single layers."""
     TOKEN = 1
-    """Moves tokens between ranks inside a layer: context and experts."""
+    """Moves tokens between ranks inside a layer: context and expert parallelism."""
     SHARD = 2
-    """Replaces the weights by shards. References that a method of a lower level kept are then out of date."""
+    """Replaces parameters by shards. References to the old parameters, kept by lower levels, are then invalid."""
     DATA = 3
-    """Sums gradients. It may keep references to weights: no method replaces them afterwards."""
+    """Reduces gradients. It may keep references to parameters: no later method replaces them."""
     PIPELINE = 4
-    """Runs whole layers on different ranks."""
+    """Runs different layers on different ranks."""
 
 
 class Method:
-    """A parallel method on the axes of a mesh that it is given. Subclass it and write ``apply``; that is all.
+    """A parallel method: a mesh, the axes it owns, and ``apply``. A subclass has to write ``apply`` only.
 
-    It makes no process group itself: it asks its mesh. Its axes are kept in the order of the mesh.
+    The axes are kept in the order of the mesh. A method creates no process group: it calls ``mesh.group``.
 
     Args:
-        mesh: the mesh, or a view or slice of one.
-        axes: those that the method owns: it alone decides how work is split along them.
-        over: the axes that it sums over, when they are more than its own: a gradient is summed over data and
-            context, though another method owns the context. Unless given, its own.
-        options: what the group along ``over`` is made with, as in ``mesh.configure``. A method that has others besides
-            calls ``configure`` for those.
+        mesh: the mesh, or a view or slice of it.
+        axes: the axes that the method owns. It alone decides how work is split along them.
+        over: the axes along which it reduces, if these are more than it owns. For example, data parallelism also
+            averages gradients along the axis of context parallelism. Default: the axes that it owns.
+        options: options of the group along ``over``, as in ``mesh.configure``. A method with further groups calls
+            ``configure`` for them.
 
     Raises:
-        AxisError: no axes, one that the mesh does not have, or ``over`` without one that is owned.
+        AxisError: no axes were given, the mesh has no such axis, or ``over`` lacks an owned axis.
         MembershipError: this rank is not in the mesh.
-        OptionsError: no such option, or it is too late: the group was made.
+        OptionsError: there is no such option, or the group exists already.
 
     >>> from pgmesh.parallel import Method
-    >>> class Average(Method):                              # a method of one's own
+    >>> class Average(Method):                              # a minimal method
     ...     splits_batch = True
     ...     def apply(self, module):
     ...         return module
@@ -60,16 +64,16 @@ class Method:
     """
 
     level: ClassVar[Level] = Level.DATA
-    """Where it stands among others in ``compose``."""
+    """Position of the method in the order in which ``compose`` applies methods."""
 
     splits_batch: bool = False
-    """Whether ranks along its axes read different rows. Tensor, context and pipeline ranks read the same ones."""
+    """True if ranks along the owned axes read different rows. Tensor, context and pipeline ranks read the same rows."""
 
     mesh: ProcessGroupMesh
     owns: tuple[Axis, ...]
-    """The axes that no other method of a composition may own."""
+    """The owned axes. No other method of a composition may own them."""
     reduces: tuple[Axis, ...]
-    """The axes that it sums over: ``mesh.group(*method.reduces)``."""
+    """The axes along which the method reduces: ``mesh.group(*method.reduces)``."""
 
     def __init__(
         self,
@@ -80,37 +84,37 @@ class Method:
     ) -> None:
         name = type(self).__name__
         if not isinstance(mesh, ProcessGroupMesh):
-            raise AxisError(f"{name} is given a mesh and then its axes, such as {name}(mesh, 'dp'), not {mesh!r}.")
+            raise AxisError(f"{name} takes a mesh and then its axes, such as {name}(mesh, 'dp'), not {mesh!r}.")
         if not axes:
             first = mesh.axes[0] if mesh.axes else "dp"
             raise AxisError(
-                f"{name} is given no axis; the mesh has {', '.join(map(str, mesh.axes))}.\n\n"
-                f"  {name}(mesh, {first!r})   # the axes that it shall own"
+                f"{name} needs at least one axis; the mesh has {', '.join(map(str, mesh.axes))}.\n\n"
+                f"  {name}(mesh, {first!r})   # the axes that it owns"
             )
         if isinstance(over, str):
             over = (over,)
         self.mesh = mesh
-        self.owns = mesh.along(*axes).axes  # as the mesh calls them, in its order
+        self.owns = mesh.along(*axes).axes  # the names and the order of the mesh
         self.reduces = mesh.along(*over).axes if over else self.owns
         missing = [axis for axis in self.owns if axis not in self.reduces]
         if missing:
-            whole = tuple(axis for axis in mesh.axes if axis in self.owns or axis in self.reduces)
+            all_axes = tuple(axis for axis in mesh.axes if axis in self.owns or axis in self.reduces)
             raise AxisError(
-                f"{name} owns {format_axes(self.owns)}, so it sums over {format_axes(missing)} too, but over= names "
-                f"{format_axes(self.reduces)} alone.\n\n"
-                f"  {name}(mesh, {', '.join(map(repr, self.owns))}, over={whole!r})"
+                f"{name} owns {format_axes(self.owns)}, so it also reduces along {format_axes(missing)}, but over= has "
+                f"only {format_axes(self.reduces)}.\n\n"
+                f"  {name}(mesh, {', '.join(map(repr, self.owns))}, over={all_axes!r})"
             )
         self.configure(options, self.reduces)
 
     def configure(self, options: Mapping[str, Any] | None, *families: tuple[Axis, ...]) -> None:
-        """Have the groups along some axes made with the options that the method was given, if any.
+        """Set the method's options for groups that are not created yet. Without options, do nothing.
 
         Args:
             options: as in ``mesh.configure``.
             families: the axes of each group.
 
         Raises:
-            OptionsError: no such option, or it is too late: a group was made.
+            OptionsError: there is no such option, or one of the groups exists already.
 
         >>> from datetime import timedelta
         >>> from pgmesh.parallel import Method
@@ -122,16 +126,19 @@ class Method:
                     self.mesh.configure(*axes, **options)
 
     def apply(self, module: nn.Module) -> nn.Module:
-        """The module to use from here on: the same one changed, or one around it."""
-        raise NotImplementedError(f"{type(self).__name__} has no apply(module) -> module, which every method writes.")
+        """Return the module to train: the given one, changed in place, or a wrapper of it."""
+        raise NotImplementedError(
+            f"{type(self).__name__} does not define apply(module) -> module; every method has to."
+        )
 
     def weights(self, module: nn.Module) -> Iterator[nn.Parameter]:
-        """The weights of a module whose gradients a method may sum over its axes.
+        """Parameters with gradients that the method may reduce along its axes.
 
-        Frozen weights have no gradient, and experts are different weights on each rank: they are left out.
+        Two kinds are left out. Frozen parameters have no gradient. Experts differ between ranks, and
+        ``ExpertParallel`` reduces their gradients.
 
         Args:
-            module: what ``apply`` was given.
+            module: the module that ``apply`` was given.
 
         >>> from pgmesh.parallel import Method
         >>> layer = torch.nn.Linear(2, 2)
@@ -142,39 +149,42 @@ class Method:
         return (weight for weight in module.parameters() if weight.requires_grad and not hasattr(weight, OWNED_MARK))
 
     def around(self, module: nn.Module, inner: Callable[[nn.Module], nn.Module]) -> nn.Module:
-        """Apply the methods inside this one, then this one.
+        """Apply all methods of lower levels with ``inner``, then this method. ``compose`` calls it.
 
-        A method that cuts the module before the others may see it, such as a pipeline, has its own ``around``; no
-        other needs one.
+        Only a method that splits the module before the others are applied overrides it, as a pipeline does.
+
+        Args:
+            module: the whole module.
+            inner: applies the methods of lower levels to a module, or to a part of it.
         """
         return self.apply(inner(module))
 
     def shares(self, axis: Axis, other: Method) -> bool:
-        """Whether the ranks along an axis of its own may be another method's too, which reads them with other axes.
+        """Return True if ``other`` may own the same ranks as this method does along ``axis``, on another view.
 
-        They may not, unless a method says so: experts are shared out over ranks that other methods made hold tokens of
-        their own. ``compose`` asks where methods are on different views or slices of a mesh.
+        By default it may not. Expert parallelism returns True: it reads the data-parallel ranks of the mesh with the
+        axes of a view. ``compose`` calls this for methods on different views or slices of a mesh.
         """
         return False
 
     @property
     def size(self) -> int:
-        """How many ranks share out the rows of a batch along its axes; 1 where all of them read the same rows."""
+        """Number of parts of a batch along the owned axes; 1 if all ranks read the same rows."""
         return self.mesh.size(*self.owns) if self.splits_batch else 1
 
     @property
     def index(self) -> int:
-        """Which of these shares is this rank's; 0 where all read the same rows."""
+        """Index of this rank's part of a batch; 0 if all ranks read the same rows."""
         return self.mesh.index(*self.owns) if self.splits_batch else 0
 
     def share(self, rows: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of a whole batch; all of them where the method does not split it.
+        """Return this rank's rows of a batch; all rows if the method does not split the batch.
 
         Args:
-            rows: the batch, the same on every rank, its rows along the first dimension.
+            rows: the batch, the same on every rank; rows are its first dimension.
 
         Raises:
-            ShapeError: the rows cannot be shared out evenly.
+            ShapeError: the rows cannot be split evenly.
         """
         return split_rows(rows, self.size, self.index, format_sizes(self.mesh, self.owns))
 
@@ -183,26 +193,26 @@ class Method:
 
 
 def single_axis(method: Method) -> Axis:
-    """The axis of a method that works along one.
+    """Return the axis of a method that takes exactly one.
 
     Raises:
-        AxisError: it was given more.
+        AxisError: the method was given several axes.
     """
     if len(method.owns) > 1:
         name, axis, size = type(method).__name__, str(method.owns[-1]), method.mesh.size(*method.owns)
         raise AxisError(
-            f"{name} works along one axis, not along {format_axes(method.owns)}: a view has them as one.\n\n"
+            f"{name} takes one axis, not {format_axes(method.owns)}: merge them in a view.\n\n"
             f"  {name}(mesh.view(..., {axis}={size}), {axis!r}, ...)"
         )
     return method.owns[0]
 
 
 def format_axes(axes: Iterable[Axis]) -> str:
-    """Axes in words."""
+    """Axes, separated by commas."""
     return ", ".join(map(str, axes))
 
 
 def split_rows(rows: torch.Tensor, size: int, index: int, axes: str) -> torch.Tensor:
-    """One of so many equal shares of the rows."""
+    """Part ``index`` of ``size`` equal parts of the rows. ``axes`` is for the message of the error."""
     each = divide_evenly(rows.shape[0], f"a batch of {rows.shape[0]} rows", "rows", size, axes)
     return rows.narrow(0, index * each, each)

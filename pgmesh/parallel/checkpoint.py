@@ -1,4 +1,7 @@
-"""A model saved on one mesh and loaded on a mesh of another shape, through torch.distributed.checkpoint."""
+"""Checkpoints that can be saved on one mesh and loaded on a mesh of another shape.
+
+They are torch.distributed.checkpoint folders. Entries have the names of the whole model, without pipeline stages.
+"""
 
 from __future__ import annotations
 
@@ -24,89 +27,95 @@ from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.ownership import OWNED_MARK, owned_parameters
 from pgmesh.parallel.pipeline import Pipeline
 
-# One entry for each weight, by its name, in place of a list in the order of parameters: stages know their own alone.
+# one entry for each parameter, by name: a stage cannot number parameters as the whole model does
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 SECTIONS = {"model": ("",), "optimizer": ("state.", "param_groups.")}
-"""What stands before a weight's name in an entry."""
+"""Prefixes of a parameter's name in the entries of each kind."""
 
 
 def save(
     folder: str | Path, mesh: ProcessGroupMesh, module: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> None:
-    """Write a model, and what its optimizer remembers, each weight once, whole or in parts, by its name in the model.
+    """Save a model and the state of its optimizer, under the names of the whole model.
 
-    Every rank of the mesh calls it. Tied weights have one optimizer state, under the weight's first name in the model.
+    Every rank of the mesh calls it. A tied parameter has one optimizer state, under the parameter's first name.
 
     Args:
-        folder: one that all ranks see.
-        mesh: the mesh that the model is on.
-        module: what ``apply`` gave, of any composition.
-        optimizer: the one of this rank's parameters.
+        folder: a folder on storage that all ranks share.
+        mesh: the mesh of the model.
+        module: the module that ``apply`` returned.
+        optimizer: the optimizer of this rank's parameters.
 
     Raises:
-        MethodError: experts that are cut along an axis besides: their parts would be taken for one.
+        MethodError: there are experts sharded by ``tensor=``. torch would save only one shard of each.
 
     Source: https://docs.pytorch.org/docs/2.13/distributed.checkpoint.html
     """
-    state = {short: value for short, _, value in _entries(module, optimizer)}
+    state = {global_name: value for global_name, _, value in _entries(module, optimizer)}
     checkpoint.save(state, checkpoint_id=folder, process_group=mesh.group())
 
 
 def load(
     folder: str | Path, mesh: ProcessGroupMesh, module: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> None:
-    """Read what ``save`` wrote into a model on any mesh, whatever was cut how on the mesh that it was saved on.
+    """Load a checkpoint of ``save`` into a model on any mesh, also one of another shape or with other methods.
 
     Every rank of the mesh calls it.
 
+    Args:
+        folder: the folder of the checkpoint.
+        mesh: the mesh of the model.
+        module: the module that ``apply`` returned.
+        optimizer: the optimizer of this rank's parameters.
+
     Raises:
-        MethodError: a weight of the model is not in the folder, or has another shape there.
+        MethodError: the folder lacks a parameter of the model, or has it in another shape.
     """
     entries = _entries(module, optimizer)
-    state = {short: value for short, _, value in entries}
+    state = {global_name: value for global_name, _, value in entries}
     try:
         checkpoint.load(state, checkpoint_id=folder, process_group=mesh.group())
     except checkpoint.CheckpointException as error:  # a BaseException, with each rank's traceback in its text
         reason = str(error).strip().splitlines()[-1]
-        raise MethodError(f"{folder} does not hold what this model needs: {reason}") from error
+        raise MethodError(f"{folder} does not match this model: {reason}") from error
     loaded: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
-    for short, long, value in entries:
-        found = state[short]
-        if isinstance(found, torch.Tensor) and found is not value:  # this rank has a tied weight twice
+    for global_name, local_name, value in entries:
+        found = state[global_name]
+        if isinstance(found, torch.Tensor) and found is not value:  # a second name of a tied parameter
             found = value.copy_(found)
-        loaded[short.split("/")[0]][long] = found
+        loaded[global_name.split("/")[0]][local_name] = found
     set_model_state_dict(module, loaded["model"])
     if optimizer is not None:
         set_optimizer_state_dict(module, optimizer, loaded["optimizer"], options=FLAT)
 
 
 def _entries(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, str, Any]]:
-    """What there is to save: its name in the whole model, its name on this rank, and the value."""
+    """Entries of a checkpoint: name in the whole model, name on this rank, and value."""
     for name, weight in owned_parameters(module).items():
         if getattr(weight, OWNED_MARK):
             raise MethodError(
-                f"{name} is cut along {getattr(weight, OWNED_MARK)} as a plain tensor, so ranks hold different "
-                "parts under "
-                "one name, of which a checkpoint would keep one: checkpoints take experts that are whole."
+                f"{name} is sharded along {getattr(weight, OWNED_MARK)} as a plain tensor: a checkpoint would "
+                "have only "
+                "one of the shards. Checkpoints need whole experts."
             )
     states: dict[str, dict[str, Any]] = {"model": get_model_state_dict(module)}
     if optimizer is not None:
         states["optimizer"] = get_optimizer_state_dict(module, optimizer, options=FLAT)
     pipelines = {f"{name}.".lstrip("."): each for name, each in module.named_modules() if isinstance(each, Pipeline)}
     return [
-        (f"{kind}/{_in_the_whole(long, SECTIONS[kind], pipelines)}", long, value)
+        (f"{kind}/{_global_name(local_name, SECTIONS[kind], pipelines)}", local_name, value)
         for kind, state in states.items()
-        for long, value in state.items()
+        for local_name, value in state.items()
     ]
 
 
-def _in_the_whole(long: str, sections: Iterable[str], pipelines: Mapping[str, Pipeline]) -> str:
-    """An entry's name on this rank, without the parts of pipelines. Optimizer entries have a weight's first name."""
+def _global_name(local_name: str, sections: Iterable[str], pipelines: Mapping[str, Pipeline]) -> str:
+    """Name of an entry in the whole model. Optimizer entries have the first name of a tied parameter."""
     for (prefix, pipeline), section in itertools.product(pipelines.items(), sections):
-        if found := re.match(re.escape(section + prefix) + r"parts\.\d+\.(.*)", long):
+        if found := re.match(re.escape(section + prefix) + r"parts\.\d+\.(.*)", local_name):
             name = found[1]
             for other, first in pipeline.canonical_names.items() if section else ():
                 if name.startswith(f"{other}."):
                     name = first + name.removeprefix(other)
             return section + prefix + name
-    return long
+    return local_name

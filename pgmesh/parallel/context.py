@@ -1,4 +1,4 @@
-"""Context parallelism: every rank holds a part of each sequence, and attention reaches all of it."""
+"""Context parallelism: sequences are sharded, and attention covers the whole sequence by a ring or by Ulysses."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ if TYPE_CHECKING:
 
 
 class ContextParallel(Method):
-    """Sequences cut along the axes, with attention that reaches the whole of them: a ring, or Ulysses.
+    """Shards sequences along the axes. Attention covers the whole sequence, by a ring or by Ulysses.
 
-    A module takes part by keeping its attention in an attribute: ``self.attention = scaled_dot_product_attention``.
-    ``apply`` puts one of the same signature, ``method.attention``, in the place of each. All else in a transformer
-    treats each position by itself and needs no change, but its inputs do: ``cut`` cuts them, ``positions`` says which
-    positions a rank holds.
+    A module has to keep its attention function in an attribute: ``self.attention = scaled_dot_product_attention``.
+    ``apply`` replaces it by ``method.attention``, which has the same signature. All other layers of a transformer treat
+    positions independently and stay as they are. Shard the inputs with ``cut``; ``positions`` has the positions of this
+    rank.
 
-    Each rank's loss is the mean over its own positions, so parameters' gradients are averaged over these axes too:
+    Each rank's loss is the mean over its positions. So average gradients along these axes too:
     ``DataParallel(mesh, "dp", over=("dp", "cp"))``. Untested on GPUs.
 
     Args:
-        mesh: the mesh, or a view or slice of one.
-        axes: along which sequences are cut.
-        attention: "ring", where keys and values pass from rank to rank while scores are computed, with any number of
-            heads; or "ulysses", two exchanges of heads for positions, where heads divide by the ranks.
-        balanced: ring alone: rank i of n holds chunks i and 2n-1-i of 2n, so that under a causal mask all ranks
-            have as much to do. If not, rank i holds part i of n.
+        mesh: the mesh, or a view or slice of it.
+        axes: axes along which sequences are sharded.
+        attention: "ring" sends keys and values from rank to rank while scores are computed, with any number of heads.
+            "ulysses" exchanges heads for positions by all-to-all; the heads have to be divisible by the ranks.
+        balanced: for the ring: rank i of n holds chunks i and 2n-1-i of 2n, so that all ranks have the same work under
+            a causal mask. Otherwise rank i holds part i of n.
         options: as in ``Method``.
 
     Raises:
-        OptionsError: an attention of another name.
+        OptionsError: there is no such attention.
 
     >>> from pgmesh.parallel import ContextParallel
     >>> ContextParallel(mesh, "dp").positions(8).tolist()  # index 0 of 2: the first chunk of four and the last
@@ -69,10 +69,10 @@ class ContextParallel(Method):
         self._ranks = mesh.size(*self.owns)
 
     def apply(self, module: nn.Module) -> nn.Module:
-        """The module, with ``method.attention`` wherever it kept torch's scaled_dot_product_attention.
+        """Replace torch's scaled_dot_product_attention by ``method.attention`` in all attributes of submodules.
 
         Raises:
-            MethodError: no module keeps it in an attribute. A stage of a pipeline need not.
+            MethodError: no submodule has it in an attribute. Single stages of a pipeline may have none.
         """
         found = False
         for each in module.modules():
@@ -82,10 +82,10 @@ class ContextParallel(Method):
                     found = True
         if not found and not is_stage(module):
             raise MethodError(
-                f"no part of {type(module).__name__} keeps torch's scaled_dot_product_attention in an attribute, so "
-                "there is nothing to put another attention in the place of.\n\n"
-                "  self.attention = scaled_dot_product_attention       # in __init__ of the module that attends\n"
-                "  mixed = self.attention(q, k, v, is_causal=True)     # in its forward"
+                f"no submodule of {type(module).__name__} has torch's scaled_dot_product_attention in an attribute, so "
+                "there is no attention to replace.\n\n"
+                "  self.attention = scaled_dot_product_attention       # in __init__ of the attention module\n"
+                "  out = self.attention(q, k, v, is_causal=True)       # in its forward"
             )
         return module
 
@@ -100,23 +100,24 @@ class ContextParallel(Method):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """torch's scaled_dot_product_attention over the whole sequence, of which each rank gives and gets its part.
+        """torch's scaled_dot_product_attention over the whole sequence. Each rank passes and gets its part.
 
-        Every rank along the axes calls it, forward and backward, with parts of one length.
+        Every rank along the axes calls it, forward and backward, with parts of the same length.
 
-        Each forward begins with a small exchange, in which ranks tell what they bring: so parts that do not fit
-        together are an error on all of them, before any is sent.
+        Each forward pass starts with an all-gather of the shapes. So unequal parts are an error on all ranks, before
+        any keys are sent.
 
         Raises:
-            OptionsError: a mask other than the causal one, or dropout: neither would be that of one process.
-            ShapeError: parts of unequal lengths; or ulysses with heads, or a balanced ring with positions, that do not
-                divide.
+            OptionsError: there is a mask other than the causal one, or dropout. Neither is supported.
+            ShapeError: the parts are of unequal shapes; for ulysses, the heads are not divisible by the ranks; for a
+                balanced ring, the number of positions is odd.
         """
         if attn_mask is not None or dropout_p:
-            unsupported = "mask of its own" if attn_mask is not None else f"dropout ({dropout_p})"
+            unsupported = "an attn_mask" if attn_mask is not None else f"dropout ({dropout_p})"
             raise OptionsError(
-                f"attention along {self._axis_sizes} knows no {unsupported}: is_causal=True is the one mask, "
-                "and dropout_p is 0.0."
+                f"attention along {self._axis_sizes} does not support {unsupported}: use is_causal=True for a "
+                "mask, and "
+                "dropout_p=0.0."
             )
         group = self.mesh.group(*self.owns)
         self._check_equal(
@@ -145,25 +146,25 @@ class ContextParallel(Method):
                 balanced=self._balanced,
             )
         for heads in (query.size(-3), key.size(-3)):
-            alternative = ", or attention='ring', which takes any number"
+            alternative = ", or attention='ring', with any number of heads"
             divide_along_axes(heads, f"{heads} heads", "heads", self.mesh, self.owns, alternative)
         return ulysses_attention(query, key, value, group, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
 
     def cut(self, whole: Tensor, along: int = 1) -> Tensor:
-        """This rank's part of a sequence that is the same on every rank: of inputs, of labels.
+        """Return this rank's part of a sequence, such as inputs or labels.
 
         Args:
-            along: the tensor's dimension that counts positions.
+            whole: the whole sequence, the same on every rank.
+            along: the dimension of positions.
 
         Raises:
-            ShapeError: the length does not divide.
+            ShapeError: the length is not divisible.
         """
         chunks, length = self._ranks * (1 + self._balanced), whole.size(along)
         if length % chunks:
             raise ShapeError(
-                f"a sequence of {length} positions cannot be cut along {self._axis_sizes}: {length} is not "
-                "divisible by "
-                f"{chunks}{f', two chunks for each of {self._ranks} ranks' * self._balanced}.\n\n"
+                f"a sequence of {length} positions cannot be split evenly along {self._axis_sizes}: {length} is not "
+                f"divisible by {chunks}{f', two chunks for each of {self._ranks} ranks' * self._balanced}.\n\n"
                 f"  {nearest_multiples(length, chunks)} positions would do"
             )
         local_chunks = [
@@ -172,13 +173,14 @@ class ContextParallel(Method):
         return torch.cat(local_chunks, along)
 
     def join(self, part: Tensor, along: int = 1) -> Tensor:
-        """The whole sequence of which every rank gives its part, on every rank.
+        """All-gather the parts of a sequence into the whole sequence, on every rank.
 
-        Gradients go back to the parts: each gets the sum of what all ranks make of it. Every rank along the axes
-        calls it, forward and, if there is a gradient, backward.
+        Gradients are reduce-scattered (sum). Every rank along the axes calls it, forward and, if there is a gradient,
+        backward.
 
         Args:
-            along: the tensor's dimension that counts positions.
+            part: this rank's part, as returned by ``cut``.
+            along: the dimension of positions.
 
         Raises:
             ShapeError: the parts are of unequal lengths.
@@ -194,10 +196,14 @@ class ContextParallel(Method):
         return torch.cat([by_index[i] for i in sorted(by_index)], along)
 
     def positions(self, length: int, device: torch.device | str | None = None) -> Tensor:
-        """Which positions of a sequence of this length this rank holds: for position embeddings.
+        """Positions of this rank in a sequence of this length, for position embeddings.
+
+        Args:
+            length: length of the whole sequence.
+            device: device of the result.
 
         Raises:
-            ShapeError: the length does not divide.
+            ShapeError: the length is not divisible.
         """
         return self.cut(torch.arange(length, device=device), along=0)
 
@@ -210,18 +216,18 @@ class ContextParallel(Method):
         return format_sizes(self.mesh, self.owns)
 
     def _chunk_indices(self, index: int) -> tuple[int, ...]:
-        """Which chunks of a sequence the rank at this index holds."""
+        """Indices of the chunks of a sequence that the rank at this index holds."""
         return (index, 2 * self._ranks - 1 - index) if self._balanced else (index,)
 
     def _check_equal(self, device: torch.device, numbers: Mapping[str, int]) -> None:
-        fix = "method.cut(whole)   # gives each rank a part of one length"
+        fix = "method.cut(whole)   # parts of the same length on all ranks"
         check_equal("ContextParallel", numbers, self.mesh, self.owns, device, fix)
 
     def _check_balanced(self, length: int) -> None:
         if self._balanced and length % 2:
             raise ShapeError(
-                f"a rank's part of a sequence that is balanced along {self._axis_sizes} is two chunks of one "
-                "length, but "
-                f"here are {length} positions.\n\n"
-                "  method.cut(whole)   # cuts a sequence as the attention means it"
+                f"a balanced part of a sequence along {self._axis_sizes} has two chunks of the same length, but "
+                "here are "
+                f"{length} positions.\n\n"
+                "  method.cut(whole)   # splits a sequence as the attention needs it"
             )

@@ -1,4 +1,4 @@
-"""Data parallelism: every rank has all the weights and its own rows, and gradients are averaged. torch's DDP."""
+"""Data parallelism by torch's DDP: parameters are replicated, ranks read different rows, gradients are averaged."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from pgmesh.torch_private import exclude_from_ddp
 class DataParallel(Method):
     """Replicates a module along its axes and averages gradients in the backward pass, by torch's DDP.
 
-    The mean of ranks' gradients is that of the batch where ranks read equally many rows: so it is checked, before each
-    forward pass in training that gradients are averaged after.
+    The mean of the ranks' gradients is the gradient of the whole batch if ranks have the same number of rows. This is
+    checked before each forward pass in training after which gradients are averaged.
 
     Args:
         mesh: the mesh.
-        axes: along which ranks read different rows.
-        over: the axes to average over, where they are more: ``over=("dp", "cp")`` with context parallelism along cp.
-        uneven: whether ranks may read unequal numbers of rows, since the program weighs its losses itself.
-        options: what the group is made with, as in ``mesh.configure``.
-        keywords: for torch's DistributedDataParallel, such as ``bucket_cap_mb=50``.
+        axes: axes along which ranks read different rows.
+        over: axes along which gradients are averaged. With context parallelism along cp: ``over=("dp", "cp")``.
+        uneven: allow unequal numbers of rows. The program then has to weight its losses.
+        options: options of the group, as in ``mesh.configure``.
+        keywords: arguments of torch's DistributedDataParallel, such as ``bucket_cap_mb=50``.
 
     Source: https://docs.pytorch.org/docs/2.13/generated/torch.nn.parallel.DistributedDataParallel.html
 
@@ -60,21 +60,20 @@ class DataParallel(Method):
         self.uneven, self.keywords = uneven, keywords
 
     def apply(self, module: nn.Module) -> nn.Module:
-        """DDP around the module, whose weights become those of the first rank along the axes.
+        """Wrap the module in DDP. Its parameters are broadcast from the first rank along the axes.
 
-        DDP refuses a module without trainable weights, such as a frozen stage of a pipeline. That module is returned
-        unchanged.
+        DDP rejects a module without trainable parameters, such as a frozen stage of a pipeline. Such a module is
+        returned without a wrapper.
 
         Raises:
-            MethodError: a weight is a DTensor, which DDP does not take, or DDP is inside the module already.
+            MethodError: a parameter is a DTensor, which DDP does not support, or the module contains DDP already.
         """
         owned, axes = [*owned_parameters(module)], ", ".join(map(repr, self.owns))
         for each in module.modules():
-            if isinstance(each, DistributedDataParallel):  # an outer one breaks the sums of an inner one
+            if isinstance(each, DistributedDataParallel):  # nested DDP averages wrongly
                 raise MethodError(
-                    f"torch's DDP is in the module already, and a second one along {format_axes(self.reduces)} "
-                    "would leave "
-                    "wrong gradients. One method averages along all axes.\n\n"
+                    f"torch's DDP is in the module already: a second one along {format_axes(self.reduces)} would "
+                    "compute wrong gradients. Use one method for all axes.\n\n"
                     f"  DataParallel(mesh, {', '.join(map(repr, (*vars(each).get('pgmesh_axes', ()), *self.owns)))})"
                 )
         for name, weight in module.named_parameters():
@@ -82,18 +81,18 @@ class DataParallel(Method):
                 over = f", over={self.reduces!r}" * (self.reduces != self.owns) + ", uneven=True" * self.uneven
                 sharded = any(isinstance(each, FSDPModule) for each in module.modules())
                 raise MethodError(
-                    f"{name} is cut already, as a DTensor, which torch's DDP does not take; fully_shard does, also "
-                    f"with weights that stay whole along {format_axes(self.reduces)}.\n\n"
+                    f"{name} is a DTensor, which torch's DDP does not support. fully_shard does, also with parameters "
+                    f"that are replicated along {format_axes(self.reduces)}.\n\n"
                     f"  ShardedDataParallel(mesh, {'..., ' * sharded}{axes}{over}, replicate={[*self.reduces]!r})"
-                    f"{'   # in place of both' * sharded}"
+                    f"{'   # instead of both' * sharded}"
                 )
         if owned:
             exclude_from_ddp(module, owned)
         group, wrapped = self.mesh.group(*self.reduces), module
         if self._has_trainable(module):
             wrapped = DistributedDataParallel(module, process_group=group, **self.keywords)
-            # After its reducer, so as to go after it. A reducer that is the last to let go of a Gloo group waits for
-            # the group's threads with Python's lock in its hands, which one of them may need: both then wait for ever.
+            # Set after DDP's reducer, so that it is freed after it. A reducer that frees a Gloo group joins the group's
+            # threads while it holds the GIL. A thread that needs the GIL then deadlocks with it.
             vars(wrapped)["pgmesh_group"], vars(wrapped)["pgmesh_axes"] = group, self.reduces
         elif self.keywords.get("init_sync", True):
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -104,15 +103,15 @@ class DataParallel(Method):
         return wrapped
 
     def sampler(self, dataset: Dataset[Any], **keywords: Any) -> DistributedSampler[Any]:
-        """torch's sampler of this rank's share of a data set; ranks that read the same rows get the same ones.
+        """torch's DistributedSampler with this rank's part of a data set. Ranks with the same index get the same rows.
 
         Args:
-            dataset: with a length.
-            keywords: for DistributedSampler. ``drop_last=True`` leaves out what cannot be shared out evenly,
-                and ``drop_last=False`` repeats the first rows.
+            dataset: a data set with a length.
+            keywords: arguments of DistributedSampler. ``drop_last=True`` drops the rows that remain after an even
+                split, and ``drop_last=False`` repeats the first rows.
 
         Raises:
-            ShapeError: the rows cannot be shared out evenly, and ``drop_last`` is not given.
+            ShapeError: the rows cannot be split evenly, and ``drop_last`` is not given.
 
         >>> from pgmesh.parallel import DataParallel
         >>> list(DataParallel(mesh, "dp").sampler(range(6), shuffle=False))
@@ -121,37 +120,39 @@ class DataParallel(Method):
         return distributed_sampler(self, dataset, **keywords)
 
     def accumulate(self, module: nn.Module, *, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Around one of several backward passes whose gradients add up: ranks average them in the last alone.
+        """Context manager for gradient accumulation: ranks average gradients only in the last backward pass.
 
-        Divide each loss by how many there are, so that their sum is a mean.
+        Divide each loss by the number of passes, so that the sum of the gradients is a mean.
 
         Args:
-            module: what ``apply`` gave.
-            last: whether this is the last one.
+            module: the module that ``apply`` returned.
+            last: True in the last pass.
 
         Raises:
-            MethodError: the module is another.
+            MethodError: ``apply`` did not return this module.
         """
         if isinstance(module, DistributedDataParallel):
             return contextlib.nullcontext() if last else module.no_sync()
         if self._has_trainable(module):
-            raise MethodError(f"{self} accumulates in what its apply() gave, not in a {type(module).__name__}.")
+            raise MethodError(
+                f"{self} accumulates gradients in the module that apply() returned, not in a {type(module).__name__}."
+            )
         return contextlib.nullcontext()
 
     def _has_trainable(self, module: nn.Module) -> bool:
-        """Whether a module has gradients to average."""
+        """Return True if a module has gradients to average."""
         return next(self.weights(module), None) is not None
 
 
 def distributed_sampler(method: Method, dataset: Any, **keywords: Any) -> DistributedSampler[Any]:
-    """torch's sampler with a method's share, of rows that divide."""
+    """torch's DistributedSampler with a method's ``size`` and ``index``. See ``DataParallel.sampler``."""
     count = len(dataset) if isinstance(dataset, Sized) else 0
     if count % method.size and "drop_last" not in keywords:
         low = count // method.size
         raise ShapeError(
-            f"a data set of {count} rows cannot be shared out evenly along {format_sizes(method.mesh, method.owns)}: "
+            f"a data set of {count} rows cannot be split evenly along {format_sizes(method.mesh, method.owns)}: "
             f"{count} is not divisible by {method.size}.\n\n"
-            f"  sampler(dataset, drop_last=True)   # {low} rows for each, {count % method.size} left out\n"
-            f"  sampler(dataset, drop_last=False)   # {low + 1} rows for each, the first ones twice"
+            f"  sampler(dataset, drop_last=True)   # {low} rows for each, {count % method.size} dropped\n"
+            f"  sampler(dataset, drop_last=False)   # {low + 1} rows for each, the first ones repeated"
         )
     return DistributedSampler(dataset, num_replicas=method.size, rank=method.index, **keywords)

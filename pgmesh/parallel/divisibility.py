@@ -1,4 +1,4 @@
-"""Equal shares, or the error that says which would be."""
+"""Even division of rows, heads and layers over ranks. The error suggests the nearest counts that divide."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def format_sizes(mesh: ProcessGroupMesh, axes: Iterable[Axis]) -> str:
 
 
 def nearest_multiples(count: int, unit: int) -> str:
-    """The multiples next to a number, in words.
+    """The multiples of ``unit`` around ``count``, for a message.
 
     >>> nearest_multiples(30, 8), nearest_multiples(3, 8)
     ('24 or 32', '8')
@@ -26,22 +26,27 @@ def nearest_multiples(count: int, unit: int) -> str:
 def divide_along_axes(
     count: int, what: str, unit: str, mesh: ProcessGroupMesh, axes: Sequence[Axis], alternative: str = ""
 ) -> int:
-    """How many each rank along the axes gets.
+    """``count`` divided by the number of ranks along the axes.
 
     Args:
-        way: another way out.
+        count: the number to divide.
+        what: subject of the error message, such as "a batch of 6 rows".
+        unit: plural noun of the counted things, such as "rows".
+        mesh: the mesh.
+        axes: the axes.
+        alternative: a further suggestion, at the end of the message.
 
     Raises:
-        ShapeError: they do not divide. It says how many would.
+        ShapeError: the count is not divisible. The message has the nearest counts that are.
     """
     return divide_evenly(count, what, unit, mesh.size(*axes), format_sizes(mesh, axes), alternative)
 
 
 def divide_evenly(count: int, what: str, unit: str, n: int, along: str, alternative: str = "") -> int:
-    """The same for so many ranks along what the words say."""
+    """``count`` divided by ``n`` ranks; ``along`` describes them in the message. See ``divide_along_axes``."""
     if count % n:
         raise ShapeError(
-            f"{what} cannot be shared out evenly along {along}: {count} is not divisible by {n}.\n\n"
+            f"{what} cannot be split evenly along {along}: {count} is not divisible by {n}.\n\n"
             f"  {nearest_multiples(count, n)} {unit} would do{alternative}"
         )
     return count // n

@@ -1,4 +1,4 @@
-"""Expert parallelism: each rank holds some of a layer's experts, and tokens travel to theirs and back."""
+"""Expert parallelism: each rank holds some experts of a layer; tokens are sent to them by all-to-all."""
 
 from __future__ import annotations
 
@@ -26,30 +26,32 @@ if TYPE_CHECKING:
 
 
 class ExpertParallel(Method):
-    """Experts shared out along the axes; tokens travel to theirs by an all-to-all with as many rows as there are.
+    """Distributes experts over the axes, and sends tokens to them by all-to-all. No token is dropped or padded.
 
-    It is given a view of the mesh, shaped for the experts. A module takes part by keeping ``mix`` in an attribute and
-    its experts in one called ``experts``, a ModuleList or a ModuleDict; what ``apply`` leaves of these is a
-    ModuleDict of this rank's, under their old names. Every rank builds the module with the same weights before.
+    The mesh is usually a view with axes for the experts. A layer keeps ``mix`` in an attribute, and its experts in an
+    attribute ``experts``, a ModuleList or ModuleDict. ``apply`` replaces the experts by a ModuleDict of this rank's
+    experts, under their old names. Every rank has to build the module with the same parameters before.
 
-    No token is dropped. Ranks along the axes hold tokens of their own. Each rank's loss is the mean over its tokens,
-    and the model's the mean of theirs, which all hold as many: in training that is checked. As gradients of experts
-    arrive they are summed over the ranks that hold the same experts and divided by all that hold tokens;
-    ``DataParallel`` and ``ShardedDataParallel`` leave them alone, and have the router and all else. Untested on GPUs.
+    Ranks along the axes hold different tokens. Each rank's loss is the mean over its tokens, and the loss of the model
+    is the mean over ranks. So all ranks need the same number of tokens, which is checked in training.
+
+    Gradients of experts are all-reduced in the backward pass over the ranks that hold the same experts. They are
+    divided by the number of ranks that hold tokens. ``DataParallel`` and ``ShardedDataParallel`` reduce all other
+    gradients. Untested on GPUs.
 
     Args:
-        mesh: a view of the mesh, such as ``mesh.view(pp=2, edp=2, ep=2)``, or the mesh itself.
-        axes: along which experts are shared out.
-        over: the axes whose ranks hold tokens of their own, ``axes`` among them: ``("edp", "ep")``.
-        tensor: an axis along which each expert is cut besides. Where ``over`` names it, its ranks hold tokens of their
-            own, which are gathered; if not, they hold the same tokens, as in tensor parallelism.
-        columns: the linear layers of an expert whose outputs are cut along ``tensor``: names, with * for any.
-        rows: those whose inputs are cut; they have no bias.
-        uneven: whether ranks may hold unequal numbers of tokens, since the program weighs its losses itself.
-        options: what its groups are made with, as in ``mesh.configure``.
+        mesh: a view of the mesh, such as ``mesh.view(pp=2, edp=2, ep=2)``, or the mesh.
+        axes: axes over which experts are distributed.
+        over: axes whose ranks hold different tokens, with ``axes``: ``("edp", "ep")``.
+        tensor: an axis along which each expert is also sharded. If it is in ``over``, its ranks hold different tokens,
+            which are all-gathered. Otherwise they hold the same tokens, as in tensor parallelism.
+        columns: name patterns of an expert's linear layers whose outputs are sharded along ``tensor``.
+        rows: name patterns of those whose inputs are sharded. They may not have a bias.
+        uneven: allow unequal numbers of tokens. The program then has to weight its losses.
+        options: options of its groups, as in ``mesh.configure``.
 
     Raises:
-        AxisError: ``tensor`` without ``columns`` and ``rows``, or the other way round.
+        AxisError: ``tensor`` without ``columns`` and ``rows``, or these without ``tensor``.
 
     >>> from pgmesh.parallel import ExpertParallel
     >>> moe = mesh.view(edp=2, ep=2, etp=2)
@@ -75,37 +77,36 @@ class ExpertParallel(Method):
         self._column_patterns, self._row_patterns = tuple(columns), tuple(rows)
         if bool(self._tensor_axes) != bool(self._column_patterns and self._row_patterns):
             raise AxisError(
-                "ExpertParallel: an expert is cut along an axis by layers whose outputs are cut and layers that take "
-                "them.\n\n"
+                "ExpertParallel: an expert is sharded with tensor=, columns= and rows=, all three or none of them.\n\n"
                 f"  ExpertParallel(mesh, {self._expert_axes[0]!r}, tensor='etp', columns=['up'], rows=['down'])"
             )
         self.owns = mesh.along(*self._expert_axes, *self._tensor_axes).axes
         self._gathers_tokens = bool(self._tensor_axes) and self._tensor_axes[0] in self.reduces
         self._replica_axes = tuple(axis for axis in self.reduces if axis not in self.owns)
         self.configure(options, self._expert_axes, self._replica_axes, self._tensor_axes)
-        replicated = () if self._gathers_tokens else self._tensor_axes  # hold the same tokens, and so as many
+        replicated = () if self._gathers_tokens else self._tensor_axes  # axes whose ranks hold the same tokens
         self._allow_uneven, self._checked_axes = (
             uneven,
             replicated if uneven else mesh.along(*{*self.reduces, *replicated}).axes,
         )
 
     def shares(self, axis: Axis, other: Method) -> bool:
-        """Experts lie over ranks of any method but a pipeline's, whose stages never meet.
+        """Return True for all methods but pipelines: experts are distributed over ranks that other methods own.
 
-        But where an expert is cut between ranks that hold the same tokens, they are ranks of tensor parallelism.
+        An axis of ``tensor`` whose ranks hold the same tokens may only overlap tensor parallelism.
         """
         replicated = axis in self._tensor_axes and not self._gathers_tokens
         return other.level is Level.TENSOR if replicated else other.level is not Level.PIPELINE
 
-    # -- a module -----------------------------------------------------------------------------------------------
+    # -- the module -----------------------------------------------------------------------------------------------
 
     def apply(self, module: nn.Module) -> nn.Module:
-        """The module with this rank's experts alone, and with ``method.mix`` wherever it kept ``mix``.
+        """Keep only this rank's experts, and replace ``mix`` and ``balance_loss`` in all attributes of submodules.
 
         Raises:
-            MethodError: no part of it keeps ``mix``, though a stage of a pipeline need not; an expert lacks a layer
-                that is to be cut, or has weights that are in none.
-            ShapeError: the experts or their layers do not divide.
+            MethodError: no submodule has ``mix`` in an attribute. Single stages of a pipeline may have none.
+            MethodError: an expert has no layer for a pattern, or parameters in layers without a pattern.
+            ShapeError: the experts, or the features of their layers, are not divisible by the ranks.
         """
         layers = 0
         for name, each in module.named_modules():
@@ -118,20 +119,24 @@ class ExpertParallel(Method):
                     setattr(each, attribute, self.balance_loss)
         if not layers and not is_stage(module):
             raise MethodError(
-                f"no part of {type(module).__name__} keeps pgmesh.parallel.mix in an attribute, so there are no "
-                "experts to share out.\n\n"
+                f"no submodule of {type(module).__name__} has pgmesh.parallel.mix in an attribute, so there are no "
+                "experts to distribute.\n\n"
                 "  self.mix, self.experts = mix, nn.ModuleList(...)            # in __init__ of the layer\n"
                 "  out = self.mix(tokens, weights, chosen, self.experts)       # in its forward"
             )
         return module
 
     def _keep_local_experts(self, name: str, layer: nn.Module) -> None:
-        whole = getattr(layer, "experts", None)
-        if not isinstance(whole, (nn.ModuleList, nn.ModuleDict)):
-            raise MethodError(f"{name} is a ModuleList or a ModuleDict of experts, not {type(whole).__name__}.")
-        each = divide_along_axes(len(whole), f"{name}: {len(whole)} experts", "experts", self.mesh, self._expert_axes)
+        experts = getattr(layer, "experts", None)
+        if not isinstance(experts, (nn.ModuleList, nn.ModuleDict)):
+            raise MethodError(
+                f"{name} has to be a ModuleList or a ModuleDict of experts, not {type(experts).__name__}."
+            )
+        each = divide_along_axes(
+            len(experts), f"{name}: {len(experts)} experts", "experts", self.mesh, self._expert_axes
+        )
         first = self.mesh.index(*self._expert_axes) * each
-        local_experts = nn.ModuleDict(dict(list(whole.named_children())[first : first + each]))
+        local_experts = nn.ModuleDict(dict(list(experts.named_children())[first : first + each]))
         for number, expert in local_experts.items():
             if self._tensor_axes:
                 self._shard_expert(f"{name}.{number}", expert)
@@ -142,8 +147,8 @@ class ExpertParallel(Method):
         layer.experts = local_experts
 
     def _shard_expert(self, name: str, expert: nn.Module) -> None:
-        """Leave this rank's share of each of an expert's layers that the plan names."""
-        whole = {
+        """Replace the layers of an expert that match a pattern by this rank's shards."""
+        not_sharded = {
             f"{n}.{w}".lstrip(".") for n, m in expert.named_modules() for w, _ in m.named_parameters(recurse=False)
         }
         for patterns, dimension in ((self._column_patterns, 0), (self._row_patterns, 1)):
@@ -156,14 +161,14 @@ class ExpertParallel(Method):
                     )
                 for inner, layer in layers:
                     self._shard_linear(f"{name}.{inner}", layer, dimension)
-                    whole -= {f"{inner}.weight".lstrip("."), f"{inner}.bias".lstrip(".")}
-        if whole:
+                    not_sharded -= {f"{inner}.weight".lstrip("."), f"{inner}.bias".lstrip(".")}
+        if not_sharded:
             raise MethodError(
-                f"{name} has weights in no layer that is cut, {format_axes(sorted(whole))}, of whose gradient "
+                f"{name} has parameters in layers that are not sharded, {format_axes(sorted(not_sharded))}: "
                 "each of the "
                 f"{self.mesh.size(*self._tensor_axes)} ranks along {format_sizes(self.mesh, self._tensor_axes)} "
-                "would see a part: "
-                "name their layers in columns= or rows=, or move them out of the experts."
+                "would get "
+                "a part of their gradients. Name these layers in columns= or rows=, or move them out of the experts."
             )
 
     def _shard_linear(self, name: str, layer: nn.Linear, dimension: int) -> None:
@@ -179,39 +184,39 @@ class ExpertParallel(Method):
             layer.in_features = part
             if layer.bias is not None:
                 raise MethodError(
-                    f"{name} has a bias, which each of the {self.mesh.size(*self._tensor_axes)} ranks along "
+                    f"{name} has a bias, which all {self.mesh.size(*self._tensor_axes)} ranks along "
                     f"{format_sizes(self.mesh, self._tensor_axes)} would add to the sum.\n\n"
-                    "  nn.Linear(..., bias=False)   # for layers whose inputs are cut"
+                    "  nn.Linear(..., bias=False)   # for layers whose inputs are sharded"
                 )
 
     def _reduce_gradient(self, gradient: Tensor) -> Tensor:
-        """The gradient of an expert's parameter, as that of the mean of all losses."""
+        """Reduce the gradient of an expert's parameter to that of the mean loss over ranks."""
         gradient = gradient / self.mesh.size(*self.reduces)
         if self._replica_axes and self.mesh.size(*self._replica_axes) > 1:
             dist.all_reduce(gradient, group=self.mesh.group(*self._replica_axes))
         return gradient
 
-    # -- tokens -------------------------------------------------------------------------------------------------
+    # -- the tokens ------------------------------------------------------------------------------------------------
 
     def mix(self, tokens: Tensor, weights: Tensor, chosen: Tensor, experts: nn.ModuleList | nn.ModuleDict) -> Tensor:
-        """``pgmesh.parallel.mix``, where ``experts`` are this rank's and ``chosen`` may be any rank's.
+        """``pgmesh.parallel.mix`` over all ranks: ``experts`` are this rank's, ``chosen`` has experts of any rank.
 
-        Every rank along the axes calls it, forward and backward, with as many tokens as the others; ``uneven``, with as
-        many as it has, and none will do.
+        Every rank along the axes calls it, forward and backward, with the same number of tokens. With ``uneven=True``
+        the numbers may differ, and may be 0.
 
         Raises:
-            ShapeError: ranks hold unequal numbers of tokens, on all of them.
+            ShapeError: ranks hold unequal numbers of tokens; on all of them.
         """
         if self._checked_axes and torch.is_grad_enabled():
-            fix = "ExpertParallel(..., uneven=True)   # if the program weighs its losses itself"
+            fix = "ExpertParallel(..., uneven=True)   # if the program weights its losses itself"
             if self._allow_uneven:
                 token_axes = self.mesh.along(*self.reduces, *self._checked_axes).axes
-                fix = f"ExpertParallel(..., over={token_axes!r})   # if they hold tokens of their own"
+                fix = f"ExpertParallel(..., over={token_axes!r})   # if they hold different tokens"
             check_equal("ExpertParallel", {"tokens": len(tokens)}, self.mesh, self._checked_axes, tokens.device, fix)
         group, n = self.mesh.group(*self._expert_axes), self.mesh.size(*self._expert_axes)
 
         def route(rows: Tensor, counts: Tensor) -> Tensor:
-            send_matrix = counts.view(n, -1)  # by rank and its experts
+            send_matrix = counts.view(n, -1)  # (rank, expert of the rank)
             receive_matrix = all_to_all_rows(send_matrix, [1] * n, [1] * n, group)
             send_counts, receive_counts = send_matrix.sum(1).tolist(), receive_matrix.sum(1).tolist()
             outputs = self._run_local_experts(
@@ -222,25 +227,31 @@ class ExpertParallel(Method):
         return mixture.mix_with(tokens, weights, chosen, n * len(experts), route)
 
     def _run_local_experts(self, rows: Tensor, counts: Tensor, experts: nn.ModuleList | nn.ModuleDict) -> Tensor:
-        """What this rank's experts make of rows that stand by sender, and each sender's by expert, as counts says."""
+        """Outputs of this rank's experts for rows sorted by source rank and then by expert.
+
+        Args:
+            rows: the rows.
+            counts: number of rows, (source ranks, experts).
+            experts: this rank's experts.
+        """
         if not self._tensor_axes:
             return _run_sorted(rows, counts, experts)
         group = self.mesh.group(*self._tensor_axes)
         if not self._gathers_tokens:
             return all_reduce_forward(_run_sorted(all_reduce_backward(rows, group), counts, experts), group)
-        m, here = group.size(), rows.size(0)
+        n, n_rows = group.size(), rows.size(0)
         counts = all_gather_stacked(counts, group)
-        each = counts.sum((1, 2)).tolist()
-        rows = all_to_all_rows(rows.expand(m, *rows.shape).flatten(0, 1), [here] * m, each, group)
-        parts = all_to_all_rows(_run_sorted(rows, counts.flatten(0, 1), experts), each, [here] * m, group)
-        return parts.view(m, here, *parts.shape[1:]).sum(0)
+        counts_per_rank = counts.sum((1, 2)).tolist()
+        rows = all_to_all_rows(rows.expand(n, *rows.shape).flatten(0, 1), [n_rows] * n, counts_per_rank, group)
+        parts = all_to_all_rows(_run_sorted(rows, counts.flatten(0, 1), experts), counts_per_rank, [n_rows] * n, group)
+        return parts.view(n, n_rows, *parts.shape[1:]).sum(0)
 
     def balance_loss(
         self, probabilities: Tensor, chosen: Tensor, count: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
-        """``pgmesh.parallel.balance_loss`` with choices counted over all ranks: the ranks' mean is that of one process.
+        """``pgmesh.parallel.balance_loss`` with choices counted over all ranks. The mean over ranks is the exact loss.
 
-        Every rank along ``reduces`` calls it, with as many tokens as the others.
+        Every rank along ``reduces`` calls it, with the same number of tokens.
         """
         return mixture.balance_loss(probabilities, chosen, self._sum_counts)
 
@@ -251,9 +262,15 @@ class ExpertParallel(Method):
 
 
 def _run_sorted(rows: Tensor, counts: Tensor, experts: nn.ModuleList | nn.ModuleDict) -> Tensor:
-    """What experts make of rows that stand by sender first, in that order again."""
-    senders, held = counts.shape
-    expert_of_row = torch.arange(held, device=rows.device).repeat(senders).repeat_interleave(counts.flatten())
+    """Outputs of experts for rows sorted by source rank and then by expert, in the same order.
+
+    Args:
+        rows: the rows.
+        counts: number of rows, (source ranks, experts).
+        experts: the experts.
+    """
+    sources, n_experts = counts.shape
+    expert_of_row = torch.arange(n_experts, device=rows.device).repeat(sources).repeat_interleave(counts.flatten())
     order = expert_of_row.argsort(stable=True)
     outputs = mixture.run_experts(rows.index_select(0, order), counts.sum(0).tolist(), experts)
     return outputs.index_select(0, order.argsort())

@@ -1,4 +1,4 @@
-"""Parallel methods of other packages, found by name when they are asked for."""
+"""Parallel methods of installed packages, found by entry point."""
 
 from __future__ import annotations
 
@@ -8,43 +8,41 @@ from pgmesh.errors import MethodError
 from pgmesh.parallel.base import Method
 
 ENTRY_POINT_GROUP = "pgmesh.parallel"
-"""The entry points that a package names its methods under."""
+"""The entry point group in which packages list their methods."""
 
 
 def find(name: str) -> type[Method]:
-    """A method by the name that the package which brings it has given it.
+    """Return a parallel method by its entry point name, from any installed package.
 
-    Nothing is registered and nothing is imported before: each call reads what is installed.
+    Each call reads the installed entry points. Nothing is imported before.
 
-    A package brings one with two lines of its ``pyproject.toml``::
+    A package provides a method with two lines of its ``pyproject.toml``::
 
         [project.entry-points."pgmesh.parallel"]
         ring = "ring_attention:RingAttention"
 
     Raises:
-        MethodError: no package or more than one brings a method of this name, or it cannot be imported.
+        MethodError: no package or several packages provide the name, or the method cannot be imported.
 
     >>> from pgmesh.parallel import find
     >>> find("data")
     <class 'pgmesh.parallel.data.DataParallel'>
     """
     installed = entry_points(group=ENTRY_POINT_GROUP)
-    candidates = {
-        point.value: point for point in installed if point.name == name
-    }  # one package may be on the path twice
+    # keyed by value: sys.path may list the same package twice
+    candidates = {point.value: point for point in installed if point.name == name}
     if not candidates:
-        names = ", ".join(
-            f"{each.name} ({package_name(each)})" for each in sorted(installed, key=lambda each: each.name)
-        )
+        points = sorted(installed, key=lambda each: each.name)
+        names = ", ".join(f"{point.name} ({package_name(point)})" for point in points)
         raise MethodError(
-            f"no installed package brings a parallel method {name!r}; found are: {names or 'none'}.\n\n"
+            f"no installed package provides a parallel method {name!r}; available: {names or 'none'}.\n\n"
             f'  [project.entry-points."{ENTRY_POINT_GROUP}"]   # in the pyproject.toml of the package\n'
             f'  {name} = "its_module:ItsMethod"'
         )
     if len(candidates) > 1:
-        rivals = " and ".join(f"{package_name(each)} ({each.value})" for each in sorted(candidates.values()))
+        providers = " and ".join(f"{package_name(each)} ({each.value})" for each in sorted(candidates.values()))
         raise MethodError(
-            f"more than one package brings a parallel method {name!r}: {rivals}. Import one by its module."
+            f"more than one package provides a parallel method {name!r}: {providers}. Import one by its module."
         )
     (point,) = candidates.values()
     try:
@@ -56,11 +54,11 @@ def find(name: str) -> type[Method]:
         ) from error
     if not (isinstance(method, type) and issubclass(method, Method)):
         raise MethodError(
-            f"{point.value}, which {package_name(point)} brings as {name!r}, is no pgmesh.parallel.Method."
+            f"{point.value}, which {package_name(point)} provides as {name!r}, is not a pgmesh.parallel.Method."
         )
     return method
 
 
 def package_name(point: EntryPoint) -> str:
-    """The package that an entry point came with."""
+    """Name of the package that an entry point belongs to."""
     return point.dist.name if point.dist is not None else "a package without a name"

@@ -1,4 +1,8 @@
-"""What ranks have to bring alike: rows, positions, tokens. One small exchange tells each rank the numbers of all."""
+"""Checks that ranks were given the same number of rows, positions or tokens.
+
+Each check is one all-gather of a few integers, before any large tensor is sent. A difference is a ShapeError on every
+rank of the check.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
     from pgmesh.mesh import ProcessGroupMesh
 
 ROW_CHECK = "pgmesh_row_check"
+"""Attribute of a module: its ``RowCheck``."""
 
 
 def all_gather_ints(
@@ -29,12 +34,16 @@ def all_gather_ints(
     device: torch.device,
     timeout: Timeout | None = None,
 ) -> list[list[int]]:
-    """The numbers of every rank along the axes, in the order of the mesh. Every one of these ranks calls it.
+    """Integers of every rank along the axes, in mesh order. Every rank along the axes calls it. Untested on GPUs.
 
-    With a timeout, which is then the same on all, the group is one that has it.
+    The all-gather runs on CPU tensors, so that it does not wait for kernels on a GPU.
 
-    They go between processes and not between GPUs, which nobody waits for so: beside work on GPUs (``device``), by
-    a Gloo twin of the group. Untested on GPUs.
+    Args:
+        numbers: this rank's integers, equally many on each rank.
+        mesh: the mesh.
+        axes: the axes.
+        device: device of the model. Unless it is the CPU, the group uses the Gloo backend.
+        timeout: timeout of the group, the same on all ranks; None for that of the mesh.
     """
     if mesh.size(*axes) == 1:
         return [list(numbers)]
@@ -54,10 +63,18 @@ def check_equal(
     device: torch.device,
     fix: str,
 ) -> None:
-    """See that every rank along the axes has these numbers of these things. Every one of them calls it.
+    """Check that every rank along the axes has the same numbers. Every rank along the axes calls it.
+
+    Args:
+        caller: name of the method, for the message.
+        numbers: this rank's number of each unit: ``{"rows": 4}``.
+        mesh: the mesh.
+        axes: the axes.
+        device: device of the model.
+        fix: the call that would be right, for the message.
 
     Raises:
-        ShapeError: some have others; on every rank along the axes.
+        ShapeError: the numbers differ; on every rank along the axes.
     """
     raise_if_unequal(caller, [*numbers], all_gather_ints([*numbers.values()], mesh, axes, device), mesh, axes, fix)
 
@@ -70,7 +87,16 @@ def raise_if_unequal(
     axes: Sequence[Axis],
     fix: str,
 ) -> None:
-    """The error where ranks along the axes were told different numbers of something."""
+    """Raise a ShapeError if gathered numbers differ between ranks.
+
+    Args:
+        caller: name of the method.
+        units: plural noun of each number.
+        per_rank: numbers of each rank along the axes, in mesh order.
+        mesh: the mesh.
+        axes: the axes.
+        fix: the call that would be right.
+    """
     for unit, numbers in zip(units, zip(*per_rank)):
         ranks: dict[int, list[int]] = {}
         for rank, number in zip(mesh.ranks(*axes), numbers):
@@ -78,41 +104,46 @@ def raise_if_unequal(
         if len(ranks) > 1:
             counts = [f"{n} on {name_ranks(holders)}" for n, holders in ranks.items()]
             raise ShapeError(
-                f"{caller} takes as many {unit} on each rank along {format_sizes(mesh, axes)}, but there are "
+                f"{caller} needs the same number of {unit} on each rank along {format_sizes(mesh, axes)}, but "
+                "there are "
                 f"{'; '.join(counts[:4])}{'; ...' * (len(counts) > 4)}.\n\n  {fix}"
             )
 
 
 class RowCheck:
-    """Sees, before each training step of a module, that ranks read equally many rows: their gradients are averaged.
+    """Forward hook that checks, before each training step, that ranks have the same number of rows.
 
-    Rows are the first dimension of the first tensor that the module is given. Those of several passes whose gradients
-    add up are added up too. A pipeline asks by itself, since it sees the whole batch.
+    The mean of the ranks' gradients is that of the whole batch only then. Rows are the first dimension of the first
+    tensor that the module is given. With gradient accumulation, the sum over all passes is checked in the last.
+    A pipeline removes the hook and checks by itself, since only it has the whole batch.
+
+    Args:
+        method: the method that averages gradients.
+        module: the module.
     """
 
     def __init__(self, method: Method, module: nn.Module) -> None:
         self.method, self.rows, self.device = method, 0, device_of(module)
-        self.hook = module.register_forward_pre_hook(
-            self._before, with_kwargs=True, prepend=True
-        )  # before fully_shard's
+        # prepend: before the hook of fully_shard, which gathers parameters
+        self.hook = module.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True)
         setattr(module, ROW_CHECK, self)
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         if module.training and torch.is_grad_enabled():
             self.rows += next((each.size(0) for each in tensors_in((args, keywords)) if each.ndim), 0)
-            if getattr(module, "require_backward_grad_sync", True):  # in the last pass of several, where DDP says which
+            if getattr(module, "require_backward_grad_sync", True):  # DDP: False in all passes but the last
                 rows, self.rows = self.rows, 0
                 name, mesh, axes = type(self.method).__name__, self.method.mesh, self.method.reduces
                 check_equal(name, {"rows": rows}, mesh, axes, self.device, self.fix)
 
     @property
     def fix(self) -> str:
-        """The call that lets rows be uneven."""
-        return f"{type(self.method).__name__}(..., uneven=True)   # if the program weighs its losses itself"
+        """The call that allows unequal numbers of rows."""
+        return f"{type(self.method).__name__}(..., uneven=True)   # if the program weights its losses itself"
 
 
 def detach_row_check(parts: Iterable[nn.Module], mesh: ProcessGroupMesh) -> RowCheck | None:
-    """What sees to the rows of the parts of a pipeline on the same mesh, which does so itself from here on."""
+    """Remove the row checks of a pipeline's stages, and return the last one. Those on other meshes stay."""
     row_check = None
     for part in parts:
         check: RowCheck | None = getattr(part, ROW_CHECK, None)
@@ -123,7 +154,7 @@ def detach_row_check(parts: Iterable[nn.Module], mesh: ProcessGroupMesh) -> RowC
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors among what a module is given."""
+    """All tensors in a nest of mappings, lists and tuples, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (Mapping, list, tuple)):
@@ -132,5 +163,5 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where a module's weights are."""
+    """Device of a module's first parameter; the CPU if it has none."""
     return next((weight.device for weight in module.parameters()), torch.device("cpu"))

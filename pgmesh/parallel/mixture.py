@@ -1,4 +1,7 @@
-"""A mixture of experts in one process: a router, the experts' outputs mixed, a loss that keeps their loads alike."""
+"""Mixture of experts on one rank: a router, the weighted sum of expert outputs, and a load-balance loss.
+
+It needs no mesh. ``ExpertParallel`` replaces ``mix`` and ``balance_loss`` by its versions over several ranks.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,19 @@ from pgmesh.errors import ShapeError
 
 
 def mix(tokens: Tensor, weights: Tensor, chosen: Tensor, experts: nn.ModuleList | nn.ModuleDict) -> Tensor:
-    """What each token's experts make of it, weighed and summed.
+    """Weighted sum of the outputs of each token's experts.
 
-    A module that keeps this function in an attribute is one that ``ExpertParallel`` knows. Every expert runs, if need
-    be on no token, so that it always has a gradient.
+    ``ExpertParallel`` replaces this function in each module that has it as an attribute. Every expert runs, also with
+    no tokens, so that it always has a gradient.
 
     Args:
         tokens: (tokens, width).
-        weights: how much each expert of a token counts, (tokens, top_k).
-        chosen: which experts they are, numbers from 0, (tokens, top_k).
-        experts: each a module from (rows, width) to (rows, width).
+        weights: weight of each expert of a token, (tokens, top_k).
+        chosen: indices of the experts of a token, from 0, (tokens, top_k).
+        experts: modules from (rows, width) to (rows, width).
+
+    Returns:
+        (tokens, width).
 
     >>> import torch
     >>> twice, thrice = torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False)
@@ -38,7 +44,15 @@ def mix(tokens: Tensor, weights: Tensor, chosen: Tensor, experts: nn.ModuleList 
 def mix_with(
     tokens: Tensor, weights: Tensor, chosen: Tensor, experts: int, compute: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """``mix``, with the way in which rows are served: rows sorted by expert and how many each gets, to rows again."""
+    """``mix`` with a function that runs the experts.
+
+    Args:
+        tokens: as in ``mix``, as are ``weights`` and ``chosen``.
+        weights: weight of each expert of a token.
+        chosen: indices of the experts of a token.
+        experts: number of experts.
+        compute: takes rows sorted by expert, and the number of rows of each expert; returns the output rows.
+    """
     order = chosen.flatten().argsort(stable=True)
     counts = torch.bincount(chosen.flatten(), minlength=experts)
     outputs = compute(tokens.index_select(0, order // chosen.size(1)), counts)
@@ -47,22 +61,22 @@ def mix_with(
 
 
 def run_experts(rows: Tensor, counts: list[int], experts: nn.ModuleList | nn.ModuleDict) -> Tensor:
-    """What each expert makes of its rows, which stand in the order of the experts."""
+    """Outputs of the experts, each applied to its rows. Rows are sorted by expert; ``counts`` is the number of each."""
     each: Iterable[nn.Module] = experts.values() if isinstance(experts, nn.ModuleDict) else experts
     return torch.cat([expert(part) for expert, part in zip(each, torch.split(rows, counts), strict=True)])
 
 
 def balance_loss(probabilities: Tensor, chosen: Tensor, count: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """How uneven the experts' loads are: 1 where all are alike, up to the number of experts.
+    """Load-balance loss: 1 if all experts have the same load, up to the number of experts.
 
-    The number of experts times the sum, over experts, of the share of choices that fell on one times the mean
-    probability that it was given: https://arxiv.org/abs/2101.03961, section 2.2. A module that keeps this function in
-    an attribute has choices counted over all ranks under ``ExpertParallel``.
+    It is the number of experts times the sum, over experts, of the fraction of choices times the mean probability:
+    https://arxiv.org/abs/2101.03961, section 2.2. In a module that has this function as an attribute,
+    ``ExpertParallel`` counts choices over all ranks.
 
     Args:
-        probabilities: of each expert for each token, (tokens, experts).
-        chosen: (tokens, top_k).
-        count: what makes the counts of all ranks from those of this one.
+        probabilities: probability of each expert for each token, (tokens, experts).
+        chosen: indices of the experts of a token, (tokens, top_k).
+        count: sums this rank's counts of choices over all ranks; None for one rank.
 
     >>> import torch
     >>> balance_loss(torch.eye(2), torch.tensor([[0], [1]])).item()
@@ -78,27 +92,29 @@ def balance_loss(probabilities: Tensor, chosen: Tensor, count: Callable[[Tensor]
 
 
 class Routes(NamedTuple):
-    """Where the tokens go."""
+    """Output of a ``Router``: experts of each token and their weights."""
 
     weights: Tensor
-    """How much each expert of a token counts, (tokens, top_k)."""
+    """Weight of each expert of a token, (tokens, top_k)."""
     chosen: Tensor
-    """Which experts they are, (tokens, top_k)."""
+    """Indices of the experts of a token, (tokens, top_k)."""
     balance: Tensor
-    """How uneven the experts' loads are; 1 where they are alike."""
+    """Load-balance loss; 1 if all experts have the same load."""
 
 
 class Router(nn.Module):
-    """Chooses the experts of each token: those of the highest probability under one linear layer.
+    """Selects the ``top_k`` experts of each token by the probabilities of a linear layer.
+
+    Weights are the probabilities of the selected experts. For ``top_k`` > 1 they are scaled to sum to 1. For 1 they are
+    not, since a constant weight would give the layer no gradient.
 
     Args:
-        width: of a token.
-        experts: how many there are.
-        top_k: how many each token goes to. Their weights are their probabilities, scaled to sum to 1; where it is
-            one, its probability as it is, since a gradient has to reach the layer.
+        width: width of a token.
+        experts: number of experts.
+        top_k: number of experts of each token.
 
     Raises:
-        ShapeError: fewer experts than each token needs.
+        ShapeError: ``top_k`` is less than 1 or more than the number of experts.
 
     >>> import torch
     >>> routes = Router(8, experts=4, top_k=2)(torch.ones(3, 8))
@@ -108,7 +124,7 @@ class Router(nn.Module):
 
     def __init__(self, width: int, experts: int, top_k: int) -> None:
         if not 1 <= top_k <= experts:
-            raise ShapeError(f"Router: each token goes to at least 1 expert and to {experts} at most, not to {top_k}.")
+            raise ShapeError(f"Router: top_k is at least 1 and at most the number of experts, {experts}, not {top_k}.")
         super().__init__()
         self.top_k = top_k
         self.gate = nn.Linear(width, experts, bias=False)
@@ -123,10 +139,11 @@ class Router(nn.Module):
 
 
 def with_loss(tensor: Tensor, loss: Tensor) -> Tensor:
-    """The tensor itself, whose backward counts a loss besides: for one inside a model that hands out its output alone.
+    """Return the tensor, and add a loss to the backward pass through it.
 
-    The loss counts as it is, whatever becomes of the tensor. That is what a pipeline needs, whose stages hand on
-    activations alone. Where the program scales its loss, as for 16-bit gradients, scale this one too.
+    The gradient of the loss is always 1, whatever gradient the tensor gets. So a pipeline stage can have a loss of its
+    layers, such as the load-balance loss, although it returns only activations. A program that scales its loss, for
+    16-bit gradients for example, has to scale this one too.
 
     >>> import torch
     >>> weight = torch.ones((), requires_grad=True)
@@ -134,8 +151,8 @@ def with_loss(tensor: Tensor, loss: Tensor) -> Tensor:
     >>> weight.grad
     tensor(3.)
     """
-    carried: Tensor = _WithLoss.apply(tensor, loss)  # type: ignore[no-untyped-call]
-    return carried
+    same: Tensor = _WithLoss.apply(tensor, loss)  # type: ignore[no-untyped-call]
+    return same
 
 
 class _WithLoss(torch.autograd.Function):

@@ -1,4 +1,8 @@
-"""What a method finds in a module that is another's: weights that are left alone, and what another stage has."""
+"""Marks on a module's parameters and layers, by which the methods of a composition find each other's.
+
+Owned parameters: another method reduces their gradients, so data parallelism leaves them alone. Absent modules: another
+pipeline stage has them.
+"""
 
 from __future__ import annotations
 
@@ -9,58 +13,62 @@ from typing import Any
 from torch import nn
 
 OWNED_MARK = "pgmesh_owned"
+"""Attribute of an owned parameter."""
 ABSENT_MARK = "pgmesh_absent"
+"""Attribute of a stage: the names of the modules that it lacks."""
 
 
 def mark_owned(parameters: Iterable[nn.Parameter], sharded_along: str = "") -> None:
-    """Have data and sharded data parallelism leave these weights alone: who calls it sums their gradients.
+    """Exclude parameters from data and sharded data parallelism. The caller reduces their gradients itself.
 
     Args:
-        cut: the axes along which ranks hold parts of them, where they are no DTensors, which say so themselves.
+        parameters: the parameters.
+        sharded_along: axes along which ranks hold shards of them as plain tensors. Empty for whole parameters and for
+            DTensors.
     """
-    for weight in parameters:
-        setattr(weight, OWNED_MARK, sharded_along)
+    for parameter in parameters:
+        setattr(parameter, OWNED_MARK, sharded_along)
 
 
 def owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The weights of a module that are to be left alone, by name."""
-    return {name: weight for name, weight in module.named_parameters() if hasattr(weight, OWNED_MARK)}
+    """The owned parameters of a module, by name."""
+    return {name: parameter for name, parameter in module.named_parameters() if hasattr(parameter, OWNED_MARK)}
 
 
 def canonical_names(module: nn.Module) -> dict[str, str]:
-    """The first name of each weight that has several, by each other name."""
+    """The first name of each tied parameter, by each of its further names."""
     first = dict[int, str]()
     aliases = module.named_parameters(remove_duplicate=False)
     return {name: found for name, weight in aliases if (found := first.setdefault(id(weight), name)) != name}
 
 
 class AbsentLayer(nn.Module):
-    """In place of a layer that another stage of a pipeline has: it passes on what it is given."""
+    """Placeholder of a layer that another pipeline stage has. It returns its first input."""
 
     def forward(self, x: Any, *more: Any, **keywords: Any) -> Any:
         return x
 
 
 def is_stage(module: nn.Module) -> bool:
-    """Whether other stages of a pipeline have some of a module."""
+    """Return True if a module is one pipeline stage of a larger module."""
     return any(isinstance(each, AbsentLayer) or hasattr(each, ABSENT_MARK) for each in module.modules())
 
 
 def match_modules(module: nn.Module, pattern: str) -> list[str]:
-    """The modules that a dotted name with * for any names, but for those that another stage has."""
+    """Names of the modules that match a dotted pattern with * as wildcard, without absent layers."""
     each = module.named_modules(remove_duplicate=False)
     return [name for name, found in each if matches(name, pattern) and not isinstance(found, AbsentLayer)]
 
 
 def on_other_stage(module: nn.Module, pattern: str) -> bool:
-    """Whether another stage has something that a pattern names, or what holds it: here it is None, or stood in for."""
+    """Return True if a pattern matches an absent module or one inside it: here it is None or a placeholder."""
     absent = [name for name, each in module.named_modules() if isinstance(each, AbsentLayer)]
     absent += getattr(module, ABSENT_MARK, ())
     parts = pattern.split(".")
     if any(matches(name, ".".join(parts[: name.count(".") + 1])) for name in absent):
         return True
     found: Any = module
-    for part in parts:  # None, in a stage that was cut by hand
+    for part in parts:  # a user who cuts stages by hand sets modules to None
         found = getattr(found, part, module)
         if found is None or found is module:
             return found is None
@@ -68,6 +76,6 @@ def on_other_stage(module: nn.Module, pattern: str) -> bool:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a dotted name is one that a pattern names, word by word."""
+    """Return True if a dotted name matches a pattern, part by part."""
     parts, pattern_parts = name.split("."), pattern.split(".")
     return len(parts) == len(pattern_parts) and all(map(fnmatch, parts, pattern_parts))

@@ -1,4 +1,7 @@
-"""Pipeline parallelism: ranks along an axis run different layers, microbatch after microbatch. torch's schedules."""
+"""Pipeline parallelism by the stages and schedules of torch.distributed.pipelining.
+
+``PipelineParallel`` splits a module into stages. ``Pipeline``, which it returns, runs this rank's stages.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ from pgmesh.parallel.weights import local
 
 @dataclass(frozen=True)
 class ScheduleInfo:
-    """A schedule of torch's, with the restrictions that it has."""
+    """A schedule of torch and its restrictions."""
 
     torch_class: Any
     single_stage: bool = False
@@ -50,7 +53,8 @@ class ScheduleInfo:
     v_shape: bool = False
     """Each rank has exactly two stages. torch 2.13 cannot run this schedule without a backward pass."""
     split_backward: bool = False
-    """Gradients of weights are computed apart. On torch 2.13 fully_shard leaves wrong ones; DDP was not tried."""
+    """Gradients of weights are computed in a separate pass. On torch 2.13 fully_shard then computes wrong ones; DDP is
+    untested."""
 
 
 SCHEDULES = {
@@ -64,30 +68,30 @@ SCHEDULES = {
 
 
 class PipelineParallel(Method):
-    """Runs the layers of a module on the ranks along its axis, a share of the rows at a time.
+    """Splits the layers of a module into stages on the ranks along its axis, and runs them on microbatches.
 
-    The layers are cut as evenly as they can be, one more on the first stages where they do not divide. The other
-    modules go to the first or to the last stage; elsewhere they are None, and the module's ``forward`` passes on what
-    it is given. Each part keeps the names of the whole. What is applied inside a pipeline is applied to each part.
+    Layers are split evenly; if they are not divisible, the first stages have one more. All other modules are on the
+    first or on the last stage. On other stages they are None, and ``forward`` of the module has to skip them. A stage
+    keeps the names of the whole module. Methods of lower levels are applied to each stage.
 
     Args:
         mesh: the mesh.
-        axis: along which the stages stand.
-        layers: the name of the ModuleList, ModuleDict or Sequential to cut: ``"blocks"``, ``"model.layers"``.
-        first: the names of the modules that come before the layers.
-        last: the names of those that come after.
-        loss: the mean loss of some rows, from the output of the last stage and the target; None for a pipeline that
-            only goes forward.
-        microbatches: how many equal parts a batch is cut in.
-        schedule: "gpipe", "1f1b", "interleaved", "zero-bubble" or "zero-bubble-v". The last two go without data
+        axis: the axis of the stages.
+        layers: name of the ModuleList, ModuleDict or Sequential to split: ``"blocks"``, ``"model.layers"``.
+        first: names of the modules before the layers.
+        last: names of the modules after the layers.
+        loss: function from the output of the last stage and the target to the mean loss of their rows. None for a
+            pipeline that runs only forward passes.
+        microbatches: number of equal microbatches of a batch.
+        schedule: "gpipe", "1f1b", "interleaved", "zero-bubble" or "zero-bubble-v". The last two do not support data
             parallelism.
-        virtual: how many stages each rank has.
-        options: what its groups are made with, as in ``mesh.configure``: that of all stages, and that of both ends.
-            Its timeout holds where rows are compared, too.
+        virtual: number of stages on each rank.
+        options: options of its groups, as in ``mesh.configure``: the group of all stages, and that of the first and
+            the last. The timeout is also used when numbers of rows are compared.
 
     Raises:
         AxisError: more than one axis.
-        OptionsError: a schedule that there is not, or that has another number of virtual stages.
+        OptionsError: there is no such schedule, or it needs another number of stages or microbatches.
 
     Source: https://docs.pytorch.org/docs/2.13/distributed.pipelining.html
 
@@ -121,19 +125,20 @@ class PipelineParallel(Method):
         self.loss, self.microbatches, self.schedule, self.virtual = loss, microbatches, schedule, virtual
         self.timeout: Timeout | None = (options or {}).get("timeout")
         if schedule not in SCHEDULES:
-            raise OptionsError(f"there is no schedule {schedule!r}; there are {', '.join(SCHEDULES)}.")
+            raise OptionsError(f"there is no schedule {schedule!r}; available: {', '.join(SCHEDULES)}.")
         if virtual < 1:
             raise OptionsError(
-                f"a rank has 1 virtual stage or more, not {virtual}.\n\n  PipelineParallel(..., virtual=1)   # or more"
+                f"virtual= is at least 1 stage on each rank, not {virtual}.\n\n"
+                "  PipelineParallel(..., virtual=1)   # or more"
             )
         if SCHEDULES[schedule].single_stage and virtual != 1:
             raise OptionsError(
-                f"schedule {schedule!r} has one stage on a rank, not {virtual}.\n\n"
-                f"  PipelineParallel(..., schedule='interleaved', virtual={virtual})   # has several"
+                f"schedule {schedule!r} has one stage on each rank, not {virtual}.\n\n"
+                f"  PipelineParallel(..., schedule='interleaved', virtual={virtual})   # several stages"
             )
         if SCHEDULES[schedule].v_shape and virtual != 2:
             raise OptionsError(
-                f"schedule {schedule!r} has two stages on a rank, there and back, not {virtual}.\n\n"
+                f"schedule {schedule!r} has two stages on each rank, in a V shape, not {virtual}.\n\n"
                 f"  PipelineParallel(..., schedule={schedule!r}, virtual=2)"
             )
 
@@ -142,47 +147,49 @@ class PipelineParallel(Method):
             raise OptionsError(
                 f"{microbatches} microbatches are too few for schedule {schedule!r} along "
                 f"{format_sizes(mesh, self.owns)}.\n\n"
-                f"  PipelineParallel(..., microbatches={self.stages})   # one for each stage at least"
+                f"  PipelineParallel(..., microbatches={self.stages})   # at least one for each stage"
             )
         if schedule in ("interleaved", "zero-bubble") and microbatches % rounds:
             low, high = microbatches - microbatches % rounds, microbatches + -microbatches % rounds
             raise OptionsError(
-                f"schedule {schedule!r} goes round {rounds} times along {format_sizes(mesh, self.owns)}, and "
+                f"schedule {schedule!r} runs in {rounds} rounds along {format_sizes(mesh, self.owns)}, and "
                 f"{microbatches} microbatches are not divisible by {rounds}.\n\n"
                 f"  PipelineParallel(..., microbatches={low})   # or {high}"
             )
         if options:
             self._end_stages.configure(self.axis, **options)
 
-    # -- places -------------------------------------------------------------------------------------------------
+    # -- stages -------------------------------------------------------------------------------------------------
 
     @property
     def _end_stages(self) -> ProcessGroupMesh:
-        """The first and the last stage, for weights that both have."""
+        """Slice of the mesh with the first and the last stage, for tied parameters."""
         return self.mesh.at({self.axis: [0, -1]})
 
     @property
     def stages(self) -> int:
-        """How many stages there are in all."""
+        """Number of stages over all ranks."""
         return self.mesh.size(self.axis) * self.virtual
 
     def stage(self, virtual: int = 0) -> int:
-        """The number of one of this rank's stages, in the order in which rows pass them.
+        """Index of a stage of this rank, in the order of the layers.
 
         Args:
-            virtual: which of this rank's stages.
+            virtual: index among the stages of this rank.
 
         Raises:
             PlaceError: this rank has no such stage.
         """
         if not 0 <= virtual < self.virtual:
-            raise PlaceError(f"a rank has {count_of(self.virtual, 'virtual stage')}, from 0; there is no {virtual}.")
+            raise PlaceError(
+                f"a rank has {count_of(self.virtual, 'virtual stage')}, counted from 0; there is no stage {virtual}."
+            )
         size, index = self.mesh.size(self.axis), self.mesh.index(self.axis)
         back = SCHEDULES[self.schedule].v_shape and virtual % 2
         return virtual * size + (size - 1 - index if back else index)
 
     def holder(self, stage: int) -> int | None:
-        """The rank that has a stage, of those along the axis from here; None past the ends."""
+        """Rank of a stage, in this rank's block along the axis; None if there is no such stage."""
         if not 0 <= stage < self.stages:
             return None
         virtual, index = divmod(stage, self.mesh.size(self.axis))
@@ -190,55 +197,54 @@ class PipelineParallel(Method):
         return ranks[-1 - index] if SCHEDULES[self.schedule].v_shape and virtual % 2 else ranks[index]
 
     def is_first(self, virtual: int = 0) -> bool:
-        """Whether this stage is given the batch."""
+        """True for the first stage, which gets the inputs of the batch."""
         return self.stage(virtual) == 0
 
     def is_last(self, virtual: int = 0) -> bool:
-        """Whether this stage computes the loss."""
+        """True for the last stage, which computes the loss."""
         return self.stage(virtual) == self.stages - 1
 
     def next(self, virtual: int = 0) -> int | None:
-        """The rank of the stage after this one; None after the last."""
+        """Rank of the next stage; None for the last stage."""
         return self.holder(self.stage(virtual) + 1)
 
     def previous(self, virtual: int = 0) -> int | None:
-        """The rank of the stage before this one; None before the first."""
+        """Rank of the previous stage; None for the first stage."""
         return self.holder(self.stage(virtual) - 1)
 
-    # -- cutting ------------------------------------------------------------------------------------------------
+    # -- splitting ----------------------------------------------------------------------------------------------
 
     def apply(self, module: nn.Module) -> Pipeline:
-        """This rank's stages of the module, ready to run."""
+        """Split a module and return this rank's stages, ready to run."""
         return self.around(module, lambda part: part)
 
     def around(self, module: nn.Module, inner: Callable[[nn.Module], nn.Module]) -> Pipeline:
-        """The same, with other methods applied to each part after it is cut."""
+        """Split a module, and apply the methods of lower levels to each of this rank's stages."""
         tied, names = self.tied(module), canonical_names(module)
         return Pipeline(self, [inner(part) for part in self.cut(module)], tied, names)
 
     def cut(self, module: nn.Module) -> list[nn.Module]:
-        """This rank's parts of a module, one for each virtual stage. They share its weights; it stays as it is.
+        """Return this rank's stages of a module. They share its parameters; the module is not changed.
 
         Raises:
-            MethodError: a name that the module does not have, one that holds no layers, or weights that no stage is
-                given.
-            ShapeError: fewer layers than stages.
+            MethodError: the module has no such submodule, ``layers`` has no elements, or a parameter has no stage.
+            ShapeError: there are fewer layers than stages.
         """
-        held = self._submodule(module, self.layers, "layers")
-        layers = list(held.children())
+        container = self._submodule(module, self.layers, "layers")
+        layers = list(container.children())
         if not layers:
             raise MethodError(
-                f"layers= names {self.layers!r}, a {type(held).__name__} without layers: what is cut is a ModuleList, "
-                "ModuleDict or Sequential of them."
+                f"layers= has {self.layers!r}, a {type(container).__name__} without layers: it has to be a ModuleList, "
+                "ModuleDict or Sequential with layers."
             )
         partition = partition_layers(len(layers), self.stages)
         if not all(partition):
-            does = [str(n) for n in divisors(self.stages) if n <= len(layers)]
-            would = f"{', '.join(does)} stage{'s' * (len(layers) > 1)} would do"
+            possible = ", ".join(str(n) for n in divisors(self.stages) if n <= len(layers))
+            would = f"{possible} stage{'s' * (len(layers) > 1)} would do"
             raise ShapeError(
                 f"{self.layers} has {count_of(len(layers), 'layer')}, too few for {self.stages} stages "
-                f"({format_sizes(self.mesh, self.owns)}, {self.virtual} virtual on each): a stage has one at least.\n\n"
-                f"  {would}, or {self.stages} layers and more"
+                f"({format_sizes(self.mesh, self.owns)}, {self.virtual} on each rank): a stage needs at least one.\n\n"
+                f"  {would}, or at least {self.stages} layers"
             )
         for names, what in ((self.first, "first"), (self.last, "last")):
             for name in names:
@@ -255,7 +261,7 @@ class PipelineParallel(Method):
         return parts
 
     def tied(self, module: nn.Module) -> list[tuple[str, str]]:
-        """The names of weights that the first and the last stage share, in each."""
+        """Names of each parameter tied between the first and the last stage: in the first, in the last."""
         names: dict[int, list[str]] = {}
         for name, weight in module.named_parameters(remove_duplicate=False):
             names.setdefault(id(weight), []).append(name)
@@ -265,14 +271,14 @@ class PipelineParallel(Method):
             if len(places) > 1:
                 if set(places) != {"first", "last"}:
                     raise MethodError(
-                        f"{' and '.join(places.values())} are one weight, which only the first and the last stage of a "
-                        f"pipeline can share."
+                        f"{' and '.join(places.values())} are one tied parameter, which only the first and the last "
+                        f"stage of a pipeline can share."
                     )
                 pairs.append((places["first"], places["last"]))
         return pairs
 
     def _location(self, name: str) -> str:
-        """Where a weight goes: "first", "last", the name of its layer, or "" for nowhere."""
+        """Location of a parameter: "first", "last", the name of its layer, or "" if it has no stage."""
         for place, modules in (("first", self.first), ("last", self.last)):
             if any(name.startswith(f"{module}.") for module in modules):
                 return place
@@ -287,24 +293,22 @@ class PipelineParallel(Method):
             found = None
         if found is None:
             children = ", ".join(child for child, _ in module.named_children())
-            raise MethodError(
-                f"{what}= names {name!r}, which {type(module).__name__} does not have; it has {children}."
-            )
+            raise MethodError(f"{what}= has {name!r}, which is not in {type(module).__name__}; it has {children}.")
         return found
 
     def _check_all_assigned(self, module: nn.Module) -> None:
         left = [name for name, _ in module.named_parameters() if not self._location(name)]
         if left:
             raise MethodError(
-                f"no stage is given {', '.join(left[:3])}{', ...' * (len(left) > 3)} of {type(module).__name__}: its "
-                f"weights are in {self.layers}, in first= ({', '.join(self.first) or 'none'}) or in last= "
+                f"no stage has {', '.join(left[:3])}{', ...' * (len(left) > 3)} of {type(module).__name__}: parameters "
+                f"have to be in {self.layers}, in first= ({', '.join(self.first) or 'none'}) or in last= "
                 f"({', '.join(self.last) or 'none'}).\n\n"
                 f"  PipelineParallel(..., last={[*self.last, left[0].split('.')[0]]!r})   # or first="
             )
 
 
 class Pipeline(nn.Module):
-    """This rank's stages of a module, and the schedule that runs them. ``PipelineParallel.apply`` makes it."""
+    """This rank's stages of a module and the schedules that run them. ``PipelineParallel.apply`` returns it."""
 
     def __init__(
         self, method: PipelineParallel, parts: list[nn.Module], tied: list[tuple[str, str]], names: dict[str, str]
@@ -312,56 +316,55 @@ class Pipeline(nn.Module):
         super().__init__()
         self.method = method
         self.parts = nn.ModuleList(parts)
-        """One for each virtual stage, under the names of the whole."""
+        """This rank's stages, with the names of the whole module."""
         self.tied, self.canonical_names = tied, names
         hooked = any(map(torch_private.has_gradient_hooks, self.parameters()))
         data = hooked or any(isinstance(part, (DistributedDataParallel, FSDPModule)) for part in parts)
         if SCHEDULES[method.schedule].split_backward and data:
             raise MethodError(
-                f"schedule {method.schedule!r} computes the gradients of weights apart from the others, where "
-                "torch's fully_shard leaves wrong ones, and DDP may, and hooks that wait for a weight's gradient never "
-                "run.\n\n"
+                f"schedule {method.schedule!r} computes the gradients of weights in a separate pass: torch's "
+                "fully_shard then computes wrong ones, DDP is untested, and post-accumulate-grad hooks do not run.\n\n"
                 f"  PipelineParallel(..., schedule='interleaved')   # with data parallelism"
             )
         for stage, name in ((stage, name) for pair in tied for stage, name in zip((0, method.stages - 1), pair)):
             if self._has_stage(stage) and not self._stage_parameters(stage, name):
                 raise MethodError(
-                    f"{name}, which is tied to a weight of another stage, is not found in what a method made of stage "
-                    f"{stage}: it has {', '.join([n for n, _ in self.parts.named_parameters()][:4])}, ... A method "
-                    "keeps the names of weights, and may put 'module.' before them."
+                    f"{name}, which is tied to a parameter of another stage, is not found in stage {stage} after other "
+                    f"methods: it has {', '.join([n for n, _ in self.parts.named_parameters()][:4])}, ... A method has "
+                    "to keep the names of parameters; it may only prefix them by 'module.'."
                 )
         self.row_check = detach_row_check(parts, method.mesh)
         self.schedules: dict[bool, tuple[list[Any], Any]] = {}
-        """With a loss and without one: the shapes of the inputs that it was made for, and the schedule."""
+        """By presence of a loss: the input shapes that the schedule was built for, and the schedule."""
         method.mesh.group(method.axis)
 
     def step(self, *inputs: torch.Tensor, target: torch.Tensor) -> list[torch.Tensor]:
-        """Forward and backward through all stages: gradients of the batch's mean loss, added to those that are there.
+        """Run forward and backward through all stages. Gradients of the batch's mean loss are added to ``grad``.
 
-        Under ``torch.no_grad()`` it goes forward alone, for the losses of a batch that is not trained on. Before the
-        first step with other shapes the first microbatch goes forward once more, without gradients, since stages have
-        to know what they will be handed. It leaves no trace in buffers and in torch's random numbers.
+        Under ``torch.no_grad()`` only the forward pass runs, for the losses of validation data. Before the first step
+        with new shapes, the first microbatch runs forward once more without gradients, to find the shapes between
+        stages. Buffers and random states are restored after it.
 
         Args:
-            inputs: this rank's rows; only the first stage looks at them.
-            target: what the loss compares with; only the last stage looks at it.
+            inputs: this rank's rows; used only by the first stage.
+            target: second argument of the loss; used only by the last stage.
 
         Returns:
-            The loss of each microbatch, on the last stage; nothing on others.
+            The loss of each microbatch on the rank of the last stage; an empty list on others.
 
         Raises:
-            OptionsError: the method was given no loss.
-            ShapeError: the rows cannot be cut into equal microbatches, or ranks have other numbers of rows: those
-                along the axis read the same ones, and of those that data parallelism averages over each as many.
-            MethodError: a stage hands on what is no plain tensor.
+            OptionsError: the method has no loss.
+            ShapeError: the rows cannot be split into equal microbatches, or ranks have different numbers of rows, along
+                the axis or along the axes of data parallelism.
+            MethodError: a stage returns something other than plain tensors.
         """
         if self.method.loss is None:
             raise OptionsError(
-                f"{self.method} was given no loss, so a step has nothing to go back from: the last stage takes the "
-                "loss of each microbatch, and goes back from there.\n\n"
-                "  PipelineParallel(..., loss=cross_entropy)   # the mean loss of some rows, from output and target\n"
-                "  PipelineParallel(..., loss=lambda output, target: output)   # where the module's output is a loss\n"
-                "  model(inputs)   # outputs alone, on the last stage, without gradients"
+                f"{self.method} has no loss, so a step has no backward pass: it starts from the loss of each "
+                "microbatch on the last stage.\n\n"
+                "  PipelineParallel(..., loss=cross_entropy)   # the mean loss of rows, from output and target\n"
+                "  PipelineParallel(..., loss=lambda output, target: output)   # if the module returns a loss\n"
+                "  model(inputs)   # only outputs, on the last stage, without gradients"
             )
         losses, training = list[torch.Tensor](), torch.is_grad_enabled()
         schedule = self._schedule_for(inputs, target, training=training)
@@ -376,19 +379,17 @@ class Pipeline(nn.Module):
         return losses
 
     def forward(self, *inputs: torch.Tensor) -> Any:
-        """Forward alone, without gradients: what the whole module makes of these rows, on the last stage.
-
-        The loss need not be given for it. What is to be trained takes ``step``.
+        """Run only the forward pass, without gradients. For training, call ``step``. No loss is needed.
 
         Args:
-            inputs: this rank's rows; only the first stage looks at them.
+            inputs: this rank's rows; used only by the first stage.
 
         Returns:
-            The outputs, on the rank with the last stage; None on others.
+            The outputs on the rank of the last stage; None on others.
 
         Raises:
-            MethodError: schedule "zero-bubble-v", which torch 2.13 does not run forward alone; or a stage hands on what
-                is no plain tensor.
+            MethodError: torch 2.13 cannot run only the forward pass of "zero-bubble-v"; or a stage returns something
+                other than plain tensors.
             ShapeError: as in ``step``.
         """
         schedule = self._schedule_for(inputs)
@@ -397,7 +398,7 @@ class Pipeline(nn.Module):
 
     @contextlib.contextmanager
     def _set_gradients_aside(self) -> Iterator[None]:
-        """Gradients that are there come back afterwards: torch divides all of one by the number of microbatches."""
+        """Hide present gradients, and add them back at exit: torch divides all of ``grad`` by the microbatches."""
         before = [(weight, weight.grad) for weight in self.parameters() if weight.grad is not None]
         for weight, _ in before:
             weight.grad = None
@@ -408,63 +409,66 @@ class Pipeline(nn.Module):
                 weight.grad = gradient if weight.grad is None else weight.grad + gradient
 
     def _schedule_for(self, inputs: tuple[torch.Tensor, ...], *target: torch.Tensor, training: bool = False) -> Any:
-        """The schedule for a batch of these shapes. Ranks along the axis make it anew together, if one sees others."""
-        method, loss, known = self.method, bool(target), self.schedules.get(bool(target), (None, None))
-        seen = [*((each.shape, each.dtype) for each in inputs), *self._dtypes()]
+        """Schedule for a batch of these shapes. If one rank has new shapes, all ranks rebuild their schedules."""
+        method, loss, cached = self.method, bool(target), self.schedules.get(bool(target), (None, None))
+        signature = [*((each.shape, each.dtype) for each in inputs), *self._dtypes()]
         if SCHEDULES[method.schedule].v_shape and not training:
             raise MethodError(
-                f"schedule {method.schedule!r} always goes forward and back, as torch 2.13 has it.\n\n"
-                f"  PipelineParallel(..., schedule='zero-bubble', virtual=2)   # goes forward alone, too"
+                f"schedule {method.schedule!r} always runs forward and backward in torch 2.13.\n\n"
+                f"  PipelineParallel(..., schedule='zero-bubble', virtual=2)   # can run only forward"
             )
         rows = {len(each) for each in (*inputs, *target)}
-        uncut = len(rows) != 1 or max(rows) % method.microbatches > 0 or not max(rows)
-        numbers = [min(rows, default=0), max(rows, default=0), uncut, seen != known[0]]
+        indivisible = len(rows) != 1 or max(rows) % method.microbatches > 0 or not max(rows)
+        numbers = [min(rows, default=0), max(rows, default=0), indivisible, signature != cached[0]]
         axes = method.owns
-        fix = f"together.share(rows)   # of compose(...): the same rows on each rank along {method.axis}"
-        if training and self.row_check is not None:  # one question to all, so that all learn of it
+        fix = f"together.share(rows)   # together = compose(...): the same rows on each rank along {method.axis}"
+        if training and self.row_check is not None:  # one all-gather for both checks, so that all ranks raise
             axes = method.mesh.along(*axes, *self.row_check.method.reduces).axes
             fix = f"{fix}\n  {self.row_check.fix}"
-        asked = method.mesh.axes if self._communicates_in_forward() else axes
-        everyone = all_gather_ints(numbers, method.mesh, asked, device_of(self), method.timeout)
-        changed = any(each[3] for each in everyone)
-        if uncut:
+        gather_axes = method.mesh.axes if self._communicates_in_forward() else axes
+        per_rank = all_gather_ints(numbers, method.mesh, gather_axes, device_of(self), method.timeout)
+        changed = any(each[3] for each in per_rank)
+        if indivisible:
             counts = " and ".join(map(str, sorted(rows))) or "no"
             raise ShapeError(
-                f"{counts} rows cannot be cut into {method.microbatches} equal microbatches along "
-                f"{format_sizes(method.mesh, method.owns)}: inputs and target have one number of rows, which "
-                f"{method.microbatches} divides.\n\n"
+                f"{counts} rows cannot be split into {method.microbatches} equal microbatches along "
+                f"{format_sizes(method.mesh, method.owns)}: inputs and target need the same number of rows, "
+                "divisible by "
+                f"{method.microbatches}.\n\n"
                 f"  {nearest_multiples(max(rows, default=0), method.microbatches)} rows would do"
             )
-        along = method.mesh.ranks(*axes)
-        beside = [each for rank, each in zip(method.mesh.ranks(*asked), everyone) if rank in along]
-        raise_if_unequal("PipelineParallel", ["rows", "rows"], beside, method.mesh, axes, fix)
-        if any(each[2] for each in everyone):
-            raise ShapeError(f"rows of other ranks cannot be cut into {method.microbatches} equal microbatches.")
+        compared_ranks = method.mesh.ranks(*axes)
+        compared = [each for rank, each in zip(method.mesh.ranks(*gather_axes), per_rank) if rank in compared_ranks]
+        raise_if_unequal("PipelineParallel", ["rows", "rows"], compared, method.mesh, axes, fix)
+        if any(each[2] for each in per_rank):
+            raise ShapeError(f"rows of other ranks cannot be split into {method.microbatches} equal microbatches.")
         if changed:
             group, examples = method.mesh.group(method.axis), self._example_inputs_outputs(inputs)
             stages = [
                 PipelineStage(part, method.stage(i), method.stages, device_of(part), stage_inputs, outputs, group=group)
                 for i, (part, (stage_inputs, outputs)) in enumerate(zip(self.parts, examples, strict=True))
             ]
-            one = stages[0] if SCHEDULES[method.schedule].single_stage else stages
-            schedule = SCHEDULES[method.schedule].torch_class(one, method.microbatches, method.loss if loss else None)
-            known = self.schedules[loss] = seen, schedule
-        return known[1]
+            argument = stages[0] if SCHEDULES[method.schedule].single_stage else stages
+            schedule = SCHEDULES[method.schedule].torch_class(
+                argument, method.microbatches, method.loss if loss else None
+            )
+            cached = self.schedules[loss] = signature, schedule
+        return cached[1]
 
     def _dtypes(self) -> list[Any]:
-        """What decides the dtypes that stages hand on, besides their inputs."""
+        """Autocast and parameter dtypes: with the inputs, they determine the dtypes of activations."""
         kind = device_of(self).type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return [autocast, {weight.dtype for weight in self.parameters()}]
 
     def _communicates_in_forward(self) -> bool:
-        """Whether stages communicate with other data ranks in their forward pass: then all begin it together."""
+        """True if stages communicate with other data ranks in the forward pass: then all these rebuild together."""
         return any(isinstance(each, FSDPModule) for each in self.modules()) or bool(owned_parameters(self))
 
     def _example_inputs_outputs(self, inputs: tuple[torch.Tensor, ...]) -> list[tuple[tuple[torch.Tensor, ...], ...]]:
-        """Inputs and outputs of each of this rank's stages, from a forward pass of the first microbatch.
+        """Inputs and outputs of each stage of this rank, from a forward pass of the first microbatch.
 
-        Without them torch infers the shapes by running all stages after the first on uninitialised memory.
+        Without them, torch infers shapes by running all stages but the first on uninitialized memory.
         """
         method, group = self.method, self.method.mesh.group(self.method.axis)
         found = list[tuple[tuple[torch.Tensor, ...], ...]]()
@@ -478,10 +482,10 @@ class Pipeline(nn.Module):
                     )
                 else:
                     stage_inputs = outputs if sender == method.mesh.rank else receive_tensors(sender, group, device)
-                # DDP would synchronise buffers and count the pass, so not through it.
+                # not through DDP: it would synchronize buffers and count the pass
                 out = (part.module if isinstance(part, DistributedDataParallel) else part)(*stage_inputs)
                 stage_outputs = tuple(out) if type(out) in (tuple, list) else (out,)
-                if receiver is None:  # torch counts the last outputs and sends none
+                if receiver is None:  # torch uses only the number of the last outputs
                     outputs = tuple(torch.empty(0) for _ in stage_outputs)
                 else:
                     outputs = _check_outputs(stage_outputs, method.stage(i))
@@ -491,17 +495,17 @@ class Pipeline(nn.Module):
         return found
 
     def _has_stage(self, stage: int) -> bool:
-        """Whether this rank has a stage."""
+        """Return True if this rank has a stage."""
         return self.method.holder(stage) == self.method.mesh.rank
 
     def copies(self) -> list[nn.Parameter]:
-        """The weights of this rank that the first stage has too, so that a norm counts them once."""
+        """Parameters of this rank that are tied to the first stage. A norm counts them there, and leaves these out."""
         return [weight for _, last in self.tied for weight in self._stage_parameters(self.method.stages - 1, last)]
 
     def _all_reduce_tied(self) -> None:
-        """A weight that two stages share learns from what both do with it."""
+        """Sum the gradients of tied parameters over the first and the last stage."""
         ends = self.method._end_stages
-        apart = self.method.holder(0) != self.method.holder(self.method.stages - 1)
+        on_two_ranks = self.method.holder(0) != self.method.holder(self.method.stages - 1)
         for first, last in self.tied if self.method.mesh.rank in ends else ():
             here = [*self._stage_parameters(0, first), *self._stage_parameters(self.method.stages - 1, last)]
             gradients = [local(weight.grad) for weight in here if weight.grad is not None]
@@ -509,13 +513,13 @@ class Pipeline(nn.Module):
                 continue
             for other in gradients[1:]:
                 gradients[0].add_(other)
-            if apart:
+            if on_two_ranks:
                 dist.all_reduce(gradients[0], group=ends.group(self.method.axis))
             for other in gradients[1:]:
                 other.copy_(gradients[0])
 
     def _stage_parameters(self, stage: int, name: str) -> list[nn.Parameter]:
-        """A weight of a stage, if this rank has the stage."""
+        """Parameter of this name in a stage of this rank; an empty list if this rank does not have the stage."""
         return [
             weight
             for i, part in enumerate(self.parts)
@@ -526,34 +530,34 @@ class Pipeline(nn.Module):
 
 
 def _without_wrappers(name: str) -> str:
-    """The name of a weight without the words that DDP and torch.compile put in."""
+    """Name of a parameter without the prefixes of DDP and torch.compile."""
     return ".".join(word for word in name.split(".") if word not in ("module", "_orig_mod"))
 
 
 def _check_outputs(outputs: tuple[Any, ...], stage: int) -> tuple[torch.Tensor, ...]:
-    """The outputs of a stage that another one follows.
+    """Check the outputs of a stage that is not the last, and return them.
 
     Raises:
-        MethodError: some of them are no plain tensors.
+        MethodError: some are not plain tensors.
     """
     for each in outputs:
         if not isinstance(each, torch.Tensor) or isinstance(each, DTensor):
             raise MethodError(
-                f"stage {stage} of a pipeline returns a {type(each).__name__}, and the next stage takes a tensor or a "
-                "tuple of tensors, none of them a DTensor.\n\n"
-                "  return x.to_local()   # of a DTensor x, where the next stage takes this rank's part of it"
+                f"stage {stage} of a pipeline returns a {type(each).__name__}, but the next stage takes a tensor or a "
+                "tuple of tensors, without DTensors.\n\n"
+                "  return x.to_local()   # of a DTensor x, if the next stage takes this rank's shard"
             )
     return outputs
 
 
 def _differentiable(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The tensors with requires_grad set where they can have a gradient: stages receive one for each of these."""
+    """The tensors, detached; those that can have a gradient require it, so that torch's stages exchange gradients."""
     return tuple(each.detach().requires_grad_(each.is_floating_point() or each.is_complex()) for each in tensors)
 
 
 @contextlib.contextmanager
 def _preserve_state(parts: Iterable[nn.Module]) -> Iterator[None]:
-    """Run modules on copies of their buffers; then restore the buffers, torch's random state and ``Seeds``."""
+    """Run modules on copies of their buffers. Restore buffers, torch's random states and ``Seeds`` at exit."""
     parts = tuple(parts)
     tables = [torch_private.buffer_table(module) for part in parts for module in part.modules()]
     kept = [(table, dict(table)) for table in tables]
@@ -572,7 +576,7 @@ def _preserve_state(parts: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def partition_layers(layers: int, stages: int) -> list[range]:
-    """Which layers each stage has: as evenly as they can be, one more on the first ones.
+    """Layer indices of each stage, split evenly; if they are not divisible, the first stages have one more.
 
     >>> partition_layers(6, 4)
     [range(0, 2), range(2, 4), range(4, 5), range(5, 6)]
@@ -585,19 +589,25 @@ def partition_layers(layers: int, stages: int) -> list[range]:
 def _copy_stage(
     module: nn.Module, layers: str, absent: Iterable[nn.Module], dropped: Sequence[str], copied: Iterable[str]
 ) -> Any:
-    """A module of the same weights without some of its layers and modules.
+    """Copy of a module without some of its layers and submodules. It shares its parameters with the module.
 
-    It is a copy that is told of all but the modules above these that they are copied already. ``copied`` are modules
-    to copy indeed: some of their weights are another stage's on this very rank.
+    It is a deepcopy whose memo has all but the ancestors of the removed modules, so that only these are copied.
+
+    Args:
+        module: the whole module.
+        layers: name of the container of layers.
+        absent: the layers to replace by ``AbsentLayer``.
+        dropped: names of the submodules to set to None.
+        copied: names of submodules to copy with their parameters, since another stage of this rank has them too.
     """
     ancestors = {id(module.get_submodule(name)) for name in (layers, *_ancestor_names([layers, *dropped, *copied]))}
     memo: dict[int, Any] = {id(sub): sub for sub in module.modules() if id(sub) not in ancestors}
     memo.update((id(weight), weight) for weight in (*module.parameters(), *module.buffers()))
-    for sub in (sub for sub in module.modules() if id(sub) in ancestors):  # what else it holds is shared: groups, Seeds
+    for sub in (sub for sub in module.modules() if id(sub) in ancestors):  # other attributes are shared: groups, Seeds
         memo.update((id(what), what) for name, what in vars(sub).items() if not name.startswith("_"))
     for sub in (sub for name in copied for sub in module.get_submodule(name).modules()):
-        for known in (sub, *sub.parameters(recurse=False), *sub.buffers(recurse=False)):
-            memo.pop(id(known), None)
+        for each in (sub, *sub.parameters(recurse=False), *sub.buffers(recurse=False)):
+            memo.pop(id(each), None)
     memo.update((id(layer), AbsentLayer()) for layer in absent)
     part = copy.deepcopy(module, memo)
     for name in dropped:
@@ -608,7 +618,7 @@ def _copy_stage(
 
 
 def _ancestor_names(names: Iterable[str]) -> Iterator[str]:
-    """The names of the modules that hold these, up to the whole."""
+    """Names of all ancestors of these modules, up to the whole module."""
     for name in names:
         while name:
             name = name.rpartition(".")[0]

@@ -1,7 +1,8 @@
-"""Attention over a sequence that is cut along a group: keys and values go round, or heads are exchanged for positions.
+"""Attention over a sequence that is sharded over a group: ring attention and Ulysses.
 
-Ring attention: https://arxiv.org/abs/2310.01889. Ulysses: https://arxiv.org/abs/2309.14509. A ring passes keys and
-values from rank to rank; each merges what it sees by the logarithm of its sum of exponentials, so the result is exact.
+Ring attention (https://arxiv.org/abs/2310.01889) sends keys and values from rank to rank. Each rank merges the partial
+outputs by their log-sum-exp, so the result is exact. Ulysses (https://arxiv.org/abs/2309.14509) exchanges heads for
+positions by all-to-all, and runs torch's attention.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 QUERY_BLOCK = 1024
-"""How many queries' scores are held in memory at a time."""
+"""Number of queries whose scores are in memory at a time."""
 
 
 def ring_attention(
@@ -34,33 +35,33 @@ def ring_attention(
     enable_gqa: bool = False,
     balanced: bool = True,
 ) -> Tensor:
-    """Attention of this rank's queries to the keys and values of every rank of a group.
+    """Attention of this rank's queries to the keys and values of all ranks of a group.
 
-    Every rank of the group calls it, forward and backward, with parts of one length. Scores and sums are kept in
-    32 bits at least. Plain matrix products, so the same on every device; untested on GPUs.
+    Every rank of the group calls it, forward and backward, with parts of the same length. Scores and sums have at least
+    32 bits. It uses plain matrix products and runs on any device. Untested on GPUs.
 
     Args:
         q: this rank's queries, (..., heads, positions, width).
         k: this rank's keys; fewer heads with ``enable_gqa``.
         v: this rank's values.
-        group: the ranks that share the sequence out, in its order.
-        is_causal: no position sees later ones.
-        scale: of the scores; 1 / sqrt(width) unless given.
-        enable_gqa: each head of k and v serves as many heads of q as there are for it.
-        balanced: rank i of n holds chunks i and 2n-1-i of 2n, so that all have as much to do where is_causal; if not,
-            rank i holds part i of n.
+        group: the group over which the sequence is sharded, in its order.
+        is_causal: mask later positions.
+        scale: factor of the scores. Default: 1 / sqrt(width).
+        enable_gqa: grouped-query attention: each head of k and v serves several heads of q.
+        balanced: rank i of n holds chunks i and 2n-1-i of 2n, so that all ranks have the same work under a causal mask.
+            Otherwise rank i holds part i of n.
 
     Raises:
-        ShapeError: is_causal with other numbers of queries than keys, or an odd one where balanced.
+        ShapeError: causal attention with different numbers of queries and keys, or balanced with an odd number.
     """
     if is_causal and q.size(-2) != k.size(-2):
-        raise ShapeError(f"causal attention has as many queries as keys, not {q.size(-2)} and {k.size(-2)}.")
+        raise ShapeError(f"causal attention needs as many queries as keys, not {q.size(-2)} and {k.size(-2)}.")
     if is_causal and balanced and q.size(-2) % 2:
         raise ShapeError(
-            f"each rank holds two chunks of one length where the work is balanced, but it has {q.size(-2)} positions."
+            f"balanced causal attention needs two chunks of the same length on each rank, not {q.size(-2)} positions."
         )
     scale = q.size(-1) ** -0.5 if scale is None else scale
-    # Heads of q that share a head of k stand along an axis of their own, along which k and v are broadcast.
+    # (..., heads of k, heads of q per head of k, positions, width); k and v are broadcast along the second of these
     shared = torch.unflatten(q, -3, (k.size(-3), -1)) if enable_gqa else q.unsqueeze(-3)
     with torch.autocast(q.device.type, enabled=False):
         out: Tensor = _RingAttention.apply(  # type: ignore[no-untyped-call]
@@ -121,7 +122,7 @@ class _RingAttention(torch.autograd.Function):
                 grad_q[..., rows, :] += grad_scores @ key
                 grad_both = torch.cat([grad_scores.mT @ query, probabilities.mT @ grad_out], -1)
                 grad_block[..., keys, :] += grad_both.sum(-3, keepdim=True)
-            for work in grad_works:  # what the ranks before this one made of the same keys and values
+            for work in grad_works:  # the previous ranks' sum for the same keys and values
                 work.wait()
             grad_keys_values = grad_keys_values + grad_block
             if n > 1:
@@ -130,7 +131,7 @@ class _RingAttention(torch.autograd.Function):
                 for work in works:
                     work.wait()
                 keys_values = next_keys_values
-        for work in grad_works:  # the last step on brings them home
+        for work in grad_works:  # the last shift returns the sums to the rank of the keys and values
             work.wait()
         grad_k, grad_v = torch.split(grad_keys_values, [width, v.size(-1)], -1)
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None, None
@@ -139,11 +140,13 @@ class _RingAttention(torch.autograd.Function):
 def _blocks(
     rank: int, source: int, q: Tensor, k: Tensor, causal: bool, balanced: bool
 ) -> list[tuple[slice, slice, Tensor | None]]:
-    """Which rows of mine meet which keys of a rank, with what they may not see; never many rows at once."""
+    """Slices of queries and of keys from ``source`` to multiply, with a mask; at most QUERY_BLOCK queries each."""
     length, half = q.size(-2), k.size(-2) // 2
     start, keys = 0, slice(0, k.size(-2))
     if causal and source != rank:
-        if balanced:  # its first chunk is before both of mine, or all of it between them
+        if (
+            balanced
+        ):  # earlier ranks: only their first chunk is visible; later ranks: only to the second half of queries
             start, keys = (0, slice(0, half)) if source < rank else (half, keys)
         elif source > rank:
             return []
@@ -175,15 +178,22 @@ def ulysses_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention of this rank's queries to every rank's keys and values: each rank sees all positions of its heads.
+    """Attention of this rank's queries to the keys and values of all ranks, with the heads sharded over the ranks.
 
-    Every rank of the group calls it, forward and backward, with parts of one length; rank i of n holds part i of n. The
-    attention itself is torch's. Untested on GPUs.
+    Every rank of the group calls it, forward and backward, with parts of the same length. Rank i of n holds part i, and
+    computes its heads for all positions with torch's attention. Untested on GPUs.
 
-    Arguments are those of ``ring_attention``.
+    Args:
+        q: as in ``ring_attention``, as are all others.
+        k: this rank's keys.
+        v: this rank's values.
+        group: the group.
+        is_causal: mask later positions.
+        scale: factor of the scores.
+        enable_gqa: grouped-query attention.
 
     Raises:
-        ShapeError: the heads do not divide by the ranks.
+        RuntimeError: the heads are not divisible by the number of ranks.
     """
     n = group.size()
     q, k, v = (_gather_positions(each, n, group) for each in (q, k, v))
@@ -193,6 +203,6 @@ def ulysses_attention(
 
 
 def _gather_positions(tensor: Tensor, n: int, group: ProcessGroup) -> Tensor:
-    """Every position of a share of the heads, for a share of the positions of every head."""
+    """All-to-all from all heads of some positions to all positions of some heads."""
     by_heads = torch.unflatten(tensor, -3, (n, -1)).movedim(-4, 0)
     return all_to_all_rows(by_heads, [1] * n, [1] * n, group).movedim(0, -3).flatten(-3, -2)

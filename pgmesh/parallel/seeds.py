@@ -1,4 +1,7 @@
-"""Randomness per axis: ranks draw other numbers along the axes named, and the same ones along the others."""
+"""Random streams per axis: ranks draw different numbers along the given axes, and the same along all others.
+
+Used for dropout and initialization under tensor parallelism. It depends on torch's generators and the layout of a mesh.
+"""
 
 from __future__ import annotations
 
@@ -21,25 +24,26 @@ if TYPE_CHECKING:
     from pgmesh.mesh import ProcessGroupMesh
 
 MAX_KNOWN_ENTRIES = 1 << 16
-"""Number of recent entries of a stream that can be repeated: more than any program has between forward and backward."""
+"""Number of recent entries of a stream that can be repeated. Programs have fewer between forward and backward."""
 
 
 def seed_of(mesh: ProcessGroupMesh, *axes: Axis, seed: int, tag: str = "") -> int:
-    """A seed in which ranks differ along these axes, and agree along the others.
+    """Seed that differs between ranks along the given axes, and is the same along all others.
 
-    It is the first 8 bytes, the lowest first, of the SHA-256 of the text ``seed/tag/axis=index/...``, the axes in the
-    order of their names. So it depends on the names of the axes and the indices along them alone: not on ranks, their
-    order, sizes or other axes. On the CPU torch's generator reads its lowest 32 bits alone.
+    It is the first 8 bytes, little-endian, of the SHA-256 of the text ``seed/tag/axis=index/...``, axes sorted by name.
+    So it depends only on the axes and on this rank's indices along them: not on ranks, sizes, order or other axes. On
+    the CPU torch's generator uses only the lowest 32 bits.
 
     Args:
-        axes: along which ranks differ; none, and all agree.
-        seed: what the program was given.
-        tag: a word for a stream of its own: "dropout", "init".
+        mesh: the mesh.
+        axes: axes along which ranks differ. Without axes, the seed is the same on all ranks.
+        seed: seed of the program.
+        tag: a string, such as "dropout" or "init". Different tags give different seeds.
 
     Raises:
         AxisError: there is no such axis, or it is named twice.
         MembershipError: this rank is not in the mesh.
-        OptionsError: the seed is not a whole number.
+        OptionsError: the seed is not an integer.
 
     >>> seed_of(mesh, "tp", seed=7) == seed_of(mesh.view(pp=2, ep=2, tp=2), "tp", seed=7)
     True
@@ -47,42 +51,43 @@ def seed_of(mesh: ProcessGroupMesh, *axes: Axis, seed: int, tag: str = "") -> in
     False
     """
     if not isinstance(seed, int):
-        raise OptionsError(f"a seed is a whole number, such as seed=0, not {seed!r}.")
-    mesh.index(*axes)  # refuses outsiders, axes that are not there, and those named twice
+        raise OptionsError(f"a seed is an integer, such as seed=0, not {seed!r}.")
+    mesh.index(*axes)  # raises the AxisError and the MembershipError
     indices = [f"{axis}={mesh.index(axis)}" for axis in sorted(axes, key=str)]
     return hash64("/".join([str(seed), tag, *indices]))
 
 
 _recorders: list[list[tuple[Seeds, int]]] = []
-"""The streams that were entered anew in each rehearsal under way, and where torch's CPU generator stood."""
+"""For each active ``restore_streams``: the new entries inside it, as stream and state of torch's CPU generator."""
 
 
 class Seeds:
-    """A stream of random numbers for ``with``: ranks differ along the axes named, and agree along the others.
+    """Random stream as a context manager: ranks differ along the given axes, and are the same along all others.
 
-    Each entry draws numbers of its own: the generators of the CPU and of the current CUDA device are seeded with the
-    SHA-256 of the stream's seed and the number of the entry, and put back afterwards. What is drawn outside is what
-    would have been drawn without it; only ``torch.initial_seed()`` is another. CUDA is untested.
+    Each entry draws new numbers. It seeds the generators of the CPU and of the current CUDA device with the SHA-256 of
+    the stream's seed and the number of the entry. The exit restores both generators. So numbers drawn outside do not
+    depend on the stream; only ``torch.initial_seed()`` changes. CUDA is untested.
 
-    Ranks agree if they enter a stream equally often, whatever they draw elsewhere. Restoring torch's CPU generator to
-    its state at an earlier entry, or seeding it to that state, repeats that entry. So a function under torch's
-    activation checkpointing, of either kind, draws the same when it is computed again, unless it is given
-    ``preserve_rng_state=False``. A rank that seeds its generator alike before each entry repeats its first entry, and
-    no longer agrees with ranks that do not. An entry that an error ends is repeated too.
+    Ranks draw the same numbers if they enter a stream equally often. Draws outside the stream do not matter.
+
+    An entry is repeated if torch's CPU generator has the state of an earlier entry. So a function under activation
+    checkpointing, reentrant or not, draws the same numbers when it is recomputed, unless ``preserve_rng_state=False``.
+    A rank that seeds its generator with the same seed before each entry repeats its first entry, and so
+    differs from ranks that do not. An entry that ends with an exception is repeated too.
 
     Args:
-        mesh: whose axes.
-        axes: along which ranks differ; none, and all agree.
-        seed: what the program was given.
-        tag: a word for a stream of its own.
+        mesh: the mesh.
+        axes: axes along which ranks differ. Without axes, all ranks draw the same numbers.
+        seed: seed of the program.
+        tag: a string. Streams with different tags are independent.
 
     Raises:
         AxisError: there is no such axis, or it is named twice.
         MembershipError: this rank is not in the mesh.
-        OptionsError: the seed is not a whole number.
+        OptionsError: the seed is not an integer.
 
     >>> import torch
-    >>> dropout = Seeds(mesh, "tp", seed=7)                # masks differ along tp, where activations are cut
+    >>> dropout = Seeds(mesh, "tp", seed=7)                # masks differ along tp, where activations are sharded
     >>> with dropout:
     ...     first = torch.rand(2)
     >>> with dropout:
@@ -93,19 +98,20 @@ class Seeds:
     def __init__(self, mesh: ProcessGroupMesh, *axes: Axis, seed: int, tag: str = "") -> None:
         self.seed = seed_of(mesh, *axes, seed=seed, tag=tag)
         self._entries = 0
-        self._recent: dict[int, int] = {}  # where torch's CPU generator stood: the number of the entry
+        self._recent: dict[int, int] = {}  # state of torch's CPU generator: number of the entry
         self._previous: dict[int, int] = {}
         self._outside: tuple[dict[str, Tensor], int] | None = None
 
     def __enter__(self) -> None:
         if self._outside is not None:
-            raise LifetimeError("this stream of random numbers is entered already; leave it before you enter it again.")
+            raise LifetimeError("this random stream is already entered; exit it before the next entry.")
         outside = _generator_states()
         start = generator_header(outside["cpu"])[:]
         if start[0] != torch.initial_seed():
             raise SeamError(
-                f"in torch {torch.__version__} the state of the CPU generator does not start with its seed, as it does "
-                "in torch 2.13. Seeds needs it to repeat an entry under activation checkpointing."
+                f"in torch {torch.__version__} the state of the CPU generator does not start with its seed. "
+                "Seeds needs "
+                "the state of torch 2.13 to repeat an entry under activation checkpointing."
             )
         state_id = hash64(str(start))
         seed = hash64(f"{self.seed}/{self._entry_number(state_id)}")
@@ -117,13 +123,13 @@ class Seeds:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         (outside, state_id), self._outside = self._outside or ({}, 0), None
-        if outside and kind is None:  # the next entry begins elsewhere, though nothing was drawn
+        if outside and kind is None:  # so that the next entry sees another state, even if nothing was drawn
             generator_header(outside["cpu"])[0] = state_id
         for device, state in outside.items():
             _generator(device).set_state(state)
 
     def _entry_number(self, state_id: int) -> int:
-        """The number of the entry that began at this place; a new one where none did."""
+        """Number of the entry that started with this state of the CPU generator; a new number for a new state."""
         number = self._recent.get(state_id, self._previous.get(state_id))
         if number is None:
             number, self._entries = self._entries, self._entries + 1
@@ -135,26 +141,29 @@ class Seeds:
         return number
 
     def state_dict(self) -> dict[str, int]:
-        """Where the stream stands, for a checkpoint."""
+        """Return the seed and the number of entries, for a checkpoint."""
         return {"seed": self.seed, "entries": self._entries}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from there.
+        """Continue after the entries of a saved stream.
+
+        Args:
+            state: the value of ``state_dict()``.
 
         Raises:
-            OptionsError: it is the state of a stream with another seed, so of another place on the mesh.
+            OptionsError: the state has another seed, so it belongs to another program or to another coord.
         """
         if state["seed"] != self.seed:
             raise OptionsError(
-                f"this is the state of the stream with seed {state['seed']}, but here is seed {self.seed}: another "
-                "program's, or another place's along the axes by which ranks differ."
+                f"the state is of a stream with seed {state['seed']}, but this stream has seed {self.seed}: the state "
+                "belongs to another program, or to another index along the axes of the stream."
             )
         self._entries, self._recent, self._previous = state["entries"], {}, {}
 
 
 @contextlib.contextmanager
 def restore_streams() -> Iterator[None]:
-    """Afterwards every stream stands where it stood, though it was entered within."""
+    """Restore, at exit, the entry count of each stream that was entered inside."""
     _recorders.append([])
     try:
         yield
@@ -166,15 +175,15 @@ def restore_streams() -> Iterator[None]:
 
 
 def hash64(text: str) -> int:
-    """The first 8 bytes of the SHA-256 of a text, the lowest first."""
+    """First 8 bytes of the SHA-256 of a text, little-endian."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
 def generator_header(state: Tensor) -> ctypes.Array[ctypes.c_uint64]:
-    """The start of a state of torch's CPU generator, to read and to write: its seed, and where it stands.
+    """First 32 bytes of a state of torch's CPU generator, readable and writable: the seed and the position.
 
-    The seed in a state does not affect the numbers that are drawn. ``Seeds`` overwrites it with a mark, so that two
-    entries without a draw between them have different states. No tensor operations: modes of torch intercept them.
+    The seed in a state does not affect the numbers that are drawn. ``Seeds`` overwrites it, so that two entries without
+    a draw between them have different states. It uses ctypes, since torch's modes intercept tensor operations.
     """
     return (ctypes.c_uint64 * 4).from_address(state.data_ptr())
 
@@ -186,7 +195,7 @@ def _generator(device: str) -> torch.Generator:
 
 
 def _generator_states() -> dict[str, Tensor]:
-    """The state of each generator that a module's random numbers come from."""
+    """State of the generators of the CPU and of the current CUDA device."""
     devices = ["cpu"]
     if torch.cuda.is_available():
         torch.cuda.init()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Tensor parallelism: single layers are cut along an axis, by torch's parallelize_module."""
+"""Tensor parallelism: layers are sharded along an axis by torch's parallelize_module, as a plan of words says."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ PLAN_WORDS: dict[str, tuple[type[nn.Module], ...]] = {
     "enter": (nn.Module,),
     "whole": (nn.Module,),
 }
-"""What a plan may say of a layer, with the kinds of layer that it may be said of."""
+"""Words of a plan, and the types of layer that each can be used for."""
 
 
 def attention_plan(
     where: str, into: Iterable[str] = ("q_proj", "k_proj", "v_proj"), out: str = "o_proj"
 ) -> dict[str, str]:
-    """The plan for attention: heads are cut by the layers into it, and summed by the one out of it.
+    """Plan for attention: heads are sharded by the input projections, and summed by the output projection.
 
-    The rows of a layer that makes queries, keys and values at once have to be sorted by head, and the module to count
-    the heads that it sees.
+    The rows of a fused projection to queries, keys and values have to be sorted by head. The module has to compute the
+    number of heads from its input, since each rank has fewer.
 
     Args:
         where: the modules, such as "blocks.*".
-        into: their layers that make heads.
-        out: their layer that takes them.
+        into: their input projections.
+        out: their output projection.
 
     >>> attention_plan("blocks.*", ["qkv"], "out")
     {'blocks.*.qkv': 'columns', 'blocks.*.out': 'rows'}
@@ -62,12 +62,12 @@ def attention_plan(
 
 
 def mlp_plan(where: str, into: Iterable[str] = ("gate_proj", "up_proj"), out: str = "down_proj") -> dict[str, str]:
-    """The plan for an MLP: its hidden numbers are cut by the layers into it, and summed by the one out of it.
+    """Plan for an MLP: hidden features are sharded by the up projections, and summed by the down projection.
 
     Args:
         where: the modules, such as "blocks.*".
-        into: their layers that make hidden numbers.
-        out: their layer that takes them.
+        into: their up projections.
+        out: their down projection.
 
     >>> mlp_plan("blocks.*", ["up"], "down")
     {'blocks.*.up': 'columns', 'blocks.*.down': 'rows'}
@@ -76,37 +76,38 @@ def mlp_plan(where: str, into: Iterable[str] = ("gate_proj", "up_proj"), out: st
 
 
 class TensorParallel(Method):
-    """Layers cut along an axis, as a plan says: names of modules, with * for any, and one of these words for each.
+    """Shards layers along an axis. The plan maps module names, with * as wildcard, to one of these words.
 
-    - "columns": a linear layer whose outputs are cut, each rank with its share of them.
-    - "rows": a linear layer whose inputs are those shares; its outputs are summed, and whole.
-    - "vocabulary": an embedding, or the linear layer to the logits, cut by words. Of the logits each rank has its
-      share, as a DTensor; cross_entropy takes it inside ``with method.loss():``.
-    - "gathered": the linear layer to the logits, which are then put together on every rank.
-    - a ParallelStyle of torch's.
+    - "columns": a linear layer sharded by outputs. Each rank has a part of the outputs.
+    - "rows": a linear layer sharded by inputs, after one of "columns". Its outputs are all-reduced.
+    - "vocabulary": an embedding, or the linear layer to the logits, sharded by tokens of the vocabulary. The logits are
+      a DTensor; cross_entropy accepts it inside ``with method.loss():``.
+    - "gathered": the linear layer to the logits, which are all-gathered on every rank.
+    - a ParallelStyle of torch.
 
-    With ``sequence=True`` what is between these layers is cut by positions, and there are three more words. The plan
-    then has to name every module with weights, since a norm that nobody named would learn from its own positions alone.
+    With ``sequence=True`` (sequence parallelism) activations between these layers are sharded by positions, and there
+    are three more words. The plan then has to name every module with parameters: a norm without a word would get
+    gradients of only its rank's positions.
 
-    - "sequence": a norm, which sees the positions of its rank.
-    - "enter": a module whose first input is whole, and cut by positions as it goes in: the first block.
-    - "whole": nothing is done, since it sees whole sequences.
+    - "sequence": a norm, applied to the positions of its rank.
+    - "enter": a module, such as the first block, whose first input is replicated and has to be sharded by positions.
+    - "whole": a module that gets whole sequences and is not sharded.
 
-    Weights that modules share stay shared, where both are cut alike. Gradients are placed as the weights are. The
-    weights are those of the first rank along the axis. Untested on GPUs.
+    Tied parameters stay tied if both are sharded in the same way. Gradients have the placements of their parameters.
+    Parameters are broadcast from the first rank along the axis. Untested on GPUs.
 
     Args:
-        mesh: the mesh, or a view or slice of one.
-        axis: along which layers are cut.
-        plan: what is done to which modules.
-        sequence: whether what is between the layers is cut by positions, the second dimension.
-        heads: how many heads the attention has; of queries and of keys, where they differ. They have to divide.
+        mesh: the mesh, or a view or slice of it.
+        axis: the axis along which layers are sharded.
+        plan: a word or a ParallelStyle for each module name.
+        sequence: shard activations between the layers by positions, the second dimension.
+        heads: number of attention heads, or numbers of query heads and of key heads. They have to be divisible.
         options: as in ``Method``.
 
     Raises:
         AxisError: more than one axis.
-        OptionsError: no plan, or a word in it that there is not.
-        ShapeError: heads that do not divide.
+        OptionsError: there is no plan, or it has an unknown word.
+        ShapeError: the heads are not divisible by the ranks.
 
     Source: https://docs.pytorch.org/docs/2.13/distributed.tensor.parallel.html
 
@@ -131,29 +132,28 @@ class TensorParallel(Method):
         single_axis(self)
         if not isinstance(plan, Mapping) or not plan:
             raise OptionsError(
-                f"TensorParallel: a plan says what is done to which modules, not {plan!r}.\n\n"
+                f"TensorParallel: plan= maps module names to words, and is not {plan!r}.\n\n"
                 f"  TensorParallel(mesh, {self.owns[0]!r}, plan={{'blocks.*.up': 'columns', 'blocks.*.down': 'rows'}})"
             )
         words = [word for word in PLAN_WORDS if sequence or word not in ("sequence", "enter", "whole")]
         for name, style in plan.items():
             if not isinstance(style, ParallelStyle) and style not in words:
-                hint = "" if style not in PLAN_WORDS else ", and with sequence=True sequence, enter, whole"
+                hint = "" if style not in PLAN_WORDS else ", with sequence=True also sequence, enter, whole"
                 raise OptionsError(
-                    f"TensorParallel: the plan says {style!r} of {name!r}; it may say "
-                    f"{format_axes(words)}{hint}, or be a "
-                    "ParallelStyle of torch's."
+                    f"TensorParallel: the plan has {style!r} for {name!r}; it takes {format_axes(words)}{hint}, or a "
+                    "ParallelStyle of torch."
                 )
         for count in [heads] if isinstance(heads, int) else heads:
             divide_along_axes(count, f"{count} heads", "heads", mesh, self.owns)
         self.plan, self.sequence = dict(plan), sequence
 
     def apply(self, module: nn.Module) -> nn.Module:
-        """The same module, its layers cut in place.
+        """Shard the layers of the module in place, and return it.
 
         Raises:
-            MethodError: a name in the plan that the module does not have, a kind of layer that cannot be cut so, or,
-                with ``sequence=True``, a module with weights that the plan does not name.
-            ShapeError: a layer that does not divide.
+            MethodError: the module lacks a layer of the plan, or the layer has the wrong type for its word.
+            MethodError: with ``sequence=True``, the plan does not name a module with parameters.
+            ShapeError: a layer is not divisible by the ranks.
         """
         found = {
             name: style for pattern, style in self.plan.items() for name in self._matching_modules(module, pattern)
@@ -177,15 +177,15 @@ class TensorParallel(Method):
         return module
 
     def loss(self) -> AbstractContextManager[None]:
-        """Around cross_entropy of logits that are cut by words, and around its backward: no rank holds all of them.
+        """torch's ``loss_parallel``: a context manager for cross_entropy of sharded logits, and for its backward.
 
-        It is torch's ``loss_parallel``. Outside of it, cross_entropy of such logits is an error of torch's.
+        No rank has all logits. Outside the context, torch raises an error for cross_entropy of such logits.
         """
         context: AbstractContextManager[None] = loss_parallel()
         return context
 
     def _matching_modules(self, module: nn.Module, pattern: str) -> list[str]:
-        """The modules that a pattern names, but for those that another stage of a pipeline has."""
+        """Names of modules that match a pattern, without modules of other pipeline stages."""
         found = match_modules(module, pattern)
         if not found and not on_other_stage(module, pattern):
             names = [name for name, _ in module.named_modules() if name]
@@ -202,21 +202,22 @@ class TensorParallel(Method):
         return found
 
     def _check_all_named(self, module: nn.Module, found: Mapping[str, object]) -> None:
-        """Every module with weights of its own is named, or is in one that is named as whole."""
-        whole = [name for name, style in found.items() if style == "whole"]
+        """Check that the plan names each module that has parameters, or a "whole" module that contains it."""
+        unsharded = [name for name, style in found.items() if style == "whole"]
         unnamed = [
             name or type(module).__name__
             for name, each in module.named_modules()
             if next(each.parameters(recurse=False), None) is not None
             and (name not in found or found[name] == "enter")
-            and not any(name.startswith(f"{above}.") for above in whole)
+            and not any(name.startswith(f"{above}.") for above in unsharded)
         ]
         if unnamed:
             raise MethodError(
-                f"with sequence=True the plan names every module with weights, but not {format_axes(unnamed[:4])}"
+                "with sequence=True the plan has to name every module with parameters; it lacks "
+                f"{format_axes(unnamed[:4])}"
                 f"{', ...' * (len(unnamed) > 4)}.\n\n"
-                f"  plan={{..., {unnamed[0]!r}: 'sequence'}}   # if it sees the positions of its rank\n"
-                f"  plan={{..., {unnamed[0]!r}: 'whole'}}   # if it sees whole sequences"
+                f"  plan={{..., {unnamed[0]!r}: 'sequence'}}   # if it gets the positions of its rank\n"
+                f"  plan={{..., {unnamed[0]!r}: 'whole'}}   # if it gets whole sequences"
             )
 
     def _check_layer(self, name: str, layer: nn.Module, style: str | ParallelStyle) -> None:
@@ -224,7 +225,7 @@ class TensorParallel(Method):
             return
         if not isinstance(layer, PLAN_WORDS[style]):
             kinds = " or ".join(kind.__name__ for kind in PLAN_WORDS[style])
-            raise MethodError(f"the plan says {style!r} of {name}, which is no {kinds} but {type(layer).__name__}.")
+            raise MethodError(f"the plan has {style!r} for {name}, which is not {kinds} but {type(layer).__name__}.")
         if isinstance(layer, (nn.Linear, nn.Embedding)) and style in ("columns", "rows", "vocabulary", "gathered"):
             dimension = 1 if style == "rows" else 0
             what = {"columns": "outputs", "rows": "inputs"}.get(style, "words")
@@ -232,7 +233,7 @@ class TensorParallel(Method):
             divide_along_axes(size, f"{name or type(layer).__name__}: {size} {what}", what, self.mesh, self.owns)
 
     def _torch_style(self, layer: nn.Module, style: str | ParallelStyle) -> ParallelStyle | None:
-        """A word as torch says it."""
+        """torch's ParallelStyle of a word; None for "whole"."""
         between = Shard(1) if self.sequence else Replicate()
         if isinstance(style, ParallelStyle):
             return style
@@ -256,30 +257,34 @@ class TensorParallel(Method):
         return None
 
     def _check_equal_inputs(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Ranks are given the same rows: torch sums their outputs, of whatever sizes, and may say nothing."""
+        """Forward hook: check that ranks get equal shapes. torch may all-reduce outputs of different sizes silently."""
         first: Sequence[int] = next((each.shape for each in tensors_in((args, keywords))), ())
         numbers = dict(zip(("rows", "positions"), (*first[:2], 0, 0)))
-        fix = "together.share(rows)   # of compose(...): the same rows on each rank along the axis"
+        fix = "together.share(rows)   # together = compose(...): the same rows on each rank along the axis"
         check_equal("TensorParallel", numbers, self.mesh, self.owns, device_of(module), fix)
 
     def _check_length(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
-        """What is cut by positions has as many as divide: torch would take each rank's share for one of the others'."""
-        for whole in args[:1]:
-            count = whole.size(1)
+        """Forward hook: check that positions are divisible. torch assumes that all shards have the same size."""
+        for sequence in args[:1]:
+            count = sequence.size(1)
             divide_along_axes(count, f"a sequence of {count} positions", "positions", self.mesh, self.owns)
 
     def _shards_sequence(self, layer: nn.Module, style: str | ParallelStyle) -> bool:
-        """Whether whole sequences go into a layer, and cut ones come out."""
+        """Return True if a layer gets whole sequences and returns sequences sharded by positions."""
         words = style == "vocabulary" and isinstance(layer, nn.Embedding) and self._embedding_is_sharded
         return self.sequence and (style == "enter" or words)
 
     @property
     def _embedding_is_sharded(self) -> bool:
-        """Whether embeddings hand on their share of positions: unless a module takes whole ones and cuts them."""
+        """True if embeddings return sequences sharded by positions; False if an "enter" module shards them later."""
         return "enter" not in self.plan.values()
 
     def _retie(self, module: nn.Module, shared: list[list[tuple[nn.Module, str]]]) -> None:
-        """torch gives each module a weight of its own; those that shared one share one again."""
+        """Tie parameters again: parallelize_module gives each module a separate parameter.
+
+        Raises:
+            MethodError: the plan shards the modules of a tied parameter in different ways.
+        """
         for owners in shared:
             first: Any = getattr(*owners[0])
             for owner, name in owners[1:]:
@@ -288,14 +293,14 @@ class TensorParallel(Method):
                     paths = {each: path for path, each in module.named_modules()}
                     names = [f"{paths[each]}.{name}" for each, name in owners]
                     raise MethodError(
-                        f"{' and '.join(names)} are one weight, which the plan cuts in different ways along "
-                        f"{format_sizes(self.mesh, self.owns)}: say the same of both, such as 'vocabulary'."
+                        f"{' and '.join(names)} are one tied parameter, which the plan shards in different ways along "
+                        f"{format_sizes(self.mesh, self.owns)}: use the same word for both, such as 'vocabulary'."
                     )
                 setattr(owner, name, first)
 
 
 def _tied_weights(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Where each weight is kept that more than one module has."""
+    """Modules and attribute names of each tied parameter."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for each in module.modules():
         for name, weight in each.named_parameters(recurse=False):
@@ -304,7 +309,7 @@ def _tied_weights(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 
 def _match_placements(gradient: Tensor, like: tuple[Any, ...]) -> Tensor:
-    """A gradient placed as its weight is: torch leaves that of an embedding whole, and that of a norm to be summed."""
+    """Gradient with the placements of its parameter: torch leaves an embedding's replicated, and a norm's partial."""
     if isinstance(gradient, DTensor) and gradient.placements != like:
         return gradient.redistribute(placements=like)
     return gradient

@@ -1,4 +1,7 @@
-"""What a parallel model needs over all its ranks: one start, and the true norm of its gradients."""
+"""Parameters of a parallel model over all ranks: broadcast, gradient norm and gradient clipping.
+
+The norm counts each shard once, however many ranks hold a replica of it.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,10 @@ from pgmesh.parallel.ownership import OWNED_MARK, owned_parameters
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor, sharing its memory: the local tensor of a DTensor, any other tensor as it is.
+    """Local tensor of a DTensor; any other tensor unchanged. The memory is shared.
 
     Args:
-        tensor: a weight or a gradient, which sharding or tensor parallelism may have cut.
+        tensor: a parameter or a gradient, which may be sharded.
 
     >>> from pgmesh.parallel import local
     >>> from torch.distributed.tensor import Shard, distribute_tensor
@@ -32,55 +35,52 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def broadcast(module: nn.Module, mesh: ProcessGroupMesh, *axes: Axis) -> None:
-    """Give every rank along these axes the weights and buffers of the first one.
+    """Broadcast parameters and buffers from the first rank along these axes.
 
-    Every rank of the mesh calls it. Weights that are cut along other axes may be given too, each part to its likes.
+    Every rank of the mesh calls it. Parameters may be sharded along other axes: then each shard is broadcast.
 
     Args:
-        module: of one shape on every rank along the axes.
+        module: a module with the same shapes on every rank along the axes.
         mesh: the mesh.
-        axes: along which ranks shall start alike; none for the whole mesh.
+        axes: the axes; without axes, the whole mesh.
 
     Raises:
-        MethodError: a weight is cut along these axes, so that ranks mean to hold different parts of it; or some are
-            experts, which a method keeps apart.
+        MethodError: a parameter is sharded along one of these axes, or is an expert.
 
     >>> from pgmesh.parallel import weights
     >>> weights.broadcast(torch.nn.Linear(2, 2), mesh, "dp", "tp")
     """
-    if apart := [*owned_parameters(module)]:
+    if owned := [*owned_parameters(module)]:
         raise MethodError(
-            f"ranks mean to hold different weights {format_axes(apart[:3])}, which another method keeps apart: "
-            "broadcast "
-            "before that method is applied."
+            f"ranks hold different experts, {format_axes(owned[:3])}: broadcast before ExpertParallel is applied."
         )
     group, ranks = mesh.group(*axes), mesh.ranks(*(axes or mesh.axes))
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if isinstance(tensor, DTensor):
             for i, placement in enumerate(tensor.placements):
-                cut = set(dist.get_process_group_ranks(tensor.device_mesh.get_group(i)))
-                if not placement.is_replicate() and len(cut.intersection(ranks)) > 1:
+                sharded = set(dist.get_process_group_ranks(tensor.device_mesh.get_group(i)))
+                if not placement.is_replicate() and len(sharded.intersection(ranks)) > 1:
                     names = tensor.device_mesh.mesh_dim_names or (str(i),)
                     raise MethodError(
-                        f"{name} is cut along {names[i]}, whose ranks mean to hold different parts of it: broadcast "
-                        f"along axes that it is whole along, or before it is cut."
+                        f"{name} is sharded along {names[i]}, so ranks hold different shards of it: broadcast it along "
+                        f"other axes, or before it is sharded."
                     )
         dist.broadcast(local(tensor).detach(), ranks[0], group=group)
 
 
 class Held:
-    """Weights as they lie on a mesh, for ``norm`` and ``clip``.
+    """Parameters and the axes along which ranks hold different ones, for ``norm`` and ``clip``.
 
-    What is cut as a DTensor says so itself. Plain tensors are whole, the same on every rank, but for the axes named
-    here, along which ranks hold different ones: stages of a pipeline, experts.
+    A DTensor has its sharding in its placements. Plain tensors are replicated along all axes but the given ones: those
+    of pipeline stages or of experts.
 
     Args:
-        weights: a module, or parameters. What a pipeline's first stage has too is counted once.
-        mesh: the mesh, or the view of it that these weights are arranged on.
-        axes: along which ranks hold different weights.
+        weights: a module, or parameters. Tied parameters of a pipeline are counted once, on the first stage.
+        mesh: the mesh, or the view of it on which the parameters are distributed.
+        axes: the axes along which ranks hold different parameters.
 
     Raises:
-        AxisError: there is no such axis, or weights are kept apart and none is named.
+        AxisError: there is no such axis, or there are experts among the parameters and no axis.
 
     >>> from pgmesh.parallel.weights import Held
     >>> Held(torch.nn.Linear(2, 2), mesh, "pp")
@@ -94,13 +94,12 @@ class Held:
         self.mesh, self.axes = mesh, mesh.along(*axes).axes if axes else ()
         if not axes and any(hasattr(weight, OWNED_MARK) for weight in self.weights):
             raise AxisError(
-                "ranks hold different ones of these weights, which a method keeps apart, but no axis is named along "
-                "which they do.\n\n"
-                "  Held(weights, mesh, 'ep')   # those of an expert view, by themselves"
+                "there are experts among these parameters, so ranks hold different ones, but no axis was given.\n\n"
+                "  Held(weights, mesh, 'ep')   # the experts alone, on the mesh or view of ExpertParallel"
             )
 
     def shares(self) -> Iterator[tuple[torch.Tensor, int]]:
-        """This rank's part of each gradient, and how many parts that ranks hold, all told, are different ones."""
+        """This rank's shard of each gradient, and the number of different shards over all ranks."""
         for weight in self.weights:
             gradient = weight.grad
             if gradient is None or id(weight) in self._copies:
@@ -108,9 +107,9 @@ class Held:
             axes = self.axes
             parts = 1
             if isinstance(gradient, DTensor):
-                whole = [Replicate() if each.is_partial() else each for each in gradient.placements]
-                if whole != list(gradient.placements):
-                    gradient = gradient.redistribute(placements=whole)
+                placements = [Replicate() if each.is_partial() else each for each in gradient.placements]
+                if placements != list(gradient.placements):
+                    gradient = gradient.redistribute(placements=placements)
                 device_mesh = gradient.device_mesh
                 known = set(device_mesh.mesh.flatten().tolist())
                 axes = tuple(axis for axis in axes if not known.issuperset(self.mesh.ranks(axis)))
@@ -126,46 +125,46 @@ class Held:
 
 
 def norm(*held: Held, order: float = 2.0) -> torch.Tensor:
-    """The norm of all gradients as if they lay in one process: each part counted once, wherever it lies how often.
+    """Norm of all gradients over all ranks. Each shard is counted once, however many ranks hold a replica of it.
 
-    Every rank of the mesh calls it; the answer is the same on all.
+    Every rank of the mesh calls it, and gets the same value.
 
     Args:
-        held: the weights, those of each kind with the mesh and the axes that they differ along.
-        order: of the norm, such as 2.0, 1.0 or ``math.inf``.
+        held: the parameters. Those with different axes, or on another view, are separate arguments.
+        order: order of the norm, such as 2.0, 1.0 or ``math.inf``.
 
     Raises:
-        AxisError: the weights are on meshes of different ranks.
+        AxisError: the meshes have different ranks.
 
     >>> from pgmesh.parallel.weights import Held, norm
     >>> layer = torch.nn.Linear(3, 1, bias=False)
     >>> layer(torch.ones(1, 3)).sum().backward()
-    >>> norm(Held(layer, mesh))                         # in a dry world nothing is summed: an eighth of three
+    >>> norm(Held(layer, mesh))                   # the fake world of this example sums nothing: sqrt(3 / 8)
     tensor(0.6124, dtype=torch.float64)
     """
     if not held or any(set(each.mesh.ranks()) != set(held[0].mesh.ranks()) for each in held):
-        raise AxisError("norm and clip are given weights on one mesh and views of it, such as Held(model, mesh, 'pp').")
+        raise AxisError("norm and clip take parameters on one mesh and its views, such as Held(model, mesh, 'pp').")
     mesh = held[0].mesh
     device = next((weight.device for each in held for weight in each.weights), torch.device("cpu"))
     total = torch.zeros((), dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
     for each in held:
-        for part, different in each.shares():
-            size = torch.linalg.vector_norm(part, order).to(total)
-            total = torch.maximum(total, size) if math.isinf(order) else total + size**order * different / mesh.size()
+        for shard, number in each.shares():
+            size = torch.linalg.vector_norm(shard, order).to(total)
+            total = torch.maximum(total, size) if math.isinf(order) else total + size**order * number / mesh.size()
     dist.all_reduce(total, dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM, group=mesh.group())
     return total if math.isinf(order) else total ** (1 / order)
 
 
 def clip(limit: float, *held: Held, order: float = 2.0) -> torch.Tensor:
-    """Scale all gradients so that their norm is at most the limit, as torch's clip_grad_norm_ does in one process.
+    """Scale all gradients so that their norm is at most ``limit``, as torch's clip_grad_norm_ does on one rank.
 
     Args:
-        limit: the greatest norm to let stand.
+        limit: the maximum norm.
         held: as for ``norm``.
-        order: of the norm.
+        order: order of the norm.
 
     Returns:
-        The norm before.
+        The norm before scaling.
 
     >>> from pgmesh.parallel.weights import Held, clip
     >>> layer = torch.nn.Linear(3, 1, bias=False)
@@ -173,12 +172,12 @@ def clip(limit: float, *held: Held, order: float = 2.0) -> torch.Tensor:
     >>> clip(0.1, Held(layer, mesh)) > 0.1
     tensor(True)
     """
-    found = norm(*held, order=order)
-    scale = torch.clamp(limit / (found + 1e-6), max=1.0)
+    before = norm(*held, order=order)
+    scale = torch.clamp(limit / (before + 1e-6), max=1.0)
     done = set[int]()
     for weight in (weight for each in held for weight in each.weights):
         if weight.grad is not None and id(weight) not in done:
             gradient = local(weight.grad)
             gradient.mul_(scale.to(gradient))
             done.add(id(weight))
-    return found
+    return before

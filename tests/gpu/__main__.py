@@ -1,9 +1,9 @@
-"""Run the tests that need a GPU with this very Python, and print a record of it for the docs.
+"""Run the tests that need a GPU with this Python, and print a record of the run for the docs.
 
     python -m tests.gpu               # both files
-    python -m tests.gpu -k sharded    # what follows goes to pytest
+    python -m tests.gpu -k sharded    # further arguments go to pytest
 
-Exits with 0 where there is no GPU, with one line.
+Without a GPU it prints one line and exits with 0.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NEEDED = ("torch", "cachetools", "pytest")
 
 
 class Record:
-    """A plugin of pytest that remembers how each test came out."""
+    """A pytest plugin that records the outcome of each test."""
 
     def __init__(self) -> None:
         self.outcomes: dict[str, str] = {}
@@ -42,7 +42,7 @@ class Record:
 
 
 def machine() -> dict[str, str]:
-    """The versions that the result depends on."""
+    """Versions on which the result depends."""
     import torch
 
     there = torch.cuda.is_available()
@@ -58,7 +58,7 @@ def machine() -> dict[str, str]:
 
 
 def driver() -> str:
-    """The version of NVIDIA's driver."""
+    """Version of NVIDIA's driver."""
     try:
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split()[0]

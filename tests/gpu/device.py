@@ -1,4 +1,4 @@
-"""The device of these tests, and the worlds of ranks that share it."""
+"""Device of these tests, and worlds of ranks that share it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from tests.support.worlds import World
 
 DEVICE = torch.device(os.environ.get("PGMESH_TEST_DEVICE", "cuda"))
 SHARED = "cpu:gloo,cuda:gloo"
-"""The backend of ranks that share a GPU, which NCCL refuses to do."""
+"""Backend of ranks that share a GPU, which NCCL does not support."""
 ALONE = "nccl" if DEVICE.type == "cuda" else "gloo"
-"""The backend of the world of one rank."""
+"""Backend of the world of one rank."""
 MEMORY = 512 * 2**20
-"""The bytes that one rank may allocate on the GPU. Its CUDA context takes about as much."""
+"""Bytes that one rank may allocate on the GPU. Its CUDA context takes about as many."""
 DEADLINE = 240.0
 """Timeout of one test in seconds: the first one of a world starts CUDA in all ranks at once."""
 
 
 class DeviceWorld(World):
-    """Ranks on a backend that is given; they stay from one test to the next."""
+    """World of ranks on the given backend, which is used by several tests."""
 
     def __init__(self, n: int, backend: str) -> None:
         LocalWorld.__init__(self, n, backend, timedelta(seconds=60))
@@ -46,7 +46,7 @@ def run(n: int, backend: str, fn: Callable[..., Any], *args: Any, deadline: floa
         LaunchError: a rank raised, died or was not done in time.
     """
     if DEVICE.type == "cuda":
-        PRELOAD[:] = ["torch"]  # ranks are forked, and CUDA works in none of them once the server has asked for it
+        PRELOAD[:] = ["torch"]  # CUDA would not work in forked ranks once the fork server had initialized it
     world = _worlds.get((n, backend))
     if world is None or not world.usable:
         close(n, backend)
@@ -144,7 +144,7 @@ def all_to_all_single(group: dist.ProcessGroup, me: int, n: int) -> tuple[Any, A
 
 
 def send(group: dist.ProcessGroup, me: int, n: int) -> tuple[Any, Any]:
-    """Round a ring, as ring attention and pipelines do."""
+    """Send around a ring, as ring attention and pipelines do."""
     if n == 1:  # NCCL cannot send to itself, and no method does
         return number(me), [me]
     found, works = ring_shift(number(me), group)
@@ -176,7 +176,7 @@ COLLECTIVES = {
 
 
 def is_right(name: str, group: dist.ProcessGroup) -> None:
-    """A collective of a group has the right numbers, on the device."""
+    """Check the result of a collective, on the device."""
     found, right = COLLECTIVES[name](group, group.rank(), group.size())
     placed(name, [found])
     assert found.tolist() == [float(each) for each in right], f"{name} gave {found.tolist()}, not {[*right]}"
@@ -188,7 +188,7 @@ def _of_the_world(name: str) -> None:
 
 @functools.cache
 def lacks(name: str) -> str | None:
-    """Why two ranks that share the device cannot run a collective of torch's, without pgmesh; None if they can."""
+    """Error of a torch collective of two ranks that share the device, without pgmesh; None if it works."""
     try:
         run(2, SHARED, _of_the_world, name, deadline=60.0)
     except LaunchError as error:

@@ -1,4 +1,4 @@
-"""Eight processes that share one GPU through Gloo: each method's tensors are there, and equal those of one process.
+"""Eight processes that share one GPU through Gloo: each method's tensors are on it, and equal those of one process.
 
 Gloo runs some collectives on CPU tensors alone. Each that a method needs is tried first on two ranks, without pgmesh;
 where torch cannot run it, the method's test is skipped and says why.
@@ -28,7 +28,7 @@ def no_longer_than_here():
 
 
 def skip_without(needed: Iterable[str]) -> None:
-    """Skip where Gloo cannot run a collective on the device. Those that it documents for GPUs have to run."""
+    """Skip if Gloo cannot run a collective on the device. Collectives that it documents for GPUs have to run."""
     for name in needed:
         if reason := lacks(name):
             assert name not in DOCUMENTED, reason

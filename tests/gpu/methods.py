@@ -45,12 +45,12 @@ from tests.support.parallel_models import (
 from tests.support.parallel_training import in_microbatches, whole_loss
 from tests.support.tensor_plans import SEQUENCE_PLAN, VOCABULARY_PLAN
 
-TOLERANCE = 1e-10  # of 64-bit floats: sums are taken in another order, and on a GPU in another one each time
+TOLERANCE = 1e-10  # 64-bit floats; the order of sums differs, and on a GPU it differs in each run
 Rows = Callable[[torch.Tensor], Iterable[torch.Tensor]]
 
 
 class Model(TinyGPT):
-    """The tiny GPT with its position numbers where its input is."""
+    """The tiny GPT with its position indices on the device of its input."""
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         return super().forward(x, torch.arange(x.shape[1], device=x.device) if positions is None else positions)
@@ -78,7 +78,7 @@ def alone(model: nn.Module, parts: Rows = lambda rows: [rows]) -> TrainingRun:
         for codes, target in pieces:
             loss_of(model(codes), target).backward()
         for weight in model.parameters():
-            weight.grad /= len(pieces)  # and not each loss: that of the experts' loads counts as it is
+            weight.grad /= len(pieces)  # gradients instead of losses: the load-balance loss is not scaled
         trained.gradients.append(gradients_of(model))
         optimizer.step()
     trained.weights = weights_of(model)
@@ -94,7 +94,7 @@ def train(
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
     cut: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = lambda whole: whole,
 ) -> None:
-    """Three steps, as ``parallel_training.train_and_check``; and all that there is stays on the device."""
+    """Three steps, as ``parallel_training.train_and_check``; and check that all tensors stay on the device."""
     model = together.apply(model)
     optimizer = optimizer_of(model.parameters())
     for step in range(STEPS):
@@ -126,7 +126,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """What it keeps for each weight; its counts of steps are on the CPU, as torch has them."""
+    """Optimizer state of each parameter, without the step counts, which torch keeps on the CPU."""
     return [local(each[name]) for each in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
 
 
@@ -214,18 +214,18 @@ def together(mesh: ProcessGroupMesh) -> None:
 
 
 def all_of_them(mesh: ProcessGroupMesh) -> None:
-    """The same in a pipeline."""
+    """Tensor, context and sharded data parallelism in a pipeline."""
     tensor, context = TensorParallel(mesh, "tp", plan=VOCABULARY_PLAN), ContextParallel(mesh, "cp")
     sharded = ShardedDataParallel(mesh, "dp", over=("dp", "cp"))
     every = compose(mesh, stages(mesh, whole_loss), sharded, context, tensor)
     train(every, model_of(), alone(model_of()), context=context, around=tensor.loss)
 
 
-# ---- what stands beside the methods ----
+# ---- norms, streams, checkpoints, meshes ----
 
 
 def norm_and_clip(mesh: ProcessGroupMesh) -> None:
-    """The norm over all ranks, in 32-bit floats on a GPU, and gradients scaled by it."""
+    """Norm over all ranks, in 32-bit floats on a GPU, and clipped gradients."""
     right = model_of()
     loss_of(right(batch_of(0)[0]), batch_of(0)[1]).backward()
     expected = nn.utils.clip_grad_norm_(right.parameters(), 0.1)
@@ -252,7 +252,7 @@ def broadcast(mesh: ProcessGroupMesh) -> None:
 
 
 def seeds(mesh: ProcessGroupMesh) -> None:
-    """Streams differ along tp and agree along dp, on the device; outside, random numbers are what they were."""
+    """Streams differ along tp and agree along dp, on the device, and do not change random numbers outside."""
     torch.manual_seed(1)
     right = torch.rand(8, device=DEVICE)
     torch.manual_seed(1)
@@ -276,7 +276,7 @@ def seeds(mesh: ProcessGroupMesh) -> None:
 
 
 def saved_and_loaded(mesh: ProcessGroupMesh, other: ProcessGroupMesh, folder: str | Path) -> None:
-    """What was saved sharded along dp is loaded along dp and tp."""
+    """Save a model that is sharded along dp, and load it along dp and tp."""
     both = compose(mesh, ShardedDataParallel(mesh, "dp"))
     model = both.apply(model_of())
     optimizer = optimizer_of(model.parameters())
@@ -320,7 +320,7 @@ class Case(NamedTuple):
     check: Callable[[ProcessGroupMesh], None]
     sizes: dict[str, int]
     needs: tuple[str, ...]
-    """The collectives that it takes of the backend, on the device."""
+    """Collectives of the backend that a method needs, on the device."""
 
 
 REDUCED = ("all_reduce", "broadcast", "all_gather")

@@ -70,7 +70,7 @@ def test_a_group_of_two_backends_serves_both_devices():
 
 
 def twin() -> None:
-    """Methods compare numbers of rows over a Gloo twin of a group on NCCL."""
+    """Methods compare numbers of rows over a Gloo group with the same ranks as a group on NCCL."""
     with ProcessGroupMesh(**AXES, name="twin") as mesh:
         group, mine = mesh.group("dp", backend="gloo"), torch.full((1,), 3.0)
         dist.all_reduce(mine, group=group)
@@ -113,7 +113,7 @@ def test_groups_may_be_made_used_and_destroyed_again_and_again():
 
 
 def bound() -> None:
-    """A world that is bound to its device makes its communicator at once, and torch splits groups off it."""
+    """A world that is bound to its device creates its communicator eagerly, and torch splits groups from it."""
     dist.destroy_process_group()
     device = torch.device(DEVICE.type, 0)
     dist.init_process_group(ALONE, store=dist.HashStore(), rank=0, world_size=1, device_id=device)
@@ -126,7 +126,7 @@ def bound() -> None:
 @needs_nccl
 def test_groups_of_a_world_that_is_bound_to_its_device():
     run(1, ALONE, bound)
-    close(1, ALONE)  # that world is another now
+    close(1, ALONE)  # the world was replaced
 
 
 # ---- timeouts and NCCL's settings ----

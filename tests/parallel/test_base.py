@@ -53,7 +53,7 @@ def mesh() -> Iterator[ProcessGroupMesh]:
 
 
 class Signs(Method):
-    """Notes on the module that it was here."""
+    """Appends its name to a list on the module."""
 
     def apply(self, module: nn.Module) -> nn.Module:
         module.signed = [*getattr(module, "signed", []), str(self)]
@@ -73,7 +73,7 @@ class Data(Signs):
 
 
 class Pipeline(Signs):
-    """Signs before the others see the module, and after."""
+    """Appends to the list before and after the other methods are applied."""
 
     level = Level.PIPELINE
 
@@ -111,20 +111,13 @@ def test_a_method_shares_out_rows(mesh: ProcessGroupMesh):
     assert_raises(
         ShapeError,
         lambda: Data(mesh, "tp", "pp").share(rows),
-        """
-        a batch of 6 rows cannot be shared out evenly along pp=2 x tp=2: 6 is not divisible by 4.
-
-          4 or 8 rows would do
-        """,
+        "a batch of 6 rows cannot be split evenly along pp=2 x tp=2: 6 is not divisible by 4.\n\n"
+        "  4 or 8 rows would do",
     )
     assert_raises(
         ShapeError,
         lambda: Data(mesh.view(8), 0).share(rows),
-        """
-        a batch of 6 rows cannot be shared out evenly along axis 0=8: 6 is not divisible by 8.
-
-          8 rows would do
-        """,
+        "a batch of 6 rows cannot be split evenly along axis 0=8: 6 is not divisible by 8.\n\n  8 rows would do",
     )
 
 
@@ -172,16 +165,12 @@ def test_bad_axes_are_told_when_the_method_is_made(mesh: ProcessGroupMesh):
     assert_raises(
         AxisError,
         lambda: Data(mesh),
-        """
-        Data is given no axis; the mesh has pp, dp, tp.
-
-          Data(mesh, 'pp')   # the axes that it shall own
-        """,
+        "Data needs at least one axis; the mesh has pp, dp, tp.\n\n  Data(mesh, 'pp')   # the axes that it owns",
     )
     assert_raises(
         AxisError,
         lambda: Data("dp"),
-        "Data is given a mesh and then its axes, such as Data(mesh, 'dp'), not 'dp'.",
+        "Data takes a mesh and then its axes, such as Data(mesh, 'dp'), not 'dp'.",
     )
     assert_raises(
         AxisError, lambda: Data(mesh, "ddp"), "there is no axis 'ddp' in mesh (pp=2, dp=2, tp=2). Did you mean 'dp'?"
@@ -190,11 +179,7 @@ def test_bad_axes_are_told_when_the_method_is_made(mesh: ProcessGroupMesh):
     assert_raises(
         AxisError,
         lambda: Data(mesh, "dp", over=["tp"]),
-        """
-        Data owns dp, so it sums over dp too, but over= names tp alone.
-
-          Data(mesh, 'dp', over=('dp', 'tp'))
-        """,
+        "Data owns dp, so it also reduces along dp, but over= has only tp.\n\n  Data(mesh, 'dp', over=('dp', 'tp'))",
     )
     with pytest.raises(MembershipError, match="rank 5 is not in"):
         Data(mesh.at(pp=0), "dp")
@@ -202,7 +187,7 @@ def test_bad_axes_are_told_when_the_method_is_made(mesh: ProcessGroupMesh):
 
 def test_a_method_without_apply_says_so(mesh: ProcessGroupMesh):
     with pytest.raises(
-        NotImplementedError, match=r"^Method has no apply\(module\) -> module, which every method writes"
+        NotImplementedError, match=r"^Method does not define apply\(module\) -> module; every method has to"
     ):
         Method(mesh, "dp").apply(nn.Identity())
 
@@ -235,7 +220,7 @@ def test_a_composition_says_what_a_data_loader_needs(mesh: ProcessGroupMesh):
     rows = torch.arange(8)
     assert two.share(rows).tolist() == [6, 7]
     assert none.share(rows).equal(rows)
-    with pytest.raises(ShapeError, match=r"^a batch of 6 rows cannot be shared out evenly along tp=2 x pp=2: 6 is not"):
+    with pytest.raises(ShapeError, match=r"^a batch of 6 rows cannot be split evenly along tp=2 x pp=2: 6 is not"):
         two.share(rows[:6])
 
 
@@ -243,11 +228,9 @@ def test_an_axis_has_one_owner(mesh: ProcessGroupMesh):
     assert_raises(
         AxisError,
         lambda: compose(mesh, Data(mesh, "dp", "tp"), Tensor(mesh, "tp"), unowned=["pp"]),
-        """
-        axis tp has two owners: Data along dp, tp, and Tensor along tp. An axis has one; what sums over it too says so.
-
-          Tensor(mesh, ..., over=...)   # the axes it sums over, tp among them
-        """,
+        "axis tp has two owners: Data along dp, tp, and Tensor along tp. An axis has one owner; a method "
+        "that only reduces along it has it in over=.\n\n"
+        "  Tensor(mesh, ..., over=...)   # the axes along which it reduces, with tp",
     )
     assert compose(mesh, Data(mesh, "dp", over=["dp", "tp"]), Tensor(mesh, "tp"), unowned=["pp"])
 
@@ -256,13 +239,11 @@ def test_no_axis_is_forgotten(mesh: ProcessGroupMesh):
     assert_raises(
         AxisError,
         lambda: compose(mesh, Data(mesh, "dp", over=["dp", "pp"]), Tensor(mesh, "tp")),
-        """
-        no method owns pp=2, so its 2 ranks would do the same work unaware of each other. Owned are: dp, tp.
-
-          compose(mesh, ..., unowned=['pp'])   # if that is meant
-        """,
+        "no method owns pp=2, so its 2 ranks would do the same work without synchronization. Owned axes: "
+        "dp, tp.\n\n"
+        "  compose(mesh, ..., unowned=['pp'])   # if this is intended",
     )
-    with pytest.raises(AxisError, match=r"^no method owns pp=2 x dp=2 x tp=2, so their 8 ranks .* Owned are: none\."):
+    with pytest.raises(AxisError, match=r"^no method owns pp=2 x dp=2 x tp=2, so their 8 ranks .* Owned axes: none\."):
         compose(mesh)
     compose(mesh.view(a=8, b=1), Data(mesh.view(a=8, b=1), "a"))
     with pytest.raises(AxisError, match="there is no axis 'qq'"):
@@ -270,7 +251,7 @@ def test_no_axis_is_forgotten(mesh: ProcessGroupMesh):
 
 
 class Experts(Context):
-    """Lies over the ranks of others, but for those of stages."""
+    """May overlap the ranks of other methods, except those of pipeline stages."""
 
     def shares(self, axis: Axis, other: Method) -> bool:
         return other.level is not Level.PIPELINE
@@ -285,16 +266,17 @@ def test_a_method_may_be_on_a_view_of_the_mesh_and_not_on_another(mesh: ProcessG
             MethodError,
             lambda: compose(mesh, Data(critic, "dp"), unowned=mesh.axes),
             "Data along dp is on ProcessGroupMesh(dp=8, name='critic'), but is composed on "
-            "ProcessGroupMesh(pp=2, dp=2, tp=2, name='actor'). "
-            "Methods of one composition are on one mesh, its views and its slices.",
+            "ProcessGroupMesh(pp=2, dp=2, tp=2, name='actor'). All methods of a composition are on one mesh, "
+            "its views and its slices.",
         )
 
 
 def owned_twice(one: str, axis: str, other: str, its: str, ranks: str) -> str:
     return (
-        f"ranks {ranks} have two owners: {one} has both along {axis}, and {other} both along {its} of another view or "
-        "slice. An axis has one owner, whatever it is called; experts alone, and methods that say so in shares(), lie "
-        f"over the ranks of others.\n\n  mesh.view(...)   # of which {its} lies over other ranks than {axis}"
+        f"ranks {ranks} have two owners: {one} owns both along {axis}, and {other} owns both along {its} of "
+        "another view "
+        "or slice. An axis has one owner, under any name. Only experts, and methods that define shares(), may overlap "
+        f"the ranks of other methods.\n\n  mesh.view(...)   # with an axis {its} that does not overlap {axis}"
     )
 
 
@@ -344,20 +326,16 @@ def test_experts_lie_over_any_ranks_but_those_of_stages(mesh: ProcessGroupMesh):
     assert_raises(
         AxisError,
         lambda: compose(mesh, *dense, ExpertParallel(mesh.view(edp=4, ep=2), "ep", over=["edp", "ep"])),
-        """
-        ExpertParallel along ep sums over edp, and so over ranks 0 and 4, which are stages of Pipeline along pp: they have different weights.
-
-          ExpertParallel(..., over=...)   # axes that stay within a stage
-        """,  # noqa: E501
+        "ExpertParallel along ep reduces along edp, and so over ranks 0 and 4, which are different "
+        "stages of Pipeline along pp and have different parameters.\n\n"
+        "  ExpertParallel(..., over=...)   # axes that do not cross stages",
     )
     assert_raises(
         AxisError,
         lambda: compose(mesh, Data(mesh, "dp", over=["pp", "dp"]), *dense[1:]),
-        """
-        Data along dp sums over pp, and so over ranks 0 and 4, which are stages of Pipeline along pp: they have different weights.
-
-          Data(..., over=...)   # axes that stay within a stage
-        """,  # noqa: E501
+        "Data along dp reduces along pp, and so over ranks 0 and 4, which are different stages of "
+        "Pipeline along pp and have different parameters.\n\n"
+        "  Data(..., over=...)   # axes that do not cross stages",
     )
 
 
@@ -399,7 +377,7 @@ def test_compose_takes_methods(mesh: ProcessGroupMesh):
         assert_raises(
             MethodError,
             lambda given=given: compose(mesh, given, unowned=mesh.axes),
-            f"compose is given methods with their axes, such as {name}(mesh, 'pp'), not {shown}.",
+            f"compose takes methods with their axes, such as {name}(mesh, 'pp'), not {shown}.",
         )
 
 
@@ -407,7 +385,7 @@ def test_compose_takes_methods(mesh: ProcessGroupMesh):
 
 
 class Fails(Method):
-    """Makes its group, sums over it, and then fails, on every rank."""
+    """Creates its group, runs an all-reduce, and then fails, on every rank."""
 
     def apply(self, module: nn.Module) -> nn.Module:
         dist.all_reduce(torch.ones(()), group=self.mesh.group(*self.reduces))
@@ -421,9 +399,9 @@ class Sums(Method):
 
 
 FAILED = """
-Fails along dp failed as it was applied: ShapeError: 3 heads cannot be shared out along dp=2.
+Fails along dp failed in apply: ShapeError: 3 heads cannot be shared out along dp=2.
 
-Its groups are released and the mesh goes on; the module may be half changed, so make it anew.
+Its groups were released and the mesh is usable. The module may be partly changed: build it again.
 """
 
 
@@ -472,9 +450,7 @@ class Refuses(Method):
 
 def test_what_a_method_says_in_our_own_words_is_told_with_its_name_and_once(mesh: ProcessGroupMesh):
     composition = compose(mesh, Refuses(mesh, "dp"), Pipeline(mesh, "pp"), unowned=["tp"])
-    told = (
-        r"^Refuses along dp failed as it was applied: MethodError: weights of another kind are wanted\.\n\nIts groups"
-    )
+    told = r"^Refuses along dp failed in apply: MethodError: weights of another kind are wanted\.\n\nIts groups"
     with pytest.raises(MethodError, match=told) as caught:
         composition.apply(nn.Identity())
     assert "Pipeline" not in str(caught.value)
@@ -520,7 +496,7 @@ def test_an_unknown_name_is_answered_with_those_found():
         MethodError,
         lambda: find("ring"),
         f"""
-        no installed package brings a parallel method 'ring'; found are: {names}.
+        no installed package provides a parallel method 'ring'; available: {names}.
 
           [project.entry-points."pgmesh.parallel"]   # in the pyproject.toml of the package
           ring = "its_module:ItsMethod"
@@ -565,7 +541,7 @@ if __name__ == "__main__":
 
 
 def installed(package: Path, target: Path) -> dict[str, str]:
-    """The environment of a process that sees a package which pip has installed into a folder."""
+    """Environment of a process with a package that pip has installed into a folder."""
     source = shutil.copytree(package, target.parent / "source")  # where a build may leave what it likes
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps"]
     subprocess.run([*pip, "--no-build-isolation", "--target", str(target), str(source)], timeout=120, check=True)
@@ -588,7 +564,7 @@ def test_a_method_of_another_package_is_found_once_pip_has_installed_it(tmp_path
 
 
 def brought(folder: Path, package: str, **methods: str) -> None:
-    """A package as pip leaves it, so far as names of methods go."""
+    """Write the metadata of an installed package with these entry points."""
     info = folder / f"{package}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
@@ -603,7 +579,7 @@ def test_what_cannot_be_brought_is_told(tmp_path: Path, monkeypatch: pytest.Monk
     assert_raises(
         MethodError,
         lambda: find("ring"),
-        "more than one package brings a parallel method 'ring': one (one:Ring) and two (two:Ring). "
+        "more than one package provides a parallel method 'ring': one (one:Ring) and two (two:Ring). "
         "Import one by its module.",
     )
     assert_raises(
@@ -615,5 +591,5 @@ def test_what_cannot_be_brought_is_told(tmp_path: Path, monkeypatch: pytest.Monk
     assert_raises(
         MethodError,
         lambda: find("odd"),
-        "pgmesh.layout:Layout, which one brings as 'odd', is no pgmesh.parallel.Method.",
+        "pgmesh.layout:Layout, which one provides as 'odd', is not a pgmesh.parallel.Method.",
     )

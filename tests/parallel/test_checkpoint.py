@@ -1,4 +1,4 @@
-"""A checkpoint of a model with tied weights, saved on one mesh and loaded on others: one process's training goes on."""
+"""Checkpoints of a model with tied weights, saved on one mesh and loaded on others, against one process."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ SHAPES = {
 
 
 def tied(*, head_first: bool) -> TinyGPT:
-    """The model, whose tied weight is called by the embedding's name first, or by the head's."""
+    """The model; the first name of its tied weight is that of the head or that of the embedding."""
     model = TinyGPT(tied=True)
     if head_first:
         for name in [name for name in model._modules if name != "head"]:
@@ -77,7 +77,7 @@ def tied(*, head_first: bool) -> TinyGPT:
 
 @functools.cache
 def expected(head_first: bool) -> tuple[TrainingRun, dict[str, dict[str, torch.Tensor]]]:
-    """One process's training, and what its optimizer knows of each weight before the last step, by each name."""
+    """Training in one process, and its optimizer state before the last step, by each name of each weight."""
     model = tied(head_first=head_first)
     optimizer = optimizer_of(model.parameters())
     for step in range(STEPS - 1):
@@ -113,7 +113,7 @@ def save_on(kind: str, folder: Path, head_first: bool) -> None:
 
 
 def load_on(kind: str, folder: Path, head_first: bool) -> None:
-    """What the optimizer knows is one process's, by number, and so are the weights after one more step."""
+    """Compare the loaded optimizer state, and the weights after one more step, with one process."""
     right, states = expected(head_first)
     with ProcessGroupMesh(**SHAPES[kind], name=f"{kind}, loading {head_first}") as mesh:
         together, model = compose(mesh, *methods_of(mesh, kind)), tied(head_first=head_first)
@@ -158,7 +158,7 @@ def test_tied_weights_are_loaded_on_every_kind_of_mesh(kind: str, tmp_path: Path
 
 
 class Parts(nn.Module):
-    """A model that calls its layers parts, as a pipeline calls its stages."""
+    """A model with an attribute ``parts``, as a Pipeline has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ def of_parts(folder: Path) -> None:
         through(mesh, ShardedDataParallel(mesh, "dp").apply(Parts()))
     with ProcessGroupMesh(pp=2, name="a pipeline") as mesh:
         through(mesh, PipelineParallel(mesh, "pp", layers="parts", loss=None, microbatches=2).apply(Parts()))
-        with pytest.raises(MethodError, match="does not hold what this model needs"):
+        with pytest.raises(MethodError, match="does not match this model"):
             checkpoint.load(folder / "no pipeline", mesh, nn.Linear(4, 4))
         dist.barrier()
 

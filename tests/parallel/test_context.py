@@ -1,4 +1,4 @@
-"""Context parallelism: sequences cut along an axis give what one process gives for them whole, and its gradients."""
+"""Context parallelism: outputs and gradients of sharded sequences against one process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}  # float64: only the order of sums di
 
 
 def attend(mesh, axes, kind, balanced, causal, heads, kv_heads, dtype=torch.float64):
-    """The attention of cut sequences, and its gradients, against torch's on the whole."""
+    """Compare attention of sharded sequences and its gradients with torch's attention of whole sequences."""
     torch.manual_seed(3)
     whole = [
         torch.randn(2, n, 16, width, dtype=dtype, requires_grad=True)
@@ -158,49 +158,39 @@ def test_what_does_not_fit_is_told_with_the_numbers(mesh):
     assert_raises(
         ShapeError,
         lambda: balanced.cut(torch.zeros(2, 30)),
-        """
-        a sequence of 30 positions cannot be cut along cp=4: 30 is not divisible by 8, two chunks for each of 4 ranks.
-
-          24 or 32 positions would do
-        """,
+        "a sequence of 30 positions cannot be split evenly along cp=4: 30 is not divisible by 8, two "
+        "chunks for each of 4 ranks.\n\n"
+        "  24 or 32 positions would do",
     )
     assert_raises(
         ShapeError,
         lambda: ContextParallel(mesh, "cp", balanced=False).positions(3),
-        """
-        a sequence of 3 positions cannot be cut along cp=4: 3 is not divisible by 4.
-
-          4 positions would do
-        """,
+        "a sequence of 3 positions cannot be split evenly along cp=4: 3 is not divisible by 4.\n\n"
+        "  4 positions would do",
     )
     q = torch.zeros(1, 6, 3, 4)
     assert_raises(
         ShapeError,
         lambda: balanced.attention(q, q, q),
-        """
-        a rank's part of a sequence that is balanced along cp=4 is two chunks of one length, but here are 3 positions.
-
-          method.cut(whole)   # cuts a sequence as the attention means it
-        """,
+        "a balanced part of a sequence along cp=4 has two chunks of the same length, but here are 3 "
+        "positions.\n\n"
+        "  method.cut(whole)   # splits a sequence as the attention needs it",
     )
     assert_raises(
         ShapeError,
         lambda: ContextParallel(mesh, "cp", attention="ulysses").attention(q, q, q),
-        """
-        6 heads cannot be shared out evenly along cp=4: 6 is not divisible by 4.
-
-          4 or 8 heads would do, or attention='ring', which takes any number
-        """,
+        "6 heads cannot be split evenly along cp=4: 6 is not divisible by 4.\n\n"
+        "  4 or 8 heads would do, or attention='ring', with any number of heads",
     )
     assert_raises(
         ShapeError,
         lambda: ring.ring_attention(q, q, q, mesh.group("cp"), is_causal=True),
-        "each rank holds two chunks of one length where the work is balanced, but it has 3 positions.",
+        "balanced causal attention needs two chunks of the same length on each rank, not 3 positions.",
     )
     assert_raises(
         ShapeError,
         lambda: ring.ring_attention(q, q[..., :2, :], q[..., :2, :], mesh.group("cp"), is_causal=True),
-        "causal attention has as many queries as keys, not 3 and 2.",
+        "causal attention needs as many queries as keys, not 3 and 2.",
     )
 
 
@@ -209,12 +199,12 @@ def test_what_attention_cannot_do_is_refused(mesh):
     assert_raises(
         OptionsError,
         lambda: method.attention(q, q, q, torch.zeros(2, 2)),
-        "attention along cp=4 knows no mask of its own: is_causal=True is the one mask, and dropout_p is 0.0.",
+        "attention along cp=4 does not support an attn_mask: use is_causal=True for a mask, and dropout_p=0.0.",
     )
     assert_raises(
         OptionsError,
         lambda: method.attention(q, q, q, dropout_p=0.1),
-        "attention along cp=4 knows no dropout (0.1): is_causal=True is the one mask, and dropout_p is 0.0.",
+        "attention along cp=4 does not support dropout (0.1): use is_causal=True for a mask, and dropout_p=0.0.",
     )
     assert_raises(
         OptionsError,
@@ -224,10 +214,8 @@ def test_what_attention_cannot_do_is_refused(mesh):
     assert_raises(
         MethodError,
         lambda: method.apply(torch.nn.Linear(2, 2)),
-        """
-        no part of Linear keeps torch's scaled_dot_product_attention in an attribute, so there is nothing to put another attention in the place of.
-
-          self.attention = scaled_dot_product_attention       # in __init__ of the module that attends
-          mixed = self.attention(q, k, v, is_causal=True)     # in its forward
-        """,  # noqa: E501
+        "no submodule of Linear has torch's scaled_dot_product_attention in an attribute, so there is no "
+        "attention to replace.\n\n"
+        "  self.attention = scaled_dot_product_attention       # in __init__ of the attention module\n"
+        "  out = self.attention(q, k, v, is_causal=True)       # in its forward",
     )

@@ -1,6 +1,6 @@
-"""Every method that a page shows, beside sharding, tensor parallelism and a pipeline: as in one process.
+"""Methods of the documentation, composed with sharding, tensor parallelism and a pipeline, against one process.
 
-The classes are those that stand on the pages, not copies.
+The classes are read from the pages and examples.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def of_markdown(path: str) -> type[Method]:
-    """The class Average of a page."""
+    """Class Average of a page."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / path).read_text(encoding="utf-8"), flags=re.DOTALL)
     (block,) = (block for block in blocks if "class Average" in block)
     lines = block.splitlines()
@@ -56,7 +56,7 @@ def of_markdown(path: str) -> type[Method]:
 
 
 def of_program(path: str, name: str) -> type[Method]:
-    """A class of a program."""
+    """Class of an example program."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -71,7 +71,7 @@ AVERAGES = {
 
 
 def beside(mesh: ProcessGroupMesh, kind: str, axis: str = "x") -> list[Method]:
-    """Another method, along an axis."""
+    """Another method along an axis, to compose with."""
     plan = {"0": "columns", "2": "rows"}
     pipeline = functools.partial(PipelineParallel, mesh, axis, layers="blocks", first="012", loss=loss_of)
     return {
@@ -120,7 +120,7 @@ def test_an_average_beside_two_other_methods():
 
 
 def local_steps(every: int = 2) -> list[tuple[list[dict[str, torch.Tensor]], nn.Module]]:
-    """Two replicas, each on half of the rows in one process, with the mean of their weights now and then."""
+    """Train two replicas in one process, each on half of the rows, and average their weights every few steps."""
     replicas = [SmallModel(), SmallModel()]
     with torch.no_grad():
         for weight in replicas[1].parameters():
@@ -184,7 +184,7 @@ def test_the_tensor_parallelism_of_the_example_beside_the_other_methods():
 
 
 class Replaces(Method):
-    """Puts copies in place of the weights, and says at no level that it does."""
+    """Replaces all parameters by copies, without the level for it."""
 
     def apply(self, module: nn.Module) -> nn.Module:
         for each in module.modules():
@@ -198,7 +198,7 @@ class Shards(Replaces):
 
 
 class Keeps(Method):
-    """Keeps the weights that it is given."""
+    """Keeps references to the parameters."""
 
     def apply(self, module: nn.Module) -> nn.Module:
         self.kept = [*module.parameters()]
@@ -224,13 +224,11 @@ def test_weights_are_not_replaced_after_a_method_that_may_keep_them(mesh: Proces
     assert_raises(
         MethodError,
         lambda: compose(mesh, Keeps(mesh, "dp"), Replaces(mesh, "tp"), unowned=["pp"]).apply(nn.Linear(2, 2)),
-        """
-        Replaces along tp failed as it was applied: MethodError: Replaces along tp replaced 2 weights, among them weight, but Keeps along dp was applied before and may keep references to the old ones.
-
-          Replaces.level = Level.SHARD   # then compose applies it before Keeps
-
-        Its groups are released and the mesh goes on; the module may be half changed, so make it anew.
-        """,  # noqa: E501
+        "Replaces along tp failed in apply: MethodError: Replaces along tp replaced 2 parameters, for "
+        "example weight, but Keeps along dp was applied before and may keep references to the old ones.\n\n"
+        "  Replaces.level = Level.SHARD   # then compose applies it before Keeps\n\n"
+        "Its groups were released and the mesh is usable. The module may be partly changed: build it "
+        "again.",
     )
     assert compose(mesh, Keeps(mesh, "dp"), Shards(mesh, "tp"), unowned=["pp"]).apply(nn.Linear(2, 2))  # as it says
     compose(mesh, Replaces(mesh, "tp"), Keeps(mesh, "dp"), unowned=["pp"]).apply(nn.Linear(2, 2))
@@ -251,11 +249,12 @@ def average_in_a_split_backward() -> str:
 def test_a_schedule_that_would_skip_hooks_on_weights_refuses_them():
     told = world(4).run(average_in_a_split_backward)
     assert {*told} == {
-        "PipelineParallel along x failed as it was applied: MethodError: schedule 'zero-bubble' computes the gradients "
-        "of weights apart from the others, where torch's fully_shard leaves wrong ones, and DDP may, and hooks that "
-        "wait for a weight's gradient never run.\n\n"
+        "PipelineParallel along x failed in apply: MethodError: schedule 'zero-bubble' computes the gradients "
+        "of weights "
+        "in a separate pass: torch's fully_shard then computes wrong ones, DDP is untested, and post-accumulate-grad "
+        "hooks do not run.\n\n"
         "  PipelineParallel(..., schedule='interleaved')   # with data parallelism\n\n"
-        "Its groups are released and the mesh goes on; the module may be half changed, so make it anew."
+        "Its groups were released and the mesh is usable. The module may be partly changed: build it again."
     }
 
 

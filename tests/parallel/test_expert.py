@@ -1,4 +1,4 @@
-"""Expert parallelism: tokens that travel to experts on other ranks, against the mixture of experts of one process."""
+"""Expert parallelism against a mixture of experts in one process."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}  # float64: only the order of sums di
 
 
 def travel(sizes, over, tensor, counts):
-    """One mixture on ranks with so many tokens each: outputs and all gradients, against plain mix."""
+    """Compare outputs and gradients of one mixture, with these numbers of tokens on each rank, with ``mix``."""
     torch.manual_seed(5)
     shape = (sum(counts), WIDTH)
     tokens, given = torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
@@ -211,32 +211,26 @@ def test_what_does_not_fit_is_told_with_the_numbers(mesh):
     assert_raises(
         ShapeError,
         lambda: by_two.apply(expert_layer(7)),
-        """
-        Module.experts: 7 experts cannot be shared out evenly along ep=2: 7 is not divisible by 2.
-
-          6 or 8 experts would do
-        """,
+        "Module.experts: 7 experts cannot be split evenly along ep=2: 7 is not divisible by 2.\n\n"
+        "  6 or 8 experts would do",
     )
     odd = expert_layer()
     odd.experts[0].up = nn.Linear(WIDTH, 5)
     assert_raises(
         ShapeError,
         lambda: cut.apply(odd),
-        """
-        Module.experts.0.up: 5 outputs cannot be shared out evenly along etp=2: 5 is not divisible by 2.
-
-          4 or 6 outputs would do
-        """,
+        "Module.experts.0.up: 5 outputs cannot be split evenly along etp=2: 5 is not divisible by 2.\n\n"
+        "  4 or 6 outputs would do",
     )
     assert_raises(
         ShapeError,
         lambda: Router(4, experts=2, top_k=3),
-        "Router: each token goes to at least 1 expert and to 2 at most, not to 3.",
+        "Router: top_k is at least 1 and at most the number of experts, 2, not 3.",
     )
 
 
 def saved_and_loaded(folder) -> None:
-    """Two steps with experts arranged in one way, and the third where they are arranged in another."""
+    """Two steps on one expert view, a checkpoint, and the third step on another view."""
     expected = train_alone_in_parts()
     for name, view, steps in [("saving", {"edp": 2, "ep": 2}, [0, 1]), ("loading", {"ep": 4}, [2])]:
         with ProcessGroupMesh(dp=4, name=name) as mesh:
@@ -269,8 +263,8 @@ def test_a_checkpoint_refuses_experts_whose_parts_it_would_take_for_one(mesh, tm
     assert_raises(
         MethodError,
         lambda: checkpoint.save(tmp_path, mesh, layer),
-        "experts.0.up.weight is cut along etp=2 as a plain tensor, so ranks hold different parts under one name, of "
-        "which a checkpoint would keep one: checkpoints take experts that are whole.",
+        "experts.0.up.weight is sharded along etp=2 as a plain tensor: a checkpoint would have only one "
+        "of the shards. Checkpoints need whole experts.",
     )
 
 
@@ -285,19 +279,17 @@ def test_a_module_without_what_is_named_is_refused(mesh):
     assert_raises(
         MethodError,
         lambda: ExpertParallel(mesh, "ep").apply(nn.Linear(2, 2)),
-        """
-        no part of Linear keeps pgmesh.parallel.mix in an attribute, so there are no experts to share out.
-
-          self.mix, self.experts = mix, nn.ModuleList(...)            # in __init__ of the layer
-          out = self.mix(tokens, weights, chosen, self.experts)       # in its forward
-        """,
+        "no submodule of Linear has pgmesh.parallel.mix in an attribute, so there are no experts to "
+        "distribute.\n\n"
+        "  self.mix, self.experts = mix, nn.ModuleList(...)            # in __init__ of the layer\n"
+        "  out = self.mix(tokens, weights, chosen, self.experts)       # in its forward",
     )
     bare = nn.Module()
     bare.mix = mix
     assert_raises(
         MethodError,
         lambda: ExpertParallel(mesh, "ep").apply(bare),
-        "Module.experts is a ModuleList or a ModuleDict of experts, not NoneType.",
+        "Module.experts has to be a ModuleList or a ModuleDict of experts, not NoneType.",
     )
     assert_raises(
         MethodError,
@@ -309,26 +301,22 @@ def test_a_module_without_what_is_named_is_refused(mesh):
     assert_raises(
         MethodError,
         lambda: ExpertParallel(mesh, "ep", tensor="etp", columns=["up"], rows=["down"]).apply(biased),
-        """
-        Module.experts.0.down has a bias, which each of the 2 ranks along etp=2 would add to the sum.
-
-          nn.Linear(..., bias=False)   # for layers whose inputs are cut
-        """,
+        "Module.experts.0.down has a bias, which all 2 ranks along etp=2 would add to the sum.\n\n"
+        "  nn.Linear(..., bias=False)   # for layers whose inputs are sharded",
     )
     normed = expert_layer()
     normed.experts[0].norm = nn.LayerNorm(WIDTH)
     assert_raises(
         MethodError,
         lambda: ExpertParallel(mesh, "ep", tensor="etp", columns=["up"], rows=["down"]).apply(normed),
-        "Module.experts.0 has weights in no layer that is cut, norm.bias, norm.weight, of whose gradient each of the 2 "
-        "ranks along etp=2 would see a part: name their layers in columns= or rows=, or move them out of the experts.",
+        "Module.experts.0 has parameters in layers that are not sharded, norm.bias, norm.weight: each of "
+        "the 2 ranks along etp=2 would get a part of their gradients. Name these layers in columns= or "
+        "rows=, or move them out of the experts.",
     )
     assert_raises(
         AxisError,
         lambda: ExpertParallel(mesh, "ep", tensor="etp"),
-        """
-        ExpertParallel: an expert is cut along an axis by layers whose outputs are cut and layers that take them.
-
-          ExpertParallel(mesh, 'ep', tensor='etp', columns=['up'], rows=['down'])
-        """,
+        "ExpertParallel: an expert is sharded with tensor=, columns= and rows=, all three or none of "
+        "them.\n\n"
+        "  ExpertParallel(mesh, 'ep', tensor='etp', columns=['up'], rows=['down'])",
     )

@@ -1,4 +1,4 @@
-"""A stage of a pipeline without a weight to train, inside each method that a stage can have."""
+"""Pipeline stages without trainable parameters, with each method that can be applied to a stage."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAST = ("blocks.2", "blocks.3")
 
 
 def beside_a_stage(kind: type[DataParallel] | type[ShardedDataParallel], frozen: tuple[str, ...], **more: Any) -> None:
-    """Ranks start with frozen weights of their own, and take those of the first rank along dp."""
+    """Ranks start with different frozen weights, which are broadcast from the first rank along dp."""
     with ProcessGroupMesh(dp=2, pp=2, name=f"{kind.__name__}, {frozen[0]} frozen") as mesh:
         pipeline = PipelineParallel(mesh, "pp", layers="blocks", first="012", loss=loss_of, microbatches=4, **more)
         together, model = compose(mesh, kind(mesh, "dp"), pipeline), SmallModel(frozen)
@@ -52,7 +52,7 @@ def test_a_frozen_stage_may_be_cut():
 
 
 def frozen_alone() -> None:
-    """A module that learns nothing, in no pipeline: it is the same module, with the first rank's weights."""
+    """A frozen module without a pipeline is not wrapped, and gets the weights of the first rank."""
     mesh = ProcessGroupMesh(dp=2)
     data, module = DataParallel(mesh, "dp"), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).requires_grad_(False)
     nn.init.constant_(module[0].weight, 1.0 + mesh.rank)
@@ -62,7 +62,10 @@ def frozen_alone() -> None:
     assert module[1].running_mean.eq(1.0).all()
     with data.accumulate(module, last=False):
         module(torch.ones(2, 2))
-    with pytest.raises(MethodError, match=r"^DataParallel along dp accumulates in what its apply\(\) gave, not in a"):
+    with pytest.raises(
+        MethodError,
+        match=r"^DataParallel along dp accumulates gradients in the module that apply\(\) returned, not in a",
+    ):
         data.accumulate(nn.Linear(2, 2), last=True)
     own = nn.Linear(2, 2).requires_grad_(False)
     nn.init.constant_(own.weight, 1.0 + mesh.rank)

@@ -1,4 +1,4 @@
-"""Unequal inputs of ranks: an error on each rank, with the axis and the numbers, after which they can go on."""
+"""Unequal inputs of ranks: an error on each rank, with the axis and the numbers; training works after it."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ pytestmark = pytest.mark.long
 
 torch.set_num_threads(1)  # also on ranks, which import this: others share their cores
 
-SHARE = "together.share(rows)   # of compose(...): the same rows on each rank along the axis"
+SHARE = "together.share(rows)   # together = compose(...): the same rows on each rank along the axis"
 
 
 def takes(who: str, unit: str, axes: str, there_are: str, way_out: str) -> str:
-    return f"{who} takes as many {unit} on each rank along {axes}, but there are {there_are}.\n\n  {way_out}"
+    return f"{who} needs the same number of {unit} on each rank along {axes}, but there are {there_are}.\n\n  {way_out}"
 
 
 # ---- sequences ----
@@ -54,7 +54,7 @@ def parts_of_a_sequence(kind: str, balanced: bool) -> None:
     with ProcessGroupMesh(dp=2, cp=2) as mesh:
         method = ContextParallel(mesh, "cp", attention=kind, balanced=balanced)
         first, second = mesh.ranks("cp")
-        cut = "method.cut(whole)   # gives each rank a part of one length"
+        cut = "method.cut(whole)   # parts of the same length on all ranks"
 
         def attend(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
             q = torch.ones(shape, dtype=dtype)
@@ -73,9 +73,11 @@ def parts_of_a_sequence(kind: str, balanced: bool) -> None:
             ("rows", (1, 2, 4, 4), (3, 2, 4, 4)),
         ]:
             shape = (one, two)[mesh.index("cp")]
-            with pytest.raises(ShapeError, match=f"^ContextParallel takes as many {unit} on each rank along cp=2, but"):
+            with pytest.raises(
+                ShapeError, match=f"^ContextParallel needs the same number of {unit} on each rank along cp=2, but"
+            ):
                 attend(*shape)
-        with pytest.raises(ShapeError, match=r"as many bytes in a number .* 8 on rank .*; 4 on rank"):
+        with pytest.raises(ShapeError, match=r"same number of bytes in a number .* 8 on rank .*; 4 on rank"):
             attend(1, 2, 4, 4, dtype=(torch.float64, torch.float32)[mesh.index("cp")])
         torch.manual_seed(0)
         q = torch.randn(1, 2, 8, 4, dtype=torch.float64)
@@ -121,7 +123,7 @@ def rows_of_data(kind: type[DataParallel | ShardedDataParallel]) -> None:
             "rows",
             "dp=2 x cp=2",
             "2 on ranks 0, 1, 2; 3 on rank 3",
-            f"{kind.__name__}(..., uneven=True)   # if the program weighs its losses itself",
+            f"{kind.__name__}(..., uneven=True)   # if the program weights its losses itself",
         )
         assert_raises(ShapeError, lambda: learn(module, slice(2 + (mesh.rank == 3))), told)
         learn(module, mine)  # after the error
@@ -145,7 +147,7 @@ def test_unequal_numbers_of_rows_are_told_before_a_training_step(kind):
 
 
 def rows_of_several_passes() -> None:
-    """DDP is told which pass is the last: rows are added up, and compared in that one."""
+    """With gradient accumulation, rows are added up and compared in the last pass."""
     with ProcessGroupMesh(dp=2) as mesh:
         data = DataParallel(mesh, "dp")
         module = data.apply(TinyGPT(layers=1))
@@ -156,7 +158,9 @@ def rows_of_several_passes() -> None:
                     loss_of(module(codes[:rows]), target[:rows]).backward()
         with data.accumulate(module, last=False):
             module(codes[: 1 + mesh.rank])
-        with pytest.raises(ShapeError, match=r"as many rows .* along dp=2, but there are 3 on rank 0; 4 on rank 1\."):
+        with pytest.raises(
+            ShapeError, match=r"same number of rows .* along dp=2, but there are 3 on rank 0; 4 on rank 1\."
+        ):
             module(codes[:2])
         check_sums(groups_of(mesh))
 
@@ -180,7 +184,7 @@ def rows_of_tensor() -> None:
         words = nn.Sequential(nn.Embedding(24, 4), nn.LayerNorm(4))
         TensorParallel(mesh, "tp", plan={"0": "vocabulary", "1": "sequence"}, sequence=True).apply(words)
         for module in (whole, words):
-            told = "a sequence of 7 positions cannot be shared out evenly along tp=2: 7 is not divisible by 2.\n\n"
+            told = "a sequence of 7 positions cannot be split evenly along tp=2: 7 is not divisible by 2.\n\n"
             assert_raises(ShapeError, lambda module=module: module(codes[:, :7]), f"{told}  6 or 8 positions would do")
         assert words(codes).shape == (8, 4, 4)
         check_sums(groups_of(mesh))
@@ -210,7 +214,7 @@ def rows_of_pipelines() -> None:
             model.step(codes[:rows], target=target[:rows])
 
         share = SHARE.replace("the axis", "pp")
-        weigh = "DataParallel(..., uneven=True)   # if the program weighs its losses itself"
+        weigh = "DataParallel(..., uneven=True)   # if the program weights its losses itself"
         told = takes("PipelineParallel", "rows", "pp=2", f"4 on rank {one}; 2 on rank {two}", share)
         assert_raises(ShapeError, lambda: model(codes[: 4 - 2 * mesh.index("pp")]), told)
         for rank in range(4):
@@ -222,12 +226,15 @@ def rows_of_pipelines() -> None:
         assert_raises(
             ShapeError,
             lambda: learn(3),
-            "3 rows cannot be cut into 2 equal microbatches along pp=2: inputs and target have one number of rows, "
-            "which 2 divides.\n\n  2 or 4 rows would do",
+            "3 rows cannot be split into 2 equal microbatches along pp=2: inputs and target need the same "
+            "number of rows, divisible by 2.\n\n"
+            "  2 or 4 rows would do",
         )
         alone = mesh.rank == 3  # has other rows than targets
         told = (
-            r"2 and 4 rows cannot be cut into 2 equal" if alone else r"PipelineParallel takes as many rows on each rank"
+            r"2 and 4 rows cannot be split into 2 equal"
+            if alone
+            else r"PipelineParallel needs the same number of rows on each rank"
         )
         with pytest.raises(ShapeError, match=f"^{told}"):
             model.step(codes[: 2 if alone else 4], target=target[:4])
@@ -261,7 +268,7 @@ def test_the_timeout_of_a_pipeline_holds_where_rows_are_compared():
 
 
 def batches_of_other_shapes(data: type | None) -> None:
-    """Steps with other rows and other lengths, between them forward passes alone; gradients are one process's."""
+    """Steps with different rows and lengths, and forward passes between them, against one process."""
     with ProcessGroupMesh(pp=2, dp=2) as mesh:
         for schedule, virtual in [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 2)][
             : 3 if data else 4
@@ -308,22 +315,17 @@ def test_a_pipeline_without_a_loss_says_what_it_can_do():
         assert_raises(
             OptionsError,
             lambda: stages(mesh, loss=None).apply(TinyGPT()).step(codes, target=target),
-            """
-            PipelineParallel along pp was given no loss, so a step has nothing to go back from: the last stage takes the loss of each microbatch, and goes back from there.
-
-              PipelineParallel(..., loss=cross_entropy)   # the mean loss of some rows, from output and target
-              PipelineParallel(..., loss=lambda output, target: output)   # where the module's output is a loss
-              model(inputs)   # outputs alone, on the last stage, without gradients
-            """,  # noqa: E501
+            "PipelineParallel along pp has no loss, so a step has no backward pass: it starts from the loss "
+            "of each microbatch on the last stage.\n\n"
+            "  PipelineParallel(..., loss=cross_entropy)   # the mean loss of rows, from output and target\n"
+            "  PipelineParallel(..., loss=lambda output, target: output)   # if the module returns a loss\n"
+            "  model(inputs)   # only outputs, on the last stage, without gradients",
         )
         assert_raises(
             MethodError,
             lambda: stages(mesh, "zero-bubble-v", 2, loss=None).apply(TinyGPT())(codes),
-            """
-            schedule 'zero-bubble-v' always goes forward and back, as torch 2.13 has it.
-
-              PipelineParallel(..., schedule='zero-bubble', virtual=2)   # goes forward alone, too
-            """,
+            "schedule 'zero-bubble-v' always runs forward and backward in torch 2.13.\n\n"
+            "  PipelineParallel(..., schedule='zero-bubble', virtual=2)   # can run only forward",
         )
 
 
@@ -346,7 +348,7 @@ def test_a_pipeline_without_a_loss_goes_forward():
 
 def tokens_of_experts() -> None:
     with ProcessGroupMesh(edp=2, ep=2) as mesh:
-        way_out = "ExpertParallel(..., uneven=True)   # if the program weighs its losses itself"
+        way_out = "ExpertParallel(..., uneven=True)   # if the program weights its losses itself"
         for tensor, over, axes, out in [
             (None, ["edp", "ep"], "edp=2 x ep=2", way_out),
             ("edp", ["ep"], "edp=2 x ep=2", way_out),
@@ -376,7 +378,7 @@ def tokens_of_experts() -> None:
                 "tokens",
                 "edp=2",
                 f"2 on rank {first}; 3 on rank {second}",
-                "ExpertParallel(..., over=('edp', 'ep'))   # if they hold tokens of their own",
+                "ExpertParallel(..., over=('edp', 'ep'))   # if they hold different tokens",
             ),
         )
         check_sums(groups_of(mesh))

@@ -1,4 +1,4 @@
-"""Methods alone and together on eight ranks: every gradient of three steps is the one process's, in 64-bit floats."""
+"""Single and composed methods on eight ranks: all gradients of three steps against one process, in 64-bit floats."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def stages(mesh: ProcessGroupMesh, axis: str = "pp", **changes: Any) -> Pipeline
 
 
 def train_and_check(composition: Composition, **model: Any) -> nn.Module:
-    """The gradients of every step and the last weights are one process's, and so are the losses, in the mean."""
+    """Train, and compare gradients of each step, final weights and mean losses with one process."""
     module = composition.apply(TinyGPT(**model))
     found, right = train_parallel(module, composition.share), expected(**model)
     assert_same_run(found, right)
@@ -86,7 +86,7 @@ def train_and_check(composition: Composition, **model: Any) -> nn.Module:
 
 
 def held(module: nn.Module) -> int:
-    """How many numbers of weights this rank holds."""
+    """Number of elements of this rank's parameters."""
     return sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in module.parameters())
 
 
@@ -123,7 +123,8 @@ def accumulated() -> None:
     loss_of(right(codes), target).backward()
     assert_same("accumulated", gradients_of(module), gradients_of(right))
     with pytest.raises(
-        MethodError, match=r"^DataParallel along dp accumulates in what its apply\(\) gave, not in a Tiny"
+        MethodError,
+        match=r"^DataParallel along dp accumulates gradients in the module that apply\(\) returned, not in a Tiny",
     ):
         data.accumulate(right, last=True)
 
@@ -133,7 +134,7 @@ def test_gradients_accumulate_and_are_averaged_once():
 
 
 def ended_at_once() -> None:
-    """DDP that outlives its mesh lets go of the group last, right after a collective on it."""
+    """DDP that outlives its mesh frees the group last, directly after a collective on it."""
     for _ in range(40):
         with ProcessGroupMesh(dp=2) as mesh:
             module = DataParallel(mesh, "dp").apply(nn.Linear(2, 2))
@@ -158,12 +159,9 @@ def test_a_sampler_shares_out_a_data_set_and_says_when_it_cannot():
             assert_raises(
                 ShapeError,
                 lambda method=method: method.sampler(range(10)),
-                """
-                a data set of 10 rows cannot be shared out evenly along pp=2 x tp=2: 10 is not divisible by 4.
-
-                  sampler(dataset, drop_last=True)   # 2 rows for each, 2 left out
-                  sampler(dataset, drop_last=False)   # 3 rows for each, the first ones twice
-                """,
+                "a data set of 10 rows cannot be split evenly along pp=2 x tp=2: 10 is not divisible by 4.\n\n"
+                "  sampler(dataset, drop_last=True)   # 2 rows for each, 2 dropped\n"
+                "  sampler(dataset, drop_last=False)   # 3 rows for each, the first ones repeated",
             )
 
 
@@ -197,7 +195,7 @@ def test_sharded_data_parallel_over_one_axis_hybrid_and_over_combined_axes():
 
 
 def half() -> None:
-    """Mixed precision reaches fully_shard: it computes in bfloat16, near the truth and not at it."""
+    """Mixed precision is passed to fully_shard: results of bfloat16 are close, and not equal."""
     mesh = ProcessGroupMesh(dp=8)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float64)
     method = ShardedDataParallel(mesh, "dp", mp_policy=policy, layers=lambda module: [module.blocks[0]])
@@ -220,7 +218,7 @@ def test_mixed_precision_is_passed_through():
 
 
 def kept_and_offloaded() -> None:
-    """Both keywords reach fully_shard: layers stay whole after forward, or are cut again; gradients are the same."""
+    """Both keywords are passed to fully_shard: layers are resharded after forward or not, with equal gradients."""
     with ProcessGroupMesh(dp=2) as mesh:
         codes, target = batch(0)
         for keep in (True, False):
@@ -245,30 +243,30 @@ def test_axes_that_cannot_be_cut_along_are_told():
         assert_raises(
             AxisError,
             lambda: ShardedDataParallel(mesh, "dp", replicate="tp"),
-            "ShardedDataParallel over dp keeps weights whole along some of these axes, but replicate= names tp.\n\n"
+            "ShardedDataParallel reduces along dp, but replicate= has tp, and has to be part of these axes.\n\n"
             "  ShardedDataParallel(mesh, 'dp', 'tp', replicate=('tp',))",
         )
         assert_raises(
             MethodError,
             lambda: DataParallel(mesh, "dp").apply(split(mesh).apply(TinyGPT())),
-            "blocks.0.qkv.weight is cut already, as a DTensor, which torch's DDP does not take; fully_shard does, also "
-            "with weights that stay whole along dp.\n\n"
+            "blocks.0.qkv.weight is a DTensor, which torch's DDP does not support. fully_shard does, also "
+            "with parameters that are replicated along dp.\n\n"
             "  ShardedDataParallel(mesh, 'dp', replicate=['dp'])",
         )
         assert_raises(
             AxisError,
             lambda: ShardedDataParallel(mesh, "dp", "tp", replicate="tp").device_mesh(),
-            "ShardedDataParallel along dp, tp keeps weights whole along tp, which has to stand outside dp, but in the "
-            "mesh it stands inside: pp, dp, tp.\n\n"
+            "ShardedDataParallel along dp, tp replicates along tp, which has to be before dp in the mesh, "
+            "but the order is pp, dp, tp.\n\n"
             "  ProcessGroupMesh(..., tp=2, dp=2)   # the last axis varies fastest",
         )
         assert_raises(
             AxisError,
             lambda: ShardedDataParallel(mesh, "pp", "tp").device_mesh(),
-            "ShardedDataParallel cuts weights along pp, tp as along one axis, so they follow one another in the mesh, "
-            "but dp stands between: pp, dp, tp.\n\n"
+            "ShardedDataParallel shards along pp, tp as along one axis, so they have to be adjacent in the "
+            "mesh, but dp is between: pp, dp, tp.\n\n"
             "  ProcessGroupMesh(..., pp=2, tp=2)\n"
-            "  ShardedDataParallel(..., replicate='pp')   # or cut them along tp alone",
+            "  ShardedDataParallel(..., replicate='pp')   # or shard only along tp",
         )
 
 
@@ -319,7 +317,7 @@ def test_the_gradients_of_pipelined_steps_add_up():
 
 
 def in_no_time() -> None:
-    """Zero-bubble schedules, one model after the other, with tensor parallelism inside."""
+    """Zero-bubble schedules with tensor parallelism, one model after the other."""
     mesh = ProcessGroupMesh(pp=2, tp=4)
     for schedule, virtual, tied in [("zero-bubble", 1, True), ("zero-bubble", 2, False), ("zero-bubble-v", 2, True)]:
         pipeline = stages(mesh, schedule=schedule, virtual=virtual, microbatches=4)
@@ -331,7 +329,7 @@ def test_zero_bubble_schedules_with_tensor_parallel():
 
 
 def alone_in_a_pipeline() -> None:
-    """Stages of uneven numbers of layers; and a pipeline of one stage is the whole."""
+    """Stages with different numbers of layers, and a pipeline with one stage."""
     mesh = ProcessGroupMesh(pp=8)
     module = train_and_check(compose(mesh, stages(mesh, microbatches=8)), layers=11, tied=True)
     layers = [each for each in module.parts[0].blocks if next(each.parameters(), None) is not None]
@@ -380,103 +378,80 @@ def test_what_cannot_be_a_pipeline_is_told():
         assert_raises(
             OptionsError,
             lambda: stages(mesh, schedule="1b1f"),
-            "there is no schedule '1b1f'; there are gpipe, 1f1b, interleaved, zero-bubble, zero-bubble-v.",
+            "there is no schedule '1b1f'; available: gpipe, 1f1b, interleaved, zero-bubble, zero-bubble-v.",
         )
         assert_raises(
             AxisError,
             lambda: PipelineParallel(mesh, "pp", "dp", layers="blocks", loss=None, microbatches=8),
-            """
-            PipelineParallel works along one axis, not along pp, dp: a view has them as one.
-
-              PipelineParallel(mesh.view(..., dp=8), 'dp', ...)
-            """,
+            "PipelineParallel takes one axis, not pp, dp: merge them in a view.\n\n"
+            "  PipelineParallel(mesh.view(..., dp=8), 'dp', ...)",
         )
         assert_raises(
             OptionsError,
             lambda: stages(mesh, schedule="interleaved", virtual=0),
-            """
-            a rank has 1 virtual stage or more, not 0.
-
-              PipelineParallel(..., virtual=1)   # or more
-            """,
+            "virtual= is at least 1 stage on each rank, not 0.\n\n  PipelineParallel(..., virtual=1)   # or more",
         )
         assert_raises(
             OptionsError,
             lambda: stages(mesh, virtual=2),
-            """
-            schedule '1f1b' has one stage on a rank, not 2.
-
-              PipelineParallel(..., schedule='interleaved', virtual=2)   # has several
-            """,
+            "schedule '1f1b' has one stage on each rank, not 2.\n\n"
+            "  PipelineParallel(..., schedule='interleaved', virtual=2)   # several stages",
         )
         assert_raises(
             OptionsError,
             lambda: stages(mesh, schedule="zero-bubble-v"),
-            """
-            schedule 'zero-bubble-v' has two stages on a rank, there and back, not 1.
-
-              PipelineParallel(..., schedule='zero-bubble-v', virtual=2)
-            """,
+            "schedule 'zero-bubble-v' has two stages on each rank, in a V shape, not 1.\n\n"
+            "  PipelineParallel(..., schedule='zero-bubble-v', virtual=2)",
         )
         assert_raises(
             OptionsError,
             lambda: stages(mesh),
-            """
-            2 microbatches are too few for schedule '1f1b' along pp=4.
-
-              PipelineParallel(..., microbatches=4)   # one for each stage at least
-            """,
+            "2 microbatches are too few for schedule '1f1b' along pp=4.\n\n"
+            "  PipelineParallel(..., microbatches=4)   # at least one for each stage",
         )
         assert_raises(
             OptionsError,
             lambda: stages(mesh, schedule="interleaved", microbatches=9),
-            """
-            schedule 'interleaved' goes round 2 times along pp=4, and 9 microbatches are not divisible by 2.
-
-              PipelineParallel(..., microbatches=8)   # or 10
-            """,
+            "schedule 'interleaved' runs in 2 rounds along pp=4, and 9 microbatches are not divisible by 2.\n\n"
+            "  PipelineParallel(..., microbatches=8)   # or 10",
         )
         stages_ = functools.partial(stages, mesh, microbatches=4)
-        assert_raises(PlaceError, lambda: stages_().stage(1), "a rank has 1 virtual stage, from 0; there is no 1.")
+        assert_raises(
+            PlaceError, lambda: stages_().stage(1), "a rank has 1 virtual stage, counted from 0; there is no stage 1."
+        )
         assert_raises(
             ShapeError,
             lambda: stages_().cut(TinyGPT(layers=3)),
-            """
-            blocks has 3 layers, too few for 4 stages (pp=4, 1 virtual on each): a stage has one at least.
-
-              1, 2 stages would do, or 4 layers and more
-            """,
+            "blocks has 3 layers, too few for 4 stages (pp=4, 1 on each rank): a stage needs at least one.\n\n"
+            "  1, 2 stages would do, or at least 4 layers",
         )
         assert_raises(
             ShapeError,
             lambda: stages_().cut(TinyGPT(layers=1)),
-            """
-            blocks has 1 layer, too few for 4 stages (pp=4, 1 virtual on each): a stage has one at least.
-
-              1 stage would do, or 4 layers and more
-            """,
+            "blocks has 1 layer, too few for 4 stages (pp=4, 1 on each rank): a stage needs at least one.\n\n"
+            "  1 stage would do, or at least 4 layers",
         )
         assert_raises(
             MethodError,
             lambda: stages_(layers="norm").cut(TinyGPT()),
-            "layers= names 'norm', a LayerNorm without layers: what is cut is a ModuleList, ModuleDict or Sequential "
-            "of them.",
+            "layers= has 'norm', a LayerNorm without layers: it has to be a ModuleList, ModuleDict or "
+            "Sequential with layers.",
         )
         assert_raises(
             MethodError,
             lambda: stages_(layers="bloks").cut(TinyGPT()),
-            "layers= names 'bloks', which TinyGPT does not have; it has tokens, places, blocks, norm, head.",
+            "layers= has 'bloks', which is not in TinyGPT; it has tokens, places, blocks, norm, head.",
         )
         assert_raises(
             MethodError,
             lambda: stages_(last=["norm", "heads"]).cut(TinyGPT()),
-            "last= names 'heads', which TinyGPT does not have; it has tokens, places, blocks, norm, head.",
+            "last= has 'heads', which is not in TinyGPT; it has tokens, places, blocks, norm, head.",
         )
         assert_raises(
             MethodError,
             lambda: stages_(last=["head"]).cut(TinyGPT()),
-            "no stage is given norm.weight, norm.bias of TinyGPT: its weights are in blocks, in first= (tokens, "
-            "places) or in last= (head).\n\n"
+            "no stage has norm.weight, norm.bias of TinyGPT: parameters have to be in blocks, in first= "
+            "(tokens, places) or in last= (head).\n\n"
             "  PipelineParallel(..., last=['head', 'norm'])   # or first=",
         )
         shared = TinyGPT()
@@ -484,28 +459,32 @@ def test_what_cannot_be_a_pipeline_is_told():
         assert_raises(
             MethodError,
             lambda: stages_().apply(shared),
-            "blocks.0.up.weight and blocks.2.up.weight are one weight, which only the first and the last stage of a "
-            "pipeline can share.",
+            "blocks.0.up.weight and blocks.2.up.weight are one tied parameter, which only the first and the "
+            "last stage of a pipeline can share.",
         )
         for schedule, data in [("zero-bubble", DataParallel), ("zero-bubble-v", ShardedDataParallel)]:
             pipeline = stages_(schedule=schedule, virtual=2 if schedule.endswith("v") else 1)
             composition = compose(mesh, pipeline, data(mesh, "dp"))
-            with pytest.raises(MethodError, match="torch's fully_shard leaves wrong ones, and DDP may") as caught:
+            with pytest.raises(
+                MethodError, match="torch's fully_shard then computes wrong ones, DDP is untested"
+            ) as caught:
                 composition.apply(TinyGPT(layers=8))
-            assert "PipelineParallel along pp failed as it was applied" in str(caught.value)
+            assert "PipelineParallel along pp failed in apply" in str(caught.value)
         codes, target = batch(0, 6)
         module = stages_().apply(TinyGPT())
         assert_raises(
             ShapeError,
             lambda: module.step(codes, target=target),
-            "6 rows cannot be cut into 4 equal microbatches along pp=4: inputs and target have one number of rows, "
-            "which 4 divides.\n\n  4 or 8 rows would do",
+            "6 rows cannot be split into 4 equal microbatches along pp=4: inputs and target need the same "
+            "number of rows, "
+            "divisible by 4.\n\n  4 or 8 rows would do",
         )
         assert_raises(
             ShapeError,
             lambda: module.step(codes[:4], target=target),
-            "4 and 6 rows cannot be cut into 4 equal microbatches along pp=4: inputs and target have one number of "
-            "rows, which 4 divides.\n\n  4 or 8 rows would do",
+            "4 and 6 rows cannot be split into 4 equal microbatches along pp=4: inputs and target need the "
+            "same number of rows, "
+            "divisible by 4.\n\n  4 or 8 rows would do",
         )
 
 
@@ -565,7 +544,7 @@ def test_hybrid_sharding_with_tensor_parallel():
 
 
 def two_meshes() -> None:
-    """Two models on the same ranks, one step of the one and then one of the other, on meshes alike and unlike."""
+    """Two models on the same ranks with alternating steps, on meshes of the same and of different shapes."""
     actor = ProcessGroupMesh(dp=4, tp=2, name="actor")
     critic = ProcessGroupMesh(dp=4, tp=2, name="critic")
     judge = ProcessGroupMesh(tp=2, pp=2, dp=2, ranks=[0, 2, 4, 6, 1, 3, 5, 7], name="judge")
@@ -601,7 +580,7 @@ CLIP = 0.05
 
 
 def clipped() -> None:
-    """The norm over stages, shards, splits and replicas is one process's, and so is what is clipped by it."""
+    """Compare the norm over stages, shards and replicas, and clipped gradients, with one process."""
     right = expected(clip=CLIP, tied=True)
     for name, shape in {"dense": {"pp": 2, "dp": 2, "tp": 2}, "virtual": {"pp": 2, "dp": 4}, "flat": {"dp": 8}}.items():
         with ProcessGroupMesh(name=name, **shape) as mesh:
@@ -647,7 +626,7 @@ def of_other_orders() -> None:
     assert_raises(
         AxisError,
         lambda: weights.norm(Held(plain, mesh), Held(expert, mesh.at(pp=[mesh.index("pp")]))),
-        "norm and clip are given weights on one mesh and views of it, such as Held(model, mesh, 'pp').",
+        "norm and clip take parameters on one mesh and its views, such as Held(model, mesh, 'pp').",
     )
     check_sums(groups_of(mesh))
 
@@ -674,8 +653,8 @@ def one_start() -> None:
     assert_raises(
         MethodError,
         lambda: weights.broadcast(cut, mesh, "tp"),
-        "blocks.0.qkv.weight is cut along tp, whose ranks mean to hold different parts of it: broadcast along axes "
-        "that it is whole along, or before it is cut.",
+        "blocks.0.qkv.weight is sharded along tp, so ranks hold different shards of it: broadcast it "
+        "along other axes, or before it is sharded.",
     )
     check_sums(groups_of(mesh))
 
@@ -685,7 +664,7 @@ def test_initial_weights_are_broadcast_along_any_axes():
 
 
 def methods_of(mesh: ProcessGroupMesh) -> list[Method]:
-    """Sharded where there is dp, split where there is tp, in stages where there is pp, two on a rank."""
+    """Sharding along dp, tensor parallelism along tp, and a pipeline along pp with two stages on each rank."""
     methods: list[Method] = [ShardedDataParallel(mesh, "dp")]
     if "tp" in mesh.axes:
         methods.append(split(mesh))
@@ -695,7 +674,7 @@ def methods_of(mesh: ProcessGroupMesh) -> list[Method]:
 
 
 def save_and_load(folder: Path) -> None:
-    """Two steps on one mesh, a checkpoint, and the third step on meshes of other shapes: one process's three."""
+    """Two steps on one mesh, a checkpoint, and the third step on meshes of other shapes, against one process."""
     right, tied = expected(tied=True), True
     with ProcessGroupMesh(pp=2, dp=2, tp=2, name="saving") as mesh:
         composition = compose(mesh, *methods_of(mesh))
@@ -727,7 +706,7 @@ def save_and_load(folder: Path) -> None:
             dist.barrier()
     with ProcessGroupMesh(dp=8, name="other") as mesh:
         other = compose(mesh, *methods_of(mesh)).apply(TinyGPT(layers=5))
-        with pytest.raises(MethodError, match=r"does not hold what this model needs: .*blocks\.4\."):
+        with pytest.raises(MethodError, match=r"does not match this model: .*blocks\.4\."):
             checkpoint.load(folder, mesh, other)
         dist.barrier()
 
@@ -759,14 +738,12 @@ def test_weights_that_are_kept_apart_are_neither_overwritten_nor_counted_as_whol
         assert_raises(
             MethodError,
             lambda: weights.broadcast(experts, mesh, "dp"),
-            "ranks mean to hold different weights weight, bias, which another method keeps apart: broadcast before "
-            "that method is applied.",
+            "ranks hold different experts, weight, bias: broadcast before ExpertParallel is applied.",
         )
         assert_raises(
             AxisError,
             lambda: Held(experts, mesh),
-            "ranks hold different ones of these weights, which a method keeps apart, but no axis is named along which "
-            "they do.\n\n"
-            "  Held(weights, mesh, 'ep')   # those of an expert view, by themselves",
+            "there are experts among these parameters, so ranks hold different ones, but no axis was given.\n\n"
+            "  Held(weights, mesh, 'ep')   # the experts alone, on the mesh or view of ExpertParallel",
         )
         assert Held(experts, mesh, "dp").axes == ("dp",)

@@ -1,4 +1,4 @@
-"""Parts of a module that a pipeline keeps, and the steps at which its stages exchange shapes again."""
+"""Stages of a pipeline: shared parameters and attributes, and the steps at which schedules are rebuilt."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DOUBLE = torch.float64
 
 
 class Net(nn.Module):
-    """Tied embeddings around layers; the module itself holds a stream of random numbers and a group."""
+    """Layers between tied embeddings; the module also has a random stream and a group as attributes."""
 
     def __init__(self, mesh: ProcessGroupMesh, dtype: torch.dtype = DOUBLE) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def pipeline(mesh: ProcessGroupMesh) -> PipelineParallel:
 
 
 class Wrapped(Method):
-    """Wraps what it is given: in torch's compiled module, or in one whose weights have other names."""
+    """Wraps the module by torch.compile, or by a module that renames parameters."""
 
     def __init__(self, mesh: ProcessGroupMesh, axis: str, compiled: bool) -> None:
         super().__init__(mesh, axis)
@@ -91,7 +91,7 @@ def shared_attributes() -> None:
 
 
 def test_what_else_a_module_holds_is_the_same_in_its_parts():
-    """Else a stream would be two that draw alike, and a group cannot be copied."""
+    """A copied stream would draw the same numbers again, and a group cannot be copied."""
     world(2).run(shared_attributes)
 
 
@@ -107,7 +107,7 @@ def lengths_new_to_some() -> None:
 
 
 def test_a_length_that_is_new_to_some_data_ranks_alone_is_right_beside_sharding():
-    """The stages gather weights in their forward pass, so all data ranks make an extra pass, or none."""
+    """Stages all-gather parameters in the forward pass, so all data ranks have to rebuild together."""
     world(4).run(lengths_new_to_some)
 
 
@@ -143,5 +143,5 @@ def two_data_parallels() -> None:
 
 
 def test_a_second_ddp_around_a_first_is_refused():
-    """Together they leave wrong gradients."""
+    """Nested DDP computes wrong gradients."""
     world(4).run(two_data_parallels)

@@ -1,4 +1,4 @@
-"""The first step of a pipeline with each new shape: buffers, random numbers and gradients are those of one process."""
+"""First steps of a pipeline with new shapes: buffers, random numbers and gradients against one process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SHAPES = [(8, 3), (16, 5), (8, 3), (16, 5), (16, 5)]  # two shapes in turn, and 
 
 
 class Layer(nn.Module):
-    """Batch normalisation, dropout of a stream of its own and of torch's, and buffers of each kind."""
+    """Batch normalization, dropout with a stream and without one, and buffers of each kind."""
 
     mean: torch.Tensor | None
     seen: torch.Tensor
@@ -74,7 +74,7 @@ class Layer(nn.Module):
 
 
 class Noisy(nn.Module):
-    """Stages hand on activations, numbers that need no gradient, and whole numbers."""
+    """Stages return activations, floats without gradients, and integers."""
 
     def __init__(self, mesh: ProcessGroupMesh, plain: float = 0.0, again: bool = False, frozen: bool = False) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def noisy(schedule: str, virtual: int, data: type[Method] | None, again: bool, frozen: bool) -> None:
-    """Steps and forward passes in training, with two shapes in turn, against microbatches in one process."""
+    """Alternate between two shapes in steps and forward passes, against microbatches in one process."""
     with ProcessGroupMesh(pp=2, dp=2 if data else 1) as mesh:
         methods = [data(mesh, "dp")] if data else []
         together = compose(mesh, pipeline_on(mesh, schedule, virtual), *methods)
@@ -177,7 +177,7 @@ def test_batch_norm_and_dropout_in_a_pipeline_with_data_parallel(data):
 
 
 class Wrapping(nn.Module):
-    """One stage of two, or the last alone, returns something else than the next can take."""
+    """Model of which one stage returns a value that the next stage cannot take."""
 
     def __init__(self, wrap: Callable[[torch.Tensor], object], last: bool = False) -> None:
         super().__init__()
@@ -199,14 +199,14 @@ def test_a_stage_that_hands_on_no_plain_tensors_is_told():
         def loss(out: DTensor, target: torch.Tensor) -> torch.Tensor:
             return mse_loss(out.to_local(), target)
 
-        told = """
-        stage 0 of a pipeline returns a {}, and the next stage takes a tensor or a tuple of tensors, none of them a DTensor.
+        message = """
+        stage 0 of a pipeline returns a {}, but the next stage takes a tensor or a tuple of tensors, without DTensors.
 
-          return x.to_local()   # of a DTensor x, where the next stage takes this rank's part of it
-        """  # noqa: E501
+          return x.to_local()   # of a DTensor x, if the next stage takes this rank's shard
+        """
         tensor = functools.partial(DTensor.from_local, device_mesh=mesh.device_mesh("tp"), placements=[Replicate()])
         for wrap, name in ((lambda x: {"x": x}, "dict"), (tensor, "DTensor"), (lambda x: (x, None), "NoneType")):
-            assert_raises(MethodError, lambda wrap=wrap: model(Wrapping(wrap))(torch.ones(4, 2)), told.format(name))
+            assert_raises(MethodError, lambda wrap=wrap: model(Wrapping(wrap))(torch.ones(4, 2)), message.format(name))
         with mock.patch.object(PipelineStage, "_forward_metadata_inference"):  # torch has nothing to find out
             assert len(model(Wrapping(tensor, last=True)).step(torch.ones(4, 2), target=torch.ones(4, 2))) == 2
 
@@ -215,7 +215,7 @@ def test_a_stage_that_hands_on_no_plain_tensors_is_told():
 
 
 def first_and_second(schedule: str, virtual: int) -> None:
-    """From one state of torch's generator, a first step with a shape is the second with it, and draws as much."""
+    """From the same generator state, the first step with a shape equals the second, and draws as many numbers."""
     with ProcessGroupMesh(pp=2) as mesh:
         model = pipeline_on(mesh, schedule, virtual).apply(Noisy(mesh, plain=0.2))
         for step, (rows, length) in enumerate(SHAPES[:3]):
@@ -249,7 +249,7 @@ def test_a_first_step_draws_what_a_second_draws(schedule, virtual):
 
 @contextmanager
 def garbage() -> Iterator[None]:
-    """What torch makes from a description holds other numbers on each rank, as uninitialised memory may."""
+    """Fill torch's uninitialized memory with different numbers on each rank."""
     make, rank = _utils._make_tensor_from_meta, dist.get_rank()
 
     def filled(*args: object) -> torch.Tensor:
@@ -263,7 +263,7 @@ def garbage() -> Iterator[None]:
 
 
 def experts() -> None:
-    """Ranks along etp hold the same tokens, so their routers have to choose alike; two shapes in turn."""
+    """Ranks along etp hold the same tokens, so their routers have to choose the same experts; two shapes."""
     with ProcessGroupMesh(pp=2, dp=2, tp=2) as mesh, garbage():
         moe = mesh.view(pp=2, ep=2, etp=2)
         split = ExpertParallel(moe, "ep", over=["ep"], tensor="etp", columns=["up"], rows=["down"])

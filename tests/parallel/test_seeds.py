@@ -1,4 +1,4 @@
-"""Seeds per axis: who draws the same numbers, what a seed is made of, and that streams go on and leave no trace."""
+"""Seeds per axis: which ranks draw the same numbers, the definition of a seed, and state of streams."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def mesh() -> Iterator[ProcessGroupMesh]:
 
 
 def draws(axes: tuple[str, ...], ranks: list[int]) -> dict[tuple[int, ...], int]:
-    """What each rank's seed along these axes is, by its coord."""
+    """Seed of each rank along these axes, by coord."""
     seeds = {}
     for rank in range(8):
         with fake_rank(rank, 8), ProcessGroupMesh(pp=2, dp=2, tp=2, ranks=ranks) as mesh:
@@ -95,9 +95,7 @@ def test_an_error_inside_leaves_the_outside_as_it_was(mesh: ProcessGroupMesh):
         pass
     with seeds, pytest.raises(LifetimeError) as caught, seeds:
         pass
-    assert str(caught.value) == (
-        "this stream of random numbers is entered already; leave it before you enter it again."
-    )
+    assert str(caught.value) == ("this random stream is already entered; exit it before the next entry.")
 
 
 def test_a_stream_is_saved_and_goes_on(mesh: ProcessGroupMesh):
@@ -113,8 +111,8 @@ def test_a_stream_is_saved_and_goes_on(mesh: ProcessGroupMesh):
     with pytest.raises(OptionsError) as caught:
         other.load_state_dict(seeds.state_dict())
     assert str(caught.value) == (
-        f"this is the state of the stream with seed {seeds.seed}, but here is seed {other.seed}: another program's, "
-        "or another place's along the axes by which ranks differ."
+        f"the state is of a stream with seed {seeds.seed}, but this stream has seed {other.seed}: the state belongs to "
+        "another program, or to another index along the axes of the stream."
     )
 
 
@@ -127,7 +125,7 @@ def test_what_it_is_given_has_to_be_right(mesh: ProcessGroupMesh):
         Seeds(mesh.at(pp=0), seed=7)
     with pytest.raises(OptionsError) as caught:
         Seeds(mesh, "tp", seed="7")
-    assert str(caught.value) == "a seed is a whole number, such as seed=0, not '7'."
+    assert str(caught.value) == "a seed is an integer, such as seed=0, not '7'."
 
 
 def fail() -> None:
@@ -139,12 +137,12 @@ def fail() -> None:
 
 
 class Dropping(nn.Module):
-    """Layers with two entries of one stream each, an entry of another inside the second, and dropout outside."""
+    """Layers with two entries of a stream, an entry of another stream inside the second, and dropout outside."""
 
     def __init__(self, mesh: ProcessGroupMesh, axes: tuple[str, ...], kind: bool | None) -> None:
         super().__init__()
         self.kind = kind
-        """Whether checkpoint is reentrant; None for no checkpoint."""
+        """True for reentrant checkpoints, False for others, None for no checkpoint."""
         self.layers = nn.ModuleList(nn.Linear(16, 16, dtype=torch.float64) for _ in range(3))
         for number, layer in enumerate(self.layers):
             nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(number))
@@ -170,7 +168,7 @@ class Dropping(nn.Module):
 
 
 def gradients(mesh: ProcessGroupMesh, axes: tuple[str, ...], kind: bool | None, seed: int) -> list[torch.Tensor]:
-    """The gradients of two forward passes before two backward passes, then what is drawn outside, then masks."""
+    """Gradients of two forward passes followed by two backward passes, numbers drawn outside, and masks."""
     model = Dropping(mesh, axes, kind)
     torch.manual_seed(seed)
     torch.rand(seed)
@@ -194,7 +192,7 @@ def test_a_checkpointed_function_draws_the_same_when_it_is_computed_again(mesh: 
 
 
 def checkpointed(kind: bool) -> tuple[tuple[int, ...], list[list[float]]]:
-    """Ranks whose generators are seeded differently and have drawn differently many numbers."""
+    """Ranks with differently seeded generators that have drawn different amounts of numbers."""
     with ProcessGroupMesh(dp=2, tp=2, name="checkpointed") as mesh:
         assert mesh.coord is not None
         plain, again = (gradients(mesh, ("tp",), each, mesh.rank) for each in (None, kind))
@@ -251,7 +249,7 @@ def test_what_is_remembered_of_a_stream_is_bounded(mesh: ProcessGroupMesh, monke
         for back in range(min(entry + 1, 4)):
             torch.set_rng_state(states[entry - back])
             with seeds:
-                assert torch.initial_seed() == module.hashed(f"{seeds.seed}/{entry - back}")
+                assert torch.initial_seed() == module.hash64(f"{seeds.seed}/{entry - back}")
         torch.set_rng_state(states[entry])
         with seeds:
             pass

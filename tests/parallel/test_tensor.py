@@ -1,4 +1,4 @@
-"""Tensor parallelism: cut layers, vocabularies and sequences, gradient by gradient against one process."""
+"""Tensor parallelism of layers, vocabularies and sequences: all gradients against one process."""
 
 from __future__ import annotations
 
@@ -108,38 +108,22 @@ def test_sizes_that_do_not_divide_are_told_with_those_that_would(mesh):
     assert_raises(
         ShapeError,
         lambda: TensorParallel(mesh, "tp", plan=BLOCK_PLAN, heads=(6, 2)),
-        """
-        6 heads cannot be shared out evenly along tp=4: 6 is not divisible by 4.
-
-          4 or 8 heads would do
-        """,
+        "6 heads cannot be split evenly along tp=4: 6 is not divisible by 4.\n\n  4 or 8 heads would do",
     )
     assert_raises(
         ShapeError,
         lambda: TensorParallel(mesh, "tp", plan=VOCABULARY_PLAN).apply(TinyGPT(vocabulary=97)),
-        """
-        tokens: 97 words cannot be shared out evenly along tp=4: 97 is not divisible by 4.
-
-          96 or 100 words would do
-        """,
+        "tokens: 97 words cannot be split evenly along tp=4: 97 is not divisible by 4.\n\n  96 or 100 words would do",
     )
     assert_raises(
         ShapeError,
         lambda: TensorParallel(mesh, "tp", plan={"": "rows"}).apply(nn.Linear(6, 4)),
-        """
-        Linear: 6 inputs cannot be shared out evenly along tp=4: 6 is not divisible by 4.
-
-          4 or 8 inputs would do
-        """,
+        "Linear: 6 inputs cannot be split evenly along tp=4: 6 is not divisible by 4.\n\n  4 or 8 inputs would do",
     )
     assert_raises(
         ShapeError,
         lambda: TensorParallel(mesh, "tp", plan={"0": "columns"}).apply(nn.Sequential(nn.Linear(4, 3))),
-        """
-        0: 3 outputs cannot be shared out evenly along tp=4: 3 is not divisible by 4.
-
-          4 outputs would do
-        """,
+        "0: 3 outputs cannot be split evenly along tp=4: 3 is not divisible by 4.\n\n  4 outputs would do",
     )
 
 
@@ -157,7 +141,7 @@ def test_a_plan_names_what_is_there(mesh):
     assert_raises(
         MethodError,
         lambda: TensorParallel(mesh, "tp", plan={"tokens": "columns"}).apply(TinyGPT()),
-        "the plan says 'columns' of tokens, which is no Linear but Embedding.",
+        "the plan has 'columns' for tokens, which is not Linear but Embedding.",
     )
 
 
@@ -165,32 +149,26 @@ def test_a_plan_says_what_can_be_done(mesh):
     assert_raises(
         OptionsError,
         lambda: TensorParallel(mesh, "tp", plan={"up": "colwise"}),
-        "TensorParallel: the plan says 'colwise' of 'up'; it may say columns, rows, vocabulary, gathered, or be a "
-        "ParallelStyle of torch's.",
+        "TensorParallel: the plan has 'colwise' for 'up'; it takes columns, rows, vocabulary, gathered, "
+        "or a ParallelStyle of torch.",
     )
     assert_raises(
         OptionsError,
         lambda: TensorParallel(mesh, "tp", plan={"norm": "sequence"}),
-        "TensorParallel: the plan says 'sequence' of 'norm'; it may say columns, rows, vocabulary, gathered, and with "
-        "sequence=True sequence, enter, whole, or be a ParallelStyle of torch's.",
+        "TensorParallel: the plan has 'sequence' for 'norm'; it takes columns, rows, vocabulary, "
+        "gathered, with sequence=True also sequence, enter, whole, or a ParallelStyle of torch.",
     )
     assert_raises(
         AxisError,
         lambda: TensorParallel(mesh, "dp", "tp", plan=BLOCK_PLAN),
-        """
-        TensorParallel works along one axis, not along dp, tp: a view has them as one.
-
-          TensorParallel(mesh.view(..., tp=8), 'tp', ...)
-        """,
+        "TensorParallel takes one axis, not dp, tp: merge them in a view.\n\n"
+        "  TensorParallel(mesh.view(..., tp=8), 'tp', ...)",
     )
     assert_raises(
         OptionsError,
         lambda: TensorParallel(mesh, "tp", plan={}),
-        """
-        TensorParallel: a plan says what is done to which modules, not {}.
-
-          TensorParallel(mesh, 'tp', plan={'blocks.*.up': 'columns', 'blocks.*.down': 'rows'})
-        """,
+        "TensorParallel: plan= maps module names to words, and is not {}.\n\n"
+        "  TensorParallel(mesh, 'tp', plan={'blocks.*.up': 'columns', 'blocks.*.down': 'rows'})",
     )
 
 
@@ -199,12 +177,10 @@ def test_no_norm_is_forgotten_between_cut_sequences(mesh):
     assert_raises(
         MethodError,
         lambda: TensorParallel(mesh, "tp", plan=plan, sequence=True).apply(TinyGPT(layers=2)),
-        """
-        with sequence=True the plan names every module with weights, but not blocks.0.norm1, blocks.0.norm2, blocks.1.norm1, blocks.1.norm2, ....
-
-          plan={..., 'blocks.0.norm1': 'sequence'}   # if it sees the positions of its rank
-          plan={..., 'blocks.0.norm1': 'whole'}   # if it sees whole sequences
-        """,  # noqa: E501
+        "with sequence=True the plan has to name every module with parameters; it lacks blocks.0.norm1, "
+        "blocks.0.norm2, blocks.1.norm1, blocks.1.norm2, ....\n\n"
+        "  plan={..., 'blocks.0.norm1': 'sequence'}   # if it gets the positions of its rank\n"
+        "  plan={..., 'blocks.0.norm1': 'whole'}   # if it gets whole sequences",
     )
 
 
@@ -213,6 +189,6 @@ def test_weights_that_are_shared_are_cut_alike(mesh):
     assert_raises(
         MethodError,
         lambda: TensorParallel(mesh, "tp", plan=plan).apply(TinyGPT(tied=True)),
-        "tokens.weight and head.weight are one weight, which the plan cuts in different ways along tp=4: say the same "
-        "of both, such as 'vocabulary'.",
+        "tokens.weight and head.weight are one tied parameter, which the plan shards in different ways "
+        "along tp=4: use the same word for both, such as 'vocabulary'.",
     )

@@ -59,7 +59,7 @@ def expert_model(layers: int = 2) -> TinyGPT:
 
 
 def cut_like(found, expected, mesh, tensor):
-    """The tensors of one process, each cut along ``tensor`` where this rank's tensor is smaller."""
+    """The tensors of one process, each sharded along ``tensor`` if this rank's tensor is smaller."""
     parts = {}
     for name, part in found.items():
         parts[name] = expected[name]
@@ -70,7 +70,7 @@ def cut_like(found, expected, mesh, tensor):
 
 
 def train_alone_in_parts(parts: int = 1, rows=lambda each: [each]) -> TrainingRun:
-    """Train in one process. Gradients are means over parts of the rows, and each part has a balance loss of its own."""
+    """Train in one process. Gradients are means over parts of the rows, and each part has a balance loss."""
     torch.set_num_threads(1)
     model, trained = expert_model(), TrainingRun([], [], {})
     optimizer = optimizer_of(model.parameters())
@@ -87,7 +87,7 @@ def train_alone_in_parts(parts: int = 1, rows=lambda each: [each]) -> TrainingRu
 
 
 def expert_layer(experts: int = 4, expert=Expert) -> nn.Module:
-    """A layer with nothing but experts."""
+    """A layer with only experts."""
     layer = nn.Module()
     layer.mix, layer.experts = mix, nn.ModuleList(expert() for _ in range(experts))
     return layer

@@ -28,7 +28,7 @@ FIRST, LAST = ("tokens", "places"), ("norm", "head")
 
 
 class Block(nn.Module):
-    """Causal attention, then an MLP. Rows of ``qkv`` are sorted by head first, so that a cut falls between heads."""
+    """Causal attention, then an MLP. Rows of ``qkv`` are sorted by head, so that equal shards have whole heads."""
 
     def __init__(self, width: int = WIDTH, heads: int = HEADS) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Block(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.attend = scaled_dot_product_attention  # an attribute, so that a method may replace it
+        self.attend = scaled_dot_product_attention  # an attribute, so that a method can replace it
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         heads = self.qkv(self.norm1(x)).unflatten(-1, (-1, 3, self.head))

@@ -51,7 +51,7 @@ def train_and_check(
             inputs["positions"] = context.positions(CONTEXT)
         optimizer.zero_grad()
         with around():
-            if hasattr(model, "step"):  # a pipeline, which cuts all its inputs by rows
+            if hasattr(model, "step"):  # a pipeline, which splits all inputs by rows
                 model.step(codes, *(each.expand(len(codes), -1) for each in inputs.values()), target=target)
             else:
                 loss_of(model(codes, **inputs), target).backward()
@@ -62,7 +62,7 @@ def train_and_check(
 
 
 def whole_loss(logits, target):
-    """The loss of logits that are cut along the vocabulary, as a plain tensor, which a pipeline accepts."""
+    """Loss of logits that are sharded along the vocabulary, as a plain tensor for a pipeline."""
     return cross_entropy(logits.flatten(0, 1), target.flatten()).to_local()
 
 
