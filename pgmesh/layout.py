@@ -60,7 +60,6 @@ Each question about a layout also costs O(number of axes), plus a step for each 
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import math
 import numbers
@@ -79,7 +78,7 @@ from pgmesh._util.formatting import (
     other_arguments,
     shorten,
 )
-from pgmesh._util.suggestions import example_ranks
+from pgmesh._util.suggestions import closest_name, example_ranks
 from pgmesh._util.validation import (
     Sizes,
     fill_sizes,
@@ -577,7 +576,7 @@ class Layout:
             return int(axis) % len(self._axes)
         if fixed is not None:
             raise AxisError(f"axis {axis} is fixed at {fixed} in {self._brief()}; ask the mesh that it was cut from.")
-        close = alike(axis, [name for name in self._axes if isinstance(name, str)])
+        close = closest_name(axis, [name for name in self._axes if isinstance(name, str)])
         hint = f" Did you mean {close!r}?" if close else ""
         raise AxisError(f"there is no axis {axis!r} in {self._brief()}.{hint}")
 
@@ -845,14 +844,3 @@ def taken(before: Layout, after: Layout) -> dict[Axis, int | range | tuple[int, 
         if kept != range(len(old)):
             asked[axis] = kept
     return asked
-
-
-def alike(wrong: object, names: list[str]) -> str | None:
-    """The name that was probably meant: the same letters in another order or case, or a similar name."""
-    folded = {name.casefold(): name for name in names}
-    word = str(wrong).casefold()
-    for name in folded:
-        if sorted(name) == sorted(word):
-            return folded[name]
-    close = difflib.get_close_matches(word, folded, n=1)
-    return folded[close[0]] if close else None

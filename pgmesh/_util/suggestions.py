@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping, Sequence
 from typing import TypeVar, Union
@@ -125,3 +126,14 @@ def _any_of(values: list[int]) -> str:
 
 def _axis(axis: str | int) -> str:
     return f"axis {axis}" if isinstance(axis, int) else axis
+
+
+def closest_name(wrong: object, names: list[str]) -> str | None:
+    """The name that was probably meant: the same letters in another order or case, or a similar name."""
+    folded = {name.casefold(): name for name in names}
+    word = str(wrong).casefold()
+    for name in folded:
+        if sorted(name) == sorted(word):
+            return folded[name]
+    close = difflib.get_close_matches(word, folded, n=1)
+    return folded[close[0]] if close else None

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pgmesh._util.formatting import count_of
-from pgmesh._util.suggestions import nearest_sizes, torchrun_command
+from pgmesh._util.suggestions import closest_name, nearest_sizes, torchrun_command
 from pgmesh.cli.suggestions import SIZE, are_valid_sizes, corrected_sizes, intended_sizes
 from pgmesh.errors import PgmeshError
-from pgmesh.layout import Axis, Layout, alike
+from pgmesh.layout import Axis, Layout
 from pgmesh.planning import text_report
 from pgmesh.planning.plan import layout_of
 from pgmesh.topology.hosts import HostLevel, Topology, parse_topology
@@ -180,7 +180,9 @@ def parse_axes(text: str, layout: Layout, command_line: CommandLine) -> tuple[Ax
     unknown = [name for name in names if name not in known]
     if unknown or not names or len(set(names)) < len(names):
         right = list(
-            dict.fromkeys(name if name in known else alike(name, known) or known[-1] for name in names or known[-1:])
+            dict.fromkeys(
+                name if name in known else closest_name(name, known) or known[-1] for name in names or known[-1:]
+            )
         )
         message = (
             f"there is no axis {unknown[0]!r}"
@@ -296,7 +298,7 @@ def _reordered(sizes: dict[str, int], names: Sequence[str], order: str, command_
     """The sizes in the order of ``names``, which has to have each axis once."""
     if sorted(names) == sorted(sizes):
         return {name: sizes[name] for name in names}
-    known = dict.fromkeys(name if name in sizes else alike(name, list(sizes)) for name in names)
+    known = dict.fromkeys(name if name in sizes else closest_name(name, list(sizes)) for name in names)
     right = [name for name in known if name]
     right = [axis for axis in sizes if axis not in right] + right
     unknown = [name for name in names if name not in sizes]

@@ -10,7 +10,15 @@ import torch.distributed as dist
 
 from pgmesh._util.formatting import format_calls
 from pgmesh.errors import LaunchError
-from pgmesh.launch.detect import LauncherInfo, OpenMPI, Slurm, Torchrun, detect_launcher, detect_one, with_address
+from pgmesh.launch.detect import (
+    LauncherInfo,
+    OpenMPI,
+    Slurm,
+    Torchrun,
+    detect_launcher,
+    detect_one,
+    with_address,
+)
 from pgmesh.options import Timeout, to_timedelta
 
 log = logging.getLogger("pgmesh")

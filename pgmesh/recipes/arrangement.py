@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Union
 
+from pgmesh._util.suggestions import closest_name
 from pgmesh.drawing.styled_text import columns, plain, ranks_in
 from pgmesh.errors import AxisError, MembershipError, ShapeError, WorldError
-from pgmesh.layout import Axis, Layout, alike
+from pgmesh.layout import Axis, Layout
 from pgmesh.options import GroupOptions, Timeout, named_timeout
 from pgmesh.recipes import nccl
 
@@ -356,7 +357,7 @@ class Arrangement:
             if len(set(asked)) == len(asked) and all(word in axes for word in asked):
                 return Family(name, mesh, tuple(axes[word] for word in name.split("+")), self.rank)
         along = [known for known, family in self.families.items() if family.axes == (name,)]
-        close = next(iter([*self.short.get(name, ()), *along]), None) or alike(name, list(self.families))
+        close = next(iter([*self.short.get(name, ()), *along]), None) or closest_name(name, list(self.families))
         hint = f" Did you mean {close!r}?" if close else ""
         raise AxisError(f"{self.call} has no group {name!r}.{hint} It has {', '.join(self.families)}.")
 

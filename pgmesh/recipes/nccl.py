@@ -6,8 +6,8 @@ import importlib
 from collections.abc import Container, Iterable, Mapping
 from typing import Any, Union
 
+from pgmesh._util.suggestions import closest_name
 from pgmesh.errors import OptionsError
-from pgmesh.layout import alike
 from pgmesh.options import NCCL_SETTINGS
 
 Settings = Union[str, Mapping[str, Mapping[str, Any]]]
@@ -72,6 +72,6 @@ def parse_yaml(text: str) -> object:
 
 def _check_name(name: object, names: Iterable[str], what: str, there: str) -> None:
     if not isinstance(names, Container) or name not in names:
-        close = alike(name, list(names))
+        close = closest_name(name, list(names))
         hint = f" Did you mean {close!r}?" if close else ""
         raise OptionsError(f"{what} {name!r}, which does not exist.{hint} T{there[1:]} {', '.join(names)}.")

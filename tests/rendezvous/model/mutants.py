@@ -6,7 +6,17 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from pgmesh.rendezvous import protocol as real
-from pgmesh.rendezvous.protocol import Add, CompareSet, Decision, Delete, RankStatus, Read, SetStatus, Step, status_key
+from pgmesh.rendezvous.protocol import (
+    Add,
+    CompareSet,
+    Decision,
+    Delete,
+    RankStatus,
+    Read,
+    SetStatus,
+    Step,
+    status_key,
+)
 from tests.rendezvous.model.programs import (
     PAIRS_AND_TRIPLE,
     Group,
