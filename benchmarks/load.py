@@ -3,8 +3,8 @@
     python -m benchmarks.load --ranks 1024 8192 100352
 
 Every rank runs the code of ``mesh.connect`` for six kinds of groups. One server executes operations one after another
-at a fixed rate, as TCPStore does. Only the clock, the store and the network are simulated. Operations of the backend, and
-TCP connections, are not included.
+at a fixed rate, as TCPStore does. Only the clock, the store and the network are simulated. Operations of the
+backend and TCP connections are not included.
 """
 
 from __future__ import annotations
