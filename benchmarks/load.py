@@ -3,8 +3,8 @@
     python -m benchmarks.load --ranks 1024 8192 100352
 
 Every rank runs the code of ``mesh.connect`` for six kinds of groups. One server executes operations one after another
-at a fixed rate, as TCPStore does. Only the clock, the store and the network are simulated. Operations of the backend,
-and TCP connections, are not included.
+at a fixed rate, as TCPStore does. Only the clock, the store and the network are simulated. Operations of the
+backend and TCP connections are not included.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 from benchmarks.sides import FAMILIES, compared_sizes
 from pgmesh import Layout
-from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.polling_store import ABSENT
 from pgmesh.rendezvous.protocol import (
     MADE,
+    MOST_ASKED,
     Add,
     Append,
     CompareSet,
@@ -39,6 +39,7 @@ from pgmesh.rendezvous.protocol import (
     register_mesh,
     status_key,
 )
+from pgmesh.rendezvous.store_thread import BEAT, CROWD, SUSPICION
 
 ROUND_TRIP = 200e-6
 """Round-trip time to an idle store in seconds, as in a data centre."""
@@ -93,7 +94,7 @@ class Store:
             self.counts[step.key] += 1
             return self.counts[step.key]
         if isinstance(step, SetStatus):
-            value = RankStatus(rank, 0, "", step.pending[: timing.LIMITS.statuses]).pack().encode()
+            value = RankStatus(rank, 0, "", step.waits[:MOST_ASKED]).pack().encode()
             self.held[status_key(rank)] = value
             self.moved += len(value)
             return None
@@ -121,8 +122,8 @@ def simulate(ranks: int, rate: float, spread: float, seed: int = 0) -> Load:
         spread: length of the interval in which the ranks start, in seconds; uniformly distributed.
     """
     layout, rng = Layout(**compared_sizes(ranks)), random.Random(seed)
-    pace = max(1.0, ranks / timing.LIMITS.full_rate_ranks)
-    store = Store(rate - timing.LIMITS.full_rate_ranks / timing.TIMING.heartbeat)
+    pace = max(1.0, ranks / CROWD)
+    store = Store(rate - CROWD / BEAT)
     starts = [rng.uniform(0, spread) for _ in range(ranks)]
     events = [(start, rank) for rank, start in enumerate(starts)]
     heapq.heapify(events)
@@ -155,30 +156,30 @@ def simulate(ranks: int, rate: float, spread: float, seed: int = 0) -> Load:
 def _connect(layout: Layout, rank: int, pace: float) -> StoreProtocol[None]:
     """The steps of connect on one rank, without the first collectives."""
     mesh = "pgmesh/simulated"
-    fields = dict(zip(map(str, layout.axes), layout.shape))
-    yield from register_mesh(mesh, Fingerprint(rank, fields, "mesh 'simulated'", ""))
+    card = Fingerprint(rank, dict(zip(map(str, layout.axes), layout.shape)), "mesh 'simulated'", "")
+    yield from register_mesh(mesh, card)
     attempts = []
     for axes in FAMILIES:
         ranks = layout.block_of(rank, *axes)
-        fingerprint = Fingerprint(rank, {"backend": "nccl"}, f"group {', '.join(axes)} of mesh 'simulated'", "")
-        name = f"{mesh}/{'-'.join(axes)}.{ranks[0]}/attempt.0"
-        attempts.append(_SimulatedAttempt(name, ranks, fingerprint, f"{name}/options/mismatch", f"{mesh}/mismatch"))
-    yield from _participant(rank, attempts, pace).connect()
+        what = Fingerprint(rank, {"backend": "nccl"}, f"group {', '.join(axes)} of mesh 'simulated'", "")
+        name = f"{mesh}/{'-'.join(axes)}.{ranks[0]}/meeting.0"
+        attempts.append(_SimulatedAttempt(name, ranks, what, f"{name}/options/refused", f"{mesh}/refused"))
+    yield from _participant(rank, attempts, pace).meet()
 
 
 def _participant(rank: int, attempts: Sequence[ConnectAttempt], pace: float) -> Participant:
-    lost_after = timing.TIMING.missed_heartbeats * timing.TIMING.heartbeat * pace
-    process = f"process {rank + 1000} on host{rank // 8}"
-    return Participant(rank, attempts, 1, "train.py:360", process, deadline=3600.0, lost_after=lost_after, pace=pace)
+    suspicion = SUSPICION * BEAT * pace
+    who = f"process {rank + 1000} on host{rank // 8}"
+    return Participant(rank, attempts, 1, "train.py:360", who, deadline=3600.0, suspicion=suspicion, pace=pace)
 
 
 class _SimulatedAttempt(ConnectAttempt):
-    """An attempt with simulated arrivals: the same number of operations with shorter values."""
+    """A connect attempt that reads the arrivals from the simulated store, which parses no texts."""
 
-    def _read_arrivals(self) -> StoreProtocol[None]:
-        arrived: set[int] = yield Read(f"{self.name}/arrivals")
-        missing = (rank for rank in self.ranks if rank not in arrived)
-        self.missing = tuple(itertools.islice(missing, timing.LIMITS.statuses + 1))
+    def _call_roll(self) -> StoreProtocol[None]:
+        came: set[int] = yield Read(f"{self.name}/came")
+        missing = (rank for rank in self.ranks if rank not in came)
+        self.missing = tuple(itertools.islice(missing, MOST_ASKED + 1))
         if not self.missing:
             yield from self.decide(MADE)
 

@@ -47,8 +47,8 @@ def join(
             set, a port from 20000 to 29999 that depends on the number of the job (Slurm, Open MPI, PALS, PMIx).
 
     Raises:
-        LaunchError: the launcher's variables are incomplete or contradict each other, the host or the port of rank 0
-            is unknown, no device has the local rank's number, the timeout is not positive, or joining fails.
+        LaunchError: the launcher's variables are incomplete or contradict each other, or the host or the port of rank
+            0 is unknown. Also if no device has the local rank's number, the timeout is not positive, or joining fails.
 
     Example: a script that calls join() can be started in any of these ways.
 

@@ -60,7 +60,7 @@ class StoreProcess:
         return {
             "MASTER_ADDR": self.host,
             "MASTER_PORT": str(self.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # tells torch that no rank hosts the store
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # for torch: no rank hosts the store
         }
 
     def close(self) -> None:
