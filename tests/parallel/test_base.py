@@ -161,7 +161,7 @@ def test_options_are_what_every_group_of_a_method_is_made_with(made: Callable[..
         assert timeouts == dict.fromkeys(ranks, minutes)
 
 
-def test_bad_axes_are_told_when_the_method_is_made(mesh: ProcessGroupMesh):
+def test_invalid_axes_raise_in_the_constructor(mesh: ProcessGroupMesh):
     assert_raises(
         AxisError,
         lambda: Data(mesh),
@@ -448,10 +448,10 @@ class Refuses(Method):
         raise MethodError("weights of another kind are wanted.")
 
 
-def test_what_a_method_says_in_our_own_words_is_told_with_its_name_and_once(mesh: ProcessGroupMesh):
+def test_a_method_error_of_a_method_is_wrapped_once_with_its_name(mesh: ProcessGroupMesh):
     composition = compose(mesh, Refuses(mesh, "dp"), Pipeline(mesh, "pp"), unowned=["tp"])
-    told = r"^Refuses along dp failed in apply: MethodError: weights of another kind are wanted\.\n\nIts groups"
-    with pytest.raises(MethodError, match=told) as caught:
+    message = r"^Refuses along dp failed in apply: MethodError: weights of another kind are wanted\.\n\nIts groups"
+    with pytest.raises(MethodError, match=message) as caught:
         composition.apply(nn.Identity())
     assert "Pipeline" not in str(caught.value)
     assert mesh.report().held == ()
@@ -563,7 +563,7 @@ def test_a_method_of_another_package_is_found_once_pip_has_installed_it(tmp_path
     ], done.stderr
 
 
-def brought(folder: Path, package: str, **methods: str) -> None:
+def install_metadata(folder: Path, package: str, **methods: str) -> None:
     """Write the metadata of an installed package with these entry points."""
     info = folder / f"{package}-1.0.dist-info"
     info.mkdir()
@@ -572,10 +572,10 @@ def brought(folder: Path, package: str, **methods: str) -> None:
     (info / "entry_points.txt").write_text("".join(["[pgmesh.parallel]\n", *lines]))
 
 
-def test_what_cannot_be_brought_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_invalid_entry_points_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(tmp_path))
-    brought(tmp_path, "one", ring="one:Ring", gone="no_such_module:Gone", odd="pgmesh.layout:Layout")
-    brought(tmp_path, "two", ring="two:Ring")
+    install_metadata(tmp_path, "one", ring="one:Ring", gone="no_such_module:Gone", odd="pgmesh.layout:Layout")
+    install_metadata(tmp_path, "two", ring="two:Ring")
     assert_raises(
         MethodError,
         lambda: find("ring"),

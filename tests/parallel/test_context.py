@@ -153,7 +153,7 @@ def test_attention_is_replaced_where_it_is_kept(mesh):
     assert [block.attend for block in model.blocks] == [method.attention] * 2
 
 
-def test_what_does_not_fit_is_told_with_the_numbers(mesh):
+def test_indivisible_sequences_raise_with_the_numbers(mesh):
     balanced = ContextParallel(mesh, "cp")
     assert_raises(
         ShapeError,

@@ -70,7 +70,7 @@ AVERAGES = {
 }
 
 
-def beside(mesh: ProcessGroupMesh, kind: str, axis: str = "x") -> list[Method]:
+def partners(mesh: ProcessGroupMesh, kind: str, axis: str = "x") -> list[Method]:
     """Another method along an axis, to compose with."""
     plan = {"0": "columns", "2": "rows"}
     pipeline = functools.partial(PipelineParallel, mesh, axis, layers="blocks", first="012", loss=loss_of)
@@ -88,32 +88,32 @@ KINDS = ("sharding", "tensor", "pipeline", "two stages")
 # ---- averages of gradients ----
 
 
-def average_beside(page: str) -> None:
+def compose_average(page: str) -> None:
     averages = AVERAGES[page]()
     for kind, frozen in (*((kind, ()) for kind in KINDS), ("pipeline", FIRST_STAGE)):
         with ProcessGroupMesh(dp=2, x=2, name=f"{page}, {kind}, {len(frozen)} frozen") as mesh:
-            together = compose(mesh, averages(mesh, "dp"), *beside(mesh, kind))
+            together = compose(mesh, averages(mesh, "dp"), *partners(mesh, kind))
             assert_same_training(train(together.apply(SmallModel(frozen)), together.share), train_alone(frozen))
             check_sums(groups_of(mesh))
 
 
 @pytest.mark.parametrize("page", AVERAGES)
-def test_an_average_of_a_page_beside_the_other_methods(page: str):
-    world(4).run(average_beside, page)
+def test_an_average_of_a_page_composed_with_other_methods(page: str):
+    world(4).run(compose_average, page)
 
 
-def average_beside_two() -> None:
+def compose_average_with_two() -> None:
     average = AVERAGES["README"]()
     for kind in ("sharding", "tensor"):
         with ProcessGroupMesh(pp=2, dp=2, x=2, name=f"two stages, {kind}") as mesh:
-            together = compose(mesh, average(mesh, "dp"), *beside(mesh, "two stages", "pp"), *beside(mesh, kind))
+            together = compose(mesh, average(mesh, "dp"), *partners(mesh, "two stages", "pp"), *partners(mesh, kind))
             assert_same_training(train(together.apply(SmallModel()), together.share), train_alone())
             check_sums(groups_of(mesh))
 
 
 @pytest.mark.long
-def test_an_average_beside_two_other_methods():
-    world(8).run(average_beside_two)
+def test_an_average_composed_with_two_other_methods():
+    world(8).run(compose_average_with_two)
 
 
 # ---- means of weights ----
@@ -146,12 +146,12 @@ def local_steps(every: int = 2) -> list[tuple[list[dict[str, torch.Tensor]], nn.
     return runs
 
 
-def local_steps_beside() -> None:
+def compose_local_steps() -> None:
     right = local_steps()
     for kind in KINDS:
         with ProcessGroupMesh(dp=2, x=2, name=f"local steps, {kind}") as mesh:
             local = of_program("examples/plugin/pgmesh_local.py", "LocalSteps")(mesh, "dp", every=2)
-            together, model = compose(mesh, local, *beside(mesh, kind)), SmallModel()
+            together, model = compose(mesh, local, *partners(mesh, kind)), SmallModel()
             with torch.no_grad():
                 for weight in model.parameters():
                     weight += mesh.index("dp")
@@ -160,24 +160,24 @@ def local_steps_beside() -> None:
             check_sums(groups_of(mesh))
 
 
-def test_the_method_of_the_plugin_beside_the_other_methods():
-    world(4).run(local_steps_beside)
+def test_the_method_of_the_plugin_composed_with_other_methods():
+    world(4).run(compose_local_steps)
 
 
 # ---- the example's own tensor parallelism ----
 
 
-def split_beside() -> None:
+def compose_split() -> None:
     split = of_program("examples/10_own_method.py", "Split")
     for kind in (kind for kind in KINDS if kind != "tensor"):
         with ProcessGroupMesh(x=2, tp=2, name=f"split, {kind}") as mesh:
-            together = compose(mesh, *beside(mesh, kind), split(mesh, "tp"))
+            together = compose(mesh, *partners(mesh, kind), split(mesh, "tp"))
             assert_same_training(train(together.apply(SmallModel()), together.share), train_alone())
             check_sums(groups_of(mesh))
 
 
-def test_the_tensor_parallelism_of_the_example_beside_the_other_methods():
-    world(4).run(split_beside)
+def test_the_tensor_parallelism_of_the_example_composed_with_other_methods():
+    world(4).run(compose_split)
 
 
 # ---- in which order ----
@@ -247,8 +247,8 @@ def average_in_a_split_backward() -> str:
 
 
 def test_a_schedule_that_would_skip_hooks_on_weights_refuses_them():
-    told = world(4).run(average_in_a_split_backward)
-    assert {*told} == {
+    messages = world(4).run(average_in_a_split_backward)
+    assert {*messages} == {
         "PipelineParallel along x failed in apply: MethodError: schedule 'zero-bubble' computes the gradients "
         "of weights "
         "in a separate pass: torch's fully_shard then computes wrong ones, DDP is untested, and post-accumulate-grad "

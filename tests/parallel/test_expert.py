@@ -205,7 +205,7 @@ def test_a_balance_loss_counts_what_all_ranks_chose():
     torch.testing.assert_close(skew, 4 * (torch.tensor([8, 1, 1, 2]) / 12 * probabilities.mean(0)).sum())
 
 
-def test_what_does_not_fit_is_told_with_the_numbers(mesh):
+def test_indivisible_experts_raise_with_the_numbers(mesh):
     by_two = ExpertParallel(mesh, "ep")
     cut = ExpertParallel(mesh, "ep", tensor="etp", columns=["up"], rows=["down"])
     assert_raises(
@@ -257,7 +257,7 @@ def test_a_checkpoint_of_whole_experts_is_loaded_where_they_lie_on_other_ranks(t
     world(4).run(saved_and_loaded, tmp_path)
 
 
-def test_a_checkpoint_refuses_experts_whose_parts_it_would_take_for_one(mesh, tmp_path):
+def test_a_checkpoint_rejects_sharded_experts(mesh, tmp_path):
     layer = expert_layer()
     ExpertParallel(mesh, "ep", tensor="etp", columns=["up"], rows=["down"]).apply(layer)
     assert_raises(

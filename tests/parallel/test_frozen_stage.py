@@ -16,7 +16,9 @@ from tests.support.worlds import check_sums, groups_of, world
 LAST = ("blocks.2", "blocks.3")
 
 
-def beside_a_stage(kind: type[DataParallel] | type[ShardedDataParallel], frozen: tuple[str, ...], **more: Any) -> None:
+def next_to_a_frozen_stage(
+    kind: type[DataParallel] | type[ShardedDataParallel], frozen: tuple[str, ...], **more: Any
+) -> None:
     """Ranks start with different frozen weights, which are broadcast from the first rank along dp."""
     with ProcessGroupMesh(dp=2, pp=2, name=f"{kind.__name__}, {frozen[0]} frozen") as mesh:
         pipeline = PipelineParallel(mesh, "pp", layers="blocks", first="012", loss=loss_of, microbatches=4, **more)
@@ -29,13 +31,13 @@ def beside_a_stage(kind: type[DataParallel] | type[ShardedDataParallel], frozen:
 
 
 def each_end(kind: type[DataParallel] | type[ShardedDataParallel]) -> None:
-    beside_a_stage(kind, FIRST_STAGE)
-    beside_a_stage(kind, LAST)
-    beside_a_stage(kind, ("0", "2", "blocks.0", "blocks.2"), schedule="interleaved", virtual=2)
+    next_to_a_frozen_stage(kind, FIRST_STAGE)
+    next_to_a_frozen_stage(kind, LAST)
+    next_to_a_frozen_stage(kind, ("0", "2", "blocks.0", "blocks.2"), schedule="interleaved", virtual=2)
 
 
 @pytest.mark.parametrize("kind", [DataParallel, ShardedDataParallel])
-def test_a_pipeline_trains_beside_a_frozen_stage(kind):
+def test_a_pipeline_trains_next_to_a_frozen_stage(kind):
     world(4).run(each_end, kind)
 
 

@@ -43,8 +43,8 @@ torch.set_num_threads(1)  # also on ranks, which import this: others share their
 SHARE = "together.share(rows)   # together = compose(...): the same rows on each rank along the axis"
 
 
-def takes(who: str, unit: str, axes: str, there_are: str, way_out: str) -> str:
-    return f"{who} needs the same number of {unit} on each rank along {axes}, but there are {there_are}.\n\n  {way_out}"
+def takes(who: str, unit: str, axes: str, there_are: str, fix: str) -> str:
+    return f"{who} needs the same number of {unit} on each rank along {axes}, but there are {there_are}.\n\n  {fix}"
 
 
 # ---- sequences ----
@@ -62,10 +62,10 @@ def parts_of_a_sequence(kind: str, balanced: bool) -> None:
 
         for lengths in ((4, 6), (4, 5)):  # an odd one is no balanced part: an error of its own, were it even
             there_are = f"{lengths[0]} on rank {first}; {lengths[1]} on rank {second}"
-            told = takes("ContextParallel", "positions", "cp=2", there_are, cut)
-            assert_raises(ShapeError, lambda lengths=lengths: attend(1, 2, lengths[mesh.index("cp")], 4), told)
+            message = takes("ContextParallel", "positions", "cp=2", there_are, cut)
+            assert_raises(ShapeError, lambda lengths=lengths: attend(1, 2, lengths[mesh.index("cp")], 4), message)
             assert_raises(
-                ShapeError, lambda lengths=lengths: method.join(torch.ones(1, lengths[mesh.index("cp")])), told
+                ShapeError, lambda lengths=lengths: method.join(torch.ones(1, lengths[mesh.index("cp")])), message
             )
         for unit, one, two in [
             ("heads", (1, 2, 4, 4), (1, 4, 4, 4)),
@@ -88,11 +88,11 @@ def parts_of_a_sequence(kind: str, balanced: bool) -> None:
 
 
 @pytest.mark.parametrize(("kind", "balanced"), [("ring", True), ("ring", False), ("ulysses", False)])
-def test_parts_of_a_sequence_that_are_unequal_are_told_before_any_is_sent(kind: str, balanced: bool):
+def test_unequal_parts_of_a_sequence_raise_before_any_is_sent(kind: str, balanced: bool):
     world(4).run(parts_of_a_sequence, kind, balanced)
 
 
-def test_many_numbers_are_told_in_a_few_words():
+def test_long_lists_of_numbers_are_shortened():
     with fake_rank(0, 8), ProcessGroupMesh(dp=8) as mesh:
         from pgmesh.parallel.input_checks import raise_if_unequal
 
@@ -118,14 +118,14 @@ def rows_of_data(kind: type[DataParallel | ShardedDataParallel]) -> None:
 
         module = kind(mesh, "dp", over=("dp", "cp")).apply(TinyGPT(layers=1))
         mine = slice(mesh.rank * 2, mesh.rank * 2 + 2)
-        told = takes(
+        message = takes(
             kind.__name__,
             "rows",
             "dp=2 x cp=2",
             "2 on ranks 0, 1, 2; 3 on rank 3",
             f"{kind.__name__}(..., uneven=True)   # if the program weights its losses itself",
         )
-        assert_raises(ShapeError, lambda: learn(module, slice(2 + (mesh.rank == 3))), told)
+        assert_raises(ShapeError, lambda: learn(module, slice(2 + (mesh.rank == 3))), message)
         learn(module, mine)  # after the error
         assert_same("even", gradients_of(module), gradients_of(expected))
         with torch.no_grad():
@@ -142,7 +142,7 @@ def rows_of_data(kind: type[DataParallel | ShardedDataParallel]) -> None:
 
 
 @pytest.mark.parametrize("kind", [DataParallel, ShardedDataParallel])
-def test_unequal_numbers_of_rows_are_told_before_a_training_step(kind):
+def test_unequal_numbers_of_rows_raise_before_a_training_step(kind):
     world(4).run(rows_of_data, kind)
 
 
@@ -174,23 +174,25 @@ def rows_of_tensor() -> None:
         first, second = mesh.ranks("tp")
         module = TensorParallel(mesh, "tp", plan=BLOCK_PLAN).apply(TinyGPT(layers=1))
         codes, _ = batch(0)
-        told = takes("TensorParallel", "rows", "tp=2", f"1 on rank {first}; 2 on rank {second}", SHARE)
-        assert_raises(ShapeError, lambda: module(codes[: 1 + mesh.index("tp")]), told)
-        told = takes("TensorParallel", "positions", "tp=2", f"6 on rank {first}; 7 on rank {second}", SHARE)
-        assert_raises(ShapeError, lambda: module(x=codes[:, : 6 + mesh.index("tp")]), told)
+        message = takes("TensorParallel", "rows", "tp=2", f"1 on rank {first}; 2 on rank {second}", SHARE)
+        assert_raises(ShapeError, lambda: module(codes[: 1 + mesh.index("tp")]), message)
+        message = takes("TensorParallel", "positions", "tp=2", f"6 on rank {first}; 7 on rank {second}", SHARE)
+        assert_raises(ShapeError, lambda: module(x=codes[:, : 6 + mesh.index("tp")]), message)
         torch.testing.assert_close(module(codes), TinyGPT(layers=1)(codes), rtol=0, atol=1e-12)
 
         whole = TensorParallel(mesh, "tp", plan=SEQUENCE_PLAN, sequence=True).apply(TinyGPT(layers=1))
         words = nn.Sequential(nn.Embedding(24, 4), nn.LayerNorm(4))
         TensorParallel(mesh, "tp", plan={"0": "vocabulary", "1": "sequence"}, sequence=True).apply(words)
         for module in (whole, words):
-            told = "a sequence of 7 positions cannot be split evenly along tp=2: 7 is not divisible by 2.\n\n"
-            assert_raises(ShapeError, lambda module=module: module(codes[:, :7]), f"{told}  6 or 8 positions would do")
+            message = "a sequence of 7 positions cannot be split evenly along tp=2: 7 is not divisible by 2.\n\n"
+            assert_raises(
+                ShapeError, lambda module=module: module(codes[:, :7]), f"{message}  6 or 8 positions would do"
+            )
         assert words(codes).shape == (8, 4, 4)
         check_sums(groups_of(mesh))
 
 
-def test_tensor_ranks_that_are_given_other_rows_are_told_before_torch_sums_them():
+def test_different_rows_on_tensor_ranks_raise_before_the_all_reduce():
     world(4).run(rows_of_tensor)
 
 
@@ -215,14 +217,14 @@ def rows_of_pipelines() -> None:
 
         share = SHARE.replace("the axis", "pp")
         weigh = "DataParallel(..., uneven=True)   # if the program weights its losses itself"
-        told = takes("PipelineParallel", "rows", "pp=2", f"4 on rank {one}; 2 on rank {two}", share)
-        assert_raises(ShapeError, lambda: model(codes[: 4 - 2 * mesh.index("pp")]), told)
+        message = takes("PipelineParallel", "rows", "pp=2", f"4 on rank {one}; 2 on rank {two}", share)
+        assert_raises(ShapeError, lambda: model(codes[: 4 - 2 * mesh.index("pp")]), message)
         for rank in range(4):
             others = ", ".join(str(other) for other in range(4) if other != rank)
             there_are = [f"4 on ranks {others}", f"2 on rank {rank}"]
             there_are = "; ".join(there_are if rank else there_are[::-1])
-            told = takes("PipelineParallel", "rows", "pp=2 x dp=2", there_are, f"{share}\n  {weigh}")
-            assert_raises(ShapeError, lambda rank=rank: learn(2 if mesh.rank == rank else 4), told)
+            message = takes("PipelineParallel", "rows", "pp=2 x dp=2", there_are, f"{share}\n  {weigh}")
+            assert_raises(ShapeError, lambda rank=rank: learn(2 if mesh.rank == rank else 4), message)
         assert_raises(
             ShapeError,
             lambda: learn(3),
@@ -231,17 +233,17 @@ def rows_of_pipelines() -> None:
             "  2 or 4 rows would do",
         )
         alone = mesh.rank == 3  # has other rows than targets
-        told = (
+        message = (
             r"2 and 4 rows cannot be split into 2 equal"
             if alone
             else r"PipelineParallel needs the same number of rows on each rank"
         )
-        with pytest.raises(ShapeError, match=f"^{told}"):
+        with pytest.raises(ShapeError, match=f"^{message}"):
             model.step(codes[: 2 if alone else 4], target=target[:4])
         check_sums(groups_of(mesh))
 
 
-def test_rows_that_differ_in_a_pipeline_are_told_on_all_its_ranks():
+def test_different_rows_in_a_pipeline_raise_on_all_ranks():
     world(4).run(rows_of_pipelines)
 
 
@@ -348,10 +350,10 @@ def test_a_pipeline_without_a_loss_goes_forward():
 
 def tokens_of_experts() -> None:
     with ProcessGroupMesh(edp=2, ep=2) as mesh:
-        way_out = "ExpertParallel(..., uneven=True)   # if the program weights its losses itself"
+        fix = "ExpertParallel(..., uneven=True)   # if the program weights its losses itself"
         for tensor, over, axes, out in [
-            (None, ["edp", "ep"], "edp=2 x ep=2", way_out),
-            ("edp", ["ep"], "edp=2 x ep=2", way_out),
+            (None, ["edp", "ep"], "edp=2 x ep=2", fix),
+            ("edp", ["ep"], "edp=2 x ep=2", fix),
         ]:
             cut = {"tensor": tensor, "columns": ["up"], "rows": ["down"]} if tensor else {}
             layer = ExpertParallel(mesh, "ep", over=over, **cut).apply(expert_layer()).double()
@@ -361,8 +363,8 @@ def tokens_of_experts() -> None:
             def mixed(layer=layer, tokens=tokens, chosen=chosen) -> torch.Tensor:
                 return layer.mix(tokens, torch.ones(chosen.shape), chosen, layer.experts)
 
-            told = takes("ExpertParallel", "tokens", axes, "2 on ranks 0, 1, 2; 3 on rank 3", out)
-            assert_raises(ShapeError, mixed, told)
+            message = takes("ExpertParallel", "tokens", axes, "2 on ranks 0, 1, 2; 3 on rank 3", out)
+            assert_raises(ShapeError, mixed, message)
             if tensor is None:
                 with torch.no_grad():
                     assert mixed().shape == tokens.shape  # nothing is averaged
@@ -384,5 +386,5 @@ def tokens_of_experts() -> None:
         check_sums(groups_of(mesh))
 
 
-def test_unequal_numbers_of_tokens_are_told_before_any_travels():
+def test_unequal_numbers_of_tokens_raise_before_any_is_sent():
     world(4).run(tokens_of_experts)

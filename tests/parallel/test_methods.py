@@ -238,7 +238,7 @@ def test_resharding_and_offloading_are_passed_through():
     world(2).run(kept_and_offloaded)
 
 
-def test_axes_that_cannot_be_cut_along_are_told():
+def test_axes_that_cannot_be_sharded_along_raise():
     with fake_rank(5, 8), ProcessGroupMesh(pp=2, dp=2, tp=2) as mesh:
         assert_raises(
             AxisError,
@@ -373,7 +373,7 @@ def test_stages_follow_one_another_whatever_the_schedule():
             assert after == (place[stage + 1][0] if stage + 1 in place else None)
 
 
-def test_what_cannot_be_a_pipeline_is_told():
+def test_invalid_pipelines_raise():
     with fake_rank(5, 8), ProcessGroupMesh(pp=4, dp=2) as mesh:
         assert_raises(
             OptionsError,

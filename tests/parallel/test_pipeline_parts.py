@@ -106,7 +106,7 @@ def lengths_new_to_some() -> None:
             torch.testing.assert_close(found, plain(inputs), rtol=0, atol=1e-12)
 
 
-def test_a_length_that_is_new_to_some_data_ranks_alone_is_right_beside_sharding():
+def test_a_length_that_is_new_to_some_data_ranks_works_with_sharding():
     """Stages all-gather parameters in the forward pass, so all data ranks have to rebuild together."""
     world(4).run(lengths_new_to_some)
 

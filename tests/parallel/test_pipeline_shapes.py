@@ -189,7 +189,7 @@ class Wrapping(nn.Module):
         return x if self.last and isinstance(self.layers[1], AbsentLayer) else self.wrap(x)
 
 
-def test_a_stage_that_hands_on_no_plain_tensors_is_told():
+def test_a_stage_that_returns_no_plain_tensors_raises():
     with fake_rank(0, 1), ProcessGroupMesh(pp=1, tp=1) as mesh:
 
         def model(module: nn.Module) -> nn.Module:
@@ -287,5 +287,5 @@ def experts() -> None:
         check_sums(groups_of(mesh))
 
 
-def test_routers_choose_alike_in_a_pipeline_with_two_shapes_in_turn():
+def test_routers_choose_the_same_experts_in_a_pipeline_with_alternating_shapes():
     world(8).run(experts)

@@ -225,7 +225,7 @@ def test_a_stream_repeats_where_torchs_cpu_generator_is_put_back_and_then_goes_o
     assert drawn[3].equal(right[1])
 
 
-def test_a_rehearsal_leaves_streams_where_they_were(mesh: ProcessGroupMesh):
+def test_restore_streams_restores_the_entry_counts(mesh: ProcessGroupMesh):
     seeds, other, plain = (Seeds(mesh, "tp", seed=7) for _ in range(3))
     with plain:
         right = torch.rand(3)
@@ -266,9 +266,7 @@ def test_no_number_depends_on_the_seed_that_torchs_generator_remembers():
     assert all(a.equal(b) for a, b in zip(right, (torch.rand(2000), torch.randn(3), torch.randperm(5)), strict=True))
 
 
-def test_a_torch_whose_generator_keeps_its_seed_elsewhere_is_told(
-    mesh: ProcessGroupMesh, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_torch_with_another_generator_state_raises(mesh: ProcessGroupMesh, monkeypatch: pytest.MonkeyPatch):
     seeds = Seeds(mesh, "tp", seed=7)
     monkeypatch.setattr(torch, "initial_seed", lambda: 1 << 40)
     with pytest.raises(SeamError, match="does not start with its seed"), seeds:

@@ -104,7 +104,7 @@ def test_a_module_under_two_names_is_cut_once(mesh, monkeypatch):
     assert cut == [twice.one]
 
 
-def test_sizes_that_do_not_divide_are_told_with_those_that_would(mesh):
+def test_indivisible_sizes_raise_with_the_nearest_divisible_ones(mesh):
     assert_raises(
         ShapeError,
         lambda: TensorParallel(mesh, "tp", plan=BLOCK_PLAN, heads=(6, 2)),
@@ -184,7 +184,7 @@ def test_no_norm_is_forgotten_between_cut_sequences(mesh):
     )
 
 
-def test_weights_that_are_shared_are_cut_alike(mesh):
+def test_tied_weights_are_sharded_in_the_same_way(mesh):
     plan = {"tokens": "vocabulary"}
     assert_raises(
         MethodError,
