@@ -15,6 +15,7 @@ from torch.distributed import distributed_c10d as _c10d
 from pgmesh.groups import cache
 from pgmesh.rendezvous import store_thread
 from pgmesh.rendezvous.polling_store import underlying
+from pgmesh.rendezvous.protocol import Read, status_key
 
 c10d: Any = _c10d
 
@@ -98,4 +99,6 @@ def record_operations() -> Iterator[list[str]]:
 def pgmesh_store() -> dist.Store:
     """The world's store under pgmesh's prefix."""
     store = c10d._get_default_store()
+    if not store.check([store_thread.WORLD_KEY]):  # the first operation of a store thread sets it
+        cache.store_thread().ask(Read(status_key(0)), 30.0)
     return dist.PrefixStore(f"pgmesh.{store.get(store_thread.WORLD_KEY).decode()}", underlying(store))
