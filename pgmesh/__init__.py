@@ -1,12 +1,12 @@
-"""Process groups along any axes of an N-D mesh of ranks: lazy, order-free, never global."""
+"""Process groups along any axes of an N-D mesh of ranks, created on first use by their members alone."""
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# What a user may import, in reading order, and the file each lives in. Nothing is loaded before it is asked for,
-# so that layouts, plans and pictures never import torch.
+# The public names and the module of each. Modules are imported on first access, so layouts, plans and figures never
+# import torch.
 _HOME = {
     "ProcessGroupMesh": "mesh",
     "meshes": "mesh",

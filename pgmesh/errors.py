@@ -1,14 +1,14 @@
 """The exceptions of pgmesh. Each message has the problem, the numbers, and a corrected call where there is one.
 
 PgmeshError
-├── ShapeError         (ValueError)              sizes that do not fit the ranks
+├── ShapeError         (ValueError)              sizes, ranks, names or hosts that are invalid or do not fit together
 ├── AxisError          (ValueError, IndexError)  an axis the mesh does not have, or one named twice
-├── PlaceError         (ValueError, IndexError)  a rank, coord or index outside the mesh
-├── OptionsError       (ValueError)              options that a group cannot have
+├── PlaceError         (ValueError, IndexError)  a rank, coord or index that is invalid or outside the mesh
+├── OptionsError       (ValueError)              an invalid option, tag or timeout
 ├── MembershipError    (RuntimeError)            this rank is not a member of the group or mesh
 ├── WorldError         (RuntimeError)            the world or its store is missing, lost or unsuitable
 ├── NameTakenError     (RuntimeError)            an open mesh has this name already
-├── LifetimeError      (RuntimeError)            a group or mesh used after release, close or fork
+├── LifetimeError      (RuntimeError)            an operation after release, close or fork, or in the wrong state
 ├── MismatchError      (RuntimeError)            ranks describe one mesh or group differently
 ├── MissingRanksError  (TimeoutError)            members that did not arrive before the deadline
 ├── CircleError        (RuntimeError)            ranks that wait for each other in a circle
@@ -25,7 +25,7 @@ class PgmeshError(Exception):
 
 
 class ShapeError(PgmeshError, ValueError):
-    """Sizes that do not fit the ranks."""
+    """Sizes, ranks, names or hosts that are invalid or do not fit together."""
 
 
 class AxisError(PgmeshError, ValueError, IndexError):
@@ -33,11 +33,11 @@ class AxisError(PgmeshError, ValueError, IndexError):
 
 
 class PlaceError(PgmeshError, ValueError, IndexError):
-    """A rank, coord or index outside the mesh."""
+    """A rank, coord or index that is invalid or outside the mesh."""
 
 
 class OptionsError(PgmeshError, ValueError):
-    """Options that a group cannot have."""
+    """An invalid option, tag or timeout."""
 
 
 class MembershipError(PgmeshError, RuntimeError):
@@ -53,7 +53,7 @@ class NameTakenError(PgmeshError, RuntimeError):
 
 
 class LifetimeError(PgmeshError, RuntimeError):
-    """A group or mesh used after release, close or fork."""
+    """An operation after release, close or fork, or in the wrong state."""
 
 
 class MismatchError(PgmeshError, RuntimeError):

@@ -43,15 +43,15 @@ Each operation makes a new layout. It costs O(number of axes), plus a step for e
     | view(a=4, b=2) (*)      | first rank, or 0 in a   | row-major, contiguous                           | all       |
     |                         | new rank table          |                                                 |           |
 
-(*) A view lists its ranks anew if its axes would overlap. It also does so if its positions in a rank table are not
-evenly spaced but its ranks are.
+(*) If the strided axes would overlap, or if the ranks are evenly spaced but their positions in the rank table are not.
+The view then stores all its ranks again.
 
 Each question about a layout also costs O(number of axes), plus a step for each of these ranks:
 
     | question                                              | ranks                                                   |
     | ----------------------------------------------------- | ------------------------------------------------------- |
     | rank_of(coord)                                        | 0                                                       |
-    | coord_of(rank), index_of, label_of, neighbor_of       | 0. The coord of the last rank is cached                 |
+    | coord_of(rank), index_of, label_of, neighbor_of       | 0. The most recent coord is cached                      |
     | block_of(rank, "tp")                                  | those of the block                                      |
     | partition("tp")                                       | 0. Reading a block costs its ranks                      |
     | ranks(), iteration                                    | all                                                     |
@@ -138,7 +138,9 @@ class Layout:
             box = fill_sizes_for("Layout", box, order, more)
         elif -1 in box.values():
             call = format_call("Layout", box, ranks=example_ranks(box))
-            raise ShapeError(f"{format_call('Layout', box)} cannot know what is left: give it ranks, such as {call}.")
+            raise ShapeError(
+                f"{format_call('Layout', box)} cannot infer the size of -1: give it ranks, such as {call}."
+            )
         self._set_row_major(box, range(math.prod(box.values())) if order is None else order)
 
     @classmethod
@@ -211,7 +213,9 @@ class Layout:
 
     @property
     def strides(self) -> tuple[int | None, ...]:
-        """The stride of each axis in ranks: 0 for an axis of size 1, None if neighbours are not evenly spaced.
+        """The stride of each axis in ranks: 0 for an axis of size 1, None for an irregular axis.
+
+        With a rank table, every axis of more than one index has None.
 
         >>> layout.strides
         (4, 2, 1)
@@ -570,12 +574,13 @@ class Layout:
         else:
             raise AxisError(f"there is no axis {axis!r} in {self._brief()}.")
         fixed = dict(self._all_axes).get(axis)
-        # A non-negative number counts named axes only: numbered axes keep their numbers when others are fixed.
+        # On named axes an integer is a position. On numbered axes it is the number of the axis, which does not shift
+        # when other axes are fixed; negative integers count from the end.
         end = 0 if isinstance(next(iter(self._axes), 0), int) else len(self._axes)
         if not isinstance(axis, str) and fixed is None and -len(self._axes) <= axis < end:
             return int(axis) % len(self._axes)
         if fixed is not None:
-            raise AxisError(f"axis {axis} is fixed at {fixed} in {self._brief()}; ask the mesh that it was cut from.")
+            raise AxisError(f"axis {axis} is fixed at {fixed} in {self._brief()}; use the mesh before at() fixed it.")
         close = closest_name(axis, [name for name in self._axes if isinstance(name, str)])
         hint = f" Did you mean {close!r}?" if close else ""
         raise AxisError(f"there is no axis {axis!r} in {self._brief()}.{hint}")
@@ -623,7 +628,7 @@ class Layout:
     def _lookup(self, rank: object) -> tuple[int, ...] | None:
         """The coord of a rank, None if the rank is not in this layout.
 
-        The last result is cached: most callers ask about one rank again and again.
+        The most recent result is cached: most callers look up one rank repeatedly.
         """
         last, coord = self._last_lookup
         if last is rank:

@@ -41,15 +41,15 @@ MAX_NAME_BYTES = 1024
 class ProcessGroupMesh:
     """The ranks of a torch.distributed job in an N-D box, with the process group along any of its axes.
 
-    A mesh never changes. A program may hold any number of meshes, and creating one communicates nothing. Views and
-    slices share the groups of the mesh that they were taken from. Other meshes never share groups.
+    The layout of a mesh never changes. A program may hold any number of meshes, and creating one communicates nothing.
+    Views and slices share the groups of the mesh that they were taken from. Other meshes never share groups.
 
     Args:
         shape: the sizes of numbered axes, outermost first: the last axis varies fastest. Or one mapping of sizes by
             axis, with any names or numbers: ``ProcessGroupMesh({"pp": 2, "dp": -1})``.
         ranks: the ranks to arrange, in this order. Default: the whole world.
-        name: the identity of this mesh, the same on every rank. An unnamed mesh is identified by its ranks and by the
-            number of unnamed meshes made on them before. Two unnamed meshes with equal layouts are refused.
+        name: the identity of this mesh, the same on every rank. An unnamed mesh is identified by its ranks and a
+            counter. If another open unnamed mesh has the same layout, the first ``group`` raises NameTakenError.
         sizes: the sizes of named axes, outermost first. At most one size is -1: it is inferred.
 
     Raises:
@@ -295,10 +295,9 @@ class ProcessGroupMesh:
     def group(self, *axes: Axis, **options: Any) -> ProcessGroup:
         """The process group of this rank's block along these axes: created on the first call, then cached.
 
-        The call never waits for other ranks. Each member may call it at any time and in any order. Other ranks need not
-        call. The group's ranks follow mesh order.
-        Backends that members cannot create alone (MPI, torchcomms, third-party ones) are different: their groups come
-        from torch's ``new_group``, which every rank of the world has to call in the same order.
+        With NCCL and Gloo the call does not wait for other ranks. Each member may call it at any time and in any order,
+        and ranks outside the group do not call. Other backends (MPI, torchcomms, third-party ones) use torch's
+        ``new_group``, which every rank of the world has to call in the same order. The group's ranks follow mesh order.
 
         Args:
             axes: the axes, in any order; none for the whole mesh.
@@ -382,16 +381,16 @@ class ProcessGroupMesh:
     def set_timeout(self, *axes: Axis, timeout: Timeout | None = None) -> None:
         """Change the timeout of existing groups on this rank, from the next collective on.
 
-        The group object stays the same. Every member sets its own. Use ``configure`` for groups that are not made yet.
+        The group object stays the same. Every member calls it. Use ``configure`` before a group is created.
 
         Args:
-            axes: of the groups along these axes, twins and tagged ones too; none for every group whose ranks are all
-                in this mesh, its views and slices.
-            timeout: a timedelta or a number of seconds. Always given, by name.
+            axes: change every group along these axes, those with tags or other backends included. Without axes, change
+                every group whose ranks are all in this mesh.
+            timeout: a timedelta or a number of seconds, always by keyword.
 
         Raises:
             MembershipError: the mesh does not contain this rank.
-            OptionsError: no timeout, one that is not more than 0, or no group along these axes was made yet.
+            OptionsError: the timeout is missing or not more than 0, or there is no group along these axes yet.
 
         >>> group = mesh.group("tp")
         >>> mesh.set_timeout("tp", timeout=120)
@@ -405,8 +404,9 @@ class ProcessGroupMesh:
             if not self._group_cache.set_timeout(limit, lambda ranks: ranks == block):
                 words = ", ".join([*map(repr, axes), f"timeout={limit.total_seconds():g}"])
                 raise OptionsError(
-                    f"this rank has no group along {', '.join(map(str, axes))} yet, whose timeout could be changed.\n\n"
-                    f"  mesh.configure({words})   # on every member: the group is made so"
+                    f"this rank has no group along {', '.join(map(str, axes))} yet, so there is no timeout to change."
+                    "\n\n"
+                    f"  mesh.configure({words})   # on every member, before the group is created"
                 )
         else:
             self._group_cache.set_timeout(limit, frozenset(self.layout.ranks()).issuperset)
@@ -421,7 +421,7 @@ class ProcessGroupMesh:
         Raises:
             LifetimeError: the axis has another group already.
             MembershipError: the mesh does not contain this rank.
-            OptionsError: the axis was configured, and the adopted group cannot follow that.
+            OptionsError: the axis was configured with options, which an adopted group cannot take.
             PlaceError: the group has other ranks than this rank's block.
         """
         self._check_member()
@@ -434,10 +434,10 @@ class ProcessGroupMesh:
     ) -> Connected:
         """Connect and warm up groups with all their members, or report within seconds which ranks are missing and why.
 
-        This is the only method that waits for other ranks: each member of each group calls it, in any order. It
-        compares the members' descriptions of the mesh and its groups, then runs the smallest collective on each group,
-        so that memory is allocated now. If one member fails, the attempt fails on all members; a second call tries
-        again. Groups that are connected stay connected, and a second call skips them.
+        Each member of each group calls it, in any order, and waits for the others. It compares the members'
+        descriptions of the mesh and its groups. Then it runs the smallest collective on each group, so that memory is
+        allocated now. If one member fails, the attempt fails on all members; a second call tries again. Groups that are
+        connected stay connected, and a second call skips them.
 
         Args:
             axes: the axes of each group: "tp", or ("dp", "tp") for one group along two axes. Default: each axis.
@@ -522,7 +522,7 @@ class ProcessGroupMesh:
         from pgmesh.connect.report import print_on, report
 
         cache = weakref.ref(self._group_cache)
-        print_on(number, lambda: report(there) if (there := cache()) else "a mesh that is gone")
+        print_on(number, lambda: report(there) if (there := cache()) else "the mesh was garbage-collected")
 
     def held(self) -> tuple[Held, ...]:
         """The groups that this rank holds of this mesh, its views and slices.
@@ -690,7 +690,7 @@ class ProcessGroupMesh:
         return self._group_cache.device_mesh(self._part_of, names)
 
     def adopt_device_mesh(self, device_mesh: DeviceMesh) -> None:
-        """Return slices of this DeviceMesh from ``device_mesh`` from now on. Its groups were adopted before.
+        """Make ``device_mesh`` return slices of this DeviceMesh. Call ``adopt`` for its groups first.
 
         Args:
             device_mesh: torch's, with the ranks and the axes of this mesh.
@@ -741,10 +741,10 @@ class ProcessGroupMesh:
 
 
 def meshes() -> dict[str, ProcessGroupMesh]:
-    """The open meshes of this process by name, in the order in which they were made; unnamed ones by their call.
+    """The open meshes of this process by name, in the order in which they were made.
 
-    Several meshes of one call have a number after it, except for the first. A mesh with groups stays open until it is
-    closed, also after the last variable for it is gone.
+    The key of an unnamed mesh is its constructor call; the second mesh with the same call gets a number appended. A
+    mesh with groups stays open until it is closed, also after the last variable for it is gone.
 
     >>> import pgmesh
     >>> pgmesh.meshes()["example"].group("tp") is mesh.group("tp")
@@ -768,7 +768,7 @@ def _check_name(who: str, name: object) -> None:
 
 
 def _cache_key(indices: Mapping[str, Keep]) -> tuple[object, ...] | None:
-    """The arguments of ``at`` as a cache key; None unless all are plain ints, which equal no other values."""
+    """The arguments of ``at`` as a cache key; None if a value is not a plain int, slice, list or tuple of ints."""
     key: list[object] = [...]  # a key that no axis has
     for axis, keep in indices.items():
         parts = (keep.start, keep.stop, keep.step) if type(keep) is slice else keep
@@ -817,10 +817,10 @@ def _kept(keep: int | range | tuple[int, ...]) -> str:
 def _unpickle(
     root: tuple[Any, ...], layout: Layout, way: tuple[tuple[str, Layout], ...], part_of: Layout
 ) -> ProcessGroupMesh:
-    """An unpickled mesh: with the open group cache of its identity in this process, else with a new one."""
+    """Rebuild a mesh. It uses the open GroupCache with this identity, or a new one."""
     mesh = object.__new__(ProcessGroupMesh)
     cache = find_cache(*root)
-    if cache.rank != root[-1]:  # along this rank would be another slice
+    if cache.rank != root[-1]:  # on this rank, along() would give another slice
         way = tuple(("at" if verb == "along" else verb, before) for verb, before in way)
     mesh._set(layout, cache, way=way, part_of=part_of)
     return mesh

@@ -37,15 +37,14 @@ Source: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/types.html
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """Options of a process group. None, the default of each, inherits from the default group.
+    """Options of a process group. An option that is None is inherited from the default group.
 
     Args:
         backend: any that torch.distributed knows, such as "nccl", "gloo" or "cpu:gloo,cuda:nccl".
         timeout: maximum wait of a collective: a timedelta or a number of seconds, at most 36,500 days.
         high_priority: run on a high-priority stream. NCCL only.
         nccl: settings of the communicator, such as ``{"max_ctas": 8}``. NCCL only.
-        description: text for profiles and flight records, in place of the axes. Groups that differ only in their
-            description are the same group.
+        description: text for profiles and flight records, by default the axes. It does not distinguish groups.
 
     Raises:
         OptionsError: a value has the wrong type, or NCCL has no such setting.
@@ -106,7 +105,9 @@ class GroupOptions:
         return cls().but(options)
 
     def but(self, changes: Mapping[str, Any]) -> GroupOptions:
-        """These options with some changed. NCCL settings are merged one by one, and dropped for a backend without NCCL.
+        """A copy with these options changed. None leaves an option as it is, and NCCL settings are merged.
+
+        A backend without NCCL drops ``nccl`` and ``high_priority`` unless they are given.
 
         >>> GroupOptions(backend="nccl", high_priority=True).but({"backend": "gloo"})
         GroupOptions(backend='gloo')
@@ -183,7 +184,7 @@ def to_timedelta(timeout: object, error: type[PgmeshError] = OptionsError) -> ti
 def named_timeout(
     who: str, names: Sequence[object], timeout: Timeout | None, *, of: str, known: Sequence[object]
 ) -> timedelta:
-    """The timeout of a call of ``who.set_timeout(*names, timeout=)``.
+    """The ``timeout=`` of ``set_timeout``; an error if it was given among the names.
 
     Args:
         of: the plural noun for the names.

@@ -1,4 +1,4 @@
-"""Every private name of torch that pgmesh uses, each with its reason and the versions it was tried on.
+"""The private names of torch that pgmesh uses, each with its reason, and the versions on which all were tried.
 
 No other file uses one. Loading this module changes torch for good in four places: its table of group names
 (``_Names``), the check of every group that it is given (``_check_and_report_destroyed``), its report of a failed
@@ -49,7 +49,8 @@ SEAM: dict[str, str] = {
     "distributed_c10d._use_torchcomms_enabled": "torchcomms groups cannot be created by their members only",
     "distributed_c10d._get_default_timeout": "the timeout of a world whose backend has none",
     "device_mesh.DeviceMesh._hash_key": "meshes of the same shape with different groups must be unequal",
-    "nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model": "DDP ignores others' weights",
+    "device_mesh.DeviceMesh._root_mesh": "slices of a mesh are equal if their root is",
+    "nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model": "excludes parameters",
     "nn.Module._buffers": "a pipeline's first pass with a shape runs on copies of the buffers",
     "Tensor._post_accumulate_grad_hooks": "some pipeline schedules would skip these hooks",
     "ProcessGroup._set_default_backend": "sets the backend of a group that is built directly",
@@ -236,7 +237,7 @@ def register(
     Args:
         config: the backend of each device, such as ``cpu:gloo,cuda:nccl``.
         store: the group's part of the world's store.
-        ranks: the index in the group of each member.
+        ranks: the group rank of each global rank.
     """
     group._set_group_name(name)
     group._set_group_desc(description)
@@ -265,7 +266,7 @@ def unregister_tag(group: Any) -> None:
     c10d._world.tags_to_pg.pop(c10d._world.pg_to_tag.get(group), None)
 
 
-def unregister_rank_map(group: Any) -> None:
+def forget_group(group: Any) -> None:
     """Make torch treat this process as no member of a group, as after torch's own destroy."""
     c10d._world.pg_map.pop(group, None)
 
@@ -370,7 +371,7 @@ def fake_backend(rank: int, size: int, *, fail: bool = False) -> Any:
 
 def replace_backends(group: Any, backend: Any) -> None:
     """Make a group run all its collectives on another backend."""
-    # torch keeps the first backend of each type; no group of pgmesh has one of this type.
+    # torch ignores a second backend of the same type, so use UNDEFINED, which no group of pgmesh has.
     for device in group._device_types:
         group._register_backend(device, dist.ProcessGroup.BackendType.UNDEFINED, backend)
     group._set_default_backend(dist.ProcessGroup.BackendType.UNDEFINED)

@@ -46,7 +46,7 @@ def test_sizes_that_do_not_hold_the_world():
         """
 ProcessGroupMesh(dp=2, tp=2) holds 4 ranks, but the world has 8.
 
-  ProcessGroupMesh(dp=-1, tp=2)                  # let dp be what is left: 4
+  ProcessGroupMesh(dp=-1, tp=2)                  # infer dp: 4
   ProcessGroupMesh(dp=2, tp=2, ranks=range(4))   # or name the 4 ranks to use
 """,
     ):
@@ -198,7 +198,7 @@ def test_an_unknown_axis(mesh):
 
 def test_an_axis_that_is_fixed(mesh):
     with raises_message(
-        pgmesh.AxisError, "axis pp is fixed at 1 in mesh (dp=2, tp=2); ask the mesh that it was cut from."
+        pgmesh.AxisError, "axis pp is fixed at 1 in mesh (dp=2, tp=2); use the mesh before at() fixed it."
     ):
         mesh.at(pp=1).group("pp")
 

@@ -27,7 +27,7 @@ def test_sizes_that_do_not_fit_the_world():
         """
         ProcessGroupMesh(dp=2, tp=2) holds 4 ranks, but the world has 8.
 
-          ProcessGroupMesh(dp=-1, tp=2)                  # let dp be what is left: 4
+          ProcessGroupMesh(dp=-1, tp=2)                  # infer dp: 4
           ProcessGroupMesh(dp=2, tp=2, ranks=range(4))   # or name the 4 ranks to use
         """,
     )
@@ -43,7 +43,7 @@ def test_sizes_that_do_not_fit_the_world():
 
               torchrun --nproc-per-node 2 script.py   # start 2 ranks: a script by itself is a world of 1
               launch.spawn(main, 2)                   # or start them here, such as for a test
-              ProcessGroupMesh(dp=-1)                 # or let dp be what is left: 1
+              ProcessGroupMesh(dp=-1)                 # or infer dp: 1
             """,
         ),
         (
@@ -80,7 +80,7 @@ def test_a_script_that_nobody_started_several_times(box, text):
             """
             Layout(dp=2, tp=2) holds 4 ranks, but 8 ranks are given.
 
-              Layout(dp=-1, tp=2, ranks=range(8))   # let dp be what is left: 4
+              Layout(dp=-1, tp=2, ranks=range(8))   # infer dp: 4
             """,
         ),
         (
@@ -88,7 +88,7 @@ def test_a_script_that_nobody_started_several_times(box, text):
             """
             Layout(dp=2) holds 2 ranks, but 1 rank is given.
 
-              Layout(dp=-1, ranks=range(7, 8))   # let dp be what is left: 1
+              Layout(dp=-1, ranks=range(7, 8))   # infer dp: 1
             """,
         ),
         (
@@ -96,7 +96,7 @@ def test_a_script_that_nobody_started_several_times(box, text):
             """
             Layout(dp=3, tp=2) holds 6 ranks, but 9 ranks are given.
 
-              Layout(dp=3, tp=-1, ranks=range(9))   # let tp be what is left: 3
+              Layout(dp=3, tp=-1, ranks=range(9))   # infer tp: 3
             """,
         ),
         (
@@ -120,7 +120,7 @@ def test_a_script_that_nobody_started_several_times(box, text):
             """
             view(a=3, b=4) holds 12 ranks, but the mesh has 8.
 
-              view(a=-1, b=4)   # let a be what is left: 2
+              view(a=-1, b=4)   # infer a: 2
             """,
         ),
         (
@@ -142,23 +142,23 @@ def test_sizes_that_do_not_fit_the_ranks(call, text):
     [
         (
             lambda: Layout(dp=-1, cp=2, tp=-1),
-            "Layout(dp=-1, cp=2, tp=-1): at most one size is -1, what is left; here are dp, tp.",
+            "Layout(dp=-1, cp=2, tp=-1): at most one size may be -1 (inferred); here are dp, tp.",
         ),
         (
             lambda: Layout(dp=-1),
-            "Layout(dp=-1) cannot know what is left: give it ranks, such as Layout(dp=-1, ranks=range(8)).",
+            "Layout(dp=-1) cannot infer the size of -1: give it ranks, such as Layout(dp=-1, ranks=range(8)).",
         ),
         (
             lambda: Layout(dp=0),
-            "Layout: the size of axis dp is 0; a size is at least 1, or -1 for what is left.",
+            "Layout: the size of axis dp is 0; a size is at least 1, or -1 to infer it.",
         ),
         (
             lambda: Layout(2, -2),
-            "Layout: the size of axis 1 is -2; a size is at least 1, or -1 for what is left.",
+            "Layout: the size of axis 1 is -2; a size is at least 1, or -1 to infer it.",
         ),
         (
             lambda: BOX.view(dp=0),
-            "view: the size of axis dp is 0; a size is at least 1, or -1 for what is left.",
+            "view: the size of axis dp is 0; a size is at least 1, or -1 to infer it.",
         ),
         (lambda: Layout(dp=2.0), "Layout: the size of axis dp is a whole number, not 2.0."),
         (lambda: Layout(dp="2"), "Layout: the size of axis dp is a whole number, not '2'."),
@@ -189,7 +189,7 @@ def test_no_axis_at_all():
     [
         ([], "Layout: there is no rank to arrange; ranks is empty."),
         (range(0), "Layout: there is no rank to arrange; ranks is empty."),
-        ([0, 1, 1, 0], "Layout: each rank stands in one place, but ranks holds 0, 1 more than once."),
+        ([0, 1, 1, 0], "Layout: each rank may appear once, but ranks repeats 0, 1."),
         ([0, 1, -2, 3], "Layout: a rank is at least 0, but ranks holds -2."),
         (range(-4, 0), "Layout: a rank is at least 0, but ranks holds -4."),
         (4, "Layout: ranks are whole numbers, such as ranks=range(4), not 4."),
@@ -293,11 +293,11 @@ def test_an_axis_named_twice(call, text):
     [
         (
             lambda: BOX.at(pp=1).size("pp"),
-            "axis pp is fixed at 1 in mesh (dp=2, tp=2); ask the mesh that it was cut from.",
+            "axis pp is fixed at 1 in mesh (dp=2, tp=2); use the mesh before at() fixed it.",
         ),
         (
             lambda: BOX.at(pp=-1).at(pp=0),
-            "axis pp is fixed at 1 in mesh (dp=2, tp=2); ask the mesh that it was cut from.",
+            "axis pp is fixed at 1 in mesh (dp=2, tp=2); use the mesh before at() fixed it.",
         ),
     ],
 )

@@ -193,8 +193,8 @@ def test_there_is_no_timeout_to_change_before_a_group_is_made(mesh):
     with pytest.raises(OptionsError) as caught:
         mesh.set_timeout("tp", timeout=7)
     says, nothing, call = str(caught.value).splitlines()
-    assert says == "this rank has no group along tp yet, whose timeout could be changed."
-    assert (nothing, call) == ("", "  mesh.configure('tp', timeout=7)   # on every member: the group is made so")
+    assert says == "this rank has no group along tp yet, so there is no timeout to change."
+    assert (nothing, call) == ("", "  mesh.configure('tp', timeout=7)   # on every member, before the group is created")
     exec(call.strip(), {"mesh": mesh})
     mesh.group("tp")
     mesh.set_timeout("tp", timeout=8)

@@ -1,1 +1,1 @@
-"""Validation, formatting and suggestions: helpers that know nothing of meshes or groups."""
+"""Validation of arguments, formatting of messages, suggested calls, and arithmetic on the offsets of axes."""

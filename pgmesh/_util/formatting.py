@@ -1,6 +1,6 @@
 """Calls, values, ranks and counts as text, for error messages and reprs.
 
-The suggested calls of an error can be run as printed, so each function here writes valid Python.
+``format_call`` and ``format_value`` write Python that can be run as printed. The others write text for messages.
 """
 
 from __future__ import annotations

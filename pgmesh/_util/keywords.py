@@ -1,6 +1,6 @@
 """Keywords that are never axes, because they have another meaning in pgmesh or torch.
 
-Validation refuses them with the call that the user meant. A mapping of sizes may still name an axis so.
+Validation refuses them with the call that the user meant. A mapping of sizes may use them as names of axes.
 """
 
 from __future__ import annotations

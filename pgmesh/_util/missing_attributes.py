@@ -116,8 +116,9 @@ def add_hints(kind: Any, it: str, calls: Mapping[str, str]) -> None:
     Args:
         kind: the class. An instance is a layout or has an attribute ``layout``.
         it: the variable for an instance in the calls.
-        calls: the call by name, with fields in braces that are filled in from the layout. A name that the class defines
-            is skipped.
+        calls: the call by name. ``{it}`` is the variable, ``{made}`` a ``ProcessGroupMesh(...)`` with this layout,
+            ``{axis}`` the last axis, ``{axes}`` the last two, ``{index}`` a rank and an axis. A name that the class
+            defines is skipped.
     """
     for name, call in calls.items():
         if name not in vars(kind) and name not in getattr(kind, "__dataclass_fields__", ()):

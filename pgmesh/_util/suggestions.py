@@ -53,7 +53,8 @@ def largest_divisor(count: int, most: int) -> int:
 def nearest_sizes(sizes: Mapping[A, int], count: int, free: Sequence[A]) -> dict[A, int]:
     """Sizes near these that hold exactly ``count`` ranks.
 
-    One size changes if that is enough, that of a data-parallel axis first. Otherwise several become smaller divisors.
+    If changing one size is enough, only that one changes, preferably of an axis with dp in its name. Otherwise the
+    sizes shrink to divisors, and one axis gets the remaining factor.
 
     Args:
         free: axes of size -1.
@@ -75,10 +76,10 @@ def nearest_sizes(sizes: Mapping[A, int], count: int, free: Sequence[A]) -> dict
     return {axis: right[axis] if axis != filled and axis in right else left if axis == filled else 1 for axis in sizes}
 
 
-def fitting_calls(
+def suggested_calls(
     who: str, box: dict[str | int, int], fixed: int, count: int, pick: bool, more: Mapping[str, object]
 ) -> list[tuple[str, str]]:
-    """Calls that hold ``count`` ranks, each with its reason.
+    """Corrected calls, each with its reason. They fit ``count`` ranks, or start ``fixed`` ranks if there is only one.
 
     Args:
         fixed: the product of the sizes that are not -1.
@@ -104,7 +105,7 @@ def fitting_calls(
         if size == -1 or count % rest:
             continue
         if not free:
-            ways.append((call({axis: -1}), f"{'or ' * bool(ways)}let {_axis(axis)} be what is left: {count // rest}"))
+            ways.append((call({axis: -1}), f"{'or ' * bool(ways)}infer {_axis(axis)}: {count // rest}"))
         else:
             would = divisors(count // rest)
             near = min(would, key=lambda n: abs(n - size))

@@ -13,7 +13,7 @@ from typing import Any
 
 from pgmesh._util.formatting import as_range, format_call, format_calls, format_ranks, format_value
 from pgmesh._util.keywords import NAME_KEYWORDS, OPTION_EXAMPLES, RESERVED, SHAPE_KEYWORDS
-from pgmesh._util.suggestions import fitting_calls
+from pgmesh._util.suggestions import suggested_calls
 from pgmesh.errors import OptionsError, ShapeError
 from pgmesh.options import GroupOptions
 
@@ -99,7 +99,7 @@ def parse_sizes(
             raise ShapeError(f"{who}: an axis is named by a word, such as dp, not {axis!r}.\n\n  {call}")
     if sum(size == -1 for size in box.values()) > 1:
         free = ", ".join(str(axis) for axis, size in box.items() if size == -1)
-        raise ShapeError(f"{format_call(who, box)}: at most one size is -1, what is left; here are {free}.")
+        raise ShapeError(f"{format_call(who, box)}: at most one size may be -1 (inferred); here are {free}.")
     return box
 
 
@@ -217,7 +217,7 @@ def parse_size(who: str, axis: str | int, size: Any) -> int:
     except TypeError:
         raise ShapeError(f"{who}: the size of axis {axis} is a whole number, not {size!r}.") from None
     if size < 1 and size != -1:
-        raise ShapeError(f"{who}: the size of axis {axis} is {size}; a size is at least 1, or -1 for what is left.")
+        raise ShapeError(f"{who}: the size of axis {axis} is {size}; a size is at least 1, or -1 to infer it.")
     return int(size)
 
 
@@ -241,7 +241,7 @@ def parse_ranks(who: str, ranks: Iterable[int]) -> range | tuple[int, ...]:
     if straight is None and len(set(ranks)) != len(ranks):
         seen: set[int] = set()
         twice = sorted({rank for rank in ranks if rank in seen or seen.add(rank)})  # type: ignore[func-returns-value]
-        raise ShapeError(f"{who}: each rank stands in one place, but ranks holds {format_ranks(twice)} more than once.")
+        raise ShapeError(f"{who}: each rank may appear once, but ranks repeats {format_ranks(twice)}.")
     return straight or tuple(ranks)
 
 
@@ -274,7 +274,7 @@ def fill_sizes(
         return box
     else:
         problem = f"{format_call(who, box)} holds {fixed} rank{'s' * (fixed > 1)}, but {whole}."
-    ways = fitting_calls(who, box, fixed, count, pick, more)
+    ways = suggested_calls(who, box, fixed, count, pick, more)
     raise ShapeError(f"{problem}\n\n{format_calls(ways)}")
 
 

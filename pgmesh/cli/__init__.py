@@ -1,1 +1,4 @@
-"""The command line, one module for each command: ``add`` declares its arguments, ``run`` executes it."""
+"""The command line. ``check``, ``doctor``, ``plan`` and ``show`` are commands; the other modules are shared.
+
+Each command has ``add``, which declares its arguments, ``EXAMPLES`` for its help, and ``run``, which executes it.
+"""

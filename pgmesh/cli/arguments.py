@@ -116,7 +116,7 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
 
 def add_output(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments for the output."""
-    parser.add_argument("--json", action="store_true", help="print JSON, with the sources of the costs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--svg", metavar="FILE", help="write a figure; - is standard output")
     parser.add_argument("--html", metavar="FILE", help="write a page with the figure and the numbers")
     parser.add_argument(
@@ -323,7 +323,7 @@ def _parse_numbered_sizes(words: Sequence[str], command_line: CommandLine) -> di
     wrong = [word for word in words if not re.fullmatch(SIZE, word)]
     if wrong:
         better = command_line.with_run(words, ["2" if word in wrong else word for word in words])
-        raise UsageError(f"a size is at least 1, or -1 for what is left, not {wrong[0]}.", (better, "for example"))
+        raise UsageError(f"a size is at least 1, or -1 to infer it, not {wrong[0]}.", (better, "for example"))
     return {number: int(word) for number, word in enumerate(words)}
 
 
@@ -344,7 +344,7 @@ def _parse_named_sizes(words: Sequence[str], command_line: CommandLine, view: st
             message = (
                 f"axis {axis} is given twice"
                 if good
-                else f"sizes are written pp=2, at least 1, or -1 for what is left, not {word!r}"
+                else f"sizes are written pp=2, at least 1, or -1 to infer it, not {word!r}"
             )
             raise UsageError(f"{message}.", (_corrected_line(words, right, command_line, view), "for example"))
         sizes[axis] = int(size)

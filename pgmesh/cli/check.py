@@ -58,11 +58,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--bytes", default=SIZES, metavar="SIZES", help=f"bytes of the all-reduces, such as {SIZES}")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="timed batches (5)")
-    parser.add_argument("--backend", metavar="NAME", help="nccl where actual is CUDA, else gloo, unless given")
+    parser.add_argument("--backend", metavar="NAME", help="default: nccl if CUDA is available, else gloo")
     parser.add_argument(
         "--timeout", type=float, default=60.0, metavar="SECONDS", help="timeout for the other ranks at each stage (60)"
     )
-    parser.add_argument("--json", action="store_true", help="answer in JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace, command_line: CommandLine) -> int:

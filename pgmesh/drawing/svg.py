@@ -3,7 +3,8 @@
 It is made in two steps. ``drawing`` computes a position in pixels for every box and every text, and returns a
 ``Drawing``. ``Drawing.svg`` writes these as XML. The tests check positions on the ``Drawing``.
 
-``_grid`` computes the measures that all panels of a figure share, from the widest text of each kind: no text is cut.
+``_grid`` computes the measures that all panels of a figure share, from the widest text of each kind.
+Only the names of hosts inside boxes are abbreviated, or left out, if they do not fit.
 ``_panel`` positions the cells, the axis names and the host boxes of one panel. ``_figure`` arranges the panels in
 lines, as many side by side as fit. The origin of each part is its top left corner; ``moved`` shifts a part.
 """
@@ -70,7 +71,7 @@ class Box:
     thick: float = 1
     round: float = 4
     title: str = ""
-    parts: tuple[Box, ...] = ()  # the rectangles of a host with another outline than a rectangle
+    parts: tuple[Box, ...] = ()  # the rectangles of a host if its area is not one rectangle
     outline: tuple[tuple[tuple[float, float], ...], ...] = ()  # the loops of corners around these rectangles
 
     def moved(self, x: float, y: float) -> Box:
@@ -268,7 +269,11 @@ def _figure(figure: Figure, scale: Scale, room: float) -> Drawing:
 
 
 def _panels_in_line(panels: int, inner: int, fit: int) -> int:
-    """The number of panels in a line: all of them, or a multiple or a divisor of ``inner``, which is one turn."""
+    """The number of panels in a line, at most ``fit``.
+
+    All of them if they fit, else the largest multiple of ``inner``. If ``inner`` does not fit: the larger of its
+    largest divisor that fits and two thirds of ``fit``.
+    """
     if panels <= fit:
         return panels
     if inner <= fit:

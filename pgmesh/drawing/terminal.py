@@ -29,7 +29,8 @@ def lines(
 ) -> list[Line]:
     """A layout as lines of at most ``width`` characters.
 
-    To fit, the columns are reduced to three at least, then the names of the hosts are left out.
+    A layout that is too wide is shown with fewer columns, at least three. If that is not enough, the names of the hosts
+    are left out and all columns are tried again.
 
     Args:
         host: the level of hosts, which are named.

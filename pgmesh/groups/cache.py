@@ -712,7 +712,7 @@ class GroupCache:
         for record in self._records.values():
             record.cancel_waits()
             teardown.invalidate(record, reason)
-            torch_private.unregister_rank_map(record.group)
+            torch_private.forget_group(record.group)
 
     def check(self) -> None:
         """Raise LifetimeError if the cache is closed, the world has ended, or this process is a forked child."""

@@ -2,8 +2,8 @@
 
 ``plan`` checks its arguments and computes each family (``_family``). The locality of a family is arithmetic on strides:
 see ``pgmesh.topology.locality``. ``_findings`` then reports the families that have much traffic and leave a host. A fix
-is another order of the axes, by traffic, if it reduces the hops that leave. No step enumerates the ranks of a regular
-layout.
+is another order of the axes, by traffic, if it reduces the hops that leave. Regular
+layouts are not enumerated, except in the cases that ``topology.locality`` lists.
 
 >>> print(plan(layout, nodes="2x4"))
 8 ranks: pp=2 dp=2 tp=2 on 2 hosts of 4
@@ -152,8 +152,8 @@ def plan(
 ) -> Plan:
     """Predict the groups of a layout, their hosts and their costs, without processes.
 
-    The ranks 0 to n - 1 of a whole layout must fill the hosts. A mesh, a slice or a layout of other ranks may be
-    smaller than the hosts.
+    Sizes, and a Layout of exactly the ranks 0 to n - 1 that is not a slice, must fill the hosts. A mesh, a slice or a
+    layout of other ranks may use only some of them.
 
     Args:
         layout: a Layout, a mesh, or sizes by axis. One size may be -1, which fills the hosts.
@@ -269,7 +269,7 @@ def _fill_free_size(sizes: Sizes, topology: Topology, more: Mapping[str, object]
         return box
     if not topology:
         call = format_call("plan", box, **{"nodes": f"1x{len(example_ranks(box))}", **more})
-        raise ShapeError(f"{format_call('plan', box)} cannot know what is left: give it hosts, such as {call}.")
+        raise ShapeError(f"{format_call('plan', box)} cannot infer the size of -1: give it hosts, such as {call}.")
     host = topology[0]
     hold = f"{host} {'holds' if host.count == 1 else 'hold'} {host.capacity:,}"
     return fill_sizes("plan", box, host.capacity, hold, pick=False, more=more)

@@ -171,7 +171,7 @@ class StagedBarrier:
 
     def _open(self) -> ConnectAttempt:
         if self._attempt is None:
-            self.stage("at its beginning")
+            self.stage("at the start")
         assert self._attempt is not None
         return self._attempt
 

@@ -38,7 +38,7 @@ from pgmesh.topology.locality import Locality, locality_of
 HOSTS_KEY = "pgmesh/hosts"
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
-"""The kernel's boot id: equal in all containers of a machine, different on every other machine."""
+"""The kernel's boot id: equal in all containers of a host, different on every other host."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class HostInfo:
     """The host of one rank, as the rank reports it."""
 
     host: str
-    boot: str  # the boot id of the machine; "" if the system has none
+    boot: str  # the boot id of the host; "" if the system has none
     local_rank: int | None  # from the launcher; None if it sets none
 
 
@@ -66,7 +66,7 @@ class Placement:
 
     @cached_property
     def hosts(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each host, ordered by the lowest rank. All containers of a machine are one host."""
+        """The ranks of each host, ordered by the lowest rank. All containers of a host count as one."""
         found: dict[str, list[int]] = {}
         for rank in sorted(self.host_infos):
             info = self.host_infos[rank]
@@ -127,7 +127,7 @@ _worlds: weakref.WeakKeyDictionary[Any, _WorldHosts] = weakref.WeakKeyDictionary
 def map_hosts(ranks: Iterable[int] | None = None, *, timeout: Timeout) -> Placement:
     """The hosts of these ranks, or of all ranks of the world. Each of the ranks has to call it.
 
-    In a dry world, which consists of this process, all ranks are on this host.
+    In a world of one rank, or with the fake backend, all ranks are on this host and nothing is published.
 
     Args:
         ranks: ranks of the world; all of them if None.

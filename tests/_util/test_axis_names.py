@@ -127,7 +127,7 @@ def test_a_member_of_an_enum_is_its_name():
         ),
         (
             lambda: plan({"dp": -1}),
-            "plan({'dp': -1}) cannot know what is left: give it hosts, such as plan({'dp': -1}, nodes='1x8').",
+            "plan({'dp': -1}) cannot infer the size of -1: give it hosts, such as plan({'dp': -1}, nodes='1x8').",
         ),
         (
             lambda: plan({"dp": -1, "tp": 3}, nodes="2x4", families=[("dp", "tp")]),

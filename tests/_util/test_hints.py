@@ -194,10 +194,10 @@ def test_sizes_given_to_plan(call, right):
     ("call", "text"),
     [
         (lambda: plan(dp=True), "plan: the size of axis dp is a whole number, not True."),
-        (lambda: plan(dp=0), "plan: the size of axis dp is 0; a size is at least 1, or -1 for what is left."),
+        (lambda: plan(dp=0), "plan: the size of axis dp is 0; a size is at least 1, or -1 to infer it."),
         (
             lambda: plan(dp=-1, tp=-1),
-            "plan({'dp': -1, 'tp': -1}): at most one size is -1, what is left; here are dp, tp.",
+            "plan({'dp': -1, 'tp': -1}): at most one size may be -1 (inferred); here are dp, tp.",
         ),
         (
             lambda: plan({"dp": 8}, nodes="2x4", views=[("a", {"ep": 8})]),

@@ -237,7 +237,7 @@ def test_a_rank_that_never_starts_is_named_alone(tmp_path: Path):
         "",
         "pgmesh check failed: MissingRanksError: pgmesh check (ranks 0, 1, 2, 3): rank 3 did not arrive in 4 s.\n"
         "  rank 3: no status: it has not called connect yet, or cannot reach the store\n\n"
-        "Rank 0 waited at pgmesh check, at its beginning.\n",
+        "Rank 0 waited at pgmesh check, at the start.\n",
     )
 
 

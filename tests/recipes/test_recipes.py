@@ -985,7 +985,7 @@ def olmo(whole: int = 8, **sizes: Any) -> Callable[[], object]:
         ),
         (
             failing(tp=0),
-            "recipes.megatron: the size of axis tp is 0; a size is at least 1, or -1 for what is left.",
+            "recipes.megatron: the size of axis tp is 0; a size is at least 1, or -1 to infer it.",
         ),
         (failing(tp=-1), "recipes.megatron: the size of tp is -1; a size is at least 1."),
         (failing(world=0), "recipes.megatron: the world is a number of ranks, such as recipes.megatron(8), not 0."),
@@ -1008,7 +1008,7 @@ def olmo(whole: int = 8, **sizes: Any) -> Callable[[], object]:
         ),
         (
             failing(cp=4, hierarchical_cp=[-2, -2]),
-            "recipes.megatron: the size of axis hierarchical_cp is -2; a size is at least 1, or -1 for what is left.",
+            "recipes.megatron: the size of axis hierarchical_cp is -2; a size is at least 1, or -1 to infer it.",
         ),
         (failing(pp=2, embedding=[]), "at(pp=[]) keeps nothing of axis pp, which has 2 indices, 0 to 1."),
         (failing(cp=1.5), "recipes.megatron: the size of axis cp is a whole number, not 1.5."),
@@ -1217,14 +1217,14 @@ def olmo(whole: int = 8, **sizes: Any) -> Callable[[], object]:
             "recipes.oslo(8, data=2, tensor=2, pipeline=1, sequence=1, expert=1, order='data-tensor') holds 4 ranks, "
             "but the world has 8.\n\n"
             "  recipes.oslo(8, data=-1, tensor=2, pipeline=1, sequence=1, expert=1, order='data-tensor')   "
-            "# let data be what is left: 4",
+            "# infer data: 4",
         ),
         (
             lambda: recipes.oslo(8, data=2, tensor=2, of=Layout),
             """
             recipes.oslo(8, data=2, tensor=2, pipeline=1, sequence=1, expert=1) holds 4 ranks, but the world has 8.
 
-              recipes.oslo(8, data=-1, tensor=2, pipeline=1, sequence=1, expert=1)   # let data be what is left: 4
+              recipes.oslo(8, data=-1, tensor=2, pipeline=1, sequence=1, expert=1)   # infer data: 4
             """,
         ),
     ],
