@@ -49,7 +49,6 @@ SEAM: dict[str, str] = {
     "distributed_c10d._use_torchcomms_enabled": "torchcomms groups cannot be created by their members only",
     "distributed_c10d._get_default_timeout": "the timeout of a world whose backend has none",
     "device_mesh.DeviceMesh._hash_key": "meshes of the same shape with different groups must be unequal",
-    "device_mesh.DeviceMesh._root_mesh": "slices of a mesh are equal if their root is",
     "nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model": "excludes parameters",
     "nn.Module._buffers": "a pipeline's first pass with a shape runs on copies of the buffers",
     "Tensor._post_accumulate_grad_hooks": "some pipeline schedules would skip these hooks",
@@ -66,7 +65,8 @@ SEAM: dict[str, str] = {
     "_C._distributed_c10d.FakeProcessGroup._create_internal": "fake worlds",
     "_C._distributed_c10d.FakeProcessGroup.Options.error_on_collective": "collectives of a released group must fail",
 }
-"""The private names of torch, each with its reason."""
+"""The private names of torch, each with its reason. ``_mark_of`` also reads attributes of DeviceMesh objects
+(``_root_mesh``, ``_thread_id``, ``_hash``), which no class has and which may be absent."""
 
 
 def missing_names(torch: Any = torch) -> dict[str, str]:

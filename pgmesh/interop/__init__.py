@@ -1,4 +1,4 @@
-"""Conversions between meshes and the mesh types of torch, Megatron-Core and ColossalAI."""
+"""Use of meshes with torch's DeviceMesh, Megatron-Core and ColossalAI."""
 
 from pgmesh.interop.device_mesh import from_device_mesh
 

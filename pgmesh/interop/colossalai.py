@@ -5,7 +5,7 @@
 Names, arguments and results are those of hpcaitech/ColossalAI, ``colossalai/cluster/process_group_mesh.py``.
 Intended differences:
 
-- Only the members of a group create it, in any order. No method waits for another rank.
+- Only the members of a group create it, in any order. No method waits for another rank, with NCCL and Gloo.
 - Different values of ``backend=`` give different groups. In ColossalAI, the first call determines the backend.
 - After ``destroy_mesh_process_groups``, a group raises LifetimeError. ColossalAI still returns it, destroyed.
 - Coords contain plain ints, never ``np.int64``. A negative axis counts from the end in all methods. A negative index
@@ -270,7 +270,7 @@ class ColossalMesh:
     def get_group_along_axis(
         self, axis: Axes, indices_at_axis: Indices | None = None, backend: str | None = None
     ) -> ProcessGroup | None:
-        """The same as ``create_group_along_axis``. An existing group is returned again.
+        """The group along axes at these indices, as ``create_group_along_axis`` returns it.
 
         >>> ColossalMesh(mesh=mesh).get_group_along_axis(0, [0, 1]) is mesh.group("pp")
         True
@@ -278,7 +278,7 @@ class ColossalMesh:
         return self.create_group_along_axis(axis, indices_at_axis, backend)
 
     def destroy_mesh_process_groups(self) -> None:
-        """Destroy all groups that were returned. A mesh that was created from sizes is closed.
+        """Close the mesh if this object created it, else release all groups that were returned.
 
         Every member must call it, as ``close`` and ``release``.
 

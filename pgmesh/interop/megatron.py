@@ -93,10 +93,10 @@ RANK_LISTS = {
 
 ALL_GATHER_GROUP = "_DATA_PARALLEL_GROUP_WITH_CP_AG"
 HYBRID_GROUPS = "_HYBRID_DP_CP_GROUPS"
-"""Globals that only arguments of ``published`` fill."""
+"""Globals that depend on arguments of ``published``. Without ``hybrid=``, the second is an empty dict."""
 
 GROUP_LIST = "_global_process_group_list"
-"""The global with all groups, for changes of their timeouts. None is the group of the world."""
+"""The global list of all groups, whose timeouts Megatron changes. None is the world."""
 
 
 def process_groups(arrangement: Arrangement, *fields: str) -> Any:
@@ -194,7 +194,7 @@ def published(
         )
     before = {name: value for name, value in state.items() if _is_state_variable(name)}
     try:
-        state.update(dict.fromkeys(before))  # getters would return old values, such as sizes that were set
+        state.update(dict.fromkeys(before))  # clear cached sizes and ranks, which getters prefer to the groups
         state.update(values)
         yield
     finally:

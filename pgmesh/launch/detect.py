@@ -11,11 +11,11 @@ innermost launcher knows the rank of this process. The order is therefore:
 1. torchrun, if TORCHELASTIC_RUN_ID is set, and ``launch.spawn``, if PGMESH_SPAWNED is set. No other launcher is read.
 2. MPI: Open MPI, MVAPICH, PALS, MPICH, any other PMIx launcher. The first one is used.
 3. Slurm, in a step of srun.
-4. RANK, WORLD_SIZE and the like without a launcher, set by hand as torch's ``env://`` expects them.
+4. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, all set by hand.
 5. No launcher: a world of 1.
 
 Contradictions raise LaunchError, which lists the variables and the possible fixes. In cases 2 and 3, these must agree:
-all detected MPI launchers, RANK and the like if they are set, and the enclosing Slurm step if there is one.
+all detected MPI launchers, the variables of case 4 if they are set, and the enclosing Slurm step if there is one.
 
 This file imports no torch and uses no network. The only file that it reads is the one that PBS_NODEFILE names.
 """
@@ -38,13 +38,13 @@ PORTS = range(20_000, 30_000)
 """Ports that are derived from a job's number. They are below the ephemeral ports of Linux, which start at 32768."""
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""The variables that torch's ``env://`` needs. torchrun sets them."""
+"""The variables that torchrun sets. torch's ``env://`` needs all but LOCAL_RANK; pgmesh needs that too."""
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 """The variables of torchrun that may also be set by hand under another launcher."""
 
 INNERMOST_MARKS = {"PGMESH_SPAWNED": "launch.spawn", "TORCHELASTIC_RUN_ID": "torchrun"}
-"""Variables that only the program which starts the ranks sets, with its name."""
+"""Variables that mark the innermost launcher, and its name."""
 
 FIRST_STEP_WITHOUT_TASKS = 0xFFFFFFF0
 """First of the step numbers that Slurm reserves for batch scripts and interactive shells."""
@@ -157,7 +157,7 @@ class EnvironmentReader:
         return int(next(iter(present.values()))) if present else None
 
     def required(self, *names: str, at_least: int = 0) -> int:
-        """The same as ``integer``, but one of the variables must be set."""
+        """The integer of these variables; LaunchError if none of them is set."""
         number = self.integer(*names, at_least=at_least)
         if number is None:
             self.values |= dict.fromkeys(names)
@@ -216,14 +216,14 @@ class Launcher:
 
 
 class Torchrun(Launcher):
-    """torchrun, and the same variables set by hand, as torch's ``env://`` expects them."""
+    """torchrun, and the same five variables set by hand."""
 
     name = "torchrun"
     marks = TORCHRUN_VARIABLES
 
     @classmethod
     def detect(cls, environ: Environ) -> LauncherInfo | None:
-        """The contents of RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; None if none of them is set."""
+        """The rank according to RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; None if none is set."""
         present = [name for name in TORCHRUN_VARIABLES if name in environ]
         if not present:
             return None
@@ -468,7 +468,7 @@ class Slurm(Launcher):
 
     @staticmethod
     def _derived_port(reader: EnvironmentReader) -> int | None:
-        """A port from the numbers of job and step, so that jobs which share a host at one time use different ports."""
+        """A port from the job ID and the step ID. Two jobs on one host rarely share it; MASTER_PORT overrides it."""
         job, step = reader.integer("SLURM_JOB_ID", "SLURM_JOBID"), reader.integer("SLURM_STEP_ID", "SLURM_STEPID")
         return None if job is None or step is None else PORTS[(101 * job + step) % len(PORTS)]
 
@@ -505,7 +505,7 @@ class NoLauncher(Launcher):
 
 
 LAUNCHERS: tuple[type[Launcher], ...] = (Torchrun, OpenMPI, MVAPICH, PALS, MPICH, PMIx, Slurm, NoLauncher)
-"""All launchers, innermost first."""
+"""All launchers. ``detect_launcher`` has the order in which they are used."""
 
 
 # ---- detection ----
@@ -561,8 +561,8 @@ def _check_same_rank(info: LauncherInfo, other: LauncherInfo) -> None:
 def _check_enclosing_step(info: LauncherInfo, environ: Environ) -> None:
     """Raise LaunchError if the enclosing step of Slurm cannot be the step in which the daemons of MPI run.
 
-    Such a step has one task on each host, and not more tasks than MPI has ranks. Otherwise the variables of MPI, or
-    those of Slurm, are left over from an earlier job.
+    A step is accepted if its rank and size are those of MPI, or if it has at most one task on each host and at most as
+    many tasks as MPI has ranks. Otherwise the variables of MPI, or those of Slurm, are left over from an earlier job.
     """
     if Slurm.step_variable(environ) is None:
         return

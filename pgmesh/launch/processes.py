@@ -1,7 +1,8 @@
 """Start method of local processes, for ``spawn`` and ``StoreProcess``.
 
-Processes are forked from a server that has imported torch, so that each starts in milliseconds. Like every start
-method but ``fork``, this imports the main script again, so the script needs an ``if __name__ == "__main__"`` guard.
+On Linux, processes are forked from a server that has imported torch, so that each starts in milliseconds. On macOS, and
+where there is no fork server, each imports torch itself. Like every start method but ``fork``, this imports the main
+script again, so the script needs an ``if __name__ == "__main__"`` guard.
 """
 
 from __future__ import annotations

@@ -63,9 +63,9 @@ def spawn(
             it, so that their error can be reported.
 
     Raises:
-        LaunchError: a rank raised an error, died or exceeded the timeout. The message starts with the first failure
-            and its traceback; the exception is chained. Also raised if fn or an argument does not pickle, or the
-            timeout is not positive.
+        LaunchError: a rank raised an error, died or exceeded the timeout. The message starts with the ranks that died;
+            if none died, with the first error and its traceback. The exception is chained. Also raised if fn or an
+            argument does not pickle, or the timeout is not positive.
 
     Example:
         >>> spawn(torch.distributed.get_rank, 4)

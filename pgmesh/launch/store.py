@@ -81,6 +81,7 @@ def _run_store(port: int, ready_sender: Connection, stop_receiver: Connection) -
     """Host a store until the parent closes its end of the pipe, or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
+        # torch's server listens on all interfaces; the address is for the client in this process
         store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     except Exception as error:
         ready_sender.send(str(error).splitlines()[0])

@@ -1,7 +1,7 @@
-"""Base class of the parallel methods, and the order in which ``compose`` applies them.
+"""Base class of the parallel methods, and the order in which ``Composition.apply`` applies them.
 
 A method is given a mesh and the axes that it owns. Its ``apply`` takes a module and returns the module to train. It
-asks the mesh for process groups and creates none. ``composing.py`` checks several methods and applies them.
+gets its process groups from the mesh. ``composing.py`` checks several methods and applies them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from pgmesh.parallel.ownership import OWNED_MARK
 
 
 class Level(IntEnum):
-    """Position of a method in the order of application: ``compose`` applies the lowest level first."""
+    """Position of a method in the order of application: ``Composition.apply`` applies the lowest first."""
 
     TENSOR = 0
     """Shards the weights of single layers."""
     TOKEN = 1
     """Moves tokens between ranks inside a layer: context and expert parallelism."""
     SHARD = 2
-    """Replaces parameters by shards. References to the old parameters, kept by lower levels, are then invalid."""
+    """Replaces parameters by shards. Methods of lower levels must not keep references to parameters."""
     DATA = 3
     """Reduces gradients. It may keep references to parameters: no later method replaces them."""
     PIPELINE = 4
@@ -42,7 +42,7 @@ class Method:
 
     Args:
         mesh: the mesh, or a view or slice of it.
-        axes: the axes that the method owns. It alone decides how work is split along them.
+        axes: the axes that the method owns. No other method may split work along them.
         over: the axes along which it reduces, if these are more than it owns. For example, data parallelism also
             averages gradients along the axis of context parallelism. Default: the axes that it owns.
         options: options of the group along ``over``, as in ``mesh.configure``. A method with further groups calls
@@ -64,7 +64,7 @@ class Method:
     """
 
     level: ClassVar[Level] = Level.DATA
-    """Position of the method in the order in which ``compose`` applies methods."""
+    """Position of the method in the order in which ``Composition.apply`` applies methods."""
 
     splits_batch: bool = False
     """True if ranks along the owned axes read different rows. Tensor, context and pipeline ranks read the same rows."""
@@ -132,7 +132,7 @@ class Method:
         )
 
     def weights(self, module: nn.Module) -> Iterator[nn.Parameter]:
-        """Parameters with gradients that the method may reduce along its axes.
+        """Trainable parameters whose gradients this method may reduce along its axes.
 
         Two kinds are left out. Frozen parameters have no gradient. Experts differ between ranks, and
         ``ExpertParallel`` reduces their gradients.
@@ -149,7 +149,7 @@ class Method:
         return (weight for weight in module.parameters() if weight.requires_grad and not hasattr(weight, OWNED_MARK))
 
     def around(self, module: nn.Module, inner: Callable[[nn.Module], nn.Module]) -> nn.Module:
-        """Apply all methods of lower levels with ``inner``, then this method. ``compose`` calls it.
+        """Apply all methods of lower levels with ``inner``, then this method. ``Composition.apply`` calls it.
 
         Only a method that splits the module before the others are applied overrides it, as a pipeline does.
 
@@ -160,7 +160,7 @@ class Method:
         return self.apply(inner(module))
 
     def shares(self, axis: Axis, other: Method) -> bool:
-        """Return True if ``other`` may own the same ranks as this method does along ``axis``, on another view.
+        """Return True if ``other`` may own an axis that has ranks in common with ``axis``, on another view.
 
         By default it may not. Expert parallelism returns True: it reads the data-parallel ranks of the mesh with the
         axes of a view. ``compose`` calls this for methods on different views or slices of a mesh.

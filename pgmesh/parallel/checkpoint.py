@@ -30,7 +30,7 @@ from pgmesh.parallel.pipeline import Pipeline
 # one entry for each parameter, by name: a stage cannot number parameters as the whole model does
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 SECTIONS = {"model": ("",), "optimizer": ("state.", "param_groups.")}
-"""Prefixes of a parameter's name in the entries of each kind."""
+"""The prefixes before parameter names in each section of a checkpoint."""
 
 
 def save(
@@ -69,7 +69,8 @@ def load(
         optimizer: the optimizer of this rank's parameters.
 
     Raises:
-        MethodError: the folder lacks a parameter of the model, or has it in another shape.
+        MethodError: the folder lacks a parameter of the model, or has it in another shape; or there are experts sharded
+            by ``tensor=``.
     """
     entries = _entries(module, optimizer)
     state = {global_name: value for global_name, _, value in entries}

@@ -7,8 +7,8 @@
 3. No method reduces over the stages of a pipeline (``check_owners``).
 4. Each axis of more than one rank has an owner, or is listed in ``unowned``.
 
-``Composition.apply`` then applies the methods by ``Level``: tensor, token, shard, data, pipeline. A pipeline splits the
-module first, and the other methods are applied to each of its stages.
+``Composition.apply`` then applies them by ``Level``. A pipeline is outermost: it splits the module into stages. The
+other methods are applied to each stage in the order tensor, token, shard, data.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Composition:
 
         Raises:
             MethodError: a method failed. The message has the method and its axes; ``__cause__`` is the method's error.
-                The groups that the method created are released, so that other methods can use its axes.
+                Groups created during the call are released if their ranks are in this rank's block along the
+                method's axes and had no group before.
         """
         return self._apply(self.methods, [], module)
 
@@ -80,7 +81,7 @@ class Composition:
             reported.append(
                 failed := MethodError(
                     f"{method} failed in apply: {type(error).__name__}: {error}\n\n"
-                    "Its groups were released and the mesh is usable. The module may be partly changed: build "
+                    "New groups along its axes were released. The module may be partly changed: build "
                     "it again."
                 )
             )
@@ -236,7 +237,10 @@ def shared_pair(layout: Layout, axis: Axis, other: Layout, other_axis: Axis) -> 
 
 
 def owns_axis(method: Method, mesh: ProcessGroupMesh, axis: Axis) -> bool:
-    """Return True if a method owns an axis of the mesh, directly or as part of an axis of a view or slice."""
+    """Return True if a method owns an axis of the mesh, directly or as part of an axis of a view or slice.
+
+    A method on another layout that overrides ``shares`` never counts as an owner: other methods own its ranks.
+    """
     layout = method.mesh.layout
     if layout == mesh.layout:
         return axis in method.owns
@@ -252,7 +256,7 @@ def check_parameters_kept(
     """Check that a data method did not replace the parameters that an earlier data method was given.
 
     The earlier one may keep references, in hooks for instance. Replaced parameters would never get a gradient. Methods
-    of lower levels keep no references, since sharding replaces parameters after them.
+    of lower levels must not keep references, since sharding replaces parameters after them.
 
     Raises:
         MethodError: parameters were replaced.

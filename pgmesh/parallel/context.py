@@ -100,7 +100,7 @@ class ContextParallel(Method):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """torch's scaled_dot_product_attention over the whole sequence. Each rank passes and gets its part.
+        """Attention of this rank's queries to the whole sequence, as torch's scaled_dot_product_attention.
 
         Every rank along the axes calls it, forward and backward, with parts of the same length.
 
@@ -183,7 +183,7 @@ class ContextParallel(Method):
             along: the dimension of positions.
 
         Raises:
-            ShapeError: the parts are of unequal lengths.
+            ShapeError: the parts have unequal lengths, or a balanced part has an odd length.
         """
         numbers_per_position = part.numel() // max(1, part.size(along))
         self._check_equal(part.device, {"positions": part.size(along), "numbers at a position": numbers_per_position})

@@ -26,8 +26,8 @@ from pgmesh.torch_private import exclude_from_ddp
 class DataParallel(Method):
     """Replicates a module along its axes and averages gradients in the backward pass, by torch's DDP.
 
-    The mean of the ranks' gradients is the gradient of the whole batch if ranks have the same number of rows. This is
-    checked before each forward pass in training after which gradients are averaged.
+    The mean of the ranks' gradients is the gradient of the whole batch if ranks have the same number of rows. The
+    numbers are compared in the forward pass before each all-reduce of gradients.
 
     Args:
         mesh: the mesh.

@@ -1,6 +1,6 @@
 """Collectives with gradients, and point-to-point transfers, used by the parallel methods.
 
-Each function with a gradient names the collective of its forward pass; its docstring has that of its backward pass.
+Each docstring has the operation of the forward pass and that of the backward pass.
 """
 
 from __future__ import annotations

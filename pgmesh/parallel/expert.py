@@ -36,13 +36,13 @@ class ExpertParallel(Method):
     is the mean over ranks. So all ranks need the same number of tokens, which is checked in training.
 
     Gradients of experts are all-reduced in the backward pass over the ranks that hold the same experts. They are
-    divided by the number of ranks that hold tokens. ``DataParallel`` and ``ShardedDataParallel`` reduce all other
+    divided by the number of ranks along ``over``. ``DataParallel`` and ``ShardedDataParallel`` reduce all other
     gradients. Untested on GPUs.
 
     Args:
         mesh: a view of the mesh, such as ``mesh.view(pp=2, edp=2, ep=2)``, or the mesh.
         axes: axes over which experts are distributed.
-        over: axes whose ranks hold different tokens, with ``axes``: ``("edp", "ep")``.
+        over: all axes along which ranks hold different tokens, ``axes`` among them: ``("edp", "ep")``.
         tensor: an axis along which each expert is also sharded. If it is in ``over``, its ranks hold different tokens,
             which are all-gathered. Otherwise they hold the same tokens, as in tensor parallelism.
         columns: name patterns of an expert's linear layers whose outputs are sharded along ``tensor``.
@@ -91,9 +91,10 @@ class ExpertParallel(Method):
         )
 
     def shares(self, axis: Axis, other: Method) -> bool:
-        """Return True for all methods but pipelines: experts are distributed over ranks that other methods own.
+        """Return True if ``other`` may have ranks in common with ``axis``: experts lie on ranks of other methods.
 
-        An axis of ``tensor`` whose ranks hold the same tokens may only overlap tensor parallelism.
+        Every method but a pipeline may. Along an axis of ``tensor`` whose ranks hold the same tokens, only tensor
+        parallelism may.
         """
         replicated = axis in self._tensor_axes and not self._gathers_tokens
         return other.level is Level.TENSOR if replicated else other.level is not Level.PIPELINE
@@ -199,7 +200,9 @@ class ExpertParallel(Method):
     # -- the tokens ------------------------------------------------------------------------------------------------
 
     def mix(self, tokens: Tensor, weights: Tensor, chosen: Tensor, experts: nn.ModuleList | nn.ModuleDict) -> Tensor:
-        """``pgmesh.parallel.mix`` over all ranks: ``experts`` are this rank's, ``chosen`` has experts of any rank.
+        """Weighted sum of the outputs of each token's experts, on any rank.
+
+        As ``pgmesh.parallel.mix``: ``experts`` are this rank's, ``chosen`` has experts of any rank.
 
         Every rank along the axes calls it, forward and backward, with the same number of tokens. With ``uneven=True``
         the numbers may differ, and may be 0.
@@ -249,7 +252,9 @@ class ExpertParallel(Method):
     def balance_loss(
         self, probabilities: Tensor, chosen: Tensor, count: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
-        """``pgmesh.parallel.balance_loss`` with choices counted over all ranks. The mean over ranks is the exact loss.
+        """Load-balance loss with choices counted over all ranks. The mean over ranks is the exact loss.
+
+        Arguments as in ``pgmesh.parallel.balance_loss``; ``count`` is ignored.
 
         Every rank along ``reduces`` calls it, with the same number of tokens.
         """

@@ -114,7 +114,8 @@ class RowCheck:
     """Forward hook that checks, before each training step, that ranks have the same number of rows.
 
     The mean of the ranks' gradients is that of the whole batch only then. Rows are the first dimension of the first
-    tensor that the module is given. With gradient accumulation, the sum over all passes is checked in the last.
+    tensor that the module is given. With DDP and gradient accumulation, the sum over all passes is checked in
+    the last pass. With fully_shard every pass is checked.
     A pipeline removes the hook and checks by itself, since only it has the whole batch.
 
     Args:

@@ -44,7 +44,7 @@ def mix(tokens: Tensor, weights: Tensor, chosen: Tensor, experts: nn.ModuleList 
 def mix_with(
     tokens: Tensor, weights: Tensor, chosen: Tensor, experts: int, compute: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """``mix`` with a function that runs the experts.
+    """Weighted sum of the experts' outputs, which ``compute`` returns.
 
     Args:
         tokens: as in ``mix``, as are ``weights`` and ``chosen``.
@@ -67,7 +67,7 @@ def run_experts(rows: Tensor, counts: list[int], experts: nn.ModuleList | nn.Mod
 
 
 def balance_loss(probabilities: Tensor, chosen: Tensor, count: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """Load-balance loss: 1 if all experts have the same load, up to the number of experts.
+    """Load-balance loss of the Switch Transformer. It is 1 if all experts are chosen equally often.
 
     It is the number of experts times the sum, over experts, of the fraction of choices times the mean probability:
     https://arxiv.org/abs/2101.03961, section 2.2. In a module that has this function as an attribute,

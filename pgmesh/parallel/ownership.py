@@ -1,4 +1,4 @@
-"""Marks on a module's parameters and layers, by which the methods of a composition find each other's.
+"""Attributes that parallel methods set on parameters and modules, and the functions that read them.
 
 Owned parameters: another method reduces their gradients, so data parallelism leaves them alone. Absent modules: another
 pipeline stage has them.

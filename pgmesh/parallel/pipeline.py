@@ -70,9 +70,10 @@ SCHEDULES = {
 class PipelineParallel(Method):
     """Splits the layers of a module into stages on the ranks along its axis, and runs them on microbatches.
 
-    Layers are split evenly; if they are not divisible, the first stages have one more. All other modules are on the
-    first or on the last stage. On other stages they are None, and ``forward`` of the module has to skip them. A stage
-    keeps the names of the whole module. Methods of lower levels are applied to each stage.
+    Layers are split evenly; if they are not divisible, the first stages have one more. A layer of another stage is
+    replaced by a placeholder that returns its input. Modules in ``first`` and ``last`` are None on all other stages;
+    ``forward`` has to skip them. Modules in neither stay on every stage, and may have no parameters. A stage keeps the
+    names of the whole module. Methods of lower levels are applied to each stage.
 
     Args:
         mesh: the mesh.
@@ -83,8 +84,8 @@ class PipelineParallel(Method):
         loss: function from the output of the last stage and the target to the mean loss of their rows. None for a
             pipeline that runs only forward passes.
         microbatches: number of equal microbatches of a batch.
-        schedule: "gpipe", "1f1b", "interleaved", "zero-bubble" or "zero-bubble-v". The last two do not support data
-            parallelism.
+        schedule: "gpipe", "1f1b", "interleaved", "zero-bubble" or "zero-bubble-v". The two with
+            "zero-bubble" do not support data parallelism.
         virtual: number of stages on each rank.
         options: options of its groups, as in ``mesh.configure``: the group of all stages, and that of the first and
             the last. The timeout is also used when numbers of rows are compared.
@@ -224,7 +225,10 @@ class PipelineParallel(Method):
         return Pipeline(self, [inner(part) for part in self.cut(module)], tied, names)
 
     def cut(self, module: nn.Module) -> list[nn.Module]:
-        """Return this rank's stages of a module. They share its parameters; the module is not changed.
+        """Return this rank's stages of a module, which is not changed.
+
+        The stages share its parameters, with one exception: if this rank has the first and the last stage, and they
+        have a tied parameter, the modules of ``last`` are copied.
 
         Raises:
             MethodError: the module has no such submodule, ``layers`` has no elements, or a parameter has no stage.
@@ -356,7 +360,8 @@ class Pipeline(nn.Module):
             OptionsError: the method has no loss.
             ShapeError: the rows cannot be split into equal microbatches, or ranks have different numbers of rows, along
                 the axis or along the axes of data parallelism.
-            MethodError: a stage returns something other than plain tensors.
+            MethodError: a stage other than the last returns something other than plain tensors; or the schedule is
+                "zero-bubble-v" and gradients are disabled.
         """
         if self.method.loss is None:
             raise OptionsError(
@@ -462,7 +467,7 @@ class Pipeline(nn.Module):
         return [autocast, {weight.dtype for weight in self.parameters()}]
 
     def _communicates_in_forward(self) -> bool:
-        """True if stages communicate with other data ranks in the forward pass: then all these rebuild together."""
+        """True if the forward pass also communicates along other axes: then all these ranks rebuild together."""
         return any(isinstance(each, FSDPModule) for each in self.modules()) or bool(owned_parameters(self))
 
     def _example_inputs_outputs(self, inputs: tuple[torch.Tensor, ...]) -> list[tuple[tuple[torch.Tensor, ...], ...]]:

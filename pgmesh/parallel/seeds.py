@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pgmesh.mesh import ProcessGroupMesh
 
 MAX_KNOWN_ENTRIES = 1 << 16
-"""Number of recent entries of a stream that can be repeated. Programs have fewer between forward and backward."""
+"""Size of each of the two tables of recent entries. Programs have fewer between forward and backward."""
 
 
 def seed_of(mesh: ProcessGroupMesh, *axes: Axis, seed: int, tag: str = "") -> int:
@@ -64,9 +64,10 @@ _recorders: list[list[tuple[Seeds, int]]] = []
 class Seeds:
     """Random stream as a context manager: ranks differ along the given axes, and are the same along all others.
 
-    Each entry draws new numbers. It seeds the generators of the CPU and of the current CUDA device with the SHA-256 of
-    the stream's seed and the number of the entry. The exit restores both generators. So numbers drawn outside do not
-    depend on the stream; only ``torch.initial_seed()`` changes. CUDA is untested.
+    An *entry* is one ``with`` block. Each entry draws new numbers. It seeds the generators of the CPU and of the
+    current CUDA device with the SHA-256 of the stream's seed and the number of the entry. The exit restores both
+    generators. So numbers drawn outside do not depend on the stream; only ``torch.initial_seed()`` changes. CUDA is
+    untested.
 
     Ranks draw the same numbers if they enter a stream equally often. Draws outside the stream do not matter.
 

@@ -32,8 +32,8 @@ class ShardedDataParallel(Method):
     Args:
         mesh: the mesh.
         axes: axes along which ranks read different rows.
-        over: axes along which parameters are sharded and gradients averaged. With context parallelism along cp:
-            ``over=("dp", "cp")``.
+        over: axes along which gradients are averaged: ``over=("dp", "cp")`` with context parallelism along cp.
+            Parameters are sharded along those that are not in ``replicate``.
         replicate: the axes of ``over`` along which parameters are replicated.
         layers: function from the module to the submodules that are all-gathered one at a time. Default: the elements of
             ModuleLists, ModuleDicts and Sequentials. All other parameters are gathered with the whole module.
@@ -83,7 +83,7 @@ class ShardedDataParallel(Method):
         self.layers, self.uneven, self.keywords = layers or default_layers, uneven, keywords
 
     def device_mesh(self) -> DeviceMesh:
-        """torch's DeviceMesh for fully_shard: one dimension to shard along, after one to replicate along if any.
+        """torch's DeviceMesh for fully_shard: (shard,), or (replicate, shard) with ``replicate=``.
 
         Raises:
             AxisError: replicated axes are not before sharded axes in the mesh, or axes to merge are not adjacent.

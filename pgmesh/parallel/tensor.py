@@ -1,4 +1,4 @@
-"""Tensor parallelism: layers are sharded along an axis by torch's parallelize_module, as a plan of words says."""
+"""Tensor parallelism by torch's parallelize_module. A plan gives each module a sharding style."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PLAN_WORDS: dict[str, tuple[type[nn.Module], ...]] = {
 def attention_plan(
     where: str, into: Iterable[str] = ("q_proj", "k_proj", "v_proj"), out: str = "o_proj"
 ) -> dict[str, str]:
-    """Plan for attention: heads are sharded by the input projections, and summed by the output projection.
+    """Plan for attention: input projections are column-sharded by heads; the output is row-sharded and all-reduced.
 
     The rows of a fused projection to queries, keys and values have to be sorted by head. The module has to compute the
     number of heads from its input, since each rank has fewer.
@@ -62,7 +62,7 @@ def attention_plan(
 
 
 def mlp_plan(where: str, into: Iterable[str] = ("gate_proj", "up_proj"), out: str = "down_proj") -> dict[str, str]:
-    """Plan for an MLP: hidden features are sharded by the up projections, and summed by the down projection.
+    """Plan for an MLP: up projections are column-sharded; the down projection is row-sharded and all-reduced.
 
     Args:
         where: the modules, such as "blocks.*".
@@ -94,7 +94,8 @@ class TensorParallel(Method):
     - "whole": a module that gets whole sequences and is not sharded.
 
     Tied parameters stay tied if both are sharded in the same way. Gradients have the placements of their parameters.
-    Parameters are broadcast from the first rank along the axis. Untested on GPUs.
+    Parameters of the sharded layers are distributed from the first rank along the axis. Parameters of other modules are
+    not broadcast: they have to be equal already. Untested on GPUs.
 
     Args:
         mesh: the mesh, or a view or slice of it.
@@ -309,7 +310,7 @@ def _tied_weights(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 
 def _match_placements(gradient: Tensor, like: tuple[Any, ...]) -> Tensor:
-    """Gradient with the placements of its parameter: torch leaves an embedding's replicated, and a norm's partial."""
+    """Gradient with the placements of its parameter. torch returns replicated ones of embeddings, partial of norms."""
     if isinstance(gradient, DTensor) and gradient.placements != like:
         return gradient.redistribute(placements=like)
     return gradient

@@ -75,7 +75,8 @@ class Held:
     of pipeline stages or of experts.
 
     Args:
-        weights: a module, or parameters. Tied parameters of a pipeline are counted once, on the first stage.
+        weights: a module, or parameters. Tied parameters are counted once if this is the Pipeline
+            itself.
         mesh: the mesh, or the view of it on which the parameters are distributed.
         axes: the axes along which ranks hold different parameters.
 

@@ -1,6 +1,7 @@
 """Findings of ``pgmesh doctor`` on one process: launcher, torch, network and store, each with a fix if it is bad.
 
-Nothing is sent to other ranks. This file works without torch; a torch that cannot be imported is a finding.
+No other rank is needed: one TCP connection to the store is opened and closed, without data. This file works without
+torch; a torch that cannot be imported is a finding.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pgmesh.errors import LaunchError, SeamError
 from pgmesh.launch.detect import LAST_PORT, LAUNCHERS, LauncherInfo, detect_launcher
 
 TRIED_ON = "2.13"
-"""The same as ``torch_private.TRIED_ON``, which cannot be imported if names of torch are missing."""
+"""The last entry of ``torch_private.TRIED_ON``, which cannot be imported if names of torch are missing."""
 
 BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 

@@ -51,7 +51,7 @@ class Microbenchmarks:
     Args:
         device: device of the tensors.
         repeats: number of timed batches of each kind.
-        seconds: timeout of each collective.
+        seconds: timeout of each collective on an accelerator. On the CPU the group's timeout applies.
     """
 
     def __init__(self, device: torch.device, repeats: int, seconds: float) -> None:

@@ -1,6 +1,7 @@
 """Stages of ``pgmesh check`` on one rank: join the world, connect all groups, measure them, collect the results.
 
-All ranks run the same stages. A failure on one rank ends the check on all ranks at the same stage, with the same error.
+All ranks run the same stages. An error on one rank ends the check on all ranks at the same stage, with the same text. A
+WorldError is different: the store is lost, and each rank raises its own.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ HOSTED_STORES: list[object] = []
 
 
 def join(backend: str | None, seconds: float) -> None:
-    """Join the world without waiting for the other ranks, so that the first barrier can name missing ranks.
+    """Join the world. It waits for the store of rank 0 only, so that the first barrier can name missing ranks.
 
     Args:
         backend: name of the backend, as in ``launch.join``.
@@ -127,7 +128,8 @@ class Preflight:
         """Connect and measure all groups. Returns the results of all ranks on rank 0, None on other ranks.
 
         Raises:
-            MissingRanksError, MismatchError, CircleError, WorldError: the check failed; the same error on all ranks.
+            MissingRanksError, MismatchError, CircleError: the check failed, with the same text on all ranks.
+            WorldError: the store does not respond. Other ranks raise when their stage times out.
         """
         self._stage("connecting", self._connect)
         self._stage("computing", self._measure_compute)

@@ -121,7 +121,7 @@ class LinkResult:
 
 @dataclass(frozen=True)
 class RankSlowdown:
-    """Slowdown of a rank: its times divided by the median of all ranks.
+    """Slowdown of a rank: links relative to links of the same kind, computation relative to all ranks.
 
     Args:
         rank: the rank in the world.

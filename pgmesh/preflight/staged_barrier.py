@@ -109,9 +109,9 @@ class StagedBarrier:
         return (attempt.decision.error() if attempt.decision is not None else None) or error
 
     def lost(self, ranks: Sequence[int], activity: str) -> PgmeshError | None:
-        """Wait for the loss of one of these ranks, or for the error of another rank that ended this stage.
+        """Return the error that explains a failed stage: that of another rank, or the loss of one of these ranks.
 
-        None if neither is known after some seconds.
+        None if neither is known after some seconds. Only the first ``LIMITS.statuses`` ranks are watched.
         """
         attempt = self._open()
         ranks = [rank for rank in ranks if rank != self.rank][: timing.LIMITS.statuses]

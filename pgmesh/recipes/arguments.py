@@ -157,7 +157,8 @@ def parse_order(
         order: axes joined by ``-``.
         default: an order of all axes.
         direction: meaning of the order, for errors, such as "fastest axis first".
-        sizes: the sizes of each mesh, by the words for it in errors. An axis larger than 1 must be named.
+        sizes: axis sizes of each mesh. The key follows the axis in errors: "" or "of experts ". An axis larger than 1
+            must be named.
 
     Raises:
         ShapeError: an axis does not exist, is named twice, or is missing.

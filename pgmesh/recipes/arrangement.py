@@ -1,7 +1,8 @@
 """Arrangement and Family: all groups of a system, by the system's names.
 
-A *family* is all groups along one combination of axes of one of the arrangement's meshes. An *arrangement* has one or
-two meshes over the same ranks, and families by name. Both work on a Layout, as a plan, or on a ProcessGroupMesh.
+A *family* is a named set of groups along axes of a mesh: the arrangement's dense or expert mesh, or a view or slice of
+one. With ``pick``, a group has only some ranks of its block. An *arrangement* has one or two meshes over the same
+ranks, and families by name. Both work on a Layout, as a plan, or on a ProcessGroupMesh.
 """
 
 from __future__ import annotations
@@ -200,7 +201,7 @@ class Family:
     # -- groups -------------------------------------------------------------------------------------------------
 
     def group(self, **options: Any) -> ProcessGroup:
-        """The process group of this rank, created by ``mesh.group`` on the first call. Never waits for other ranks.
+        """The process group of this rank, created by ``mesh.group`` on the first call.
 
         Args:
             options: as for ``mesh.group``: ``backend="gloo"`` is a second group of the same ranks, on Gloo;
@@ -265,9 +266,9 @@ class Arrangement:
     Args:
         call: the call of the recipe, as text.
         order: the order of the ranks, as text.
-        dense: the mesh.
+        dense: the mesh for all layers but experts.
         expert: a view of the mesh for experts, or None.
-        meanings: for each mesh, the axis of each word in names such as ``"tensor+data"``.
+        meanings: for each mesh, the axis of each word that can be joined by ``+``, as in ``"tensor+data"``.
         families: the families by name.
         rank: the rank to which groups refer; None in a plan.
         short: the system's short names for families, as used in its settings.

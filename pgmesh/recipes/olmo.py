@@ -53,8 +53,8 @@ def olmo(
     Args:
         world: number of ranks.
         pp, cp, tp: sizes of pipeline, context and tensor parallelism.
-        dp: size of data parallelism; -1 is the remaining size. Required with pp, cp or tp, unless dp_replicate or
-            dp_shard is given.
+        dp: size of data parallelism; -1 is the remaining size. Required if any other size is given, unless
+            dp_replicate or dp_shard is.
         dp_replicate, dp_shard: instead of dp, the number of copies of the model, and of the ranks that share one copy.
             If one is omitted, it is the remaining size.
         ep: size of expert parallelism, which uses the axis dp_shard: that axis's size, or -1.

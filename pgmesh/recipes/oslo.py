@@ -31,8 +31,9 @@ def oslo(
 ) -> Arrangement:
     """OSLO's parallel context; ``order`` names the outermost axis first, and the last one varies fastest.
 
-    Each mode is a family: "global", "data", "tensor", "pipeline", "sequence", "expert". OSLO's documentation gives no
-    order. In its code, data is outermost: ``order="data-pipeline-expert-sequence-tensor"``.
+    The families are "global", the whole mesh, and one for each mode: "data", "tensor", "pipeline", "sequence",
+    "expert". OSLO's documentation gives no order. In its code, data is outermost:
+    ``order="data-pipeline-expert-sequence-tensor"``.
 
     Args:
         world: number of ranks.
@@ -42,7 +43,7 @@ def oslo(
         name: as for ``ProcessGroupMesh``.
 
     Raises:
-        ShapeError: the product of the sizes is not the world, or the order does not name all modes.
+        ShapeError: the product of the sizes is not the world, or the order omits a mode of a size above 1.
 
     >>> from pgmesh import Layout, recipes
     >>> context = recipes.oslo(8, data=2, tensor=2, pipeline=2, of=Layout).seen_by(5)

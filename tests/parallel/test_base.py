@@ -401,7 +401,7 @@ class Sums(Method):
 FAILED = """
 Fails along dp failed in apply: ShapeError: 3 heads cannot be shared out along dp=2.
 
-Its groups were released and the mesh is usable. The module may be partly changed: build it again.
+New groups along its axes were released. The module may be partly changed: build it again.
 """
 
 

@@ -227,7 +227,7 @@ def test_weights_are_not_replaced_after_a_method_that_may_keep_them(mesh: Proces
         "Replaces along tp failed in apply: MethodError: Replaces along tp replaced 2 parameters, for "
         "example weight, but Keeps along dp was applied before and may keep references to the old ones.\n\n"
         "  Replaces.level = Level.SHARD   # then compose applies it before Keeps\n\n"
-        "Its groups were released and the mesh is usable. The module may be partly changed: build it "
+        "New groups along its axes were released. The module may be partly changed: build it "
         "again.",
     )
     assert compose(mesh, Keeps(mesh, "dp"), Shards(mesh, "tp"), unowned=["pp"]).apply(nn.Linear(2, 2))  # as it says
@@ -254,7 +254,7 @@ def test_a_schedule_that_would_skip_hooks_on_weights_refuses_them():
         "in a separate pass: torch's fully_shard then computes wrong ones, DDP is untested, and post-accumulate-grad "
         "hooks do not run.\n\n"
         "  PipelineParallel(..., schedule='interleaved')   # with data parallelism\n\n"
-        "Its groups were released and the mesh is usable. The module may be partly changed: build it again."
+        "New groups along its axes were released. The module may be partly changed: build it again."
     }
 
 
