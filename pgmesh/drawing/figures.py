@@ -123,7 +123,7 @@ class Figure:
     panels: tuple[Panel, ...]
     panels_across: int  # the number of shown indices of the innermost outer axis
     colours: int  # the number of groups shown
-    host: str  # the name of the level: host, domain; "" if there is none
+    host: str  # the name of the level: host, domain, or ""
 
 
 def make_figure(

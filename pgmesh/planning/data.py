@@ -24,7 +24,7 @@ class FamilyPlan:
     strides: tuple[int, ...]  # distance of neighbours in ranks, outermost first; empty if it is not constant
     sample: tuple[int, ...]  # the first group: all its ranks, or the first seven and the last
     localities: tuple[Locality, ...]  # one for each level of the topology
-    same_as: str  # the name of an earlier family with the same groups; "" if there is none
+    same_as: str  # the name of an earlier family with the same groups, or ""
 
     @property
     def name(self) -> str:
@@ -43,7 +43,7 @@ class Finding:
 
     text: str
     bad: bool
-    fix: str = ""  # the command-line option that fixes it; "" if there is none
+    fix: str = ""  # the command-line option that fixes it, or ""
     result: str = ""  # the effect of the fix
 
 

@@ -450,7 +450,7 @@ class Refuses(Method):
 
 def test_a_method_error_of_a_method_is_wrapped_once_with_its_name(mesh: ProcessGroupMesh):
     composition = compose(mesh, Refuses(mesh, "dp"), Pipeline(mesh, "pp"), unowned=["tp"])
-    message = r"^Refuses along dp failed in apply: MethodError: weights of another kind are wanted\.\n\nIts groups"
+    message = r"^Refuses along dp failed in apply: MethodError: weights of another kind are wanted\.\n\nNew groups"
     with pytest.raises(MethodError, match=message) as caught:
         composition.apply(nn.Identity())
     assert "Pipeline" not in str(caught.value)
