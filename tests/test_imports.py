@@ -296,3 +296,37 @@ def test_a_new_file_has_to_be_given_a_floor():
 )
 def test_a_right_import_is_let_pass(path, source):
     assert offences(path, source) == []
+
+
+# ---- a mesh's private attributes ----
+
+
+def private_slots() -> set[str]:
+    """The private attributes of ``ProcessGroupMesh``, read from its ``__slots__``."""
+    for node in ast.walk(ast.parse((PACKAGE / "mesh.py").read_text())):
+        if isinstance(node, ast.Assign) and [*map(ast.unparse, node.targets)] == ["__slots__"]:
+            return {name for name in ast.literal_eval(node.value) if name.startswith("_") and not name.startswith("__")}
+    return set()
+
+
+def slots_read(path: str, source: str, slots: set[str]) -> list[str]:
+    """Uses of these attributes on other objects than ``self``, in a file above mesh.py."""
+    floor = floor_of(path.removesuffix(".py").removesuffix("/__init__"))
+    if floor is None or FLOORS.index(floor) <= FLOORS.index("mesh"):
+        return []
+    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute) and node.attr in slots)
+    return [f"{path}:{node.lineno} {ast.unparse(node)}" for node in nodes if ast.unparse(node.value) != "self"]
+
+
+@pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_no_layer_above_the_mesh_reads_its_private_attributes(file):
+    assert slots_read(str(file.relative_to(PACKAGE)), file.read_text(), private_slots()) == []
+
+
+def test_a_private_attribute_of_a_mesh_is_seen():
+    assert "_group_cache" in private_slots()
+    source = "def f(method):\n    return method.mesh._group_cache"
+    assert slots_read("parallel/data.py", source, private_slots()) == [
+        "parallel/data.py:2 method.mesh._group_cache",
+    ]
+    assert slots_read("groups/cache.py", source, private_slots()) == []
