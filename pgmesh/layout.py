@@ -467,7 +467,7 @@ class Layout:
         """
         count = len(self)
         box = fill_sizes(
-            "view", parse_sizes("view", shape, sizes, count=count), count, f"the mesh has {count}", pick=False
+            "view", parse_sizes("view", shape, sizes, count=count), count, f"the mesh has {count}", suggest_ranks=False
         )
         fixed = ((axis, index) for axis, index in self._all_axes if index is not None and axis not in box)
         all_axes, new_sizes = (*fixed, *((axis, None) for axis in box)), tuple(box.values())

@@ -77,28 +77,28 @@ def nearest_sizes(sizes: Mapping[A, int], count: int, free: Sequence[A]) -> dict
 
 
 def suggested_calls(
-    who: str, box: dict[str | int, int], fixed: int, count: int, pick: bool, more: Mapping[str, object]
+    who: str, box: dict[str | int, int], fixed: int, count: int, suggest_ranks: bool, more: Mapping[str, object]
 ) -> list[tuple[str, str]]:
     """Corrected calls, each with its reason. They fit ``count`` ranks, or start ``fixed`` ranks if there is only one.
 
     Args:
         fixed: the product of the sizes that are not -1.
-        pick: suggest ``ranks=`` and other worlds too.
+        suggest_ranks: suggest ``ranks=`` and other worlds too.
     """
 
     def call(changes: dict[str | int, int], **ranks: object) -> str:
         return format_call(who, {**box, **changes}, **ranks, **more)
 
     ways: list[tuple[str, str]] = []
-    if pick and count == 1:
+    if suggest_ranks and count == 1:
         ways.append(
             (f"{torchrun_command(fixed)} script.py", f"start {fixed} ranks: a script by itself is a world of 1")
         )
         if fixed <= 16:
             ways.append((f"launch.spawn(main, {fixed})", "or start them here, such as for a test"))
         else:
-            whole = {axis: 1 if size == -1 else size for axis, size in box.items()}
-            ways.append((format_call("Layout", whole), "or plan it without processes"))
+            example = {axis: 1 if size == -1 else size for axis, size in box.items()}
+            ways.append((format_call("Layout", example), "or plan it without processes"))
     free = [axis for axis, size in box.items() if size == -1]
     for axis, size in box.items():
         rest = fixed // max(size, 1)
@@ -115,7 +115,7 @@ def suggested_calls(
         changes, filled = nearest_sizes(box, count, free), (free or list(box))[0]
         why = f"sizes that divide {count}; {_axis(filled)} is then {changes[filled]}"
         ways.append((call({**changes, filled: -1}), why))
-    if pick and fixed < count and not free:
+    if suggest_ranks and fixed < count and not free:
         ways.append((call({}, ranks=range(fixed)), f"or name the {fixed} rank{'s' * (fixed > 1)} to use"))
     return ways
 

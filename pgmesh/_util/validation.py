@@ -249,16 +249,16 @@ def fill_sizes(
     who: str,
     box: dict[str | int, int],
     count: int,
-    whole: str,
+    count_text: str,
     *,
-    pick: bool = True,
+    suggest_ranks: bool = True,
     more: Mapping[str, object] | None = None,
 ) -> dict[str | int, int]:
     """The sizes with -1 inferred from ``count`` ranks.
 
     Args:
-        whole: the count in words, such as "the world has 8".
-        pick: suggest ``ranks=`` and other worlds too.
+        count_text: the count in words, such as "the world has 8".
+        suggest_ranks: suggest ``ranks=`` and other worlds too.
         more: the other arguments of the call, which suggested calls repeat.
 
     Raises:
@@ -269,12 +269,12 @@ def fill_sizes(
     if -1 in box.values():
         if count % fixed == 0:
             return {axis: count // fixed if size == -1 else size for axis, size in box.items()}
-        problem = f"{format_call(who, box)} cannot be filled: {whole}, and {count} is not divisible by {fixed}."
+        problem = f"{format_call(who, box)} cannot be filled: {count_text}, and {count} is not divisible by {fixed}."
     elif fixed == count:
         return box
     else:
-        problem = f"{format_call(who, box)} holds {fixed} rank{'s' * (fixed > 1)}, but {whole}."
-    ways = suggested_calls(who, box, fixed, count, pick, more)
+        problem = f"{format_call(who, box)} holds {fixed} rank{'s' * (fixed > 1)}, but {count_text}."
+    ways = suggested_calls(who, box, fixed, count, suggest_ranks, more)
     raise ShapeError(f"{problem}\n\n{format_calls(ways)}")
 
 
@@ -282,5 +282,5 @@ def fill_sizes_for(
     who: str, box: dict[str | int, int], ranks: Collection[int], more: Mapping[str, object]
 ) -> dict[str | int, int]:
     """The sizes with -1 inferred from a list of ranks. Raises ShapeError if they hold another number."""
-    whole = f"{len(ranks)} rank{'s are' if len(ranks) > 1 else ' is'} given"
-    return fill_sizes(who, box, len(ranks), whole, pick=False, more=more)
+    count_text = f"{len(ranks)} rank{'s are' if len(ranks) > 1 else ' is'} given"
+    return fill_sizes(who, box, len(ranks), count_text, suggest_ranks=False, more=more)

@@ -168,8 +168,8 @@ def _fits(sizes: Mapping[Axis, int], room: int) -> bool:
 
 
 def hosts_argument(args: argparse.Namespace) -> str:
-    """The value of ``--nodes`` or ``--domains``."""
-    return str(args.domains if args.nodes is None else args.nodes)
+    """The value of ``--nodes`` or ``--domains``; "" if neither was given."""
+    return (args.domains if args.nodes is None else args.nodes) or ""
 
 
 def parse_axes(text: str, layout: Layout, command_line: CommandLine) -> tuple[Axis, ...]:

@@ -33,8 +33,9 @@ examples, each run by every rank of the job:
   torchrun --nproc-per-node 8 -m pgmesh check pp=2 dp=2 tp=2
   srun python -m pgmesh check dp=2 tp=8 --nodes 2x8
 
-All ranks join with the same arguments, are on the planned hosts, connect the
-groups of each axis, reduce correctly, and time one all-reduce per family.
+Checks that all ranks join with the same arguments and are on the planned
+hosts, that the groups of each axis connect, and that all-reduces give correct
+sums. Then it times these all-reduces.
 Rank 0 prints the result. The exit status is the same on every rank: 0, or 1 if
 the check failed, or 2 if the command line is wrong."""
 
@@ -68,7 +69,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, command_line: CommandLine) -> int:
     args.sizes += [word for word in args.family if "=" in word]
     args.family[:] = [word for word in args.family if word not in args.sizes]
-    mesh = arguments.parse_mesh(args, command_line, fit=arguments.hosts_argument(args) != "None")
+    mesh = arguments.parse_mesh(args, command_line, fit=arguments.hosts_argument(args) != "")
     sizes = parse_bytes(args.bytes, command_line)
     if args.timeout <= 0 or args.repeats < 1:
         raise UsageError(
@@ -122,7 +123,7 @@ class _Check:
     ) -> None:
         from pgmesh.preflight.staged_barrier import StagedBarrier
 
-        self.args, self.command_line, self.mesh, self.sizes = args, command_line, mesh, sizes
+        self.args, self.command_line, self.parsed, self.message_bytes = args, command_line, mesh, sizes
         self.barrier = StagedBarrier("pgmesh check", args.timeout, "Start every rank with the same command line.")
         self.lines: list[Line] = []  # the report of rank 0
         self.data: dict[str, Any] = {"format": 1, "status": "ok"}
@@ -141,7 +142,7 @@ class _Check:
         if printed:
             self._print_result(failure)
         with contextlib.suppress(WorldError):
-            printed |= self.barrier.part(LEAVE_TIMEOUT if status == 0 else FAILED_LEAVE_TIMEOUT)
+            printed |= self.barrier.leave(LEAVE_TIMEOUT if status == 0 else FAILED_LEAVE_TIMEOUT)
         if failure is not None and not printed:  # rank 0 is lost, so each rank prints
             self._print_result(failure)
         return status
@@ -154,13 +155,13 @@ class _Check:
         barrier.stage("at the start")
         with _progress_bar(barrier.rank == 0) as bar:
             bar.begin(f"waiting for {count_of(barrier.size, 'rank')}")
-            barrier.meet()
+            barrier.wait()
             same = "Install the same versions on every rank's host."
             barrier.stage("comparing versions", versions(), "version mismatch: the software", same)
-            barrier.meet()
+            barrier.wait()
             barrier.stage("comparing command lines", self._shared_arguments())
-            barrier.meet()
-            sizes = self._sizes()
+            barrier.wait()
+            sizes = self._filled_sizes()
             layout = layout_of(sizes)
             combinations = [arguments.parse_axes(text, layout, self.command_line) for text in self.args.family]
             unique: dict[frozenset[Axis], tuple[Axis, ...]] = {}
@@ -172,7 +173,7 @@ class _Check:
             view = mesh.view(sizes)
             try:
                 check = Preflight(
-                    barrier, view, families, hosts, self.sizes, self.args.repeats, bar.advance, mesh.close
+                    barrier, view, families, hosts, self.message_bytes, self.args.repeats, bar.advance, mesh.close
                 )
                 bar.steps(check.step_count)
                 measured = check.run()
@@ -185,7 +186,7 @@ class _Check:
         """The arguments that have to be the same on all ranks."""
         args = self.args
         return {
-            "sizes": text_report.format_sizes(self.mesh.sizes),
+            "sizes": text_report.format_sizes(self.parsed.sizes),
             "nodes": arguments.hosts_argument(args),
             "families": " ".join(args.family),
             "bytes": args.bytes,
@@ -193,19 +194,19 @@ class _Check:
             "backend": args.backend,
         }
 
-    def _sizes(self) -> dict[Axis, int]:
+    def _filled_sizes(self) -> dict[Axis, int]:
         """The sizes, filled to the size of the world."""
         size = self.barrier.size
         world = (HostLevel("world", ((1, size),)),)
         return arguments.fill(
-            self.mesh.sizes, world, arguments.hosts_argument(self.args), self.command_line, f"the world has {size:,}"
+            self.parsed.sizes, world, arguments.hosts_argument(self.args), self.command_line, f"the world has {size:,}"
         )
 
     def _check_hosts(self, layout: Layout) -> list[str]:
         """The host name of each rank. Rank 0 compares the hosts with the plan."""
         from pgmesh.topology import host_mapping
 
-        barrier, hosts = self.barrier, self.mesh.topology
+        barrier, hosts = self.barrier, self.parsed.topology
         barrier.stage("comparing hosts")
         places = host_mapping.map_hosts(timeout=timedelta(seconds=barrier.seconds))
         names = _host_names(places)
@@ -215,7 +216,7 @@ class _Check:
             if faults:
                 planned = arguments.hosts_argument(self.args)
                 message = _placement_message(faults, actual, self.command_line, planned)
-                raise barrier.give_up(MismatchError(message))
+                raise barrier.fail(MismatchError(message))
             where = f"{actual}" if actual else f"{len({*names})} hosts with ranks that are not consecutive"
             self.data["hosts"] = names
             self.data["planned"] = hosts[0].spell() if hosts else None
@@ -228,7 +229,7 @@ class _Check:
             local, cores = names.count(names[0]), os.cpu_count() or 1
             if local > cores:
                 self._add_line("warn", f"{local} ranks share {cores} cores of {names[0]}: times are noisy")
-        barrier.meet()
+        barrier.wait()
         return names
 
     def _add_results(self, layout: Layout, mesh: Any, families: list[tuple[Axis, ...]], measured: Results) -> None:

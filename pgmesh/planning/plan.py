@@ -272,7 +272,7 @@ def _fill_free_size(sizes: Sizes, topology: Topology, more: Mapping[str, object]
         raise ShapeError(f"{format_call('plan', box)} cannot infer the size of -1: give it hosts, such as {call}.")
     host = topology[0]
     hold = f"{host} {'holds' if host.count == 1 else 'hold'} {host.capacity:,}"
-    return fill_sizes("plan", box, host.capacity, hold, pick=False, more=more)
+    return fill_sizes("plan", box, host.capacity, hold, suggest_ranks=False, more=more)
 
 
 def layout_of(sizes: Mapping[str, int] | Mapping[Axis, int]) -> Layout:

@@ -137,8 +137,8 @@ class Preflight:
             self._stage(f"measuring {axes_name(axes)}", functools.partial(self._measure, axes))
         barrier = self.barrier
         barrier.stage("collecting the results")
-        barrier.put(f"measured/{self.mesh.rank}", self.measurements.to_json())
-        barrier.meet()
+        barrier.publish(f"measured/{self.mesh.rank}", self.measurements.to_json())
+        barrier.wait()
         return self._combine() if barrier.rank == 0 else None
 
     def _stage(self, doing: str, work: Callable[[], None]) -> None:
@@ -150,13 +150,13 @@ class Preflight:
         except WorldError:
             raise
         except PgmeshError as error:
-            raise barrier.give_up(error) from error
+            raise barrier.fail(error) from error
         except RuntimeError as error:  # from a backend, possibly caused by the death of another rank
             self.close_mesh()  # so that ranks waiting for this one fail too
             text = str(error).splitlines()[0]
-            lost = barrier.lost(self.mesh.layout.ranks(), f"{barrier.subject}, {doing}")
-            raise barrier.give_up(lost or MissingRanksError(f"{doing} failed: {text}")) from error
-        barrier.meet()
+            lost = barrier.find_cause(self.mesh.layout.ranks(), f"{barrier.subject}, {doing}")
+            raise barrier.fail(lost or MissingRanksError(f"{doing} failed: {text}")) from error
+        barrier.wait()
 
     def _connect(self) -> None:
         self.on_step("connecting")
@@ -195,7 +195,7 @@ class Preflight:
         return self.mesh.group(*axes)
 
     def _combine(self) -> Results:
-        texts = [self.barrier.look(f"measured/{rank}") for rank in range(self.barrier.size)]
+        texts = [self.barrier.read(f"measured/{rank}") for rank in range(self.barrier.size)]
         measurements = [RankMeasurements.from_json(text or "{}") for text in texts]
         groups = {axes_name(axes): list(self.mesh.partition(*axes)) for axes in self.combinations}
         return results.combine(measurements, self.sizes, groups, self.hosts)

@@ -81,7 +81,7 @@ class StagedBarrier:
         self._attempt = ConnectAttempt(f"{self.cache.key}/stage{number}.0", range(self.size), fingerprint)
         self.store_thread.set_status(self._stage)
 
-    def meet(self) -> None:
+    def wait(self) -> None:
         """Wait until every rank has finished this stage.
 
         Raises:
@@ -95,7 +95,7 @@ class StagedBarrier:
         if error is not None:
             raise error
 
-    def give_up(self, error: PgmeshError) -> PgmeshError:
+    def fail(self, error: PgmeshError) -> PgmeshError:
         """Cancel this stage on all ranks. Returns the error that ended it, the same on every rank.
 
         Raises:
@@ -108,7 +108,7 @@ class StagedBarrier:
         drive(attempt.decide(Decision(kind, str(error))), self._perform)
         return (attempt.decision.error() if attempt.decision is not None else None) or error
 
-    def lost(self, ranks: Sequence[int], activity: str) -> PgmeshError | None:
+    def find_cause(self, ranks: Sequence[int], activity: str) -> PgmeshError | None:
         """Return the error that explains a failed stage: that of another rank, or the loss of one of these ranks.
 
         None if neither is known after some seconds. Only the first ``LIMITS.statuses`` ranks are watched.
@@ -133,16 +133,16 @@ class StagedBarrier:
             now = time.monotonic()
         return None
 
-    def put(self, key: str, value: str) -> None:
+    def publish(self, key: str, value: str) -> None:
         """Publish a text for the other ranks. It never changes."""
         self.ask(CompareSet(f"{self.cache.key}/{key}", value))
 
-    def look(self, key: str) -> str | None:
+    def read(self, key: str) -> str | None:
         """Read a text that a rank has published; None if there is none."""
         text: bytes | None = self.ask(Read(f"{self.cache.key}/{key}"))
         return None if text is None else text.decode(errors="replace")
 
-    def part(self, seconds: float) -> bool:
+    def leave(self, seconds: float) -> bool:
         """Leave the barrier, once rank 0 has reported. Rank 0 calls this after its report, and leaves last.
 
         Args:
@@ -154,11 +154,11 @@ class StagedBarrier:
         deadline = time.monotonic() + seconds
         reported = self.rank == 0
         if reported:
-            self.put("reported", "reported")
-            while int(self.look("left") or 0) < self.size - 1 and time.monotonic() < deadline:
+            self.publish("reported", "reported")
+            while int(self.read("left") or 0) < self.size - 1 and time.monotonic() < deadline:
                 time.sleep(timing.TIMING.longest_pause)
         else:
-            while not (reported := self.look("reported") is not None) and time.monotonic() < deadline:
+            while not (reported := self.read("reported") is not None) and time.monotonic() < deadline:
                 time.sleep(timing.TIMING.longest_pause)
             self.ask(Add(f"{self.cache.key}/left"))
         self.store_thread.set_status("")

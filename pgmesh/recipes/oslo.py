@@ -53,7 +53,9 @@ def oslo(
     given = {"data": data, "tensor": tensor, "pipeline": pipeline, "sequence": sequence, "expert": expert}
     function, ranks = "recipes.oslo", parse_world("oslo", world)
     try:
-        sizes = fill_sizes(function, parse_sizes(function, (), given), world, f"the world has {world}", pick=False)
+        sizes = fill_sizes(
+            function, parse_sizes(function, (), given), world, f"the world has {world}", suggest_ranks=False
+        )
     except ShapeError as error:  # its calls have only sizes, so add the other arguments
         more = "" if order == DEFAULT_ORDER else f", order={order!r}"
         call = rf"{re.escape(function)}\(([^()]*)\)"
