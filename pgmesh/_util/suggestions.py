@@ -1,6 +1,6 @@
-"""Sizes that would fit a number of ranks, and the corrected calls that have them.
+"""Suggestions for error messages: sizes that hold a given number of ranks, and corrected calls with these sizes.
 
-``closest_name`` is the one "Did you mean" of the package.
+The calls are written by ``_util.formatting``. ``closest_name`` finds the name for every "Did you mean".
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ A = TypeVar("A", str, Union[str, int])
 
 
 def example_ranks(box: Mapping[str | int, int]) -> range:
-    """Ranks that fill sizes with one -1, as an example."""
+    """Return example ranks for sizes with one -1: about 8, and at least twice the product of the other sizes."""
     fixed = math.prod(size for size in box.values() if size != -1)
     return range(fixed * max(2, 8 // fixed))
 
@@ -79,11 +79,15 @@ def nearest_sizes(sizes: Mapping[A, int], count: int, free: Sequence[A]) -> dict
 def suggested_calls(
     who: str, box: dict[str | int, int], fixed: int, count: int, suggest_ranks: bool, more: Mapping[str, object]
 ) -> list[tuple[str, str]]:
-    """Corrected calls, each with its reason. They fit ``count`` ranks, or start ``fixed`` ranks if there is only one.
+    """Return pairs of a corrected call and its reason.
 
     Args:
+        who: the function or class called.
+        box: the sizes by axis.
         fixed: the product of the sizes that are not -1.
-        suggest_ranks: suggest ``ranks=`` and other worlds too.
+        count: the number of ranks that the sizes must hold.
+        suggest_ranks: also suggest ``ranks=`` and, if ``count`` is 1, ways to start or plan ``fixed`` ranks.
+        more: the other arguments of the call, which suggested calls repeat.
     """
 
     def call(changes: dict[str | int, int], **ranks: object) -> str:

@@ -1,6 +1,7 @@
-"""The sizes and ranks that a caller gives: checked and completed, or refused with the corrected call.
+"""Validate the sizes and ranks in a call. Invalid ones raise an error, with a corrected call where there is one.
 
 ``parse_sizes`` is the single entry for the sizes of meshes, layouts, views and plans. ``fill_sizes`` then infers a -1.
+``_util.keywords`` lists the reserved keywords, which cannot be axes. ``_util.suggestions`` computes sizes that fit.
 """
 
 from __future__ import annotations
@@ -144,7 +145,11 @@ def _not_axes(
 
 
 def _meant_sizes(shape: Sequence[Any], sizes: Mapping[str, Any]) -> Any:
-    """The one mapping or sequence that holds all sizes of a call with reserved keywords; None if there is not one."""
+    """Find the sizes in a call with reserved keywords, to suggest a corrected call.
+
+    They may be positional, axis keywords, or the value of a keyword in ``SHAPE_KEYWORDS``. Names of axes come from a
+    keyword in ``NAME_KEYWORDS``. None if there are no sizes, several sets of sizes, or names that do not match them.
+    """
     first: Any = shape
     if len(shape) == 2 and isinstance(shape[0], str) and isinstance(shape[1], (tuple, list)):
         first = shape[1]  # after torch's device_type
@@ -162,7 +167,10 @@ def _meant_sizes(shape: Sequence[Any], sizes: Mapping[str, Any]) -> Any:
 
 
 def _good_sizes(who: str, given: Any, count: int | None) -> dict[str | int, int]:
-    """The sizes in a mapping, a sequence or one number; {} unless they are valid and hold ``count`` ranks, if given."""
+    """Return the sizes in a mapping, a sequence or one number if they are valid, else {}.
+
+    If ``count`` is given, the sizes must also hold ``count`` ranks. With a -1, the other sizes must divide ``count``.
+    """
     sizes = given if isinstance(given, (Mapping, tuple, list)) else (given,)
     try:
         box = parse_sizes(who, (sizes,) if isinstance(sizes, Mapping) else (dict(enumerate(sizes)),), {})

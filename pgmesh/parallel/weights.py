@@ -75,8 +75,8 @@ class Held:
     of pipeline stages or of experts.
 
     Args:
-        weights: a module, or parameters. Tied parameters are counted once if this is the Pipeline
-            itself.
+        weights: a module, or parameters. For a pipeline, pass the ``Pipeline``: only then are tied parameters
+            counted once.
         mesh: the mesh, or the view of it on which the parameters are distributed.
         axes: the axes along which ranks hold different parameters.
 
@@ -100,7 +100,11 @@ class Held:
             )
 
     def shares(self) -> Iterator[tuple[torch.Tensor, int]]:
-        """This rank's shard of each gradient, and the number of different shards over all ranks."""
+        """For each gradient: this rank's shard, and the number ``n`` of different shards over all ranks.
+
+        Each shard is on ``mesh.size() / n`` ranks. So ``norm`` weights it by ``n / mesh.size()``, and the sum over all
+        ranks counts it once.
+        """
         for weight in self.weights:
             gradient = weight.grad
             if gradient is None or id(weight) in self._copies:
@@ -131,7 +135,8 @@ def norm(*held: Held, order: float = 2.0) -> torch.Tensor:
     Every rank of the mesh calls it, and gets the same value.
 
     Args:
-        held: the parameters. Those with different axes, or on another view, are separate arguments.
+        held: one ``Held`` for each combination of mesh or view and axes, such as ``Held(dense, mesh, "pp")`` and
+            ``Held(experts, view, "pp", "ep")``.
         order: order of the norm, such as 2.0, 1.0 or ``math.inf``.
 
     Raises:

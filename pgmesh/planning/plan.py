@@ -1,9 +1,9 @@
 """Predict the groups of a layout, their hosts and their costs, without processes.
 
-``plan`` checks its arguments and computes each family (``_family``). The locality of a family is arithmetic on strides:
-see ``pgmesh.topology.locality``. ``_findings`` then reports the families that have much traffic and leave a host. A fix
-is another order of the axes, by traffic, if it reduces the hops that leave. Regular
-layouts are not enumerated, except in the cases that ``topology.locality`` lists.
+``plan`` checks its arguments and describes each family: all groups along one combination of axes. ``_family`` computes
+a family from the strides of the layout, without listing its groups; ``topology.locality`` lists the exceptions.
+``_findings`` reports axes with heavy traffic whose groups span several hosts or domains. It suggests the axis order of
+``axis_heuristics`` if fewer hops then leave a host.
 
 >>> print(plan(layout, nodes="2x4"))
 8 ranks: pp=2 dp=2 tp=2 on 2 hosts of 4
@@ -152,8 +152,8 @@ def plan(
 ) -> Plan:
     """Predict the groups of a layout, their hosts and their costs, without processes.
 
-    Sizes, and a Layout of exactly the ranks 0 to n - 1 that is not a slice, must fill the hosts. A mesh, a slice or a
-    layout of other ranks may use only some of them.
+    A mapping of sizes must fill all hosts. So must a Layout of the ranks 0 to n - 1, unless it is a slice. A mesh, a
+    slice, or a Layout of other ranks may use only some of the hosts.
 
     Args:
         layout: a Layout, a mesh, or sizes by axis. One size may be -1, which fills the hosts.
@@ -450,7 +450,7 @@ def _findings(
 
 
 def _leaving_finding(family: FamilyPlan, number: int, layout: Layout, topology: Topology, heavier: int) -> Finding:
-    """The finding about a family that leaves its host.
+    """Return the finding for a family with groups that span several units of a level, such as several hosts.
 
     Args:
         number: the index of the level in the topology.

@@ -37,7 +37,7 @@ from pgmesh.rendezvous.protocol import (
 from pgmesh.rendezvous.store_thread import process_label
 
 REPORT_MARGIN = 3.0
-"""Seconds that ``lost`` waits beyond the time after which a silent rank counts as lost."""
+"""Extra seconds that ``find_cause`` waits after ``lost_after``, the time after which a silent rank counts as lost."""
 
 
 class StagedBarrier:
@@ -66,7 +66,7 @@ class StagedBarrier:
         subject: str | None = None,
         hint: str | None = None,
     ) -> None:
-        """Begin a stage. It ends at ``meet`` or ``give_up``.
+        """Begin a stage. ``wait`` or ``fail`` ends it.
 
         Args:
             activity: the stage in messages, such as "connecting".
@@ -143,7 +143,10 @@ class StagedBarrier:
         return None if text is None else text.decode(errors="replace")
 
     def leave(self, seconds: float) -> bool:
-        """Leave the barrier, once rank 0 has reported. Rank 0 calls this after its report, and leaves last.
+        """Leave the barrier. Every rank calls this once; rank 0 calls it after it has printed its report.
+
+        Rank 0 waits until all other ranks have left. The others wait until rank 0 has reported. After ``seconds``, each
+        rank leaves anyway.
 
         Args:
             seconds: timeout of the wait for the other ranks.

@@ -1,4 +1,4 @@
-"""Arrangement and Family: all groups of a system, by the system's names.
+"""Arrangement and Family: the process groups of a training framework, such as Megatron-Core, by its own names.
 
 A *family* is a named set of groups along axes of a mesh: the arrangement's dense or expert mesh, or a view or slice of
 one. With ``pick``, a group has only some ranks of its block. An *arrangement* has one or two meshes over the same
@@ -268,7 +268,8 @@ class Arrangement:
         order: the order of the ranks, as text.
         dense: the mesh for all layers but experts.
         expert: a view of the mesh for experts, or None.
-        meanings: for each mesh, the axis of each word that can be joined by ``+``, as in ``"tensor+data"``.
+        meanings: a pair ``(mesh, names)`` for each mesh, dense first. ``names`` maps names, such as "data", to axes.
+            Names of one mesh can be joined by ``+``: "tensor+data" is the family along both axes.
         families: the families by name.
         rank: the rank to which groups refer; None in a plan.
         short: the system's short names for families, as used in its settings.
@@ -310,7 +311,7 @@ class Arrangement:
             call: as for the class.
             order: as for the class.
             meanings: as for the class; the dense mesh first.
-            families: the families, or names made of words for them.
+            families: ``Family`` objects, or names such as "tensor" or "tensor+data".
             short: as for the class.
         """
         dense, expert = meanings[0][0], meanings[1][0] if len(meanings) > 1 else None
