@@ -71,8 +71,8 @@ def broadcast(module: nn.Module, mesh: ProcessGroupMesh, *axes: Axis) -> None:
 class Held:
     """Parameters and the axes along which ranks hold different ones, for ``norm`` and ``clip``.
 
-    A DTensor has its sharding in its placements. Plain tensors are replicated along all axes but the given ones: those
-    of pipeline stages or of experts.
+    A DTensor has its sharding in its placements. A plain tensor is taken for replicated along all axes except ``axes``:
+    pass the axis of pipeline stages and those of experts there.
 
     Args:
         weights: a module, or parameters. For a pipeline, pass the ``Pipeline``: only then are tied parameters

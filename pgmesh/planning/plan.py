@@ -1,9 +1,9 @@
 """Predict the groups of a layout, their hosts and their costs, without processes.
 
 ``plan`` checks its arguments and describes each family: all groups along one combination of axes. ``_family`` computes
-a family from the strides of the layout, without listing its groups; ``topology.locality`` lists the exceptions.
+a family from the strides of the layout, not from a list of its groups (exceptions: see ``topology.locality``).
 ``_findings`` reports axes with heavy traffic whose groups span several hosts or domains. It suggests the axis order of
-``axis_heuristics`` if fewer hops then leave a host.
+``axis_heuristics`` if rings over the groups then cross between hosts less often.
 
 >>> print(plan(layout, nodes="2x4"))
 8 ranks: pp=2 dp=2 tp=2 on 2 hosts of 4

@@ -1,8 +1,9 @@
 """Arrangement and Family: the process groups of a training framework, such as Megatron-Core, by its own names.
 
 A *family* is a named set of groups along axes of a mesh: the arrangement's dense or expert mesh, or a view or slice of
-one. With ``pick``, a group has only some ranks of its block. An *arrangement* has one or two meshes over the same
-ranks, and families by name. Both work on a Layout, as a plan, or on a ProcessGroupMesh.
+one. A *block* is the ranks of one group along the axes; with ``pick``, a group has only some of them. An *arrangement*
+has one or two meshes over the same ranks, and families by name. Both work on a Layout, as a plan, or on a
+ProcessGroupMesh.
 """
 
 from __future__ import annotations
