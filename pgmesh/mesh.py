@@ -17,7 +17,8 @@ from pgmesh._util.formatting import Text, format_call, format_ranks, other_argum
 from pgmesh._util.validation import Sizes, fill_sizes, fill_sizes_for, parse_ranks, parse_sizes, whole_number
 from pgmesh.drawing import plain_text
 from pgmesh.errors import AxisError, LifetimeError, MembershipError, OptionsError, PlaceError, ShapeError
-from pgmesh.groups.cache import GroupCache, find_cache, living
+from pgmesh.groups.cache import GroupCache, find_cache
+from pgmesh.groups.registry import living
 from pgmesh.groups.world import world_rank_and_size
 from pgmesh.layout import Axis, Keep, Layout, Partition, at_call, taken
 from pgmesh.options import Timeout, named_timeout, to_timedelta
@@ -718,7 +719,7 @@ class ProcessGroupMesh:
     def __reduce__(self) -> tuple[Any, ...]:
         root = (
             self._group_cache.name,
-            self._group_cache.number,
+            self._group_cache.identity.number,
             self._group_cache.layout,
             self._group_cache.call,
             self._group_cache.rank,

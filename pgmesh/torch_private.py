@@ -9,6 +9,8 @@ collective (``_explain_failure``), and the equality of DeviceMeshes (``_mark_of`
 from __future__ import annotations
 
 import contextlib
+import json
+import socket
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -63,9 +65,9 @@ SEAM: dict[str, str] = {
     "ProcessGroupGloo._Options._timeout": "timeout of the collectives",
     "ProcessGroupGloo.create_device": "creates a device that connects at its first use",
     "_C._distributed_c10d.FakeProcessGroup._create_internal": "fake worlds",
-    "_C._distributed_c10d.FakeProcessGroup.Options.error_on_collective": "collectives of a released group must fail",
 }
-"""The private names of torch, each with its reason. ``_mark_of`` also reads attributes of DeviceMesh objects
+"""The private names of torch, each with its reason. Where torch has it, ``flight_record`` also reads
+``_C._distributed_c10d._dump_fr_trace_json``. ``_mark_of`` also reads attributes of DeviceMesh objects
 (``_root_mesh``, ``_thread_id``, ``_hash``), which no class has and which may be absent."""
 
 
@@ -104,7 +106,7 @@ on_failure: list[Callable[[Any, BaseException], bool]] = []
 True for an error of pgmesh, which torch then does not describe."""
 
 destroyed: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-"""Groups that were destroyed, each with the error message for later uses."""
+"""Groups that were destroyed, each with the error message for later uses. ``_check_and_report_destroyed`` reads it."""
 
 
 class _Names(dict[Any, str]):
@@ -362,16 +364,74 @@ def nccl_backend(
     return dist.ProcessGroupNCCL(store, rank, size, settings)
 
 
-def fake_backend(rank: int, size: int, *, fail: bool = False) -> Any:
-    """A backend that moves nothing. With ``fail``, each of its collectives raises an error."""
-    settings = _FakeBackend.Options()
-    settings.error_on_collective = fail
-    return _FakeBackend._create_internal(rank, size, settings)
+def gloo_endpoint(address: bytes) -> tuple[str, int] | None:
+    """Host and port of the listener in an address that Gloo publishes; None for another format.
+
+    The address has a header of 16 bytes, and then the ``sockaddr`` of the listener.
+    """
+    family, port = address[16:18], int.from_bytes(address[18:20], "big")
+    if family == socket.AF_INET.to_bytes(2, sys.byteorder):
+        return socket.inet_ntop(socket.AF_INET, address[20:24]), port
+    if family == socket.AF_INET6.to_bytes(2, sys.byteorder):
+        return socket.inet_ntop(socket.AF_INET6, address[24:40]), port
+    return None
 
 
-def replace_backends(group: Any, backend: Any) -> None:
-    """Make a group run all its collectives on another backend."""
+def fake_backend(rank: int, size: int) -> Any:
+    """A backend that moves nothing."""
+    return _FakeBackend._create_internal(rank, size, _FakeBackend.Options())
+
+
+class _RaisingStore(dist.Store):
+    """A store that takes addresses, and raises an error for every question."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self._text = text
+
+    def set(self, key: str, value: Any) -> None:
+        pass
+
+    def _raise(self, *args: Any) -> Any:
+        raise LifetimeError(self._text)
+
+    get = wait = check = multi_get = _raise  # type: ignore[assignment]
+
+
+_device_of_destroyed: list[Any] = []  # one for all destroyed groups: they never connect
+
+
+def invalidate(group: Any, text: str) -> None:
+    """Make every later use of a group raise an error with this text."""
+    destroyed[group] = text
+    backend: Any = group._get_backend(group._device_types[0])
+    if isinstance(backend, _FakeBackend) or not dist.is_gloo_available():
+        if not hasattr(_FakeBackend.Options, "error_on_collective"):
+            return  # only ``torch.distributed`` raises the error
+        settings = _FakeBackend.Options()
+        settings.error_on_collective = True
+        backend = _FakeBackend._create_internal(0, 2, settings)
+    else:  # it looks for the other member of two at its first use, in a store that raises
+        if not _device_of_destroyed:
+            _device_of_destroyed.append(dist.ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=True))
+        settings = dist.ProcessGroupGloo._Options()
+        settings._devices, settings._threads, settings._timeout = _device_of_destroyed, 1, timedelta(milliseconds=100)
+        backend = dist.ProcessGroupGloo(_RaisingStore(text), 0, 2, settings)
     # torch ignores a second backend of the same type, so use UNDEFINED, which no group of pgmesh has.
     for device in group._device_types:
         group._register_backend(device, dist.ProcessGroup.BackendType.UNDEFINED, backend)
     group._set_default_backend(dist.ProcessGroup.BackendType.UNDEFINED)
+
+
+# -- the flight recorder ------------------------------------------------------------------------------------------
+
+
+def flight_record(*, entries: bool) -> dict[str, Any]:
+    """torch's flight record; empty without one.
+
+    Args:
+        entries: also return the collectives, which takes up to 60 ms. Otherwise only the state of each group.
+    """
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    record: dict[str, Any] = {} if dump is None else json.loads(dump(entries, False))
+    return record

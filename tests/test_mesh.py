@@ -417,7 +417,7 @@ def test_many_threads_make_meshes_that_are_told_apart(mesh):
         start.wait()
         for _ in range(50):
             with ProcessGroupMesh(dp=8, ranks=range(8)) as own:
-                names.append(own._group_cache.key)
+                names.append(own._group_cache.identity.group_name(""))
                 mesh.view(2, 4).release(0)
 
     threads = [threading.Thread(target=make) for _ in range(8)]

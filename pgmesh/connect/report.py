@@ -13,14 +13,16 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pgmesh._util.formatting import count_of, format_ranks, name_ranks
 from pgmesh.errors import LifetimeError, WorldError
+from pgmesh.groups.building import count_groups
 from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.protocol import Pause, RankStatus, Read, StoreProtocol, foreign_value, status_key
+from pgmesh.rendezvous.operations import Read
+from pgmesh.rendezvous.records import RankStatus, RunningCollective, foreign_value, status_key
 
 if TYPE_CHECKING:
     from pgmesh.groups.cache import GroupCache
@@ -64,6 +66,7 @@ class Report:
         held: this rank's groups.
         others: by rank, its last status; no entry for a rank without a status.
         trouble: the reason for missing statuses; "" for none.
+        running: the collectives that this rank is in, each with the members that have entered it.
     """
 
     mesh: str
@@ -71,10 +74,12 @@ class Report:
     held: tuple[Held, ...]
     others: dict[int, str]
     trouble: str = ""
+    running: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"rank {self.rank} of {self.mesh} holds {count_of(len(self.held), 'group')}{':' * bool(self.held)}"]
         lines += [f"  {held}" for held in self.held]
+        lines += self.running
         ranks_by_status: dict[str, list[int]] = {}
         for rank, status in self.others.items():
             ranks_by_status.setdefault(status, []).append(rank)
@@ -114,39 +119,57 @@ def held(cache: GroupCache) -> tuple[Held, ...]:
 
 
 def report(cache: GroupCache) -> Report:
-    """The groups of this rank, and the last status of the others. The store has a second to answer."""
+    """The groups of this rank, its running collectives, and the last status of the others.
+
+    The store has a second to answer.
+    """
+    statuses: dict[int, RankStatus] = {}
     others: dict[int, str] = {}
+    running: tuple[RunningCollective, ...] = ()
     trouble = ""
     if cache.ended is not None:
         trouble = f"not available: the mesh {cache.ended}"
     elif not cache.is_fake():
-        trouble = _read_others(cache, others)
-    return Report(cache.call, cache.rank, held(cache), others, trouble)
+        running = cache.registry.flight_recorder.running()
+        trouble = _read_statuses(cache, statuses, others)
+    lines = tuple(_describe_running(cache, each, statuses) for each in running)
+    return Report(cache.call, cache.rank, held(cache), others, trouble, lines)
 
 
-def _read_others(cache: GroupCache, others: dict[int, str]) -> str:
+def _read_statuses(cache: GroupCache, statuses: dict[int, RankStatus], others: dict[int, str]) -> str:
     """Fill in the statuses of the other ranks; return the reason for missing ones."""
     ranks = [rank for rank in cache.layout.ranks() if rank != cache.rank]
-    try:
-        read = cache.heartbeat_thread().run(_read_statuses(ranks, others), timing.TIMING.report_answer)
-    except WorldError as error:
-        return str(error)
-    return f"and {len(ranks) - read} more ranks, too many to read in a second" if read < len(ranks) else ""
+    deadline = time.monotonic() + timing.TIMING.report_answer
+    for start in range(0, len(ranks), timing.LIMITS.statuses):
+        some, left = ranks[start : start + timing.LIMITS.statuses], deadline - time.monotonic()
+        if start and left < 0.2:
+            return f"and {len(ranks) - start} more ranks, too many to read in a second"
+        try:
+            texts = cache.heartbeat_thread().run(*(Read(status_key(rank)) for rank in some), seconds=left)
+        except WorldError as error:
+            return str(error)
+        for rank, text in zip(some, texts):
+            status = RankStatus.unpack(rank, text)
+            if status is not None:
+                statuses[rank] = status
+            if text is not None:
+                others[rank] = str(status) if status else foreign_value(status_key(rank), text)
+    return ""
 
 
-def _read_statuses(ranks: Sequence[int], others: dict[int, str]) -> StoreProtocol[int]:
-    """Read as many statuses as the timeout allows; return their number."""
-    deadline = time.monotonic() + 0.8 * timing.TIMING.report_answer
-    for i, rank in enumerate(ranks):
-        if i % timing.LIMITS.statuses == timing.LIMITS.statuses - 1:
-            yield Pause(0.001)  # other jobs of the store thread run meanwhile
-            if time.monotonic() > deadline:
-                return i
-        text = yield Read(status_key(rank))
-        last = RankStatus.unpack(rank, text)
-        if text is not None:
-            others[rank] = str(last) if last else foreign_value(status_key(rank), text)
-    return len(ranks)
+def _describe_running(cache: GroupCache, mine: RunningCollective, statuses: Mapping[int, RankStatus]) -> str:
+    """A collective that this rank is in, with the members that have entered it according to their last status."""
+    members = next((record.ranks for record, _, _ in cache.records() if record.name == mine.name), ())
+    entered = [cache.rank] * (cache.rank in members)
+    entered += [
+        rank
+        for rank, status in sorted(statuses.items())
+        if any(each.name == mine.name and each.number >= mine.number for each in status.running)
+    ]
+    absent = [rank for rank in members if rank not in entered]
+    also = f"; entered by {name_ranks(entered)}" if entered else ""
+    missing = f"; {name_ranks(absent)} did not report it" if absent else ""
+    return f"this rank is {mine}{also}{missing}"
 
 
 def stats(cache: GroupCache) -> Stats:
@@ -155,7 +178,7 @@ def stats(cache: GroupCache) -> Stats:
     stores = [store for record, _, _ in records for store in record.stores.values()]
     return Stats(
         len(records),
-        cache.count(),
+        count_groups(),
         sum(store.operations for store in stores) + cache.operations,
         cache.creation_seconds,
         sum(store.waited for store in stores),

@@ -7,7 +7,6 @@ the store of ``rendezvous/polling_store.py``.
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +17,10 @@ import torch.distributed as dist
 
 from pgmesh import torch_private
 from pgmesh.groups.backends import _DIRECT, backends_of
+from pgmesh.groups.connections import Endpoints, endpoints_of
 from pgmesh.options import GroupOptions
 from pgmesh.rendezvous.polling_store import PollingStore
-from pgmesh.rendezvous.protocol import Fingerprint
+from pgmesh.rendezvous.records import Fingerprint
 
 
 @dataclass(eq=False)
@@ -28,22 +28,30 @@ class GroupRecord:
     """A group and the data needed to end it.
 
     Args:
-        label: the group in messages, such as "group dp, tp of mesh 'actor'".
+        group_label: the group in messages, such as "group dp, tp".
+        mesh_label: its mesh in messages, such as "mesh 'actor'".
         call_site: the line of code that asked for it.
+        path: the part of its name after the name of its mesh; "" if there are no other members.
         stores: the store that each backend reads through.
-        keys: store keys that were written for the group.
         created_by: "torch" for a group of ``new_group``, "caller" for an adopted one.
+        ranks: its members in group order.
         fingerprint: the group's fingerprint on this rank; None if there are no other members.
     """
 
     group: dist.ProcessGroup
-    label: str
+    group_label: str
+    mesh_label: str
     call_site: str
+    path: str = ""
     stores: Mapping[str, PollingStore] = field(default_factory=dict)
-    keys: list[str] = field(default_factory=list)
     created_by: Literal["pgmesh", "torch", "caller"] = "pgmesh"
     ranks: tuple[int, ...] = ()
     fingerprint: Fingerprint | None = None
+
+    @property
+    def label(self) -> str:
+        """The group in messages, such as "group dp, tp of mesh 'actor'"."""
+        return f"{self.group_label} of {self.mesh_label}"
 
     @property
     def name(self) -> str:
@@ -55,11 +63,13 @@ class GroupRecord:
         """The store of the Gloo backend, if there is one."""
         return self.stores.get("gloo")
 
-    def cancel_waits(self) -> list[str]:
+    def endpoints(self) -> Endpoints:
+        """The listeners of the group's Gloo backend."""
+        return endpoints_of(self.gloo)
+
+    def cancel_waits(self, reason: str) -> list[str]:
         """Cancel pending waits; return the store keys to delete."""
-        for store in self.stores.values():
-            store.close()
-        return [*self.keys, *itertools.chain.from_iterable(store.written for store in self.stores.values())]
+        return [key for store in self.stores.values() for key in store.close(f"{self.label} {reason}")]
 
 
 class _GroupRanks(Mapping[int, int]):
@@ -106,7 +116,7 @@ def build(
     slots = []
     for device, variant, backend in backends.slots:
         if backend not in built:
-            inner = dist.PrefixStore(f"{name}/{device.type}", stores[backend])
+            inner = dist.PrefixStore(device.type, stores[backend])
             built[backend] = _DIRECT[backend](inner, rank, size, name, options, ranks)
         slots.append((device, variant, built[backend]))
     prefixed = dist.PrefixStore(f"{name}/", store)
@@ -128,5 +138,5 @@ def set_timeout(record: GroupRecord, timeout: timedelta) -> None:
             store.limit = timeout
 
 
-gloo_stores: weakref.WeakKeyDictionary[Any, PollingStore | None] = weakref.WeakKeyDictionary()
-"""The groups that pgmesh created, each with the store of its Gloo backend."""
+gloo_stores: weakref.WeakKeyDictionary[Any, PollingStore] = weakref.WeakKeyDictionary()
+"""The groups that pgmesh created over Gloo, each with the store of that backend."""

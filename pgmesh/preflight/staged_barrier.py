@@ -17,23 +17,10 @@ from pgmesh.groups.cache import GroupCache
 from pgmesh.groups.world import world_rank_and_size
 from pgmesh.layout import Layout
 from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.polling_store import drive
-from pgmesh.rendezvous.protocol import (
-    ERRORS,
-    Add,
-    CompareSet,
-    ConnectAttempt,
-    Decision,
-    Fingerprint,
-    Heartbeats,
-    Participant,
-    Pause,
-    RankStatus,
-    Read,
-    Ready,
-    Step,
-    status_key,
-)
+from pgmesh.rendezvous.client import CallClient
+from pgmesh.rendezvous.operations import Add, CompareSet, Operation, Read
+from pgmesh.rendezvous.protocol import ConnectAttempt, Participant
+from pgmesh.rendezvous.records import Decision, Fingerprint, Heartbeats, RankStatus, status_key
 from pgmesh.rendezvous.store_thread import process_label
 
 REPORT_MARGIN = 3.0
@@ -54,10 +41,10 @@ class StagedBarrier:
         self.subject, self.seconds, self.hint = subject, seconds, hint
         self.cache = GroupCache(f"all ranks of {subject}", Layout(self.size), subject)
         self.store_thread = self.cache.heartbeat_thread()
+        self._prefix = self.cache.identity.group_name("barrier")
         self._stages = itertools.count()
         self._stage = ""
         self._attempt: ConnectAttempt | None = None
-        self._start = time.monotonic()
 
     def stage(
         self,
@@ -78,7 +65,8 @@ class StagedBarrier:
         all_fields = {**(fields or {}), "size of the world": self.size}
         fingerprint = Fingerprint(self.rank, all_fields, subject or self.subject, hint or self.hint)
         self._stage = f"{self.subject}, {activity}"
-        self._attempt = ConnectAttempt(f"{self.cache.key}/stage{number}.0", range(self.size), fingerprint)
+        key = f"{self._prefix}/stage{number}"
+        self._attempt = ConnectAttempt(key, range(self.size), fingerprint, self._stage, self.subject)
         self.store_thread.set_status(self._stage)
 
     def wait(self) -> None:
@@ -90,7 +78,17 @@ class StagedBarrier:
             WorldError: the store does not answer.
         """
         attempt = self._open()
-        drive(self._participant(attempt).connect(), self._perform)
+        Participant(
+            self.rank,
+            [attempt],
+            CallClient(self.store_thread, self.seconds),
+            call_site=self._stage,
+            process=process_label(),
+            deadline=self.seconds,
+            lost_after=self.store_thread.lost_after,
+            skip_decided=False,
+            pace=self.store_thread.pace,
+        ).connect()
         error = attempt.decision.error() if attempt.decision is not None else None
         if error is not None:
             raise error
@@ -102,11 +100,10 @@ class StagedBarrier:
             WorldError: the store does not answer.
         """
         attempt = self._open()
-        kind = next(
-            (kind for kind, named in ERRORS.items() if named is not None and isinstance(error, named)), "missing"
-        )
-        drive(attempt.decide(Decision(kind, str(error))), self._perform)
-        return (attempt.decision.error() if attempt.decision is not None else None) or error
+        decision = Decision.of(error, str(error))
+        text = self.ask(CompareSet(attempt.decision_key, decision.pack()))
+        attempt.decision = Decision.unpack(attempt.decision_key, text)
+        return attempt.decision.error() or error
 
     def find_cause(self, ranks: Sequence[int], activity: str) -> PgmeshError | None:
         """Return the error that explains a failed stage: that of another rank, or the loss of one of these ranks.
@@ -135,11 +132,11 @@ class StagedBarrier:
 
     def publish(self, key: str, value: str) -> None:
         """Publish a text for the other ranks. It never changes."""
-        self.ask(CompareSet(f"{self.cache.key}/{key}", value))
+        self.ask(CompareSet(f"{self._prefix}/{key}", value))
 
     def read(self, key: str) -> str | None:
         """Read a text that a rank has published; None if there is none."""
-        text: bytes | None = self.ask(Read(f"{self.cache.key}/{key}"))
+        text: bytes | None = self.ask(Read(f"{self._prefix}/{key}"))
         return None if text is None else text.decode(errors="replace")
 
     def leave(self, seconds: float) -> bool:
@@ -163,40 +160,17 @@ class StagedBarrier:
         else:
             while not (reported := self.read("reported") is not None) and time.monotonic() < deadline:
                 time.sleep(timing.TIMING.longest_pause)
-            self.ask(Add(f"{self.cache.key}/left"))
+            self.ask(Add(f"{self._prefix}/left"))
         self.store_thread.set_status("")
         self.cache.close()
         return reported
 
-    def ask(self, step: Step) -> Any:
+    def ask(self, operation: Operation) -> Any:
         """Perform one store operation with a timeout."""
-        return self.store_thread.ask(step, timing.TIMING.late_answer)
+        return self.store_thread.run(operation, seconds=timing.TIMING.late_answer)[0]
 
     def _open(self) -> ConnectAttempt:
         if self._attempt is None:
             self.stage("at the start")
         assert self._attempt is not None
         return self._attempt
-
-    def _participant(self, attempt: ConnectAttempt) -> Participant:
-        self._start = time.monotonic()
-        return Participant(
-            self.rank,
-            [attempt],
-            number=0,
-            call_site=self._stage,
-            process=process_label(),
-            deadline=self.seconds,
-            lost_after=self.store_thread.lost_after,
-            pace=self.store_thread.pace,
-            single_threaded=False,
-        )
-
-    def _perform(self, step: Step) -> Any:
-        if isinstance(step, Pause):
-            time.sleep(step.seconds)
-            return time.monotonic() - self._start
-        if isinstance(step, Ready):
-            return None
-        left = self.seconds - (time.monotonic() - self._start)
-        return self.store_thread.ask(step, max(left, 0.0) + timing.TIMING.late_answer)

@@ -1,16 +1,15 @@
 """The background thread that performs this process's operations on the world's store, and its heartbeat.
 
-torch's own store client waits without a timeout, holds a lock and ignores Ctrl-C meanwhile. So only this thread uses
-the client, and callers wait for its answers in Python with a timeout. The thread publishes this process's status and,
-once connected, a heartbeat at regular intervals. It then uses a connection of its own, so that no wait inside torch
-can delay a heartbeat.
+torch's store client waits without a timeout, holds a lock and ignores Ctrl-C meanwhile. So only this thread uses a
+client. A caller hands it a batch of operations, and waits for the answers in Python with a timeout.
+
+When a mesh connects, and at the latest one heartbeat after the first operation, the thread opens a connection of its
+own, so that no wait inside torch delays a heartbeat. A connection that breaks is opened again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import heapq
-import itertools
 import math
 import os
 import secrets
@@ -18,135 +17,78 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Collection
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
 from pgmesh.errors import PgmeshError, WorldError
 from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.polling_store import ABSENT, once, perform, underlying
-from pgmesh.rendezvous.protocol import (
-    UNRELIABLE,
-    Delete,
-    Pause,
-    PendingConnect,
-    RankStatus,
-    SetStatus,
-    Step,
-    StoreProtocol,
-    status_key,
-)
-
-T = TypeVar("T")
+from pgmesh.rendezvous.operations import Delete, Operation, Raw, can_be_repeated, perform, underlying
+from pgmesh.rendezvous.records import PendingConnect, RankStatus, RunningCollective, status_key
+from pgmesh.rendezvous.world_name import REPLACED, current_world, enter_world, leave_world, left_worlds
 
 _AFTER_FAILURE = "Connected groups continue to work. No group can be connected without the store."
 
 _WORLD_LEFT = "this process has left it"
 
-WORLD_KEY = "pgmesh.world"
-"""The key that holds the name of the world on this store. All other keys of that world begin with its name."""
 
-REPLACED = "+"
-"""Last character of the name of a world that replaced another on the same store before all its ranks had left."""
-
-OVER = "over"
-"""Value of ``WORLD_KEY`` while the last rank of a world is about to delete it. No rank sets a name meanwhile."""
-
-left_worlds: set[str] = set()
-"""The names of the worlds that this process has left."""
+_TOKEN = secrets.token_hex(4)  # process numbers repeat, for example in containers
 
 
 def process_label() -> str:
     """Description of this process. It reveals two processes that have the same rank."""
-    return f"process {os.getpid()} on {socket.gethostname()}"
+    return f"process {os.getpid()} on {socket.gethostname()} ({_TOKEN})"
 
 
-def enter_world(store: Any, left_worlds: Collection[str]) -> str:
-    """Return the unique name of the world on a store. The first rank that calls sets it.
-
-    On an unused store, all ranks get the same name. On a used store, ranks that left the same worlds get the same
-    name, and so do all ranks once all have left.
-
-    Args:
-        store: the world's store, with the prefix of the world.
-        left_worlds: the names of the worlds that this process has left.
-    """
-    new, deadline = secrets.token_hex(4), time.monotonic() + timing.TIMING.world_end
-    while True:
-        name = store.compare_set(WORLD_KEY, "", new).decode()
-        if name == OVER and time.monotonic() < deadline:
-            time.sleep(0.005)  # until the last rank of that world has deleted the key
-        elif name == OVER or name in left_worlds:
-            if store.compare_set(WORLD_KEY, name, new + REPLACED).decode() == new + REPLACED:
-                name = new + REPLACED
-                break  # otherwise another rank was faster, or the key was deleted: read again
-        else:
-            break
-    store.add(f"{WORLD_KEY}.{name}.entered", 1)
-    return str(name)
+def process_key(rank: int) -> str:
+    """The store key of the description of the process that has this rank."""
+    return f"pgmesh/process/{rank}"
 
 
-def leave_world(store: Any, name: str) -> bool:
-    """Leave a world. The last rank to leave deletes the world's name and gets True."""
-    entered, left = f"{WORLD_KEY}.{name}.entered", f"{WORLD_KEY}.{name}.left"
-    count = str(store.add(left, 1))
-    if store.compare_set(entered, ABSENT, ABSENT).decode() != count:  # a read; add(entered, 0) would create it
-        return False
-    for key in (entered, left):
-        store.delete_key(key)
-    if store.compare_set(WORLD_KEY, name, OVER).decode() == OVER:
-        store.delete_key(WORLD_KEY)
-    return True
+class _Batch:
+    """Operations of one caller, and their answers or the error that ended them."""
 
+    __slots__ = ("answers", "cancelled", "done", "error", "operations")
 
-class _ReadName(NamedTuple):
-    """Read the name of the world that is on the store now."""
-
-
-class _Job:
-    """A protocol that a caller wants to have run, and its result."""
-
-    __slots__ = ("answer", "cancelled", "done", "error", "running", "steps")
-
-    def __init__(self, steps: StoreProtocol[Any]) -> None:
-        self.steps = steps
-        self.answer: Any = None
+    def __init__(self, operations: Sequence[Operation]) -> None:
+        self.operations = operations
+        self.answers: list[Any] = []
         self.error: BaseException | None = None
         self.cancelled = False
-        self.running = False  # whether the thread is inside the protocol's code
-        self.done = threading.Lock()  # held until the job is done
+        self.done = threading.Lock()  # held until the batch is done
         self.done.acquire()
 
 
-class _JobQueue:
-    """A queue of jobs with a timeout. None is the last item.
+class _Queue:
+    """A queue of batches. None is the last item.
 
     Up to Python 3.12, ``SimpleQueue.get`` may wait forever if its timeout has expired before it begins to wait.
     """
 
     def __init__(self) -> None:
-        self._jobs: deque[_Job | None] = deque()
-        self._signal = threading.Lock()  # released when there is a job
+        self._batches: deque[_Batch | None] = deque()
+        self._signal = threading.Lock()  # released when there is a batch
         self._signal.acquire()
 
-    def put(self, job: _Job | None) -> None:
-        self._jobs.append(job)
+    def put(self, batch: _Batch | None) -> None:
+        self._batches.append(batch)
         with contextlib.suppress(RuntimeError):  # already released
             self._signal.release()
 
     def wait(self, seconds: float) -> None:
-        """Wait for a job with a timeout. The queue may still be empty afterwards."""
-        if not self._jobs:
-            self._signal.acquire(timeout=min(seconds, threading.TIMEOUT_MAX))
+        """Wait for a batch with a timeout. The queue may still be empty afterwards."""
+        if not self._batches:
+            self._signal.acquire(timeout=min(max(seconds, 0.0), threading.TIMEOUT_MAX))
 
-    def take(self) -> _Job | None:
-        """Remove and return the oldest job.
+    def take(self) -> _Batch | None:
+        """Remove and return the oldest batch.
 
         Raises:
             IndexError: the queue is empty.
         """
-        return self._jobs.popleft()
+        return self._batches.popleft()
 
 
 class StoreThread:
@@ -157,27 +99,33 @@ class StoreThread:
         address: the store's host and port, for messages.
         rank: this process's rank in the world.
         world_size: the number of ranks.
+        running: returns the collectives that this process is in, for its status.
         left: the names of the worlds that this process has left. This one is added at ``stop``.
     """
 
-    def __init__(self, store: Any, address: str, rank: int, world_size: int, left: set[str] | None = None) -> None:
+    def __init__(
+        self,
+        store: Any,
+        address: str,
+        rank: int,
+        world_size: int,
+        running: Callable[[], tuple[RunningCollective, ...]] = tuple,
+        left: set[str] | None = None,
+    ) -> None:
         self._shared, self._address, self._rank, self._world_size = store, address, rank, world_size
-        self._left_worlds = left_worlds if left is None else left
+        self._running, self._left_worlds = running, left_worlds if left is None else left
         self.pace = max(1.0, world_size / timing.LIMITS.full_rate_ranks)
         self.period = timing.TIMING.heartbeat * self.pace
-        self._jobs = _JobQueue()
-        self._paused_jobs: list[tuple[float, int, _Job]] = []  # a heap by due time
-        self._count = itertools.count()
+        self._queue = _Queue()
         self._heartbeat_due = math.inf
-        self._publishing, self._connection_requested, self._heartbeats = False, False, UNRELIABLE
-        self._activity = ""
+        self._heartbeats = 0
+        self._activity = self._reason = ""
         self._pending: dict[int, tuple[PendingConnect, ...]] = {}  # by thread
-        self._store: Any = None  # the shared store or the own connection, with this world's prefix
-        self._own_connection: Any = None  # set by another thread until ``_store`` takes it over
-        self.steady_heartbeats = False  # no wait inside torch can delay a heartbeat any more
+        self._store: Any = None  # with this world's prefix; None before the first operation and after a failure
+        self._wants_own_connection = self._has_own_connection = False
         self._name = ""  # of the world
-        self._store_failure = ""  # the error of the store, once it failed
-        self._stopped = self._ended = False
+        self.replaces_process = False  # another process had this rank before; known after the first operation
+        self._ended = False
         self._process = os.getpid()  # a forked child has no such thread
         self._operation_start = math.inf  # of an operation that the store has not answered
         self._thread = threading.Thread(target=self._run, name="pgmesh-store", daemon=True)
@@ -195,18 +143,18 @@ class StoreThread:
 
     # -- called by other threads --------------------------------------------------------------------------------
 
-    def run(self, steps: StoreProtocol[T], seconds: float) -> T:
-        """Run a protocol on the store thread, and return its result or raise its error. Its pauses block no other job.
+    def run(self, *operations: Operation, seconds: float) -> list[Any]:
+        """Perform operations in this order, and return the store's answers.
 
         Raises:
-            WorldError: it has not finished after ``seconds``, or the store has failed.
+            WorldError: there are no answers after ``seconds``, or the store has failed.
         """
-        start, waited, job = time.monotonic(), 0.0, _Job(steps)
+        start, waited, batch = time.monotonic(), 0.0, _Batch(operations)
         if not self._is_running():
             raise self._store_error(_WORLD_LEFT)
         try:
-            self._jobs.put(job)
-            while not job.done.acquire(timeout=min(max(0.0, seconds - waited), timing.TIMING.thread_check)):
+            self._queue.put(batch)
+            while not batch.done.acquire(timeout=min(max(0.0, seconds - waited), timing.TIMING.thread_check)):
                 waited = time.monotonic() - start
                 if not self._is_running():
                     raise self._store_error(_WORLD_LEFT)
@@ -215,16 +163,17 @@ class StoreThread:
                         f"the store at {self._address} did not answer for {waited:.1f} s. {_AFTER_FAILURE}"
                     )
         finally:
-            job.cancelled = True  # the thread performs no more of its steps
-            while job.running and self._is_running():  # afterwards the protocol belongs to the caller
-                time.sleep(0)
-        if job.error is None:
-            result: T = job.answer
-            return result
+            batch.cancelled = True  # after a timeout or Ctrl-C, the thread performs no more of them
+        if batch.error is None:
+            return batch.answers
         try:
-            raise job.error
+            raise batch.error
         finally:
-            del job  # else the error and this frame keep each other alive
+            del batch  # else the error and this frame keep each other alive
+
+    def post(self, *operations: Operation) -> None:
+        """Perform operations later, before the thread ends. Returns at once and never raises."""
+        self._queue.put(_Batch(operations))
 
     def _is_running(self) -> bool:
         """True if the thread runs in this process.
@@ -233,197 +182,159 @@ class StoreThread:
         """
         return not self._ended and os.getpid() == self._process
 
-    def ask(self, step: Step, seconds: float) -> Any:
-        """Perform one step, and return the store's answer.
+    def start_heartbeat(self) -> None:
+        """Open a connection for this thread, and start the heartbeat of this process."""
+        if not self._wants_own_connection:
+            self._wants_own_connection = True
+            self._publish_soon()
 
-        Raises:
-            WorldError: there is no answer after ``seconds``, or the store has failed.
-        """
-        if isinstance(step, SetStatus):
-            self._pending[threading.get_ident()] = step.pending
-        return self.run(once(step), seconds)
+    def set_pending(self, pending: tuple[PendingConnect, ...]) -> None:
+        """Publish the groups that the calling thread waits for. An empty tuple goes with the next heartbeat."""
+        thread = threading.get_ident()
+        if pending != self._pending.get(thread, ()):
+            self._pending[thread] = pending
+            if pending:
+                self._publish_soon()
+            else:
+                del self._pending[thread]
+
+    def set_status(self, activity: str) -> None:
+        """Publish the activity of this process; "" for none. Returns at once."""
+        self._activity = activity
+        self._wants_own_connection = True
+        self._publish_soon()
+
+    def _publish_soon(self) -> None:
+        self._heartbeat_due = 0.0
+        self.post()
 
     def store_hint(self) -> str:
         """Return a reason why ranks may not find each other on this store, with a fix; "" for none."""
-        try:
-            name = self.run(once(cast(Step, _ReadName())), 1.0)
-        except WorldError:
-            return ""
-        if name == self._name and not name.endswith(REPLACED):
-            return ""
-        return (
-            f"\n\nThe store at {self._address} has served another world too. Ranks that were in it use other keys than "
-            "ranks that were not. Give each world a separate store or prefix:\n\n"
-            "  dist.init_process_group(..., store=dist.PrefixStore('attempt-2', store))"
-        )
-
-    def start_heartbeat(self) -> None:
-        """Start the heartbeat of this process, and open a connection for it."""
-        self._publish_soon()
-        if not self._connection_requested:
-            self._connection_requested = True
-            threading.Thread(target=self._open_connection, name="pgmesh-connection", daemon=True).start()
-
-    def _publish_soon(self) -> None:
-        if not self._publishing:
-            self._publishing = True
-            self.post(once(SetStatus(())))
-
-    def clear_status(self) -> None:
-        """Remove the pending groups of the calling thread from the status, with the next heartbeat."""
-        self._pending.pop(threading.get_ident(), None)
-
-    def set_status(self, activity: str) -> None:
-        """Publish the activity of this process; "" for none. Returns at once.
-
-        It opens no connection. A server that looks up the host name of each new client answers no other rank
-        meanwhile, and the others may be in a first collective.
-        """
-        self._activity = activity
-        self._publish_soon()
-        self.post(once(SetStatus(())))
+        with contextlib.suppress(Exception):
+            if not self._name.endswith(REPLACED) and self.run(_WORLD_NAME, seconds=1.0) == [self._name]:
+                return ""
+            return (
+                f"\n\nThe store at {self._address} has served another world too. Ranks that were in it use other keys "
+                "than ranks that were not. Give each world a separate store or prefix:\n\n"
+                "  dist.init_process_group(..., store=dist.PrefixStore('attempt-2', store))"
+            )
+        return ""
 
     def stop(self, reason: str = "") -> None:
         """Publish the reason for the end of the heartbeats, leave the world, and end the thread."""
-        self._activity, self._stopped = reason, True
-        self._jobs.put(None)
+        self._reason = reason
+        self._queue.put(None)
         self._thread.join(0.5)
         if self._name:
             self._left_worlds.add(self._name)
-
-    def post(self, steps: StoreProtocol[Any]) -> None:
-        """Run a protocol later, before the thread ends. Returns at once and never raises."""
-        self._jobs.put(_Job(steps))
 
     # -- the thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            self._serve()
+            while (batch := self._next()) is not None:
+                self._perform_batch(batch)
+                del batch  # else its error and all frames of it live until the next batch
+            self._leave()
         finally:
             self._ended = True
-            # A mesh that outlives the world would keep the connection open.
-            self._shared = self._store = self._own_connection = None
+            self._shared = self._store = None  # a mesh that outlives the world would keep the connection open
 
-    def _serve(self) -> None:
-        while (job := self._next()) is not None:
-            self._advance(job)
-            del job  # else its error and all frames of it live until the next job
-        with contextlib.suppress(Exception):
-            if self._publishing:
-                self._perform(SetStatus(()))
-            if self._name and not self._store_failure and leave_world(self._shared, self._name):
-                perform(self._store, Delete(tuple(map(status_key, range(self._world_size)))))
-        for job in [job for *_, job in self._paused_jobs]:
-            self._finish(job, error=self._store_error(_WORLD_LEFT))
-
-    def _next(self) -> _Job | None:
-        """The next job; None at the end."""
+    def _next(self) -> _Batch | None:
+        """The next batch; None at the end. Heartbeats are sent meanwhile."""
         while True:
-            now = time.monotonic()
-            if self._paused_jobs and self._paused_jobs[0][0] <= now:
-                return heapq.heappop(self._paused_jobs)[2]
-            if self._heartbeat_due <= now:
-                return _Job(once(SetStatus(())))
-            due = min(self._heartbeat_due, self._paused_jobs[0][0] if self._paused_jobs else math.inf)
+            self._publish_if_due()
             with contextlib.suppress(IndexError):
-                return self._jobs.take()
-            self._jobs.wait(due - now)
+                return self._queue.take()
+            self._queue.wait(self._heartbeat_due - time.monotonic())
 
-    def _advance(self, job: _Job) -> None:
-        """Continue a job until it pauses or is done."""
-        send, answer = job.steps.send, None
-        job.running = True
-        while not job.cancelled:
-            try:
-                step = send(answer)
-            except StopIteration as stop:
-                return self._finish(job, answer=stop.value)
-            except BaseException as error:
-                return self._finish(job, error=error)
-            job.running = False
-            if isinstance(step, Pause):
-                due = time.monotonic() + step.seconds
-                return heapq.heappush(self._paused_jobs, (due, next(self._count), job))
-            if self._heartbeat_due <= time.monotonic():  # a long job must not delay it
-                with contextlib.suppress(WorldError):
-                    self._perform(SetStatus(()))
-            try:
-                send, answer = job.steps.send, self._perform(step)
-            except Exception as error:
-                send, answer = job.steps.throw, error
-            job.running = True
-        with contextlib.suppress(Exception):
-            job.steps.close()
-        job.running = False
-        return None
-
-    def _finish(self, job: _Job, *, answer: Any = None, error: BaseException | None = None) -> None:
-        job.answer, job.error, job.running = answer, error, False
-        job.done.release()
-
-    def _perform(self, step: Step) -> Any:
-        if isinstance(step, SetStatus):
-            self._heartbeat_due = time.monotonic() + self.period
-        if self._store_failure:  # torch logs each use of a failed store at length
-            raise self._store_error(self._store_failure)
-        self._operation_start = time.monotonic()
+    def _perform_batch(self, batch: _Batch) -> None:
         try:
-            if self._own_connection is not None:
-                self._store, self._own_connection = self._prefixed(self._own_connection), None
-            self._store = self._store or self._prefixed(underlying(self._shared))
-            if isinstance(step, _ReadName):
-                return self._shared.compare_set(WORLD_KEY, ABSENT, ABSENT).decode()
-            return self._publish_status() if isinstance(step, SetStatus) else perform(self._store, step)
-        except RuntimeError as error:
-            if isinstance(error, PgmeshError):
-                raise
-            self._store_failure = str(error).splitlines()[0].rstrip(".")
-            raise self._store_error(self._store_failure) from error
-        finally:
-            self._operation_start = math.inf
-            if self._store_failure:
-                self._heartbeat_due = math.inf
+            for operation in batch.operations:
+                if batch.cancelled:
+                    break
+                batch.answers.append(self._perform(operation))
+                self._publish_if_due()  # a long batch must not delay it
+        except Exception as error:
+            batch.error = error
+        batch.done.release()
+
+    def _publish_if_due(self) -> None:
+        if self._heartbeat_due <= time.monotonic():
+            self._heartbeat_due = time.monotonic() + self.period
+            self._wants_own_connection = True
+            with contextlib.suppress(Exception):
+                self._perform(Raw("set", (status_key(self._rank), self._status().pack())))
+
+    def _status(self) -> RankStatus:
+        self._heartbeats += 1
+        pending = tuple(wait for pending in tuple(self._pending.values()) for wait in pending)
+        return RankStatus(
+            self._rank,
+            self._heartbeats,
+            self._activity,
+            pending[: timing.LIMITS.statuses],
+            self._running(),
+            self._reason,
+        )
+
+    def _leave(self) -> None:
+        """Publish the reason for the end. The last rank to leave deletes the keys of this world."""
+        with contextlib.suppress(Exception):
+            if self._wants_own_connection:
+                self._perform(Raw("set", (status_key(self._rank), self._status().pack())))
+            if self._name and self._store is not None and leave_world(self._shared, self._name):
+                ranks = range(self._world_size)
+                perform(self._store, Delete((*map(status_key, ranks), *map(process_key, ranks))))
+
+    def _perform(self, operation: Operation) -> Any:
+        """Perform an operation. If the connection has failed, perform it once more on a new one."""
+        again = can_be_repeated(operation)
+        while True:
+            self._operation_start = time.monotonic()
+            try:
+                if self._store is None or self._wants_own_connection > self._has_own_connection:
+                    self._connect()
+                return current_world(self._shared) if operation is _WORLD_NAME else perform(self._store, operation)
+            except RuntimeError as error:
+                if isinstance(error, PgmeshError):
+                    raise
+                self._store = None
+                if not again:
+                    raise self._store_error(str(error).splitlines()[0].rstrip(".")) from error
+                again = False
+            finally:
+                self._operation_start = math.inf
+
+    def _connect(self) -> None:
+        """Open the connection, and enter the world. The first operations use the connection of torch."""
+        store = underlying(self._shared)
+        if isinstance(store, dist.TCPStore) and (self._name or self._wants_own_connection):
+            if self._name and self._store is None:  # torch's client would wait long for a server that is gone
+                try:
+                    socket.create_connection((store.host, store.port), timing.TIMING.late_answer).close()
+                except OSError as error:
+                    raise self._store_error(str(error)) from error
+            seconds = timedelta(seconds=timing.TIMING.late_answer)
+            store = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=seconds)
+        is_new = not self._name
+        self._name = self._name or enter_world(self._shared, self._left_worlds)
+        prefixed = dist.PrefixStore(f"pgmesh.{self._name}", store)
+        me = process_label()
+        if is_new:
+            before = prefixed.compare_set(process_key(self._rank), "", me).decode()
+            if before != me:
+                self.replaces_process = True
+                prefixed.set(process_key(self._rank), me)
+        elif not prefixed.check([process_key(self._rank)]):
+            raise self._store_error("another store answers there now, without the keys of this world")
+        self._store, self._has_own_connection = prefixed, self._wants_own_connection
+        if self._world_size > 1:
+            self._heartbeat_due = min(self._heartbeat_due, time.monotonic() + self.period)
 
     def _store_error(self, reason: str) -> WorldError:
         return WorldError(f"the store at {self._address} failed: {reason}. {_AFTER_FAILURE}")
 
-    def _prefixed(self, store: Any) -> Any:
-        """A store with this world's prefix."""
-        self._name = self._name or enter_world(self._shared, self._left_worlds)
-        return dist.PrefixStore(f"pgmesh.{self._name}", store)
 
-    def _open_connection(self) -> None:
-        """Open a second connection to a TCPStore.
-
-        That may take seconds, since torch looks up host names. ``clone`` would hold the lock of the shared client
-        meanwhile.
-        """
-        store = underlying(self._shared)
-        if isinstance(store, dist.TCPStore):
-            with contextlib.suppress(RuntimeError):
-                connection = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
-                self._own_connection = None if self._ended else connection
-        self.steady_heartbeats = True
-
-    def _publish_status(self) -> None:
-        self._heartbeats += self.steady_heartbeats
-        pending = tuple(wait for pending in self._pending.values() for wait in pending)
-        reason = self._activity if self._stopped else ""
-        record = RankStatus(
-            self._rank,
-            self._heartbeats,
-            "" if reason else self._activity,
-            pending[: timing.LIMITS.statuses],
-            is_single_threaded(),
-            reason,
-        )
-        self._store.set(status_key(self._rank), record.pack())
-
-
-def is_single_threaded() -> bool:
-    """True if no other thread of this process can connect a group. Daemon threads are taken for helper threads."""
-    return not any(
-        thread is not threading.main_thread() and thread.is_alive() and not thread.daemon
-        for thread in threading.enumerate()
-    )
+_WORLD_NAME = Raw("the name of the world", ())
+"""Stands for reading the name of the world that is on the store now. That key lies outside the world's prefix."""

@@ -18,6 +18,8 @@ class Timing:
         first_inspection: the wait until a rank first reads the arrivals and statuses of the missing ranks. With
             ``longest_pause`` of the others, a mismatch is reported within 0.1 s.
         inspection: the interval between two such inspections.
+        stragglers: the longest wait in ``connect`` until a rank logs what it waits for. After a third of a shorter
+            deadline it does so earlier.
         longest_start_delay: the upper limit for delaying the first inspection of a rank that arrived slowly. On a slow
             store, an early inspection would make it slower.
         heartbeat: the interval of heartbeats in a world of up to ``Limits.full_rate_ranks`` ranks. In a larger world
@@ -31,7 +33,6 @@ class Timing:
         late_answer: the timeout of a store operation that begins after the deadline of ``connect``.
         interrupted_answer: the timeout for the final status message of an interrupted rank.
         shortest_answer: the shortest timeout of a store operation that begins before the deadline.
-        batch: the time after which ``connect`` ends one batch of store operations. Each batch has one timeout.
         report_answer: the timeout of ``mesh.report``.
     """
 
@@ -39,6 +40,7 @@ class Timing:
     longest_pause: float = 0.05
     first_inspection: float = 0.025
     inspection: float = 0.2
+    stragglers: float = 2.0
     longest_start_delay: float = 0.3
     heartbeat: float = 1.0
     missed_heartbeats: float = 5.0
@@ -50,7 +52,6 @@ class Timing:
     late_answer: float = 5.0
     interrupted_answer: float = 0.2
     shortest_answer: float = 0.5
-    batch: float = 0.1
     report_answer: float = 1.0
 
 
@@ -64,7 +65,7 @@ class Limits:
     Args:
         record_chars: the longest record, in characters. A longer value was not written by pgmesh.
         statuses: the number of missing ranks whose status one inspection reads, and the number of ranks that each of
-            them reports as missing. A longer circle of waiting ranks is found over several inspections.
+            them reports as missing. A longer circle of waiting ranks is not stated.
         shared_addresses: the largest group whose members publish their addresses in the arrivals. Each member
             receives all addresses with the decision.
         full_rate_ranks: the largest world in which heartbeats have the interval ``Timing.heartbeat``.

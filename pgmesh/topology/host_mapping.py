@@ -25,13 +25,14 @@ import torch.distributed as dist
 from pgmesh._util.formatting import format_ranks, name_ranks
 from pgmesh.errors import LaunchError, MissingRanksError, PlaceError
 from pgmesh.groups.backends import backends_of
-from pgmesh.groups.cache import store_thread
+from pgmesh.groups.registry import store_thread
 from pgmesh.groups.world import world_options, world_rank_and_size
 from pgmesh.launch.detect import detect_launcher
 from pgmesh.layout import Axis, Layout
 from pgmesh.options import Timeout, to_timedelta
 from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.protocol import Add, Append, Read, pack, unpack
+from pgmesh.rendezvous.operations import Add, Append, Operation, Read
+from pgmesh.rendezvous.records import pack, unpack
 from pgmesh.topology.hosts import HostLevel
 from pgmesh.topology.locality import Locality, locality_of
 
@@ -154,8 +155,8 @@ def _exchange(hosts: _WorldHosts, me: int, wanted: range | tuple[int, ...], seco
     """Publish this rank's line, then poll the store until the lines of all wanted ranks are read."""
     deadline = time.monotonic() + seconds
 
-    def ask(step: Any) -> Any:
-        return store_thread().ask(step, max(deadline - time.monotonic(), 1.0))
+    def run(*operations: Operation) -> list[Any]:
+        return store_thread().run(*operations, seconds=max(deadline - time.monotonic(), 1.0))
 
     with hosts.lock:
         if not hosts.published:
@@ -163,15 +164,14 @@ def _exchange(hosts: _WorldHosts, me: int, wanted: range | tuple[int, ...], seco
             line = pack(
                 rank=me, host=mine.host, boot=mine.boot, local=-1 if mine.local_rank is None else mine.local_rank
             )
-            ask(Append(HOSTS_KEY, f"{line}\n"))
-            ask(Add(f"{HOSTS_KEY}/count"))
+            run(Append(HOSTS_KEY, f"{line}\n"), Add(f"{HOSTS_KEY}/count"))
             hosts.published = True
     pause, seen = timing.TIMING.first_pause, 0
     while True:
-        count = int(ask(Read(f"{HOSTS_KEY}/count")) or 0)
+        count = int(run(Read(f"{HOSTS_KEY}/count"))[0] or 0)
         if count > seen and count >= len(wanted):
             seen = count
-            hosts.known |= _parse_lines(ask(Read(HOSTS_KEY)))
+            hosts.known |= _parse_lines(run(Read(HOSTS_KEY))[0])
             if all(rank in hosts.known for rank in wanted):
                 return
         left = deadline - time.monotonic()
@@ -179,7 +179,7 @@ def _exchange(hosts: _WorldHosts, me: int, wanted: range | tuple[int, ...], seco
             break
         time.sleep(min(pause, left))
         pause = min(pause * 1.5, timing.TIMING.longest_pause)
-    hosts.known |= _parse_lines(ask(Read(HOSTS_KEY)))
+    hosts.known |= _parse_lines(run(Read(HOSTS_KEY))[0])
     missing = [rank for rank in wanted if rank not in hosts.known]
     if missing:
         raise MissingRanksError(

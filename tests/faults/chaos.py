@@ -263,7 +263,6 @@ def what_stays(before: dict[str, int]) -> dict[str, tuple[int, int]]:
 
     def more() -> dict[str, tuple[int, int]]:
         gc.collect()
-        teardown.free_finished()
         now = count_resources()
         return {what: (count, now[what]) for what, count in before.items() if now[what] > count}
 

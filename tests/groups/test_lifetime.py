@@ -31,7 +31,7 @@ from pgmesh import (
     ProcessGroupMesh,
     launch,
 )
-from pgmesh.groups import building as pgmesh_groups, cache as pgmesh_family
+from pgmesh.groups import building as pgmesh_groups, registry as pgmesh_registry
 from tests.support.message_assertions import without_hostname_warnings
 from tests.support.programs import clean_env, write_script
 from tests.support.torch_tables import c10d, record_operations, table_sizes, timeout_of
@@ -369,7 +369,7 @@ def test_a_group_that_ranks_configure_differently_is_an_error_and_can_be_mended(
 
 def ours() -> int:
     """How many groups and open families this process keeps."""
-    return sum(len(family._records) + (family in family._registry.open) for family in pgmesh_family.all_caches())
+    return sum(len(family._records) + (family in family.registry.open) for family in pgmesh_registry.all_caches())
 
 
 def fail(*_: Any, **__: Any) -> None:

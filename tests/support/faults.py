@@ -18,8 +18,8 @@ import torch.distributed as dist
 from pgmesh import ProcessGroupMesh
 from pgmesh.launch import Outcome
 from pgmesh.rendezvous import store_thread, timing
-from pgmesh.rendezvous.polling_store import perform
-from pgmesh.rendezvous.protocol import RankStatus, Read, SetStatus, Step, status_key
+from pgmesh.rendezvous.operations import Operation, Read, perform
+from pgmesh.rendezvous.records import RankStatus, status_key
 from tests.support.torch_tables import pgmesh_store
 from tests.support.worlds import STARVED, check_sums, fresh_world, groups_of
 
@@ -92,8 +92,8 @@ def beat_fast() -> None:
 def connect_and_beat(mesh: ProcessGroupMesh) -> None:
     """Connect a mesh, and return once all its ranks send heartbeats."""
     mesh.connect(timeout=LONG_TIMEOUT)
-    wait_until(lambda: mesh._group_cache.heartbeat_thread().steady_heartbeats, "a connection of its own")
-    mesh._group_cache.heartbeat_thread().ask(SetStatus(()), WAIT_TIMEOUT)
+    me = dist.get_rank()
+    wait_until(lambda: (last := last_status(me)) and last.heartbeat, "a heartbeat")
     dist.barrier(mesh.group())
 
 
@@ -140,7 +140,7 @@ def die_at(folder: Path, points: Sequence[tuple[int, str]]) -> tuple[Attempt, At
     mesh = ProcessGroupMesh(3, ranks=members, name=f"actor {three}")
     asked = iter(range(1, k))
 
-    def die(store: Any, step: Step) -> Any:
+    def die(store: Any, step: Operation) -> Any:
         if next(asked, None) is None:
             set_flag(folder, f"dead {three} {k} {order}")
             kill_self()

@@ -7,7 +7,6 @@ import ctypes
 import gc
 import os
 
-from pgmesh.groups import teardown
 from tests.support.torch_tables import table_sizes
 
 CAN_COUNT = os.path.isdir("/proc/self/fd")
@@ -18,12 +17,10 @@ PF_EXITING = 4
 
 
 def count_resources() -> dict[str, int]:
-    """Numbers of descriptors, threads, unfinished collectives and entries of torch's tables."""
-    teardown.free_finished()
+    """Numbers of descriptors, threads and entries of torch's tables."""
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": count_threads(),
-        "unfinished": len(teardown._kept),
         **table_sizes(),
     }
 

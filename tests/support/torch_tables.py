@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as _c10d
 
-from pgmesh.groups import cache
+from pgmesh.groups.registry import current_registry
 from pgmesh.rendezvous import store_thread
-from pgmesh.rendezvous.polling_store import underlying
-from pgmesh.rendezvous.protocol import Read, status_key
+from pgmesh.rendezvous.operations import Read, underlying
+from pgmesh.rendezvous.records import status_key
+from pgmesh.rendezvous.world_name import WORLD_KEY
 
 c10d: Any = _c10d
 
@@ -86,11 +87,11 @@ def record_operations() -> Iterator[list[str]]:
     """Record the operations of this process on the world's store, those of the background thread included."""
     done: list[str] = []
     perform = store_thread.perform
-    cache._registry().store_thread()  # the thread keeps the store that it starts with
+    current_registry().store_thread()  # the thread keeps the store that it starts with
     store = RecordingStore(c10d._get_default_store(), done)
     with (
         mock.patch.object(c10d, "_get_default_store", return_value=store),
-        mock.patch.object(cache._registry(), "store", store),
+        mock.patch.object(current_registry(), "store", store),
         mock.patch.object(store_thread, "perform", lambda store, step: perform(RecordingStore(store, done), step)),
     ):
         yield done
@@ -99,6 +100,6 @@ def record_operations() -> Iterator[list[str]]:
 def pgmesh_store() -> dist.Store:
     """The world's store under pgmesh's prefix."""
     store = c10d._get_default_store()
-    if not store.check([store_thread.WORLD_KEY]):  # the first operation of a store thread sets it
-        cache.store_thread().ask(Read(status_key(0)), 30.0)
-    return dist.PrefixStore(f"pgmesh.{store.get(store_thread.WORLD_KEY).decode()}", underlying(store))
+    if not store.check([WORLD_KEY]):  # the first operation of a store thread sets it
+        current_registry().store_thread().run(Read(status_key(0)), seconds=30.0)
+    return dist.PrefixStore(f"pgmesh.{store.get(WORLD_KEY).decode()}", underlying(store))

@@ -139,9 +139,9 @@ def _checked(fn: Callable[..., Any], *args: Any) -> Any:
 
 def after_run() -> None:
     """Close every mesh after a successful run, so that the next run starts without any."""
-    family = sys.modules.get("pgmesh.groups.cache")
-    if family is not None:
-        family.close_all()
+    registry = sys.modules.get("pgmesh.groups.registry")
+    if registry is not None:
+        registry.close_all()
 
 
 def check_sums(groups: dict[str, tuple[dist.ProcessGroup, Sequence[int]]]) -> None:

@@ -1,0 +1,124 @@
+"""A group's first collective in ``connect``, and the reasons why it may fail."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pgmesh._util.formatting import name_ranks
+from pgmesh.errors import MismatchError, MissingRanksError, PgmeshError
+from pgmesh.groups import building, teardown
+from pgmesh.groups.world import device_of
+from pgmesh.rendezvous import timing
+from pgmesh.rendezvous.operations import CompareSet, Operation, Read
+from pgmesh.rendezvous.records import Decision, Heartbeats, RankStatus, status_key
+
+
+class FirstCollective:
+    """A group's first collective: an all-reduce of one number, which allocates memory and whose sum is checked.
+
+    Args:
+        record: the group.
+        broken_key: store key under which a member publishes that it failed.
+        rank: this rank.
+        lost_after: seconds without a new heartbeat after which a rank counts as lost.
+    """
+
+    def __init__(self, record: building.GroupRecord, broken_key: str, rank: int, lost_after: float) -> None:
+        self.record, self.broken_key = record, broken_key
+        self.error: PgmeshError | None = None
+        self.done = 0.0
+        self._published = False  # the error is in the store
+        self._others = [each for each in record.ranks[: timing.LIMITS.statuses + 1] if each != rank]
+        self._work: Any = None
+        self._failure: Exception | None = None  # raised by torch
+        self._failed_at = 0.0
+        self._heartbeats = Heartbeats(lost_after)
+
+    def start(self) -> None:
+        """Enter the collective, unless this rank has done so."""
+        if self._work is None:
+            self._ones = torch.ones(1, device=device_of(self.record.group))
+            self._work = dist.all_reduce(self._ones, group=self.record.group, async_op=True)
+
+    def is_running(self) -> bool:
+        return self._work is not None and not self.done and self.error is None
+
+    def keep_if_it_hangs(self) -> None:
+        """Keep the group alive for good if the collective does not end although its connections were shut down."""
+        end = time.monotonic() + timing.TIMING.interrupted_answer
+        while self._work is not None and not self._work.is_completed():
+            if time.monotonic() > end:
+                teardown.keep(self.record.group)
+                return
+            time.sleep(timing.TIMING.first_pause)
+
+    def poll(self) -> bool:
+        """Check for the end of the collective. True if it has just succeeded."""
+        if self._failure is not None or not self._work.is_completed():
+            return False
+        try:
+            self._work.wait()
+            total = int(self._ones.item())
+        except PgmeshError as error:
+            self.error = type(error)(str(error))
+            error.__traceback__ = None  # its frames refer to this group, and the backend keeps the error
+            return False
+        except Exception as error:
+            self._failure, self._failed_at = error.with_traceback(None), time.monotonic()
+            store = self.record.gloo
+            if store is not None and (text := teardown.describe_dead(store)):
+                self.error = MissingRanksError(text)
+            return False
+        size = self.record.group.size()
+        if total != size:
+            self.error = MismatchError(
+                f"{self.record.label} has {size} members, but the sum of one from each is {total}."
+            )
+            return False
+        self.done = time.monotonic()
+        return True
+
+    def questions(self) -> list[Operation]:
+        """Store operations whose answers ``inspect`` takes: whether a member failed, and the members' statuses."""
+        return [Read(self.broken_key), *(Read(status_key(rank)) for rank in self._others)]
+
+    def inspect(self, broken: bytes | None, *statuses: bytes | None) -> None:
+        """Fail if another member failed or is lost, or if torch reported an error a while ago and no member is lost."""
+        if broken is not None:
+            self.error, self._published = Decision.unpack(self.broken_key, broken).error(), True
+            return
+        now, lost = time.monotonic(), {}
+        for rank, text in zip(self._others, statuses):
+            status = RankStatus.unpack(rank, text)
+            if status is not None:
+                self._heartbeats.update(status, now)
+                if self._heartbeats.is_lost(status, now):
+                    lost[rank] = f"\n  {self._heartbeats.describe(status, now)}"
+        if lost:
+            self.error = MissingRanksError(
+                f"{self.record.label}: {name_ranks(lost)} arrived, and then failed in the first collective."
+                f"{''.join(lost.values())}"
+            )
+        elif self._failure is not None and now - self._failed_at >= self._heartbeats.lost_after + 1.0:
+            self.fail(f"failed: {str(self._failure).splitlines()[0]}")
+
+    def fail(self, reason: str) -> None:
+        """Set the error, unless there is one."""
+        if self.error is None:
+            members = name_ranks(self.record.ranks)
+            self.error = MissingRanksError(
+                f"{self.record.label}: its first collective {reason}. Its members are {members}."
+            )
+            self.error.__cause__ = self._failure
+
+    def publish_failure(self) -> Sequence[Operation]:
+        """Store operations that tell the other members of the error."""
+        if self.error is None or self._published:
+            return ()
+        self._published = True
+        return (CompareSet(self.broken_key, Decision.of(self.error, str(self.error)).pack()),)

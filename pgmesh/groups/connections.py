@@ -1,0 +1,89 @@
+"""The TCP connections of Gloo groups: shut them down, and find members whose process has ended.
+
+Each Gloo group of pgmesh has a device of its own, so its connections are those whose local end is the group's listener
+or whose other end is the listener of a member.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from pgmesh import torch_private
+from pgmesh.rendezvous.polling_store import PollingStore
+
+Endpoint = tuple[str, int]
+"""Host and port of a listener."""
+
+_DESCRIPTORS = "/proc/self/fd"
+
+ANSWER_SECONDS = 0.5
+"""Timeout for one connection to a member's listener."""
+
+
+class Endpoints(NamedTuple):
+    """The listeners of a Gloo group: this rank's, and by rank those of the members it knows."""
+
+    own: Endpoint | None
+    members: dict[int, Endpoint]
+
+
+def endpoints_of(store: PollingStore | None) -> Endpoints:
+    """The listeners of a group from the addresses that its members published."""
+    if store is None:
+        return Endpoints(None, {})
+    own = torch_private.gloo_endpoint(store.own_address)
+    found = {rank: torch_private.gloo_endpoint(address) for rank, address in store.member_addresses().items()}
+    return Endpoints(own, {rank: endpoint for rank, endpoint in found.items() if endpoint is not None})
+
+
+def shut_down(groups: Iterable[Endpoints]) -> int:
+    """Shut down all connections of some groups, and return their number. Data that was sent still arrives.
+
+    Blocked collectives on both ends raise an error at once. The listeners stay open: Gloo ends the process if one
+    fails. Without /proc, nothing is shut down.
+    """
+    groups = list(groups)
+    own = {group.own for group in groups if group.own is not None}
+    members = {endpoint for group in groups for endpoint in group.members.values()}
+    count = 0
+    if not own and not members:
+        return count
+    with contextlib.suppress(FileNotFoundError):
+        for number in map(int, os.listdir(_DESCRIPTORS)):
+            with contextlib.suppress(OSError):
+                if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                    continue
+                # A duplicate: another thread may close the descriptor and reuse its number meanwhile.
+                with socket.socket(fileno=os.dup(number)) as connection:
+                    if connection.family not in (socket.AF_INET, socket.AF_INET6):
+                        continue
+                    peer = connection.getpeername()[:2]  # raises for a listener
+                    if connection.getsockname()[:2] in own or peer in members:
+                        connection.shutdown(socket.SHUT_RDWR)
+                        count += 1
+    return count
+
+
+def find_dead(group: Endpoints) -> dict[int, Endpoint]:
+    """The members whose listeners refuse a connection: their processes have ended.
+
+    If this rank's own listener cannot be reached either, the addresses mean something else, and none is named.
+    """
+    if group.own is None or _refuses(group.own):
+        return {}
+    return {rank: endpoint for rank, endpoint in group.members.items() if _refuses(endpoint)}
+
+
+def _refuses(endpoint: Endpoint) -> bool:
+    try:
+        socket.create_connection(endpoint, ANSWER_SECONDS).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:  # no answer is no proof
+        return False
+    return False

@@ -1,0 +1,59 @@
+"""The collectives that this process is in, from torch's flight recorder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from pgmesh import torch_private
+from pgmesh.rendezvous.records import RunningCollective
+
+_MOST = 4
+"""The number of running collectives that a status lists."""
+
+
+class FlightRecorder:
+    """Finds the collectives that this process has entered and that are not done.
+
+    Args:
+        label_of: returns the label of a group for messages, from its name in torch.
+    """
+
+    def __init__(self, label_of: Callable[[str], str]) -> None:
+        self._label_of = label_of
+        self._before: dict[str, str] = {}  # the last completed collective of each busy group
+
+    def stuck(self) -> tuple[RunningCollective, ...]:
+        """The collectives of the groups that have completed nothing since the last call."""
+        busy = _busy_groups()
+        stuck = {number for number, completed in busy.items() if self._before.get(number) == completed}
+        self._before = busy
+        return self._running(stuck) if stuck else ()
+
+    def running(self) -> tuple[RunningCollective, ...]:
+        """All running collectives, the first one of each group."""
+        return self._running({*_busy_groups()})
+
+    def _running(self, groups: set[str]) -> tuple[RunningCollective, ...]:
+        found: dict[str, RunningCollective] = {}
+        for entry in torch_private.flight_record(entries=True).get("entries", ()) if groups else ():
+            if str(entry["pg_id"]) in groups and not entry["retired"] and not entry["is_p2p"]:
+                found.setdefault(str(entry["pg_id"]), self._describe(entry))
+        return tuple(found.values())[:_MOST]
+
+    def _describe(self, entry: dict[str, Any]) -> RunningCollective:
+        name = str(entry["process_group"][0])
+        operation = str(entry["profiling_name"]).rpartition(":")[2]
+        seconds = int(time.time() - entry["time_created_ns"] / 1e9)
+        return RunningCollective(name, self._label_of(name), operation, int(entry["collective_seq_id"]), seconds)
+
+
+def _busy_groups() -> dict[str, str]:
+    """The last completed collective of each group that has entered a later one, by torch's number of the group."""
+    status = torch_private.flight_record(entries=False).get("pg_status", {})
+    return {
+        str(number): str(group["last_completed_collective"])
+        for number, group in status.items()
+        if int(group["last_enqueued_collective"]) > int(group["last_completed_collective"])
+    }

@@ -1,0 +1,110 @@
+"""The names of groups: pure functions of what a group is, the same on all its members.
+
+A group's name depends on its mesh, its ordered ranks, its tag, the options that were asked for in the call, and the
+number of its releases. It never depends on the number of groups that a process has created.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from array import array
+from typing import Any
+
+from pgmesh._util.formatting import as_range, format_ranks
+from pgmesh.options import GroupOptions
+
+
+class GroupKey:
+    """Key of a group in the cache. It is hashed once, since a group may have many ranks."""
+
+    __slots__ = ("_hash", "options", "ranks", "tag")
+
+    def __init__(self, ranks: tuple[int, ...], options: GroupOptions, tag: str) -> None:
+        self.ranks, self.options, self.tag = ranks, options, tag
+        self._hash = hash((ranks, options, tag))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, GroupKey) and (self.tag, self.ranks, self.options) == (
+            other.tag,
+            other.ranks,
+            other.options,
+        )
+
+
+class Generations:
+    """Counts of the groups that ended: a part of each group's name, so that no name is used again.
+
+    ``release`` ends all groups of some ranks, and torch's ``destroy_process_group`` one of them.
+    """
+
+    def __init__(self) -> None:
+        self._released: dict[tuple[int, ...], int] = {}
+        self._destroyed: dict[str, int] = {}  # by path before it ended
+
+    def release(self, ranks: tuple[int, ...]) -> None:
+        """Count a release of all groups of these ranks."""
+        self._released[ranks] = self._released.get(ranks, 0) + 1
+
+    def destroy(self, path: str) -> None:
+        """Count the end of one group."""
+        stem, _, destroyed = path.rpartition(".")
+        self._destroyed[stem] = int(destroyed) + 1
+
+    def releases(self, ranks: tuple[int, ...]) -> int:
+        """Number of releases of the groups of these ranks."""
+        # A lookup hashes the whole tuple of ranks, which may be long: none in an empty table.
+        return self._released.get(ranks, 0) if self._released else 0
+
+    def path(self, key: GroupKey, asked: dict[str, Any]) -> str:
+        """The part of a group's name after the name of its mesh.
+
+        Args:
+            asked: options of the call that differ from those configured. All members have to ask for the same ones.
+                Configured options are no part of the name: the members' fingerprints are compared instead.
+
+        >>> generations, key = Generations(), GroupKey((0, 1), GroupOptions(), "")
+        >>> generations.release((0, 1))
+        >>> generations.path(key, {})
+        '0-1/d2679e7ded091c43.1.0'
+        """
+        variant = _variant(key.tag, str(sorted(asked.items())))
+        stem = f"{encode_ranks(key.ranks)}/{variant}.{self.releases(key.ranks)}"
+        return f"{stem}.{self._destroyed.get(stem, 0)}"
+
+
+def asked_options(options: GroupOptions, default: GroupOptions) -> dict[str, Any]:
+    """The options that differ from the default, as JSON data."""
+    if options is default or options == default:
+        return {}
+    return {name: value for name, value in options.given.items() if default.given.get(name) != value}
+
+
+def encode_ranks(ranks: range | tuple[int, ...]) -> str:
+    """Encode ordered ranks: "0-7", "1-7:2", or a digest."""
+    straight = as_range(ranks)
+    if straight is None:
+        return _digest(array("q", ranks).tobytes())
+    return f"{straight[0]}-{straight[-1]}" + (f":{straight.step}" if straight.step != 1 and len(straight) > 1 else "")
+
+
+def encode_rank_set(ranks: range | tuple[int, ...]) -> str:
+    """Encode a set of ranks."""
+    return encode_ranks(ranks if isinstance(ranks, range) and ranks.step > 0 else tuple(sorted(ranks)))
+
+
+def describe_ranks(ranks: range | tuple[int, ...]) -> str:
+    """Ordered ranks for a fingerprint: all of them, or the first ones and a code that differs for other ranks."""
+    return format_ranks(ranks, 64) + (f" ({encode_ranks(ranks)})" if len(ranks) > 64 else "")
+
+
+@functools.lru_cache(64)
+def _variant(tag: str, asked: str) -> str:
+    return _digest(f"{tag!r} {asked}".encode())
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()

@@ -1,0 +1,186 @@
+"""The group caches of this process in each world, and their end: with the world, the process or a fork.
+
+It calls only these methods of a cache: ``forget``, ``close`` and ``end_in_child``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import os
+import threading
+import weakref
+from collections import defaultdict
+from typing import Any
+
+import torch.distributed as dist
+
+from pgmesh import torch_private
+from pgmesh.errors import LifetimeError
+from pgmesh.groups import building, teardown
+from pgmesh.groups.flight_recorder import FlightRecorder
+from pgmesh.groups.world import store_address, world_options, world_rank_and_size, world_store
+from pgmesh.rendezvous.operations import Delete
+from pgmesh.rendezvous.store_thread import StoreThread
+
+log = logging.getLogger("pgmesh")
+
+GROUPS_BEFORE_WARNING = 100
+"""Number of groups above which a process logs a warning, once."""
+
+
+class Registry:
+    """The caches of this process in one world: their count by name, and those that hold groups."""
+
+    def __init__(self) -> None:
+        self.store: Any = world_store()
+        self.options = world_options()
+        self.numbers: defaultdict[str, int] = defaultdict(int)  # of meshes created, by key prefix
+        self.caches: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.open: set[Any] = set()  # caches that hold groups; kept alive
+        self.flight_recorder = FlightRecorder(self._label_of)
+        self.forked = False  # this process is a forked child, and its parent is in the world
+        self._thread: StoreThread | None = None  # started by the first store operation
+        self._warned = False  # about too many groups
+        self.world_keys: set[str] = set()  # store keys that stay until this process leaves the world
+
+    def store_thread(self) -> StoreThread:
+        """The store thread of this process. The first call starts it."""
+        with registering:
+            if self.forked:
+                raise LifetimeError(
+                    "this process was forked from a rank and shares its sockets, so it cannot use the store."
+                )
+            if self._thread is None:
+                rank, size = world_rank_and_size()
+                self._thread = StoreThread(self.store, store_address(), rank, size, self.flight_recorder.stuck)
+            return self._thread
+
+    def heartbeat_thread(self) -> StoreThread:
+        """The store thread of this process, with its heartbeat started."""
+        thread = self.store_thread()
+        thread.start_heartbeat()
+        return thread
+
+    def warn_of_many_groups(self) -> None:
+        """Log once that this process holds too many groups, if it does."""
+        if not self._warned and building.count_groups() > GROUPS_BEFORE_WARNING:
+            self._warned = True
+            log.warning(
+                "this process holds %d groups, each with its own memory, threads and sockets. Release groups that are "
+                "no longer used, or share meshes. (pgmesh.groups.registry.GROUPS_BEFORE_WARNING is %d.)",
+                building.count_groups(),
+                GROUPS_BEFORE_WARNING,
+            )
+
+    def living(self) -> list[Any]:
+        """The caches that are not closed."""
+        return [cache for cache in self.caches if cache.ended is None]
+
+    def _label_of(self, name: str) -> str:
+        """The label of a group from its name in torch."""
+        records = (record for cache in tuple(self.caches) for record, _, _ in cache.records())
+        return next((record.label for record in records if record.name == name), f"group {name or 'WORLD'}")
+
+    def leave(self, reason: str) -> None:
+        """Leave the world: publish the reason, and end the store thread."""
+        if self._thread is not None:
+            if self.world_keys:
+                self._thread.post(Delete(tuple(self.world_keys)))
+            self._thread.stop(reason)
+        self.store = None  # else a mesh that outlives the world keeps the connection open
+
+    def fork(self) -> None:
+        """Mark this process as a forked child."""
+        self.forked, self._thread = True, None
+
+
+_registries: weakref.WeakKeyDictionary[Any, Registry] = weakref.WeakKeyDictionary()
+serials = itertools.count()  # order of creation of the caches
+registering = threading.RLock()  # guards the registries; never held while waiting for a cache's lock
+
+
+def current_registry() -> Registry:
+    """The registry of the current world."""
+    world: Any = dist.group.WORLD
+    registry = _registries.get(world)
+    if registry is None:
+        with registering:
+            registry = _registries.setdefault(world, Registry())
+    return registry
+
+
+def store_thread() -> StoreThread:
+    """The store thread of this process."""
+    return current_registry().store_thread()
+
+
+def living() -> dict[str, Any]:
+    """The open caches of this world in the order of creation.
+
+    The keys are names; for unnamed meshes the call, with a number if the same call created several.
+    """
+    if not dist.is_initialized():
+        return {}
+    with registering:
+        caches = sorted(current_registry().living(), key=lambda cache: cache.serial)
+    names, found = {cache.name for cache in caches}, dict[str, Any]()
+    for cache in caches:
+        calls = (cache.call + f" ({number})" * (number > 1) for number in itertools.count(1))
+        key = cache.name or next(call for call in calls if call not in found and call not in names)
+        found[key] = cache
+    return found
+
+
+# -- the end ------------------------------------------------------------------------------------------------------
+
+
+def all_caches() -> list[Any]:
+    """The caches of all worlds of this process, closed ones too."""
+    with registering:
+        return [cache for registry in list(_registries.values()) for cache in registry.caches]
+
+
+def close_all() -> None:
+    """Close all meshes of this process."""
+    for cache in all_caches():
+        cache.close()
+
+
+def _forget(group: Any) -> None:
+    for cache in all_caches():
+        cache.forget(group)
+
+
+def _end_world(reason: str) -> None:
+    for cache in all_caches():
+        cache.close(f"ended when {reason}.")
+    for registry in list(_registries.values()):
+        registry.leave("has left the world")
+
+
+def _at_exit() -> None:
+    """Destroy all groups while Python still runs. Their threads would outlive it."""
+    for registry in list(_registries.values()):
+        registry.leave("its process has exited")
+    for cache in all_caches():
+        cache.close("ended with its process.", at_exit=True)
+
+
+def _in_child() -> None:
+    """Invalidate all groups in a forked child: their threads do not exist there."""
+    global registering
+    registering = threading.RLock()  # a thread of the parent may hold the old one
+    teardown.keep_all_groups()
+    if dist.is_initialized():
+        current_registry().fork()
+    for cache in all_caches():
+        cache.end_in_child("was created before this process was forked.")
+
+
+atexit.register(_at_exit)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
+torch_private.on_destroy.append(_forget)
+torch_private.on_world_end.append(_end_world)

@@ -1,0 +1,74 @@
+"""The store and the clock as one call of ``connect`` sees them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from pgmesh.rendezvous import timing
+from pgmesh.rendezvous.operations import Operation, Raw
+from pgmesh.rendezvous.records import PendingConnect
+from pgmesh.rendezvous.store_thread import StoreThread
+
+
+class Client(Protocol):
+    """The store and the clock of one call."""
+
+    def run(self, *operations: Operation) -> list[Any]:
+        """Perform operations on the store in this order, and return its answers."""
+
+    def now(self) -> float:
+        """Seconds since the start of the call."""
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+
+    def set_pending(self, pending: tuple[PendingConnect, ...]) -> None:
+        """Publish the groups that this rank waits for."""
+
+
+class CallClient:
+    """The store and the clock of one call of ``connect``. Its timeouts end with the deadline of the call.
+
+    Args:
+        thread: the store thread.
+        seconds: the deadline, from now on.
+        between: called in each pause.
+    """
+
+    def __init__(self, thread: StoreThread, seconds: float, between: Callable[[], None] = lambda: None) -> None:
+        self.thread, self.between = thread, between
+        self.start = time.monotonic()
+        self.deadline = self.start + seconds
+        self.operations = 0
+        self.interrupted = False  # an error or interrupt ends this call
+
+    def run(self, *operations: Operation) -> list[Any]:
+        """Perform operations on the store in this order, and return its answers."""
+        self.operations += sum(not isinstance(each, Raw) for each in operations)  # raw ones are the backend's
+        try:
+            return self.thread.run(*operations, seconds=self.timeout())
+        except BaseException:
+            self.interrupted = True
+            raise
+
+    def timeout(self) -> float:
+        """Timeout of the next store operations, in seconds."""
+        if self.interrupted:
+            return timing.TIMING.interrupted_answer
+        left = self.deadline - time.monotonic()
+        return timing.TIMING.late_answer if left <= 0 else max(left, timing.TIMING.shortest_answer)
+
+    def now(self) -> float:
+        """Seconds since the start of the call."""
+        return time.monotonic() - self.start
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+        self.between()
+        time.sleep(seconds)
+
+    def set_pending(self, pending: tuple[PendingConnect, ...]) -> None:
+        """Publish the groups that this rank waits for."""
+        self.thread.set_pending(pending)

@@ -1,0 +1,83 @@
+"""The operations on the world's store, as data that one thread performs and a model of the store can perform too."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Union
+
+import torch.distributed as dist
+
+ABSENT = "?"
+"""Marker for a missing key. ``compare_set(key, ABSENT, ABSENT)`` returns it, or the value of the key."""
+
+
+class Append(NamedTuple):
+    """Append to the value of a key."""
+
+    key: str
+    value: str
+
+
+class Add(NamedTuple):
+    """Add 1 to a counter. The answer is its new value."""
+
+    key: str
+
+
+class Read(NamedTuple):
+    """Read a key. The answer is its value, or None."""
+
+    key: str
+
+
+class CompareSet(NamedTuple):
+    """Set a key that has no value yet. The answer is its value now."""
+
+    key: str
+    value: str
+
+
+class Delete(NamedTuple):
+    """Delete keys."""
+
+    keys: tuple[str, ...]
+
+
+class Raw(NamedTuple):
+    """An operation that a backend asks of its store."""
+
+    operation: str
+    arguments: tuple[Any, ...]
+
+
+Operation = Union[Append, Add, Read, CompareSet, Delete, Raw]
+
+
+def perform(store: Any, operation: Operation) -> Any:
+    """Perform one operation on a store of torch."""
+    if isinstance(operation, Read):
+        value = store.compare_set(operation.key, ABSENT, ABSENT)
+        return None if value == ABSENT.encode() else value
+    if isinstance(operation, CompareSet):
+        return store.compare_set(operation.key, "", operation.value)
+    if isinstance(operation, Add):
+        return store.add(operation.key, 1)
+    if isinstance(operation, Append):
+        return store.append(operation.key, operation.value)
+    if isinstance(operation, Delete):
+        return [store.delete_key(key) for key in operation.keys]
+    return getattr(store, operation.operation)(*operation.arguments)
+
+
+def can_be_repeated(operation: Operation) -> bool:
+    """True if an operation may be performed again when its answer was lost.
+
+    A repeated arrival has the same content, and a counter of arrivals that is too high makes a rank read them early.
+    """
+    return not isinstance(operation, Raw) or operation.operation in ("set", "check", "get")
+
+
+def underlying(store: Any) -> Any:
+    """The store inside any ``PrefixStore`` wrappers."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
