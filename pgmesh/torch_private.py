@@ -405,7 +405,8 @@ def invalidate(group: Any, text: str) -> None:
     """Make every later use of a group raise an error with this text."""
     destroyed[group] = text
     backend: Any = group._get_backend(group._device_types[0])
-    if isinstance(backend, _FakeBackend) or not dist.is_gloo_available():
+    gloo: Any = getattr(dist, "ProcessGroupGloo", None)
+    if isinstance(backend, _FakeBackend) or gloo is None:
         if not hasattr(_FakeBackend.Options, "error_on_collective"):
             return  # only ``torch.distributed`` raises the error
         settings = _FakeBackend.Options()
@@ -413,10 +414,10 @@ def invalidate(group: Any, text: str) -> None:
         backend = _FakeBackend._create_internal(0, 2, settings)
     else:  # it looks for the other member of two at its first use, in a store that raises
         if not _device_of_destroyed:
-            _device_of_destroyed.append(dist.ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=True))
-        settings = dist.ProcessGroupGloo._Options()
+            _device_of_destroyed.append(gloo.create_device(hostname="127.0.0.1", lazy_init=True))
+        settings = gloo._Options()
         settings._devices, settings._threads, settings._timeout = _device_of_destroyed, 1, timedelta(milliseconds=100)
-        backend = dist.ProcessGroupGloo(_RaisingStore(text), 0, 2, settings)
+        backend = gloo(_RaisingStore(text), 0, 2, settings)
     # torch ignores a second backend of the same type, so use UNDEFINED, which no group of pgmesh has.
     for device in group._device_types:
         group._register_backend(device, dist.ProcessGroup.BackendType.UNDEFINED, backend)

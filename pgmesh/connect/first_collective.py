@@ -70,8 +70,7 @@ class FirstCollective:
             return False
         except Exception as error:
             self._failure, self._failed_at = error.with_traceback(None), time.monotonic()
-            store = self.record.gloo
-            if store is not None and (text := teardown.describe_dead(store)):
+            if text := teardown.describe_dead(self.record):
                 self.error = MissingRanksError(text)
             return False
         size = self.record.group.size()

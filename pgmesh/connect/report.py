@@ -130,8 +130,8 @@ def report(cache: GroupCache) -> Report:
     if cache.ended is not None:
         trouble = f"not available: the mesh {cache.ended}"
     elif not cache.is_fake():
-        running = cache.registry.flight_recorder.running()
         trouble = _read_statuses(cache, statuses, others)
+        running = cache.registry.watch.flight_recorder.running() if cache.registry.watch else ()
     lines = tuple(_describe_running(cache, each, statuses) for each in running)
     return Report(cache.call, cache.rank, held(cache), others, trouble, lines)
 

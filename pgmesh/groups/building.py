@@ -7,6 +7,7 @@ the store of ``rendezvous/polling_store.py``.
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,27 +32,31 @@ class GroupRecord:
         group_label: the group in messages, such as "group dp, tp".
         mesh_label: its mesh in messages, such as "mesh 'actor'".
         call_site: the line of code that asked for it.
+        asked: options of that call in messages, such as " (asked for with timeout=20.0)"; "" for none.
         path: the part of its name after the name of its mesh; "" if there are no other members.
         stores: the store that each backend reads through.
         created_by: "torch" for a group of ``new_group``, "caller" for an adopted one.
         ranks: its members in group order.
         fingerprint: the group's fingerprint on this rank; None if there are no other members.
+        finding: time and text of the reason, found last, why a collective of the group does not end.
     """
 
     group: dist.ProcessGroup
     group_label: str
     mesh_label: str
     call_site: str
+    asked: str = ""
     path: str = ""
     stores: Mapping[str, PollingStore] = field(default_factory=dict)
     created_by: Literal["pgmesh", "torch", "caller"] = "pgmesh"
     ranks: tuple[int, ...] = ()
     fingerprint: Fingerprint | None = None
+    finding: tuple[float, str] = (-math.inf, "")
 
     @property
     def label(self) -> str:
         """The group in messages, such as "group dp, tp of mesh 'actor'"."""
-        return f"{self.group_label} of {self.mesh_label}"
+        return f"{self.group_label} of {self.mesh_label}{self.asked}"
 
     @property
     def name(self) -> str:
@@ -138,5 +143,15 @@ def set_timeout(record: GroupRecord, timeout: timedelta) -> None:
             store.limit = timeout
 
 
-gloo_stores: weakref.WeakKeyDictionary[Any, PollingStore] = weakref.WeakKeyDictionary()
-"""The groups that pgmesh created over Gloo, each with the store of that backend."""
+_records: weakref.WeakKeyDictionary[Any, weakref.ref[GroupRecord]] = weakref.WeakKeyDictionary()
+
+
+def remember(record: GroupRecord) -> None:
+    """Let ``record_of`` find the record of a group for as long as its cache keeps it."""
+    _records[record.group] = weakref.ref(record)
+
+
+def record_of(group: Any) -> GroupRecord | None:
+    """The record of a group of pgmesh that has not ended."""
+    found = _records.get(group)
+    return None if found is None else found()

@@ -190,9 +190,9 @@ class GroupCache:
         if layout is not None:
             description = layout.describe(self.rank, *axes) + tagged
             label = f"group {', '.join(map(str, axes or layout.axes)) or f'of rank {ranks[0]}'}{tagged}"
-        asked = naming.asked_options(options, default)
+        asked, asked_text = naming.asked_options(options, default), ""
         if asked and len(ranks) > 1:
-            label += f" (asked for with {', '.join(f'{name}={value!r}' for name, value in asked.items())})"
+            asked_text = f" (asked for with {', '.join(f'{name}={value!r}' for name, value in asked.items())})"
             self._warn_of_options(asked, axes, label)
         if options is not self.registry.options:
             _check_honoured(options, f"{label} of {self.label}")
@@ -207,17 +207,17 @@ class GroupCache:
         fingerprint = None
         if len(ranks) > 1 and not backends.fake:
             hint = "On every rank, configure its axes with the same options or pass the same options in the call."
-            fingerprint = Fingerprint(self.rank, options.given, f"{label} of {self.label}", hint)
+            subject = f"{label} of {self.label}{asked_text}"
+            fingerprint = Fingerprint(self.rank, options.given, subject, hint)
             stores = {backend: self._polling_store(path, fingerprint, key, backend) for backend in backends.names}
         group = building.build(
             self.identity.group_name(path), ranks, self.rank, options, self.registry.store, stores, description
         )
         stores = {} if fingerprint is None else stores
         record = building.GroupRecord(
-            group, label, self.label, call_site(), path, stores, ranks=ranks, fingerprint=fingerprint
+            group, label, self.label, call_site(), asked_text, path, stores, ranks=ranks, fingerprint=fingerprint
         )
-        if record.gloo is not None:
-            building.gloo_stores[group] = record.gloo
+        building.remember(record)
         return record
 
     def uncreated(self, layout: Layout, axes: tuple[Axis, ...]) -> building.GroupRecord:
@@ -229,7 +229,9 @@ class GroupCache:
         label = f"group {', '.join(map(str, axes))}"
         fingerprint = Fingerprint(self.rank, options.given, f"{label} of {self.label}", "")
         nothing: Any = None
-        return building.GroupRecord(nothing, label, self.label, call_site(), path, ranks=ranks, fingerprint=fingerprint)
+        return building.GroupRecord(
+            nothing, label, self.label, call_site(), path=path, ranks=ranks, fingerprint=fingerprint
+        )
 
     def _polling_store(self, path: str, fingerprint: Fingerprint, key: GroupKey, backend: str) -> PollingStore:
         seconds = (key.options.timeout or timedelta()).total_seconds()

@@ -8,17 +8,24 @@ replaces one of a lost rank counts from 0. It reads from the store which number 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from pgmesh import torch_private
 from pgmesh.groups.naming import describe_ranks, encode_rank_set
 from pgmesh.groups.registry import Registry
+from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Raw, Read
 from pgmesh.rendezvous.protocol import check_mesh, register_mesh
-from pgmesh.rendezvous.records import Fingerprint, decode_fingerprint
+from pgmesh.rendezvous.records import Fingerprint, pack, unpack
+from pgmesh.rendezvous.store_thread import meshes_key
 
 if TYPE_CHECKING:
     from pgmesh.layout import Layout
+
+
+_REGISTERED_NAMES = 256
+"""The number of names of meshes that a rank publishes for a process that replaces it."""
 
 
 class MeshIdentity:
@@ -92,21 +99,32 @@ class MeshIdentity:
         """
         if self.registered:
             return
-        run = functools.partial(registry.store_thread().run, seconds=seconds)
-        latest_key = f"{self.prefix}.latest"
-        (text,) = run(Read(latest_key))
-        latest = None if text is None else int(text)
-        number = self.number
-        if latest is not None and registry.store_thread().replaces_process:
-            (seen,) = run(Read(f"{self.prefix}.{latest}/fingerprints"))
-            ranks = {(decode_fingerprint(line) or (-1,))[0] for line in (seen or b"").splitlines()}
-            # The others close a mesh that the lost process was in, and create the next one.
-            number = max(number, latest + (not ranks or self.rank in ranks))
+        thread = registry.store_thread()
+        run = functools.partial(thread.run, seconds=seconds)
+        if registry.predecessor is None:
+            (text,) = run(Read(meshes_key(self.rank)))
+            registry.predecessor = _numbers(text) if thread.replaces_process else {}
+        number = max(self.number, self._number_after(registry.predecessor, run))
         self.key = f"{self.prefix}.{number}"
-        operations = register_mesh(self.key, self.fingerprint)
-        if latest is None or latest < number:
-            run(Raw("set", (latest_key, str(number))))
-            registry.world_keys.add(latest_key)
-        *_, first = run(*operations)
+        registry.registered[self.prefix] = number
+        record = pack(numbers=dict([*registry.registered.items()][-_REGISTERED_NAMES:]))
+        *_, first = run(Raw("set", (meshes_key(self.rank), record)), *register_mesh(self.key, self.fingerprint))
         check_mesh(run, self.key, self.fingerprint, first)
         self.registered = True
+
+    def _number_after(self, predecessor: Mapping[str, int], run: Callable[..., list[Any]]) -> int:
+        """The lowest number that the mesh can have in the place of a lost process; 0 in a process of the first hour.
+
+        The other ranks close the mesh that the lost process was in, and create the next one. They may have done so.
+        """
+        if not predecessor:
+            return 0
+        others = [rank for rank in self.layout.ranks_in_order() if rank != self.rank][: timing.LIMITS.statuses]
+        texts = run(*(Read(meshes_key(rank)) for rank in others)) if others else []
+        return max([predecessor.get(self.prefix, -1) + 1, *(_numbers(text).get(self.prefix, 0) for text in texts)])
+
+
+def _numbers(text: bytes | None) -> dict[str, int]:
+    """The numbers of the meshes that a rank has registered, by key prefix."""
+    record = unpack(text or b"", numbers=dict) or {"numbers": {}}
+    return {prefix: number for prefix, number in record["numbers"].items() if type(number) is int}

@@ -19,9 +19,8 @@ import torch.distributed as dist
 from pgmesh import torch_private
 from pgmesh.errors import LifetimeError
 from pgmesh.groups import building, teardown
-from pgmesh.groups.flight_recorder import FlightRecorder
+from pgmesh.groups.watch import Watch
 from pgmesh.groups.world import store_address, world_options, world_rank_and_size, world_store
-from pgmesh.rendezvous.operations import Delete
 from pgmesh.rendezvous.store_thread import StoreThread
 
 log = logging.getLogger("pgmesh")
@@ -39,11 +38,12 @@ class Registry:
         self.numbers: defaultdict[str, int] = defaultdict(int)  # of meshes created, by key prefix
         self.caches: weakref.WeakSet[Any] = weakref.WeakSet()
         self.open: set[Any] = set()  # caches that hold groups; kept alive
-        self.flight_recorder = FlightRecorder(self._label_of)
         self.forked = False  # this process is a forked child, and its parent is in the world
+        self.watch: Watch | None = None  # started with the thread
         self._thread: StoreThread | None = None  # started by the first store operation
         self._warned = False  # about too many groups
-        self.world_keys: set[str] = set()  # store keys that stay until this process leaves the world
+        self.registered: dict[str, int] = {}  # the number of the last registered mesh, by key prefix
+        self.predecessor: dict[str, int] | None = None  # the same of the process that had this rank before
 
     def store_thread(self) -> StoreThread:
         """The store thread of this process. The first call starts it."""
@@ -54,7 +54,9 @@ class Registry:
                 )
             if self._thread is None:
                 rank, size = world_rank_and_size()
-                self._thread = StoreThread(self.store, store_address(), rank, size, self.flight_recorder.stuck)
+                thread = self._thread = StoreThread(self.store, store_address(), rank, size)
+                self.watch = Watch(self._find_record, thread.lost_after)
+                thread.look = self.watch.look
             return self._thread
 
     def heartbeat_thread(self) -> StoreThread:
@@ -78,16 +80,14 @@ class Registry:
         """The caches that are not closed."""
         return [cache for cache in self.caches if cache.ended is None]
 
-    def _label_of(self, name: str) -> str:
-        """The label of a group from its name in torch."""
+    def _find_record(self, name: str) -> building.GroupRecord | None:
+        """The record of a group from its name in torch."""
         records = (record for cache in tuple(self.caches) for record, _, _ in cache.records())
-        return next((record.label for record in records if record.name == name), f"group {name or 'WORLD'}")
+        return next((record for record in records if record.name == name), None)
 
     def leave(self, reason: str) -> None:
         """Leave the world: publish the reason, and end the store thread."""
         if self._thread is not None:
-            if self.world_keys:
-                self._thread.post(Delete(tuple(self.world_keys)))
             self._thread.stop(reason)
         self.store = None  # else a mesh that outlives the world keeps the connection open
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,16 +16,17 @@ import torch.distributed as dist
 
 from pgmesh import torch_private
 from pgmesh._util.formatting import name_ranks
-from pgmesh.errors import LifetimeError, MissingRanksError, PgmeshError
-from pgmesh.groups import connections
-from pgmesh.groups.building import GroupRecord, gloo_stores
-from pgmesh.rendezvous.polling_store import PollingStore, without_frames
+from pgmesh.errors import LifetimeError, MismatchError, MissingRanksError, PgmeshError
+from pgmesh.groups import building, connections
+from pgmesh.groups.building import GroupRecord
+from pgmesh.rendezvous import timing
+from pgmesh.rendezvous.polling_store import without_frames
 
 
 def explain(group: Any, error: BaseException) -> bool:
     """Raise a better error for a failed collective, if there is one. Otherwise return True for errors of pgmesh.
 
-    It asks the members' listeners, never the store.
+    It asks the members' listeners, and never the store.
     """
     if isinstance(error, PgmeshError):
         # The work object keeps the error that ended it. Raised to the user, that error would refer to the user's
@@ -32,20 +34,30 @@ def explain(group: Any, error: BaseException) -> bool:
         raise without_frames(error.with_traceback(None))
     if group is not None and group in torch_private.destroyed:
         raise LifetimeError(torch_private.destroyed[group]) from error
-    store = None if group is None else gloo_stores.get(group)
-    if store is not None and isinstance(error, RuntimeError) and (text := describe_dead(store)):
-        raise MissingRanksError(text) from error
+    record = None if group is None else building.record_of(group)
+    if record is not None and isinstance(error, RuntimeError):
+        if record.gloo is not None and record.gloo.mismatch:
+            raise MismatchError(record.gloo.mismatch) from error
+        if text := describe_dead(record) or _recent_finding(record):
+            raise MissingRanksError(text) from error
     return False
+
+
+def _recent_finding(record: GroupRecord) -> str:
+    """The reason why a collective of the group did not end, if it was found a moment ago."""
+    found_at, text = record.finding
+    recent = time.monotonic() - found_at < 2 * timing.TIMING.heartbeat
+    return text if recent else ""
 
 
 torch_private.on_failure.append(explain)
 
 
-def describe_dead(store: PollingStore) -> str:
+def describe_dead(record: GroupRecord) -> str:
     """Message about the members of a Gloo group whose processes have ended; "" for none."""
-    dead = connections.find_dead(connections.endpoints_of(store))
+    dead = connections.find_dead(record.endpoints())
     lines = [f"\n  rank {rank}: its listener at {host}:{port} refuses" for rank, (host, port) in dead.items()]
-    return f"{store.label}: {name_ranks(dead)} ended:{''.join(lines)} connections" if dead else ""
+    return f"{record.label}: {name_ranks(dead)} ended:{''.join(lines)} connections" if dead else ""
 
 
 def destroy(ended: Iterable[GroupRecord], reason: str, *, abort: bool = False, at_exit: bool = False) -> None:

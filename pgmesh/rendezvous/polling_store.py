@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pgmesh._util.formatting import format_ranks, name_ranks
-from pgmesh.errors import LifetimeError, MissingRanksError, PgmeshError
+from pgmesh.errors import LifetimeError, MismatchError, MissingRanksError, PgmeshError
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Operation, Raw, Read
 from pgmesh.rendezvous.protocol import check_published, pauses
@@ -81,6 +81,7 @@ class PollingStore(dist.Store):
         self._unpublished = addresses
         self.values: dict[str, bytes] = {}  # by key
         self._closed = ""  # the reason
+        self.mismatch = ""  # the message; it is true until the group is released
         self.used = False  # whether the group has been in a collective
         self.operations, self.waited = 0, 0.0  # number of store operations; seconds of waiting
         self.written: set[str] = set()
@@ -125,6 +126,14 @@ class PollingStore(dist.Store):
         last = {key.rpartition("/")[2]: value for key, value in self.values.items()}
         return {rank: last[str(i)] for i, rank in enumerate(self._ranks) if self._addresses and str(i) in last}
 
+    def unseen_addresses(self) -> dict[int, str]:
+        """By rank, the store keys of the addresses that this rank has not read."""
+        own = next(iter(self._own_addresses), "")
+        stem = own.rpartition("/")[0]
+        seen = {own, *self.values}
+        keys = {rank: f"{stem}/{i}" for i, rank in enumerate(self._ranks)} if self.used and self._addresses else {}
+        return {rank: self._full(key) for rank, key in keys.items() if key not in seen}
+
     def set_connected(self, number: int, encoded: Sequence[str]) -> None:
         """Use the keys of a successful attempt, and the addresses of its members if they are known."""
         if self.used:
@@ -157,6 +166,8 @@ class PollingStore(dist.Store):
         except PgmeshError as error:
             hint = self._store_hint() if isinstance(error, MissingRanksError) else ""
             copy = type(error)(f"{error}{hint}")
+            if isinstance(error, MismatchError):
+                self.mismatch = str(error)
         else:
             return
         finally:

@@ -47,6 +47,11 @@ def process_key(rank: int) -> str:
     return f"pgmesh/process/{rank}"
 
 
+def meshes_key(rank: int) -> str:
+    """The store key of the numbers of the meshes that a rank has registered."""
+    return f"pgmesh/meshes/{rank}"
+
+
 class _Batch:
     """Operations of one caller, and their answers or the error that ended them."""
 
@@ -99,7 +104,6 @@ class StoreThread:
         address: the store's host and port, for messages.
         rank: this process's rank in the world.
         world_size: the number of ranks.
-        running: returns the collectives that this process is in, for its status.
         left: the names of the worlds that this process has left. This one is added at ``stop``.
     """
 
@@ -109,11 +113,12 @@ class StoreThread:
         address: str,
         rank: int,
         world_size: int,
-        running: Callable[[], tuple[RunningCollective, ...]] = tuple,
         left: set[str] | None = None,
     ) -> None:
         self._shared, self._address, self._rank, self._world_size = store, address, rank, world_size
-        self._running, self._left_worlds = running, left_worlds if left is None else left
+        self._left_worlds = left_worlds if left is None else left
+        self.look: Callable[[Callable[[Operation], Any]], tuple[RunningCollective, ...]] = lambda perform: ()
+        """Called at each heartbeat, with a function that performs one operation. It returns the running collectives."""
         self.pace = max(1.0, world_size / timing.LIMITS.full_rate_ranks)
         self.period = timing.TIMING.heartbeat * self.pace
         self._queue = _Queue()
@@ -274,7 +279,7 @@ class StoreThread:
             self._heartbeats,
             self._activity,
             pending[: timing.LIMITS.statuses],
-            self._running(),
+            () if self._reason else self.look(self._perform),
             self._reason,
         )
 
@@ -284,8 +289,8 @@ class StoreThread:
             if self._wants_own_connection:
                 self._perform(Raw("set", (status_key(self._rank), self._status().pack())))
             if self._name and self._store is not None and leave_world(self._shared, self._name):
-                ranks = range(self._world_size)
-                perform(self._store, Delete((*map(status_key, ranks), *map(process_key, ranks))))
+                keys = [key(rank) for rank in range(self._world_size) for key in (status_key, process_key, meshes_key)]
+                perform(self._store, Delete(tuple(keys)))
 
     def _perform(self, operation: Operation) -> Any:
         """Perform an operation. If the connection has failed, perform it once more on a new one."""

@@ -32,6 +32,7 @@ from pgmesh import (
     launch,
 )
 from pgmesh.groups import building as pgmesh_groups, registry as pgmesh_registry
+from tests.support.faults import wait_until
 from tests.support.message_assertions import without_hostname_warnings
 from tests.support.programs import clean_env, write_script
 from tests.support.torch_tables import c10d, record_operations, table_sizes, timeout_of
@@ -121,7 +122,7 @@ def release_what_waits(how: str) -> None:
         work = dist.all_reduce(torch.ones(1), group=mesh.group("tp"), async_op=True)
         with at_once():
             mesh.release("tp") if how == "release" else mesh.close()
-        with at_once(), pytest.raises(LifetimeError, match="group tp of mesh 'actor' was released"):
+        with at_once(), pytest.raises(LifetimeError, match=f"group tp of mesh 'actor' was {how.rstrip('e')}ed"):
             work.wait()
         del work
     elif how == "release":
@@ -278,22 +279,31 @@ def fields(error: pytest.ExceptionInfo[MismatchError]) -> list[str]:
     return [line.strip() for line in str(error.value).splitlines() if line.startswith("  ") and ": " in line]
 
 
+def begin(group: dist.ProcessGroup) -> Any:
+    """Begin a first collective, and return once this rank has published its address."""
+    work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+    record = pgmesh_groups.record_of(group)
+    assert record is not None
+    wait_until(lambda: record.gloo.operations > 3, "its address is written")
+    return work
+
+
 def described(shapes: Sequence[dict[str, Any]], differ: list[str]) -> None:
     """Rank 3 describes a mesh otherwise than the others, and comes when they have written theirs."""
     good = ProcessGroupMesh(dp=2, tp=2, name="good")
     mesh = ProcessGroupMesh(**shapes[dist.get_rank() == 3], name="actor")
     if mesh.rank == 0:
-        mesh.group(timeout=timedelta(seconds=50))
+        _work = begin(mesh.group())
     dist.barrier()
     if mesh.rank == 3:
-        uses = {
-            "makes a group with options of its own": lambda axes: mesh.group(*axes, timeout=timedelta(seconds=50)),
-            "is in a collective": lambda axes: dist.all_reduce(torch.ones(1), group=mesh.group(*axes)),
+        uses: dict[str, Callable[[tuple[str, ...]], Any]] = {
+            "in a group with options of its own": lambda axes: mesh.group(*axes, timeout=timedelta(seconds=50)),
+            "in a group": lambda axes: mesh.group(*axes),
         }
-        for use in uses.values():
+        for group_along in uses.values():
             for axes in [axes for axes in [(), mesh.axes[:1], mesh.axes[-1:]] if mesh.size(*axes) > 1]:
                 with at_once(), pytest.raises(MismatchError, match="'actor' is not the same on all ranks") as caught:
-                    use(axes)
+                    dist.all_reduce(torch.ones(1), group=group_along(axes))
                 assert fields(caught) == differ
     dist.barrier()
     summed(good)
@@ -308,14 +318,14 @@ def described(shapes: Sequence[dict[str, Any]], differ: list[str]) -> None:
         ({"dp": 1, "tp": 4}, ["shape: [2, 2] on rank 0, [1, 4] on rank 3"]),
         ({"tp": 2, "dp": 2}, ["axes: ['dp', 'tp'] on rank 0, ['tp', 'dp'] on rank 3"]),
         ({"dp": 4}, ["axes: ['dp', 'tp'] on rank 0, ['dp'] on rank 3", "shape: [2, 2] on rank 0, [4] on rank 3"]),
-        ({"dp": 2, "tp": 2, "ranks": [3, 2, 1, 0]}, ["ranks: range(0, 4) on rank 0, range(3, -1, -1) on rank 3"]),
+        ({"dp": 2, "tp": 2, "ranks": [3, 2, 1, 0]}, ["ranks: (0, 1, 2, 3) on rank 0, (3, 2, 1, 0) on rank 3"]),
         ({"dp": 1, "tp": 2, "ranks": [2, 3]}, None),
     ],
     ids=["shape", "axes", "both", "order", "ranks"],
 )
 def test_a_mesh_that_ranks_describe_differently_is_an_error_at_first_use(theirs: dict[str, Any], differ: list[str]):
     if differ is None:
-        differ = ["ranks: range(0, 4) on rank 0, range(2, 4) on rank 3", "shape: [2, 2] on rank 0, [1, 2] on rank 3"]
+        differ = ["ranks: (0, 1, 2, 3) on rank 0, (2, 3) on rank 3", "shape: [2, 2] on rank 0, [1, 2] on rank 3"]
     world(4).run(described, [{"dp": 2, "tp": 2}, theirs], differ)
 
 
@@ -346,11 +356,11 @@ def options_differ() -> None:
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     mesh.configure("dp", "tp", timeout=seconds(10 + (mesh.rank == 2)))
     if mesh.rank == 0:
-        mesh.group()
+        _work = begin(mesh.group())
     dist.barrier()
     if mesh.rank == 2:
         with at_once(), pytest.raises(MismatchError, match="group dp, tp of mesh 'actor' is not the same") as caught:
-            mesh.group()
+            dist.all_reduce(torch.ones(1), group=mesh.group())
         assert fields(caught) == ["timeout: 10.0 on rank 0, 11.0 on rank 2"]
     dist.barrier()
     check_sums({axis: (mesh.group(axis), mesh.ranks(axis)) for axis in mesh.axes})

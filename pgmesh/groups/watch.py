@@ -1,0 +1,77 @@
+"""The watch over collectives that do not end. It runs in the store thread, at each heartbeat.
+
+Its findings explain a later error of the backend, and are logged once: an asynchronous collective, FSDP and DDP raise
+errors that pgmesh cannot replace.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from pgmesh._util.formatting import name_ranks
+from pgmesh.groups.building import GroupRecord
+from pgmesh.groups.flight_recorder import FlightRecorder
+from pgmesh.rendezvous import timing
+from pgmesh.rendezvous.operations import Operation, Read
+from pgmesh.rendezvous.records import Heartbeats, RankStatus, RunningCollective, status_key
+
+log = logging.getLogger("pgmesh")
+
+
+class Watch:
+    """Finds out why collectives of this process do not end.
+
+    Args:
+        find_record: returns the record of a group of pgmesh, from the group's name in torch.
+        lost_after: seconds without a new heartbeat after which a rank counts as lost.
+    """
+
+    def __init__(self, find_record: Callable[[str], GroupRecord | None], lost_after: float) -> None:
+        self._find_record = find_record
+        self.flight_recorder = FlightRecorder(self._label_of)
+        self._heartbeats = Heartbeats(lost_after)
+        self._logged: set[tuple[str, int]] = set()  # name of a group, and number of its collective
+
+    def look(self, perform: Callable[[Operation], Any]) -> tuple[RunningCollective, ...]:
+        """Look at the collectives that have not ended since the last call, and return them.
+
+        Args:
+            perform: performs one store operation.
+        """
+        stuck = self.flight_recorder.stuck()
+        for collective in stuck:
+            record = self._find_record(collective.name)
+            if record is not None and (reason := self._reason(perform, record)):
+                record.finding = (time.monotonic(), f"{record.label}: {reason}")
+                if (collective.name, collective.number) not in self._logged:
+                    self._logged.add((collective.name, collective.number))
+                    text = f"this rank is {collective}: {reason}"
+                    # In another thread, since a log handler may block and this thread sends the heartbeats.
+                    threading.Thread(target=log.warning, args=("%s", text), name="pgmesh-warning", daemon=True).start()
+        return stuck
+
+    def _label_of(self, name: str) -> str:
+        record = self._find_record(name)
+        return record.label if record is not None else f"torch's group {name}"
+
+    def _reason(self, perform: Callable[[Operation], Any], record: GroupRecord) -> str:
+        """Members that are absent or lost, as text; "" for none."""
+        ranks, now = record.ranks[: timing.LIMITS.statuses], time.monotonic()
+        statuses = [RankStatus.unpack(rank, perform(Read(status_key(rank)))) for rank in ranks]
+        known = {status.rank: status for status in statuses if status is not None}
+        for status in known.values():
+            self._heartbeats.update(status, now)
+        lost = [rank for rank, status in known.items() if self._heartbeats.is_lost(status, now)]
+        unseen = {} if record.gloo is None else record.gloo.unseen_addresses()
+        absent = [rank for rank, key in unseen.items() if perform(Read(key)) is None]
+        if not lost and not absent:
+            return ""
+        found = (
+            f"{name_ranks(absent)} did not reach the first collective" if absent else f"{name_ranks(lost)} were lost"
+        )
+        lines = [self._heartbeats.describe(known[rank], now) for rank in (absent or lost)[:8] if rank in known]
+        return "".join([found, *(f"\n  {line}" for line in lines)])
