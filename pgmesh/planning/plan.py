@@ -239,29 +239,6 @@ def _sizes_error(arguments: tuple[Any, ...], sizes: dict[str, Any], more: Mappin
     return ShapeError(f"plan is given a Layout, a mesh or a mapping of sizes.\n\n  {call}")
 
 
-def suggest(sizes: Mapping[str, int], topology: Topology) -> Layout:
-    """The layout of these sizes, with the axes ordered by traffic. A data axis is added for the ranks that are left.
-
-    >>> suggest({"tp": 4, "cp": 2}, parse_topology("2x8"))
-    Layout(dp=2, cp=2, tp=4)
-    """
-    box = dict(sizes)
-    free = [axis for axis, size in box.items() if size == -1]
-    fixed = math.prod(size for size in box.values() if size != -1)
-    room = topology[0].capacity if topology else fixed
-    if (room % fixed == 0 and room > fixed) or free:
-        box.setdefault(free[0] if free else "dp", -1)
-    if room % fixed or (room != fixed and -1 not in box.values()):
-        do = "do" if fixed > 1 else "does"
-        raise ShapeError(
-            f"{text_report.format_sizes(sizes)} holds {count_of(fixed, 'rank')}, which {do} not fit on {topology[0]}."
-        )
-    ordered = {
-        axis: box[axis] if box[axis] != -1 else room // fixed for axis in axis_heuristics.order_by_traffic(list(box))
-    }
-    return layout_of(ordered)
-
-
 def _fill_free_size(sizes: Sizes, topology: Topology, more: Mapping[str, object]) -> dict[Axis, int]:
     """The sizes, with -1 replaced so that they fill the hosts."""
     box = parse_sizes("plan", (sizes,), {}, more)
@@ -271,8 +248,7 @@ def _fill_free_size(sizes: Sizes, topology: Topology, more: Mapping[str, object]
         call = format_call("plan", box, **{"nodes": f"1x{len(example_ranks(box))}", **more})
         raise ShapeError(f"{format_call('plan', box)} cannot infer the size of -1: give it hosts, such as {call}.")
     host = topology[0]
-    hold = f"{host} {'holds' if host.count == 1 else 'hold'} {host.capacity:,}"
-    return fill_sizes("plan", box, host.capacity, hold, suggest_ranks=False, more=more)
+    return fill_sizes("plan", box, host.capacity, text_report.format_hold(host), suggest_ranks=False, more=more)
 
 
 def layout_of(sizes: Mapping[str, int] | Mapping[Axis, int]) -> Layout:
@@ -287,10 +263,8 @@ def check_capacity(layout: Layout, topology: Topology) -> None:
     """Raise ShapeError if the hosts do not hold all ranks."""
     last = _highest_rank(layout)
     if topology and last >= topology[0].capacity:
-        hold = "holds" if topology[0].count == 1 else "hold"
-        raise ShapeError(
-            f"{topology[0]} {hold} {count_of(topology[0].capacity, 'rank')}, but there is a rank {last:,}."
-        )
+        ranks = "ranks" if topology[0].capacity > 1 else "rank"
+        raise ShapeError(f"{text_report.format_hold(topology[0])} {ranks}, but there is a rank {last:,}.")
 
 
 def _highest_rank(layout: Layout) -> int:
@@ -313,18 +287,18 @@ def _check_fit(layout: Layout, topology: Topology, more: Mapping[str, object], v
         return
     box = dict(zip(layout.axes, layout.shape))
     nearest = nearest_sizes(box, host.capacity, [])
-    other = [axis for axis in box if nearest[axis] != box[axis]]
-    changed = ", ".join(f"axis {a} of {nearest[a]}" if isinstance(a, int) else f"{a} {nearest[a]}" for a in other)
     suggestions: list[tuple[str, str]] = []
     if layout.ranks_in_order() == range(count) and _holds(layout_of(nearest), views):
-        suggestions.append((_call(format_call("Layout", nearest), more), f"with {changed}"))
+        suggestions.append(
+            (_call(format_call("Layout", nearest), more), f"with {text_report.format_changes(box, nearest)}")
+        )
     if "domains" not in more or not suggestions:
         hosts = {word: value for word, value in more.items() if word != "domains"}
-        call = _call(shorten(repr(layout), "layout"), {**hosts, "nodes": repr(_hosts_filled_by(host, count).spell())})
+        call = _call(shorten(repr(layout), "layout"), {**hosts, "nodes": repr(hosts_filled_by(host, count).spell())})
         suggestions.append((call, f"{'or ' * bool(suggestions)}on {count_of(count, 'rank')}"))
     raise ShapeError(
-        f"{shorten(repr(layout), 'the layout')} holds {count_of(count, 'rank')}, but {host} "
-        f"{'holds' if host.count == 1 else 'hold'} {host.capacity:,}.\n\n{format_calls(suggestions)}"
+        f"{shorten(repr(layout), 'the layout')} holds {count_of(count, 'rank')}, but "
+        f"{text_report.format_hold(host)}.\n\n{format_calls(suggestions)}"
     )
 
 
@@ -341,7 +315,7 @@ def _call(layout: str, more: Mapping[str, object]) -> str:
     return f"plan({', '.join([layout, *(f'{word}={value}' for word, value in more.items())])})"
 
 
-def _hosts_filled_by(host: HostLevel, count: int) -> HostLevel:
+def hosts_filled_by(host: HostLevel, count: int) -> HostLevel:
     """The first hosts that ``count`` ranks fill. If there are too few, hosts of the last size are added."""
     runs: list[tuple[int, int]] = []
     for n, size in (*host.runs[:-1], (count, host.runs[-1][1])):

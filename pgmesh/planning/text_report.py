@@ -10,7 +10,9 @@ from pgmesh.drawing.styled_text import Line, columns, ranks_in, wrapped
 from pgmesh.planning import axis_heuristics, costs
 
 if TYPE_CHECKING:
+    from pgmesh.layout import Axis
     from pgmesh.planning.data import FamilyPlan, PlanData
+    from pgmesh.topology.hosts import HostLevel
     from pgmesh.topology.locality import Locality
 
 P = TypeVar("P", bound="PlanData")
@@ -134,8 +136,23 @@ def best_plan(plans: Sequence[P]) -> P:
 # -- formatting --------------------------------------------------------------------------------------------------------
 
 
-def format_sizes(box: Mapping[str | int, int] | Mapping[str, int]) -> str:
+def format_sizes(box: Mapping[Axis, int]) -> str:
     return " ".join(str(size) if isinstance(axis, int) else f"{axis}={size}" for axis, size in box.items())
+
+
+def format_changes(sizes: Mapping[Axis, int], changed: Mapping[Axis, int]) -> str:
+    """The sizes that changed.
+
+    >>> format_changes({"dp": 4, "tp": 2}, {"dp": 4, "tp": 1}), format_changes({0: 4, 1: 2}, {0: 2, 1: 2})
+    ('tp 1', 'axis 0 of 2')
+    """
+    other = [(axis, size) for axis, size in changed.items() if sizes[axis] != size]
+    return ", ".join(f"axis {axis} of {size}" if isinstance(axis, int) else f"{axis} {size}" for axis, size in other)
+
+
+def format_hold(level: HostLevel) -> str:
+    """``8 hosts of 8 hold 64``."""
+    return f"{level} {'holds' if level.count == 1 else 'hold'} {level.capacity:,}"
 
 
 def format_range(low: int, high: int) -> str:

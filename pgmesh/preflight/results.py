@@ -17,7 +17,6 @@ The output calls a combination of axes a *family*, as the command line does: all
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
@@ -43,29 +42,15 @@ class RankMeasurements:
         connect_seconds: time to connect all groups.
         compute_seconds: time of the fixed computation.
         all_reduces: for each combination of axes, the time of one all-reduce of each size.
-        links: for each combination of axes and each neighbour, the times of one small and one large exchange.
+        links: for each combination of axes and each neighbour, the times of one small and one large exchange: triples
+            of the name of the combination, the neighbour and the times.
     """
 
     rank: int
     connect_seconds: float = 0.0
     compute_seconds: float = 0.0
     all_reduces: dict[str, list[float]] = field(default_factory=dict)
-    links: dict[str, dict[int, list[float]]] = field(default_factory=dict)
-
-    def to_json(self) -> str:
-        """The measurements as JSON, for the store."""
-        return json.dumps(vars(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> RankMeasurements:
-        """The measurements from the text of ``to_json``.
-
-        >>> RankMeasurements.from_json(RankMeasurements(3, links={"tp": {2: [1.0]}}).to_json())
-        RankMeasurements(rank=3, connect_seconds=0.0, compute_seconds=0.0, all_reduces={}, links={'tp': {2: [1.0]}})
-        """
-        record = cls(**json.loads(text))
-        record.links = {name: {int(peer): v for peer, v in links.items()} for name, links in record.links.items()}
-        return record
+    links: list[tuple[str, int, list[float]]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -127,14 +112,11 @@ class RankSlowdown:
         rank: the rank in the world.
         links: slowdown of its fastest link; 1 if it has no links.
         compute: slowdown of its computation.
-        only_peer: the rank at the other end of all its links, if that rank has no other links either. Link times
-            cannot show which of the two is slow.
     """
 
     rank: int
     links: float
     compute: float
-    only_peer: int | None = None
 
     @property
     def worst(self) -> float:
@@ -168,13 +150,11 @@ class Results:
     @property
     def slowest(self) -> RankSlowdown:
         """Slowdown of the slowest rank."""
-        return max(self.slowdowns, key=lambda each: each.worst)
+        return self.slowest_in(range(len(self.slowdowns)))
 
     def slowest_in(self, ranks: Sequence[int]) -> RankSlowdown:
         """Slowdown of the slowest of these ranks."""
-        return max(
-            (slowdown for slowdown in self.slowdowns if slowdown.rank in ranks), key=lambda slowdown: slowdown.worst
-        )
+        return max((self.slowdowns[rank] for rank in ranks), key=lambda slowdown: slowdown.worst)
 
     def data(self) -> dict[str, Any]:
         """The results as objects that JSON can represent."""
@@ -235,50 +215,33 @@ def combine(
     """
     by_axes = []
     for name, partition in groups.items():
-        group_results = []
-        for ranks in partition:
-            seconds = [measurements[rank].all_reduces[name] for rank in ranks]
-            group_results.append(GroupResult(tuple(ranks), tuple(map(max, zip(*seconds)))))
-        by_axes.append(AxesResult(name, tuple(group_results)))
+        seconds = [zip(*(measurements[rank].all_reduces[name] for rank in ranks)) for ranks in partition]
+        by_group = [GroupResult(ranks, tuple(map(max, each))) for ranks, each in zip(partition, seconds)]
+        by_axes.append(AxesResult(name, tuple(by_group)))
     links = _link_results(measurements, hosts)
-    median_compute = median_low(each.compute_seconds for each in measurements) or 1.0
-    slowdowns = [_rank_slowdown(each, links, median_compute) for each in measurements]
+    usual = median_low(each.compute_seconds for each in measurements) or 1.0
+    slowdowns = []
+    for each in measurements:
+        fastest = min((link.slowdown for link in links if each.rank in link.ranks), default=1.0)
+        slowdowns.append(RankSlowdown(each.rank, fastest, each.compute_seconds / usual))
     connect_seconds = max(each.connect_seconds for each in measurements)
     return Results(tuple(sizes), tuple(by_axes), connect_seconds, tuple(slowdowns), tuple(links))
 
 
 def _link_results(measurements: Sequence[RankMeasurements], hosts: Sequence[object]) -> list[LinkResult]:
     """The slowdown of each link, relative to the median of the links of its kind."""
-    seconds: dict[tuple[str, int, int], list[float]] = {}
+    kinds: dict[tuple[str, bool], dict[tuple[int, int], list[float]]] = {}
     for each in measurements:
-        for axes, peers in each.links.items():
-            for peer, times in peers.items():
-                key = (axes, min(each.rank, peer), max(each.rank, peer))
-                seconds[key] = [*map(max, zip(seconds.get(key, times), times))]
-    kinds: dict[tuple[str, bool], list[list[float]]] = {}
-    for (axes, low, high), times in seconds.items():
-        kinds.setdefault((axes, hosts[low] == hosts[high]), []).append(times)
-    medians = {kind: [*map(median_low, zip(*all_times))] for kind, all_times in kinds.items()}
+        for axes, peer, times in each.links:
+            low, high = sorted((each.rank, peer))
+            links = kinds.setdefault((axes, hosts[low] == hosts[high]), {})
+            links[low, high] = [*map(max, zip(links.get((low, high), times), times))]
     results = []
-    for (axes, low, high), times in seconds.items():
-        references = medians[axes, hosts[low] == hosts[high]]
-        slowdown = max(time / reference for time, reference in zip(times, references))
-        results.append(LinkResult(axes, (low, high), slowdown))
+    for (axes, _), links in kinds.items():
+        medians = [*map(median_low, zip(*links.values()))]
+        for ranks, times in links.items():
+            results.append(LinkResult(axes, ranks, max(time / usual for time, usual in zip(times, medians))))
     return results
-
-
-def _rank_slowdown(measurements: RankMeasurements, links: Sequence[LinkResult], median_compute: float) -> RankSlowdown:
-    """The slowdown of one rank, from its links and its computation."""
-    rank = measurements.rank
-    own_links = [link for link in links if rank in link.ranks]
-    peers = {peer for link in own_links for peer in link.ranks} - {rank}
-    only_peer = None
-    if len(peers) == 1:
-        (peer,) = peers
-        links_of_peer = [link for link in links if peer in link.ranks]
-        only_peer = peer if len(links_of_peer) == len(own_links) else None
-    fastest_link = min((link.slowdown for link in own_links), default=1.0)
-    return RankSlowdown(rank, fastest_link, measurements.compute_seconds / median_compute, only_peer)
 
 
 # -- text -------------------------------------------------------------------------------------------------------------
@@ -325,14 +288,14 @@ def summary(results: Results, width: int = 80) -> list[Line]:
         "dim",
     )
     rank, style = results.slowest, "yellow"
+    ends = {end for link in results.links if rank.rank in link.ranks for end in link.ranks}
     numbers = f"its fastest link takes {rank.links:.1f}x the median time, its computation {rank.compute:.1f}x."
     if not rank.is_straggler:
         text, style = f"No rank is a straggler. The slowest is rank {rank.rank}: {numbers}", "green"
     elif rank.compute >= STRAGGLER_FACTOR:
         text = f"Rank {rank.rank} computes slowly: {numbers}"
-    elif rank.only_peer is not None:
-        low, high = sorted((rank.rank, rank.only_peer))
-        text = f"Ranks {low} and {high}: {numbers}"
+    elif len(ends) == 2 and all({*link.ranks} == ends for link in results.links if ends & {*link.ranks}):
+        text = f"Ranks {min(ends)} and {max(ends)}: {numbers}"
         text += " Which of the two is slow is unknown, since each has links only to the other."
     else:
         text = f"Rank {rank.rank} communicates slowly: {numbers}"
