@@ -43,9 +43,6 @@ from pgmesh.topology.locality import MAX_ENUMERATED, Locality, locality_of, stri
 if TYPE_CHECKING:
     from pgmesh.mesh import ProcessGroupMesh
 
-MAX_SAMPLE = 8
-"""The number of ranks that are listed of a sample group. Of a larger one, the first ranks and the last."""
-
 
 @dataclass(frozen=True, repr=False)
 class Plan(PlanData):
@@ -184,20 +181,17 @@ def plan(
     if shape or sizes or not isinstance(whole, (Layout, Mapping)):
         raise _sizes_error((layout, *shape), sizes, more)
     base = whole if isinstance(whole, Layout) else layout_of(_fill_free_size(whole, topology, more))
-    if whole is layout:
-        _check_fit(base, topology, more, views or {})
-    check_capacity(base, topology)
+    _check_hosts(base, topology, whole is layout, more, views or {})
     view_layouts = tuple((name, base.view(axes)) for name, axes in (views or {}).items())
-    found: list[FamilyPlan] = []
-    known: dict[object, str] = {}
     requested = [("", base, axes) for axes in [*((axis,) for axis in base.axes), *map(tuple, families)]]
     requested += [(name, view, (axis,)) for name, view in view_layouts for axis in view.axes]
+    found: dict[str, FamilyPlan] = {}
+    known: dict[object, str] = {}
     for name, whole, axes in requested:
         family = _family(name, whole, axes, topology, known)
-        if family.name not in [other.name for other in found]:
-            found.append(family)
-    findings = _findings(base, found, topology, view_layouts)
-    return Plan(base, topology, tuple(found), tuple(findings), view_layouts)
+        found.setdefault(family.name, family)
+    findings = _findings(base, [*found.values()], topology, view_layouts)
+    return Plan(base, topology, tuple(found.values()), tuple(findings), view_layouts)
 
 
 def _as_list(hosts: Any) -> Any:
@@ -259,14 +253,6 @@ def layout_of(sizes: Mapping[str, int] | Mapping[Axis, int]) -> Layout:
     return Layout.of(box, range(math.prod(box.values())))
 
 
-def check_capacity(layout: Layout, topology: Topology) -> None:
-    """Raise ShapeError if the hosts do not hold all ranks."""
-    last = _highest_rank(layout)
-    if topology and last >= topology[0].capacity:
-        ranks = "ranks" if topology[0].capacity > 1 else "rank"
-        raise ShapeError(f"{text_report.format_hold(topology[0])} {ranks}, but there is a rank {last:,}.")
-
-
 def _highest_rank(layout: Layout) -> int:
     """The highest rank."""
     if None in layout.strides:
@@ -274,15 +260,23 @@ def _highest_rank(layout: Layout) -> int:
     return layout.rank_of([-1 if (stride or 0) > 0 else 0 for stride in layout.strides])
 
 
-def _check_fit(layout: Layout, topology: Topology, more: Mapping[str, object], views: Mapping[str, Sizes]) -> None:
-    """Raise ShapeError if the ranks 0 to n - 1 of a whole layout do not fill the hosts.
+def _check_hosts(
+    layout: Layout, topology: Topology, must_fill: bool, more: Mapping[str, object], views: Mapping[str, Sizes]
+) -> None:
+    """Raise ShapeError if the hosts do not hold all ranks.
 
     Args:
+        must_fill: True if the ranks 0 to n - 1, unless they are a slice, have to fill the hosts.
         more: the other arguments of ``plan``, which suggested calls repeat.
     """
-    if not topology or layout.is_slice or _highest_rank(layout) + 1 != len(layout):
+    if not topology:
         return
-    host, count = topology[0], len(layout)
+    host, count, last = topology[0], len(layout), _highest_rank(layout)
+    if not must_fill or layout.is_slice or last + 1 != count:
+        if last >= host.capacity:
+            ranks = f"rank{'s' * (host.capacity > 1)}"
+            raise ShapeError(f"{text_report.format_hold(host)} {ranks}, but there is a rank {last:,}.")
+        return
     if count == host.capacity:
         return
     box = dict(zip(layout.axes, layout.shape))
@@ -328,62 +322,44 @@ def hosts_filled_by(host: HostLevel, count: int) -> HostLevel:
 
 
 def _family(
-    name: str, layout: Layout, axes: tuple[Axis, ...], topology: Topology, known: dict[object, str]
+    view: str, layout: Layout, axes: tuple[Axis, ...], topology: Topology, known: dict[object, str]
 ) -> FamilyPlan:
     """One family. ``known`` has the name of the first family for each set of groups."""
-    axes = layout.along(layout.rank_of([0] * len(layout.axes)), *axes).axes  # in the order of the mesh
-    size = layout.size(*axes)
-    groups = len(layout) // size
+    group = layout.along(layout.rank_of([0] * len(layout.axes)), *axes)  # its axes are in the order of the mesh
     family = FamilyPlan(
-        name,
-        axes,
-        size,
-        groups,
-        _strides(layout, axes),
-        _sample(layout, axes),
-        tuple(locality_of(layout, axes, level) for level in topology),
+        view,
+        group.axes,
+        len(group),
+        len(layout) // len(group),
+        _strides(group),
+        text_report.sample_of(group.ranks_in_order()),
+        tuple(locality_of(layout, group.axes, level) for level in topology),
         "",
     )
-    same = known.setdefault(_group_identity(layout, axes, family), family.name) if size > 1 else family.name
-    if same != family.name:
-        return replace(family, same_as=same)
-    return family
+    if len(group) == 1:
+        return family
+    same = known.setdefault(_group_identity(layout, family), family.name)
+    return family if same == family.name else replace(family, same_as=same)
 
 
-def _strides(layout: Layout, axes: tuple[Axis, ...]) -> tuple[int, ...]:
-    """The strides of a group, with contiguous axes merged into one; empty if a stride is not constant."""
-    strides = [(layout.size(axis), stride) for axis, stride in zip(layout.axes, layout.strides) if axis in axes]
-    fused: list[tuple[int, int]] = []
-    for size, stride in strides:
+def _strides(layout: Layout) -> tuple[int, ...]:
+    """The strides of a layout, with contiguous axes merged into one; empty if a stride is not constant."""
+    merged: list[tuple[int, int]] = []
+    for size, stride in zip(layout.shape, layout.strides):
         if stride is None:
             return ()
-        if size > 1 and fused and fused[-1][1] == size * stride:
-            fused[-1] = (fused[-1][0] * size, stride)
-        elif size > 1:
-            fused.append((size, stride))
-    return tuple(stride for _, stride in fused)
+        if size > 1:
+            inside = merged.pop()[0] if merged and merged[-1][1] == size * stride else 1
+            merged.append((inside * size, stride))
+    return tuple(stride for _, stride in merged)
 
 
-def _sample(layout: Layout, axes: tuple[Axis, ...]) -> tuple[int, ...]:
-    """The ranks of the first group: all of them, or the first ones and the last."""
-    size = layout.size(*axes)
-    indices = range(size) if size <= MAX_SAMPLE else (*range(MAX_SAMPLE - 1), size - 1)
-    ranks = []
-    for index in indices:
-        coord = [0] * len(layout.axes)
-        for axis in reversed(axes):
-            index, coord[layout.axes.index(axis)] = divmod(index, layout.size(axis))
-        ranks.append(layout.rank_of(coord))
-    return tuple(ranks)
-
-
-def _group_identity(layout: Layout, axes: tuple[Axis, ...], family: FamilyPlan) -> object:
+def _group_identity(layout: Layout, family: FamilyPlan) -> object:
     """A value that is equal for families with the same groups: their strides, or the groups of an irregular layout."""
-    along, others = strided_runs(layout, axes)
-    if along is not None and others is not None:
-        return (family.sample[0], family.size, family.strides, len(layout), _strides(layout, layout.axes))
+    if None not in strided_runs(layout, family.axes):
+        return (family.sample[0], family.size, family.strides, len(layout), _strides(layout))
     if len(layout) <= MAX_ENUMERATED:
-        return frozenset(frozenset(block) for block in layout.partition(*axes))
+        return frozenset(frozenset(block) for block in layout.partition(*family.axes))
     return object()
 
 
@@ -441,7 +417,7 @@ def _leaving_finding(family: FamilyPlan, number: int, layout: Layout, topology: 
         about = "" if locality.exact else "About "
         text = f"{about}{cut:,} of {family.groups:,} {family.name} groups {verb} {most}, across an edge."
     order = axis_heuristics.order_by_traffic([str(axis) for axis in layout.axes])
-    if order != layout.axes and _strides(layout, layout.axes) == (1,) and 0 in layout:
+    if order != layout.axes and _strides(layout) == (1,) and 0 in layout:
         moved = layout_of({axis: layout.size(axis) for axis in order})
         after = locality_of(moved, family.axes, level)
         if (after.high, after.hops_high, -after.intra) < (locality.high, locality.hops_high, -locality.intra):

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 P = TypeVar("P", bound="PlanData")
 
+MAX_SAMPLE = 8
+"""The number of ranks that are listed of a group."""
+
 STYLES = {"intra": "green", "mixed": "yellow", "inter": ""}
 
 
@@ -153,6 +156,15 @@ def format_changes(sizes: Mapping[Axis, int], changed: Mapping[Axis, int]) -> st
 def format_hold(level: HostLevel) -> str:
     """``8 hosts of 8 hold 64``."""
     return f"{level} {'holds' if level.count == 1 else 'hold'} {level.capacity:,}"
+
+
+def sample_of(ranks: Sequence[int]) -> tuple[int, ...]:
+    """All ranks of a group; of more than ``MAX_SAMPLE``, the first ones and the last.
+
+    >>> sample_of(range(100))
+    (0, 1, 2, 3, 4, 5, 6, 99)
+    """
+    return tuple(ranks) if len(ranks) <= MAX_SAMPLE else (*ranks[: MAX_SAMPLE - 1], ranks[-1])
 
 
 def format_range(low: int, high: int) -> str:

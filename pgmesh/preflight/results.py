@@ -24,6 +24,7 @@ from typing import Any
 
 from pgmesh.drawing.styled_text import Line, columns, ranks_in, wrapped
 from pgmesh.layout import Axis
+from pgmesh.planning.text_report import sample_of
 
 STRAGGLER_FACTOR = 2.0
 """Slowdown from which a rank is a straggler, and a link slow."""
@@ -275,7 +276,7 @@ def table(results: Results, width: int = 80) -> list[Line]:
     used = sum(max(len(text) for text, _ in column) + 2 for column in zip(*cells))
     cells[0].append((head[-1], "dim"))
     for row, ranks in zip(rows, slowest_ranks):
-        row.append((ranks_in(max(5, width - used), _abbreviate(ranks), len(ranks)), ""))
+        row.append((ranks_in(max(5, width - used), sample_of(ranks), len(ranks)), ""))
     return columns(cells, [False, *[True] * 7, False])
 
 
@@ -309,11 +310,6 @@ def summary(results: Results, width: int = 80) -> list[Line]:
         text = f"The link between {low} and {high} ({link.axes}) takes {link.slowdown:.1f}x the median time."
         lines += wrapped(text, width, "yellow")
     return lines
-
-
-def _abbreviate(ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """At most 8 of the ranks, the last included."""
-    return ranks if len(ranks) <= 8 else (*ranks[:7], ranks[-1])
 
 
 def format_bytes(size: int) -> str:
