@@ -245,12 +245,9 @@ def _fill_free_size(sizes: Sizes, topology: Topology, more: Mapping[str, object]
     return fill_sizes("plan", box, host.capacity, text_report.format_hold(host), suggest_ranks=False, more=more)
 
 
-def layout_of(sizes: Mapping[str, int] | Mapping[Axis, int]) -> Layout:
+def layout_of(sizes: Sizes) -> Layout:
     """The layout of these sizes. Axes may have any names."""
-    box: dict[Axis, int] = {}
-    for axis, size in sizes.items():
-        box[axis] = size
-    return Layout.of(box, range(math.prod(box.values())))
+    return Layout.of(dict(sizes), range(math.prod(sizes.values())))
 
 
 def _highest_rank(layout: Layout) -> int:
@@ -382,34 +379,30 @@ def _findings(
         heavier = 1
         for axis in axis_heuristics.heavy_axes(mine):
             family = mine[axis]
-            if family.size == 1:
-                continue
-            if family.localities[number].high == 1:
+            if family.localities[number].high > 1:
+                findings.append(_leaving_finding(family, family.localities[number], whole, level, heavier))
+            elif family.size > 1:
                 good.append(family.name)
-            else:
-                findings.append(_leaving_finding(family, number, whole, topology, heavier))
             heavier *= family.size
     if good and not any(finding.bad for finding in findings):
-        findings.insert(
-            0,
-            Finding(
-                f"Good: {text_report.join_words(good)} stay{'s' * (len(good) == 1)} inside one {level.name}.", False
-            ),
-        )
+        text = f"Good: {text_report.join_words(good)} stay{'s' * (len(good) == 1)} inside one {level.name}."
+        findings.insert(0, Finding(text, False))
     return findings
 
 
-def _leaving_finding(family: FamilyPlan, number: int, layout: Layout, topology: Topology, heavier: int) -> Finding:
+def _leaving_finding(family: FamilyPlan, locality: Locality, layout: Layout, level: HostLevel, heavier: int) -> Finding:
     """Return the finding for a family with groups that span several units of a level, such as several hosts.
 
     Args:
-        number: the index of the level in the topology.
+        locality: the family's locality on the level.
         layout: the mesh or the view with the family's axis.
         heavier: the product of the sizes of the axes with more traffic.
     """
-    level, locality, size = topology[number], family.localities[number], family.size
+    size = family.size
     spanned = text_report.format_units(locality.low, locality.high, level.name)
-    text = f"{family.name} spans {spanned}: {_hops(locality, size, level)}."
+    hops = f"{text_report.format_range(locality.hops_low, locality.hops_high)} of {size} hops of a ring leave"
+    hops = "every hop leaves" if locality.hops_low == size else hops
+    text = f"{family.name} spans {spanned}: {hops} the {level.name}."
     if locality.intra:
         cut = family.groups - locality.intra
         verb = "spans" if cut == 1 else "span"
@@ -436,11 +429,3 @@ def _leaving_finding(family: FamilyPlan, number: int, layout: Layout, topology: 
     wrong = sorted({unit for _, unit in level.runs if unit % (heavier * size)})
     units = f"a {level.name}" if len(wrong) == 1 else f"{level.name}s"
     return Finding(f"{text} {together} not divide {units} of {text_report.join_words(wrong)}." if wrong else text, True)
-
-
-def _hops(locality: Locality, size: int, level: HostLevel) -> str:
-    """The hops of a ring that leave a unit, as text."""
-    if locality.hops_low == size:
-        return f"every hop leaves the {level.name}"
-    hops = text_report.format_range(locality.hops_low, locality.hops_high)
-    return f"{hops} of {size} hops of a ring leave the {level.name}"

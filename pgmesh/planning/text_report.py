@@ -79,20 +79,21 @@ def cost_report(plan: PlanData, width: int = 80) -> list[Line]:
     count = plan.communicators
     if not count:
         return [[("Each group has one rank: no communicators.", "")]]
-    same = [f"{family.name} is {family.same_as}" for family in plan.families if family.same_as]
-    held = count_of(count, "communicator")
-    lines: list[Line] = [[(f"A rank that uses each family holds {held}, the world's not counted:", "")]]
     threads, descriptors = costs.GLOO_THREADS * count, costs.GLOO_DESCRIPTORS * count
-    lines.append([(f"  NCCL  {costs.NCCL.times(count)}, by NVIDIA/nccl issues 2363, 964 and 1685", "")])
     gloo = f"{threads} threads, {descriptors} descriptors and {costs.GLOO.times(count)}"
-    lines.append([(f"  Gloo  {gloo}, as measured", "")])
+    held = count_of(count, "communicator")
+    lines: list[Line] = [
+        [(f"A rank that uses each family holds {held}, the world's not counted:", "")],
+        [(f"  NCCL  {costs.NCCL.times(count)}, by NVIDIA/nccl issues 2363, 964 and 1685", "")],
+        [(f"  Gloo  {gloo}, as measured", "")],
+    ]
+    same = [f"{family.name} is {family.same_as}" for family in plan.families if family.same_as]
     if same:
         lines += wrapped(f"One group under two names is one communicator: {'; '.join(same)}.", width, "", "  ")
     alone = [family.name for family in plan.families if family.size == 1]
     if alone:
         text = f"Groups of one rank are not counted ({', '.join(alone)})."
-        text += " NCCL allocates memory for them when they are used."
-        lines += wrapped(text, width, "", "  ")
+        lines += wrapped(f"{text} NCCL allocates memory for them when they are used.", width, "", "  ")
     return lines
 
 
