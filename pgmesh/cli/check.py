@@ -226,17 +226,17 @@ class _Check:
         from pgmesh.preflight.results import format_bytes, summary, table
 
         backend, device = world_options().backend, device_of(mesh.group(mesh.axes[0])).type
-        families = f"{len(results.by_axes)} famil{'ies' if len(results.by_axes) > 1 else 'y'}"
-        groups = count_of(sum(len(result.groups) for result in results.by_axes), "group")
-        self.findings.append(("ok", f"{groups} of {families} connected, in {results.connect_seconds:.2f} s"))
-        self.findings.append(("ok", f"every sum is correct, of {', '.join(map(format_bytes, results.sizes))}"))
+        families = f"{len(results['families'])} famil{'ies' if len(results['families']) > 1 else 'y'}"
+        groups = count_of(sum(len(family["groups"]) for family in results["families"]), "group")
+        self.findings.append(("ok", f"{groups} of {families} connected, in {results['connected_seconds']:.2f} s"))
+        self.findings.append(("ok", f"every sum is correct, of {', '.join(map(format_bytes, results['bytes']))}"))
         width = styled_text.width_of(sys.stdout)
         self.lines = [[(f"{count_of(len(mesh), 'rank')} over {backend} on {device}", "bold")]]
         for mark, text in self.findings:
             self.lines += styled_text.marked(mark, text, width)
         self.lines += [[], *table(results, width), [], *summary(results, width)]
         self.data |= {"ranks": len(mesh), "axes": list(mesh.axes), "shape": list(mesh.shape)}
-        self.data |= {"backend": backend, "device": device, **results.data()}
+        self.data |= {"backend": backend, "device": device, **results}
 
     def _print_result(self, failure: Exception | None) -> None:
         if failure is not None:
