@@ -9,7 +9,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
             preflight.join(args.backend, args.timeout)
         return _Check(args, sizes, topology).run()
     except PgmeshError as error:  # this rank could not join the world
-        _print_failure(error, args)
+        _print(args, error)
         return 1
 
 
@@ -97,15 +97,20 @@ def _is_first() -> bool:
     return False
 
 
-def _print_failure(error: Exception, args: argparse.Namespace) -> None:
-    if isinstance(error, UsageError):
-        print(f"pgmesh check: {error}", file=sys.stderr, flush=True)
+def _print(args: argparse.Namespace, failure: Exception | None, data: Any = None, lines: Sequence[Line] = ()) -> None:
+    """Print the failure or the report, as text or as JSON."""
+    if isinstance(failure, UsageError):
+        print(f"pgmesh check: {failure}", file=sys.stderr, flush=True)
         return
-    kind = type(error).__name__
+    if failure is not None:
+        kind = type(failure).__name__
+        data = {"format": 1, "status": "failed", "error": {"kind": kind, "text": str(failure)}}
+        print(f"pgmesh check failed: {kind}: {failure}", file=sys.stderr, flush=True)
     if args.json:
-        data = {"format": 1, "status": "failed", "error": {"kind": kind, "text": str(error)}}
         print(json.dumps(data, indent=2), flush=True)
-    print(f"pgmesh check failed: {kind}: {error}", file=sys.stderr, flush=True)
+    elif failure is None:
+        styled_text.write(lines, sys.stdout)
+        sys.stdout.flush()
 
 
 class _Check:
@@ -129,11 +134,11 @@ class _Check:
             failure = error
         printed = self.barrier.rank == 0
         if printed:
-            self._print_result(failure)
+            _print(self.args, failure, self.data, self.lines)
         with contextlib.suppress(WorldError):
             printed |= self.barrier.leave(LEAVE_TIMEOUT if failure is None else FAILED_LEAVE_TIMEOUT)
         if failure is not None and not printed:  # rank 0 is lost, so each rank prints
-            self._print_result(failure)
+            _print(self.args, failure, self.data, self.lines)
         return 0 if failure is None else 2 if isinstance(failure, UsageError) else 1
 
     def _check(self) -> None:
@@ -237,15 +242,6 @@ class _Check:
         self.lines += [[], *table(results, width), [], *summary(results, width)]
         self.data |= {"ranks": len(mesh), "axes": list(mesh.axes), "shape": list(mesh.shape)}
         self.data |= {"backend": backend, "device": device, **results}
-
-    def _print_result(self, failure: Exception | None) -> None:
-        if failure is not None:
-            _print_failure(failure, self.args)
-        elif self.args.json:
-            print(json.dumps(self.data, indent=2), flush=True)
-        else:
-            styled_text.write(self.lines, sys.stdout)
-            sys.stdout.flush()
 
 
 @contextlib.contextmanager
