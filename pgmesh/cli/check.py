@@ -161,10 +161,8 @@ class _Check:
             families = {frozenset(axes): axes for axes in [*((axis,) for axis in layout.axes), *combinations]}
             hosts = self._check_hosts()
             with ProcessGroupMesh(self.sizes, name="check") as mesh:
-                check = Preflight(
-                    barrier, mesh, [*families.values()], hosts, parse_bytes(self.args), self.args.repeats, show
-                )
-                results = check.run()
+                sizes, repeats = parse_bytes(self.args), self.args.repeats
+                results = Preflight(barrier, mesh, [*families.values()], hosts, sizes, repeats, show).run()
                 if results is not None:
                     self._add_results(mesh, results)
 

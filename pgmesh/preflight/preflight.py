@@ -30,7 +30,7 @@ from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.preflight import results
 from pgmesh.preflight.diagnosis import call_with_timeout, hosts_store, wait_for_store
-from pgmesh.preflight.microbenchmarks import WORKLOAD, Microbenchmarks, link_rounds
+from pgmesh.preflight.microbenchmarks import LARGE_MESSAGE, SMALL_MESSAGE, Microbenchmarks, link_rounds
 from pgmesh.preflight.results import RankMeasurements, Results, axes_name
 from pgmesh.preflight.staged_barrier import StagedBarrier
 
@@ -172,6 +172,5 @@ class Preflight:
         for pair in itertools.chain.from_iterable(link_rounds(ranks)):
             if mesh.rank in pair:
                 (peer,) = {*pair} - {mesh.rank}
-                sizes = (WORKLOAD.small_message, WORKLOAD.large_message)
-                seconds = [median(benchmarks.exchange(group, peer, size)) for size in sizes]
+                seconds = [median(benchmarks.exchange(group, peer, size)) for size in (SMALL_MESSAGE, LARGE_MESSAGE)]
                 measured.links.append((name, peer, seconds))
