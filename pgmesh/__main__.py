@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from pgmesh.cli.arguments import CommandLine, UsageError
+from pgmesh.cli.arguments import UsageError
 from pgmesh.errors import PgmeshError
 
 COMMANDS = {
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # for a terminal that cannot display frames
     command = importlib.import_module(f"pgmesh.cli.{args.command}")
     try:
-        return int(command.run(args, CommandLine(words)))
+        return int(command.run(args))
     except (UsageError, PgmeshError) as error:
         print(f"pgmesh {args.command}: {error}", file=sys.stderr)
         return 2
@@ -61,10 +61,9 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
         command_parser = commands.add_parser(name, help=text, description=description)
         if name in words[:1]:
             command = importlib.import_module(f"pgmesh.cli.{name}")
-            command_parser.epilog, command_parser.formatter_class = (
-                command.EXAMPLES,
-                argparse.RawDescriptionHelpFormatter,
-            )
+            command_parser.epilog = command.EXAMPLES
+            command_parser.formatter_class = argparse.RawDescriptionHelpFormatter
+            command_parser.set_defaults(parser=command_parser)
             command.add(command_parser)
     return parser
 

@@ -8,7 +8,8 @@ import os
 import sys
 from dataclasses import asdict
 
-from pgmesh.cli.arguments import CommandLine, UsageError
+from pgmesh.cli import arguments
+from pgmesh.cli.arguments import UsageError
 from pgmesh.drawing import styled_text
 from pgmesh.drawing.styled_text import Line
 
@@ -21,13 +22,12 @@ Nothing is sent to other ranks. Exit status 1 if a finding is bad."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--timeout", type=float, default=3.0, metavar="SECONDS", help="timeout of each network operation (3)"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    text = "timeout of each network operation (3)"
+    parser.add_argument("--timeout", type=float, default=3.0, metavar="SECONDS", help=text)
+    arguments.add_json(parser)
 
 
-def run(args: argparse.Namespace, command_line: CommandLine) -> int:
+def run(args: argparse.Namespace) -> int:
     if args.timeout <= 0:
         raise UsageError("--timeout has to be greater than 0.", ("pgmesh doctor", "waits 3 s"))
     from pgmesh.preflight.diagnosis import diagnose

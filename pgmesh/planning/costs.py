@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+KB = 10**3
 MB = 10**6
 GB = 10**9
 
@@ -33,33 +34,29 @@ class Cost:
         '2.1 to 13 GB of GPU memory'
         """
         low, high = self.low * communicators, self.high * communicators
-        if low == high:
-            return f"{_size(low)} {unit_of(low)} of {self.of}"
-        unit = unit_of(high)
-        return f"{_size(low, unit)} to {_size(high, unit)} {unit} of {self.of}"
+        scale, unit = next((scale, unit) for scale, unit in ((GB, "GB"), (MB, "MB"), (KB, "KB")) if high >= scale)
+        return f"{_format(low / scale)} to {_format(high / scale)} {unit} of {self.of}"
 
 
+ISSUES = "https://github.com/NVIDIA/nccl/issues"
 NCCL = Cost(
     "NCCL",
     "GPU memory",
     512 * 2**20,
     3280 * MB,
     (
-        Source(
-            "512 MiB at the first collective, even for a group of one rank (NCCL 2.28, B300)",
-            "https://github.com/NVIDIA/nccl/issues/2363",
-        ),
+        Source("512 MiB at the first collective, even for a group of one rank (NCCL 2.28, B300)", f"{ISSUES}/2363"),
         Source(
             "544 MB for a group of 2 and 688 MB for one of 3 or 4, after an all-reduce (4 x A100, NVLink)",
-            "https://github.com/NVIDIA/nccl/issues/964",
+            f"{ISSUES}/964",
         ),
         Source(
             "1.06 GB before and 4.34 GB after the first all-to-all over 8 ranks, 32 channels to each (8 x H100)",
-            "https://github.com/NVIDIA/nccl/issues/1685",
+            f"{ISSUES}/1685",
         ),
         Source(
             "grows with each communicator, linearly in the channels (NCCL_MAX_NCHANNELS, max_ctas), not beyond 2 nodes",
-            "https://github.com/NVIDIA/nccl/issues/986",
+            f"{ISSUES}/986",
         ),
         Source(
             "a buffer between a pair of GPUs is 4 MiB by default (NCCL_BUFFSIZE)",
@@ -85,10 +82,5 @@ GLOO_THREADS, GLOO_DESCRIPTORS = 2, 6
 COSTS = (NCCL, GLOO)
 
 
-def unit_of(size: int) -> str:
-    return "GB" if size >= GB else "MB" if size >= MB else "KB"
-
-
-def _size(size: int, unit: str | None = None) -> str:
-    value = size / {"GB": GB, "MB": MB, "KB": 1000}[unit or unit_of(size)]
+def _format(value: float) -> str:
     return f"{value:.0f}" if value >= 10 else f"{value:.1f}".removesuffix(".0")

@@ -43,9 +43,6 @@ from pgmesh.topology.locality import MAX_ENUMERATED, Locality, locality_of, stri
 if TYPE_CHECKING:
     from pgmesh.mesh import ProcessGroupMesh
 
-MAX_SAMPLE = 8
-"""The number of ranks that are listed of a sample group. Of a larger one, the first ranks and the last."""
-
 
 @dataclass(frozen=True, repr=False)
 class Plan(PlanData):
@@ -184,20 +181,17 @@ def plan(
     if shape or sizes or not isinstance(whole, (Layout, Mapping)):
         raise _sizes_error((layout, *shape), sizes, more)
     base = whole if isinstance(whole, Layout) else layout_of(_fill_free_size(whole, topology, more))
-    if whole is layout:
-        _check_fit(base, topology, more, views or {})
-    check_capacity(base, topology)
+    _check_hosts(base, topology, whole is layout, more, views or {})
     view_layouts = tuple((name, base.view(axes)) for name, axes in (views or {}).items())
-    found: list[FamilyPlan] = []
-    known: dict[object, str] = {}
     requested = [("", base, axes) for axes in [*((axis,) for axis in base.axes), *map(tuple, families)]]
     requested += [(name, view, (axis,)) for name, view in view_layouts for axis in view.axes]
+    found: dict[str, FamilyPlan] = {}
+    known: dict[object, str] = {}
     for name, whole, axes in requested:
         family = _family(name, whole, axes, topology, known)
-        if family.name not in [other.name for other in found]:
-            found.append(family)
-    findings = _findings(base, found, topology, view_layouts)
-    return Plan(base, topology, tuple(found), tuple(findings), view_layouts)
+        found.setdefault(family.name, family)
+    findings = _findings(base, [*found.values()], topology, view_layouts)
+    return Plan(base, topology, tuple(found.values()), tuple(findings), view_layouts)
 
 
 def _as_list(hosts: Any) -> Any:
@@ -239,29 +233,6 @@ def _sizes_error(arguments: tuple[Any, ...], sizes: dict[str, Any], more: Mappin
     return ShapeError(f"plan is given a Layout, a mesh or a mapping of sizes.\n\n  {call}")
 
 
-def suggest(sizes: Mapping[str, int], topology: Topology) -> Layout:
-    """The layout of these sizes, with the axes ordered by traffic. A data axis is added for the ranks that are left.
-
-    >>> suggest({"tp": 4, "cp": 2}, parse_topology("2x8"))
-    Layout(dp=2, cp=2, tp=4)
-    """
-    box = dict(sizes)
-    free = [axis for axis, size in box.items() if size == -1]
-    fixed = math.prod(size for size in box.values() if size != -1)
-    room = topology[0].capacity if topology else fixed
-    if (room % fixed == 0 and room > fixed) or free:
-        box.setdefault(free[0] if free else "dp", -1)
-    if room % fixed or (room != fixed and -1 not in box.values()):
-        do = "do" if fixed > 1 else "does"
-        raise ShapeError(
-            f"{text_report.format_sizes(sizes)} holds {count_of(fixed, 'rank')}, which {do} not fit on {topology[0]}."
-        )
-    ordered = {
-        axis: box[axis] if box[axis] != -1 else room // fixed for axis in axis_heuristics.order_by_traffic(list(box))
-    }
-    return layout_of(ordered)
-
-
 def _fill_free_size(sizes: Sizes, topology: Topology, more: Mapping[str, object]) -> dict[Axis, int]:
     """The sizes, with -1 replaced so that they fill the hosts."""
     box = parse_sizes("plan", (sizes,), {}, more)
@@ -271,26 +242,12 @@ def _fill_free_size(sizes: Sizes, topology: Topology, more: Mapping[str, object]
         call = format_call("plan", box, **{"nodes": f"1x{len(example_ranks(box))}", **more})
         raise ShapeError(f"{format_call('plan', box)} cannot infer the size of -1: give it hosts, such as {call}.")
     host = topology[0]
-    hold = f"{host} {'holds' if host.count == 1 else 'hold'} {host.capacity:,}"
-    return fill_sizes("plan", box, host.capacity, hold, suggest_ranks=False, more=more)
+    return fill_sizes("plan", box, host.capacity, text_report.format_hold(host), suggest_ranks=False, more=more)
 
 
-def layout_of(sizes: Mapping[str, int] | Mapping[Axis, int]) -> Layout:
+def layout_of(sizes: Sizes) -> Layout:
     """The layout of these sizes. Axes may have any names."""
-    box: dict[Axis, int] = {}
-    for axis, size in sizes.items():
-        box[axis] = size
-    return Layout.of(box, range(math.prod(box.values())))
-
-
-def check_capacity(layout: Layout, topology: Topology) -> None:
-    """Raise ShapeError if the hosts do not hold all ranks."""
-    last = _highest_rank(layout)
-    if topology and last >= topology[0].capacity:
-        hold = "holds" if topology[0].count == 1 else "hold"
-        raise ShapeError(
-            f"{topology[0]} {hold} {count_of(topology[0].capacity, 'rank')}, but there is a rank {last:,}."
-        )
+    return Layout.of(dict(sizes), range(math.prod(sizes.values())))
 
 
 def _highest_rank(layout: Layout) -> int:
@@ -300,31 +257,39 @@ def _highest_rank(layout: Layout) -> int:
     return layout.rank_of([-1 if (stride or 0) > 0 else 0 for stride in layout.strides])
 
 
-def _check_fit(layout: Layout, topology: Topology, more: Mapping[str, object], views: Mapping[str, Sizes]) -> None:
-    """Raise ShapeError if the ranks 0 to n - 1 of a whole layout do not fill the hosts.
+def _check_hosts(
+    layout: Layout, topology: Topology, must_fill: bool, more: Mapping[str, object], views: Mapping[str, Sizes]
+) -> None:
+    """Raise ShapeError if the hosts do not hold all ranks.
 
     Args:
+        must_fill: True if the ranks 0 to n - 1, unless they are a slice, have to fill the hosts.
         more: the other arguments of ``plan``, which suggested calls repeat.
     """
-    if not topology or layout.is_slice or _highest_rank(layout) + 1 != len(layout):
+    if not topology:
         return
-    host, count = topology[0], len(layout)
+    host, count, last = topology[0], len(layout), _highest_rank(layout)
+    if not must_fill or layout.is_slice or last + 1 != count:
+        if last >= host.capacity:
+            ranks = f"rank{'s' * (host.capacity > 1)}"
+            raise ShapeError(f"{text_report.format_hold(host)} {ranks}, but there is a rank {last:,}.")
+        return
     if count == host.capacity:
         return
     box = dict(zip(layout.axes, layout.shape))
     nearest = nearest_sizes(box, host.capacity, [])
-    other = [axis for axis in box if nearest[axis] != box[axis]]
-    changed = ", ".join(f"axis {a} of {nearest[a]}" if isinstance(a, int) else f"{a} {nearest[a]}" for a in other)
     suggestions: list[tuple[str, str]] = []
     if layout.ranks_in_order() == range(count) and _holds(layout_of(nearest), views):
-        suggestions.append((_call(format_call("Layout", nearest), more), f"with {changed}"))
+        suggestions.append(
+            (_call(format_call("Layout", nearest), more), f"with {text_report.format_changes(box, nearest)}")
+        )
     if "domains" not in more or not suggestions:
         hosts = {word: value for word, value in more.items() if word != "domains"}
-        call = _call(shorten(repr(layout), "layout"), {**hosts, "nodes": repr(_hosts_filled_by(host, count).spell())})
+        call = _call(shorten(repr(layout), "layout"), {**hosts, "nodes": repr(hosts_filled_by(host, count).spell())})
         suggestions.append((call, f"{'or ' * bool(suggestions)}on {count_of(count, 'rank')}"))
     raise ShapeError(
-        f"{shorten(repr(layout), 'the layout')} holds {count_of(count, 'rank')}, but {host} "
-        f"{'holds' if host.count == 1 else 'hold'} {host.capacity:,}.\n\n{format_calls(suggestions)}"
+        f"{shorten(repr(layout), 'the layout')} holds {count_of(count, 'rank')}, but "
+        f"{text_report.format_hold(host)}.\n\n{format_calls(suggestions)}"
     )
 
 
@@ -341,7 +306,7 @@ def _call(layout: str, more: Mapping[str, object]) -> str:
     return f"plan({', '.join([layout, *(f'{word}={value}' for word, value in more.items())])})"
 
 
-def _hosts_filled_by(host: HostLevel, count: int) -> HostLevel:
+def hosts_filled_by(host: HostLevel, count: int) -> HostLevel:
     """The first hosts that ``count`` ranks fill. If there are too few, hosts of the last size are added."""
     runs: list[tuple[int, int]] = []
     for n, size in (*host.runs[:-1], (count, host.runs[-1][1])):
@@ -354,62 +319,44 @@ def _hosts_filled_by(host: HostLevel, count: int) -> HostLevel:
 
 
 def _family(
-    name: str, layout: Layout, axes: tuple[Axis, ...], topology: Topology, known: dict[object, str]
+    view: str, layout: Layout, axes: tuple[Axis, ...], topology: Topology, known: dict[object, str]
 ) -> FamilyPlan:
     """One family. ``known`` has the name of the first family for each set of groups."""
-    axes = layout.along(layout.rank_of([0] * len(layout.axes)), *axes).axes  # in the order of the mesh
-    size = layout.size(*axes)
-    groups = len(layout) // size
+    group = layout.along(layout.rank_of([0] * len(layout.axes)), *axes)  # its axes are in the order of the mesh
     family = FamilyPlan(
-        name,
-        axes,
-        size,
-        groups,
-        _strides(layout, axes),
-        _sample(layout, axes),
-        tuple(locality_of(layout, axes, level) for level in topology),
+        view,
+        group.axes,
+        len(group),
+        len(layout) // len(group),
+        _strides(group),
+        text_report.sample_of(group.ranks_in_order()),
+        tuple(locality_of(layout, group.axes, level) for level in topology),
         "",
     )
-    same = known.setdefault(_group_identity(layout, axes, family), family.name) if size > 1 else family.name
-    if same != family.name:
-        return replace(family, same_as=same)
-    return family
+    if len(group) == 1:
+        return family
+    same = known.setdefault(_group_identity(layout, family), family.name)
+    return family if same == family.name else replace(family, same_as=same)
 
 
-def _strides(layout: Layout, axes: tuple[Axis, ...]) -> tuple[int, ...]:
-    """The strides of a group, with contiguous axes merged into one; empty if a stride is not constant."""
-    strides = [(layout.size(axis), stride) for axis, stride in zip(layout.axes, layout.strides) if axis in axes]
-    fused: list[tuple[int, int]] = []
-    for size, stride in strides:
+def _strides(layout: Layout) -> tuple[int, ...]:
+    """The strides of a layout, with contiguous axes merged into one; empty if a stride is not constant."""
+    merged: list[tuple[int, int]] = []
+    for size, stride in zip(layout.shape, layout.strides):
         if stride is None:
             return ()
-        if size > 1 and fused and fused[-1][1] == size * stride:
-            fused[-1] = (fused[-1][0] * size, stride)
-        elif size > 1:
-            fused.append((size, stride))
-    return tuple(stride for _, stride in fused)
+        if size > 1:
+            inside = merged.pop()[0] if merged and merged[-1][1] == size * stride else 1
+            merged.append((inside * size, stride))
+    return tuple(stride for _, stride in merged)
 
 
-def _sample(layout: Layout, axes: tuple[Axis, ...]) -> tuple[int, ...]:
-    """The ranks of the first group: all of them, or the first ones and the last."""
-    size = layout.size(*axes)
-    indices = range(size) if size <= MAX_SAMPLE else (*range(MAX_SAMPLE - 1), size - 1)
-    ranks = []
-    for index in indices:
-        coord = [0] * len(layout.axes)
-        for axis in reversed(axes):
-            index, coord[layout.axes.index(axis)] = divmod(index, layout.size(axis))
-        ranks.append(layout.rank_of(coord))
-    return tuple(ranks)
-
-
-def _group_identity(layout: Layout, axes: tuple[Axis, ...], family: FamilyPlan) -> object:
+def _group_identity(layout: Layout, family: FamilyPlan) -> object:
     """A value that is equal for families with the same groups: their strides, or the groups of an irregular layout."""
-    along, others = strided_runs(layout, axes)
-    if along is not None and others is not None:
-        return (family.sample[0], family.size, family.strides, len(layout), _strides(layout, layout.axes))
+    if None not in strided_runs(layout, family.axes):
+        return (family.sample[0], family.size, family.strides, len(layout), _strides(layout))
     if len(layout) <= MAX_ENUMERATED:
-        return frozenset(frozenset(block) for block in layout.partition(*axes))
+        return frozenset(frozenset(block) for block in layout.partition(*family.axes))
     return object()
 
 
@@ -432,34 +379,30 @@ def _findings(
         heavier = 1
         for axis in axis_heuristics.heavy_axes(mine):
             family = mine[axis]
-            if family.size == 1:
-                continue
-            if family.localities[number].high == 1:
+            if family.localities[number].high > 1:
+                findings.append(_leaving_finding(family, family.localities[number], whole, level, heavier))
+            elif family.size > 1:
                 good.append(family.name)
-            else:
-                findings.append(_leaving_finding(family, number, whole, topology, heavier))
             heavier *= family.size
     if good and not any(finding.bad for finding in findings):
-        findings.insert(
-            0,
-            Finding(
-                f"Good: {text_report.join_words(good)} stay{'s' * (len(good) == 1)} inside one {level.name}.", False
-            ),
-        )
+        text = f"Good: {text_report.join_words(good)} stay{'s' * (len(good) == 1)} inside one {level.name}."
+        findings.insert(0, Finding(text, False))
     return findings
 
 
-def _leaving_finding(family: FamilyPlan, number: int, layout: Layout, topology: Topology, heavier: int) -> Finding:
+def _leaving_finding(family: FamilyPlan, locality: Locality, layout: Layout, level: HostLevel, heavier: int) -> Finding:
     """Return the finding for a family with groups that span several units of a level, such as several hosts.
 
     Args:
-        number: the index of the level in the topology.
+        locality: the family's locality on the level.
         layout: the mesh or the view with the family's axis.
         heavier: the product of the sizes of the axes with more traffic.
     """
-    level, locality, size = topology[number], family.localities[number], family.size
+    size = family.size
     spanned = text_report.format_units(locality.low, locality.high, level.name)
-    text = f"{family.name} spans {spanned}: {_hops(locality, size, level)}."
+    hops = f"{text_report.format_range(locality.hops_low, locality.hops_high)} of {size} hops of a ring leave"
+    hops = "every hop leaves" if locality.hops_low == size else hops
+    text = f"{family.name} spans {spanned}: {hops} the {level.name}."
     if locality.intra:
         cut = family.groups - locality.intra
         verb = "spans" if cut == 1 else "span"
@@ -467,7 +410,7 @@ def _leaving_finding(family: FamilyPlan, number: int, layout: Layout, topology: 
         about = "" if locality.exact else "About "
         text = f"{about}{cut:,} of {family.groups:,} {family.name} groups {verb} {most}, across an edge."
     order = axis_heuristics.order_by_traffic([str(axis) for axis in layout.axes])
-    if order != layout.axes and _strides(layout, layout.axes) == (1,) and 0 in layout:
+    if order != layout.axes and _strides(layout) == (1,) and 0 in layout:
         moved = layout_of({axis: layout.size(axis) for axis in order})
         after = locality_of(moved, family.axes, level)
         if (after.high, after.hops_high, -after.intra) < (locality.high, locality.hops_high, -locality.intra):
@@ -486,11 +429,3 @@ def _leaving_finding(family: FamilyPlan, number: int, layout: Layout, topology: 
     wrong = sorted({unit for _, unit in level.runs if unit % (heavier * size)})
     units = f"a {level.name}" if len(wrong) == 1 else f"{level.name}s"
     return Finding(f"{text} {together} not divide {units} of {text_report.join_words(wrong)}." if wrong else text, True)
-
-
-def _hops(locality: Locality, size: int, level: HostLevel) -> str:
-    """The hops of a ring that leave a unit, as text."""
-    if locality.hops_low == size:
-        return f"every hop leaves the {level.name}"
-    hops = text_report.format_range(locality.hops_low, locality.hops_high)
-    return f"{hops} of {size} hops of a ring leave the {level.name}"

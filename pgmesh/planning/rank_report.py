@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from pgmesh.drawing import styled_text
 from pgmesh.drawing.styled_text import Line
+from pgmesh.planning.text_report import sample_of
 
 if TYPE_CHECKING:
     from pgmesh.layout import Axis, Layout
     from pgmesh.topology.hosts import Topology
-
-MAX_LISTED = 8
-"""The number of ranks that are listed of a group. Of a larger one, the first ranks and the last."""
 
 
 @dataclass(frozen=True)
@@ -101,15 +99,14 @@ def rank_report_of(layout: Layout, rank: int, topology: Topology = ()) -> RankRe
 
 
 def _axis_report(layout: Layout, rank: int, axis: Axis, index: int, topology: Topology) -> AxisReport:
-    line = layout.along(rank, axis)
-    size = len(line)
-    indices = range(size) if size <= MAX_LISTED else (*range(MAX_LISTED - 1), size - 1)
+    group = layout.along(rank, axis).ranks_in_order()
+    size = len(group)
     return AxisReport(
         axis,
         index,
         size,
-        tuple(line.rank_of((index,)) for index in indices),
-        tuple(len({level.unit_of(other) for other in line}) if size <= 1 << 16 else None for level in topology),
+        sample_of(group),
+        tuple(len({level.unit_of(other) for other in group}) if size <= 1 << 16 else None for level in topology),
         layout.neighbor_of(rank, axis, -1),
         layout.neighbor_of(rank, axis, +1),
     )

@@ -10,10 +10,15 @@ from pgmesh.drawing.styled_text import Line, columns, ranks_in, wrapped
 from pgmesh.planning import axis_heuristics, costs
 
 if TYPE_CHECKING:
+    from pgmesh.layout import Axis
     from pgmesh.planning.data import FamilyPlan, PlanData
+    from pgmesh.topology.hosts import HostLevel
     from pgmesh.topology.locality import Locality
 
 P = TypeVar("P", bound="PlanData")
+
+MAX_SAMPLE = 8
+"""The number of ranks that are listed of a group."""
 
 STYLES = {"intra": "green", "mixed": "yellow", "inter": ""}
 
@@ -74,20 +79,21 @@ def cost_report(plan: PlanData, width: int = 80) -> list[Line]:
     count = plan.communicators
     if not count:
         return [[("Each group has one rank: no communicators.", "")]]
-    same = [f"{family.name} is {family.same_as}" for family in plan.families if family.same_as]
-    held = count_of(count, "communicator")
-    lines: list[Line] = [[(f"A rank that uses each family holds {held}, the world's not counted:", "")]]
     threads, descriptors = costs.GLOO_THREADS * count, costs.GLOO_DESCRIPTORS * count
-    lines.append([(f"  NCCL  {costs.NCCL.times(count)}, by NVIDIA/nccl issues 2363, 964 and 1685", "")])
     gloo = f"{threads} threads, {descriptors} descriptors and {costs.GLOO.times(count)}"
-    lines.append([(f"  Gloo  {gloo}, as measured", "")])
+    held = count_of(count, "communicator")
+    lines: list[Line] = [
+        [(f"A rank that uses each family holds {held}, the world's not counted:", "")],
+        [(f"  NCCL  {costs.NCCL.times(count)}, by NVIDIA/nccl issues 2363, 964 and 1685", "")],
+        [(f"  Gloo  {gloo}, as measured", "")],
+    ]
+    same = [f"{family.name} is {family.same_as}" for family in plan.families if family.same_as]
     if same:
         lines += wrapped(f"One group under two names is one communicator: {'; '.join(same)}.", width, "", "  ")
     alone = [family.name for family in plan.families if family.size == 1]
     if alone:
         text = f"Groups of one rank are not counted ({', '.join(alone)})."
-        text += " NCCL allocates memory for them when they are used."
-        lines += wrapped(text, width, "", "  ")
+        lines += wrapped(f"{text} NCCL allocates memory for them when they are used.", width, "", "  ")
     return lines
 
 
@@ -134,8 +140,32 @@ def best_plan(plans: Sequence[P]) -> P:
 # -- formatting --------------------------------------------------------------------------------------------------------
 
 
-def format_sizes(box: Mapping[str | int, int] | Mapping[str, int]) -> str:
+def format_sizes(box: Mapping[Axis, int]) -> str:
     return " ".join(str(size) if isinstance(axis, int) else f"{axis}={size}" for axis, size in box.items())
+
+
+def format_changes(sizes: Mapping[Axis, int], changed: Mapping[Axis, int]) -> str:
+    """The sizes that changed.
+
+    >>> format_changes({"dp": 4, "tp": 2}, {"dp": 4, "tp": 1}), format_changes({0: 4, 1: 2}, {0: 2, 1: 2})
+    ('tp 1', 'axis 0 of 2')
+    """
+    other = [(axis, size) for axis, size in changed.items() if sizes[axis] != size]
+    return ", ".join(f"axis {axis} of {size}" if isinstance(axis, int) else f"{axis} {size}" for axis, size in other)
+
+
+def format_hold(level: HostLevel) -> str:
+    """``8 hosts of 8 hold 64``."""
+    return f"{level} {'holds' if level.count == 1 else 'hold'} {level.capacity:,}"
+
+
+def sample_of(ranks: Sequence[int]) -> tuple[int, ...]:
+    """All ranks of a group; of more than ``MAX_SAMPLE``, the first ones and the last.
+
+    >>> sample_of(range(100))
+    (0, 1, 2, 3, 4, 5, 6, 99)
+    """
+    return tuple(ranks) if len(ranks) <= MAX_SAMPLE else (*ranks[: MAX_SAMPLE - 1], ranks[-1])
 
 
 def format_range(low: int, high: int) -> str:

@@ -6,7 +6,6 @@ torch; a torch that cannot be imported is a finding.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import importlib
 import os
@@ -82,15 +81,17 @@ def launcher_findings(environ: Mapping[str, str]) -> tuple[LauncherInfo | None, 
     except LaunchError as error:
         problem, _, rest = str(error).partition("\n\n")
         return None, [Finding("bad", "launcher", problem.rstrip(":") + "." * (problem[-1] not in ".:"), rest)]
-    findings = [Finding("ok", "launcher", launcher.line)]
-    if launcher.read:
-        variables = " ".join(f"{name}={value}" for name, value in launcher.read)
-        findings.append(Finding("--", "launcher", f"read: {variables}"))
-    read = {name for name, _ in launcher.read}
+    read = dict(launcher.read)
+    variables = {"read": read}
     for other in LAUNCHERS:
-        variables = " ".join(f"{name}={environ[name]}" for name in other.marks if name in environ.keys() - read)
-        if variables and other.name != launcher.launcher:
-            findings.append(Finding("--", "launcher", f"variables of {other.name}, which are not used: {variables}"))
+        if other.name != launcher.launcher:
+            ignored = {name: environ[name] for name in other.marks if name in environ and name not in read}
+            variables[f"variables of {other.name}, which are not used"] = ignored
+    findings = [Finding("ok", "launcher", launcher.line)]
+    for title, values in variables.items():
+        if values:
+            text = " ".join(f"{name}={value}" for name, value in values.items())
+            findings.append(Finding("--", "launcher", f"{title}: {text}"))
     return launcher, findings
 
 
@@ -105,31 +106,28 @@ def torch_findings(load: Callable[[str], Any]) -> Iterator[Finding]:
         text = f"torch cannot be imported: {type(error).__name__}: {error}".splitlines()[0]
         yield Finding("bad", "torch", text, "pip install torch; pgmesh plan and show work without it")
         return
+    version = f"torch {torch.__version__}"
     if not dist.is_available():
-        yield Finding(
-            "bad", "torch", f"torch {torch.__version__} was built without torch.distributed", "install a build with it"
-        )
+        yield Finding("bad", "torch", f"{version} was built without torch.distributed", "install a build with it")
         return
     backends = [name for name in BACKENDS if dist.is_backend_available(name)]
     devices = torch.cuda.device_count()
-    text = f"torch {torch.__version__} with {', '.join(backends) or 'no backend'}; {count_of(devices, 'CUDA device')}"
-    if devices and "nccl" not in backends:
-        yield Finding("warn", "torch", text, "there are CUDA devices, but no NCCL: install a build of torch with NCCL")
-    else:
-        yield Finding("ok", "torch", text)
+    fix = "there are CUDA devices, but no NCCL: install a build of torch with NCCL"
+    fix = fix if devices and "nccl" not in backends else ""
+    text = f"{version} with {', '.join(backends) or 'no backend'}; {count_of(devices, 'CUDA device')}"
+    yield Finding("warn" if fix else "ok", "torch", text, fix)
     try:
         private = load("pgmesh.torch_private")
     except (SeamError, ImportError) as error:
         problem, *names = str(error).splitlines()
         yield Finding("bad", "seam", problem, "\n".join([*names, f"install torch {TRIED_ON}"]).strip())
         return
-    tried = any(str(torch.__version__).startswith(f"{version}.") for version in private.TRIED_ON)
+    tried = any(version.startswith(f"torch {number}.") for number in private.TRIED_ON)
+    fix = (
+        "" if tried else f"pgmesh was tested with torch {', '.join(private.TRIED_ON)}: run its tests with this version"
+    )
     text = f"all {len(private.SEAM)} private names of torch that pgmesh uses exist"
-    if tried:
-        yield Finding("ok", "seam", text)
-    else:
-        fix = f"pgmesh was tested with torch {', '.join(private.TRIED_ON)}: run its tests with this version"
-        yield Finding("warn", "seam", text, fix)
+    yield Finding("warn" if fix else "ok", "seam", text, fix)
 
 
 # -- the network ------------------------------------------------------------------------------------------------------
@@ -146,7 +144,8 @@ def host_findings(seconds: float, launcher: LauncherInfo | None) -> Iterator[Fin
     addresses = list(dict.fromkeys(str(each[4][0]) for each in answer))
     text = f"the host name {name} resolves to {', '.join(addresses)}"
     several = launcher is not None and launcher.local_size is not None and launcher.local_size < launcher.size
-    if several and all(_is_local(address) for address in addresses) and not os.environ.get("GLOO_SOCKET_IFNAME"):
+    local = all(address == "::1" or address.startswith("127.") for address in addresses)
+    if several and local and not os.environ.get("GLOO_SOCKET_IFNAME"):
         fix = "some ranks are on other hosts: set GLOO_SOCKET_IFNAME to the interface that connects to them"
         yield Finding("bad", "host", f"{text}, which other hosts cannot reach", fix)
     else:
@@ -162,25 +161,22 @@ def interface_findings(environ: Mapping[str, str], interfaces: Sequence[str]) ->
     bad GLOO_SOCKET_IFNAME is eth0,ib0, but there is no interface ib0; there are lo, eth0
     ok NCCL_SOCKET_IFNAME is ^lo: eth0
     """
-    gloo = environ.get("GLOO_SOCKET_IFNAME", "")
-    names = [name for name in gloo.split(",") if name]
-    missing = [name for name in names if name not in interfaces]
+    there = ", ".join(interfaces)
+    gloo, nccl = environ.get("GLOO_SOCKET_IFNAME", ""), environ.get("NCCL_SOCKET_IFNAME", "")
+    missing = [name for name in gloo.split(",") if name and name not in interfaces]
     if missing:
-        text = f"GLOO_SOCKET_IFNAME is {gloo}, but there is no interface {', '.join(missing)}"
-        text += f"; there are {', '.join(interfaces)}"
+        text = f"GLOO_SOCKET_IFNAME is {gloo}, but there is no interface {', '.join(missing)}; there are {there}"
         yield Finding("bad", "interface", text, "set it to an interface of this host, or unset it")
-    elif names:
+    elif gloo:
         yield Finding("ok", "interface", f"GLOO_SOCKET_IFNAME is {gloo}")
-    nccl = environ.get("NCCL_SOCKET_IFNAME", "")
-    if nccl:
-        left = nccl_interfaces(nccl, interfaces)
-        if left:
-            yield Finding("ok", "interface", f"NCCL_SOCKET_IFNAME is {nccl}: {', '.join(left)}")
-        else:
-            text = f"NCCL_SOCKET_IFNAME is {nccl}, which matches no interface of {', '.join(interfaces)}"
-            yield Finding("bad", "interface", text, "set it to the prefix of an interface, or unset it")
-    if not names and not nccl:
-        text = f"interfaces: {', '.join(interfaces)}; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are not set"
+    selected = nccl_interfaces(nccl, interfaces)
+    if nccl and not selected:
+        text = f"NCCL_SOCKET_IFNAME is {nccl}, which matches no interface of {there}"
+        yield Finding("bad", "interface", text, "set it to the prefix of an interface, or unset it")
+    elif nccl:
+        yield Finding("ok", "interface", f"NCCL_SOCKET_IFNAME is {nccl}: {', '.join(selected)}")
+    if not gloo and not nccl:
+        text = f"interfaces: {there}; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are not set"
         yield Finding("--", "interface", text)
 
 
@@ -267,7 +263,7 @@ def _check_store(environ: Mapping[str, str], launcher: LauncherInfo, seconds: fl
     if hosts_store(environ, launcher):
         return _check_hosting(address, port, answer), True
     where = f"{address}:{port}"
-    answer = call_with_timeout(lambda: _connect(address, port, seconds), seconds)
+    answer = call_with_timeout(lambda: socket.create_connection((address, port), seconds).close(), seconds)
     if not isinstance(answer, Exception):
         return Finding("ok", "store", f"a process listens at {where}"), True
     if isinstance(answer, ConnectionRefusedError) and not _is_hosted(environ):
@@ -317,16 +313,6 @@ def _bind_error(family: int, socket_address: tuple[Any, ...]) -> OSError | None:
     except OSError as error:
         return error
     return None
-
-
-def _connect(address: str, port: int, seconds: float) -> None:
-    """Open and close a connection."""
-    with contextlib.closing(socket.create_connection((address, port), timeout=seconds)):
-        pass
-
-
-def _is_local(address: str) -> bool:
-    return address == "::1" or address.startswith("127.")
 
 
 def _error_text(error: Exception) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,21 +15,13 @@ import torch.distributed as dist
 from pgmesh._util.formatting import format_ranks
 from pgmesh.errors import MismatchError, MissingRanksError
 
-
-@dataclass(frozen=True)
-class Workload:
-    """Sizes of the measured operations."""
-
-    small_message: int = 8  # bytes that neighbours exchange to measure latency
-    large_message: int = 1 << 20  # bytes that they exchange to measure bandwidth
-    max_calls: int = 20  # calls of a batch, if each is short
-    batch_bytes: int = 8 << 20  # approximate bytes of a batch, if each call is long
-    compute_calls: int = 20  # matrix products of a batch
-    cpu_rows: int = 384  # rows of each matrix, so that a batch takes about 20 ms
-    device_rows: int = 4096  # the same on an accelerator
-
-
-WORKLOAD = Workload()
+SMALL_MESSAGE = 8  # bytes that neighbours exchange to measure latency
+LARGE_MESSAGE = 1 << 20  # bytes that they exchange to measure bandwidth
+MAX_CALLS = 20  # calls of a batch, if each is short
+BATCH_BYTES = 8 << 20  # approximate bytes of a batch, if each call is long
+COMPUTE_CALLS = 20  # matrix products of a batch
+CPU_ROWS = 384  # rows of each matrix, so that a batch takes about 20 ms
+DEVICE_ROWS = 4096  # the same on an accelerator
 
 DISTINCT_VALUES = 12
 """Powers of two that ranks contribute to a checked sum. Few enough for an exact sum in a 32-bit float."""
@@ -42,7 +33,7 @@ def calls_per_batch(size: int) -> int:
     >>> calls_per_batch(8), calls_per_batch(1 << 20), calls_per_batch(1 << 24)
     (20, 8, 2)
     """
-    return max(2, min(WORKLOAD.max_calls, WORKLOAD.batch_bytes // size))
+    return max(2, min(MAX_CALLS, BATCH_BYTES // size))
 
 
 class Microbenchmarks:
@@ -81,7 +72,7 @@ class Microbenchmarks:
 
     def local_compute(self) -> list[float]:
         """Seconds of a fixed computation without communication, for each repeat."""
-        rows = WORKLOAD.cpu_rows if self.device.type == "cpu" else WORKLOAD.device_rows
+        rows = CPU_ROWS if self.device.type == "cpu" else DEVICE_ROWS
         left, right = (torch.ones(rows, rows, device=self.device) for _ in range(2))
         result = torch.empty_like(left)
 
@@ -89,7 +80,7 @@ class Microbenchmarks:
             torch.mm(left, right, out=result)
             torch.add(left, right, out=result)
 
-        return self._time_batches(compute, WORKLOAD.compute_calls)
+        return self._time_batches(compute, COMPUTE_CALLS)
 
     def check_members(self, group: Any, ranks: Sequence[int], rank: int, world_size: int, label: str) -> None:
         """Check that an all-reduce of a group sums over exactly these ranks.

@@ -6,15 +6,17 @@ WorldError is different: the store is lost, and each rank raises its own.
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import importlib
+import itertools
+import json
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,11 +30,9 @@ from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.preflight import results
 from pgmesh.preflight.diagnosis import call_with_timeout, hosts_store, wait_for_store
-from pgmesh.preflight.microbenchmarks import WORKLOAD, Microbenchmarks, link_rounds
+from pgmesh.preflight.microbenchmarks import LARGE_MESSAGE, SMALL_MESSAGE, Microbenchmarks, link_rounds
 from pgmesh.preflight.results import RankMeasurements, Results, axes_name
 from pgmesh.preflight.staged_barrier import StagedBarrier
-
-OnStep = Callable[[str], None]
 
 
 def versions() -> dict[str, str]:
@@ -65,64 +65,46 @@ def join(backend: str | None, seconds: float) -> None:
         finding = wait_for_store(os.environ, launcher, seconds)
         if finding is not None:
             raise LaunchError(f"{problem}: {finding.text}\n\n  {finding.fix}")
-        if hosts_store(os.environ, launcher):
-            try:
-                HOSTED_STORES.append(dist.TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False))
-            except dist.DistError as error:
-                raise LaunchError(f"{problem}: {error}") from error
+        is_host = hosts_store(os.environ, launcher)
+        store = call_with_timeout(  # torch would wait for an answer without a timeout
+            lambda: dist.TCPStore(host, port, is_master=is_host, timeout=timeout, wait_for_workers=False), seconds
+        )
+        if isinstance(store, Exception):
+            text = f"something listens at {host}:{port}, but does not answer like torch's store: "
+            text += f"{str(store).splitlines()[0]}\n\n  export MASTER_PORT=<the port of rank 0's store>"
+            raise LaunchError(f"{problem}: {store if is_host else text}")
+        if is_host:
+            HOSTED_STORES.append(store)
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # otherwise torch makes rank 0 wait for all ranks
-        else:
-            client = call_with_timeout(
-                lambda: dist.TCPStore(host, port, timeout=timeout, wait_for_workers=False), seconds
-            )
-            if isinstance(client, Exception):  # torch would wait for an answer without a timeout
-                raise LaunchError(
-                    f"{problem}: something listens at {host}:{port}, but does not answer like torch's store: "
-                    f"{str(client).splitlines()[0]}\n\n  export MASTER_PORT=<the port of rank 0's store>"
-                )
     try:
         launch.join(backend, timeout=timeout)
+    except PgmeshError:
+        raise
     except RuntimeError as error:
-        if isinstance(error, PgmeshError):
-            raise
         raise LaunchError(f"this rank cannot join: {str(error).splitlines()[0]}") from error
 
 
+@dataclass
 class Preflight:
     """The check of a mesh, on one rank.
 
     Args:
         barrier: the staged barrier of all ranks.
-        mesh: the mesh to check.
+        mesh: the mesh to check. It is closed if a backend fails.
         combinations: the combinations of axes whose groups are checked.
         hosts: the host of each rank.
         sizes: sizes of the all-reduces in bytes.
         repeats: number of timed batches of each kind.
-        on_step: called with the name of each step when it begins.
-        close_mesh: closes the mesh.
+        on_step: called with the name of each step when it begins, and with the number of steps if it is known.
     """
 
-    def __init__(
-        self,
-        barrier: StagedBarrier,
-        mesh: ProcessGroupMesh,
-        combinations: Sequence[tuple[Axis, ...]],
-        hosts: Sequence[str],
-        sizes: Sequence[int],
-        repeats: int,
-        on_step: OnStep = lambda step: None,
-        close_mesh: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.barrier, self.mesh, self.combinations, self.hosts = barrier, mesh, combinations, hosts
-        self.sizes, self.repeats = sizes, repeats
-        self.on_step, self.close_mesh = on_step, close_mesh
-        self.seconds = timedelta(seconds=barrier.seconds)
-        self.measurements = RankMeasurements(mesh.rank)
-
-    @property
-    def step_count(self) -> int:
-        """Number of calls of ``on_step``."""
-        return 2 + len(self.combinations) * (len(self.sizes) + 1)
+    barrier: StagedBarrier
+    mesh: ProcessGroupMesh
+    combinations: Sequence[tuple[Axis, ...]]
+    hosts: Sequence[str]
+    sizes: Sequence[int]
+    repeats: int
+    on_step: Callable[..., None]
 
     def run(self) -> Results | None:
         """Connect and measure all groups. Returns the results of all ranks on rank 0, None on other ranks.
@@ -131,71 +113,64 @@ class Preflight:
             MissingRanksError, MismatchError, CircleError: the check failed, with the same text on all ranks.
             WorldError: the store does not respond. Other ranks raise when their stage times out.
         """
-        self._stage("connecting", self._connect)
-        self._stage("computing", self._measure_compute)
+        barrier, mesh = self.barrier, self.mesh
+        measured = RankMeasurements(mesh.rank)
+        with self._stage("connecting"):
+            self.on_step("connecting", total=3 + len(self.combinations) * (len(self.sizes) + 1))
+            start = time.monotonic()
+            for axes in self.combinations:
+                mesh.configure(*axes, timeout=barrier.seconds)
+            mesh.connect(*self.combinations, timeout=barrier.seconds)
+            measured.connect_seconds = time.monotonic() - start
+        with self._stage("computing"):
+            self.on_step("computing")
+            device = device_of(mesh.group(*self.combinations[0]))
+            benchmarks = Microbenchmarks(device, self.repeats, barrier.seconds)
+            measured.compute_seconds = median(benchmarks.local_compute())
         for axes in self.combinations:
-            self._stage(f"measuring {axes_name(axes)}", functools.partial(self._measure, axes))
-        barrier = self.barrier
-        barrier.stage("collecting the results")
-        barrier.publish(f"measured/{self.mesh.rank}", self.measurements.to_json())
-        barrier.wait()
-        return self._combine() if barrier.rank == 0 else None
+            with self._stage(f"measuring {axes_name(axes)}"):
+                self._measure(axes, benchmarks, measured)
+        with self._stage("collecting the results"):
+            barrier.publish(f"measured/{mesh.rank}", json.dumps(vars(measured)))
+        if barrier.rank > 0:
+            return None
+        texts = [barrier.read(f"measured/{rank}") for rank in range(barrier.size)]
+        measurements = [RankMeasurements(**json.loads(text or "{}")) for text in texts]
+        groups = {axes_name(axes): mesh.partition(*axes) for axes in self.combinations}
+        return results.combine(measurements, self.sizes, groups, self.hosts)
 
-    def _stage(self, doing: str, work: Callable[[], None]) -> None:
+    @contextlib.contextmanager
+    def _stage(self, activity: str) -> Iterator[None]:
         """Run one stage between two barriers. A failure on one rank fails on all."""
         barrier = self.barrier
-        barrier.stage(doing)
+        barrier.stage(activity)
         try:
-            work()
+            yield
         except WorldError:
             raise
         except PgmeshError as error:
             raise barrier.fail(error) from error
         except RuntimeError as error:  # from a backend, possibly caused by the death of another rank
-            self.close_mesh()  # so that ranks waiting for this one fail too
+            self.mesh.close()  # so that ranks waiting for this one fail too
             text = str(error).splitlines()[0]
-            lost = barrier.find_cause(self.mesh.layout.ranks(), f"{barrier.subject}, {doing}")
-            raise barrier.fail(lost or MissingRanksError(f"{doing} failed: {text}")) from error
+            lost = barrier.find_cause(self.mesh.layout.ranks(), f"{barrier.subject}, {activity}")
+            raise barrier.fail(lost or MissingRanksError(f"{activity} failed: {text}")) from error
         barrier.wait()
 
-    def _connect(self) -> None:
-        self.on_step("connecting")
-        start = time.monotonic()
-        for axes in self.combinations:
-            self.mesh.configure(*axes, timeout=self.seconds)
-        self.mesh.connect(*self.combinations, timeout=self.seconds)
-        self.measurements.connect_seconds = time.monotonic() - start
-        device = device_of(self._group(self.combinations[0]))
-        self.benchmarks = Microbenchmarks(device, self.repeats, self.barrier.seconds)
-
-    def _measure_compute(self) -> None:
-        self.on_step("computing")
-        self.measurements.compute_seconds = median(self.benchmarks.local_compute())
-
-    def _measure(self, axes: tuple[Axis, ...]) -> None:
+    def _measure(self, axes: tuple[Axis, ...], benchmarks: Microbenchmarks, measured: RankMeasurements) -> None:
+        """Check and measure the group of this rank along some axes."""
         mesh, name = self.mesh, axes_name(axes)
-        group, ranks = self._group(axes), mesh.ranks(*axes)
+        group, ranks = mesh.group(*axes), mesh.ranks(*axes)
         label = f"group {name} (ranks {format_ranks(ranks)})"
-        self.benchmarks.check_members(group, ranks, mesh.rank, self.barrier.size, label)
-        times = self.measurements.all_reduces[name] = []
+        benchmarks.check_members(group, ranks, mesh.rank, self.barrier.size, label)
+        times = measured.all_reduces[name] = []
         for size in self.sizes:
             self.on_step(f"{name}: {results.format_bytes(size)}")
-            times.append(median(self.benchmarks.all_reduce(group, size)))
-            self.benchmarks.check_sum(group, mesh.index(*axes), len(ranks), size, label)
+            times.append(median(benchmarks.all_reduce(group, size)))
+            benchmarks.check_sum(group, mesh.index(*axes), len(ranks), size, label)
         self.on_step(f"{name}: links")
-        links = self.measurements.links[name] = {}
-        for pairs in link_rounds(ranks):
-            for pair in pairs:
-                if mesh.rank in pair:
-                    (peer,) = {*pair} - {mesh.rank}
-                    sizes = (WORKLOAD.small_message, WORKLOAD.large_message)
-                    links[peer] = [median(self.benchmarks.exchange(group, peer, size)) for size in sizes]
-
-    def _group(self, axes: tuple[Axis, ...]) -> Any:
-        return self.mesh.group(*axes)
-
-    def _combine(self) -> Results:
-        texts = [self.barrier.read(f"measured/{rank}") for rank in range(self.barrier.size)]
-        measurements = [RankMeasurements.from_json(text or "{}") for text in texts]
-        groups = {axes_name(axes): list(self.mesh.partition(*axes)) for axes in self.combinations}
-        return results.combine(measurements, self.sizes, groups, self.hosts)
+        for pair in itertools.chain.from_iterable(link_rounds(ranks)):
+            if mesh.rank in pair:
+                (peer,) = {*pair} - {mesh.rank}
+                seconds = [median(benchmarks.exchange(group, peer, size)) for size in (SMALL_MESSAGE, LARGE_MESSAGE)]
+                measured.links.append((name, peer, seconds))

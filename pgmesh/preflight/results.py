@@ -17,7 +17,6 @@ The output calls a combination of axes a *family*, as the command line does: all
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
@@ -25,6 +24,7 @@ from typing import Any
 
 from pgmesh.drawing.styled_text import Line, columns, ranks_in, wrapped
 from pgmesh.layout import Axis
+from pgmesh.planning.text_report import sample_of
 
 STRAGGLER_FACTOR = 2.0
 """Slowdown from which a rank is a straggler, and a link slow."""
@@ -43,174 +43,15 @@ class RankMeasurements:
         connect_seconds: time to connect all groups.
         compute_seconds: time of the fixed computation.
         all_reduces: for each combination of axes, the time of one all-reduce of each size.
-        links: for each combination of axes and each neighbour, the times of one small and one large exchange.
+        links: for each combination of axes and each neighbour, the times of one small and one large exchange: triples
+            of the name of the combination, the neighbour and the times.
     """
 
     rank: int
     connect_seconds: float = 0.0
     compute_seconds: float = 0.0
     all_reduces: dict[str, list[float]] = field(default_factory=dict)
-    links: dict[str, dict[int, list[float]]] = field(default_factory=dict)
-
-    def to_json(self) -> str:
-        """The measurements as JSON, for the store."""
-        return json.dumps(vars(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> RankMeasurements:
-        """The measurements from the text of ``to_json``.
-
-        >>> RankMeasurements.from_json(RankMeasurements(3, links={"tp": {2: [1.0]}}).to_json())
-        RankMeasurements(rank=3, connect_seconds=0.0, compute_seconds=0.0, all_reduces={}, links={'tp': {2: [1.0]}})
-        """
-        record = cls(**json.loads(text))
-        record.links = {name: {int(peer): v for peer, v in links.items()} for name, links in record.links.items()}
-        return record
-
-
-@dataclass(frozen=True)
-class GroupResult:
-    """Result of one group: the seconds of an all-reduce of each size, on its slowest member."""
-
-    ranks: tuple[int, ...]
-    seconds: tuple[float, ...]
-
-    def algbw(self, sizes: Sequence[int]) -> list[float]:
-        """Algorithm bandwidth for each size, in bytes per second."""
-        return [size / seconds for size, seconds in zip(sizes, self.seconds)]
-
-    def busbw(self, sizes: Sequence[int]) -> list[float]:
-        """Bus bandwidth for each size, in bytes per second.
-
-        >>> GroupResult((0, 1, 2, 3), (0.5,)).algbw([1000]), GroupResult((0, 1, 2, 3), (0.5,)).busbw([1000])
-        ([2000.0], [3000.0])
-        """
-        n = len(self.ranks)
-        return [algbw * 2 * (n - 1) / n for algbw in self.algbw(sizes)]
-
-
-@dataclass(frozen=True)
-class AxesResult:
-    """Results of all groups along one combination of axes."""
-
-    name: str
-    groups: tuple[GroupResult, ...]
-
-    @property
-    def size(self) -> int:
-        """Number of ranks of each group."""
-        return len(self.groups[0].ranks)
-
-    def median_group(self, i: int) -> GroupResult:
-        """The group with the median time for size number ``i``."""
-        return sorted(self.groups, key=lambda group: group.seconds[i])[(len(self.groups) - 1) // 2]
-
-    def slowest_group(self, i: int) -> GroupResult:
-        """The slowest group for size number ``i``."""
-        return max(self.groups, key=lambda group: group.seconds[i])
-
-
-@dataclass(frozen=True)
-class LinkResult:
-    """Result of one link: the time of an exchange divided by the median of similar links, for the worst size."""
-
-    axes: str
-    ranks: tuple[int, int]
-    slowdown: float
-
-
-@dataclass(frozen=True)
-class RankSlowdown:
-    """Slowdown of a rank: links relative to links of the same kind, computation relative to all ranks.
-
-    Args:
-        rank: the rank in the world.
-        links: slowdown of its fastest link; 1 if it has no links.
-        compute: slowdown of its computation.
-        only_peer: the rank at the other end of all its links, if that rank has no other links either. Link times
-            cannot show which of the two is slow.
-    """
-
-    rank: int
-    links: float
-    compute: float
-    only_peer: int | None = None
-
-    @property
-    def worst(self) -> float:
-        """The larger of the two slowdowns."""
-        return max(self.links, self.compute)
-
-    @property
-    def is_straggler(self) -> bool:
-        """True if one of the slowdowns reaches ``STRAGGLER_FACTOR``."""
-        return self.worst >= STRAGGLER_FACTOR
-
-
-@dataclass(frozen=True)
-class Results:
-    """Results of all ranks.
-
-    Args:
-        sizes: sizes of the all-reduces in bytes.
-        by_axes: results for each combination of axes.
-        connect_seconds: seconds until the last rank had connected its groups.
-        slowdowns: slowdown of each rank.
-        links: result of each link.
-    """
-
-    sizes: tuple[int, ...]
-    by_axes: tuple[AxesResult, ...]
-    connect_seconds: float
-    slowdowns: tuple[RankSlowdown, ...]
-    links: tuple[LinkResult, ...]
-
-    @property
-    def slowest(self) -> RankSlowdown:
-        """Slowdown of the slowest rank."""
-        return max(self.slowdowns, key=lambda each: each.worst)
-
-    def slowest_in(self, ranks: Sequence[int]) -> RankSlowdown:
-        """Slowdown of the slowest of these ranks."""
-        return max(
-            (slowdown for slowdown in self.slowdowns if slowdown.rank in ranks), key=lambda slowdown: slowdown.worst
-        )
-
-    def data(self) -> dict[str, Any]:
-        """The results as objects that JSON can represent."""
-        return {
-            "bytes": list(self.sizes),
-            "formulas": {**FORMULAS, "source": SOURCE},
-            "connected_seconds": self.connect_seconds,
-            "families": [
-                {
-                    "name": result.name,
-                    "size": result.size,
-                    "groups": [
-                        {
-                            "ranks": list(group.ranks),
-                            "seconds": list(group.seconds),
-                            "algbw": group.algbw(self.sizes),
-                            "busbw": group.busbw(self.sizes),
-                        }
-                        for group in result.groups
-                    ],
-                    "slowest": [list(result.slowest_group(i).ranks) for i in range(len(self.sizes))],
-                }
-                for result in self.by_axes
-            ],
-            "links": [{"family": link.axes, "ranks": list(link.ranks), "times": link.slowdown} for link in self.links],
-            "each_rank": [
-                {"rank": each.rank, "links": each.links, "own_work": each.compute, "stands_out": each.is_straggler}
-                for each in self.slowdowns
-            ],
-            "slowest_rank": self.slowest.rank,
-            "slowest_rank_stands_out": self.slowest.is_straggler,
-        }
-
-
-GroupsOfAxes = Mapping[str, Sequence[tuple[int, ...]]]
-"""The groups of each combination of axes, by its name."""
+    links: list[tuple[str, int, list[float]]] = field(default_factory=list)
 
 
 def axes_name(axes: Sequence[Axis]) -> str:
@@ -222,63 +63,94 @@ def axes_name(axes: Sequence[Axis]) -> str:
     return " x ".join(map(str, axes))
 
 
+Results = dict[str, Any]
+"""Results of all ranks, as JSON data. Times are in seconds, bandwidths in bytes per second:
+
+- ``bytes``: sizes of the all-reduces;
+- ``connected_seconds``: seconds until the last rank had connected its groups;
+- ``families``: for each combination of axes its name, the size of its groups, its groups, and the ranks of the slowest
+  group for each size. A group has ``seconds``, ``algbw`` and ``busbw`` for each size, of its slowest member;
+- ``links``: for each link its two ranks and ``times``, its time divided by the median of similar links;
+- ``each_rank``: for each rank the slowdown of its fastest link, or 1, the slowdown of its computation, and whether one
+  of them reaches ``STRAGGLER_FACTOR``.
+"""
+
+
 def combine(
-    measurements: Sequence[RankMeasurements], sizes: Sequence[int], groups: GroupsOfAxes, hosts: Sequence[object]
+    measurements: Sequence[RankMeasurements],
+    sizes: Sequence[int],
+    groups: Mapping[str, Sequence[tuple[int, ...]]],
+    hosts: Sequence[object],
 ) -> Results:
     """Results from the measurements of all ranks.
 
     Args:
         measurements: the measurements of each rank, in rank order.
         sizes: sizes of the all-reduces in bytes.
-        groups: the measured groups of each combination of axes.
+        groups: the measured groups of each combination of axes, by its name.
         hosts: a value for each rank that is equal for ranks of the same host.
+
+    >>> measurements = [RankMeasurements(rank, 0.1, 1.0, {"tp": [0.5]}) for rank in range(4)]
+    >>> results = combine(measurements, [1000], {"tp": [(0, 1, 2, 3)]}, "aaaa")
+    >>> results["families"][0]["groups"]
+    [{'ranks': [0, 1, 2, 3], 'seconds': [0.5], 'algbw': [2000.0], 'busbw': [3000.0]}]
     """
-    by_axes = []
+    families = []
     for name, partition in groups.items():
-        group_results = []
+        measured = []
         for ranks in partition:
-            seconds = [measurements[rank].all_reduces[name] for rank in ranks]
-            group_results.append(GroupResult(tuple(ranks), tuple(map(max, zip(*seconds)))))
-        by_axes.append(AxesResult(name, tuple(group_results)))
+            seconds = [max(times) for times in zip(*(measurements[rank].all_reduces[name] for rank in ranks))]
+            algbw = [size / time for size, time in zip(sizes, seconds)]
+            busbw = [rate * 2 * (len(ranks) - 1) / len(ranks) for rate in algbw]
+            measured.append({"ranks": list(ranks), "seconds": seconds, "algbw": algbw, "busbw": busbw})
+        slowest = [_by_time(measured, i)[-1]["ranks"] for i in range(len(sizes))]
+        families.append({"name": name, "size": len(partition[0]), "groups": measured, "slowest": slowest})
     links = _link_results(measurements, hosts)
-    median_compute = median_low(each.compute_seconds for each in measurements) or 1.0
-    slowdowns = [_rank_slowdown(each, links, median_compute) for each in measurements]
-    connect_seconds = max(each.connect_seconds for each in measurements)
-    return Results(tuple(sizes), tuple(by_axes), connect_seconds, tuple(slowdowns), tuple(links))
-
-
-def _link_results(measurements: Sequence[RankMeasurements], hosts: Sequence[object]) -> list[LinkResult]:
-    """The slowdown of each link, relative to the median of the links of its kind."""
-    seconds: dict[tuple[str, int, int], list[float]] = {}
+    usual = median_low(each.compute_seconds for each in measurements) or 1.0
+    each_rank = []
     for each in measurements:
-        for axes, peers in each.links.items():
-            for peer, times in peers.items():
-                key = (axes, min(each.rank, peer), max(each.rank, peer))
-                seconds[key] = [*map(max, zip(seconds.get(key, times), times))]
-    kinds: dict[tuple[str, bool], list[list[float]]] = {}
-    for (axes, low, high), times in seconds.items():
-        kinds.setdefault((axes, hosts[low] == hosts[high]), []).append(times)
-    medians = {kind: [*map(median_low, zip(*all_times))] for kind, all_times in kinds.items()}
+        fastest = min((link["times"] for link in links if each.rank in link["ranks"]), default=1.0)
+        own_work = each.compute_seconds / usual
+        is_straggler = max(fastest, own_work) >= STRAGGLER_FACTOR
+        each_rank.append({"rank": each.rank, "links": fastest, "own_work": own_work, "stands_out": is_straggler})
+    slowest_rank = max(each_rank, key=_worst)
+    return {
+        "bytes": list(sizes),
+        "formulas": {**FORMULAS, "source": SOURCE},
+        "connected_seconds": max(each.connect_seconds for each in measurements),
+        "families": families,
+        "links": links,
+        "each_rank": each_rank,
+        "slowest_rank": slowest_rank["rank"],
+        "slowest_rank_stands_out": slowest_rank["stands_out"],
+    }
+
+
+def _link_results(measurements: Sequence[RankMeasurements], hosts: Sequence[object]) -> list[dict[str, Any]]:
+    """The slowdown of each link, relative to the median of the links of its kind, for the worst size."""
+    kinds: dict[tuple[str, bool], dict[tuple[int, int], list[float]]] = {}
+    for each in measurements:
+        for name, peer, times in each.links:
+            low, high = sorted((each.rank, peer))
+            links = kinds.setdefault((name, hosts[low] == hosts[high]), {})
+            links[low, high] = [*map(max, zip(links.get((low, high), times), times))]
     results = []
-    for (axes, low, high), times in seconds.items():
-        references = medians[axes, hosts[low] == hosts[high]]
-        slowdown = max(time / reference for time, reference in zip(times, references))
-        results.append(LinkResult(axes, (low, high), slowdown))
+    for (name, _), links in kinds.items():
+        medians = [*map(median_low, zip(*links.values()))]
+        for ranks, times in links.items():
+            slowdown = max(time / usual for time, usual in zip(times, medians))
+            results.append({"family": name, "ranks": list(ranks), "times": slowdown})
     return results
 
 
-def _rank_slowdown(measurements: RankMeasurements, links: Sequence[LinkResult], median_compute: float) -> RankSlowdown:
-    """The slowdown of one rank, from its links and its computation."""
-    rank = measurements.rank
-    own_links = [link for link in links if rank in link.ranks]
-    peers = {peer for link in own_links for peer in link.ranks} - {rank}
-    only_peer = None
-    if len(peers) == 1:
-        (peer,) = peers
-        links_of_peer = [link for link in links if peer in link.ranks]
-        only_peer = peer if len(links_of_peer) == len(own_links) else None
-    fastest_link = min((link.slowdown for link in own_links), default=1.0)
-    return RankSlowdown(rank, fastest_link, measurements.compute_seconds / median_compute, only_peer)
+def _by_time(groups: Sequence[dict[str, Any]], i: int) -> list[dict[str, Any]]:
+    """The groups by their time for size number ``i``, slowest last."""
+    return sorted(groups, key=lambda group: group["seconds"][i])
+
+
+def _worst(rank: dict[str, Any]) -> float:
+    """The larger slowdown of a rank: that of its links or that of its computation."""
+    return float(max(rank["links"], rank["own_work"]))
 
 
 # -- text -------------------------------------------------------------------------------------------------------------
@@ -286,34 +158,32 @@ def _rank_slowdown(measurements: RankMeasurements, links: Sequence[LinkResult], 
 
 def table(results: Results, width: int = 80) -> list[Line]:
     """A table with a row for each combination of axes and each size."""
-    head = ["family", "size", "bytes", "time", "algbw", "busbw", "slowest", "slow rank", "group"]
-    rows: list[list[tuple[str, str]]] = []
-    slowest_ranks = []
-    for result in results.by_axes:
-        for i, size in enumerate(results.sizes):
-            median, slowest = result.median_group(i), result.slowest_group(i)
-            slowdown = slowest.seconds[i] / median.seconds[i]
-            rank = results.slowest_in(slowest.ranks)
-            small = size < 1024
-            slowest_ranks.append(slowest.ranks)
-            rows.append(
-                [
-                    (result.name if i == 0 else "", "bold"),
-                    (f"{result.size:,}" if i == 0 else "", ""),
-                    (format_bytes(size), ""),
-                    (format_seconds(median.seconds[i]), ""),
-                    ("-" if small else format_rate(median.algbw(results.sizes)[i]), ""),
-                    ("-" if small else format_rate(median.busbw(results.sizes)[i]), ""),
-                    (f"{slowdown:.1f}x", "yellow" if slowdown >= STRAGGLER_FACTOR else ""),
-                    (f"{rank.rank} {rank.worst:.1f}x", "yellow" if rank.is_straggler else ""),
-                ]
-            )
-    cells = [[(word, "dim") for word in head[:-1]], *rows]
-    used = sum(max(len(text) for text, _ in column) + 2 for column in zip(*cells))
-    cells[0].append((head[-1], "dim"))
-    for row, ranks in zip(rows, slowest_ranks):
-        row.append((ranks_in(max(5, width - used), _abbreviate(ranks), len(ranks)), ""))
-    return columns(cells, [False, *[True] * 7, False])
+    head = ["family", "size", "bytes", "time", "algbw", "busbw", "slowest", "slow rank"]
+    rows = [[(word, "dim") for word in head]]
+    groups = []
+    for family in results["families"]:
+        for i, size in enumerate(results["bytes"]):
+            by_time = _by_time(family["groups"], i)
+            median, slowest = by_time[(len(by_time) - 1) // 2], by_time[-1]
+            slowdown = slowest["seconds"][i] / median["seconds"][i]
+            rank = max((results["each_rank"][rank] for rank in slowest["ranks"]), key=_worst)
+            rates = [format_rate(median[kind][i]) if size >= 1024 else "-" for kind in ("algbw", "busbw")]
+            words = [
+                "" if i else f"{family['size']:,}",
+                format_bytes(size),
+                format_seconds(median["seconds"][i]),
+                *rates,
+            ]
+            row = [("" if i else family["name"], "bold"), *((word, "") for word in words)]
+            row.append((f"{slowdown:.1f}x", "yellow" if slowdown >= STRAGGLER_FACTOR else ""))
+            row.append((f"{rank['rank']} {_worst(rank):.1f}x", "yellow" if rank["stands_out"] else ""))
+            rows.append(row)
+            groups.append(slowest["ranks"])
+    room = max(5, width - sum(max(len(text) for text, _ in column) + 2 for column in zip(*rows)))
+    rows[0].append(("group", "dim"))
+    for row, ranks in zip(rows[1:], groups):
+        row.append((ranks_in(room, sample_of(ranks), len(ranks)), ""))
+    return columns(rows, [False, *[True] * 7, False])
 
 
 def summary(results: Results, width: int = 80) -> list[Line]:
@@ -324,33 +194,29 @@ def summary(results: Results, width: int = 80) -> list[Line]:
         width,
         "dim",
     )
-    rank, style = results.slowest, "yellow"
-    numbers = f"its fastest link takes {rank.links:.1f}x the median time, its computation {rank.compute:.1f}x."
-    if not rank.is_straggler:
-        text, style = f"No rank is a straggler. The slowest is rank {rank.rank}: {numbers}", "green"
-    elif rank.compute >= STRAGGLER_FACTOR:
-        text = f"Rank {rank.rank} computes slowly: {numbers}"
-    elif rank.only_peer is not None:
-        low, high = sorted((rank.rank, rank.only_peer))
-        text = f"Ranks {low} and {high}: {numbers}"
+    slowest, style = results["each_rank"][results["slowest_rank"]], "yellow"
+    rank, links = slowest["rank"], results["links"]
+    ends = {end for link in links if rank in link["ranks"] for end in link["ranks"]}
+    numbers = (
+        f"its fastest link takes {slowest['links']:.1f}x the median time, its computation {slowest['own_work']:.1f}x."
+    )
+    if not slowest["stands_out"]:
+        text, style = f"No rank is a straggler. The slowest is rank {rank}: {numbers}", "green"
+    elif slowest["own_work"] >= STRAGGLER_FACTOR:
+        text = f"Rank {rank} computes slowly: {numbers}"
+    elif len(ends) == 2 and all({*link["ranks"]} == ends for link in links if ends & {*link["ranks"]}):
+        text = f"Ranks {min(ends)} and {max(ends)}: {numbers}"
         text += " Which of the two is slow is unknown, since each has links only to the other."
     else:
-        text = f"Rank {rank.rank} communicates slowly: {numbers}"
+        text = f"Rank {rank} communicates slowly: {numbers}"
     lines += [[], *wrapped(text, width, style)]
-    stragglers = {each.rank for each in results.slowdowns if each.is_straggler}
-    slow_links = [
-        link for link in results.links if link.slowdown >= STRAGGLER_FACTOR and not stragglers & {*link.ranks}
-    ]
-    for link in sorted(slow_links, key=lambda link: -link.slowdown)[:4]:
-        low, high = link.ranks
-        text = f"The link between {low} and {high} ({link.axes}) takes {link.slowdown:.1f}x the median time."
+    stragglers = {each["rank"] for each in results["each_rank"] if each["stands_out"]}
+    slow_links = [link for link in links if link["times"] >= STRAGGLER_FACTOR and not stragglers & {*link["ranks"]}]
+    for link in sorted(slow_links, key=lambda link: -link["times"])[:4]:
+        low, high = link["ranks"]
+        text = f"The link between {low} and {high} ({link['family']}) takes {link['times']:.1f}x the median time."
         lines += wrapped(text, width, "yellow")
     return lines
-
-
-def _abbreviate(ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """At most 8 of the ranks, the last included."""
-    return ranks if len(ranks) <= 8 else (*ranks[:7], ranks[-1])
 
 
 def format_bytes(size: int) -> str:

@@ -107,6 +107,18 @@ def test_the_picture_of_the_readme_is_made_by_the_line_above_it(capsys, tmp_path
     assert (tmp_path / "made.svg").read_text() == (ROOT / shown).read_text()
 
 
+@pytest.mark.parametrize(
+    ("line", "suggested"),
+    [
+        ("tp=8 cp=2 --nodes 8x8", "dp=4 cp=2 tp=8 --nodes 8x8"),
+        ("tp=2 ep=2 pp=2 dp=-1 --nodes 4x8", "pp=2 dp=4 ep=2 tp=2 --nodes 4x8"),
+        ("tp=2 x=2", "x=2 tp=2"),
+    ],
+)
+def test_suggested_axes_are_ordered_by_traffic_and_fill_the_hosts(capsys, line, suggested):
+    assert output(capsys, f"plan --suggest {line}").startswith(f"pgmesh plan {suggested}\n")
+
+
 def test_a_size_behind_an_option_is_a_size(capsys):
     first = output(capsys, f"plan {MESH} --compare tp,cp,dp,pp --family dp,cp")
     assert first == output(capsys, "plan --compare tp,cp,dp,pp --family dp,cp pp=2 dp=4 cp=2 tp=4 --nodes 8x8")
@@ -211,7 +223,7 @@ def test_files_that_cannot_be_written(capsys):
     [
         ("plan dp=8 --svg - --html -", "plan dp=8 --svg - --html plan.html"),
         ("plan dp=8 --json --svg -", "plan dp=8 --json --svg plan.svg"),
-        ("show --rank 1 dp=8 --html - --svg - --json", "show --rank 1 dp=8 --html show.html --svg show.svg --json"),
+        ("show --rank 1 dp=8 --html - --svg - --json", "show dp=8 --rank 1 --json --svg show.svg --html show.html"),
     ],
 )
 def test_standard_output_takes_one_output(capsys, line, better):

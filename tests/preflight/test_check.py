@@ -373,38 +373,40 @@ def test_a_line_that_is_wrong_by_itself(line):
     assert "\n  pgmesh check dp=2" in err
 
 
-def with_a_wrong_sum(line: str) -> Answer:
-    real = dist.all_reduce
-
-    def wrong(tensor: torch.Tensor, *args: Any, **more: Any) -> Any:
-        if dist.get_rank() == 2 and tensor.numel() == 1024 and tensor.any():
-            tensor[7] += 1
-        return real(tensor, *args, **more)
-
-    with mock.patch.object(dist, "all_reduce", wrong):
+def check_with(line: str, target: str, replacement: Any) -> Answer:
+    """``run_check`` with a function of this rank replaced."""
+    with mock.patch(target, replacement):
         return run_check(line)
 
 
+ALL_REDUCE, CHECK_MEMBERS, WAIT = dist.all_reduce, Microbenchmarks.check_members, Microbenchmarks._wait
+METHODS = "pgmesh.preflight.microbenchmarks.Microbenchmarks"
+
+
+def wrong_sum_on_rank_2(tensor: torch.Tensor, *args: Any, **more: Any) -> Any:
+    if dist.get_rank() == 2 and tensor.numel() == 1024 and tensor.any():
+        tensor[7] += 1
+    return ALL_REDUCE(tensor, *args, **more)
+
+
 def test_a_wrong_sum_fails():
-    text = output_of_rank_0(world(4).run(with_a_wrong_sum, f"dp=2 tp=2 {QUICK}"), 1)
+    text = output_of_rank_0(
+        world(4).run(check_with, f"dp=2 tp=2 {QUICK}", "torch.distributed.all_reduce", wrong_sum_on_rank_2), 1
+    )
     assert text == (
         "pgmesh check failed: MismatchError: group dp (ranks 0, 2): a sum of 4,096 bytes is wrong in 1 of "
         "1,024 values; the first is value 7, 4 in place of 3.\n"
     )
 
 
-def with_a_foreign_member(line: str) -> Answer:
-    real = Microbenchmarks.check_members
-
-    def wrong(self: Microbenchmarks, group: Any, ranks: Any, me: int, *more: Any) -> None:
-        real(self, group, ranks, 0 if me == 3 else me, *more)
-
-    with mock.patch.object(Microbenchmarks, "check_members", wrong):
-        return run_check(line)
+def rank_3_in_the_place_of_0(self: Microbenchmarks, group: Any, ranks: Any, rank: int, *more: Any) -> None:
+    CHECK_MEMBERS(self, group, ranks, 0 if rank == 3 else rank, *more)
 
 
 def test_a_sum_over_other_ranks_fails():
-    text = output_of_rank_0(world(4).run(with_a_foreign_member, f"tp=4 {QUICK}"), 1)
+    text = output_of_rank_0(
+        world(4).run(check_with, f"tp=4 {QUICK}", f"{METHODS}.check_members", rank_3_in_the_place_of_0), 1
+    )
     assert text == (
         "pgmesh check failed: MismatchError: group tp (ranks 0, 1, 2, 3) sums over ranks 0 (2 times), 1, 2, "
         "not over 0, 1, 2, 3.\n"
@@ -506,19 +508,15 @@ def test_a_rank_that_is_slowed_on_purpose_is_found():
     assert [family["slowest"][-1] for family in data["families"]] == [[0, 2], [2, 3]]
 
 
-def slow_to_reach(line: str, who: int) -> Answer:
-    real = Microbenchmarks._wait
-
-    def late(self: Microbenchmarks, *works: Any) -> None:
-        if dist.get_rank() == who:
-            time.sleep(0.005)
-        real(self, *works)
-
-    with mock.patch.object(Microbenchmarks, "_wait", late):
-        return run_check(line)
+def slow_on_rank_1(self: Microbenchmarks, *works: Any) -> None:
+    if dist.get_rank() == 1:
+        time.sleep(0.005)
+    WAIT(self, *works)
 
 
 @pytest.mark.long
 def test_slow_communication_is_distinguished_from_slow_computation():
-    text = output_of_rank_0(world(4).run(slow_to_reach, "dp=2 tp=2 --bytes 8 --repeats 7", 1), 0)
+    text = output_of_rank_0(
+        world(4).run(check_with, "dp=2 tp=2 --bytes 8 --repeats 7", f"{METHODS}._wait", slow_on_rank_1), 0
+    )
     assert re.search(r"\nRank 1 communicates slowly: its fastest link takes \d", text), text
