@@ -200,15 +200,14 @@ def _with_calls(problem: str, calls: Sequence[str]) -> str:
     return "\n".join([problem, *[""] * bool(calls), *(f"  {call}" for call in calls)])
 
 
-def parse_size(who: str, axis: str | int, size: Any, *, may_infer: bool = True) -> int:
-    """A size as an int of at least 1, or -1 if ``may_infer``. Raises ShapeError for other values."""
+def parse_size(who: str, axis: str | int, size: Any) -> int:
+    """A size as an int of at least 1, or -1. Raises ShapeError for other values."""
     try:
         size = whole_number(size)
     except TypeError:
         raise ShapeError(f"{who}: the size of axis {axis} is a whole number, not {size!r}.") from None
-    if size < 1 and not (size == -1 and may_infer):
-        hint = ", or -1 to infer it" * may_infer
-        raise ShapeError(f"{who}: the size of axis {axis} is {size}; a size is at least 1{hint}.")
+    if size < 1 and size != -1:
+        raise ShapeError(f"{who}: the size of axis {axis} is {size}; a size is at least 1, or -1 to infer it.")
     return int(size)
 
 
