@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeVar, Union
 
 from pgmesh._util.formatting import count_of
@@ -124,14 +124,13 @@ def fit_sizes(sizes: Mapping[A, int], count: int) -> tuple[dict[A, int], A, str]
     return right, inferred, f"sizes that divide {count}; {_axis(inferred)} is then {left}"
 
 
-def changed_sizes(before: Mapping[A, int], after: Mapping[A, int]) -> str:
-    """The sizes that differ, for a comment.
+def nearest_sizes(sizes: Mapping[A, int], count: int, free: Sequence[A] = ()) -> dict[A, int]:
+    """The sizes of ``fit_sizes``, for callers that write them in their own notation.
 
-    >>> changed_sizes({"pp": 2, "dp": 4}, {"pp": 2, "dp": 3}), changed_sizes({0: 4}, {0: 3})
-    ('dp 3', 'axis 0 of 3')
+    Args:
+        free: axes of size -1. The first is inferred, as without this argument.
     """
-    changed = {axis: size for axis, size in after.items() if before[axis] != size}
-    return ", ".join(f"{_axis(axis)}{' of' * isinstance(axis, int)} {size}" for axis, size in changed.items())
+    return fit_sizes(sizes, count)[0]
 
 
 def _axis(axis: str | int) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pgmesh._util.formatting import count_of
-from pgmesh._util.suggestions import changed_sizes, closest_name, fit_sizes, torchrun_command
+from pgmesh._util.suggestions import closest_name, nearest_sizes, torchrun_command
 from pgmesh.cli.suggestions import SIZE, are_valid_sizes, corrected_sizes, intended_sizes
 from pgmesh.errors import PgmeshError
 from pgmesh.layout import Axis, Layout
@@ -258,7 +258,7 @@ def _fill_view(
         fault = f"holds {count_of(fixed, 'rank')}, but the mesh has {count:,}"
     else:
         return {axis: count // fixed if size == -1 else size for axis, size in box.items()}
-    right = text_report.format_sizes(fit_sizes(box, count)[0])
+    right = text_report.format_sizes(nearest_sizes(box, count, free[:1]))
     better = command_line.with_changes({text: f"{name}: {right}" if colon else right})
     raise UsageError(f"view {name!r}: {text_report.format_sizes(box)} {fault}.", (better, ""))
 
@@ -408,7 +408,7 @@ def fill(
         message = f"{text_report.format_sizes(sizes)} cannot be filled: {why}."
     else:
         message = f"{text_report.format_sizes(sizes)} holds {count_of(fixed, 'rank')}, but {whole}."
-    right, _, _ = fit_sizes(sizes, count)
+    right = nearest_sizes(sizes, count, free[:1])
     other = [axis for axis in sizes if right[axis] != sizes[axis]]
     if 0 in sizes:
         better = command_line.with_run([*map(str, sizes.values())], [*map(str, right.values())])
@@ -416,7 +416,10 @@ def fill(
         better = command_line.with_changes(
             {_format_size(axis, sizes[axis]): _format_size(axis, right[axis]) for axis in other}
         )
-    suggestions = [(better, f"with {changed_sizes(sizes, right)}")] if better != command_line.with_changes({}) else []
+    changed = ", ".join(
+        f"axis {axis} of {right[axis]}" if axis in range(len(sizes)) else f"{axis} {right[axis]}" for axis in other
+    )
+    suggestions = [(better, f"with {changed}")] if better != command_line.with_changes({}) else []
     if host.name == "world" and count == 1:  # only one rank was started
         suggestions.insert(
             0, (f"{torchrun_command(fixed)} -m {command_line.with_changes({})}", f"on {count_of(fixed, 'rank')}")

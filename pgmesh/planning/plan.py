@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Union
 
 from pgmesh._util.formatting import Text, count_of, format_call, format_calls, other_arguments, shorten
-from pgmesh._util.suggestions import changed_sizes, example_ranks, fit_sizes, largest_divisor
+from pgmesh._util.suggestions import example_ranks, largest_divisor, nearest_sizes
 from pgmesh._util.validation import Sizes, fill_sizes, parse_ranks, parse_sizes
 from pgmesh.drawing import styled_text
 from pgmesh.errors import ShapeError
@@ -312,13 +312,15 @@ def _check_fit(layout: Layout, topology: Topology, more: Mapping[str, object], v
     if count == host.capacity:
         return
     box = dict(zip(layout.axes, layout.shape))
-    nearest, _, _ = fit_sizes(box, host.capacity)
+    nearest = nearest_sizes(box, host.capacity, [])
+    other = [axis for axis in box if nearest[axis] != box[axis]]
+    changed = ", ".join(f"axis {a} of {nearest[a]}" if isinstance(a, int) else f"{a} {nearest[a]}" for a in other)
     suggestions: list[tuple[str, str]] = []
     if layout.ranks_in_order() == range(count) and _holds(layout_of(nearest), views):
-        suggestions.append((_call(format_call("Layout", nearest), more), f"with {changed_sizes(box, nearest)}"))
+        suggestions.append((_call(format_call("Layout", nearest), more), f"with {changed}"))
     if "domains" not in more or not suggestions:
         hosts = {word: value for word, value in more.items() if word != "domains"}
-        call = _call(shorten(repr(layout), "layout"), {**hosts, "nodes": _hosts_filled_by(host, count).spell()})
+        call = _call(shorten(repr(layout), "layout"), {**hosts, "nodes": repr(_hosts_filled_by(host, count).spell())})
         suggestions.append((call, f"{'or ' * bool(suggestions)}on {count_of(count, 'rank')}"))
     raise ShapeError(
         f"{shorten(repr(layout), 'the layout')} holds {count_of(count, 'rank')}, but {host} "
@@ -336,7 +338,7 @@ def _holds(layout: Layout, views: Mapping[str, Sizes]) -> bool:
 
 def _call(layout: str, more: Mapping[str, object]) -> str:
     """The call of ``plan`` for a layout, as source text."""
-    return format_call("plan", {}, Text(layout), **more)
+    return f"plan({', '.join([layout, *(f'{word}={value}' for word, value in more.items())])})"
 
 
 def _hosts_filled_by(host: HostLevel, count: int) -> HostLevel:
