@@ -517,9 +517,8 @@ class Layout:
             return f"{self.view(1).spell(who, world=world, **more)}.at({{0: 0}})"
         box = dict(zip(self._axes, self.shape))
         ranks = self._as_range()
-        if ranks == range(len(self) if world is None else world):
-            return format_call(who, box, **more)
-        return format_call(who, box, ranks=ranks or Text(self._ranks_written()), **more)
+        is_default = ranks == range(len(self) if world is None else world)
+        return format_call(who, box, ranks=None if is_default else ranks or Text(self._ranks_written()), **more)
 
     def __str__(self) -> str:
         return plain_text.draw(self)
