@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -225,12 +226,12 @@ def parse_ranks(who: str, ranks: Iterable[int]) -> range | tuple[int, ...]:
             raise ShapeError(f"{who}: ranks are whole numbers, such as ranks=range(4), not {ranks!r}.") from None
     if not ranks:
         raise ShapeError(f"{who}: there is no rank to arrange; ranks is empty.")
-    if min(ranks[0], ranks[-1]) < 0 if isinstance(ranks, range) else min(ranks) < 0:
-        raise ShapeError(f"{who}: a rank is at least 0, but ranks holds {min(ranks)}.")
+    lowest = min(ranks[0], ranks[-1]) if isinstance(ranks, range) else min(ranks)
+    if lowest < 0:
+        raise ShapeError(f"{who}: a rank is at least 0, but ranks holds {lowest}.")
     straight = as_range(ranks)
     if straight is None and len(set(ranks)) != len(ranks):
-        seen: set[int] = set()
-        twice = sorted({rank for rank in ranks if rank in seen or seen.add(rank)})  # type: ignore[func-returns-value]
+        twice = sorted(rank for rank, times in Counter(ranks).items() if times > 1)
         raise ShapeError(f"{who}: each rank may appear once, but ranks repeats {format_ranks(twice)}.")
     return straight or tuple(ranks)
 

@@ -106,7 +106,7 @@ class RecipeCall:
     def parse_order(
         self, order: object, default: str, direction: str, sizes: Mapping[str, Mapping[str, int]]
     ) -> list[str]:
-        """The axes that an order names, as a list.
+        """The axes that an order names, as a list. Those that it omits, all of size 1, are at the end.
 
         Args:
             order: axes joined by ``-``.
@@ -120,7 +120,7 @@ class RecipeCall:
 
         >>> call = RecipeCall.of("recipes.oslo", 8)
         >>> call.parse_order("data-tensor", "pipeline-data-tensor", "outermost axis first", {})
-        ['data', 'tensor']
+        ['data', 'tensor', 'pipeline']
         """
         known, asked = default.split("-"), str(order).lower().split("-")
         unknown = [axis for axis in asked if axis not in known]
@@ -138,7 +138,7 @@ class RecipeCall:
         elif missing:
             problem = missing[0]
         else:
-            return asked
+            return [*asked, *(axis for axis in known if axis not in asked)]
         raise ShapeError(f"{self}: {problem}.\n\n  order={default!r}   # {direction}")
 
     def arrange(

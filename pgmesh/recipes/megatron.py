@@ -123,10 +123,8 @@ def megatron(
     sizes = call.fill_sizes(sizes)
     expert_sizes = call.fill_sizes(expert_sizes, len(call.ranks) // sizes["pp"], "a pipeline stage")
     named_sizes = {"": {**sizes, "ep": ep}, "of experts ": {"tp": expert_sizes["etp"], "dp": expert_sizes["edp"]}}
-    asked = call.parse_order(order, DEFAULT_ORDER, "fastest axis first", named_sizes)
-    unnamed = [axis for axis in ("tp", "pp", "dp", "ep", "cp") if axis not in asked]  # of size 1
-    ranked = [*asked, *unnamed]
-    slowest_first = ranked[::-1]  # the order of a mesh
+    fastest_first = call.parse_order(order, DEFAULT_ORDER, "fastest axis first", named_sizes)
+    slowest_first = fastest_first[::-1]  # the order of a mesh
 
     def arrange(dense: Any) -> Arrangement:
         expert_axes = [EXPERT_AXIS[axis] for axis in slowest_first if axis in EXPERT_AXIS]
@@ -134,7 +132,7 @@ def megatron(
         _check_same_pipelines(call, order, dense, expert)
         return Arrangement.of(
             str(call),
-            f"fastest axis first: {'-'.join(ranked)}",
+            f"fastest axis first: {'-'.join(fastest_first)}",
             [(dense, DENSE_AXES), (expert, EXPERT_AXES)],
             [
                 "tensor",

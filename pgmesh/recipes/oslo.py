@@ -51,8 +51,7 @@ def oslo(
     written = {mode: size for mode, size in given.items() if size != 1}
     call = RecipeCall.of(who, world, **written, order=None if order == DEFAULT_ORDER else order)
     sizes = call.fill_sizes(given)
-    asked = call.parse_order(order, DEFAULT_ORDER, "outermost axis first", {"": sizes})
-    outermost_first = [*asked, *(mode for mode in AXIS_OF_MODE if mode not in asked)]
+    outermost_first = call.parse_order(order, DEFAULT_ORDER, "outermost axis first", {"": sizes})
 
     def arrange(mesh: Any) -> Arrangement:
         return Arrangement.of(
