@@ -23,7 +23,7 @@ class Text(str):
     __repr__ = str.__str__
 
 
-def format_call(who: str, box: Mapping[str | int, object], *first: object, **more: object) -> str:
+def format_call(who: str, box: Mapping[str | int, object], /, *first: object, **more: object) -> str:
     """The call that has these values for these axes, as text.
 
     Axes 0..n-1 are positional, names are keywords, and others are one mapping.

@@ -150,7 +150,7 @@ def _meant_sizes(shape: Sequence[Any], sizes: Mapping[str, Any]) -> Any:
         named = dict(zip(names, given[0], strict=True))
     except (TypeError, ValueError):  # no sequences, or of different lengths
         return None
-    return named if len(named) == len(names) else None
+    return named if len(named) == len(given[0]) else None
 
 
 def _valid(options: dict[str, Any]) -> dict[str, Any]:

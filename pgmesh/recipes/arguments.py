@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pgmesh.recipes.arrangement import Arrangement
 
 
-def parse_recipe_sizes(who: str, **sizes: object) -> dict[str, int]:
+def parse_recipe_sizes(who: str, /, **sizes: object) -> dict[str, int]:
     """Sizes as integers of at least 1, and at most one -1. Those that are None are left out.
 
     Raises:
