@@ -74,11 +74,10 @@ from pgmesh._util.formatting import (
     format_call,
     format_ranks,
     format_value,
-    is_keyword_name,
     other_arguments,
     shorten,
 )
-from pgmesh._util.suggestions import closest_name, example_ranks
+from pgmesh._util.suggestions import closest_name, did_you_mean, example_ranks
 from pgmesh._util.validation import (
     Sizes,
     fill_sizes,
@@ -429,7 +428,7 @@ class Layout:
                 continue
             if not kept:
                 has = _index_range(len(old))
-                raise ShapeError(f"{at_call({axis: keep})} keeps nothing of axis {axis}, which has {has}.")
+                raise ShapeError(f"{format_call('at', {axis: keep})} keeps nothing of axis {axis}, which has {has}.")
             offset += kept[0]
             offsets[i] = strided.rebase(strided.as_offsets(kept))
         return self._replace(
@@ -518,9 +517,8 @@ class Layout:
             return f"{self.view(1).spell(who, world=world, **more)}.at({{0: 0}})"
         box = dict(zip(self._axes, self.shape))
         ranks = self._as_range()
-        if ranks == range(len(self) if world is None else world):
-            return format_call(who, box, **more)
-        return format_call(who, box, ranks=ranks or Text(self._ranks_written()), **more)
+        is_default = ranks == range(len(self) if world is None else world)
+        return format_call(who, box, ranks=None if is_default else ranks or Text(self._ranks_written()), **more)
 
     def __str__(self) -> str:
         return plain_text.draw(self)
@@ -582,8 +580,7 @@ class Layout:
         if fixed is not None:
             raise AxisError(f"axis {axis} is fixed at {fixed} in {self._brief()}; use the mesh before at() fixed it.")
         close = closest_name(axis, [name for name in self._axes if isinstance(name, str)])
-        hint = f" Did you mean {close!r}?" if close else ""
-        raise AxisError(f"there is no axis {axis!r} in {self._brief()}.{hint}")
+        raise AxisError(f"there is no axis {axis!r} in {self._brief()}.{did_you_mean(close)}")
 
     def _checked_index(self, i: int, index: Any) -> int:
         """An index of an axis, counted from the start; PlaceError if the axis does not have it."""
@@ -604,7 +601,7 @@ class Layout:
         axis, indices = self._axes[i], [index for index, keeps in enumerate(kept) if keeps]
         if not indices:
             raise PlaceError(f"axis {axis} is given a mask that keeps nothing; it takes indices.")
-        raise PlaceError(f"axis {axis} is given a mask; it takes indices.\n\n  {at_call({axis: indices})}")
+        raise PlaceError(f"axis {axis} is given a mask; it takes indices.\n\n  {format_call('at', {axis: indices})}")
 
     # -- positions and ranks ------------------------------------------------------------------------------------
 
@@ -816,17 +813,6 @@ class RankView:
 _LAYOUT_HINTS = {name: f"seen.layout.{name}" for name in missing_attributes.public_names(Layout)}
 missing_attributes.add_hints(RankView, "seen", {**_LAYOUT_HINTS, **missing_attributes.RANK_VIEW})
 missing_attributes.add_hints(Layout, "layout", missing_attributes.LAYOUT)
-
-
-def at_call(asked: Mapping[Axis, object]) -> str:
-    """The call of ``at`` for these axes, as text.
-
-    >>> at_call({"pp": 1}), at_call({0: [1, 2]})
-    ('at(pp=1)', 'at({0: [1, 2]})')
-    """
-    if all(map(is_keyword_name, asked)):
-        return f"at({', '.join(f'{axis}={keep!r}' for axis, keep in asked.items())})"
-    return f"at({dict(asked)!r})"
 
 
 def _index_range(size: int) -> str:

@@ -20,7 +20,7 @@ from pgmesh.errors import AxisError, LifetimeError, MembershipError, OptionsErro
 from pgmesh.groups.cache import GroupCache, find_cache
 from pgmesh.groups.registry import living
 from pgmesh.groups.world import world_rank_and_size
-from pgmesh.layout import Axis, Keep, Layout, Partition, at_call, taken
+from pgmesh.layout import Axis, Keep, Layout, Partition, taken
 from pgmesh.options import Timeout, named_timeout, to_timedelta
 
 if TYPE_CHECKING:
@@ -801,7 +801,7 @@ def _call_of(verb: str, before: Layout, after: Layout) -> str:
         return f".along({', '.join(map(repr, after.axes))})"
     if verb == "view":
         return format_call(".view", dict(zip(after.axes, after.shape)))
-    return "." + at_call({axis: Text(_kept(keep)) for axis, keep in taken(before, after).items()})
+    return format_call(".at", {axis: Text(_kept(keep)) for axis, keep in taken(before, after).items()})
 
 
 def _kept(keep: int | range | tuple[int, ...]) -> str:

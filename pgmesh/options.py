@@ -35,6 +35,15 @@ NCCL_SETTINGS = (
 Source: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/types.html#ncclconfig-t"""
 
 
+_KINDS: dict[str, tuple[type, str]] = {
+    "backend": (str, "a name, such as 'nccl' or 'gloo'"),
+    "high_priority": (bool, "True or False"),
+    "nccl": (Mapping, "a mapping of settings, such as {'max_ctas': 8}"),
+    "description": (str, "a string, such as 'gradients'"),
+}
+"""The type of each option and its description in errors. ``to_timedelta`` checks the timeout."""
+
+
 @dataclass(frozen=True)
 class GroupOptions:
     """Options of a process group. An option that is None is inherited from the default group.
@@ -71,16 +80,10 @@ class GroupOptions:
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        if self.backend is not None and not (isinstance(self.backend, str) and self.backend):
-            raise OptionsError(f"backend is a name, such as 'nccl' or 'gloo', not {self.backend!r}.")
-        if self.timeout is not None:
-            object.__setattr__(self, "timeout", to_timedelta(self.timeout))
-        if self.high_priority is not None and not isinstance(self.high_priority, bool):
-            raise OptionsError(f"high_priority is True or False, not {self.high_priority!r}.")
-        if self.description is not None and not isinstance(self.description, str):
-            raise OptionsError(f"description is a string, such as 'gradients', not {self.description!r}.")
-        if self.nccl is not None and not isinstance(self.nccl, Mapping):
-            raise OptionsError(f"nccl is a mapping of settings, such as {{'max_ctas': 8}}, not {self.nccl!r}.")
+        for name, (kind, right) in _KINDS.items():
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, kind) or (name == "backend" and not value)):
+                raise OptionsError(f"{name} is {right}, not {value!r}.")
         unknown = sorted(map(str, set(self.nccl or ()) - set(NCCL_SETTINGS)))
         if unknown:
             raise OptionsError(f"NCCL has no setting {', '.join(unknown)}; it has {', '.join(NCCL_SETTINGS)}.")
@@ -90,10 +93,10 @@ class GroupOptions:
                 raise OptionsError(f"NCCL's {name} is {right}, not {value!r}.")
         if self.backend is not None:
             object.__setattr__(self, "backend", self.backend.lower())
-        if self.nccl is not None:
-            object.__setattr__(
-                self, "nccl", dict(self.nccl)
-            )  # a copy, so that later changes by the caller have no effect
+        if self.timeout is not None:
+            object.__setattr__(self, "timeout", to_timedelta(self.timeout))
+        if self.nccl is not None:  # a copy, so that later changes by the caller have no effect
+            object.__setattr__(self, "nccl", dict(self.nccl))
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> GroupOptions:
@@ -151,8 +154,8 @@ class GroupOptions:
         return self._hash
 
     def __repr__(self) -> str:
-        words = ((each.name, getattr(self, each.name)) for each in dataclasses.fields(self))
-        return f"GroupOptions({', '.join(f'{name}={value!r}' for name, value in words if value is not None)})"
+        words = [f"{name}={value!r}" for name, value in self.keywords().items() if value is not None]
+        return f"GroupOptions({', '.join(words)})"
 
 
 def to_timedelta(timeout: object, error: type[PgmeshError] = OptionsError) -> timedelta:
@@ -184,29 +187,22 @@ def to_timedelta(timeout: object, error: type[PgmeshError] = OptionsError) -> ti
 def named_timeout(
     who: str, names: Sequence[object], timeout: Timeout | None, *, of: str, known: Sequence[object]
 ) -> timedelta:
-    """The ``timeout=`` of ``set_timeout``; an error if it was given among the names.
+    """The ``timeout=`` of ``set_timeout``; an error if it is missing.
 
     Args:
         of: the plural noun for the names.
         known: all names in order. A name may also be given by its position.
 
     Raises:
-        OptionsError: no timeout was given, or it was given among the names. The message moves it to the keyword.
+        OptionsError: no timeout was given by keyword.
 
     >>> named_timeout("mesh", ["tp"], 90, of="axes", known=["dp", "tp"])
     datetime.timedelta(seconds=90)
     """
     if timeout is not None:
         return to_timedelta(timeout)
-    seconds, rest = 30.0, [*names]
-    for i in reversed(range(len(rest))):
-        try:
-            span = to_timedelta(rest[i])
-        except OptionsError:
-            continue
-        if rest[i] not in known and not (len(rest) == 1 and rest[i] in range(len(known))):  # alone, it is an axis
-            seconds = span.total_seconds()
-            del rest[i]
-            break
-    call = ", ".join([*map(repr, rest), f"timeout={int(seconds) if seconds.is_integer() else seconds}"])
-    raise OptionsError(f"set_timeout takes its timeout by name, after the {of}.\n\n  {who}.set_timeout({call})")
+    right = [name for name in names if name in known or name in range(len(known))]
+    others = [name for name in names if name not in right]
+    seconds = to_timedelta(others[-1]).total_seconds() if others else 30
+    call = f"{who}.set_timeout({', '.join([*map(repr, right), f'timeout={seconds:g}'])})"
+    raise OptionsError(f"set_timeout takes its timeout by name, after the {of}.\n\n  {call}")

@@ -43,7 +43,7 @@ def test_sizes_that_do_not_fit_the_world():
 
               torchrun --nproc-per-node 2 script.py   # start 2 ranks: a script by itself is a world of 1
               launch.spawn(main, 2)                   # or start them here, such as for a test
-              ProcessGroupMesh(dp=-1)                 # or infer dp: 1
+              ProcessGroupMesh(dp=-1)                 # infer dp: 1
             """,
         ),
         (
@@ -169,7 +169,7 @@ def test_sizes_that_do_not_fit_the_ranks(call, text):
         (lambda: Layout(dp=None), "Layout: the size of axis dp is a whole number, not None."),
         (
             lambda: Layout(2, tp=2),
-            "Layout: give every size by position or every size by name, not both: 2 stands next to tp.",
+            "Layout(2, tp=2): give all sizes by position, by keyword, or in one mapping.",
         ),
     ],
 )

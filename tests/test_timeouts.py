@@ -164,7 +164,7 @@ def test_a_number_that_is_an_axis_stays_one(mesh, given):
 
 
 def test_only_the_last_number_is_taken_as_the_timeout(mesh):
-    with pytest.raises(OptionsError, match=r"\n\n  mesh\.set_timeout\(5, timeout=6\)$"):
+    with pytest.raises(OptionsError, match=r"\n\n  mesh\.set_timeout\(timeout=6\)$"):
         mesh.set_timeout(5, 6)
 
 

@@ -23,26 +23,33 @@ class Text(str):
     __repr__ = str.__str__
 
 
-def format_call(who: str, box: Mapping[str | int, int], **more: object) -> str:
-    """The call that has these sizes, as text: positional for axes 0..n-1, else keywords, else a mapping.
+def format_call(who: str, box: Mapping[str | int, object], /, *first: object, **more: object) -> str:
+    """The call that has these values for these axes, as text.
+
+    Axes 0..n-1 are positional, names are keywords, and others are one mapping.
 
     Args:
-        who: the function or class. ``plan`` always gets a mapping.
-        box: size by axis.
-        more: further arguments.
+        who: the function, method or class. ``plan`` always gets a mapping, and ``at`` gets one for numbered axes.
+        box: the value by axis, such as its size.
+        first: positional arguments before the axes.
+        more: further arguments. Those that are None are left out.
 
-    >>> format_call("ProcessGroupMesh", {"dp": 2, "tp": 2}, ranks=range(4))
+    >>> format_call("ProcessGroupMesh", {"dp": 2, "tp": 2}, ranks=range(4), name=None)
     'ProcessGroupMesh(dp=2, tp=2, ranks=range(4))'
     >>> format_call("Layout", {"timeout": 2, "data-parallel": 4}), format_call("Layout", {1: 2, 2: 2})
     ("Layout({'timeout': 2, 'data-parallel': 4})", 'Layout({1: 2, 2: 2})')
+    >>> format_call("at", {"pp": 1}), format_call("at", {0: [1, 2]}), format_call("recipes.megatron", {}, 8, tp=2)
+    ('at(pp=1)', 'at({0: [1, 2]})', 'recipes.megatron(8, tp=2)')
     """
-    if who != "plan" and list(box) == list(range(len(box))):
-        words = [str(size) for size in box.values()]
-    elif who != "plan" and all(is_keyword_name(axis) and axis not in RESERVED for axis in box):
-        words = [f"{axis}={size}" for axis, size in box.items()]
-    else:
-        words = [f"{{{', '.join(f'{axis!r}: {size}' for axis, size in box.items())}}}"]
-    words += [f"{word}={format_value(value)}" for word, value in more.items()]
+    words = [format_value(value) for value in first]
+    values = {axis: format_value(value) for axis, value in box.items()}
+    if who != "plan" and all(is_keyword_name(axis) and axis not in RESERVED for axis in box):
+        words += [f"{axis}={value}" for axis, value in values.items()]
+    elif who not in ("plan", "at", ".at") and list(box) == list(range(len(box))):
+        words += values.values()
+    elif box:
+        words.append(f"{{{', '.join(f'{axis!r}: {value}' for axis, value in values.items())}}}")
+    words += [f"{word}={format_value(value)}" for word, value in more.items() if value is not None]
     return f"{who}({', '.join(words)})"
 
 
@@ -58,7 +65,7 @@ def is_keyword_name(axis: str | int) -> bool:
 
 
 def format_value(value: object) -> str:
-    """The expression of a value. Sequences of more than 64 integers are written with ranges.
+    """The expression of a value. Sequences of more than 64 integers are written with ranges, functions by name.
 
     >>> format_value(range(4)), format_value((*range(50), *range(60, 90, 2)))
     ('range(4)', '(*range(50), *range(60, 90, 2))')
@@ -68,7 +75,7 @@ def format_value(value: object) -> str:
     if isinstance(value, timedelta):
         return f"timedelta(seconds={value.total_seconds():.15g})"
     if not isinstance(value, (tuple, list)) or len(value) <= 64:
-        return repr(value)
+        return getattr(value, "__name__", repr(value))
     parts: list[str] = []
     start = 0
     while start < len(value):
@@ -86,9 +93,8 @@ def format_value(value: object) -> str:
 
 
 def other_arguments(ranks: range | tuple[int, ...] | None, **more: object) -> dict[str, object]:
-    """Arguments other than the sizes, for a suggested call: without None, and long ranks as the variable ``ranks``."""
-    kept = {} if ranks is None else {"ranks": Text(shorten(format_value(ranks), "ranks"))}
-    return {**kept, **{word: value for word, value in more.items() if value is not None}}
+    """Arguments other than the sizes, for a suggested call. Long ranks are the variable ``ranks``."""
+    return {"ranks": None if ranks is None else Text(shorten(format_value(ranks), "ranks")), **more}
 
 
 def shorten(text: str, instead: str) -> str:

@@ -5,17 +5,11 @@ Validation refuses them with the call that the user meant. A mapping of sizes ma
 
 from __future__ import annotations
 
-OPTION_EXAMPLES: dict[str, tuple[str, object]] = {
-    "backend": ("backend", "gloo"),
-    "timeout": ("timeout", 600),
-    "high_priority": ("high_priority", True),
-    "nccl": ("nccl", {"max_ctas": 8}),
-    "description": ("description", "gradients"),
-    "options": ("timeout", 600),
-    "pg_options": ("high_priority", True),
-    "backend_override": ("backend", "gloo"),
-}
-"""Options of groups by keyword, torch's spellings among them: the name in pgmesh and an example value."""
+OPTION_KEYWORDS = ("backend", "timeout", "high_priority", "nccl", "description")
+"""The options of groups."""
+
+TORCH_OPTION_KEYWORDS = ("options", "pg_options", "backend_override")
+"""Keywords by which torch takes options of groups."""
 
 SHAPE_KEYWORDS = ("mesh_shape", "shape", "sizes", "dims")
 """Keywords by which other libraries take all sizes."""
@@ -24,10 +18,8 @@ NAME_KEYWORDS = ("mesh_dim_names", "dim_names", "axis_names", "names", "axes")
 """Keywords by which other libraries take the names of all axes."""
 
 RESERVED = {
-    **{
-        word: f"{'is an option' if word == own else 'stands for options'} of groups"
-        for word, (own, _) in OPTION_EXAMPLES.items()
-    },
+    **dict.fromkeys(OPTION_KEYWORDS, "is an option of groups"),
+    **dict.fromkeys(TORCH_OPTION_KEYWORDS, "stands for options of groups"),
     "tag": "tells groups on the same ranks apart",
     **dict.fromkeys(("device", "device_type", "device_id"), "follows from the backend of a group"),
     **dict.fromkeys(SHAPE_KEYWORDS, "stands for all sizes"),

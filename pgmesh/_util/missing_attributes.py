@@ -11,18 +11,20 @@ from typing import Any
 
 from pgmesh._util.formatting import Text, format_call, shorten
 
-_COORDS = {
+_SIZES = {
+    "mesh_dim_names": "{it}.axes",
+    "ndim": "len({it}.axes)",
+    "_unflatten": "{it}.view({sizes})",
+    "get_world_size": "{it}.size()",
+    "world_size": "{it}.size()",
+}
+_PLACE_OF_RANK = {
     "get_rank": "{it}.rank",
     "get_local_rank": "{it}.index({axis})",
     "get_coordinate": "{it}.coord",
     "coordinate": "{it}.coord",
-    "mesh_dim_names": "{it}.axes",
-    "ndim": "len({it}.axes)",
-    "_unflatten": "{it}.view({sizes})",
     "get_process_group_ranks": "{it}.ranks({axis})",
     "get_ranks_in_group": "{it}.ranks({axis})",
-    "get_world_size": "{it}.size()",
-    "world_size": "{it}.size()",
     "neighbour": "{it}.neighbor({axis})",
 }
 _GROUPS = {
@@ -40,42 +42,34 @@ _GROUPS = {
 }
 
 MESH = {
-    **_COORDS,
-    "get_group": "mesh.group({axis})",
+    **_SIZES,
+    **_PLACE_OF_RANK,
+    **dict.fromkeys(("get_group", "get_process_group", "get_group_along_axis"), "mesh.group({axis})"),
+    **dict.fromkeys(("new_group", "create_group"), "mesh.group_of(mesh.ranks({axis}))"),
     "get_all_groups": "[mesh.group(axis) for axis in mesh.axes]",
     "device_type": "mesh.device_mesh().device_type",
     "mesh": "mesh.device_mesh().mesh",
     "_flatten": "mesh.group({axes})",
-    "get_process_group": "mesh.group({axis})",
-    "new_group": "mesh.group_of(mesh.ranks({axis}))",
-    "create_group": "mesh.group_of(mesh.ranks({axis}))",
     "barrier": "torch.distributed.barrier(group=mesh.group())",
     "destroy": "mesh.close()",
-    "get_group_along_axis": "mesh.group({axis})",
 }
 """Calls for names that a mesh does not have."""
 
-RANK_VIEW = {**_COORDS, **_GROUPS, "mesh": "seen.ranks()"}
+RANK_VIEW = {**_SIZES, **_PLACE_OF_RANK, **_GROUPS, "mesh": "seen.ranks()"}
 """Calls for names that the result of ``Layout.seen_by`` does not have."""
 
 LAYOUT = {
+    **_SIZES,
     **_GROUPS,
-    # methods that need a rank
-    "rank": "layout.seen_by({rank})",
-    "coord": "layout.coord_of({rank})",
-    "get_coordinate": "layout.coord_of({rank})",
-    "index": "layout.index_of({index})",
-    "get_local_rank": "layout.index_of({index})",
+    **dict.fromkeys(("rank", "get_rank"), "layout.seen_by({rank})"),
+    **dict.fromkeys(("coord", "get_coordinate", "coordinate"), "layout.coord_of({rank})"),
+    **dict.fromkeys(("index", "get_local_rank"), "layout.index_of({index})"),
+    **dict.fromkeys(("neighbor", "neighbour", "neighbour_of"), "layout.neighbor_of({index})"),
+    **dict.fromkeys(("get_process_group_ranks", "get_ranks_in_group"), "layout.block_of({index})"),
     "label": "layout.label_of({rank})",
-    "neighbor": "layout.neighbor_of({index})",
-    "neighbour": "layout.neighbor_of({index})",
-    "neighbour_of": "layout.neighbor_of({index})",
-    # DeviceMesh
-    "mesh_dim_names": "layout.axes",
-    "ndim": "len(layout.axes)",
     "mesh": "layout.ranks()",
 }
-"""Calls for names that a layout does not have."""
+"""Calls for names that a layout does not have. A layout has no rank of its own: methods of places take one."""
 
 
 class _Absent:
@@ -91,19 +85,17 @@ class _Absent:
         if of is None:
             raise AttributeError(f"type object {kind.__name__!r} has no attribute {self.name!r}")
         layout: Any = getattr(of, "layout", of)
-        rank, axes = str(layout.rank_of([0] * len(layout.axes))), [repr(axis) for axis in layout.axes]
-        made = layout.spell("ProcessGroupMesh") if "{made}" in self.call else ""
-        if made != shorten(made, ""):
-            ranks = Text(f"{self.it}.ranks()")
-            made = format_call("ProcessGroupMesh", dict(zip(layout.axes, layout.shape)), ranks=ranks)
+        box, axes = dict(zip(layout.axes, layout.shape)), [repr(axis) for axis in layout.axes]
+        rank = str(layout.rank_of([0] * len(axes)))
+        of_any_ranks = format_call("ProcessGroupMesh", box, ranks=Text(f"{self.it}.ranks()"))
         call = self.call.format(
             it=self.it,
             axis=", ".join(axes[-1:]),
             axes=", ".join(axes[-2:]),
-            sizes=format_call("", dict(zip(layout.axes, layout.shape)))[1:-1],
+            sizes=format_call("", box)[1:-1],
             rank=rank,
             index=", ".join([rank, *axes[-1:]]),
-            made=made,
+            made=shorten(layout.spell("ProcessGroupMesh"), of_any_ranks),
         )
         if "{ax" in self.call or "{index}" in self.call:
             call += "   # for example: name the axes that you mean"

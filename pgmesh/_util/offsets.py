@@ -247,7 +247,7 @@ def reshape(axes: Iterable[Offsets], sizes: Sequence[int]) -> tuple[Offsets, ...
     return tuple(reshaped)
 
 
-def is_non_overlapping(axes: Iterable[Offsets]) -> bool:
+def is_non_overlapping(axes: Sequence[Offsets]) -> bool:
     """Check that each stride is larger than the span of all axes with smaller strides.
 
     ``find_coord`` needs this. Every position then has one coord.
@@ -255,16 +255,12 @@ def is_non_overlapping(axes: Iterable[Offsets]) -> bool:
     >>> is_non_overlapping([range(0, 8, 4), range(4)]), is_non_overlapping([range(0, 6, 3), range(4)])
     (True, False)
     """
-    spans: list[tuple[int, int]] = []
-    for offsets in axes:
-        if len(offsets) > 1:
-            ends = (offsets[0], offsets[-1]) if isinstance(offsets, range) else offsets
-            spans.append((stride_and_lowest(offsets)[0], max(ends) - min(ends)))
     covered = 0
-    for stride, span in sorted(spans):
+    for stride, lowest, i in reversed(by_descending_stride(axes)):
         if covered >= stride:
             return False
-        covered += span
+        offsets = axes[i]
+        covered += max((offsets[0], offsets[-1]) if isinstance(offsets, range) else offsets) - lowest
     return True
 
 

@@ -1,34 +1,23 @@
-"""Suggestions for error messages: sizes that hold a given number of ranks, and corrected calls with these sizes.
+"""Suggestions for error messages: sizes that hold a number of ranks, names that exist, and commands that start ranks.
 
-The calls are written by ``_util.formatting``. ``closest_name`` finds the name for every "Did you mean".
+Meshes, layouts, plans, recipes and the command line infer sizes with ``infer_size``. If it returns None,
+``describe_misfit`` states the problem and ``fit_sizes`` finds sizes that do hold the ranks. ``closest_name`` finds the
+name for every "Did you mean".
 """
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeVar, Union
 
-from pgmesh._util.formatting import format_call
+from pgmesh._util.formatting import count_of
 
 A = TypeVar("A", str, Union[str, int])
 
 
-def example_ranks(box: Mapping[str | int, int]) -> range:
-    """Return example ranks for sizes with one -1: about 8, and at least twice the product of the other sizes."""
-    fixed = math.prod(size for size in box.values() if size != -1)
-    return range(fixed * max(2, 8 // fixed))
-
-
-def torchrun_command(ranks: int) -> str:
-    """The torchrun command that starts this many ranks, on hosts of 8 if there are more.
-
-    >>> torchrun_command(4), torchrun_command(64)
-    ('torchrun --nproc-per-node 4', 'torchrun --nnodes 8 --nproc-per-node 8')
-    """
-    hosts = ranks // 8 if ranks > 8 and ranks % 8 == 0 else 1
-    return f"torchrun{f' --nnodes {hosts}' * (hosts > 1)} --nproc-per-node {ranks // hosts}"
+# -- sizes ----------------------------------------------------------------------------------------------------------
 
 
 def divisors(count: int) -> list[int]:
@@ -50,95 +39,143 @@ def largest_divisor(count: int, most: int) -> int:
     return max(n for n in divisors(count) if n <= most)
 
 
-def nearest_sizes(sizes: Mapping[A, int], count: int, free: Sequence[A]) -> dict[A, int]:
-    """Sizes near these that hold exactly ``count`` ranks.
+def any_of(values: Iterable[object]) -> str:
+    """Values joined by commas and "or".
+
+    >>> any_of([1, 2, 4])
+    '1, 2 or 4'
+    """
+    *most, last = map(str, values)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def known_product(sizes: Mapping[A, int]) -> int:
+    """The product of the sizes that are not -1.
+
+    >>> known_product({"dp": -1, "cp": 2, "tp": 4})
+    8
+    """
+    return math.prod(size for size in sizes.values() if size != -1)
+
+
+def infer_size(sizes: Mapping[A, int], count: int) -> dict[A, int] | None:
+    """The sizes with -1 inferred; None if they do not hold exactly ``count`` ranks. At most one size is -1.
+
+    >>> infer_size({"dp": -1, "tp": 2}, 8), infer_size({"dp": 2, "tp": 2}, 8)
+    ({'dp': 4, 'tp': 2}, None)
+    """
+    rest, remainder = divmod(count, known_product(sizes))
+    if remainder or (rest != 1 and -1 not in sizes.values()):
+        return None
+    return {axis: rest if size == -1 else size for axis, size in sizes.items()}
+
+
+def describe_misfit(call: str, sizes: Mapping[A, int], count: int, count_text: str) -> str:
+    """The reason that sizes do not hold ``count`` ranks.
+
+    Args:
+        call: the call with these sizes, as text.
+        count_text: the count in words.
+
+    >>> describe_misfit("plan(dp=3)", {"dp": 3}, 8, "the hosts hold 8")
+    'plan(dp=3) holds 3 ranks, but the hosts hold 8.'
+    """
+    product = known_product(sizes)
+    if -1 in sizes.values():
+        return f"{call} cannot be filled: {count_text}, and {count} is not divisible by {product}."
+    return f"{call} holds {count_of(product, 'rank')}, but {count_text}."
+
+
+def fit_sizes(sizes: Mapping[A, int], count: int) -> tuple[dict[A, int], A, str]:
+    """Sizes near these that hold exactly ``count`` ranks. Of several sizes of -1, only the first is inferred.
 
     If changing one size is enough, only that one changes, preferably of an axis with dp in its name. Otherwise the
     sizes shrink to divisors, and one axis gets the remaining factor.
 
-    Args:
-        free: axes of size -1.
+    Returns:
+        The sizes, an axis whose size may be given as -1, and the reason for a comment.
 
-    >>> nearest_sizes({"pp": 2, "dp": 4}, 6, []), nearest_sizes({"dp": 4, "tp": 2}, 9, [])
-    ({'pp': 2, 'dp': 3}, {'dp': 9, 'tp': 1})
+    >>> fit_sizes({"pp": 2, "dp": 4}, 6)
+    ({'pp': 2, 'dp': 3}, 'dp', 'infer dp: 3')
+    >>> fit_sizes({"dp": -1, "tp": 3}, 8)
+    ({'dp': 4, 'tp': 2}, 'dp', 'tp may be 1, 2, 4 or 8')
+    >>> fit_sizes({"dp": 4, "tp": 2}, 9)
+    ({'dp': 9, 'tp': 1}, 'dp', 'sizes that divide 9; dp is then 9')
     """
-    right = {axis: size for axis, size in sizes.items() if size != -1}
-    if not free:
-        for axis in sorted(right, key=lambda axis: ("dp" not in str(axis), list(right).index(axis))):
-            rest = math.prod(size for other, size in right.items() if other != axis)
-            if count % rest == 0:
-                return {**sizes, axis: count // rest}
-    left = count
-    filled = free[0] if free else next(iter(sizes))
-    for axis in reversed([axis for axis in right if axis != filled]):
-        right[axis] = largest_divisor(left, right[axis])
-        left //= right[axis]
-    return {axis: right[axis] if axis != filled and axis in right else left if axis == filled else 1 for axis in sizes}
-
-
-def suggested_calls(
-    who: str, box: dict[str | int, int], fixed: int, count: int, suggest_ranks: bool, more: Mapping[str, object]
-) -> list[tuple[str, str]]:
-    """Return pairs of a corrected call and its reason.
-
-    Args:
-        who: the function or class called.
-        box: the sizes by axis.
-        fixed: the product of the sizes that are not -1.
-        count: the number of ranks that the sizes must hold.
-        suggest_ranks: also suggest ``ranks=`` and, if ``count`` is 1, ways to start or plan ``fixed`` ranks.
-        more: the other arguments of the call, which suggested calls repeat.
-    """
-
-    def call(changes: dict[str | int, int], **ranks: object) -> str:
-        return format_call(who, {**box, **changes}, **ranks, **more)
-
-    ways: list[tuple[str, str]] = []
-    if suggest_ranks and count == 1:
-        ways.append(
-            (f"{torchrun_command(fixed)} script.py", f"start {fixed} ranks: a script by itself is a world of 1")
-        )
-        if fixed <= 16:
-            ways.append((f"launch.spawn(main, {fixed})", "or start them here, such as for a test"))
-        else:
-            example = {axis: 1 if size == -1 else size for axis, size in box.items()}
-            ways.append((format_call("Layout", example), "or plan it without processes"))
-    free = [axis for axis, size in box.items() if size == -1]
-    for axis, size in box.items():
-        rest = fixed // max(size, 1)
-        if size == -1 or count % rest:
+    dp_first = sorted(sizes, key=lambda axis: "dp" not in str(axis))
+    free = [axis for axis in sizes if sizes[axis] == -1]
+    inferred = free[0] if free else dp_first[0]
+    right = {axis: 1 if size == -1 else size for axis, size in sizes.items()}
+    for axis in dp_first:
+        left, remainder = divmod(count, math.prod(right.values()) // right[axis])
+        if remainder or axis in free:
             continue
         if not free:
-            ways.append((call({axis: -1}), f"{'or ' * bool(ways)}infer {_axis(axis)}: {count // rest}"))
-        else:
-            would = divisors(count // rest)
-            near = min(would, key=lambda n: abs(n - size))
-            ways.append((call({axis: near}), f"{_axis(axis)} may be {_any_of(would)}"))
-        break
-    else:  # no single size is enough: the nearest smaller divisors, and one axis for the rest
-        changes, filled = nearest_sizes(box, count, free), (free or list(box))[0]
-        why = f"sizes that divide {count}; {_axis(filled)} is then {changes[filled]}"
-        ways.append((call({**changes, filled: -1}), why))
-    if suggest_ranks and fixed < count and not free:
-        ways.append((call({}, ranks=range(fixed)), f"or name the {fixed} rank{'s' * (fixed > 1)} to use"))
-    return ways
+            return {**right, axis: left}, axis, f"infer {_axis(axis)}: {left}"
+        possible = divisors(left)
+        right[axis] = min(possible, key=lambda n: abs(n - right[axis]))
+        right[inferred] = left // right[axis]
+        return right, inferred, f"{_axis(axis)} may be {any_of(possible)}"
+    left = count
+    for axis in reversed(right):
+        right[axis] = 1 if axis == inferred else largest_divisor(left, right[axis])
+        left //= right[axis]
+    right[inferred] = left
+    return right, inferred, f"sizes that divide {count}; {_axis(inferred)} is then {left}"
 
 
-def _any_of(values: list[int]) -> str:
-    *most, last = map(str, values)
-    return f"{', '.join(most)} or {last}" if most else last
+def nearest_sizes(sizes: Mapping[A, int], count: int, free: Sequence[A] = ()) -> dict[A, int]:
+    """The sizes of ``fit_sizes``, for callers that write them in their own notation.
+
+    Args:
+        free: axes of size -1. The first is inferred, as without this argument.
+    """
+    return fit_sizes(sizes, count)[0]
 
 
 def _axis(axis: str | int) -> str:
     return f"axis {axis}" if isinstance(axis, int) else axis
 
 
-def closest_name(wrong: object, names: list[str]) -> str | None:
+# -- ranks ----------------------------------------------------------------------------------------------------------
+
+
+def example_ranks(sizes: Mapping[str | int, int]) -> range:
+    """Example ranks for sizes with one -1: about 8, and at least twice the product of the other sizes."""
+    product = known_product(sizes)
+    return range(product * max(2, 8 // product))
+
+
+def torchrun_command(ranks: int) -> str:
+    """The torchrun command that starts this many ranks, on hosts of 8 if there are more.
+
+    >>> torchrun_command(4), torchrun_command(64)
+    ('torchrun --nproc-per-node 4', 'torchrun --nnodes 8 --nproc-per-node 8')
+    """
+    hosts = ranks // 8 if ranks > 8 and ranks % 8 == 0 else 1
+    return f"torchrun{f' --nnodes {hosts}' * (hosts > 1)} --nproc-per-node {ranks // hosts}"
+
+
+def start_command(ranks: int) -> tuple[str, str]:
+    """The command that starts a script on this many ranks, and its reason."""
+    return f"{torchrun_command(ranks)} script.py", f"start {ranks} ranks: a script by itself is a world of 1"
+
+
+# -- names ----------------------------------------------------------------------------------------------------------
+
+
+def closest_name(wrong: object, names: Collection[str]) -> str | None:
     """The name that was probably meant: the same letters in another order or case, or a similar name."""
     folded = {name.casefold(): name for name in names}
     word = str(wrong).casefold()
-    for name in folded:
-        if sorted(name) == sorted(word):
-            return folded[name]
-    close = difflib.get_close_matches(word, folded, n=1)
-    return folded[close[0]] if close else None
+    same = [name for name in folded if sorted(name) == sorted(word)]
+    return next((folded[name] for name in [*same, *difflib.get_close_matches(word, folded, n=1)]), None)
+
+
+def did_you_mean(name: str | None) -> str:
+    """The question for the end of a sentence; empty without a name.
+
+    >>> did_you_mean("tp"), did_you_mean(None)
+    (" Did you mean 'tp'?", '')
+    """
+    return f" Did you mean {name!r}?" if name else ""

@@ -1,20 +1,20 @@
 """Validate the sizes and ranks in a call. Invalid ones raise an error, with a corrected call where there is one.
 
 ``parse_sizes`` is the single entry for the sizes of meshes, layouts, views and plans. ``fill_sizes`` then infers a -1.
-``_util.keywords`` lists the reserved keywords, which cannot be axes. ``_util.suggestions`` computes sizes that fit.
+``_util.keywords`` lists the reserved keywords, which cannot be axes. ``_util.suggestions`` finds sizes that fit.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import operator
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from pgmesh._util.formatting import as_range, format_call, format_calls, format_ranks, format_value
-from pgmesh._util.keywords import NAME_KEYWORDS, OPTION_EXAMPLES, RESERVED, SHAPE_KEYWORDS
-from pgmesh._util.suggestions import suggested_calls
+from pgmesh._util.formatting import Text, as_range, count_of, format_call, format_calls, format_ranks
+from pgmesh._util.keywords import NAME_KEYWORDS, OPTION_KEYWORDS, RESERVED, SHAPE_KEYWORDS, TORCH_OPTION_KEYWORDS
+from pgmesh._util.suggestions import describe_misfit, fit_sizes, infer_size, known_product, start_command
 from pgmesh.errors import OptionsError, ShapeError
 from pgmesh.options import GroupOptions
 
@@ -72,17 +72,13 @@ def parse_sizes(
     more = more or {}
     if any(word in RESERVED for word in sizes):
         raise _not_axes(who, shape, sizes, more, count)
-    mappings = [size for size in shape if isinstance(size, Mapping)]
-    if mappings and (len(shape) > 1 or sizes):
-        raise _not_both(who, shape, sizes, more, count)
-    if shape and sizes:
-        raise ShapeError(
-            f"{who}: give every size by position or every size by name, not both: "
-            f"{', '.join(map(str, shape))} stand{'s' * (len(shape) == 1)} next to {', '.join(sizes)}."
-        )
-    if len(shape) == 1 and isinstance(shape[0], (tuple, list)):
-        raise _all_in_one(who, shape[0], more, count)
-    given: Mapping[Any, Any] = mappings[0] if mappings else sizes or dict[Any, Any](enumerate(shape))
+    parts = [*shape, *([sizes] if sizes else [])]
+    if len(parts) > 1 and any(isinstance(part, Mapping) for part in parts):
+        raise _several_forms(who, shape, sizes, more, count)
+    if len(parts) == 1 and isinstance(parts[0], (tuple, list)):
+        problem = f"{who}: sizes are given one by one, not as {parts[0]!r}."
+        raise ShapeError(_with_calls(problem, _valid_calls(who, parts, more, count)))
+    given = parts[0] if parts and isinstance(parts[0], Mapping) else dict(enumerate(shape))
     box: dict[str | int, int] = {}
     for axis, size in given.items():
         name = _take_axis(who, axis)
@@ -90,14 +86,14 @@ def parse_sizes(
             raise ShapeError(f"{who}: axis {name} is given twice.")
         box[name] = parse_size(who, name, size)
     if not box:
-        size = 2 if who == "Layout" and "ranks" not in more else -1
+        size = 2 if who == "Layout" and more.get("ranks") is None else -1
         raise ShapeError(f"{who} needs at least one axis, such as {format_call(who, {'dp': size}, **more)}.")
     if len({isinstance(axis, int) for axis in box}) > 1:
         raise ShapeError(f"{who}: give every axis a name or every axis a number, not both: {given!r}.")
     for axis in sizes:
         if not axis.isidentifier():
-            call = format_call(who, box, **more)
-            raise ShapeError(f"{who}: an axis is named by a word, such as dp, not {axis!r}.\n\n  {call}")
+            problem = f"{who}: an axis is named by a word, such as dp, not {axis!r}."
+            raise ShapeError(_with_calls(problem, [format_call(who, box, **more)]))
     if sum(size == -1 for size in box.values()) > 1:
         free = ", ".join(str(axis) for axis, size in box.items() if size == -1)
         raise ShapeError(f"{format_call(who, box)}: at most one size may be -1 (inferred); here are {free}.")
@@ -121,105 +117,92 @@ def _not_axes(
 ) -> ShapeError | OptionsError:
     """The error for reserved keywords. It suggests calls only if all other arguments are valid sizes."""
     words = [word for word in sizes if word in RESERVED]
-    says = f"{who}: " + " ".join(f"{word} is no axis; it {RESERVED[word]}." for word in words)
-    options = dict(_option(word, sizes[word]) for word in words if word in OPTION_EXAMPLES)
-    about_groups = bool(options) or "tag" in sizes
-    box = _good_sizes(who, _meant_sizes(shape, sizes), count)
-    ways = [format_call(who, box, **more)] if box else []
-    if about_groups and who in ("Layout", "plan"):
-        says += " A layout has no groups."
-    elif about_groups and box:
-        mesh, first = "part" if who == "view" else "mesh", next(iter(box))
-        ways = [f"{mesh} = {'mesh.' * (who == 'view')}{ways[0]}"]
+    problem = f"{who}: " + " ".join(f"{word} is no axis; it {RESERVED[word]}." for word in words)
+    calls = _valid_calls(who, [_meant_sizes(shape, sizes)], more, count)
+    options = {word: sizes[word] for word in words if word in (*OPTION_KEYWORDS, *TORCH_OPTION_KEYWORDS)}
+    if not options and "tag" not in words:
+        named = [] if shape else _valid_calls(who, [sizes], more, count)
+        return ShapeError(_with_calls(problem, [*calls, *(f"{call}   # with axes of these names" for call in named)]))
+    if who in ("Layout", "plan"):
+        problem += " A layout has no groups."
+    elif calls:
+        calls = [f"mesh = {'mesh.' * (who == 'view')}{calls[0]}"]
         if options:
-            keywords = ", ".join(f"{word}={format_value(value)}" for word, value in options.items())
-            each = f"for axis in {mesh}.axes: " if len(box) > 1 else ""
-            ways.append(f"{each}{mesh}.configure({'axis' if each else repr(first)}, {keywords})")
-        if "tag" in sizes:
-            tag = sizes["tag"] if isinstance(sizes["tag"], str) and sizes["tag"] else "own"
-            ways.append(f"{mesh}.group({first!r}, tag={tag!r})")
-    elif not about_groups and not shape and (named := _good_sizes(who, sizes, count)):
-        ways.append(f"{format_call(who, named, **more)}   # with axes of these names")
-    error = OptionsError if about_groups else ShapeError
-    return error(says + "\n" * bool(ways) + "".join(f"\n  {way}" for way in ways))
+            calls.append(f"for axis in mesh.axes: {format_call('mesh.configure', {}, Text('axis'), **_valid(options))}")
+        if "tag" in words:
+            calls.append("mesh.group(mesh.axes[0], tag='own')")
+    return OptionsError(_with_calls(problem, calls))
 
 
 def _meant_sizes(shape: Sequence[Any], sizes: Mapping[str, Any]) -> Any:
-    """Find the sizes in a call with reserved keywords, to suggest a corrected call.
+    """The sizes in a call with reserved keywords, to suggest a corrected call.
 
     They may be positional, axis keywords, or the value of a keyword in ``SHAPE_KEYWORDS``. Names of axes come from a
     keyword in ``NAME_KEYWORDS``. None if there are no sizes, several sets of sizes, or names that do not match them.
     """
-    first: Any = shape
-    if len(shape) == 2 and isinstance(shape[0], str) and isinstance(shape[1], (tuple, list)):
-        first = shape[1]  # after torch's device_type
-    elif len(shape) == 1 and isinstance(shape[0], (Mapping, tuple, list)):
-        first = shape[0]
+    positional = shape[-1] if shape and isinstance(shape[-1], (Mapping, tuple, list)) else shape  # after a device type
     axes = {axis: size for axis, size in sizes.items() if axis not in RESERVED}
-    given = [*filter(len, (first, axes)), *(sizes[word] for word in SHAPE_KEYWORDS if word in sizes)]
-    names = [sizes[word] for word in NAME_KEYWORDS if word in sizes]
-    if len(given) != 1 or not names or isinstance(given[0], Mapping):
+    given = [*filter(len, (positional, axes)), *(sizes[word] for word in SHAPE_KEYWORDS if word in sizes)]
+    names = next((sizes[word] for word in NAME_KEYWORDS if word in sizes), None)
+    if len(given) != 1 or names is None or isinstance(given[0], Mapping):
         return given[0] if len(given) == 1 else None
-    if not all(isinstance(each, (tuple, list)) for each in (*names, *given)):
-        return None
-    words = [name for name in names[0] if isinstance(name, str)]
-    return dict(zip(words, given[0])) if len({*words}) == len(names[0]) == len(given[0]) else None
-
-
-def _good_sizes(who: str, given: Any, count: int | None) -> dict[str | int, int]:
-    """Return the sizes in a mapping, a sequence or one number if they are valid, else {}.
-
-    If ``count`` is given, the sizes must also hold ``count`` ranks. With a -1, the other sizes must divide ``count``.
-    """
-    sizes = given if isinstance(given, (Mapping, tuple, list)) else (given,)
     try:
-        box = parse_sizes(who, (sizes,) if isinstance(sizes, Mapping) else (dict(enumerate(sizes)),), {})
-    except ShapeError:
-        return {}
-    fixed = math.prod(size for size in box.values() if size != -1)
-    if -1 in box.values():
-        fits = count % fixed == 0 if count else who != "Layout"  # a layout has no world to fill
-    else:
-        fits = count in (None, fixed)
-    return box if fits else {}
+        named = dict(zip(names, given[0], strict=True))
+    except (TypeError, ValueError):  # no sequences, or of different lengths
+        return None
+    return named if len(named) == len(given[0]) else None
 
 
-def _option(word: str, value: object) -> tuple[str, object]:
-    """The name and the value of an option for a suggested call. An invalid value is replaced by an example."""
-    name, example = OPTION_EXAMPLES[word]
-    with contextlib.suppress(OptionsError):
-        if name == word and value is not None and GroupOptions(**{word: value}):  # type: ignore[arg-type]
-            return name, value
-    return name, example
+def _valid(options: dict[str, Any]) -> dict[str, Any]:
+    """The options; an example instead if torch's keywords are among them or a value is invalid."""
+    try:
+        GroupOptions.of(options)
+    except OptionsError:
+        return {"timeout": 600}
+    return options
 
 
-def _not_both(
+def _several_forms(
     who: str, shape: Sequence[Any], sizes: Mapping[str, Any], more: Mapping[str, object], count: int | None
 ) -> ShapeError:
-    """The error for a mapping next to other sizes, with the one call that has all of them."""
-    parts = [each for each in (*shape, sizes) if isinstance(each, Mapping)]
-    axes = [axis for part in parts for axis in part]
-    first = {axis: next(part[axis] for part in parts if axis in part) for axis in axes}
-    last = {axis: next(part[axis] for part in reversed(parts) if axis in part) for axis in axes}
-    twice = "".join(
-        f" Axis {axis} is {first[axis]!r} and {last[axis]!r}." for axis in first if first[axis] != last[axis]
-    )
-    boxes = [_good_sizes(who, each, count) for each in ([first, last] if twice else [first])]
-    good = len(parts) > len(shape) and all(boxes)
-    lines = [f"\n  {format_call(who, box, **more)}" for box in boxes if good]
-    return ShapeError(
-        f"{who}: give all sizes in one mapping, or all as keywords.{twice}" + "\n" * good + "".join(lines)
-    )
+    """The error for a mapping next to other sizes. If all are mappings, it suggests the call with all of them.
+
+    If two of them have different sizes for an axis, it suggests a call with each.
+    """
+    problem = f"{format_call(who, {}, *shape, **sizes)}: give all sizes by position, by keyword, or in one mapping."
+    calls: list[str] = []
+    if all(isinstance(part, Mapping) for part in shape):
+        parts = [*shape, sizes]
+        last = {axis: size for part in parts for axis, size in part.items()}
+        first = {**last, **{axis: size for part in reversed(parts) for axis, size in part.items()}}
+        calls = _valid_calls(who, [first, last], more, count)
+    return ShapeError(_with_calls(problem, calls))
 
 
-def _all_in_one(who: str, given: Sequence[Any], more: Mapping[str, object], count: int | None) -> ShapeError:
-    """The error for all sizes in one tuple or list, as other libraries take them."""
-    box = _good_sizes(who, given, count)
-    call = f"\n\n  {format_call(who, box, **more)}" if box else ""
-    return ShapeError(f"{who}: sizes are given one by one, not as {given!r}.{call}")
+def _valid_calls(who: str, candidates: Iterable[Any], more: Mapping[str, object], count: int | None) -> list[str]:
+    """The calls with those sizes that are valid.
+
+    Args:
+        candidates: the sizes of each call in a mapping, a sequence or one number.
+        count: the number of ranks that the sizes have to hold, if it is known.
+    """
+    calls: list[str] = []
+    for given in candidates:
+        sizes = given if isinstance(given, (Mapping, tuple, list)) else (given,)
+        with contextlib.suppress(ShapeError):
+            box = parse_sizes(who, (sizes if isinstance(sizes, Mapping) else dict(enumerate(sizes)),), {})
+            if infer_size(box, count) if count else -1 not in box.values():
+                calls.append(format_call(who, box, **more))
+    return list(dict.fromkeys(calls))
+
+
+def _with_calls(problem: str, calls: Sequence[str]) -> str:
+    """A message that ends with corrected calls, one a line."""
+    return "\n".join([problem, *[""] * bool(calls), *(f"  {call}" for call in calls)])
 
 
 def parse_size(who: str, axis: str | int, size: Any) -> int:
+    """A size as an int of at least 1, or -1. Raises ShapeError for other values."""
     try:
         size = whole_number(size)
     except TypeError:
@@ -243,12 +226,12 @@ def parse_ranks(who: str, ranks: Iterable[int]) -> range | tuple[int, ...]:
             raise ShapeError(f"{who}: ranks are whole numbers, such as ranks=range(4), not {ranks!r}.") from None
     if not ranks:
         raise ShapeError(f"{who}: there is no rank to arrange; ranks is empty.")
-    if min(ranks[0], ranks[-1]) < 0 if isinstance(ranks, range) else min(ranks) < 0:
-        raise ShapeError(f"{who}: a rank is at least 0, but ranks holds {min(ranks)}.")
+    lowest = min(ranks[0], ranks[-1]) if isinstance(ranks, range) else min(ranks)
+    if lowest < 0:
+        raise ShapeError(f"{who}: a rank is at least 0, but ranks holds {lowest}.")
     straight = as_range(ranks)
     if straight is None and len(set(ranks)) != len(ranks):
-        seen: set[int] = set()
-        twice = sorted({rank for rank in ranks if rank in seen or seen.add(rank)})  # type: ignore[func-returns-value]
+        twice = sorted(rank for rank, times in Counter(ranks).items() if times > 1)
         raise ShapeError(f"{who}: each rank may appear once, but ranks repeats {format_ranks(twice)}.")
     return straight or tuple(ranks)
 
@@ -272,17 +255,21 @@ def fill_sizes(
     Raises:
         ShapeError: the sizes do not hold exactly ``count`` ranks.
     """
-    more = more or {}
-    fixed = math.prod(size for size in box.values() if size != -1)
-    if -1 in box.values():
-        if count % fixed == 0:
-            return {axis: count // fixed if size == -1 else size for axis, size in box.items()}
-        problem = f"{format_call(who, box)} cannot be filled: {count_text}, and {count} is not divisible by {fixed}."
-    elif fixed == count:
-        return box
-    else:
-        problem = f"{format_call(who, box)} holds {fixed} rank{'s' * (fixed > 1)}, but {count_text}."
-    ways = suggested_calls(who, box, fixed, count, suggest_ranks, more)
+    filled = infer_size(box, count)
+    if filled is not None:
+        return filled
+    more, product = more or {}, known_product(box)
+    right, inferred, why = fit_sizes(box, count)
+    ways = [(format_call(who, {**right, inferred: -1}, **more), why)]
+    if suggest_ranks and count == 1:
+        example = {axis: 1 if size == -1 else size for axis, size in box.items()}
+        start_here = (f"launch.spawn(main, {product})", "or start them here, such as for a test")
+        plan_it = (format_call("Layout", example), "or plan it without processes")
+        ways = [start_command(product), start_here if product <= 16 else plan_it, *ways]
+    if suggest_ranks and product < count and -1 not in box.values():
+        named = format_call(who, box, **{**more, "ranks": range(product)})
+        ways.append((named, f"or name the {count_of(product, 'rank')} to use"))
+    problem = describe_misfit(format_call(who, box), box, count, count_text)
     raise ShapeError(f"{problem}\n\n{format_calls(ways)}")
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from pgmesh._util.suggestions import closest_name
+from pgmesh._util.suggestions import closest_name, did_you_mean
 from pgmesh.errors import AxisError, SeamError, ShapeError, WorldError
 
 if TYPE_CHECKING:
@@ -122,8 +122,7 @@ def process_groups(arrangement: Arrangement, *fields: str) -> Any:
     collection = _import_core("process_groups_config").ProcessGroupCollection
     for field in fields:
         if field not in FIELDS:
-            close = closest_name(field, list(FIELDS))
-            hint = f" Did you mean {close!r}?" if close else ""
+            hint = did_you_mean(closest_name(field, FIELDS))
             raise AxisError(f"a ProcessGroupCollection has no field {field!r}.{hint} It has {', '.join(FIELDS)}.")
     return collection(**{field: _group(arrangement, FIELDS[field]) for field in fields or FIELDS})
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -20,6 +19,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from pgmesh._util.suggestions import closest_name, did_you_mean
 from pgmesh.errors import MethodError, OptionsError
 from pgmesh.parallel.base import Level, Method, format_axes, single_axis
 from pgmesh.parallel.divisibility import divide_along_axes, format_sizes
@@ -191,14 +191,10 @@ class TensorParallel(Method):
         if not found and not on_other_stage(module, pattern):
             names = [name for name, _ in module.named_modules() if name]
             patterns = {".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names}
-            nearest = difflib.get_close_matches(pattern, sorted(patterns | set(names)), 1)
+            nearest = closest_name(pattern, sorted(patterns | set(names)))
             raise MethodError(
                 f"the plan names {pattern!r}, which {type(module).__name__} does not have."
-                + (
-                    f" Did you mean {nearest[0]!r}?"
-                    if nearest
-                    else f" It has {format_axes(sorted(patterns)) or 'no modules'}."
-                )
+                + (did_you_mean(nearest) or f" It has {format_axes(sorted(patterns)) or 'no modules'}.")
             )
         return found
 

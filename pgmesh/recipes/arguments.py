@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import math
-import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pgmesh._util.formatting import format_calls
-from pgmesh._util.suggestions import divisors, torchrun_command
-from pgmesh._util.validation import parse_size
+from pgmesh._util.formatting import count_of, format_call, format_calls
+from pgmesh._util.suggestions import (
+    any_of,
+    describe_misfit,
+    fit_sizes,
+    infer_size,
+    known_product,
+    start_command,
+    torchrun_command,
+)
+from pgmesh._util.validation import parse_sizes, whole_number
 from pgmesh.errors import ShapeError
 from pgmesh.layout import Layout
 
@@ -17,186 +24,157 @@ if TYPE_CHECKING:
     from pgmesh.recipes.arrangement import Arrangement
 
 
-def format_recipe_call(recipe: str, world: int, /, **given: object) -> str:
-    """The call of a recipe as text, without arguments that are None.
+def parse_recipe_sizes(who: str, /, **sizes: object) -> dict[str, int]:
+    """Sizes as integers of at least 1, and at most one -1. Those that are None are left out.
 
-    >>> format_recipe_call("megatron", 16, tp=2, cp=None)
-    'recipes.megatron(16, tp=2)'
+    Raises:
+        ShapeError: a value is no size.
     """
-    words = [f"{word}={getattr(value, '__name__', repr(value))}" for word, value in given.items() if value is not None]
-    return f"recipes.{recipe}({', '.join([str(world), *words])})"
+    given = {axis: size for axis, size in sizes.items() if size is not None}
+    return {str(axis): size for axis, size in parse_sizes(who, (), given).items()}
 
 
-def build_arrangement(
-    recipe: str,
-    of: Any,
-    box: Mapping[str, int],
-    ranks: range,
-    name: str | None,
-    arrange: Callable[[Any], Arrangement],
-) -> Arrangement:
-    """The arrangement of a recipe over a mesh. All checks run over a Layout first, so that an error creates no mesh.
+@dataclass(frozen=True)
+class RecipeCall:
+    """The call of a recipe. ``str`` returns it as text.
 
     Args:
-        recipe: name of the recipe, for errors.
-        of: class of the mesh. Default: ProcessGroupMesh.
-        box: the axes and their sizes.
-        ranks: the ranks of the mesh.
-        name: name of the mesh.
-        arrange: checks the arguments and returns the arrangement over a layout or a mesh.
+        who: the function, such as "recipes.megatron".
+        ranks: the ranks of the arrangement.
+        given: the arguments after the world. Those that are None are not written.
 
-    Raises:
-        ShapeError: the world has fewer ranks.
+    >>> print(RecipeCall.of("recipes.megatron", 16, tp=2, cp=None))
+    recipes.megatron(16, tp=2)
     """
-    plan = arrange(Layout(**box, ranks=ranks))
-    if of is Layout and name is None:
-        return plan
-    if of is None:
-        from pgmesh.groups.world import world_rank_and_size
-        from pgmesh.mesh import ProcessGroupMesh
 
-        of = ProcessGroupMesh
-        _, world_size = world_rank_and_size()
-        if ranks[-1] >= world_size:
-            first = f" from {ranks[0]} on" * bool(ranks[0])
-            ways = [
-                (f"{torchrun_command(ranks[-1] + 1)} script.py", "start enough ranks"),
-                (f"recipes.{recipe}({world_size}, ...)", "or arrange the ranks of this world"),
-            ]
-            count = format_rank_count(len(ranks))
-            raise ShapeError(
-                f"recipes.{recipe}({len(ranks)}, ...) arranges {count}{first}, but the world has {world_size}."
-                f"\n\n{format_calls(ways)}"
-            )
-    return arrange(of(**box, ranks=ranks, **({} if name is None else {"name": name})))
+    who: str
+    ranks: range
+    given: Mapping[str, object]
 
+    @classmethod
+    def of(cls, who: str, world: object, first: object = 0, /, **given: object) -> RecipeCall:
+        """The call for ``world`` ranks, starting with ``first``.
 
-def parse_world(recipe: str, world: object, first: object = 0) -> range:
-    """The ranks of an arrangement: ``world`` ranks, starting with ``first``.
+        Raises:
+            ShapeError: ``world`` is not a positive integer, or ``first`` is negative.
+        """
+        try:
+            count, start = whole_number(world), whole_number(first)
+        except TypeError:
+            count = start = 0
+        if count < 1 or start < 0:
+            text = repr(world) if first == 0 else f"{world!r} from {first!r} on"
+            raise ShapeError(f"{who}: the world is a number of ranks, such as {who}(8), not {text}.")
+        return cls(who, range(start, start + count), given)
 
-    Raises:
-        ShapeError: ``world`` is not a positive integer, or ``first`` is negative.
-    """
-    try:
-        count, start = operator.index(world), operator.index(first)  # type: ignore[arg-type]
-    except TypeError:
-        count, start = 0, 0
-    if count < 1 or start < 0:
-        text = repr(world) if first == 0 else f"{world!r} from {first!r} on"
-        raise ShapeError(f"recipes.{recipe}: the world is a number of ranks, such as recipes.{recipe}(8), not {text}.")
-    return range(start, start + count)
+    def __str__(self) -> str:
+        return self.with_changes()
 
+    def with_changes(self, **changes: object) -> str:
+        """The call with some arguments changed or added, as text."""
+        return format_call(self.who, {}, len(self.ranks), **{**self.given, **changes})
 
-def parse_recipe_size(recipe: str, name: str, size: object) -> int:
-    """``size`` as an integer of at least 1.
+    def fill_sizes(
+        self, sizes: Mapping[str, int], count: int | None = None, holder: str = "the world", **changes: object
+    ) -> dict[str, int]:
+        """The sizes with -1 inferred. An axis of size -1 need not be an argument.
 
-    Raises:
-        ShapeError: it is not.
-    """
-    size = parse_size(f"recipes.{recipe}", name, size)
-    if size < 1:
-        raise ShapeError(f"recipes.{recipe}: the size of {name} is {size}; a size is at least 1.")
-    return size
+        Args:
+            sizes: the sizes by axis.
+            count: number of ranks that the sizes hold. Default: the world.
+            holder: the name for these ranks, for errors.
+            changes: further changes in a suggested call.
 
+        Raises:
+            ShapeError: the sizes do not hold exactly ``count`` ranks.
 
-def remaining_size(
-    recipe: str,
-    world: int,
-    sizes: Mapping[str, int],
-    fixed: Mapping[str, int] | None = None,
-    given: Mapping[str, object] | None = None,
-) -> int:
-    """The size of the remaining axis: the world divided by the product of the other sizes.
+        >>> RecipeCall.of("recipes.megatron", 16, tp=2, pp=4).fill_sizes({"tp": 2, "pp": 4, "dp": -1})
+        {'tp': 2, 'pp': 4, 'dp': 2}
+        """
+        count = len(self.ranks) if count is None else count
+        filled = infer_size(sizes, count)
+        if filled is not None:
+            return filled
+        right, inferred, why = fit_sizes(sizes, count)
+        changed = {axis: size for axis, size in {**right, inferred: -1}.items() if size != sizes[axis]}
+        ways = [(self.with_changes(**changed, **changes), why)]
+        if len(self.ranks) == 1:
+            ways = [start_command(known_product(sizes)), *ways]
+        call = self.with_changes(**{axis: size for axis, size in sizes.items() if size > 1})
+        raise ShapeError(f"{describe_misfit(call, sizes, count, f'{holder} has {count}')}\n\n{format_calls(ways)}")
 
-    Args:
-        recipe: name of the recipe, for errors.
-        world: number of ranks.
-        sizes: sizes of the other axes. Errors suggest a change of the first one that can be corrected.
-        fixed: further sizes, which errors do not change. Their product must divide the world.
-        given: other arguments of the call, for errors.
+    def parse_order(
+        self, order: object, default: str, direction: str, sizes: Mapping[str, Mapping[str, int]]
+    ) -> list[str]:
+        """The axes that an order names, as a list. Those that it omits, all of size 1, are at the end.
 
-    Raises:
-        ShapeError: the product does not divide the world.
+        Args:
+            order: axes joined by ``-``.
+            default: an order of all axes.
+            direction: meaning of the order, for errors, such as "fastest axis first".
+            sizes: axis sizes of each mesh. The key follows the axis in errors: "" or "of experts ". An axis larger
+                than 1 must be named.
 
-    >>> remaining_size("megatron", 16, {"tp": 2, "pp": 4})
-    2
-    """
-    fixed, given = fixed or {}, given or {}
-    factors = {**sizes, **fixed}
-    divisor, left = math.prod(factors.values()), world // math.prod(fixed.values())
-    if world % divisor == 0:
-        return world // divisor
-    suggested, why = dict(sizes), f"sizes that divide {left}"
-    for name, size in sizes.items():
-        rest = math.prod(sizes.values()) // size
-        if left % rest == 0:  # changing this size is enough
-            fitting = divisors(left // rest)
-            suggested[name] = min(fitting, key=lambda n: (abs(n - size), n))
-            why = f"{name} may be {format_choices(fitting)}"
-            break
-    else:
-        for name in sizes:
-            suggested[name] = max(n for n in divisors(left) if n <= sizes[name])
-            left //= suggested[name]
-    product = f"{' x '.join(factors)} is {' x '.join(map(str, factors.values()))} = {divisor}"
-    ways = [(format_recipe_call(recipe, world, **{**factors, **suggested}, **given), why)]
-    if world == 1:
-        ways = [(f"{torchrun_command(divisor)} script.py", "a script by itself is a world of 1: start more"), *ways]
-    call_text = format_recipe_call(recipe, world, **factors, **given)
-    problem = f"{call_text}: {product}, which does not divide {format_rank_count(world)}."
-    raise ShapeError(f"{problem}\n\n{format_calls(ways)}")
+        Raises:
+            ShapeError: an axis does not exist, is named twice, or is missing.
 
+        >>> call = RecipeCall.of("recipes.oslo", 8)
+        >>> call.parse_order("data-tensor", "pipeline-data-tensor", "outermost axis first", {})
+        ['data', 'tensor', 'pipeline']
+        """
+        known, asked = default.split("-"), str(order).lower().split("-")
+        unknown = [axis for axis in asked if axis not in known]
+        twice = [axis for axis in asked if asked.count(axis) > 1]
+        missing = [
+            f"{axis} {what}has size {size}, but the order does not name it"
+            for what, each in sizes.items()
+            for axis, size in each.items()
+            if axis not in asked and size != 1
+        ]
+        if unknown:
+            problem = f"the order names {any_of(unknown)}; it may name {', '.join(known)}"
+        elif twice:
+            problem = f"the order names {twice[0]} more than once"
+        elif missing:
+            problem = missing[0]
+        else:
+            return [*asked, *(axis for axis in known if axis not in asked)]
+        raise ShapeError(f"{self}: {problem}.\n\n  order={default!r}   # {direction}")
 
-def parse_order(
-    call_text: str, order: object, default: str, direction: str, sizes: Mapping[str, Mapping[str, int]]
-) -> list[str]:
-    """The axes that an order names, as a list.
+    def arrange(
+        self, of: Any, name: str | None, box: Mapping[str, int], arrange: Callable[[Any], Arrangement]
+    ) -> Arrangement:
+        """The arrangement over a mesh. All checks run over a Layout first, so that an error creates no mesh.
 
-    Args:
-        call_text: the call, for errors.
-        order: axes joined by ``-``.
-        default: an order of all axes.
-        direction: meaning of the order, for errors, such as "fastest axis first".
-        sizes: axis sizes of each mesh. The key follows the axis in errors: "" or "of experts ". An axis larger than 1
-            must be named.
+        Args:
+            of: class of the mesh. Default: ProcessGroupMesh.
+            name: name of the mesh.
+            box: the axes and their sizes.
+            arrange: checks the arguments and returns the arrangement over a layout or a mesh.
 
-    Raises:
-        ShapeError: an axis does not exist, is named twice, or is missing.
+        Raises:
+            ShapeError: the world has fewer ranks.
+        """
+        plan = arrange(Layout(**box, ranks=self.ranks))
+        if of is Layout and name is None:
+            return plan
+        if of is None:
+            from pgmesh.groups.world import world_rank_and_size
+            from pgmesh.mesh import ProcessGroupMesh
 
-    >>> parse_order("recipes.oslo(8)", "data-tensor", "pipeline-data-tensor", "outermost axis first", {})
-    ['data', 'tensor']
-    """
-    known, asked = default.split("-"), str(order).lower().split("-")
-    hint = f"\n\n  order={default!r}   # {direction}"
-    unknown = [axis for axis in asked if axis not in known]
-    if unknown:
-        raise ShapeError(
-            f"{call_text}: the order names {format_choices(unknown)}; it may name {', '.join(known)}.{hint}"
-        )
-    if len(set(asked)) != len(asked):
-        twice = next(axis for axis in asked if asked.count(axis) > 1)
-        raise ShapeError(f"{call_text}: the order names {twice} more than once.{hint}")
-    for what, each in sizes.items():
-        for axis, size in each.items():
-            if axis not in asked and size != 1:
-                raise ShapeError(f"{call_text}: {axis} {what}has size {size}, but the order does not name it.{hint}")
-    return asked
+            of = ProcessGroupMesh
+            self._check_world(world_rank_and_size()[1])
+        return arrange(of(**box, ranks=self.ranks, **({} if name is None else {"name": name})))
 
-
-def format_rank_count(count: int) -> str:
-    """A number of ranks as text.
-
-    >>> format_rank_count(1), format_rank_count(2)
-    ('1 rank', '2 ranks')
-    """
-    return f"{count} rank{'s' * (count != 1)}"
-
-
-def format_choices(values: Iterable[object]) -> str:
-    """Values joined by commas and "or".
-
-    >>> format_choices([1, 2, 4])
-    '1, 2 or 4'
-    """
-    *most, last = map(str, values)
-    return f"{', '.join(most)} or {last}" if most else last
+    def _check_world(self, world: int) -> None:
+        """Raise ShapeError if the world lacks some of the ranks."""
+        if self.ranks[-1] < world:
+            return
+        count = len(self.ranks)
+        first = f" from {self.ranks[0]} on" * bool(self.ranks[0])
+        ways = [
+            (f"{torchrun_command(self.ranks[-1] + 1)} script.py", "start enough ranks"),
+            (f"{self.who}({world}, ...)", "or arrange the ranks of this world"),
+        ]
+        problem = f"{self.who}({count}, ...) arranges {count_of(count, 'rank')}{first}, but the world has {world}."
+        raise ShapeError(f"{problem}\n\n{format_calls(ways)}")

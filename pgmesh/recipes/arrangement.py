@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Union
 
-from pgmesh._util.suggestions import closest_name
+from pgmesh._util.suggestions import closest_name, did_you_mean
 from pgmesh.drawing.styled_text import columns, plain, ranks_in
 from pgmesh.errors import AxisError, MembershipError, ShapeError, WorldError
 from pgmesh.layout import Axis, Layout
@@ -85,17 +85,16 @@ class Family:
         Raises:
             MembershipError: the rank has no group in this family.
         """
-        ranks = self._select_ranks(self.layout.block_of(rank, *self.axes)) if rank in self.layout else ()
-        if rank not in ranks:
+        if rank not in self:
             raise MembershipError(
                 f"rank {rank} has no {self.name!r} group in this arrangement.\n\n"
                 f"  if rank in arrangement[{self.name!r}]: ...   # check first"
             )
-        return ranks
+        return self._select_ranks(self.layout.block_of(rank, *self.axes))
 
-    def __contains__(self, rank: object) -> bool:
+    def __contains__(self, rank: Any) -> bool:
         """True if the rank has a group in this family. Never raises."""
-        if self.pick is None or rank not in self.layout or not isinstance(rank, int):
+        if self.pick is None or rank not in self.layout:
             return rank in self.layout
         return rank in self._select_ranks(self.layout.block_of(rank, *self.axes))
 
@@ -140,13 +139,7 @@ class Family:
         Raises:
             MembershipError: this rank has no group in this family.
         """
-        ranks = self.ranks
-        return ranks.index(self._own_rank)
-
-    @property
-    def _own_rank(self) -> int:
-        assert self.rank is not None  # ``ranks`` has raised otherwise
-        return self.rank
+        return self.ranks.index(self.rank)
 
     @property
     def first(self) -> int:
@@ -178,8 +171,7 @@ class Family:
         return self._neighbor(-1, wrap)
 
     def _neighbor(self, step: int, wrap: bool) -> int | None:
-        ranks = self.ranks
-        index = ranks.index(self._own_rank) + step
+        ranks, index = self.ranks, self.index + step
         return ranks[index % len(ranks)] if wrap or 0 <= index < len(ranks) else None
 
     def is_first(self, *, chunk: int = 0) -> bool:
@@ -256,7 +248,7 @@ class Family:
         if self.pick is None:
             return self.mesh
         (axis,) = self.axes
-        block = self.layout.block_of(self._own_rank, axis)
+        block = self.layout.block_of(self.mesh.rank, axis)
         return self.mesh.at({axis: [block.index(rank) for rank in ranks]})
 
 
@@ -317,10 +309,11 @@ class Arrangement:
         """
         dense, expert = meanings[0][0], meanings[1][0] if len(meanings) > 1 else None
         rank = None if isinstance(dense, Layout) else dense.rank
-        made = cls(call, order, dense, expert, meanings, {}, rank, short or {})
+        found: dict[str, Family] = {}
+        made = cls(call, order, dense, expert, meanings, found, rank, short or {})
         for each in families:
             family = made[each] if isinstance(each, str) else dataclasses.replace(each, rank=rank)
-            made = dataclasses.replace(made, families={**made.families, family.name: family})
+            found[family.name] = family
         return made
 
     def seen_by(self, rank: int) -> Arrangement:
@@ -360,9 +353,8 @@ class Arrangement:
             if len(set(asked)) == len(asked) and all(word in axes for word in asked):
                 return Family(name, mesh, tuple(axes[word] for word in name.split("+")), self.rank)
         along = [known for known, family in self.families.items() if family.axes == (name,)]
-        close = next(iter([*self.short.get(name, ()), *along]), None) or closest_name(name, list(self.families))
-        hint = f" Did you mean {close!r}?" if close else ""
-        raise AxisError(f"{self.call} has no group {name!r}.{hint} It has {', '.join(self.families)}.")
+        close = next(iter([*self.short.get(name, ()), *along]), closest_name(name, self.families))
+        raise AxisError(f"{self.call} has no group {name!r}.{did_you_mean(close)} It has {', '.join(self.families)}.")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.families)
@@ -428,7 +420,7 @@ class Arrangement:
         >>> from pgmesh import recipes
         >>> recipes.megatron(8, tp=2, pp=2).set_timeout(timeout=120)
         """
-        limit = named_timeout("arrangement", names, timeout, of="groups", known=())
+        limit = named_timeout("arrangement", names, timeout, of="groups", known=list(self))
         if isinstance(self.dense, Layout):
             return
         if not names:

@@ -5,13 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pgmesh.options import Timeout
-from pgmesh.recipes.arguments import (
-    build_arrangement,
-    format_recipe_call,
-    parse_recipe_size,
-    parse_world,
-    remaining_size,
-)
+from pgmesh.recipes.arguments import RecipeCall, parse_recipe_sizes
 from pgmesh.recipes.arrangement import Arrangement
 
 
@@ -48,23 +42,22 @@ def fairscale(
     >>> recipes.fairscale(8, tp=2, of=Layout)["data"].partition()
     ((0, 2, 4, 6), (1, 3, 5, 7))
     """
-    recipe = "fairscale"
-    ranks = parse_world(recipe, world)
-    arguments = {"tp": tp, "cp": cp, "pp": pp}
-    sizes = {axis: parse_recipe_size(recipe, axis, size) for axis, size in arguments.items()}
-    dp = remaining_size(recipe, world, sizes)
+    who = "recipes.fairscale"
+    given = parse_recipe_sizes(who, dp=-1, tp=tp, cp=cp, pp=pp)
+    call = RecipeCall.of(who, world, **{axis: size for axis, size in given.items() if size not in (1, -1)})
+    sizes = call.fill_sizes(given)
     backends = {"tensor": tp_backend, "context": cp_backend, "pipeline": pp_backend, "data": dp_backend}
 
     def arrange(mesh: Any) -> Arrangement:
         arrangement = Arrangement.of(
-            format_recipe_call(recipe, world, **{axis: size for axis, size in sizes.items() if size != 1}),
+            str(call),
             "the last axis varies fastest: dp, pp, cp, tp",
             [(mesh, {"tensor": "tp", "context": "cp", "pipeline": "pp", "data": "dp"})],
-            ["tensor", "context", "pipeline", "data"],
+            list(backends),
         )
         for family, backend in backends.items():
             if backend is not None or timeout is not None:
                 arrangement.configure(family, backend=backend, timeout=timeout)
         return arrangement
 
-    return build_arrangement(recipe, of, {"dp": dp, "pp": pp, "cp": cp, "tp": tp}, ranks, name, arrange)
+    return call.arrange(of, name, {axis: sizes[axis] for axis in ("dp", "pp", "cp", "tp")}, arrange)

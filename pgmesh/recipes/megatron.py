@@ -7,24 +7,20 @@ from collections.abc import Sequence
 from typing import Any, Union
 
 from pgmesh._util.formatting import format_ranks
-from pgmesh._util.suggestions import divisors
+from pgmesh._util.suggestions import any_of, divisors
+from pgmesh._util.validation import parse_size
 from pgmesh.errors import ShapeError
 from pgmesh.layout import Axis
-from pgmesh.recipes.arguments import (
-    build_arrangement,
-    format_choices,
-    format_recipe_call,
-    parse_order,
-    parse_recipe_size,
-    parse_world,
-    remaining_size,
-)
+from pgmesh.recipes.arguments import RecipeCall, parse_recipe_sizes
 from pgmesh.recipes.arrangement import Arrangement, Family, Pick, split_axes
 
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 
 DENSE_AXES: dict[str, Axis] = {"tensor": "tp", "context": "cp", "data": "dp", "pipeline": "pp"}
 EXPERT_AXES: dict[str, Axis] = {"expert-tensor": "etp", "expert": "ep", "expert-data": "edp", "pipeline": "pp"}
+
+EXPERT_AXIS = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}
+"""The axis of the expert mesh for each axis of an order."""
 
 SHORT_NAMES: dict[str, tuple[str, ...]] = {
     "tp": ("tensor",),
@@ -107,40 +103,36 @@ def megatron(
     model                          pp, tp                  4       2  0, 1, 4, 5
     ...
     """
-    ranks = parse_world("megatron", world, rank_offset)
-    arguments = {"tp": tp, "cp": cp, "pp": pp, "ep": ep}
-    sizes = {axis: parse_recipe_size("megatron", axis, size) for axis, size in arguments.items()}
-    etp = tp if etp is None else parse_recipe_size("megatron", "etp", etp)
-    instances = parse_recipe_size("megatron", "optimizer_instances", optimizer_instances)
-    given = {name: value for name, value in (("ep", ep), ("etp", etp)) if value != {"ep": 1, "etp": tp}[name]}
-    more = {
-        "order": None if order == DEFAULT_ORDER else order,
-        "rank_offset": rank_offset or None,
-        "hierarchical_cp": hierarchical_cp and list(hierarchical_cp),
-        "optimizer_instances": None if instances == 1 else instances,
-        "embedding": None if embedding == (0, -1) else embedding,
-        "position_embedding": None if position_embedding == (0,) else position_embedding,
-    }
-    dp = remaining_size("megatron", world, {"tp": tp, "cp": cp, "pp": pp}, given={**given, **more})
-    edp = remaining_size("megatron", world, {"ep": ep, "etp": etp}, {"pp": pp}, {"tp": tp, "cp": cp, **more})
-    named = {axis: size for axis, size in sizes.items() if size != 1}
-    call_text = format_recipe_call("megatron", world, **named, etp=given.get("etp"), **more)
-    every = {"": {**sizes, "dp": dp}, "of experts ": {"tp": etp, "ep": ep, "dp": edp}}
-    asked = parse_order(call_text, order, DEFAULT_ORDER, "fastest axis first", every)
-    ranked = [
-        *asked,
-        *(axis for axis in ("tp", "pp", "dp", "ep", "cp") if axis not in asked),
-    ]  # the unnamed axes have size 1
-    dense_sizes = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
-    expert_sizes = {"tp": ("etp", etp), "ep": ("ep", ep), "dp": ("edp", edp), "pp": ("pp", pp)}
-    slowest_first = ranked[::-1]  # the order of a mesh
+    who = "recipes.megatron"
+    sizes = parse_recipe_sizes(who, dp=-1, tp=tp, cp=cp, pp=pp, ep=ep)
+    expert_sizes = parse_recipe_sizes(who, edp=-1, ep=ep, etp=tp if etp is None else etp)
+    call = RecipeCall.of(
+        who,
+        world,
+        rank_offset,
+        **{axis: size for axis, size in sizes.items() if size not in (1, -1)},
+        etp=None if expert_sizes["etp"] == tp else expert_sizes["etp"],
+        order=None if order == DEFAULT_ORDER else order,
+        rank_offset=rank_offset or None,
+        hierarchical_cp=hierarchical_cp and list(hierarchical_cp),
+        optimizer_instances=None if optimizer_instances == 1 else optimizer_instances,
+        embedding=None if embedding == (0, -1) else embedding,
+        position_embedding=None if position_embedding == (0,) else position_embedding,
+    )
+    ep = sizes.pop("ep")
+    sizes = call.fill_sizes(sizes)
+    expert_sizes = call.fill_sizes(expert_sizes, len(call.ranks) // sizes["pp"], "a pipeline stage")
+    named_sizes = {"": {**sizes, "ep": ep}, "of experts ": {"tp": expert_sizes["etp"], "dp": expert_sizes["edp"]}}
+    fastest_first = call.parse_order(order, DEFAULT_ORDER, "fastest axis first", named_sizes)
+    slowest_first = fastest_first[::-1]  # the order of a mesh
 
     def arrange(dense: Any) -> Arrangement:
-        expert = dense.view(**dict(expert_sizes[axis] for axis in slowest_first if axis in expert_sizes))
-        _check_same_pipelines(call_text, order, dense, expert)
+        expert_axes = [EXPERT_AXIS[axis] for axis in slowest_first if axis in EXPERT_AXIS]
+        expert = dense.view({axis: {**sizes, **expert_sizes}[axis] for axis in expert_axes})
+        _check_same_pipelines(call, order, dense, expert)
         return Arrangement.of(
-            call_text,
-            f"fastest axis first: {'-'.join(ranked)}",
+            str(call),
+            f"fastest axis first: {'-'.join(fastest_first)}",
             [(dense, DENSE_AXES), (expert, EXPERT_AXES)],
             [
                 "tensor",
@@ -149,7 +141,7 @@ def megatron(
                 "data",
                 "data+context",
                 "context",
-                *_context_levels(call_text, dense, cp, hierarchical_cp),
+                *_context_levels(call, dense, hierarchical_cp),
                 "tensor+data",
                 "tensor+data+context",
                 "tensor+context",
@@ -161,13 +153,12 @@ def megatron(
                 "expert-tensor+expert",
                 "expert-tensor+expert+pipeline",
                 "expert-data",
-                *_instance_families(call_text, dense, expert, instances),
+                *_instance_families(call, dense, expert, optimizer_instances),
             ],
             {**SHORT_NAMES, "hcp": [f"context level {level}" for level in range(1, len(hierarchical_cp or ()) + 1)]},
         )
 
-    box = {axis: dense_sizes[axis] for axis in slowest_first if axis in dense_sizes}
-    return build_arrangement("megatron", of, box, ranks, name, arrange)
+    return call.arrange(of, name, {axis: sizes[axis] for axis in slowest_first if axis in sizes}, arrange)
 
 
 def hybrid_context(arrangement: Arrangement) -> dict[int, Family]:
@@ -195,38 +186,39 @@ def hybrid_context(arrangement: Arrangement) -> dict[int, Family]:
     return found
 
 
-def _check_same_pipelines(call_text: str, order: str, dense: Any, expert: Any) -> None:
+def _check_same_pipelines(call: RecipeCall, order: str, dense: Any, expert: Any) -> None:
     """Raise ShapeError if the dense and the expert mesh have different pipelines."""
     dp, edp, pp = dense.size("dp"), expert.size("edp"), dense.size("pp")
     last = "-".join([*(axis for axis in order.split("-") if axis != "pp"), "pp"])
     fix = f"\n\n  order={last!r}   # pp last, which is slowest"
     if pp > 1 and not order.endswith("pp") and dp != edp:
         raise ShapeError(
-            f"{call_text}: pp is {pp} and not last in the order, so that expert data has to equal data, but expert "
+            f"{call}: pp is {pp} and not last in the order, so that expert data has to equal data, but expert "
             f"data is {edp} and data {dp}: etp x ep has to be tp x cp = {dense.size('tp', 'cp')}.{fix}"
         )
     dense_pipeline, expert_pipeline = dense.partition("pp")[0], expert.partition("pp")[0]
     if dense_pipeline != expert_pipeline:
         raise ShapeError(
-            f"{call_text}: experts would have other pipelines than the rest: rank {dense_pipeline[0]} is in "
+            f"{call}: experts would have other pipelines than the rest: rank {dense_pipeline[0]} is in "
             f"{list(dense_pipeline)} and in {list(expert_pipeline)}.{fix}"
         )
 
 
-def _instance_families(call_text: str, dense: Any, expert: Any, count: int) -> list[Family]:
+def _instance_families(call: RecipeCall, dense: Any, expert: Any, count: int) -> list[Family]:
     """Families of groups inside and between instances of the optimizer. Both meshes share the group between them."""
     total, edp = dense.size("dp", "cp"), expert.size("edp")
-    if total % count or edp % count:
+    possible = divisors(math.gcd(total, edp))
+    if count not in possible:
         raise ShapeError(
-            f"{call_text}: optimizer_instances must divide data x context, which is {total}, and expert data, which is "
-            f"{edp}, so it may be {format_choices(divisors(math.gcd(total, edp)))}."
+            f"{call}: optimizer_instances must divide data x context, which is {total}, and expert data, which is "
+            f"{edp}, so it may be {any_of(possible)}."
         )
     cut, expert_cut = split_axes(dense, ("dp", "cp"), total // count), split_axes(expert, ("edp",), edp // count)
     firsts = [each and each[0].partition(*each[1])[0] for each in (cut, expert_cut)]
     if cut is None or expert_cut is None or firsts[0] != firsts[1]:
         places = [format_ranks(first) if first else "not along any axes" for first in firsts]
         raise ShapeError(
-            f"{call_text}: dense and expert parameters share the group between optimizer instances, but in this "
+            f"{call}: dense and expert parameters share the group between optimizer instances, but in this "
             f"order its ranks are {places[0]} for dense and {places[1]} for expert parameters.\n\n"
             f"  order={DEFAULT_ORDER!r}   # fastest axis first; the same ranks for both"
         )
@@ -240,14 +232,15 @@ def _instance_families(call_text: str, dense: Any, expert: Any, count: int) -> l
     ]
 
 
-def _context_levels(call_text: str, dense: Any, cp: int, sizes: Sequence[int] | None) -> list[Family]:
+def _context_levels(call: RecipeCall, dense: Any, sizes: Sequence[int] | None) -> list[Family]:
     """Families of the levels of context parallelism. The first level is contiguous; the others are strided."""
     if sizes is None:
         return []
-    sizes = [parse_recipe_size("megatron", "hierarchical_cp", size) for size in sizes]
+    sizes = [parse_size(call.who, "hierarchical_cp", size) for size in sizes]
+    cp = dense.size("cp")
     if not sizes or math.prod(sizes) != cp:
         product = f"{' x '.join(map(str, sizes)) or 'nothing'} is {math.prod(sizes)}"
-        raise ShapeError(f"{call_text}: the product of hierarchical_cp must be cp, but {product} and cp is {cp}.")
+        raise ShapeError(f"{call}: the product of hierarchical_cp must be cp, but {product} and cp is {cp}.")
     levels = {f"cp{level}": size for level, size in enumerate(sizes, 1)}
     box: dict[str, int] = {}
     for axis, size in zip(dense.axes, dense.shape):

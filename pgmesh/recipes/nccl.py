@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Union
 
-from pgmesh._util.suggestions import closest_name
+from pgmesh._util.suggestions import closest_name, did_you_mean
 from pgmesh.errors import OptionsError
 from pgmesh.options import NCCL_SETTINGS
 
@@ -28,7 +28,7 @@ def parse_settings(source: Settings, groups: Mapping[str, object]) -> dict[str, 
         OptionsError: a group or a setting does not exist, or the text is not valid YAML.
 
     >>> parse_settings({"dp": {"max_ctas": 8, "is_high_priority_stream": True}}, {"dp": ()})
-    {'dp': {'high_priority': True, 'nccl': {'max_ctas': 8}}}
+    {'dp': {'nccl': {'max_ctas': 8}, 'high_priority': True}}
     """
     settings = parse_yaml(source) if isinstance(source, str) else source
     if not isinstance(settings, Mapping):
@@ -36,17 +36,15 @@ def parse_settings(source: Settings, groups: Mapping[str, object]) -> dict[str, 
     keys = [PRIORITY_KEY, *NCCL_SETTINGS]
     options: dict[str, dict[str, Any]] = {}
     for name, given in settings.items():
-        _check_name(name, groups, "NCCL's settings are for a group", "the groups are")
+        _check_name(name, groups, "NCCL's settings are for a group", "The groups are")
         if not isinstance(given, Mapping):
             raise OptionsError(f"the settings of {name} are a mapping, such as {{'max_ctas': 8}}, not {given!r}.")
         for key in given:
-            _check_name(key, keys, f"the settings of {name} have a key", "the keys are")
-        priority = given.get(PRIORITY_KEY)
+            _check_name(key, keys, f"the settings of {name} have a key", "The keys are")
         nccl = {key: value for key, value in given.items() if key != PRIORITY_KEY}
-        options[name] = {
-            **({} if priority is None else {"high_priority": bool(priority)}),
-            **({"nccl": nccl} if nccl else {}),
-        }
+        options[name] = {"nccl": nccl or None}
+        if given.get(PRIORITY_KEY) is not None:
+            options[name]["high_priority"] = bool(given[PRIORITY_KEY])
     return options
 
 
@@ -70,8 +68,8 @@ def parse_yaml(text: str) -> object:
         raise OptionsError(f"NCCL's settings are not valid YAML: {error}") from None
 
 
-def _check_name(name: object, names: Iterable[str], what: str, there: str) -> None:
-    if not isinstance(names, Container) or name not in names:
-        close = closest_name(name, list(names))
-        hint = f" Did you mean {close!r}?" if close else ""
-        raise OptionsError(f"{what} {name!r}, which does not exist.{hint} T{there[1:]} {', '.join(names)}.")
+def _check_name(name: object, names: Collection[str], what: str, there: str) -> None:
+    """Raise OptionsError if the name is not one of ``names``."""
+    if name not in names:
+        hint = did_you_mean(closest_name(name, names))
+        raise OptionsError(f"{what} {name!r}, which does not exist.{hint} {there} {', '.join(names)}.")

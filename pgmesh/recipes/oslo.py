@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
-from pgmesh._util.validation import fill_sizes, parse_sizes
-from pgmesh.errors import ShapeError
-from pgmesh.layout import Axis
-from pgmesh.recipes.arguments import build_arrangement, format_recipe_call, parse_order, parse_world
+from pgmesh.recipes.arguments import RecipeCall, parse_recipe_sizes
 from pgmesh.recipes.arrangement import Arrangement, Family
 
-AXIS_OF_MODE: dict[str, Axis] = {"pipeline": "pp", "data": "dp", "expert": "ep", "sequence": "sp", "tensor": "tp"}
+AXIS_OF_MODE = {"pipeline": "pp", "data": "dp", "expert": "ep", "sequence": "sp", "tensor": "tp"}
 """The axis of each mode, outermost first."""
 
 DEFAULT_ORDER = "-".join(AXIS_OF_MODE)
@@ -50,31 +46,19 @@ def oslo(
     >>> context["tensor"].ranks, context["data"].index, context["global"].size
     ((4, 5), 0, 8)
     """
-    given = {"data": data, "tensor": tensor, "pipeline": pipeline, "sequence": sequence, "expert": expert}
-    function, ranks = "recipes.oslo", parse_world("oslo", world)
-    try:
-        sizes = fill_sizes(
-            function, parse_sizes(function, (), given), world, f"the world has {world}", suggest_ranks=False
-        )
-    except ShapeError as error:  # its calls have only sizes, so add the other arguments
-        more = "" if order == DEFAULT_ORDER else f", order={order!r}"
-        call = rf"{re.escape(function)}\(([^()]*)\)"
-        raise ShapeError(re.sub(call, rf"{function}({world}, \1{more})", str(error))) from None
-    sized = {mode: size for mode, size in given.items() if size != 1}
-    call_text = format_recipe_call("oslo", world, **sized, order=None if order == DEFAULT_ORDER else order)
-    of_modes = {"": {mode: sizes[mode] for mode in AXIS_OF_MODE}}
-    asked = parse_order(call_text, order, DEFAULT_ORDER, "outermost axis first", of_modes)
-    outermost_first = [*asked, *(mode for mode in AXIS_OF_MODE if mode not in asked)]
-    return build_arrangement(
-        "oslo",
-        of,
-        {str(AXIS_OF_MODE[mode]): sizes[mode] for mode in outermost_first},
-        ranks,
-        name,
-        lambda mesh: Arrangement.of(
-            call_text,
-            f"the last axis varies fastest: {', '.join(map(str, mesh.axes))}",
+    who = "recipes.oslo"
+    given = parse_recipe_sizes(who, data=data, tensor=tensor, pipeline=pipeline, sequence=sequence, expert=expert)
+    written = {mode: size for mode, size in given.items() if size != 1}
+    call = RecipeCall.of(who, world, **written, order=None if order == DEFAULT_ORDER else order)
+    sizes = call.fill_sizes(given)
+    outermost_first = call.parse_order(order, DEFAULT_ORDER, "outermost axis first", {"": sizes})
+
+    def arrange(mesh: Any) -> Arrangement:
+        return Arrangement.of(
+            str(call),
+            f"the last axis varies fastest: {', '.join(mesh.axes)}",
             [(mesh, AXIS_OF_MODE)],
-            [Family("global", mesh, ()), "data", "tensor", "pipeline", "sequence", "expert"],
-        ),
-    )
+            [Family("global", mesh, ()), *given],
+        )
+
+    return call.arrange(of, name, {AXIS_OF_MODE[mode]: sizes[mode] for mode in outermost_first}, arrange)

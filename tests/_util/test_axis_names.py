@@ -94,7 +94,7 @@ def test_a_member_of_an_enum_is_its_name():
         (
             lambda: Layout({"pp": 2}, dp=4, ranks=range(8, 16)),
             """
-            Layout: give all sizes in one mapping, or all as keywords.
+            Layout({'pp': 2}, dp=4): give all sizes by position, by keyword, or in one mapping.
 
               Layout(pp=2, dp=4, ranks=range(8, 16))
             """,
@@ -102,7 +102,7 @@ def test_a_member_of_an_enum_is_its_name():
         (
             lambda: Layout({"pp": 2}, {"class": 4}),
             """
-            Layout: give all sizes in one mapping, or all as keywords.
+            Layout({'pp': 2}, {'class': 4}): give all sizes by position, by keyword, or in one mapping.
 
               Layout({'pp': 2, 'class': 4})
             """,
@@ -110,13 +110,16 @@ def test_a_member_of_an_enum_is_its_name():
         (
             lambda: Layout({"pp": 2}, pp=3),
             """
-            Layout: give all sizes in one mapping, or all as keywords. Axis pp is 2 and 3.
+            Layout({'pp': 2}, pp=3): give all sizes by position, by keyword, or in one mapping.
 
               Layout(pp=2)
               Layout(pp=3)
             """,
         ),
-        (lambda: Layout({"pp": 2}, 4), "Layout: give all sizes in one mapping, or all as keywords."),
+        (
+            lambda: Layout({"pp": 2}, 4),
+            "Layout({'pp': 2}, 4): give all sizes by position, by keyword, or in one mapping.",
+        ),
         (
             lambda: Layout(**{"data-parallel": 2}),
             """
@@ -269,11 +272,21 @@ def test_no_keyword_that_means_something_else_is_an_axis(world, word):
             ProcessGroupMesh: timeout is no axis; it is an option of groups.
 
               mesh = ProcessGroupMesh(dp=8, name='train')
-              mesh.configure('dp', timeout=30)
+              for axis in mesh.axes: mesh.configure(axis, timeout=30)
             """,
         ),
         (
             lambda: ProcessGroupMesh(dp=4, tp=-1, timeout=timedelta(minutes=2), backend=1),
+            """
+            ProcessGroupMesh: timeout is no axis; it is an option of groups. backend is no axis; it is an \
+option of groups.
+
+              mesh = ProcessGroupMesh(dp=4, tp=-1)
+              for axis in mesh.axes: mesh.configure(axis, timeout=600)
+            """,
+        ),
+        (
+            lambda: ProcessGroupMesh(dp=4, tp=-1, timeout=timedelta(minutes=2), backend="gloo"),
             """
             ProcessGroupMesh: timeout is no axis; it is an option of groups. backend is no axis; it is an \
 option of groups.
@@ -288,7 +301,7 @@ option of groups.
             ProcessGroupMesh: options is no axis; it stands for options of groups.
 
               mesh = ProcessGroupMesh(dp=4, ranks=range(4))
-              mesh.configure('dp', timeout=600)
+              for axis in mesh.axes: mesh.configure(axis, timeout=600)
             """,
         ),
         (
@@ -297,7 +310,7 @@ option of groups.
             ProcessGroupMesh: tag is no axis; it tells groups on the same ranks apart.
 
               mesh = ProcessGroupMesh(dp=8)
-              mesh.group('dp', tag='own')
+              mesh.group(mesh.axes[0], tag='own')
             """,
         ),
         (
@@ -305,8 +318,8 @@ option of groups.
             """
             view: timeout is no axis; it is an option of groups.
 
-              part = mesh.view(pp=2, tp=4)
-              for axis in part.axes: part.configure(axis, timeout=30)
+              mesh = mesh.view(pp=2, tp=4)
+              for axis in mesh.axes: mesh.configure(axis, timeout=30)
             """,
         ),
         (
@@ -403,7 +416,7 @@ def test_other_keywords_are_answered_with_the_call_that_they_mean(world, call, t
             ProcessGroupMesh: shape is no axis; it stands for all sizes. timeout is no axis; it is an option of groups.
 
               mesh = ProcessGroupMesh(8)
-              mesh.configure(0, timeout=3)
+              for axis in mesh.axes: mesh.configure(axis, timeout=3)
             """,
         ),
         (
@@ -412,7 +425,7 @@ def test_other_keywords_are_answered_with_the_call_that_they_mean(world, call, t
             ProcessGroupMesh: timeout is no axis; it is an option of groups.
 
               mesh = ProcessGroupMesh(dp=8)
-              mesh.configure('dp', timeout=600)
+              for axis in mesh.axes: mesh.configure(axis, timeout=600)
             """,
         ),
         (
@@ -421,7 +434,7 @@ def test_other_keywords_are_answered_with_the_call_that_they_mean(world, call, t
             ProcessGroupMesh: timeout is no axis; it is an option of groups.
 
               mesh = ProcessGroupMesh(dp=8)
-              mesh.configure('dp', timeout=600)
+              for axis in mesh.axes: mesh.configure(axis, timeout=600)
             """,
         ),
         (

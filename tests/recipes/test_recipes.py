@@ -964,7 +964,7 @@ def olmo(whole: int = 8, **sizes: Any) -> Callable[[], object]:
         (
             failing(tp=2, cp=3, pp=2),
             """
-            recipes.megatron(8, tp=2, cp=3, pp=2): tp x cp x pp is 2 x 3 x 2 = 12, which does not divide 8 ranks.
+            recipes.megatron(8, tp=2, cp=3, pp=2) cannot be filled: the world has 8, and 8 is not divisible by 12.
 
               recipes.megatron(8, tp=2, cp=2, pp=2)   # cp may be 1 or 2
             """,
@@ -972,22 +972,25 @@ def olmo(whole: int = 8, **sizes: Any) -> Callable[[], object]:
         (
             failing(tp=3, cp=3),
             """
-            recipes.megatron(8, tp=3, cp=3, pp=1): tp x cp x pp is 3 x 3 x 1 = 9, which does not divide 8 ranks.
+            recipes.megatron(8, tp=3, cp=3) cannot be filled: the world has 8, and 8 is not divisible by 9.
 
-              recipes.megatron(8, tp=2, cp=2, pp=1)   # sizes that divide 8
+              recipes.megatron(8, tp=2, cp=2)   # sizes that divide 8; dp is then 2
             """,
         ),
         (
             failing(tp=2, ep=3),
-            "recipes.megatron(8, ep=3, etp=2, pp=1, tp=2, cp=1): ep x etp x pp is 3 x 2 x 1 = 6, which does "
-            "not divide 8 ranks.\n\n"
-            "  recipes.megatron(8, ep=2, etp=2, pp=1, tp=2, cp=1)   # ep may be 1, 2 or 4",
+            "recipes.megatron(8, tp=2, ep=3, etp=2) cannot be filled: a pipeline stage has 8, and 8 is not divisible "
+            "by 6.\n\n"
+            "  recipes.megatron(8, tp=2, ep=2)   # ep may be 1, 2 or 4",
         ),
         (
             failing(tp=0),
             "recipes.megatron: the size of axis tp is 0; a size is at least 1, or -1 to infer it.",
         ),
-        (failing(tp=-1), "recipes.megatron: the size of tp is -1; a size is at least 1."),
+        (
+            failing(tp=-1),
+            "recipes.megatron(dp=-1, tp=-1, cp=1, pp=1, ep=1): at most one size may be -1 (inferred); here are dp, tp.",
+        ),
         (failing(world=0), "recipes.megatron: the world is a number of ranks, such as recipes.megatron(8), not 0."),
         (failing(world="8"), "recipes.megatron: the world is a number of ranks, such as recipes.megatron(8), not '8'."),
         (
@@ -1101,69 +1104,72 @@ def olmo(whole: int = 8, **sizes: Any) -> Callable[[], object]:
         (
             olmo(dp=-1, pp=3, tp=2),
             """
-            recipes.olmo(8, pp=3, tp=2, dp=-1): pp x tp is 3 x 2 = 6, which does not divide 8 ranks.
+            recipes.olmo(8, pp=3, dp=-1, tp=2) cannot be filled: the world has 8, and 8 is not divisible by 6.
 
-              recipes.olmo(8, pp=2, tp=2, dp=-1)   # pp may be 1, 2 or 4
+              recipes.olmo(8, pp=2, dp=-1, tp=2)   # pp may be 1, 2 or 4
             """,
         ),
         (
             olmo(dp=2, tp=2),
             """
-            recipes.olmo(8, dp=2, tp=2): dp is 2, but 4 ranks remain for data parallelism.
+            recipes.olmo(8, dp=2, tp=2) holds 4 ranks, but the world has 8.
 
-              recipes.olmo(8, dp=-1, tp=2)   # dp is the remaining size, 4
+              recipes.olmo(8, dp=-1, tp=2)   # infer dp: 4
             """,
         ),
         (
             olmo(dp_replicate=3),
             """
-            recipes.olmo(8, dp_replicate=3): dp_replicate is 3, but 8 ranks remain for data parallelism.
+            recipes.olmo(8, dp_replicate=3) cannot be filled: the world has 8, and 8 is not divisible by 3.
 
               recipes.olmo(8, dp_replicate=2)   # dp_replicate may be 1, 2, 4 or 8
             """,
         ),
         (
             olmo(dp_replicate=2, dp_shard=2),
-            "recipes.olmo(8, dp_replicate=2, dp_shard=2): dp_replicate x dp_shard is 4, but 8 ranks remain for data "
-            "parallelism.\n\n"
-            "  recipes.olmo(8, dp_replicate=-1, dp_shard=2)   # dp_replicate is the remaining size, 4",
+            """
+            recipes.olmo(8, dp_replicate=2, dp_shard=2) holds 4 ranks, but the world has 8.
+
+              recipes.olmo(8, dp_replicate=-1, dp_shard=2)   # infer dp_replicate: 4
+            """,
         ),
         (
             olmo(dp_replicate=3, dp_shard=3),
-            "recipes.olmo(8, dp_replicate=3, dp_shard=3): dp_replicate x dp_shard is 9, but 8 ranks remain for data "
-            "parallelism.\n\n"
-            "  recipes.olmo(8, dp_replicate=-1, dp_shard=2)   # dp_shard may be 1, 2, 4 or 8; dp_replicate is the "
-            "remaining size",
+            """
+            recipes.olmo(8, dp_replicate=3, dp_shard=3) holds 9 ranks, but the world has 8.
+
+              recipes.olmo(8, dp_replicate=-1, dp_shard=2)   # sizes that divide 8; dp_replicate is then 4
+            """,
         ),
         (
             olmo(dp=3),
             """
-            recipes.olmo(8, dp=3): dp is 3, but 8 ranks remain for data parallelism.
+            recipes.olmo(8, dp=3) holds 3 ranks, but the world has 8.
 
-              recipes.olmo(8, dp=-1)   # dp is the remaining size, 8
+              recipes.olmo(8, dp=-1)   # infer dp: 8
             """,
         ),
         (
             olmo(dp_shard=3, ep=3),
             """
-            recipes.olmo(8, dp_shard=3, ep=3): dp_shard is 3, but 8 ranks remain for data parallelism.
+            recipes.olmo(8, dp_shard=3, ep=3) cannot be filled: the world has 8, and 8 is not divisible by 3.
 
-              recipes.olmo(8, dp_shard=2, ep=2)   # dp_shard may be 1, 2, 4 or 8
+              recipes.olmo(8, dp_shard=2, ep=-1)   # dp_shard may be 1, 2, 4 or 8
             """,
         ),
         (
             olmo(1, dp=2),
             """
-            recipes.olmo(1, dp=2): dp is 2, but 1 rank remains for data parallelism.
+            recipes.olmo(1, dp=2) holds 2 ranks, but the world has 1.
 
-              torchrun --nproc-per-node 2 script.py   # a script by itself is a world of 1: start more
-              recipes.olmo(1, dp=-1)                  # dp is the remaining size, 1
+              torchrun --nproc-per-node 2 script.py   # start 2 ranks: a script by itself is a world of 1
+              recipes.olmo(1, dp=-1)                  # infer dp: 1
             """,
         ),
         (
             olmo(dp_replicate=-1, dp_shard=-1),
-            "recipes.olmo(8, dp_replicate=-1, dp_shard=-1): at most one of dp_replicate and dp_shard can be -1, the "
-            "remaining size.",
+            "recipes.olmo(dp_replicate=-1, dp_shard=-1): at most one size may be -1 (inferred); here are dp_replicate, "
+            "dp_shard.",
         ),
         (
             olmo(dp_shard=4, ep=4, tp=2),
@@ -1180,7 +1186,7 @@ def olmo(whole: int = 8, **sizes: Any) -> Callable[[], object]:
         (
             lambda: recipes.olmo_experts(8, ep=3, of=Layout),
             """
-            recipes.olmo_experts(8, ep=3): ep is 3 = 3, which does not divide 8 ranks.
+            recipes.olmo_experts(8, ep=3) cannot be filled: the world has 8, and 8 is not divisible by 3.
 
               recipes.olmo_experts(8, ep=2)   # ep may be 1, 2, 4 or 8
             """,
@@ -1188,9 +1194,9 @@ def olmo(whole: int = 8, **sizes: Any) -> Callable[[], object]:
         (
             lambda: recipes.fairscale(4, tp=8, of=Layout),
             """
-            recipes.fairscale(4, tp=8, cp=1, pp=1): tp x cp x pp is 8 x 1 x 1 = 8, which does not divide 4 ranks.
+            recipes.fairscale(4, tp=8) cannot be filled: the world has 4, and 4 is not divisible by 8.
 
-              recipes.fairscale(4, tp=4, cp=1, pp=1)   # tp may be 1, 2 or 4
+              recipes.fairscale(4, tp=4)   # tp may be 1, 2 or 4
             """,
         ),
         *(
@@ -1207,24 +1213,25 @@ def olmo(whole: int = 8, **sizes: Any) -> Callable[[], object]:
         ),
         (
             failing(tp=3, order="tp-dp-pp", rank_offset=8, position_embedding=[-1]),
-            "recipes.megatron(8, tp=3, cp=1, pp=1, order='tp-dp-pp', rank_offset=8, position_embedding=[-1]): "
-            "tp x cp x pp is 3 x 1 x 1 = 3, which does not divide 8 ranks.\n\n"
-            "  recipes.megatron(8, tp=2, cp=1, pp=1, order='tp-dp-pp', rank_offset=8, position_embedding=[-1])   "
+            "recipes.megatron(8, tp=3, order='tp-dp-pp', rank_offset=8, position_embedding=[-1]) cannot be filled: "
+            "the world has 8, and 8 is not divisible by 3.\n\n"
+            "  recipes.megatron(8, tp=2, order='tp-dp-pp', rank_offset=8, position_embedding=[-1])   "
             "# tp may be 1, 2, 4 or 8",
         ),
         (
             lambda: recipes.oslo(8, data=2, tensor=2, order="data-tensor", of=Layout),
-            "recipes.oslo(8, data=2, tensor=2, pipeline=1, sequence=1, expert=1, order='data-tensor') holds 4 ranks, "
-            "but the world has 8.\n\n"
-            "  recipes.oslo(8, data=-1, tensor=2, pipeline=1, sequence=1, expert=1, order='data-tensor')   "
-            "# infer data: 4",
+            """
+            recipes.oslo(8, data=2, tensor=2, order='data-tensor') holds 4 ranks, but the world has 8.
+
+              recipes.oslo(8, data=-1, tensor=2, order='data-tensor')   # infer data: 4
+            """,
         ),
         (
             lambda: recipes.oslo(8, data=2, tensor=2, of=Layout),
             """
-            recipes.oslo(8, data=2, tensor=2, pipeline=1, sequence=1, expert=1) holds 4 ranks, but the world has 8.
+            recipes.oslo(8, data=2, tensor=2) holds 4 ranks, but the world has 8.
 
-              recipes.oslo(8, data=-1, tensor=2, pipeline=1, sequence=1, expert=1)   # infer data: 4
+              recipes.oslo(8, data=-1, tensor=2)   # infer data: 4
             """,
         ),
     ],
@@ -1259,7 +1266,7 @@ def test_the_call_that_olmo_proposes_would_be_right():
         taken.append(proposals(f"recipes.olmo({whole}, tp={tp}, {data})"))
         if shard in (2, 3, 4):
             taken.append(proposals(f"recipes.olmo({whole}, {hybrid}, ep={shard})"))
-    assert set(taken) == {0, 1, 2}  # two where tp does not divide the world either
+    assert set(taken) == {0, 1}
 
 
 def test_a_world_that_has_fewer_ranks():
@@ -1293,10 +1300,10 @@ def test_one_process_alone_is_told_to_start_more():
         ShapeError,
         lambda: plan(1, tp=2, pp=2),
         """
-        recipes.megatron(1, tp=2, cp=1, pp=2): tp x cp x pp is 2 x 1 x 2 = 4, which does not divide 1 rank.
+        recipes.megatron(1, tp=2, pp=2) cannot be filled: the world has 1, and 1 is not divisible by 4.
 
-          torchrun --nproc-per-node 4 script.py   # a script by itself is a world of 1: start more
-          recipes.megatron(1, tp=1, cp=1, pp=1)   # sizes that divide 1
+          torchrun --nproc-per-node 4 script.py   # start 4 ranks: a script by itself is a world of 1
+          recipes.megatron(1, tp=1, pp=1)         # sizes that divide 1; dp is then 1
         """,
     )
 
