@@ -324,46 +324,28 @@ def _run_rank(
 
 def _run_call(rank: int, call: bytes, backend: str, timeout: timedelta | None) -> bytes:
     """Join the world if needed, execute a pickled call, and return its pickled outcome."""
+    problem = fix = ""  # of a call or a result that cannot be sent
     try:
         join(backend, timeout=timeout)
-        fn, args, kwargs = _unpickle_call(call)
-        return _pickle_outcome(Outcome(rank, fn(*args, **kwargs)))
+        problem = "cannot import the function that it was sent"
+        fix = f"  def work(...): ...   {AT_MODULE_LEVEL}"
+        fn, args, kwargs = pickle.loads(call)
+        problem = ""
+        result = fn(*args, **kwargs)
+        problem = f"returned a {type(result).__name__}, which does not pickle"
+        fix = "  return ...   # numbers, text, tensors on the CPU"
+        return pickle.dumps(Outcome(rank, result))
     except BaseException as error:
-        failed_at, details = time.monotonic(), traceback.format_exc()
+        failed_at = time.monotonic()
+        if problem:
+            return pickle.dumps(Outcome(rank, error=f"{problem}: {error}", details=fix, failed_at=failed_at))
         line = f"raised {type(error).__name__}: {error}".splitlines()[0]
-        if isinstance(error, _SendError):
-            line, details = error.args
-            return pickle.dumps(Outcome(rank, error=line, details=details, failed_at=failed_at))
-        outcome = Outcome(rank, error=line, details=details, failed_at=failed_at)
+        outcome = Outcome(rank, error=line, details=traceback.format_exc(), failed_at=failed_at)
         try:
             pickle.loads(pickle.dumps(error))
             return pickle.dumps(replace(outcome, exception=error))
         except Exception:  # some exceptions pickle, but do not unpickle
             return pickle.dumps(outcome)
-
-
-class _SendError(Exception):
-    """A call that does not unpickle in the rank, or a result that does not pickle. Arguments: the error and the fix."""
-
-
-def _unpickle_call(call: bytes) -> Any:
-    """The function and its arguments from the bytes of a call."""
-    try:
-        return pickle.loads(call)
-    except Exception as error:
-        raise _SendError(
-            f"cannot import the function that it was sent: {error}", f"  def work(...): ...   {AT_MODULE_LEVEL}"
-        ) from None
-
-
-def _pickle_outcome(outcome: Outcome) -> bytes:
-    """The bytes of an outcome."""
-    try:
-        return pickle.dumps(outcome)
-    except Exception as error:
-        kind = type(outcome.result).__name__
-        line = f"returned a {kind}, which does not pickle: {error}"
-        raise _SendError(line, "  return ...   # numbers, text, tensors on the CPU") from None
 
 
 def _serve_stacks(requests: Connection) -> None:

@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 
 from pgmesh.errors import LaunchError
-from pgmesh.launch import TORCHRUN_VARIABLES, Outcome, StoreProcess, join, spawn, unwrap_results
+from pgmesh.launch import StoreProcess, join, spawn
+from pgmesh.launch.detect import TORCHRUN_VARIABLES
+from pgmesh.launch.spawning import Outcome, unwrap_results
 from tests.support.message_assertions import assert_raises, in_python_3_10_wording
 from tests.support.programs import clean_env, is_running, run_programs, wait_until_gone, write_script
 

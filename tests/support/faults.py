@@ -16,7 +16,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh
-from pgmesh.launch import Outcome
+from pgmesh.launch.spawning import Outcome
 from pgmesh.rendezvous import store_thread, timing
 from pgmesh.rendezvous.polling_store import perform
 from pgmesh.rendezvous.protocol import RankStatus, Read, SetStatus, Step, status_key
