@@ -11,13 +11,14 @@ lines, as many side by side as fit. The origin of each part is its top left corn
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pgmesh.drawing import figures
-from pgmesh.drawing.figures import Cell, Figure, Panel
+from pgmesh.drawing.figures import Cell, Figure, Panel, Place
 from pgmesh.drawing.plain_text import GAP
 
 if TYPE_CHECKING:
@@ -71,14 +72,12 @@ class Box:
     thick: float = 1
     round: float = 4
     title: str = ""
-    parts: tuple[Box, ...] = ()  # the rectangles of a host if its area is not one rectangle
-    outline: tuple[tuple[tuple[float, float], ...], ...] = ()  # the loops of corners around these rectangles
+    outline: tuple[tuple[tuple[float, float], ...], ...] = ()  # the loops of corners of a host that is no rectangle
 
     def moved(self, x: float, y: float) -> Box:
         """The box shifted by x and y."""
-        parts = tuple(part.moved(x, y) for part in self.parts)
         outline = tuple(tuple((across + x, down + y) for across, down in loop) for loop in self.outline)
-        return replace(self, x=self.x + x, y=self.y + y, parts=parts, outline=outline)
+        return replace(self, x=self.x + x, y=self.y + y, outline=outline)
 
 
 @dataclass(frozen=True)
@@ -296,9 +295,10 @@ def _grid(figure: Figure, scale: Scale) -> _Grid:
     row_names = max((width_of(name, font) for name in rows), default=0)
     titled = any(panel.title for panel in figure.panels) or (bool(figure.host) and not boxed)
     header = (font * 1.9 if titled else 0) + (font * 1.5 if columns else 0) + (gap / 2 if boxed else 0)
-    boxes = [(host, len(across) == max(1, len(p.columns))) for p in figure.panels for host, _, across in p.boxes()]
-    aside = boxed and all(is_whole_row for _, is_whole_row in boxes)
-    host_names = max(width_of(f"{figure.host} {host:,}", font) for host, _ in boxes) + gap if aside else 0
+    across = max(1, len(figure.panels[0].columns))
+    regions = [region for panel in figure.panels for region in panel.regions()]
+    aside = boxed and all(len(cells) == len({row for row, _ in cells}) * across for _, cells in regions)
+    host_names = max(width_of(f"{figure.host} {host:,}", font) for host, _ in regions) + gap if aside else 0
     name_height = font + 3 if boxed and not aside else 0  # host names are above the boxes
     return _Grid(
         scale=scale,
@@ -310,7 +310,7 @@ def _grid(figure: Figure, scale: Scale) -> _Grid:
         boxed=boxed,
         host_names=host_names,
         titled=titled,
-        columns=max(1, len(figure.panels[0].columns)),
+        columns=across,
         title_width=max(_title_width(panel, figure, boxed, scale) for panel in figure.panels),
     )
 
@@ -359,60 +359,48 @@ def _panel(panel: Panel, figure: Figure, grid: _Grid) -> Drawing:
 def _hosts(panel: Panel, figure: Figure, grid: _Grid, texts: list[Text]) -> list[Box]:
     """The boxes of the hosts in a panel; their names are added to ``texts``."""
     scale, boxes = grid.scale, []
-    around, label = scale.gap / 2 - 1 + (1 if grid.host_names else 0), 0 if grid.host_names else scale.label_font + 3
-    for host, parts in panel.regions():
-        name = f"{figure.host} {host:,}"
-        each = []
-        for down, across in parts:
-            x, y = grid.x(across.start) - around, grid.y(down.start) - (label or around)
-            width = len(across) * (grid.cell + scale.gap) - scale.gap + 2 * around
-            height = grid.y(down.stop - 1) + scale.cell_height + around - y
-            each.append(Box("host", x, y, width, height, COLOURS.background, COLOURS.frame, 1.2, 5, name))
-        first = each[0]
-        boxes.append(_outlined_box(each, parts, grid, around, label or around) if len(each) > 1 else first)
-        if grid.host_names:
-            middle = first.y + first.height / 2 + scale.label_font * 0.35
-            right = first.x + first.width + scale.gap / 2
-            texts.append(Text("host", right, middle, name, scale.label_font, fill=COLOURS.muted))
-            continue
-        font, x, y = scale.label_font - 0.5, first.x + 3, first.y + scale.label_font
-        for short in (name, f"{figure.host[0]}{host}", f"{host}"):
-            if width_of(short, font) <= first.width - 4:
-                texts.append(Text("host", x, y, short, font, fill=COLOURS.muted))
-                break
-    return boxes
-
-
-def _outlined_box(
-    each: Sequence[Box], parts: Sequence[tuple[range, range]], grid: _Grid, around: float, above: float
-) -> Box:
-    """One box, with an outline around all cells, for a host with cells that do not form a rectangle."""
+    around = scale.gap / 2 if grid.host_names else scale.gap / 2 - 1
+    above = around if grid.host_names else scale.label_font + 3  # names inside the boxes are above the cells
 
     def x_of(column: int, is_left: bool) -> float:
         return grid.x(column) - around if is_left else grid.x(column - 1) + grid.cell + around
 
     def y_of(row: int, is_top: bool) -> float:
-        return grid.y(row) - above if is_top else grid.y(row - 1) + grid.scale.cell_height + around
+        return grid.y(row) - above if is_top else grid.y(row - 1) + scale.cell_height + around
 
-    loops = outline({(row, column) for down, across in parts for row in down for column in across})
-    placed = tuple(tuple((x_of(*column), y_of(*row)) for row, column in loop) for loop in loops)
-    xs, ys = zip(*(corner for loop in placed for corner in loop))
-    box = replace(each[0], x=min(xs), y=min(ys), width=max(xs) - min(xs), height=max(ys) - min(ys))
-    return replace(box, parts=tuple(each), outline=placed)
+    for host, cells in panel.regions():
+        name = f"{figure.host} {host:,}"
+        loops = tuple(tuple((x_of(*column), y_of(*row)) for row, column in loop) for loop in outline(cells))
+        xs, ys = zip(*(corner for loop in loops for corner in loop))
+        x, y, width, height = min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)
+        is_rectangle = sum(map(len, loops)) == 4
+        shape = () if is_rectangle else loops
+        boxes.append(Box("host", x, y, width, height, COLOURS.background, COLOURS.frame, 1.2, 5, name, outline=shape))
+        if grid.host_names:
+            middle = y + height / 2 + scale.label_font * 0.35
+            right = x + width + scale.gap / 2
+            texts.append(Text("host", right, middle, name, scale.label_font, fill=COLOURS.muted))
+            continue
+        row, left = cells[0]
+        end = next(column for column in itertools.count(left) if (row, column) not in cells)
+        x, width = x_of(left, True), x_of(end, False) - x_of(left, True)  # the first cells in the top row
+        font = scale.label_font - 0.5
+        for short in (name, f"{figure.host[0]}{host}", f"{host}"):
+            if width_of(short, font) <= width - 4:
+                texts.append(Text("host", x + 3, y + scale.label_font, short, font, fill=COLOURS.muted))
+                break
+    return boxes
 
 
 Side = tuple[int, bool]
 """A grid line, as the number of the row or column after it, and True if it is above or left of the cells."""
 
 
-def outline(cells: Collection[tuple[int, int]]) -> list[list[tuple[Side, Side]]]:
+def outline(cells: Collection[Place]) -> list[list[tuple[Side, Side]]]:
     """The loops of corners around cells: clockwise around the outside, counterclockwise around holes.
 
     An edge is drawn on each side of a cell without a neighbour. Following the edges from corner to corner, and always
     turning right first, gives one loop for each connected boundary.
-
-    Args:
-        cells: the row and the column of each.
 
     Returns:
         For each loop, its corners as pairs of a horizontal and a vertical grid line.
@@ -420,32 +408,24 @@ def outline(cells: Collection[tuple[int, int]]) -> list[list[tuple[Side, Side]]]
     >>> outline({(0, 0), (0, 1)})
     [[((0, True), (2, False)), ((1, False), (2, False)), ((1, False), (0, True)), ((0, True), (0, True))]]
     """
-    # The next corner, by corner and direction: 0 is right, 1 down, 2 left, 3 up.
-    edges: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}
-    for row, column in sorted(cells):
+    inside, edges = set(cells), set()  # an edge: its first corner and its direction, 0 right, 1 down, 2 left, 3 up
+    for row, column in inside:
         corners = [(row, column), (row, column + 1), (row + 1, column + 1), (row + 1, column)]
         neighbours = [(row - 1, column), (row, column + 1), (row + 1, column), (row, column - 1)]
-        for direction, other in enumerate(neighbours):
-            if other not in cells:
-                edges.setdefault(corners[direction], {})[direction] = corners[(direction + 1) % 4]
+        edges |= {(corners[i], i) for i in range(4) if neighbours[i] not in inside}
     loops = []
     while edges:
-        start, directions = next(iter(edges.items()))
-        at, direction = start, min(directions)
-        loop: list[tuple[Side, Side]] = []
-        first = direction
-        while not loop or (at, direction) != (start, first):
-            to = edges[at].pop(direction)
-            if not edges[at]:
-                del edges[at]
-            at = to
-            possible = {*edges.get(at, ()), *([first] if at == start else [])}
-            right, straight, left = direction + 1, direction, direction + 3
-            turned = next(turn % 4 for turn in (right, straight, left) if turn % 4 in possible)
+        first = (row, column), direction = min(edges)
+        edge, loop = None, []
+        while edge != first:
+            row, column = row + (0, 1, 0, -1)[direction], column + (1, 0, -1, 0)[direction]
+            turns = ((direction + turn) % 4 for turn in (1, 0, 3))  # right, straight, left
+            turned = next(turn for turn in turns if ((row, column), turn) in edges)
             if turned != direction:
                 across, down = (direction, turned) if direction % 2 == 0 else (turned, direction)
-                loop.append(((at[0], across == 0), (at[1], down == 3)))
-            direction = turned
+                loop.append(((row, across == 0), (column, down == 3)))
+            edge, direction = ((row, column), turned), turned
+            edges.remove(edge)
         loops.append(loop)
     return loops
 

@@ -616,7 +616,10 @@ def test_an_invalid_node_list_is_an_error(text):
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("a[3-1]", "the list is 'a[3-1]', which is not a Slurm list of hosts: '3-1' is not a number or an ascending range."),
+        (
+            "a[3-1]",
+            "the list is 'a[3-1]', which is not a Slurm list of hosts: '3-1' is not a number or an ascending range.",
+        ),
         ("a[1-99999999999]", "the list is 'a[1-99999999999]', which names more than 1,048,576 hosts."),
         ("a[1-2000]b[1-2000]", "the list is 'a[1-2000]b[1-2000]', which names more than 1,048,576 hosts."),
     ],
