@@ -91,7 +91,6 @@ class Figure:
     note: str  # a sentence if it is a sample; else ""
     panels: tuple[Panel, ...]
     panels_across: int  # the number of shown indices of the innermost outer axis
-    colours: int  # the number of groups shown
     host: str  # the name of the level: host, domain, or ""
 
 
@@ -115,8 +114,8 @@ def make_figure(
         max_columns: the limit on the columns of a panel.
 
     >>> drawn = make_figure(layout, "dp", "tp")
-    >>> drawn.colours, [cell.rank for cell in drawn.panels[1].cells]
-    (2, [4, 5, 6, 7])
+    >>> [(cell.rank, cell.colour) for cell in drawn.panels[1].cells]
+    [(4, 1), (5, 1), (6, 1), (7, 1)]
     """
     axes = axes or layout.axes[-1:]
     chosen = layout.along(layout.rank_of([0] * len(layout.axes)), *axes).axes if axes else ()
@@ -140,7 +139,6 @@ def make_figure(
         note=f"a sample: {seen:,} of {len(layout):,} ranks, from the ends of the axes" if seen < len(layout) else "",
         panels=panels,
         panels_across=len(shown[cut - 1]) - shown[cut - 1].count(GAP) if cut else 1,
-        colours=len(colours),
         host=host.name if host else "",
     )
 
@@ -202,19 +200,10 @@ def _panel(
             cells.append(Cell(i, j, None))
             continue
         rank = layout.rank_of(coord)
-        number = layout.index_of(rank, *others) if others else 0
-        cells.append(
-            Cell(
-                i,
-                j,
-                rank,
-                layout.label_of(rank),
-                colours.setdefault(number, len(colours)),
-                layout.describe(rank, *chosen) if chosen else "",
-                host.unit_of(rank) if host else None,
-                rank == mark,
-            )
-        )
+        colour = colours.setdefault(layout.index_of(rank, *others) if others else 0, len(colours))
+        group = layout.describe(rank, *chosen) if chosen else ""
+        unit = host.unit_of(rank) if host else None
+        cells.append(Cell(i, j, rank, layout.label_of(rank), colour, group, unit, rank == mark))
     return Panel(
         coord_text(layout.axes, outer),
         tuple(coord_text(axes[:-1], row) for row in rows) if len(axes) > 1 else (),
