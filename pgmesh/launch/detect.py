@@ -349,12 +349,12 @@ def _check_complete(reader: EnvironmentReader) -> None:
         )
 
 
-def _step_variable(environ: Environ) -> str | None:
-    """The variable that names this process's step of srun; None in a batch script or an interactive shell."""
-    name = next((name for name in ("SLURM_STEP_ID", "SLURM_STEPID") if name in environ), None)
-    if name is None or "SLURM_PROCID" not in environ:
-        return None
-    return None if _is_number(environ[name]) and int(environ[name]) >= FIRST_STEP_WITHOUT_TASKS else name
+def _in_step(environ: Environ) -> bool:
+    """True in a task of srun; False in a batch script or an interactive shell."""
+    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
+    if step is None or "SLURM_PROCID" not in environ:
+        return False
+    return not (_is_number(step) and int(step) >= FIRST_STEP_WITHOUT_TASKS)
 
 
 def _read_step(
@@ -435,7 +435,7 @@ def detect_launcher(environ: Environ) -> LauncherInfo:
     rank 5 of 8, local rank 1: torchrun, because TORCHELASTIC_RUN_ID is set, in a step of Slurm
     """
     started = _started_by(environ)
-    in_step = "" if _step_variable(environ) is None else ", in a step of Slurm"
+    in_step = ", in a step of Slurm" * _in_step(environ)
     if any(mark in environ for mark in INNERMOST_MARKS) and any(name in environ for name in TORCHRUN_VARIABLES):
         info = _read(TORCHRUN, environ)
         return replace(info, why=info.why + in_step)
@@ -462,14 +462,13 @@ def _started_by(environ: Environ) -> list[Launcher]:
 
     A variable that several launchers set is a mark of the first one only; in a step, it may be srun's.
     """
-    in_step = _step_variable(environ) is not None
-    explained = {*SET_BY_SRUN} if in_step else set()
+    explained = {*SET_BY_SRUN} if _in_step(environ) else set()
     found = []
     for launcher in MPI:
         if any(mark in environ and mark not in explained for mark in launcher.marks):
             found.append(launcher)
             explained.update(launcher.rank, launcher.size)
-    return [*found, SLURM] if in_step else found
+    return [*found, SLURM] if _in_step(environ) else found
 
 
 def _cross_check(info: LauncherInfo, other: Launcher, environ: Environ) -> LauncherInfo:
@@ -529,7 +528,7 @@ def detect_one(launcher: Launcher, environ: Environ) -> LauncherInfo:
     0
     """
     is_set = any(mark in environ for mark in launcher.marks)
-    if not is_set or (launcher is SLURM and _step_variable(environ) is None):
+    if not is_set or (launcher is SLURM and not _in_step(environ)):
         raise _error(
             f"{launcher.name} did not start this process: none of its variables is set.",
             dict.fromkeys(launcher.marks),

@@ -251,7 +251,8 @@ class LocalRank:
         try:
             while self.call_pipe.poll():
                 if message := self.call_pipe.recv_bytes():
-                    return _unpickle_outcome(self.rank, message)
+                    outcome: Outcome = pickle.loads(message)
+                    return outcome
                 self.started = True
                 self.call_pipe.send_bytes(call)
         except (EOFError, OSError):
@@ -278,15 +279,6 @@ class LocalRank:
         """Request that the rank exits, with an empty call."""
         with contextlib.suppress(OSError):
             self.call_pipe.send_bytes(b"")
-
-
-def _unpickle_outcome(rank: int, message: bytes) -> Outcome:
-    try:
-        outcome: Outcome = pickle.loads(message)
-        return outcome
-    except Exception as error:
-        line = f"returned a message that does not unpickle here: {error!r}"
-        return Outcome(rank, error=line, exception=error, failed_at=time.monotonic())
 
 
 def _torchrun_variables(rank: int, n: int, port: int) -> dict[str, str]:
