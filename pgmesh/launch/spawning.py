@@ -87,20 +87,17 @@ def pack_call(fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str
     name = getattr(fn, "__qualname__", None) or repr(fn)
     base_name = name.rpartition(".")[2]
     fix = f"  def {'work' if base_name == '<lambda>' else base_name}(...): ...   {AT_MODULE_LEVEL}"
+    why = _pickle_error(fn)
     if getattr(fn, "__module__", None) == "__main__" and script_path() is None:
+        why = "it was defined interactively or by python -c, not in a file"
+    if why is not None:
         raise LaunchError(
-            f"{name} cannot be sent to another process: it was defined interactively or by python -c, and a process "
-            f"imports a function by its name from a file.\n\n{fix}"
+            f"{name} cannot be sent to another process, which imports a function by its name from its module: "
+            f"{why}.\n\n{fix}"
         )
     try:
         return pickle.dumps((fn, args, kwargs or {}))
     except Exception as error:
-        why = _pickle_error(fn)
-        if why is not None:
-            raise LaunchError(
-                f"{name} cannot be sent to another process, which imports a function by its name from its module: "
-                f"{why}.\n\n{fix}"
-            ) from None
         arguments = {**{f"argument {i}": arg for i, arg in enumerate(args, 1)}, **(kwargs or {})}
         errors = {word: why for word, argument in arguments.items() if (why := _pickle_error(argument))}
         texts = [f"{word}, a {type(arguments[word]).__name__}: {why}" for word, why in errors.items()]

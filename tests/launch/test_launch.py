@@ -280,8 +280,8 @@ object.
         (
             None,
             """
-            rank_and_sum cannot be sent to another process: it was defined interactively or by python -c, and a \
-process imports a function by its name from a file.
+            rank_and_sum cannot be sent to another process, which imports a function by its name from its module: \
+it was defined interactively or by python -c, not in a file.
 
               def rank_and_sum(...): ...   # at module level, above `if __name__ == "__main__":`
             """,
