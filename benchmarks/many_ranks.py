@@ -27,7 +27,8 @@ import torch.distributed as dist
 from benchmarks.report import BEST, OURS, Figure, Target
 from benchmarks.sides import FAMILIES, FLOOR, compared_sizes, even_sizes, sides_with_floor
 from pgmesh import ProcessGroupMesh
-from pgmesh.launch import PRELOAD, spawn
+from pgmesh.launch import spawn
+from pgmesh.launch.processes import PRELOAD
 
 DEADLINE = timedelta(seconds=240)
 REFERENCE_RANKS = 64

@@ -27,7 +27,7 @@ import torch.distributed as dist
 import pgmesh
 from benchmarks.report import OURS, Figure, Target, medians
 from benchmarks.sides import FLOOR, absent, compared_sizes, sides_with_floor
-from pgmesh.launch import FAILURE_GRACE, LocalWorld, pack_call, unwrap_results
+from pgmesh.launch.spawning import FAILURE_GRACE, LocalWorld, pack_call, unwrap_results
 
 DEADLINE = timedelta(seconds=120)
 TIMED = """

@@ -21,7 +21,6 @@ FLOORS = [
     "layout",
     "topology/locality",
     "launch/slurm",
-    "launch/pbs",
     "launch/detect",
     "rendezvous/timing",
     "rendezvous/protocol",

@@ -26,6 +26,10 @@ MAX_COLUMNS = 64
 """The default limit on the columns of a panel."""
 
 
+Place = tuple[int, int]
+"""The row and the column of a cell."""
+
+
 @dataclass(frozen=True)
 class Cell:
     """One rank, or a gap (``rank=None``) in place of ranks that are left out."""
@@ -57,60 +61,25 @@ class Panel:
         hosts = {cell.host for cell in self.cells if cell.rank is not None}
         return hosts.pop() if len(hosts) == 1 else None
 
-    def boxes(self) -> list[tuple[int, range, range]]:
-        """Each host with the rows and columns of a rectangle of its cells. A host may need several rectangles.
-
-        >>> from pgmesh.topology.hosts import HostLevel
-        >>> make_figure(layout, host=HostLevel("host", ((4, 2),))).panels[0].boxes()
-        [(0, range(0, 1), range(0, 2)), (1, range(1, 2), range(0, 2))]
-        """
-        boxes: list[tuple[int, range, range]] = []
-        for row in range(max(1, len(self.rows))):
-            for host, across in _runs([cell for cell in self.cells if cell.row == row]):
-                above = (host, range(row - 1, row), across)
-                for i, (other, down, columns) in enumerate(boxes):
-                    if (other, range(down.stop - 1, down.stop), columns) == above:
-                        boxes[i] = (host, range(down.start, row + 1), across)
-                        break
-                else:
-                    boxes.append((host, range(row, row + 1), across))
-        return boxes
-
-    def regions(self) -> list[tuple[int, list[tuple[range, range]]]]:
-        """Each host with the adjacent rectangles of its cells. A host in several pieces has several entries.
+    def regions(self) -> list[tuple[int, list[Place]]]:
+        """Each host with its adjacent cells, in the order of their rows. A host in several pieces has several entries.
 
         >>> from pgmesh.topology.hosts import HostLevel
         >>> make_figure(layout, host=HostLevel("host", ((1, 3), (1, 5)))).panels[0].regions()
-        [(0, [(range(0, 1), range(0, 2)), (range(1, 2), range(0, 1))]), (1, [(range(1, 2), range(1, 2))])]
+        [(0, [(0, 0), (0, 1), (1, 0)]), (1, [(1, 1)])]
         """
-        regions: dict[int, list[list[tuple[range, range]]]] = {}
-        for host, down, across in self.boxes():
-            pieces = regions.setdefault(host, [])
-            adjacent = [parts for parts in pieces if any(_share_edge((down, across), part) for part in parts)]
-            pieces[:] = [parts for parts in pieces if parts not in adjacent]
-            pieces.append([*(part for parts in adjacent for part in parts), (down, across)])
-        return [(host, parts) for host, pieces in regions.items() for parts in pieces]
-
-
-def _share_edge(one: tuple[range, range], other: tuple[range, range]) -> bool:
-    """True if two rectangles that do not overlap share a part of an edge."""
-    (down, across), (other_down, other_across) = one, other
-    rows = min(down.stop, other_down.stop) - max(down.start, other_down.start)
-    columns = min(across.stop, other_across.stop) - max(across.start, other_across.start)
-    return min(rows, columns) == 0 and max(rows, columns) > 0
-
-
-def _runs(cells: Sequence[Cell]) -> list[tuple[int, range]]:
-    """The hosts along one row, each with its consecutive columns."""
-    runs: list[tuple[int, range]] = []
-    for cell in cells:
-        if cell.host is None:
-            continue
-        if runs and runs[-1] == (cell.host, range(runs[-1][1].start, cell.column)):
-            runs[-1] = (cell.host, range(runs[-1][1].start, cell.column + 1))
-        else:
-            runs.append((cell.host, range(cell.column, cell.column + 1)))
-    return runs
+        left = {(cell.row, cell.column): cell.host for cell in self.cells if cell.host is not None}
+        regions = []
+        while left:
+            start = next(iter(left))
+            host, region = left.pop(start), [start]
+            for row, column in region:  # it grows during the loop
+                for near in ((row - 1, column), (row, column - 1), (row, column + 1), (row + 1, column)):
+                    if left.get(near) == host:
+                        del left[near]
+                        region.append(near)
+            regions.append((host, sorted(region)))
+        return regions
 
 
 @dataclass(frozen=True)
@@ -122,7 +91,6 @@ class Figure:
     note: str  # a sentence if it is a sample; else ""
     panels: tuple[Panel, ...]
     panels_across: int  # the number of shown indices of the innermost outer axis
-    colours: int  # the number of groups shown
     host: str  # the name of the level: host, domain, or ""
 
 
@@ -146,8 +114,8 @@ def make_figure(
         max_columns: the limit on the columns of a panel.
 
     >>> drawn = make_figure(layout, "dp", "tp")
-    >>> drawn.colours, [cell.rank for cell in drawn.panels[1].cells]
-    (2, [4, 5, 6, 7])
+    >>> [(cell.rank, cell.colour) for cell in drawn.panels[1].cells]
+    [(4, 1), (5, 1), (6, 1), (7, 1)]
     """
     axes = axes or layout.axes[-1:]
     chosen = layout.along(layout.rank_of([0] * len(layout.axes)), *axes).axes if axes else ()
@@ -171,7 +139,6 @@ def make_figure(
         note=f"a sample: {seen:,} of {len(layout):,} ranks, from the ends of the axes" if seen < len(layout) else "",
         panels=panels,
         panels_across=len(shown[cut - 1]) - shown[cut - 1].count(GAP) if cut else 1,
-        colours=len(colours),
         host=host.name if host else "",
     )
 
@@ -233,19 +200,10 @@ def _panel(
             cells.append(Cell(i, j, None))
             continue
         rank = layout.rank_of(coord)
-        number = layout.index_of(rank, *others) if others else 0
-        cells.append(
-            Cell(
-                i,
-                j,
-                rank,
-                layout.label_of(rank),
-                colours.setdefault(number, len(colours)),
-                layout.describe(rank, *chosen) if chosen else "",
-                host.unit_of(rank) if host else None,
-                rank == mark,
-            )
-        )
+        colour = colours.setdefault(layout.index_of(rank, *others) if others else 0, len(colours))
+        group = layout.describe(rank, *chosen) if chosen else ""
+        unit = host.unit_of(rank) if host else None
+        cells.append(Cell(i, j, rank, layout.label_of(rank), colour, group, unit, rank == mark))
     return Panel(
         coord_text(layout.axes, outer),
         tuple(coord_text(axes[:-1], row) for row in rows) if len(axes) > 1 else (),

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from itertools import product, repeat
 from typing import TYPE_CHECKING, Union
 
+from pgmesh.drawing.styled_text import Line, columns, framed, plain, side_by_side
+
 if TYPE_CHECKING:
     from pgmesh.drawing.drawable import Drawable
 
@@ -36,34 +38,24 @@ def draw(layout: Drawable, *, mark: int | None = None, width: int = 80) -> str:
     """
     shown = shown_indices(layout, mark, repeat(MAX_INDICES))
     cut = max(0, len(layout.axes) - 2)
-    tables = {outer: _table(layout, outer, shown[cut:], mark) for outer in product(*shown[:cut])}
-    widths = [max(map(len, column)) for column in zip(*(line for table in tables.values() for line in table))]
-    panels = [_frame(coord_text(layout.axes, outer), table, widths) for outer, table in tables.items()]
-    per_line = max(1, (width + 2) // (max(len(panel[0]) for panel in panels) + 2))
-    strips = [panels[i : i + per_line] for i in range(0, len(panels), per_line)]
-    return "\n".join("  ".join(line) for strip in strips for line in zip(*strip))
+    outers = list(product(*shown[:cut]))
+    rows = [row for outer in outers for row in _table(layout, outer, shown[cut:], mark)]
+    lines = columns(rows, [False, *repeat(True, len(rows[0]) - 1)], gap=" ")
+    panels = framed([coord_text(layout.axes, outer) for outer in outers], lines)
+    per_line = max(1, (width + 2) // (len(plain(panels[0][:1])) + 2))
+    strips = [side_by_side(panels[i : i + per_line]) for i in range(0, len(panels), per_line)]
+    return plain(line for strip in strips for line in strip)
 
 
-def _table(layout: Drawable, outer: ShownCoord, shown: list[ShownCoord], mark: int | None) -> list[list[str]]:
+def _table(layout: Drawable, outer: ShownCoord, shown: list[ShownCoord], mark: int | None) -> list[Line]:
     """The texts of one panel: a row with the names of its columns, then the rows of ranks."""
     axes = layout.axes[len(outer) :]
-    columns = list(product(*shown[-1:]))
-    names = [["", *(coord_text(axes[-1:], column) for column in columns)]] if axes else []
-    return names + [
-        [coord_text(axes[:-1], row), *(_rank_text(layout, (*outer, *row, *column), mark) for column in columns)]
-        for row in product(*shown[:-1])
-    ]
-
-
-def _frame(title: str, table: list[list[str]], widths: list[int]) -> list[str]:
-    """The lines of one panel, inside a frame."""
-    lines = [
-        f" {row_name:<{widths[0]}}" + "".join(f" {text:>{width}}" for text, width in zip(texts, widths[1:]))
-        for row_name, *texts in table
-    ]
-    room = max(len(lines[0]), len(title) + 3)
-    top = f" {title} " if title else ""
-    return [f"┌{top:─<{room}}┐", *(f"│{line:<{room}}│" for line in lines), f"└{'─' * room}┘"]
+    inner = list(product(*shown[-1:]))
+    table = [["", *(coord_text(axes[-1:], column) for column in inner)]] if axes else []
+    for row in product(*shown[:-1]):
+        ranks = [_rank_text(layout, (*outer, *row, *column), mark) for column in inner]
+        table.append([coord_text(axes[:-1], row), *ranks])
+    return [[(text, "") for text in texts] for texts in table]
 
 
 def _rank_text(layout: Drawable, shown_coord: ShownCoord, mark: int | None) -> str:

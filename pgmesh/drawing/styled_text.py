@@ -40,6 +40,33 @@ def columns(rows: Sequence[Sequence[tuple[str, str]]], right: Sequence[bool], ga
     return lines
 
 
+def framed(titles: Sequence[str], rows: Sequence[Line]) -> list[list[Line]]:
+    """Panels of the same size, each with a title in its frame. Each has the same number of ``rows``, in their order.
+
+    >>> [print(plain(panel)) for panel in framed(["pp0", "pp1"], [[("0 1", "")], [("2 3", "")]])][0]
+    ┌ pp0 ─┐
+    │ 0 1  │
+    └──────┘
+    ┌ pp1 ─┐
+    │ 2 3  │
+    └──────┘
+    """
+    lengths = [1 + sum(len(text) for text, _ in row) for row in rows]
+    room, height = max([*lengths, *(len(title) + 3 for title in titles)]), len(rows) // len(titles)
+    boxed = [[("│ ", ""), *row, (" " * (room - length) + "│", "")] for row, length in zip(rows, lengths)]
+    panels = []
+    for i, title in enumerate(titles):
+        top = f" {title} " if title else ""
+        lines: list[Line] = [[(f"┌{top:─<{room}}┐", "")], *boxed[i * height : (i + 1) * height]]
+        panels.append([*lines, [(f"└{'─' * room}┘", "")]])
+    return panels
+
+
+def side_by_side(panels: Sequence[list[Line]]) -> list[Line]:
+    """The lines of panels of one height, next to each other."""
+    return [[piece for part in row for piece in (("  ", ""), *part)][1:] for row in zip(*panels)]
+
+
 def ranks_in(room: int, ranks: Sequence[int], size: int) -> str:
     """The ranks of a group in at most ``room`` characters: the first ones that fit, and the last.
 

@@ -3,7 +3,7 @@
 It is made in two steps. ``drawing`` computes a position in pixels for every box and every text, and returns a
 ``Drawing``. ``Drawing.svg`` writes these as XML. The tests check positions on the ``Drawing``.
 
-``_grid`` computes the measures that all panels of a figure share, from the widest text of each kind.
+``_Grid`` has the measures that all panels of a figure share, from the widest text of each kind.
 Only the names of hosts inside boxes are abbreviated, or left out, if they do not fit.
 ``_panel`` positions the cells, the axis names and the host boxes of one panel. ``_figure`` arranges the panels in
 lines, as many side by side as fit. The origin of each part is its top left corner; ``moved`` shifts a part.
@@ -11,13 +11,14 @@ lines, as many side by side as fit. The origin of each part is its top left corn
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pgmesh.drawing import figures
-from pgmesh.drawing.figures import Cell, Figure, Panel
+from pgmesh.drawing.figures import Cell, Figure, Panel, Place
 from pgmesh.drawing.plain_text import GAP
 
 if TYPE_CHECKING:
@@ -71,14 +72,12 @@ class Box:
     thick: float = 1
     round: float = 4
     title: str = ""
-    parts: tuple[Box, ...] = ()  # the rectangles of a host if its area is not one rectangle
-    outline: tuple[tuple[tuple[float, float], ...], ...] = ()  # the loops of corners around these rectangles
+    outline: tuple[tuple[tuple[float, float], ...], ...] = ()  # the loops of corners of a host that is no rectangle
 
     def moved(self, x: float, y: float) -> Box:
         """The box shifted by x and y."""
-        parts = tuple(part.moved(x, y) for part in self.parts)
         outline = tuple(tuple((across + x, down + y) for across, down in loop) for loop in self.outline)
-        return replace(self, x=self.x + x, y=self.y + y, parts=parts, outline=outline)
+        return replace(self, x=self.x + x, y=self.y + y, outline=outline)
 
 
 @dataclass(frozen=True)
@@ -177,26 +176,32 @@ def drawing(*figures: Figure) -> Drawing:
     return Drawing(width, height, (ground, *boxes), tuple(texts))
 
 
-def colour(number: int, of_all: int) -> str:
-    """The colour of one group of ``of_all``. All colours have about the same lightness; neighbours differ clearly.
+PALETTE = (
+    *("#a5dbff", "#ffbfbb", "#a3e6c1", "#dac9ff", "#f5cd95", "#90e4f5", "#ffbedc", "#c5dfa3", "#b9d4ff", "#ffc3a8"),
+    *("#bef1e6", "#f4dafd", "#f0e5bc", "#c1ecff", "#ffd6dc", "#cdefd0", "#e0e0ff", "#ffddc0", "#baf0f3", "#fed7f2"),
+    *("#bbc671", "#8ac2ff", "#fca393", "#6fd5b0", "#ceacf7", "#e0b767", "#60ceef", "#f7a0be", "#9fce86", "#a6b9ff"),
+)
+"""Colours of groups: OKLCH hues that advance by the golden angle from 245 degrees, and another shade on each line.
 
-    Beyond six groups, hues advance by the golden angle, and every ten groups the shade changes.
+The lines have lightness 0.87, 0.92 and 0.80. Black text can be read on each colour, and neighbours differ clearly."""
 
-    >>> colour(0, 2), colour(1, 2)
-    ('#a5dbff', '#fcc999')
+
+def colour(number: int) -> str:
+    """The colour of a group. Colours repeat after 30 groups.
+
+    >>> colour(0), colour(1)
+    ('#a5dbff', '#ffbfbb')
     """
-    turn = number * 0.38196601 if of_all > 6 else number / of_all  # the golden angle: hues do not repeat
-    lightness, chroma = SHADES[number // 10 % 3]
-    return _oklch(lightness, chroma, math.radians(245 + 360 * turn))
-
-
-SHADES = ((0.87, 0.085), (0.92, 0.055), (0.80, 0.11))
-"""Pairs of lightness and chroma."""
+    return PALETTE[number % len(PALETTE)]
 
 
 def width_of(text: str, size: float, bold: bool = False) -> float:
     """The width of text in pixels, in the widest of the usual fonts."""
     return sum(_WIDE.get(letter, 0.64) for letter in text) * size * (1.1 if bold else 1)
+
+
+def _widest(size: float, texts: Iterable[str], bold: bool = False) -> float:
+    return max((width_of(text, size, bold) for text in texts), default=0.0)
 
 
 _WIDE = {**dict.fromkeys("iljI.,:;'| ", 0.36), **dict.fromkeys("mwMW…", 1.0)}
@@ -205,21 +210,36 @@ _WIDE = {**dict.fromkeys("iljI.,:;'| ", 0.36), **dict.fromkeys("mwMW…", 1.0)}
 # -- one figure ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class _Grid:
     """The measures in pixels that all panels of a figure share, so that their cells are aligned."""
 
-    scale: Scale
-    row_names: float  # width left of the cells
-    header: float  # height above the cells, for the title and the names of columns
-    cell: float  # width of a cell
-    pitch: float  # distance from one row to the next
-    pad: float  # inside the frame
-    boxed: bool  # True if a panel has several hosts, which then have boxes inside it
-    host_names: float  # width right of the cells, if each host has whole rows; else 0
-    titled: bool  # True if panels have a line for a title
-    columns: int
-    title_width: float  # of the widest title
+    def __init__(self, figure: Figure, scale: Scale) -> None:
+        font, gap, panels = scale.label_font, scale.gap, figure.panels
+        regions = [region for panel in panels for region in panel.regions()]
+        self.scale = scale
+        self.columns = max(1, len(panels[0].columns))
+        self.pad = gap + 4  # inside the frame
+        # True if a panel has several hosts, which then have boxes inside it
+        self.boxed = bool(figure.host) and any(panel.host is None for panel in panels)
+        # True if panels have a line for a title
+        self.titled = any(panel.title for panel in panels) or (bool(figure.host) and not self.boxed)
+        # Each host has whole rows, so that its name is right of the cells; else it is above them.
+        aside = self.boxed and all(len(cells) == len({row for row, _ in cells}) * self.columns for _, cells in regions)
+        names = [width_of(f"{figure.host} {host:,}", font) for host, _ in regions]
+        self.host_names = max(names) + gap if aside else 0.0  # width right of the cells
+        name_height = font + 3 if self.boxed and not aside else 0
+        box_gap = gap / 2 if self.boxed else 0
+        row_names = _widest(font, (name for panel in panels for name in panel.rows))
+        column_names = _widest(font, (name for panel in panels for name in panel.columns))
+        ranks = _widest(scale.rank_font, (_rank_text(cell) for panel in panels for cell in panel.cells), bold=True)
+        self.row_names = row_names + gap + 3 if row_names else 0.0  # width left of the cells
+        self.cell = math.ceil(max(scale.min_cell_width, ranks + scale.rank_font * 0.6, column_names - gap + 3))
+        # height above the cells, for the title and the names of columns
+        self.header = (font * 1.9 if self.titled else 0) + (font * 1.5 if column_names else 0) + box_gap + name_height
+        self.pitch = scale.cell_height + gap + name_height + box_gap  # from one row to the next
+        titles = max(_title_width(panel, figure, self.boxed, scale) for panel in panels)
+        cells = self.x(self.columns) - gap + self.host_names
+        self.width = max(cells, self.pad + titles) + self.pad  # of a panel
 
     def x(self, column: int) -> float:
         return self.pad + self.row_names + column * (self.cell + self.scale.gap)
@@ -227,15 +247,10 @@ class _Grid:
     def y(self, row: int) -> float:
         return self.pad + self.header + row * self.pitch
 
-    @property
-    def width(self) -> float:
-        """The width of a panel."""
-        return max(self.x(self.columns) - self.scale.gap + self.host_names, self.pad + self.title_width) + self.pad
-
 
 def _figure(figure: Figure, scale: Scale, room: float) -> Drawing:
     """The drawing of one figure: title, legend, note, then the panels in lines of at most ``room`` pixels."""
-    grid = _grid(figure, scale)
+    grid = _Grid(figure, scale)
     panels = [_panel(panel, figure, grid) for panel in figure.panels]
     wide, tall, between = max(p.width for p in panels), max(p.height for p in panels), SPACING.between_panels
     gutter = SPACING.ellipsis * any(panel.skipped and panel.follows for panel in figure.panels)
@@ -279,40 +294,6 @@ def _panels_in_line(panels: int, inner: int, fit: int) -> int:
     if inner <= fit:
         return fit // inner * inner
     return max(n for n in range(1, fit + 1) if inner % n == 0 or n == max(1, fit * 2 // 3))
-
-
-def _grid(figure: Figure, scale: Scale) -> _Grid:
-    """The shared measures of a figure's panels."""
-    ranks = [_rank_text(cell) for panel in figure.panels for cell in panel.cells]
-    columns = [name for panel in figure.panels for name in panel.columns]
-    rows = [name for panel in figure.panels for name in panel.rows]
-    font, gap = scale.label_font, scale.gap
-    boxed = bool(figure.host) and any(panel.host is None for panel in figure.panels)
-    cell = max(
-        scale.min_cell_width,
-        max(width_of(rank, scale.rank_font, True) for rank in ranks) + scale.rank_font * 0.6,
-        max((width_of(name, font) for name in columns), default=0) - gap + 3,
-    )
-    row_names = max((width_of(name, font) for name in rows), default=0)
-    titled = any(panel.title for panel in figure.panels) or (bool(figure.host) and not boxed)
-    header = (font * 1.9 if titled else 0) + (font * 1.5 if columns else 0) + (gap / 2 if boxed else 0)
-    boxes = [(host, len(across) == max(1, len(p.columns))) for p in figure.panels for host, _, across in p.boxes()]
-    aside = boxed and all(is_whole_row for _, is_whole_row in boxes)
-    host_names = max(width_of(f"{figure.host} {host:,}", font) for host, _ in boxes) + gap if aside else 0
-    name_height = font + 3 if boxed and not aside else 0  # host names are above the boxes
-    return _Grid(
-        scale=scale,
-        row_names=row_names + gap + 3 if row_names else 0,
-        header=header + name_height,
-        cell=math.ceil(cell),
-        pitch=scale.cell_height + gap + name_height + (gap / 2 if boxed else 0),
-        pad=gap + 4,
-        boxed=boxed,
-        host_names=host_names,
-        titled=titled,
-        columns=max(1, len(figure.panels[0].columns)),
-        title_width=max(_title_width(panel, figure, boxed, scale) for panel in figure.panels),
-    )
 
 
 def _host_name(panel: Panel, figure: Figure, boxed: bool) -> str:
@@ -359,60 +340,48 @@ def _panel(panel: Panel, figure: Figure, grid: _Grid) -> Drawing:
 def _hosts(panel: Panel, figure: Figure, grid: _Grid, texts: list[Text]) -> list[Box]:
     """The boxes of the hosts in a panel; their names are added to ``texts``."""
     scale, boxes = grid.scale, []
-    around, label = scale.gap / 2 - 1 + (1 if grid.host_names else 0), 0 if grid.host_names else scale.label_font + 3
-    for host, parts in panel.regions():
-        name = f"{figure.host} {host:,}"
-        each = []
-        for down, across in parts:
-            x, y = grid.x(across.start) - around, grid.y(down.start) - (label or around)
-            width = len(across) * (grid.cell + scale.gap) - scale.gap + 2 * around
-            height = grid.y(down.stop - 1) + scale.cell_height + around - y
-            each.append(Box("host", x, y, width, height, COLOURS.background, COLOURS.frame, 1.2, 5, name))
-        first = each[0]
-        boxes.append(_outlined_box(each, parts, grid, around, label or around) if len(each) > 1 else first)
-        if grid.host_names:
-            middle = first.y + first.height / 2 + scale.label_font * 0.35
-            right = first.x + first.width + scale.gap / 2
-            texts.append(Text("host", right, middle, name, scale.label_font, fill=COLOURS.muted))
-            continue
-        font, x, y = scale.label_font - 0.5, first.x + 3, first.y + scale.label_font
-        for short in (name, f"{figure.host[0]}{host}", f"{host}"):
-            if width_of(short, font) <= first.width - 4:
-                texts.append(Text("host", x, y, short, font, fill=COLOURS.muted))
-                break
-    return boxes
-
-
-def _outlined_box(
-    each: Sequence[Box], parts: Sequence[tuple[range, range]], grid: _Grid, around: float, above: float
-) -> Box:
-    """One box, with an outline around all cells, for a host with cells that do not form a rectangle."""
+    around = scale.gap / 2 if grid.host_names else scale.gap / 2 - 1
+    above = around if grid.host_names else scale.label_font + 3  # names inside the boxes are above the cells
 
     def x_of(column: int, is_left: bool) -> float:
         return grid.x(column) - around if is_left else grid.x(column - 1) + grid.cell + around
 
     def y_of(row: int, is_top: bool) -> float:
-        return grid.y(row) - above if is_top else grid.y(row - 1) + grid.scale.cell_height + around
+        return grid.y(row) - above if is_top else grid.y(row - 1) + scale.cell_height + around
 
-    loops = outline({(row, column) for down, across in parts for row in down for column in across})
-    placed = tuple(tuple((x_of(*column), y_of(*row)) for row, column in loop) for loop in loops)
-    xs, ys = zip(*(corner for loop in placed for corner in loop))
-    box = replace(each[0], x=min(xs), y=min(ys), width=max(xs) - min(xs), height=max(ys) - min(ys))
-    return replace(box, parts=tuple(each), outline=placed)
+    for host, cells in panel.regions():
+        name = f"{figure.host} {host:,}"
+        loops = tuple(tuple((x_of(*column), y_of(*row)) for row, column in loop) for loop in outline(cells))
+        xs, ys = zip(*(corner for loop in loops for corner in loop))
+        x, y, width, height = min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)
+        is_rectangle = sum(map(len, loops)) == 4
+        shape = () if is_rectangle else loops
+        boxes.append(Box("host", x, y, width, height, COLOURS.background, COLOURS.frame, 1.2, 5, name, outline=shape))
+        if grid.host_names:
+            middle = y + height / 2 + scale.label_font * 0.35
+            right = x + width + scale.gap / 2
+            texts.append(Text("host", right, middle, name, scale.label_font, fill=COLOURS.muted))
+            continue
+        row, left = cells[0]
+        end = next(column for column in itertools.count(left) if (row, column) not in cells)
+        x, width = x_of(left, True), x_of(end, False) - x_of(left, True)  # the first cells in the top row
+        font = scale.label_font - 0.5
+        for short in (name, f"{figure.host[0]}{host}", f"{host}"):
+            if width_of(short, font) <= width - 4:
+                texts.append(Text("host", x + 3, y + scale.label_font, short, font, fill=COLOURS.muted))
+                break
+    return boxes
 
 
 Side = tuple[int, bool]
 """A grid line, as the number of the row or column after it, and True if it is above or left of the cells."""
 
 
-def outline(cells: Collection[tuple[int, int]]) -> list[list[tuple[Side, Side]]]:
+def outline(cells: Collection[Place]) -> list[list[tuple[Side, Side]]]:
     """The loops of corners around cells: clockwise around the outside, counterclockwise around holes.
 
     An edge is drawn on each side of a cell without a neighbour. Following the edges from corner to corner, and always
     turning right first, gives one loop for each connected boundary.
-
-    Args:
-        cells: the row and the column of each.
 
     Returns:
         For each loop, its corners as pairs of a horizontal and a vertical grid line.
@@ -420,32 +389,24 @@ def outline(cells: Collection[tuple[int, int]]) -> list[list[tuple[Side, Side]]]
     >>> outline({(0, 0), (0, 1)})
     [[((0, True), (2, False)), ((1, False), (2, False)), ((1, False), (0, True)), ((0, True), (0, True))]]
     """
-    # The next corner, by corner and direction: 0 is right, 1 down, 2 left, 3 up.
-    edges: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}
-    for row, column in sorted(cells):
+    inside, edges = set(cells), set()  # an edge: its first corner and its direction, 0 right, 1 down, 2 left, 3 up
+    for row, column in inside:
         corners = [(row, column), (row, column + 1), (row + 1, column + 1), (row + 1, column)]
         neighbours = [(row - 1, column), (row, column + 1), (row + 1, column), (row, column - 1)]
-        for direction, other in enumerate(neighbours):
-            if other not in cells:
-                edges.setdefault(corners[direction], {})[direction] = corners[(direction + 1) % 4]
+        edges |= {(corners[i], i) for i in range(4) if neighbours[i] not in inside}
     loops = []
     while edges:
-        start, directions = next(iter(edges.items()))
-        at, direction = start, min(directions)
-        loop: list[tuple[Side, Side]] = []
-        first = direction
-        while not loop or (at, direction) != (start, first):
-            to = edges[at].pop(direction)
-            if not edges[at]:
-                del edges[at]
-            at = to
-            possible = {*edges.get(at, ()), *([first] if at == start else [])}
-            right, straight, left = direction + 1, direction, direction + 3
-            turned = next(turn % 4 for turn in (right, straight, left) if turn % 4 in possible)
+        first = (row, column), direction = min(edges)
+        edge, loop = None, []
+        while edge != first:
+            row, column = row + (0, 1, 0, -1)[direction], column + (1, 0, -1, 0)[direction]
+            turns = ((direction + turn) % 4 for turn in (1, 0, 3))  # right, straight, left
+            turned = next(turn for turn in turns if ((row, column), turn) in edges)
             if turned != direction:
                 across, down = (direction, turned) if direction % 2 == 0 else (turned, direction)
-                loop.append(((at[0], across == 0), (at[1], down == 3)))
-            direction = turned
+                loop.append(((row, across == 0), (column, down == 3)))
+            edge, direction = ((row, column), turned), turned
+            edges.remove(edge)
         loops.append(loop)
     return loops
 
@@ -462,7 +423,7 @@ def _cell(cell: Cell, figure: Figure, grid: _Grid) -> tuple[Box, Text]:
     title = f"rank {cell.rank:,}\n{cell.label}"
     title += f"\ngroup {cell.group}" * bool(cell.group)
     title += f"\n{figure.host} {cell.host:,}" if cell.host is not None else ""
-    fill = colour(cell.colour, figure.colours)
+    fill = colour(cell.colour)
     edge = COLOURS.text if cell.marked else ""
     return Box("cell", x, y, grid.cell, scale.cell_height, fill, edge, 2, scale.cell_height / 7, title), rank
 
@@ -500,22 +461,3 @@ def safe(text: str) -> str:
 
 def _n(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
-
-
-def _oklch(lightness: float, chroma: float, hue: float) -> str:
-    """An OKLCH colour (lightness, chroma, hue in radians) as sRGB. The OKLab matrices are Björn Ottosson's."""
-    a, b = chroma * math.cos(hue), chroma * math.sin(hue)
-    long = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3
-    medium = (lightness - 0.1055613458 * a - 0.0638541728 * b) ** 3
-    short = (lightness - 0.0894841775 * a - 1.2914855480 * b) ** 3
-    linear = (
-        4.0767416621 * long - 3.3077115913 * medium + 0.2309699292 * short,
-        -1.2684380046 * long + 2.6097574011 * medium - 0.3413193965 * short,
-        -0.0041960863 * long - 0.7034186147 * medium + 1.7076147010 * short,
-    )
-    return "#" + "".join(f"{round(255 * _gamma(min(1.0, max(0.0, part)))):02x}" for part in linear)
-
-
-def _gamma(part: float) -> float:
-    """The sRGB transfer function."""
-    return 12.92 * part if part <= 0.0031308 else 1.055 * part ** (1 / 2.4) - 0.055

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import product
+from itertools import product, repeat
 from typing import TYPE_CHECKING
 
 from pgmesh.drawing import figures, svg
 from pgmesh.drawing.figures import Cell, Figure, Panel
 from pgmesh.drawing.plain_text import GAP
-from pgmesh.drawing.styled_text import Line, wrapped
+from pgmesh.drawing.styled_text import Line, columns, framed, plain, side_by_side, wrapped
 
 if TYPE_CHECKING:
     from pgmesh.drawing.drawable import Axis, Drawable
@@ -51,67 +50,38 @@ def lines(
     for named, max_columns in tries:
         figure = figures.make_figure(layout, *axes, host=named, mark=mark, max_cells=MAX_CELLS, max_columns=max_columns)
         panels = _panels(figure, coloured)
-        if _width(panels[0][0]) <= width:
+        if len(plain(panels[0][:1])) <= width:
             break
-    fit = max(1, (width + 2) // (_width(panels[0][0]) + 2))
+    fit = max(1, (width + 2) // (len(plain(panels[0][:1])) + 2))
     drawn: list[Line] = []
     strip: list[list[Line]] = []  # the panels of the current line
     for panel, lines_of_it in zip(figure.panels, panels):
         if len(strip) == fit or panel.skipped:
-            drawn += _join_panels(strip)
+            drawn += side_by_side(strip)
             strip = []
         if panel.skipped:
             drawn += wrapped(f"{GAP} {', '.join(panel.skipped)}", width, "dim")
         strip.append(lines_of_it)
-    drawn += _join_panels(strip)
+    drawn += side_by_side(strip)
     notes = [figure.note, figure.legend.split(";")[0] * coloured]
     return [*drawn, *(line for note in filter(None, notes) for line in wrapped(note, width, "dim"))]
 
 
-def _join_panels(panels: Sequence[list[Line]]) -> list[Line]:
-    """The lines of panels of one height, next to each other."""
-    drawn = []
-    for row in zip(*panels):
-        line: Line = []
-        for part in row:
-            line += [*([("  ", "")] if line else []), *part]
-        drawn.append(line)
-    return drawn
-
-
-def _width(line: Line) -> int:
-    return sum(len(text) for text, _ in line)
-
-
 def _panels(figure: Figure, coloured: bool) -> list[list[Line]]:
     """The lines of each panel. All panels have the same width."""
-    names = [[_host(figure, panel, row) for row in range(max(1, len(panel.rows)))] for panel in figure.panels]
-    side = max(len(name) for panel in names for name in panel)
-    rank = max(len(_rank_text(cell)) for panel in figure.panels for cell in panel.cells)
-    column = max((len(word) for panel in figure.panels for word in panel.columns), default=0)
-    stub = max((len(word) for panel in figure.panels for word in panel.rows), default=0)
-    titles = [_title(figure, panel) for panel in figure.panels]
     across = max(1, len(figure.panels[0].columns))
-    cells = 1 + stub + across * (1 + max(rank, column))
-    room = max(cells + (2 + side if side else 0), *(len(title) + 3 for title in titles))
-    panels = []
-    for panel, title, hosts in zip(figure.panels, titles, names):
-        head = f" {title} " if title else ""
-        lines: list[Line] = [[("┌" + f"{head:─<{room}}" + "┐", "")]]
+    width = max(len(text) for panel in figure.panels for text in (*panel.columns, *map(_rank_text, panel.cells)))
+    rows: list[Line] = []
+    for panel in figure.panels:
         if panel.columns:
-            words = " " * (1 + stub) + "".join(f" {word:>{max(rank, column)}}" for word in panel.columns)
-            lines.append([("│", ""), (f"{words:<{room}}", "dim"), ("│", "")])
-        for row, host in enumerate(hosts):
-            name = panel.rows[row] if panel.rows else ""
-            line: Line = [("│", ""), (f" {name:<{stub}}", "dim")]
-            for cell in panel.cells[row * across : (row + 1) * across]:
-                line += _cell(cell, figure, max(rank, column), coloured)
-            rest = f"{host:>{side}}" if side else ""
-            line += [(f"{rest:>{room - cells}}", "dim"), ("│", "")]
-            lines.append(line)
-        lines.append([("└" + "─" * room + "┘", "")])
-        panels.append(lines)
-    return panels
+            rows.append([("", ""), *((name, "dim") for name in panel.columns), ("", "")])
+        for row, name in enumerate(panel.rows or ("",)):
+            cells = [_cell(cell, figure, width, coloured) for cell in panel.cells[row * across : (row + 1) * across]]
+            rows.append([(name, "dim"), *cells, (f" {_host(figure, panel, row)}", "dim")])
+    if not any(host.strip() for *_, (host, _) in rows):
+        rows = [row[:-1] for row in rows]
+    lines = columns(rows, [False, *repeat(True, len(rows[0]) - 1)], gap=" ")
+    return framed([_title(figure, panel) for panel in figure.panels], lines)
 
 
 def _title(figure: Figure, panel: Panel) -> str:
@@ -131,12 +101,12 @@ def _host(figure: Figure, panel: Panel, row: int) -> str:
     return f"{figure.host}s {hosts[0]:,}-{hosts[-1]:,}" if are_consecutive else f"{len(hosts):,} {figure.host}s"
 
 
-def _cell(cell: Cell, figure: Figure, width: int, coloured: bool) -> Line:
-    text = f"{_rank_text(cell):>{width}}"
-    if not coloured or cell.rank is None:
-        return [(" ", ""), (text, "bold" if cell.marked else "")]
-    bold = "bold " if cell.marked else ""
-    return [(" ", ""), (text, f"{bold}{svg.COLOURS.text} on {svg.colour(cell.colour, figure.colours)}")]
+def _cell(cell: Cell, figure: Figure, width: int, coloured: bool) -> tuple[str, str]:
+    """The text and the style of a rank. The colour fills the width of the column."""
+    styles = ["bold"] * cell.marked
+    if coloured and cell.rank is not None:
+        styles.append(f"{svg.COLOURS.text} on {svg.colour(cell.colour)}")
+    return f"{_rank_text(cell):>{width}}", " ".join(styles)
 
 
 def _rank_text(cell: Cell) -> str:

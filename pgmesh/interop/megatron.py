@@ -20,76 +20,40 @@ if TYPE_CHECKING:
 
 TRIED_ON = "0.16.1"
 
-FIELDS = {
-    "tp": "tensor",
-    "pp": "pipeline",
-    "mp": "model",
-    "embd": "embedding",
-    "pos_embd": "position embedding",
-    "cp": "context",
-    "tp_cp": "tensor+context",
-    "hcp": "context level *",
-    "ep": "expert",
-    "expt_tp": "expert-tensor",
-    "tp_ep": "expert-tensor+expert",
-    "tp_ep_pp": "expert-tensor+expert+pipeline",
-    "tp_dp_cp": "tensor+data+context",
-    "dp": "data",
-    "dp_cp": "data+context",
-    "expt_dp": "expert-data",
-    "intra_dp_cp": "data+context in instance",
-    "intra_expt_dp": "expert-data in instance",
-    "inter_dist_opt": "between instances",
-    "intra_dist_opt": "instance",
+NAMES: dict[str, tuple[str | None, str, str | None]] = {
+    "tensor": ("tp", "_TENSOR_MODEL_PARALLEL_GROUP", "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"),
+    "pipeline": ("pp", "_PIPELINE_MODEL_PARALLEL_GROUP", "_PIPELINE_GLOBAL_RANKS"),
+    "model": ("mp", "_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GLOBAL_RANKS"),
+    "embedding": ("embd", "_EMBEDDING_GROUP", "_EMBEDDING_GLOBAL_RANKS"),
+    "position embedding": ("pos_embd", "_POSITION_EMBEDDING_GROUP", "_POSITION_EMBEDDING_GLOBAL_RANKS"),
+    "context": ("cp", "_CONTEXT_PARALLEL_GROUP", "_CONTEXT_PARALLEL_GLOBAL_RANKS"),
+    "tensor+context": ("tp_cp", "_TENSOR_AND_CONTEXT_PARALLEL_GROUP", None),
+    "context level *": ("hcp", "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", None),
+    "expert": ("ep", "_EXPERT_MODEL_PARALLEL_GROUP", "_EXPERT_MODEL_PARALLEL_RANKS"),
+    "expert-tensor": ("expt_tp", "_EXPERT_TENSOR_PARALLEL_GROUP", None),
+    "expert-tensor+expert": ("tp_ep", "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", None),
+    "expert-tensor+expert+pipeline": ("tp_ep_pp", "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP", None),
+    "tensor+data+context": ("tp_dp_cp", "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP", None),
+    "data": ("dp", "_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GLOBAL_RANKS"),
+    "data+context": ("dp_cp", "_DATA_PARALLEL_GROUP_WITH_CP", "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP"),
+    "expert-data": ("expt_dp", "_EXPERT_DATA_PARALLEL_GROUP", None),
+    "data+context in instance": ("intra_dp_cp", "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", None),
+    "expert-data in instance": ("intra_expt_dp", "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", None),
+    "between instances": ("inter_dist_opt", "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", None),
+    "instance": ("intra_dist_opt", "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", None),
+    "tensor+data": (None, "_TENSOR_AND_DATA_PARALLEL_GROUP", None),
 }
-"""The family of each field of ``ProcessGroupCollection``. ``*`` is any level."""
+"""The names of each family in Megatron-Core: the field of ``ProcessGroupCollection``, and the globals of
+``parallel_state`` that hold its group and its ranks. ``*`` is any level."""
 
-GROUPS = {
-    "_TENSOR_MODEL_PARALLEL_GROUP": "tensor",
-    "_PIPELINE_MODEL_PARALLEL_GROUP": "pipeline",
-    "_MODEL_PARALLEL_GROUP": "model",
-    "_EMBEDDING_GROUP": "embedding",
-    "_POSITION_EMBEDDING_GROUP": "position embedding",
-    "_DATA_PARALLEL_GROUP": "data",
-    "_DATA_PARALLEL_GROUP_WITH_CP": "data+context",
-    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": "data+context in instance",
-    "_TENSOR_AND_DATA_PARALLEL_GROUP": "tensor+data",
-    "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": "tensor+data+context",
-    "_TENSOR_AND_CONTEXT_PARALLEL_GROUP": "tensor+context",
-    "_CONTEXT_PARALLEL_GROUP": "context",
-    "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS": "context level *",
-    "_EXPERT_MODEL_PARALLEL_GROUP": "expert",
-    "_EXPERT_TENSOR_PARALLEL_GROUP": "expert-tensor",
-    "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": "expert-tensor+expert",
-    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": "expert-tensor+expert+pipeline",
-    "_EXPERT_DATA_PARALLEL_GROUP": "expert-data",
-    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": "expert-data in instance",
-    "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": "between instances",
-    "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "instance",
-}
-"""The family of each global of ``parallel_state`` that holds a group."""
+FIELDS = {field: family for family, (field, _, _) in NAMES.items() if field}
+GROUPS = {group: family for family, (_, group, _) in NAMES.items()}
+RANK_LISTS = {ranks: family for family, (_, _, ranks) in NAMES.items() if ranks}
+"""The family of each field, of each global group and of each global list of ranks."""
 
-GLOO_GROUPS = {
-    "_DATA_PARALLEL_GROUP_GLOO": "data",
-    "_DATA_PARALLEL_GROUP_WITH_CP_GLOO": "data+context",
-    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO": "data+context in instance",
-    "_EXPERT_DATA_PARALLEL_GROUP_GLOO": "expert-data",
-    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO": "expert-data in instance",
-}
+_WITH_GLOO = ("data", "data+context", "data+context in instance", "expert-data", "expert-data in instance")
+GLOO_GROUPS = {f"{NAMES[family][1]}_GLOO": family for family in _WITH_GLOO}
 """The family of each global that holds a Gloo group of the same ranks."""
-
-RANK_LISTS = {
-    "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": "tensor",
-    "_PIPELINE_GLOBAL_RANKS": "pipeline",
-    "_MODEL_PARALLEL_GLOBAL_RANKS": "model",
-    "_EMBEDDING_GLOBAL_RANKS": "embedding",
-    "_POSITION_EMBEDDING_GLOBAL_RANKS": "position embedding",
-    "_DATA_PARALLEL_GLOBAL_RANKS": "data",
-    "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP": "data+context",
-    "_CONTEXT_PARALLEL_GLOBAL_RANKS": "context",
-    "_EXPERT_MODEL_PARALLEL_RANKS": "expert",
-}
-"""The family of each global that holds the ranks of a group."""
 
 ALL_GATHER_GROUP = "_DATA_PARALLEL_GROUP_WITH_CP_AG"
 HYBRID_GROUPS = "_HYBRID_DP_CP_GROUPS"

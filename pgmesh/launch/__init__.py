@@ -14,20 +14,14 @@ _MODULES = {
     "placement": "placing",
     "spawn": "spawning",
 }
-_INTERNAL = {
-    "PRELOAD": "processes",
-    **dict.fromkeys(("FAILURE_GRACE", "LocalWorld", "Outcome", "pack_call", "unwrap_results"), "spawning"),
-    "TORCHRUN_VARIABLES": "detect",
-}
 
 __all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:
-    module = _MODULES.get(name) or _INTERNAL.get(name)
-    if module is None:
+    if name not in _MODULES:
         raise AttributeError(f"module 'pgmesh.launch' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"pgmesh.launch.{module}"), name)
+    value = getattr(importlib.import_module(f"pgmesh.launch.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
 
@@ -37,7 +31,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from pgmesh.launch.detect import TORCHRUN_VARIABLES as TORCHRUN_VARIABLES, detect_launcher as detect_launcher
+    from pgmesh.launch.detect import detect_launcher as detect_launcher
     from pgmesh.launch.faking import fake_world as fake_world
     from pgmesh.launch.joining import (
         from_openmpi as from_openmpi,
@@ -46,13 +40,5 @@ if TYPE_CHECKING:
         join as join,
     )
     from pgmesh.launch.placing import placement as placement
-    from pgmesh.launch.processes import PRELOAD as PRELOAD
-    from pgmesh.launch.spawning import (
-        FAILURE_GRACE as FAILURE_GRACE,
-        LocalWorld as LocalWorld,
-        Outcome as Outcome,
-        pack_call as pack_call,
-        spawn as spawn,
-        unwrap_results as unwrap_results,
-    )
+    from pgmesh.launch.spawning import spawn as spawn
     from pgmesh.launch.store import StoreProcess as StoreProcess

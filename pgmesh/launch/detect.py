@@ -17,19 +17,18 @@ innermost launcher knows the rank of this process. The order is therefore:
 Contradictions raise LaunchError, which lists the variables and the possible fixes. In cases 2 and 3, these must agree:
 all detected MPI launchers, the variables of case 4 if they are set, and the enclosing Slurm step if there is one.
 
-This file imports no torch and uses no network. The only file that it reads is the one that PBS_NODEFILE names.
+This file imports no torch, opens no file and uses no network.
 """
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from pgmesh._util.formatting import format_calls
 from pgmesh.errors import LaunchError
-from pgmesh.launch import pbs
 from pgmesh.launch.slurm import parse_hosts, parse_task_counts
 
 Environ = Mapping[str, str]
@@ -40,9 +39,6 @@ PORTS = range(20_000, 30_000)
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """The variables that torchrun sets. torch's ``env://`` needs all but LOCAL_RANK; pgmesh needs that too."""
 
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-"""The variables of torchrun that may also be set by hand under another launcher."""
-
 INNERMOST_MARKS = {"PGMESH_SPAWNED": "launch.spawn", "TORCHELASTIC_RUN_ID": "torchrun"}
 """Variables that mark the innermost launcher, and its name."""
 
@@ -51,6 +47,105 @@ FIRST_STEP_WITHOUT_TASKS = 0xFFFFFFF0
 
 LOCALHOST = "127.0.0.1"
 LAST_PORT = 65_535
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The environment variables of one launcher.
+
+    Several variables for one number must agree, as far as they are set. ``detect_launcher`` describes their use.
+    """
+
+    name: str
+    marks: tuple[str, ...]  # it sets at least one of these on every rank
+    rank: tuple[str, ...]
+    size: tuple[str, ...]
+    local_rank: tuple[str, ...]
+    local_size: tuple[str, ...] = ()
+    job: tuple[str, ...] = ()  # equal on all ranks of a job, and different in every other job
+    tried: bool = True  # False if no real launcher of this kind was run
+    advice: tuple[tuple[str, str], ...] = ()  # calls that correct wrong variables, with their reasons
+
+
+TORCHRUN = Launcher(
+    "torchrun",
+    marks=TORCHRUN_VARIABLES,
+    rank=("RANK",),
+    size=("WORLD_SIZE",),
+    local_rank=("LOCAL_RANK",),
+    local_size=("LOCAL_WORLD_SIZE",),
+)
+"""torchrun, and the same variables set by hand."""
+
+OPEN_MPI = Launcher(
+    "Open MPI",
+    marks=("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    rank=("OMPI_COMM_WORLD_RANK", "PMIX_RANK"),
+    size=("OMPI_COMM_WORLD_SIZE",),
+    local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
+    local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+)
+MVAPICH = Launcher(
+    "MVAPICH",
+    marks=("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    rank=("MV2_COMM_WORLD_RANK",),
+    size=("MV2_COMM_WORLD_SIZE",),
+    local_rank=("MV2_COMM_WORLD_LOCAL_RANK",),
+    local_size=("MV2_COMM_WORLD_LOCAL_SIZE",),
+    tried=False,
+)
+PALS = Launcher(
+    "PALS",
+    marks=("PALS_LOCAL_RANKID", "PALS_RANKID", "PALS_APID"),
+    rank=("PMI_RANK", "PMIX_RANK", "PALS_RANKID"),
+    size=("PMI_SIZE",),
+    local_rank=("PALS_LOCAL_RANKID", "PMIX_LOCAL_RANK", "PMI_LOCAL_RANK"),
+    local_size=("PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"),
+    job=("PALS_APID",),
+    tried=False,
+)
+"""PALS of HPE Cray."""
+
+MPICH = Launcher(
+    "MPICH",
+    marks=("PMI_RANK", "MPI_LOCALRANKID"),
+    rank=("PMI_RANK",),
+    size=("PMI_SIZE",),
+    local_rank=("MPI_LOCALRANKID",),
+    local_size=("MPI_LOCALNRANKS",),
+)
+"""Hydra: mpiexec of MPICH, and of Intel MPI (untested)."""
+
+PMIX = Launcher(
+    "PMIx",
+    marks=("PMIX_RANK", "PMI_SIZE"),
+    rank=("PMIX_RANK",),
+    size=("PMI_SIZE",),
+    local_rank=("PMIX_LOCAL_RANK", "PMI_LOCAL_RANK"),
+    local_size=("PMI_LOCAL_SIZE",),
+    job=("PMIX_NAMESPACE",),
+    tried=False,
+)
+"""Any other launcher that implements PMIx."""
+
+SLURM = Launcher(
+    "Slurm",
+    marks=("SLURM_STEP_ID", "SLURM_PROCID"),
+    rank=("SLURM_PROCID",),
+    size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
+    local_rank=("SLURM_LOCALID",),
+    advice=(("srun python script.py", "in a new step, srun sets all of them again"),),
+)
+"""srun. The number of tasks on a host is in a list, which ``_read_step`` reads."""
+
+MPI = (OPEN_MPI, MVAPICH, PALS, MPICH, PMIX)
+
+LAUNCHERS = (TORCHRUN, *MPI, SLURM)
+"""All launchers. ``detect_launcher`` has the order in which they are used."""
+
+SET_BY_SRUN = ("PMI_RANK", "PMI_SIZE", "PMIX_RANK")
+"""Variables of MPI that srun sets too, with ``--mpi=pmi2`` or ``--mpi=pmix``. In a step they mark no MPI launcher."""
 
 
 @dataclass(frozen=True)
@@ -125,10 +220,12 @@ class EnvironmentReader:
 
     Args:
         environ: a mapping like ``os.environ``.
+        advice: suggested calls for the end of every error, with their reasons.
     """
 
-    def __init__(self, environ: Environ) -> None:
+    def __init__(self, environ: Environ, advice: tuple[tuple[str, str], ...] = ()) -> None:
         self.environ = environ
+        self.advice = advice
         self.values: dict[str, str | None] = {}
 
     def text(self, *names: str) -> str | None:
@@ -170,14 +267,16 @@ class EnvironmentReader:
         if rank is not None and size is not None and rank >= size:
             raise self.error(f"{name} is {rank}, but {limit} is {size}, and ranks count from 0.")
 
-    def check_host_size(self, local: str, local_size: int | None, name: str, size: int) -> None:
-        """Raise LaunchError if a host has more ranks than the world. None is not checked."""
-        if local_size is not None and local_size > size:
-            raise self.error(f"{local} is {local_size}, but {name} is {size}: a host cannot have more ranks.")
+    def check_equal(self, what: str, numbers: Mapping[str | None, int | None]) -> None:
+        """Raise LaunchError if the numbers of two variables differ. None is not checked."""
+        known = [(name, number) for name, number in numbers.items() if number is not None]
+        for (name, number), (other_name, other) in itertools.pairwise(known):
+            if number != other:
+                raise self.error(f"the number of {what} is {number} in {name}, but {other} in {other_name}.")
 
     def error(self, problem: str, *ways: tuple[str, str]) -> LaunchError:
         """An error with the problem, the variables that were read, and suggested calls with their reasons."""
-        return _error(problem, self.values, *ways)
+        return _error(problem, self.values, *ways, *self.advice)
 
     @property
     def read(self) -> tuple[tuple[str, str], ...]:
@@ -193,319 +292,127 @@ def _error(problem: str, values: Mapping[str, str | None], *ways: tuple[str, str
     return LaunchError("\n\n".join(part for part in (problem, "\n".join(read), format_calls(ways)) if part))
 
 
-# ---- one class for each launcher ----
+# ---- the rank according to one launcher ----
 
 
-class Launcher:
-    """Base class of the launchers.
+def _read(launcher: Launcher, environ: Environ) -> LauncherInfo:
+    """The rank of this process according to one launcher, and MASTER_ADDR and MASTER_PORT if they are set.
 
-    ``marks`` are the variables by which a launcher is recognised: it sets at least one of them on every rank.
+    Raises:
+        LaunchError: variables of this launcher are missing, invalid or contradict each other.
     """
-
-    name: ClassVar[str]
-    marks: ClassVar[tuple[str, ...]] = ()
-
-    @classmethod
-    def detect(cls, environ: Environ) -> LauncherInfo | None:
-        """The rank of this process according to this launcher; None if the launcher did not start it.
-
-        Raises:
-            LaunchError: variables of this launcher are missing, invalid or contradict each other.
-        """
-        raise NotImplementedError
-
-
-class Torchrun(Launcher):
-    """torchrun, and the same five variables set by hand."""
-
-    name = "torchrun"
-    marks = TORCHRUN_VARIABLES
-
-    @classmethod
-    def detect(cls, environ: Environ) -> LauncherInfo | None:
-        """The rank according to RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; None if none is set."""
-        present = [name for name in TORCHRUN_VARIABLES if name in environ]
-        if not present:
-            return None
-        reader = EnvironmentReader(environ)
-        numbers = [environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")]
-        complete = environ.get("MASTER_ADDR") and all(map(_is_number, numbers))
-        if not complete or int(environ["RANK"]) >= int(environ["WORLD_SIZE"]):
-            reader.values |= {name: environ.get(name) for name in TORCHRUN_VARIABLES}
-            raise reader.error(
-                "the environment does not name a rank of a world:",
-                ("torchrun --nproc-per-node 8 script.py", "sets them all: a world of 8"),
-                (f"unset {' '.join(present)}", "or none: a world of 1"),
-            )
-        rank, size = reader.required("RANK"), reader.required("WORLD_SIZE", at_least=1)
-        local_rank, local_size = reader.required("LOCAL_RANK"), reader.integer("LOCAL_WORLD_SIZE", at_least=1)
-        reader.check_below("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_size)
-        reader.check_host_size("LOCAL_WORLD_SIZE", local_size, "WORLD_SIZE", size)
-        host, hosts = reader.integer("GROUP_RANK"), reader.integer("GROUP_WORLD_SIZE", at_least=1)
-        reader.check_below("GROUP_RANK", host, "GROUP_WORLD_SIZE", hosts)
-        address, port = reader.text("MASTER_ADDR"), reader.integer("MASTER_PORT", at_least=1, at_most=LAST_PORT)
-        mark = next((mark for mark in INNERMOST_MARKS if reader.text(mark) is not None), None)
-        launcher = INNERMOST_MARKS[mark] if mark else "the environment"
-        why = f"{mark or 'RANK'} is set"
-        return LauncherInfo(launcher, why, rank, size, local_rank, local_size, (), address, port, reader.read)
+    reader = EnvironmentReader(environ, launcher.advice)
+    if launcher is TORCHRUN:
+        _check_complete(reader)
+    rank, size = reader.required(*launcher.rank), reader.required(*launcher.size, at_least=1)
+    local_rank, local_size = reader.integer(*launcher.local_rank), reader.integer(*launcher.local_size, at_least=1)
+    size_name = next(name for name in launcher.size if name in environ)
+    local_size_name = launcher.local_size[0] if launcher.local_size else "the number of tasks on this host"
+    reader.check_below(launcher.rank[0], rank, size_name, size)
+    if local_size is not None and local_size > size:
+        problem = f"{local_size_name} is {local_size}, but {size_name} is {size}: a host cannot have more ranks."
+        raise reader.error(problem)
+    hosts: tuple[str, ...] = ()
+    address, port = None, None
+    if launcher is SLURM:
+        hosts, local_size, address, port = _read_step(reader, rank, size, local_rank)
+    elif job := reader.text(*launcher.job):
+        port = PORTS[zlib.crc32(job.encode()) % len(PORTS)]
+    reader.check_below(launcher.local_rank[0], local_rank, local_size_name, local_size)
+    if local_size == size:
+        address = LOCALHOST
+    master_address = reader.text("MASTER_ADDR")
+    if master_address == "":
+        raise reader.error("MASTER_ADDR is empty.", ("export MASTER_ADDR=n1", "the host of rank 0"))
+    address = master_address or address
+    port = reader.integer("MASTER_PORT", at_least=1, at_most=LAST_PORT) or port
+    name, why = launcher.name, f"{next(mark for mark in launcher.marks if mark in environ)} is set"
+    if launcher is TORCHRUN:
+        mark = next((mark for mark in INNERMOST_MARKS if reader.text(mark) is not None), "RANK")
+        name, why = INNERMOST_MARKS.get(mark, "the environment"), f"{mark} is set"
+    elif not launcher.tried:
+        why += " (untested launcher)"
+    return LauncherInfo(name, why, rank, size, local_rank, local_size, hosts, address, port, reader.read)
 
 
-class MPI(Launcher):
-    """Base class of the launchers of MPI, which differ in the names of their variables.
-
-    ``rank``, ``size``, ``local_rank`` and ``local_size`` name variables for the same number; all that are set must
-    agree. ``job`` names variables that identify the job: equal on all its ranks, and different in every other job.
-    """
-
-    rank: ClassVar[tuple[str, ...]]
-    size: ClassVar[tuple[str, ...]]
-    local_rank: ClassVar[tuple[str, ...]]
-    local_size: ClassVar[tuple[str, ...]]
-    job: ClassVar[tuple[str, ...]] = ()
-
-    @classmethod
-    def detect(cls, environ: Environ) -> LauncherInfo | None:
-        """The rank according to this launcher. The address of rank 0 is 127.0.0.1 if all ranks are on one host."""
-        reader = EnvironmentReader(environ)
-        mark = next((name for name in cls.marks if name in environ), None)
-        if mark is None:
-            return None
-        rank, size = reader.required(*cls.rank), reader.required(*cls.size, at_least=1)
-        local_rank, local_size = reader.integer(*cls.local_rank), reader.integer(*cls.local_size, at_least=1)
-        reader.check_below(cls.rank[0], rank, cls.size[0], size)
-        reader.check_below(cls.local_rank[0], local_rank, cls.local_size[0], local_size)
-        reader.check_host_size(cls.local_size[0], local_size, cls.size[0], size)
-        hosts = cls._hosts(reader, size, local_size)
-        address, job = LOCALHOST if local_size == size else hosts[0] if hosts else None, reader.text(*cls.job)
-        port = PORTS[zlib.crc32(job.encode()) % len(PORTS)] if job else None
-        return LauncherInfo(
-            cls.name, f"{mark} is set", rank, size, local_rank, local_size, hosts, address, port, reader.read
+def _check_complete(reader: EnvironmentReader) -> None:
+    """Raise LaunchError unless all variables of torchrun are set and name a rank of a world."""
+    values = {name: reader.environ.get(name) for name in TORCHRUN_VARIABLES}
+    numbers = [value or "" for name, value in values.items() if name != "MASTER_ADDR"]
+    if not (values["MASTER_ADDR"] and all(map(_is_number, numbers)) and int(numbers[0]) < int(numbers[1])):
+        reader.values |= values
+        present = " ".join(name for name, value in values.items() if value is not None)
+        raise reader.error(
+            "the environment does not name a rank of a world:",
+            ("torchrun --nproc-per-node 8 script.py", "sets them all: a world of 8"),
+            (f"unset {present}", "or none: a world of 1"),
         )
 
-    @classmethod
-    def _hosts(cls, reader: EnvironmentReader, size: int, local_size: int | None) -> tuple[str, ...]:
-        """Names of the hosts, rank 0's first; empty if the launcher does not name them."""
-        return ()
+
+def _in_step(environ: Environ) -> bool:
+    """True in a task of srun; False in a batch script or an interactive shell."""
+    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
+    if step is None or "SLURM_PROCID" not in environ:
+        return False
+    return not (_is_number(step) and int(step) >= FIRST_STEP_WITHOUT_TASKS)
 
 
-class OpenMPI(MPI):
-    """mpirun of Open MPI, and other launchers that set the same variables."""
+def _read_step(
+    reader: EnvironmentReader, rank: int, size: int, local_rank: int | None
+) -> tuple[tuple[str, ...], int | None, str | None, int | None]:
+    """Hosts of the step, number of tasks on this host, and address and port of rank 0. None is unknown.
 
-    name = "Open MPI"
-    marks = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-    rank = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK")
-    size = ("OMPI_COMM_WORLD_SIZE",)
-    local_rank = ("OMPI_COMM_WORLD_LOCAL_RANK",)
-    local_size = ("OMPI_COMM_WORLD_LOCAL_SIZE",)
-    job = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
-
-
-class MVAPICH(MPI):
-    """Launchers of MVAPICH. Untested."""
-
-    name = "MVAPICH"
-    marks = ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE")
-    rank = ("MV2_COMM_WORLD_RANK",)
-    size = ("MV2_COMM_WORLD_SIZE",)
-    local_rank = ("MV2_COMM_WORLD_LOCAL_RANK",)
-    local_size = ("MV2_COMM_WORLD_LOCAL_SIZE",)
-
-
-class MPIOnPBS(MPI):
-    """Base class of the launchers that place ranks on the hosts of a PBS job, starting with the first host."""
-
-    @classmethod
-    def _hosts(cls, reader: EnvironmentReader, size: int, local_size: int | None) -> tuple[str, ...]:
-        """The hosts in the file that PBS_NODEFILE names. Empty if it is not set, or if this host lacks the file.
-
-        PBS writes the file on the first host of a job only.
-        """
-        path = reader.text("PBS_NODEFILE")
-        hosts = pbs.read_node_file(path) if path else ()
-        if len(hosts) == 1 and local_size is not None and local_size < size:
-            raise reader.error(
-                f"PBS_NODEFILE names one host, {hosts[0]}, but only {local_size} of {size} ranks are on this one.",
-                ("unset PBS_NODEFILE", "and pass rank 0's host to launch.join(host=...)"),
-            )
-        return hosts
-
-
-class PALS(MPIOnPBS):
-    """PALS of HPE Cray. Untested."""
-
-    name = "PALS"
-    marks = ("PALS_LOCAL_RANKID", "PALS_RANKID", "PALS_APID")
-    rank = ("PMI_RANK", "PMIX_RANK", "PALS_RANKID")
-    size = ("PMI_SIZE",)
-    local_rank = ("PALS_LOCAL_RANKID", "PMIX_LOCAL_RANK", "PMI_LOCAL_RANK")
-    local_size = ("PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE")
-    job = ("PALS_APID",)
-
-
-class MPICH(MPI):
-    """Hydra: mpiexec of MPICH, and of Intel MPI (untested)."""
-
-    name = "MPICH"
-    marks = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")
-    rank = ("PMI_RANK",)
-    size = ("PMI_SIZE",)
-    local_rank = ("MPI_LOCALRANKID",)
-    local_size = ("MPI_LOCALNRANKS",)
-
-    @classmethod
-    def detect(cls, environ: Environ) -> LauncherInfo | None:
-        """The rank according to Hydra; None if srun set PMI_RANK, or a PMIx launcher PMI_SIZE."""
-        if "MPI_LOCALRANKID" in environ:
-            return super().detect(environ)
-        others = Slurm.step_variable(environ) is not None or ("PMIX_RANK" in environ and "PMI_RANK" not in environ)
-        return None if others else super().detect(environ)
-
-
-class PMIx(MPIOnPBS):
-    """Any other launcher that implements PMIx. Untested."""
-
-    name = "PMIx"
-    marks = ("PMIX_RANK",)
-    rank = ("PMIX_RANK",)
-    size = ("PMI_SIZE",)
-    local_rank = ("PMIX_LOCAL_RANK", "PMI_LOCAL_RANK")
-    local_size = ("PMI_LOCAL_SIZE",)
-    job = ("PMIX_NAMESPACE",)
-
-    @classmethod
-    def detect(cls, environ: Environ) -> LauncherInfo | None:
-        """The rank according to PMIx; None if srun or one of the launchers above set PMIX_RANK."""
-        known = (*OpenMPI.marks, *MVAPICH.marks, *PALS.marks, "PMI_RANK", "MPI_LOCALRANKID")
-        others = Slurm.step_variable(environ) is not None or any(name in environ for name in known)
-        return None if others else super().detect(environ)
-
-
-class Slurm(Launcher):
-    """srun of Slurm."""
-
-    name = "Slurm"
-    marks = ("SLURM_STEP_ID", "SLURM_PROCID")
-
-    @staticmethod
-    def step_variable(environ: Environ) -> str | None:
-        """The variable that names this process's step of srun; None in a batch script or an interactive shell."""
-        name = next((name for name in ("SLURM_STEP_ID", "SLURM_STEPID") if name in environ), None)
-        if name is None or "SLURM_PROCID" not in environ:
-            return None
-        return None if _is_number(environ[name]) and int(environ[name]) >= FIRST_STEP_WITHOUT_TASKS else name
-
-    @classmethod
-    def detect(cls, environ: Environ) -> LauncherInfo | None:
-        """The rank according to srun. Rank 0 is on the first host of the step; its port depends on job and step."""
-        mark = cls.step_variable(environ)
-        if mark is None:
-            return None
-        reader = EnvironmentReader(environ)
-        rank = reader.required("SLURM_PROCID")
-        size = reader.required("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS", at_least=1)
-        reader.check_below("SLURM_PROCID", rank, "the number of tasks", size)
-        if "MPI_LOCALRANKID" not in environ:  # otherwise these variables are Hydra's
-            for name, number in (("PMI_RANK", rank), ("PMIX_RANK", rank), ("PMI_SIZE", size)):
-                if (value := reader.integer(name)) not in (None, number):
-                    raise reader.error(f"srun says rank {rank} of {size}, but {name} is {value}.", cls.NEW_STEP)
-        local_rank = reader.integer("SLURM_LOCALID")
-        hosts, local_size, node = cls._hosts(reader, size, local_rank)
-        cls._check_tasks_of_host(reader, rank, local_rank, local_size)
-        address, port = None, cls._derived_port(reader)
-        if len(hosts) == 1:
-            address = LOCALHOST
-        elif hosts and reader.text("SLURM_DISTRIBUTION") != "arbitrary" and (rank or not node):
-            address = hosts[0]  # unknown to the other ranks if the distribution is arbitrary
-        why = f"{mark} is set"
-        return LauncherInfo(cls.name, why, rank, size, local_rank, local_size, hosts, address, port, reader.read)
-
-    NEW_STEP = ("srun python script.py", "in a new step, srun sets all of them again")
-
-    @classmethod
-    def _hosts(
-        cls, reader: EnvironmentReader, size: int, local_rank: int | None
-    ) -> tuple[tuple[str, ...], int | None, int | None]:
-        """Hosts of the step, number of tasks on this host, and index of this host. Each is checked with the others."""
-        listed = next((name for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST") if reader.text(name)), None)
-        counted = next(
-            (name for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE") if reader.text(name)), None
-        )
-        hosts = parse_hosts(reader.environ[listed], listed) if listed else ()
-        counts = parse_task_counts(reader.environ[counted], counted) if counted else ()
-        node, nodes = reader.integer("SLURM_NODEID"), reader.integer("SLURM_STEP_NUM_NODES", at_least=1)
-        for name, number in ((listed, len(hosts)), (counted, len(counts))):
-            if name and nodes not in (None, number):
-                raise reader.error(f"{name} has {number} hosts, but SLURM_STEP_NUM_NODES is {nodes}.", cls.NEW_STEP)
-        if hosts and counts and len(hosts) != len(counts):
-            raise reader.error(f"{listed} has {len(hosts)} hosts, but {counted} has {len(counts)}.", cls.NEW_STEP)
-        if counts and sum(counts) != size:
-            raise reader.error(f"{counted} makes {sum(counts)} tasks, but there are {size}.", cls.NEW_STEP)
-        reader.check_below("SLURM_NODEID", node, "the number of hosts", len(counts or hosts) or None)
-        local_size = counts[node] if counts and node is not None else size if len(hosts) == 1 else None
-        reader.check_below("SLURM_LOCALID", local_rank, "the number of tasks on this host", local_size)
-        return hosts, local_size, node
-
-    @classmethod
-    def _check_tasks_of_host(
-        cls, reader: EnvironmentReader, rank: int, local_rank: int | None, local_size: int | None
-    ) -> None:
-        """Compare SLURM_GTIDS, the tasks of this host, with the other variables.
-
-        A job that was submitted from within a step inherits the variables of that step, except SLURM_GTIDS.
-        """
-        if (text := reader.text("SLURM_GTIDS")) is None:
-            return
+    SLURM_GTIDS names the tasks of this host. A job that was submitted from within a step inherits the variables of that
+    step, except SLURM_GTIDS.
+    """
+    listed = next((name for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST") if reader.text(name)), None)
+    counted = next((name for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE") if reader.text(name)), None)
+    hosts = parse_hosts(reader.environ[listed], listed) if listed else ()
+    counts = parse_task_counts(reader.environ[counted], counted) if counted else ()
+    node, nodes = reader.integer("SLURM_NODEID"), reader.integer("SLURM_STEP_NUM_NODES", at_least=1)
+    host_counts = {listed: len(hosts) or None, counted: len(counts) or None, "SLURM_STEP_NUM_NODES": nodes}
+    reader.check_equal("hosts", host_counts)
+    size_name = next(name for name in SLURM.size if name in reader.values)
+    reader.check_equal("tasks", {counted: sum(counts) if counts else None, size_name: size})
+    reader.check_below("SLURM_NODEID", node, "the number of hosts", len(counts or hosts) or None)
+    local_size = counts[node] if counts and node is not None else size if len(hosts) == 1 else None
+    if (text := reader.text("SLURM_GTIDS")) is not None:
         tasks = text.split(",")
-        if not all(map(_is_number, tasks)):
-            raise reader.error(f"SLURM_GTIDS is {text!r}, which is not a list of tasks.", cls.NEW_STEP)
-        if local_size not in (None, len(tasks)):
-            here = f"{len(tasks)} task{'s' * (len(tasks) > 1)}"
-            raise reader.error(f"SLURM_GTIDS names {here} on this host, but the step has {local_size}.", cls.NEW_STEP)
-        if local_rank is not None and (local_rank >= len(tasks) or int(tasks[local_rank]) != rank):
-            raise reader.error(
-                f"by SLURM_GTIDS, local rank {local_rank} is not rank {rank} (SLURM_PROCID).", cls.NEW_STEP
-            )
-
-    @staticmethod
-    def _derived_port(reader: EnvironmentReader) -> int | None:
-        """A port from the job ID and the step ID. Two jobs on one host rarely share it; MASTER_PORT overrides it."""
-        job, step = reader.integer("SLURM_JOB_ID", "SLURM_JOBID"), reader.integer("SLURM_STEP_ID", "SLURM_STEPID")
-        return None if job is None or step is None else PORTS[(101 * job + step) % len(PORTS)]
+        reader.check_equal("tasks on this host", {"SLURM_GTIDS": len(tasks), counted or listed: local_size})
+        if str(rank) not in (tasks if local_rank is None else tasks[local_rank : local_rank + 1]):
+            raise reader.error(f"SLURM_GTIDS is {text!r}: this task is not rank {rank} (SLURM_PROCID).")
+    address = None
+    if hosts and reader.text("SLURM_DISTRIBUTION") != "arbitrary" and (rank or not node):
+        address = hosts[0]  # unknown to the other ranks if the distribution is arbitrary
+    job, step = reader.integer("SLURM_JOB_ID", "SLURM_JOBID"), reader.integer("SLURM_STEP_ID", "SLURM_STEPID")
+    port = None if job is None or step is None else PORTS[(101 * job + step) % len(PORTS)]
+    return hosts, local_size, address, port
 
 
-class NoLauncher(Launcher):
-    """No launcher: one process that was started directly."""
+def _read_without_launcher(environ: Environ) -> LauncherInfo:
+    """A world of one, for a process that was started directly.
 
-    name = "no launcher"
-
-    @classmethod
-    def detect(cls, environ: Environ) -> LauncherInfo:
-        """A world of one.
-
-        Raises:
-            LaunchError: this process is the script or the shell of a Slurm job of several tasks.
-        """
-        reader = EnvironmentReader(environ)
-        if not any(name in environ for name in ("SLURM_JOB_ID", "SLURM_JOBID", *Slurm.marks)):
-            return LauncherInfo(cls.name, "none of their variables is set", 0, 1, 0, 1)
+    Raises:
+        LaunchError: this process is the script or the shell of a Slurm job of several tasks.
+    """
+    reader = EnvironmentReader(environ)
+    why = "none of their variables is set"
+    if any(name in environ for name in ("SLURM_JOB_ID", "SLURM_JOBID", *SLURM.marks)):
+        why = "this is the script of a Slurm job of one task"
         reader.text("SLURM_JOB_ID", "SLURM_JOBID")
         tasks, hosts = reader.integer("SLURM_NTASKS", "SLURM_NPROCS") or 1, reader.integer("SLURM_NNODES") or 1
         tasks = max(tasks, (reader.integer("SLURM_PROCID") or 0) + 1)
         if max(tasks, hosts) > 1:
-            job_size = f"{tasks} tasks" if tasks > 1 else f"{hosts} hosts"
             reader.values |= {name: environ.get(name) for name in ("SLURM_PROCID", "SLURM_STEP_ID")}
+            job_size = f"{tasks} tasks" if tasks > 1 else f"{hosts} hosts"
             raise reader.error(
                 f"this Slurm job has {job_size}, but this process is its script or shell, not a task of srun:",
                 ("srun python script.py", "one rank for each task"),
                 ("srun --ntasks 1 python script.py", "a world of 1"),
             )
-        return LauncherInfo(
-            "no launcher", "this is the script of a Slurm job of one task", 0, 1, 0, 1, read=reader.read
-        )
-
-
-LAUNCHERS: tuple[type[Launcher], ...] = (Torchrun, OpenMPI, MVAPICH, PALS, MPICH, PMIx, Slurm, NoLauncher)
-"""All launchers. ``detect_launcher`` has the order in which they are used."""
+    if any(name in environ for name in TORCHRUN_VARIABLES):
+        _check_complete(EnvironmentReader(environ))  # raises: only MASTER_ADDR or MASTER_PORT is set
+    return LauncherInfo("no launcher", why, 0, 1, 0, 1, read=reader.read)
 
 
 # ---- detection ----
@@ -527,35 +434,65 @@ def detect_launcher(environ: Environ) -> LauncherInfo:
     >>> print(detect_launcher(slurm | torchrun | {"TORCHELASTIC_RUN_ID": "none"}).line)
     rank 5 of 8, local rank 1: torchrun, because TORCHELASTIC_RUN_ID is set, in a step of Slurm
     """
-    nested_in_slurm = ", in a step of Slurm" * (Slurm.step_variable(environ) is not None)
-    marked = any(mark in environ for mark in INNERMOST_MARKS)
-    if marked and (info := Torchrun.detect(environ)):
-        return replace(info, why=info.why + nested_in_slurm)
-    if mpi := [info for each in LAUNCHERS if issubclass(each, MPI) and (info := each.detect(environ))]:
-        for other in mpi[1:]:
-            _check_same_rank(mpi[0], other)
-        _check_enclosing_step(mpi[0], environ)
-        return _with_rank_variables(replace(mpi[0], why=mpi[0].why + nested_in_slurm), environ)
-    if info := Slurm.detect(environ):
-        return _with_rank_variables(info, environ)
-    if any(name in environ for name in RANK_VARIABLES) and (info := Torchrun.detect(environ)):
-        return info
-    info = NoLauncher.detect(environ)
-    Torchrun.detect(environ)  # raises if MASTER_ADDR or MASTER_PORT is set without RANK
+    started = _started_by(environ)
+    in_step = ", in a step of Slurm" * _in_step(environ)
+    if any(mark in environ for mark in INNERMOST_MARKS) and any(name in environ for name in TORCHRUN_VARIABLES):
+        info = _read(TORCHRUN, environ)
+        return replace(info, why=info.why + in_step)
+    if not started and any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
+        return _read(TORCHRUN, environ)
+    if not started:
+        return _read_without_launcher(environ)
+    launcher, *others = started
+    info = _read(launcher, environ)
+    if launcher is SLURM:
+        others = [*MPI]  # srun may set their variables too
+    else:
+        info = replace(info, why=info.why + in_step)
+    for other in (*others, TORCHRUN):
+        if other is SLURM:
+            _check_enclosing_step(info, environ)
+        else:
+            info = _cross_check(info, other, environ)
     return info
 
 
-def _check_same_rank(info: LauncherInfo, other: LauncherInfo) -> None:
-    """Raise LaunchError if two launchers disagree on a rank or a size."""
-    for field in ("rank", "size", "local_rank", "local_size"):
-        a, b = getattr(info, field), getattr(other, field)
-        if None not in (a, b) and a != b:
-            raise _error(
-                f"{info.launcher} says rank {info.rank} of {info.size}, and {other.launcher} rank {other.rank} of "
-                f"{other.size}; their {field.replace('_', ' ')}s are {a} and {b}:",
-                dict([*info.read, *other.read]),
-                (f"unset {' '.join(name for name, _ in other.read)}", f"{info.launcher} alone"),
-            )
+def _started_by(environ: Environ) -> list[Launcher]:
+    """The launchers of MPI whose marks are set, and Slurm in a step of srun, innermost first.
+
+    A variable that several launchers set is a mark of the first one only; in a step, it may be srun's.
+    """
+    explained = {*SET_BY_SRUN} if _in_step(environ) else set()
+    found = []
+    for launcher in MPI:
+        if any(mark in environ and mark not in explained for mark in launcher.marks):
+            found.append(launcher)
+            explained.update(launcher.rank, launcher.size)
+    return [*found, SLURM] if _in_step(environ) else found
+
+
+def _cross_check(info: LauncherInfo, other: Launcher, environ: Environ) -> LauncherInfo:
+    """``info``, with the variables of another launcher that were compared, and its local rank if ``info`` has none.
+
+    Raises:
+        LaunchError: a variable of the other launcher contradicts ``info``.
+    """
+    reader = EnvironmentReader(environ)
+    fields = {"rank": other.rank, "size": other.size, "local_rank": other.local_rank, "local_size": other.local_size}
+    numbers = {field: reader.integer(*names) for field, names in fields.items()}
+    for field, number in numbers.items():
+        expected = getattr(info, field)
+        if None not in (number, expected) and number != expected:
+            name = next(name for name in fields[field] if name in environ)
+            unset = " ".join(name for name, _ in reader.read)
+            reader.values |= dict(info.read)
+            ways = SLURM.advice if info.launcher == SLURM.name else ()
+            if other is TORCHRUN:
+                ways = (("launch.from_torch()", "or the variables set by hand alone"),)
+            problem = f"{info.launcher} says {name} should be {expected}, but it is {number}:"
+            raise reader.error(problem, (f"unset {unset}", f"{info.launcher} alone"), *ways)
+    local_rank = numbers["local_rank"] if info.local_rank is None else info.local_rank
+    return replace(info, local_rank=local_rank, read=tuple((dict(info.read) | dict(reader.read)).items()))
 
 
 def _check_enclosing_step(info: LauncherInfo, environ: Environ) -> None:
@@ -564,14 +501,11 @@ def _check_enclosing_step(info: LauncherInfo, environ: Environ) -> None:
     A step is accepted if its rank and size are those of MPI, or if it has at most one task on each host and at most as
     many tasks as MPI has ranks. Otherwise the variables of MPI, or those of Slurm, are left over from an earlier job.
     """
-    if Slurm.step_variable(environ) is None:
-        return
     reader = EnvironmentReader(environ)
     rank, tasks = reader.required("SLURM_PROCID"), reader.integer("SLURM_STEP_NUM_TASKS")
     local_rank, counted = reader.integer("SLURM_LOCALID"), reader.text("SLURM_STEP_TASKS_PER_NODE")
-    crowded = bool(local_rank) or (
-        counted is not None and max(parse_task_counts(counted, "SLURM_STEP_TASKS_PER_NODE")) > 1
-    )
+    most_on_a_host = max(parse_task_counts(counted, "SLURM_STEP_TASKS_PER_NODE")) if counted else 1
+    crowded = bool(local_rank) or most_on_a_host > 1
     if (rank, tasks) != (info.rank, info.size) and (crowded or (tasks or 1) > info.size):
         reader.values |= dict(info.read)
         raise reader.error(
@@ -582,38 +516,7 @@ def _check_enclosing_step(info: LauncherInfo, environ: Environ) -> None:
         )
 
 
-def _with_rank_variables(info: LauncherInfo, environ: Environ) -> LauncherInfo:
-    """``info`` with MASTER_ADDR and MASTER_PORT, and with LOCAL_RANK if the launcher does not set a local rank.
-
-    Raises:
-        LaunchError: RANK, WORLD_SIZE, LOCAL_RANK or LOCAL_WORLD_SIZE contradicts the launcher.
-    """
-    reader = EnvironmentReader(environ)
-    numbers = {name: reader.integer(name) for name in RANK_VARIABLES}
-    detected = (info.rank, info.size, info.local_rank, info.local_size)
-    for (name, number), expected in zip(numbers.items(), detected):
-        if None not in (number, expected) and number != expected:
-            reader.values |= dict(info.read)
-            raise reader.error(
-                f"{info.launcher} says {name} should be {expected}, but it is {number}:",
-                (f"unset {' '.join(name for name in RANK_VARIABLES if name in environ)}", f"{info.launcher} alone"),
-                ("launch.from_torch()", "or the variables set by hand alone"),
-            )
-    if info.local_rank is None:
-        info = replace(info, local_rank=numbers["LOCAL_RANK"])
-    return _with_master_address(replace(info, read=(*info.read, *reader.read)), environ)
-
-
-def _with_master_address(info: LauncherInfo, environ: Environ) -> LauncherInfo:
-    """``info`` with the address and the port of MASTER_ADDR and MASTER_PORT, as far as they are set."""
-    reader = EnvironmentReader(environ)
-    address, port = reader.text("MASTER_ADDR"), reader.integer("MASTER_PORT", at_least=1, at_most=LAST_PORT)
-    if address == "":
-        raise reader.error("MASTER_ADDR is empty.", ("export MASTER_ADDR=n1", "the host of rank 0"))
-    return replace(info, address=address or info.address, port=port or info.port, read=(*info.read, *reader.read))
-
-
-def detect_one(launcher: type[Launcher], environ: Environ) -> LauncherInfo:
+def detect_one(launcher: Launcher, environ: Environ) -> LauncherInfo:
     """The rank of this process according to one launcher, without a comparison with others.
 
     MASTER_ADDR and MASTER_PORT are used if they are set.
@@ -621,17 +524,17 @@ def detect_one(launcher: type[Launcher], environ: Environ) -> LauncherInfo:
     Raises:
         LaunchError: the launcher did not start this process, or its variables are missing or contradict each other.
 
-    >>> detect_one(OpenMPI, {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "RANK": "1"}).rank
+    >>> detect_one(OPEN_MPI, {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "RANK": "1"}).rank
     0
     """
-    info = launcher.detect(environ)
-    if info is None:
+    is_set = any(mark in environ for mark in launcher.marks)
+    if not is_set or (launcher is SLURM and not _in_step(environ)):
         raise _error(
             f"{launcher.name} did not start this process: none of its variables is set.",
             dict.fromkeys(launcher.marks),
             ("launch.join()", "detects the launcher"),
         )
-    return _with_master_address(info, environ)
+    return _read(launcher, environ)
 
 
 def with_address(info: LauncherInfo, host: str | None = None, port: int | None = None) -> LauncherInfo:

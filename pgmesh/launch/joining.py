@@ -11,10 +11,10 @@ import torch.distributed as dist
 from pgmesh._util.formatting import format_calls
 from pgmesh.errors import LaunchError
 from pgmesh.launch.detect import (
+    OPEN_MPI,
+    SLURM,
+    TORCHRUN,
     LauncherInfo,
-    OpenMPI,
-    Slurm,
-    Torchrun,
     detect_launcher,
     detect_one,
     with_address,
@@ -41,8 +41,8 @@ def join(
             rank; otherwise "gloo".
         timeout: limit for this call and for each collective of the default group, as a timedelta or a number of
             seconds. Default: torch's default for the backend.
-        host: name or address of rank 0's host. Default: MASTER_ADDR; if not set, the first host of srun's step or of
-            a PBS job, or 127.0.0.1 if all ranks are on one host.
+        host: name or address of rank 0's host. Default: MASTER_ADDR; if not set, 127.0.0.1 if all ranks are on one
+            host, or the first host of srun's step.
         port: a free port on that host, for the store of the world, which rank 0 hosts. Default: MASTER_PORT; if not
             set, a port from 20000 to 29999 that depends on the number of the job (Slurm, Open MPI, PALS, PMIx).
 
@@ -72,7 +72,7 @@ def from_torch(backend: str | None = None, *, timeout: Timeout | None = None) ->
         LaunchError: the variables are incomplete or contradict each other, or joining fails.
     """
     if not dist.is_initialized():
-        _initialize(detect_one(Torchrun, os.environ), backend, timeout)
+        _initialize(detect_one(TORCHRUN, os.environ), backend, timeout)
 
 
 def from_slurm(
@@ -90,7 +90,7 @@ def from_slurm(
         LaunchError: srun did not start this process, its variables contradict each other, or joining fails.
     """
     if not dist.is_initialized():
-        _initialize(with_address(detect_one(Slurm, os.environ), host, port), backend, timeout)
+        _initialize(with_address(detect_one(SLURM, os.environ), host, port), backend, timeout)
 
 
 def from_openmpi(
@@ -108,7 +108,7 @@ def from_openmpi(
         LaunchError: mpirun did not start this process, its variables contradict each other, or joining fails.
     """
     if not dist.is_initialized():
-        _initialize(with_address(detect_one(OpenMPI, os.environ), host, port), backend, timeout)
+        _initialize(with_address(detect_one(OPEN_MPI, os.environ), host, port), backend, timeout)
 
 
 def _initialize(info: LauncherInfo, backend: str | None, timeout: Timeout | None) -> None:
@@ -148,7 +148,7 @@ def _set_device(info: LauncherInfo, backend: str) -> None:
             ('join("gloo")', "ranks without a device"),
             ("export LOCAL_RANK=...", "or the number of this rank's device"),
         )
-    if device_count == 1 and info.launcher == Slurm.name:
+    if device_count == 1 and info.launcher == SLURM.name:
         local_rank = 0  # Slurm can make only one device visible to each task
     if local_rank >= device_count:
         name = "LOCAL_RANK" if "LOCAL_RANK" in dict(info.read) else "the local rank"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
 
 from pgmesh.errors import LaunchError
 
@@ -18,8 +17,8 @@ MAX_HOSTS = 1 << 20
 
 _NAME = re.compile(r"(?: [^\[\],\s] | \[ [0-9,-]+ \] )+", re.VERBOSE)
 _PART = re.compile(r"\[ ([0-9,-]+) \] | ([^\[\]]+)", re.VERBOSE)
-_RANGE = re.compile(r"([0-9]+) (?: - ([0-9]+) )?", re.VERBOSE)
-_TASKS = re.compile(r"([0-9]+) (?: \( x ([0-9]+) \) )?", re.VERBOSE)
+_RANGE = re.compile(r"([0-9]{1,20}) (?: - ([0-9]{1,20}) )?", re.VERBOSE)
+_TASKS = re.compile(r"([0-9]{1,20}) (?: \( x ([0-9]{1,20}) \) )?", re.VERBOSE)
 
 
 def parse_hosts(text: str, variable: str = "the list") -> tuple[str, ...]:
@@ -35,37 +34,35 @@ def parse_hosts(text: str, variable: str = "the list") -> tuple[str, ...]:
     >>> parse_hosts("gpu[1-2]-ib,rack[1-2]n[09-10]")
     ('gpu1-ib', 'gpu2-ib', 'rack1n09', 'rack1n10', 'rack2n09', 'rack2n10')
     """
+    names = _NAME.findall(text)
+    if not names or ",".join(names) != text:
+        raise _invalid(text, variable, "is not a Slurm list of hosts, such as a[1-2],b[3-4] or rack[1-2]n[01-12]")
     hosts: list[str] = []
-    end = 0
-    while (word := _NAME.match(text, end)) is not None:
+    for name in names:
         pieces = [
-            [written] if written else list(_expand_ranges(numbers, text, variable))
-            for numbers, written in _PART.findall(word[0])
+            _expand_ranges(numbers, text, variable) if numbers else [written]
+            for numbers, written in _PART.findall(name)
         ]
         hosts += itertools.islice(map("".join, itertools.product(*pieces)), MAX_HOSTS + 1)
         if len(hosts) > MAX_HOSTS:
-            raise LaunchError(f"{variable} is {_shorten(text)}, which names more than {MAX_HOSTS:,} hosts.")
-        end = word.end()
-        if end == len(text):
-            return tuple(hosts)
-        if text[end] != ",":
-            break
-        end += 1
-    raise _invalid_list(text, variable, end)
+            raise _invalid(text, variable, f"names more than {MAX_HOSTS:,} hosts")
+    return tuple(hosts)
 
 
-def _expand_ranges(text: str, whole: str, variable: str) -> Iterator[str]:
+def _expand_ranges(ranges: str, text: str, variable: str) -> list[str]:
     """The numbers of one bracket as text, padded to the width of the first number of their range."""
-    for part in text.split(","):
+    numbers: list[str] = []
+    for part in ranges.split(","):
         read = _RANGE.fullmatch(part)
-        if read is None or len(part) > 40:
-            raise _invalid_list(whole, variable, whole.index(f"[{text}]"))
-        low, high = int(read[1]), int(read[2] or read[1])
-        if high < low:
-            raise LaunchError(f"{variable} is {_shorten(whole)}, where the range {part} is descending.")
+        low, high = (int(read[1]), int(read[2] or read[1])) if read else (1, 0)
+        if read is None or high < low:
+            raise _invalid(
+                text, variable, f"is not a Slurm list of hosts: {part!r} is not a number or an ascending range"
+            )
         if high - low >= MAX_HOSTS:
-            raise LaunchError(f"{variable} is {_shorten(whole)}, which names more than {MAX_HOSTS:,} hosts.")
-        yield from (f"{number:0{len(read[1])}d}" for number in range(low, high + 1))
+            raise _invalid(text, variable, f"names more than {MAX_HOSTS:,} hosts")
+        numbers += (f"{number:0{len(read[1])}d}" for number in range(low, high + 1))
+    return numbers
 
 
 def parse_task_counts(text: str, variable: str = "the list") -> tuple[int, ...]:
@@ -76,7 +73,7 @@ def parse_task_counts(text: str, variable: str = "the list") -> tuple[int, ...]:
         variable: the variable that contains it, for error messages.
 
     Raises:
-        LaunchError: the syntax is wrong.
+        LaunchError: the syntax is wrong, or the list has more than 1,048,576 hosts.
 
     >>> parse_task_counts("8(x2),4")
     (8, 8, 4)
@@ -84,21 +81,14 @@ def parse_task_counts(text: str, variable: str = "the list") -> tuple[int, ...]:
     counts: list[int] = []
     for part in text.split(","):
         read = _TASKS.fullmatch(part)
-        if read is None or len(part) > 40 or not (times := int(read[2] or 1)) or len(counts) + times > MAX_HOSTS:
-            raise LaunchError(
-                f"{variable} is {_shorten(text)}, which is not a list of task counts: {part!r} is not a number such as "
-                "8, or a repeated number such as 8(x2)."
-            )
+        times = int(read[2] or 1) if read else 0
+        if read is None or not 0 < times <= MAX_HOSTS - len(counts):
+            example = "a number such as 8, or a repeated number such as 8(x2)"
+            raise _invalid(text, variable, f"is not a list of task counts: {part!r} is not {example}")
         counts += [int(read[1])] * times
     return tuple(counts)
 
 
-def _invalid_list(text: str, variable: str, where: int) -> LaunchError:
-    return LaunchError(
-        f"{variable} is {_shorten(text)}, which is not a Slurm list of hosts from {_shorten(text[where:])} on. "
-        "Such lists are written a[1-2],b[3-4] or rack[1-2]n[01-12]."
-    )
-
-
-def _shorten(text: str) -> str:
-    return repr(text if len(text) <= 80 else f"{text[:77]}...")
+def _invalid(text: str, variable: str, why: str) -> LaunchError:
+    shown = text if len(text) <= 80 else f"{text[:77]}..."
+    return LaunchError(f"{variable} is {shown!r}, which {why}.")

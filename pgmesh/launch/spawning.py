@@ -87,20 +87,17 @@ def pack_call(fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str
     name = getattr(fn, "__qualname__", None) or repr(fn)
     base_name = name.rpartition(".")[2]
     fix = f"  def {'work' if base_name == '<lambda>' else base_name}(...): ...   {AT_MODULE_LEVEL}"
+    why = _pickle_error(fn)
     if getattr(fn, "__module__", None) == "__main__" and script_path() is None:
+        why = "it was defined interactively or by python -c, not in a file"
+    if why is not None:
         raise LaunchError(
-            f"{name} cannot be sent to another process: it was defined interactively or by python -c, and a process "
-            f"imports a function by its name from a file.\n\n{fix}"
+            f"{name} cannot be sent to another process, which imports a function by its name from its module: "
+            f"{why}.\n\n{fix}"
         )
     try:
         return pickle.dumps((fn, args, kwargs or {}))
     except Exception as error:
-        why = _pickle_error(fn)
-        if why is not None:
-            raise LaunchError(
-                f"{name} cannot be sent to another process, which imports a function by its name from its module: "
-                f"{why}.\n\n{fix}"
-            ) from None
         arguments = {**{f"argument {i}": arg for i, arg in enumerate(args, 1)}, **(kwargs or {})}
         errors = {word: why for word, argument in arguments.items() if (why := _pickle_error(argument))}
         texts = [f"{word}, a {type(arguments[word]).__name__}: {why}" for word, why in errors.items()]
@@ -251,7 +248,8 @@ class LocalRank:
         try:
             while self.call_pipe.poll():
                 if message := self.call_pipe.recv_bytes():
-                    return _unpickle_outcome(self.rank, message)
+                    outcome: Outcome = pickle.loads(message)
+                    return outcome
                 self.started = True
                 self.call_pipe.send_bytes(call)
         except (EOFError, OSError):
@@ -278,15 +276,6 @@ class LocalRank:
         """Request that the rank exits, with an empty call."""
         with contextlib.suppress(OSError):
             self.call_pipe.send_bytes(b"")
-
-
-def _unpickle_outcome(rank: int, message: bytes) -> Outcome:
-    try:
-        outcome: Outcome = pickle.loads(message)
-        return outcome
-    except Exception as error:
-        line = f"returned a message that does not unpickle here: {error!r}"
-        return Outcome(rank, error=line, exception=error, failed_at=time.monotonic())
 
 
 def _torchrun_variables(rank: int, n: int, port: int) -> dict[str, str]:
@@ -324,46 +313,28 @@ def _run_rank(
 
 def _run_call(rank: int, call: bytes, backend: str, timeout: timedelta | None) -> bytes:
     """Join the world if needed, execute a pickled call, and return its pickled outcome."""
+    problem = fix = ""  # of a call or a result that cannot be sent
     try:
         join(backend, timeout=timeout)
-        fn, args, kwargs = _unpickle_call(call)
-        return _pickle_outcome(Outcome(rank, fn(*args, **kwargs)))
+        problem = "cannot import the function that it was sent"
+        fix = f"  def work(...): ...   {AT_MODULE_LEVEL}"
+        fn, args, kwargs = pickle.loads(call)
+        problem = ""
+        result = fn(*args, **kwargs)
+        problem = f"returned a {type(result).__name__}, which does not pickle"
+        fix = "  return ...   # numbers, text, tensors on the CPU"
+        return pickle.dumps(Outcome(rank, result))
     except BaseException as error:
-        failed_at, details = time.monotonic(), traceback.format_exc()
+        failed_at = time.monotonic()
+        if problem:
+            return pickle.dumps(Outcome(rank, error=f"{problem}: {error}", details=fix, failed_at=failed_at))
         line = f"raised {type(error).__name__}: {error}".splitlines()[0]
-        if isinstance(error, _SendError):
-            line, details = error.args
-            return pickle.dumps(Outcome(rank, error=line, details=details, failed_at=failed_at))
-        outcome = Outcome(rank, error=line, details=details, failed_at=failed_at)
+        outcome = Outcome(rank, error=line, details=traceback.format_exc(), failed_at=failed_at)
         try:
             pickle.loads(pickle.dumps(error))
             return pickle.dumps(replace(outcome, exception=error))
         except Exception:  # some exceptions pickle, but do not unpickle
             return pickle.dumps(outcome)
-
-
-class _SendError(Exception):
-    """A call that does not unpickle in the rank, or a result that does not pickle. Arguments: the error and the fix."""
-
-
-def _unpickle_call(call: bytes) -> Any:
-    """The function and its arguments from the bytes of a call."""
-    try:
-        return pickle.loads(call)
-    except Exception as error:
-        raise _SendError(
-            f"cannot import the function that it was sent: {error}", f"  def work(...): ...   {AT_MODULE_LEVEL}"
-        ) from None
-
-
-def _pickle_outcome(outcome: Outcome) -> bytes:
-    """The bytes of an outcome."""
-    try:
-        return pickle.dumps(outcome)
-    except Exception as error:
-        kind = type(outcome.result).__name__
-        line = f"returned a {kind}, which does not pickle: {error}"
-        raise _SendError(line, "  return ...   # numbers, text, tensors on the CPU") from None
 
 
 def _serve_stacks(requests: Connection) -> None:

@@ -131,29 +131,24 @@ def _runs(nodes: str | Sequence[int]) -> Iterator[tuple[int, int]]:
     for word in words:
         numbers = word.lower().split("x")
         if len(numbers) > 2 or not all(number.isdecimal() and int(number) for number in numbers):
-            given = nodes if isinstance(nodes, str) else list(nodes)
             raise ShapeError(
-                f"nodes are written 8x8, for 8 hosts of 8 ranks, or 8,8,4, for the ranks of each host, not {given!r}."
+                f"nodes are written 8x8, for 8 hosts of 8 ranks, or 8,8,4, for the ranks of each host, not {nodes!r}."
             )
         yield (int(numbers[0]) if len(numbers) == 2 else 1), int(numbers[-1])
 
 
 def _join(runs: Iterator[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    joined: list[tuple[int, int]] = []
-    for n, size in runs:
-        if joined and joined[-1][1] == size:
-            n += joined.pop()[0]
-        joined.append((n, size))
+    """The same units with one run for each sequence of equal ones."""
+    joined = tuple((sum(n for n, _ in same), size) for size, same in groupby(runs, lambda run: run[1]))
     if not joined:
         raise ShapeError("there is no host in nodes=[].")
-    return tuple(joined)
+    return joined
 
 
 def _nested(domains: str | Sequence[int]) -> Iterator[HostLevel]:
     words = domains.replace(" ", "").lower().split("x") if isinstance(domains, str) else [str(size) for size in domains]
     if len(words) < 3 or not all(word.isdecimal() and int(word) for word in words):
-        given = domains if isinstance(domains, str) else list(domains)
-        raise ShapeError(f"domains are written 4x18x4, for 4 domains of 18 hosts of 4 ranks, not {given!r}.")
+        raise ShapeError(f"domains are written 4x18x4, for 4 domains of 18 hosts of 4 ranks, not {domains!r}.")
     sizes = [int(word) for word in words]
     for i in range(1, len(sizes)):
         name = LEVEL_NAMES[i - 1] if i <= len(LEVEL_NAMES) else f"level-{i} unit"

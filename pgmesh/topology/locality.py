@@ -8,8 +8,8 @@ indices run over its axes. The starts themselves have the same form, over the ot
 
 1. On hosts of one size, the count depends on ``start`` modulo that size alone. So the starts are grouped into classes
    by remainder, and one group of each class is counted (``_residue_classes``).
-2. Where host sizes differ, the starts are cut at each rank where the size changes. Each part is then divided into
-   classes separately (``_group_classes``).
+2. Where host sizes differ, the starts are halved until no group of a part has ranks on both sides of a change of the
+   size for some starts only. Each part is then divided into classes separately (``_group_classes``).
 3. One group is counted recursively, outermost axis first. Indices with the same remainder span the same number of
    units; two neighbours that share a unit share one count (``_count_units``).
 4. The ranks of a regular group ascend, so its ring enters each unit once. On ``n > 1`` units, ``n`` hops leave.
@@ -101,8 +101,7 @@ def _group_counts(
     if len(level.runs) > MAX_RUNS or len(level.runs) * _max_steps(along, others, period) > MAX_ENUMERATED:
         return _enumerate_groups(layout, axes, level)
     origin = layout.rank_of([0] * len(layout.axes))
-    cuts = [_indices_at(edge - origin, along, others) for edge in level.edges[1:-1] if edge > origin]
-    classes = _group_classes(origin, others, cuts, period)
+    classes = _group_classes(origin, others, along, level.edges[1:-1], period)
     counts = [(_count_units(start, along, level), count) for start, count in classes]
     return [(units, units if units > 1 else 0, count) for units, count in counts], True
 
@@ -124,39 +123,40 @@ def strided_runs(layout: Layout, axes: Sequence[Axis]) -> tuple[StridedRuns | No
 # -- classes of groups with equal counts --------------------------------------------------------------------------
 
 
-def _indices_at(position: int, along: StridedRuns, others: StridedRuns) -> tuple[int, ...]:
-    """The indices on ``others`` of the last rank at or before a position, which is relative to the first rank."""
-    indices = []
-    by_stride = [(*run, False) for run in along] + [(*run, True) for run in others]
-    for size, stride, is_other in sorted(by_stride, key=lambda run: run[1], reverse=True):
-        index = min(size - 1, position // stride)
-        position -= index * stride
-        if is_other:
-            indices.append(index)
-    return tuple(indices)
-
-
 def _group_classes(
-    start: int, others: StridedRuns, cuts: list[tuple[int, ...]], period: int
+    start: int, others: StridedRuns, along: StridedRuns, edges: Sequence[int], period: int
 ) -> Iterator[tuple[int, int]]:
     """One start for each class of groups with equal counts, and the number of groups in the class.
 
+    Starts that are equal modulo ``period`` have equal counts, if every rank of their groups stays in its run of hosts.
+    Otherwise the starts are divided in two halves.
+
     Args:
-        cuts: for each rank where the host size changes, the indices on ``others`` of the last start before it.
-        period: starts that are equal modulo this number have equal counts, if no cut is between them.
+        edges: the ranks where the host size changes.
     """
-    if not cuts or not others:
+    span = _extent(others)
+    if not any(_has_rank_between(along, edge - start - span, edge - start) for edge in edges):
         yield from _residue_classes(start, others, period)
         return
-    (size, stride), *inner = others
-    before = 0
-    for index in sorted({cut[0] for cut in cuts}):
-        yield from _residue_classes(start + before * stride, ((index - before, stride), *inner), period)
-        yield from _group_classes(
-            start + index * stride, tuple(inner), [cut[1:] for cut in cuts if cut[0] == index], period
-        )
-        before = index + 1
-    yield from _residue_classes(start + before * stride, ((size - before, stride), *inner), period)
+    left, distance, right = _halves(others)
+    yield from _group_classes(start, left, along, edges, period)
+    yield from _group_classes(start + distance, right, along, edges, period)
+
+
+def _halves(steps: StridedRuns) -> tuple[StridedRuns, int, StridedRuns]:
+    """The steps of both halves of the outermost axis, with the distance between their starts in the middle."""
+    (size, stride), inner = steps[0], steps[1:]
+    half = size // 2
+    left, right = (((part, stride), *inner) if part > 1 else inner for part in (half, size - half))
+    return left, half * stride, right
+
+
+def _has_rank_between(steps: StridedRuns, low: int, high: int) -> bool:
+    """True if a rank of the group from 0 along ``steps`` is at least ``low`` and less than ``high``."""
+    last = 0  # the last rank before ``high``
+    for size, stride in steps:
+        last += min(size - 1, max(0, high - 1 - last) // stride) * stride
+    return low <= last < high
 
 
 def _residue_classes(start: int, steps: StridedRuns, period: int) -> Iterator[tuple[int, int]]:
@@ -178,11 +178,7 @@ def _residue_classes(start: int, steps: StridedRuns, period: int) -> Iterator[tu
 def _max_steps(along: StridedRuns, others: StridedRuns, period: int) -> int:
     """An upper bound on the number of steps of the arithmetic for one run of hosts."""
     starts, steps_in_all = 1, 0
-    for size, stride in others:
-        cycle = min(size, period // math.gcd(period, stride))
-        steps_in_all += starts * cycle
-        starts = min(starts * cycle, period)
-    for size, stride in along:
+    for size, stride in (*others, *along):
         cycle = min(size, period // math.gcd(period, stride))
         steps_in_all += starts * cycle
         starts = min(starts * cycle, period)
@@ -194,33 +190,13 @@ def _max_steps(along: StridedRuns, others: StridedRuns, period: int) -> int:
 
 def _count_units(start: int, steps: StridedRuns, level: HostLevel) -> int:
     """The number of units that the group from ``start`` along ``steps`` spans."""
-    last = start + _extent(steps)
     run = level.run_of(start)
-    if run == level.run_of(last):
-        return _count_units_in_run(start, steps, level, run)
-    (size, stride), *rest = steps
-    inner = tuple(rest)
-    span, units, index, last_unit = _extent(inner), 0, 0, -1
-    while index < size:
-        at = start + index * stride
-        run = level.run_of(at)
-        # The number of next indices with all their ranks inside this run.
-        inside = min(size - index, (level.edges[run + 1] - 1 - at - span) // stride + 1)
-        if inside > 0:
-            units += _count_units_in_run(at, ((inside, stride), *inner), level, run)
-        else:
-            inside = 1  # this index crosses the end of the run
-            units += _count_units(at, inner, level)
-        units -= level.unit_of(at) == last_unit
-        index += inside
-        last_unit = level.unit_of(start + (index - 1) * stride + span)
-    return units
-
-
-def _count_units_in_run(start: int, steps: StridedRuns, level: HostLevel, run: int) -> int:
-    """The same for a group that is inside one run of equal units."""
-    count, unit = level.runs[run]
-    return 1 if count == 1 else _count_units_of_equal_size(unit, (start - level.edges[run]) % unit, steps)
+    if run == level.run_of(start + _extent(steps)):
+        count, unit = level.runs[run]
+        return 1 if count == 1 else _count_units_of_equal_size(unit, (start - level.edges[run]) % unit, steps)
+    left, distance, right = _halves(steps)
+    units = _count_units(start, left, level) + _count_units(start + distance, right, level)
+    return units - (level.unit_of(start + _extent(left)) == level.unit_of(start + distance))
 
 
 @lru_cache(maxsize=1 << 14)

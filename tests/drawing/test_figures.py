@@ -80,12 +80,24 @@ def within(inner: tuple[float, float, float, float], outer: Box) -> bool:
     return outer.x <= x and outer.y <= y and right <= outer.x + outer.width and bottom <= outer.y + outer.height
 
 
+def rectangles(box: Box) -> list[Box]:
+    """The rectangles that a box consists of: between two heights of corners, what every second upright edge ends."""
+    corners = [(start, end) for loop in box.outline for start, end in zip(loop, [*loop[1:], loop[0]])]
+    heights = sorted({y for (_, y), _ in corners})
+    found = []
+    for top, bottom in itertools.pairwise(heights):
+        upright = [a[0] for a, b in corners if min(a[1], b[1]) <= top and bottom <= max(a[1], b[1]) and a[0] == b[0]]
+        for left, right in zip(sorted(upright)[::2], sorted(upright)[1::2]):
+            found.append(replace(box, x=left, y=top, width=right - left, height=bottom - top, outline=()))
+    return found or [box]
+
+
 def check_geometry(drawing: Drawing) -> None:
     """No two cells overlap, boxes overlap only where one is in the other, no text is cut or stands on other text."""
     by_kind = {kind: [box for box in drawing.boxes if box.kind == kind] for kind in ("cell", "host", "panel", "ground")}
     (ground,) = by_kind["ground"]
     for kind in ("cell", "host", "panel"):
-        crowd = sorted((part for box in by_kind[kind] for part in box.parts or [box]), key=lambda box: (box.y, box.x))
+        crowd = sorted((part for box in by_kind[kind] for part in rectangles(box)), key=lambda box: (box.y, box.x))
         for i, one in enumerate(crowd):
             for other in crowd[i + 1 : i + 80]:
                 assert not overlap(one, other), (one, other)
@@ -150,11 +162,11 @@ def test_cells_tell_the_truth(layout, data):
         assert cell.host == cell.rank // 4
         blocks.setdefault(cell.colour, []).append(cell.rank)
     assert sorted(map(sorted, blocks.values())) == sorted(map(sorted, layout.partition(*axes)))
-    assert drawn.colours == len(blocks)
+    assert sorted(blocks) == list(range(len(blocks)))
     for panel in drawn.panels:
         boxed = {}
-        for number, down, across in panel.boxes():
-            for position in ((row, column) for row in down for column in across):
+        for number, positions in panel.regions():
+            for position in positions:
                 assert position not in boxed
                 boxed[position] = number
         assert boxed == {(cell.row, cell.column): cell.host for cell in panel.cells}
@@ -241,10 +253,7 @@ def test_regions_and_outlines_of_hosts_in_any_place(rows):
                     reached.add(step)
                     todo.append(step)
         found[frozenset(reached)] = host
-    regions = {
-        frozenset((row, column) for down, across in parts for row in down for column in across): host
-        for host, parts in panel.regions()
-    }
+    regions = {frozenset(positions): host for host, positions in panel.regions()}
     assert regions == found
     for region in regions:
         area = 0
@@ -257,7 +266,7 @@ def test_regions_and_outlines_of_hosts_in_any_place(rows):
 
 def test_colours_of_neighbours_differ_and_are_light_enough_for_text():
     for count in (1, 2, 5, 12, 128):
-        colours = [svg.colour(number, count) for number in range(count)]
+        colours = [svg.colour(number) for number in range(count)]
         assert len(set(colours)) == count or count > 30
         for colour in colours:
             red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
@@ -376,7 +385,7 @@ def test_a_browser_draws_it(name, tmp_path):
     if name == "page":
         source, width, height = tmp_path / "page.html", 1200, 900
         source.write_text(PAGES["64"](), encoding="utf-8")
-        colours = {svg.colour(number, 16) for number in range(16)}
+        colours = {svg.colour(number) for number in range(16)}
     else:
         drawing = DRAWINGS[name]()
         source, width, height = tmp_path / "drawing.svg", math.ceil(drawing.width), math.ceil(drawing.height)

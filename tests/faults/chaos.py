@@ -41,7 +41,8 @@ from pgmesh import ProcessGroupMesh, launch
 from pgmesh.connect import connecting
 from pgmesh.groups import teardown
 from pgmesh.groups.world import world_store
-from pgmesh.launch import PRELOAD, StoreProcess
+from pgmesh.launch import StoreProcess
+from pgmesh.launch.processes import PRELOAD
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.protocol import Add
 from tests.support import faults

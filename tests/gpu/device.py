@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from pgmesh.errors import LaunchError
-from pgmesh.launch import PRELOAD, LocalWorld
+from pgmesh.launch.processes import PRELOAD
+from pgmesh.launch.spawning import LocalWorld
 from pgmesh.parallel.exchange import ring_shift
 from tests.support.worlds import World
 

@@ -13,20 +13,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from pgmesh.errors import LaunchError
-from pgmesh.launch.detect import (
-    LAUNCHERS,
-    MPI,
-    MPICH,
-    MVAPICH,
-    PALS,
-    PORTS,
-    NoLauncher,
-    OpenMPI,
-    PMIx,
-    Torchrun,
-    detect_launcher,
-)
-from pgmesh.launch.pbs import read_node_file
+from pgmesh.launch.detect import LAUNCHERS, PORTS, detect_launcher, detect_one
 from pgmesh.launch.slurm import parse_hosts, parse_task_counts
 from tests.launchers import __main__ as launchers
 from tests.support import debian
@@ -137,11 +124,18 @@ def test_variables_that_were_read_are_listed_with_their_values():
     assert read.keys() >= {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_STEP_NODELIST", "SLURM_GTIDS"}
 
 
-@pytest.mark.parametrize("launcher", [each for each in LAUNCHERS if each is not NoLauncher])
-def test_a_launcher_that_did_not_start_the_process_is_not_detected(launcher):
-    assert launcher.detect({}) is None
-    strangers = {Torchrun: OPEN_MPI, OpenMPI: HYDRA, MVAPICH: OPEN_MPI, PALS: HYDRA, MPICH: SRUN, PMIx: OPEN_MPI}
-    assert launcher.detect(strangers.get(launcher, BATCH)) is None
+@pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda launcher: launcher.name)
+def test_a_launcher_that_did_not_start_the_process_is_not_read(launcher):
+    strangers = {"torchrun": OPEN_MPI, "MPICH": ONE_HOST, "PMIx": ONE_HOST, "Slurm": BATCH}
+    for environ in ({}, strangers.get(launcher.name, HYDRA)):
+        with pytest.raises(LaunchError, match=f"^{launcher.name} did not start this process: none of its variables"):
+            detect_one(launcher, environ)
+
+
+@pytest.mark.parametrize("name", sorted({name for each in LAUNCHERS[:-1] for name in (*each.rank, *each.size)}))
+def test_a_rank_or_a_size_alone_is_an_error_and_never_rank_0_of_1(name):
+    with pytest.raises(LaunchError, match=rf"\n  {name} += 4\n|not set"):
+        detect_launcher({name: "4"})
 
 
 # ---- address of rank 0 ----
@@ -205,99 +199,6 @@ def test_a_port_that_is_not_set_is_none():
     assert detect_launcher(HYDRA | {"MASTER_PORT": "29501"}).port == 29501
 
 
-# ---- PBS's file of hosts ----
-
-
-@pytest.mark.parametrize(
-    ("written", "hosts"),
-    [
-        ("x3006c0s13b1n0\nx3006c0s19b0n0\n", ("x3006c0s13b1n0", "x3006c0s19b0n0")),
-        ("b\nb\nb\nb\na\na\n", ("b", "a")),  # a line for each place, in PBS's order
-        ("a\nb\na\nb\n", ("a", "b")),
-        ("n1.cluster.org", ("n1.cluster.org",)),
-        ("a\r\n\r\n  b  \n", ("a", "b")),
-    ],
-)
-@pytest.mark.parametrize("launcher", [CRAY, {"PMIX_RANK": "3", "PMI_SIZE": "8"}], ids=["PALS", "PMIx"])
-def test_hosts_of_a_pbs_job(tmp_path, launcher, written, hosts):
-    file = tmp_path / "nodefile"
-    file.write_bytes(written.encode())
-    assert read_node_file(str(file)) == hosts
-    found = detect_launcher(
-        launcher
-        | {"PBS_NODEFILE": str(file), "PMI_LOCAL_SIZE": "4", "PMI_SIZE": "8"}
-        | ({"PMI_LOCAL_SIZE": "8"} if len(hosts) == 1 else {})
-    )
-    assert (found.hosts, found.address) == (hosts, "127.0.0.1" if len(hosts) == 1 else hosts[0])
-    assert ("PBS_NODEFILE", str(file)) in found.read
-    assert (
-        detect_launcher(
-            launcher | {"PBS_NODEFILE": str(file), "MASTER_ADDR": "m", "PMI_LOCAL_SIZE": "8", "PMI_SIZE": "8"}
-        ).address
-        == "m"
-    )
-
-
-def test_other_launchers_and_hosts_without_the_file_have_no_hosts(tmp_path):
-    file = tmp_path / "nodefile"
-    file.write_text("a\nb\n")
-    for environ in (OPEN_MPI, HYDRA_ON_TWO, RSH, SRUN, TORCHRUN):
-        assert detect_launcher(environ | {"PBS_NODEFILE": str(file)}) == detect_launcher(environ)
-    assert_raises(
-        LaunchError,
-        lambda: detect_launcher(CRAY | {"PBS_NODEFILE": "/var/spool/pbs/aux/7.gone"}).end_point(),
-        """
-        PALS does not set the host of rank 0; it is not 127.0.0.1, since only 2 of 4 ranks are on \
-this host.
-
-          PMI_RANK          = 3
-          PMI_SIZE          = 4
-          PALS_LOCAL_RANKID = 1
-          PMI_LOCAL_SIZE    = 2
-          PBS_NODEFILE      = /var/spool/pbs/aux/7.gone
-          PALS_APID         = 8af-01
-
-          launch.join(host='n1')   # the same on every rank
-          export MASTER_ADDR=n1    # or in the environment of every rank
-        """,
-    )
-
-
-def test_a_pbs_job_of_one_host_with_ranks_on_another(tmp_path):
-    file = tmp_path / "nodefile"
-    file.write_text("a\na\n")
-    assert_raises(
-        LaunchError,
-        lambda: detect_launcher(CRAY | {"PBS_NODEFILE": str(file)}),
-        f"""
-        PBS_NODEFILE names one host, a, but only 2 of 4 ranks are on this one.
-
-          PMI_RANK          = 3
-          PMI_SIZE          = 4
-          PALS_LOCAL_RANKID = 1
-          PMI_LOCAL_SIZE    = 2
-          PBS_NODEFILE      = {file}
-
-          unset PBS_NODEFILE   # and pass rank 0's host to launch.join(host=...)
-        """,
-    )
-
-
-@pytest.mark.parametrize(
-    ("written", "wrong"),
-    [
-        (b"", "is not a list with one host in each line."),
-        (b"a\nb slots=2\n", "is not a list with one host in each line; line 2 is 'b slots=2'."),
-        (b"\xff\xfe\n", "is not a list with one host in each line; line 1 is '\ufffd\ufffd'."),
-        (None, "cannot be read: Is a directory."),
-    ],
-)
-def test_a_file_that_pbs_did_not_write(tmp_path, written, wrong):
-    file = tmp_path / "nodefile"
-    file.mkdir() if written is None else file.write_bytes(written)
-    assert_raises(LaunchError, lambda: read_node_file(str(file)), f"PBS_NODEFILE is {str(file)!r}, which {wrong}")
-
-
 # ---- contradictions, with the whole message ----
 
 
@@ -352,6 +253,7 @@ def test_the_script_of_a_job_is_not_a_rank(environ, many, read):
               SLURM_JOB_ID              = 3
               SLURM_STEP_ID             = 0
               SLURM_STEPID              = 0
+              MASTER_ADDR               = n1
 
               unset RANK            # Slurm alone
               launch.from_torch()   # or the variables set by hand alone
@@ -382,6 +284,8 @@ def test_the_script_of_a_job_is_not_a_rank(environ, many, read):
               SLURM_STEP_NUM_TASKS = 4
               SLURM_NTASKS         = 8
               SLURM_NPROCS         = 4
+
+              srun python script.py   # in a new step, srun sets all of them again
             """,
         ),
         (
@@ -390,7 +294,7 @@ def test_the_script_of_a_job_is_not_a_rank(environ, many, read):
             | {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_TASKS_PER_NODE": "4"}
             | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "1"},
             """
-            SLURM_GTIDS names 1 task on this host, but the step has 4.
+            the number of tasks on this host is 1 in SLURM_GTIDS, but 4 in SLURM_STEP_TASKS_PER_NODE.
 
               SLURM_PROCID              = 0
               SLURM_STEP_NUM_TASKS      = 4
@@ -409,20 +313,23 @@ def test_the_script_of_a_job_is_not_a_rank(environ, many, read):
         (
             {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "PMI_RANK": "0", "PMI_SIZE": "2"},
             """
-            srun says rank 1 of 2, but PMI_RANK is 0.
+            Slurm says PMI_RANK should be 1, but it is 0:
 
-              SLURM_PROCID = 1
-              SLURM_NTASKS = 2
-              PMI_RANK     = 0
+              PMI_RANK      = 0
+              PMI_SIZE      = 2
+              SLURM_PROCID  = 1
+              SLURM_NTASKS  = 2
+              SLURM_STEP_ID = 0
 
-              srun python script.py   # in a new step, srun sets all of them again
+              unset PMI_RANK PMI_SIZE   # Slurm alone
+              srun python script.py     # in a new step, srun sets all of them again
             """,
         ),
         (
             {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "a[1-"},
             """
-            SLURM_STEP_NODELIST is 'a[1-', which is not a Slurm list of hosts from '[1-' on. \
-Such lists are written a[1-2],b[3-4] or rack[1-2]n[01-12].
+            SLURM_STEP_NODELIST is 'a[1-', which is not a Slurm list of hosts, such as a[1-2],b[3-4] or \
+rack[1-2]n[01-12].
             """,
         ),
         (
@@ -444,18 +351,18 @@ Such lists are written a[1-2],b[3-4] or rack[1-2]n[01-12].
         (
             OPEN_MPI | HYDRA | {"PMI_RANK": "1"},
             """
-            Open MPI says rank 3 of 4, and MPICH rank 1 of 4; their ranks are 3 and 1:
+            Open MPI says PMI_RANK should be 3, but it is 1:
 
+              PMI_RANK                   = 1
+              PMI_SIZE                   = 4
+              MPI_LOCALRANKID            = 3
+              MPI_LOCALNRANKS            = 4
               OMPI_COMM_WORLD_RANK       = 3
               PMIX_RANK                  = 3
               OMPI_COMM_WORLD_SIZE       = 4
               OMPI_COMM_WORLD_LOCAL_RANK = 3
               OMPI_COMM_WORLD_LOCAL_SIZE = 4
               PMIX_NAMESPACE             = 1776680961
-              PMI_RANK                   = 1
-              PMI_SIZE                   = 4
-              MPI_LOCALRANKID            = 3
-              MPI_LOCALNRANKS            = 4
 
               unset PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS   # Open MPI alone
             """,
@@ -560,7 +467,11 @@ which runs one on each host.
             """
             MASTER_ADDR is empty.
 
-              MASTER_ADDR = (empty)
+              PMI_RANK        = 3
+              PMI_SIZE        = 4
+              MPI_LOCALRANKID = 3
+              MPI_LOCALNRANKS = 4
+              MASTER_ADDR     = (empty)
 
               export MASTER_ADDR=n1   # the host of rank 0
             """,
@@ -577,16 +488,19 @@ SMALL_STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}
 @pytest.mark.parametrize(
     ("more", "first_line"),
     [
-        ({"SLURM_PROCID": "2"}, "SLURM_PROCID is 2, but the number of tasks is 2, and ranks count from 0."),
+        ({"SLURM_PROCID": "2"}, "SLURM_PROCID is 2, but SLURM_NTASKS is 2, and ranks count from 0."),
         (
             {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_NUM_NODES": "3"},
-            "SLURM_STEP_NODELIST has 2 hosts, but SLURM_STEP_NUM_NODES is 3.",
+            "the number of hosts is 2 in SLURM_STEP_NODELIST, but 3 in SLURM_STEP_NUM_NODES.",
         ),
         (
             {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2"},
-            "SLURM_STEP_NODELIST has 2 hosts, but SLURM_TASKS_PER_NODE has 1.",
+            "the number of hosts is 2 in SLURM_STEP_NODELIST, but 1 in SLURM_TASKS_PER_NODE.",
         ),
-        ({"SLURM_TASKS_PER_NODE": "1,2"}, "SLURM_TASKS_PER_NODE makes 3 tasks, but there are 2."),
+        (
+            {"SLURM_TASKS_PER_NODE": "1,2"},
+            "the number of tasks is 3 in SLURM_TASKS_PER_NODE, but 2 in SLURM_NTASKS.",
+        ),
         (
             {"SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_NODEID": "2"},
             "SLURM_NODEID is 2, but the number of hosts is 2, and ranks count from 0.",
@@ -595,10 +509,10 @@ SMALL_STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}
             {"SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_NODEID": "1", "SLURM_LOCALID": "1"},
             "SLURM_LOCALID is 1, but the number of tasks on this host is 1, and ranks count from 0.",
         ),
-        ({"SLURM_GTIDS": "0,x"}, "SLURM_GTIDS is '0,x', which is not a list of tasks."),
-        ({"SLURM_GTIDS": "0,1", "SLURM_LOCALID": "0"}, "by SLURM_GTIDS, local rank 0 is not rank 1 (SLURM_PROCID)."),
+        ({"SLURM_GTIDS": "0,x"}, "SLURM_GTIDS is '0,x': this task is not rank 1 (SLURM_PROCID)."),
+        ({"SLURM_GTIDS": "0,1", "SLURM_LOCALID": "0"}, "SLURM_GTIDS is '0,1': this task is not rank 1 (SLURM_PROCID)."),
         ({"SLURM_NTASKS": "0"}, "SLURM_NTASKS is '0', which is not a whole number of 1 or more."),
-        ({"PMI_SIZE": "3"}, "srun says rank 1 of 2, but PMI_SIZE is 3."),
+        ({"PMI_SIZE": "3"}, "Slurm says PMI_SIZE should be 2, but it is 3:"),
     ],
 )
 def test_inconsistent_variables_of_a_slurm_step(more, first_line):
@@ -695,14 +609,17 @@ def test_node_lists_keep_their_order(text, hosts):
     ],
 )
 def test_an_invalid_node_list_is_an_error(text):
-    with pytest.raises(LaunchError, match=r"which is not a Slurm list of hosts from '.*' on\."):
+    with pytest.raises(LaunchError, match=r"^the list is '.*', which is not a Slurm list of hosts[,:] .*\."):
         parse_hosts(text)
 
 
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("a[3-1]", "the list is 'a[3-1]', where the range 3-1 is descending."),
+        (
+            "a[3-1]",
+            "the list is 'a[3-1]', which is not a Slurm list of hosts: '3-1' is not a number or an ascending range.",
+        ),
         ("a[1-99999999999]", "the list is 'a[1-99999999999]', which names more than 1,048,576 hosts."),
         ("a[1-2000]b[1-2000]", "the list is 'a[1-2000]b[1-2000]', which names more than 1,048,576 hosts."),
     ],
@@ -736,18 +653,21 @@ def test_detection_needs_no_torch():
 
 def test_the_page_names_every_variable():
     page = (ROOT / "docs" / "launchers.md").read_text()
-    names = {name for each in LAUNCHERS if issubclass(each, MPI) for name in (*each.marks, *each.rank, *each.size)}
-    names |= {name for each in LAUNCHERS if issubclass(each, MPI) for name in (*each.local_rank, *each.local_size)}
+    rows = [(each.marks, each.rank, each.size, each.local_rank, each.local_size, each.job) for each in LAUNCHERS]
+    names = {name for row in rows for kind in row for name in kind}
     names |= {name for environ in (detect_launcher(SRUN).read, detect_launcher(TORCHRUN).read) for name, _ in environ}
-    names |= {name for each in LAUNCHERS if issubclass(each, MPI) for name in each.job}
-    names -= {
-        "GROUP_RANK",
-        "GROUP_WORLD_SIZE",
-        "SLURM_NODEID",
-        "SLURM_STEP_NUM_NODES",
-        "SLURM_STEPID",
-    }  # to check alone
+    names -= {"SLURM_NODEID", "SLURM_STEP_NUM_NODES", "SLURM_STEPID"}  # to check alone
     assert sorted(name for name in names if name not in page) == []
+
+
+def test_launchers_that_were_never_run_are_marked_untested():
+    rows = (ROOT / "docs" / "launchers.md").read_text().partition("## Detection order")[0].splitlines()
+    for launcher in LAUNCHERS:
+        (row,) = (row for row in rows if row.startswith("|") and launcher.name in row.split("|")[1])
+        assert ("untested" in row.split("|")[1].replace("Intel MPI, untested", "")) == (not launcher.tried)
+    assert [each.name for each in LAUNCHERS if each.tried] == ["torchrun", "Open MPI", "MPICH", "Slurm"]
+    line = "rank 3 of 4, local rank 1 of 2: MVAPICH, because MV2_COMM_WORLD_RANK is set (untested launcher)"
+    assert detect_launcher(RSH).line == line
 
 
 # ---- make test-launchers ----

@@ -14,17 +14,8 @@ import torch
 import torch.distributed as dist
 
 from pgmesh.errors import LaunchError
-from pgmesh.launch import StoreProcess, from_openmpi, from_slurm, from_torch, join
-from pgmesh.launch.detect import (
-    PORTS,
-    LauncherInfo,
-    OpenMPI,
-    Slurm,
-    Torchrun,
-    detect_launcher,
-    detect_one,
-    with_address,
-)
+from pgmesh.launch import StoreProcess, detect, from_openmpi, from_slurm, from_torch, join
+from pgmesh.launch.detect import PORTS, LauncherInfo, detect_launcher, detect_one, with_address
 from tests.launchers.install import PROGRAMS, SLURM, install
 from tests.support.launcher_environments import BY_HAND, HYDRA, HYDRA_ON_TWO, ONE_HOST, OPEN_MPI, SRUN, TORCHRUN
 from tests.support.message_assertions import assert_raises
@@ -140,7 +131,11 @@ def test_master_port_must_be_a_port():
         """
         MASTER_PORT is '70000', which is not a whole number from 1 to 65535.
 
-          MASTER_PORT = 70000
+          PMI_RANK        = 3
+          PMI_SIZE        = 4
+          MPI_LOCALRANKID = 3
+          MPI_LOCALNRANKS = 4
+          MASTER_PORT     = 70000
         """,
     )
 
@@ -149,11 +144,11 @@ def test_master_port_must_be_a_port():
 
 
 def test_a_named_launcher_is_used_whatever_others_set():
-    assert detect_one(Torchrun, SRUN | BY_HAND).rank == 5
-    assert detect_one(Slurm, SRUN | BY_HAND).rank == 3
-    assert detect_one(Slurm, SRUN | BY_HAND | {"MASTER_ADDR": "m"}).end_point() == ("m", 29500)
-    assert detect_one(Slurm, SRUN | OPEN_MPI | TORCHRUN).rank == 3
-    assert detect_one(OpenMPI, SRUN | OPEN_MPI | TORCHRUN | {"RANK": "0"}).rank == 3
+    assert detect_one(detect.TORCHRUN, SRUN | BY_HAND).rank == 5
+    assert detect_one(detect.SLURM, SRUN | BY_HAND).rank == 3
+    assert detect_one(detect.SLURM, SRUN | BY_HAND | {"MASTER_ADDR": "m"}).end_point() == ("m", 29500)
+    assert detect_one(detect.SLURM, SRUN | OPEN_MPI | TORCHRUN).rank == 3
+    assert detect_one(detect.OPEN_MPI, SRUN | OPEN_MPI | TORCHRUN | {"RANK": "0"}).rank == 3
 
 
 @pytest.mark.parametrize(
@@ -307,16 +302,16 @@ def test_ranks_of_mpi_join_at_the_host_and_port_given(tmp_path):
     ]
 
 
-def test_ranks_of_pals_join_on_the_first_host_of_pbs(tmp_path):
-    (tmp_path / "nodefile").write_text("127.0.0.1\n127.0.0.1\nelsewhere\nelsewhere\n")
+def test_ranks_of_open_mpi_join_at_the_port_of_their_job(tmp_path):
     port = free_port(range(20_000 + (os.getpid() + 2_500) % 9_000, 30_000))
-    apid = next(str(i) for i in itertools.count() if PORTS[zlib.crc32(str(i).encode()) % len(PORTS)] == port)
-    job = {"PALS_APID": apid, "PBS_NODEFILE": str(tmp_path / "nodefile"), "PMI_SIZE": "2", "PMI_LOCAL_SIZE": "1"}
-    environs = [job | {"PMI_RANK": str(rank), "PALS_LOCAL_RANKID": "0"} for rank in range(2)]
+    job = next(str(i) for i in itertools.count() if PORTS[zlib.crc32(str(i).encode()) % len(PORTS)] == port)
+    sizes = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": job}
+    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "PMIX_RANK")
+    environs = [OPEN_MPI | sizes | dict.fromkeys(names, str(rank)) for rank in range(2)]
     said, log = run_in(tmp_path, "launch.join('gloo')", environs)
     assert said == "rank 0 of 2 sums to 3\nrank 1 of 2 sums to 3\n"
     assert log == [
-        "pgmesh INFO joins as rank 0 of 2, local rank 0 of 1: PALS, because PALS_LOCAL_RANKID is set; "
+        "pgmesh INFO joins as rank 0 of 2, local rank 0 of 2: Open MPI, because OMPI_COMM_WORLD_RANK is set; "
         f"rank 0 is at 127.0.0.1:{port}"
     ]
 

@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 
 from pgmesh.errors import LaunchError
-from pgmesh.launch import TORCHRUN_VARIABLES, Outcome, StoreProcess, join, spawn, unwrap_results
+from pgmesh.launch import StoreProcess, join, spawn
+from pgmesh.launch.detect import TORCHRUN_VARIABLES
+from pgmesh.launch.spawning import Outcome, unwrap_results
 from tests.support.message_assertions import assert_raises, in_python_3_10_wording
 from tests.support.programs import clean_env, is_running, run_programs, wait_until_gone, write_script
 
@@ -278,8 +280,8 @@ object.
         (
             None,
             """
-            rank_and_sum cannot be sent to another process: it was defined interactively or by python -c, and a \
-process imports a function by its name from a file.
+            rank_and_sum cannot be sent to another process, which imports a function by its name from its module: \
+it was defined interactively or by python -c, not in a file.
 
               def rank_and_sum(...): ...   # at module level, above `if __name__ == "__main__":`
             """,

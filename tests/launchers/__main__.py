@@ -208,7 +208,7 @@ def under_slurm(env: dict[str, str], folder: Path, has_open_mpi: bool) -> None:
         "a job that a step submitted",
         f"srun -N1 -n2 bash -c {shlex.quote('[ $SLURM_PROCID = 0 ] || ' + batch(folder, '-n2', MEMBER))}",
         env,
-        "SLURM_GTIDS names 1 task on this host, but the step has 2.",
+        "the number of tasks on this host is 1 in SLURM_GTIDS, but 2 in SLURM_STEP_TASKS_PER_NODE.",
     )
 
 

@@ -16,7 +16,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh
-from pgmesh.launch import Outcome
+from pgmesh.launch.spawning import Outcome
 from pgmesh.rendezvous import store_thread, timing
 from pgmesh.rendezvous.operations import Operation, Read, perform
 from pgmesh.rendezvous.records import RankStatus, status_key

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pgmesh.launch import TORCHRUN_VARIABLES
+from pgmesh.launch.detect import TORCHRUN_VARIABLES
 from pgmesh.launch.processes import process_context
 
 ROOT = Path(__file__).parents[2]

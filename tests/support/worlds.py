@@ -25,15 +25,9 @@ import torch
 import torch.distributed as dist
 
 from pgmesh.errors import LaunchError
-from pgmesh.launch import (
-    FAILURE_GRACE,
-    PRELOAD,
-    LocalWorld,
-    Outcome,
-    StoreProcess,
-    pack_call,
-    unwrap_results,
-)
+from pgmesh.launch import StoreProcess
+from pgmesh.launch.processes import PRELOAD
+from pgmesh.launch.spawning import FAILURE_GRACE, LocalWorld, Outcome, pack_call, unwrap_results
 
 if TYPE_CHECKING:
     from pgmesh import ProcessGroupMesh
