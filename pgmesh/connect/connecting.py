@@ -312,7 +312,7 @@ class _Call:
         for collective in self.collectives:
             if collective.error is not None or not collective.done:
                 self.cache.discard(collective.record, "could not be connected; ask its mesh for it anew.")
-                collective.keep_if_it_hangs()
+                collective.keep_until_done()
 
 
 @contextlib.contextmanager

@@ -48,14 +48,10 @@ class FirstCollective:
     def is_running(self) -> bool:
         return self._work is not None and not self.done and self.error is None
 
-    def keep_if_it_hangs(self) -> None:
-        """Keep the group alive for good if the collective does not end although its connections were shut down."""
-        end = time.monotonic() + timing.TIMING.interrupted_answer
-        while self._work is not None and not self._work.is_completed():
-            if time.monotonic() > end:
-                teardown.keep(self.record.group)
-                return
-            time.sleep(timing.TIMING.first_pause)
+    def keep_until_done(self) -> None:
+        """Keep the group alive if its collective does not end although its connections were shut down."""
+        if self._work is not None and not self._work.is_completed():
+            teardown.keep_until_done(self.record.group, self._work)
 
     def poll(self) -> bool:
         """Check for the end of the collective. True if it has just succeeded."""

@@ -32,7 +32,6 @@ class GroupRecord:
         group_label: the group in messages, such as "group dp, tp".
         mesh_label: its mesh in messages, such as "mesh 'actor'".
         call_site: the line of code that asked for it.
-        asked: options of that call in messages, such as " (asked for with timeout=20.0)"; "" for none.
         path: the part of its name after the name of its mesh; "" if there are no other members.
         stores: the store that each backend reads through.
         created_by: "torch" for a group of ``new_group``, "caller" for an adopted one.
@@ -45,7 +44,6 @@ class GroupRecord:
     group_label: str
     mesh_label: str
     call_site: str
-    asked: str = ""
     path: str = ""
     stores: Mapping[str, PollingStore] = field(default_factory=dict)
     created_by: Literal["pgmesh", "torch", "caller"] = "pgmesh"
@@ -56,7 +54,7 @@ class GroupRecord:
     @property
     def label(self) -> str:
         """The group in messages, such as "group dp, tp of mesh 'actor'"."""
-        return f"{self.group_label} of {self.mesh_label}{self.asked}"
+        return f"{self.group_label} of {self.mesh_label}"
 
     @property
     def name(self) -> str:

@@ -190,9 +190,8 @@ class GroupCache:
         if layout is not None:
             description = layout.describe(self.rank, *axes) + tagged
             label = f"group {', '.join(map(str, axes or layout.axes)) or f'of rank {ranks[0]}'}{tagged}"
-        asked, asked_text = naming.asked_options(options, default), ""
+        asked = naming.asked_options(options, default)
         if asked and len(ranks) > 1:
-            asked_text = f" (asked for with {', '.join(f'{name}={value!r}' for name, value in asked.items())})"
             self._warn_of_options(asked, axes, label)
         if options is not self.registry.options:
             _check_honoured(options, f"{label} of {self.label}")
@@ -207,7 +206,8 @@ class GroupCache:
         fingerprint = None
         if len(ranks) > 1 and not backends.fake:
             hint = "On every rank, configure its axes with the same options or pass the same options in the call."
-            subject = f"{label} of {self.label}{asked_text}"
+            asked_for = ", ".join(f"{name}={value!r}" for name, value in asked.items())
+            subject = f"{label} of {self.label}" + f" (asked for with {asked_for})" * bool(asked)
             fingerprint = Fingerprint(self.rank, options.given, subject, hint)
             stores = {backend: self._polling_store(path, fingerprint, key, backend) for backend in backends.names}
         group = building.build(
@@ -215,7 +215,7 @@ class GroupCache:
         )
         stores = {} if fingerprint is None else stores
         record = building.GroupRecord(
-            group, label, self.label, call_site(), asked_text, path, stores, ranks=ranks, fingerprint=fingerprint
+            group, label, self.label, call_site(), path, stores, ranks=ranks, fingerprint=fingerprint
         )
         building.remember(record)
         return record
@@ -246,6 +246,7 @@ class GroupCache:
             key.ranks,
             key.options.timeout or timedelta(),
             addresses=backend == "gloo",
+            compares=key.options != self.registry.options,
             mismatch_keys=lambda: (f"{store_key()}/mismatch", self.identity.mismatch_key),
             set_status=lambda activity: self.registry.store_thread().set_status(activity),
             store_hint=lambda: self.registry.store_thread().store_hint(),

@@ -70,6 +70,7 @@ def destroy(ended: Iterable[GroupRecord], reason: str, *, abort: bool = False, a
         abort: abort running collectives of NCCL.
         at_exit: the process ends and closes its connections itself.
     """
+    free_finished()
     ended = list(ended)
     endpoints = [record.endpoints() for record in ended]
     for record in ended:
@@ -97,12 +98,24 @@ def mark_destroyed(record: GroupRecord, reason: str) -> None:
     torch_private.unregister_tag(record.group)
 
 
-def keep(thing: Any) -> None:
-    """Keep a group alive for good: its destructor would wait for a collective that hangs."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+_kept: list[tuple[Any, Any]] = []
+
+
+def keep_until_done(group: Any, work: Any) -> None:
+    """Keep a group until a collective is over. Its destructor would wait for that, at the end of the process too."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    _kept.append((group, work))
+
+
+def free_finished() -> None:
+    """Free the kept groups whose collectives are over."""
+    for kept in [each for each in _kept if each[1].is_completed()]:
+        with contextlib.suppress(ValueError):  # another thread removed it
+            _kept.remove(kept)
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(kept[0]))
 
 
 def keep_all_groups() -> None:
     """Keep all groups of torch alive in a forked child. Their destructors would wait for threads that do not exist."""
     for group in torch_private.all_groups():
-        keep(group)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

@@ -66,6 +66,8 @@ class Watch:
         for status in known.values():
             self._heartbeats.update(status, now)
         lost = [rank for rank, status in known.items() if self._heartbeats.is_lost(status, now)]
+        if record.gloo is not None:
+            record.gloo.look_for_mismatch(perform)
         unseen = {} if record.gloo is None else record.gloo.unseen_addresses()
         absent = [rank for rank, key in unseen.items() if perform(Read(key)) is None]
         if not lost and not absent:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from pgmesh._util.formatting import format_ranks, name_ranks
 from pgmesh.errors import LifetimeError, MismatchError, MissingRanksError, PgmeshError
 from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.operations import Operation, Raw, Read
+from pgmesh.rendezvous.operations import CompareSet, Operation, Raw, Read
 from pgmesh.rendezvous.protocol import check_published, pauses
 from pgmesh.rendezvous.records import Decision, Fingerprint, RankStatus, status_key
 
@@ -37,6 +37,14 @@ def without_frames(error: PgmeshError) -> PgmeshError:
     return copy
 
 
+_raised: weakref.WeakKeyDictionary[PgmeshError, weakref.ref[PollingStore]] = weakref.WeakKeyDictionary()
+"""Errors that were raised in a backend, each with the store that raised it.
+
+The backend keeps the error. Raised to a caller, the error refers to the caller's frames and so to the work and the
+backend: a cycle through C++ that Python cannot collect. It is cut when a group is closed after the one of the error.
+"""
+
+
 class PollingStore(dist.Store):
     """The store that a backend reads through. It polls, while torch's client would hold its lock and wait.
 
@@ -50,6 +58,7 @@ class PollingStore(dist.Store):
         fingerprint: the group's fingerprint on this rank.
         ranks: the members' ranks in the world, in group order.
         timeout: timeout of a wait for which the backend gives none.
+        compares: compare the fingerprint with that of the first rank too, since a rank may never read a member's.
         addresses: True if each member writes an address under a key that ends in its group rank, as with Gloo. False
             if the first member writes for all, as with NCCL. An address is published when this rank first waits. So it
             shows that the rank is in a collective.
@@ -67,13 +76,14 @@ class PollingStore(dist.Store):
         timeout: timedelta,
         *,
         addresses: bool,
+        compares: bool = False,
         mismatch_keys: Callable[[], Sequence[str]] = tuple,
         set_status: Callable[[str], None] = lambda activity: None,
         store_hint: Callable[[], str] = lambda: "",
     ) -> None:
         super().__init__()
         self._run, self._key, self._fingerprint, self._ranks, self._timeout = run, key, fingerprint, ranks, timeout
-        self._addresses, self._mismatch_keys = addresses, mismatch_keys
+        self._addresses, self._compares, self._mismatch_keys = addresses, compares, mismatch_keys
         self._set_status, self._store_hint = set_status, store_hint
         self.limit: timedelta | None = None  # if set, it overrides the timeout of the backend
         self._incarnation = "use"  # or the number of the attempt that connected the group
@@ -85,14 +95,14 @@ class PollingStore(dist.Store):
         self.used = False  # whether the group has been in a collective
         self.operations, self.waited = 0, 0.0  # number of store operations; seconds of waiting
         self.written: set[str] = set()
-        self._raised: list[weakref.ref[PgmeshError]] = []  # in the backend, which may keep them
 
     def close(self, reason: str) -> list[str]:
         """End every wait; return the store keys that this rank has written."""
         self._closed = reason
-        for error in self._raised:
-            if (kept := error()) is not None:
-                kept.__traceback__ = None  # its frames would keep the group alive, and C++ hides that from Python
+        for error, raised_by in list(_raised.items()):
+            store = raised_by()
+            if store is None or store._closed:
+                error.__traceback__ = None
         return [*self.written]
 
     def _ask(self, *operations: Operation, seconds: float | None = None) -> list[Any]:
@@ -172,7 +182,7 @@ class PollingStore(dist.Store):
             return
         finally:
             self.waited += time.monotonic() - start
-        self._raised.append(weakref.ref(copy))
+        _raised[copy] = weakref.ref(self)
         try:
             raise copy
         finally:
@@ -212,6 +222,16 @@ class PollingStore(dist.Store):
     def _activity(self) -> str:
         return f"in the first collective of {self._fingerprint.subject}, waiting for its members"
 
+    def look_for_mismatch(self, perform: Callable[[Operation], Any]) -> None:
+        """Set ``mismatch`` if a rank has published one.
+
+        Args:
+            perform: performs one store operation.
+        """
+        for key in self._mismatch_keys() if self.written or self.values else ():
+            if (text := perform(Read(key))) is not None:
+                self.mismatch = self.mismatch or Decision.unpack(key, text).text
+
     def _check_mismatch(self) -> None:
         keys = self._mismatch_keys()
         for key, text in zip(keys, self._ask(*map(Read, keys)) if keys else ()):
@@ -230,10 +250,13 @@ class PollingStore(dist.Store):
         if value is None:
             return False
         encoded, _, body = value.partition(SEPARATOR)
-        mismatch_key = next(iter(self._mismatch_keys()), f"{full}/mismatch")
-        check_published(self._ask, mismatch_key, self._fingerprint, encoded, full)
+        self._check_published(full, encoded)
         self.values[key] = body
         return True
+
+    def _check_published(self, key: str, encoded: bytes) -> None:
+        mismatch_key = next(iter(self._mismatch_keys()), f"{key}/mismatch")
+        check_published(self._ask, mismatch_key, self._fingerprint, encoded, key)
 
     def get(self, key: str) -> bytes:
         if key not in self.values:
@@ -304,6 +327,12 @@ class PollingStore(dist.Store):
     def _publish(self) -> None:
         """Publish this rank's address before it first waits."""
         self._check_open()
+        if self._compares:
+            self._compares = False
+            key = self._full("options")
+            self.written.add(key)
+            (first,) = self._ask(CompareSet(key, self._fingerprint.encoded.decode()))
+            self._check_published(key, first)
         if self._unpublished:
             self._write(self._own_addresses)
             self._unpublished = False

@@ -39,7 +39,6 @@ import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh, launch
 from pgmesh.connect import connecting
-from pgmesh.groups import teardown
 from pgmesh.groups.world import world_store
 from pgmesh.launch import StoreProcess
 from pgmesh.launch.processes import PRELOAD

@@ -20,11 +20,18 @@ import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh
 from pgmesh.connect.first_collective import FirstCollective
-from pgmesh.groups import backends
+from pgmesh.groups import backends, teardown
 from pgmesh.groups.cache import GroupCache
 from pgmesh.groups.identity import MeshIdentity
 from pgmesh.rendezvous.polling_store import PollingStore
-from tests.support.faults import LONG_TIMEOUT, WAIT_TIMEOUT, beat_fast_with_bystander, wait_until
+from tests.support.faults import (
+    BEAT,
+    LONG_TIMEOUT,
+    WAIT_TIMEOUT,
+    beat_fast_with_bystander,
+    wait_until,
+    wait_until_waiting,
+)
 from tests.support.resource_counts import CAN_COUNT, count_resources, resident_kib
 from tests.support.torch_tables import c10d
 from tests.support.worlds import World, check_sums, fresh_world
@@ -44,12 +51,11 @@ ALL = ("dp", "tp")
 # ---- faults, on each rank of a new mesh ----
 
 
-def fails(kind: str, act: Callable[[], Any], keep: Callable[[BaseException], Any] = lambda error: None) -> None:
+def fails(kind: str, act: Callable[[], Any]) -> None:
     try:
         act()
     except BaseException as error:
         assert type(error).__name__ == kind, error  # noqa: PT017
-        keep(error)
     else:
         raise AssertionError(f"no {kind}")
 
@@ -67,8 +73,8 @@ def comes_too_late(mesh: ProcessGroupMesh) -> None:
 
 
 def never_comes_to_the_first_collective(mesh: ProcessGroupMesh) -> None:
-    if mesh.rank < 3:
-        group = mesh.group(timeout=SOONER)
+    if mesh.rank < 3:  # rank 1, whose neighbours in the ring come, learns of it from the watch of the heartbeat
+        group = mesh.group(timeout=5 * BEAT)
         fails("MissingRanksError", lambda: dist.all_reduce(torch.ones(1), group=group))
 
 
@@ -88,7 +94,7 @@ def means_other_options(mesh: ProcessGroupMesh) -> None:
 
 def uses_other_options(mesh: ProcessGroupMesh) -> None:
     """Who finds its neighbours in the ring there learns of it when the collective has timed out."""
-    mesh.configure(*ALL, timeout=SOON * (1 + (mesh.rank == 3)))
+    mesh.configure(*ALL, timeout=BEAT * (5 + (mesh.rank == 3)))
     fails("MismatchError", lambda: dist.all_reduce(torch.ones(1), group=mesh.group()))
 
 
@@ -97,9 +103,7 @@ def waits_in_a_circle(mesh: ProcessGroupMesh) -> None:
     fails("CircleError", lambda: mesh.connect(first, timeout=SOON * 4))
 
 
-def is_released_while_it_waits(
-    mesh: ProcessGroupMesh, keep: Callable[[BaseException], Any] = lambda error: None
-) -> None:
+def is_released_while_it_waits(mesh: ProcessGroupMesh) -> None:
     if mesh.rank > 0:
         return
     looked, look = [], PollingStore._read
@@ -112,7 +116,7 @@ def is_released_while_it_waits(
         work = dist.all_reduce(torch.ones(1), group=mesh.group(), async_op=True)
         wait_until(lambda: len(looked) > 1, "it has written its address, and looked for another's")
     mesh.release(*ALL)
-    fails("LifetimeError", work.wait, keep)
+    fails("LifetimeError", work.wait)
 
 
 def is_released_as_it_begins(mesh: ProcessGroupMesh) -> None:
@@ -166,6 +170,7 @@ def is_interrupted_in_the_first_collective(mesh: ProcessGroupMesh) -> None:
 
 def one_stops(kind: str, mesh: ProcessGroupMesh, broken: Any) -> None:
     if mesh.rank == 3:
+        wait_until_waiting(0, 1, 2)
         with broken:
             fails(kind, lambda: mesh.connect(ALL, timeout=LONG_TIMEOUT))
     else:
@@ -188,6 +193,13 @@ FAULTS: list[Callable[[ProcessGroupMesh], None]] = [
     is_interrupted_in_the_first_collective,
 ]
 
+KEYS_LEFT: dict[Callable[[ProcessGroupMesh], None], int] = {
+    means_another_mesh: 1,
+    means_other_options: 1,
+    uses_other_options: 1,
+}
+"""Store keys that stay for a fault until the world ends: what tells late ranks of a mismatch."""
+
 # ---- faults on purpose in the ledger's own sense: something stays ----
 
 kept: list[Any] = []
@@ -198,8 +210,8 @@ def keeps_memory(mesh: ProcessGroupMesh) -> None:
     kept.append(b"\1" * (2 * MOST * 1024 // TIMES))
 
 
-def keeps_its_error(mesh: ProcessGroupMesh) -> None:
-    is_released_while_it_waits(mesh, kept.append)
+def keeps_its_group(mesh: ProcessGroupMesh) -> None:
+    kept.append(mesh.group(*ALL))
 
 
 def keeps_a_key(mesh: ProcessGroupMesh) -> None:
@@ -210,7 +222,7 @@ def keeps_a_key(mesh: ProcessGroupMesh) -> None:
 
 LEAKS: dict[Callable[[ProcessGroupMesh], None], set[str]] = {
     keeps_memory: {"KiB"},
-    keeps_its_error: {"descriptors", "threads"},
+    keeps_its_group: {"descriptors", "threads"},
     keeps_a_key: {"keys"},
 }
 
@@ -236,6 +248,7 @@ def again_and_again(fault: Callable[[ProcessGroupMesh], None]) -> list[Count]:
         del mesh
         if i in (FIRST, FIRST + TIMES):
             memory = resident_kib()  # which collects what is garbage first
+            wait_until(lambda: teardown.free_finished() or not teardown._kept, "collectives that hang in Gloo end")
             dist.barrier()
             seen.append(Count(count_resources() | {"keys": c10d._get_default_store().num_keys()}, memory))
             dist.barrier()
@@ -262,7 +275,9 @@ def four() -> Iterator[World]:
 def test_a_fault_that_is_survived_leaves_nothing_behind(four: World, fault: Callable[[ProcessGroupMesh], None]):
     for early, late in four.run(again_and_again, fault):
         print(late.memory - early.memory, "KiB", late.held)
-        assert not grown(early, late)
+        more = grown(early, late)
+        assert more.pop("keys", 0) <= KEYS_LEFT.get(fault, 0) * TIMES
+        assert not more
 
 
 @pytest.mark.parametrize("leak", LEAKS, ids=lambda leak: leak.__name__)

@@ -628,7 +628,8 @@ def in_an_error(mesh):
 def with_a_failed_collective(mesh):
     if mesh.rank == 0:
         try:
-            dist.all_reduce(torch.ones(1), group=mesh.group("tp", timeout=timedelta(seconds=0.5)))
+            mesh.configure("tp", timeout=timedelta(seconds=0.5))
+            dist.all_reduce(torch.ones(1), group=mesh.group("tp"))
         except TimeoutError as error:
             print(error)
     dist.barrier()
