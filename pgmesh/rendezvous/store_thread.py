@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from pgmesh.errors import PgmeshError, WorldError
 from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.operations import Delete, Operation, Raw, can_be_repeated, perform, underlying
+from pgmesh.rendezvous.operations import Delete, Operation, Raw, can_be_repeated, perform
 from pgmesh.rendezvous.records import PendingConnect, RankStatus, RunningCollective, status_key
 from pgmesh.rendezvous.world_name import REPLACED, current_world, enter_world, leave_world, left_worlds
 
@@ -50,6 +50,13 @@ def process_key(rank: int) -> str:
 def meshes_key(rank: int) -> str:
     """The store key of the numbers of the meshes that a rank has registered."""
     return f"pgmesh/meshes/{rank}"
+
+
+def underlying(store: Any) -> Any:
+    """The store inside any ``PrefixStore`` wrappers."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 class _Batch:

@@ -14,8 +14,9 @@ from torch.distributed import distributed_c10d as _c10d
 
 from pgmesh.groups.registry import current_registry
 from pgmesh.rendezvous import store_thread
-from pgmesh.rendezvous.operations import Read, underlying
+from pgmesh.rendezvous.operations import Read
 from pgmesh.rendezvous.records import status_key
+from pgmesh.rendezvous.store_thread import underlying
 from pgmesh.rendezvous.world_name import WORLD_KEY
 
 c10d: Any = _c10d
