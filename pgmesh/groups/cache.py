@@ -87,6 +87,7 @@ class GroupCache:
         self._configured: dict[_OptionKey, tuple[GroupOptions, str, str]] = {}
         self._single_rank_axes: set[_OptionKey] = set()  # groups of one rank that were returned
         self._generations = naming.Generations()
+        self._broken: dict[str, int] = {}  # by path of a group: the number of its last attempt that broke
         self._device_meshes: dict[Layout, DeviceMesh] = {}
         self._connecting: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by path of a group
         self._warned_of_options = False
@@ -235,9 +236,11 @@ class GroupCache:
 
     def _polling_store(self, path: str, fingerprint: Fingerprint, key: GroupKey, backend: str) -> PollingStore:
         seconds = (key.options.timeout or timedelta()).total_seconds()
+        broken = self._broken.get(path)  # all members were in that attempt, so they agree on other keys after it
+        backend_path = f"{path}/use" if broken is None else f"{path}/use.{broken}"
 
         def store_key() -> str:
-            return self.store_key(path, seconds)
+            return self.store_key(backend_path, seconds)
 
         return PollingStore(
             self.run,
@@ -247,7 +250,7 @@ class GroupCache:
             key.options.timeout or timedelta(),
             addresses=backend == "gloo",
             compares=key.options != self.registry.options,
-            mismatch_keys=lambda: (f"{store_key()}/mismatch", self.identity.mismatch_key),
+            mismatch_keys=lambda: (f"{self.store_key(path, seconds)}/mismatch", self.identity.mismatch_key),
             set_status=lambda activity: self.registry.store_thread().set_status(activity),
             store_hint=lambda: self.registry.store_thread().store_hint(),
         )
@@ -428,9 +431,14 @@ class GroupCache:
             if len(ranks) == 1:
                 self._single_rank_axes.clear()
 
-    def discard(self, record: building.GroupRecord, reason: str) -> None:
-        """Destroy a group that can no longer be used. The next call creates it anew, to be connected again."""
+    def discard(self, record: building.GroupRecord, number: int, reason: str) -> None:
+        """Destroy a group that can no longer be used. The next call creates it anew.
+
+        Args:
+            number: number of the attempt that connected it.
+        """
         with self.lock:
+            self._broken[record.path] = number
             keys = [key for key, each in self._records.items() if each is record]
             self._drop(keys, reason, abort=True, keep_attempts=True)
 

@@ -86,7 +86,6 @@ class PollingStore(dist.Store):
         self._addresses, self._compares, self._mismatch_keys = addresses, compares, mismatch_keys
         self._set_status, self._store_hint = set_status, store_hint
         self.limit: timedelta | None = None  # if set, it overrides the timeout of the backend
-        self._incarnation = "use"  # or the number of the attempt that connected the group
         self._own_addresses: dict[str, bytes] = {}  # by key
         self._unpublished = addresses
         self.values: dict[str, bytes] = {}  # by key
@@ -112,7 +111,7 @@ class PollingStore(dist.Store):
         return self._run(*operations, seconds=limit + timing.TIMING.report_missing)
 
     def _full(self, key: str) -> str:
-        return f"{self._key()}/{self._incarnation}/{key}"
+        return f"{self._key()}/{key}"
 
     # -- addresses ------------------------------------------------------------------------------------------------
 
@@ -144,11 +143,8 @@ class PollingStore(dist.Store):
         keys = {rank: f"{stem}/{i}" for i, rank in enumerate(self._ranks)} if self.used and self._addresses else {}
         return {rank: self._full(key) for rank, key in keys.items() if key not in seen}
 
-    def set_connected(self, number: int, encoded: Sequence[str]) -> None:
-        """Use the keys of a successful attempt, and the addresses of its members if they are known."""
-        if self.used:
-            return
-        self._incarnation = str(number)
+    def set_addresses(self, encoded: Sequence[str]) -> None:
+        """Set the addresses of all members, so that the backend need not read them from the store."""
         try:
             addresses = [[base64.b64decode(each, validate=True) for each in text.split(",")] for text in encoded]
         except ValueError:

@@ -159,7 +159,7 @@ class ConnectAttempt:
     @property
     def options_mismatch_key(self) -> str:
         """Store key under which a rank publishes a mismatch of the group's options."""
-        return f"{self.key}/options/mismatch"
+        return f"{self.key}/mismatch"
 
     def is_made(self) -> bool:
         return self.decision is not None and self.decision.kind == "made"
