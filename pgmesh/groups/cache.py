@@ -34,7 +34,7 @@ from pgmesh.groups.registry import current_registry, living
 from pgmesh.groups.world import world_rank_and_size
 from pgmesh.options import GroupOptions
 from pgmesh.rendezvous.operations import Delete
-from pgmesh.rendezvous.polling_store import PollingStore
+from pgmesh.rendezvous.polling_store import ASKED_FOR, PollingStore
 from pgmesh.rendezvous.protocol import ConnectAttempt
 from pgmesh.rendezvous.records import Fingerprint
 from pgmesh.rendezvous.store_thread import StoreThread
@@ -208,7 +208,7 @@ class GroupCache:
         if len(ranks) > 1 and not backends.fake:
             hint = "On every rank, configure its axes with the same options or pass the same options in the call."
             asked_for = ", ".join(f"{name}={value!r}" for name, value in asked.items())
-            subject = f"{label} of {self.label}" + f" (asked for with {asked_for})" * bool(asked)
+            subject = f"{label} of {self.label}" + f"{ASKED_FOR}{asked_for})" * bool(asked)
             fingerprint = Fingerprint(self.rank, options.given, subject, hint)
             stores = {backend: self._polling_store(path, fingerprint, key, backend) for backend in backends.names}
         group = building.build(

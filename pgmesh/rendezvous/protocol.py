@@ -381,6 +381,7 @@ class Participant:
                 attempt.name,
                 attempt.group,
                 attempt.mesh,
+                format_ranks(tuple(attempt.ranks)),
                 self.call_site,
                 attempt.missing[: timing.LIMITS.statuses],
             )

@@ -39,7 +39,7 @@ _TOKEN = secrets.token_hex(4)  # process numbers repeat, for example in containe
 
 def process_label() -> str:
     """Description of this process. It reveals two processes that have the same rank."""
-    return f"process {os.getpid()} on {socket.gethostname()} ({_TOKEN})"
+    return f"process {os.getpid()} on {socket.gethostname()}/{_TOKEN}"
 
 
 def process_key(rank: int) -> str:
