@@ -322,11 +322,11 @@ class StoreThread:
         """Open the connection, and enter the world. The first operations use the connection of torch."""
         store = underlying(self._shared)
         if isinstance(store, dist.TCPStore) and (self._name or self._wants_own_connection):
-            if self._name and self._store is None:  # torch's client would wait long for a server that is gone
-                try:
-                    socket.create_connection((store.host, store.port), timing.TIMING.late_answer).close()
-                except OSError as error:
-                    raise self._store_error(str(error)) from error
+            try:  # torch's client would wait long for a server that is gone
+                socket.create_connection((store.host, store.port), timing.TIMING.late_answer).close()
+            except OSError as error:
+                self._store = None
+                raise self._store_error(str(error)) from error
             seconds = timedelta(seconds=timing.TIMING.late_answer)
             store = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=seconds)
         is_new = not self._name
