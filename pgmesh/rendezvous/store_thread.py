@@ -201,14 +201,13 @@ class StoreThread:
             self._publish_soon()
 
     def set_pending(self, pending: tuple[PendingConnect, ...]) -> None:
-        """Publish the groups that the calling thread waits for. An empty tuple goes with the next heartbeat."""
+        """Publish the groups that the calling thread waits for."""
         thread = threading.get_ident()
-        if pending != self._pending.get(thread, ()):
+        before = self._pending.pop(thread, ())
+        if pending:
             self._pending[thread] = pending
-            if pending:
-                self._publish_soon()
-            else:
-                del self._pending[thread]
+        if pending != before:
+            self._publish_soon()
 
     def set_status(self, activity: str) -> None:
         """Publish the activity of this process; "" for none. Returns at once."""
