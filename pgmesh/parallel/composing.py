@@ -81,8 +81,7 @@ class Composition:
             reported.append(
                 failed := MethodError(
                     f"{method} failed in apply: {type(error).__name__}: {error}\n\n"
-                    "New groups along its axes were released. The module may be partly changed: build "
-                    "it again."
+                    "New groups along its axes were released. The module may be partly changed: build it again."
                 )
             )
             raise failed from error

@@ -115,9 +115,8 @@ class ContextParallel(Method):
         if attn_mask is not None or dropout_p:
             unsupported = "an attn_mask" if attn_mask is not None else f"dropout ({dropout_p})"
             raise OptionsError(
-                f"attention along {self._axis_sizes} does not support {unsupported}: use is_causal=True for a "
-                "mask, and "
-                "dropout_p=0.0."
+                f"attention along {self._axis_sizes} does not support {unsupported}: use is_causal=True for a mask, "
+                "and dropout_p=0.0."
             )
         group = self.mesh.group(*self.owns)
         self._check_equal(
@@ -226,8 +225,7 @@ class ContextParallel(Method):
     def _check_balanced(self, length: int) -> None:
         if self._balanced and length % 2:
             raise ShapeError(
-                f"a balanced part of a sequence along {self._axis_sizes} has two chunks of the same length, but "
-                "here are "
-                f"{length} positions.\n\n"
+                f"a balanced part of a sequence along {self._axis_sizes} has two chunks of the same length, but here "
+                f"are {length} positions.\n\n"
                 "  method.cut(whole)   # splits a sequence as the attention needs it"
             )

@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from pgmesh.errors import AxisError, MethodError
-from pgmesh.parallel import mixture
+from pgmesh.parallel import exchange, mixture
 from pgmesh.parallel.base import Level, Method, format_axes
 from pgmesh.parallel.divisibility import divide_along_axes, format_sizes
-from pgmesh.parallel.exchange import all_gather_stacked, all_reduce_backward, all_reduce_forward, all_to_all_rows
 from pgmesh.parallel.input_checks import check_equal
 from pgmesh.parallel.ownership import is_stage, mark_owned
 
@@ -165,11 +164,10 @@ class ExpertParallel(Method):
                     not_sharded -= {f"{inner}.weight".lstrip("."), f"{inner}.bias".lstrip(".")}
         if not_sharded:
             raise MethodError(
-                f"{name} has parameters in layers that are not sharded, {format_axes(sorted(not_sharded))}: "
-                "each of the "
-                f"{self.mesh.size(*self._tensor_axes)} ranks along {format_sizes(self.mesh, self._tensor_axes)} "
-                "would get "
-                "a part of their gradients. Name these layers in columns= or rows=, or move them out of the experts."
+                f"{name} has parameters in layers that are not sharded, {format_axes(sorted(not_sharded))}: each of "
+                f"the {self.mesh.size(*self._tensor_axes)} ranks along {format_sizes(self.mesh, self._tensor_axes)} "
+                "would get a part of their gradients. Name these layers in columns= or rows=, or move them out of "
+                "the experts."
             )
 
     def _shard_linear(self, name: str, layer: nn.Linear, dimension: int) -> None:
@@ -220,12 +218,12 @@ class ExpertParallel(Method):
 
         def route(rows: Tensor, counts: Tensor) -> Tensor:
             send_matrix = counts.view(n, -1)  # (rank, expert of the rank)
-            receive_matrix = all_to_all_rows(send_matrix, [1] * n, [1] * n, group)
+            receive_matrix = exchange.all_to_all_stacked(send_matrix, group)
             send_counts, receive_counts = send_matrix.sum(1).tolist(), receive_matrix.sum(1).tolist()
             outputs = self._run_local_experts(
-                all_to_all_rows(rows, send_counts, receive_counts, group), receive_matrix, experts
+                exchange.all_to_all_rows(rows, send_counts, receive_counts, group), receive_matrix, experts
             )
-            return all_to_all_rows(outputs, receive_counts, send_counts, group)
+            return exchange.all_to_all_rows(outputs, receive_counts, send_counts, group)
 
         return mixture.mix_with(tokens, weights, chosen, n * len(experts), route)
 
@@ -241,12 +239,16 @@ class ExpertParallel(Method):
             return _run_sorted(rows, counts, experts)
         group = self.mesh.group(*self._tensor_axes)
         if not self._gathers_tokens:
-            return all_reduce_forward(_run_sorted(all_reduce_backward(rows, group), counts, experts), group)
+            return exchange.all_reduce_forward(
+                _run_sorted(exchange.all_reduce_backward(rows, group), counts, experts), group
+            )
         n, n_rows = group.size(), rows.size(0)
-        counts = all_gather_stacked(counts, group)
+        counts = exchange.all_gather_stacked(counts, group)
         counts_per_rank = counts.sum((1, 2)).tolist()
-        rows = all_to_all_rows(rows.expand(n, *rows.shape).flatten(0, 1), [n_rows] * n, counts_per_rank, group)
-        parts = all_to_all_rows(_run_sorted(rows, counts.flatten(0, 1), experts), counts_per_rank, [n_rows] * n, group)
+        rows = exchange.all_to_all_rows(rows.expand(n, *rows.shape).flatten(0, 1), [n_rows] * n, counts_per_rank, group)
+        parts = exchange.all_to_all_rows(
+            _run_sorted(rows, counts.flatten(0, 1), experts), counts_per_rank, [n_rows] * n, group
+        )
         return parts.view(n, n_rows, *parts.shape[1:]).sum(0)
 
     def balance_loss(

@@ -437,9 +437,8 @@ class Pipeline(nn.Module):
             counts = " and ".join(map(str, sorted(rows))) or "no"
             raise ShapeError(
                 f"{counts} rows cannot be split into {method.microbatches} equal microbatches along "
-                f"{format_sizes(method.mesh, method.owns)}: inputs and target need the same number of rows, "
-                "divisible by "
-                f"{method.microbatches}.\n\n"
+                f"{format_sizes(method.mesh, method.owns)}: inputs and target need the same number of rows, divisible "
+                f"by {method.microbatches}.\n\n"
                 f"  {nearest_multiples(max(rows, default=0), method.microbatches)} rows would do"
             )
         compared_ranks = method.mesh.ranks(*axes)

@@ -110,9 +110,8 @@ class Seeds:
         start = generator_header(outside["cpu"])[:]
         if start[0] != torch.initial_seed():
             raise SeamError(
-                f"in torch {torch.__version__} the state of the CPU generator does not start with its seed. "
-                "Seeds needs "
-                "the state of torch 2.13 to repeat an entry under activation checkpointing."
+                f"in torch {torch.__version__} the state of the CPU generator does not start with its seed. Seeds "
+                "needs the state of torch 2.13 to repeat an entry under activation checkpointing."
             )
         state_id = hash64(str(start))
         seed = hash64(f"{self.seed}/{self._entry_number(state_id)}")

@@ -147,9 +147,8 @@ def _merge_axes(mesh: ProcessGroupMesh, axes: tuple[Axis, ...]) -> ProcessGroupM
     if tuple(nontrivial[start : start + len(axes)]) != axes:
         between = [axis for axis in nontrivial[start : nontrivial.index(axes[-1])] if axis not in axes]
         raise AxisError(
-            f"ShardedDataParallel shards along {format_axes(axes)} as along one axis, so they have to be "
-            "adjacent in the "
-            f"mesh, but {format_axes(between)} is between: {format_axes(mesh.axes)}.\n\n"
+            f"ShardedDataParallel shards along {format_axes(axes)} as along one axis, so they have to be adjacent in "
+            f"the mesh, but {format_axes(between)} is between: {format_axes(mesh.axes)}.\n\n"
             f"  ProcessGroupMesh(..., {', '.join(f'{axis}={mesh.size(axis)}' for axis in axes)})\n"
             f"  ShardedDataParallel(..., replicate={axes[0]!r})   # or shard only along {format_axes(axes[1:])}"
         )

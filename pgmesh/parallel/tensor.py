@@ -211,8 +211,7 @@ class TensorParallel(Method):
         if unnamed:
             raise MethodError(
                 "with sequence=True the plan has to name every module with parameters; it lacks "
-                f"{format_axes(unnamed[:4])}"
-                f"{', ...' * (len(unnamed) > 4)}.\n\n"
+                f"{format_axes(unnamed[:4])}{', ...' * (len(unnamed) > 4)}.\n\n"
                 f"  plan={{..., {unnamed[0]!r}: 'sequence'}}   # if it gets the positions of its rank\n"
                 f"  plan={{..., {unnamed[0]!r}: 'whole'}}   # if it gets whole sequences"
             )
