@@ -24,7 +24,7 @@ from pgmesh.errors import MethodError, OptionsError
 from pgmesh.parallel.base import Level, Method, format_axes, single_axis
 from pgmesh.parallel.divisibility import divide_along_axes, format_sizes
 from pgmesh.parallel.input_checks import check_equal, device_of, tensors_in
-from pgmesh.parallel.ownership import match_modules, on_other_stage
+from pgmesh.parallel.ownership import match_modules, on_other_stage, tied_names
 
 if TYPE_CHECKING:
     from pgmesh.layout import Axis
@@ -162,14 +162,14 @@ class TensorParallel(Method):
             self._check_all_named(module, styles)
         for name, style in styles.items():
             self._check_layer(name, module.get_submodule(name), style)
-        shared = _tied_weights(module)
+        tied = tied_names(module)
         for layer, style in {module.get_submodule(name): style for name, style in styles.items()}.items():
             if self._shards_sequence(layer, style):
                 layer.register_forward_pre_hook(self._check_length)
             if torch_style := self._torch_style(layer, style):
                 parallelize_module(layer, self.mesh.device_mesh(*self.owns), torch_style)
         module.register_forward_pre_hook(self._check_equal_inputs, with_kwargs=True)
-        self._retie(module, shared)
+        self._retie(module, tied)
         for weight in module.parameters():
             if isinstance(weight, DTensor) and weight.requires_grad:
                 weight.register_hook(partial(_match_placements, like=weight.placements))  # type: ignore[no-untyped-call]
@@ -267,33 +267,22 @@ class TensorParallel(Method):
         is_embedding = style == "vocabulary" and isinstance(layer, nn.Embedding)
         return self.sequence and (style == "enter" or (is_embedding and "enter" not in self.plan.values()))
 
-    def _retie(self, module: nn.Module, shared: list[list[tuple[nn.Module, str]]]) -> None:
+    def _retie(self, module: nn.Module, tied: list[list[str]]) -> None:
         """Tie parameters again: parallelize_module gives each module a separate parameter.
 
         Raises:
             MethodError: the plan shards the modules of a tied parameter in different ways.
         """
-        for owners in shared:
-            first: Any = getattr(*owners[0])
-            for owner, name in owners[1:]:
-                other: Any = getattr(owner, name)
-                if getattr(first, "placements", None) != getattr(other, "placements", None):
-                    paths = {each: path for path, each in module.named_modules()}
-                    names = [f"{paths[each]}.{name}" for each, name in owners]
-                    raise MethodError(
-                        f"{' and '.join(names)} are one tied parameter, which the plan shards in different ways along "
-                        f"{format_sizes(self.mesh, self.owns)}: use the same word for both, such as 'vocabulary'."
-                    )
-                setattr(owner, name, first)
-
-
-def _tied_weights(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Modules and attribute names of each tied parameter."""
-    owners: dict[int, list[tuple[nn.Module, str]]] = {}
-    for each in module.modules():
-        for name, weight in each.named_parameters(recurse=False):
-            owners.setdefault(id(weight), []).append((each, name))
-    return [places for places in owners.values() if len(places) > 1]
+        for names in tied:
+            weights = [module.get_parameter(name) for name in names]
+            if len({getattr(weight, "placements", None) for weight in weights}) > 1:
+                raise MethodError(
+                    f"{' and '.join(names)} are one tied parameter, which the plan shards in different ways along "
+                    f"{format_sizes(self.mesh, self.owns)}: use the same word for both, such as 'vocabulary'."
+                )
+            for name in names[1:]:
+                owner, _, attribute = name.rpartition(".")
+                setattr(module.get_submodule(owner), attribute, weights[0])
 
 
 def _match_placements(gradient: Tensor, like: tuple[Any, ...]) -> Tensor:
