@@ -180,17 +180,17 @@ class PipelineParallel(Method):
             raise PlaceError(
                 f"a rank has {count_of(self.virtual, 'virtual stage')}, counted from 0; there is no stage {virtual}."
             )
-        size, index = self.mesh.size(self.axis), self.mesh.index(self.axis)
-        back = SCHEDULES[self.schedule].v_shape and virtual % 2
-        return virtual * size + (size - 1 - index if back else index)
+        return [stage for stage, rank in enumerate(self._holders) if rank == self.mesh.rank][virtual]
 
     def holder(self, stage: int) -> int | None:
         """Rank of a stage, in this rank's block along the axis; None if there is no such stage."""
-        if not 0 <= stage < self.stages:
-            return None
-        virtual, index = divmod(stage, self.mesh.size(self.axis))
-        ranks = self.mesh.ranks(self.axis)
-        return ranks[-1 - index] if SCHEDULES[self.schedule].v_shape and virtual % 2 else ranks[index]
+        return self._holders[stage] if 0 <= stage < self.stages else None
+
+    @property
+    def _holders(self) -> list[int]:
+        """Rank of each stage, in this rank's block along the axis. In a V shape, every second round is reversed."""
+        ranks, v_shape = self.mesh.ranks(self.axis), SCHEDULES[self.schedule].v_shape
+        return [rank for i in range(self.virtual) for rank in (ranks[::-1] if v_shape and i % 2 else ranks)]
 
     def is_first(self, virtual: int = 0) -> bool:
         """True for the first stage, which gets the inputs of the batch."""
@@ -469,9 +469,8 @@ class Pipeline(nn.Module):
             for i, part in enumerate(self.parts):
                 device, sender, receiver = device_of(part), method.previous(i), method.next(i)
                 if sender is None:
-                    stage_inputs = tuple(
-                        each[: len(each) // method.microbatches].to(device, copy=True) for each in inputs
-                    )
+                    first = [each[: len(each) // method.microbatches] for each in inputs]
+                    stage_inputs = tuple(each.to(device, copy=True) for each in first)
                 else:
                     stage_inputs = outputs if sender == method.mesh.rank else receive_tensors(sender, group, device)
                 # not through DDP: it would synchronize buffers and count the pass
@@ -598,8 +597,7 @@ def _copy_stage(
         for name, sub in module.named_modules(remove_duplicate=False)
         if name == layers or any(each.startswith(f"{name}." if name else "") for each in changed)
     ]
-    shared = [*module.modules(), *module.parameters(), *module.buffers()]
-    memo: dict[int, Any] = {id(each): each for each in shared}
+    memo: dict[int, Any] = {id(each): each for each in (*module.modules(), *module.parameters(), *module.buffers())}
     for sub in ancestors:  # copied, except for attributes such as groups and Seeds
         memo.pop(id(sub), None)
         memo.update((id(what), what) for name, what in vars(sub).items() if not name.startswith("_"))
