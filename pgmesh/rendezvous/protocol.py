@@ -420,8 +420,9 @@ class Participant:
         self._read_statuses()
         circle = self._find_circle()
         if circle:  # attempts of other groups in the circle too, so that all ranks fail and can try again
+            # In this order: each rank fails after the attempt that waits for it, so it does not arrive there any more.
             text = Decision("circle", circle_text(circle)).pack()
-            self.client.run(*(CompareSet(f"{name}/decision", text) for name in {wait.name for _, wait in circle}))
+            self.client.run(*(CompareSet(f"{wait.name}/decision", text) for _, wait in circle))
         for attempt in self._undecided():
             self._decide(attempt, Decision("missing", self._describe_missing(attempt, f" in {self.deadline:g} s")))
 
