@@ -336,8 +336,10 @@ class Participant:
                 return
             if now >= inspection:
                 self._inspect()
-                inspection = now + timing.TIMING.inspection * self.pace
-                if now >= warning and self._undecided():
+                inspection = self._heartbeats.next_inspection(now, timing.TIMING.inspection * self.pace)
+                if not self._undecided():
+                    return
+                if now >= warning:
                     self._warn(now)
                     warning = float("inf")
             self.client.sleep(min(pause, max(0.0, self.deadline - now)))
