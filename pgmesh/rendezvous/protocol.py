@@ -158,9 +158,9 @@ class ConnectAttempt:
         return f"{self.name}/decision"
 
     @property
-    def options_mismatch_key(self) -> str:
-        """Store key under which a rank publishes a mismatch of the group's options."""
-        return f"{self.key}/options/mismatch"
+    def mismatch_key(self) -> str:
+        """Store key under which the store of a backend publishes a mismatch."""
+        return f"{self.key}/mismatch"
 
     def is_made(self) -> bool:
         return self.decision is not None and self.decision.kind == "made"
@@ -360,12 +360,12 @@ class Participant:
     def _inspect(self) -> None:
         """Read the arrivals that are new, publish this rank's status, and look for members that were lost."""
         undecided = self._undecided()
-        reads = [Read(key) for each in undecided for key in (each.options_mismatch_key, f"{each.name}/count")]
+        reads = [Read(key) for each in undecided for key in (each.mismatch_key, f"{each.name}/count")]
         answers = iter(self.client.run(*reads))
         changed = []
         for attempt, (mismatch, count) in zip(undecided, zip(answers, answers)):
             if mismatch is not None:
-                self._decide(attempt, Decision.unpack(attempt.options_mismatch_key, mismatch))
+                self._decide(attempt, Decision.unpack(attempt.mismatch_key, mismatch))
             elif count != attempt.count_seen:
                 attempt.count_seen = count
                 changed.append(attempt)
