@@ -157,8 +157,8 @@ class ConnectAttempt:
         return f"{self.name}/decision"
 
     @property
-    def options_mismatch_key(self) -> str:
-        """Store key under which a rank publishes a mismatch of the group's options."""
+    def mismatch_key(self) -> str:
+        """Store key under which the store of a backend publishes a mismatch."""
         return f"{self.key}/mismatch"
 
     def is_made(self) -> bool:
@@ -335,8 +335,10 @@ class Participant:
                 return
             if now >= inspection:
                 self._inspect()
-                inspection = now + timing.TIMING.inspection * self.pace
-                if now >= warning and self._undecided():
+                inspection = self._heartbeats.next_inspection(now, timing.TIMING.inspection * self.pace)
+                if not self._undecided():
+                    return
+                if now >= warning:
                     self._warn(now)
                     warning = float("inf")
             self.client.sleep(min(pause, max(0.0, self.deadline - now)))
@@ -357,12 +359,12 @@ class Participant:
     def _inspect(self) -> None:
         """Read the arrivals that are new, publish this rank's status, and look for members that were lost."""
         undecided = self._undecided()
-        reads = [Read(key) for each in undecided for key in (each.options_mismatch_key, f"{each.name}/count")]
+        reads = [Read(key) for each in undecided for key in (each.mismatch_key, f"{each.name}/count")]
         answers = iter(self.client.run(*reads))
         changed = []
         for attempt, (mismatch, count) in zip(undecided, zip(answers, answers)):
             if mismatch is not None:
-                self._decide(attempt, Decision.unpack(attempt.options_mismatch_key, mismatch))
+                self._decide(attempt, Decision.unpack(attempt.mismatch_key, mismatch))
             elif count != attempt.count_seen:
                 attempt.count_seen = count
                 changed.append(attempt)
@@ -420,8 +422,9 @@ class Participant:
         self._read_statuses()
         circle = self._find_circle()
         if circle:  # attempts of other groups in the circle too, so that all ranks fail and can try again
+            # In this order: each rank fails after the attempt that waits for it, so it does not arrive there any more.
             text = Decision("circle", circle_text(circle)).pack()
-            self.client.run(*(CompareSet(f"{name}/decision", text) for name in {wait.name for _, wait in circle}))
+            self.client.run(*(CompareSet(f"{wait.name}/decision", text) for _, wait in circle))
         for attempt in self._undecided():
             self._decide(attempt, Decision("missing", self._describe_missing(attempt, f" in {self.deadline:g} s")))
 

@@ -254,6 +254,11 @@ class Heartbeats:
         """Seconds since the last new heartbeat of a rank was read."""
         return now - self.last[rank][1]
 
+    def next_inspection(self, now: float, period: float) -> float:
+        """Time of the next inspection: after a period, or earlier, when a silent rank becomes lost."""
+        losses = (heard + self.lost_after for _, heard in self.last.values())
+        return min([now + period, *(each for each in losses if each > now)])
+
     def is_lost(self, status: RankStatus, now: float) -> bool:
         return bool(status.exited) or self.silence(status.rank, now) >= self.lost_after
 

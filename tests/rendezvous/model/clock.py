@@ -1,7 +1,8 @@
 """Ranks on a simulated clock: detection times to the millisecond, independent of the load of this machine.
 
-The protocol has neither a clock nor a store, so this file provides both. Every store operation takes ``ANSWER``
-seconds, every pause its own time, and each rank sends a heartbeat once a second until it dies.
+Each caller runs ``Participant.connect`` in a thread of its own, and only one of them runs at a time. Every store
+operation takes ``ANSWER`` seconds, every pause its own time, and each rank sends a heartbeat once a second until it
+dies.
 """
 
 from __future__ import annotations
@@ -9,39 +10,30 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Generator, Sequence
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pgmesh.errors import MismatchError, PgmeshError
-from pgmesh.rendezvous.protocol import (
-    Add,
-    Append,
-    CompareSet,
-    ConnectAttempt,
-    Delete,
-    Fingerprint,
-    Participant,
-    Pause,
-    RankStatus,
-    Read,
-    Ready,
-    SetStatus,
-    Step,
-    register_mesh,
-    status_key,
-)
+from pgmesh.rendezvous.operations import Add, Append, CompareSet, Operation, Read
+from pgmesh.rendezvous.protocol import ConnectAttempt, Participant, check_mesh, register_mesh
+from pgmesh.rendezvous.records import Fingerprint, PendingConnect, RankStatus, status_key
 
 ANSWER = 0.0005
 """Seconds that a store operation takes."""
 
-BEAT, H = 1.0, 5.0
+HEARTBEAT, H = 1.0, 5.0
 """Seconds between two heartbeats, and of silence until a rank is lost, at a pace of 1."""
 
 
-@dataclass
+class Died(BaseException):
+    """The process of a caller is dead."""
+
+
+@dataclass(eq=False)
 class Caller:
-    """One process that calls connect once.
+    """One process that calls connect once. It is the ``Client`` of its call.
 
     Args:
         rank: its rank, which another process may have too.
@@ -50,7 +42,6 @@ class Caller:
         dies: time of its death.
         phase: time of its first heartbeat after 0.
         silent: it sends no heartbeats.
-        single_threaded: no other thread of its process can connect a group.
         variant, mesh: a field of the fingerprints of its groups and of the mesh.
         deadline: timeout of its call.
         process: description of its process.
@@ -62,7 +53,6 @@ class Caller:
     dies: float = math.inf
     phase: float = 0.0
     silent: bool = False
-    single_threaded: bool = True
     variant: Any = 0
     mesh: Any = 0
     deadline: float = 30.0
@@ -70,40 +60,78 @@ class Caller:
     finished_at: float = math.nan  # end of its call
     outcomes: list[PgmeshError | None] = field(default_factory=list)  # of each of its groups
     warned_at: list[float] = field(default_factory=list)
-    done: list[tuple[float, Step]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    done: list[tuple[float, Operation]] = field(default_factory=list)
+    clock: Clock = field(init=False)
+    turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 
-    def steps(self, pace: float, clock: Clock) -> Generator[Step, Any, None]:
+    def live(self) -> None:
+        """The thread of this process."""
+        self.turn.acquire()
+        try:
+            self._call()
+            self.finished_at = self.clock.now
+        except Died:
+            pass
+        except BaseException as error:
+            self.clock.error = error
+        self.clock.go_on()
+
+    def _call(self) -> None:
         """Its call, in the steps of ``connecting.py``."""
-        named = [f"group-{'-'.join(map(str, ranks))}" for ranks in self.groups]
+        keys = [f"group-{'-'.join(map(str, ranks))}" for ranks in self.groups]
         attempts = [
-            ConnectAttempt(
-                f"{name}/attempt.0",
-                ranks,
-                Fingerprint(self.rank, {"means": self.variant}, name, "Fix it."),
-                mesh_mismatch_key="m/mismatch",
-            )
-            for name, ranks in zip(named, self.groups)
+            ConnectAttempt(key, ranks, Fingerprint(self.rank, {"means": self.variant}, key, "Fix it."), key, "mesh 'm'")
+            for key, ranks in zip(keys, self.groups)
         ]
         participant = Participant(
             self.rank,
             attempts,
-            number=1,
+            self,
             call_site="train.py:3",
             process=self.process or f"process {self.rank}",
             deadline=self.deadline,
-            lost_after=H * pace,
-            pace=pace,
-            single_threaded=self.single_threaded,
-            warn=lambda text: self.warned_at.append(clock.now),
+            lost_after=H * self.clock.pace,
+            mesh_mismatch_key="m/mismatch",
+            pace=self.clock.pace,
+            warn=self._warn,
         )
+        fingerprint = Fingerprint(self.rank, {"shape": self.mesh}, "mesh 'm'", "Fix it.")
         try:
-            yield from register_mesh("m", Fingerprint(self.rank, {"shape": self.mesh}, "mesh 'm'", "Fix it."))
+            *_, first = self.run(*register_mesh("m", fingerprint))
+            check_mesh(self.run, "m", fingerprint, first)
+            participant.connect()
         except MismatchError as error:
-            yield from participant.cancel(error)
             self.outcomes = [error] * len(attempts)
-            return
-        yield from participant.connect()
-        self.outcomes = [attempt.decision.error() if attempt.decision else None for attempt in attempts]
+        else:
+            self.outcomes = [attempt.decision.error() if attempt.decision else None for attempt in attempts]
+
+    def _warn(self, text: str) -> None:
+        self.warned_at.append(self.clock.now)
+        self.warnings.append(text)
+
+    # -- the client -----------------------------------------------------------------------------------------------
+
+    def run(self, *operations: Operation) -> list[Any]:
+        answers = []
+        for operation in operations:
+            self.sleep(ANSWER)
+            self.done.append((self.now(), operation))
+            answers.append(self.clock.perform(operation))
+        return answers
+
+    def now(self) -> float:
+        return self.clock.now - self.arrives
+
+    def sleep(self, seconds: float) -> None:
+        self.clock.call(self, seconds)
+        self.clock.go_on()
+        self.turn.acquire()
+        if self.clock.now >= self.dies:
+            raise Died
+
+    def set_pending(self, pending: tuple[PendingConnect, ...]) -> None:
+        self.clock.values[status_key(self.rank)] = RankStatus(self.rank, pending=pending).pack().encode()
 
 
 class Clock:
@@ -111,58 +139,57 @@ class Clock:
 
     def __init__(self, *callers: Caller, pace: float = 1.0) -> None:
         self.now, self.callers, self.pace = 0.0, callers, pace
-        self.held: dict[str, bytes] = {}
-        self.counts: dict[str, int] = {}
-        for caller in callers:
-            if not caller.silent:
-                self.held[status_key(caller.rank)] = RankStatus(caller.rank).pack().encode()
+        self.values = {
+            status_key(each.rank): RankStatus(each.rank).pack().encode() for each in callers if not each.silent
+        }
+        self.error: BaseException | None = None
+        self._due: list[tuple[float, int, Caller]] = []
+        self._numbers = itertools.count()
+        self._end = threading.Event()
 
     def run(self) -> None:
         """Run until all callers are done or dead."""
-        count = itertools.count()
-        due: list[tuple[float, int, Caller, Generator[Step, Any, None], Step | None]] = []
         for caller in self.callers:
+            caller.clock = self
             if caller.arrives < caller.dies:
-                heapq.heappush(due, (caller.arrives, next(count), caller, caller.steps(self.pace, self), None))
-        while due:
-            self.now, _, caller, steps, step = heapq.heappop(due)
-            if self.now >= caller.dies:
-                continue
-            try:
-                step = steps.send(None if step is None else self._perform(caller, step))
-                while isinstance(step, Ready):
-                    step = steps.send(None)
-            except StopIteration:
-                caller.finished_at = self.now
-                continue
-            takes = step.seconds if isinstance(step, Pause) else ANSWER
-            heapq.heappush(due, (self.now + takes, next(count), caller, steps, step))
+                threading.Thread(target=caller.live, daemon=True).start()
+                self.call(caller, caller.arrives)
+        self.go_on()
+        assert self._end.wait(60.0)
+        if self.error is not None:
+            raise self.error
 
-    def _perform(self, caller: Caller, step: Step) -> Any:
-        caller.done.append((self.now - caller.arrives, step))
-        if isinstance(step, Pause):
-            return self.now - caller.arrives
-        if isinstance(step, SetStatus):
-            self.held[status_key(caller.rank)] = RankStatus(caller.rank, pending=step.pending).pack().encode()
-        elif isinstance(step, Append):
-            self.held[step.key] = self.held.get(step.key, b"") + step.value.encode()
-        elif isinstance(step, Add):
-            self.counts[step.key] = self.counts.get(step.key, 0) + 1
-            self.held[step.key] = b"%d" % self.counts[step.key]
-            return self.counts[step.key]
-        elif isinstance(step, CompareSet):
-            return self.held.setdefault(step.key, step.value.encode())
-        elif isinstance(step, Read):
-            return self._read(step.key)
-        elif isinstance(step, Delete):
-            raise AssertionError("nothing is deleted here")
-        return None
+    def call(self, caller: Caller, seconds: float) -> None:
+        """Give this caller its next turn after some seconds."""
+        heapq.heappush(self._due, (self.now + seconds, next(self._numbers), caller))
+
+    def go_on(self) -> None:
+        """Let the next caller go on."""
+        if self._due:
+            self.now, _, caller = heapq.heappop(self._due)
+            caller.turn.release()
+        else:
+            self._end.set()
+
+    def perform(self, operation: Operation) -> Any:
+        """Perform one store operation."""
+        if isinstance(operation, Append):
+            self.values[operation.key] = self.values.get(operation.key, b"") + operation.value.encode()
+            return None
+        if isinstance(operation, Add):
+            count = int(self.values.get(operation.key, b"0")) + 1
+            self.values[operation.key] = b"%d" % count
+            return count
+        if isinstance(operation, CompareSet):
+            return self.values.setdefault(operation.key, operation.value.encode())
+        assert isinstance(operation, Read)
+        return self._read(operation.key)
 
     def _read(self, key: str) -> bytes | None:
-        text = self.held.get(key)
+        text = self.values.get(key)
         status = RankStatus.unpack(int(key.rpartition("/")[2]), text) if key.startswith("pgmesh/status/") else None
         if status is None:
             return text
         publisher = next(each for each in self.callers if each.rank == status.rank)
-        beats = (min(self.now, publisher.dies) / self.pace - publisher.phase) // BEAT
-        return replace(status, heartbeat=max(0, int(beats))).pack().encode()
+        heartbeats = (min(self.now, publisher.dies) / self.pace - publisher.phase) // HEARTBEAT
+        return replace(status, heartbeat=max(0, int(heartbeats))).pack().encode()

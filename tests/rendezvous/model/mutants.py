@@ -1,247 +1,249 @@
-"""Mutants of the protocol, each with the law that it breaks."""
+"""Mutants of the protocol: edits of its source, each with the law that it breaks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import inspect
+import types
+from typing import NamedTuple
 
 from pgmesh.rendezvous import protocol as real
-from pgmesh.rendezvous.protocol import (
-    Add,
-    CompareSet,
-    Decision,
-    Delete,
-    RankStatus,
-    Read,
-    SetStatus,
-    Step,
-    status_key,
-)
-from tests.rendezvous.model.programs import (
-    PAIRS_AND_TRIPLE,
-    Group,
-    Program,
-    Protocol,
-    Release,
-    at_once,
-    one_after_another,
-)
+from tests.rendezvous.model.programs import PAIRS_AND_TRIPLE, Program, at_once, one_after_another
 from tests.rendezvous.model.space import (
-    ALIKE,
-    ALL_CAME,
-    FALSE_CIRCLE,
+    ALL_ARRIVED,
+    CIRCLE_STATED,
+    EQUAL,
     LOSS_FOUND,
-    MISSED_CIRCLE,
+    MISMATCH_FOUND,
     NEVER_CHANGES,
+    NO_FAILURE,
     NO_FAULTS,
-    NOT_REFUSED,
-    ONE_END,
+    NO_WAIT,
+    ONE_DECISION,
     RETRY,
+    TRUE_CIRCLE,
+    TRUE_MISSING,
     Broken,
-    Checker,
     Faults,
+    Space,
 )
-from tests.rendezvous.model.stores import Overwrite
 
-
-def _without(steps: Any, unwanted: Callable[[Step], bool]) -> Any:
-    """A protocol without some of its steps. They get the answers of an empty store."""
-    answer: Any = None
-    while True:
-        try:
-            step = steps.send(answer)
-        except StopIteration as stop:
-            return stop.value
-        if unwanted(step):
-            answer = step.value.encode() if isinstance(step, CompareSet) else None
-        else:
-            answer = yield step
-
-
-class ReadsCirclesOnce(real.Participant):
-    def _find_circle(self, mine: Any) -> Any:
-        return (yield from self._search_circle(mine))
-
-
-class ReadsOnlyStatusesTwice(real.Participant):
-    def _find_circle(self, mine: Any) -> Any:
-        circle = yield from self._search_circle(mine)
-        for rank, wait in circle:
-            if rank != self.rank:
-                status = RankStatus.unpack(rank, (yield Read(status_key(rank))))
-                if status is None or not any(each[:2] == wait[:2] for each in status.pending):
-                    return []
-        return circle
-
-
-class PublishesOnlyItsOwnAttempts(real.Participant):
-    """Publishes a circle only for its own attempts."""
-
-    def _inspect(self) -> Any:
-        mine = [attempt.decision_key for attempt in self.attempts]
-        yield from _without(super()._inspect(), lambda step: isinstance(step, CompareSet) and step.key not in mine)
-
-
-class PublishesNoStatus(real.Participant):
-    def _inspect(self) -> Any:
-        yield from _without(super()._inspect(), lambda step: isinstance(step, SetStatus))
-
-
-class SuspectsAtOnce(real.Participant):
-    def _is_lost(self, rank: int) -> bool:
-        return rank in self._statuses
-
-
-class NeverSuspects(real.Participant):
-    def _is_lost(self, rank: int) -> bool:
-        return False
-
-
-class TimesOutWithoutDecision(real.Participant):
-    """Deletes its arrival and returns without a decision."""
-
-    def _time_out(self) -> Any:
-        for attempt in self._undecided():
-            yield Delete((f"{attempt.name}/count",))
-            attempt.decision = Decision("missing")
-
-
-class PublishesNoInterrupt(real.Participant):
-    """Publishes no decision when it is interrupted."""
-
-    def cancel(self, error: BaseException) -> Any:
-        yield from self._clear_status()
-
-
-class Overwrites(real.ConnectAttempt):
-    def decide(self, decision: Decision) -> Any:
-        yield Overwrite(self.decision_key, decision.pack())
-        self.decision = decision
-
-
-class IgnoresExistingDecisions(real.ConnectAttempt):
-    """Publishes its decision, and ignores an existing one."""
-
-    def decide(self, decision: Decision) -> Any:
-        yield CompareSet(self.decision_key, decision.pack())
-        self.decision = decision
-
-
-class OnlyCounts(real.ConnectAttempt):
-    """The last member to arrive publishes no decision."""
-
-    def arrive(self, rank: int, call_site: str, process: str) -> Any:
-        yield from _without(super().arrive(rank, call_site, process), lambda step: isinstance(step, CompareSet))
-
-
-class ReadsNoArrivals(real.ConnectAttempt):
-    """The last member by the count decides without reading the arrivals."""
-
-    def arrive(self, rank: int, call_site: str, process: str) -> Any:
-        yield next(iter(super().arrive(rank, call_site, process)))
-        if (yield Add(f"{self.name}/count")) == len(self.ranks):
-            yield from self.decide(real.MADE)
-
-
-class OnlyTheLastDecides(real.ConnectAttempt):
-    """Only the last member to arrive can decide that the group is made."""
-
-    def inspect(self, **more: Any) -> Any:
-        yield from _without(
-            super().inspect(**more), lambda step: isinstance(step, CompareSet) and '"made"' in step.value
-        )
-        self.decision = None if self.decision == real.MADE else self.decision
-
-
-class CountsFirst(real.ConnectAttempt):
-    """Adds to the count before it appends its arrival."""
-
-    def arrive(self, rank: int, call_site: str, process: str) -> Any:
-        count = yield Add(f"{self.name}/count")
-        post = next(iter(super().arrive(rank, call_site, process)))
-        yield post
-        if count == len(self.ranks):
-            yield from self.decide(real.MADE)
-
-
-class CountsOneTooFew(real.ConnectAttempt):
-    def arrive(self, rank: int, call_site: str, process: str) -> Any:
-        yield next(iter(super().arrive(rank, call_site, process)))
-        if (yield Add(f"{self.name}/count")) >= len(self.ranks) - 1:
-            yield from self.decide(real.MADE)
-
-
-class CountsEarlierAttempts(real.ConnectAttempt):
-    """Counts the arrivals of earlier attempts too."""
-
-    def arrive(self, rank: int, call_site: str, process: str) -> Any:
-        yield next(iter(super().arrive(rank, call_site, process)))
-        if (yield Add(f"{self.name.partition('#')[0]}/count")) >= len(self.ranks):
-            yield from self.decide(real.MADE)
-
-
-class NeverResetsFailures(real.Generations):
-    """Does not reset the count of failures at a release."""
-
-    def release(self, ranks: Group) -> None:
-        self._released[ranks] = self._released.get(ranks, 0) + 1
+AB, AC, BC, ABC = PAIRS_AND_TRIPLE
+PAIR = (at_once(AB), at_once(AB))
+DIFFERENT = (at_once(AB), at_once(AB, variant=1))
+RETRIES = (at_once(AB, after="retry"),) * 2
+KNOT = (one_after_another(AB, AC), one_after_another(BC, AB), one_after_another(AC, BC))
+DEADLINE, CRASH = Faults(deadlines=1), Faults(crashes=1)
 
 
 class Mutant(NamedTuple):
-    """A mutant, the programs that reveal it, and the law that it breaks."""
+    """A mutant, the law that it breaks, and the programs that reveal it.
 
-    protocol: Protocol
+    Args:
+        edits: pairs of a text that occurs once in the source of the protocol, and its replacement.
+    """
+
+    name: str
     law: str
     programs: tuple[Program, ...]
-    faults: Faults = NO_FAULTS
+    faults: Faults
+    edits: tuple[tuple[str, str], ...]
+
+    def protocol(self) -> types.ModuleType:
+        source = inspect.getsource(real)
+        for old, new in self.edits:
+            if source.count(old) != 1:
+                raise ValueError(f"{self.name}: the protocol contains {old!r} {source.count(old)} times. Change it.")
+            source = source.replace(old, new)
+        module = types.ModuleType(real.__name__)  # dataclasses look up this name
+        exec(compile(source, f"<{self.name}>", "exec"), module.__dict__)
+        return module
+
+    def broken(self) -> Broken | None:
+        """The law that the mutant breaks, if it is the expected one."""
+        broken = Space(self.programs, self.faults, self.protocol()).explore(1_000_000).broken
+        return next((each for each in broken if each.law == self.law), None)
 
 
-def _mutants() -> list[Mutant]:
-    a, b, c, _ = PAIRS_AND_TRIPLE
-    pair = (at_once(a), at_once(a))
-    again = (at_once(a, after="retry"), at_once(a, after="retry"))
-    knot = (one_after_another(a, b), one_after_another(c, a), one_after_another(b, c))
-    line = (one_after_another(a, b), one_after_another(a, c), one_after_another(b, c))
-    late = Faults(deadlines=1)
-    released = (Program(((a,), Release((a,)), (a,)), after="next", lasting=True),) * 2
+PUBLISH = "(text,) = self.client.run(CompareSet(attempt.decision_key, decision.pack()))"
+TAKE = "self._take(attempt, text)\n\n    def _take"
+LATE_DECISION = (
+    'self._decide(attempt, Decision("missing", self._describe_missing(attempt, f" in {self.deadline:g} s")))'
+)
 
-    def participant(kind: type[real.Participant]) -> Protocol:
-        return Protocol(kind.__name__, participant=kind, sound=False)
-
-    def attempt(kind: type[real.ConnectAttempt]) -> Protocol:
-        return Protocol(kind.__name__, attempt=kind, sound=False)
-
-    return [
-        Mutant(participant(ReadsCirclesOnce), FALSE_CIRCLE, line),
-        Mutant(participant(ReadsOnlyStatusesTwice), FALSE_CIRCLE, line),
-        Mutant(participant(PublishesOnlyItsOwnAttempts), MISSED_CIRCLE, knot),
-        Mutant(participant(PublishesNoStatus), MISSED_CIRCLE, knot),
-        Mutant(participant(SuspectsAtOnce), NOT_REFUSED, pair),
-        Mutant(participant(NeverSuspects), LOSS_FOUND, pair, Faults(crashes=1)),
-        Mutant(participant(TimesOutWithoutDecision), ONE_END, pair, late),
-        Mutant(participant(PublishesNoInterrupt), LOSS_FOUND, pair, Faults(interrupts=1)),
-        Mutant(attempt(Overwrites), NEVER_CHANGES, again, late),
-        Mutant(attempt(IgnoresExistingDecisions), ONE_END, again, late),
-        Mutant(attempt(OnlyCounts), ONE_END, pair),
-        Mutant(attempt(ReadsNoArrivals), ALIKE, (at_once(a), at_once(a, variant=1))),
-        Mutant(attempt(OnlyTheLastDecides), LOSS_FOUND, pair, Faults(crashes=1)),
-        Mutant(attempt(CountsFirst), ALL_CAME, pair),
-        Mutant(attempt(CountsOneTooFew), ALL_CAME, pair),
-        Mutant(attempt(CountsEarlierAttempts), ALL_CAME, again, late),
-        Mutant(
-            Protocol("NeverResetsFailures", generations=NeverResetsFailures, sound=False),
-            RETRY,
-            released,
-            Faults(losses=1),
+MUTANTS = [
+    Mutant(
+        "the first member to read the arrivals decides that the group is made",
+        ALL_ARRIVED,
+        PAIR,
+        NO_FAULTS,
+        (
+            (
+                "        if attempt.missing:\n            return None",
+                "        if attempt.missing:\n            return Decision('made')",
+            ),
         ),
-        Mutant(Protocol("ReusesNames", numbered=False, sound=False), RETRY, again, late),
-    ]
-
-
-MUTANTS = _mutants()
-
-
-def caught(mutant: Mutant) -> Broken | None:
-    """The law that a mutant was seen to break, if it is the one that it does break."""
-    broken = Checker(mutant.protocol).explore(mutant.programs, mutant.faults).broken
-    return next((each for each in broken if each.law == mutant.law), None)
+    ),
+    Mutant(
+        "the arrivals of earlier attempts count",
+        ALL_ARRIVED,
+        RETRIES,
+        DEADLINE,
+        (
+            ('Append(f"{name}/arrivals"', 'Append(f"{attempt.key}/arrivals"'),
+            ('(Read(f"{attempt.name}/arrivals") for', '(Read(f"{attempt.key}/arrivals") for'),
+        ),
+    ),
+    Mutant(
+        "fingerprints are not compared",
+        EQUAL,
+        DIFFERENT,
+        NO_FAULTS,
+        (('        if mismatch is not None:\n            return Decision("mismatch", mismatch)\n', ""),),
+    ),
+    Mutant(
+        "a mismatch is tried again",
+        MISMATCH_FOUND,
+        (at_once(ABC), at_once(ABC, variant=1), at_once(ABC)),
+        NO_FAULTS,
+        (("decision.is_permanent or not self.skip_decided", "not self.skip_decided"),),
+    ),
+    Mutant(
+        "a decision is overwritten",
+        NEVER_CHANGES,
+        RETRIES,
+        DEADLINE,
+        (
+            (
+                PUBLISH,
+                "text = decision.pack().encode(); self.client.run(Raw('set', (attempt.decision_key, decision.pack())))",
+            ),
+            (
+                "import Add, Append, CompareSet, Delete, Operation, Read",
+                "import Add, Append, CompareSet, Delete, Operation, Raw, Read",
+            ),
+        ),
+    ),
+    Mutant(
+        "an existing decision is ignored by a rank that decides otherwise",
+        ONE_DECISION,
+        PAIR,
+        DEADLINE,
+        ((TAKE, "self._take(attempt, decision.pack().encode())\n\n    def _take"),),
+    ),
+    Mutant(
+        "a rank at its deadline publishes no decision",
+        ONE_DECISION,
+        PAIR,
+        DEADLINE,
+        ((LATE_DECISION, "attempt.decision = Decision('missing')"),),
+    ),
+    Mutant(
+        "decisions are not published",
+        ONE_DECISION,
+        PAIR,
+        NO_FAULTS,
+        ((PUBLISH, "text = decision.pack().encode()"),),
+    ),
+    Mutant(
+        "only the last member to arrive reads the arrivals",
+        LOSS_FOUND,
+        PAIR,
+        CRASH,
+        (("elif count != attempt.count_seen:", "elif count is None:"),),
+    ),
+    Mutant(
+        "the arrivals are not read again",
+        NO_WAIT,
+        PAIR,
+        Faults(crashes=1, heard=False),
+        (("elif count != attempt.count_seen:", 'elif attempt.count_seen == b"":'),),
+    ),
+    Mutant(
+        "a rank counts as lost without a second look at the arrivals",
+        TRUE_MISSING,
+        PAIR,
+        Faults(silences=1, long_times=1),
+        (("        self._read_arrivals(with_lost)", "        #"),),
+    ),
+    Mutant(
+        "a rank at its deadline reads no arrivals",
+        TRUE_MISSING,
+        (at_once(ABC),) * 3,
+        DEADLINE,
+        (
+            (
+                "        self._read_arrivals(self._undecided())\n        self._read_statuses()\n",
+                "        self._read_statuses()\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "each rank counts as lost",
+        NO_FAILURE,
+        PAIR,
+        NO_FAULTS,
+        (("for status in known if self._heartbeats.is_lost(status, now)]", "for status in known]"),),
+    ),
+    Mutant(
+        "no rank counts as lost",
+        LOSS_FOUND,
+        PAIR,
+        CRASH,
+        (("for status in known if self._heartbeats.is_lost(status, now)]", "for status in known if False]"),),
+    ),
+    Mutant(
+        "an interrupted rank publishes no decision",
+        LOSS_FOUND,
+        PAIR,
+        Faults(interrupts=1),
+        (("                self.cancel(error)", "                pass"),),
+    ),
+    Mutant(
+        "a circle of statuses is believed",
+        TRUE_CIRCLE,
+        (one_after_another(AB, AC), one_after_another(AB, BC), one_after_another(BC, AC)),
+        DEADLINE,
+        (("if decision is not None or following in arrived:", "if False:"),),
+    ),
+    Mutant(
+        "a circle is checked by its decisions, and not by the arrivals",
+        TRUE_CIRCLE,
+        (at_once(ABC), at_once(AB, ABC), at_once(BC, ABC)),
+        DEADLINE,
+        (("if decision is not None or following in arrived:", "if decision is not None:"),),
+    ),
+    Mutant(
+        "a circle is published for one rank of it",
+        CIRCLE_STATED,
+        KNOT,
+        NO_FAULTS,
+        (("for _, wait in circle))\n        for", "for _, wait in circle[:1]))\n        for"),),
+    ),
+    Mutant(
+        "no status is published",
+        CIRCLE_STATED,
+        KNOT,
+        NO_FAULTS,
+        (("        self.client.set_pending(self._pending())\n", ""),),
+    ),
+    Mutant(
+        "a retry begins at the number of the failed attempt",
+        RETRY,
+        RETRIES,
+        DEADLINE,
+        (
+            ('return f"{self.key}/{self.number}"', 'return f"{self.key}/0"'),
+            (
+                "if decision is not None and (decision.is_permanent or not self.skip_decided):",
+                "if decision is not None:",
+            ),
+        ),
+    ),
+    Mutant(
+        "a late rank leaves out an attempt",
+        RETRY,
+        RETRIES,
+        DEADLINE,
+        (("attempt.number += 1", "attempt.number += 2"),),
+    ),
+]

@@ -1,280 +1,288 @@
-"""One rank of the model: its program as steps, and all its states that were reached."""
+"""One rank of the model: its program run on given answers, and all its states that were reached."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+import sys
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pgmesh.rendezvous import protocol as real
-from pgmesh.rendezvous.protocol import Append, CompareSet, Decision, Fingerprint, Pause, Read, Ready, Step
-from tests.rendezvous.model.programs import (
-    MOST_TRIES,
-    Call,
-    Collective,
-    Group,
-    Interruption,
-    Program,
-    Protocol,
-    Release,
-    spell,
-)
+from pgmesh.rendezvous.operations import Append, CompareSet, Operation
+from pgmesh.rendezvous.records import Decision, Fingerprint, PendingConnect
+from tests.rendezvous.model.programs import Call, Group, Program
+from tests.rendezvous.model.stores import SetPending, Sleep, Step
 
 LONG = 1e6
 """Seconds without a heartbeat after which a rank counts as lost. An inspection takes one second."""
 
+DEADLINE = 1e9
+"""Seconds until the deadline of a call."""
 
+MOST_CALLS = 4
+"""After as many failed calls, a rank stops to retry."""
+
+BEFORE, AFTER = "interrupted before", "interrupted after"
+"""Answers that stand for Ctrl-C before or after a step."""
+
+
+def spell(group: Group) -> str:
+    return "g" + "-".join(map(str, group))
+
+
+def group_of(name: str) -> Group:
+    """The group of an attempt's name, such as "g0-1/2"."""
+    return tuple(map(int, name.partition("/")[0][1:].split("-")))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Everything that a rank remembers from one call of connect to the next.
+
+    Args:
+        calls, otherwise: the calls that are left.
+        count: the number of calls so far.
+        numbers: by group, the number of the next attempt.
+        outcomes: by name, the decisions of attempts.
+        arrived: names of attempts with an arrival of this rank.
+        interrupted: names of the attempts of interrupted calls.
+    """
+
+    calls: tuple[Call, ...]
+    otherwise: tuple[Call, ...]
+    count: int = 0
+    numbers: tuple[tuple[Group, int], ...] = ()
+    outcomes: tuple[tuple[str, str], ...] = ()
+    arrived: frozenset[str] = frozenset()
+    interrupted: frozenset[str] = frozenset()
+
+
+class Stopped(BaseException):
+    """The answers have been used up."""
+
+
+@dataclass
 class Life:
-    """One rank's program as steps, and its properties between two steps."""
+    """One call of connect, run on given answers. It is the ``Client`` of that call.
 
-    def __init__(self, protocol: Protocol, rank: int, program: Program) -> None:
-        self.protocol, self.rank, self.program = protocol, rank, program
-        self.counts: Counter[Group] = Counter()
-        self.outcomes: dict[tuple[Group, int], str] = {}  # of the attempts that this rank saw decided
-        self.arrived: frozenset[tuple[Group, int]] = frozenset()  # attempts with an arrival of this rank
-        self.open: dict[str, tuple[Group, int]] = {}  # the attempts of its call, by name
-        self.participant: real.Participant | None = None
-        self.generations = protocol.generations()
-        self.connected: dict[Group, real.ConnectAttempt] = {}
-        self.number = 0
-        self.failed: frozenset[tuple[Group, int]] = frozenset()  # the attempts of an interrupted call
-        self.steps = self._run()
+    Afterwards, ``step`` is the first step without an answer, or ``after`` is the memory after the call.
+    """
 
-    def _run(self) -> Iterator[Step]:
-        calls = list(self.program.calls)
-        otherwise: tuple[Call, ...] = self.program.otherwise
-        while calls and self.number < MOST_TRIES:
-            if isinstance(calls[0], Release):
-                self._release(calls.pop(0))
-                continue
-            call = yield from self._unconnected(calls[0])
-            if not call:
-                calls.pop(0)
-                continue
-            participant = self._participant(call)
-            try:
-                yield from participant.connect()
-            except Interruption:
-                self.failed = frozenset(self.open.values())
-                self._leave()
-                return
-            self._leave()
-            lost = (yield from self._warm_up(participant.attempts)) if self.program.lasting else []
-            made = not lost and all(attempt.decision == real.MADE for attempt in participant.attempts)
-            if made or self.program.after == "next":
-                calls.pop(0)
-            elif otherwise:
-                calls, otherwise = list(otherwise), ()
-            elif self.program.after == "stop":
-                return
-            else:
-                calls[0] = tuple(attempt.ranks for attempt in participant.attempts if attempt.decision != real.MADE)
+    protocol: Any
+    rank: int
+    program: Program
+    memory: Memory
+    answers: tuple[Any, ...]
+    step: Step | None = None
+    after: Memory | None = None
+    state: object = None  # at a pause, everything on which further steps depend
+    clock: float = 0.0
+    beats: int = 0  # heartbeats that each rank had sent at the last pause
+    seen: frozenset[tuple[str, int]] = frozenset()  # arrivals at the attempts of this call at the last pause
+    published: bool = False  # whether the status has the groups that this call waits for
+    circle: tuple[tuple[int, str], ...] = ()  # the last circle that was found: rank and attempt
+    arrived: set[str] = field(default_factory=set)
+    _position: int = 0
 
-    def _unconnected(self, call: Call) -> Iterator[Step]:
-        """The groups that are not connected. Other members may have published that one failed."""
-        for group in [group for group in call if group in self.connected]:
-            if (yield Read(self.connected[group].broken_key)) is not None:
-                self._fail(group)
-        return tuple(group for group in call if group not in self.connected)
-
-    def _warm_up(self, attempts: Sequence[real.ConnectAttempt]) -> Iterator[Step]:
-        """The first collective of each group that was made. Failures are published."""
-        lost = []
-        for attempt in attempts:
-            group = tuple(attempt.ranks)
-            if attempt.decision == real.MADE and (yield Collective(attempt.name)) == "done":
-                self.connected[group] = attempt
-            elif attempt.decision == real.MADE:
-                yield CompareSet(attempt.broken_key, Decision("missing").pack())
-                self._fail(group)
-                lost.append(group)
-        return lost
-
-    def _fail(self, group: Group) -> None:
-        self.connected.pop(group, None)
-        self.generations.fail(group, "")
-        self.counts[group] = 0
-
-    def _release(self, groups: Call) -> None:
-        for group in groups:
-            self.connected.pop(group, None)
-            self.generations.release(group)
-            self.counts[group] = 0
-
-    def _participant(self, call: Call) -> real.Participant:
-        attempts = []
-        self.open = {}
-        for group in call:
-            released, failed = self.generations.of(group, "")
-            number = 100 * released + 10 * failed + self.counts[group]
-            name = f"{spell(group)}#{number if self.protocol.numbered else 0}"
-            fingerprint = Fingerprint(self.rank, {"means": self.program.variant}, name, "Mend it.")
-            attempts.append(self.protocol.attempt(name, group, fingerprint))
-            self.open[name] = (group, number)
-        self.number += 1
-        self.participant = self.protocol.participant(
+    def __post_init__(self) -> None:
+        numbers = dict(self.memory.numbers)
+        attempts = [self._attempt(group, numbers.get(group, 0)) for group in self.memory.calls[0]]
+        self.participant = real_subclass(self.protocol)(
             self.rank,
             attempts,
-            number=self.number,
-            call_site=f"train.py:{self.number}",
+            self,
+            call_site="train.py:1",
             process=f"process {self.rank}",
-            deadline=float("inf"),
+            deadline=DEADLINE,
             lost_after=LONG,
         )
-        return self.participant
-
-    def _leave(self) -> None:
-        assert self.participant is not None
-        self._see()
-        for attempt in self.participant.attempts:
-            self.counts[tuple(attempt.ranks)] += 1
-        self.open, self.participant = {}, None
-
-    def _see(self) -> None:
-        for attempt in self.participant.attempts if self.participant else ():
-            if attempt.decision is not None:
-                self.outcomes[self.open[attempt.name]] = attempt.decision.kind
-
-    def take(self, answer: Any) -> Step | None:
-        """The next step, given the answer to the last one; None at the end."""
+        interrupted = False
         try:
-            step = self.steps.throw(answer) if isinstance(answer, Interruption) else self.steps.send(answer)
-            while isinstance(step, Ready):
-                step = self.steps.send(None)
-        except StopIteration:
-            return None
-        finally:
-            self._see()
-        return step
+            self.participant.connect()
+        except Stopped:
+            return
+        except KeyboardInterrupt:
+            interrupted = True
+        self.after = self._remember(interrupted)
 
-    def posted(self, step: Step) -> None:
-        """This rank's step was done."""
-        if isinstance(step, Append) and step.key.endswith("/arrivals"):
-            attempt = self.open.get(step.key.removesuffix("/arrivals"))
-            self.arrived |= {attempt} if attempt else set()
+    def _attempt(self, group: Group, number: int) -> real.ConnectAttempt:
+        name = spell(group)
+        fingerprint = Fingerprint(self.rank, {"means": self.program.variant}, name, "Fix it.")
+        attempt: real.ConnectAttempt = self.protocol.ConnectAttempt(name, group, fingerprint, name, "mesh 'm'", number)
+        return attempt
 
-    def fingerprint(self, timed: bool) -> object:
-        """The state at a pause, on which all further steps depend."""
-        assert self.participant is not None
-        passing = {"_statuses"} - {*self.protocol.live}
-        fixed = {
-            "ranks",
-            "fingerprint",
-            "mismatch_key",
-            "mesh_mismatch_key",
-            "rank",
-            "attempts",
-            "number",
-            "call_site",
-            "process",
-            "deadline",
-            "lost_after",
-            "warn",
-        }
-        dropped = passing | fixed | {"_now", "_heartbeats", "single_threaded"}
-        participant = {name: value for name, value in vars(self.participant).items() if name not in dropped}
-        if timed:
-            last = self.participant._heartbeats.last
-            participant["_heartbeats"] = sorted((rank, beat, epoch(at)) for rank, (beat, at) in last.items())
-        over = {"missing", "count_seen"}  # unused once an attempt is decided
-        attempts = [
-            {
-                name: value
-                for name, value in vars(each).items()
-                if name not in dropped | (over if each.decision else set())
-            }
-            for each in self.participant.attempts
-        ]
-        lasting = (repr(vars(self.generations)), tuple(sorted(self.connected)))
-        return (
-            self.number,
-            repr(participant),
-            repr(attempts),
-            tuple(sorted(self.outcomes.items())),
-            self.arrived,
-            self.failed,
-            lasting,
+    def outcomes(self) -> dict[str, str]:
+        decided = {each.name: each.decision.kind for each in self.participant.attempts if each.decision}
+        return {**dict(self.memory.outcomes), **decided}
+
+    def _remember(self, interrupted: bool) -> Memory:
+        calls, otherwise = self.memory.calls, self.memory.otherwise
+        failed = tuple(tuple(each.ranks) for each in self.participant.attempts if not each.is_made())
+        if not failed or self.program.after == "next":
+            calls = calls[1:]
+        elif self.program.after == "retry":
+            calls = (failed, *calls[1:])
+        else:
+            calls, otherwise = otherwise, ()
+        numbers = {tuple(each.ranks): each.number + 1 for each in self.participant.attempts}
+        names = {each.name for each in self.participant.attempts} if interrupted else set()
+        return Memory(
+            calls if self.memory.count < MOST_CALLS else (),
+            otherwise,
+            self.memory.count + 1,
+            tuple(sorted({**dict(self.memory.numbers), **numbers}.items())),
+            tuple(sorted(self.outcomes().items())),
+            self.memory.arrived | self.arrived,
+            self.memory.interrupted | names,
         )
 
+    # -- the client -----------------------------------------------------------------------------------------------
 
-def epoch(now: float) -> int:
-    """Number of long times that had passed."""
-    return int(now // LONG)
+    def run(self, *operations: Operation) -> list[Any]:
+        return [self._answer(operation) for operation in operations]
+
+    def now(self) -> float:
+        return self.clock
+
+    def set_pending(self, pending: tuple[PendingConnect, ...]) -> None:
+        if pending:  # otherwise it is published with a later heartbeat
+            self._answer(SetPending(pending))
+            self.published = True
+
+    def sleep(self, seconds: float) -> None:
+        locals_ = sys._getframe(1).f_locals
+        choice, self.beats, self.seen = self._answer(Sleep(), locals_)
+        ticks = self.clock % LONG + (choice == "inspect")
+        self.clock = DEADLINE if choice == "deadline" else self.beats * LONG + ticks
+
+    def _answer(self, step: Step, locals_: dict[str, Any] | None = None) -> Any:
+        if self._position == len(self.answers):
+            if self.step is None:
+                self.step = step
+                self.state = None if locals_ is None else self._state(locals_)
+            raise Stopped  # at every later step too, because connect() tries to publish each error
+        answer = self.answers[self._position]
+        self._position += 1
+        if answer == BEFORE:
+            raise KeyboardInterrupt
+        if isinstance(step, Append):
+            self.arrived |= {each.name for each in self.participant.attempts if step.key.startswith(f"{each.key}/")}
+        if answer == AFTER:
+            raise KeyboardInterrupt
+        return answer
+
+    def _state(self, locals_: dict[str, Any]) -> object:
+        """Everything on which the steps after a pause depend. A new local or field is a part of it by default."""
+        constants = {"self", "now", "slow", "inspection", "pause"}  # and the times, relative to now
+        fields = {name: value for name, value in vars(self.participant).items() if name[0] == "_"}
+        del fields["_statuses"], fields["_foreign_values"]  # they are read again after a pause
+        heartbeats = fields.pop("_heartbeats").last
+        attempts = []
+        for attempt in self.participant.attempts:
+            unused = {"ranks", "fingerprint", "group", "mesh"} | (
+                {"missing", "count_seen"} if attempt.decision else set()
+            )
+            attempts.append({name: value for name, value in vars(attempt).items() if name not in unused})
+        return (
+            self.memory,
+            frozenset(self.arrived),
+            self.published,
+            repr([(name, value) for name, value in locals_.items() if name not in constants]),
+            repr((fields, attempts)),
+            tuple(sorted((rank, beat, at // LONG) for rank, (beat, at) in heartbeats.items())),
+        )
+
+    def claim(self) -> tuple[str, Any] | None:
+        """The reason of the decision that is about to be published: "missing" ranks, or a "circle"."""
+        if not isinstance(self.step, CompareSet):
+            return None
+        decision = Decision.unpack("", self.step.value.encode())
+        if decision.kind == "circle":
+            return "circle", self.circle
+        missing = [each.missing for each in self.participant.attempts if each.decision_key == self.step.key]
+        return ("missing", missing[0]) if "did not arrive" in decision.text else None
+
+
+def real_subclass(protocol: Any) -> type[real.Participant]:
+    """The participant of a protocol. It tells its life of the circles that it finds."""
+
+    class Watched(protocol.Participant):  # type: ignore[misc]
+        def _find_circle(self) -> Any:
+            circle = super()._find_circle()
+            self.client.circle = tuple((rank, wait.name) for rank, wait in circle)
+            return circle
+
+    return Watched
 
 
 class Node:
-    """One state of one rank."""
+    """One state of one rank. It is done if ``step`` is None."""
 
-    __slots__ = ("after", "arrived", "failed", "history", "id", "life", "lost", "open", "outcomes", "rank", "step")
+    __slots__ = (
+        "after",
+        "answers",
+        "arrived",
+        "claim",
+        "interrupted",
+        "late",
+        "lost",
+        "memory",
+        "open",
+        "outcomes",
+        "published",
+        "rank",
+        "seen",
+        "step",
+    )
 
-    def __init__(self, life: Life, step: Step | None, history: tuple[Any, ...]) -> None:
-        self.life: Life | None = life
-        self.rank, self.step, self.history = life.rank, step, history
-        self.outcomes, self.arrived = dict(life.outcomes), life.arrived
-        self.open, self.failed = dict(life.open), life.failed
+    def __init__(self, rank: int, memory: Memory, life: Life | None, answers: tuple[Any, ...] = ()) -> None:
+        self.rank, self.memory, self.answers = rank, memory, answers
+        self.step = life.step if life else None
+        self.outcomes = life.outcomes() if life else dict(memory.outcomes)
+        self.arrived = memory.arrived | (life.arrived if life else set())
+        attempts = life.participant.attempts if life else ()
+        self.open = tuple(each.name for each in attempts if each.decision is None)
+        self.claim = life.claim() if life else None
+        self.seen = life.seen if life else frozenset()
+        self.published = life is not None and life.published
+        self.late = life is not None and life.clock == DEADLINE
+        self.interrupted = memory.interrupted
         self.after: dict[Any, Node] = {}
         self.lost = False
-        self.id = -1
 
 
 class Rank:
-    """All states of one rank that were reached so far. All spaces in which it runs this program share them."""
+    """All states of one rank that were reached so far."""
 
-    def __init__(self, protocol: Protocol, rank: int, program: Program, timed: bool, nodes: list[Node]) -> None:
-        self.protocol, self.rank, self.program, self.timed = protocol, rank, program, timed
-        self.nodes = nodes
+    def __init__(self, protocol: Any, rank: int, program: Program) -> None:
+        self.protocol, self.rank, self.program = protocol, rank, program
         self._known: dict[object, Node] = {}
-        life = Life(protocol, rank, program)
-        self.start = self._enter(("start",), life, life.take(None), ())
+        self.start = self._run(Memory(program.calls, program.otherwise), (), "start")
 
-    def _enter(self, key: object, life: Life, step: Step | None, history: tuple[Any, ...]) -> Node:
-        if step is None:
-            key = ("done", tuple(sorted(life.outcomes.items())), life.arrived, life.failed)
-        elif isinstance(step, Pause):
-            key = ("pause", step.seconds > 0.0, life.fingerprint(self.timed))
-        node = self._known.get(key)
-        if node is None:
-            node = self._known[key] = Node(life, step, history)
-            node.id = len(self.nodes)
-            self.nodes.append(node)
-        return node
+    def _run(self, memory: Memory, answers: tuple[Any, ...], key: object) -> Node:
+        life = None
+        while memory.calls:
+            life = Life(self.protocol, self.rank, self.program, memory, answers)
+            if life.after is None:
+                break
+            memory, answers, life = life.after, (), None
+        if life is None:
+            key = replace(memory, count=0)
+        elif life.state is not None:
+            key = life.state
+        if key not in self._known:
+            self._known[key] = Node(self.rank, memory, life, answers)
+        return self._known[key]
 
     def next(self, node: Node, answer: Any) -> Node:
         """The state after an answer."""
-        found = node.after.get(answer)
-        if found is None:
-            life, node.life = node.life, None
-            if life is None:
-                life = Life(self.protocol, self.rank, self.program)
-                step = life.take(None)
-                for earlier in node.history:
-                    assert step is not None
-                    step = self._take(life, step, earlier)
-            assert node.step is not None
-            step = self._take(life, node.step, answer)
-            found = node.after[answer] = self._enter((node.id, answer), life, step, (*node.history, answer))
-        return found
-
-    def _take(self, life: Life, step: Step, answer: Any) -> Step | None:
-        if answer == "interrupted before":
-            return life.take(Interruption("Ctrl-C"))
-        life.posted(step)
-        if answer == "interrupted after":
-            return life.take(Interruption("Ctrl-C"))
-        if isinstance(step, Pause):
-            choice, long_times, ticks = answer
-            return life.take(float("inf") if choice == "deadline" else long_times * LONG + ticks)
-        return life.take(answer)
+        if answer not in node.after:
+            node.after[answer] = self._run(node.memory, (*node.answers, answer), (id(node), answer))
+        return node.after[answer]
 
     def lose(self, node: Node) -> Node:
         """The state after the rank's death."""
-        key = ("lost", tuple(sorted(node.outcomes.items())), node.arrived)
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = Node.__new__(Node)
-            found.life, found.step, found.history, found.rank = None, None, node.history, node.rank
-            found.outcomes, found.arrived, found.open, found.after = node.outcomes, node.arrived, {}, {}
-            found.lost, found.failed = True, node.failed
-            found.id = len(self.nodes)
-            self.nodes.append(found)
-        return found
+        key = ("lost", frozenset(node.outcomes.items()), frozenset(node.arrived))
+        if key not in self._known:
+            self._known[key] = lost = Node(self.rank, node.memory, None)
+            lost.outcomes, lost.arrived, lost.lost = node.outcomes, node.arrived, True
+        return self._known[key]

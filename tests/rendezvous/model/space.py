@@ -3,44 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
-import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from unittest import mock
 
-from pgmesh.rendezvous.protocol import (
-    CompareSet,
-    Decision,
-    Delete,
-    Pause,
-    RankStatus,
-    Read,
-    SetStatus,
-    Step,
-    status_key,
-)
-from tests.rendezvous.model.ideal import Ideal, on_circle
-from tests.rendezvous.model.programs import (
-    REAL,
-    Collective,
-    Program,
-    Protocol,
-    spell,
-)
-from tests.rendezvous.model.ranks import Node, Rank
-from tests.rendezvous.model.stores import Stores, attempt_of, kind_of, links_of
+from pgmesh.rendezvous import protocol as real, timing
+from pgmesh.rendezvous.operations import CompareSet, Raw, Read
+from pgmesh.rendezvous.records import RankStatus, status_key
+from tests.rendezvous.model.programs import Program
+from tests.rendezvous.model.ranks import AFTER, BEFORE, MOST_CALLS, Node, Rank, group_of
+from tests.rendezvous.model.stores import Content, SetPending, Sleep, Step, Stores, kind_of
 
 NEVER_CHANGES = "a decision never changes"
-ONE_END = "one decision for all"
-ALL_CAME = "made means that all arrived"
-ALIKE = "made means equal fingerprints"
-FALSE_CIRCLE = "no false circle"
-MISSED_CIRCLE = "no circle is missed"
-NOT_REFUSED = "no group is refused"
+ONE_DECISION = "one decision for all"
+ALL_ARRIVED = "made means that all arrived"
+EQUAL = "made means equal fingerprints"
+NO_FAILURE = "no group fails without a fault"
+TRUE_MISSING = "a rank that is called missing is"
+TRUE_CIRCLE = "a circle is true"
+CIRCLE_STATED = "a circle is stated"
 NO_WAIT = "no wait once all arrived"
 LOSS_FOUND = "a loss is found"
+MISMATCH_FOUND = "a mismatch is found"
 RETRY = "a retry works"
 NO_ERROR = "nothing else is raised"
 
@@ -53,49 +41,52 @@ class Faults:
         crashes: ranks that die, at any step.
         deadlines: calls whose deadline comes, at any pause.
         interrupts: Ctrl-C, before or after any step.
+        silences: how often a living rank sends no heartbeat in a long time.
         long_times: how often a time passes after which a silent rank counts as lost.
-        silences: how often a living rank sends no heartbeat in such a time.
-        losses: first collectives that fail, each on one member.
         mortal: the ranks that may die; None for all.
         heard: all ranks have published a status before.
+        warns: each rank logs what it waits for at its first inspection.
     """
 
     crashes: int = 0
     deadlines: int = 0
     interrupts: int = 0
-    long_times: int = 0
     silences: int = 0
-    losses: int = 0
+    long_times: int = 0
     mortal: frozenset[int] | None = None
     heard: bool = True
+    warns: bool = False
 
-    @property
     def left(self) -> int:
         """Number of each fault that may still happen, one digit for each."""
-        kinds = {CRASH: self.crashes, DEADLINE: self.deadlines, INTERRUPT: self.interrupts, SILENCE: self.silences}
-        kinds[LOSS] = self.losses
-        return sum(price * times for price, times in kinds.items())
+        amounts = (
+            (CRASH, self.crashes),
+            (DEADLINE, self.deadlines),
+            (INTERRUPT, self.interrupts),
+            (SILENCE, self.silences),
+        )
+        return sum(price * times for price, times in amounts)
 
 
-FREE, CRASH, DEADLINE, INTERRUPT, SILENCE, LOSS = 0, 1, 10, 100, 1000, 10_000
-"""The amounts that a step subtracts from the remaining faults."""
+FREE, CRASH, DEADLINE, INTERRUPT, SILENCE = 0, 1, 10, 100, 1000
+"""The amounts that a step subtracts from the faults that are left."""
 
 NO_FAULTS = Faults()
-
-
-def affords(left: int, price: int) -> bool:
-    return not price or left // price % 10 > 0
 
 
 class Broken(NamedTuple):
     """A law that was broken, and the path there."""
 
     law: str
-    what: str
-    trace: tuple[str, ...]
+    text: str
+    trace: Sequence[str]
 
     def __str__(self) -> str:
-        return "\n  ".join([f"{self.law}: {self.what}", *self.trace])
+        return "\n  ".join([f"{self.law}: {self.text}", *self.trace])
+
+
+class Violation(Exception):
+    """A law is broken: its name, and the details."""
 
 
 @dataclass
@@ -104,11 +95,7 @@ class Seen:
 
     programs: int = 0
     states: int = 0
-    steps: int = 0
-    crashes: int = 0
     circles: int = 0
-    false_circles: int = 0
-    missed_circles: int = 0
     cut_short: int = 0
     broken: list[Broken] = field(default_factory=list)
 
@@ -117,57 +104,362 @@ class Seen:
             setattr(self, name, getattr(self, name) + value)
 
 
-State = tuple[int, ...]
-"""The ranks' nodes, the content of the store, and the remaining faults, as numbers."""
+class Move(NamedTuple):
+    """A step of one rank: its price, a description, and the rank and the store after it."""
 
-_Move = tuple[int, str, int, int, bool]
-"""The price, a description, the next node, the content of the store, and whether laws must be checked."""
-
-
-class _Moves(NamedTuple):
-    """The next steps of a rank; whether other ranks can wait for them; whether it is at a pause or at its end."""
-
-    moves: list[_Move]
-    settled: bool
-    resting: bool
+    price: int
+    text: str
+    node: Node
+    content: Content
 
 
-class _Violation(Exception):
-    pass
+class State(NamedTuple):
+    """The ranks, the content of the store, and the faults that are left."""
+
+    nodes: tuple[Node, ...]
+    content: Content
+    left: int
+
+    def affords(self, price: int) -> bool:
+        return not price or self.left // price % 10 > 0
 
 
-class Checker:
-    """Explores programs under one protocol. States of a rank are shared between programs."""
+class Space:
+    """Everything that can happen to some programs under a protocol.
 
-    def __init__(self, protocol: Protocol = REAL) -> None:
-        self.protocol = protocol
-        self.nodes: list[Node] = []
-        self._ranks: dict[object, Rank] = {}
+    Args:
+        every_order: try every order of reads of values that never change too.
+    """
 
-    def rank(self, rank: int, program: Program, timed: bool) -> Rank:
-        key = (rank, program, timed)
-        if key not in self._ranks:
-            self._ranks[key] = Rank(self.protocol, rank, program, timed, self.nodes)
-        return self._ranks[key]
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        faults: Faults = NO_FAULTS,
+        protocol: Any = real,
+        *,
+        every_order: bool = False,
+    ) -> None:
+        self.programs, self.faults, self.every_order = programs, faults, every_order
+        self.timed = bool(faults.long_times or faults.crashes)
+        self.stores = Stores()
+        self.out = Seen(programs=1)
+        self._before: dict[State, State | None] = {}
+        self._finished: set[State] = set()
+        self._moves: dict[tuple[Node, Content], list[Move]] = {}
+        stragglers = 0.0 if faults.warns else float("inf")
+        self._timing = mock.patch.object(timing, "TIMING", dataclasses.replace(timing.TIMING, stragglers=stragglers))
+        with self._timing:
+            self.ranks = [Rank(protocol, rank, program) for rank, program in enumerate(programs)]
+        statuses = {status_key(rank): RankStatus(rank).pack().encode() for rank in range(len(programs))}
+        content = self.stores.content(statuses if faults.heard else {}, 0)
+        self.start = State(tuple(rank.start for rank in self.ranks), content, faults.left())
 
-    def explore(self, programs: Sequence[Program], faults: Faults = NO_FAULTS, *, most: int = 10_000_000) -> Seen:
+    def explore(self, most: int = 10_000_000) -> Seen:
         """Try everything that can happen; stop at the first law that is broken.
 
         Args:
             most: states; a larger space is cut short, and that is counted.
         """
-        with _nothing_collected():
-            return _Space(self, programs, faults).explore(most)
+        self._before[self.start] = None
+        row, state = [self.start], self.start
+        with self._timing, _no_garbage_collection():
+            try:
+                while row and len(self._before) <= most:
+                    next_row: list[State] = []
+                    for state in row:
+                        self._finish(state)
+                        for _, _, new in self._steps(state):
+                            if new not in self._before:
+                                self._before[new] = state
+                                next_row.append(new)
+                    row = next_row
+            except Violation as broken:
+                law, text, *more = broken.args
+                self.out.broken.append(Broken(law, text, [*self._trace(state), *more]))
+        self.out.cut_short = int(bool(row) and not self.out.broken)
+        self.out.states = len(self._before)
+        return self.out
 
-    def wander(
-        self, programs: Sequence[Program], faults: Faults = NO_FAULTS, *, walks: int, chance: random.Random
-    ) -> Seen:
-        """Random walks through a space that is too large to explore."""
-        return _Space(self, programs, faults).wander(walks, chance)
+    def walk(self, walks: int, chance: random.Random) -> Seen:
+        """Take random walks through a space that is too large to explore; then let the ranks take turns."""
+        trace: list[str] = []
+        with self._timing:
+            try:
+                for _ in range(walks):
+                    state, trace = self.start, []
+                    eager = [*(chance.choice((1.0, 1.0, 4.0, 16.0)) for _ in self.ranks), 0.05]
+                    while len(trace) < 3000 and (steps := [*self._steps(state)]):
+                        weights = [0.03 if new.left < state.left else eager[i] for i, _, new in steps]
+                        _, text, state = chance.choices(steps, weights)[0]
+                        trace.append(text)
+                    self._finish(state, at_rest=False)
+                    self.out.states += len(trace)
+            except Violation as broken:
+                law, text, *more = broken.args
+                self.out.broken.append(Broken(law, text, ["...", *trace[-60:], *more]))
+        return self.out
+
+    def _trace(self, state: State) -> list[str]:
+        """The path to a state, as text."""
+        trace: list[str] = []
+        while (before := self._before[state]) is not None:
+            trace.append(next(text for _, text, new in self._steps(before) if new == state))
+            state = before
+        return trace[::-1]
+
+    # -- what can happen next -------------------------------------------------------------------------------------
+
+    def _steps(self, state: State) -> Iterator[tuple[int, str, State]]:
+        """Everything that can happen next: the rank, or -1, a description, and the new state."""
+        everyone = range(len(state.nodes))
+        settled = next((i for i in everyone if self._is_settled(state.nodes[i], state.content)), None)
+        for i in everyone if settled is None else (settled,):
+            for move in self._moves_of(i, state):
+                if state.affords(move.price):
+                    yield i, move.text, self._go(state, i, move)
+        if settled is None and state.content.beats < self.faults.long_times:
+            yield -1, "a long time passes", self._long_time(state)
+            for i in everyone if state.affords(SILENCE) and self.faults.silences else ():
+                yield -1, f"a long time passes, in which rank {i} is stopped", self._long_time(state, i)
+
+    def _is_settled(self, node: Node, content: Content) -> bool:
+        """True if a rank's next step commutes with all steps of other ranks, so that no other need be tried first.
+
+        It reads a value that never changes, or publishes the same status again.
+        """
+        step = node.step
+        if self.every_order or step is None:
+            return False
+        if isinstance(step, Sleep):
+            return not node.open or (not self.timed and content.decision(node.open[0]) is not None)
+        if isinstance(step, SetPending):
+            return self.stores.perform(node.rank, step, content)[1] is content
+        if not isinstance(step, (Read, CompareSet)):
+            return False
+        name, _, key = step.key.rpartition("/")
+        if key == "arrivals":
+            return len(content.arrived(name)) == len(group_of(name))
+        return key == "mismatch" or (key == "decision" and step.key in content.values)
+
+    def _long_time(self, state: State, stopped: int | None = None) -> State:
+        waits = {i: node.published for i, node in enumerate(state.nodes) if not node.lost and i != stopped}
+        left = state.left - SILENCE * (stopped is not None)
+        return State(state.nodes, self.stores.long_time(state.content, waits), left)
+
+    def _moves_of(self, i: int, state: State) -> list[Move]:
+        key = state.nodes[i], state.content
+        if key not in self._moves:
+            self._moves[key] = [*self._find_moves(i, *key)]
+        return self._moves[key]
+
+    def _find_moves(self, i: int, node: Node, content: Content) -> Iterator[Move]:
+        """The next steps of one rank. The last one without a fault is an inspection, if it has the choice."""
+        rank, step = self.ranks[i], node.step
+        if step is None:
+            return
+        if not isinstance(step, Sleep):
+            yield self._perform(i, node, content)
+        else:
+            if len(node.open) > 1:
+                yield self._wake(i, node, content, "look")
+            yield self._wake(i, node, content, "inspect")
+            if self.faults.deadlines:
+                yield self._wake(i, node, content, "deadline", DEADLINE)
+        if self.faults.interrupts:
+            yield Move(INTERRUPT, f"rank {i} is interrupted", rank.next(node, BEFORE), content)
+            if not isinstance(step, Sleep):
+                _, new = self.stores.perform(i, step, content)
+                yield Move(INTERRUPT, f"rank {i} {describe(step)}, is interrupted", rank.next(node, AFTER), new)
+        if self.faults.crashes and (self.faults.mortal is None or i in self.faults.mortal):
+            yield Move(CRASH, f"rank {i} dies", rank.lose(node), content)
+
+    def _wake(self, i: int, node: Node, content: Content, choice: str, price: int = FREE) -> Move:
+        """A rank ends its pause, and does the next step."""
+        seen = frozenset((name, rank) for name in node.open for rank in content.arrived(name))
+        known = seen if self.timed or choice == "deadline" else frozenset()
+        awake = self.ranks[i].next(node, (choice, content.beats, known))
+        move = self._perform(i, awake, content) if node.open else Move(FREE, f"rank {i} wakes", awake, content)
+        return move._replace(price=price, text=f"{move.text} ({choice})")
+
+    def _perform(self, i: int, node: Node, content: Content) -> Move:
+        assert node.step is not None
+        answer, new = self.stores.perform(i, node.step, content)
+        try:
+            return Move(FREE, f"rank {i} {describe(node.step)}", self.ranks[i].next(node, answer), new)
+        except Exception as error:
+            raise Violation(NO_ERROR, f"rank {i} {describe(node.step)}: {error!r}") from error
+
+    # -- laws -----------------------------------------------------------------------------------------------------
+
+    def _go(self, state: State, i: int, move: Move) -> State:
+        """Take a step, and check the laws if a decision was published or read."""
+        new = State((*state.nodes[:i], move.node, *state.nodes[i + 1 :]), move.content, state.left - move.price)
+        before, after = state.content, move.content
+        if before is not after:
+            for key, value in after.values.items():
+                if key.endswith("/decision") and before.values.get(key) != value:
+                    if key in before.values:
+                        text = f"{move.text}: it was {kind_of(before.values[key])}"
+                        raise Violation(NEVER_CHANGES, text)
+                    self._check_decision(state, state.nodes[i], key.removesuffix("/decision"), move.text)
+        if move.node.outcomes != state.nodes[i].outcomes:
+            for name, kind in move.node.outcomes.items():
+                if after.decision(name) != kind:
+                    text = f"{name} is {kind} on rank {i}, and {after.decision(name)} in the store"
+                    raise Violation(ONE_DECISION, text, move.text)
+        return new
+
+    def _check_decision(self, state: State, node: Node, name: str, text: str) -> None:
+        """Check the laws for a decision that a rank is about to publish."""
+        assert isinstance(node.step, (CompareSet, Raw))
+        kind = kind_of(node.step[1].encode() if isinstance(node.step, CompareSet) else node.step.arguments[1].encode())
+        members = group_of(name)
+        differ = len({self.programs[rank].variant for rank in members}) > 1
+        absent = [rank for rank in members if name not in state.nodes[rank].arrived]
+        if kind == "made" and absent:
+            raise Violation(ALL_ARRIVED, f"{name} is made, and {absent} never arrived", text)
+        if kind == "made" and differ:
+            raise Violation(EQUAL, f"{name} is made, and its members mean different groups", text)
+        if kind != "made" and not differ and (kind == "mismatch" or (self.faults == NO_FAULTS and not node.late)):
+            raise Violation(NO_FAILURE, f"{name} is {kind}", text)
+        claim, details = node.claim or ("", ())
+        if claim == "missing" and (there := [rank for rank in details if (name, rank) in node.seen]):
+            raise Violation(TRUE_MISSING, f"{there} had arrived at {name}", text)
+        if claim == "circle":
+            self.out.circles = 1
+            self._check_circle(state, details, text)
+
+    def _check_circle(self, state: State, circle: Sequence[tuple[int, str]], text: str) -> None:
+        """Check that each rank of a circle waits, and that the next one has not arrived."""
+        if any(state.content.decision(name) not in (None, "made") for _, name in circle):
+            return  # an attempt failed since the check, at a deadline: ranks may have gone on
+        for (rank, name), (following, _) in zip(circle, [*circle[1:], *circle[:1]]):
+            waits = name in state.nodes[rank].arrived and name not in state.nodes[rank].outcomes
+            if not waits or name in state.nodes[following].arrived:
+                raise Violation(TRUE_CIRCLE, f"rank {rank} does not wait for rank {following} in {name}", text)
+        if not circle:
+            raise Violation(TRUE_CIRCLE, "there is none", text)
+
+    # -- from here on, ranks take turns ---------------------------------------------------------------------------
+
+    def _finish(self, state: State, *, at_rest: bool = True) -> None:
+        """Check that from this state on, if ranks take turns and nothing more fails, all of them end well.
+
+        Args:
+            at_rest: only if all ranks are at a pause or at their end.
+        """
+        if at_rest and not all(map(rests, state.nodes)):
+            return
+        trace: list[str] = []
+        try:
+            while state not in self._finished:
+                self._finished.add(state)
+                text, new = self._turn(state)
+                if new == state:
+                    break
+                trace.append(text)
+                state = new
+        except Violation as broken:
+            law, text, *more = broken.args
+            raise Violation(law, text, *(f"... {text}" for text in [*trace[-12:], *more])) from broken
+
+    def _turn(self, state: State) -> tuple[str, State]:
+        """One turn: a step of the first rank that does not rest, an inspection by each, or a long time.
+
+        If no turn changes anything, the laws are checked. Then a rank of a circle reaches its deadline.
+        """
+        for i, node in enumerate(state.nodes):
+            if not rests(node):
+                move = self._inspection(state, i)
+                return move.text, self._go(state, i, move)
+        waiting = [i for i, node in enumerate(state.nodes) if node.step is not None]
+        new = state
+        for i in waiting:
+            new = self._rest(self._go(new, i, self._inspection(new, i)), i)
+        if new != state:
+            return f"ranks {waiting} inspect", new
+        outdated = any(node.lost or state.content.is_outdated(i, node.published) for i, node in enumerate(state.nodes))
+        if waiting and outdated and state.content.beats < self.faults.long_times + 3:
+            return "a long time passes", self._long_time(state)
+        circle = self._check_end(state)
+        return ("a deadline in the circle", self._deadline(state, min(circle))) if circle else ("", state)
+
+    def _inspection(self, state: State, i: int) -> Move:
+        return [move for move in self._moves_of(i, state) if move.price == FREE][-1]
+
+    def _rest(self, state: State, i: int) -> State:
+        """The state after steps of one rank until it rests."""
+        while not rests(state.nodes[i]):
+            state = self._go(state, i, self._inspection(state, i))
+        return state
+
+    def _deadline(self, state: State, i: int) -> State:
+        """The deadline of a rank in a circle. All ranks in it get the error."""
+        new = self._go(state, i, self._wake(i, state.nodes[i], state.content, "deadline"))
+        circle: Sequence[tuple[int, str]] = ()
+        while not rests(new.nodes[i]):
+            claim, details = new.nodes[i].claim or ("", ())
+            circle = details if claim == "circle" else circle
+            new = self._go(new, i, self._inspection(new, i))
+        kinds = {name: new.content.decision(name) for name in [*state.nodes[i].open, *(name for _, name in circle)]}
+        if "circle" not in kinds.values() or None in kinds.values():
+            raise Violation(CIRCLE_STATED, f"at the deadline of rank {i}, the decisions are {kinds}")
+        return new
+
+    def _check_end(self, state: State) -> set[int]:
+        """Check the laws where nothing happens any more; return the ranks that wait for each other."""
+        nodes, decision = state.nodes, state.content.decision
+        waits: dict[int, set[int]] = {i: set() for i in range(len(nodes))}
+        for i, node in enumerate(nodes):
+            for name in node.open if node.step is not None else ():
+                members = group_of(name)
+                absent = {rank for rank in members if name not in nodes[rank].arrived}
+                if not self.faults.heard and state.content.uncounted(name):
+                    absent |= {rank for rank in members if nodes[rank].lost}
+                if not absent or decision(name):
+                    raise Violation(NO_WAIT, f"rank {i} waits in {name} until its deadline, though all arrived")
+                if self.faults.heard and any(nodes[rank].lost for rank in absent):
+                    raise Violation(LOSS_FOUND, f"rank {i} waits in {name} until its deadline for a rank that died")
+                if any(name in nodes[rank].interrupted for rank in members):
+                    raise Violation(LOSS_FOUND, f"rank {i} waits in {name} until its deadline for an interrupted rank")
+                came = [rank for rank in members if name in nodes[rank].arrived]
+                earlier = [f"{name.partition('/')[0]}/{number}" for number in range(MOST_CALLS)]
+                if len({self.programs[rank].variant for rank in came}) > 1 or "mismatch" in map(decision, earlier):
+                    raise Violation(MISMATCH_FOUND, f"rank {i} waits in {name}, which means another group on {came}")
+                waits[i] |= absent
+        circle = {rank for rank in waits if rank in _reachable(rank, waits)}
+        if not circle:
+            self._check_retries(state, waits)
+        return circle
+
+    def _check_retries(self, state: State, waits: Mapping[int, Set[int]]) -> None:
+        """Check that every retry has succeeded."""
+        for i, (node, program) in enumerate(zip(state.nodes, self.programs)):
+            if node.lost or not program.retries() or (node.interrupted and program.after != "retry"):
+                continue
+            last = {group_of(name): kind for name, kind in sorted(node.outcomes.items())}
+            ways = [program.calls, program.otherwise][: 1 + bool(program.otherwise)]
+            if waits[i] or not any(all(last.get(group) == "made" for call in way for group in call) for way in ways):
+                raise Violation(RETRY, f"rank {i} waits for {sorted(waits[i])}, with {last}")
+
+
+def rests(node: Node) -> bool:
+    """True if a rank is at a pause or at its end."""
+    return node.step is None or isinstance(node.step, Sleep)
+
+
+def _reachable(start: int, waits: Mapping[int, Set[int]]) -> set[int]:
+    """The ranks that a rank waits for, and those that they wait for."""
+    found: set[int] = set()
+    row = set(waits[start])
+    while row:
+        found |= row
+        row = {rank for each in row for rank in waits[each]} - found
+    return found
 
 
 @contextlib.contextmanager
-def _nothing_collected() -> Iterator[None]:
+def _no_garbage_collection() -> Iterator[None]:
     """Disable the garbage collector, which takes long with a million states and finds nothing."""
     before = gc.isenabled()
     gc.disable()
@@ -178,409 +470,12 @@ def _nothing_collected() -> Iterator[None]:
             gc.enable()
 
 
-class _Space:
-    def __init__(self, checker: Checker, programs: Sequence[Program], faults: Faults) -> None:
-        self.checker, self.programs, self.faults = checker, programs, faults
-        self.nodes = checker.nodes
-        self.timed = bool(faults.long_times or faults.crashes)
-        self.ranks = [checker.rank(rank, program, self.timed) for rank, program in enumerate(programs)]
-        self.stores = Stores()
-        self.moves: dict[tuple[int, int], _Moves] = {}
-        self.calm = faults == NO_FAULTS and all(p.after == "stop" and not p.otherwise for p in programs)
-        self.ideal = Ideal.of(programs)
-        self.same = len({program.variant for program in programs}) == 1
-        self.seen: dict[State, State | None] = {}  # and the state before it
-        self.finished: set[State] = set()
-        self._true: set[tuple[str, str]] = set()  # circles that were found to be true
-        self.out = Seen(programs=1)
-
-    def _start(self) -> State:
-        content: dict[str, Any] = {"long times": 0}
-        if self.faults.heard:
-            content |= {status_key(rank): RankStatus(rank).pack().encode() for rank in range(len(self.programs))}
-        return (*(rank.start.id for rank in self.ranks), self.stores.number(content), self.faults.left)
-
-    def explore(self, most: int) -> Seen:
-        state = self._start()
-        self.seen[state] = None
-        rows = [state]
-        try:
-            while rows and len(self.seen) <= most:
-                row, rows = rows, []
-                for state in row:
-                    self._expand(state, rows)
-        except _Violation as broken:
-            law, words, more = broken.args
-            self._note(Broken(law, words, (*self._trace(state), *more)))
-        self.out.cut_short = int(bool(rows) and not self.out.broken)
-        self.out.states = len(self.seen)
-        return self.out
-
-    def wander(self, walks: int, chance: random.Random) -> Seen:
-        """Take random walks; then let ranks take turns."""
-        start = self._start()
-        state: State = start
-        trace: list[str] = []
-        try:
-            for _ in range(walks):
-                state, trace = start, []
-                eager = [chance.choice((1, 1, 4, 16)) for _ in self.ranks]
-                while len(trace) < 3000:
-                    ways = self._ways(state)
-                    if not ways:
-                        break
-                    weights = [weight * eager[i] if i >= 0 else weight for i, weight, *_ in ways]
-                    _, _, what, new, looked = chance.choices(ways, weights)[0]
-                    if looked:
-                        self._check(state, new, what)
-                    trace.append(what)
-                    self.out.crashes += what.endswith(" dies")
-                    state = new
-                    self.out.steps += 1
-                    self.seen.setdefault(state, None)
-                self._finish(state)
-        except _Violation as broken:
-            law, words, more = broken.args
-            self._note(Broken(law, words, (*trace, *more)))
-        self.out.states = len(self.seen)
-        return self.out
-
-    def _ways(self, state: State) -> list[tuple[int, float, str, State, bool]]:
-        *ranks, store, left = state
-        ways = []
-        for i, node in enumerate(ranks):
-            for price, what, after, content, looked in self._moves_of(i, node, store).moves:
-                if affords(left, price):
-                    new = (*state[:i], after, *state[i + 1 : -2], content, left - price)
-                    ways.append((i, 0.03 if price else 1.0, what, new, looked))
-        if ways and self.stores.contents[store]["long times"] < self.faults.long_times:
-            ways += [(-1, 0.05, what, new, False) for what, new in self._long_times(state)]
-        return ways
-
-    def _note(self, broken: Broken) -> None:
-        self.out.broken.append(broken)
-        self.out.false_circles += broken.law == FALSE_CIRCLE
-        self.out.missed_circles += broken.law == MISSED_CIRCLE
-
-    def _expand(self, state: State, rows: list[State]) -> None:
-        """Take all steps from a state, and record the new states."""
-        last = len(self.ranks)
-        store, left = state[last], state[last + 1]
-        seen, known, resting, steps = self.seen, self.moves, True, 0
-        each = []
-        for i in range(last):
-            moves = known.get((state[i], store)) or self._moves_of(i, state[i], store)
-            if moves.settled:
-                each, resting = [(i, moves)], False
-                break
-            resting = resting and moves.resting
-            each.append((i, moves))
-        if resting:
-            self._finish(state)
-        for i, moves in each:
-            before, after = state[:i], state[i + 1 : last]
-            for price, what, node, content, looked in moves.moves:
-                if price and not affords(left, price):
-                    continue
-                new = (*before, node, *after, content, left - price)
-                steps += 1
-                if looked:
-                    self._check(state, new, what)
-                if price == CRASH:
-                    self.out.crashes += 1
-                if new not in seen:
-                    seen[new] = state
-                    rows.append(new)
-        if self.stores.contents[store]["long times"] < self.faults.long_times and each[0][1].settled is False:
-            for _, new in self._long_times(state):
-                steps += 1
-                if new not in seen:
-                    seen[new] = state
-                    rows.append(new)
-        self.out.steps += steps
-
-    def _trace(self, state: State) -> tuple[str, ...]:
-        """The path to a state, as text."""
-        trace: list[str] = []
-        last = len(self.ranks)
-        while (before := self.seen[state]) is not None:
-            ways = {new: what for what, new in self._long_times(before)}
-            for i in range(last):
-                for price, what, node, content, _ in self._moves_of(i, before[i], before[last]).moves:
-                    ways[(*before[:i], node, *before[i + 1 : last], content, before[-1] - price)] = what
-            trace.append(ways[state])
-            state = before
-        return tuple(reversed(trace))
-
-    # -- what can happen next ---------------------------------------------------------------------------------------
-
-    def _is_settled(self, node: Node, store: int) -> bool:
-        """True if a rank's next step commutes with all steps of other ranks.
-
-        It reads a value that never changes, or publishes the same status again. So no other step need be tried first.
-        """
-        step, content = node.step, self.stores.contents[store]
-        if isinstance(step, Pause) and not self.timed:
-            return any(f"{name}/decision" in content for name, m in [*node.open.items()][:1] if m not in node.outcomes)
-        if isinstance(step, (Read, CompareSet)) and step.key.endswith("/decision"):
-            return step.key in content
-        if isinstance(step, Read) and step.key.endswith("/count"):
-            return True  # a count since the previous step could as well have been before that step
-        if isinstance(step, Read) and step.key.endswith("/arrivals"):
-            return content.get(step.key, b"").count(b"\n") == step.key.count("-") + 1
-        return isinstance(step, SetStatus) and self.stores.perform(node.rank, step, store)[1] == store
-
-    def _long_times(self, state: State) -> Iterator[tuple[str, State]]:
-        *ranks, store, left = state
-        lost = [i for i, node in enumerate(ranks) if self.nodes[node].lost]
-        yield "a long time passes", (*ranks, self.stores.long_time(store, *lost), left)
-        for i in range(len(ranks)) if affords(left, SILENCE) and self.faults.silences else ():
-            silent = self.stores.long_time(store, *lost, i)
-            yield f"a long time passes, in which rank {i} is stopped", (*ranks, silent, left - SILENCE)
-
-    def _moves_of(self, i: int, number: int, store: int) -> _Moves:
-        moves = self.moves.get((number, store))
-        if moves is None:
-            node = self.nodes[number]
-            settled = self.checker.protocol.sound and self._is_settled(node, store)
-            resting = node.step is None or isinstance(node.step, Pause)
-            moves = self.moves[number, store] = _Moves(self._moves(i, node, store), settled, resting)
-        return moves
-
-    def _moves(self, i: int, node: Node, store: int) -> list[_Move]:
-        """The next steps of one rank."""
-        moves: list[_Move] = []
-        if node.step is None:
-            return moves
-        rank, now = self.ranks[i], self.stores.contents[store]["long times"]
-        if isinstance(node.step, Pause):
-            ticks = sum(isinstance(answer, tuple) and answer[0] != "look" for answer in node.history)
-            choices = [("look", FREE)]
-            if node.step.seconds > 0.0:
-                choices += [("inspect", FREE), ("deadline", DEADLINE)]
-            for choice, price in choices:
-                if affords(self.faults.left, price):
-                    asked = rank.next(node, (choice, now, ticks + (choice == "inspect")))
-                    self._do(moves, rank, asked, store, price, choice, node)
-        elif isinstance(node.step, Collective):
-            for choice, price in [("lost", LOSS), ("done", FREE)]:
-                if affords(self.faults.left, price):
-                    after = rank.next(node, choice)
-                    moves.append(
-                        (
-                            price,
-                            f"rank {i}: the first collective of {node.step.name} is {choice}",
-                            after.id,
-                            store,
-                            False,
-                        )
-                    )
-        else:
-            self._do(moves, rank, node, store, FREE, "", node)
-        if self.faults.interrupts:
-            after = rank.next(node, "interrupted before")
-            moves.append((INTERRUPT, f"rank {i} is interrupted", after.id, store, True))
-            if not isinstance(node.step, (Pause, Collective)):
-                _, content = self.stores.perform(i, node.step, store)
-                after = rank.next(node, "interrupted after")
-                moves.append((INTERRUPT, f"rank {i} is interrupted in {_words(node.step)}", after.id, content, True))
-        if self.faults.crashes and (self.faults.mortal is None or i in self.faults.mortal):
-            moves.append((CRASH, f"rank {i} dies", rank.lose(node).id, store, False))
-        return moves
-
-    def _do(self, moves: list[Any], rank: Rank, node: Node, store: int, price: int, choice: str, before: Node) -> None:
-        step = node.step
-        if step is None or isinstance(step, (Pause, Collective)):
-            moves.append((price, f"rank {rank.rank}: {choice}", node.id, store, node.outcomes != before.outcomes))
-            return
-        answer, content = self.stores.perform(rank.rank, step, store)
-        try:
-            after = rank.next(node, answer)
-        except Exception as error:
-            raise _Violation(NO_ERROR, f"rank {rank.rank} in {_words(step)}: {error!r}", ()) from error
-        mark = {"": "", "look": " (looks)", "inspect": " (inspects)", "deadline": " (its deadline has come)"}[choice]
-        words = f"rank {rank.rank}{mark}: {_words(step)}"
-        looked = after.outcomes != before.outcomes or (isinstance(step, CompareSet) and content != store)
-        moves.append((price, words, after.id, content, looked))
-
-    # -- laws -------------------------------------------------------------------------------------------------------
-
-    def _check(self, state: State, new: State, what: str) -> None:
-        """Check the laws after a decision was published or read."""
-        last = len(self.ranks)
-        before, after = self.stores.contents[state[last]], self.stores.contents[new[last]]
-        nodes = [self.nodes[node] for node in new[:last]]
-        for key, value in after.items() if after is not before else ():
-            if key.endswith("/decision") and before.get(key) != value:
-                if key in before:
-                    raise _Violation(NEVER_CHANGES, f"{key} was {before[key]!r} and is {value!r}", (what,))
-                self._check_decision(state, key, kind_of(value), what)
-        for i, node in enumerate(nodes):
-            if node.id == state[i]:
-                continue
-            for attempt, kind in node.outcomes.items():
-                group, number = attempt
-                name = f"{spell(group)}#{number if self.checker.protocol.numbered else 0}"
-                for j, other in enumerate(nodes):
-                    if other.outcomes.get(attempt, kind) != kind:
-                        words = f"{name} is {kind} on rank {i} and {other.outcomes[attempt]} on rank {j}"
-                        raise _Violation(ONE_END, words, (what,))
-                absent = [member for member in group if attempt not in nodes[member].arrived]
-                if kind == "made" and absent:
-                    raise _Violation(ALL_CAME, f"{name} is made, and {absent} never arrived at it", (what,))
-                if f"{name}/decision" not in after or kind_of(after[f"{name}/decision"]) != kind:
-                    raise _Violation(ONE_END, f"{name} is {kind} on rank {i}, and not in the store", (what,))
-                if self.calm and kind != "made" and attempt in self.ideal.made and self.same:
-                    raise _Violation(NOT_REFUSED, f"{name} is {kind} on rank {i}", (what,))
-
-    def _check_decision(self, state: State, key: str, kind: str, what: str) -> None:
-        name = key.removesuffix("/decision")
-        if kind == "made":
-            nodes = [self.nodes[node] for node in state[: len(self.ranks)]]
-            asked = {attempt for node in nodes for other, attempt in node.open.items() if other == name}
-            for group, number in asked:
-                absent = [r for r in group if (group, number) not in nodes[r].arrived]
-                if absent:
-                    raise _Violation(ALL_CAME, f"{name} is made, and {absent} never arrived at it", (what,))
-                if len({self.programs[rank].variant for rank in group}) > 1:
-                    raise _Violation(ALIKE, f"{name} is made, and its members mean different groups", (what,))
-        if kind == "circle":
-            self.out.circles = 1
-            rank = int(what.split()[1].rstrip(":"))
-            step = self.nodes[state[rank]].step
-            assert isinstance(step, CompareSet)
-            if self.calm and (name, step.value) not in self._true:
-                self._check_circle(name, step, what)
-                self._true.add((name, step.value))
-
-    def _check_circle(self, name: str, step: CompareSet, what: str) -> None:
-        """Check that all ranks of a circle would have waited forever."""
-        links = links_of(step.value)
-        outcomes, starts = [other for _, _, other in links], [rank for rank, _, _ in links]
-        if not links or outcomes != starts[1:] + starts[:1] or name not in {name for _, name, _ in links}:
-            raise _Violation(FALSE_CIRCLE, f"this is none: {step.value}", (what,))
-        for rank, where, other in links:
-            if other not in self.ideal.waits.get(rank, {}).get(attempt_of(where), ()):
-                raise _Violation(
-                    FALSE_CIRCLE, f"rank {other} would arrive at {where}, and rank {rank} waits there", (what,)
-                )
-
-    # -- from here on, ranks take turns -----------------------------------------------------------------------------
-
-    def _finish(self, state: State) -> None:
-        """Check that from this state on, if ranks take turns and nothing more fails, all of them end well."""
-        words: list[str] = []
-        while state not in self.finished:
-            self.finished.add(state)
-            what, new = self._turn(state)
-            if new is None:
-                self._check_final(state, words)
-                break
-            words.append(what)
-            state = new
-
-    def _turn(self, state: State) -> tuple[str, State | None]:
-        """One step of the first rank that is not at a pause; if all are, an inspection by each; then a long time."""
-        *ranks, store, left = state
-        for i, node in enumerate(ranks):
-            if not self._moves_of(i, node, store).resting:
-                return self._one(state, i)
-        waiting = [i for i, node in enumerate(ranks) if self.nodes[node].step is not None]
-        new = state
-        for i in waiting:
-            _, new = self._one(new, i)
-            while not self._moves_of(i, new[i], new[-2]).resting:
-                _, new = self._one(new, i)
-        if new != state:
-            return f"ranks {waiting} inspect", new
-        lost = [i for i, node in enumerate(ranks) if self.nodes[node].lost]
-        if waiting and lost and self.stores.contents[store]["long times"] < self.faults.long_times + 3:
-            return "a long time passes", (*ranks, self.stores.long_time(store, *lost), left)
-        return "", None
-
-    def _one(self, state: State, i: int) -> tuple[str, State]:
-        """One step of one rank: an inspection, if it has the choice."""
-        *_, store, left = state
-        free = [move for move in self._moves_of(i, state[i], store).moves if move[0] == FREE]
-        _, what, after, content, looked = free[-1]
-        new = (*state[:i], after, *state[i + 1 : -2], content, left)
-        if looked:
-            self._check(state, new, what)
-        return what, new
-
-    def _check_final(self, state: State, words: list[str]) -> None:
-        """Check the laws in a final state."""
-        nodes = [self.nodes[node] for node in state[: len(self.ranks)]]
-        more = tuple(f"... {word}" for word in words[-12:])
-        arrived = [node.arrived for node in nodes]
-        waits: dict[int, frozenset[int]] = {}
-        content = self.stores.contents[state[-2]]
-
-        def uncounted(name: str) -> set[int]:
-            """Dead ranks that may have arrived without being counted."""
-            posted = content.get(f"{name}/arrivals", b"").count(b"\n")
-            all_are = posted <= content.get(f"{name}/count", 0)
-            return set() if all_are else {member for member, node in enumerate(nodes) if node.lost}
-
-        for i, node in enumerate(nodes):
-            if node.step is None:
-                continue
-            absent = [
-                {member for member in attempt[0] if attempt not in arrived[member]} or uncounted(name)
-                for name, attempt in node.open.items()
-                if attempt not in node.outcomes
-            ]
-            if not all(absent):
-                names = ", ".join(node.open)
-                raise _Violation(NO_WAIT, f"rank {i} waits in {names} until its deadline, though all arrived", more)
-            waits[i] = frozenset().union(*absent)
-            lost = [member for member in waits[i] if nodes[member].lost]
-            if lost and self.faults.heard:
-                raise _Violation(LOSS_FOUND, f"rank {i} waits until its deadline for {lost}, which died", more)
-            undecided = {attempt for attempt in node.open.values() if attempt not in node.outcomes}
-            if any(undecided & nodes[member].failed for member in waits[i]):
-                raise _Violation(LOSS_FOUND, f"rank {i} waits until its deadline, and was not told", more)
-        if on_circle(waits):
-            raise _Violation(MISSED_CIRCLE, f"ranks wait for each other until their deadlines: {waits}", more)
-        if any(program.after == "retry" or program.otherwise or program.lasting for program in self.programs):
-            self._check_retries(nodes, waits, more)
-        elif self.calm and self.same:
-            self._check_calm(nodes, content, more)
-
-    def _check_retries(self, nodes: list[Node], waits: dict[int, frozenset[int]], more: tuple[str, ...]) -> None:
-        """Check that every retry succeeds in the end."""
-        for i, (node, program) in enumerate(zip(nodes, self.programs)):
-            if node.lost or node.failed or not (program.after == "retry" or program.otherwise or program.lasting):
-                continue
-            if i in waits:
-                raise _Violation(RETRY, f"rank {i} still waits for {sorted(waits[i])}", more)
-            last = {group: kind for (group, _), kind in sorted(node.outcomes.items())}
-            ways = [program.calls, program.otherwise] if program.otherwise else [program.calls]
-            if not any(all(last.get(group) == "made" for call in way for group in call) for way in ways):
-                raise _Violation(RETRY, f"rank {i} ended with {last}", more)
-
-    def _check_calm(self, nodes: list[Node], content: dict[str, Any], more: tuple[str, ...]) -> None:
-        for i, node in enumerate(nodes):
-            for attempt in self.ideal.made:
-                if i in attempt[0] and node.outcomes.get(attempt) != "made":
-                    words = f"{spell(attempt[0])}#{attempt[1]} is {node.outcomes.get(attempt)} on rank {i}"
-                    raise _Violation(NOT_REFUSED, words, more)
-        for key, value in content.items():
-            if key.endswith("/decision") and kind_of(value) == "circle":
-                for rank, name, _ in json.loads(Decision.unpack(key, value).text):
-                    if nodes[rank].outcomes.get(attempt_of(name)) != "circle":
-                        raise _Violation(MISSED_CIRCLE, f"rank {rank} does not get the circle in {name}", more)
-
-
-def _words(step: Step) -> str:
-    if isinstance(step, SetStatus):
-        waits = "; ".join(f"{wait.name} for {[*wait.missing]}" for wait in step.pending)
-        return f"publishes that it waits in {waits}" if waits else "publishes that it no longer waits"
+def describe(step: Step) -> str:
+    """A step in the trace of a violation."""
+    if isinstance(step, SetPending):
+        return "publishes that it waits in " + "; ".join(f"{wait.name} for {[*wait.missing]}" for wait in step.pending)
     if isinstance(step, CompareSet):
-        kind = Decision.unpack(step.key, step.value.encode()).kind if step.key.endswith("/decision") else step.value
-        return f"sets {step.key} to {kind}"
-    if isinstance(step, Delete):
-        return f"deletes {', '.join(step.keys)}"
-    if isinstance(step, (Pause, Collective)):
-        return "pauses"
-    return f"{type(step).__name__.lower()}s {step.key}"  # type: ignore[union-attr]
+        return f"sets {step.key} to {kind_of(step.value.encode())}"
+    if isinstance(step, Raw):
+        return f"overwrites {step.arguments[0]}"
+    return "pauses" if isinstance(step, Sleep) else f"{type(step).__name__.lower()}s {step.key}"

@@ -1,80 +1,106 @@
-"""The store of the model: all its contents that were reached, each with a number."""
+"""The store of the model: all its contents that were reached."""
 
 from __future__ import annotations
 
 import functools
-import json
-import re
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, Union
 
-from pgmesh.rendezvous.protocol import (
-    Add,
-    Append,
-    CompareSet,
-    Decision,
-    Delete,
-    RankStatus,
-    Read,
-    SetStatus,
-    Step,
-    status_key,
-)
-from tests.rendezvous.model.programs import Group
+from pgmesh.rendezvous.operations import Add, Append, CompareSet, Operation, Raw, Read
+from pgmesh.rendezvous.records import Decision, PendingConnect, RankStatus, status_key, unpack
+
+
+class SetPending(NamedTuple):
+    """Publish the groups that a rank waits for."""
+
+    pending: tuple[PendingConnect, ...]
+
+
+class Sleep(NamedTuple):
+    """A pause of ``connect``."""
+
+
+Step = Union[Operation, SetPending, Sleep]
+
+
+class Content:
+    """One content of the store. Equal contents are the same object."""
+
+    __slots__ = ("beats", "values")
+
+    def __init__(self, values: dict[str, bytes], beats: int) -> None:
+        self.values, self.beats = values, beats
+
+    def decision(self, name: str) -> str | None:
+        """The kind of the decision of an attempt."""
+        value = self.values.get(f"{name}/decision")
+        return None if value is None else kind_of(value)
+
+    def arrived(self, name: str) -> frozenset[int]:
+        """The ranks whose arrivals at an attempt can be read."""
+        return ranks_in(self.values.get(f"{name}/arrivals", b""))
+
+    def status(self, rank: int) -> RankStatus | None:
+        return RankStatus.unpack(rank, self.values.get(status_key(rank)))
+
+    def is_outdated(self, rank: int, waits: bool) -> bool:
+        """True if the status of a rank has groups for which it no longer waits."""
+        status = self.status(rank)
+        return status is not None and bool(status.pending) and not waits
+
+    def uncounted(self, name: str) -> bool:
+        """True if a rank has arrived at an attempt and is not counted."""
+        return len(self.arrived(name)) > int(self.values.get(f"{name}/count", b"0"))
 
 
 class Stores:
-    """All contents of the store that were reached so far, each with a number."""
+    """All contents of the store that were reached so far."""
 
     def __init__(self) -> None:
-        self.contents: list[dict[str, Any]] = []
-        self._numbers: dict[object, int] = {}
+        self._known: dict[object, Content] = {}
 
-    def number(self, content: dict[str, Any]) -> int:
-        key = frozenset(content.items())
-        found = self._numbers.get(key)
-        if found is None:
-            found = self._numbers[key] = len(self.contents)
-            self.contents.append(content)
-        return found
+    def content(self, values: dict[str, bytes], beats: int) -> Content:
+        return self._known.setdefault((frozenset(values.items()), beats), Content(values, beats))
 
-    def perform(self, rank: int, step: Step, number: int) -> tuple[Any, int]:
-        """Perform one step; return the answer and the number of the new content. Arrivals are sorted."""
-        content = self.contents[number]
+    def perform(self, rank: int, step: Step, content: Content) -> tuple[Any, Content]:
+        """Perform one step; return the answer and the new content. Arrivals are sorted."""
+        values = content.values
         if isinstance(step, Read):
-            return content.get(step.key), number
-        if isinstance(step, Append):
-            lines = [*content.get(step.key, b"").splitlines(), *step.value.encode().splitlines()]
-            return None, self.number({**content, step.key: b"".join(line + b"\n" for line in sorted(lines))})
-        if isinstance(step, Add):
-            count = content.get(step.key, 0) + 1
-            return count, self.number({**content, step.key: count})
-        if isinstance(step, CompareSet):
-            held = content.get(step.key)
-            if held is not None and not isinstance(step, Overwrite):
-                return held, number
-            value = _without_words(step)
-            return value, self.number({**content, step.key: value})
-        if isinstance(step, SetStatus):
-            record = RankStatus(rank, content["long times"], pending=step.pending).pack().encode()
-            return None, self.number({**content, status_key(rank): record})
-        if isinstance(step, Delete):
-            return None, self.number({key: value for key, value in content.items() if key not in step.keys})
-        raise TypeError(f"{step!r} is not for the store")
+            return values.get(step.key), content
+        if isinstance(step, SetPending):
+            key, answer = status_key(rank), None
+            value = RankStatus(rank, content.beats, pending=step.pending).pack().encode()
+        elif isinstance(step, Append):
+            key, answer = step.key, None
+            lines = [*values.get(key, b"").splitlines(), *step.value.encode().splitlines()]
+            value = b"".join(line + b"\n" for line in sorted(lines))
+        elif isinstance(step, Add):
+            key, answer = step.key, int(values.get(step.key, b"0")) + 1
+            value = b"%d" % answer
+        elif isinstance(step, CompareSet):
+            key = step.key
+            answer = value = values.get(key) or _without_text(step.value)
+        elif isinstance(step, Raw) and step.operation == "set":  # of a mutant
+            key, answer = step.arguments[0], None
+            value = _without_text(step.arguments[1])
+        else:
+            raise TypeError(f"{step!r} is not for the store")
+        return answer, content if values.get(key) == value else self.content({**values, key: value}, content.beats)
 
-    @functools.cache  # noqa: B019  it lives as long as its space
-    def long_time(self, number: int, *silent: int) -> int:
-        """A long time passes, in which every living rank sends a new heartbeat."""
-        content = dict(self.contents[number])
-        content["long times"] += 1
-        for key, value in content.items():
-            if key.startswith("pgmesh/status/"):
-                rank = int(key.rpartition("/")[2])
-                last = RankStatus.unpack(rank, value)
-                assert last is not None
-                if rank not in silent:
-                    content[key] = replace(last, heartbeat=content["long times"]).pack().encode()
-        return self.number(content)
+    def long_time(self, content: Content, waits: Mapping[int, bool]) -> Content:
+        """A long time passes, in which some ranks send new heartbeats.
+
+        Args:
+            waits: by rank, whether it still waits for the groups in its status.
+        """
+        values, beats = dict(content.values), content.beats + 1
+        for rank, waiting in waits.items():
+            status = content.status(rank)
+            if status is not None:
+                pending = status.pending if waiting else ()
+                values[status_key(rank)] = replace(status, heartbeat=beats, pending=pending).pack().encode()
+        return self.content(values, beats)
 
 
 @functools.lru_cache
@@ -82,23 +108,12 @@ def kind_of(value: bytes) -> str:
     return Decision.unpack("", value).kind
 
 
-class Overwrite(CompareSet):
-    """A write that replaces an existing value. Only mutants use it."""
+@functools.lru_cache
+def ranks_in(arrivals: bytes) -> frozenset[int]:
+    records = [unpack(line, rank=int) for line in arrivals.splitlines()]
+    return frozenset(record["rank"] for record in records if record)
 
 
-def _without_words(step: CompareSet) -> bytes:
-    """A decision without its text, which has no effect; for a circle, its ranks."""
-    decision = Decision.unpack(step.key, step.value.encode())
-    text = json.dumps(links_of(decision.text)) if decision.kind == "circle" else ""
-    return Decision(decision.kind, text).pack().encode()
-
-
-def links_of(text: str) -> list[tuple[int, str, int]]:
-    """The circle in a text: the rank, the attempt in which it waits, and the rank that it waits for."""
-    words = r"rank (\d+) connects (\S+) \(ranks [\d, ]+\) at \S+, and waits for rank (\d+)"
-    return [(int(rank), name, int(other)) for rank, name, other in re.findall(words, text)]
-
-
-def attempt_of(name: str) -> tuple[Group, int]:
-    group, _, number = name[1:].partition("#")
-    return tuple(map(int, group.split("-"))), int(number)
+def _without_text(decision: str) -> bytes:
+    """A decision without its text, which has no effect."""
+    return Decision(kind_of(decision.encode())).pack().encode()
