@@ -118,8 +118,8 @@ MUTANTS = [
                 "text = decision.pack().encode(); self.client.run(Raw('set', (attempt.decision_key, decision.pack())))",
             ),
             (
-                "import Add, Append, CompareSet, Delete, Operation, Read",
-                "import Add, Append, CompareSet, Delete, Operation, Raw, Read",
+                "import Add, Append, Client, CompareSet, Delete, Operation, Read",
+                "import Add, Append, Client, CompareSet, Delete, Operation, Raw, Read",
             ),
         ),
     ),
