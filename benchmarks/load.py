@@ -1,187 +1,191 @@
 """Simulation of the store of a large world: the real protocol of connect, on a simulated store with a queue.
 
-    python -m benchmarks.load --ranks 1024 8192 100352
+    python -m benchmarks.load --ranks 1024 8192
 
-Every rank runs the code of ``mesh.connect`` for six kinds of groups. One server executes operations one after another
-at a fixed rate, as TCPStore does. Only the clock, the store and the network are simulated. Operations of the
-backend and TCP connections are not included.
+Every rank runs the code of ``mesh.connect`` for six kinds of groups, in a thread of its own; one thread runs at a time.
+One server executes operations one after another at a fixed rate, as TCPStore does. Only the clock, the store and the
+network are simulated. Operations of the backend and TCP connections are not included.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import heapq
-import itertools
+import math
 import random
-from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+import threading
+from collections import deque
+from typing import Any, NamedTuple
+from unittest import mock
 
 from benchmarks.sides import FAMILIES, compared_sizes
 from pgmesh import Layout
-from pgmesh.rendezvous.polling_store import ABSENT
-from pgmesh.rendezvous.protocol import (
-    MADE,
-    MOST_ASKED,
-    Add,
-    Append,
-    CompareSet,
-    ConnectAttempt,
-    Fingerprint,
-    Participant,
-    Pause,
-    RankStatus,
-    Read,
-    Ready,
-    SetStatus,
-    Step,
-    StoreProtocol,
-    register_mesh,
-    status_key,
-)
-from pgmesh.rendezvous.store_thread import BEAT, CROWD, SUSPICION
+from pgmesh.rendezvous import protocol, records
+from pgmesh.rendezvous.operations import Operation, Raw, Read, perform
+from pgmesh.rendezvous.protocol import ConnectAttempt, Participant, register_mesh
+from pgmesh.rendezvous.records import Fingerprint, PendingConnect, RankStatus, pack, status_key
+from pgmesh.rendezvous.store_thread import meshes_key
+from pgmesh.rendezvous.timing import LIMITS, TIMING
 
 ROUND_TRIP = 200e-6
 """Round-trip time to an idle store in seconds, as in a data centre."""
+MESH = "mesh 'simulated'"
 
 
-@dataclass(frozen=True)
-class Load:
+class Load(NamedTuple):
     """Result of one simulated call of connect on every rank."""
 
     ranks: int
     seconds: float  # until the last rank was done
-    operations: Counter[str]  # in all
-    moved: int  # bytes that the store sent and took, without their envelopes
-    longest_queue: float  # seconds that an operation waited at most
-    most: int  # operations of the rank that did most
+    operations: int  # in all
+    moved: int  # bytes of values that the store sent and received
+    longest_queue: float  # the longest time that an operation waited, in seconds
 
     def __str__(self) -> str:
-        a_group = self.operations.total() / self.ranks / len(FAMILIES)
         return (
-            f"{self.ranks:>9,} ranks: {self.seconds:7.2f} s, {a_group:6.2f} operations a rank and group, "
+            f"{self.ranks:>9,} ranks: {self.seconds:7.2f} s, "
+            f"{self.operations / self.ranks / len(FAMILIES):6.2f} operations a rank and group, "
             f"{self.moved / 2**20:10,.0f} MiB, longest queue {self.longest_queue:6.2f} s"
         )
 
 
 class Store:
-    """A server with a queue: the values of its keys, and the time at which it is free."""
+    """A server with a queue. It has the methods of torch's store that ``perform`` calls, on a dictionary."""
 
     def __init__(self, rate: float) -> None:
-        self.service, self.free = 1 / rate, 0.0
-        self.held: dict[str, bytes] = {}
-        self.came: defaultdict[str, set[int]] = defaultdict(set)
-        self.lengths: Counter[str] = Counter()
-        self.counts: Counter[str] = Counter()
-        self.done: Counter[str] = Counter()
-        self.moved, self.longest = 0, 0.0
+        self.service, self.free_at = 1 / rate, 0.0
+        self.values: dict[str, bytes] = {}
+        self.operations, self.moved, self.longest_queue = 0, 0, 0.0
 
-    def ask(self, rank: int, step: Step, now: float) -> tuple[float, object]:
-        """Time of the answer, and the answer."""
-        begins = max(now + ROUND_TRIP / 2, self.free)
-        self.longest = max(self.longest, begins - now)
-        self.free = begins + self.service
-        self.done[type(step).__name__] += 1
-        return self.free + ROUND_TRIP / 2, self._do(rank, step)
+    def answer(self, operation: Operation, now: float) -> tuple[float, Any]:
+        """The time of the answer to an operation that a rank sends now, and the answer."""
+        begin = max(now + ROUND_TRIP / 2, self.free_at)
+        self.free_at = begin + self.service
+        self.longest_queue = max(self.longest_queue, begin - now)
+        self.operations += 1
+        return self.free_at + ROUND_TRIP / 2, perform(self, operation)
 
-    def _do(self, rank: int, step: Step) -> object:
-        if isinstance(step, Append):
-            self.came[step.key].add(rank)
-            self.lengths[step.key] += len(step.value)
-            self.moved += len(step.value)
-            return None
-        if isinstance(step, Add):
-            self.counts[step.key] += 1
-            return self.counts[step.key]
-        if isinstance(step, SetStatus):
-            value = RankStatus(rank, 0, "", step.waits[:MOST_ASKED]).pack().encode()
-            self.held[status_key(rank)] = value
-            self.moved += len(value)
-            return None
-        if isinstance(step, CompareSet):
-            self.moved += len(step.value)
-            return self.held.setdefault(step.key, step.value.encode())
-        if not isinstance(step, Read):
-            raise TypeError(f"{step!r} is not simulated")
-        if step.key in self.came:
-            self.moved += self.lengths[step.key]
-            return self.came[step.key]
-        if step.key in self.counts:
-            return str(self.counts[step.key]).encode()
-        found = self.held.get(step.key)
-        self.moved += len(found or ABSENT)
-        return found
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value.encode()
+        self.moved += len(value)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        if not expected:
+            self.values.setdefault(key, desired.encode())
+            self.moved += len(desired)
+        value = self.values.get(key, desired.encode())
+        self.moved += len(value)
+        return value
+
+    def append(self, key: str, value: str) -> None:
+        self.values[key] = self.values.get(key, b"") + value.encode()
+        self.moved += len(value)
+
+    def add(self, key: str, amount: int) -> int:
+        count = int(self.values.get(key, b"0")) + amount
+        self.values[key] = b"%d" % count
+        return count
 
 
-def simulate(ranks: int, rate: float, spread: float, seed: int = 0) -> Load:
+class Rank:
+    """One rank, which calls connect in a thread of its own. It is also the ``Client`` of that call.
+
+    The thread runs only while the main thread is in ``step``.
+    """
+
+    def __init__(self, rank: int, layout: Layout, start: float, pace: float) -> None:
+        self.rank, self.start, self.time = rank, start, start
+        self.waiting: deque[Operation] = deque()  # operations without an answer
+        self.answers: list[Any] = []
+        self.pending: tuple[PendingConnect, ...] = ()
+        self.done = False
+        self.attempts = [connect_attempt(layout, rank, axes) for axes in FAMILIES]
+        who = f"process {rank + 1000} on host{rank // 8}"
+        self.participant = Participant(
+            rank, self.attempts, self, "train.py:360", who, deadline=3600.0, lost_after=math.inf, pace=pace
+        )
+        self._thread = threading.Thread(target=self._connect, daemon=True)
+        self._resume, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
+
+    def step(self) -> None:
+        """Let the call continue until it needs an answer, pauses, or ends."""
+        if self._thread.ident is None:
+            self._thread.start()
+        else:
+            self._resume.release()
+        self._stopped.acquire()
+
+    def _connect(self) -> None:
+        try:
+            fingerprint = Fingerprint(self.rank, {"ranks": "all"}, MESH, "")
+            numbers = Raw("set", (meshes_key(self.rank), pack(numbers={MESH: 0})))
+            self.run(Read(meshes_key(self.rank)), numbers, *register_mesh(MESH, fingerprint))
+            self.participant.connect()
+        finally:
+            self.done = True
+            self._stopped.release()
+
+    def _wait(self) -> None:
+        self._stopped.release()
+        self._resume.acquire()
+
+    def run(self, *operations: Operation) -> list[Any]:
+        self.waiting.extend(operations)
+        self.answers = []
+        self._wait()
+        return self.answers
+
+    def now(self) -> float:
+        return self.time - self.start
+
+    def sleep(self, seconds: float) -> None:
+        self.time += seconds
+        self._wait()
+
+    def set_pending(self, pending: tuple[PendingConnect, ...]) -> None:
+        if pending and pending != self.pending:
+            self.run(Raw("set", (status_key(self.rank), RankStatus(self.rank, pending=pending).pack())))
+        self.pending = pending
+
+
+def connect_attempt(layout: Layout, rank: int, axes: tuple[str, ...]) -> ConnectAttempt:
+    """The attempt of a rank to connect its group along these axes."""
+    ranks, group = layout.block_of(rank, *axes), f"group {', '.join(axes)}"
+    fingerprint = Fingerprint(rank, {"backend": "nccl"}, f"{group} of {MESH}", "")
+    return ConnectAttempt(f"{MESH}/{'-'.join(axes)}.{ranks[0]}", ranks, fingerprint, group, MESH)
+
+
+def simulate(size: int, rate: float, spread: float, seed: int = 0) -> Load:
     """One call of connect on every rank.
 
     Args:
+        size: number of ranks.
         rate: operations per second of the server. The rate of heartbeats, which does not depend on the size of the
             world, is subtracted.
         spread: length of the interval in which the ranks start, in seconds; uniformly distributed.
     """
-    layout, rng = Layout(**compared_sizes(ranks)), random.Random(seed)
-    pace = max(1.0, ranks / CROWD)
-    store = Store(rate - CROWD / BEAT)
-    starts = [rng.uniform(0, spread) for _ in range(ranks)]
-    events = [(start, rank) for rank, start in enumerate(starts)]
+    layout, rng = Layout(**compared_sizes(size)), random.Random(seed)
+    pace = max(1.0, size / LIMITS.full_rate_ranks)
+    store = Store(rate - LIMITS.full_rate_ranks / TIMING.heartbeat)
+    ranks = [Rank(rank, layout, rng.uniform(0, spread), pace) for rank in range(size)]
+    events = [(rank.start, rank.rank) for rank in ranks]
     heapq.heapify(events)
-    running: dict[int, StoreProtocol[None]] = {}
-    answers: dict[int, object] = {}
-    counts: Counter[int] = Counter()
-    end = 0.0
-    while events:
-        now, rank = heapq.heappop(events)
-        if rank not in running:
-            running[rank] = _connect(layout, rank, pace)
-        steps = running[rank]
-        try:
-            step = steps.send(answers.pop(rank, None))
-            while isinstance(step, Ready):
-                step = steps.send(None)
-        except StopIteration:
-            end = max(end, now)
-            continue
-        if isinstance(step, Pause):
-            then = now + step.seconds
-            answers[rank] = then - starts[rank]
-        else:
-            then, answers[rank] = store.ask(rank, step, now)
-            counts[rank] += 1
-        heapq.heappush(events, (then, rank))
-    return Load(ranks, end, store.done, store.moved, store.longest, max(counts.values()))
-
-
-def _connect(layout: Layout, rank: int, pace: float) -> StoreProtocol[None]:
-    """The steps of connect on one rank, without the first collectives."""
-    mesh = "pgmesh/simulated"
-    card = Fingerprint(rank, dict(zip(map(str, layout.axes), layout.shape)), "mesh 'simulated'", "")
-    yield from register_mesh(mesh, card)
-    attempts = []
-    for axes in FAMILIES:
-        ranks = layout.block_of(rank, *axes)
-        what = Fingerprint(rank, {"backend": "nccl"}, f"group {', '.join(axes)} of mesh 'simulated'", "")
-        name = f"{mesh}/{'-'.join(axes)}.{ranks[0]}/meeting.0"
-        attempts.append(_SimulatedAttempt(name, ranks, what, f"{name}/options/refused", f"{mesh}/refused"))
-    yield from _participant(rank, attempts, pace).meet()
-
-
-def _participant(rank: int, attempts: Sequence[ConnectAttempt], pace: float) -> Participant:
-    suspicion = SUSPICION * BEAT * pace
-    who = f"process {rank + 1000} on host{rank // 8}"
-    return Participant(rank, attempts, 1, "train.py:360", who, deadline=3600.0, suspicion=suspicion, pace=pace)
-
-
-class _SimulatedAttempt(ConnectAttempt):
-    """A connect attempt that reads the arrivals from the simulated store, which parses no texts."""
-
-    def _call_roll(self) -> StoreProtocol[None]:
-        came: set[int] = yield Read(f"{self.name}/came")
-        missing = (rank for rank in self.ranks if rank not in came)
-        self.missing = tuple(itertools.islice(missing, MOST_ASKED + 1))
-        if not self.missing:
-            yield from self.decide(MADE)
+    cached = functools.cache(records.unpack)  # otherwise most of the time is spent on reading the same arrivals
+    with mock.patch.object(protocol, "unpack", cached):
+        while events:
+            time, number = heapq.heappop(events)
+            rank = ranks[number]
+            if rank.waiting:
+                rank.time, answer = store.answer(rank.waiting.popleft(), time)
+                rank.answers.append(answer)
+            else:
+                rank.step()
+            if not rank.done:
+                heapq.heappush(events, (rank.time, number))
+    if not all(attempt.is_made() for rank in ranks for attempt in rank.attempts):
+        raise RuntimeError("a simulated group was not connected")
+    return Load(size, max(rank.time for rank in ranks), store.operations, store.moved, store.longest_queue)
 
 
 def main() -> None:

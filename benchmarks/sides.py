@@ -179,11 +179,13 @@ class Bare:
         for axes in FAMILIES:
             block = layout.block_of(me, *axes)
             key = f"{torch_private.PREFIX}bare {name}/{axes} of {block[0]}"
-            self.groups.append(building.build(key, block, me, options, store, {"gloo": store}, key))
+            stores = {"gloo": dist.PrefixStore(key, store)}
+            self.groups.append(building.build(key, block, me, options, store, stores, key))
 
     def close(self) -> None:
-        for group in self.groups:
-            teardown.destroy(building.GroupRecord(group, "a bare group", ""), "was closed.")
+        teardown.destroy(
+            [building.GroupRecord(group, "group", "bare Gloo", "") for group in self.groups], "was closed."
+        )
         self.__dict__.clear()
 
 

@@ -367,13 +367,17 @@ def nccl_backend(
 def gloo_endpoint(address: bytes) -> tuple[str, int] | None:
     """Host and port of the listener in an address that Gloo publishes; None for another format.
 
-    The address has a header of 16 bytes, and then the ``sockaddr`` of the listener.
+    The address has the host's name after its length in 8 bytes, and after another length a ``sockaddr_storage``.
     """
-    family, port = address[16:18], int.from_bytes(address[18:20], "big")
+    start = 16 + int.from_bytes(address[:8], sys.byteorder)
+    listener = address[start:]
+    family, port = listener[:2], int.from_bytes(listener[2:4], "big")
+    if len(listener) < 40:
+        return None
     if family == socket.AF_INET.to_bytes(2, sys.byteorder):
-        return socket.inet_ntop(socket.AF_INET, address[20:24]), port
+        return socket.inet_ntop(socket.AF_INET, listener[4:8]), port
     if family == socket.AF_INET6.to_bytes(2, sys.byteorder):
-        return socket.inet_ntop(socket.AF_INET6, address[24:40]), port
+        return socket.inet_ntop(socket.AF_INET6, listener[8:24]), port
     return None
 
 

@@ -23,6 +23,8 @@ FLOORS = [
     "launch/slurm",
     "launch/detect",
     "rendezvous/timing",
+    "rendezvous/records",
+    "rendezvous/operations",
     "rendezvous/protocol",
     "torch_private",
     "rendezvous",

@@ -148,7 +148,10 @@ class _Call:
         reads = [Read(f"{attempt.name}/broken") for attempt in connected.values()]
         for path, broken in zip(connected, self.client.run(*reads) if reads else ()):
             if broken is not None:
-                self.cache.discard(self.records[path], "was cancelled by another member; ask its mesh for it anew.")
+                number = self.cache.connected[path].number
+                self.cache.discard(
+                    self.records[path], number, "was cancelled by another member; ask its mesh for it anew."
+                )
                 axes = self.spellings[path][0]
                 axes = axes if isinstance(axes, tuple) else (axes,)
                 block = self.layout.block_of(self.cache.rank, *axes)
@@ -234,8 +237,8 @@ class _Call:
         if not torch_private.is_known(record.group):
             raise LifetimeError(f"{record.label} was released while it was being connected.")
         self.met.update(dict.fromkeys(self.spellings[path], self.client.now()))
-        for store in record.stores.values():
-            store.set_connected(attempt.number, attempt.decision.addresses if attempt.decision else ())
+        if record.gloo is not None and attempt.decision is not None:
+            record.gloo.set_addresses(attempt.decision.addresses)
         collective = self._collective(record, attempt)
         self.collectives.append(collective)
         # Gloo connects in a background thread. NCCL connects in this one, so it waits until all attempts are decided,
@@ -311,7 +314,8 @@ class _Call:
                 self.cache.connected[path] = attempt
         for collective in self.collectives:
             if collective.error is not None or not collective.done:
-                self.cache.discard(collective.record, "could not be connected; ask its mesh for it anew.")
+                number = self.cache.attempts[collective.record.path].number
+                self.cache.discard(collective.record, number, "could not be connected; ask its mesh for it anew.")
                 collective.keep_until_done()
 
 

@@ -67,7 +67,7 @@ class FirstCollective:
         except Exception as error:
             self._failure, self._failed_at = error.with_traceback(None), time.monotonic()
             if text := teardown.describe_dead(self.record):
-                self.error = MissingRanksError(text)
+                self.error = MissingRanksError(f"{text}\nThe group was in its first collective.")
             return False
         size = self.record.group.size()
         if total != size:

@@ -163,11 +163,11 @@ def _describe_running(cache: GroupCache, mine: RunningCollective, statuses: Mapp
     entered = [cache.rank] * (cache.rank in members)
     entered += [
         rank
-        for rank, status in sorted(statuses.items())
+        for rank, status in statuses.items()
         if any(each.name == mine.name and each.number >= mine.number for each in status.running)
     ]
     absent = [rank for rank in members if rank not in entered]
-    also = f"; entered by {name_ranks(entered)}" if entered else ""
+    also = f"; entered by {name_ranks(sorted(entered))}" if entered else ""
     missing = f"; {name_ranks(absent)} did not report it" if absent else ""
     return f"this rank is {mine}{also}{missing}"
 

@@ -6,6 +6,8 @@ import os
 import shutil
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
+from itertools import groupby
+from operator import itemgetter
 from typing import TextIO
 
 Line = list[tuple[str, str]]
@@ -36,7 +38,8 @@ def columns(rows: Sequence[Sequence[tuple[str, str]]], right: Sequence[bool], ga
             pad = " " * (width - len(text))
             line += [(gap if line else "", ""), (pad if to_right else "", ""), (text, style)]
             line.append(("" if to_right else pad, ""))
-        lines.append([piece for piece in line if piece[0]])
+        pieces = groupby((piece for piece in line if piece[0]), key=itemgetter(1))
+        lines.append([("".join(text for text, _ in same), style) for style, same in pieces])
     return lines
 
 

@@ -17,16 +17,17 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any
 
 import cachetools
 import torch.distributed as dist
 
 from pgmesh import torch_private
-from pgmesh._util.formatting import format_calls, format_ranks
+from pgmesh._util.formatting import format_ranks
 from pgmesh.errors import LifetimeError, NameTakenError, OptionsError, PlaceError, WorldError
 from pgmesh.groups import building, naming, registry, teardown
 from pgmesh.groups.backends import backends_of
+from pgmesh.groups.configuring import ConfiguredOptions, check_honoured, format_verb
 from pgmesh.groups.device_meshes import build_device_mesh
 from pgmesh.groups.identity import MeshIdentity
 from pgmesh.groups.naming import GroupKey
@@ -34,7 +35,7 @@ from pgmesh.groups.registry import current_registry, living
 from pgmesh.groups.world import world_rank_and_size
 from pgmesh.options import GroupOptions
 from pgmesh.rendezvous.operations import Delete
-from pgmesh.rendezvous.polling_store import PollingStore
+from pgmesh.rendezvous.polling_store import ASKED_FOR, PollingStore
 from pgmesh.rendezvous.protocol import ConnectAttempt
 from pgmesh.rendezvous.records import Fingerprint
 from pgmesh.rendezvous.store_thread import StoreThread
@@ -46,9 +47,6 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("pgmesh")
-
-_OptionKey = tuple[Union[tuple[int, ...], frozenset[Any]], str]
-"""Key of configured options: the ranks of a group, or the axes of a group of one rank; and the tag."""
 
 
 class GroupCache:
@@ -84,9 +82,8 @@ class GroupCache:
         self.attempts: dict[str, ConnectAttempt] = {}  # by path of a group: all its attempts
         self._meshes: weakref.WeakSet[Any] = weakref.WeakSet()  # meshes that hold references to groups
         self._records: cachetools.Cache[GroupKey, building.GroupRecord] = cachetools.Cache(math.inf)
-        self._configured: dict[_OptionKey, tuple[GroupOptions, str, str]] = {}
-        self._single_rank_axes: set[_OptionKey] = set()  # groups of one rank that were returned
         self._generations = naming.Generations()
+        self._broken: dict[str, int] = {}  # by path of a group: the number of its last attempt that broke
         self._device_meshes: dict[Layout, DeviceMesh] = {}
         self._connecting: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by path of a group
         self._warned_of_options = False
@@ -94,6 +91,7 @@ class GroupCache:
             self.ended = "was unpickled outside any world."
             return
         self.registry = current_registry()
+        self._configured = ConfiguredOptions(self.rank, self.registry.options)
         if self.registry.forked:
             raise LifetimeError(
                 f"{self.call}: this process was forked from rank {self.rank} and shares its sockets, so it cannot "
@@ -160,9 +158,11 @@ class GroupCache:
         """The group of these ranks. With a layout, they are its block along ``axes``."""
         with self.lock:
             self.check()
-            default = options = self._default_options(ranks, tag)
+            default = options = self._configured.options((ranks, tag))
             if len(ranks) == 1 and layout is not None:
-                options = self._single_rank_options(layout, axes, tag)
+                option_key = self._configured.key(layout, axes, tag)
+                self._configured.mark_returned(option_key)
+                options = self._configured.options(option_key)
             options = options.but(asked) if asked else options
             key = GroupKey(ranks, options, tag)
             record = self._records.get(key)
@@ -174,7 +174,7 @@ class GroupCache:
             if record.created_by == "caller" and not torch_private.is_known(record.group):
                 raise LifetimeError(
                     f"{record.label} was adopted at {record.call_site}, and torch has destroyed it since.\n\n"
-                    f"  mesh.{_call('release', axes) if layout else f'release(ranks={list(ranks)})'}   "
+                    f"  mesh.{format_verb('release', axes) if layout else f'release(ranks={list(ranks)})'}   "
                     "# then adopt another, or let the mesh create one"
                 )
             return record
@@ -194,7 +194,7 @@ class GroupCache:
         if asked and len(ranks) > 1:
             self._warn_of_options(asked, axes, label)
         if options is not self.registry.options:
-            _check_honoured(options, f"{label} of {self.label}")
+            check_honoured(options, f"{label} of {self.label}")
         self._check_name()
         description = options.description or f"{self.name or 'mesh'}[{description}]"
         backends = backends_of(options.backend)
@@ -202,16 +202,18 @@ class GroupCache:
             blocks = () if layout is None else tuple(layout.partition(*axes))
             return self._create_collectively(options, label, description, blocks)
         path = self._generations.path(key, asked)
+        broken = self._broken.get(path)  # all members were in that attempt, so they agree on another name after it
+        unique = path if broken is None else f"{path}.{broken}"
         stores: dict[str, Any] = dict.fromkeys(backends.names, dist.HashStore())
         fingerprint = None
         if len(ranks) > 1 and not backends.fake:
             hint = "On every rank, configure its axes with the same options or pass the same options in the call."
             asked_for = ", ".join(f"{name}={value!r}" for name, value in asked.items())
-            subject = f"{label} of {self.label}" + f" (asked for with {asked_for})" * bool(asked)
+            subject = f"{label} of {self.label}" + f"{ASKED_FOR}{asked_for})" * bool(asked)
             fingerprint = Fingerprint(self.rank, options.given, subject, hint)
-            stores = {backend: self._polling_store(path, fingerprint, key, backend) for backend in backends.names}
+            stores = {each: self._polling_store(path, unique, fingerprint, key, each) for each in backends.names}
         group = building.build(
-            self.identity.group_name(path), ranks, self.rank, options, self.registry.store, stores, description
+            self.identity.group_name(unique), ranks, self.rank, options, self.registry.store, stores, description
         )
         stores = {} if fingerprint is None else stores
         record = building.GroupRecord(
@@ -224,7 +226,7 @@ class GroupCache:
         """A record without a group, for a group that this rank failed to create."""
         ranks = layout.block_of(self.rank, *axes)
         with self.lock:
-            options = self._default_options(ranks, "")
+            options = self._configured.options((ranks, ""))
             path = self._generations.path(GroupKey(ranks, options, ""), {})
         label = f"group {', '.join(map(str, axes))}"
         fingerprint = Fingerprint(self.rank, options.given, f"{label} of {self.label}", "")
@@ -233,11 +235,13 @@ class GroupCache:
             nothing, label, self.label, call_site(), path=path, ranks=ranks, fingerprint=fingerprint
         )
 
-    def _polling_store(self, path: str, fingerprint: Fingerprint, key: GroupKey, backend: str) -> PollingStore:
+    def _polling_store(
+        self, path: str, unique: str, fingerprint: Fingerprint, key: GroupKey, backend: str
+    ) -> PollingStore:
         seconds = (key.options.timeout or timedelta()).total_seconds()
 
         def store_key() -> str:
-            return self.store_key(path, seconds)
+            return f"{self.store_key(unique, seconds)}/use"
 
         return PollingStore(
             self.run,
@@ -247,7 +251,7 @@ class GroupCache:
             key.options.timeout or timedelta(),
             addresses=backend == "gloo",
             compares=key.options != self.registry.options,
-            mismatch_keys=lambda: (f"{store_key()}/mismatch", self.identity.mismatch_key),
+            mismatch_keys=lambda: (f"{self.store_key(path, seconds)}/mismatch", self.identity.mismatch_key),
             set_status=lambda activity: self.registry.store_thread().set_status(activity),
             store_hint=lambda: self.registry.store_thread().store_hint(),
         )
@@ -280,7 +284,7 @@ class GroupCache:
         """Log once that a timeout in a call makes a second communicator."""
         if [*asked] == ["timeout"] and not self._warned_of_options:
             self._warned_of_options = True
-            call = _call("configure", axes, f"timeout={asked['timeout']:g}")
+            call = format_verb("configure", axes, f"timeout={asked['timeout']:g}")
             log.warning(
                 "%s of %s is a communicator of its own, because an option in the call differs from the configured "
                 "one. To change the timeout of the group itself, call mesh.%s on every rank before its first use.",
@@ -310,60 +314,17 @@ class GroupCache:
 
     # -- options ------------------------------------------------------------------------------------------------
 
-    def _default_options(self, ranks: tuple[int, ...], tag: str) -> GroupOptions:
-        """Options of a group without options in the call: those configured, otherwise those of the world."""
-        default = self.registry.options
-        if self._configured and (ranks, tag) in self._configured:
-            default = default.but(self._configured[ranks, tag][0].keywords())
-        return default
-
-    def _single_rank_options(self, layout: Layout, axes: tuple[Axis, ...], tag: str) -> GroupOptions:
-        """Default options of a group of one rank.
-
-        All groups of one rank have the same ranks, so their options are stored by axes. Otherwise all axes of size 1
-        would have the same backend. For the name of the group, these options count as options of the call.
-        """
-        key = self._option_key(layout, axes, tag)
-        self._single_rank_axes.add(key)
-        default = self.registry.options
-        return default.but(self._configured[key][0].keywords()) if key in self._configured else default
-
-    def _option_key(self, layout: Layout, axes: tuple[Axis, ...], tag: str) -> _OptionKey:
-        """Key of the configured options of this rank's block."""
-        ranks = layout.block_of(self.rank, *axes)
-        return (ranks if len(ranks) > 1 else frozenset(layout.along(self.rank, *axes).axes), tag)
-
     def configure(self, layout: Layout, axes: tuple[Axis, ...], tag: str, options: Mapping[str, Any]) -> None:
         """Set options for the group of this rank's block, before it is created."""
         self.check()
-        given = GroupOptions.of(options)
+        GroupOptions.of(options)
         layout.size(*axes)  # raises for unknown axes, on ranks outside the mesh too
         if self.rank not in layout:
             return
         ranks = layout.block_of(self.rank, *axes)
-        spelling = ", ".join(map(str, layout.along(self.rank, *axes).axes))
-        option_key = self._option_key(layout, axes, tag)
         with self.lock:
-            before, configured_as, site = self._configured.get(option_key, (GroupOptions(), spelling, ""))
-            after = before.but(options)
-            if after.keywords() == before.keywords():
-                return
-            for key, record in self._records.items():
-                if (key.ranks, key.tag) == (ranks, tag) and (len(ranks) > 1 or option_key in self._single_rank_axes):
-                    raise OptionsError(
-                        f"{record.label} was created at {record.call_site}, so it is too late to configure it.\n\n"
-                        f"{format_calls(_instead_of_configuring(axes, tag, given))}"
-                    )
-            kept = {name: value for name, value in before.keywords().items() if value is not None}
-            if configured_as != spelling and any(after.keywords()[name] != value for name, value in kept.items()):
-                keywords = [f"{name}={value!r}" for name, value in given.given.items()]
-                separate = f"mesh.{_call('configure', axes, 'tag=' + repr(spelling), *keywords)}"
-                raise OptionsError(
-                    f"{spelling} and {configured_as} are the same ranks here ({format_ranks(ranks)}), so one group. "
-                    f"But {configured_as} was configured with {before} at {site}, and {spelling} now with {given}.\n\n"
-                    f"  {separate}   # a separate communicator; or use the same options for both"
-                )
-            self._configured[option_key] = (after, configured_as, call_site())
+            created = [record for key, record in self._records.items() if (key.ranks, key.tag) == (ranks, tag)]
+            self._configured.configure(layout, axes, tag, options, created[0] if created else None, call_site())
 
     def set_timeout(self, timeout: timedelta, chosen: Callable[[tuple[int, ...]], bool]) -> int:
         """Change the timeout of the existing groups whose ranks are chosen; return their number."""
@@ -426,11 +387,16 @@ class GroupCache:
             )
             self._generations.release(ranks)
             if len(ranks) == 1:
-                self._single_rank_axes.clear()
+                self._configured.forget_returned()
 
-    def discard(self, record: building.GroupRecord, reason: str) -> None:
-        """Destroy a group that can no longer be used. The next call creates it anew, to be connected again."""
+    def discard(self, record: building.GroupRecord, number: int, reason: str) -> None:
+        """Destroy a group that can no longer be used. The next call creates it anew.
+
+        Args:
+            number: number of the attempt that connected it.
+        """
         with self.lock:
+            self._broken[record.path] = number
             keys = [key for key, each in self._records.items() if each is record]
             self._drop(keys, reason, abort=True, keep_attempts=True)
 
@@ -560,20 +526,20 @@ class GroupCache:
             raise PlaceError(
                 f"{label} has ranks {format_ranks(block)}; the group to adopt has {format_ranks(members)}."
             )
-        key, option_key = GroupKey(block, self.registry.options, ""), self._option_key(layout, axes, "")
+        key, option_key = GroupKey(block, self.registry.options, ""), self._configured.key(layout, axes, "")
         with self.lock:
-            if option_key in self._configured:
-                options, configured_as, site = self._configured[option_key]
+            if configured := self._configured.get(option_key):
                 raise OptionsError(
-                    f"{label} was configured with {options} at {site}. An adopted group lacks these options.\n\n"
-                    f"  mesh.{_call('group', axes)}   # a group with them; or adopt without configuring {configured_as}"
+                    f"{label} was configured with {configured.options} at {configured.call_site}. An adopted group "
+                    f"lacks these options.\n\n  mesh.{format_verb('group', axes)}   # a group with them; or adopt "
+                    f"without configuring {configured.spelling}"
                 )
             record = self._records.get(key)
             if record is not None and record.group is not group:
                 how = "adopted" if record.created_by == "caller" else "created"
                 raise LifetimeError(
                     f"{label} was already {how} at {record.call_site}, and may be in use.\n\n"
-                    f"  mesh.{_call('release', axes)}   # release it first, then adopt"
+                    f"  mesh.{format_verb('release', axes)}   # release it first, then adopt"
                 )
             if record is None:
                 self._check_name()
@@ -581,7 +547,7 @@ class GroupCache:
                     group, group_label, self.label, call_site(), created_by="caller", ranks=block
                 )
             if len(block) == 1:
-                self._single_rank_axes.add(option_key)
+                self._configured.mark_returned(option_key)
 
 
 def find_cache(name: str | None, number: int, layout: Layout, call: str, rank: int) -> GroupCache:
@@ -603,28 +569,6 @@ def find_cache(name: str | None, number: int, layout: Layout, call: str, rank: i
             if (cache.name, original, cache.layout) == (name, number, layout):
                 return cache  # type: ignore[no-any-return]
     return GroupCache(name, layout, call, number=number)
-
-
-def _instead_of_configuring(axes: tuple[Axis, ...], tag: str, given: GroupOptions) -> list[tuple[str, str]]:
-    """Calls that change options after the group was created, each with a comment."""
-    ways, tagged = [], [f"tag={tag!r}"] * bool(tag)
-    if [*given.given] == ["timeout"] and not tag:
-        timeout = f"timeout={given.given['timeout']:g}"
-        ways.append((f"mesh.{_call('set_timeout', axes, timeout)}", "on every member: the group stays"))
-    options = [f"{name}={value!r}" for name, value in given.given.items()]
-    recreate = f"mesh.{_call('release', axes)}; mesh.{_call('configure', axes, *tagged, *options)}"
-    return [*ways, (recreate, f"{'or ' * bool(ways)}on every member: the next group has them")]
-
-
-def _check_honoured(options: GroupOptions, label: str) -> None:
-    backends = backends_of(options.backend)
-    for option, value in (("high_priority", options.high_priority), ("nccl", options.nccl)):
-        if value and "nccl" not in backends.names and not backends.fake:
-            raise OptionsError(f"{label}: backend {options.backend} cannot honour {option}={value!r}; only NCCL can.")
-
-
-def _call(verb: str, axes: Iterable[Axis], *more: str) -> str:
-    return f"{verb}({', '.join([*map(repr, axes), *more])})"
 
 
 _PACKAGE_DIR = os.path.dirname(os.path.dirname(__file__)) + os.sep

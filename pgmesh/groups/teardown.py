@@ -56,8 +56,10 @@ torch_private.on_failure.append(explain)
 def describe_dead(record: GroupRecord) -> str:
     """Message about the members of a Gloo group whose processes have ended; "" for none."""
     dead = connections.find_dead(record.endpoints())
-    lines = [f"\n  rank {rank}: its listener at {host}:{port} refuses" for rank, (host, port) in dead.items()]
-    return f"{record.label}: {name_ranks(dead)} ended:{''.join(lines)} connections" if dead else ""
+    lines = [
+        f"\n  rank {rank}: its listener at {host}:{port} refuses connections" for rank, (host, port) in dead.items()
+    ]
+    return f"{record.label}: {name_ranks(dead)} ended:{''.join(lines)}" if dead else ""
 
 
 def destroy(ended: Iterable[GroupRecord], reason: str, *, abort: bool = False, at_exit: bool = False) -> None:

@@ -45,35 +45,44 @@ class Watch:
         stuck = self.flight_recorder.stuck()
         for collective in stuck:
             record = self._find_record(collective.name)
-            if record is not None and (reason := self._reason(perform, record)):
-                record.finding = (time.monotonic(), f"{record.label}: {reason}")
-                if (collective.name, collective.number) not in self._logged:
-                    self._logged.add((collective.name, collective.number))
-                    text = f"this rank is {collective}: {reason}"
-                    # In another thread, since a log handler may block and this thread sends the heartbeats.
-                    threading.Thread(target=log.warning, args=("%s", text), name="pgmesh-warning", daemon=True).start()
+            if record is not None:
+                self._examine(perform, record, collective)
         return stuck
+
+    def _examine(self, perform: Callable[[Operation], Any], record: GroupRecord, collective: RunningCollective) -> None:
+        """Record why a collective does not end, and log it: at once for a lost member, later for one that is absent."""
+        lost, absent = self._missing(perform, record)
+        if lost or absent:
+            what = (
+                f"{name_ranks(lost or absent)} {'sent no heartbeat' if lost else 'did not reach the first collective'}"
+            )
+            reason = "".join([what, *(f"\n  {line}" for line in (lost or absent).values() if line)])
+            record.finding = (time.monotonic(), f"{record.label}: {reason}")
+            once = (collective.name, collective.number)
+            if once not in self._logged and (lost or collective.seconds >= timing.TIMING.warn_after):
+                self._logged.add(once)
+                text = f"this rank is {collective}: {reason}"
+                # In another thread, since a log handler may block and this thread sends the heartbeats.
+                threading.Thread(target=log.warning, args=("%s", text), name="pgmesh-warning", daemon=True).start()
 
     def _label_of(self, name: str) -> str:
         record = self._find_record(name)
         return record.label if record is not None else f"torch's group {name}"
 
-    def _reason(self, perform: Callable[[Operation], Any], record: GroupRecord) -> str:
-        """Members that are absent or lost, as text; "" for none."""
+    def _missing(
+        self, perform: Callable[[Operation], Any], record: GroupRecord
+    ) -> tuple[dict[int, str], dict[int, str]]:
+        """The members that are lost, and those that are absent, each with its last status."""
         ranks, now = record.ranks[: timing.LIMITS.statuses], time.monotonic()
         statuses = [RankStatus.unpack(rank, perform(Read(status_key(rank)))) for rank in ranks]
         known = {status.rank: status for status in statuses if status is not None}
         for status in known.values():
             self._heartbeats.update(status, now)
-        lost = [rank for rank, status in known.items() if self._heartbeats.is_lost(status, now)]
-        if record.gloo is not None:
-            record.gloo.look_for_mismatch(perform)
-        unseen = {} if record.gloo is None else record.gloo.unseen_addresses()
-        absent = [rank for rank, key in unseen.items() if perform(Read(key)) is None]
-        if not lost and not absent:
-            return ""
-        found = (
-            f"{name_ranks(absent)} did not reach the first collective" if absent else f"{name_ranks(lost)} were lost"
-        )
-        lines = [self._heartbeats.describe(known[rank], now) for rank in (absent or lost)[:8] if rank in known]
-        return "".join([found, *(f"\n  {line}" for line in lines)])
+        described = {rank: self._heartbeats.describe(status, now) for rank, status in known.items()}
+        lost = {rank: described[rank] for rank, status in known.items() if self._heartbeats.is_lost(status, now)}
+        if record.gloo is None:
+            return lost, {}
+        record.gloo.look_for_mismatch(perform)
+        unseen = record.gloo.unseen_addresses()
+        absent = {rank: described.get(rank, "") for rank, key in unseen.items() if perform(Read(key)) is None}
+        return lost, absent

@@ -88,7 +88,7 @@ class Method:
         if not axes:
             first = mesh.axes[0] if mesh.axes else "dp"
             raise AxisError(
-                f"{name} needs at least one axis; the mesh has {', '.join(map(str, mesh.axes))}.\n\n"
+                f"{name} needs at least one axis; the mesh has {format_axes(mesh.axes)}.\n\n"
                 f"  {name}(mesh, {first!r})   # the axes that it owns"
             )
         if isinstance(over, str):
@@ -98,7 +98,7 @@ class Method:
         self.reduces = mesh.along(*over).axes if over else self.owns
         missing = [axis for axis in self.owns if axis not in self.reduces]
         if missing:
-            all_axes = tuple(axis for axis in mesh.axes if axis in self.owns or axis in self.reduces)
+            all_axes = mesh.along(*{*self.owns, *self.reduces}).axes
             raise AxisError(
                 f"{name} owns {format_axes(self.owns)}, so it also reduces along {format_axes(missing)}, but over= has "
                 f"only {format_axes(self.reduces)}.\n\n"

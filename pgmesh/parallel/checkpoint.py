@@ -95,9 +95,8 @@ def _entries(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> list
     for name, weight in owned_parameters(module).items():
         if getattr(weight, OWNED_MARK):
             raise MethodError(
-                f"{name} is sharded along {getattr(weight, OWNED_MARK)} as a plain tensor: a checkpoint would "
-                "have only "
-                "one of the shards. Checkpoints need whole experts."
+                f"{name} is sharded along {getattr(weight, OWNED_MARK)} as a plain tensor: a checkpoint would have "
+                "only one of the shards. Checkpoints need whole experts."
             )
     states: dict[str, dict[str, Any]] = {"model": get_model_state_dict(module)}
     if optimizer is not None:

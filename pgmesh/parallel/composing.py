@@ -78,13 +78,11 @@ class Composition:
             release_new_groups(groups_before, method)
             if error in reported or not isinstance(error, Exception):
                 raise
-            reported.append(
-                failed := MethodError(
-                    f"{method} failed in apply: {type(error).__name__}: {error}\n\n"
-                    "New groups along its axes were released. The module may be partly changed: build "
-                    "it again."
-                )
+            failed = MethodError(
+                f"{method} failed in apply: {type(error).__name__}: {error}\n\n"
+                "New groups along its axes were released. The module may be partly changed: build it again."
             )
+            reported.append(failed)
             raise failed from error
         return applied
 
@@ -105,15 +103,13 @@ class Composition:
 
     @property
     def _size_and_index(self) -> tuple[int, int]:
-        axes: dict[Layout, list[Axis]] = {}  # methods on one layout count as one block along all their axes
-        meshes: dict[Layout, ProcessGroupMesh] = {}
+        blocks: dict[Layout, tuple[ProcessGroupMesh, list[Axis]]] = {}  # one block for all methods on one layout
         for method in self._batch_methods:
-            axes.setdefault(method.mesh.layout, []).extend(method.owns)
-            meshes[method.mesh.layout] = method.mesh
+            blocks.setdefault(method.mesh.layout, (method.mesh, []))[1].extend(method.owns)
         size, index = 1, 0
-        for layout, mesh in meshes.items():
-            size *= mesh.size(*axes[layout])
-            index = index * mesh.size(*axes[layout]) + mesh.index(*axes[layout])
+        for mesh, axes in blocks.values():
+            size *= mesh.size(*axes)
+            index = index * mesh.size(*axes) + mesh.index(*axes)
         return size, index
 
     @property
@@ -176,10 +172,10 @@ def compose(mesh: ProcessGroupMesh, *methods: Method, unowned: Iterable[Axis] = 
     required = [axis for axis in mesh.axes if mesh.size(axis) > 1 and axis not in allowed]
     if missing := [axis for axis in required if not any(owns_axis(method, mesh, axis) for method in methods)]:
         owned = format_axes(axis for method in methods for axis in method.owns)
+        whose = "their" if missing[1:] else "its"
         raise AxisError(
-            f"no method owns {format_sizes(mesh, missing)}, so {'their' if missing[1:] else 'its'} "
-            f"{mesh.size(*missing)} "
-            f"ranks would do the same work without synchronization. Owned axes: {owned or 'none'}.\n\n"
+            f"no method owns {format_sizes(mesh, missing)}, so {whose} {mesh.size(*missing)} ranks would do the same "
+            f"work without synchronization. Owned axes: {owned or 'none'}.\n\n"
             f"  compose(mesh, ..., unowned={missing})   # if this is intended"
         )
     return Composition(mesh, tuple(sorted(methods, key=lambda method: method.level)))
@@ -209,15 +205,15 @@ def check_owners(one: Method, other: Method) -> None:
                 "and methods that define shares(), may overlap the ranks of other methods.\n\n"
                 f"  mesh.view(...)   # with an axis {other_axis} that does not overlap {axis}"
             )
-    for pipeline, method in ((one, other), (other, one)):
-        if pipeline.level is Level.PIPELINE and method.level is not Level.PIPELINE:
-            for axis, other_axis in itertools.product(pipeline.owns, method.reduces):
-                if pair := shared_pair(pipeline.mesh.layout, axis, method.mesh.layout, other_axis):
-                    raise AxisError(
-                        f"{method} reduces along {other_axis}, and so over ranks {pair[0]} and {pair[1]}, which are "
-                        f"different stages of {pipeline} and have different parameters.\n\n"
-                        f"  {type(method).__name__}(..., over=...)   # axes that do not cross stages"
-                    )
+    pipeline, method = (one, other) if one.level is Level.PIPELINE else (other, one)
+    if pipeline.level is Level.PIPELINE and method.level is not Level.PIPELINE:
+        for axis, other_axis in itertools.product(pipeline.owns, method.reduces):
+            if pair := shared_pair(pipeline.mesh.layout, axis, method.mesh.layout, other_axis):
+                raise AxisError(
+                    f"{method} reduces along {other_axis}, and so over ranks {pair[0]} and {pair[1]}, which are "
+                    f"different stages of {pipeline} and have different parameters.\n\n"
+                    f"  {type(method).__name__}(..., over=...)   # axes that do not cross stages"
+                )
 
 
 def shared_pair(layout: Layout, axis: Axis, other: Layout, other_axis: Axis) -> tuple[int, int] | None:

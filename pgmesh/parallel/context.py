@@ -115,40 +115,29 @@ class ContextParallel(Method):
         if attn_mask is not None or dropout_p:
             unsupported = "an attn_mask" if attn_mask is not None else f"dropout ({dropout_p})"
             raise OptionsError(
-                f"attention along {self._axis_sizes} does not support {unsupported}: use is_causal=True for a "
-                "mask, and "
-                "dropout_p=0.0."
+                f"attention along {self._axis_sizes} does not support {unsupported}: use is_causal=True for a mask, "
+                "and dropout_p=0.0."
             )
+        numbers = {
+            "positions": query.size(-2),
+            "positions of keys": key.size(-2),
+            "heads": query.size(-3),
+            "heads of keys": key.size(-3),
+            "numbers in a key": key.size(-1),
+            "numbers in a value": value.size(-1),
+            "rows": key.shape[:-3].numel(),
+            "bytes in a number": key.element_size(),
+        }
+        self._check_equal(query.device, numbers)
         group = self.mesh.group(*self.owns)
-        self._check_equal(
-            query.device,
-            {
-                "positions": query.size(-2),
-                "positions of keys": key.size(-2),
-                "heads": query.size(-3),
-                "heads of keys": key.size(-3),
-                "numbers in a key": key.size(-1),
-                "numbers in a value": value.size(-1),
-                "rows": key.shape[:-3].numel(),
-                "bytes in a number": key.element_size(),
-            },
-        )
+        settings: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         if self._ring:
             self._check_balanced(query.size(-2))
-            return ring_attention(
-                query,
-                key,
-                value,
-                group,
-                is_causal=is_causal,
-                scale=scale,
-                enable_gqa=enable_gqa,
-                balanced=self._balanced,
-            )
+            return ring_attention(query, key, value, group, balanced=self._balanced, **settings)
         for heads in (query.size(-3), key.size(-3)):
             alternative = ", or attention='ring', with any number of heads"
             divide_along_axes(heads, f"{heads} heads", "heads", self.mesh, self.owns, alternative)
-        return ulysses_attention(query, key, value, group, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+        return ulysses_attention(query, key, value, group, **settings)
 
     def cut(self, whole: Tensor, along: int = 1) -> Tensor:
         """Return this rank's part of a sequence, such as inputs or labels.
@@ -167,10 +156,8 @@ class ContextParallel(Method):
                 f"divisible by {chunks}{f', two chunks for each of {self._ranks} ranks' * self._balanced}.\n\n"
                 f"  {nearest_multiples(length, chunks)} positions would do"
             )
-        local_chunks = [
-            whole.narrow(along, i * (length // chunks), length // chunks) for i in self._chunk_indices(self._index)
-        ]
-        return torch.cat(local_chunks, along)
+        parts, index = whole.chunk(chunks, along), self.mesh.index(*self.owns)
+        return torch.cat([parts[i] for i in self._chunk_indices(index)], along)
 
     def join(self, part: Tensor, along: int = 1) -> Tensor:
         """All-gather the parts of a sequence into the whole sequence, on every rank.
@@ -188,12 +175,10 @@ class ContextParallel(Method):
         numbers_per_position = part.numel() // max(1, part.size(along))
         self._check_equal(part.device, {"positions": part.size(along), "numbers at a position": numbers_per_position})
         self._check_balanced(part.size(along))
-        parts = all_gather_stacked(part, self.mesh.group(*self.owns)).unbind()
-        by_index: dict[int, Tensor] = {}
-        for rank, part_of_rank in enumerate(parts):
-            chunks = self._chunk_indices(rank)
-            by_index.update(zip(chunks, part_of_rank.chunk(len(chunks), along)))
-        return torch.cat([by_index[i] for i in sorted(by_index)], along)
+        chunks: dict[int, Tensor] = {}
+        for index, each in enumerate(all_gather_stacked(part, self.mesh.group(*self.owns))):
+            chunks.update(zip(self._chunk_indices(index), each.chunk(1 + self._balanced, along)))
+        return torch.cat([chunk for _, chunk in sorted(chunks.items())], along)
 
     def positions(self, length: int, device: torch.device | str | None = None) -> Tensor:
         """Positions of this rank in a sequence of this length, for position embeddings.
@@ -206,10 +191,6 @@ class ContextParallel(Method):
             ShapeError: the length is not divisible.
         """
         return self.cut(torch.arange(length, device=device), along=0)
-
-    @property
-    def _index(self) -> int:
-        return self.mesh.index(*self.owns)
 
     @property
     def _axis_sizes(self) -> str:
@@ -226,8 +207,7 @@ class ContextParallel(Method):
     def _check_balanced(self, length: int) -> None:
         if self._balanced and length % 2:
             raise ShapeError(
-                f"a balanced part of a sequence along {self._axis_sizes} has two chunks of the same length, but "
-                "here are "
-                f"{length} positions.\n\n"
+                f"a balanced part of a sequence along {self._axis_sizes} has two chunks of the same length, but here "
+                f"are {length} positions.\n\n"
                 "  method.cut(whole)   # splits a sequence as the attention needs it"
             )

@@ -35,20 +35,17 @@ def all_to_all_rows(
     """
     if group.size() == 1:
         return rows
-    received: Tensor = _AllToAllRows.apply(  # type: ignore[no-untyped-call]
-        rows, list(send_counts), list(receive_counts), group
-    )
+    arguments = rows, list(send_counts), list(receive_counts), group
+    received: Tensor = _AllToAllRows.apply(*arguments)  # type: ignore[no-untyped-call]
     return received
 
 
 class _AllToAllRows(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, send_counts: list[int], receive_counts: list[int], group: ProcessGroup
-    ) -> Tensor:
-        ctx.backward_arguments = receive_counts, send_counts, group
-        received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
-        dist.all_to_all_single(received, rows.contiguous(), receive_counts, send_counts, group=group)
+    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: ProcessGroup) -> Tensor:
+        ctx.backward_arguments = receive, send, group
+        received = rows.new_empty((sum(receive), *rows.shape[1:]))
+        dist.all_to_all_single(received, rows.contiguous(), receive, send, group=group)
         return received
 
     @staticmethod
@@ -57,10 +54,15 @@ class _AllToAllRows(torch.autograd.Function):
         return rows, None, None, None
 
 
+def all_to_all_stacked(parts: Tensor, group: ProcessGroup) -> Tensor:
+    """All-to-all of equal parts, stacked along the first dimension; the backward pass is the same for gradients."""
+    counts = [1] * group.size()
+    return all_to_all_rows(parts, counts, counts, group)
+
+
 def all_gather_stacked(part: Tensor, group: ProcessGroup) -> Tensor:
     """All-gather of equal parts, stacked along a new first dimension; gradients are reduce-scattered (sum)."""
-    n = group.size()
-    return all_to_all_rows(part.expand(n, *part.shape), [1] * n, [1] * n, group)
+    return all_to_all_stacked(part.expand(group.size(), *part.shape), group)
 
 
 def all_reduce_forward(part: Tensor, group: ProcessGroup) -> Tensor:
@@ -68,20 +70,8 @@ def all_reduce_forward(part: Tensor, group: ProcessGroup) -> Tensor:
 
     For partial results whose sum all ranks use in the same way. Megatron: ``reduce_from_tensor_model_parallel_region``.
     """
-    summed: Tensor = part if group.size() == 1 else _AllReduceForward.apply(part, group)  # type: ignore[no-untyped-call]
+    summed: Tensor = _AllReduce.apply(part, group, True)  # type: ignore[no-untyped-call]
     return summed
-
-
-class _AllReduceForward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
-        summed = part.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(summed, group=group)
-        return summed
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
 
 
 def all_reduce_backward(tensor: Tensor, group: ProcessGroup) -> Tensor:
@@ -89,32 +79,39 @@ def all_reduce_backward(tensor: Tensor, group: ProcessGroup) -> Tensor:
 
     For a replicated input of which each rank uses a part. Megatron: ``copy_to_tensor_model_parallel_region``.
     """
-    if group.size() == 1:
-        return tensor
-    copy: Tensor = _AllReduceBackward.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return copy
+    same: Tensor = _AllReduce.apply(tensor, group, False)  # type: ignore[no-untyped-call]
+    return same
 
 
-class _AllReduceBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
+class _AllReduce(torch.autograd.Function):
+    """All-reduce in one direction, and the identity in the other."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _AllReduceForward.apply(gradients[0], ctx.group), None  # type: ignore[no-untyped-call]
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, is_forward: bool) -> Tensor:
+        ctx.backward_arguments = group, not is_forward
+        if not is_forward or group.size() == 1:
+            return tensor.view_as(tensor)
+        summed = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(summed, group=group)
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _AllReduce.apply(gradients[0], *ctx.backward_arguments), None, None  # type: ignore[no-untyped-call]
 
 
 def ring_shift(tensor: Tensor, group: ProcessGroup, tag: int = 0) -> tuple[Tensor, list[dist.Work]]:
     """Start to send a tensor to the next rank of the group, and to receive one from the previous rank. No gradient.
 
     Both are one batch, so that no rank waits for another to start. Do not change ``tensor`` before the works are done.
+    In a group of one rank, the received tensor is ``tensor``.
 
     Returns:
         The received tensor, valid after ``wait()`` of all works, and the works.
     """
     rank, n = group.rank(), group.size()
+    if n == 1:
+        return tensor, []
     received, sent = torch.empty_like(tensor), tensor.contiguous()
     works = dist.batch_isend_irecv(
         [

@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from pgmesh.errors import AxisError, MethodError
-from pgmesh.parallel import mixture
+from pgmesh.parallel import exchange, mixture
 from pgmesh.parallel.base import Level, Method, format_axes
 from pgmesh.parallel.divisibility import divide_along_axes, format_sizes
-from pgmesh.parallel.exchange import all_gather_stacked, all_reduce_backward, all_reduce_forward, all_to_all_rows
 from pgmesh.parallel.input_checks import check_equal
 from pgmesh.parallel.ownership import is_stage, mark_owned
 
@@ -85,10 +84,8 @@ class ExpertParallel(Method):
         self._replica_axes = tuple(axis for axis in self.reduces if axis not in self.owns)
         self.configure(options, self._expert_axes, self._replica_axes, self._tensor_axes)
         replicated = () if self._gathers_tokens else self._tensor_axes  # axes whose ranks hold the same tokens
-        self._allow_uneven, self._checked_axes = (
-            uneven,
-            replicated if uneven else mesh.along(*{*self.reduces, *replicated}).axes,
-        )
+        self._allow_uneven = uneven
+        self._checked_axes = replicated if uneven else mesh.along(*{*self.reduces, *replicated}).axes
 
     def shares(self, axis: Axis, other: Method) -> bool:
         """Return True if ``other`` may have ranks in common with ``axis``: experts lie on ranks of other methods.
@@ -130,12 +127,10 @@ class ExpertParallel(Method):
     def _keep_local_experts(self, name: str, layer: nn.Module) -> None:
         experts = getattr(layer, "experts", None)
         if not isinstance(experts, (nn.ModuleList, nn.ModuleDict)):
-            raise MethodError(
-                f"{name} has to be a ModuleList or a ModuleDict of experts, not {type(experts).__name__}."
-            )
-        each = divide_along_axes(
-            len(experts), f"{name}: {len(experts)} experts", "experts", self.mesh, self._expert_axes
-        )
+            kind = type(experts).__name__
+            raise MethodError(f"{name} has to be a ModuleList or a ModuleDict of experts, not {kind}.")
+        count = f"{name}: {len(experts)} experts"
+        each = divide_along_axes(len(experts), count, "experts", self.mesh, self._expert_axes)
         first = self.mesh.index(*self._expert_axes) * each
         local_experts = nn.ModuleDict(dict(list(experts.named_children())[first : first + each]))
         for number, expert in local_experts.items():
@@ -152,24 +147,20 @@ class ExpertParallel(Method):
         not_sharded = {
             f"{n}.{w}".lstrip(".") for n, m in expert.named_modules() for w, _ in m.named_parameters(recurse=False)
         }
-        for patterns, dimension in ((self._column_patterns, 0), (self._row_patterns, 1)):
-            for pattern in patterns:
-                layers = [(n, m) for n, m in expert.named_modules() if fnmatch(n, pattern) and isinstance(m, nn.Linear)]
-                if not layers:
-                    linear = [n for n, m in expert.named_modules() if isinstance(m, nn.Linear)]
-                    raise MethodError(
-                        f"{name} has no linear layer {pattern!r}; it has {format_axes(linear) or 'none'}."
-                    )
-                for inner, layer in layers:
-                    self._shard_linear(f"{name}.{inner}", layer, dimension)
-                    not_sharded -= {f"{inner}.weight".lstrip("."), f"{inner}.bias".lstrip(".")}
+        linear = {inner: layer for inner, layer in expert.named_modules() if isinstance(layer, nn.Linear)}
+        columns, rows = [(pattern, 0) for pattern in self._column_patterns], [(each, 1) for each in self._row_patterns]
+        for pattern, dimension in columns + rows:
+            matching = [inner for inner in linear if fnmatch(inner, pattern)]
+            if not matching:
+                raise MethodError(f"{name} has no linear layer {pattern!r}; it has {format_axes(linear) or 'none'}.")
+            for inner in matching:
+                self._shard_linear(f"{name}.{inner}", linear[inner], dimension)
+                not_sharded -= {f"{inner}.weight".lstrip("."), f"{inner}.bias".lstrip(".")}
         if not_sharded:
             raise MethodError(
-                f"{name} has parameters in layers that are not sharded, {format_axes(sorted(not_sharded))}: "
-                "each of the "
-                f"{self.mesh.size(*self._tensor_axes)} ranks along {format_sizes(self.mesh, self._tensor_axes)} "
-                "would get "
-                "a part of their gradients. Name these layers in columns= or rows=, or move them out of the experts."
+                f"{name} has parameters in layers that are not sharded, {format_axes(sorted(not_sharded))}: each of "
+                f"the {self._tensor_ranks()} would get a part of their gradients. Name these layers in columns= or "
+                "rows=, or move them out of the experts."
             )
 
     def _shard_linear(self, name: str, layer: nn.Linear, dimension: int) -> None:
@@ -177,25 +168,21 @@ class ExpertParallel(Method):
         part = divide_along_axes(size, f"{name}: {size} {what}", what, self.mesh, self._tensor_axes)
         start = self.mesh.index(*self._tensor_axes) * part
         layer.weight = _parameter(layer.weight, layer.weight.narrow(dimension, start, part))
-        if dimension == 0:
-            layer.out_features = part
-            if layer.bias is not None:
-                layer.bias = _parameter(layer.bias, layer.bias.narrow(0, start, part))
-        else:
-            layer.in_features = part
-            if layer.bias is not None:
+        setattr(layer, ("out_features", "in_features")[dimension], part)
+        if layer.bias is not None:
+            if dimension == 1:
                 raise MethodError(
-                    f"{name} has a bias, which all {self.mesh.size(*self._tensor_axes)} ranks along "
-                    f"{format_sizes(self.mesh, self._tensor_axes)} would add to the sum.\n\n"
+                    f"{name} has a bias, which all {self._tensor_ranks()} would add to the sum.\n\n"
                     "  nn.Linear(..., bias=False)   # for layers whose inputs are sharded"
                 )
+            layer.bias = _parameter(layer.bias, layer.bias.narrow(0, start, part))
+
+    def _tensor_ranks(self) -> str:
+        return f"{self.mesh.size(*self._tensor_axes)} ranks along {format_sizes(self.mesh, self._tensor_axes)}"
 
     def _reduce_gradient(self, gradient: Tensor) -> Tensor:
         """Reduce the gradient of an expert's parameter to that of the mean loss over ranks."""
-        gradient = gradient / self.mesh.size(*self.reduces)
-        if self._replica_axes and self.mesh.size(*self._replica_axes) > 1:
-            dist.all_reduce(gradient, group=self.mesh.group(*self._replica_axes))
-        return gradient
+        return self._all_reduce(gradient / self.mesh.size(*self.reduces), self._replica_axes)
 
     # -- the tokens ------------------------------------------------------------------------------------------------
 
@@ -220,12 +207,11 @@ class ExpertParallel(Method):
 
         def route(rows: Tensor, counts: Tensor) -> Tensor:
             send_matrix = counts.view(n, -1)  # (rank, expert of the rank)
-            receive_matrix = all_to_all_rows(send_matrix, [1] * n, [1] * n, group)
+            receive_matrix = exchange.all_to_all_stacked(send_matrix, group)
             send_counts, receive_counts = send_matrix.sum(1).tolist(), receive_matrix.sum(1).tolist()
-            outputs = self._run_local_experts(
-                all_to_all_rows(rows, send_counts, receive_counts, group), receive_matrix, experts
-            )
-            return all_to_all_rows(outputs, receive_counts, send_counts, group)
+            received = exchange.all_to_all_rows(rows, send_counts, receive_counts, group)
+            outputs = self._run_local_experts(received, receive_matrix, experts)
+            return exchange.all_to_all_rows(outputs, receive_counts, send_counts, group)
 
         return mixture.mix_with(tokens, weights, chosen, n * len(experts), route)
 
@@ -241,12 +227,14 @@ class ExpertParallel(Method):
             return _run_sorted(rows, counts, experts)
         group = self.mesh.group(*self._tensor_axes)
         if not self._gathers_tokens:
-            return all_reduce_forward(_run_sorted(all_reduce_backward(rows, group), counts, experts), group)
+            rows = exchange.all_reduce_backward(rows, group)
+            return exchange.all_reduce_forward(_run_sorted(rows, counts, experts), group)
         n, n_rows = group.size(), rows.size(0)
-        counts = all_gather_stacked(counts, group)
+        counts = exchange.all_gather_stacked(counts, group)
         counts_per_rank = counts.sum((1, 2)).tolist()
-        rows = all_to_all_rows(rows.expand(n, *rows.shape).flatten(0, 1), [n_rows] * n, counts_per_rank, group)
-        parts = all_to_all_rows(_run_sorted(rows, counts.flatten(0, 1), experts), counts_per_rank, [n_rows] * n, group)
+        rows = exchange.all_to_all_rows(rows.expand(n, *rows.shape).flatten(0, 1), [n_rows] * n, counts_per_rank, group)
+        outputs = _run_sorted(rows, counts.flatten(0, 1), experts)
+        parts = exchange.all_to_all_rows(outputs, counts_per_rank, [n_rows] * n, group)
         return parts.view(n, n_rows, *parts.shape[1:]).sum(0)
 
     def balance_loss(
@@ -258,12 +246,13 @@ class ExpertParallel(Method):
 
         Every rank along ``reduces`` calls it, with the same number of tokens.
         """
-        return mixture.balance_loss(probabilities, chosen, self._sum_counts)
+        return mixture.balance_loss(probabilities, chosen, lambda counts: self._all_reduce(counts, self.reduces))
 
-    def _sum_counts(self, counts: Tensor) -> Tensor:
-        if self.mesh.size(*self.reduces) > 1:
-            dist.all_reduce(counts, group=self.mesh.group(*self.reduces))
-        return counts
+    def _all_reduce(self, tensor: Tensor, axes: tuple[Axis, ...]) -> Tensor:
+        """Sum a tensor over the ranks along the axes, in place."""
+        if axes and self.mesh.size(*axes) > 1:
+            dist.all_reduce(tensor, group=self.mesh.group(*axes))
+        return tensor
 
 
 def _run_sorted(rows: Tensor, counts: Tensor, experts: nn.ModuleList | nn.ModuleDict) -> Tensor:

@@ -104,9 +104,8 @@ def raise_if_unequal(
         if len(ranks) > 1:
             counts = [f"{n} on {name_ranks(holders)}" for n, holders in ranks.items()]
             raise ShapeError(
-                f"{caller} needs the same number of {unit} on each rank along {format_sizes(mesh, axes)}, but "
-                "there are "
-                f"{'; '.join(counts[:4])}{'; ...' * (len(counts) > 4)}.\n\n  {fix}"
+                f"{caller} needs the same number of {unit} on each rank along {format_sizes(mesh, axes)}, but there "
+                f"are {'; '.join(counts[:4])}{'; ...' * (len(counts) > 4)}.\n\n  {fix}"
             )
 
 

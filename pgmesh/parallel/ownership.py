@@ -35,11 +35,12 @@ def owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in module.named_parameters() if hasattr(parameter, OWNED_MARK)}
 
 
-def canonical_names(module: nn.Module) -> dict[str, str]:
-    """The first name of each tied parameter, by each of its further names."""
-    first = dict[int, str]()
-    aliases = module.named_parameters(remove_duplicate=False)
-    return {name: found for name, weight in aliases if (found := first.setdefault(id(weight), name)) != name}
+def tied_names(module: nn.Module) -> list[list[str]]:
+    """The names of each tied parameter."""
+    names: dict[int, list[str]] = {}
+    for name, weight in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(weight), []).append(name)
+    return [same for same in names.values() if len(same) > 1]
 
 
 class AbsentLayer(nn.Module):

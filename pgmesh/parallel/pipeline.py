@@ -38,7 +38,7 @@ from pgmesh.parallel.base import Level, Method, single_axis
 from pgmesh.parallel.divisibility import format_sizes, nearest_multiples
 from pgmesh.parallel.exchange import receive_tensors, send_tensors
 from pgmesh.parallel.input_checks import all_gather_ints, detach_row_check, device_of, raise_if_unequal
-from pgmesh.parallel.ownership import ABSENT_MARK, AbsentLayer, canonical_names, owned_parameters
+from pgmesh.parallel.ownership import ABSENT_MARK, AbsentLayer, owned_parameters, tied_names
 from pgmesh.parallel.seeds import restore_streams
 from pgmesh.parallel.weights import local
 
@@ -48,21 +48,21 @@ class ScheduleInfo:
     """A schedule of torch and its restrictions."""
 
     torch_class: Any
-    single_stage: bool = False
-    """Each rank has exactly one stage."""
+    stages_per_rank: int | None = None
+    """The number of stages that each rank has to have; None for any number."""
     v_shape: bool = False
-    """Each rank has exactly two stages. torch 2.13 cannot run this schedule without a backward pass."""
+    """The second stages are in the opposite order. torch 2.13 cannot run this schedule without a backward pass."""
     split_backward: bool = False
     """Gradients of weights are computed in a separate pass. On torch 2.13 fully_shard then computes wrong ones; DDP is
     untested."""
 
 
 SCHEDULES = {
-    "gpipe": ScheduleInfo(ScheduleGPipe, single_stage=True),
-    "1f1b": ScheduleInfo(Schedule1F1B, single_stage=True),
+    "gpipe": ScheduleInfo(ScheduleGPipe, stages_per_rank=1),
+    "1f1b": ScheduleInfo(Schedule1F1B, stages_per_rank=1),
     "interleaved": ScheduleInfo(ScheduleInterleaved1F1B),
     "zero-bubble": ScheduleInfo(ScheduleInterleavedZeroBubble, split_backward=True),
-    "zero-bubble-v": ScheduleInfo(ScheduleZBVZeroBubble, v_shape=True, split_backward=True),
+    "zero-bubble-v": ScheduleInfo(ScheduleZBVZeroBubble, stages_per_rank=2, v_shape=True, split_backward=True),
 }
 """Orders of forward and backward passes, by the name that ``schedule=`` takes."""
 
@@ -132,17 +132,12 @@ class PipelineParallel(Method):
                 f"virtual= is at least 1 stage on each rank, not {virtual}.\n\n"
                 "  PipelineParallel(..., virtual=1)   # or more"
             )
-        if SCHEDULES[schedule].single_stage and virtual != 1:
+        stages_per_rank = SCHEDULES[schedule].stages_per_rank or virtual
+        if virtual != stages_per_rank:
             raise OptionsError(
-                f"schedule {schedule!r} has one stage on each rank, not {virtual}.\n\n"
-                f"  PipelineParallel(..., schedule='interleaved', virtual={virtual})   # several stages"
+                f"schedule {schedule!r} has {count_of(stages_per_rank, 'stage')} on each rank, not {virtual}.\n\n"
+                f"  PipelineParallel(..., schedule={schedule!r}, virtual={stages_per_rank})   # or 'interleaved'"
             )
-        if SCHEDULES[schedule].v_shape and virtual != 2:
-            raise OptionsError(
-                f"schedule {schedule!r} has two stages on each rank, in a V shape, not {virtual}.\n\n"
-                f"  PipelineParallel(..., schedule={schedule!r}, virtual=2)"
-            )
-
         rounds = max(1, microbatches // mesh.size(self.axis))
         if microbatches < 1 or (schedule == "1f1b" and microbatches < self.stages):
             raise OptionsError(
@@ -185,17 +180,17 @@ class PipelineParallel(Method):
             raise PlaceError(
                 f"a rank has {count_of(self.virtual, 'virtual stage')}, counted from 0; there is no stage {virtual}."
             )
-        size, index = self.mesh.size(self.axis), self.mesh.index(self.axis)
-        back = SCHEDULES[self.schedule].v_shape and virtual % 2
-        return virtual * size + (size - 1 - index if back else index)
+        return [stage for stage, rank in enumerate(self._holders) if rank == self.mesh.rank][virtual]
 
     def holder(self, stage: int) -> int | None:
         """Rank of a stage, in this rank's block along the axis; None if there is no such stage."""
-        if not 0 <= stage < self.stages:
-            return None
-        virtual, index = divmod(stage, self.mesh.size(self.axis))
-        ranks = self.mesh.ranks(self.axis)
-        return ranks[-1 - index] if SCHEDULES[self.schedule].v_shape and virtual % 2 else ranks[index]
+        return self._holders[stage] if 0 <= stage < self.stages else None
+
+    @property
+    def _holders(self) -> list[int]:
+        """Rank of each stage, in this rank's block along the axis. In a V shape, every second round is reversed."""
+        ranks, v_shape = self.mesh.ranks(self.axis), SCHEDULES[self.schedule].v_shape
+        return [rank for i in range(self.virtual) for rank in (ranks[::-1] if v_shape and i % 2 else ranks)]
 
     def is_first(self, virtual: int = 0) -> bool:
         """True for the first stage, which gets the inputs of the batch."""
@@ -221,8 +216,8 @@ class PipelineParallel(Method):
 
     def around(self, module: nn.Module, inner: Callable[[nn.Module], nn.Module]) -> Pipeline:
         """Split a module, and apply the methods of lower levels to each of this rank's stages."""
-        tied, names = self.tied(module), canonical_names(module)
-        return Pipeline(self, [inner(part) for part in self.cut(module)], tied, names)
+        tied, first_names = self.tied(module), {name: first for first, *more in tied_names(module) for name in more}
+        return Pipeline(self, [inner(part) for part in self.cut(module)], tied, first_names)
 
     def cut(self, module: nn.Module) -> list[nn.Module]:
         """Return this rank's stages of a module, which is not changed.
@@ -266,12 +261,9 @@ class PipelineParallel(Method):
 
     def tied(self, module: nn.Module) -> list[tuple[str, str]]:
         """Names of each parameter tied between the first and the last stage: in the first, in the last."""
-        names: dict[int, list[str]] = {}
-        for name, weight in module.named_parameters(remove_duplicate=False):
-            names.setdefault(id(weight), []).append(name)
         pairs = []
-        for same in names.values() if self.stages > 1 else ():
-            places = {self._location(name): name for name in same}
+        for names in tied_names(module) if self.stages > 1 else ():
+            places = {self._location(name): name for name in names}
             if len(places) > 1:
                 if set(places) != {"first", "last"}:
                     raise MethodError(
@@ -291,14 +283,11 @@ class PipelineParallel(Method):
         return ""
 
     def _submodule(self, module: nn.Module, name: str, what: str) -> nn.Module:
-        try:
-            found = module.get_submodule(name)
-        except AttributeError:
-            found = None
-        if found is None:
+        submodules: dict[str, nn.Module] = dict(module.named_modules(remove_duplicate=False))
+        if name not in submodules:
             children = ", ".join(child for child, _ in module.named_children())
             raise MethodError(f"{what}= has {name!r}, which is not in {type(module).__name__}; it has {children}.")
-        return found
+        return submodules[name]
 
     def _check_all_assigned(self, module: nn.Module) -> None:
         left = [name for name, _ in module.named_parameters() if not self._location(name)]
@@ -437,9 +426,8 @@ class Pipeline(nn.Module):
             counts = " and ".join(map(str, sorted(rows))) or "no"
             raise ShapeError(
                 f"{counts} rows cannot be split into {method.microbatches} equal microbatches along "
-                f"{format_sizes(method.mesh, method.owns)}: inputs and target need the same number of rows, "
-                "divisible by "
-                f"{method.microbatches}.\n\n"
+                f"{format_sizes(method.mesh, method.owns)}: inputs and target need the same number of rows, divisible "
+                f"by {method.microbatches}.\n\n"
                 f"  {nearest_multiples(max(rows, default=0), method.microbatches)} rows would do"
             )
         compared_ranks = method.mesh.ranks(*axes)
@@ -453,10 +441,9 @@ class Pipeline(nn.Module):
                 PipelineStage(part, method.stage(i), method.stages, device_of(part), stage_inputs, outputs, group=group)
                 for i, (part, (stage_inputs, outputs)) in enumerate(zip(self.parts, examples, strict=True))
             ]
-            argument = stages[0] if SCHEDULES[method.schedule].single_stage else stages
-            schedule = SCHEDULES[method.schedule].torch_class(
-                argument, method.microbatches, method.loss if loss else None
-            )
+            info = SCHEDULES[method.schedule]
+            argument = stages[0] if info.stages_per_rank == 1 else stages
+            schedule = info.torch_class(argument, method.microbatches, method.loss if loss else None)
             cached = self.schedules[loss] = signature, schedule
         return cached[1]
 
@@ -482,9 +469,8 @@ class Pipeline(nn.Module):
             for i, part in enumerate(self.parts):
                 device, sender, receiver = device_of(part), method.previous(i), method.next(i)
                 if sender is None:
-                    stage_inputs = tuple(
-                        each[: len(each) // method.microbatches].to(device, copy=True) for each in inputs
-                    )
+                    first = [each[: len(each) // method.microbatches] for each in inputs]
+                    stage_inputs = tuple(each.to(device, copy=True) for each in first)
                 else:
                     stage_inputs = outputs if sender == method.mesh.rank else receive_tensors(sender, group, device)
                 # not through DDP: it would synchronize buffers and count the pass
@@ -605,10 +591,15 @@ def _copy_stage(
         dropped: names of the submodules to set to None.
         copied: names of submodules to copy with their parameters, since another stage of this rank has them too.
     """
-    ancestors = {id(module.get_submodule(name)) for name in (layers, *_ancestor_names([layers, *dropped, *copied]))}
-    memo: dict[int, Any] = {id(sub): sub for sub in module.modules() if id(sub) not in ancestors}
-    memo.update((id(weight), weight) for weight in (*module.parameters(), *module.buffers()))
-    for sub in (sub for sub in module.modules() if id(sub) in ancestors):  # other attributes are shared: groups, Seeds
+    changed = (layers, *dropped, *copied)
+    ancestors = [
+        sub
+        for name, sub in module.named_modules(remove_duplicate=False)
+        if name == layers or any(each.startswith(f"{name}." if name else "") for each in changed)
+    ]
+    memo: dict[int, Any] = {id(each): each for each in (*module.modules(), *module.parameters(), *module.buffers())}
+    for sub in ancestors:  # copied, except for attributes such as groups and Seeds
+        memo.pop(id(sub), None)
         memo.update((id(what), what) for name, what in vars(sub).items() if not name.startswith("_"))
     for sub in (sub for name in copied for sub in module.get_submodule(name).modules()):
         for each in (sub, *sub.parameters(recurse=False), *sub.buffers(recurse=False)):
@@ -620,11 +611,3 @@ def _copy_stage(
         setattr(part.get_submodule(parent), child, None)
     setattr(part, ABSENT_MARK, tuple(dropped))
     return part
-
-
-def _ancestor_names(names: Iterable[str]) -> Iterator[str]:
-    """Names of all ancestors of these modules, up to the whole module."""
-    for name in names:
-        while name:
-            name = name.rpartition(".")[0]
-            yield name

@@ -14,11 +14,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
 from pgmesh.errors import ShapeError
-from pgmesh.parallel.exchange import all_to_all_rows, ring_shift
+from pgmesh.parallel.exchange import all_to_all_stacked, ring_shift
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from torch import Tensor
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Work
 
 QUERY_BLOCK = 1024
 """Number of queries whose scores are in memory at a time."""
@@ -75,26 +77,19 @@ class _RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, causal: bool, scale: float, balanced: bool
     ) -> Tensor:
-        n, rank, width = group.size(), group.rank(), k.size(-1)
+        rank, widths = group.rank(), [k.size(-1), v.size(-1)]
         acc_dtype = torch.promote_types(q.dtype, torch.float32)
         out = q.new_zeros((*q.shape[:-1], v.size(-1)), dtype=acc_dtype)
         log_sum = q.new_full((*q.shape[:-1], 1), -torch.inf, dtype=acc_dtype)
-        keys_values = torch.cat([k, v], -1)
-        for step in range(n):
-            if step + 1 < n:
-                next_keys_values, works = ring_shift(keys_values, group)
-            for rows, keys, mask in _blocks(rank, (rank - step) % n, q, k, causal, balanced):
-                key, value = torch.split(keys_values[..., keys, :].to(acc_dtype), [width, v.size(-1)], -1)
+        for source, keys_values in _circulate(torch.cat([k, v], -1), group):
+            for rows, keys, mask in _blocks(rank, source, q, k, causal, balanced):
+                key, value = torch.split(keys_values[..., keys, :].to(acc_dtype), widths, -1)
                 scores = _scores(q[..., rows, :].to(acc_dtype), key, scale, mask)
-                block_log_sum = scores.logsumexp(-1, keepdim=True)
-                old_log_sum, new_log_sum = log_sum[..., rows, :], torch.logaddexp(log_sum[..., rows, :], block_log_sum)
+                old_log_sum = log_sum[..., rows, :]
+                new_log_sum = torch.logaddexp(old_log_sum, scores.logsumexp(-1, keepdim=True))
                 block_out = (scores - new_log_sum).exp() @ value
                 out[..., rows, :] = out[..., rows, :] * (old_log_sum - new_log_sum).exp() + block_out
                 log_sum[..., rows, :] = new_log_sum
-            if step + 1 < n:
-                for work in works:
-                    work.wait()
-                keys_values = next_keys_values
         ctx.save_for_backward(q, k, v, out, log_sum)
         ctx.settings = group, causal, scale, balanced
         return out.to(q.dtype)
@@ -104,37 +99,42 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, log_sum = ctx.saved_tensors
         group, causal, scale, balanced = ctx.settings
-        n, rank, width, acc_dtype = group.size(), group.rank(), k.size(-1), out.dtype
+        rank, widths, acc_dtype = group.rank(), [k.size(-1), v.size(-1)], out.dtype
         gradient = gradient.to(acc_dtype)
         delta = (gradient * out).sum(-1, keepdim=True)
         grad_q = torch.zeros_like(q, dtype=acc_dtype)
-        keys_values = torch.cat([k, v], -1)
-        grad_keys_values, grad_works = torch.zeros_like(keys_values, dtype=acc_dtype), list[Any]()
-        for step in range(n):
-            if step + 1 < n:
-                next_keys_values, works = ring_shift(keys_values, group)
+        own_keys_values = torch.cat([k, v], -1)
+        grad_keys_values, grad_works = torch.zeros_like(own_keys_values, dtype=acc_dtype), list[Any]()
+        for source, keys_values in _circulate(own_keys_values, group):
             grad_block = torch.zeros_like(keys_values, dtype=acc_dtype)
-            for rows, keys, mask in _blocks(rank, (rank - step) % n, q, k, causal, balanced):
+            for rows, keys, mask in _blocks(rank, source, q, k, causal, balanced):
                 query, grad_out = q[..., rows, :].to(acc_dtype), gradient[..., rows, :]
-                key, value = torch.split(keys_values[..., keys, :].to(acc_dtype), [width, v.size(-1)], -1)
+                key, value = torch.split(keys_values[..., keys, :].to(acc_dtype), widths, -1)
                 probabilities = (_scores(query, key, scale, mask) - log_sum[..., rows, :]).exp()
                 grad_scores = probabilities * (grad_out @ value.mT - delta[..., rows, :]) * scale
                 grad_q[..., rows, :] += grad_scores @ key
                 grad_both = torch.cat([grad_scores.mT @ query, probabilities.mT @ grad_out], -1)
                 grad_block[..., keys, :] += grad_both.sum(-3, keepdim=True)
-            for work in grad_works:  # the previous ranks' sum for the same keys and values
-                work.wait()
-            grad_keys_values = grad_keys_values + grad_block
-            if n > 1:
-                grad_keys_values, grad_works = ring_shift(grad_keys_values, group, tag=1)
-            if step + 1 < n:
-                for work in works:
-                    work.wait()
-                keys_values = next_keys_values
-        for work in grad_works:  # the last shift returns the sums to the rank of the keys and values
-            work.wait()
-        grad_k, grad_v = torch.split(grad_keys_values, [width, v.size(-1)], -1)
+            _wait(grad_works)  # for the previous ranks' sum for the same keys and values
+            grad_keys_values, grad_works = ring_shift(grad_keys_values + grad_block, group, tag=1)
+        _wait(grad_works)  # the last shift returns the sums to the rank of the keys and values
+        grad_k, grad_v = torch.split(grad_keys_values, widths, -1)
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None, None
+
+
+def _circulate(tensor: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Tensor]]:
+    """Index in the group, and tensor, of each rank, from this one backwards. The next one is received meanwhile."""
+    n = group.size()
+    for step in range(n):
+        following, works = ring_shift(tensor, group) if step + 1 < n else (tensor, [])
+        yield (group.rank() - step) % n, tensor
+        _wait(works)
+        tensor = following
+
+
+def _wait(works: Iterable[Work]) -> None:
+    for work in works:
+        work.wait()
 
 
 def _blocks(
@@ -144,22 +144,18 @@ def _blocks(
     length, half = q.size(-2), k.size(-2) // 2
     start, keys = 0, slice(0, k.size(-2))
     if causal and source != rank:
-        if (
-            balanced
-        ):  # earlier ranks: only their first chunk is visible; later ranks: only to the second half of queries
+        if balanced:  # earlier ranks: only the first chunk is visible; later ranks: only to the second half of queries
             start, keys = (0, slice(0, half)) if source < rank else (half, keys)
         elif source > rank:
             return []
     blocks: list[tuple[slice, slice, Tensor | None]] = []
     for first in range(start, length, QUERY_BLOCK):
         rows = slice(first, min(first + QUERY_BLOCK, length))
+        mask = None
         if causal and source == rank:
-            query_positions = torch.arange(rows.start, rows.stop, device=q.device)
-            blocks.append(
-                (rows, slice(0, rows.stop), torch.arange(rows.stop, device=q.device) > query_positions[:, None])
-            )
-        else:
-            blocks.append((rows, keys, None))
+            keys = slice(0, rows.stop)
+            mask = torch.arange(rows.stop, device=q.device) > torch.arange(first, rows.stop, device=q.device)[:, None]
+        blocks.append((rows, keys, mask))
     return blocks
 
 
@@ -195,14 +191,13 @@ def ulysses_attention(
     Raises:
         RuntimeError: the heads are not divisible by the number of ranks.
     """
-    n = group.size()
-    q, k, v = (_gather_positions(each, n, group) for each in (q, k, v))
+    q, k, v = (_gather_positions(each, group) for each in (q, k, v))
     out = scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-    by_rank = torch.unflatten(out, -2, (n, -1)).movedim(-3, 0)  # (n, ..., heads / n, positions, width)
-    return all_to_all_rows(by_rank, [1] * n, [1] * n, group).movedim(0, -4).flatten(-4, -3)
+    by_rank = torch.unflatten(out, -2, (group.size(), -1)).movedim(-3, 0)  # (n, ..., heads / n, positions, width)
+    return all_to_all_stacked(by_rank, group).movedim(0, -4).flatten(-4, -3)
 
 
-def _gather_positions(tensor: Tensor, n: int, group: ProcessGroup) -> Tensor:
+def _gather_positions(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """All-to-all from all heads of some positions to all positions of some heads."""
-    by_heads = torch.unflatten(tensor, -3, (n, -1)).movedim(-4, 0)
-    return all_to_all_rows(by_heads, [1] * n, [1] * n, group).movedim(0, -3).flatten(-3, -2)
+    by_heads = torch.unflatten(tensor, -3, (group.size(), -1)).movedim(-4, 0)
+    return all_to_all_stacked(by_heads, group).movedim(0, -3).flatten(-3, -2)

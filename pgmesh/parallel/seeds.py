@@ -101,33 +101,32 @@ class Seeds:
         self._entries = 0
         self._recent: dict[int, int] = {}  # state of torch's CPU generator: number of the entry
         self._previous: dict[int, int] = {}
-        self._outside: tuple[dict[str, Tensor], int] | None = None
+        self._outside: tuple[list[tuple[torch.Generator, Tensor]], int] | None = None  # states, and id of the first
 
     def __enter__(self) -> None:
         if self._outside is not None:
             raise LifetimeError("this random stream is already entered; exit it before the next entry.")
-        outside = _generator_states()
-        start = generator_header(outside["cpu"])[:]
+        states = [(generator, generator.get_state()) for generator in _generators()]
+        start = generator_header(states[0][1])[:]
         if start[0] != torch.initial_seed():
             raise SeamError(
-                f"in torch {torch.__version__} the state of the CPU generator does not start with its seed. "
-                "Seeds needs "
-                "the state of torch 2.13 to repeat an entry under activation checkpointing."
+                f"in torch {torch.__version__} the state of the CPU generator does not start with its seed. Seeds "
+                "needs the state of torch 2.13 to repeat an entry under activation checkpointing."
             )
         state_id = hash64(str(start))
         seed = hash64(f"{self.seed}/{self._entry_number(state_id)}")
-        for device in outside:
-            _generator(device).manual_seed(seed)
-        self._outside = outside, state_id
+        for generator, _ in states:
+            generator.manual_seed(seed)
+        self._outside = states, state_id
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        (outside, state_id), self._outside = self._outside or ({}, 0), None
-        if outside and kind is None:  # so that the next entry sees another state, even if nothing was drawn
-            generator_header(outside["cpu"])[0] = state_id
-        for device, state in outside.items():
-            _generator(device).set_state(state)
+        (states, state_id), self._outside = self._outside or ([], 0), None
+        if states and kind is None:  # so that the next entry sees another state, even if nothing was drawn
+            generator_header(states[0][1])[0] = state_id
+        for generator, state in states:
+            generator.set_state(state)
 
     def _entry_number(self, state_id: int) -> int:
         """Number of the entry that started with this state of the CPU generator; a new number for a new state."""
@@ -189,16 +188,10 @@ def generator_header(state: Tensor) -> ctypes.Array[ctypes.c_uint64]:
     return (ctypes.c_uint64 * 4).from_address(state.data_ptr())
 
 
-def _generator(device: str) -> torch.Generator:
-    if device == "cpu":
-        return torch.default_generator
-    return torch.cuda.default_generators[int(device.removeprefix("cuda:"))]
-
-
-def _generator_states() -> dict[str, Tensor]:
-    """State of the generators of the CPU and of the current CUDA device."""
-    devices = ["cpu"]
+def _generators() -> list[torch.Generator]:
+    """The generators of the CPU and of the current CUDA device."""
+    generators = [torch.default_generator]
     if torch.cuda.is_available():
         torch.cuda.init()  # type: ignore[no-untyped-call]
-        devices.append(f"cuda:{torch.cuda.current_device()}")
-    return {device: _generator(device).get_state() for device in devices}
+        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    return generators

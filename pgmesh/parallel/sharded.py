@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -142,21 +141,13 @@ def _merge_axes(mesh: ProcessGroupMesh, axes: tuple[Axis, ...]) -> ProcessGroupM
     Raises:
         AxisError: the axes are not adjacent.
     """
-    nontrivial = [axis for axis in mesh.axes if mesh.size(axis) > 1]
-    start = nontrivial.index(axes[0])
-    if tuple(nontrivial[start : start + len(axes)]) != axes:
-        between = [axis for axis in nontrivial[start : nontrivial.index(axes[-1])] if axis not in axes]
+    span = mesh.axes[mesh.axes.index(axes[0]) : mesh.axes.index(axes[-1])]
+    if between := [axis for axis in span if mesh.size(axis) > 1 and axis not in axes]:
         raise AxisError(
-            f"ShardedDataParallel shards along {format_axes(axes)} as along one axis, so they have to be "
-            "adjacent in the "
-            f"mesh, but {format_axes(between)} is between: {format_axes(mesh.axes)}.\n\n"
+            f"ShardedDataParallel shards along {format_axes(axes)} as along one axis, so they have to be adjacent in "
+            f"the mesh, but {format_axes(between)} is between: {format_axes(mesh.axes)}.\n\n"
             f"  ProcessGroupMesh(..., {', '.join(f'{axis}={mesh.size(axis)}' for axis in axes)})\n"
             f"  ShardedDataParallel(..., replicate={axes[0]!r})   # or shard only along {format_axes(axes[1:])}"
         )
-    sizes: dict[str, int] = {}
-    for axis in mesh.axes:
-        if axis == axes[0]:
-            sizes["_".join(map(str, axes))] = math.prod(map(mesh.size, axes))
-        elif axis not in axes:
-            sizes[str(axis)] = mesh.size(axis)
-    return mesh.view(sizes)
+    parts = [axes if axis == axes[0] else (axis,) for axis in mesh.axes if axis not in axes[1:]]
+    return mesh.view({"_".join(map(str, part)): mesh.size(*part) for part in parts})

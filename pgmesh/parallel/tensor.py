@@ -24,22 +24,22 @@ from pgmesh.errors import MethodError, OptionsError
 from pgmesh.parallel.base import Level, Method, format_axes, single_axis
 from pgmesh.parallel.divisibility import divide_along_axes, format_sizes
 from pgmesh.parallel.input_checks import check_equal, device_of, tensors_in
-from pgmesh.parallel.ownership import match_modules, on_other_stage
+from pgmesh.parallel.ownership import match_modules, on_other_stage, tied_names
 
 if TYPE_CHECKING:
     from pgmesh.layout import Axis
     from pgmesh.mesh import ProcessGroupMesh
 
-PLAN_WORDS: dict[str, tuple[type[nn.Module], ...]] = {
-    "columns": (nn.Linear,),
-    "rows": (nn.Linear,),
-    "vocabulary": (nn.Embedding, nn.Linear),
-    "gathered": (nn.Linear,),
-    "sequence": (nn.Module,),
-    "enter": (nn.Module,),
-    "whole": (nn.Module,),
+PLAN_WORDS: dict[str, tuple[tuple[type[nn.Module], ...], int, str]] = {
+    "columns": ((nn.Linear,), 0, "outputs"),
+    "rows": ((nn.Linear,), 1, "inputs"),
+    "vocabulary": ((nn.Embedding, nn.Linear), 0, "words"),
+    "gathered": ((nn.Linear,), 0, "words"),
+    "sequence": ((nn.Module,), 0, ""),
+    "enter": ((nn.Module,), 0, ""),
+    "whole": ((nn.Module,), 0, ""),
 }
-"""Words of a plan, and the types of layer that each can be used for."""
+"""Words of a plan: the types of layer that each can be used for; the sharded dimension of the weight, and its unit."""
 
 
 def attention_plan(
@@ -156,22 +156,20 @@ class TensorParallel(Method):
             MethodError: with ``sequence=True``, the plan does not name a module with parameters.
             ShapeError: a layer is not divisible by the ranks.
         """
-        found = {
-            name: style for pattern, style in self.plan.items() for name in self._matching_modules(module, pattern)
-        }
+        plan = self.plan.items()
+        styles = {name: style for pattern, style in plan for name in self._matching_modules(module, pattern)}
         if self.sequence:
-            self._check_all_named(module, found)
-        for name, style in found.items():
+            self._check_all_named(module, styles)
+        for name, style in styles.items():
             self._check_layer(name, module.get_submodule(name), style)
-        shared = _tied_weights(module)
-        for layer, style in {module.get_submodule(name): style for name, style in found.items()}.items():
-            torch_style = self._torch_style(layer, style)
+        tied = tied_names(module)
+        for layer, style in {module.get_submodule(name): style for name, style in styles.items()}.items():
             if self._shards_sequence(layer, style):
                 layer.register_forward_pre_hook(self._check_length)
-            if torch_style is not None:
+            if torch_style := self._torch_style(layer, style):
                 parallelize_module(layer, self.mesh.device_mesh(*self.owns), torch_style)
         module.register_forward_pre_hook(self._check_equal_inputs, with_kwargs=True)
-        self._retie(module, shared)
+        self._retie(module, tied)
         for weight in module.parameters():
             if isinstance(weight, DTensor) and weight.requires_grad:
                 weight.register_hook(partial(_match_placements, like=weight.placements))  # type: ignore[no-untyped-call]
@@ -211,8 +209,7 @@ class TensorParallel(Method):
         if unnamed:
             raise MethodError(
                 "with sequence=True the plan has to name every module with parameters; it lacks "
-                f"{format_axes(unnamed[:4])}"
-                f"{', ...' * (len(unnamed) > 4)}.\n\n"
+                f"{format_axes(unnamed[:4])}{', ...' * (len(unnamed) > 4)}.\n\n"
                 f"  plan={{..., {unnamed[0]!r}: 'sequence'}}   # if it gets the positions of its rank\n"
                 f"  plan={{..., {unnamed[0]!r}: 'whole'}}   # if it gets whole sequences"
             )
@@ -220,38 +217,34 @@ class TensorParallel(Method):
     def _check_layer(self, name: str, layer: nn.Module, style: str | ParallelStyle) -> None:
         if isinstance(style, ParallelStyle):
             return
-        if not isinstance(layer, PLAN_WORDS[style]):
-            kinds = " or ".join(kind.__name__ for kind in PLAN_WORDS[style])
-            raise MethodError(f"the plan has {style!r} for {name}, which is not {kinds} but {type(layer).__name__}.")
-        if isinstance(layer, (nn.Linear, nn.Embedding)) and style in ("columns", "rows", "vocabulary", "gathered"):
-            dimension = 1 if style == "rows" else 0
-            what = {"columns": "outputs", "rows": "inputs"}.get(style, "words")
-            size = layer.weight.size(dimension)
-            divide_along_axes(size, f"{name or type(layer).__name__}: {size} {what}", what, self.mesh, self.owns)
+        kinds, dimension, unit = PLAN_WORDS[style]
+        if not isinstance(layer, kinds):
+            names = " or ".join(kind.__name__ for kind in kinds)
+            raise MethodError(f"the plan has {style!r} for {name}, which is not {names} but {type(layer).__name__}.")
+        if unit:
+            weight: Any = layer.weight
+            size = weight.size(dimension)
+            divide_along_axes(size, f"{name or type(layer).__name__}: {size} {unit}", unit, self.mesh, self.owns)
 
     def _torch_style(self, layer: nn.Module, style: str | ParallelStyle) -> ParallelStyle | None:
         """torch's ParallelStyle of a word; None for "whole"."""
-        between = Shard(1) if self.sequence else Replicate()
         if isinstance(style, ParallelStyle):
             return style
-        if style == "columns":
-            return ColwiseParallel(input_layouts=between)
-        if style == "rows":
-            return RowwiseParallel(output_layouts=between)
+        between = Shard(1) if self.sequence else Replicate()
         if style == "vocabulary" and isinstance(layer, nn.Embedding):
-            out = Shard(1) if self.sequence and self._embedding_is_sharded else Replicate()
+            out = Shard(1) if self._shards_sequence(layer, style) else Replicate()
             return RowwiseParallel(input_layouts=Replicate(), output_layouts=out)
-        if style == "vocabulary":
-            return ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False)
-        if style == "gathered":
-            return ColwiseParallel(input_layouts=between, output_layouts=Replicate())
-        if style == "sequence":
-            return SequenceParallel(sequence_dim=1, use_local_output=True)
-        if style == "enter":
-            return PrepareModuleInput(
+        return {
+            "columns": ColwiseParallel(input_layouts=between),
+            "rows": RowwiseParallel(output_layouts=between),
+            "vocabulary": ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False),
+            "gathered": ColwiseParallel(input_layouts=between, output_layouts=Replicate()),
+            "sequence": SequenceParallel(sequence_dim=1, use_local_output=True),
+            "enter": PrepareModuleInput(
                 input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True
-            )
-        return None
+            ),
+            "whole": None,
+        }[style]
 
     def _check_equal_inputs(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Forward hook: check that ranks get equal shapes. torch may all-reduce outputs of different sizes silently."""
@@ -262,47 +255,34 @@ class TensorParallel(Method):
 
     def _check_length(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
         """Forward hook: check that positions are divisible. torch assumes that all shards have the same size."""
-        for sequence in args[:1]:
-            count = sequence.size(1)
+        if args:
+            count = args[0].size(1)
             divide_along_axes(count, f"a sequence of {count} positions", "positions", self.mesh, self.owns)
 
     def _shards_sequence(self, layer: nn.Module, style: str | ParallelStyle) -> bool:
-        """Return True if a layer gets whole sequences and returns sequences sharded by positions."""
-        words = style == "vocabulary" and isinstance(layer, nn.Embedding) and self._embedding_is_sharded
-        return self.sequence and (style == "enter" or words)
+        """Return True if a layer gets whole sequences and returns sequences sharded by positions.
 
-    @property
-    def _embedding_is_sharded(self) -> bool:
-        """True if embeddings return sequences sharded by positions; False if an "enter" module shards them later."""
-        return "enter" not in self.plan.values()
+        It is a module of "enter". Without one, it is the embedding.
+        """
+        is_embedding = style == "vocabulary" and isinstance(layer, nn.Embedding)
+        return self.sequence and (style == "enter" or (is_embedding and "enter" not in self.plan.values()))
 
-    def _retie(self, module: nn.Module, shared: list[list[tuple[nn.Module, str]]]) -> None:
+    def _retie(self, module: nn.Module, tied: list[list[str]]) -> None:
         """Tie parameters again: parallelize_module gives each module a separate parameter.
 
         Raises:
             MethodError: the plan shards the modules of a tied parameter in different ways.
         """
-        for owners in shared:
-            first: Any = getattr(*owners[0])
-            for owner, name in owners[1:]:
-                other: Any = getattr(owner, name)
-                if getattr(first, "placements", None) != getattr(other, "placements", None):
-                    paths = {each: path for path, each in module.named_modules()}
-                    names = [f"{paths[each]}.{name}" for each, name in owners]
-                    raise MethodError(
-                        f"{' and '.join(names)} are one tied parameter, which the plan shards in different ways along "
-                        f"{format_sizes(self.mesh, self.owns)}: use the same word for both, such as 'vocabulary'."
-                    )
-                setattr(owner, name, first)
-
-
-def _tied_weights(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Modules and attribute names of each tied parameter."""
-    owners: dict[int, list[tuple[nn.Module, str]]] = {}
-    for each in module.modules():
-        for name, weight in each.named_parameters(recurse=False):
-            owners.setdefault(id(weight), []).append((each, name))
-    return [places for places in owners.values() if len(places) > 1]
+        for names in tied:
+            weights = [module.get_parameter(name) for name in names]
+            if len({getattr(weight, "placements", None) for weight in weights}) > 1:
+                raise MethodError(
+                    f"{' and '.join(names)} are one tied parameter, which the plan shards in different ways along "
+                    f"{format_sizes(self.mesh, self.owns)}: use the same word for both, such as 'vocabulary'."
+                )
+            for name in names[1:]:
+                owner, _, attribute = name.rpartition(".")
+                setattr(module.get_submodule(owner), attribute, weights[0])
 
 
 def _match_placements(gradient: Tensor, like: tuple[Any, ...]) -> Tensor:

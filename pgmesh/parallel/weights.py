@@ -52,7 +52,7 @@ def broadcast(module: nn.Module, mesh: ProcessGroupMesh, *axes: Axis) -> None:
     """
     if owned := [*owned_parameters(module)]:
         raise MethodError(
-            f"ranks hold different experts, {format_axes(owned[:3])}: broadcast before ExpertParallel is applied."
+            f"ranks hold different experts, {', '.join(owned[:3])}: broadcast before ExpertParallel is applied."
         )
     group, ranks = mesh.group(*axes), mesh.ranks(*(axes or mesh.axes))
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -89,9 +89,9 @@ class Held:
     """
 
     def __init__(self, weights: nn.Module | Iterable[nn.Parameter], mesh: ProcessGroupMesh, *axes: Axis) -> None:
-        copies: list[nn.Parameter] = getattr(weights, "copies", list)()
-        self.weights = list(weights.parameters() if isinstance(weights, nn.Module) else weights)
+        copies: list[nn.Parameter] = getattr(weights, "copies", list)()  # a Pipeline's tied duplicates; otherwise none
         self._copies = {id(weight) for weight in copies}
+        self.weights = list(weights.parameters() if isinstance(weights, nn.Module) else weights)
         self.mesh, self.axes = mesh, mesh.along(*axes).axes if axes else ()
         if not axes and any(hasattr(weight, OWNED_MARK) for weight in self.weights):
             raise AxisError(
@@ -109,23 +109,20 @@ class Held:
             gradient = weight.grad
             if gradient is None or id(weight) in self._copies:
                 continue
-            axes = self.axes
-            parts = 1
-            if isinstance(gradient, DTensor):
+            axes, parts = self.axes, 1
+            if isinstance(gradient, DTensor):  # sum partial gradients first
                 placements = [Replicate() if each.is_partial() else each for each in gradient.placements]
-                if placements != list(gradient.placements):
-                    gradient = gradient.redistribute(placements=placements)
-                device_mesh = gradient.device_mesh
-                known = set(device_mesh.mesh.flatten().tolist())
-                axes = tuple(axis for axis in axes if not known.issuperset(self.mesh.ranks(axis)))
-                parts = math.prod(
-                    size for size, each in zip(device_mesh.shape, gradient.placements) if not each.is_replicate()
-                )
+                gradient = gradient.redistribute(placements=placements)
+                # axes inside the DTensor's device mesh are already described by its placements
+                described = set(gradient.device_mesh.mesh.flatten().tolist())
+                axes = tuple(axis for axis in axes if not described.issuperset(self.mesh.ranks(axis)))
+                sizes = zip(gradient.device_mesh.shape, placements)
+                parts = math.prod(size for size, placement in sizes if not placement.is_replicate())
                 gradient = gradient.to_local()
             yield gradient.detach(), parts * (self.mesh.size(*axes) if axes else 1)
 
     def __repr__(self) -> str:
-        along = f"differ along {', '.join(map(str, self.axes))}" if self.axes else "are the same on every rank"
+        along = f"differ along {format_axes(self.axes)}" if self.axes else "are the same on every rank"
         return f"{len(self.weights)} weights that {along}"
 
 
@@ -154,15 +151,20 @@ def norm(*held: Held, order: float = 2.0) -> torch.Tensor:
     device = next((weight.device for each in held for weight in each.weights), torch.device("cpu"))
     total = torch.zeros((), dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
     for each in held:
-        for shard, number in each.shares():
+        for shard, different_shards in each.shares():
             size = torch.linalg.vector_norm(shard, order).to(total)
-            total = torch.maximum(total, size) if math.isinf(order) else total + size**order * number / mesh.size()
+            if math.isinf(order):
+                total = torch.maximum(total, size)
+            else:
+                total = total + size**order * different_shards / mesh.size()
     dist.all_reduce(total, dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM, group=mesh.group())
     return total if math.isinf(order) else total ** (1 / order)
 
 
 def clip(limit: float, *held: Held, order: float = 2.0) -> torch.Tensor:
     """Scale all gradients so that their norm is at most ``limit``, as torch's clip_grad_norm_ does on one rank.
+
+    Every rank of the mesh calls it.
 
     Args:
         limit: the maximum norm.

@@ -4,28 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Operation, Raw
 from pgmesh.rendezvous.records import PendingConnect
 from pgmesh.rendezvous.store_thread import StoreThread
-
-
-class Client(Protocol):
-    """The store and the clock of one call."""
-
-    def run(self, *operations: Operation) -> list[Any]:
-        """Perform operations on the store in this order, and return its answers."""
-
-    def now(self) -> float:
-        """Seconds since the start of the call."""
-
-    def sleep(self, seconds: float) -> None:
-        """Wait."""
-
-    def set_pending(self, pending: tuple[PendingConnect, ...]) -> None:
-        """Publish the groups that this rank waits for."""
 
 
 class CallClient:

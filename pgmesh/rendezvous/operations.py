@@ -1,10 +1,10 @@
-"""The operations on the world's store, as data that one thread performs and a model of the store can perform too."""
+"""The operations on the world's store, as data that one thread performs, and a model of the store can perform too."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple, Protocol, Union
 
-import torch.distributed as dist
+from pgmesh.rendezvous.records import PendingConnect
 
 ABSENT = "?"
 """Marker for a missing key. ``compare_set(key, ABSENT, ABSENT)`` returns it, or the value of the key."""
@@ -76,8 +76,17 @@ def can_be_repeated(operation: Operation) -> bool:
     return not isinstance(operation, Raw) or operation.operation in ("set", "check", "get")
 
 
-def underlying(store: Any) -> Any:
-    """The store inside any ``PrefixStore`` wrappers."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return store
+class Client(Protocol):
+    """The store and the clock of one call."""
+
+    def run(self, *operations: Operation) -> list[Any]:
+        """Perform operations on the store in this order, and return its answers."""
+
+    def now(self) -> float:
+        """Seconds since the start of the call."""
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+
+    def set_pending(self, pending: tuple[PendingConnect, ...]) -> None:
+        """Publish the groups that this rank waits for."""

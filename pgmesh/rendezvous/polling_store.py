@@ -7,8 +7,6 @@ caller provides, in general the one of the store thread, and waits in the thread
 from __future__ import annotations
 
 import base64
-import logging
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -24,10 +22,14 @@ from pgmesh.rendezvous.operations import CompareSet, Operation, Raw, Read
 from pgmesh.rendezvous.protocol import check_published, pauses
 from pgmesh.rendezvous.records import Decision, Fingerprint, RankStatus, status_key
 
-log = logging.getLogger("pgmesh")
-
 SEPARATOR = b"\0"
 """Separates a rank's fingerprint from the value that it wrote."""
+
+
+ASKED_FOR = " (asked for with "
+"""Separates the label of a group from the options that were asked for in the call."""
+
+_IN_FIRST_COLLECTIVE = "in the first collective of "
 
 
 def without_frames(error: PgmeshError) -> PgmeshError:
@@ -86,7 +88,6 @@ class PollingStore(dist.Store):
         self._addresses, self._compares, self._mismatch_keys = addresses, compares, mismatch_keys
         self._set_status, self._store_hint = set_status, store_hint
         self.limit: timedelta | None = None  # if set, it overrides the timeout of the backend
-        self._incarnation = "use"  # or the number of the attempt that connected the group
         self._own_addresses: dict[str, bytes] = {}  # by key
         self._unpublished = addresses
         self.values: dict[str, bytes] = {}  # by key
@@ -112,7 +113,7 @@ class PollingStore(dist.Store):
         return self._run(*operations, seconds=limit + timing.TIMING.report_missing)
 
     def _full(self, key: str) -> str:
-        return f"{self._key()}/{self._incarnation}/{key}"
+        return f"{self._key()}/{key}"
 
     # -- addresses ------------------------------------------------------------------------------------------------
 
@@ -144,11 +145,8 @@ class PollingStore(dist.Store):
         keys = {rank: f"{stem}/{i}" for i, rank in enumerate(self._ranks)} if self.used and self._addresses else {}
         return {rank: self._full(key) for rank, key in keys.items() if key not in seen}
 
-    def set_connected(self, number: int, encoded: Sequence[str]) -> None:
-        """Use the keys of a successful attempt, and the addresses of its members if they are known."""
-        if self.used:
-            return
-        self._incarnation = str(number)
+    def set_addresses(self, encoded: Sequence[str]) -> None:
+        """Set the addresses of all members, so that the backend need not read them from the store."""
         try:
             addresses = [[base64.b64decode(each, validate=True) for each in text.split(",")] for text in encoded]
         except ValueError:
@@ -191,7 +189,7 @@ class PollingStore(dist.Store):
     def _wait(self, keys: list[str], limit: timedelta, start: float) -> None:
         self._publish()
         end = start + limit.total_seconds()
-        warning, status = start + timing.TIMING.warn_after, start + timing.TIMING.status_after
+        status = start + timing.TIMING.status_after
         pause = pauses()
         try:
             for key in keys:
@@ -205,22 +203,14 @@ class PollingStore(dist.Store):
                     if now >= status:
                         status = end
                         self._set_status(self._activity)
-                    if now >= warning:
-                        warning = end
-                        self._warn(key, round(now - start))
                     time.sleep(min(seconds, end - now))
         finally:
             if status == end:
                 self._set_status("")
 
-    def _warn(self, key: str, waited: int) -> None:
-        if text := self._missing_text(key, timedelta(seconds=waited), yet=True):
-            # In another thread: a log handler may block, and this is a thread of the backend.
-            threading.Thread(target=log.warning, args=("%s", text), name="pgmesh-warning", daemon=True).start()
-
     @property
     def _activity(self) -> str:
-        return f"in the first collective of {self._fingerprint.subject}, waiting for its members"
+        return f"{_IN_FIRST_COLLECTIVE}{self._fingerprint.subject}, waiting for its members"
 
     def look_for_mismatch(self, perform: Callable[[Operation], Any]) -> None:
         """Set ``mismatch`` if a rank has published one.
@@ -266,7 +256,7 @@ class PollingStore(dist.Store):
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return [self.get(key) for key in keys]
 
-    def _missing_text(self, key: str, limit: timedelta, *, yet: bool = False) -> str | None:
+    def _missing_text(self, key: str, limit: timedelta) -> str | None:
         """Message about the missing members. None if all are there.
 
         Args:
@@ -292,18 +282,28 @@ class PollingStore(dist.Store):
         texts = self._ask(*map(Read, map(status_key, known))) if known else []
         statuses = {rank: status for rank, text in zip(known, texts) if (status := RankStatus.unpack(rank, text))}
         details = "".join(f"\n  last status of rank {rank}: {status}" for rank, status in statuses.items())
-        if self._activity in [status.activity for status in statuses.values()]:
-            details += (
+        details += self._hint_for([status.activity for status in statuses.values()])
+        seconds = f"{limit.total_seconds():g} s"
+        return (
+            f"{self._fingerprint.subject}: {name_ranks(missing)} did not reach the first collective in {seconds}. "
+            f"The group's ranks are {format_ranks(self._ranks)}.{details}"
+        )
+
+    def _hint_for(self, activities: Sequence[str]) -> str:
+        """A hint if missing ranks wait in a different group with the same label."""
+        if self._activity in activities:
+            return (
                 "\nThese are different groups with the same label: unnamed meshes are numbered in the order of "
                 "creation, and groups in the order of their releases. Name the meshes, and release groups on all "
                 "members."
             )
-        seconds = f"{limit.total_seconds():g} s"
-        failed = f"ha{'ve' if len(missing) > 1 else 's'} not reached" if yet else "did not reach"
-        return (
-            f"{self._fingerprint.subject}: {name_ranks(missing)} {failed} the first collective in {seconds}. "
-            f"The group's ranks are {format_ranks(self._ranks)}.{details}"
-        )
+        label = self._fingerprint.subject.partition(ASKED_FOR)[0]
+        if any(activity.startswith(f"{_IN_FIRST_COLLECTIVE}{label}") for activity in activities):
+            return (
+                "\nThese are different groups: an option asked for in a call makes a different group. Use "
+                "mesh.configure for options, with the same options on all ranks."
+            )
+        return ""
 
     def _late_text(self, key: str, limit: timedelta) -> str:
         return (

@@ -28,8 +28,7 @@ from typing import Any
 from pgmesh._util.formatting import format_ranks, name_ranks
 from pgmesh.errors import MismatchError, WorldError
 from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.client import Client
-from pgmesh.rendezvous.operations import Add, Append, CompareSet, Delete, Operation, Read
+from pgmesh.rendezvous.operations import Add, Append, Client, CompareSet, Delete, Operation, Read
 from pgmesh.rendezvous.records import (
     Circle,
     Decision,
@@ -384,6 +383,7 @@ class Participant:
                 attempt.name,
                 attempt.group,
                 attempt.mesh,
+                format_ranks(tuple(attempt.ranks)),
                 self.call_site,
                 attempt.missing[: timing.LIMITS.statuses],
             )

@@ -149,6 +149,7 @@ class PendingConnect(NamedTuple):
         name: prefix of the attempt's store keys.
         group: the group, such as "group dp".
         mesh: its mesh, such as "mesh 'actor'".
+        ranks: its members, such as "0, 2".
         call_site: the line of code, such as "train.py:12".
         missing: the members that had not arrived when the rank last read the arrivals.
     """
@@ -156,12 +157,13 @@ class PendingConnect(NamedTuple):
     name: str
     group: str
     mesh: str
+    ranks: str
     call_site: str
     missing: tuple[int, ...]
 
     @property
     def label(self) -> str:
-        return f"{self.group} of {self.mesh}"
+        return f"{self.group} of {self.mesh} (ranks {self.ranks})"
 
     def __str__(self) -> str:
         return f"connecting {self.label} at {self.call_site}, waiting for {name_ranks(self.missing)}"
@@ -216,7 +218,7 @@ class RankStatus:
         record = unpack(text or b"", rank=int, heartbeat=int, activity=str, pending=list, running=list, exited=str)
         if record is None or record["rank"] != rank:
             return None
-        pending = [_typed(PendingConnect, each, (str, str, str, str, list)) for each in record["pending"]]
+        pending = [_typed(PendingConnect, each, (str, str, str, str, str, list)) for each in record["pending"]]
         running = [_typed(RunningCollective, each, (str, str, str, int, int)) for each in record["running"]]
         if None in pending or None in running:
             return None
@@ -225,7 +227,7 @@ class RankStatus:
 
     def __str__(self) -> str:
         lines = [*map(str, self.pending), self.activity, *map(str, self.running)]
-        return self.exited or "; ".join(filter(None, lines)) or "not in connect, and in no collective"
+        return self.exited or "; ".join(filter(None, lines)) or "not in connect"
 
 
 def _typed(kind: Any, values: object, types: tuple[type, ...]) -> Any:
@@ -357,7 +359,7 @@ def circle_text(circle: Circle) -> str:
     waits = {wait.name: wait for _, wait in circle}.values()
     meshes = {wait.mesh: rank for rank, wait in reversed(circle)}
     hint = "Connect the groups in one call on every rank, as in mesh.connect('dp', 'tp'), or in the same order."
-    if len({wait.group for wait in waits}) == 1 and len(meshes) > 1:
+    if len({(wait.group, wait.ranks) for wait in waits}) == 1 and len(meshes) > 1:
         each = ", ".join(f"{mesh} on rank {rank}" for mesh, rank in sorted(meshes.items()))
         hint = f"These are different meshes: {each}. Create the mesh with the same name on every rank."
     elif len({wait.label for wait in waits}) < len(waits):

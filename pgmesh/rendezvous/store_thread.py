@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from pgmesh.errors import PgmeshError, WorldError
 from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.operations import Delete, Operation, Raw, can_be_repeated, perform, underlying
+from pgmesh.rendezvous.operations import Delete, Operation, Raw, can_be_repeated, perform
 from pgmesh.rendezvous.records import PendingConnect, RankStatus, RunningCollective, status_key
 from pgmesh.rendezvous.world_name import REPLACED, current_world, enter_world, leave_world, left_worlds
 
@@ -39,7 +39,7 @@ _TOKEN = secrets.token_hex(4)  # process numbers repeat, for example in containe
 
 def process_label() -> str:
     """Description of this process. It reveals two processes that have the same rank."""
-    return f"process {os.getpid()} on {socket.gethostname()} ({_TOKEN})"
+    return f"process {os.getpid()} on {socket.gethostname()}/{_TOKEN}"
 
 
 def process_key(rank: int) -> str:
@@ -50,6 +50,13 @@ def process_key(rank: int) -> str:
 def meshes_key(rank: int) -> str:
     """The store key of the numbers of the meshes that a rank has registered."""
     return f"pgmesh/meshes/{rank}"
+
+
+def underlying(store: Any) -> Any:
+    """The store inside any ``PrefixStore`` wrappers."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 class _Batch:
@@ -194,14 +201,13 @@ class StoreThread:
             self._publish_soon()
 
     def set_pending(self, pending: tuple[PendingConnect, ...]) -> None:
-        """Publish the groups that the calling thread waits for. An empty tuple goes with the next heartbeat."""
+        """Publish the groups that the calling thread waits for."""
         thread = threading.get_ident()
-        if pending != self._pending.get(thread, ()):
+        before = self._pending.pop(thread, ())
+        if pending:
             self._pending[thread] = pending
-            if pending:
-                self._publish_soon()
-            else:
-                del self._pending[thread]
+        if pending != before:
+            self._publish_soon()
 
     def set_status(self, activity: str) -> None:
         """Publish the activity of this process; "" for none. Returns at once."""
@@ -315,11 +321,11 @@ class StoreThread:
         """Open the connection, and enter the world. The first operations use the connection of torch."""
         store = underlying(self._shared)
         if isinstance(store, dist.TCPStore) and (self._name or self._wants_own_connection):
-            if self._name and self._store is None:  # torch's client would wait long for a server that is gone
-                try:
-                    socket.create_connection((store.host, store.port), timing.TIMING.late_answer).close()
-                except OSError as error:
-                    raise self._store_error(str(error)) from error
+            try:  # torch's client would wait long for a server that is gone
+                socket.create_connection((store.host, store.port), timing.TIMING.late_answer).close()
+            except OSError as error:
+                self._store = None
+                raise self._store_error(str(error)) from error
             seconds = timedelta(seconds=timing.TIMING.late_answer)
             store = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=seconds)
         is_new = not self._name

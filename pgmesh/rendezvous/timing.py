@@ -27,7 +27,7 @@ class Timing:
         missed_heartbeats: the number of heartbeats that a rank misses before it counts as lost.
         thread_check: the interval at which a waiting caller checks that the store thread is alive.
         world_end: the time after which a rank that was about to delete the name of its world counts as dead.
-        warn_after: the wait in a group's first collective until the rank logs the missing ranks.
+        warn_after: the wait in a collective until the rank logs the members that did not reach it.
         status_after: the wait in a group's first collective until the rank publishes its status.
         report_missing: the time beyond a deadline for finding out which ranks are missing.
         late_answer: the timeout of a store operation that begins after the deadline of ``connect``.

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pgmesh import ProcessGroupMesh
+from pgmesh import ProcessGroupMesh, torch_private
 from pgmesh.connect.first_collective import FirstCollective
 from pgmesh.groups import backends, teardown
 from pgmesh.groups.cache import GroupCache
@@ -239,6 +239,7 @@ class Count(NamedTuple):
 
 def again_and_again(fault: Callable[[ProcessGroupMesh], None]) -> list[Count]:
     beat_fast_with_bystander()
+    torch_private.flight_record(entries=True)  # a record is large the first time that a heartbeat reads it
     seen = []
     for i in range(1, FIRST + TIMES + 1):
         mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")

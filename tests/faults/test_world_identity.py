@@ -19,10 +19,10 @@ from hypothesis import given, strategies as st
 
 from pgmesh import LifetimeError, MissingRanksError, ProcessGroupMesh
 from pgmesh.launch import StoreProcess
-from pgmesh.rendezvous import store_thread, timing
-from pgmesh.rendezvous.polling_store import once
-from pgmesh.rendezvous.protocol import CompareSet
-from pgmesh.rendezvous.store_thread import REPLACED, StoreThread, enter_world, leave_world
+from pgmesh.rendezvous import timing, world_name
+from pgmesh.rendezvous.operations import CompareSet
+from pgmesh.rendezvous.store_thread import StoreThread
+from pgmesh.rendezvous.world_name import REPLACED, enter_world, leave_world
 from tests.support.resource_counts import CAN_COUNT, count_threads
 from tests.support.worlds import check_sums, fresh_world, groups_of
 
@@ -49,8 +49,8 @@ def test_the_name_of_a_world(worlds: list[tuple[bool, set[int], set[int]]], orde
     for number, (is_fresh, members, killed) in enumerate(worlds):
         if is_fresh:
             store, past = dist.HashStore(), {process: [] for process in PROCESSES}
-        nobody_in_it = not store.check([store_thread.WORLD_KEY])
-        named = "" if nobody_in_it else store.get(store_thread.WORLD_KEY).decode()
+        nobody_in_it = not store.check([world_name.WORLD_KEY])
+        named = "" if nobody_in_it else store.get(world_name.WORLD_KEY).decode()
         come = sorted(members)
         order.shuffle(come)
         names = {process: enter_world(store, left[process]) for process in come}
@@ -59,7 +59,7 @@ def test_the_name_of_a_world(worlds: list[tuple[bool, set[int], set[int]]], orde
             # Known limit: killed processes leave the name of their world behind, for ranks that were not in it.
             left_behind = named and not any(named in left[process] for process in come)
             assert left_behind or not used & {*names.values()}
-        now = store.get(store_thread.WORLD_KEY).decode()
+        now = store.get(world_name.WORLD_KEY).decode()
         assert len({*names.values()}) == 1 or all(name != now or name.endswith(REPLACED) for name in names.values())
         used |= {*names.values()}
         order.shuffle(come)
@@ -122,7 +122,7 @@ def test_no_rank_sets_a_name_that_the_last_rank_to_leave_would_delete():
 def test_a_rank_that_died_as_it_deleted_the_name_of_its_world_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(timing, "TIMING", dataclasses.replace(timing.TIMING, world_end=0.02))
     store = dist.HashStore()
-    store.set(store_thread.WORLD_KEY, store_thread.OVER)
+    store.set(world_name.WORLD_KEY, world_name.OVER)
     assert enter_world(store, set()) == enter_world(store, set())
 
 
@@ -163,9 +163,9 @@ def test_the_last_rank_to_leave_a_world_deletes_its_keys():
     threads = [StoreThread(store, "here", rank, 3, set()) for rank in range(3)]
     for each in threads:
         each.start_heartbeat()
-        each.run(once(CompareSet("key", "value")), 10.0)
+        each.run(CompareSet("key", "value"), seconds=10.0)
     for left, each in enumerate(threads):
-        assert store.check([store_thread.WORLD_KEY])
+        assert store.check([world_name.WORLD_KEY])
         each.stop(f"left as number {left}")
     assert store.num_keys() == 1  # what this test wrote
 
@@ -227,7 +227,7 @@ def meet_after_unequal_pasts(port: int, how: str) -> None:
         with world_on(store, rank, 2):
             mesh = ProcessGroupMesh(dp=2, name="actor")
             if rank == 0:  # the other rank asks first
-                wait_for(dist.distributed_c10d._get_default_store(), store_thread.WORLD_KEY)
+                wait_for(dist.distributed_c10d._get_default_store(), world_name.WORLD_KEY)
             used(mesh, how)
 
 
@@ -278,7 +278,7 @@ def meet_a_process_with_another_past(port: int) -> str:
                 if process == 0:
                     wait_for(tcp, "asked")
                 elif process == 2:
-                    store_thread_of(mesh).run(once(CompareSet("asked", "")), 10.0)
+                    store_thread_of(mesh).run(CompareSet("asked", ""), seconds=10.0)
                     tcp.set("asked", "")
                 with pytest.raises(MissingRanksError) as caught:
                     mesh.connect(timeout=timedelta(seconds=3))
@@ -289,7 +289,7 @@ def meet_a_process_with_another_past(port: int) -> str:
 
 
 def store_thread_of(mesh: ProcessGroupMesh) -> StoreThread:
-    return mesh._group_cache._registry.store_thread()
+    return mesh._group_cache.registry.store_thread()
 
 
 def test_ranks_that_cannot_meet_on_a_used_store_are_told_why():

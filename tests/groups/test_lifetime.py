@@ -53,6 +53,14 @@ def seconds(n: float) -> timedelta:
     return timedelta(seconds=n)
 
 
+def start_heartbeats() -> None:
+    """Let every rank publish its status, so that its key is in the store from now on."""
+    with ProcessGroupMesh(dist.get_world_size(), name="before") as mesh:
+        mesh.connect()
+        summed(mesh)
+        dist.barrier()
+
+
 def summed(mesh: ProcessGroupMesh) -> None:
     """All groups of a mesh sum right."""
     check_sums(groups_of(mesh))
@@ -237,6 +245,7 @@ def test_with_closes_a_mesh_however_it_ends():
 
 def destroy_one() -> None:
     """torch's own destroy, many times: nothing of a group stays."""
+    start_heartbeats()
     mesh, sizes = ProcessGroupMesh(dp=2, tp=2), []
     summed(mesh)
     for _ in range(5):
@@ -416,6 +425,7 @@ def test_a_group_that_cannot_be_made_leaves_nothing_and_a_retry_works(failure: s
 
 
 def closing_leaves_nothing() -> None:
+    start_heartbeats()
     keys = []
     before = table_sizes(), ours()
     for name in ("first", "second", None):

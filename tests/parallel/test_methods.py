@@ -394,14 +394,14 @@ def test_invalid_pipelines_raise():
         assert_raises(
             OptionsError,
             lambda: stages(mesh, virtual=2),
-            "schedule '1f1b' has one stage on each rank, not 2.\n\n"
-            "  PipelineParallel(..., schedule='interleaved', virtual=2)   # several stages",
+            "schedule '1f1b' has 1 stage on each rank, not 2.\n\n"
+            "  PipelineParallel(..., schedule='1f1b', virtual=1)   # or 'interleaved'",
         )
         assert_raises(
             OptionsError,
             lambda: stages(mesh, schedule="zero-bubble-v"),
-            "schedule 'zero-bubble-v' has two stages on each rank, in a V shape, not 1.\n\n"
-            "  PipelineParallel(..., schedule='zero-bubble-v', virtual=2)",
+            "schedule 'zero-bubble-v' has 2 stages on each rank, not 1.\n\n"
+            "  PipelineParallel(..., schedule='zero-bubble-v', virtual=2)   # or 'interleaved'",
         )
         assert_raises(
             OptionsError,

@@ -14,8 +14,9 @@ from torch.distributed import distributed_c10d as _c10d
 
 from pgmesh.groups.registry import current_registry
 from pgmesh.rendezvous import store_thread
-from pgmesh.rendezvous.operations import Read, underlying
+from pgmesh.rendezvous.operations import Operation, Raw, Read
 from pgmesh.rendezvous.records import status_key
+from pgmesh.rendezvous.store_thread import underlying
 from pgmesh.rendezvous.world_name import WORLD_KEY
 
 c10d: Any = _c10d
@@ -84,15 +85,20 @@ for _operation in (
 
 @contextmanager
 def record_operations() -> Iterator[list[str]]:
-    """Record the operations of this process on the world's store, those of the background thread included."""
+    """Record the operations of this process on the world's store, without its heartbeats."""
     done: list[str] = []
     perform = store_thread.perform
+
+    def record(store: dist.Store, operation: Operation) -> Any:
+        is_heartbeat = isinstance(operation, Raw) and str(operation.arguments[0]).startswith(status_key(0)[:-1])
+        return perform(store if is_heartbeat else RecordingStore(store, done), operation)
+
     current_registry().store_thread()  # the thread keeps the store that it starts with
     store = RecordingStore(c10d._get_default_store(), done)
     with (
         mock.patch.object(c10d, "_get_default_store", return_value=store),
         mock.patch.object(current_registry(), "store", store),
-        mock.patch.object(store_thread, "perform", lambda store, step: perform(RecordingStore(store, done), step)),
+        mock.patch.object(store_thread, "perform", record),
     ):
         yield done
 

@@ -1,0 +1,129 @@
+"""The options of a mesh's groups that were configured before the groups were created."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
+
+from pgmesh._util.formatting import format_calls, format_ranks
+from pgmesh.errors import OptionsError
+from pgmesh.groups.backends import backends_of
+from pgmesh.groups.building import GroupRecord
+from pgmesh.options import GroupOptions
+
+if TYPE_CHECKING:
+    from pgmesh.layout import Axis, Layout
+
+OptionKey = tuple[Union[tuple[int, ...], frozenset[Any]], str]
+"""Key of configured options: the ranks of a group, or the axes of a group of one rank; and the tag."""
+
+
+class Configured(NamedTuple):
+    """Options, the axes that they were configured for, and the line of code."""
+
+    options: GroupOptions
+    spelling: str
+    call_site: str
+
+
+class ConfiguredOptions:
+    """The configured options of one rank's groups.
+
+    All groups of one rank have the same ranks, so their options are stored by axes. Otherwise all axes of size 1 would
+    have the same backend. For the name of the group, these options count as options of the call.
+
+    Args:
+        rank: this rank.
+        default: the options of the world.
+    """
+
+    def __init__(self, rank: int, default: GroupOptions) -> None:
+        self._rank, self._default = rank, default
+        self._configured: dict[OptionKey, Configured] = {}
+        self._returned: set[OptionKey] = set()  # groups of one rank that were returned
+
+    def key(self, layout: Layout, axes: tuple[Axis, ...], tag: str) -> OptionKey:
+        """Key of the configured options of this rank's block."""
+        ranks = layout.block_of(self._rank, *axes)
+        return (ranks if len(ranks) > 1 else frozenset(layout.along(self._rank, *axes).axes), tag)
+
+    def get(self, key: OptionKey) -> Configured | None:
+        """What was configured under a key."""
+        return self._configured.get(key)
+
+    def options(self, key: OptionKey) -> GroupOptions:
+        """The configured options, otherwise those of the world."""
+        found = self._configured.get(key) if self._configured else None
+        return self._default if found is None else self._default.but(found.options.keywords())
+
+    def mark_returned(self, key: OptionKey) -> None:
+        """Record that a group of one rank was returned, so that it is too late to configure it."""
+        self._returned.add(key)
+
+    def forget_returned(self) -> None:
+        """Forget the groups of one rank: they were released."""
+        self._returned.clear()
+
+    def configure(
+        self,
+        layout: Layout,
+        axes: tuple[Axis, ...],
+        tag: str,
+        options: Mapping[str, Any],
+        created: GroupRecord | None,
+        call_site: str,
+    ) -> None:
+        """Set options for the group of this rank's block.
+
+        Args:
+            created: the group of these ranks and this tag, if there is one.
+
+        Raises:
+            OptionsError: the group was created already, or has other options along other axes.
+        """
+        key, given = self.key(layout, axes, tag), GroupOptions.of(options)
+        ranks = layout.block_of(self._rank, *axes)
+        spelling = ", ".join(map(str, layout.along(self._rank, *axes).axes))
+        before, configured_as, site = self._configured.get(key, Configured(GroupOptions(), spelling, ""))
+        after = before.but(options)
+        if after.keywords() == before.keywords():
+            return
+        if created is not None and (len(ranks) > 1 or key in self._returned):
+            raise OptionsError(
+                f"{created.label} was created at {created.call_site}, so it is too late to configure it.\n\n"
+                f"{format_calls(_instead_of_configuring(axes, tag, given))}"
+            )
+        kept = {name: value for name, value in before.keywords().items() if value is not None}
+        if configured_as != spelling and any(after.keywords()[name] != value for name, value in kept.items()):
+            keywords = [f"{name}={value!r}" for name, value in given.given.items()]
+            separate = f"mesh.{format_verb('configure', axes, 'tag=' + repr(spelling), *keywords)}"
+            raise OptionsError(
+                f"{spelling} and {configured_as} are the same ranks here ({format_ranks(ranks)}), so one group. "
+                f"But {configured_as} was configured with {before} at {site}, and {spelling} now with {given}.\n\n"
+                f"  {separate}   # a separate communicator; or use the same options for both"
+            )
+        self._configured[key] = Configured(after, configured_as, call_site)
+
+
+def _instead_of_configuring(axes: tuple[Axis, ...], tag: str, given: GroupOptions) -> list[tuple[str, str]]:
+    """Calls that change options after the group was created, each with a comment."""
+    ways, tagged = [], [f"tag={tag!r}"] * bool(tag)
+    if [*given.given] == ["timeout"] and not tag:
+        timeout = f"timeout={given.given['timeout']:g}"
+        ways.append((f"mesh.{format_verb('set_timeout', axes, timeout)}", "on every member: the group stays"))
+    options = [f"{name}={value!r}" for name, value in given.given.items()]
+    recreate = f"mesh.{format_verb('release', axes)}; mesh.{format_verb('configure', axes, *tagged, *options)}"
+    return [*ways, (recreate, f"{'or ' * bool(ways)}on every member: the next group has them")]
+
+
+def check_honoured(options: GroupOptions, label: str) -> None:
+    """Raise OptionsError for options that the backend does not support."""
+    backends = backends_of(options.backend)
+    for option, value in (("high_priority", options.high_priority), ("nccl", options.nccl)):
+        if value and "nccl" not in backends.names and not backends.fake:
+            raise OptionsError(f"{label}: backend {options.backend} cannot honour {option}={value!r}; only NCCL can.")
+
+
+def format_verb(verb: str, axes: Iterable[Axis], *more: str) -> str:
+    """A call of a mesh's method with axes, as text."""
+    return f"{verb}({', '.join([*map(repr, axes), *more])})"

@@ -1,0 +1,248 @@
+"""Ranks that die early, and ranks that are stuck in a collective: what the others and they themselves are told."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pgmesh import ProcessGroupMesh
+from pgmesh.groups import building
+from tests.support.faults import (
+    LONG_TIMEOUT,
+    SLACK,
+    Attempt,
+    H,
+    attempt,
+    beat_fast,
+    connect_and_check,
+    kill_self,
+    last_status,
+    results,
+    set_flag,
+    wait_for_flag,
+    wait_until,
+    wait_until_waiting,
+)
+from tests.support.programs import clean_env, wait_until_gone, write_script
+from tests.support.torch_tables import pgmesh_store
+from tests.support.worlds import STARVED, check_sums, fresh_world, groups_of
+
+D = 1.5  # seconds
+POLL = 0.2  # seconds between two inspections of the store
+SHORT = 10.0 if STARVED else 0.6  # seconds; the timeout of a group that loses a member
+
+
+def sum_powers(group: dist.ProcessGroup) -> int:
+    """The sum of 2**rank over a group."""
+    total = torch.tensor([2.0 ** dist.get_rank()])
+    dist.all_reduce(total, group=group)
+    return int(total.item())
+
+
+# ---- a rank dies right after its first connect ----
+
+
+def one_dies_after_its_first_connect(folder: Path) -> tuple[Attempt, Attempt, int]:
+    """Rank 3 dies before its second heartbeat, which is due a second after its first."""
+    first = ProcessGroupMesh(4, name="first")
+    if first.rank == 3:
+        wait_until_waiting(0, 1, 2)
+    else:
+        beat_fast()
+    first.connect(timeout=LONG_TIMEOUT)
+    set_flag(folder, f"connected {first.rank}")
+    for rank in range(4):
+        wait_for_flag(folder, f"connected {rank}")
+    if first.rank == 3:
+        kill_self()
+    second = ProcessGroupMesh(4, name="second")
+    failed = attempt(lambda: second.connect(timeout=LONG_TIMEOUT))
+    status = last_status(3)
+    assert status is not None
+    again = attempt(lambda: connect_and_check(ProcessGroupMesh(3, ranks=range(3), name="survivors")))
+    return failed, again, status.heartbeat
+
+
+def test_a_rank_that_dies_after_one_heartbeat_is_named_as_silent(tmp_path: Path):
+    with fresh_world(4) as own:
+        seen = results(own.outcomes(one_dies_after_its_first_connect, tmp_path), 3)
+    for failed, again, heartbeat in seen:
+        print(failed, failed.took)
+        assert heartbeat == 1
+        assert failed.kind == "MissingRanksError"
+        assert "rank 3 did not arrive" in failed.text
+        assert re.search(
+            r"rank 3 has sent no heartbeat for at least \d s; its last status: not in connect", failed.text
+        )
+        assert failed.took < H + POLL + SLACK
+        assert not again.kind, again.text
+    assert min(failed.took for failed, *_ in seen) > H / 2  # a rank that came later heard of it from the others
+
+
+# ---- a rank is stuck in a collective ----
+
+
+def two_are_stuck(folder: Path, how: str) -> tuple[Attempt, str, str]:
+    """Ranks 1 and 2 enter an all-reduce of all four. Ranks 0 and 3 do not: they wait for them in connect."""
+    beat_fast()
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    mesh.connect(mesh.axes, timeout=LONG_TIMEOUT) if how == "connect" else sum_powers(mesh.group())
+    text = printed = ""
+    failed = attempt(lambda: None)
+    if mesh.rank in (1, 2):
+        errors = (folder / f"errors {mesh.rank}").open("w")
+        stderr, sys.stderr = sys.stderr, errors
+        mesh.report_on(signal.SIGUSR1)
+        watcher = threading.Thread(target=report_and_signal, args=(mesh, folder), daemon=True)
+        watcher.start()
+    else:
+        failed = attempt(lambda: mesh.connect("tp", timeout=timedelta(seconds=D)))
+        for rank in (1, 2):
+            wait_for_flag(folder, f"reported {rank}")
+    assert sum_powers(mesh.group()) == 15
+    if mesh.rank in (1, 2):
+        watcher.join(5.0)
+        sys.stderr = stderr
+        errors.close()
+        text, printed = (folder / f"report {mesh.rank}").read_text(), (folder / f"errors {mesh.rank}").read_text()
+    mesh.connect("tp", timeout=LONG_TIMEOUT)
+    check_sums(groups_of(mesh))
+    return failed, text, printed
+
+
+def report_and_signal(mesh: ProcessGroupMesh, folder: Path) -> None:
+    """Report from a thread once both stuck ranks have published their collective, then on a signal."""
+    entered = "entered by ranks 1, 2"
+    text = wait_until(lambda: text if entered in (text := str(mesh.report())) else "", f"the report: {entered}")
+    (folder / f"report {mesh.rank}").write_text(text)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    errors = folder / f"errors {mesh.rank}"
+    wait_until(lambda: "last status of the other ranks" in errors.read_text(), "the report on a signal")
+    set_flag(folder, f"reported {mesh.rank}")
+
+
+@pytest.mark.parametrize("how", ["connect", "collective"])
+def test_the_collective_that_a_rank_is_stuck_in_is_told_here_and_to_others(tmp_path: Path, how: str):
+    """With "collective", no rank has called connect before: the heartbeats of the stuck ranks start by themselves."""
+    with fresh_world(4) as own:
+        seen = results(own.outcomes(two_are_stuck, tmp_path, how))
+    running = r"in all_reduce \(collective 2\) of group dp, tp of mesh 'actor' for \d+ s"
+    for waiting, stuck in [(0, 1), (3, 2)]:
+        failed = seen[waiting][0]
+        print(failed)
+        assert failed.kind == "MissingRanksError"
+        assert re.search(rf"rank {stuck}: {running}", failed.text)
+        assert failed.took < D + SLACK
+    for _, text, printed in seen[1:3]:
+        print(text, printed)
+        for each in (text, printed):
+            assert re.search(rf"this rank is {running}; entered by ranks 1, 2; ranks 0, 3 did not report it", each)
+
+
+# ---- a member dies in a first collective that no connect preceded ----
+
+
+def one_dies_in_a_first_collective(folder: Path) -> tuple[Attempt, Attempt]:
+    """Rank 2 dies when its address is in the store. Rank 0 enters the collective at that time, and rank 1 later."""
+    beat_fast()
+    mesh = ProcessGroupMesh(3, name="actor")
+    mesh.configure(0, timeout=timedelta(seconds=SHORT))
+    group = mesh.group()
+    (folder / f"pid {mesh.rank}").write_text(str(os.getpid()))
+    dist.barrier()
+    if mesh.rank == 2:
+        dist.all_reduce(torch.ones(1), group=group, async_op=True)
+        record = building.record_of(group)
+        assert record is not None
+        assert record.gloo is not None
+        written = record.gloo.written
+        wait_until(lambda: written and pgmesh_store().check([*written]), "the address of rank 2")
+        set_flag(folder, "address")
+        kill_self()
+    wait_for_flag(folder, "address")
+    if mesh.rank == 1:
+        assert wait_until_gone([int((folder / "pid 2").read_text())])
+    failed = attempt(lambda: dist.all_reduce(torch.ones(1), group=group))
+    return failed, attempt(lambda: connect_and_check(ProcessGroupMesh(2, ranks=range(2), name="survivors")))
+
+
+def test_a_member_that_dies_in_a_first_collective_is_named_with_its_listener(tmp_path: Path):
+    with fresh_world(3) as own:
+        seen = results(own.outcomes(one_dies_in_a_first_collective, tmp_path), 2)
+    for failed, again in seen:
+        print(failed, failed.took)
+        assert failed.kind == "MissingRanksError"
+        assert "group 0 of mesh 'actor': rank 2 ended:" in failed.text
+        assert re.search(r"rank 2: its listener at \S+:\d+ refuses connections", failed.text)
+        assert failed.took < 5 * SHORT + SLACK  # Gloo waits five timeouts for a neighbour to connect
+        assert not again.kind, again.text
+
+
+DIES_IN_AN_ASYNCHRONOUS_ONE = """
+import os, signal, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+
+def be(rank, pids, port, seconds):
+    signal.alarm(100)  # none outlives the test
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True",
+                      RANK=str(rank), WORLD_SIZE="3", LOCAL_RANK=str(rank))
+    os.dup2(os.open(f"{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
+    from pgmesh import ProcessGroupMesh, launch
+    from pgmesh.groups import building
+    from tests.support.faults import set_flag, wait_for_flag, wait_until
+    from tests.support.programs import wait_until_gone
+    from tests.support.torch_tables import pgmesh_store
+    launch.join("gloo")
+    mesh = ProcessGroupMesh(3, name="actor")
+    mesh.configure(0, timeout=seconds)
+    dist.barrier()
+    if rank < 2:
+        wait_for_flag(Path(), "address")
+    if rank == 1:
+        assert wait_until_gone([pids[2]])
+    work = dist.all_reduce(torch.ones(1), group=mesh.group(), async_op=True)
+    if rank == 2:
+        written = building.record_of(mesh.group()).gloo.written
+        wait_until(lambda: written and pgmesh_store().check([*written]), "the address of rank 2")
+        set_flag(Path(), "address")
+        os._exit(0)
+    work.wait()
+
+if __name__ == "__main__":
+    pids = {}
+    for rank in (2, 1, 0):
+        pids[rank] = os.fork()  # nothing was started yet
+        if pids[rank] == 0:
+            be(rank, pids, sys.argv[1], float(sys.argv[2]))
+            sys.exit(0)
+    statuses = dict(os.waitpid(-1, 0) for _ in pids)
+    print([os.waitstatus_to_exitcode(statuses[pids[rank]]) for rank in range(3)])
+"""
+
+
+def test_after_an_asynchronous_collective_that_failed_the_log_names_the_dead_rank_at_exit(tmp_path: Path):
+    """torch raises the error of an asynchronous collective itself, so it cannot name the rank."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    command = [sys.executable, write_script(tmp_path, DIES_IN_AN_ASYNCHRONOUS_ONE), str(store.port), str(SHORT)]
+    done = subprocess.run(command, env=clean_env(), cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    print(done.stdout, done.stderr)
+    assert done.stdout.splitlines() == ["[1, 1, 0]"]
+    for rank in range(2):
+        errors = (tmp_path / f"{rank}.err").read_text()
+        print(errors)
+        other = 1 - rank  # it may have ended too, of the same error
+        assert re.search(rf"^group 0 of mesh 'actor': (rank 2|ranks {other}, 2) ended:$", errors, re.MULTILINE)
+        assert re.search(r"^  rank 2: its listener at \S+:\d+ refuses connections$", errors, re.MULTILINE)
+        assert errors.count("its listener at") == errors.count("refuses connections")
