@@ -48,8 +48,7 @@ def test_a_mismatch_is_raised_within_a_tenth_of_a_second(arrivals, odd, arriving
         caller = callers[rank]
         if what == "process" and caller.arrives > known and not isinstance(caller.outcomes[0], MismatchError):
             # The second process may have ended. So a rank that arrives later logs the decision, and tries again.
-            assert "both " in caller.warnings[0]
-            assert f"connect as rank {other}." in caller.warnings[0]
+            assert "a second process" in caller.warnings[0]
             assert caller.warned_at[0] - caller.arrives < 0.1
             continue
         assert [type(each) for each in caller.outcomes] == [MismatchError], caller

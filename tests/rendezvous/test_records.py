@@ -6,6 +6,7 @@ import json
 import pickle
 from collections.abc import Generator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,32 +14,21 @@ from hypothesis import example, given, settings, strategies as st
 
 from pgmesh.connect.report import Report, _read_statuses
 from pgmesh.errors import MismatchError, PgmeshError
+from pgmesh.layout import Layout
 from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.polling_store import drive
-from pgmesh.rendezvous.protocol import (
+from pgmesh.rendezvous.operations import CompareSet
+from pgmesh.rendezvous.protocol import ConnectAttempt, check_mesh, check_published, register_mesh
+from pgmesh.rendezvous.records import (
     ERRORS,
     MADE,
-    Add,
-    Append,
-    CompareSet,
-    ConnectAttempt,
     Decision,
-    Delete,
-    Fingerprint,
-    Participant,
-    Pause,
     PendingConnect,
     RankStatus,
-    Read,
-    Ready,
-    SetStatus,
-    Step,
-    pack,
-    publish_or_compare,
-    register_mesh,
+    RunningCollective,
     status_key,
     unpack,
 )
+from tests.rendezvous.memory_client import MemoryClient, arrival, attempt_of, fingerprint, participant_of
 
 words = st.text(st.characters(codec=None), max_size=12)  # with lone surrogates, which JSON can spell
 plain = st.one_of(
@@ -50,22 +40,22 @@ values = st.recursive(
 
 RECORDS: list[dict[str, Any]] = [
     {
-        "v": 1,
+        "v": 2,
         "rank": 1,
         "call_site": "train.py:7",
         "process": "process 1 on host",
         "fingerprint": '1 {"shape": [2]}',
         "address": "",
     },
-    {"v": 1, "kind": "made", "text": "", "addresses": []},
-    {"v": 1, "kind": "circle", "text": "ranks 0, 1 wait for each other", "addresses": []},
+    {"v": 2, "kind": "made", "text": "", "addresses": []},
+    {"v": 2, "kind": "circle", "text": "ranks 0, 1 wait for each other", "addresses": []},
     {
-        "v": 1,
+        "v": 2,
         "rank": 1,
         "heartbeat": 3,
         "activity": "",
-        "pending": [[1, "other", "group tp", "train.py:9", [0], True]],
-        "single_threaded": 1,
+        "pending": [["other/0", "group tp", "mesh 'actor'", "train.py:9", [0]]],
+        "running": [["pgmesh:g", "group tp of mesh 'actor'", "all_reduce", 7, 12]],
         "exited": "",
     },
 ]
@@ -101,22 +91,22 @@ EDGES = [
     b"NaN",
     b"1e999",
     b"9" * 5000,
-    b'{"v": 1}',
+    b'{"v": 2}',
     b'{"v": true, "kind": "made", "text": "", "addresses": []}',
-    b'{"v": 1, "kind": "made", "text": "", "addresses": [7]}',
-    b'{"v": 1, "kind": "made", "text": "", "addresses": ["Af8=", "no base64"]}',
-    b'{"v": 2, "kind": "made", "text": "", "addresses": []}',
-    b'{"v": 1, "kind": "made", "text": NaN, "addresses": []}',
-    b'{"v": 1, "kind": ["made"], "text": "", "addresses": []}',
-    b'{"v": 1, "v": 1, "kind": "made", "kind": "lost", "text": "", "addresses": []}',
-    b'{"v": 1, "rank": 1, "call_site": "", "process": "", "address": "", "fingerprint": "\\ud800"}',
-    b'{"v": 1, "rank": 1e0, "call_site": "", "process": "", "address": "", "fingerprint": ""}',
-    b'{"v": 1, "rank": 1, "call_site": "", "process": "", "address": "", "fingerprint": "1 [[1, 2]]"}',
+    b'{"v": 2, "kind": "made", "text": "", "addresses": [7]}',
+    b'{"v": 2, "kind": "made", "text": "", "addresses": ["Af8=", "no base64"]}',
+    b'{"v": 1, "kind": "made", "text": "", "addresses": []}',
+    b'{"v": 2, "kind": "made", "text": NaN, "addresses": []}',
+    b'{"v": 2, "kind": ["made"], "text": "", "addresses": []}',
+    b'{"v": 1, "v": 2, "kind": "made", "kind": "lost", "text": "", "addresses": []}',
+    b'{"v": 2, "rank": 1, "call_site": "", "process": "", "address": "", "fingerprint": "\\ud800"}',
+    b'{"v": 2, "rank": 1e0, "call_site": "", "process": "", "address": "", "fingerprint": ""}',
+    b'{"v": 2, "rank": 1, "call_site": "", "process": "", "address": "", "fingerprint": "1 [[1, 2]]"}',
     json.dumps(RECORDS[1]).encode("utf-16"),
     "\u2028\u0085".encode(),
     *(nested(depth) for depth in (500, 900, 990, 2_000, 100_000)),
     *(deep_status(depth) for depth in (500, 900, 2_000)),
-    b'{"v": 1, "rank": 1, "call_site": "", "process": "", "address": "", "fingerprint": "1 {\\"shape\\": '
+    b'{"v": 2, "rank": 1, "call_site": "", "process": "", "address": "", "fingerprint": "1 {\\"shape\\": '
     + nested(900)
     + b'}"}',
     b'"' + b"x" * (timing.LIMITS.record_chars + 1) + b'"',
@@ -127,31 +117,26 @@ foreign_value = st.one_of(st.binary(max_size=60), words.map(lambda text: json.du
 foreign_value |= st.sampled_from(EDGES) | values.map(lambda value: json.dumps(value).encode())
 
 
-def fingerprint(rank: int = 0, **fields: object) -> Fingerprint:
-    return Fingerprint(rank, fields or {"shape": [2], "timeout": 30.0}, "group tp of mesh 'actor'", "Fix it.")
-
-
 # -- records, one by one ----------------------------------------------------------------------------------------------
 
 
 @given(foreign_value)
-def test_what_is_no_record_is_none(text):
+def test_a_value_that_is_no_record_is_none(text):
     record = unpack(text, kind=str, heartbeat=int)
-    assert record is None or (type(record["kind"]), type(record["beat"])) == (str, int)
+    assert record is None or (type(record["kind"]), type(record["heartbeat"])) == (str, int)
     record = unpack(text)
-    assert record is None or (isinstance(record, dict) and record["v"] == 1)
+    assert record is None or (isinstance(record, dict) and record["v"] == 2)
 
 
 @pytest.mark.parametrize("text", EDGES, ids=range(len(EDGES)))
-def test_edges_one_by_one(text):
-    """Whatever is drawn by chance elsewhere, each of these is read by every reader."""
+def test_every_reader_accepts_unusual_values(text):
     for read in (
         unpack,
         lambda text: RankStatus.unpack(1, text),
         lambda text: Decision.unpack("key", text),
         lambda text: fingerprint().mismatch([text]),
         lambda text: fingerprint().mismatch([b"1 " + text]),
-        lambda text: inspected(text + b"\n"),
+        lambda text: judged(text + b"\n"),
         lambda text: after_reading(text),
     ):
         read(text)
@@ -162,12 +147,8 @@ def test_a_status_is_validated(text):
     for rank in (0, 1):
         found = RankStatus.unpack(rank, text)
         if found is not None:
-            assert (found.rank, type(found.heartbeat), type(found.activity), type(found.exited)) == (
-                rank,
-                int,
-                str,
-                str,
-            )
+            kinds = type(found.heartbeat), type(found.activity), type(found.exited)
+            assert (found.rank, *kinds) == (rank, int, str, str)
             assert all(isinstance(each, int) for wait in found.pending for each in wait.missing)
             assert str(found)
     assert RankStatus.unpack(0, None) is None
@@ -198,174 +179,95 @@ def test_a_fingerprint_is_compared_with_any_value(seen):
     assert mismatch is None or mismatch.startswith(mine.subject)
 
 
-@given(words, st.integers(0, 9), words, words)
-def test_what_is_written_is_read_again(doing, rank, name, line):
-    status = RankStatus(rank, 7, doing, (PendingConnect(1, name, "words", line, (1, 2)),), True, "")
+@given(st.text(max_size=12), st.integers(0, 9), st.text(max_size=12), st.text(max_size=12))
+def test_a_record_that_is_written_is_read_again(activity, rank, name, line):
+    pending = (PendingConnect(name, "group tp", "mesh 'actor'", line, (1, 2)),)
+    status = RankStatus(rank, 7, activity, pending, (RunningCollective(name, line, "all_reduce", 3, 9),), "")
     assert RankStatus.unpack(rank, status.pack().encode()) == status
     assert RankStatus.unpack(rank + 1, status.pack().encode()) is None
-    decision = Decision("missing", doing)
+    decision = Decision("missing", activity)
     assert Decision.unpack("key", decision.pack().encode()) == decision
 
 
 # -- under the keys of an attempt --------------------------------------------------------------------------------------
 
 
-class Memory:
-    """A store in memory, which takes text as a store does: text that cannot be encoded is an error."""
-
-    def __init__(self, rank: int, held: dict[str, bytes]) -> None:
-        self.rank, self.held, self.written, self.now = rank, dict(held), set(), 0.0
-
-    def __call__(self, step: Step) -> Any:
-        if isinstance(step, Pause):
-            self.now += max(step.seconds, 0.001)
-            return self.now
-        if isinstance(step, Ready):
-            return None
-        if isinstance(step, SetStatus):
-            record = RankStatus(self.rank, 1, pending=step.pending).pack()
-            self.held[status_key(self.rank)] = record.encode()
-            return None
-        if isinstance(step, Delete):
-            raise AssertionError("nothing is deleted here")
-        step.key.encode()
-        if isinstance(step, Read):
-            return self.held.get(step.key)
-        self.written.add(step.key)
-        if isinstance(step, Append):
-            self.held[step.key] = self.held.get(step.key, b"") + step.value.encode()
-            return None
-        if isinstance(step, Add):
-            self.held[step.key] = b"%d" % (int(self.held.get(step.key, b"0")) + 1)
-            return int(self.held[step.key])
-        assert isinstance(step, CompareSet)
-        return self.held.setdefault(step.key, step.value.encode())
+def judged(arrivals: bytes) -> tuple[ConnectAttempt, MemoryClient]:
+    """An attempt after one look at its arrivals."""
+    client, attempt = MemoryClient(0, {"group/0/arrivals": arrivals}), attempt_of()
+    participant_of(client, attempt)._read_arrivals([attempt])
+    return attempt, client
 
 
-def attempt(name: str = "group#0", ranks: tuple[int, ...] = (0, 1)) -> ConnectAttempt:
-    return ConnectAttempt(name, ranks, fingerprint(), "group/mismatch")
+def after_reading(decision: bytes) -> ConnectAttempt:
+    """An attempt after one look at its decision."""
+    attempt = attempt_of()
+    participant_of(MemoryClient(0, {"group/0/decision": decision}), attempt)._read_decisions()
+    return attempt
 
 
-def participant(*attempts: ConnectAttempt) -> Participant:
-    return Participant(0, attempts, number=1, call_site="train.py:3", process="process 0", deadline=1.0, lost_after=5.0)
-
-
-def inspected(arrivals: bytes) -> tuple[ConnectAttempt, Memory]:
-    memory, one = Memory(0, {"group#0/arrivals": arrivals}), attempt()
-    drive(one.inspect(), memory)
-    return one, memory
-
-
-def after_reading(text: bytes) -> ConnectAttempt:
-    one = attempt()
-    drive(one.read_decision(), Memory(0, {"group#0/decision": text}))
-    return one
-
-
-MINE = pack(
-    rank=0, call_site="train.py:3", process="process 0", fingerprint=fingerprint(0).encoded.decode(), address=""
-).encode()
-OTHER = pack(
-    rank=1, call_site="train.py:5", process="process 1", fingerprint=fingerprint(1).encoded.decode(), address=""
-).encode()
+MINE, OTHER = (arrival(rank).rstrip(b"\n") for rank in (0, 1))
 
 
 @given(st.lists(foreign_value | st.sampled_from([MINE, OTHER]), max_size=5))
-@example([MINE, b'{"v": 1, "rank": 1, "call_site": "", "process": "", "address": "", "fingerprint": "\\ud800"}'])
-@example([MINE, b'{"v": 1, "rank": 1, "call_site": "", "process": "", "address": "", "fingerprint": "1 [[1, 2]]"}'])
-@example(
-    [
-        MINE,
-        pack(rank=1, call_site="", process="", fingerprint=fingerprint(1).encoded.decode(), address="\u20ac").encode(),
-    ]
-)
+@example([MINE, arrival(1, fingerprint="\ud800")])
+@example([MINE, arrival(1, fingerprint="1 [[1, 2]]")])
+@example([MINE, arrival(1, address="\u20ac")])
 @example([MINE, OTHER, OTHER])
-@example(
-    [
-        MINE,
-        OTHER,
-        pack(
-            rank=1, call_site="", process="process 2", fingerprint=fingerprint(1).encoded.decode(), address=""
-        ).encode(),
-    ]
-)
-def test_junk_among_arrivals_is_a_mismatch_and_a_group_is_made_without_any(lines):
-    one, memory = inspected(b"".join(line + b"\n" for line in lines))
-    assert memory.written <= {one.decision_key}
-    if one.decision == MADE:
-        assert {MINE, OTHER} <= {line for each in lines for line in each.splitlines()} or all(
-            unpack(line, rank=int, call_site=str, process=str, fingerprint=str, address=str)
-            for each in lines
-            for line in each.splitlines()
-        )
-    if any(not str((unpack(line) or {}).get("address", "")).isascii() for each in lines for line in each.splitlines()):
-        assert one.decision is not None  # an address that is longer in the store than it seems
-        assert one.decision.kind == "mismatch"
-    if any(unpack(line) is None for each in lines for line in each.splitlines()):
-        assert one.decision is not None
-        assert one.decision.kind == "mismatch"
-        assert one.label in one.decision.text or fingerprint().subject in one.decision.text
+@example([MINE, OTHER, arrival(1, process="process 2")])
+def test_foreign_values_among_arrivals_are_a_mismatch_and_the_group_is_not_made(lines):
+    attempt, client = judged(b"".join(line + b"\n" for line in lines))
+    assert client.written <= {attempt.decision_key}
+    all_lines = [line for each in lines for line in (each + b"\n").splitlines()]
+    if attempt.decision == MADE:
+        ranks = [unpack(line, rank=int, call_site=str, process=str, fingerprint=str, address=str) for line in all_lines]
+        assert {each["rank"] for each in ranks if each} == {0, 1}
+        assert None not in ranks
+    records = [unpack(line) for line in all_lines]
+    if None in records or any(not str((each or {}).get("address", "")).isascii() for each in records):
+        assert attempt.decision is not None  # an address that is not ASCII is longer in the store than it seems
+        assert attempt.decision.kind in ("mismatch", "duplicate")
+        assert attempt.fingerprint.subject in attempt.decision.text
 
 
 @pytest.mark.parametrize(
     ("mine", "theirs", "all_known"), [(100, 100, True), (100, 0, False), (1 << 14, 1 << 14, False)]
 )
-def test_addresses_go_with_the_decision_where_all_are_known_and_few_enough(mine, theirs, all_known):
+def test_addresses_are_in_the_decision_if_all_are_known_and_short_enough(mine, theirs, all_known):
     """Otherwise each member reads the addresses that it needs one by one."""
-    one, memory = attempt(), Memory(0, {})
-    lines = [
-        pack(
-            rank=rank,
-            call_site="train.py:3",
-            process=f"process {rank}",
-            fingerprint=fingerprint(rank).encoded.decode(),
-            address="A" * size,
-        )
-        for rank, size in ((0, mine), (1, theirs))
-    ]
-    memory.held["group#0/arrivals"] = "".join(line + "\n" for line in lines).encode()
-    drive(one.inspect(force=True), memory)
-    assert one.decision == MADE
-    assert one.decision.addresses == (("A" * mine, "A" * theirs) if all_known else ())
-    assert Decision.unpack("", memory.held["group#0/decision"]) == MADE
+    lines = [arrival(rank, address="A" * size) for rank, size in ((0, mine), (1, theirs))]
+    attempt, client = judged(b"".join(lines))
+    assert attempt.decision == MADE
+    assert attempt.decision.addresses == (("A" * mine, "A" * theirs) if all_known else ())
+    assert Decision.unpack("", client.values["group/0/decision"]) == MADE
 
 
 @given(foreign_value)
-def test_junk_for_a_decision_is_a_mismatch_that_names_the_key(text):
-    one = after_reading(text)
-    assert one.decision == Decision.unpack("group#0/decision", text)
-    memory, two = Memory(0, {"group/mismatch": text}), attempt()
-    drive(two.inspect(), memory)
-    assert two.decision is not None
-    assert two.decision.kind == Decision.unpack("group/mismatch", text).kind
+def test_a_foreign_decision_is_a_mismatch_that_names_the_key(text):
+    assert after_reading(text).decision == Decision.unpack("group/0/decision", text)
+    attempt = attempt_of()
+    participant_of(MemoryClient(0, {"group/mismatch": text}), attempt)._inspect()
+    assert attempt.decision is not None
+    assert attempt.decision.kind == Decision.unpack("group/mismatch", text).kind
 
 
 @settings(max_examples=60)
 @given(foreign_value, foreign_value, foreign_value)
-@example(b"", b"", json.dumps({**RECORDS[3], "pending": [[1, "\ud800", "", "", [0], True]]}).encode())
-@example(
-    b"", b"", json.dumps({**RECORDS[3], "pending": [[1, "no meeting", "\ud800", "", [0, 1, True], True]]}).encode()
-)
-def test_junk_for_one_meeting_never_touches_another(came, end, status_of_one):
-    """One meeting and its member speak nonsense; the other is made all the same."""
-    bad, good = attempt("bad#0"), attempt("good#0", (0, 2))
-    third = (
-        pack(
-            rank=2, call_site="train.py:9", process="process 2", fingerprint=fingerprint(2).encoded.decode(), address=""
-        )
-        + "\n"
-    )
-    held = {"good#0/arrivals": third.encode(), "good#0/count": b"1", status_key(1): status_of_one}
-    held |= {"bad#0/arrivals": came} if came else {}
-    held |= {"bad#0/decision": end} if end else {}
-    memory = Memory(0, held)
-    drive(participant(bad, good).connect(), memory)
+@example(b"", b"", json.dumps({**RECORDS[3], "pending": [["\ud800", "", "", "", [0]]]}).encode())
+@example(b"", b"", json.dumps({**RECORDS[3], "pending": [["no attempt", "\ud800", "", "", [0, 1, True]]]}).encode())
+def test_foreign_values_of_one_group_never_touch_another(arrivals, decision, status_of_one):
+    """One group and its member have foreign values; the other group is made all the same."""
+    bad, good = attempt_of(key="bad"), attempt_of(key="good", ranks=(0, 2))
+    values = {"good/0/arrivals": arrival(2), "good/0/count": b"1", status_key(1): status_of_one}
+    values |= {"bad/0/arrivals": arrivals} if arrivals else {}
+    values |= {"bad/0/decision": decision} if decision else {}
+    client = MemoryClient(0, values)
+    participant_of(client, bad, good).connect()
     assert good.decision == MADE
-    assert memory.held["good#0/decision"] == MADE.pack().encode()
+    assert client.values["good/0/decision"] == MADE.pack().encode()
     assert bad.decision is not None
-    assert not any(
-        key.startswith("good#0") for key in memory.written - {f"good#0/{k}" for k in ("arrivals", "count", "decision")}
-    )
+    written = {key for key in client.written if key.startswith("good")}
+    assert written == {f"good/0/{key}" for key in ("arrivals", "count", "decision")}
     error = bad.decision.error()
     assert error is None or isinstance(error, PgmeshError)
 
@@ -374,52 +276,56 @@ def test_junk_for_one_meeting_never_touches_another(came, end, status_of_one):
 
 
 def test_an_invalid_fingerprint_is_named_with_its_key():
-    line = pack(rank=1, call_site="train.py:5", process="process 1", fingerprint="1 nonsense", address="").encode()
-    one, _ = inspected(MINE + b"\n" + line + b"\n")
-    assert one.decision is not None
-    assert one.decision.text == (
-        "group tp of mesh 'actor': the store's key group#0/arrivals holds b'1 nonsense', which pgmesh did not write."
+    attempt, _ = judged(arrival(0) + arrival(1, fingerprint="1 nonsense"))
+    assert attempt.decision is not None
+    assert attempt.decision.text == (
+        "group tp of mesh 'actor': the store's key group/0/arrivals holds b'1 nonsense', which pgmesh did not write."
     )
-    for name, held in [
+    for name, values in [
         ("mesh", {"mesh": b"nonsense"}),
         ("mesh/fingerprints", {"mesh": b'1 {"a": 1}', "mesh/fingerprints": b"nonsense\n"}),
     ]:
+        client = MemoryClient(0, values)
+        *_, first = client.run(*register_mesh("mesh", fingerprint()))
         with pytest.raises(
             MismatchError, match=f"the store's key {name} holds b'nonsense', which pgmesh did not write"
         ):
-            drive(register_mesh("mesh", fingerprint(), listed=False), Memory(0, held))
-    with pytest.raises(
-        MismatchError, match="the store's key group/options holds b'nonsense', which pgmesh did not write"
-    ):
-        drive(publish_or_compare("group/options", fingerprint()), Memory(0, {"group/options": b"nonsense"}))
+            check_mesh(client.run, "mesh", fingerprint(), first)
+        assert "which pgmesh did not write" in Decision.unpack("", client.values["mesh/mismatch"]).text
+    client = MemoryClient()
+    with pytest.raises(MismatchError, match="key group/use/a holds b'nonsense', which pgmesh did not write"):
+        check_published(client.run, "group/mismatch", fingerprint(), b"nonsense", "group/use/a")
+    assert client.operations == [CompareSet("group/mismatch", client.values["group/mismatch"].decode())]
 
 
 def test_a_member_with_an_invalid_status_is_not_reported_as_silent():
-    memory, one = Memory(0, {status_key(1): b"nonsense"}), attempt()
-    drive(participant(one).connect(), memory)
-    assert one.decision is not None
+    client, attempt = MemoryClient(0, {status_key(1): b"nonsense"}), attempt_of()
+    participant_of(client, attempt).connect()
+    assert attempt.decision is not None
     assert (
         "\n  rank 1: the store's key pgmesh/status/1 holds b'nonsense', which pgmesh did not write\n"
-        in one.decision.text
+        in attempt.decision.text
     )
 
 
 def test_a_report_reads_every_status_and_names_invalid_ones():
-    held = {
+    values = {
         status_key(rank): RankStatus(rank, 3, "in a collective" if rank < 40 else "").pack().encode()
         for rank in range(100)
     }
-    held[status_key(7)] = b"nonsense"
+    values[status_key(7)] = b"nonsense"
+    thread = SimpleNamespace(run=lambda *operations, seconds: MemoryClient(0, values).run(*operations))
+    cache: Any = SimpleNamespace(rank=150, layout=Layout(200), heartbeat_thread=lambda: thread)
+    statuses: dict[int, RankStatus] = {}
     others: dict[int, str] = {}
-    assert drive(_read_statuses([*range(200)], others), Memory(0, held)) == 200
+    assert _read_statuses(cache, statuses, others) == ""
+    assert statuses.keys() == {*range(100)} - {7}
     assert others.pop(7) == "the store's key pgmesh/status/7 holds b'nonsense', which pgmesh did not write"
-    assert others == {
-        rank: "in a collective" if rank < 40 else "not waiting in connect" for rank in range(100) if rank != 7
-    }
-    text = str(Report("ProcessGroupMesh(200)", 150, (), {rank: others[rank] for rank in (1, 2, 50, 60)}))
-    assert text.endswith(
-        "last status of the other ranks:\n  ranks 1, 2: in a collective\n  ranks 50, 60: not waiting in connect"
-    )
+    idle = "not in connect, and in no collective"
+    assert others == {rank: "in a collective" if rank < 40 else idle for rank in range(100) if rank != 7}
+    others = {rank: others[rank] for rank in (1, 2, 50, 60)}
+    text = str(Report("ProcessGroupMesh(200)", 150, (), others))
+    assert text.endswith(f"last status of the other ranks:\n  ranks 1, 2: in a collective\n  ranks 50, 60: {idle}")
 
 
 # -- nothing is run ---------------------------------------------------------------------------------------------------
@@ -435,7 +341,7 @@ class Trap:
         return Path.touch, (self.path,)
 
 
-def test_nothing_that_is_read_is_ever_run(tmp_path, monkeypatch):
+def test_no_value_is_ever_executed(tmp_path, monkeypatch):
     path = tmp_path / "run"
 
     def trap(*arguments: object, **more: object) -> Generator[None, None, None]:
@@ -443,11 +349,11 @@ def test_nothing_that_is_read_is_ever_run(tmp_path, monkeypatch):
 
     code = f"__import__('pathlib').Path({str(path)!r}).touch()".encode()
     texts = [pickle.dumps(Trap(path), protocol) for protocol in range(5)]
-    texts += [code, b"1 " + code, b"!!python/object/apply:os.system ['true']", b'{"v": 1, "py/reduce": []}']
+    texts += [code, b"1 " + code, b"!!python/object/apply:os.system ['true']", b'{"v": 2, "py/reduce": []}']
     for name in ("eval", "exec"):
         monkeypatch.setattr(f"builtins.{name}", trap)
     for name in ("load", "loads"):
         monkeypatch.setattr(pickle, name, trap)
     for text in texts:
-        test_edges_one_by_one(text)
+        test_every_reader_accepts_unusual_values(text)
     assert not path.exists()

@@ -1,0 +1,78 @@
+"""A ``Client`` over a store in memory, on a clock that only pauses move. It takes text as a store does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pgmesh.rendezvous.operations import Add, Append, CompareSet, Operation, Read
+from pgmesh.rendezvous.protocol import ConnectAttempt, Participant
+from pgmesh.rendezvous.records import Fingerprint, PendingConnect, RankStatus, pack, status_key
+
+
+class MemoryClient:
+    """The store and the clock of one rank's call.
+
+    Args:
+        rank: the rank, for its status.
+        values: the contents of the store.
+        between: called in each pause, as another rank would act meanwhile.
+    """
+
+    def __init__(
+        self, rank: int = 0, values: dict[str, bytes] | None = None, between: Callable[[], None] = lambda: None
+    ) -> None:
+        self.rank, self.values, self.between = rank, {} if values is None else values, between
+        self.written: set[str] = set()
+        self.operations: list[Operation] = []
+        self.pauses: list[float] = []
+        self.clock = 0.0
+
+    def run(self, *operations: Operation) -> list[Any]:
+        return [self._perform(operation) for operation in operations]
+
+    def now(self) -> float:
+        return self.clock
+
+    def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.clock += max(seconds, 0.001)
+        self.between()
+
+    def set_pending(self, pending: tuple[PendingConnect, ...]) -> None:
+        self.values[status_key(self.rank)] = RankStatus(self.rank, 1, pending=pending).pack().encode()
+
+    def _perform(self, operation: Operation) -> Any:
+        self.operations.append(operation)
+        if isinstance(operation, Read):
+            return self.values.get(operation.key)
+        assert isinstance(operation, (Append, Add, CompareSet)), "nothing else is written here"
+        self.written.add(operation.key)
+        if isinstance(operation, Append):
+            self.values[operation.key] = self.values.get(operation.key, b"") + operation.value.encode()
+            return None
+        if isinstance(operation, Add):
+            count = int(self.values.get(operation.key, b"0")) + 1
+            self.values[operation.key] = b"%d" % count
+            return count
+        return self.values.setdefault(operation.key, operation.value.encode())
+
+
+def fingerprint(rank: int = 0, **fields: object) -> Fingerprint:
+    return Fingerprint(rank, fields or {"shape": [2], "timeout": 30.0}, "group tp of mesh 'actor'", "Fix it.")
+
+
+def attempt_of(rank: int = 0, key: str = "group", ranks: tuple[int, ...] = (0, 1), **fields: object) -> ConnectAttempt:
+    return ConnectAttempt(key, ranks, fingerprint(rank, **fields), "group tp", "mesh 'actor'")
+
+
+def participant_of(client: Any, *attempts: ConnectAttempt, rank: int = 0, **more: Any) -> Participant:
+    more = {"deadline": 1.0, "lost_after": 5.0, "process": f"process {rank}", **more}
+    return Participant(rank, attempts, client, f"train.py:{rank}", **more)
+
+
+def arrival(rank: int, **more: Any) -> bytes:
+    """The record of a rank's arrival, as one line."""
+    record = {"call_site": f"train.py:{rank}", "process": f"process {rank}", "address": "", **more}
+    record.setdefault("fingerprint", fingerprint(rank).encoded.decode())
+    return pack(rank=rank, **record).encode() + b"\n"
