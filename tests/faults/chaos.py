@@ -213,9 +213,9 @@ def live_through(plan: Plan, folder: Path) -> tuple[Attempt, str, Attempt, dict[
     if me in plan.alive:
         connect_and_check(bystander)
         connect_and_check(bystander, (0,))
+        with ProcessGroupMesh(-1, ranks=plan.alive, name="first") as first:  # what is made once in a process
+            connect_and_check(first)
     gc.collect()
-    with ProcessGroupMesh(-1, ranks=plan.alive, name="first") as first:  # what is made once in a process
-        connect_and_check(first)
     before = count_resources()
     mesh = ProcessGroupMesh(-1, ranks=plan.members, name="actor")
 
