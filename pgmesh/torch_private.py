@@ -101,9 +101,8 @@ on_destroy: list[Callable[[Any], None]] = []
 on_world_end: list[Callable[[str], None]] = []
 """Hooks called with the reason when torch destroys the world."""
 
-on_failure: list[Callable[[Any, BaseException], bool]] = []
-"""Hooks called with the group and the error of a collective that failed. A hook may raise a better error. It returns
-True for an error of pgmesh, which torch then does not describe."""
+on_failure: list[Callable[[Any, BaseException], None]] = []
+"""Hooks called with the group and the error of a collective that failed. A hook may raise a better error."""
 
 destroyed: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 """Groups that were destroyed, each with the error message for later uses. ``_check_and_report_destroyed`` reads it."""
@@ -145,8 +144,9 @@ def _explain_failure(function: str, *args: Any, **kwargs: Any) -> Any:
     """torch's description of a collective that raised. The hooks may raise a better error in its place."""
     error = sys.exc_info()[1]
     group = next((each for each in (*args, *kwargs.values()) if isinstance(each, dist.ProcessGroup)), None)
-    if error is not None and any(hook(group, error) for hook in on_failure):
-        return {"func_name": function}
+    if error is not None:
+        for hook in on_failure:
+            hook(group, error)
     return _describe_failure(function, *args, **kwargs)
 
 

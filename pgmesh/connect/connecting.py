@@ -134,6 +134,7 @@ class _Call:
         self.client = _Client(cache.registry.heartbeat_thread(), seconds)
         self.records: dict[str, building.GroupRecord] = {}  # by path, those to connect
         self.spellings: dict[str, list[Spelling]] = {}  # by path
+        self.attempts: dict[str, ConnectAttempt] = {}  # by path
         self.collectives = self.client.collectives
         self.met: dict[Spelling, float] = {}
 
@@ -141,6 +142,8 @@ class _Call:
         try:
             self._find_groups()
             with self.cache.connecting(self.records, self.client.deadline):
+                self._find_groups()  # another thread may have connected or released them meanwhile
+                self._discard_broken()
                 self.records = {
                     path: record for path, record in self.records.items() if path not in self.cache.connected
                 }
@@ -155,6 +158,7 @@ class _Call:
         """Find or create the groups that are not connected. If one cannot be created, all members are told."""
         failed: list[tuple[Axis, ...]] = []
         failure: BaseException | None = None
+        self.records, self.spellings = {}, {}
         for i, axes in enumerate(self.combinations):
             try:
                 record = self.cache.record(self.layout.block_of(self.cache.rank, *axes), "", {}, self.layout, axes)
@@ -171,7 +175,6 @@ class _Call:
         if failure is not None:
             self._cancel(failure, failed)
             raise failure
-        self._discard_broken()
 
     def _discard_broken(self) -> None:
         """Create the groups again that another member reported as failed after they were connected."""
@@ -194,13 +197,14 @@ class _Call:
         before = self.cache.attempts.get(record.path)
         store = record.gloo
         assert record.fingerprint is not None
-        attempt = self.cache.attempts[record.path] = ConnectAttempt(
+        decided = before is not None and before.decision is not None
+        attempt = self.attempts[record.path] = self.cache.attempts[record.path] = ConnectAttempt(
             key,
             record.ranks,
             record.fingerprint,
             record.group_label,
             record.mesh_label,
-            number=0 if before is None else before.number + 1,
+            number=0 if before is None else before.number + decided,
             address=store.address if store is not None and len(record.ranks) <= timing.LIMITS.shared_addresses else "",
             arrived_at=[] if before is None else before.arrived_at,
         )
@@ -218,33 +222,35 @@ class _Call:
             lost_after=thread.lost_after,
             mesh_mismatch_key=self.cache.identity.mismatch_key,
             pace=thread.pace,
-            warn=self.client.warnings.append,
+            warn=self._warn,
             ready=self._ready,
         )
+
+    def _warn(self, text: str) -> None:
+        """Log a text, unless it repeats an error that this rank has raised."""
+        if not any(text.endswith(error) for error in self.cache.last_errors):
+            self.client.warnings.append(text)
 
     def _cancel(self, error: BaseException, failed: Sequence[tuple[Axis, ...]]) -> None:
         """Publish that this rank cannot connect, for the groups that it did not create too."""
         self.client.interrupted = not isinstance(error, Exception)
         with contextlib.suppress(PgmeshError):  # the caller raises the first error
-            attempts = [self._attempt(record) for record in self.records.values()]
-            attempts += [self._attempt(self.cache.uncreated(self.layout, axes)) for axes in failed]
-            self._participant(attempts).cancel(error)
+            uncreated = [self.cache.uncreated(self.layout, axes) for axes in failed]
+            self._participant([self._attempt(record) for record in (*self.records.values(), *uncreated)]).cancel(error)
 
     def _connect(self) -> Connected:
-        attempts: list[ConnectAttempt] = []
         try:
-            attempts += [self._attempt(record) for record in self.records.values()]
-            self._participant(attempts).connect()
+            self._participant([self._attempt(record) for record in self.records.values()]).connect()
             self._warm_up()
         except BaseException as error:
             self.client.interrupted = True
             with contextlib.suppress(WorldError):
-                self._publish_interrupt(attempts, error)
+                self._publish_interrupt(error)
             raise
         finally:
             self.client.log()
-            self._clean_up(attempts)
-        self._raise_errors(attempts)
+            self._clean_up()
+        self._raise_errors()
         warm = {
             axes: each.done - self.client.start
             for each in self.collectives
@@ -252,9 +258,10 @@ class _Call:
         }
         return Connected(self.met, warm, self.client.operations)
 
-    def _raise_errors(self, attempts: Sequence[ConnectAttempt]) -> None:
-        errors = [failure for each in attempts if each.decision and (failure := each.decision.error())]
+    def _raise_errors(self) -> None:
+        errors = [failure for each in self.attempts.values() if each.decision and (failure := each.decision.error())]
         errors += [each.error for each in self.collectives if each.error]
+        self.cache.last_errors = set(map(str, errors))
         if errors:
             ranks_missing = any(isinstance(error, MissingRanksError) for error in errors)
             hint = self.client.thread.store_hint() if ranks_missing else ""
@@ -263,7 +270,7 @@ class _Call:
 
     def _ready(self, attempt: ConnectAttempt) -> None:
         """Start the first collective of a group whose members have all arrived."""
-        path = next(path for path, each in self.cache.attempts.items() if each is attempt)
+        path = next(path for path, each in self.attempts.items() if each is attempt)
         record = self.records[path]
         if not torch_private.is_known(record.group):
             raise LifetimeError(f"{record.label} was released while it was being connected.")
@@ -309,12 +316,12 @@ class _Call:
         if operations:
             self.client.run(*operations)
 
-    def _publish_interrupt(self, attempts: Sequence[ConnectAttempt], error: BaseException) -> None:
+    def _publish_interrupt(self, error: BaseException) -> None:
         """Publish that this rank stopped, for connected groups whose first collective is not done."""
         started = {collective.record.path for collective in self.collectives}
-        for attempt, (path, record) in zip(attempts, self.records.items()):
+        for path, attempt in self.attempts.items():
             if attempt.is_made() and path not in started:
-                self.collectives.append(self._collective(record, attempt))
+                self.collectives.append(self._collective(self.records[path], attempt))
         for collective in self.collectives:
             if not collective.done:
                 why = f"rank {self.cache.rank} stopped connecting at {self.call_site}: {error_text(error)}"
@@ -322,14 +329,17 @@ class _Call:
         if not isinstance(error, WorldError):
             self._publish_failures()
 
-    def _clean_up(self, attempts: Sequence[ConnectAttempt]) -> None:
+    def _clean_up(self) -> None:
         """Record the connected groups in the cache, and discard groups that cannot be used."""
-        for attempt, path in zip(attempts, self.records):
-            if any(each.record.path == path and each.done and not each.error for each in self.collectives):
+        done = {each.record.path for each in self.collectives if each.done and not each.error}
+        for path, attempt in self.attempts.items():
+            if self.cache.attempts.get(path) is not attempt:  # another thread released the group meanwhile
+                self.cache.leave_attempt(attempt)
+            elif path in done:
                 self.cache.connected[path] = attempt
         for collective in self.collectives:
             if collective.error is not None or not collective.done:
-                number = self.cache.attempts[collective.record.path].number
+                number = self.attempts[collective.record.path].number
                 self.cache.discard(collective.record, number, "could not be connected; ask its mesh for it anew.")
                 collective.keep_until_done()
 

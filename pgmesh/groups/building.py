@@ -32,12 +32,12 @@ class GroupRecord:
         group_label: the group in messages, such as "group dp, tp".
         mesh_label: its mesh in messages, such as "mesh 'actor'".
         call_site: the line of code that asked for it.
-        path: the part of its name after the name of its mesh; "" if there are no other members.
+        path: the part of its name after the name of its mesh; "" for groups of ``new_group`` and adopted ones.
         stores: the store that each backend reads through.
         created_by: "torch" for a group of ``new_group``, "caller" for an adopted one.
         ranks: its members in group order.
         fingerprint: the group's fingerprint on this rank; None if there are no other members.
-        finding: time and text of the reason, found last, why a collective of the group does not end.
+        finding: why a collective of the group does not end, as text, and the time until which that is recent.
     """
 
     group: dist.ProcessGroup

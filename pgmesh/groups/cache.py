@@ -79,6 +79,7 @@ class GroupCache:
         self.operations = 0  # store operations of connect
         self.connected: dict[str, ConnectAttempt] = {}  # by path of a group: its successful attempt
         self.attempts: dict[str, ConnectAttempt] = {}  # by path of a group: all its attempts
+        self.last_errors: set[str] = set()  # of the last failed call of connect, which a retry need not log
         self._meshes: weakref.WeakSet[Any] = weakref.WeakSet()  # meshes that hold references to groups
         self._records: cachetools.Cache[GroupKey, building.GroupRecord] = cachetools.Cache(math.inf)
         self._generations = naming.Generations()
@@ -444,8 +445,12 @@ class GroupCache:
         """Release the store keys of all attempts to connect some groups."""
         for path in paths:
             attempt = self.attempts.pop(path, None)
-            if attempt is not None:
-                self._clean(attempt.leave)
+            if attempt is not None and attempt.decision is not None:  # a call of connect leaves an undecided one
+                self.leave_attempt(attempt)
+
+    def leave_attempt(self, attempt: ConnectAttempt) -> None:
+        """Release the store keys of the attempts to connect one group."""
+        self._clean(attempt.leave)
 
     def _delete(self, keys: Sequence[str]) -> None:
         if keys:
@@ -471,7 +476,8 @@ class GroupCache:
                     del self._records[key]
                     self.connected.pop(record.path, None)
                     self._leave_attempts([record.path])
-                    self._generations.destroy(record.path)
+                    if record.path:  # torch names the groups of new_group
+                        self._generations.destroy(record.path)
                     reason = "was destroyed; ask its mesh for it anew."
                     self._delete(record.cancel_waits(reason))
                     teardown.mark_destroyed(record, reason)
@@ -488,7 +494,7 @@ class GroupCache:
         self._clear_caches()
         for record in self._records.values():
             record.cancel_waits(reason)
-            teardown.invalidate(record, reason)
+            torch_private.destroyed[record.group] = f"{record.label} {reason}"
             torch_private.forget_group(record.group)
         self._records.clear()
 

@@ -10,6 +10,7 @@ import contextlib
 import os
 import socket
 import stat
+import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -76,7 +77,14 @@ def find_dead(group: Endpoints) -> dict[int, Endpoint]:
     """
     if group.own is None or _refuses(group.own):
         return {}
-    return {rank: endpoint for rank, endpoint in group.members.items() if _refuses(endpoint)}
+    end = time.monotonic() + 4 * ANSWER_SECONDS
+    dead = {}
+    for rank, endpoint in group.members.items():
+        if _refuses(endpoint):
+            dead[rank] = endpoint
+        if time.monotonic() > end:  # several hosts do not answer
+            break
+    return dead
 
 
 def _refuses(endpoint: Endpoint) -> bool:

@@ -45,7 +45,7 @@ class MeshIdentity:
         self.number = 0
         self.pickled_number: int | None = None  # of an unpickled mesh where it was created
         self.registered = False  # this rank has published the fingerprint
-        self.key = ""  # prefix of the store keys, once the mesh is registered
+        self.key = ""  # prefix of the store keys, once registered; its number may be higher than ``self.number``
 
     @property
     def call(self) -> str:
@@ -82,7 +82,7 @@ class MeshIdentity:
             "ranks": describe_ranks(self.layout.ranks_in_order()),
             "size of the world": self.world_size,
         }
-        hint = "Create the same mesh on every rank, or give different meshes different names."
+        hint = "Close it on every rank and create the same mesh on all, or give different meshes different names."
         return Fingerprint(self.rank, fields, self.label, hint)
 
     @property
@@ -111,6 +111,7 @@ class MeshIdentity:
         *_, first = run(Raw("set", (meshes_key(self.rank), record)), *register_mesh(self.key, self.fingerprint))
         check_mesh(run, self.key, self.fingerprint, first)
         self.registered = True
+        registry.numbers[self.prefix] = max(registry.numbers[self.prefix], number + 1)
 
     def _number_after(self, predecessor: Mapping[str, int], run: Callable[..., list[Any]]) -> int:
         """The lowest number that the mesh can have in the place of a lost process; 0 in a process of the first hour.

@@ -43,7 +43,7 @@ class Generations:
 
     def __init__(self) -> None:
         self._released: dict[tuple[int, ...], int] = {}
-        self._destroyed: dict[str, int] = {}  # by path before it ended
+        self._destroyed: dict[str, int] = {}  # by path without its last number
 
     def release(self, ranks: tuple[int, ...]) -> None:
         """Count a release of all groups of these ranks."""
@@ -98,7 +98,7 @@ def encode_rank_set(ranks: range | tuple[int, ...]) -> str:
 
 def describe_ranks(ranks: range | tuple[int, ...]) -> str:
     """Ordered ranks for a fingerprint: all of them, or the first ones and a code that differs for other ranks."""
-    return format_ranks(ranks, 64) + (f" ({encode_ranks(ranks)})" if len(ranks) > 64 else "")
+    return format_ranks(ranks, 32) + (f" ({encode_ranks(ranks)})" if len(ranks) > 32 else "")
 
 
 @functools.lru_cache(64)

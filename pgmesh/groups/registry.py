@@ -1,6 +1,6 @@
 """The group caches of this process in each world, and their end: with the world, the process or a fork.
 
-It calls only these methods of a cache: ``forget``, ``close`` and ``end_in_child``.
+Of a cache it knows ``records``, ``forget``, ``close``, ``end_in_child`` and the attributes that name it.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ class Registry:
 
     def _find_record(self, name: str) -> building.GroupRecord | None:
         """The record of a group from its name in torch."""
-        records = (record for cache in tuple(self.caches) for record, _, _ in cache.records())
+        with registering:
+            caches = tuple(self.caches)
+        records = (record for cache in caches for record, _, _ in cache.records())
         return next((record for record in records if record.name == name), None)
 
     def leave(self, reason: str) -> None:

@@ -20,15 +20,14 @@ from pgmesh._util.formatting import name_ranks
 from pgmesh.errors import LifetimeError, MismatchError, MissingRanksError, PgmeshError
 from pgmesh.groups import building, connections
 from pgmesh.groups.building import GroupRecord
-from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.polling_store import without_frames
 
 _OF_A_CONNECTION = re.compile("connect|timeout|timed out|peer|nccl", re.IGNORECASE)
 """Words of the errors of Gloo and NCCL that a lost member may have caused. Other errors are mistakes of the caller."""
 
 
-def explain(group: Any, error: BaseException) -> bool:
-    """Raise a better error for a failed collective, if there is one. Otherwise return True for errors of pgmesh.
+def explain(group: Any, error: BaseException) -> None:
+    """Raise a better error for a failed collective, if there is one.
 
     It asks the members' listeners, and never the store.
     """
@@ -42,16 +41,14 @@ def explain(group: Any, error: BaseException) -> bool:
     if record is not None and isinstance(error, RuntimeError) and _OF_A_CONNECTION.search(str(error)):
         if record.gloo is not None and record.gloo.mismatch:
             raise MismatchError(record.gloo.mismatch) from error
-        if text := describe_dead(record) or _recent_finding(record):
+        if text := "\n".join(filter(None, (describe_dead(record), _recent_finding(record)))):
             raise MissingRanksError(text) from error
-    return False
 
 
 def _recent_finding(record: GroupRecord) -> str:
     """The reason why a collective of the group did not end, if it was found a moment ago."""
-    found_at, text = record.finding
-    recent = time.monotonic() - found_at < 2 * timing.TIMING.heartbeat
-    return text if recent else ""
+    recent_until, text = record.finding
+    return text if time.monotonic() < recent_until else ""
 
 
 torch_private.on_failure.append(explain)

@@ -57,7 +57,7 @@ class Watch:
                 f"{name_ranks(lost or absent)} {'sent no heartbeat' if lost else 'did not reach the first collective'}"
             )
             reason = "".join([what, *(f"\n  {line}" for line in (lost or absent).values() if line)])
-            record.finding = (time.monotonic(), f"{record.label}: {reason}")
+            record.finding = (time.monotonic() + self._heartbeats.lost_after / 2, f"{record.label}: {reason}")
             once = (collective.name, collective.number)
             if once not in self._logged and (lost or collective.seconds >= timing.TIMING.warn_after):
                 self._logged.add(once)

@@ -73,6 +73,8 @@ def can_be_repeated(operation: Operation) -> bool:
 
     A repeated arrival has the same content, and a counter of arrivals that is too high makes a rank read them early.
     """
+    if isinstance(operation, Add):
+        return not operation.key.endswith("/left")
     return not isinstance(operation, Raw) or operation.operation in ("set", "check", "get")
 
 

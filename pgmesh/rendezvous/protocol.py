@@ -166,7 +166,7 @@ class ConnectAttempt:
 
     def leave(self, run: Callable[..., list[Any]]) -> None:
         """Release the keys of all attempts. The last of the members that arrived at one deletes its keys."""
-        for number in self.arrived_at:
+        for number in dict.fromkeys(self.arrived_at):
             name = f"{self.key}/{number}"
             left, arrived = run(Add(f"{name}/left"), Read(f"{name}/count"))
             if left >= int(arrived or b"0"):

@@ -104,17 +104,19 @@ class Fingerprint:
         mine = self.encoded.partition(b" ")[2]
         if all(encoded.partition(b" ")[2] == mine for encoded in seen):
             return None
-        fields_by_rank = {self.rank: dict(self.fields)}
+        fields_by_rank: dict[tuple[int, str], dict[str, Any]] = {(self.rank, ""): dict(self.fields)}
         for encoded in seen:
             decoded = decode_fingerprint(encoded)
             if decoded is None:
                 return f"{self.subject}: {foreign_value(key, encoded)}."
-            fields_by_rank[decoded[0]] = decoded[1]
+            rank, fields = decoded
+            other = " (another process)" if rank == self.rank and fields != self.fields else ""
+            fields_by_rank[rank, other] = fields
         lines = []
         for name in sorted({*self.fields, *(name for fields in fields_by_rank.values() for name in fields)}):
-            holders: dict[str, list[int]] = {}
-            for holder, fields in sorted(fields_by_rank.items()):
-                holders.setdefault(_format_field(fields.get(name)), []).append(holder)
+            holders: dict[str, list[str]] = {}
+            for (rank, other), fields in sorted(fields_by_rank.items(), key=lambda item: item[0]):
+                holders.setdefault(_format_field(fields.get(name)), []).append(f"{rank}{other}")
             if len(holders) > 1:
                 lines.append(f"\n  {name}: " + ", ".join(f"{value} on {name_ranks(r)}" for value, r in holders.items()))
         return f"{self.subject} is not the same on all ranks:{''.join(lines)}\n\n{self.hint}"
@@ -130,7 +132,7 @@ def decode_fingerprint(encoded: bytes) -> tuple[int, dict[str, Any]] | None:
 
 
 def _format_field(value: Any) -> str:
-    text = "none" if value is None else str(value)[:200]
+    text = "none" if value is None else str(value)[:500]
     return f"({text})" if ", " in text and text[0].isdigit() else text
 
 

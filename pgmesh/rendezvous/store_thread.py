@@ -10,12 +10,14 @@ own, so that no wait inside torch delays a heartbeat. A connection that breaks i
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import secrets
 import socket
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -28,6 +30,8 @@ from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Delete, Operation, Raw, can_be_repeated, perform
 from pgmesh.rendezvous.records import PendingConnect, RankStatus, RunningCollective, status_key
 from pgmesh.rendezvous.world_name import REPLACED, current_world, enter_world, leave_world, left_worlds
+
+log = logging.getLogger("pgmesh")
 
 _AFTER_FAILURE = "Connected groups continue to work. No group can be connected without the store."
 
@@ -131,7 +135,8 @@ class StoreThread:
         self._queue = _Queue()
         self._heartbeat_due = math.inf
         self._heartbeats = 0
-        self._activity = self._reason = ""
+        self._activities: dict[int, str] = {}  # by thread
+        self._reason = ""
         self._pending: dict[int, tuple[PendingConnect, ...]] = {}  # by thread
         self._store: Any = None  # with this world's prefix; None before the first operation and after a failure
         self._wants_own_connection = self._has_own_connection = False
@@ -211,7 +216,7 @@ class StoreThread:
 
     def set_status(self, activity: str) -> None:
         """Publish the activity of this process; "" for none. Returns at once."""
-        self._activity = activity
+        self._activities[threading.get_ident()] = activity
         self._wants_own_connection = True
         self._publish_soon()
 
@@ -283,11 +288,24 @@ class StoreThread:
         return RankStatus(
             self._rank,
             self._heartbeats,
-            self._activity,
+            "; ".join(filter(None, tuple(self._activities.values()))),
             pending[: timing.LIMITS.statuses],
-            () if self._reason else self.look(self._perform),
+            () if self._reason else self._look(),
             self._reason,
         )
+
+    def _look(self) -> tuple[RunningCollective, ...]:
+        """The running collectives. An error in looking for them must not stop the heartbeats, so it is logged once."""
+        try:
+            return self.look(self._perform)
+        except WorldError:
+            return ()
+        except Exception:
+            self.look = lambda perform: ()
+            error = traceback.format_exc()
+            text = "running collectives are not reported any more: %s"
+            threading.Thread(target=log.warning, args=(text, error), name="pgmesh-warning", daemon=True).start()
+            return ()
 
     def _leave(self) -> None:
         """Publish the reason for the end. The last rank to leave deletes the keys of this world."""

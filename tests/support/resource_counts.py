@@ -7,6 +7,7 @@ import ctypes
 import gc
 import os
 
+from pgmesh.groups import teardown
 from tests.support.torch_tables import table_sizes
 
 CAN_COUNT = os.path.isdir("/proc/self/fd")
@@ -17,8 +18,10 @@ PF_EXITING = 4
 
 
 def count_resources() -> dict[str, int]:
-    """Numbers of descriptors, threads and entries of torch's tables."""
+    """Numbers of unfinished collectives, descriptors, threads and entries of torch's tables."""
+    teardown.free_finished()
     return {
+        "unfinished": len(teardown._kept),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": count_threads(),
         **table_sizes(),
