@@ -498,7 +498,8 @@ def test_one_cannot_give_up_as_another_succeeds():
         for tries in zip(*outcomes):
             assert len({failed.kind for failed, _ in tries[:3]}) == 1, tries
             made += not tries[0][0].kind
-            assert not tries[3][0].kind  # with the others, or with their retry
+            # Rank 3 connects with the others or with their retry, or it arrived as they decided and fails with them.
+            assert tries[3][0].kind in {"", tries[0][0].kind}, tries
             assert all(failed.took < 0.2 + SLACK for failed, _ in tries)
             assert not any(again.kind for _, again in tries)
         print(f"made {made} of {len(outcomes[0])}")
