@@ -403,6 +403,8 @@ class _RaisingStore(dist.Store):
 
 
 _device_of_destroyed: list[Any] = []  # one for all destroyed groups: they never connect
+_stores_of_destroyed: weakref.WeakKeyDictionary[Any, _RaisingStore] = weakref.WeakKeyDictionary()
+"""By destroyed group, the store of its backend, which keeps only the C++ part of it alive."""
 
 
 def invalidate(group: Any, text: str) -> None:
@@ -410,7 +412,7 @@ def invalidate(group: Any, text: str) -> None:
     destroyed[group] = text
     backend: Any = group._get_backend(group._device_types[0])
     gloo: Any = getattr(dist, "ProcessGroupGloo", None)
-    if isinstance(backend, _FakeBackend) or gloo is None:
+    if gloo is None:
         if not hasattr(_FakeBackend.Options, "error_on_collective"):
             return  # only ``torch.distributed`` raises the error
         settings = _FakeBackend.Options()
@@ -421,7 +423,8 @@ def invalidate(group: Any, text: str) -> None:
             _device_of_destroyed.append(gloo.create_device(hostname="127.0.0.1", lazy_init=True))
         settings = gloo._Options()
         settings._devices, settings._threads, settings._timeout = _device_of_destroyed, 1, timedelta(milliseconds=100)
-        backend = gloo(_RaisingStore(text), 0, 2, settings)
+        store = _stores_of_destroyed[group] = _RaisingStore(text)
+        backend = gloo(store, 0, 2, settings)
     # torch ignores a second backend of the same type, so use UNDEFINED, which no group of pgmesh has.
     for device in group._device_types:
         group._register_backend(device, dist.ProcessGroup.BackendType.UNDEFINED, backend)

@@ -29,7 +29,7 @@ from pgmesh.rendezvous.client import CallClient
 from pgmesh.rendezvous.operations import Read
 from pgmesh.rendezvous.protocol import ConnectAttempt, Participant, pauses
 from pgmesh.rendezvous.records import error_text
-from pgmesh.rendezvous.store_thread import process_label
+from pgmesh.rendezvous.store_thread import StoreThread, process_label
 
 if TYPE_CHECKING:
     from pgmesh.layout import Axis, Layout
@@ -90,6 +90,39 @@ def connect(
         return call.run(progress)
 
 
+class _Client(CallClient):
+    """The store and the clock of one call. Its pauses log warnings and poll the first collectives.
+
+    It does not refer to the call: the collectives hold groups, and a reference cycle would keep them until the next
+    garbage collection.
+    """
+
+    def __init__(self, thread: StoreThread, seconds: float) -> None:
+        super().__init__(thread, seconds)
+        self.collectives: list[FirstCollective] = []
+        self.warnings: list[str] = []
+        self.advance: Callable[[], None] = lambda: None
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+        self.log()
+        self.poll()
+        super().sleep(seconds)
+
+    def log(self) -> None:
+        """Log the warnings."""
+        while self.warnings:
+            log.warning("%s", self.warnings.pop(0))
+
+    def poll(self) -> list[FirstCollective]:
+        """Poll the first collectives; return those that still run."""
+        running = [collective for collective in self.collectives if collective.is_running()]
+        for collective in running:
+            if collective.poll():
+                self.advance()
+        return [collective for collective in running if collective.is_running()]
+
+
 class _Call:
     """One call of ``connect`` on one rank: its attempts, and the first collective of each connected group."""
 
@@ -98,13 +131,11 @@ class _Call:
     ) -> None:
         self.cache, self.layout, self.combinations, self.seconds = cache, layout, combinations, seconds
         self.call_site = call_site()
-        self.client = CallClient(cache.heartbeat_thread(), seconds, self._between)
+        self.client = _Client(cache.registry.heartbeat_thread(), seconds)
         self.records: dict[str, building.GroupRecord] = {}  # by path, those to connect
         self.spellings: dict[str, list[Spelling]] = {}  # by path
-        self.collectives: list[FirstCollective] = []
+        self.collectives = self.client.collectives
         self.met: dict[Spelling, float] = {}
-        self.warnings: list[str] = []
-        self.advance: Callable[[], None] = lambda: None
 
     def run(self, progress: bool) -> Connected:
         try:
@@ -115,7 +146,7 @@ class _Call:
                 }
                 if not self.records:
                     return Connected()
-                with _progress_bar(len(self.records), progress) as self.advance:
+                with _progress_bar(len(self.records), progress) as self.client.advance:
                     return self._connect()
         finally:
             self.cache.operations += self.client.operations
@@ -187,7 +218,7 @@ class _Call:
             lost_after=thread.lost_after,
             mesh_mismatch_key=self.cache.identity.mismatch_key,
             pace=thread.pace,
-            warn=self.warnings.append,
+            warn=self.client.warnings.append,
             ready=self._ready,
         )
 
@@ -211,7 +242,7 @@ class _Call:
                 self._publish_interrupt(attempts, error)
             raise
         finally:
-            self._log()
+            self.client.log()
             self._clean_up(attempts)
         self._raise_errors(attempts)
         warm = {
@@ -260,7 +291,7 @@ class _Call:
         deadline = max(self.client.deadline, time.monotonic() + thread.lost_after + 1.0)
         inspection = time.monotonic() + timing.TIMING.inspection
         for pause in pauses():
-            running = self._poll()
+            running = self.client.poll()
             if not running:
                 break
             now = time.monotonic()
@@ -290,22 +321,6 @@ class _Call:
                 collective.fail(f"was cancelled because {why}")
         if not isinstance(error, WorldError):
             self._publish_failures()
-
-    def _between(self) -> None:
-        self._log()
-        self._poll()
-
-    def _log(self) -> None:
-        while self.warnings:
-            log.warning("%s", self.warnings.pop(0))
-
-    def _poll(self) -> list[FirstCollective]:
-        """Poll the first collectives; return those that still run."""
-        running = [collective for collective in self.collectives if collective.is_running()]
-        for collective in running:
-            if collective.poll():
-                self.advance()
-        return [collective for collective in running if collective.is_running()]
 
     def _clean_up(self, attempts: Sequence[ConnectAttempt]) -> None:
         """Record the connected groups in the cache, and discard groups that cannot be used."""

@@ -37,6 +37,7 @@ class FirstCollective:
         self._work: Any = None
         self._failure: Exception | None = None  # raised by torch
         self._failed_at = 0.0
+        self._dead = ""  # message about members whose listeners refused a connection then
         self._heartbeats = Heartbeats(lost_after)
 
     def start(self) -> None:
@@ -66,8 +67,7 @@ class FirstCollective:
             return False
         except Exception as error:
             self._failure, self._failed_at = error.with_traceback(None), time.monotonic()
-            if text := teardown.describe_dead(self.record):
-                self.error = MissingRanksError(f"{text}\nThe group was in its first collective.")
+            self._dead = teardown.describe_dead(self.record)
             return False
         size = self.record.group.size()
         if total != size:
@@ -83,7 +83,7 @@ class FirstCollective:
         return [Read(self.broken_key), *(Read(status_key(rank)) for rank in self._others)]
 
     def inspect(self, broken: bytes | None, *statuses: bytes | None) -> None:
-        """Fail if another member failed or is lost, or if torch reported an error a while ago and no member is lost."""
+        """Fail if another member failed, is lost or dead, or if torch reported an error a while ago and none is."""
         if broken is not None:
             self.error, self._published = Decision.unpack(self.broken_key, broken).error(), True
             return
@@ -99,6 +99,8 @@ class FirstCollective:
                 f"{self.record.label}: {name_ranks(lost)} arrived, and then failed in the first collective."
                 f"{''.join(lost.values())}"
             )
+        elif self._dead:
+            self.error = MissingRanksError(f"{self._dead}\nThe group was in its first collective.")
         elif self._failure is not None and now - self._failed_at >= self._heartbeats.lost_after + 1.0:
             self.fail(f"failed: {str(self._failure).splitlines()[0]}")
 

@@ -145,7 +145,7 @@ def _read_statuses(cache: GroupCache, statuses: dict[int, RankStatus], others: d
         if start and left < 0.2:
             return f"and {len(ranks) - start} more ranks, too many to read in a second"
         try:
-            texts = cache.heartbeat_thread().run(*(Read(status_key(rank)) for rank in some), seconds=left)
+            texts = cache.registry.heartbeat_thread().run(*(Read(status_key(rank)) for rank in some), seconds=left)
         except WorldError as error:
             return str(error)
         for rank, text in zip(some, texts):

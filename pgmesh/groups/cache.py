@@ -38,7 +38,6 @@ from pgmesh.rendezvous.operations import Delete
 from pgmesh.rendezvous.polling_store import ASKED_FOR, PollingStore
 from pgmesh.rendezvous.protocol import ConnectAttempt
 from pgmesh.rendezvous.records import Fingerprint
-from pgmesh.rendezvous.store_thread import StoreThread
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -354,10 +353,6 @@ class GroupCache:
     def is_fake(self) -> bool:
         """True in a fake world, which has no other processes."""
         return backends_of(self.registry.options.backend).fake
-
-    def heartbeat_thread(self) -> StoreThread:
-        """The store thread of this process, with its heartbeat started."""
-        return self.registry.heartbeat_thread()
 
     @contextlib.contextmanager
     def connecting(self, paths: Iterable[str], deadline: float) -> Iterator[None]:

@@ -70,7 +70,7 @@ def shut_down(groups: Iterable[Endpoints]) -> int:
 
 
 def find_dead(group: Endpoints) -> dict[int, Endpoint]:
-    """The members whose listeners refuse a connection: their processes have ended.
+    """The members whose listeners refuse a connection: their processes have ended, or freed the group.
 
     If this rank's own listener cannot be reached either, the addresses mean something else, and none is named.
     """

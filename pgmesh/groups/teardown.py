@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import re
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -22,6 +23,9 @@ from pgmesh.groups.building import GroupRecord
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.polling_store import without_frames
 
+_OF_A_CONNECTION = re.compile("connect|timeout|timed out|peer|nccl", re.IGNORECASE)
+"""Words of the errors of Gloo and NCCL that a lost member may have caused. Other errors are mistakes of the caller."""
+
 
 def explain(group: Any, error: BaseException) -> bool:
     """Raise a better error for a failed collective, if there is one. Otherwise return True for errors of pgmesh.
@@ -35,7 +39,7 @@ def explain(group: Any, error: BaseException) -> bool:
     if group is not None and group in torch_private.destroyed:
         raise LifetimeError(torch_private.destroyed[group]) from error
     record = None if group is None else building.record_of(group)
-    if record is not None and isinstance(error, RuntimeError):
+    if record is not None and isinstance(error, RuntimeError) and _OF_A_CONNECTION.search(str(error)):
         if record.gloo is not None and record.gloo.mismatch:
             raise MismatchError(record.gloo.mismatch) from error
         if text := describe_dead(record) or _recent_finding(record):
@@ -54,12 +58,12 @@ torch_private.on_failure.append(explain)
 
 
 def describe_dead(record: GroupRecord) -> str:
-    """Message about the members of a Gloo group whose processes have ended; "" for none."""
+    """Message about the members of a Gloo group whose processes ended or destroyed the group; "" for none."""
     dead = connections.find_dead(record.endpoints())
     lines = [
         f"\n  rank {rank}: its listener at {host}:{port} refuses connections" for rank, (host, port) in dead.items()
     ]
-    return f"{record.label}: {name_ranks(dead)} ended:{''.join(lines)}" if dead else ""
+    return f"{record.label}: {name_ranks(dead)} ended, or destroyed the group:{''.join(lines)}" if dead else ""
 
 
 def destroy(ended: Iterable[GroupRecord], reason: str, *, abort: bool = False, at_exit: bool = False) -> None:

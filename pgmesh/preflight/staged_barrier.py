@@ -40,7 +40,7 @@ class StagedBarrier:
         self.rank, self.size = world_rank_and_size()
         self.subject, self.seconds, self.hint = subject, seconds, hint
         self.cache = GroupCache(f"all ranks of {subject}", Layout(self.size), subject)
-        self.store_thread = self.cache.heartbeat_thread()
+        self.store_thread = self.cache.registry.heartbeat_thread()
         self._prefix = self.cache.identity.group_name("barrier")
         self._stages = itertools.count()
         self._stage = ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 from pgmesh.rendezvous import timing
@@ -18,11 +17,10 @@ class CallClient:
     Args:
         thread: the store thread.
         seconds: the deadline, from now on.
-        between: called in each pause.
     """
 
-    def __init__(self, thread: StoreThread, seconds: float, between: Callable[[], None] = lambda: None) -> None:
-        self.thread, self.between = thread, between
+    def __init__(self, thread: StoreThread, seconds: float) -> None:
+        self.thread = thread
         self.start = time.monotonic()
         self.deadline = self.start + seconds
         self.operations = 0
@@ -50,7 +48,6 @@ class CallClient:
 
     def sleep(self, seconds: float) -> None:
         """Wait."""
-        self.between()
         time.sleep(seconds)
 
     def set_pending(self, pending: tuple[PendingConnect, ...]) -> None:

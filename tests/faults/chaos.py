@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import dataclasses
 import gc
 import itertools
 import json
@@ -32,18 +31,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh, launch
-from pgmesh.connect import connecting
+from pgmesh.connect.first_collective import FirstCollective
 from pgmesh.groups.world import world_store
 from pgmesh.launch import StoreProcess
 from pgmesh.launch.processes import PRELOAD
-from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.protocol import Add
+from pgmesh.rendezvous.protocol import Participant
 from tests.support import faults
 from tests.support.faults import (
     BEAT,
@@ -184,20 +181,14 @@ def suffer_it(plan: Plan, folder: Path) -> None:
 def at_its_phase(plan: Plan, folder: Path) -> Iterator[None]:
     """Have the fault strike at its moment, once."""
     once = iter([True])
-    count, timeout = connecting._Call._count_operation, connecting._Call._timeout
-    start = connecting._FirstCollective.start
-    asked: list[Any] = []
+    wait, start = Participant._wait_for_decisions, FirstCollective.start
 
-    def counted(call: Any, step: Any) -> None:
-        asked[:] = [step]
-        count(call, step)
-
-    def timed(call: Any) -> float:  # before each batch of one operation, after the answer to the last one
-        if plan.case.phase == "after arriving" and isinstance(next(iter(asked), None), Add) and next(once, False):
+    def waited(participant: Participant) -> None:
+        if plan.case.phase == "after arriving" and next(once, False):
             strike(plan, folder)
-        return timeout(call)
+        wait(participant)
 
-    def started(collective: Any) -> None:
+    def started(collective: FirstCollective) -> None:
         if plan.case.phase == "after the decision" and next(once, False):
             strike(plan, folder)
         start(collective)
@@ -205,10 +196,8 @@ def at_its_phase(plan: Plan, folder: Path) -> Iterator[None]:
             strike(plan, folder)
 
     with (
-        mock.patch.object(timing, "TIMING", dataclasses.replace(timing.TIMING, batch=0.0)),
-        mock.patch.object(connecting._Call, "_count_operation", counted),
-        mock.patch.object(connecting._Call, "_timeout", timed),
-        mock.patch.object(connecting._FirstCollective, "start", started),
+        mock.patch.object(Participant, "_wait_for_decisions", waited),
+        mock.patch.object(FirstCollective, "start", started),
     ):
         yield
 
@@ -224,6 +213,8 @@ def live_through(plan: Plan, folder: Path) -> tuple[Attempt, str, Attempt, dict[
     if me in plan.alive:
         connect_and_check(bystander)
         connect_and_check(bystander, (0,))
+        with ProcessGroupMesh(-1, ranks=plan.alive, name="first") as first:  # what is made once in a process
+            connect_and_check(first)
     gc.collect()
     before = count_resources()
     mesh = ProcessGroupMesh(-1, ranks=plan.members, name="actor")

@@ -1,0 +1,521 @@
+"""Connections of groups and of the store: what fails on them, what shuts them down, and what then still works."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pgmesh import ProcessGroupMesh
+from pgmesh.groups import building
+from pgmesh.launch import StoreProcess
+from tests.support.fake_world import fake_rank
+from tests.support.faults import (
+    LONG_TIMEOUT,
+    SLACK,
+    WAIT_TIMEOUT,
+    Attempt,
+    attempt,
+    beat_fast,
+    beat_fast_with_bystander,
+    connect_and_check,
+    results,
+    set_flag,
+    wait_for_flag,
+    wait_until,
+)
+from tests.support.resource_counts import CAN_COUNT, count_resources
+from tests.support.worlds import STARVED, check_sums, fresh_world, groups_of, world
+
+SHORT = 10.0 if STARVED else 0.6  # seconds; the timeout of a group in which a collective fails
+
+
+# ---- an old failure explains no later error ----
+
+
+def wrong_shapes(group: dist.ProcessGroup) -> None:
+    dist.all_gather([torch.ones(2)], torch.ones(3), group=group)
+
+
+def one_receive_fails() -> tuple[Attempt, float, list[Attempt]]:
+    """Rank 0 waits in vain for rank 2. Then it receives from rank 1, and makes mistakes of other kinds."""
+    bystander = beat_fast_with_bystander()
+    mesh = ProcessGroupMesh(3, name="actor")
+    mesh.configure(0, timeout=timedelta(seconds=SHORT))
+    group, value = mesh.group(), torch.full((1,), float(dist.get_rank()))
+    failed = attempt(lambda: dist.recv(value, src=2, group=group) if mesh.rank == 0 else None)
+    dist.barrier()
+    if mesh.rank == 0:
+        dist.recv(value, src=1, group=group)
+    elif mesh.rank == 1:
+        dist.send(value, dst=0, group=group)
+    later = [attempt(lambda: wrong_shapes(group))]
+    dist.barrier()
+    if mesh.rank == 0:
+        later.append(attempt(lambda: dist.recv(value, src=1, group=group)))
+    check_sums(groups_of(bystander))
+    return failed, value.item(), later
+
+
+def test_a_receive_that_failed_explains_no_later_error_of_its_group():
+    with fresh_world(3) as own:
+        seen = results(own.outcomes(one_receive_fails))
+    failed, value, later = seen[0]
+    print(failed, later)
+    assert failed.kind == "MissingRanksError"
+    assert "did not reach the first collective" in failed.text
+    assert value == 1.0
+    assert later[1].kind == "RuntimeError"
+    assert "Timed out waiting" in later[1].text
+    for *_, (mistake, *_) in seen:
+        assert mistake.kind == "RuntimeError"
+        assert "invalid output tensor list" in mistake.text
+
+
+def one_comes_late(folder: Path) -> tuple[str, Attempt]:
+    """Rank 0 finds out why its first collective does not end. It ends, and rank 0 makes a mistake at once."""
+    beat_fast()
+    mesh = ProcessGroupMesh(2, name="actor")
+    group = mesh.group()
+    record = building.record_of(group)
+    assert record is not None
+
+    def watch() -> None:
+        wait_until(lambda: record.finding[1], "the reason why the collective does not end")
+        set_flag(folder, "found")
+
+    if mesh.rank == 0:
+        threading.Thread(target=watch, daemon=True).start()
+    else:
+        wait_for_flag(folder, "found")
+    dist.all_reduce(torch.ones(1), group=group)
+    mistake = attempt(lambda: wrong_shapes(group))
+    check_sums(groups_of(mesh))
+    return record.finding[1], mistake
+
+
+def test_the_reason_why_a_collective_took_long_explains_no_later_mistake(tmp_path: Path):
+    with fresh_world(2) as own:
+        seen = results(own.outcomes(one_comes_late, tmp_path))
+    assert "rank 1 did not reach the first collective" in seen[0][0]
+    for _, mistake in seen:
+        print(mistake)
+        assert mistake.kind == "RuntimeError"
+        assert "invalid output tensor list" in mistake.text
+
+
+# ---- release and close ----
+
+
+def connections() -> set[tuple[int, int]]:
+    """Both ports of each TCP connection of this process."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(number))) as each:
+            if each.family in (socket.AF_INET, socket.AF_INET6):
+                found.add((each.getsockname()[1], each.getpeername()[1]))
+    return found
+
+
+def one_lets_go(folder: Path, how: str) -> tuple[Attempt, float]:
+    """Rank 2 does not enter a collective. Rank 1 waits for it, and rank 0 for rank 1. A thread of rank 1 lets go."""
+    bystander = beat_fast_with_bystander()
+    mesh = ProcessGroupMesh(3, name="actor")
+    before = connections()
+    mesh.connect(timeout=LONG_TIMEOUT)
+    group = mesh.group()
+    record = building.record_of(group)
+    assert record is not None
+    listener = record.endpoints().own
+    assert listener is not None
+    check_sums(groups_of(mesh))
+    of_the_group = connections() - before
+    assert len(of_the_group) >= 2
+    let_go = [0.0]
+
+    def act() -> None:
+        wait_until(lambda: mesh.report().running, "the collective")
+        set_flag(folder, f"in {mesh.rank}")
+        if mesh.rank == 1:
+            wait_for_flag(folder, "in 0")
+            let_go[0] = time.monotonic()
+            mesh.release() if how == "release" else mesh.close()
+
+    actor = threading.Thread(target=act, daemon=True)
+    if mesh.rank < 2:
+        actor.start()
+        failed = attempt(lambda: dist.all_reduce(torch.ones(1), group=group))
+        actor.join(WAIT_TIMEOUT)
+    else:
+        failed = attempt(lambda: None)
+    set_flag(folder, f"out {mesh.rank}")
+    for rank in range(2):
+        wait_for_flag(folder, f"out {rank}")
+    check_sums(groups_of(bystander))
+    if mesh.rank != 1:
+        mesh.release() if how == "release" else mesh.close()
+    wait_until(
+        lambda: not connections() & of_the_group, "the end of the group's connections, although the group is held"
+    )
+    socket.create_connection(listener, WAIT_TIMEOUT).close()
+    assert group.rank() == mesh.rank
+    if how == "close":
+        mesh = ProcessGroupMesh(3, name="actor")
+    dist.barrier(bystander.group())
+    connect_and_check(mesh, 0)
+    check_sums(groups_of(bystander))
+    return failed, let_go[0]
+
+
+@pytest.mark.skipif(not CAN_COUNT, reason="reads /proc")
+@pytest.mark.parametrize("how", ["release", "close"])
+def test_a_group_that_is_let_go_ends_blocked_collectives_here_and_on_its_members(tmp_path: Path, how: str):
+    with fresh_world(3) as own:
+        seen = results(own.outcomes(one_lets_go, tmp_path, how))
+    (theirs, _), (mine, when), _ = seen
+    print(mine, mine.end - when, theirs, theirs.end - when)
+    assert mine.kind == "LifetimeError"
+    assert f"group 0 of mesh 'actor' was {how}d at test_connections.py:" in mine.text
+    assert theirs.kind == "RuntimeError"
+    assert "Connection closed by peer" in theirs.text
+    assert max(mine.end, theirs.end) - when < 1.0 + SLACK
+
+
+# ---- close at once ----
+
+
+def expect(tensor: torch.Tensor, value: float) -> None:
+    assert (tensor == value).all(), f"{tensor.unique()} is not {value}"
+
+
+def all_reduce(group: dist.ProcessGroup, rank: int) -> None:
+    total = torch.full((1000,), 2.0**rank)
+    dist.all_reduce(total, group=group)
+    expect(total, 15)
+
+
+def broadcast(group: dist.ProcessGroup, rank: int) -> None:
+    value = torch.full((100_000,), float(rank))
+    dist.broadcast(value, 1, group=group)
+    expect(value, 1)
+
+
+def all_gather(group: dist.ProcessGroup, rank: int) -> None:
+    parts = [torch.zeros(3000) for _ in range(4)]
+    dist.all_gather(parts, torch.full((3000,), float(rank)), group=group)
+    for i, part in enumerate(parts):
+        expect(part, i)
+
+
+def reduce(group: dist.ProcessGroup, rank: int) -> None:
+    total = torch.full((5000,), 2.0**rank)
+    dist.reduce(total, 2, group=group)
+    if rank == 2:
+        expect(total, 15)
+
+
+def gather(group: dist.ProcessGroup, rank: int) -> None:
+    parts = [torch.zeros(3000) for _ in range(4)] if rank == 3 else None
+    dist.gather(torch.full((3000,), float(rank)), parts, dst=3, group=group)
+    for i, part in enumerate(parts or ()):
+        expect(part, i)
+
+
+def scatter(group: dist.ProcessGroup, rank: int) -> None:
+    part = torch.zeros(70_000)
+    parts = [torch.full((70_000,), float(i)) for i in range(4)] if rank == 0 else None
+    dist.scatter(part, parts, src=0, group=group)
+    expect(part, rank)
+
+
+def all_to_all(group: dist.ProcessGroup, rank: int) -> None:
+    parts = torch.zeros(4)
+    dist.all_to_all_single(parts, torch.full((4,), float(rank)), group=group)
+    assert parts.tolist() == [0, 1, 2, 3]
+
+
+def barrier(group: dist.ProcessGroup, rank: int) -> None:
+    dist.barrier(group=group)
+
+
+def reduce_scatter(group: dist.ProcessGroup, rank: int) -> None:
+    part = torch.zeros(10)
+    dist.reduce_scatter(part, [torch.full((10,), 2.0**rank)] * 4, group=group)
+    expect(part, 15)
+
+
+def send_and_receive(group: dist.ProcessGroup, rank: int) -> None:
+    value = torch.full((200_000,), float(rank))
+    if rank < 2:
+        dist.send(value, rank + 2, group=group)
+    else:
+        dist.recv(value, rank - 2, group=group)
+        expect(value, rank - 2)
+
+
+def all_gather_object(group: dist.ProcessGroup, rank: int) -> None:
+    parts: list[Any] = [None] * 4
+    dist.all_gather_object(parts, ("x" * 5000, rank), group=group)
+    assert [number for _, number in parts] == [0, 1, 2, 3]
+
+
+COLLECTIVES: list[Callable[[dist.ProcessGroup, int], None]] = [
+    all_reduce,
+    broadcast,
+    all_gather,
+    reduce,
+    gather,
+    scatter,
+    all_to_all,
+    barrier,
+    reduce_scatter,
+    send_and_receive,
+    all_gather_object,
+]
+
+
+def close_at_once(times: int, seed: int) -> tuple[list[str], dict[str, int], dict[str, int]]:
+    """Each rank closes its mesh as soon as its part of a collective is done, and one of them is slow."""
+    bystander = beat_fast_with_bystander()
+    chance, rank, lost = random.Random(seed), dist.get_rank(), []
+    for number in range(times):
+        collective, slow = COLLECTIVES[number % len(COLLECTIVES)], chance.randrange(4)
+        delay, is_first = chance.choice([0.0, 0.001, 0.004, 0.01]), chance.random() < 0.5
+        mesh = ProcessGroupMesh(4, name="actor")
+        group = mesh.group()
+        if not is_first:
+            dist.barrier(group=group)
+        if rank == slow:
+            time.sleep(delay)  # the chance that the test takes
+        failed = attempt(lambda collective=collective, group=group: collective(group, rank))
+        if failed.kind:
+            lost.append(f"{number} {collective.__name__}, rank {slow} slow by {delay} s, first {is_first}: {failed}")
+        if rank == slow:
+            time.sleep(delay)
+        mesh.close()
+        del group
+        if number == 2 * len(COLLECTIVES) - 1:
+            early = settled_resources()
+    late = settled_resources()
+    check_sums(groups_of(bystander))
+    return lost, early, late
+
+
+def settled_resources() -> dict[str, int]:
+    """The resources of this process, once two looks agree: Gloo ends threads and connections in threads of its own."""
+    seen = [count_resources()]
+
+    def is_settled() -> bool:
+        gc.collect()
+        seen.append(count_resources())
+        return seen[-1] == seen[-2]
+
+    wait_until(is_settled, "a constant number of resources")
+    return seen[-1]
+
+
+@pytest.mark.skipif(not CAN_COUNT, reason="counts in /proc")
+@pytest.mark.parametrize("times", [110, pytest.param(1000, marks=pytest.mark.long)])
+def test_a_mesh_may_be_closed_as_soon_as_this_ranks_part_is_done(times: int):
+    """What was sent still arrives on the members that are slower."""
+    seed = 5
+    print("seed", seed)
+    with fresh_world(4) as own:
+        for lost, early, late in results(own.outcomes(close_at_once, times, seed)):
+            assert lost == []
+            assert late == early
+
+
+# ---- the methods of a group that is gone ----
+
+
+def own_methods(group: Any, peer: int) -> dict[str, Callable[[], Any]]:
+    value = torch.ones(2)
+    return {
+        "allreduce": lambda: group.allreduce([value]).wait(),
+        "broadcast": lambda: group.broadcast(value, 0).wait(),
+        "barrier": lambda: group.barrier().wait(),
+        "allgather": lambda: group.allgather([[torch.ones(2)] * group.size()], [value]).wait(),
+        "send": lambda: group.send([value], peer, 0).wait(),
+        "recv": lambda: group.recv([value], peer, 0).wait(),
+    }
+
+
+def use_own_methods(axis: str) -> dict[str, Attempt]:
+    mesh = ProcessGroupMesh(one=1, two=2, name="actor")
+    group = mesh.group(axis)
+    check_sums(groups_of(mesh))
+    mesh.release(axis)
+    seen = {name: attempt(call) for name, call in own_methods(group, 1 - mesh.rank if axis == "two" else 0).items()}
+    dist.barrier()
+    check_sums(groups_of(mesh))
+    return seen
+
+
+@pytest.mark.parametrize("axis", ["one", "two"])
+def test_the_own_methods_of_a_released_group_raise(axis: str):
+    for seen in world(2).run(use_own_methods, axis):
+        for name, failed in seen.items():
+            print(name, failed)
+            assert failed.kind, name
+            assert failed.took < SLACK
+        first = seen["allreduce"]
+        assert first.kind == "LifetimeError"
+        assert f"group {axis} of mesh 'actor' was released at test_connections.py:" in first.text
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_the_own_methods_of_a_released_group_of_a_fake_world_raise(size: int):
+    with fake_rank(0, size):
+        mesh = ProcessGroupMesh(size, name="actor")
+        group = mesh.group()
+        for name, call in own_methods(group, 0).items():
+            assert not attempt(call).kind, name
+        mesh.release()
+        for name, call in own_methods(group, 0).items():
+            assert attempt(call).kind, name
+        assert attempt(lambda: dist.all_reduce(torch.ones(1), group=group)).kind == "LifetimeError"
+
+
+def report_in_a_child() -> str:
+    mesh = ProcessGroupMesh(2, name="actor")
+    mesh.connect(timeout=LONG_TIMEOUT)
+    receiver, sender = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(int(WAIT_TIMEOUT))
+        try:
+            os.write(sender, str(mesh.report()).encode())
+        finally:
+            os._exit(0)
+    os.close(sender)
+    with os.fdopen(receiver) as answer:
+        text = answer.read()
+    os.waitpid(child, 0)
+    check_sums(groups_of(mesh))
+    return text
+
+
+def test_the_report_of_a_forked_child_lists_no_groups():
+    for rank, text in enumerate(world(2).run(report_in_a_child)):
+        print(text)
+        assert f"rank {rank} of ProcessGroupMesh(2, name='actor') holds 0 groups" in text
+        assert "not available: the mesh was created before this process was forked" in text
+
+
+# ---- the connection to the store is cut ----
+
+
+class Proxy:
+    """A TCP proxy to a port of this machine. It can close its connections, and stop to listen."""
+
+    def __init__(self, target: int) -> None:
+        self.target, self.port = target, 0
+        self.clients: dict[int, tuple[socket.socket, socket.socket]] = {}  # by the client's port: both ends
+        self.listen()
+
+    def listen(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", self.port), backlog=64)
+        self.port = self.listener.getsockname()[1]
+        threading.Thread(target=self._accept, args=(self.listener,), daemon=True).start()
+
+    def stop_listening(self) -> None:
+        with contextlib.suppress(OSError):
+            self.listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self.listener.close()
+
+    def close(self) -> None:
+        self.stop_listening()
+        self.cut([*self.clients])
+
+    def cut(self, ports: Sequence[int]) -> None:
+        """Close the connections of clients with these ports."""
+        for end in (end for port in ports for end in self.clients.pop(port)):
+            with contextlib.suppress(OSError):  # the other side has closed it
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, (_, port) = listener.accept()
+                server = socket.create_connection(("127.0.0.1", self.target))
+                self.clients[port] = (client, server)
+                for ends in ((client, server), (server, client)):
+                    threading.Thread(target=self._copy, args=ends, daemon=True).start()
+
+    def _copy(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+        with contextlib.suppress(OSError):
+            sink.shutdown(socket.SHUT_WR)
+
+
+def one_is_cut(folder: Path, port: int, away: bool) -> tuple[Attempt, Attempt]:
+    """The connections of rank 2 to the store are cut. If it is ``away``, it cannot open others for a while."""
+    bystander = beat_fast_with_bystander()
+    mesh = ProcessGroupMesh(3, name="actor")
+    again = attempt(lambda: None)
+    if mesh.rank == 2:
+        (folder / "ports").write_text(" ".join(str(mine) for mine, theirs in connections() if theirs == port))
+        set_flag(folder, "cut me")
+        wait_for_flag(folder, "cut")
+        failed = attempt(lambda: mesh.connect(timeout=LONG_TIMEOUT))
+        set_flag(folder, "tried")
+        wait_for_flag(folder, "back")
+        if failed.kind:
+            again = attempt(lambda: mesh.connect(timeout=LONG_TIMEOUT))
+    else:
+        failed = attempt(lambda: mesh.connect(timeout=LONG_TIMEOUT))
+        if failed.kind:
+            again = attempt(lambda: mesh.connect(timeout=LONG_TIMEOUT))
+    check_sums(groups_of(mesh))
+    check_sums(groups_of(bystander))
+    return failed, again
+
+
+@pytest.mark.skipif(not CAN_COUNT, reason="reads /proc")
+@pytest.mark.parametrize("away", [False, True], ids=["accepted again", "refused for a while"])
+def test_a_rank_whose_connections_to_the_store_are_cut_connects_again(tmp_path: Path, away: bool):
+    with StoreProcess() as store, contextlib.closing(Proxy(store.port)) as opened:
+        proxy: Any = opened
+
+        def cut() -> None:
+            wait_for_flag(tmp_path, "cut me")
+            if away:
+                proxy.stop_listening()
+            proxy.cut([int(port) for port in (tmp_path / "ports").read_text().split()])
+            set_flag(tmp_path, "cut")
+            wait_for_flag(tmp_path, "tried")
+            if away:
+                proxy.listen()
+            set_flag(tmp_path, "back")
+
+        with fresh_world(3, proxy) as own:
+            own.run(dist.get_rank)
+            actor = threading.Thread(target=cut, daemon=True)
+            actor.start()
+            seen = results(own.outcomes(one_is_cut, tmp_path, proxy.port, away))
+            actor.join(WAIT_TIMEOUT)
+    for rank, (failed, again) in enumerate(seen):
+        print(failed, failed.took, again)
+        assert failed.kind == ("WorldError" if away and rank == 2 else "")
+        assert not again.kind, again
+    if away:
+        failed = seen[2][0]
+        assert f"the store at 127.0.0.1:{proxy.port} failed: " in failed.text
+        assert failed.took < 1.0 + SLACK
