@@ -164,14 +164,16 @@ class StoreThread:
         """Perform operations in this order, and return the store's answers.
 
         Raises:
-            WorldError: there are no answers after ``seconds``, or the store has failed.
+            WorldError: there is no further answer after ``seconds``, or the store has failed.
         """
-        start, waited, batch = time.monotonic(), 0.0, _Batch(operations)
+        start, waited, answered, batch = time.monotonic(), 0.0, 0, _Batch(operations)
         if not self._is_running():
             raise self._store_error(_WORLD_LEFT)
         try:
             self._queue.put(batch)
             while not batch.done.acquire(timeout=min(max(0.0, seconds - waited), timing.TIMING.thread_check)):
+                if len(batch.answers) > answered:  # a slow store, which answers
+                    start, answered = time.monotonic(), len(batch.answers)
                 waited = time.monotonic() - start
                 if not self._is_running():
                     raise self._store_error(_WORLD_LEFT)

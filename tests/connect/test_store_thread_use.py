@@ -14,112 +14,138 @@ import pytest
 
 from pgmesh import WorldError
 from pgmesh.connect import connecting
-from pgmesh.rendezvous.protocol import (
-    ConnectAttempt,
-    Decision,
-    Fingerprint,
-    Participant,
-    Pause,
-    Read,
-    SetStatus,
-    StoreProtocol,
-)
-from pgmesh.rendezvous.store_thread import StoreThread, _JobQueue, perform
+from pgmesh.rendezvous import store_thread as store_thread_module, timing
+from pgmesh.rendezvous.client import CallClient
+from pgmesh.rendezvous.operations import Add, CompareSet, Operation, Read, perform
+from pgmesh.rendezvous.protocol import ConnectAttempt, Participant
+from pgmesh.rendezvous.records import Decision, Fingerprint
+from pgmesh.rendezvous.store_thread import StoreThread, _Queue
 
 LONG = 20.0
 
 
-def call_of(store_thread: StoreThread, seconds: float) -> Any:
-    """A call of connect without groups."""
-    call: Any = object.__new__(connecting._Call)
-    call.store_thread, call.start, call.seconds = store_thread, time.monotonic(), seconds
-    call.deadline = call.start + seconds
-    call.operations, call.interrupted, call.warnings, call.collectives, call.records = 0, False, [], [], {}
-    return call
+def participant_of(client: CallClient, members: int, **more: Any) -> Participant:
+    attempt = ConnectAttempt("group", range(members), Fingerprint(0, {}, "group dp", ""), "group dp", "mesh 'm'")
+    seconds = client.deadline - client.start
+    return Participant(0, [attempt], client, "train.py:7", "me", seconds, lost_after=LONG, **more)
 
 
-def participant_of(call: Any, members: int) -> Participant:
-    attempt = ConnectAttempt(
-        "group/attempt.0", range(members), Fingerprint(0, {}, "group dp", ""), "group/options/mismatch"
-    )
-    return Participant(0, [attempt], 1, "train.py:7", "me", call.seconds, lost_after=LONG, warn=call.warnings.append)
+def test_ctrl_c_while_a_batch_is_queued_is_raised_and_published(store_thread: StoreThread):
+    put, once = _Queue.put, iter([True])
+    participant = participant_of(CallClient(store_thread, LONG), 2)
 
-
-def test_ctrl_c_while_a_job_is_queued_is_raised_and_published(store_thread: StoreThread):
-    call, put, once = call_of(store_thread, LONG), _JobQueue.put, iter([True])
-    participant = participant_of(call, 2)
-
-    def interrupted(queue: Any, job: Any) -> None:
-        put(queue, job)
+    def interrupted(queue: Any, batch: Any) -> None:
+        put(queue, batch)
         if threading.current_thread() is threading.main_thread() and next(once, False):
             raise KeyboardInterrupt
 
-    with mock.patch.object(_JobQueue, "put", interrupted), pytest.raises(KeyboardInterrupt):
-        call._drive(participant.connect())
-    decision = Decision.unpack("", store_thread.ask(Read("group/attempt.0/decision"), LONG))
+    with mock.patch.object(_Queue, "put", interrupted), pytest.raises(KeyboardInterrupt):
+        participant.connect()
+    (text,) = store_thread.run(Read("group/0/decision"), seconds=LONG)
+    decision = Decision.unpack("", text)
     assert decision.kind == "missing"
     assert "rank 0 stopped connecting at train.py:7: KeyboardInterrupt" in decision.text
 
 
-def test_an_interrupt_while_the_store_thread_runs_the_protocol_is_raised_unchanged(store_thread: StoreThread):
-    """As by Ctrl-C a second time: nothing can be raised inside steps that another thread runs at this moment."""
-    call, inside, leave = call_of(store_thread, LONG), threading.Event(), threading.Event()
+def test_a_second_ctrl_c_while_the_first_is_published_is_raised_at_once(store_thread: StoreThread):
+    client = CallClient(store_thread, LONG)
+    start = time.monotonic()
+    with mock.patch.object(store_thread, "run", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        participant_of(client, 2).connect()
+    assert client.interrupted
+    assert time.monotonic() - start < LONG / 2
 
-    def steps() -> StoreProtocol[None]:
-        yield Read("x")
-        inside.set()
-        leave.wait(LONG)
 
-    def interrupted(batch: Any, seconds: float) -> Any:
-        next(batch)
-        threading.Thread(target=next, args=(batch, None), daemon=True).start()
-        assert inside.wait(LONG)
+def test_after_an_interrupt_the_store_has_a_short_time_to_take_the_decision(store_thread: StoreThread):
+    client, stopped = CallClient(store_thread, LONG), threading.Event()
+
+    def stopped_store(store: Any, operation: Operation) -> Any:
+        stopped.wait(LONG)
+        return perform(store, operation)
+
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    with mock.patch.object(store_thread, "run", interrupted), pytest.raises(KeyboardInterrupt):
-        call._drive(steps())
-    leave.set()
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        start = time.monotonic()
+        with mock.patch.object(store_thread_module, "perform", stopped_store), pytest.raises(KeyboardInterrupt):
+            participant_of(client, 2).connect()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        stopped.set()
+    assert time.monotonic() - start < LONG / 2
+    assert client.timeout() == timing.TIMING.interrupted_answer
 
 
-def test_a_slow_store_answers_many_questions_before_it_counts_as_silent(store_thread: StoreThread, monkeypatch):
-    """Forty are asked after, at 30 ms each: longer than the store is given for one answer."""
-    call = call_of(store_thread, 1.0)
-    participant = participant_of(call, 40)
-    monkeypatch.setattr(
-        "pgmesh.rendezvous.store_thread.perform", lambda store, step: (time.sleep(0.03), perform(store, step))[1]
-    )
-    call._drive(participant.connect())
+def test_a_stopped_store_is_an_error_at_the_deadline_of_the_call(store_thread: StoreThread):
+    stopped = threading.Event()
+
+    def stopped_store(store: Any, operation: Operation) -> Any:
+        stopped.wait(LONG)
+        return perform(store, operation)
+
+    start = time.monotonic()
+    with (
+        mock.patch.object(store_thread_module, "perform", stopped_store),
+        pytest.raises(WorldError, match=r"the store at nowhere did not answer for 0\.[678] s"),
+    ):
+        participant_of(CallClient(store_thread, 0.6), 2).connect()
+    stopped.set()
+    assert time.monotonic() - start < LONG / 2
+
+
+def test_a_slow_store_answers_many_operations_before_it_counts_as_silent(store_thread: StoreThread):
+    """Forty ranks are missing, and each of their statuses takes 30 ms: longer than the time for one answer."""
+    client = CallClient(store_thread, 1.0)
+    participant = participant_of(client, 40)
+
+    def slow(store: Any, operation: Operation) -> Any:
+        time.sleep(0.03)
+        return perform(store, operation)
+
+    with mock.patch.object(store_thread_module, "perform", slow):
+        participant.connect()
     decision = participant.attempts[0].decision
     assert decision is not None
     assert decision.kind == "missing"
     assert "ranks 1, 2, 3" in decision.text
 
 
-def test_a_warning_is_logged_by_the_thread_that_waits(store_thread: StoreThread, caplog):
-    call = call_of(store_thread, 0.6)
+def test_a_warning_is_logged_by_the_thread_that_waits(store_thread: StoreThread, caplog: pytest.LogCaptureFixture):
+    call: Any = mock.Mock(warnings=[])
+    client = CallClient(store_thread, 0.6, between=lambda: connecting._Call._log(call))
     with caplog.at_level(logging.WARNING, "pgmesh"):
-        call._drive(participant_of(call, 2).connect())
+        participant_of(client, 2, warn=call.warnings.append).connect()
     (record,) = caplog.records
     assert record.threadName == threading.current_thread().name
     assert "rank 1 did not arrive in 0 s so far" in record.message
 
 
+def test_operations_of_a_call_are_counted(store_thread: StoreThread):
+    client = CallClient(store_thread, LONG)
+    assert client.run(Add("count"), Read("count"), CompareSet("key", "value")) == [1, b"1", b"value"]
+    assert client.operations == 3
+
+
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_process_that_is_forked_off_while_the_store_thread_runs_steps_waits_for_nobody(store_thread: StoreThread):
+def test_a_process_that_is_forked_while_it_waits_for_a_batch_waits_for_no_answer(store_thread: StoreThread):
     children: list[int] = []
     parent = os.getpid()
     before = signal.signal(signal.SIGUSR1, lambda *_: children.append(os.fork()))
 
-    def steps() -> StoreProtocol[None]:
-        yield Read("x")
+    def fork(store: Any, operation: Operation) -> Any:
         os.kill(parent, signal.SIGUSR1)
         end = time.monotonic() + LONG
         while not children and time.monotonic() < end:
             time.sleep(0.001)
-        yield Read("y")
+        return perform(store, operation)
 
     try:
-        store_thread.run(steps(), LONG)
+        with mock.patch.object(store_thread_module, "perform", fork):
+            store_thread.run(Read("x"), seconds=LONG)
     except WorldError:
         os._exit(7 if os.getpid() != parent else 1)
     finally:
@@ -132,24 +158,3 @@ def test_a_process_that_is_forked_off_while_the_store_thread_runs_steps_waits_fo
             os.kill(children[0], signal.SIGKILL)
         time.sleep(0.01)
     assert os.waitstatus_to_exitcode(ended[1]) == 7
-
-
-@pytest.mark.parametrize(("came_after", "looks_after"), [(0.001, 0.002), (0.04, 0.01), (5.0, 0.05)])
-def test_a_rank_that_was_slow_to_come_looks_as_much_later(came_after, looks_after):
-    attempt = ConnectAttempt("group/attempt.0", range(2), Fingerprint(0, {}, "group dp", ""))
-    steps = Participant(0, [attempt], 1, "train.py:7", "me", LONG, lost_after=LONG)._wait_for_decisions()
-    assert next(steps) == Pause(0.0)
-    assert steps.send(came_after) == Read("group/attempt.0/decision")
-    assert steps.send(None) == Pause(looks_after)
-
-
-@pytest.mark.parametrize(("came_after", "asks_after"), [(0.001, 0.025), (0.1, 0.1), (5.0, 0.3)])
-def test_a_rank_that_was_slow_to_come_asks_why_as_much_later(came_after, asks_after):
-    """As where the store is slow. It looks all the while."""
-    attempt = ConnectAttempt("group/attempt.0", range(2), Fingerprint(0, {}, "group dp", ""))
-    steps = Participant(0, [attempt], 1, "train.py:7", "me", LONG, lost_after=LONG)._wait_for_decisions()
-    now, step = came_after, next(steps)
-    while not isinstance(step, SetStatus):
-        now += getattr(step, "seconds", 0.0)
-        step = steps.send(None if isinstance(step, Read) else now)
-    assert asks_after <= now - came_after < asks_after + 0.06

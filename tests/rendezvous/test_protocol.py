@@ -1,4 +1,4 @@
-"""The connect protocol without processes: one process plays two ranks over a store in memory."""
+"""The connect protocol and the store of backends, in one process that plays all ranks over a store in memory."""
 
 from __future__ import annotations
 
@@ -12,50 +12,284 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given, strategies as st
 
-from pgmesh import LifetimeError, MismatchError, MissingRanksError
-from pgmesh.rendezvous.polling_store import SEPARATOR, PollingStore, drive, perform
-from pgmesh.rendezvous.protocol import Fingerprint, Pause, Step, StoreProtocol, publish_or_compare
+from pgmesh import LifetimeError, MismatchError, MissingRanksError, WorldError
+from pgmesh.rendezvous.operations import Append, CompareSet, Operation, Read, perform
+from pgmesh.rendezvous.polling_store import SEPARATOR, PollingStore
+from pgmesh.rendezvous.protocol import check_mesh, register_mesh
+from pgmesh.rendezvous.records import (
+    MADE,
+    Decision,
+    Fingerprint,
+    PendingConnect,
+    RankStatus,
+    circle_text,
+    find_circle,
+    status_key,
+)
+from tests.rendezvous.memory_client import MemoryClient, arrival, attempt_of, participant_of
+
+MISSING = Decision("missing", "rank 1 did not arrive").pack().encode()
+
+
+# -- attempts ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_member_to_arrive_decides_with_the_addresses():
+    client = MemoryClient(values={"group/0/arrivals": arrival(1, address="B"), "group/0/count": b"1"})
+    attempt, ready = attempt_of(), []
+    attempt.address = "A"
+    participant_of(client, attempt, ready=ready.append).connect()
+    assert attempt.decision == MADE
+    assert attempt.decision.addresses == ("A", "B")
+    assert ready == [attempt]
+    assert [type(each).__name__ for each in client.operations] == ["Read", "Append", "Add", "Read", "CompareSet"]
+    assert client.pauses == []
+
+
+def test_an_attempt_that_was_decided_is_left_out_and_its_text_is_logged_at_once():
+    values = {
+        "group/0/decision": MISSING,
+        "group/1/decision": MISSING,
+        "group/2/arrivals": arrival(1),
+        "group/2/count": b"1",
+    }
+    client, attempt, warnings = MemoryClient(values=values), attempt_of(), []
+    participant_of(client, attempt, warn=warnings.append).connect()
+    assert (attempt.decision, attempt.number, attempt.arrived_at) == (MADE, 2, [0, 1, 2])
+    assert warnings == ["an earlier attempt to connect failed before rank 0 arrived: rank 1 did not arrive"] * 2
+    assert client.clock == 0.0
+
+
+def test_a_successful_attempt_is_left_out_without_a_warning():
+    client, attempt, warnings = MemoryClient(values={"group/0/decision": MADE.pack().encode()}), attempt_of(), []
+    participant_of(client, attempt, warn=warnings.append, deadline=0.1).connect()
+    assert attempt.number == 1
+    assert warnings == [text for text in warnings if "so far" in text]
+
+
+def test_a_mismatch_is_raised_on_a_rank_that_arrives_after_it():
+    decision = Decision("mismatch", "group tp is not the same on all ranks")
+    client, attempt = MemoryClient(values={"group/0/decision": decision.pack().encode()}), attempt_of()
+    participant_of(client, attempt).connect()
+    assert (attempt.decision, attempt.number) == (decision, 0)
+    assert isinstance(decision.error(), MismatchError)
+
+
+def test_two_processes_with_one_rank_may_try_again():
+    values = {"group/0/arrivals": arrival(0, process="another"), "group/0/count": b"1"}
+    client, attempt = MemoryClient(values=values), attempt_of()
+    participant_of(client, attempt).connect()
+    assert attempt.decision is not None
+    assert attempt.decision.kind == "duplicate"
+    assert not attempt.decision.is_permanent
+    assert isinstance(attempt.decision.error(), MismatchError)
+    assert "both another and process 0 connect as rank 0" in attempt.decision.text
+
+
+def test_a_rank_that_does_not_skip_takes_the_earlier_decision():
+    client, attempt = MemoryClient(values={"group/0/decision": MISSING}), attempt_of()
+    participant_of(client, attempt, skip_decided=False).connect()
+    assert (attempt.decision, attempt.number) == (Decision("missing", "rank 1 did not arrive"), 0)
+
+
+def test_a_mismatch_of_the_mesh_ends_all_attempts():
+    text = "mesh 'actor' is not the same on all ranks"
+    client = MemoryClient(
+        between=lambda: client.values.update({"m/mismatch": Decision("mismatch", text).pack().encode()})
+    )
+    attempts = [attempt_of(key=key) for key in ("one", "two")]
+    with pytest.raises(MismatchError, match=text):
+        participant_of(client, *attempts, mesh_mismatch_key="m/mismatch").connect()
+    assert [each.decision.kind for each in attempts if each.decision] == ["mismatch"] * 2
+
+
+def test_a_mismatch_that_the_store_of_a_backend_publishes_ends_the_attempt():
+    decision = Decision("mismatch", "rank 2 has another timeout")
+    client, attempt = MemoryClient(values={"group/mismatch": decision.pack().encode()}), attempt_of()
+    participant_of(client, attempt).connect()
+    assert attempt.decision == decision
+    assert client.clock < 0.1
+
+
+def test_an_error_of_the_caller_is_published_with_its_reason():
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    client, attempt = MemoryClient(between=interrupt), attempt_of()
+    with pytest.raises(KeyboardInterrupt):
+        participant_of(client, attempt).connect()
+    text = Decision.unpack("", client.values["group/0/decision"]).text
+    assert "was cancelled because rank 0 stopped connecting at train.py:0: KeyboardInterrupt" in text
+
+
+def test_an_error_of_the_store_is_raised_and_nothing_is_published():
+    def fail() -> None:
+        raise WorldError("the store is gone")
+
+    client, attempt = MemoryClient(between=fail), attempt_of()
+    with pytest.raises(WorldError, match="the store is gone"):
+        participant_of(client, attempt).connect()
+    assert attempt.decision is None
+    assert "group/0/decision" not in client.values
+
+
+def test_a_rank_that_arrives_without_being_counted_and_falls_silent_has_arrived():
+    def between() -> None:
+        if client.clock > 4.0:
+            client.values["group/0/arrivals"] = arrival(0) + arrival(1)
+
+    client, attempt = MemoryClient(values={status_key(1): RankStatus(1).pack().encode()}, between=between), attempt_of()
+    participant_of(client, attempt, deadline=30.0).connect()
+    assert attempt.decision == MADE
+    assert 5.0 <= client.clock < 5.3
+
+
+def test_the_deadline_error_states_the_missing_ranks_their_statuses_and_the_call_site():
+    status = RankStatus(1, activity="saving a checkpoint").pack().encode()
+    client, attempt, warnings = MemoryClient(values={status_key(1): status}), attempt_of(ranks=(0, 1, 2)), []
+    participant_of(client, attempt, deadline=3.0, warn=warnings.append).connect()
+    assert attempt.decision is not None
+    assert isinstance(attempt.decision.error(), MissingRanksError)
+    assert attempt.decision.text == (
+        "group tp of mesh 'actor' (ranks 0, 1, 2): ranks 1, 2 did not arrive in 3 s.\n"
+        "  rank 1: saving a checkpoint\n"
+        "  rank 2: no status: it has not called connect yet, or cannot reach the store\n\n"
+        "Rank 0 waited at train.py:0."
+    )
+    (warning,) = warnings
+    assert "ranks 1, 2 did not arrive in 1 s so far." in warning
+    assert 3.0 <= client.clock < 3.3
+
+
+def test_the_keys_of_an_attempt_live_until_its_last_member_leaves():
+    client, run = MemoryClient(), dist.HashStore()
+
+    def leave(*operations: Operation) -> list[Any]:
+        return [perform(run, operation) for operation in operations]
+
+    members = [attempt_of(rank) for rank in range(2)]
+    for rank, attempt in enumerate(members):
+        leave(Append("group/0/arrivals", arrival(rank).decode()), CompareSet("group/0/decision", "made"))
+        run.add("group/0/count", 1)
+        attempt.arrived_at = [0]
+    members[0].leave(leave)
+    assert leave(Read("group/0/decision")) == [b"made"]
+    members[1].leave(leave)
+    assert leave(*(Read(f"group/0/{key}") for key in ("arrivals", "count", "decision", "left"))) == [None] * 4
+    assert client.operations == []
+
+
+@pytest.mark.parametrize(
+    ("arrives_after", "first_pause", "inspects_after"), [(0.001, 0.002, 0.025), (0.1, 0.025, 0.1), (5.0, 0.05, 0.3)]
+)
+def test_on_a_slow_store_a_rank_reads_and_inspects_later(arrives_after, first_pause, inspects_after):
+    inspections = []
+
+    def note() -> None:
+        if Read("group/mismatch") in client.operations:
+            inspections.append(client.clock)
+
+    client, attempt = MemoryClient(between=note), attempt_of()
+    client.clock = arrives_after
+    participant_of(client, attempt, deadline=20.0).connect()
+    assert client.pauses[0] == pytest.approx(first_pause)
+    assert inspects_after <= inspections[0] - arrives_after < inspects_after + 0.12
+
+
+# -- circles ----------------------------------------------------------------------------------------------------------
+
+
+def waits(group: str, missing: int, mesh: str = "mesh 'm'", name: str = "") -> PendingConnect:
+    return PendingConnect(name or f"{group}/0", f"group {group}", mesh, "0, 1", "train.py:7", (missing,))
+
+
+def test_a_circle_is_found_and_the_text_begins_at_its_lowest_rank():
+    pending = {2: [waits("c", 5), waits("d", 0)], 0: [waits("a", 1)], 1: [waits("b", 2)], 5: []}
+    circle = find_circle(2, pending)
+    assert circle == [(2, waits("d", 0)), (0, waits("a", 1)), (1, waits("b", 2))]
+    assert circle_text(circle) == (
+        "ranks 0, 1, 2 wait for each other:\n"
+        "  rank 0 connects group a of mesh 'm' (ranks 0, 1) at train.py:7, and waits for rank 1\n"
+        "  rank 1 connects group b of mesh 'm' (ranks 0, 1) at train.py:7, and waits for rank 2\n"
+        "  rank 2 connects group d of mesh 'm' (ranks 0, 1) at train.py:7, and waits for rank 0\n\n"
+        "Connect the groups in one call on every rank, as in mesh.connect('dp', 'tp'), or in the same order."
+    )
+
+
+def test_a_rank_that_waits_for_a_circle_is_not_in_it():
+    assert find_circle(3, {3: [waits("d", 0)], 0: [waits("a", 1)], 1: [waits("b", 0)]}) == []
+
+
+def test_a_circle_of_meshes_with_other_names_hints_at_the_names():
+    text = circle_text([(0, waits("tp", 1, "mesh 'a'", "a/0")), (1, waits("tp", 0, "mesh 'b'", "b/0"))])
+    assert text.endswith(
+        "These are different meshes: mesh 'a' on rank 0, mesh 'b' on rank 1. "
+        "Create the mesh with the same name on every rank."
+    )
+
+
+def test_a_circle_of_groups_with_one_label_hints_at_their_releases():
+    text = circle_text([(0, waits("tp", 1, name="g/0")), (1, waits("tp", 0, name="g~1/0"))])
+    assert text.endswith(
+        "These are different groups with the same label: the ranks have created, closed or released them a different "
+        "number of times. Create and close the same meshes in the same order on every rank."
+    )
+
+
+def test_a_circle_is_published_for_all_its_groups_in_its_order():
+    """The first rank of the error is told last, so that no rank meets an attempt that is about to fail."""
+    status = RankStatus(1, pending=(waits("b", 2),)).pack().encode()
+    other = RankStatus(2, pending=(waits("c", 0),)).pack().encode()
+    client = MemoryClient(values={status_key(1): status, status_key(2): other})
+    attempt = attempt_of(key="a", ranks=(0, 1))
+    participant_of(client, attempt, deadline=3.0).connect()
+    decided = [each.key for each in client.operations if isinstance(each, CompareSet)]
+    assert decided == ["a/0/decision", "b/0/decision", "c/0/decision", "a/0/decision"]
+    assert {Decision.unpack("", client.values[key]).kind for key in decided} == {"circle"}
+
+
+# -- the store of backends --------------------------------------------------------------------------------------------
 
 
 def fingerprint(rank: int = 0, **fields: object) -> Fingerprint:
     return Fingerprint(rank, fields or {"timeout": 30.0}, "group tp of mesh 'actor'", "Do this.")
 
 
-def run(store: dist.Store, steps: StoreProtocol[Any]) -> Any:
-    """Run a protocol in the calling thread."""
-
-    def do(step: Step) -> Any:
-        return time.sleep(step.seconds) if isinstance(step, Pause) else perform(store, step)
-
-    return drive(steps, do)
+def run(store: dist.Store, *operations: Operation, seconds: float = 0.0) -> list[Any]:
+    """Perform operations in the calling thread."""
+    return [perform(store, operation) for operation in operations]
 
 
 def polling(
-    store: dist.Store, mine: Fingerprint | None = None, *, ranks=(4, 6, 9), seconds=0.1, addresses=True
+    store: dist.Store, mine: Fingerprint | None = None, *, ranks=(4, 6, 9), seconds=0.1, addresses=True, **more: Any
 ) -> PollingStore:
-    limit = timedelta(seconds=seconds)
     return PollingStore(
-        lambda steps, seconds: run(store, steps),
+        lambda *operations, seconds: run(store, *operations),
+        lambda: "group",
         mine or fingerprint(),
         ranks,
-        limit,
+        timedelta(seconds=seconds),
         addresses=addresses,
-        before_first_use=lambda: iter(()),
+        **more,
     )
 
 
 def test_the_first_rank_publishes_its_fingerprint_and_later_ones_compare():
     store = dist.HashStore()
-    run(store, publish_or_compare("key", fingerprint(0)))
-    run(store, publish_or_compare("key", fingerprint(1)))
+    for rank in range(2):
+        *_, first = run(store, *register_mesh("key", fingerprint(rank)))
+        check_mesh(lambda *operations: run(store, *operations), "key", fingerprint(rank), first)
+    odd = fingerprint(2, timeout=31.0, backend="gloo")
+    *_, first = run(store, *register_mesh("key", odd))
     with pytest.raises(MismatchError) as caught:
-        run(store, publish_or_compare("key", fingerprint(2, timeout=31.0, backend="gloo")))
+        check_mesh(lambda *operations: run(store, *operations), "key", odd, first)
     assert str(caught.value) == (
         "group tp of mesh 'actor' is not the same on all ranks:\n"
-        "  backend: none on rank 0, gloo on rank 2\n"
-        "  timeout: 30.0 on rank 0, 31.0 on rank 2\n\n"
+        "  backend: none on ranks 0, 1, gloo on rank 2\n"
+        "  timeout: 30.0 on ranks 0, 1, 31.0 on rank 2\n\n"
         "Do this."
     )
+    assert Decision.unpack("", run(store, Read("key/mismatch"))[0]).text == str(caught.value)
 
 
 @pytest.mark.parametrize("foreign_value", [b"junk", b"3 [1, 2]", b"\xff\xfe {}", b"7 {", b'0 "text"'])
@@ -68,12 +302,12 @@ def test_an_address_is_not_published_before_its_rank_waits():
     store = dist.HashStore()
     one, two = polling(store, fingerprint(4)), polling(store, fingerprint(6))
     one.set("a/0", b"here")
-    assert not store.check(["a/0"])
+    assert not store.check(["group/a/0"])
     two.set("a/1", b"there")
     threading.Timer(0.05, lambda: two.get("a/0")).start()
     assert one.get("a/1") == b"there"
     assert two.get("a/0") == b"here"
-    assert store.get("a/0") == fingerprint(4).encoded + SEPARATOR + b"here"
+    assert run(store, Read("group/a/0"))[0] == fingerprint(4).encoded + SEPARATOR + b"here"
 
 
 def test_a_reader_of_an_address_checks_its_fingerprint():
@@ -85,13 +319,13 @@ def test_a_reader_of_an_address_checks_its_fingerprint():
         one.get("a/1")  # publishes the one, before the other came
     with pytest.raises(MismatchError, match=r"timeout: 30\.0 on rank 4, 31\.0 on rank 6"):
         two.get("a/0")
-    assert isinstance(two.failure, MismatchError)
-    store.set("a/2", fingerprint(9).encoded.decode() + "\0")
+    assert "31.0 on rank 6" in two.mismatch
+    store.set("group/a/2", fingerprint(9).encoded.decode() + "\0")
     with pytest.raises(MismatchError):
-        one.missing("a/0")
+        one.wait(["a/1", "a/2"])
 
 
-def test_the_missing_are_named_in_ranks_of_the_world():
+def test_missing_members_are_named_by_their_ranks_in_the_world():
     store = dist.HashStore()
     one = polling(store)
     one.set("a/0", b"here")
@@ -103,7 +337,7 @@ def test_the_missing_are_named_in_ranks_of_the_world():
     )
 
 
-def test_where_the_first_member_writes_for_all_it_is_the_one_that_is_missing():
+def test_if_the_first_member_writes_for_all_it_is_named_as_missing():
     member = polling(dist.HashStore(), addresses=False)
     with pytest.raises(MissingRanksError, match=r"rank 4 did not reach the first collective in 0\.1 s"):
         member.get("id/0")
@@ -120,7 +354,7 @@ def test_a_first_member_writes_at_once():
 
 def test_closing_ends_a_wait():
     store = polling(dist.HashStore(), seconds=60)
-    threading.Timer(0.05, store.close).start()
+    threading.Timer(0.05, store.close, ["was released on this rank while it waited"]).start()
     start = time.monotonic()
     with pytest.raises(LifetimeError, match="was released on this rank while it waited"):
         store.get("a/1")
@@ -134,22 +368,22 @@ def test_written_keys_are_recorded_for_deletion():
     assert one.written == set()
     with pytest.raises(MissingRanksError):
         one.get("a/1")
-    assert one.written == {"a/0"}
+    assert one.written == {"group/a/0"}
 
 
 def test_nothing_is_written_once_it_is_closed():
     store = dist.HashStore()
     one = polling(store)
     one.set("a/0", b"here")
-    one.close()
+    one.close("was released")
     with pytest.raises(LifetimeError):
         one.wait(["a/1"])
-    assert not store.check(["a/0"])
+    assert not store.check(["group/a/0"])
 
 
 def test_a_value_with_another_fingerprint_is_never_returned():
     store = dist.HashStore()
-    store.set("a/1", (fingerprint(6, timeout=31.0).encoded + SEPARATOR + b"there").decode())
+    store.set("group/a/1", (fingerprint(6, timeout=31.0).encoded + SEPARATOR + b"there").decode())
     one = polling(store)
     for _ in range(2):
         with pytest.raises(MismatchError):
@@ -157,7 +391,7 @@ def test_a_value_with_another_fingerprint_is_never_returned():
 
 
 @given(st.lists(st.text("Az09+/=,", max_size=12) | st.just("AAAA"), max_size=3))
-def test_addresses_are_taken_all_or_not_at_all(encoded):
+def test_either_all_addresses_are_used_or_none(encoded):
     store = polling(dist.HashStore(), ranks=(4, 6))
     store.set("gloo/cpu/0", b"here")
     store.set_addresses(encoded)
@@ -170,4 +404,4 @@ def test_addresses_are_taken_all_or_not_at_all(encoded):
         assert store.operations == 0
     else:
         assert store._unpublished
-        assert not store._values
+        assert not store.values

@@ -1,24 +1,57 @@
-"""The store thread: it goes on after a late answer, and keeps no reference to finished requests."""
+"""The store thread: it performs batches, goes on after a late answer, and opens a broken connection again."""
 
+from __future__ import annotations
+
+import contextlib
 import gc
+import socket
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
-from pgmesh.rendezvous.polling_store import once
-from pgmesh.rendezvous.protocol import Add, CompareSet, Read, StoreProtocol, status_key
-from pgmesh.rendezvous.store_thread import StoreThread, _JobQueue
+from pgmesh import WorldError, launch
+from pgmesh.rendezvous import store_thread as module, timing
+from pgmesh.rendezvous.operations import Add, Append, CompareSet, Delete, Raw, Read, perform
+from pgmesh.rendezvous.records import PendingConnect, RankStatus, status_key
+from pgmesh.rendezvous.store_thread import StoreThread, _Queue
 
 LONG = 20.0
 
 
+def status_of(store: dist.Store, rank: int = 0) -> RankStatus | None:
+    """The status of a rank, read from the store itself."""
+    prefixed = dist.PrefixStore(f"pgmesh.{module.current_world(store)}", store)
+    return RankStatus.unpack(rank, perform(prefixed, Read(status_key(rank))))
+
+
+def wait_until(condition: Any) -> None:
+    end = time.monotonic() + LONG
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+# -- batches ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_returns_the_answers_in_order(store_thread: StoreThread):
+    sets = Read("key"), CompareSet("key", "a"), CompareSet("key", "b")
+    assert store_thread.run(*sets, seconds=LONG) == [None, b"a", b"a"]
+    assert store_thread.run(Add("count"), Add("count"), Read("count"), seconds=LONG) == [1, 2, b"2"]
+    assert store_thread.run(Append("list", "a"), Append("list", "b"), Read("list"), seconds=LONG)[2] == b"ab"
+    assert store_thread.run(Delete(("key", "no key")), Read("key"), seconds=LONG) == [[True, False], None]
+
+
 def test_a_wait_that_is_over_before_it_begins_ends_at_once():
     """In Python's SimpleQueue, up to 3.12, one such wait in some thousands never ends."""
-    queue, done = _JobQueue(), threading.Event()
+    queue, done = _Queue(), threading.Event()
 
     def wait() -> None:
         for _ in range(30_000):
@@ -32,45 +65,203 @@ def test_a_wait_that_is_over_before_it_begins_ends_at_once():
     assert done.wait(LONG)
 
 
-def test_an_error_of_a_job_is_not_kept(store_thread: StoreThread):
+def test_an_error_of_a_batch_is_raised_and_not_kept(store_thread: StoreThread):
     class Held:
-        """An object that a frame of the job refers to."""
-
-    def steps() -> StoreProtocol[None]:
-        held = Held()
-        watched.append(weakref.ref(held))
-        yield CompareSet("key", "value")
-        raise ValueError("the last word")
+        """An object that a frame of the failed operation refers to."""
 
     watched: list[weakref.ref[Held]] = []
-    with pytest.raises(ValueError, match="the last word") as raised:
-        store_thread.run(steps(), LONG)
+
+    def fail(store: Any, operation: Any) -> None:
+        held = Held()
+        watched.append(weakref.ref(held))
+        raise ValueError("the operation failed")
+
+    with mock.patch.object(module, "perform", fail), pytest.raises(ValueError, match="the operation failed") as raised:
+        store_thread.run(Read("key"), seconds=LONG)
     del raised
     gc.collect()
     assert watched[0]() is None
+    assert store_thread.run(Read("key"), seconds=LONG) == [None]
 
 
-def test_a_long_job_does_not_delay_a_heartbeat():
+def test_after_a_timeout_the_rest_of_the_batch_is_not_performed(store_thread: StoreThread):
+    answered = threading.Event()
+
+    def slow(store: Any, operation: Any) -> Any:
+        if operation == Add("slow"):
+            answered.wait(LONG)
+        return perform(store, operation)
+
+    with mock.patch.object(module, "perform", slow):
+        with pytest.raises(WorldError, match=r"the store at nowhere did not answer for 0\.1 s"):
+            store_thread.run(Add("slow"), Add("after"), seconds=0.1)
+        answered.set()
+        assert store_thread.run(Read("slow"), Read("after"), seconds=LONG) == [b"1", None]
+
+
+def test_posted_operations_are_performed_before_the_thread_ends():
     store = dist.HashStore()
-    store_thread = StoreThread(store, "here", 0, 2)
-    store_thread.period = 0.05
-    store_thread.start_heartbeat()
-    store_thread.run(once(Add("started")), LONG)
-    heartbeats = []
-
-    def steps() -> StoreProtocol[None]:
-        end = time.monotonic() + 1.0
-        while time.monotonic() < end:
-            yield Add("asked")
-            heartbeats.append((yield Read(status_key(0))))
-
-    store_thread.run(steps(), LONG)
-    store_thread.stop()
-    assert 5 < len(set(heartbeats)) <= 25
+    thread = StoreThread(store, "here", 0, 2, set())
+    thread.run(Read("key"), seconds=LONG)
+    name = module.current_world(store)
+    thread.post(CompareSet("key", "value"))
+    thread.stop()
+    assert perform(dist.PrefixStore(f"pgmesh.{name}", store), Read("key")) == b"value"
+    with pytest.raises(WorldError, match="this process has left it"):
+        thread.run(Read("key"), seconds=LONG)
 
 
 def test_thread_is_alive_is_not_used(store_thread: StoreThread):
     """Up to Python 3.12, Thread.is_alive may return False for good after Ctrl-C inside it."""
     with mock.patch.object(threading.Thread, "is_alive", return_value=False):
-        store_thread.run(once(CompareSet("key", "value")), LONG)
-    assert store_thread.run(once(Read("key")), LONG) == b"value"
+        store_thread.run(CompareSet("key", "value"), seconds=LONG)
+    assert store_thread.run(Read("key"), seconds=LONG) == [b"value"]
+
+
+# -- heartbeats -------------------------------------------------------------------------------------------------------
+
+
+def test_a_long_batch_does_not_delay_a_heartbeat():
+    thread = StoreThread(dist.HashStore(), "here", 0, 2, set())
+    thread.period = 0.05
+    thread.start_heartbeat()
+    thread.run(Add("started"), seconds=LONG)
+
+    def slow(store: Any, operation: Any) -> Any:
+        time.sleep(0.005)
+        return perform(store, operation)
+
+    with mock.patch.object(module, "perform", slow):
+        start = time.monotonic()
+        heartbeats = thread.run(*[Read(status_key(0))] * 200, seconds=LONG)
+        seconds = time.monotonic() - start
+    thread.stop()
+    assert 5 < len(set(heartbeats)) <= seconds / 0.05 + 2
+
+
+def test_groups_that_a_rank_waits_for_are_published_at_once_and_by_thread():
+    store = dist.HashStore()
+    module.enter_world(store, set())  # another rank, so that the keys are not deleted at the end
+    thread = StoreThread(store, "here", 0, 2, set())
+    thread.period = LONG
+    waits = [PendingConnect(f"g/{i}", "group tp", "mesh 'm'", "0, 1", "train.py:7", (1,)) for i in range(2)]
+    thread.set_pending((waits[0],))
+    other = threading.Thread(target=thread.set_pending, args=((waits[1],),))
+    other.start()
+    other.join()
+    wait_until(lambda: (status := status_of(store)) is not None and sorted(status.pending) == waits)
+    thread.set_pending(())
+    wait_until(lambda: (status := status_of(store)) is not None and status.pending == (waits[1],))
+    thread.stop("the test is over")
+    status = status_of(store)
+    assert status is not None
+    assert status.exited == "the test is over"
+
+
+# -- connections ------------------------------------------------------------------------------------------------------
+
+
+class Proxy:
+    """A TCP proxy, whose connections can be cut.
+
+    Args:
+        port: the port that it forwards to.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.target = port
+        self.connections: list[socket.socket] = []
+        self.opened = 0
+        self.port = 0
+        self.open()
+
+    def open(self) -> None:
+        """Accept connections."""
+        self.server = socket.create_server(("127.0.0.1", self.port))
+        self.port = self.server.getsockname()[1]
+        threading.Thread(target=self._accept, args=(self.server,), daemon=True).start()
+
+    def close(self) -> None:
+        """Cut all connections, and accept no others."""
+        self.server.shutdown(socket.SHUT_RDWR)  # ends the wait in accept()
+        self.cut()
+
+    def _accept(self, server: socket.socket) -> None:
+        with server, contextlib.suppress(OSError):
+            while True:
+                near, _ = server.accept()
+                self.opened += 1
+                try:
+                    far = socket.create_connection(("127.0.0.1", self.target))
+                except OSError:
+                    near.close()
+                    continue
+                self.connections += [near, far]
+                for source, sink in ((near, far), (far, near)):
+                    threading.Thread(target=self._forward, args=(source, sink), daemon=True).start()
+
+    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
+        with source:
+            with contextlib.suppress(OSError):
+                while data := source.recv(1 << 16):
+                    sink.sendall(data)
+            with contextlib.suppress(OSError):
+                sink.shutdown(socket.SHUT_RDWR)
+
+    def cut(self) -> None:
+        """Cut all connections. New ones can be opened."""
+        while self.connections:
+            with contextlib.suppress(OSError):
+                self.connections.pop().shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def store_behind_proxy() -> Iterator[tuple[launch.StoreProcess, Proxy, StoreThread]]:
+    """A store, a proxy in front of it, and a store thread that connects through the proxy."""
+    with launch.StoreProcess() as store:
+        proxy = Proxy(store.port)
+        client = dist.TCPStore("127.0.0.1", proxy.port, is_master=False, timeout=timedelta(seconds=LONG))
+        thread = StoreThread(client, "the proxy", 0, 2, set())
+        thread.start_heartbeat()
+        thread.run(CompareSet("key", "value"), seconds=LONG)
+        try:
+            yield store, proxy, thread
+        finally:
+            thread.stop()
+            proxy.close()
+
+
+def test_a_connection_that_was_cut_is_opened_again():
+    with store_behind_proxy() as (_, proxy, thread):
+        opened = proxy.opened
+        proxy.cut()
+        assert thread.run(Read("key"), Add("count"), seconds=LONG) == [b"value", 1]
+        assert proxy.opened > opened
+
+
+def test_an_operation_that_may_not_be_repeated_fails_once_and_the_next_one_succeeds():
+    with store_behind_proxy() as (_, proxy, thread):
+        proxy.cut()
+        with pytest.raises(WorldError, match="the store at the proxy failed"):
+            thread.run(Raw("add", ("backend", 1)), seconds=LONG)
+        assert thread.run(Read("key"), seconds=LONG) == [b"value"]
+
+
+def test_a_new_store_at_the_same_address_is_an_error_until_the_world_ends():
+    with store_behind_proxy() as (_, proxy, thread), launch.StoreProcess() as new:
+        proxy.target = new.port
+        proxy.cut()
+        for _ in range(2):
+            with pytest.raises(WorldError, match="another store answers there now, without the keys of this world"):
+                thread.run(Read("key"), seconds=LONG)
+
+
+def test_a_store_that_is_gone_is_an_error_at_once_and_may_come_back():
+    with store_behind_proxy() as (_, proxy, thread):
+        proxy.close()
+        start = time.monotonic()
+        with pytest.raises(WorldError, match=r"the store at the proxy failed: .*refused"):
+            thread.run(Read("key"), seconds=LONG)
+        assert time.monotonic() - start < timing.TIMING.late_answer
+        proxy.open()
+        assert thread.run(Read("key"), seconds=LONG) == [b"value"]

@@ -118,8 +118,8 @@ MUTANTS = [
                 "text = decision.pack().encode(); self.client.run(Raw('set', (attempt.decision_key, decision.pack())))",
             ),
             (
-                "import Add, Append, Client, CompareSet, Delete, Operation, Read",
-                "import Add, Append, Client, CompareSet, Delete, Operation, Raw, Read",
+                "import contextlib\n",
+                "import contextlib\nfrom pgmesh.rendezvous.operations import Raw\n",
             ),
         ),
     ),

@@ -78,7 +78,7 @@ class Life:
     clock: float = 0.0
     beats: int = 0  # heartbeats that each rank had sent at the last pause
     seen: frozenset[tuple[str, int]] = frozenset()  # arrivals at the attempts of this call at the last pause
-    published: bool = False  # whether the status has the groups that this call waits for
+    published: bool = False  # whether the status has groups of this call
     circle: tuple[tuple[int, str], ...] = ()  # the last circle that was found: rank and attempt
     arrived: set[str] = field(default_factory=set)
     _position: int = 0
@@ -144,7 +144,7 @@ class Life:
         return self.clock
 
     def set_pending(self, pending: tuple[PendingConnect, ...]) -> None:
-        if pending:  # otherwise it is published with a later heartbeat
+        if pending or self.published:
             self._answer(SetPending(pending))
             self.published = True
 
@@ -228,7 +228,6 @@ class Node:
         "memory",
         "open",
         "outcomes",
-        "published",
         "rank",
         "seen",
         "step",
@@ -243,7 +242,6 @@ class Node:
         self.open = tuple(each.name for each in attempts if each.decision is None)
         self.claim = life.claim() if life else None
         self.seen = life.seen if life else frozenset()
-        self.published = life is not None and life.published
         self.late = life is not None and life.clock == DEADLINE
         self.interrupted = memory.interrupted
         self.after: dict[Any, Node] = {}

@@ -242,9 +242,9 @@ class Space:
         return key == "mismatch" or (key == "decision" and step.key in content.values)
 
     def _long_time(self, state: State, stopped: int | None = None) -> State:
-        waits = {i: node.published for i, node in enumerate(state.nodes) if not node.lost and i != stopped}
+        alive = [i for i, node in enumerate(state.nodes) if not node.lost and i != stopped]
         left = state.left - SILENCE * (stopped is not None)
-        return State(state.nodes, self.stores.long_time(state.content, waits), left)
+        return State(state.nodes, self.stores.long_time(state.content, alive), left)
 
     def _moves_of(self, i: int, state: State) -> list[Move]:
         key = state.nodes[i], state.content
@@ -378,8 +378,7 @@ class Space:
             new = self._rest(self._go(new, i, self._inspection(new, i)), i)
         if new != state:
             return f"ranks {waiting} inspect", new
-        outdated = any(node.lost or state.content.is_outdated(i, node.published) for i, node in enumerate(state.nodes))
-        if waiting and outdated and state.content.beats < self.faults.long_times + 3:
+        if waiting and any(node.lost for node in state.nodes) and state.content.beats < self.faults.long_times + 3:
             return "a long time passes", self._long_time(state)
         circle = self._check_end(state)
         return ("a deadline in the circle", self._deadline(state, min(circle))) if circle else ("", state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple, Union
 
@@ -40,14 +40,6 @@ class Content:
     def arrived(self, name: str) -> frozenset[int]:
         """The ranks whose arrivals at an attempt can be read."""
         return ranks_in(self.values.get(f"{name}/arrivals", b""))
-
-    def status(self, rank: int) -> RankStatus | None:
-        return RankStatus.unpack(rank, self.values.get(status_key(rank)))
-
-    def is_outdated(self, rank: int, waits: bool) -> bool:
-        """True if the status of a rank has groups for which it no longer waits."""
-        status = self.status(rank)
-        return status is not None and bool(status.pending) and not waits
 
     def uncounted(self, name: str) -> bool:
         """True if a rank has arrived at an attempt and is not counted."""
@@ -88,18 +80,13 @@ class Stores:
             raise TypeError(f"{step!r} is not for the store")
         return answer, content if values.get(key) == value else self.content({**values, key: value}, content.beats)
 
-    def long_time(self, content: Content, waits: Mapping[int, bool]) -> Content:
-        """A long time passes, in which some ranks send new heartbeats.
-
-        Args:
-            waits: by rank, whether it still waits for the groups in its status.
-        """
+    def long_time(self, content: Content, ranks: Iterable[int]) -> Content:
+        """A long time passes, in which these ranks send new heartbeats."""
         values, beats = dict(content.values), content.beats + 1
-        for rank, waiting in waits.items():
-            status = content.status(rank)
+        for rank in ranks:
+            status = RankStatus.unpack(rank, values.get(status_key(rank)))
             if status is not None:
-                pending = status.pending if waiting else ()
-                values[status_key(rank)] = replace(status, heartbeat=beats, pending=pending).pack().encode()
+                values[status_key(rank)] = replace(status, heartbeat=beats).pack().encode()
         return self.content(values, beats)
 
 
