@@ -1,0 +1,124 @@
+"""Meshes and groups that differ between ranks: what the error says, and how often."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from pgmesh import ProcessGroupMesh
+from tests.support.faults import (
+    LONG_TIMEOUT,
+    SLACK,
+    Attempt,
+    attempt,
+    beat_fast_with_bystander,
+    connect_and_check,
+    results,
+    wait_until_waiting,
+)
+from tests.support.worlds import check_sums, fresh_world, groups_of, world
+
+D = 1.0  # seconds
+
+
+def use_another_name() -> tuple[Attempt, Attempt]:
+    """Rank 3 gives its mesh another name."""
+    bystander = beat_fast_with_bystander()
+    rank = bystander.rank
+    with ProcessGroupMesh(dp=2, tp=2, name="trian" if rank == 3 else "train") as wrong:
+        failed = attempt(lambda: wrong.connect(wrong.axes, timeout=timedelta(seconds=D)))
+    check_sums(groups_of(bystander))
+    return failed, attempt(lambda: connect_and_check(ProcessGroupMesh(dp=2, tp=2, name="mended"), "dp", "tp"))
+
+
+def test_meshes_with_different_names_are_named_with_a_rank_of_each():
+    with fresh_world(4) as own:
+        seen = results(own.outcomes(use_another_name))
+    for rank, (failed, again) in enumerate(seen):
+        print(rank, failed)
+        assert failed.kind == "CircleError"
+        assert "These are different meshes: mesh 'train' on rank " in failed.text
+        assert "mesh 'trian' on rank 3. Create the mesh with the same name on every rank." in failed.text
+        assert failed.took < D + SLACK
+        assert not again.kind, again.text
+
+
+def differ_in_all(what: str) -> Attempt:
+    """Rank 3 differs in a way that each of two groups could tell of."""
+    bystander = beat_fast_with_bystander()
+    odd = bystander.rank == 3
+    different: dict[str, Any] = {"shape": {"dp": 4, "tp": 1}, "ranks": {"dp": 2, "tp": 2, "ranks": (3, 1, 2, 0)}}
+    alike = {"dp": 2, "tp": 2, "ranks": range(4)}
+    mesh = ProcessGroupMesh(**different[what] if odd else alike, name="actor")
+    if odd:
+        wait_until_waiting(0, 1, 2)
+    failed = attempt(lambda: mesh.connect("dp", "tp", mesh.axes, timeout=LONG_TIMEOUT))
+    check_sums(groups_of(bystander))
+    return failed
+
+
+DIFFERENCES = {
+    "shape": "shape: [2, 2] on ranks 0, 1, 2, [4, 1] on rank 3",
+    "ranks": "ranks: (0, 1, 2, 3) on ranks 0, 1, 2, (3, 1, 2, 0) on rank 3",
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_a_mismatch_that_several_groups_have_in_common_is_printed_once(what: str):
+    """A range of ranks is printed like a tuple."""
+    with fresh_world(4) as own:
+        for failed in results(own.outcomes(differ_in_all, what)):
+            print(failed)
+            assert failed.kind == "MismatchError"
+            assert failed.text.count(DIFFERENCES[what]) == 1
+            assert failed.text.count("is not the same on all ranks") == 1
+            assert failed.text.count("Create the same mesh on every rank") == 1
+
+
+def give_ranks_in_another_form() -> None:
+    forms: list[Any] = [range(4), (0, 1, 2, 3), [0, 1, 2, 3], None]
+    rank = beat_fast_with_bystander().rank
+    connect_and_check(ProcessGroupMesh(dp=2, tp=2, ranks=forms[rank], name="actor"), "dp", "tp")
+
+
+def test_ranks_in_any_form_are_the_same_mesh():
+    with fresh_world(4) as own:
+        results(own.outcomes(give_ranks_in_another_form))
+
+
+class Heard(logging.Handler):
+    """The messages that were logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def ask_for_timeouts() -> list[str]:
+    heard, log = Heard(), logging.getLogger("pgmesh")
+    log.addHandler(heard)
+    try:
+        mesh = ProcessGroupMesh(dp=1, tp=2, name="actor")
+        for seconds in (20, 20, 21):
+            group = mesh.group("tp", timeout=seconds)
+            assert group is not mesh.group("tp")
+            check_sums({"tp": (group, mesh.ranks("tp"))})
+        mesh.group("dp", timeout=20)  # a group of one rank waits for nobody
+        check_sums(groups_of(mesh))
+    finally:
+        log.removeHandler(heard)
+    return heard.lines
+
+
+def test_a_timeout_in_a_call_is_said_once_to_make_another_communicator():
+    for lines in world(2).run(ask_for_timeouts):
+        print(lines)
+        (line,) = lines
+        assert line.startswith("group tp of mesh 'actor' is a communicator of its own")
+        assert "mesh.configure('tp', timeout=20) on every rank before its first use" in line
