@@ -115,10 +115,9 @@ def test_a_slow_store_answers_many_operations_before_it_counts_as_silent(store_t
 
 
 def test_a_warning_is_logged_by_the_thread_that_waits(store_thread: StoreThread, caplog: pytest.LogCaptureFixture):
-    call: Any = mock.Mock(warnings=[])
-    client = CallClient(store_thread, 0.6, between=lambda: connecting._Call._log(call))
+    client = connecting._Client(store_thread, 0.6)
     with caplog.at_level(logging.WARNING, "pgmesh"):
-        participant_of(client, 2, warn=call.warnings.append).connect()
+        participant_of(client, 2, warn=client.warnings.append).connect()
     (record,) = caplog.records
     assert record.threadName == threading.current_thread().name
     assert "rank 1 did not arrive in 0 s so far" in record.message

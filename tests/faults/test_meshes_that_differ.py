@@ -75,7 +75,7 @@ def test_a_mismatch_that_several_groups_have_in_common_is_printed_once(what: str
             assert failed.kind == "MismatchError"
             assert failed.text.count(DIFFERENCES[what]) == 1
             assert failed.text.count("is not the same on all ranks") == 1
-            assert failed.text.count("Create the same mesh on every rank") == 1
+            assert failed.text.count("create the same mesh on all") == 1
 
 
 def give_ranks_in_another_form() -> None:

@@ -315,7 +315,8 @@ def test_a_report_reads_every_status_and_names_invalid_ones():
     }
     values[status_key(7)] = b"nonsense"
     thread = SimpleNamespace(run=lambda *operations, seconds: MemoryClient(0, values).run(*operations))
-    cache: Any = SimpleNamespace(rank=150, layout=Layout(200), heartbeat_thread=lambda: thread)
+    registry = SimpleNamespace(heartbeat_thread=lambda: thread)
+    cache: Any = SimpleNamespace(rank=150, layout=Layout(200), registry=registry)
     statuses: dict[int, RankStatus] = {}
     others: dict[int, str] = {}
     assert _read_statuses(cache, statuses, others) == ""
