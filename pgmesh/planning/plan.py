@@ -1,9 +1,10 @@
 """Predict the groups of a layout, their hosts and their costs, without processes.
 
 ``plan`` checks its arguments and describes each family: all groups along one combination of axes. ``_family`` computes
-a family from the strides of the layout, not from a list of its groups (exceptions: see ``topology.locality``).
+a family from the strides of the layout, not from a list of its groups. Irregular layouts are counted rank by rank; see
+``topology.locality``.
 ``_findings`` reports axes with heavy traffic whose groups span several hosts or domains. It suggests the axis order of
-``axis_heuristics`` if rings over the groups then cross between hosts less often.
+``axis_heuristics`` if the family then spans fewer hosts; at a tie, if its rings leave a host less often.
 
 >>> print(plan(layout, nodes="2x4"))
 8 ranks: pp=2 dp=2 tp=2 on 2 hosts of 4

@@ -1,9 +1,9 @@
 """Arrangement and Family: the process groups of a training framework, such as Megatron-Core, by its own names.
 
-A *family* is a named set of groups along axes of a mesh: the arrangement's dense or expert mesh, or a view or slice of
-one. A *block* is the ranks of one group along the axes; with ``pick``, a group has only some of them. An *arrangement*
-has one or two meshes over the same ranks, and families by name. Both work on a Layout, as a plan, or on a
-ProcessGroupMesh.
+A *family* is a named set of groups along axes of one mesh. That mesh is the dense mesh, the expert mesh, or a view or
+slice of either. A *block* is the ranks of one group along the axes; with ``pick``, a group has only some of them. An
+*arrangement* has one or two meshes over the same ranks, and families by name. With a Layout in place of a
+ProcessGroupMesh, both have ranks and no processes.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class Family:
 
         Args:
             tag: the tag of the group.
-            sharp: reduce in the switches (InfiniBand SHARP), if they can: ``collnet_enable`` of NCCL. Untested.
+            sharp: use InfiniBand SHARP, reduction in the switches, if available. It sets NCCL's ``collnet_enable``. Untested.
             options: as in ``GroupOptions``.
 
         Raises:
@@ -484,34 +484,37 @@ class Arrangement:
 
 
 def split_axes(mesh: Any, axes: Sequence[Axis], size: int) -> tuple[Any, tuple[Axis, ...], tuple[Axis, ...]] | None:
-    """A view of a mesh in which each block along some axes is split into slices of ``size`` consecutive ranks.
+    """A view of a mesh in which each block along some axes is split into pieces of ``size`` consecutive ranks.
 
     Args:
         mesh: a Layout or a mesh.
         axes: the axes to split.
-        size: number of ranks of a slice; it divides the size of the block.
+        size: number of ranks of a piece; it divides the size of the block.
 
     Returns:
-        The view, the axes between the slices of a block, and the axes inside a slice. None if no view has such axes.
+        The view, the axes that number the pieces of a block (``instance``), and the axes that number the ranks in a
+        piece (``member``). None if no view has such axes.
 
     >>> view, outer, inner = split_axes(Layout(pp=2, dp=4, cp=3, tp=2), ("dp", "cp"), 6)
     >>> view, outer, inner
     (Layout(pp=2, instance=2, member=6, tp=2), ('instance',), ('member',))
     """
     box = dict(zip(mesh.axes, mesh.shape))
-    left, outer, inner, anew = size, list[Axis](), list[Axis](), dict[Any, int]()
-    wide = [axis for axis in reversed(box) if axis in axes or box[axis] > 1]
-    for chosen, run in groupby(wide, key=lambda axis: axis in axes):
-        if not chosen:
-            anew.update((axis, box[axis]) for axis in run)
+    remaining, outer, inner, new_sizes = size, list[Axis](), list[Axis](), dict[Any, int]()
+    relevant = [axis for axis in reversed(box) if axis in axes or box[axis] > 1]
+    # The axes to split may not be adjacent. Each run of adjacent ones, innermost first, takes as much of ``size`` as it
+    # can, so there may be several pairs of new axes: member and instance, member2 and instance2.
+    for is_split, run in groupby(relevant, key=lambda axis: axis in axes):
+        if not is_split:
+            new_sizes.update((axis, box[axis]) for axis in run)
             continue
-        whole = math.prod(box[axis] for axis in run)
-        if whole % left and left % whole:
+        run_size = math.prod(box[axis] for axis in run)
+        if run_size % remaining and remaining % run_size:
             return None
         number = len(inner) + 1 if inner else ""
-        within = min(whole, left)
-        anew[f"member{number}"], anew[f"instance{number}"] = within, whole // within
+        within = min(run_size, remaining)
+        new_sizes[f"member{number}"], new_sizes[f"instance{number}"] = within, run_size // within
         inner.append(f"member{number}")
         outer.append(f"instance{number}")
-        left //= within
-    return mesh.view(dict(reversed(anew.items()))), tuple(outer), tuple(inner)
+        remaining //= within
+    return mesh.view(dict(reversed(new_sizes.items()))), tuple(outer), tuple(inner)
