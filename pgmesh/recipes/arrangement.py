@@ -220,7 +220,7 @@ class Family:
 
         Args:
             tag: the tag of the group.
-            sharp: use InfiniBand SHARP, reduction in the switches, if available. It sets NCCL's ``collnet_enable``. Untested.
+            sharp: use InfiniBand SHARP, reduction in the switches, if available: NCCL's ``collnet_enable``. Untested.
             options: as in ``GroupOptions``.
 
         Raises:
