@@ -107,6 +107,7 @@ def two_are_stuck(folder: Path, how: str) -> tuple[Attempt, str, str]:
         watcher.start()
     else:
         failed = attempt(lambda: mesh.connect("tp", timeout=timedelta(seconds=D)))
+        set_flag(folder, f"told {mesh.rank}")
         for rank in (1, 2):
             wait_for_flag(folder, f"reported {rank}")
     assert sum_powers(mesh.group()) == 15
@@ -121,7 +122,9 @@ def two_are_stuck(folder: Path, how: str) -> tuple[Attempt, str, str]:
 
 
 def report_and_signal(mesh: ProcessGroupMesh, folder: Path) -> None:
-    """Report from a thread once both stuck ranks have published their collective, then on a signal."""
+    """Report from a thread once the others know of the collective, then on a signal. A report starts the heartbeats."""
+    for rank in (0, 3):
+        wait_for_flag(folder, f"told {rank}")
     entered = "entered by ranks 1, 2"
     text = wait_until(lambda: text if entered in (text := str(mesh.report())) else "", f"the report: {entered}")
     (folder / f"report {mesh.rank}").write_text(text)
