@@ -19,11 +19,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Union
 
 from pgmesh import torch_private
+from pgmesh._util.call_sites import call_site
 from pgmesh.connect.first_collective import FirstCollective
 from pgmesh.errors import LifetimeError, MissingRanksError, PgmeshError, WorldError
 from pgmesh.groups import building
 from pgmesh.groups.backends import connects_in_background
-from pgmesh.groups.cache import GroupCache, call_site
+from pgmesh.groups.cache import GroupCache
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.client import CallClient
 from pgmesh.rendezvous.operations import Read

@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
-import sys
 import threading
 import time
 import weakref
@@ -23,6 +21,7 @@ import cachetools
 import torch.distributed as dist
 
 from pgmesh import torch_private
+from pgmesh._util.call_sites import call_site
 from pgmesh._util.formatting import format_ranks
 from pgmesh.errors import LifetimeError, NameTakenError, OptionsError, PlaceError, WorldError
 from pgmesh.groups import building, naming, registry, teardown
@@ -570,14 +569,3 @@ def find_cache(name: str | None, number: int, layout: Layout, call: str, rank: i
             if (cache.name, original, cache.layout) == (name, number, layout):
                 return cache  # type: ignore[no-any-return]
     return GroupCache(name, layout, call, number=number)
-
-
-_PACKAGE_DIR = os.path.dirname(os.path.dirname(__file__)) + os.sep
-
-
-def call_site() -> str:
-    """File and line of the innermost frame outside this package: the call of the user."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE_DIR):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename.rpartition(os.sep)[2]}:{frame.f_lineno}"
