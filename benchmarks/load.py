@@ -24,7 +24,8 @@ from pgmesh import Layout
 from pgmesh.rendezvous import protocol, records
 from pgmesh.rendezvous.operations import Operation, Raw, Read, perform
 from pgmesh.rendezvous.protocol import ConnectAttempt, Participant, register_mesh
-from pgmesh.rendezvous.records import Fingerprint, PendingConnect, RankStatus, pack, status_key
+from pgmesh.rendezvous.records import Fingerprint, pack
+from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, status_key
 from pgmesh.rendezvous.store_thread import meshes_key
 from pgmesh.rendezvous.timing import LIMITS, TIMING
 

@@ -30,6 +30,7 @@ from pgmesh.rendezvous.client import CallClient
 from pgmesh.rendezvous.operations import Read
 from pgmesh.rendezvous.protocol import ConnectAttempt, Participant, pauses
 from pgmesh.rendezvous.records import error_text
+from pgmesh.rendezvous.statuses import Statuses
 from pgmesh.rendezvous.store_thread import StoreThread, process_label
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ class _Call:
         self.cache, self.layout, self.combinations, self.seconds = cache, layout, combinations, seconds
         self.call_site = call_site()
         self.client = _Client(cache.registry.heartbeat_thread(), seconds)
+        self.statuses = Statuses(self.client.thread.lost_after, self.client.now)
         self.records: dict[str, building.GroupRecord] = {}  # by path, those to connect
         self.spellings: dict[str, list[Spelling]] = {}  # by path
         self.attempts: dict[str, ConnectAttempt] = {}  # by path
@@ -220,7 +222,7 @@ class _Call:
             call_site=self.call_site,
             process=process_label(),
             deadline=self.seconds,
-            lost_after=thread.lost_after,
+            statuses=self.statuses,
             mesh_mismatch_key=self.cache.identity.mismatch_key,
             pace=thread.pace,
             warn=self._warn,
@@ -286,7 +288,7 @@ class _Call:
             collective.start()
 
     def _collective(self, record: building.GroupRecord, attempt: ConnectAttempt) -> FirstCollective:
-        return FirstCollective(record, f"{attempt.name}/broken", self.cache.rank, self.client.thread.lost_after)
+        return FirstCollective(record, f"{attempt.name}/broken", self.statuses)
 
     # -- the first collectives --------------------------------------------------------------------------------------
 
@@ -305,12 +307,19 @@ class _Call:
             now = time.monotonic()
             if now >= inspection:
                 inspection = now + timing.TIMING.inspection * thread.pace
-                for collective in running:
-                    collective.inspect(*self.client.run(*collective.questions()))
+                self._inspect(running)
             for collective in running if now >= deadline else ():
                 collective.fail(f"did not finish in time: the deadline was {self.seconds:g} s")
             time.sleep(pause)
         self._publish_failures()
+
+    def _inspect(self, running: Sequence[FirstCollective]) -> None:
+        """Read whether another member failed, and the statuses of the members."""
+        members = {rank for each in running for rank in each.record.ranks[: timing.LIMITS.statuses + 1]}
+        self.statuses.read(self.client.run, members - {self.cache.rank})
+        answers = self.client.run(*(Read(each.broken_key) for each in running))
+        for collective, broken in zip(running, answers):
+            collective.inspect(broken)
 
     def _publish_failures(self) -> None:
         operations = [step for collective in self.collectives for step in collective.publish_failure()]

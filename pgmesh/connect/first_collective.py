@@ -13,9 +13,9 @@ from pgmesh._util.formatting import name_ranks
 from pgmesh.errors import MismatchError, MissingRanksError, PgmeshError
 from pgmesh.groups import building, teardown
 from pgmesh.groups.world import device_of
-from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.operations import CompareSet, Operation, Read
-from pgmesh.rendezvous.records import Decision, Heartbeats, RankStatus, status_key
+from pgmesh.rendezvous.operations import CompareSet, Operation
+from pgmesh.rendezvous.records import Decision
+from pgmesh.rendezvous.statuses import Statuses
 
 
 class FirstCollective:
@@ -24,21 +24,18 @@ class FirstCollective:
     Args:
         record: the group.
         broken_key: store key under which a member publishes that it failed.
-        rank: this rank.
-        lost_after: seconds without a new heartbeat after which a rank counts as lost.
+        statuses: the last statuses of the other ranks.
     """
 
-    def __init__(self, record: building.GroupRecord, broken_key: str, rank: int, lost_after: float) -> None:
-        self.record, self.broken_key = record, broken_key
+    def __init__(self, record: building.GroupRecord, broken_key: str, statuses: Statuses) -> None:
+        self.record, self.broken_key, self._statuses = record, broken_key, statuses
         self.error: PgmeshError | None = None
         self.done = 0.0
         self._published = False  # the error is in the store
-        self._others = [each for each in record.ranks[: timing.LIMITS.statuses + 1] if each != rank]
         self._work: Any = None
         self._failure: Exception | None = None  # raised by torch
         self._failed_at = 0.0
         self._dead = ""  # message about members whose listeners refused a connection then
-        self._heartbeats = Heartbeats(lost_after)
 
     def start(self) -> None:
         """Enter the collective, unless this rank has done so."""
@@ -78,30 +75,23 @@ class FirstCollective:
         self.done = time.monotonic()
         return True
 
-    def questions(self) -> list[Operation]:
-        """Store operations whose answers ``inspect`` takes: whether a member failed, and the members' statuses."""
-        return [Read(self.broken_key), *(Read(status_key(rank)) for rank in self._others)]
+    def inspect(self, broken: bytes | None) -> None:
+        """Fail if another member failed, is lost or dead, or if torch reported an error a while ago and none is.
 
-    def inspect(self, broken: bytes | None, *statuses: bytes | None) -> None:
-        """Fail if another member failed, is lost or dead, or if torch reported an error a while ago and none is."""
+        Args:
+            broken: what the store has under ``broken_key``.
+        """
+        lost = self._statuses.lost(self.record.ranks)
         if broken is not None:
             self.error, self._published = Decision.unpack(self.broken_key, broken).error(), True
-            return
-        now, lost = time.monotonic(), {}
-        for rank, text in zip(self._others, statuses):
-            status = RankStatus.unpack(rank, text)
-            if status is not None:
-                self._heartbeats.update(status, now)
-                if self._heartbeats.is_lost(status, now):
-                    lost[rank] = f"\n  {self._heartbeats.describe(status, now)}"
-        if lost:
+        elif lost:
+            details = "".join(f"\n  {text}" for text in lost.values())
             self.error = MissingRanksError(
-                f"{self.record.label}: {name_ranks(lost)} arrived, and then failed in the first collective."
-                f"{''.join(lost.values())}"
+                f"{self.record.label}: {name_ranks(lost)} arrived, and then failed in the first collective.{details}"
             )
         elif self._dead:
             self.error = MissingRanksError(f"{self._dead}\nThe group was in its first collective.")
-        elif self._failure is not None and now - self._failed_at >= self._heartbeats.lost_after + 1.0:
+        elif self._failure is not None and time.monotonic() - self._failed_at >= self._statuses.lost_after + 1.0:
             self.fail(f"failed: {str(self._failure).splitlines()[0]}")
 
     def fail(self, reason: str) -> None:

@@ -22,7 +22,8 @@ from pgmesh.errors import LifetimeError, WorldError
 from pgmesh.groups.building import count_groups
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Read
-from pgmesh.rendezvous.records import RankStatus, RunningCollective, foreign_value, status_key
+from pgmesh.rendezvous.records import foreign_value
+from pgmesh.rendezvous.statuses import RankStatus, RunningCollective, status_key
 
 if TYPE_CHECKING:
     from pgmesh.groups.cache import GroupCache

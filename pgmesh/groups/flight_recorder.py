@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pgmesh import torch_private
-from pgmesh.rendezvous.records import RunningCollective
+from pgmesh.rendezvous.statuses import RunningCollective
 
 _MOST = 4
 """The number of running collectives that a status lists."""

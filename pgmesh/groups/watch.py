@@ -17,7 +17,7 @@ from pgmesh.groups.building import GroupRecord
 from pgmesh.groups.flight_recorder import FlightRecorder
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Operation, Read
-from pgmesh.rendezvous.records import Heartbeats, RankStatus, RunningCollective, status_key
+from pgmesh.rendezvous.statuses import RunningCollective, Statuses
 
 log = logging.getLogger("pgmesh")
 
@@ -33,7 +33,7 @@ class Watch:
     def __init__(self, find_record: Callable[[str], GroupRecord | None], lost_after: float) -> None:
         self._find_record = find_record
         self.flight_recorder = FlightRecorder(self._label_of)
-        self._heartbeats = Heartbeats(lost_after)
+        self._statuses = Statuses(lost_after)
         self._logged: set[tuple[str, int]] = set()  # name of a group, and number of its collective
 
     def look(self, perform: Callable[[Operation], Any]) -> tuple[RunningCollective, ...]:
@@ -57,7 +57,7 @@ class Watch:
                 f"{name_ranks(lost or absent)} {'sent no heartbeat' if lost else 'did not reach the first collective'}"
             )
             reason = "".join([what, *(f"\n  {line}" for line in (lost or absent).values() if line)])
-            record.finding = (time.monotonic() + self._heartbeats.lost_after / 2, f"{record.label}: {reason}")
+            record.finding = (time.monotonic() + self._statuses.lost_after / 2, f"{record.label}: {reason}")
             once = (collective.name, collective.number)
             if once not in self._logged and (lost or collective.seconds >= timing.TIMING.warn_after):
                 self._logged.add(once)
@@ -73,16 +73,12 @@ class Watch:
         self, perform: Callable[[Operation], Any], record: GroupRecord
     ) -> tuple[dict[int, str], dict[int, str]]:
         """The members that are lost, and those that are absent, each with its last status."""
-        ranks, now = record.ranks[: timing.LIMITS.statuses], time.monotonic()
-        statuses = [RankStatus.unpack(rank, perform(Read(status_key(rank)))) for rank in ranks]
-        known = {status.rank: status for status in statuses if status is not None}
-        for status in known.values():
-            self._heartbeats.update(status, now)
-        described = {rank: self._heartbeats.describe(status, now) for rank, status in known.items()}
-        lost = {rank: described[rank] for rank, status in known.items() if self._heartbeats.is_lost(status, now)}
+        ranks = record.ranks[: timing.LIMITS.statuses]
+        self._statuses.read(lambda *reads: [perform(read) for read in reads], ranks)
+        lost = self._statuses.lost(ranks)
         if record.gloo is None:
             return lost, {}
         record.gloo.look_for_mismatch(perform)
         unseen = record.gloo.unseen_addresses()
-        absent = {rank: described.get(rank, "") for rank, key in unseen.items() if perform(Read(key)) is None}
-        return lost, absent
+        absent = [rank for rank, key in unseen.items() if perform(Read(key)) is None]
+        return lost, {rank: self._statuses.describe(rank) if self._statuses.get(rank) else "" for rank in absent}

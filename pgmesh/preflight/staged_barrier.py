@@ -11,7 +11,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pgmesh._util.formatting import name_ranks
 from pgmesh.errors import MissingRanksError, PgmeshError
 from pgmesh.groups.cache import GroupCache
 from pgmesh.groups.world import world_rank_and_size
@@ -20,7 +19,8 @@ from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.client import CallClient
 from pgmesh.rendezvous.operations import Add, CompareSet, Operation, Read
 from pgmesh.rendezvous.protocol import ConnectAttempt, Participant
-from pgmesh.rendezvous.records import Decision, Fingerprint, Heartbeats, RankStatus, status_key
+from pgmesh.rendezvous.records import Decision, Fingerprint
+from pgmesh.rendezvous.statuses import Statuses
 from pgmesh.rendezvous.store_thread import process_label
 
 REPORT_MARGIN = 3.0
@@ -85,7 +85,7 @@ class StagedBarrier:
             call_site=self._stage,
             process=process_label(),
             deadline=self.seconds,
-            lost_after=self.store_thread.lost_after,
+            statuses=Statuses(self.store_thread.lost_after),
             skip_decided=False,
             pace=self.store_thread.pace,
         ).connect()
@@ -112,22 +112,16 @@ class StagedBarrier:
         """
         attempt = self._open()
         ranks = [rank for rank in ranks if rank != self.rank][: timing.LIMITS.statuses]
-        heartbeats = Heartbeats(self.store_thread.lost_after)
-        start = now = time.monotonic()
-        while now - start < self.store_thread.lost_after + REPORT_MARGIN:
+        statuses = Statuses(self.store_thread.lost_after)
+        end = time.monotonic() + statuses.lost_after + REPORT_MARGIN
+        while time.monotonic() < end:
             text = self.ask(Read(attempt.decision_key))
             if text is not None:
                 return Decision.unpack(attempt.decision_key, text).error()
-            for rank in ranks:
-                last = RankStatus.unpack(rank, self.ask(Read(status_key(rank)))) or RankStatus(rank)
-                heartbeats.update(last, now)
-                if heartbeats.is_lost(last, now):
-                    silence = heartbeats.silence(rank, now)
-                    return MissingRanksError(
-                        f"{activity}: {name_ranks([rank])} was lost: no heartbeat for {silence:.0f} s."
-                    )
+            statuses.read(lambda *reads: [self.ask(read) for read in reads], ranks)
+            if lost := statuses.lost(ranks):
+                return MissingRanksError(f"{activity}: {'; '.join(lost.values())}.")
             time.sleep(timing.TIMING.longest_pause * self.store_thread.pace)
-            now = time.monotonic()
         return None
 
     def publish(self, key: str, value: str) -> None:

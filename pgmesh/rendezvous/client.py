@@ -7,7 +7,7 @@ from typing import Any
 
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Operation, Raw
-from pgmesh.rendezvous.records import PendingConnect
+from pgmesh.rendezvous.statuses import PendingConnect
 from pgmesh.rendezvous.store_thread import StoreThread
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol, Union
-
-from pgmesh.rendezvous.records import PendingConnect
+from typing import Any, NamedTuple, Union
 
 ABSENT = "?"
 """Marker for a missing key. ``compare_set(key, ABSENT, ABSENT)`` returns it, or the value of the key."""
@@ -76,19 +74,3 @@ def can_be_repeated(operation: Operation) -> bool:
     if isinstance(operation, Add):
         return not operation.key.endswith("/left")
     return not isinstance(operation, Raw) or operation.operation in ("set", "check", "get")
-
-
-class Client(Protocol):
-    """The store and the clock of one call."""
-
-    def run(self, *operations: Operation) -> list[Any]:
-        """Perform operations on the store in this order, and return its answers."""
-
-    def now(self) -> float:
-        """Seconds since the start of the call."""
-
-    def sleep(self, seconds: float) -> None:
-        """Wait."""
-
-    def set_pending(self, pending: tuple[PendingConnect, ...]) -> None:
-        """Publish the groups that this rank waits for."""

@@ -7,6 +7,7 @@ caller provides, in general the one of the store thread, and waits in the thread
 from __future__ import annotations
 
 import base64
+import math
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,7 +21,8 @@ from pgmesh.errors import LifetimeError, MismatchError, MissingRanksError, Pgmes
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import CompareSet, Operation, Raw, Read
 from pgmesh.rendezvous.protocol import check_published, pauses
-from pgmesh.rendezvous.records import Decision, Fingerprint, RankStatus, status_key
+from pgmesh.rendezvous.records import Decision, Fingerprint
+from pgmesh.rendezvous.statuses import Statuses
 
 SEPARATOR = b"\0"
 """Separates a rank's fingerprint from the value that it wrote."""
@@ -279,10 +281,11 @@ class PollingStore(dist.Store):
                 self._fingerprint.check((value or b"").partition(SEPARATOR)[0], key=keys[rank])
             return None
         known = [rank for rank in missing[:8] if isinstance(rank, int)]
-        texts = self._ask(*map(Read, map(status_key, known))) if known else []
-        statuses = {rank: status for rank, text in zip(known, texts) if (status := RankStatus.unpack(rank, text))}
-        details = "".join(f"\n  last status of rank {rank}: {status}" for rank, status in statuses.items())
-        details += self._hint_for([status.activity for status in statuses.values()])
+        statuses = Statuses(math.inf)
+        statuses.read(self._ask, known)
+        found = {rank: status for rank in known if (status := statuses.get(rank))}
+        details = "".join(f"\n  last status of rank {rank}: {status}" for rank, status in found.items())
+        details += self._hint_for([status.activity for status in found.values()])
         seconds = f"{limit.total_seconds():g} s"
         return (
             f"{self._fingerprint.subject}: {name_ranks(missing)} did not reach the first collective in {seconds}. "

@@ -23,29 +23,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from pgmesh._util.formatting import format_ranks, name_ranks
 from pgmesh.errors import MismatchError, WorldError
 from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.operations import Add, Append, Client, CompareSet, Delete, Operation, Read
-from pgmesh.rendezvous.records import (
-    Circle,
-    Decision,
-    Fingerprint,
-    Heartbeats,
-    PendingConnect,
-    RankStatus,
-    circle_text,
-    decode_fingerprint,
-    error_text,
-    find_circle,
-    foreign_value,
-    pack,
-    quoted,
-    status_key,
-    unpack,
-)
+from pgmesh.rendezvous.operations import Add, Append, CompareSet, Delete, Operation, Read
+from pgmesh.rendezvous.records import Decision, Fingerprint, decode_fingerprint, error_text, pack, quoted, unpack
+from pgmesh.rendezvous.statuses import Circle, PendingConnect, Statuses, circle_text, find_circle
 
 
 def pauses(pace: float = 1.0, first: float = 0.0) -> Iterator[float]:
@@ -108,6 +93,22 @@ def check_published(
     if mismatch := fingerprint.mismatch([seen], where):
         client(CompareSet(mismatch_key, Decision("mismatch", mismatch).pack()))
         raise MismatchError(mismatch)
+
+
+class Client(Protocol):
+    """The store and the clock of one call."""
+
+    def run(self, *operations: Operation) -> list[Any]:
+        """Perform operations on the store in this order, and return its answers."""
+
+    def now(self) -> float:
+        """Seconds since the start of the call."""
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+
+    def set_pending(self, pending: tuple[PendingConnect, ...]) -> None:
+        """Publish the groups that this rank waits for."""
 
 
 # -- connect attempts -------------------------------------------------------------------------------------------------
@@ -184,7 +185,7 @@ class Participant:
         call_site: the line of code that called.
         process: description of this process. It reveals two processes that have the same rank.
         deadline: seconds from the start of the call.
-        lost_after: seconds without a new heartbeat after which a rank counts as lost.
+        statuses: the statuses of the other ranks, which this call reads.
         mesh_mismatch_key: store key under which a rank publishes a mismatch of the mesh; "" for none.
         skip_decided: arrive at the next attempt if the current one was decided before this rank arrived.
         pace: factor of all pauses, to spare the store in a large world.
@@ -198,18 +199,12 @@ class Participant:
     call_site: str
     process: str
     deadline: float
-    lost_after: float
+    statuses: Statuses
     mesh_mismatch_key: str = ""
     skip_decided: bool = True
     pace: float = 1.0
     warn: Callable[[str], None] = field(default=lambda text: None)
     ready: Callable[[ConnectAttempt], None] = field(default=lambda attempt: None)
-    _heartbeats: Heartbeats = field(init=False)
-    _statuses: dict[int, RankStatus] = field(default_factory=dict)
-    _foreign_values: dict[int, str] = field(default_factory=dict)  # messages, by rank
-
-    def __post_init__(self) -> None:
-        self._heartbeats = Heartbeats(self.lost_after)
 
     def connect(self) -> None:
         """Arrive at every attempt and wait for its decision.
@@ -335,7 +330,7 @@ class Participant:
                 return
             if now >= inspection:
                 self._inspect()
-                inspection = self._heartbeats.next_inspection(now, timing.TIMING.inspection * self.pace)
+                inspection = self.statuses.next_inspection(timing.TIMING.inspection * self.pace)
                 if not self._undecided():
                     return
                 if now >= warning:
@@ -371,10 +366,10 @@ class Participant:
         self._read_arrivals(changed)
         self.client.set_pending(self._pending())
         self._read_statuses()
-        with_lost = [attempt for attempt in self._undecided() if self._lost(attempt)]
+        with_lost = [attempt for attempt in self._undecided() if self.statuses.lost(attempt.missing)]
         self._read_arrivals(with_lost)  # a lost rank may have arrived without being counted
         for attempt in with_lost:
-            if attempt.decision is None and self._lost(attempt):
+            if attempt.decision is None and self.statuses.lost(attempt.missing):
                 self._decide(attempt, Decision("missing", self._describe_missing(attempt)))
 
     def _pending(self) -> tuple[PendingConnect, ...]:
@@ -394,20 +389,7 @@ class Participant:
         """Read the statuses of the missing ranks, or of others."""
         missing = dict.fromkeys(rank for attempt in self._undecided() for rank in attempt.missing)
         ranks = [rank for rank in more or missing if rank != self.rank][: timing.LIMITS.statuses]
-        now = self.client.now()
-        for rank, text in zip(ranks, self.client.run(*(Read(status_key(rank)) for rank in ranks)) if ranks else ()):
-            status = RankStatus.unpack(rank, text)
-            self._statuses.pop(rank, None)
-            if status is not None:
-                self._statuses[rank] = status
-                self._heartbeats.update(status, now)
-            elif text is not None:
-                self._foreign_values[rank] = foreign_value(status_key(rank), text)
-
-    def _lost(self, attempt: ConnectAttempt) -> list[int]:
-        now = self.client.now()
-        known = [self._statuses[rank] for rank in attempt.missing if rank in self._statuses]
-        return [status.rank for status in known if self._heartbeats.is_lost(status, now)]
+        self.statuses.read(self.client.run, ranks)
 
     def _warn(self, now: float) -> None:
         when = f" in {now:.0f} s so far"
@@ -437,7 +419,7 @@ class Participant:
             if not unread or find_circle(self.rank, pending):
                 break
             self._read_statuses(sorted(unread))
-            pending |= {rank: self._statuses[rank].pending if rank in self._statuses else () for rank in unread}
+            pending |= {rank: status.pending if (status := self.statuses.get(rank)) else () for rank in unread}
         circle = find_circle(self.rank, pending)
         # Statuses are read one after another, so a rank may have gone on meanwhile.
         reads = [Read(f"{wait.name}/{key}") for _, wait in circle for key in ("decision", "arrivals")]
@@ -451,11 +433,6 @@ class Participant:
 
     def _describe_missing(self, attempt: ConnectAttempt, when: str = "") -> str:
         """Message about the missing ranks and the last status of each."""
-        lines, now = [], self.client.now()
-        for rank in attempt.missing[:8]:
-            status = self._statuses.get(rank)
-            none = "no status: it has not called connect yet, or cannot reach the store"
-            text = f"rank {rank}: {self._foreign_values.get(rank, none)}"
-            lines.append(f"\n  {text if status is None else self._heartbeats.describe(status, now)}")
+        lines = [f"\n  {self.statuses.describe(rank)}" for rank in attempt.missing[:8]]
         missing = f"{attempt.label}: {name_ranks(attempt.missing)} did not arrive{when}."
         return f"{missing}{''.join(lines)}\n\nRank {self.rank} waited at {self.call_site}."

@@ -1,4 +1,4 @@
-"""The records that ranks exchange through the store: fingerprints, statuses and decisions.
+"""The records that ranks exchange through the store: fingerprints and decisions.
 
 Records are JSON text. They are validated when they are read, and never executed.
 """
@@ -9,9 +9,9 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-from pgmesh._util.formatting import format_ranks, name_ranks
+from pgmesh._util.formatting import name_ranks
 from pgmesh.errors import CircleError, MismatchError, MissingRanksError, PgmeshError
 from pgmesh.rendezvous import timing
 
@@ -136,142 +136,6 @@ def _format_field(value: Any) -> str:
     return f"({text})" if ", " in text and text[0].isdigit() else text
 
 
-# -- statuses ---------------------------------------------------------------------------------------------------------
-
-
-def status_key(rank: int) -> str:
-    """The store key of a rank's status."""
-    return f"pgmesh/status/{rank}"
-
-
-class PendingConnect(NamedTuple):
-    """One group that a rank waits for in ``connect``.
-
-    Args:
-        name: prefix of the attempt's store keys.
-        group: the group, such as "group dp".
-        mesh: its mesh, such as "mesh 'actor'".
-        ranks: its members, such as "0, 2".
-        call_site: the line of code, such as "train.py:12".
-        missing: the members that had not arrived when the rank last read the arrivals.
-    """
-
-    name: str
-    group: str
-    mesh: str
-    ranks: str
-    call_site: str
-    missing: tuple[int, ...]
-
-    @property
-    def label(self) -> str:
-        return f"{self.group} of {self.mesh} (ranks {self.ranks})"
-
-    def __str__(self) -> str:
-        return f"connecting {self.label} at {self.call_site}, waiting for {name_ranks(self.missing)}"
-
-
-class RunningCollective(NamedTuple):
-    """A collective that a rank has entered and that is not done, from torch's flight recorder.
-
-    Args:
-        name: the group's name in torch.
-        label: the group in messages, such as "group dp of mesh 'actor'".
-        operation: the collective, such as "all_reduce".
-        number: its number among the collectives of the group, from 1.
-        seconds: time since the rank entered it.
-    """
-
-    name: str
-    label: str
-    operation: str
-    number: int
-    seconds: int
-
-    def __str__(self) -> str:
-        return f"in {self.operation} (collective {self.number}) of {self.label} for {self.seconds} s"
-
-
-@dataclass(frozen=True)
-class RankStatus:
-    """The status that a rank last published.
-
-    Args:
-        heartbeat: a counter that grows while the process lives.
-        activity: description of the activity that other ranks may wait for; "" for none.
-        pending: the groups that the rank connects and that are undecided.
-        running: the collectives that the rank has been in for longer than a heartbeat.
-        exited: reason for the end of the heartbeats, if the rank has left.
-    """
-
-    rank: int
-    heartbeat: int = 0
-    activity: str = ""
-    pending: tuple[PendingConnect, ...] = ()
-    running: tuple[RunningCollective, ...] = ()
-    exited: str = ""
-
-    def pack(self) -> str:
-        return pack(**vars(self))
-
-    @classmethod
-    def unpack(cls, rank: int, text: bytes | None) -> RankStatus | None:
-        """Decode the status of a rank; None for no status or a foreign value."""
-        record = unpack(text or b"", rank=int, heartbeat=int, activity=str, pending=list, running=list, exited=str)
-        if record is None or record["rank"] != rank:
-            return None
-        pending = [_typed(PendingConnect, each, (str, str, str, str, str, list)) for each in record["pending"]]
-        running = [_typed(RunningCollective, each, (str, str, str, int, int)) for each in record["running"]]
-        if None in pending or None in running:
-            return None
-        waits = [wait._replace(missing=tuple(each for each in wait.missing if type(each) is int)) for wait in pending]
-        return cls(rank, record["heartbeat"], record["activity"], tuple(waits), tuple(running), record["exited"])
-
-    def __str__(self) -> str:
-        lines = [*map(str, self.pending), self.activity, *map(str, self.running)]
-        return self.exited or "; ".join(filter(None, lines)) or "not in connect"
-
-
-def _typed(kind: Any, values: object, types: tuple[type, ...]) -> Any:
-    """A named tuple of these values; None unless they have these types."""
-    return kind(*values) if isinstance(values, list) and tuple(map(type, values)) == types else None
-
-
-@dataclass
-class Heartbeats:
-    """The last heartbeat of each rank and the time when it was first read.
-
-    Args:
-        lost_after: seconds without a new heartbeat after which a rank counts as lost.
-    """
-
-    lost_after: float
-    last: dict[int, tuple[int, float]] = field(default_factory=dict)  # heartbeat and time
-
-    def update(self, status: RankStatus, now: float) -> None:
-        if self.last.get(status.rank, (None, 0.0))[0] != status.heartbeat:
-            self.last[status.rank] = (status.heartbeat, now)
-
-    def silence(self, rank: int, now: float) -> float:
-        """Seconds since the last new heartbeat of a rank was read."""
-        return now - self.last[rank][1]
-
-    def next_inspection(self, now: float, period: float) -> float:
-        """Time of the next inspection: after a period, or earlier, when a silent rank becomes lost."""
-        losses = (heard + self.lost_after for _, heard in self.last.values())
-        return min([now + period, *(each for each in losses if each > now)])
-
-    def is_lost(self, status: RankStatus, now: float) -> bool:
-        return bool(status.exited) or self.silence(status.rank, now) >= self.lost_after
-
-    def describe(self, status: RankStatus, now: float) -> str:
-        """The status of a rank for a message, with the seconds without a heartbeat if it is silent."""
-        silence = self.silence(status.rank, now)
-        if status.exited or silence < self.lost_after:
-            return f"rank {status.rank}: {status}"
-        return f"rank {status.rank} has sent no heartbeat for at least {silence:.0f} s; its last status: {status}"
-
-
 # -- decisions --------------------------------------------------------------------------------------------------------
 
 
@@ -324,49 +188,3 @@ ERRORS: dict[str, type[PgmeshError] | None] = {
     "duplicate": MismatchError,  # two processes with one rank: it may be over at the next attempt
     "circle": CircleError,
 }
-
-
-# -- circles of ranks that wait for each other ------------------------------------------------------------------------
-
-Circle = Sequence[tuple[int, PendingConnect]]
-"""Ranks that wait for each other, each with the pending group whose missing member is the next rank."""
-
-
-def find_circle(rank: int, pending: Mapping[int, Sequence[PendingConnect]]) -> Circle:
-    """A shortest path from a rank back to itself, along the ranks that wait for each other; empty if there is none.
-
-    Args:
-        pending: the groups that each rank waits for.
-    """
-    paths: list[list[tuple[int, PendingConnect]]] = [[(rank, wait)] for wait in pending.get(rank, ())]
-    seen: set[int] = set()
-    for path in paths:  # grows below
-        for missing in path[-1][1].missing:
-            if missing == rank:
-                return path
-            if missing not in seen:
-                seen.add(missing)
-                paths += [[*path, (missing, wait)] for wait in pending.get(missing, ())]
-    return []
-
-
-def circle_text(circle: Circle) -> str:
-    """Message about ranks that wait for each other. It begins at the lowest rank."""
-    first = min(range(len(circle)), key=lambda i: circle[i][0])
-    circle = [*circle[first:], *circle[:first]]
-    lines = [
-        f"\n  rank {rank} connects {wait.label} at {wait.call_site}, and waits for rank {waited_for}"
-        for (rank, wait), (waited_for, _) in zip(circle, [*circle[1:], circle[0]])
-    ]
-    waits = {wait.name: wait for _, wait in circle}.values()
-    meshes = {wait.mesh: rank for rank, wait in reversed(circle)}
-    hint = "Connect the groups in one call on every rank, as in mesh.connect('dp', 'tp'), or in the same order."
-    if len({(wait.group, wait.ranks) for wait in waits}) == 1 and len(meshes) > 1:
-        each = ", ".join(f"{mesh} on rank {rank}" for mesh, rank in sorted(meshes.items()))
-        hint = f"These are different meshes: {each}. Create the mesh with the same name on every rank."
-    elif len({wait.label for wait in waits}) < len(waits):
-        hint = (
-            "These are different groups with the same label: the ranks have created, closed or released them a "
-            "different number of times. Create and close the same meshes in the same order on every rank."
-        )
-    return f"ranks {format_ranks([rank for rank, _ in circle])} wait for each other:{''.join(lines)}\n\n{hint}"

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from pgmesh.errors import PgmeshError, WorldError
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Delete, Operation, Raw, can_be_repeated, perform
-from pgmesh.rendezvous.records import PendingConnect, RankStatus, RunningCollective, status_key
+from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, RunningCollective, status_key
 from pgmesh.rendezvous.world_name import REPLACED, current_world, enter_world, leave_world, left_worlds
 
 log = logging.getLogger("pgmesh")

@@ -19,6 +19,7 @@ from pgmesh.rendezvous.client import CallClient
 from pgmesh.rendezvous.operations import Add, CompareSet, Operation, Read, perform
 from pgmesh.rendezvous.protocol import ConnectAttempt, Participant
 from pgmesh.rendezvous.records import Decision, Fingerprint
+from pgmesh.rendezvous.statuses import Statuses
 from pgmesh.rendezvous.store_thread import StoreThread, _Queue
 
 LONG = 20.0
@@ -27,7 +28,7 @@ LONG = 20.0
 def participant_of(client: CallClient, members: int, **more: Any) -> Participant:
     attempt = ConnectAttempt("group", range(members), Fingerprint(0, {}, "group dp", ""), "group dp", "mesh 'm'")
     seconds = client.deadline - client.start
-    return Participant(0, [attempt], client, "train.py:7", "me", seconds, lost_after=LONG, **more)
+    return Participant(0, [attempt], client, "train.py:7", "me", seconds, Statuses(LONG, client.now), **more)
 
 
 def test_ctrl_c_while_a_batch_is_queued_is_raised_and_published(store_thread: StoreThread):

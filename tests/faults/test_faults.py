@@ -930,7 +930,7 @@ def be(rank, port):
                        MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     os.dup2(os.open(f"{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
     from pgmesh import ProcessGroupMesh, launch
-    from pgmesh.rendezvous.records import status_key
+    from pgmesh.rendezvous.statuses import status_key
     from tests.support.torch_tables import pgmesh_store
     launch.join("gloo")
     mesh = ProcessGroupMesh(dp=1, tp=2, name="actor")

@@ -471,7 +471,7 @@ def test_a_rank_that_dies_half_way_is_named_by_all_others():
     assert not any(outcome.error for outcome in outcomes[:3]), outcomes
     text = output_of_rank_0([outcome.result for outcome in outcomes[:3]], 1)
     assert text.startswith("pgmesh check failed: MissingRanksError: pgmesh check")
-    assert re.search(r"rank 3 (was lost: no|has sent no) heartbeat for \d s", text), text
+    assert re.search(r"rank 3 has sent no heartbeat for at least \d s", text), text
 
 
 # ---- stragglers ----

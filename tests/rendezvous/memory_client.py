@@ -7,7 +7,8 @@ from typing import Any
 
 from pgmesh.rendezvous.operations import Add, Append, CompareSet, Operation, Read
 from pgmesh.rendezvous.protocol import ConnectAttempt, Participant
-from pgmesh.rendezvous.records import Fingerprint, PendingConnect, RankStatus, pack, status_key
+from pgmesh.rendezvous.records import Fingerprint, pack
+from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, Statuses, status_key
 
 
 class MemoryClient:
@@ -67,7 +68,7 @@ def attempt_of(rank: int = 0, key: str = "group", ranks: tuple[int, ...] = (0, 1
 
 
 def participant_of(client: Any, *attempts: ConnectAttempt, rank: int = 0, **more: Any) -> Participant:
-    more = {"deadline": 1.0, "lost_after": 5.0, "process": f"process {rank}", **more}
+    more = {"deadline": 1.0, "statuses": Statuses(5.0, client.now), "process": f"process {rank}", **more}
     return Participant(rank, attempts, client, f"train.py:{rank}", **more)
 
 

@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings, strategies as st
 
 from pgmesh.errors import CircleError, MismatchError, MissingRanksError
 from pgmesh.rendezvous.operations import Read
-from pgmesh.rendezvous.records import status_key
+from pgmesh.rendezvous.statuses import status_key
 from pgmesh.rendezvous.timing import TIMING
 from tests.rendezvous.model.clock import Caller, Clock, H
 

@@ -16,16 +16,8 @@ from pgmesh import LifetimeError, MismatchError, MissingRanksError, WorldError
 from pgmesh.rendezvous.operations import Append, CompareSet, Operation, Read, perform
 from pgmesh.rendezvous.polling_store import SEPARATOR, PollingStore
 from pgmesh.rendezvous.protocol import check_mesh, register_mesh
-from pgmesh.rendezvous.records import (
-    MADE,
-    Decision,
-    Fingerprint,
-    PendingConnect,
-    RankStatus,
-    circle_text,
-    find_circle,
-    status_key,
-)
+from pgmesh.rendezvous.records import MADE, Decision, Fingerprint
+from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, circle_text, find_circle, status_key
 from tests.rendezvous.memory_client import MemoryClient, arrival, attempt_of, participant_of
 
 MISSING = Decision("missing", "rank 1 did not arrive").pack().encode()

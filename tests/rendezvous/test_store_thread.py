@@ -19,7 +19,7 @@ import torch.distributed as dist
 from pgmesh import WorldError, launch
 from pgmesh.rendezvous import store_thread as module, timing
 from pgmesh.rendezvous.operations import Add, Append, CompareSet, Delete, Raw, Read, perform
-from pgmesh.rendezvous.records import PendingConnect, RankStatus, status_key
+from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, status_key
 from pgmesh.rendezvous.store_thread import StoreThread, _Queue
 
 LONG = 20.0

@@ -19,7 +19,7 @@ from pgmesh import ProcessGroupMesh
 from pgmesh.launch.spawning import Outcome
 from pgmesh.rendezvous import store_thread, timing
 from pgmesh.rendezvous.operations import Operation, Read, perform
-from pgmesh.rendezvous.records import RankStatus, status_key
+from pgmesh.rendezvous.statuses import RankStatus, status_key
 from tests.support.torch_tables import pgmesh_store
 from tests.support.worlds import STARVED, check_sums, fresh_world, groups_of
 

@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d as _c10d
 from pgmesh.groups.registry import current_registry
 from pgmesh.rendezvous import store_thread
 from pgmesh.rendezvous.operations import Operation, Raw, Read
-from pgmesh.rendezvous.records import status_key
+from pgmesh.rendezvous.statuses import status_key
 from pgmesh.rendezvous.store_thread import underlying
 from pgmesh.rendezvous.world_name import WORLD_KEY
 

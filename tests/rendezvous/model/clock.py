@@ -18,7 +18,8 @@ from typing import Any
 from pgmesh.errors import MismatchError, PgmeshError
 from pgmesh.rendezvous.operations import Add, Append, CompareSet, Operation, Read
 from pgmesh.rendezvous.protocol import ConnectAttempt, Participant, check_mesh, register_mesh
-from pgmesh.rendezvous.records import Fingerprint, PendingConnect, RankStatus, status_key
+from pgmesh.rendezvous.records import Fingerprint
+from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, Statuses, status_key
 
 ANSWER = 0.0005
 """Seconds that a store operation takes."""
@@ -91,7 +92,7 @@ class Caller:
             call_site="train.py:3",
             process=self.process or f"process {self.rank}",
             deadline=self.deadline,
-            lost_after=H * self.clock.pace,
+            statuses=Statuses(H * self.clock.pace, self.now),
             mesh_mismatch_key="m/mismatch",
             pace=self.clock.pace,
             warn=self._warn,

@@ -182,14 +182,17 @@ MUTANTS = [
         NO_FAILURE,
         PAIR,
         NO_FAULTS,
-        (("for status in known if self._heartbeats.is_lost(status, now)]", "for status in known]"),),
+        (
+            ("self._undecided() if self.statuses.lost(attempt.missing)]", "self._undecided()]"),
+            ("if attempt.decision is None and self.statuses.lost(attempt.missing):", "if attempt.decision is None:"),
+        ),
     ),
     Mutant(
         "no rank counts as lost",
         LOSS_FOUND,
         PAIR,
         CRASH,
-        (("for status in known if self._heartbeats.is_lost(status, now)]", "for status in known if False]"),),
+        (("self._undecided() if self.statuses.lost(attempt.missing)]", "self._undecided() if False]"),),
     ),
     Mutant(
         "an interrupted rank publishes no decision",

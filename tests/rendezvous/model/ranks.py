@@ -8,7 +8,8 @@ from typing import Any
 
 from pgmesh.rendezvous import protocol as real
 from pgmesh.rendezvous.operations import Append, CompareSet, Operation
-from pgmesh.rendezvous.records import Decision, Fingerprint, PendingConnect
+from pgmesh.rendezvous.records import Decision, Fingerprint
+from pgmesh.rendezvous.statuses import PendingConnect, Statuses
 from tests.rendezvous.model.programs import Call, Group, Program
 from tests.rendezvous.model.stores import SetPending, Sleep, Step
 
@@ -93,7 +94,7 @@ class Life:
             call_site="train.py:1",
             process=f"process {self.rank}",
             deadline=DEADLINE,
-            lost_after=LONG,
+            statuses=Statuses(LONG, self.now),
         )
         interrupted = False
         try:
@@ -174,8 +175,7 @@ class Life:
         """Everything on which the steps after a pause depend. A new local or field is a part of it by default."""
         constants = {"self", "now", "slow", "inspection", "pause"}  # and the times, relative to now
         fields = {name: value for name, value in vars(self.participant).items() if name[0] == "_"}
-        del fields["_statuses"], fields["_foreign_values"]  # they are read again after a pause
-        heartbeats = fields.pop("_heartbeats").last
+        heartbeats = self.participant.statuses.heard  # the statuses themselves are read again after a pause
         attempts = []
         for attempt in self.participant.attempts:
             unused = {"ranks", "fingerprint", "group", "mesh"} | (

@@ -13,7 +13,7 @@ from unittest import mock
 
 from pgmesh.rendezvous import protocol as real, timing
 from pgmesh.rendezvous.operations import CompareSet, Raw, Read
-from pgmesh.rendezvous.records import RankStatus, status_key
+from pgmesh.rendezvous.statuses import RankStatus, status_key
 from tests.rendezvous.model.programs import Program
 from tests.rendezvous.model.ranks import AFTER, BEFORE, MOST_CALLS, Node, Rank, group_of
 from tests.rendezvous.model.stores import Content, SetPending, Sleep, Step, Stores, kind_of

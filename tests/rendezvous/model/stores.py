@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Union
 
 from pgmesh.rendezvous.operations import Add, Append, CompareSet, Operation, Raw, Read
-from pgmesh.rendezvous.records import Decision, PendingConnect, RankStatus, status_key, unpack
+from pgmesh.rendezvous.records import Decision, unpack
+from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, status_key
 
 
 class SetPending(NamedTuple):
