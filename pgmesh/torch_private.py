@@ -2,7 +2,7 @@
 
 No other file uses one. Loading this module changes torch for good in four places: its table of group names
 (``_Names``), the check of every group that it is given (``_check_and_report_destroyed``), its report of a failed
-collective (``_explain_failure``), and the equality of DeviceMeshes (``_mark_of``). Callers add functions to the hooks
+collective (``_explain_failure``), and the equality of DeviceMeshes (``_groups_of``). Callers add functions to the hooks
 ``on_destroy``, ``on_world_end`` and ``on_failure``; this file imports nothing of pgmesh but the errors.
 """
 
@@ -48,9 +48,8 @@ SEAM: dict[str, str] = {
     "distributed_c10d._get_default_store": "the world's store",
     "distributed_c10d._register_process_group": "functional collectives look groups up by name",
     "distributed_c10d._unregister_process_group": "the registry keeps a group alive until this call",
-    "distributed_c10d._use_torchcomms_enabled": "torchcomms groups cannot be created by their members only",
     "distributed_c10d._get_default_timeout": "the timeout of a world whose backend has none",
-    "device_mesh.DeviceMesh._hash_key": "meshes of the same shape with different groups must be unequal",
+    "device_mesh.DeviceMesh.__eq__": "compares _thread_id: meshes with different groups must be unequal",
     "nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model": "excludes parameters",
     "nn.Module._buffers": "a pipeline's first pass with a shape runs on copies of the buffers",
     "Tensor._post_accumulate_grad_hooks": "some pipeline schedules would skip these hooks",
@@ -64,11 +63,12 @@ SEAM: dict[str, str] = {
     "ProcessGroupGloo._Options._threads": "number of threads of a group",
     "ProcessGroupGloo._Options._timeout": "timeout of the collectives",
     "ProcessGroupGloo.create_device": "creates a device that connects at its first use",
-    "_C._distributed_c10d.FakeProcessGroup._create_internal": "fake worlds",
+    "_C._distributed_c10d.FakeProcessGroup": "fake worlds",
 }
-"""The private names of torch, each with its reason. Where torch has it, ``flight_record`` also reads
-``_C._distributed_c10d._dump_fr_trace_json``. ``_mark_of`` also reads attributes of DeviceMesh objects
-(``_root_mesh``, ``_thread_id``, ``_hash``), which no class has and which may be absent."""
+"""The private names that every supported torch has, each with its reason. ``_groups_of`` also reads attributes of
+DeviceMesh objects (``_dim_group_names``, ``_thread_id``), which no class has. Names that some versions lack are looked
+up where they are used: ``_dump_fr_trace_json``, ``_use_torchcomms_enabled``, ``FakeProcessGroup._create_internal``,
+``Backend._ensure_backend_registered``."""
 
 
 def missing_names(torch: Any = torch) -> dict[str, str]:
@@ -79,6 +79,8 @@ def missing_names(torch: Any = torch) -> dict[str, str]:
         place = getattr(torch if root in ("_C", "nn", "Tensor") else torch.distributed, root, None)
         for name in names:
             place = getattr(place, name, getattr(place, "__annotations__", {}).get(name))
+        if name == "__eq__":  # every object has one
+            return "_thread_id" in getattr(getattr(place, "__code__", None), "co_names", ())
         return place is not None
 
     optional = {name for name in SEAM if name.startswith("ProcessGroupGloo") and not dist.is_gloo_available()}
@@ -92,6 +94,7 @@ if _gone := missing_names():
     )
 
 _FakeBackend: Any = torch._C._distributed_c10d.FakeProcessGroup
+_new_fake: Any = getattr(_FakeBackend, "_create_internal", _FakeBackend)  # torch 2.9 has a public constructor
 PREFIX = "pgmesh/"
 """Start of the names of all groups and store keys of pgmesh."""
 
@@ -150,20 +153,19 @@ def _explain_failure(function: str, *args: Any, **kwargs: Any) -> Any:
     return _describe_failure(function, *args, **kwargs)
 
 
-def _mark_of(mesh: DeviceMesh) -> Any:
-    """The mark of the root mesh. DeviceMeshes of the same shape with different marks are unequal."""
-    root = mesh.__dict__.get("_root_mesh")
-    return (mesh if root is None else root).__dict__.get("_thread_id")
+def _groups_of(mesh: DeviceMesh) -> Any:
+    """The names of a DeviceMesh's groups if they are groups of pgmesh, otherwise what torch has set."""
+    names = tuple(mesh.__dict__.get("_dim_group_names") or ())
+    return names if any(name.startswith(PREFIX) for name in names) else mesh.__dict__.get("_thread_id")
 
 
-def mark(mesh: DeviceMesh, mark: Any) -> None:
-    """Set the mark of a DeviceMesh: meshes with different marks are unequal."""
-    mesh.__dict__["_thread_id"], mesh.__dict__["_hash"] = mark, None
+def _set_thread_id(mesh: DeviceMesh, value: Any) -> None:
+    mesh.__dict__["_thread_id"] = value
 
 
 # torch treats DeviceMeshes of the same shape as equal even if their groups differ. DTensor would then use cached data
 # of one mesh with the groups of another. torch does compare this field, made for tests that run ranks as threads.
-DeviceMesh._thread_id = property(_mark_of, mark)  # type: ignore[assignment]
+DeviceMesh._thread_id = property(_groups_of, _set_thread_id)  # type: ignore[assignment]
 c10d._changed_by_pgmesh = __file__
 c10d._pg_names = _Names(c10d._pg_names)
 c10d._rank_not_in_group = _check_and_report_destroyed
@@ -205,7 +207,7 @@ def default_timeout(backend: str) -> timedelta:
 
 def uses_torchcomms() -> bool:
     """True if torch creates its groups through torchcomms."""
-    return bool(c10d._use_torchcomms_enabled())
+    return bool(getattr(c10d, "_use_torchcomms_enabled", bool)())
 
 
 # -- torch's tables of groups -------------------------------------------------------------------------------------
@@ -332,11 +334,28 @@ def gloo_backend(
     return gloo(store, rank, size, settings)
 
 
+NCCL_CLASSES = {
+    "nccl": "ProcessGroupNCCL",
+    "nccl-legacy": "ProcessGroupNCCL",
+    "nccl2": "ProcessGroupNCCL2",
+    "nccl-lazy": "ProcessGroupNCCLLazy",
+}
+"""The class of each NCCL backend. From torch 2.15 on, torch itself builds ``ProcessGroupNCCL2`` for "nccl". That class
+connects to the other members in its constructor, so that creating a group would wait for them, in one order on all
+ranks. ``ProcessGroupNCCL`` connects at its first collective. Source: https://github.com/pytorch/pytorch/pull/192895"""
+
+
+def register_backend(name: str) -> None:
+    """Let torch load a backend that another package or a later torch defines, if it has not done so."""
+    getattr(c10d.Backend, "_ensure_backend_registered", lambda name: None)(name)
+
+
 def nccl_backend(
     store: Any,
     rank: int,
     size: int,
     *,
+    backend: str,
     high_priority: bool,
     config: Mapping[str, int | str],
     timeout: timedelta | None,
@@ -346,12 +365,14 @@ def nccl_backend(
     """An NCCL backend with a communicator of its own.
 
     Args:
+        backend: a key of ``NCCL_CLASSES``.
         config: fields of ``ncclConfig_t``.
         ranks: the members' ranks in the world.
 
     Raises:
         OptionsError: this torch's NCCL lacks a field.
     """
+    device = [] if NCCL_CLASSES[backend] == "ProcessGroupNCCL" else [torch.device("cuda", torch.cuda.current_device())]
     settings: Any = dist.ProcessGroupNCCL.Options()
     settings.is_high_priority_stream = high_priority
     settings._timeout = timeout
@@ -361,7 +382,7 @@ def nccl_backend(
         if not hasattr(settings.config, field):
             raise OptionsError(f"this torch's NCCL has no setting {field}.")
         setattr(settings.config, field, value)
-    return dist.ProcessGroupNCCL(store, rank, size, settings)
+    return getattr(dist, NCCL_CLASSES[backend])(store, rank, size, settings, *device)
 
 
 def gloo_endpoint(address: bytes) -> tuple[str, int] | None:
@@ -383,7 +404,7 @@ def gloo_endpoint(address: bytes) -> tuple[str, int] | None:
 
 def fake_backend(rank: int, size: int) -> Any:
     """A backend that moves nothing."""
-    return _FakeBackend._create_internal(rank, size, _FakeBackend.Options())
+    return _new_fake(rank, size, _FakeBackend.Options())
 
 
 class _RaisingStore(dist.Store):
@@ -417,7 +438,7 @@ def invalidate(group: Any, text: str) -> None:
             return  # only ``torch.distributed`` raises the error
         settings = _FakeBackend.Options()
         settings.error_on_collective = True
-        backend = _FakeBackend._create_internal(0, 2, settings)
+        backend = _new_fake(0, 2, settings)
     else:  # it looks for the other member of two at its first use, in a store that raises
         if not _device_of_destroyed:
             _device_of_destroyed.append(gloo.create_device(hostname="127.0.0.1", lazy_init=True))

@@ -31,6 +31,7 @@ class Backends(NamedTuple):
         slots: the same as device, backend type and name, for a process group.
         config: the same as text, such as "cpu:gloo,cuda:nccl".
         names: names of the backends.
+        nccl: the name of the NCCL backend; "" for none.
         default: type of the default backend of a group.
         by_members: the members can create a group without the other ranks of the world.
         fake: the backend of a fake world, which has no other processes.
@@ -40,6 +41,7 @@ class Backends(NamedTuple):
     slots: tuple[tuple[Any, Any, str], ...]
     config: str
     names: frozenset[str]
+    nccl: str
     default: Any
     by_members: bool
     fake: bool
@@ -52,8 +54,10 @@ def backends_of(name: str | None) -> Backends:
     Raises:
         OptionsError: torch.distributed knows no such backend, or was built without it.
     """
-    records = {*c10d.Backend.backend_list} - {"undefined"}
     parts = {part.rpartition(":")[2] for part in str(name).split(",")}
+    for part in parts:
+        torch_private.register_backend(part)
+    records = {*c10d.Backend.backend_list} - {"undefined"}
     if not parts <= records:
         raise OptionsError(f"torch.distributed knows no backend {name!r}; it knows {', '.join(sorted(records))}.")
     absent = sorted(part for part in parts if not dist.is_backend_available(part))
@@ -62,12 +66,14 @@ def backends_of(name: str | None) -> Backends:
     table = c10d.BackendConfig(c10d.Backend(name)).get_device_backend_map()
     by_device = {device: str(backend) for device, backend in table.items()}
     names = frozenset(by_device.values())
+    nccl = next((name for name in names if name in torch_private.NCCL_CLASSES), "")
     return Backends(
         by_device,
         tuple((torch.device(device), _type_of(backend), backend) for device, backend in by_device.items()),
         ",".join(f"{device}:{backend}" for device, backend in by_device.items()),
         names,
-        _type_of("nccl" if "nccl" in names else next(iter(by_device.values()))),
+        nccl,
+        _type_of(nccl or next(iter(by_device.values()))),
         by_members=names <= {*_DIRECT} and not torch_private.uses_torchcomms(),
         fake=names == {"fake"},
     )
@@ -109,11 +115,14 @@ def _gloo(store: dist.Store, rank: int, size: int, name: str, options: GroupOpti
     )
 
 
-def _nccl(store: dist.Store, rank: int, size: int, name: str, options: GroupOptions, ranks: Sequence[int]) -> Any:
+def _nccl(
+    store: dist.Store, rank: int, size: int, name: str, options: GroupOptions, ranks: Sequence[int], *, backend: str
+) -> Any:
     return torch_private.nccl_backend(
         store,
         rank,
         size,
+        backend=backend,
         high_priority=bool(options.high_priority),
         config=options.nccl or {},
         timeout=options.timeout,
@@ -126,5 +135,9 @@ def _fake(store: dist.Store, rank: int, size: int, name: str, options: GroupOpti
     return torch_private.fake_backend(rank, size)
 
 
-_DIRECT: dict[str, Callable[..., Any]] = {"gloo": _gloo, "nccl": _nccl, "fake": _fake}
+_DIRECT: dict[str, Callable[..., Any]] = {
+    "gloo": _gloo,
+    "fake": _fake,
+    **{backend: functools.partial(_nccl, backend=backend) for backend in torch_private.NCCL_CLASSES},
+}
 """The backends that the members of a group can create by themselves."""

@@ -120,7 +120,7 @@ def check_honoured(options: GroupOptions, label: str) -> None:
     """Raise OptionsError for options that the backend does not support."""
     backends = backends_of(options.backend)
     for option, value in (("high_priority", options.high_priority), ("nccl", options.nccl)):
-        if value and "nccl" not in backends.names and not backends.fake:
+        if value and not backends.nccl and not backends.fake:
             raise OptionsError(f"{label}: backend {options.backend} cannot honour {option}={value!r}; only NCCL can.")
 
 

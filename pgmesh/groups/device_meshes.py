@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from pgmesh import torch_private
 from pgmesh.groups.world import default_device
 
 if TYPE_CHECKING:
@@ -23,11 +22,9 @@ def build_device_mesh(layout: Layout, group_along: Callable[[Axis], Any]) -> Dev
     """
     groups = [group_along(axis) for axis in layout.axes]
     table = torch.tensor(layout.ranks(), dtype=torch.int).view(layout.shape)
-    device_mesh = DeviceMesh.from_group(
+    return DeviceMesh.from_group(
         groups[0] if len(groups) == 1 else groups,
         default_device(),
         None if len(groups) == 1 else table,
         mesh_dim_names=tuple(map(str, layout.axes)),
     )
-    torch_private.mark(device_mesh, tuple(group.group_name for group in groups))
-    return device_mesh

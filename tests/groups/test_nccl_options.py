@@ -9,8 +9,10 @@ import re
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from pgmesh import Layout, OptionsError, ProcessGroupMesh, recipes
@@ -87,6 +89,24 @@ def test_a_torch_without_nccl_says_so():
         assert_raises(
             OptionsError, lambda: mesh.group("tp", backend="nccl"), "this torch was built without backend nccl."
         )
+
+
+@pytest.mark.skipif(not hasattr(dist, "ProcessGroupNCCL2"), reason="torch 2.15 has more than one NCCL backend")
+@pytest.mark.parametrize(
+    ("backend", "kind"),
+    [("nccl-legacy", "ProcessGroupNCCL"), ("nccl2", "ProcessGroupNCCL2"), ("nccl-lazy", "ProcessGroupNCCLLazy")],
+)
+def test_each_nccl_backend_is_created_by_its_members(nccl: type[StandIn], backend: str, kind: str):
+    devices: list[tuple[torch.device, ...]] = []
+
+    class Recorder(StandIn):
+        def __new__(cls, store: Any, rank: int, size: int, options: Any, *device: torch.device) -> Any:
+            devices.append(device)
+            return super().__new__(cls, store, rank, size, options)
+
+    with mock.patch.object(dist, kind, Recorder), mock.patch.object(torch.cuda, "current_device", return_value=3):
+        assert ProcessGroupMesh(dp=4, tp=2, name=backend).group("tp", backend=backend).size() == 2
+    assert devices == [() if kind == "ProcessGroupNCCL" else (torch.device("cuda", 3),)]  # nccl2 connects it at once
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ class StandIn:
 
     def __new__(cls, store: Any, rank: int, size: int, options: Any) -> Any:
         cls.made.append(options)
-        return torch_private._FakeBackend._create_internal(rank, size, torch_private._FakeBackend.Options())
+        return torch_private.fake_backend(rank, size)
 
 
 @contextmanager
