@@ -119,7 +119,7 @@ class _Names(dict[Any, str]):
     """
 
     def __len__(self) -> int:
-        return sum(not name.startswith(PREFIX) for name in self.values())
+        return sum(not name.startswith(PREFIX) for name in list(self.values()))  # another thread may add one
 
     def __delitem__(self, group: Any) -> None:
         super().__delitem__(group)

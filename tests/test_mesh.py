@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from datetime import timedelta
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import pgmesh
 from pgmesh import GroupOptions, ProcessGroupMesh, torch_private
+from pgmesh.groups import building
 from pgmesh.groups.world import default_device, device_of
 from tests.support.fake_world import fake_rank
 
@@ -350,6 +352,27 @@ def test_a_mesh_travels_to_another_world_and_outside_any():
         assert arrived.rank == 2
         assert order_of(arrived.group("tp")) == (2, 3)
         assert stage.group("tp") is arrived.group("tp"), "what left together arrives together"
+
+
+def test_a_mesh_that_is_only_loaded_uses_no_number_up():
+    """One rank loads a checkpoint with a mesh. The mesh that all ranks create then has the same names on each."""
+    with fake_rank(5, 8):
+        sent = pickle.dumps(ProcessGroupMesh(dp=8, name="train"))
+        first = ProcessGroupMesh(dp=8, name="count").group("dp").group_name
+    with fake_rank(5, 8):
+        pickle.loads(sent)
+        loaded = ProcessGroupMesh(dp=8, name="train").group("dp").group_name
+    assert loaded == first.replace("count", "train")
+
+
+def test_a_group_that_could_not_be_created_leaves_its_mesh_free_to_go():
+    with fake_rank(5, 8):
+        mesh = ProcessGroupMesh(dp=8)
+        with mock.patch.object(building, "build", side_effect=RuntimeError("no device")), pytest.raises(RuntimeError):
+            mesh.group("dp")
+        del mesh
+        gc.collect()  # the error's frames
+        assert ProcessGroupMesh(dp=8).group("dp").size() == 8
 
 
 def test_unnamed_meshes_that_are_alike_need_names():

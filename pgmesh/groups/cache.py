@@ -107,7 +107,8 @@ class GroupCache:
                     )
             numbers, prefix = self.registry.numbers, self.identity.prefix
             self.identity.number, self.identity.pickled_number = max(numbers[prefix], number or 0), number
-            numbers[prefix] = self.identity.number + 1
+            if number is None:
+                numbers[prefix] = self.identity.number + 1
             self.registry.caches.add(self)
 
     @property
@@ -142,9 +143,11 @@ class GroupCache:
 
     def records(self) -> list[tuple[building.GroupRecord, GroupOptions, int]]:
         """The open groups with their options and numbers of releases. It does not wait for the lock."""
-        found = [(key, self._records.get(key)) for key in tuple(self._records)]
-        releases = self._generations.releases
-        return [(record, key.options, releases(key.ranks)) for key, record in found if record is not None]
+        found = []
+        for key in tuple(self._records):
+            with contextlib.suppress(KeyError):  # another thread has just released it
+                found.append((self._records[key], key.options, self._generations.releases(key.ranks)))
+        return found
 
     def record(
         self,
@@ -167,7 +170,12 @@ class GroupCache:
             record = self._records.get(key)
             if record is None:
                 start = time.monotonic()
-                record = self._records[key] = self._create(key, default, layout, axes)
+                try:
+                    record = self._records[key] = self._create(key, default, layout, axes)
+                except BaseException:
+                    if not self._records:
+                        self.registry.open.discard(self)  # a cache without groups does not block its successor
+                    raise
                 self.creation_seconds += time.monotonic() - start
                 self.registry.warn_of_many_groups()
             if record.created_by == "caller" and not torch_private.is_known(record.group):
@@ -194,7 +202,7 @@ class GroupCache:
             self._warn_of_options(asked, axes, label)
         if options is not self.registry.options:
             check_honoured(options, f"{label} of {self.label}")
-        self._check_name()
+        self._claim_name()
         description = options.description or f"{self.name or 'mesh'}[{description}]"
         backends = backends_of(options.backend)
         if not backends.by_members:
@@ -292,8 +300,8 @@ class GroupCache:
                 call,
             )
 
-    def _check_name(self) -> None:
-        """At the first group, check that no other unnamed mesh has the same layout."""
+    def _claim_name(self) -> None:
+        """At the first group, check that no other unnamed mesh has the same layout, and keep the cache alive."""
         if self in self.registry.open:
             return
         with registry.registering:
@@ -309,6 +317,11 @@ class GroupCache:
                         f"  {self.layout.spell('ProcessGroupMesh', world=self.world_size, name='actor')}   "
                         "# or name this one"
                     )
+            identity = self.identity
+            if identity.pickled_number is not None:  # only now, since ranks that load no mesh count none
+                numbers = self.registry.numbers
+                identity.number = max(numbers[identity.prefix], identity.pickled_number)
+                numbers[identity.prefix] = identity.number + 1
             self.registry.open.add(self)
 
     # -- options ------------------------------------------------------------------------------------------------
@@ -436,6 +449,7 @@ class GroupCache:
         if not at_exit:
             for record in dropped:
                 self.connected.pop(record.path, None)
+                self._connecting.pop(record.path, None)
             if not keep_attempts:
                 self._leave_attempts([record.path for record in dropped])
             self._delete(written)
@@ -542,7 +556,7 @@ class GroupCache:
                     f"  mesh.{format_verb('release', axes)}   # release it first, then adopt"
                 )
             if record is None:
-                self._check_name()
+                self._claim_name()
                 self._records[key] = building.GroupRecord(
                     group, group_label, self.label, call_site(), created_by="caller", ranks=block
                 )

@@ -27,19 +27,22 @@ ANSWER_SECONDS = 0.5
 
 
 class Endpoints(NamedTuple):
-    """The listeners of a Gloo group: this rank's, and by rank those of the members it knows."""
+    """The listeners of a Gloo group: this rank's, and those of the members it knows, each with the member's rank.
 
-    own: Endpoint | None
-    members: dict[int, Endpoint]
+    A rank has one listener for each network interface.
+    """
+
+    own: list[Endpoint]
+    members: list[tuple[int, Endpoint]]
 
 
 def endpoints_of(store: PollingStore | None) -> Endpoints:
     """The listeners of a group from the addresses that its members published."""
     if store is None:
-        return Endpoints(None, {})
-    own = torch_private.gloo_endpoint(store.own_address)
-    found = {rank: torch_private.gloo_endpoint(address) for rank, address in store.member_addresses().items()}
-    return Endpoints(own, {rank: endpoint for rank, endpoint in found.items() if endpoint is not None})
+        return Endpoints([], [])
+    own = map(torch_private.gloo_endpoint, store.own_addresses())
+    members = [(rank, torch_private.gloo_endpoint(address)) for rank, address in store.member_addresses()]
+    return Endpoints([each for each in own if each], [(rank, each) for rank, each in members if each])
 
 
 def shut_down(groups: Iterable[Endpoints]) -> int:
@@ -49,8 +52,8 @@ def shut_down(groups: Iterable[Endpoints]) -> int:
     fails. Without /proc, nothing is shut down.
     """
     groups = list(groups)
-    own = {group.own for group in groups if group.own is not None}
-    members = {endpoint for group in groups for endpoint in group.members.values()}
+    own = {endpoint for group in groups for endpoint in group.own}
+    members = {endpoint for group in groups for _, endpoint in group.members}
     count = 0
     if not own and not members:
         return count
@@ -75,11 +78,11 @@ def find_dead(group: Endpoints) -> dict[int, Endpoint]:
 
     If this rank's own listener cannot be reached either, the addresses mean something else, and none is named.
     """
-    if group.own is None or _refuses(group.own):
+    if not group.own or any(map(_refuses, group.own)):
         return {}
     end = time.monotonic() + 4 * ANSWER_SECONDS
     dead = {}
-    for rank, endpoint in group.members.items():
+    for rank, endpoint in group.members:
         if _refuses(endpoint):
             dead[rank] = endpoint
         if time.monotonic() > end:  # several hosts do not answer

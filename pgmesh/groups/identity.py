@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pgmesh import torch_private
+from pgmesh.groups import registry as registries
 from pgmesh.groups.naming import describe_ranks, encode_rank_set
-from pgmesh.groups.registry import Registry
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Raw, Read
 from pgmesh.rendezvous.protocol import check_mesh, register_mesh
@@ -90,7 +90,7 @@ class MeshIdentity:
         """Store key under which a rank publishes a mismatch of the mesh."""
         return f"{self.key}/mismatch"
 
-    def register(self, registry: Registry, seconds: float) -> None:
+    def register(self, registry: registries.Registry, seconds: float) -> None:
         """Publish the fingerprint of the mesh in the store, and compare it with the first one; once per rank.
 
         Raises:
@@ -111,7 +111,8 @@ class MeshIdentity:
         *_, first = run(Raw("set", (meshes_key(self.rank), record)), *register_mesh(self.key, self.fingerprint))
         check_mesh(run, self.key, self.fingerprint, first)
         self.registered = True
-        registry.numbers[self.prefix] = max(registry.numbers[self.prefix], number + 1)
+        with registries.registering:
+            registry.numbers[self.prefix] = max(registry.numbers[self.prefix], number + 1)
 
     def _number_after(self, predecessor: Mapping[str, int], run: Callable[..., list[Any]]) -> int:
         """The lowest number that the mesh can have in the place of a lost process; 0 in a process of the first hour.

@@ -165,13 +165,13 @@ def _end_world(reason: str) -> None:
 
 def _at_exit() -> None:
     """Destroy all groups while Python still runs. Their threads would outlive it."""
+    for registry in list(_registries.values()):
+        registry.leave("its process has exited")
     if getattr(sys, "last_value", None) is not None:  # an error ends the process
         records = [record for cache in all_caches() for record, _, _ in cache.records()]
         text = next(filter(None, map(teardown.describe_dead, records)), "")
         if text:  # errors of asynchronous collectives, FSDP and DDP do not name the ranks that ended
             log.warning("%s", text)
-    for registry in list(_registries.values()):
-        registry.leave("its process has exited")
     for cache in all_caches():
         cache.close("ended with its process.", at_exit=True)
 

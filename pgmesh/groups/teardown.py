@@ -119,6 +119,6 @@ def free_finished() -> None:
 
 
 def keep_all_groups() -> None:
-    """Keep all groups of torch alive in a forked child. Their destructors would wait for threads that do not exist."""
-    for group in torch_private.all_groups():
+    """Keep all groups alive in a forked child. Their destructors would wait for threads that do not exist."""
+    for group in {*torch_private.all_groups(), *torch_private.destroyed}:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

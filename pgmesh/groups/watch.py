@@ -33,7 +33,7 @@ class Watch:
     def __init__(self, find_record: Callable[[str], GroupRecord | None], lost_after: float) -> None:
         self._find_record = find_record
         self.flight_recorder = FlightRecorder(self._label_of)
-        self._statuses = Statuses(lost_after)
+        self._statuses = Statuses(lost_after, time.monotonic)
         self._logged: set[tuple[str, int]] = set()  # name of a group, and number of its collective
 
     def look(self, perform: Callable[[Operation], Any]) -> tuple[RunningCollective, ...]:

@@ -77,15 +77,15 @@ class StagedBarrier:
             MismatchError: the ranks' fingerprints differ.
             WorldError: the store does not answer.
         """
-        attempt = self._open()
+        attempt, client = self._open(), CallClient(self.store_thread, self.seconds)
         Participant(
             self.rank,
             [attempt],
-            CallClient(self.store_thread, self.seconds),
+            client,
             call_site=self._stage,
             process=process_label(),
             deadline=self.seconds,
-            statuses=Statuses(self.store_thread.lost_after),
+            statuses=Statuses(self.store_thread.lost_after, client.now),
             skip_decided=False,
             pace=self.store_thread.pace,
         ).connect()
@@ -112,7 +112,7 @@ class StagedBarrier:
         """
         attempt = self._open()
         ranks = [rank for rank in ranks if rank != self.rank][: timing.LIMITS.statuses]
-        statuses = Statuses(self.store_thread.lost_after)
+        statuses = Statuses(self.store_thread.lost_after, time.monotonic)
         end = time.monotonic() + statuses.lost_after + REPORT_MARGIN
         while time.monotonic() < end:
             text = self.ask(Read(attempt.decision_key))

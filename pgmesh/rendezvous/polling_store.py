@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import math
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -41,6 +42,7 @@ def without_frames(error: PgmeshError) -> PgmeshError:
     return copy
 
 
+_raising = threading.Lock()  # guards _raised
 _raised: weakref.WeakKeyDictionary[PgmeshError, weakref.ref[PollingStore]] = weakref.WeakKeyDictionary()
 """Errors that were raised in a backend, each with the store that raised it.
 
@@ -102,15 +104,17 @@ class PollingStore(dist.Store):
     def close(self, reason: str) -> list[str]:
         """End every wait; return the store keys that this rank has written."""
         self._closed = reason
-        for error, raised_by in list(_raised.items()):
+        with _raising:
+            raised = list(_raised.items())
+        for error, raised_by in raised:
             store = raised_by()
             if store is None or store._closed:
                 error.__traceback__ = None
         return [*self.written]
 
     def _ask(self, *operations: Operation, seconds: float | None = None) -> list[Any]:
-        """Perform operations. The default timeout is that of the group's collectives."""
-        limit = self._timeout.total_seconds() if seconds is None else seconds
+        """Perform operations. The default timeout is a second more than that of the group's collectives."""
+        limit = (self.limit or self._timeout).total_seconds() if seconds is None else seconds
         self.operations += len(operations)
         return self._run(*operations, seconds=limit + timing.TIMING.report_missing)
 
@@ -129,22 +133,23 @@ class PollingStore(dist.Store):
         """The group in messages."""
         return self._fingerprint.subject
 
-    @property
-    def own_address(self) -> bytes:
-        """This rank's address as the backend has set it."""
-        return next(iter(self._own_addresses.values()), b"")
+    def own_addresses(self) -> list[bytes]:
+        """This rank's addresses as the backend has set them: one for each network interface."""
+        return list(self._own_addresses.values())
 
-    def member_addresses(self) -> dict[int, bytes]:
-        """By rank, the addresses of members that this rank has read."""
-        last = {key.rpartition("/")[2]: value for key, value in self.values.items()}
-        return {rank: last[str(i)] for i, rank in enumerate(self._ranks) if self._addresses and str(i) in last}
+    def member_addresses(self) -> list[tuple[int, bytes]]:
+        """The addresses of members that this rank has read, each with the member's rank."""
+        found = [(key.rpartition("/")[2], value) for key, value in list(self.values.items()) if self._addresses]
+        return [(self._ranks[int(last)], value) for last, value in found if last.isdecimal()]
 
     def unseen_addresses(self) -> dict[int, str]:
-        """By rank, the store keys of the addresses that this rank has not read."""
+        """By rank, the store keys of the addresses that this rank has not read, of the first members of the group."""
+        if not (self.written and self._addresses):  # without a written address, this rank is in no first collective
+            return {}
         own = next(iter(self._own_addresses), "")
         stem = own.rpartition("/")[0]
         seen = {own, *self.values}
-        keys = {rank: f"{stem}/{i}" for i, rank in enumerate(self._ranks)} if self.used and self._addresses else {}
+        keys = {rank: f"{stem}/{i}" for i, rank in enumerate(self._ranks[: timing.LIMITS.statuses])}
         return {rank: self._full(key) for rank, key in keys.items() if key not in seen}
 
     def set_addresses(self, encoded: Sequence[str]) -> None:
@@ -182,7 +187,8 @@ class PollingStore(dist.Store):
             return
         finally:
             self.waited += time.monotonic() - start
-        _raised[copy] = weakref.ref(self)
+        with _raising:
+            _raised[copy] = weakref.ref(self)
         try:
             raise copy
         finally:
@@ -281,7 +287,7 @@ class PollingStore(dist.Store):
                 self._fingerprint.check((value or b"").partition(SEPARATOR)[0], key=keys[rank])
             return None
         known = [rank for rank in missing[:8] if isinstance(rank, int)]
-        statuses = Statuses(math.inf)
+        statuses = Statuses(math.inf, time.monotonic)
         statuses.read(self._ask, known)
         found = {rank: status for rank in known if (status := statuses.get(rank))}
         details = "".join(f"\n  last status of rank {rank}: {status}" for rank, status in found.items())

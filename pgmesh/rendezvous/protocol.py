@@ -167,7 +167,7 @@ class ConnectAttempt:
 
     def leave(self, run: Callable[..., list[Any]]) -> None:
         """Release the keys of all attempts. The last of the members that arrived at one deletes its keys."""
-        for number in dict.fromkeys(self.arrived_at):
+        for number in self.arrived_at:  # twice, if an error of the store made this rank arrive again
             name = f"{self.key}/{number}"
             left, arrived = run(Add(f"{name}/left"), Read(f"{name}/count"))
             if left >= int(arrived or b"0"):
@@ -244,17 +244,19 @@ class Participant:
             answers = iter(self.client.run(*(step for attempt in arriving for step in self._arrival(attempt))))
             again = []
             for attempt, (earlier, _, count) in zip(arriving, zip(answers, answers, answers)):
+                arrived_again = attempt.number in attempt.arrived_at  # its call before this one lost the store
                 attempt.arrived_at.append(attempt.number)
                 decision = None if earlier is None else Decision.unpack(attempt.decision_key, earlier)
-                if decision is not None and (decision.is_permanent or not self.skip_decided):
-                    attempt.decision = decision
-                elif decision is not None:
+                if decision is None:
+                    if count >= len(attempt.ranks):
+                        full.append(attempt)
+                elif decision.is_permanent or not self.skip_decided or (arrived_again and decision.kind == "made"):
+                    self._take(attempt, decision)
+                else:
                     if text := decision.text:
                         self.warn(f"an earlier attempt to connect failed before rank {self.rank} arrived: {text}")
                     attempt.number += 1
                     again.append(attempt)
-                elif count >= len(attempt.ranks):
-                    full.append(attempt)
             arriving = again
         self._read_arrivals(full)
 
@@ -306,10 +308,10 @@ class Participant:
     def _decide(self, attempt: ConnectAttempt, decision: Decision) -> None:
         """Publish a decision, or take the one that is already there."""
         (text,) = self.client.run(CompareSet(attempt.decision_key, decision.pack()))
-        self._take(attempt, text)
+        self._take(attempt, Decision.unpack(attempt.decision_key, text))
 
-    def _take(self, attempt: ConnectAttempt, text: bytes) -> None:
-        attempt.decision = Decision.unpack(attempt.decision_key, text)
+    def _take(self, attempt: ConnectAttempt, decision: Decision) -> None:
+        attempt.decision = decision
         if attempt.is_made():
             self.ready(attempt)
 
@@ -347,7 +349,7 @@ class Participant:
         texts = self.client.run(*map(Read, keys))
         for attempt, text in zip(undecided, texts):
             if text is not None:
-                self._take(attempt, text)
+                self._take(attempt, Decision.unpack(attempt.decision_key, text))
         if self.mesh_mismatch_key and texts[-1] is not None:
             raise MismatchError(Decision.unpack(self.mesh_mismatch_key, texts[-1]).text)
 

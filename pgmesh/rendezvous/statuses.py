@@ -5,7 +5,6 @@ A status is a record in the store under ``pgmesh/status/<rank>``.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -123,14 +122,14 @@ class Statuses:
 
     Args:
         lost_after: seconds without a new heartbeat after which a rank counts as lost.
-        now: the clock, in seconds.
+        now: the clock, in seconds. A participant and its statuses use the same.
     """
 
-    def __init__(self, lost_after: float, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, lost_after: float, now: Callable[[], float]) -> None:
         self.lost_after, self._now = lost_after, now
         self.heard: dict[int, tuple[int, float]] = {}  # by rank: its last heartbeat, and when it was first read
         self._last: dict[int, RankStatus] = {}
-        self._foreign: dict[int, str] = {}  # messages, by rank
+        self._without: dict[int, str] = {}  # by rank that was read and has no status: the reason
 
     def read(self, run: Callable[..., list[Any]], ranks: Iterable[int]) -> None:
         """Read the statuses of some ranks.
@@ -141,13 +140,14 @@ class Statuses:
         ranks, now = list(ranks), self._now()
         for rank, text in zip(ranks, run(*(Read(status_key(rank)) for rank in ranks)) if ranks else ()):
             status = RankStatus.unpack(rank, text)
-            self._last.pop(rank, None)
-            if status is not None:
-                self._last[rank] = status
-                if self.heard.get(rank, (None, now))[0] != status.heartbeat:
-                    self.heard[rank] = (status.heartbeat, now)
-            elif text is not None:
-                self._foreign[rank] = foreign_value(status_key(rank), text)
+            if status is None:
+                self._last.pop(rank, None)
+                none = "no status: it has not called connect yet, or cannot reach the store"
+                self._without[rank] = none if text is None else foreign_value(status_key(rank), text)
+                continue
+            self._last[rank] = status
+            if self.heard.get(rank, (None, now))[0] != status.heartbeat:
+                self.heard[rank] = (status.heartbeat, now)
 
     def get(self, rank: int) -> RankStatus | None:
         """The last status of a rank; None if it has none."""
@@ -168,8 +168,7 @@ class Statuses:
         """The last status of a rank for a message, with the seconds without a heartbeat if it is silent."""
         status = self._last.get(rank)
         if status is None:
-            none = "no status: it has not called connect yet, or cannot reach the store"
-            return f"rank {rank}: {self._foreign.get(rank, none)}"
+            return f"rank {rank}: {self._without.get(rank, 'its status was not read')}"
         silence = self._silence(rank)
         if status.exited or silence < self.lost_after:
             return f"rank {rank}: {status}"

@@ -141,6 +141,7 @@ class StoreThread:
         self._store: Any = None  # with this world's prefix; None before the first operation and after a failure
         self._wants_own_connection = self._has_own_connection = False
         self._name = ""  # of the world
+        self._entered = False  # this process's key is in the store
         self.replaces_process = False  # another process had this rank before; known after the first operation
         self._ended = False
         self._process = os.getpid()  # a forked child has no such thread
@@ -210,10 +211,9 @@ class StoreThread:
     def set_pending(self, pending: tuple[PendingConnect, ...]) -> None:
         """Publish the groups that the calling thread waits for."""
         thread = threading.get_ident()
-        before = self._pending.pop(thread, ())
-        if pending:
-            self._pending[thread] = pending
+        before = self._pending.get(thread, ())
         if pending != before:
+            self._pending[thread] = pending
             self._publish_soon()
 
     def set_status(self, activity: str) -> None:
@@ -348,15 +348,15 @@ class StoreThread:
                 raise self._store_error(str(error)) from error
             seconds = timedelta(seconds=timing.TIMING.late_answer)
             store = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=seconds)
-        is_new = not self._name
         self._name = self._name or enter_world(self._shared, self._left_worlds)
         prefixed = dist.PrefixStore(f"pgmesh.{self._name}", store)
         me = process_label()
-        if is_new:
+        if not self._entered:
             before = prefixed.compare_set(process_key(self._rank), "", me).decode()
             if before != me:
                 self.replaces_process = True
                 prefixed.set(process_key(self._rank), me)
+            self._entered = True
         elif not prefixed.check([process_key(self._rank)]):
             raise self._store_error("another store answers there now, without the keys of this world")
         self._store, self._has_own_connection = prefixed, self._wants_own_connection

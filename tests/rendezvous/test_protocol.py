@@ -7,17 +7,19 @@ import threading
 import time
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 from hypothesis import given, strategies as st
 
 from pgmesh import LifetimeError, MismatchError, MissingRanksError, WorldError
-from pgmesh.rendezvous.operations import Append, CompareSet, Operation, Read, perform
+from pgmesh.rendezvous import timing
+from pgmesh.rendezvous.operations import Append, CompareSet, Delete, Operation, Read, perform
 from pgmesh.rendezvous.polling_store import SEPARATOR, PollingStore
 from pgmesh.rendezvous.protocol import check_mesh, register_mesh
 from pgmesh.rendezvous.records import MADE, Decision, Fingerprint
-from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, circle_text, find_circle, status_key
+from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, Statuses, circle_text, find_circle, status_key
 from tests.rendezvous.memory_client import MemoryClient, arrival, attempt_of, participant_of
 
 MISSING = Decision("missing", "rank 1 did not arrive").pack().encode()
@@ -188,6 +190,33 @@ def test_on_a_slow_store_a_rank_reads_and_inspects_later(arrives_after, first_pa
     assert inspects_after <= inspections[0] - arrives_after < inspects_after + 0.12
 
 
+def test_a_retry_takes_the_success_of_the_attempt_at_which_this_rank_had_arrived():
+    """The store failed after this rank had arrived. The others connected, so it must not arrive at a later attempt."""
+    values = {"group/0/decision": MADE.pack().encode(), "group/0/arrivals": arrival(0) + arrival(1)}
+    attempt = attempt_of()
+    attempt.arrived_at.append(0)
+    participant_of(MemoryClient(values=values), attempt).connect()
+    assert (attempt.number, attempt.decision) == (0, MADE)
+
+
+def test_a_rank_that_arrived_twice_at_an_attempt_leaves_it_twice():
+    client = MemoryClient(values={"group/0/count": b"2"})
+    attempt = attempt_of()
+    attempt.arrived_at += [0, 0]
+    left: list[Operation] = []
+    attempt.leave(
+        lambda *steps: [left.append(step) if isinstance(step, Delete) else client.run(step)[0] for step in steps]
+    )
+    assert len(left) == 1
+
+
+def test_statuses_that_were_not_read_are_not_said_to_be_absent():
+    statuses = Statuses(5.0, lambda: 0.0)
+    statuses.read(MemoryClient().run, [1])
+    assert "rank 1: no status" in statuses.describe(1)
+    assert statuses.describe(2) == "rank 2: its status was not read"
+
+
 # -- circles ----------------------------------------------------------------------------------------------------------
 
 
@@ -315,6 +344,36 @@ def test_a_reader_of_an_address_checks_its_fingerprint():
     store.set("group/a/2", fingerprint(9).encoded.decode() + "\0")
     with pytest.raises(MismatchError):
         one.wait(["a/1", "a/2"])
+
+
+def test_only_the_first_members_of_a_large_group_are_looked_for_and_only_once_this_rank_waits():
+    """The store thread asks, so the prefix of the keys, which it would ask itself for, must be known by then."""
+    one = polling(dist.HashStore(), ranks=range(100))
+    one.set("a/0", b"here")
+    with mock.patch.object(one, "_key", side_effect=AssertionError("asked for the prefix")):
+        assert one.unseen_addresses() == {}
+    with pytest.raises(MissingRanksError):
+        one.wait(["a/1"], timedelta(seconds=0.01))
+    assert [*one.unseen_addresses()] == [*range(1, 32)]
+
+
+def test_a_changed_timeout_bounds_the_operations_on_the_store_too():
+    one, timeouts = polling(dist.HashStore(), seconds=1800.0), list[float]()
+    one._run = lambda *operations, seconds: timeouts.append(seconds) or [None for _ in operations]
+    one.limit = timedelta(seconds=0.05)
+    one.set("a/0", b"here")
+    with pytest.raises(MissingRanksError):
+        one.wait(["a/1"])
+    assert max(timeouts) <= 0.05 + timing.TIMING.report_missing
+
+
+def test_all_addresses_of_a_rank_with_two_network_interfaces_are_known():
+    one = polling(dist.HashStore())
+    for device in "ab":
+        one.set(f"{device}/0", f"own {device}".encode())
+        one.values[f"{device}/2"] = f"other {device}".encode()
+    assert one.own_addresses() == [b"own a", b"own b"]
+    assert one.member_addresses() == [(9, b"other a"), (9, b"other b")]
 
 
 def test_missing_members_are_named_by_their_ranks_in_the_world():

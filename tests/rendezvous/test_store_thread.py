@@ -99,6 +99,21 @@ def test_after_a_timeout_the_rest_of_the_batch_is_not_performed(store_thread: St
         assert store_thread.run(Read("slow"), Read("after"), seconds=LONG) == [b"1", None]
 
 
+def test_a_world_that_was_half_entered_is_entered_again():
+    """The store failed after it gave the world's name. The process's own key is missing, but the store is the same."""
+    thread, failures = StoreThread(dist.HashStore(), "here", 0, 2, set()), [RuntimeError("the connection was reset")]
+
+    def label() -> str:
+        if failures:
+            raise failures.pop()
+        return "process 1"
+
+    with mock.patch.object(module, "process_label", label):
+        assert thread.run(Read("key"), seconds=LONG) == [None]
+    assert thread.run(Read(module.process_key(0)), seconds=LONG) == [b"process 1"]
+    thread.stop()
+
+
 def test_posted_operations_are_performed_before_the_thread_ends():
     store = dist.HashStore()
     thread = StoreThread(store, "here", 0, 2, set())

@@ -65,7 +65,7 @@ class Mutant(NamedTuple):
 
 
 PUBLISH = "(text,) = self.client.run(CompareSet(attempt.decision_key, decision.pack()))"
-TAKE = "self._take(attempt, text)\n\n    def _take"
+TAKE = "self._take(attempt, Decision.unpack(attempt.decision_key, text))\n\n    def _take"
 LATE_DECISION = (
     'self._decide(attempt, Decision("missing", self._describe_missing(attempt, f" in {self.deadline:g} s")))'
 )
@@ -128,7 +128,7 @@ MUTANTS = [
         ONE_DECISION,
         PAIR,
         DEADLINE,
-        ((TAKE, "self._take(attempt, decision.pack().encode())\n\n    def _take"),),
+        ((TAKE, "self._take(attempt, decision)\n\n    def _take"),),
     ),
     Mutant(
         "a rank at its deadline publishes no decision",
@@ -237,8 +237,8 @@ MUTANTS = [
         (
             ('return f"{self.key}/{self.number}"', 'return f"{self.key}/0"'),
             (
-                "if decision is not None and (decision.is_permanent or not self.skip_decided):",
-                "if decision is not None:",
+                'elif decision.is_permanent or not self.skip_decided or (arrived_again and decision.kind == "made"):',
+                "elif True:",
             ),
         ),
     ),
