@@ -18,7 +18,7 @@ from pgmesh._util.validation import Sizes, fill_sizes, fill_sizes_for, parse_ran
 from pgmesh.drawing import plain_text
 from pgmesh.errors import AxisError, LifetimeError, MembershipError, OptionsError, PlaceError, ShapeError
 from pgmesh.groups.cache import GroupCache, find_cache
-from pgmesh.groups.registry import living
+from pgmesh.groups.registry import open_caches_by_name
 from pgmesh.groups.world import world_rank_and_size
 from pgmesh.layout import Axis, Keep, Layout, Partition, taken
 from pgmesh.options import Timeout, named_timeout, to_timedelta
@@ -302,14 +302,14 @@ class ProcessGroupMesh:
 
         Args:
             axes: the axes, in any order; none for the whole mesh.
-            options: as in ``GroupOptions``. An option other than the configured one makes another group: with
-                ``backend="gloo"``, one of the same ranks on the CPU. ``tag=`` is a string; groups with different tags
-                are separate communicators.
+            options: as in ``GroupOptions``. Options that differ from the configured ones make a separate group,
+                such as a Gloo group of the same ranks with ``backend="gloo"``. ``tag=`` is a string; groups with
+                different tags are separate communicators.
 
         Raises:
             AxisError: there is no such axis, or it is named twice.
             MembershipError: the mesh does not contain this rank.
-            MismatchError: another rank described this mesh or this group differently.
+            NameTakenError: another unnamed mesh has the same layout.
             OptionsError: the backend does not support an option.
             LifetimeError: the mesh is closed.
 
@@ -433,12 +433,13 @@ class ProcessGroupMesh:
     def connect(
         self, *axes: Axis | tuple[Axis, ...], timeout: Timeout = CONNECT_TIMEOUT, progress: bool = False
     ) -> Connected:
-        """Connect and warm up groups with all their members, or report within seconds which ranks are missing and why.
+        """Connect and warm up groups with all their members, or raise by the deadline who is missing and why.
 
         Each member of each group calls it, in any order, and waits for the others. It compares the members'
         descriptions of the mesh and its groups. Then it runs the smallest collective on each group, so that memory is
-        allocated now. If one member fails, the attempt fails on all members; a second call tries again. Groups that are
-        connected stay connected, and a second call skips them.
+        allocated now. All members get the same decision; after a failure, a second call tries again. If the smallest
+        collective fails on one member only, the others learn it at their next ``connect``. A second call skips the
+        groups that are connected.
 
         Args:
             axes: the axes of each group: "tp", or ("dp", "tp") for one group along two axes. Default: each axis.
@@ -752,7 +753,7 @@ def meshes() -> dict[str, ProcessGroupMesh]:
     True
     """
     found: dict[str, ProcessGroupMesh] = {}
-    for key, cache in living().items():
+    for key, cache in open_caches_by_name().items():
         found[key] = mesh = object.__new__(ProcessGroupMesh)
         mesh._set(cache.layout, cache, way=(), part_of=cache.layout)
     return found

@@ -1,1 +1,1 @@
-"""The collective verb ``connect``, and reports of each rank's status."""
+"""The collective call ``connect``, and reports of each rank's status."""

@@ -1,4 +1,4 @@
-"""The collective verb ``connect``: members arrive, compare fingerprints, and run each group's first collective.
+"""The collective call ``connect``: members arrive, compare fingerprints, and run each group's first collective.
 
 If ranks are missing, every member that arrived raises an error that names them and their last status. The protocol is
 in ``rendezvous/protocol.py``.
@@ -158,7 +158,7 @@ class _Call:
             self.cache.operations += self.client.operations
 
     def _find_groups(self) -> None:
-        """Find or create the groups that are not connected. If one cannot be created, all members are told."""
+        """Find or create the groups that are not connected. If one cannot be created, publish the failure."""
         failed: list[tuple[Axis, ...]] = []
         failure: BaseException | None = None
         self.records, self.spellings = {}, {}
@@ -180,7 +180,7 @@ class _Call:
             raise failure
 
     def _discard_broken(self) -> None:
-        """Create the groups again that another member reported as failed after they were connected."""
+        """Create those connected groups again whose ``broken`` key another member has set."""
         connected = {path: self.cache.connected[path] for path in self.records if path in self.cache.connected}
         reads = [Read(f"{attempt.name}/broken") for attempt in connected.values()]
         for path, broken in zip(connected, self.client.run(*reads) if reads else ()):
@@ -235,11 +235,13 @@ class _Call:
             self.client.warnings.append(text)
 
     def _cancel(self, error: BaseException, failed: Sequence[tuple[Axis, ...]]) -> None:
-        """Publish that this rank cannot connect, for the groups that it did not create too."""
+        """Publish that this rank cannot connect, also for groups that it has not created."""
         self.client.interrupted = not isinstance(error, Exception)
         with contextlib.suppress(PgmeshError):  # the caller raises the first error
-            uncreated = [self.cache.uncreated(self.layout, axes) for axes in failed]
-            self._participant([self._attempt(record) for record in (*self.records.values(), *uncreated)]).cancel(error)
+            placeholders = [self.cache.placeholder(self.layout, axes) for axes in failed]
+            self._participant([self._attempt(record) for record in (*self.records.values(), *placeholders)]).cancel(
+                error
+            )
 
     def _connect(self) -> Connected:
         try:
@@ -248,7 +250,7 @@ class _Call:
         except BaseException as error:
             self.client.interrupted = True
             with contextlib.suppress(WorldError):
-                self._publish_interrupt(error)
+                self._publish_failed_call(error)
             raise
         finally:
             self.client.log()
@@ -326,7 +328,7 @@ class _Call:
         if operations:
             self.client.run(*operations)
 
-    def _publish_interrupt(self, error: BaseException) -> None:
+    def _publish_failed_call(self, error: BaseException) -> None:
         """Publish that this rank stopped, for connected groups whose first collective is not done."""
         started = {collective.record.path for collective in self.collectives}
         for path, attempt in self.attempts.items():
@@ -378,7 +380,7 @@ class Terminated(BaseException):
 
 @contextlib.contextmanager
 def _publish_sigterm() -> Iterator[None]:
-    """If SIGTERM has its default action, publish the reason to the other ranks before it ends this process."""
+    """Turn SIGTERM into an exception if it has its default action, so that the error handling publishes it."""
     ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     if not ours:
         yield

@@ -30,7 +30,7 @@ class FirstCollective:
     def __init__(self, record: building.GroupRecord, broken_key: str, statuses: Statuses) -> None:
         self.record, self.broken_key, self._statuses = record, broken_key, statuses
         self.error: PgmeshError | None = None
-        self.done = 0.0
+        self.done = 0.0  # the time
         self._published = False  # the error is in the store
         self._work: Any = None
         self._failure: Exception | None = None  # raised by torch
@@ -76,7 +76,7 @@ class FirstCollective:
         return True
 
     def inspect(self, broken: bytes | None) -> None:
-        """Fail if another member failed, is lost or dead, or if torch reported an error a while ago and none is.
+        """Set the error if another member failed, is lost or has ended; a while after torch's error, set that.
 
         Args:
             broken: what the store has under ``broken_key``.

@@ -38,7 +38,7 @@ class Held:
         name: its name in torch.
         ranks: its members in group order.
         options: the options it was created with.
-        generation: how many times it was released or failed, and created again.
+        generation: how many times it was released and created again.
         call_site: the line of code that first asked for it.
         used: True if it has been in a collective; None if its backend does not report that.
     """
@@ -122,7 +122,7 @@ def held(cache: GroupCache) -> tuple[Held, ...]:
 def report(cache: GroupCache) -> Report:
     """The groups of this rank, its running collectives, and the last status of the others.
 
-    The store has a second to answer.
+    Each answer of the store has a second.
     """
     statuses: dict[int, RankStatus] = {}
     others: dict[int, str] = {}

@@ -28,8 +28,8 @@ class Backends(NamedTuple):
 
     Args:
         by_device: the backend of each type of device.
-        slots: the same as device, backend type and name, for a process group.
-        config: the same as text, such as "cpu:gloo,cuda:nccl".
+        slots: a device, a backend type and a backend name for each device.
+        config: this mapping as text, such as "cpu:gloo,cuda:nccl".
         names: names of the backends.
         nccl: the name of the NCCL backend; "" for none.
         default: type of the default backend of a group.
@@ -49,7 +49,7 @@ class Backends(NamedTuple):
 
 @functools.cache
 def backends_of(name: str | None) -> Backends:
-    """Resolve the name of a backend, such as "gloo" or "cpu:gloo,cuda:nccl"; None is torch's default.
+    """Resolve the name of a backend, such as "gloo" or "cpu:gloo,cuda:nccl".
 
     Raises:
         OptionsError: torch.distributed knows no such backend, or was built without it.
@@ -74,7 +74,7 @@ def backends_of(name: str | None) -> Backends:
         names,
         nccl,
         _type_of(nccl or next(iter(by_device.values()))),
-        by_members=names <= {*_DIRECT} and not torch_private.uses_torchcomms(),
+        by_members=names <= {*CONSTRUCTORS} and not torch_private.uses_torchcomms(),
         fake=names == {"fake"},
     )
 
@@ -135,7 +135,7 @@ def _fake(store: dist.Store, rank: int, size: int, name: str, options: GroupOpti
     return torch_private.fake_backend(rank, size)
 
 
-_DIRECT: dict[str, Callable[..., Any]] = {
+CONSTRUCTORS: dict[str, Callable[..., Any]] = {
     "gloo": _gloo,
     "fake": _fake,
     **{backend: functools.partial(_nccl, backend=backend) for backend in torch_private.NCCL_CLASSES},

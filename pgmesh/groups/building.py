@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from pgmesh import torch_private
-from pgmesh.groups.backends import _DIRECT, backends_of
+from pgmesh.groups.backends import CONSTRUCTORS, backends_of
 from pgmesh.groups.connections import Endpoints, endpoints_of
 from pgmesh.options import GroupOptions
 from pgmesh.rendezvous.polling_store import PollingStore
@@ -26,18 +26,18 @@ from pgmesh.rendezvous.records import Fingerprint
 
 @dataclass(eq=False)
 class GroupRecord:
-    """A group and the data needed to end it.
+    """A group, its texts for messages, and the data needed to end it.
 
     Args:
         group_label: the group in messages, such as "group dp, tp".
         mesh_label: its mesh in messages, such as "mesh 'actor'".
         call_site: the line of code that asked for it.
         path: the part of its name after the name of its mesh; "" for groups of ``new_group`` and adopted ones.
-        stores: the store that each backend reads through.
-        created_by: "torch" for a group of ``new_group``, "caller" for an adopted one.
+        stores: by backend, the store that was given to it.
+        created_by: "new_group" for a group of torch's ``new_group``, "adopted" for a group of the user.
         ranks: its members in group order.
         fingerprint: the group's fingerprint on this rank; None if there are no other members.
-        finding: why a collective of the group does not end, as text, and the time until which that is recent.
+        finding: the time until which it is valid, and why a collective of the group does not end.
     """
 
     group: dist.ProcessGroup
@@ -46,7 +46,7 @@ class GroupRecord:
     call_site: str
     path: str = ""
     stores: Mapping[str, PollingStore] = field(default_factory=dict)
-    created_by: Literal["pgmesh", "torch", "caller"] = "pgmesh"
+    created_by: Literal["pgmesh", "new_group", "adopted"] = "pgmesh"
     ranks: tuple[int, ...] = ()
     fingerprint: Fingerprint | None = None
     finding: tuple[float, str] = (-math.inf, "")
@@ -120,7 +120,7 @@ def build(
     for device, variant, backend in backends.slots:
         if backend not in built:
             inner = dist.PrefixStore(device.type, stores[backend])
-            built[backend] = _DIRECT[backend](inner, rank, size, name, options, ranks)
+            built[backend] = CONSTRUCTORS[backend](inner, rank, size, name, options, ranks)
         slots.append((device, variant, built[backend]))
     prefixed = dist.PrefixStore(f"{name}/", store)
     group = torch_private.new_group_object(prefixed, rank, size, backends.default, slots)
@@ -138,7 +138,7 @@ def set_timeout(record: GroupRecord, timeout: timedelta) -> None:
     if not backends_of(torch_private.backend_name(record.group)).fake:  # a fake backend never waits
         record.group.set_timeout(timeout)
         for store in record.stores.values():  # Gloo connects with the timeout of its creation
-            store.limit = timeout
+            store.new_timeout = timeout
 
 
 _records: weakref.WeakKeyDictionary[Any, weakref.ref[GroupRecord]] = weakref.WeakKeyDictionary()

@@ -26,11 +26,11 @@ from pgmesh._util.formatting import format_ranks
 from pgmesh.errors import LifetimeError, NameTakenError, OptionsError, PlaceError, WorldError
 from pgmesh.groups import building, naming, registry, teardown
 from pgmesh.groups.backends import backends_of
-from pgmesh.groups.configuring import ConfiguredOptions, check_honoured, format_verb
+from pgmesh.groups.configuring import ConfiguredOptions, check_supported, format_verb
 from pgmesh.groups.device_meshes import build_device_mesh
 from pgmesh.groups.identity import MeshIdentity
 from pgmesh.groups.naming import GroupKey
-from pgmesh.groups.registry import current_registry, living
+from pgmesh.groups.registry import current_registry, open_caches_by_name
 from pgmesh.groups.world import world_rank_and_size
 from pgmesh.options import GroupOptions
 from pgmesh.rendezvous.operations import Delete
@@ -78,7 +78,7 @@ class GroupCache:
         self.operations = 0  # store operations of connect
         self.connected: dict[str, ConnectAttempt] = {}  # by path of a group: its successful attempt
         self.attempts: dict[str, ConnectAttempt] = {}  # by path of a group: all its attempts
-        self.last_errors: set[str] = set()  # of the last failed call of connect, which a retry need not log
+        self.last_errors: set[str] = set()  # of the last failed call of connect; a retry does not log them again
         self._meshes: weakref.WeakSet[Any] = weakref.WeakSet()  # meshes that hold references to groups
         self._records: cachetools.Cache[GroupKey, building.GroupRecord] = cachetools.Cache(math.inf)
         self._generations = naming.Generations()
@@ -98,7 +98,7 @@ class GroupCache:
                 "  pgmesh.Layout(dp=2, tp=2)   # a layout needs no processes"
             )
         with registry.registering:
-            for other in self.registry.living():
+            for other in self.registry.open_caches():
                 if name is not None and other.name == name:
                     raise NameTakenError(
                         f"a mesh named {name!r} already exists, created at {other.call_site}: {other.call}.\n\n"
@@ -157,7 +157,12 @@ class GroupCache:
         layout: Layout | None = None,
         axes: tuple[Axis, ...] = (),
     ) -> building.GroupRecord:
-        """The group of these ranks. With a layout, they are its block along ``axes``."""
+        """Find or create the group of these ranks.
+
+        Args:
+            layout: gives the group its label, and the options of a group of one rank. The ranks are its block along
+                ``axes``; None for a group of any ranks.
+        """
         with self.lock:
             self.check()
             default = options = self._configured.options((ranks, tag))
@@ -174,11 +179,11 @@ class GroupCache:
                     record = self._records[key] = self._create(key, default, layout, axes)
                 except BaseException:
                     if not self._records:
-                        self.registry.open.discard(self)  # a cache without groups does not block its successor
+                        self.registry.with_groups.discard(self)  # a cache without groups does not block its successor
                     raise
                 self.creation_seconds += time.monotonic() - start
                 self.registry.warn_of_many_groups()
-            if record.created_by == "caller" and not torch_private.is_known(record.group):
+            if record.created_by == "adopted" and not torch_private.is_known(record.group):
                 raise LifetimeError(
                     f"{record.label} was adopted at {record.call_site}, and torch has destroyed it since.\n\n"
                     f"  mesh.{format_verb('release', axes) if layout else f'release(ranks={list(ranks)})'}   "
@@ -201,7 +206,7 @@ class GroupCache:
         if asked and len(ranks) > 1:
             self._warn_of_options(asked, axes, label)
         if options is not self.registry.options:
-            check_honoured(options, f"{label} of {self.label}")
+            check_supported(options, f"{label} of {self.label}")
         self._claim_name()
         description = options.description or f"{self.name or 'mesh'}[{description}]"
         backends = backends_of(options.backend)
@@ -209,7 +214,7 @@ class GroupCache:
             blocks = () if layout is None else tuple(layout.partition(*axes))
             return self._create_collectively(options, label, description, blocks)
         path = self._generations.path(key, asked)
-        broken = self._broken.get(path)  # all members were in that attempt, so they agree on another name after it
+        broken = self._broken.get(path)  # its number is the same on all members, so the new name is too
         unique = path if broken is None else f"{path}.{broken}"
         stores: dict[str, Any] = dict.fromkeys(backends.names, dist.HashStore())
         fingerprint = None
@@ -229,7 +234,7 @@ class GroupCache:
         building.remember(record)
         return record
 
-    def uncreated(self, layout: Layout, axes: tuple[Axis, ...]) -> building.GroupRecord:
+    def placeholder(self, layout: Layout, axes: tuple[Axis, ...]) -> building.GroupRecord:
         """A record without a group, for a group that this rank failed to create."""
         ranks = layout.block_of(self.rank, *axes)
         with self.lock:
@@ -285,7 +290,7 @@ class GroupCache:
             )
             if self.rank in block:
                 mine, ranks = group, block
-        return building.GroupRecord(mine, label, self.label, call_site(), created_by="torch", ranks=ranks)
+        return building.GroupRecord(mine, label, self.label, call_site(), created_by="new_group", ranks=ranks)
 
     def _warn_of_options(self, asked: Mapping[str, Any], axes: tuple[Axis, ...], label: str) -> None:
         """Log once that a timeout in a call makes a second communicator."""
@@ -302,13 +307,13 @@ class GroupCache:
 
     def _claim_name(self) -> None:
         """At the first group, check that no other unnamed mesh has the same layout, and keep the cache alive."""
-        if self in self.registry.open:
+        if self in self.registry.with_groups:
             return
         with registry.registering:
-            others = [] if self.name is not None else self.registry.living()
+            others = [] if self.name is not None else self.registry.open_caches()
             for other in others:
                 if other is not self and other.name is None and other.layout == self.layout:
-                    key = next(key for key, cache in living().items() if cache is other)
+                    key = next(key for key, cache in open_caches_by_name().items() if cache is other)
                     raise NameTakenError(
                         f"two unnamed meshes differ only in the order of creation: {self.call}, created at "
                         f"{other.call_site} and at {self.call_site}. Ranks that use them in different orders would "
@@ -322,7 +327,7 @@ class GroupCache:
                 numbers = self.registry.numbers
                 identity.number = max(numbers[identity.prefix], identity.pickled_number)
                 numbers[identity.prefix] = identity.number + 1
-            self.registry.open.add(self)
+            self.registry.with_groups.add(self)
 
     # -- options ------------------------------------------------------------------------------------------------
 
@@ -389,7 +394,7 @@ class GroupCache:
         """Destroy the groups of these ranks. The next call creates new ones under new names."""
         self.check()
         with self.lock:
-            self._drop(
+            self._destroy(
                 [key for key in self._records if key.ranks == ranks],
                 f"was released at {call_site()}; ask its mesh for it anew.",
             )
@@ -406,7 +411,7 @@ class GroupCache:
         with self.lock:
             self._broken[record.path] = number
             keys = [key for key, each in self._records.items() if each is record]
-            self._drop(keys, reason, abort=True, keep_attempts=True)
+            self._destroy(keys, reason, abort=True, keep_attempts=True)
 
     def close(self, reason: str | None = None, *, at_exit: bool = False) -> None:
         """Destroy all groups. The cache creates no more.
@@ -422,17 +427,17 @@ class GroupCache:
             if self.ended is not None:
                 return
             self.ended = reason or f"was closed at {call_site()}."
-            self._drop(list(self._records), self.ended, at_exit=at_exit)
+            self._destroy(list(self._records), self.ended, at_exit=at_exit)
             if not at_exit:
                 self._leave_attempts(list(self.attempts))  # those of groups that were never created too
                 if self.identity.key:
                     self._delete([self.identity.key, f"{self.identity.key}/fingerprints"])
             with registry.registering:
-                self.registry.open.discard(self)
+                self.registry.with_groups.discard(self)
         finally:
             self.lock.release()
 
-    def _drop(
+    def _destroy(
         self,
         keys: Iterable[GroupKey],
         reason: str,
@@ -443,7 +448,7 @@ class GroupCache:
     ) -> None:
         self._clear_caches()
         dropped = [self._records.pop(key) for key in keys]
-        ours = [record for record in dropped if record.created_by != "caller"]
+        ours = [record for record in dropped if record.created_by != "adopted"]
         written = [key for record in ours for key in record.cancel_waits(reason)]
         teardown.destroy(ours, reason, abort=abort, at_exit=at_exit)
         if not at_exit:
@@ -458,18 +463,18 @@ class GroupCache:
         """Release the store keys of all attempts to connect some groups."""
         for path in paths:
             attempt = self.attempts.pop(path, None)
-            if attempt is not None and attempt.decision is not None:  # a call of connect leaves an undecided one
+            if attempt is not None and attempt.decision is not None:  # connect releases the keys of an undecided one
                 self.leave_attempt(attempt)
 
     def leave_attempt(self, attempt: ConnectAttempt) -> None:
         """Release the store keys of the attempts to connect one group."""
-        self._clean(attempt.leave)
+        self._try_store(attempt.leave)
 
     def _delete(self, keys: Sequence[str]) -> None:
         if keys:
-            self._clean(lambda run: run(Delete(tuple(keys))))
+            self._try_store(lambda run: run(Delete(tuple(keys))))
 
-    def _clean(self, clean: Callable[[Callable[..., list[Any]]], object]) -> None:
+    def _try_store(self, clean: Callable[[Callable[..., list[Any]]], object]) -> None:
         """Delete store keys. A failed or stalled store is ignored."""
         with contextlib.suppress(WorldError, LifetimeError):
             thread = self.registry.store_thread()
@@ -479,12 +484,12 @@ class GroupCache:
     def forget(self, group: Any) -> None:
         """Drop a group that torch destroys. The next group gets another name."""
         if not any(record.group is group for record, _, _ in self.records()):
-            return  # without the lock: its holder may be waiting
+            return  # without the lock: another thread may hold it while it waits for the store
         with self.lock:
             for key, record in list(self._records.items()):
                 if record.group is group:
                     self._clear_caches()
-                    if record.created_by == "caller":  # the next call raises an error
+                    if record.created_by == "adopted":  # the next call raises an error
                         continue
                     del self._records[key]
                     self.connected.pop(record.path, None)
@@ -550,7 +555,7 @@ class GroupCache:
                 )
             record = self._records.get(key)
             if record is not None and record.group is not group:
-                how = "adopted" if record.created_by == "caller" else "created"
+                how = "adopted" if record.created_by == "adopted" else "created"
                 raise LifetimeError(
                     f"{label} was already {how} at {record.call_site}, and may be in use.\n\n"
                     f"  mesh.{format_verb('release', axes)}   # release it first, then adopt"
@@ -558,7 +563,7 @@ class GroupCache:
             if record is None:
                 self._claim_name()
                 self._records[key] = building.GroupRecord(
-                    group, group_label, self.label, call_site(), created_by="caller", ranks=block
+                    group, group_label, self.label, call_site(), created_by="adopted", ranks=block
                 )
             if len(block) == 1:
                 self._configured.mark_returned(option_key)
@@ -577,7 +582,7 @@ def find_cache(name: str | None, number: int, layout: Layout, call: str, rank: i
     if highest >= world:
         raise PlaceError(f"{call} was unpickled with rank {highest}, but the world's ranks are 0 to {world - 1}.")
     with registry.registering:
-        for cache in current_registry().living():
+        for cache in current_registry().open_caches():
             identity = cache.identity
             original = identity.number if identity.pickled_number is None else identity.pickled_number
             if (cache.name, original, cache.layout) == (name, number, layout):

@@ -29,8 +29,8 @@ class Configured(NamedTuple):
 class ConfiguredOptions:
     """The configured options of one rank's groups.
 
-    All groups of one rank have the same ranks, so their options are stored by axes. Otherwise all axes of size 1 would
-    have the same backend. For the name of the group, these options count as options of the call.
+    Options are stored by ranks. All axes of size 1 have the same ranks, this rank alone, so their options are stored by
+    axes instead, and are part of the group's name.
 
     Args:
         rank: this rank.
@@ -40,7 +40,7 @@ class ConfiguredOptions:
     def __init__(self, rank: int, default: GroupOptions) -> None:
         self._rank, self._default = rank, default
         self._configured: dict[OptionKey, Configured] = {}
-        self._returned: set[OptionKey] = set()  # groups of one rank that were returned
+        self._returned: set[OptionKey] = set()  # axes of size 1 whose group the caller has: too late to configure
 
     def key(self, layout: Layout, axes: tuple[Axis, ...], tag: str) -> OptionKey:
         """Key of the configured options of this rank's block."""
@@ -79,7 +79,7 @@ class ConfiguredOptions:
             created: the group of these ranks and this tag, if there is one.
 
         Raises:
-            OptionsError: the group was created already, or has other options along other axes.
+            OptionsError: the group exists, or the same ranks were configured differently under other axes.
         """
         key, given = self.key(layout, axes, tag), GroupOptions.of(options)
         ranks = layout.block_of(self._rank, *axes)
@@ -116,7 +116,7 @@ def _instead_of_configuring(axes: tuple[Axis, ...], tag: str, given: GroupOption
     return [*ways, (recreate, f"{'or ' * bool(ways)}on every member: the next group has them")]
 
 
-def check_honoured(options: GroupOptions, label: str) -> None:
+def check_supported(options: GroupOptions, label: str) -> None:
     """Raise OptionsError for options that the backend does not support."""
     backends = backends_of(options.backend)
     for option, value in (("high_priority", options.high_priority), ("nccl", options.nccl)):

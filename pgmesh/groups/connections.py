@@ -48,8 +48,8 @@ def endpoints_of(store: PollingStore | None) -> Endpoints:
 def shut_down(groups: Iterable[Endpoints]) -> int:
     """Shut down all connections of some groups, and return their number. Data that was sent still arrives.
 
-    Blocked collectives on both ends raise an error at once. The listeners stay open: Gloo ends the process if one
-    fails. Without /proc, nothing is shut down.
+    Blocked collectives on both ends raise an error at once. The listeners stay open: Gloo aborts the process if
+    accepting a connection fails. Without /proc, nothing is shut down.
     """
     groups = list(groups)
     own = {endpoint for group in groups for endpoint in group.own}
@@ -76,7 +76,7 @@ def shut_down(groups: Iterable[Endpoints]) -> int:
 def find_dead(group: Endpoints) -> dict[int, Endpoint]:
     """The members whose listeners refuse a connection: their processes have ended, or freed the group.
 
-    If this rank's own listener cannot be reached either, the addresses mean something else, and none is named.
+    If this rank's own listener refuses too, the addresses are unreliable, and none is named.
     """
     if not group.own or any(map(_refuses, group.own)):
         return {}
@@ -95,6 +95,6 @@ def _refuses(endpoint: Endpoint) -> bool:
         socket.create_connection(endpoint, ANSWER_SECONDS).close()
     except ConnectionRefusedError:
         return True
-    except OSError:  # no answer is no proof
+    except OSError:  # a timeout does not show that the process ended
         return False
     return False

@@ -43,7 +43,7 @@ class MeshIdentity:
         self.name, self.layout, self.rank, self.world_size = name, layout, rank, world_size
         self._call = call
         self.number = 0
-        self.pickled_number: int | None = None  # of an unpickled mesh where it was created
+        self.pickled_number: int | None = None  # the number that the mesh had in the process that pickled it
         self.registered = False  # this rank has published the fingerprint
         self.key = ""  # prefix of the store keys, once registered; its number may be higher than ``self.number``
 
@@ -115,9 +115,10 @@ class MeshIdentity:
             registry.numbers[self.prefix] = max(registry.numbers[self.prefix], number + 1)
 
     def _number_after(self, predecessor: Mapping[str, int], run: Callable[..., list[Any]]) -> int:
-        """The lowest number that the mesh can have in the place of a lost process; 0 in a process of the first hour.
+        """The lowest number of this mesh in a process that replaced a lost one; 0 in an original process.
 
-        The other ranks close the mesh that the lost process was in, and create the next one. They may have done so.
+        The other ranks close the mesh that the lost process was in, and create the next one. They may have done this
+        already.
         """
         if not predecessor:
             return 0

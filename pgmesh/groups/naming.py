@@ -1,7 +1,7 @@
-"""The names of groups: pure functions of what a group is, the same on all its members.
+"""The names of groups, the same on all members without communication.
 
-A group's name depends on its mesh, its ordered ranks, its tag, the options that were asked for in the call, and the
-number of its releases. It never depends on the number of groups that a process has created.
+A group's part of a name is a function of its ranks, its tag, the options asked for in the call, and how often it was
+released or destroyed. It never depends on the number of groups that a process has created.
 """
 
 from __future__ import annotations
@@ -9,34 +9,22 @@ from __future__ import annotations
 import functools
 import hashlib
 from array import array
-from typing import Any
+from typing import Any, NamedTuple
 
 from pgmesh._util.formatting import as_range, format_ranks
 from pgmesh.options import GroupOptions
 
 
-class GroupKey:
-    """Key of a group in the cache. It is hashed once, since a group may have many ranks."""
+class GroupKey(NamedTuple):
+    """Key of a group in the cache."""
 
-    __slots__ = ("_hash", "options", "ranks", "tag")
-
-    def __init__(self, ranks: tuple[int, ...], options: GroupOptions, tag: str) -> None:
-        self.ranks, self.options, self.tag = ranks, options, tag
-        self._hash = hash((ranks, options, tag))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, GroupKey) and (self.tag, self.ranks, self.options) == (
-            other.tag,
-            other.ranks,
-            other.options,
-        )
+    ranks: tuple[int, ...]
+    options: GroupOptions
+    tag: str
 
 
 class Generations:
-    """Counts of the groups that ended: a part of each group's name, so that no name is used again.
+    """Counts releases and destroys. The counts are part of the name, so no name is used twice.
 
     ``release`` ends all groups of some ranks, and torch's ``destroy_process_group`` one of them.
     """
@@ -97,7 +85,7 @@ def encode_rank_set(ranks: range | tuple[int, ...]) -> str:
 
 
 def describe_ranks(ranks: range | tuple[int, ...]) -> str:
-    """Ordered ranks for a fingerprint: all of them, or the first ones and a code that differs for other ranks."""
+    """Ordered ranks for a fingerprint: all of them, or the first ones and a digest of all."""
     return format_ranks(ranks, 32) + (f" ({encode_ranks(ranks)})" if len(ranks) > 32 else "")
 
 

@@ -1,6 +1,7 @@
 """The group caches of this process in each world, and their end: with the world, the process or a fork.
 
-Of a cache it knows ``records``, ``forget``, ``close``, ``end_in_child`` and the attributes that name it.
+It does not import ``GroupCache``. Of a cache it uses ``records``, ``forget``, ``close``, ``end_in_child``, ``ended``,
+``name``, ``call`` and ``serial``.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ GROUPS_BEFORE_WARNING = 100
 
 
 class Registry:
-    """The caches of this process in one world: their count by name, and those that hold groups."""
+    """The caches of this process in one world, the next number of each name, and the store thread."""
 
     def __init__(self) -> None:
         self.store: Any = world_store()
         self.options = world_options()
         self.numbers: defaultdict[str, int] = defaultdict(int)  # of meshes created, by key prefix
         self.caches: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.open: set[Any] = set()  # caches that hold groups; kept alive
+        self.with_groups: set[Any] = set()  # caches that hold groups; kept alive
         self.forked = False  # this process is a forked child, and its parent is in the world
         self.watch: Watch | None = None  # started with the thread
         self._thread: StoreThread | None = None  # started by the first store operation
@@ -57,7 +58,7 @@ class Registry:
                 rank, size = world_rank_and_size()
                 thread = self._thread = StoreThread(self.store, store_address(), rank, size)
                 self.watch = Watch(self._find_record, thread.lost_after)
-                thread.look = self.watch.look
+                thread.find_running = self.watch.look
             return self._thread
 
     def heartbeat_thread(self) -> StoreThread:
@@ -77,7 +78,7 @@ class Registry:
                 GROUPS_BEFORE_WARNING,
             )
 
-    def living(self) -> list[Any]:
+    def open_caches(self) -> list[Any]:
         """The caches that are not closed."""
         return [cache for cache in self.caches if cache.ended is None]
 
@@ -119,7 +120,7 @@ def store_thread() -> StoreThread:
     return current_registry().store_thread()
 
 
-def living() -> dict[str, Any]:
+def open_caches_by_name() -> dict[str, Any]:
     """The open caches of this world in the order of creation.
 
     The keys are names; for unnamed meshes the call, with a number if the same call created several.
@@ -127,7 +128,7 @@ def living() -> dict[str, Any]:
     if not dist.is_initialized():
         return {}
     with registering:
-        caches = sorted(current_registry().living(), key=lambda cache: cache.serial)
+        caches = sorted(current_registry().open_caches(), key=lambda cache: cache.serial)
     names, found = {cache.name for cache in caches}, dict[str, Any]()
     for cache in caches:
         calls = (cache.call + f" ({number})" * (number > 1) for number in itertools.count(1))

@@ -22,14 +22,14 @@ from pgmesh.groups import building, connections
 from pgmesh.groups.building import GroupRecord
 from pgmesh.rendezvous.polling_store import without_frames
 
-_OF_A_CONNECTION = re.compile("connect|timeout|timed out|peer|nccl", re.IGNORECASE)
+_CONNECTION_ERROR = re.compile("connect|timeout|timed out|peer|nccl", re.IGNORECASE)
 """Words of the errors of Gloo and NCCL that a lost member may have caused. Other errors are mistakes of the caller."""
 
 
 def explain(group: Any, error: BaseException) -> None:
     """Raise a better error for a failed collective, if there is one.
 
-    It asks the members' listeners, and never the store.
+    It tries to connect to the members' listeners, and does not use the store.
     """
     if isinstance(error, PgmeshError):
         # The work object keeps the error that ended it. Raised to the user, that error would refer to the user's
@@ -38,7 +38,7 @@ def explain(group: Any, error: BaseException) -> None:
     if group is not None and group in torch_private.destroyed:
         raise LifetimeError(torch_private.destroyed[group]) from error
     record = None if group is None else building.record_of(group)
-    if record is not None and isinstance(error, RuntimeError) and _OF_A_CONNECTION.search(str(error)):
+    if record is not None and isinstance(error, RuntimeError) and _CONNECTION_ERROR.search(str(error)):
         if record.gloo is not None and record.gloo.mismatch:
             raise MismatchError(record.gloo.mismatch) from error
         if text := "\n".join(filter(None, (describe_dead(record), _recent_finding(record)))):
@@ -79,11 +79,11 @@ def destroy(ended: Iterable[GroupRecord], reason: str, *, abort: bool = False, a
     for record in ended:
         group: Any = record.group
         if torch_private.is_known(group):
-            if record.created_by == "torch":
+            if record.created_by == "new_group":
                 dist.destroy_process_group(group)
             else:
                 torch_private.unregister(group)
-                with contextlib.suppress(RuntimeError):  # of a backend that cannot be shut down
+                with contextlib.suppress(RuntimeError):  # a third-party backend may raise it
                     group.abort() if abort or at_exit else group.shutdown()
         invalidate(record, reason)
     if not at_exit:

@@ -1,7 +1,7 @@
 """The watch over collectives that do not end. It runs in the store thread, at each heartbeat.
 
-Its findings explain a later error of the backend, and are logged once: an asynchronous collective, FSDP and DDP raise
-errors that pgmesh cannot replace.
+Its findings are added to a later error of the same group. They are logged once too, since errors of asynchronous
+collectives, FSDP and DDP cannot be replaced.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Watch:
         return stuck
 
     def _examine(self, perform: Callable[[Operation], Any], record: GroupRecord, collective: RunningCollective) -> None:
-        """Record why a collective does not end, and log it: at once for a lost member, later for one that is absent."""
+        """Record why a collective does not end. Log a lost member at once, and an absent one after ``warn_after``."""
         lost, absent = self._missing(perform, record)
         if lost or absent:
             what = (

@@ -1,1 +1,1 @@
-"""The store protocol of pgmesh, the thread that runs it, and the store for backends."""
+"""The connect protocol, the thread that talks to the store, and the store that is given to backends."""

@@ -6,13 +6,14 @@ import time
 from typing import Any
 
 from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.operations import Operation, Raw
+from pgmesh.rendezvous.operations import Operation
 from pgmesh.rendezvous.statuses import PendingConnect
 from pgmesh.rendezvous.store_thread import StoreThread
 
 
 class CallClient:
-    """The store and the clock of one call of ``connect``. Its timeouts end with the deadline of the call.
+    """The store and the clock of one call of ``connect``. An operation times out at the
+    deadline, but gets at least ``shortest_answer``, and less after an error.
 
     Args:
         thread: the store thread.
@@ -24,11 +25,11 @@ class CallClient:
         self.start = time.monotonic()
         self.deadline = self.start + seconds
         self.operations = 0
-        self.interrupted = False  # an error or interrupt ends this call
+        self.interrupted = False  # an error ends this call
 
     def run(self, *operations: Operation) -> list[Any]:
         """Perform operations on the store in this order, and return its answers."""
-        self.operations += sum(not isinstance(each, Raw) for each in operations)  # raw ones are the backend's
+        self.operations += len(operations)
         try:
             return self.thread.run(*operations, seconds=self.timeout())
         except BaseException:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Union
 
 ABSENT = "?"
-"""Marker for a missing key. ``compare_set(key, ABSENT, ABSENT)`` returns it, or the value of the key."""
+"""``compare_set(key, ABSENT, ABSENT)`` reads a key without waiting. It returns ``ABSENT`` if the key is missing."""
 
 
 class Append(NamedTuple):
@@ -28,7 +28,7 @@ class Read(NamedTuple):
 
 
 class CompareSet(NamedTuple):
-    """Set a key that has no value yet. The answer is its value now."""
+    """Set a key if it is missing. The answer is the value that it has afterwards."""
 
     key: str
     value: str
@@ -41,7 +41,7 @@ class Delete(NamedTuple):
 
 
 class Raw(NamedTuple):
-    """An operation that a backend asks of its store."""
+    """Any other method of torch's ``Store``, by its name."""
 
     operation: str
     arguments: tuple[Any, ...]
@@ -69,7 +69,8 @@ def perform(store: Any, operation: Operation) -> Any:
 def can_be_repeated(operation: Operation) -> bool:
     """True if an operation may be performed again when its answer was lost.
 
-    A repeated arrival has the same content, and a counter of arrivals that is too high makes a rank read them early.
+    Readers ignore a repeated arrival. A counter that is too high makes them read early, and keeps the attempt's keys in
+    the store.
     """
     if isinstance(operation, Add):
         return not operation.key.endswith("/left")

@@ -1,7 +1,7 @@
 """The store that pgmesh gives to a backend: it polls, and an error names the missing ranks.
 
-torch's own store client holds a lock while it waits. This store sends single operations through a function that the
-caller provides, in general the one of the store thread, and waits in the thread of the backend.
+torch's own store client holds a lock while it waits. This store sends each operation through ``run``, usually
+``StoreThread.run``, and polls in the backend's thread.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _raising = threading.Lock()  # guards _raised
 _raised: weakref.WeakKeyDictionary[PgmeshError, weakref.ref[PollingStore]] = weakref.WeakKeyDictionary()
 """Errors that were raised in a backend, each with the store that raised it.
 
-The backend keeps the error. Raised to a caller, the error refers to the caller's frames and so to the work and the
-backend: a cycle through C++ that Python cannot collect. It is cut when a group is closed after the one of the error.
+The backend keeps the error, and the error's traceback keeps the backend: a cycle through C++ that Python cannot
+collect. The traceback is cleared when any group is closed after the one of the error.
 """
 
 
@@ -60,14 +60,15 @@ class PollingStore(dist.Store):
 
     Args:
         run: performs operations on the world's store, with a timeout ``seconds``.
-        key: returns the prefix of the group's keys. It is called when this rank first writes or waits.
+        key_prefix: returns the prefix of the group's keys. It is called when this rank first writes or waits.
         fingerprint: the group's fingerprint on this rank.
         ranks: the members' ranks in the world, in group order.
         timeout: timeout of a wait for which the backend gives none.
-        compares: compare the fingerprint with that of the first rank too, since a rank may never read a member's.
-        addresses: True if each member writes an address under a key that ends in its group rank, as with Gloo. False
-            if the first member writes for all, as with NCCL. An address is published when this rank first waits. So it
-            shows that the rank is in a collective.
+        compares: also compare the fingerprint with the one that the first rank published. It is needed where a rank may
+            read no other member's address.
+        addresses: True for Gloo: each member writes its address under a key that ends in its group rank. False for
+            NCCL: the first member writes for all. An address is published when this rank first waits, so it shows that
+            the rank has entered a collective.
         mismatch_keys: returns the keys under which a rank publishes a mismatch.
         set_status: publishes this rank's activity.
         store_hint: returns a reason why ranks may not find each other on this store; "" for none.
@@ -76,7 +77,7 @@ class PollingStore(dist.Store):
     def __init__(
         self,
         run: Callable[..., list[Any]],
-        key: Callable[[], str],
+        key_prefix: Callable[[], str],
         fingerprint: Fingerprint,
         ranks: Sequence[int],
         timeout: timedelta,
@@ -88,15 +89,16 @@ class PollingStore(dist.Store):
         store_hint: Callable[[], str] = lambda: "",
     ) -> None:
         super().__init__()
-        self._run, self._key, self._fingerprint, self._ranks, self._timeout = run, key, fingerprint, ranks, timeout
+        self._run, self._key_prefix, self._fingerprint = run, key_prefix, fingerprint
+        self._ranks, self._timeout = ranks, timeout
         self._addresses, self._compares, self._mismatch_keys = addresses, compares, mismatch_keys
         self._set_status, self._store_hint = set_status, store_hint
-        self.limit: timedelta | None = None  # if set, it overrides the timeout of the backend
+        self.new_timeout: timedelta | None = None  # if set, it overrides the timeout of the backend
         self._own_addresses: dict[str, bytes] = {}  # by key
-        self._unpublished = addresses
+        self._address_unpublished = addresses
         self.values: dict[str, bytes] = {}  # by key
         self._closed = ""  # the reason
-        self.mismatch = ""  # the message; it is true until the group is released
+        self.mismatch = ""  # the message about a mismatch that a rank published
         self.used = False  # whether the group has been in a collective
         self.operations, self.waited = 0, 0.0  # number of store operations; seconds of waiting
         self.written: set[str] = set()
@@ -114,12 +116,12 @@ class PollingStore(dist.Store):
 
     def _ask(self, *operations: Operation, seconds: float | None = None) -> list[Any]:
         """Perform operations. The default timeout is a second more than that of the group's collectives."""
-        limit = (self.limit or self._timeout).total_seconds() if seconds is None else seconds
+        limit = (self.new_timeout or self._timeout).total_seconds() if seconds is None else seconds
         self.operations += len(operations)
         return self._run(*operations, seconds=limit + timing.TIMING.report_missing)
 
-    def _full(self, key: str) -> str:
-        return f"{self._key()}/{key}"
+    def _store_key(self, key: str) -> str:
+        return f"{self._key_prefix()}/{key}"
 
     # -- addresses ------------------------------------------------------------------------------------------------
 
@@ -150,7 +152,7 @@ class PollingStore(dist.Store):
         stem = own.rpartition("/")[0]
         seen = {own, *self.values}
         keys = {rank: f"{stem}/{i}" for i, rank in enumerate(self._ranks[: timing.LIMITS.statuses])}
-        return {rank: self._full(key) for rank, key in keys.items() if key not in seen}
+        return {rank: self._store_key(key) for rank, key in keys.items() if key not in seen}
 
     def set_addresses(self, encoded: Sequence[str]) -> None:
         """Set the addresses of all members, so that the backend need not read them from the store."""
@@ -163,7 +165,7 @@ class PollingStore(dist.Store):
             and len(encoded) == len(self._ranks)
             and all(map(all, addresses))
         ):
-            self._unpublished = False
+            self._address_unpublished = False
             for key, values in zip(self._own_addresses, zip(*addresses)):
                 stem = key.rpartition("/")[0]
                 self.values.update((f"{stem}/{i}", value) for i, value in enumerate(values))
@@ -174,7 +176,7 @@ class PollingStore(dist.Store):
         self.used = True
         if not self._closed and all(key in self.values for key in keys):
             return
-        limit = self.limit or (self._timeout if timeout is None else timeout)
+        limit = self.new_timeout or (self._timeout if timeout is None else timeout)
         start = time.monotonic()
         try:
             self._wait(keys, limit, start)
@@ -241,9 +243,9 @@ class PollingStore(dist.Store):
             raise LifetimeError(self._closed)
 
     def _read(self, key: str) -> bool:
-        """Read a key and store its value. False if it has none yet."""
+        """Read a key and cache its value. False if it has none yet."""
         self._check_open()
-        full = self._full(key)
+        full = self._store_key(key)
         (value,) = self._ask(Read(full))
         if value is None:
             return False
@@ -277,9 +279,9 @@ class PollingStore(dist.Store):
         self._check_mismatch()
         stem, _, last = key.rpartition("/")
         if self._addresses:
-            keys: dict[object, str] = {rank: self._full(f"{stem}/{i}") for i, rank in enumerate(self._ranks)}
+            keys: dict[object, str] = {rank: self._store_key(f"{stem}/{i}") for i, rank in enumerate(self._ranks)}
         else:  # NCCL's first member writes the id of the group. For other keys the writing rank is unknown
-            keys = {self._ranks[0] if last.isdecimal() else f"that writes {key}": self._full(key)}
+            keys = {self._ranks[0] if last.isdecimal() else f"that writes {key}": self._store_key(key)}
         seen = dict(zip(keys, self._ask(*map(Read, keys.values()))))
         missing = [rank for rank, value in seen.items() if value is None]
         if not missing:
@@ -303,7 +305,7 @@ class PollingStore(dist.Store):
         if self._activity in activities:
             return (
                 "\nThese are different groups with the same label: unnamed meshes are numbered in the order of "
-                "creation, and groups in the order of their releases. Name the meshes, and release groups on all "
+                "creation, and groups by the number of their releases. Name the meshes, and release groups on all "
                 "members."
             )
         label = self._fingerprint.subject.partition(ASKED_FOR)[0]
@@ -316,8 +318,8 @@ class PollingStore(dist.Store):
 
     def _late_text(self, key: str, limit: timedelta) -> str:
         return (
-            f"{self._fingerprint.subject}: all members have reached the first collective, but {key} was still missing "
-            f"after {limit.total_seconds():g} s."
+            f"{self._fingerprint.subject}: {key} was still missing after {limit.total_seconds():g} s, and was written "
+            "just afterwards."
         )
 
     # -- writing, and other operations --------------------------------------------------------------------------
@@ -325,7 +327,7 @@ class PollingStore(dist.Store):
     def set(self, key: str, value: Any) -> None:
         if self._addresses:
             self._own_addresses[key] = bytes(value)
-        if not self._unpublished:
+        if not self._address_unpublished:
             self.used = True
             self._write({key: bytes(value)})
 
@@ -338,26 +340,26 @@ class PollingStore(dist.Store):
         self._check_open()
         if self._compares:
             self._compares = False
-            key = self._full("options")
+            key = self._store_key("options")
             self.written.add(key)
             (first,) = self._ask(CompareSet(key, self._fingerprint.encoded.decode()))
             self._check_published(key, first)
-        if self._unpublished:
+        if self._address_unpublished:
             self._write(self._own_addresses)
-            self._unpublished = False
+            self._address_unpublished = False
 
     def _write(self, values: dict[str, bytes]) -> None:
-        full = {self._full(key): value for key, value in values.items()}
+        full = {self._store_key(key): value for key, value in values.items()}
         self.written.update(full)  # before the check, so that a later close deletes these keys too
         self._check_open()
         self._ask(*(Raw("set", (key, self._fingerprint.encoded + SEPARATOR + value)) for key, value in full.items()))
 
     def _raw(self, operation: str, key: Any, *arguments: Any) -> Any:
-        self.written.add(self._full(key))
-        return self._ask(Raw(operation, (self._full(key), *arguments)))[0]
+        self.written.add(self._store_key(key))
+        return self._ask(Raw(operation, (self._store_key(key), *arguments)))[0]
 
     def check(self, keys: list[str]) -> bool:
-        return bool(self._ask(Raw("check", ([*map(self._full, keys)],)))[0])
+        return bool(self._ask(Raw("check", ([*map(self._store_key, keys)],)))[0])
 
     def add(self, key: str, amount: int) -> int:
         return int(self._raw("add", key, amount))

@@ -12,8 +12,9 @@ A *connect attempt* is one round in which the members of a group connect. It has
                                 never changes
     <group>/<number>/broken     the reason, if the first collective failed on a member after the decision
 
-The store counts the attempts: a rank always arrives at the first attempt without a decision. The last member to arrive
-decides that the group is made. The first member that finds a reason decides that the attempt failed: a different
+Attempts are numbered from 0. In one batch a rank reads the decision of an attempt and arrives; if it was decided
+already, the rank goes on to the next. A member that has read all arrivals, usually the last one, decides that the group
+is made. The first member that finds a reason decides that the attempt failed: a different
 fingerprint, a lost member, an error of its own, or its deadline. A rank that arrives later logs that decision and
 arrives at the next attempt.
 """
@@ -59,31 +60,31 @@ def register_mesh(key: str, fingerprint: Fingerprint) -> tuple[Operation, Operat
     return Append(f"{key}/fingerprints", f"{encoded}\n"), CompareSet(key, encoded)
 
 
-def check_mesh(client: Callable[..., list[Any]], key: str, fingerprint: Fingerprint, first: bytes) -> None:
+def check_mesh(run: Callable[..., list[Any]], key: str, fingerprint: Fingerprint, first: bytes) -> None:
     """Compare the fingerprint of a mesh with the first one that was published.
 
     Args:
-        client: performs operations on the store.
+        run: performs operations on the store.
         first: the answer to the last operation of ``register_mesh``.
 
     Raises:
         MismatchError: they differ. It is also published under ``<key>/mismatch`` for the ranks that wait.
     """
     if fingerprint.mismatch([first]) is not None:
-        (seen,) = client(Read(f"{key}/fingerprints"))
+        (seen,) = run(Read(f"{key}/fingerprints"))
         where = key if decode_fingerprint(first) is None else f"{key}/fingerprints"
         mismatch = fingerprint.mismatch([first, *(seen or b"").splitlines()], where) or ""
-        (text,) = client(CompareSet(f"{key}/mismatch", Decision("mismatch", mismatch).pack()))
+        (text,) = run(CompareSet(f"{key}/mismatch", Decision("mismatch", mismatch).pack()))
         raise MismatchError(Decision.unpack(f"{key}/mismatch", text).text)
 
 
 def check_published(
-    client: Callable[..., list[Any]], mismatch_key: str, fingerprint: Fingerprint, seen: bytes, where: str
+    run: Callable[..., list[Any]], mismatch_key: str, fingerprint: Fingerprint, seen: bytes, where: str
 ) -> None:
     """Compare a fingerprint with an encoded one.
 
     Args:
-        client: performs operations on the store.
+        run: performs operations on the store.
         mismatch_key: store key for the mismatch.
         where: store key that ``seen`` was read from.
 
@@ -91,7 +92,7 @@ def check_published(
         MismatchError: they differ. It is also published for the ranks that wait.
     """
     if mismatch := fingerprint.mismatch([seen], where):
-        client(CompareSet(mismatch_key, Decision("mismatch", mismatch).pack()))
+        run(CompareSet(mismatch_key, Decision("mismatch", mismatch).pack()))
         raise MismatchError(mismatch)
 
 
@@ -277,11 +278,11 @@ class Participant:
         attempts = list(attempts)
         texts = self.client.run(*(Read(f"{attempt.name}/arrivals") for attempt in attempts)) if attempts else []
         for attempt, text in zip(attempts, texts):
-            decision = self._judge(attempt, text or b"")
+            decision = self._decision_from_arrivals(attempt, text or b"")
             if decision is not None:
                 self._decide(attempt, decision)
 
-    def _judge(self, attempt: ConnectAttempt, text: bytes) -> Decision | None:
+    def _decision_from_arrivals(self, attempt: ConnectAttempt, text: bytes) -> Decision | None:
         """The decision that follows from the arrivals; None if members are missing."""
         key = f"{attempt.name}/arrivals"
         records: dict[int, dict[str, Any]] = {}
@@ -369,7 +370,7 @@ class Participant:
         self.client.set_pending(self._pending())
         self._read_statuses()
         with_lost = [attempt for attempt in self._undecided() if self.statuses.lost(attempt.missing)]
-        self._read_arrivals(with_lost)  # a lost rank may have arrived without being counted
+        self._read_arrivals(with_lost)  # a rank that died between its arrival and the count has arrived
         for attempt in with_lost:
             if attempt.decision is None and self.statuses.lost(attempt.missing):
                 self._decide(attempt, Decision("missing", self._describe_missing(attempt)))
@@ -387,10 +388,10 @@ class Participant:
             for attempt in self._undecided()
         )
 
-    def _read_statuses(self, more: Iterable[int] = ()) -> None:
+    def _read_statuses(self, others: Iterable[int] = ()) -> None:
         """Read the statuses of the missing ranks, or of others."""
         missing = dict.fromkeys(rank for attempt in self._undecided() for rank in attempt.missing)
-        ranks = [rank for rank in more or missing if rank != self.rank][: timing.LIMITS.statuses]
+        ranks = [rank for rank in others or missing if rank != self.rank][: timing.LIMITS.statuses]
         self.statuses.read(self.client.run, ranks)
 
     def _warn(self, now: float) -> None:
@@ -406,7 +407,7 @@ class Participant:
         self._read_statuses()
         circle = self._find_circle()
         if circle:  # attempts of other groups in the circle too, so that all ranks fail and can try again
-            # In this order: each rank fails after the attempt that waits for it, so it does not arrive there any more.
+            # In the order of the circle: a rank fails after the attempt that waits for it, so it cannot arrive there.
             text = Decision("circle", circle_text(circle)).pack()
             self.client.run(*(CompareSet(f"{wait.name}/decision", text) for _, wait in circle))
         for attempt in self._undecided():

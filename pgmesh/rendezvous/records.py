@@ -37,7 +37,7 @@ def unpack(text: bytes | str, /, **kinds: Any) -> dict[str, Any] | None:
         return None
     try:
         record = json.loads(text)
-        json.dumps(record, ensure_ascii=False).encode()  # a lone surrogate can be read and not written
+        json.dumps(record, ensure_ascii=False).encode()  # json.loads takes a lone surrogate, which cannot be encoded
     except (ValueError, RecursionError):
         return None
     if not isinstance(record, dict) or record.get("v") != VERSION:
@@ -144,7 +144,7 @@ class Decision:
     """The outcome of an attempt to connect a group, the same for all members.
 
     Args:
-        kind: a key of ``ERRORS``.
+        kind: "made", "missing", "mismatch", "duplicate" or "circle".
         text: the error message.
         addresses: the address of each member in group order, if the group was made and all members published one.
     """

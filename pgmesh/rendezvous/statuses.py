@@ -1,4 +1,4 @@
-"""The statuses that ranks publish with their heartbeats, and what they tell: lost ranks, and ranks in a circle.
+"""The statuses that ranks publish with their heartbeats, and two faults found from them: lost ranks and circles.
 
 A status is a record in the store under ``pgmesh/status/<rank>``.
 """

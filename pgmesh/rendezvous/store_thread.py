@@ -1,10 +1,11 @@
 """The background thread that performs this process's operations on the world's store, and its heartbeat.
 
-torch's store client waits without a timeout, holds a lock and ignores Ctrl-C meanwhile. So only this thread uses a
-client. A caller hands it a batch of operations, and waits for the answers in Python with a timeout.
+A call into torch's store client may block for minutes with its lock held, and Python handles no signal meanwhile. So
+pgmesh calls it only in this thread. A caller hands it a batch of operations, and waits for the answers in Python with
+a timeout.
 
 When a mesh connects, and at the latest one heartbeat after the first operation, the thread opens a connection of its
-own, so that no wait inside torch delays a heartbeat. A connection that breaks is opened again.
+own, so that a wait inside torch does not delay a heartbeat. A connection that breaks is opened again.
 """
 
 from __future__ import annotations
@@ -34,8 +35,6 @@ from pgmesh.rendezvous.world_name import REPLACED, current_world, enter_world, l
 log = logging.getLogger("pgmesh")
 
 _AFTER_FAILURE = "Connected groups continue to work. No group can be connected without the store."
-
-_WORLD_LEFT = "this process has left it"
 
 
 _TOKEN = secrets.token_hex(4)  # process numbers repeat, for example in containers
@@ -78,7 +77,7 @@ class _Batch:
 
 
 class _Queue:
-    """A queue of batches. None is the last item.
+    """A queue of batches. None tells the thread to end.
 
     Up to Python 3.12, ``SimpleQueue.get`` may wait forever if its timeout has expired before it begins to wait.
     """
@@ -115,7 +114,7 @@ class StoreThread:
         address: the store's host and port, for messages.
         rank: this process's rank in the world.
         world_size: the number of ranks.
-        left: the names of the worlds that this process has left. This one is added at ``stop``.
+        left: the names of the worlds that this process has left. ``stop`` adds the name of this world.
     """
 
     def __init__(
@@ -126,9 +125,9 @@ class StoreThread:
         world_size: int,
         left: set[str] | None = None,
     ) -> None:
-        self._shared, self._address, self._rank, self._world_size = store, address, rank, world_size
+        self._torch_store, self._address, self._rank, self._world_size = store, address, rank, world_size
         self._left_worlds = left_worlds if left is None else left
-        self.look: Callable[[Callable[[Operation], Any]], tuple[RunningCollective, ...]] = lambda perform: ()
+        self.find_running: Callable[[Callable[[Operation], Any]], tuple[RunningCollective, ...]] = lambda perform: ()
         """Called at each heartbeat, with a function that performs one operation. It returns the running collectives."""
         self.pace = max(1.0, world_size / timing.LIMITS.full_rate_ranks)
         self.period = timing.TIMING.heartbeat * self.pace
@@ -165,11 +164,11 @@ class StoreThread:
         """Perform operations in this order, and return the store's answers.
 
         Raises:
-            WorldError: there is no further answer after ``seconds``, or the store has failed.
+            WorldError: ``seconds`` passed without a further answer, or the store has failed.
         """
         start, waited, answered, batch = time.monotonic(), 0.0, 0, _Batch(operations)
         if not self._is_running():
-            raise self._store_error(_WORLD_LEFT)
+            raise WorldError(f"this process has left the world, so it cannot use the store at {self._address}.")
         try:
             self._queue.put(batch)
             while not batch.done.acquire(timeout=min(max(0.0, seconds - waited), timing.TIMING.thread_check)):
@@ -177,7 +176,7 @@ class StoreThread:
                     start, answered = time.monotonic(), len(batch.answers)
                 waited = time.monotonic() - start
                 if not self._is_running():
-                    raise self._store_error(_WORLD_LEFT)
+                    raise WorldError(f"this process has left the world during an operation on {self._address}.")
                 if waited >= seconds:
                     raise WorldError(
                         f"the store at {self._address} did not answer for {waited:.1f} s. {_AFTER_FAILURE}"
@@ -256,7 +255,7 @@ class StoreThread:
             self._leave()
         finally:
             self._ended = True
-            self._shared = self._store = None  # a mesh that outlives the world would keep the connection open
+            self._torch_store = self._store = None  # a mesh that outlives the world would keep the connection open
 
     def _next(self) -> _Batch | None:
         """The next batch; None at the end. Heartbeats are sent meanwhile."""
@@ -292,18 +291,18 @@ class StoreThread:
             self._heartbeats,
             "; ".join(filter(None, tuple(self._activities.values()))),
             pending[: timing.LIMITS.statuses],
-            () if self._reason else self._look(),
+            () if self._reason else self._find_running(),
             self._reason,
         )
 
-    def _look(self) -> tuple[RunningCollective, ...]:
+    def _find_running(self) -> tuple[RunningCollective, ...]:
         """The running collectives. An error in looking for them must not stop the heartbeats, so it is logged once."""
         try:
-            return self.look(self._perform)
+            return self.find_running(self._perform)
         except WorldError:
             return ()
         except Exception:
-            self.look = lambda perform: ()
+            self.find_running = lambda perform: ()
             error = traceback.format_exc()
             text = "running collectives are not reported any more: %s"
             threading.Thread(target=log.warning, args=(text, error), name="pgmesh-warning", daemon=True).start()
@@ -314,7 +313,7 @@ class StoreThread:
         with contextlib.suppress(Exception):
             if self._wants_own_connection:
                 self._perform(Raw("set", (status_key(self._rank), self._status().pack())))
-            if self._name and self._store is not None and leave_world(self._shared, self._name):
+            if self._name and self._store is not None and leave_world(self._torch_store, self._name):
                 keys = [key(rank) for rank in range(self._world_size) for key in (status_key, process_key, meshes_key)]
                 perform(self._store, Delete(tuple(keys)))
 
@@ -324,9 +323,9 @@ class StoreThread:
         while True:
             self._operation_start = time.monotonic()
             try:
-                if self._store is None or self._wants_own_connection > self._has_own_connection:
+                if self._store is None or (self._wants_own_connection and not self._has_own_connection):
                     self._connect()
-                return current_world(self._shared) if operation is _WORLD_NAME else perform(self._store, operation)
+                return current_world(self._torch_store) if operation is _WORLD_NAME else perform(self._store, operation)
             except RuntimeError as error:
                 if isinstance(error, PgmeshError):
                     raise
@@ -339,7 +338,7 @@ class StoreThread:
 
     def _connect(self) -> None:
         """Open the connection, and enter the world. The first operations use the connection of torch."""
-        store = underlying(self._shared)
+        store = underlying(self._torch_store)
         if isinstance(store, dist.TCPStore) and (self._name or self._wants_own_connection):
             try:  # torch's client would wait long for a server that is gone
                 socket.create_connection((store.host, store.port), timing.TIMING.late_answer).close()
@@ -348,7 +347,7 @@ class StoreThread:
                 raise self._store_error(str(error)) from error
             seconds = timedelta(seconds=timing.TIMING.late_answer)
             store = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=seconds)
-        self._name = self._name or enter_world(self._shared, self._left_worlds)
+        self._name = self._name or enter_world(self._torch_store, self._left_worlds)
         prefixed = dist.PrefixStore(f"pgmesh.{self._name}", store)
         me = process_label()
         if not self._entered:

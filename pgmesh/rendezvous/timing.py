@@ -15,13 +15,13 @@ class Timing:
     Args:
         first_pause: the first pause between two reads of the store. Each pause is 1.5 times the one before.
         longest_pause: the upper limit of these pauses.
-        first_inspection: the wait until a rank first reads the arrivals and statuses of the missing ranks. With
-            ``longest_pause`` of the others, a mismatch is reported within 0.1 s.
+        first_inspection: the wait until a rank first reads the arrivals and statuses of the missing ranks. A mismatch
+            is found after this wait, and the others read it within one ``longest_pause``, so within 0.1 s.
         inspection: the interval between two such inspections.
         stragglers: the longest wait in ``connect`` until a rank logs what it waits for. After a third of a shorter
             deadline it does so earlier.
-        longest_start_delay: the upper limit for delaying the first inspection of a rank that arrived slowly. On a slow
-            store, an early inspection would make it slower.
+        longest_start_delay: the upper limit of an extra wait before the first inspection. A rank whose arrival took
+            ``t`` seconds waits for up to ``t`` more, since early inspections would make a slow store slower.
         heartbeat: the interval of heartbeats in a world of up to ``Limits.full_rate_ranks`` ranks. In a larger world
             it grows in proportion, so that the store receives no more heartbeats per second.
         missed_heartbeats: the number of heartbeats that a rank misses before it counts as lost.
@@ -30,7 +30,8 @@ class Timing:
         warn_after: the wait in a collective until the rank logs the members that did not reach it.
         status_after: the wait in a group's first collective until the rank publishes its status.
         report_missing: the time beyond a deadline for finding out which ranks are missing.
-        late_answer: the timeout of a store operation that begins after the deadline of ``connect``.
+        late_answer: the timeout of a store operation that begins after the deadline of ``connect``, and of opening a
+            connection to the store.
         interrupted_answer: the timeout for the final status message of an interrupted rank.
         shortest_answer: the shortest timeout of a store operation that begins before the deadline.
         report_answer: the timeout of ``mesh.report``.
@@ -64,8 +65,9 @@ class Limits:
 
     Args:
         record_chars: the longest record, in characters. A longer value was not written by pgmesh.
-        statuses: the number of missing ranks whose status one inspection reads, and the number of ranks that each of
-            them reports as missing. A longer circle of waiting ranks is not stated.
+        statuses: the number of missing ranks whose status one inspection reads, the number of members of a group that
+            are watched in a collective, and the number of ranks that a status reports as missing. A longer circle of
+            waiting ranks is not stated.
         shared_addresses: the largest group whose members publish their addresses in the arrivals. Each member
             receives all addresses with the decision.
         full_rate_ranks: the largest world in which heartbeats have the interval ``Timing.heartbeat``.

@@ -21,7 +21,7 @@ REPLACED = "+"
 """Last character of the name of a world that replaced another on the same store before all its ranks had left."""
 
 OVER = "over"
-"""Value of ``WORLD_KEY`` while the last rank of a world is about to delete it. No rank sets a name meanwhile."""
+"""Value of ``WORLD_KEY`` while the last rank of a world deletes it. Other ranks wait for up to ``world_end``."""
 
 left_worlds: set[str] = set()
 """The names of the worlds that this process has left."""
@@ -35,8 +35,9 @@ def current_world(store: Any) -> str:
 def enter_world(store: Any, left_worlds: Collection[str]) -> str:
     """Return the unique name of the world on a store. The first rank that calls sets it.
 
-    On an unused store, all ranks get the same name. On a used store, ranks that left the same worlds get the same
-    name, and so do all ranks once all have left.
+    On an unused store, all ranks get one name. On a used store, processes that were in its earlier worlds agree on a
+    new name. A new process gets that name only if it calls after one of them, or after all ranks of those worlds have
+    left.
 
     Args:
         store: the world's store, with the prefix of the world.

@@ -388,7 +388,9 @@ def test_a_group_that_ranks_configure_differently_is_an_error_and_can_be_mended(
 
 def ours() -> int:
     """How many groups and open families this process keeps."""
-    return sum(len(family._records) + (family in family.registry.open) for family in pgmesh_registry.all_caches())
+    return sum(
+        len(family._records) + (family in family.registry.with_groups) for family in pgmesh_registry.all_caches()
+    )
 
 
 def fail(*_: Any, **__: Any) -> None:
@@ -396,7 +398,7 @@ def fail(*_: Any, **__: Any) -> None:
 
 
 FAILURES: dict[str, Any] = {
-    "no backend": lambda: mock.patch.dict(pgmesh_groups._DIRECT, gloo=fail),
+    "no backend": lambda: mock.patch.dict(pgmesh_groups.CONSTRUCTORS, gloo=fail),
     "no registration": lambda: mock.patch.object(c10d, "_register_process_group", fail),
     "no store": lambda: mock.patch.object(dist, "PrefixStore", fail),
     "no name": lambda: mock.patch.object(dist.ProcessGroup, "_set_group_name", fail),

@@ -640,7 +640,7 @@ def test_a_recipe_that_raises_creates_nothing(
         assert table_sizes() == before
         arrangement = recipe(8, **{**bad, **better}, name="refused")
         cache = arrangement.dense._group_cache
-        assert cache.registry.living() == [cache]
+        assert cache.registry.open_caches() == [cache]
         assert cache.identity.number == 0  # the first mesh of this name, as on a rank that was not refused
         assert arrangement.dense.group().size() == 8
 

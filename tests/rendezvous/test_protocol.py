@@ -350,7 +350,7 @@ def test_only_the_first_members_of_a_large_group_are_looked_for_and_only_once_th
     """The store thread asks, so the prefix of the keys, which it would ask itself for, must be known by then."""
     one = polling(dist.HashStore(), ranks=range(100))
     one.set("a/0", b"here")
-    with mock.patch.object(one, "_key", side_effect=AssertionError("asked for the prefix")):
+    with mock.patch.object(one, "_key_prefix", side_effect=AssertionError("asked for the prefix")):
         assert one.unseen_addresses() == {}
     with pytest.raises(MissingRanksError):
         one.wait(["a/1"], timedelta(seconds=0.01))
@@ -360,7 +360,7 @@ def test_only_the_first_members_of_a_large_group_are_looked_for_and_only_once_th
 def test_a_changed_timeout_bounds_the_operations_on_the_store_too():
     one, timeouts = polling(dist.HashStore(), seconds=1800.0), list[float]()
     one._run = lambda *operations, seconds: timeouts.append(seconds) or [None for _ in operations]
-    one.limit = timedelta(seconds=0.05)
+    one.new_timeout = timedelta(seconds=0.05)
     one.set("a/0", b"here")
     with pytest.raises(MissingRanksError):
         one.wait(["a/1"])
@@ -454,5 +454,5 @@ def test_either_all_addresses_are_used_or_none(encoded):
         assert [store.get("gloo/cpu/0"), store.get("gloo/cpu/1")] == [values[0] for values in decoded]
         assert store.operations == 0
     else:
-        assert store._unpublished
+        assert store._address_unpublished
         assert not store.values

@@ -122,7 +122,7 @@ def test_posted_operations_are_performed_before_the_thread_ends():
     thread.post(CompareSet("key", "value"))
     thread.stop()
     assert perform(dist.PrefixStore(f"pgmesh.{name}", store), Read("key")) == b"value"
-    with pytest.raises(WorldError, match="this process has left it"):
+    with pytest.raises(WorldError, match="this process has left the world"):
         thread.run(Read("key"), seconds=LONG)
 
 
