@@ -634,6 +634,7 @@ def ask_without_a_store(folder: Path) -> tuple[dict[str, Attempt], bool, Attempt
         "group": lambda: mesh.group("tp", timeout=timedelta(seconds=50)),
         "connect": lambda: mesh.connect("tp", timeout=timedelta(seconds=D / 3)),
         "report": lambda: set_flag(folder, f"report {mesh.rank}") if "the store" in mesh.report().trouble else None,
+        "barrier": dist.barrier,  # so that a rank's sums do not wait for the earlier calls of others
         "sums": lambda: check_sums({"tp": (used, mesh.ranks("tp"))}),
         "destroy": lambda: dist.destroy_process_group(destroyed),
         "release": lambda: mesh.release("tp"),
