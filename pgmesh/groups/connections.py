@@ -15,15 +15,13 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from pgmesh import torch_private
+from pgmesh._util.listeners import ANSWER_SECONDS, refuses
 from pgmesh.rendezvous.polling_store import PollingStore
 
 Endpoint = tuple[str, int]
 """Host and port of a listener."""
 
 _DESCRIPTORS = "/proc/self/fd"
-
-ANSWER_SECONDS = 0.5
-"""Timeout for one connection to a member's listener."""
 
 
 class Endpoints(NamedTuple):
@@ -78,23 +76,13 @@ def find_dead(group: Endpoints) -> dict[int, Endpoint]:
 
     If this rank's own listener refuses too, the addresses are unreliable, and none is named.
     """
-    if not group.own or any(map(_refuses, group.own)):
+    if not group.own or any(map(refuses, group.own)):
         return {}
     end = time.monotonic() + 4 * ANSWER_SECONDS
     dead = {}
     for rank, endpoint in group.members:
-        if _refuses(endpoint):
+        if refuses(endpoint):
             dead[rank] = endpoint
         if time.monotonic() > end:  # several hosts do not answer
             break
     return dead
-
-
-def _refuses(endpoint: Endpoint) -> bool:
-    try:
-        socket.create_connection(endpoint, ANSWER_SECONDS).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:  # a timeout does not show that the process ended
-        return False
-    return False

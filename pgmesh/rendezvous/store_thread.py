@@ -26,6 +26,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from pgmesh._util.listeners import refuses
 from pgmesh.errors import PgmeshError, WorldError
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Delete, Operation, Raw, can_be_repeated, perform
@@ -145,6 +146,9 @@ class StoreThread:
         self._ended = False
         self._process = os.getpid()  # a forked child has no such thread
         self._operation_start = math.inf  # of an operation that the store has not answered
+        # The server while torch's client connects to it, which takes seconds if the server ends meanwhile. Callers see
+        # at once that its port is closed. The kernel closes it last, so this is common when the store is killed.
+        self._opening: tuple[str, int] | None = None
         self._thread = threading.Thread(target=self._run, name="pgmesh-store", daemon=True)
         self._thread.start()
 
@@ -177,6 +181,8 @@ class StoreThread:
                 waited = time.monotonic() - start
                 if not self._is_running():
                     raise WorldError(f"this process has left the world during an operation on {self._address}.")
+                if (server := self._opening) and refuses(server):
+                    raise self._store_error("connection refused")
                 if waited >= seconds:
                     raise WorldError(
                         f"the store at {self._address} did not answer for {waited:.1f} s. {_AFTER_FAILURE}"
@@ -340,13 +346,18 @@ class StoreThread:
         """Open the connection, and enter the world. The first operations use the connection of torch."""
         store = underlying(self._torch_store)
         if isinstance(store, dist.TCPStore) and (self._name or self._wants_own_connection):
+            seconds = timing.TIMING.late_answer
             try:  # torch's client would wait long for a server that is gone
-                socket.create_connection((store.host, store.port), timing.TIMING.late_answer).close()
+                with socket.create_connection((store.host, store.port), seconds) as connection:
+                    self._opening = connection.getpeername()[:2]
             except OSError as error:
                 self._store = None
                 raise self._store_error(str(error)) from error
-            seconds = timedelta(seconds=timing.TIMING.late_answer)
-            store = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=seconds)
+            try:
+                limit = timedelta(seconds=seconds)
+                store = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=limit)
+            finally:
+                self._opening = None
         self._name = self._name or enter_world(self._torch_store, self._left_worlds)
         prefixed = dist.PrefixStore(f"pgmesh.{self._name}", store)
         me = process_label()

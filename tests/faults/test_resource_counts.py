@@ -156,7 +156,7 @@ def is_refused(mesh: ProcessGroupMesh) -> None:
 
 
 def cannot_make(mesh: ProcessGroupMesh) -> None:
-    broken = mock.patch.dict(backends._DIRECT, gloo=mock.Mock(side_effect=OSError("Too many open files")))
+    broken = mock.patch.dict(backends.CONSTRUCTORS, gloo=mock.Mock(side_effect=OSError("Too many open files")))
     one_stops("OSError", mesh, broken)
 
 

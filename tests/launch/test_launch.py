@@ -189,15 +189,16 @@ if __name__ == "__main__":
     spawn(hang, 2)
 """
     command = [sys.executable, write_script(tmp_path, text)]
-    parent = subprocess.Popen(command, env=clean_env(), stderr=subprocess.PIPE, text=True)
-    try:
-        pids = pids_in(tmp_path, 2)
-        parent.send_signal(signal.SIGINT)
-        _, stderr = parent.communicate(timeout=60)
-    finally:
-        parent.kill()
+    # A file: a pipe would end with the last of all processes, and stay open if one of them did not end in time.
+    with (tmp_path / "stderr").open("w") as stderr, subprocess.Popen(command, env=clean_env(), stderr=stderr) as parent:
+        try:
+            pids = pids_in(tmp_path, 2, 120.0)  # two interpreters import torch, one after the other
+            parent.send_signal(signal.SIGINT)
+            parent.wait(60)
+        finally:
+            parent.kill()
     assert wait_until_gone(pids)
-    assert "KeyboardInterrupt" in stderr
+    assert "KeyboardInterrupt" in (tmp_path / "stderr").read_text()
 
 
 # ---- scripts that other processes cannot import, or whose functions they cannot find ----

@@ -188,6 +188,7 @@ class Proxy:
         self.connections: list[socket.socket] = []
         self.opened = 0
         self.port = 0
+        self.ends = False
         self.open()
 
     def open(self) -> None:
@@ -198,7 +199,13 @@ class Proxy:
 
     def close(self) -> None:
         """Cut all connections, and accept no others."""
-        self.server.shutdown(socket.SHUT_RDWR)  # ends the wait in accept()
+        with contextlib.suppress(OSError):  # closed by end()
+            self.server.shutdown(socket.SHUT_RDWR)  # ends the wait in accept()
+        self.cut()
+
+    def end(self) -> None:
+        """Cut all connections, accept one more, and then none: the kernel does so for a process that is killed."""
+        self.ends = True
         self.cut()
 
     def _accept(self, server: socket.socket) -> None:
@@ -206,6 +213,9 @@ class Proxy:
             while True:
                 near, _ = server.accept()
                 self.opened += 1
+                if self.ends:
+                    near.close()
+                    return
                 try:
                     far = socket.create_connection(("127.0.0.1", self.target))
                 except OSError:
@@ -280,3 +290,13 @@ def test_a_store_that_is_gone_is_an_error_at_once_and_may_come_back():
         assert time.monotonic() - start < timing.TIMING.late_answer
         proxy.open()
         assert thread.run(Read("key"), seconds=LONG) == [b"value"]
+
+
+def test_a_store_that_ends_as_a_connection_is_opened_is_an_error_at_once():
+    with store_behind_proxy() as (_, proxy, thread):
+        proxy.end()
+        start = time.monotonic()
+        for _ in range(2):  # torch's client still tries
+            with pytest.raises(WorldError, match="the store at the proxy failed: connection refused"):
+                thread.run(Read("key"), seconds=LONG)
+        assert time.monotonic() - start < 2.0 < timing.TIMING.late_answer
