@@ -134,7 +134,8 @@ class _Call:
         self.cache, self.layout, self.combinations, self.seconds = cache, layout, combinations, seconds
         self.call_site = call_site()
         self.client = _Client(cache.registry.heartbeat_thread(), seconds)
-        self.statuses = Statuses(self.client.thread.lost_after, self.client.now)
+        start = self.client.start  # without a reference to the client: see _Client
+        self.statuses = Statuses(self.client.thread.lost_after, lambda: time.monotonic() - start)
         self.records: dict[str, building.GroupRecord] = {}  # by path, those to connect
         self.spellings: dict[str, list[Spelling]] = {}  # by path
         self.attempts: dict[str, ConnectAttempt] = {}  # by path

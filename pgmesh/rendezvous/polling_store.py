@@ -140,9 +140,9 @@ class PollingStore(dist.Store):
         return list(self._own_addresses.values())
 
     def member_addresses(self) -> list[tuple[int, bytes]]:
-        """The addresses of members that this rank has read, each with the member's rank."""
+        """The addresses of members that this rank has read, each with the member's rank, in group order."""
         found = [(key.rpartition("/")[2], value) for key, value in list(self.values.items()) if self._addresses]
-        return [(self._ranks[int(last)], value) for last, value in found if last.isdecimal()]
+        return [(self._ranks[i], value) for i, value in sorted((int(i), value) for i, value in found if i.isdecimal())]
 
     def unseen_addresses(self) -> dict[int, str]:
         """By rank, the store keys of the addresses that this rank has not read, of the first members of the group."""

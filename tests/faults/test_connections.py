@@ -139,8 +139,7 @@ def one_lets_go(folder: Path, how: str) -> tuple[Attempt, float]:
     group = mesh.group()
     record = building.record_of(group)
     assert record is not None
-    listener = record.endpoints().own
-    assert listener is not None
+    (listener,) = record.endpoints().own
     check_sums(groups_of(mesh))
     of_the_group = connections() - before
     assert len(of_the_group) >= 2
