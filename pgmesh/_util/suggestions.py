@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import TypeVar, Union
 
 from pgmesh._util.formatting import count_of
@@ -122,15 +122,6 @@ def fit_sizes(sizes: Mapping[A, int], count: int) -> tuple[dict[A, int], A, str]
         left //= right[axis]
     right[inferred] = left
     return right, inferred, f"sizes that divide {count}; {_axis(inferred)} is then {left}"
-
-
-def nearest_sizes(sizes: Mapping[A, int], count: int, free: Sequence[A] = ()) -> dict[A, int]:
-    """The sizes of ``fit_sizes``, for callers that write them in their own notation.
-
-    Args:
-        free: axes of size -1. The first is inferred, as without this argument.
-    """
-    return fit_sizes(sizes, count)[0]
 
 
 def _axis(axis: str | int) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
 import re
 import sys
@@ -14,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from pgmesh._util.formatting import count_of
-from pgmesh._util.suggestions import torchrun_command
+from pgmesh._util.suggestions import known_product, torchrun_command
 from pgmesh.cli import arguments
 from pgmesh.cli.arguments import UsageError, spell
 from pgmesh.drawing import styled_text
@@ -178,7 +177,7 @@ class _Check:
 
     def _fill_sizes(self) -> None:
         """Replace a size of -1 so that the sizes hold the world."""
-        size, fixed = self.barrier.size, math.prod(size for size in self.sizes.values() if size != -1)
+        size, fixed = self.barrier.size, known_product(self.sizes)
         other = [f"{torchrun_command(fixed)} -m {spell(self.args)}"] * (size == 1)  # only one rank was started
         self.sizes = arguments.fill(self.args, self.sizes, size, f"the world has {size:,}", *other)
 
