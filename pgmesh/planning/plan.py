@@ -183,7 +183,7 @@ def plan(
             unexpected = [*map(repr, shape), *(f"keyword argument {word!r}" for word in {**sizes, "ranks": ranks})]
             raise TypeError(f"plan() with a layout got an unexpected {unexpected[0]}")
     else:
-        given = shape if layout is None else (layout, *shape)
+        given: tuple[Any, ...] = shape if layout is None else (layout, *shape)
         if ranks is None:
             layout = base = layout_of(_fill_free_size(parse_sizes("plan", given, sizes, more), topology, more))
         else:
