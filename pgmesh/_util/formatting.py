@@ -132,6 +132,16 @@ def count_of(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
+def join_words(words: Iterable[object], last: str = "and") -> str:
+    """Words joined by commas, with another word before the last one.
+
+    >>> join_words(["a", "b", "c"]), join_words([1, 2, 4], "or")
+    ('a, b and c', '1, 2 or 4')
+    """
+    *most, end = map(str, words)
+    return f"{', '.join(most)} {last} {end}" if most else end
+
+
 def format_calls(calls: Sequence[tuple[str, str]]) -> str:
     """Corrected calls for the end of a message, one a line, each with its reason.
 

@@ -27,7 +27,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from pgmesh._util.formatting import format_calls
+from pgmesh._util.formatting import format_calls, join_words
 from pgmesh.errors import LaunchError
 from pgmesh.launch.slurm import parse_hosts, parse_task_counts
 
@@ -225,8 +225,7 @@ class EnvironmentReader:
         number = self.integer(*names, at_least=at_least)
         if number is None:
             self.values |= dict.fromkeys(names)
-            *most, last = names
-            raise self.error(f"{', '.join(most)} and {last} are not set." if most else f"{last} is not set.")
+            raise self.error(f"{join_words(names)} {'is' if len(names) == 1 else 'are'} not set.")
         return number
 
     def check_below(self, name: str, rank: int | None, limit: str, size: int | None) -> None:

@@ -29,7 +29,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Union
 
-from pgmesh._util.formatting import Text, count_of, format_call, format_calls, shorten
+from pgmesh._util.formatting import Text, count_of, format_call, format_calls, join_words, shorten
 from pgmesh._util.suggestions import example_ranks, fit_sizes, largest_divisor
 from pgmesh._util.validation import Sizes, fill_sizes, parse_sizes
 from pgmesh.drawing import styled_text
@@ -357,7 +357,7 @@ def _findings(
                 good.append(family.name)
             heavier *= family.size
     if good and not any(finding.bad for finding in findings):
-        text = f"Good: {text_report.join_words(good)} stay{'s' * (len(good) == 1)} inside one {level.name}."
+        text = f"Good: {join_words(good)} stay{'s' * (len(good) == 1)} inside one {level.name}."
         findings.insert(0, Finding(text, False))
     return findings
 
@@ -400,4 +400,4 @@ def _leaving_finding(family: FamilyPlan, locality: Locality, layout: Layout, lev
         together = f"With the axes of more traffic they are {heavier * size} ranks, which do"
     wrong = sorted({unit for _, unit in level.runs if unit % (heavier * size)})
     units = f"a {level.name}" if len(wrong) == 1 else f"{level.name}s"
-    return Finding(f"{text} {together} not divide {units} of {text_report.join_words(wrong)}." if wrong else text, True)
+    return Finding(f"{text} {together} not divide {units} of {join_words(wrong)}." if wrong else text, True)
