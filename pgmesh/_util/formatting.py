@@ -143,14 +143,14 @@ def join_words(words: Iterable[object], last: str = "and") -> str:
 
 
 def format_calls(calls: Sequence[tuple[str, str]]) -> str:
-    """Corrected calls for the end of a message, one a line, each with its reason.
+    """Corrected calls for the end of a message, one a line, each with its reason if that is not empty.
 
     >>> print(format_calls([("plan(4)", "with dp 2"), ("plan(16)", "or on 16 ranks")]))
       plan(4)    # with dp 2
       plan(16)   # or on 16 ranks
     """
     width = max((len(call) for call, _ in calls), default=0)
-    return "\n".join(f"  {call:<{width}}   # {why}" for call, why in calls)
+    return "\n".join(f"  {call:<{width}}   # {why}" if why else f"  {call}" for call, why in calls)
 
 
 def as_range(values: range | tuple[int, ...]) -> range | None:

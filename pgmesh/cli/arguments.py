@@ -12,7 +12,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from pgmesh._util.formatting import count_of
+from pgmesh._util.formatting import count_of, format_calls
 from pgmesh._util.suggestions import closest_name, describe_misfit, fit_sizes, infer_size, known_product
 from pgmesh.cli.suggestions import SIZE, corrected_sizes
 from pgmesh.errors import PgmeshError
@@ -34,9 +34,7 @@ class UsageError(Exception):
     """
 
     def __init__(self, message: str, *suggestions: tuple[str, str]) -> None:
-        width = max((len(line) for line, _ in suggestions), default=0)
-        lines = [f"  {line:{width}}   # {why}" if why else f"  {line}" for line, why in suggestions]
-        super().__init__("\n".join([message, *[""] * bool(suggestions), *lines]))
+        super().__init__("\n\n".join(filter(None, (message, format_calls(suggestions)))))
 
 
 def spell(args: argparse.Namespace, changes: Mapping[str, str] = {}, sizes: Iterable[str] | None = None) -> str:

@@ -231,7 +231,7 @@ class _Grid:
         box_gap = gap / 2 if self.boxed else 0
         row_names = _widest(font, (name for panel in panels for name in panel.rows))
         column_names = _widest(font, (name for panel in panels for name in panel.columns))
-        ranks = _widest(scale.rank_font, (_rank_text(cell) for panel in panels for cell in panel.cells), bold=True)
+        ranks = _widest(scale.rank_font, (cell.text for panel in panels for cell in panel.cells), bold=True)
         self.row_names = row_names + gap + 3 if row_names else 0.0  # width left of the cells
         self.cell = math.ceil(max(scale.min_cell_width, ranks + scale.rank_font * 0.6, column_names - gap + 3))
         # height above the cells, for the title and the names of columns
@@ -417,7 +417,7 @@ def _cell(cell: Cell, figure: Figure, grid: _Grid) -> tuple[Box, Text]:
     x, y = grid.x(cell.column), grid.y(cell.row)
     fill = COLOURS.muted if cell.rank is None else COLOURS.text
     baseline = y + scale.cell_height / 2 + scale.rank_font * 0.36
-    rank = Text("rank", x + grid.cell / 2, baseline, _rank_text(cell), scale.rank_font, "middle", fill, cell.marked)
+    rank = Text("rank", x + grid.cell / 2, baseline, cell.text, scale.rank_font, "middle", fill, cell.marked)
     if cell.rank is None:
         return Box("cell", x, y, grid.cell, scale.cell_height, "none"), rank
     title = f"rank {cell.rank:,}\n{cell.label}"
@@ -426,10 +426,6 @@ def _cell(cell: Cell, figure: Figure, grid: _Grid) -> tuple[Box, Text]:
     fill = colour(cell.colour)
     edge = COLOURS.text if cell.marked else ""
     return Box("cell", x, y, grid.cell, scale.cell_height, fill, edge, 2, scale.cell_height / 7, title), rank
-
-
-def _rank_text(cell: Cell) -> str:
-    return GAP if cell.rank is None else str(cell.rank)
 
 
 # -- XML -------------------------------------------------------------------------------------------------------------

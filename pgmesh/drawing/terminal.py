@@ -110,6 +110,4 @@ def _cell(cell: Cell, figure: Figure, width: int, coloured: bool) -> tuple[str, 
 
 
 def _rank_text(cell: Cell) -> str:
-    if cell.rank is None:
-        return GAP
-    return f"[{cell.rank}]" if cell.marked else str(cell.rank)
+    return f"[{cell.text}]" if cell.marked else cell.text

@@ -255,7 +255,7 @@ def _error(problem: str, values: Mapping[str, str | None], *ways: tuple[str, str
     read = [
         f"  {name:<{width}} = {'(not set)' if value is None else value or '(empty)'}" for name, value in values.items()
     ]
-    return LaunchError("\n\n".join(part for part in (problem, "\n".join(read), format_calls(ways)) if part))
+    return LaunchError("\n\n".join(filter(None, (problem, "\n".join(read), format_calls(ways)))))
 
 
 # ---- the rank according to one launcher ----

@@ -32,10 +32,10 @@ from typing import TYPE_CHECKING, Any, Union
 from pgmesh._util.formatting import Text, count_of, format_call, format_calls, join_words, shorten
 from pgmesh._util.suggestions import example_ranks, fit_sizes, largest_divisor
 from pgmesh._util.validation import Sizes, fill_sizes, parse_sizes
-from pgmesh.drawing import styled_text
+from pgmesh.drawing import styled_text, svg
 from pgmesh.errors import ShapeError
 from pgmesh.layout import Axis, Layout
-from pgmesh.planning import axis_heuristics, costs, text_report
+from pgmesh.planning import axis_heuristics, costs, html, text_report
 from pgmesh.planning.data import FamilyPlan, Finding, PlanData
 from pgmesh.topology.hosts import HostLevel, Topology, parse_topology
 from pgmesh.topology.locality import MAX_ENUMERATED, Locality, locality_of, strided_runs
@@ -112,20 +112,13 @@ class Plan(PlanData):
         >>> plan(layout, nodes="2x4").svg("dp").count('<rect class="cell"')
         8
         """
-        from pgmesh.drawing import svg  # only loaded when needed
-        from pgmesh.planning import html
-
         return svg.drawing(*html.figures(self, *axes)).svg()
 
     def html(self, *axes: Axis) -> str:
         """The figures, the tables and the sources of the numbers as an HTML page, without scripts."""
-        from pgmesh.planning import html
-
         return html.page([self], *axes)
 
     def _repr_html_(self) -> str:
-        from pgmesh.planning import html
-
         return html.part(self)
 
     def __str__(self) -> str:
