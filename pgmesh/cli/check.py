@@ -9,7 +9,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from pgmesh._util.formatting import count_of
@@ -145,15 +144,15 @@ class _Check:
         from pgmesh.preflight.preflight import Preflight, versions
 
         barrier = self.barrier
-        barrier.stage("at the start")
         with _progress_bar(barrier.rank == 0) as show:
             show(f"waiting for {count_of(barrier.size, 'rank')}")
-            barrier.wait()
+            with barrier.stage("at the start"):
+                pass
             same = "Install the same versions on every rank's host."
-            barrier.stage("comparing versions", versions(), "version mismatch: the software", same)
-            barrier.wait()
-            barrier.stage("comparing command lines", self._shared_arguments())
-            barrier.wait()
+            with barrier.stage("comparing versions", versions(), "version mismatch: the software", same):
+                pass
+            with barrier.stage("comparing command lines", self._shared_arguments()):
+                pass
             self._fill_sizes()
             layout = layout_of(self.sizes)
             combinations = [arguments.parse_axes(self.args, text, layout) for text in self.args.family]
@@ -185,31 +184,30 @@ class _Check:
         """The host name of each rank. Rank 0 compares the hosts with the plan."""
         from pgmesh.topology import host_mapping
 
-        barrier = self.barrier
-        barrier.stage("comparing hosts")
-        placement = host_mapping.map_hosts(timeout=timedelta(seconds=barrier.seconds))
-        names = [placement.host_infos[ranks[0]].host for ranks in placement.hosts]
-        names = [f"{name} ({number})" if names.count(name) > 1 else name for number, name in enumerate(names)]
-        names = [names[placement.host_of(rank)] for rank in range(barrier.size)]
-        if barrier.rank == 0:
-            planned = self.topology[0] if self.topology else None
+        barrier, planned = self.barrier, self.topology[0] if self.topology else None
+        with barrier.stage("comparing hosts"):
+            placement = host_mapping.map_hosts(timeout=barrier.seconds)
+            names = [placement.host_infos[ranks[0]].host for ranks in placement.hosts]
+            names = [f"{name} ({number})" if names.count(name) > 1 else name for number, name in enumerate(names)]
+            names = [names[placement.host_of(rank)] for rank in range(barrier.size)]
             actual = hosts_from_names(names)
-            faults = placement_faults(planned, names) if planned else []
+            faults = placement_faults(planned, names) if planned and barrier.rank == 0 else []
             if faults:
-                raise barrier.fail(MismatchError(self._placement_message(faults, actual)))
-            where = f"{actual}" if actual else f"{len({*names})} hosts with ranks that are not consecutive"
-            self.data |= {"hosts": names, "planned": planned.spell() if planned else None}
-            ranks, sizes = count_of(barrier.size, "rank"), format_sizes(self.sizes)
-            self.findings.append(("ok", f"{ranks} joined with the same arguments: {sizes}"))
-            if planned:
-                self.findings.append(("ok", f"ranks are on the planned hosts: {where}"))
-            else:
-                fit = actual.spell() if actual else "8x8"
-                self.findings.append(("--", f"ranks are on {where}; --nodes {fit} checks it"))
-            local, cores = names.count(names[0]), os.cpu_count() or 1
-            if local > cores:
-                self.findings.append(("warn", f"{local} ranks share {cores} cores of {names[0]}: times are noisy"))
-        barrier.wait()
+                raise MismatchError(self._placement_message(faults, actual))
+        self.data |= {"hosts": names, "planned": planned.spell() if planned else None}
+        ranks, where = (
+            count_of(barrier.size, "rank"),
+            actual or f"{len({*names})} hosts with ranks that are not consecutive",
+        )
+        self.findings.append(("ok", f"{ranks} joined with the same arguments: {format_sizes(self.sizes)}"))
+        if planned:
+            self.findings.append(("ok", f"ranks are on the planned hosts: {where}"))
+        else:
+            fit = actual.spell() if actual else "8x8"
+            self.findings.append(("--", f"ranks are on {where}; --nodes {fit} checks it"))
+        local, cores = names.count(names[0]), os.cpu_count() or 1
+        if local > cores:
+            self.findings.append(("warn", f"{local} ranks share {cores} cores of {names[0]}: times are noisy"))
         return names
 
     def _placement_message(self, faults: list[str], actual: HostLevel | None) -> str:

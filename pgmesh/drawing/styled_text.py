@@ -115,8 +115,9 @@ def ranks_in(room: int, ranks: Sequence[int], size: int) -> str:
 
 
 def wrapped(text: str, width: int, style: str = "", indent: str = "") -> list[Line]:
-    """Wrap a text between words, to lines of ``width``."""
-    lines = textwrap.wrap(text, width - len(indent), break_long_words=False, break_on_hyphens=False)
+    """Wrap a text between words, to lines of ``width``. Any space between words becomes one blank."""
+    words = " ".join(text.split())
+    lines = textwrap.wrap(words, width - len(indent), break_long_words=False, break_on_hyphens=False)
     return [[(f"{indent}{line}", style)] for line in lines]
 
 
