@@ -164,17 +164,16 @@ class LauncherInfo:
         """
         if self.address is not None and self.port is not None:
             return self.address, self.port
-        known = {"host": self.address, "port": self.port}
-        unknown = [name for name, value in known.items() if value is None]
-        examples = {"host": "'n1'", "port": "29500"}, {"host": "MASTER_ADDR=n1", "port": "MASTER_PORT=29500"}
-        call, export = ([example[name] for name in unknown] for example in examples)
+        examples = ("host", "host='n1'", "MASTER_ADDR=n1"), ("port", "port=29500", "MASTER_PORT=29500")
+        known = (self.address, self.port)
+        unknown, arguments, variables = zip(*(each for each, value in zip(examples, known) if value is None))
         problem = f"{self.launcher} does not set the {' and the '.join(unknown)} of rank 0"
         if self.address is None and self.local_size is not None and self.local_size < self.size:
             problem += f"; it is not 127.0.0.1, since only {self.local_size} of {self.size} ranks are on this host"
         raise self.error(
             f"{problem}.",
-            (f"launch.join({', '.join(map('='.join, zip(unknown, call)))})", "the same on every rank"),
-            (f"export {' '.join(export)}", "or in the environment of every rank"),
+            (f"launch.join({', '.join(arguments)})", "the same on every rank"),
+            (f"export {' '.join(variables)}", "or in the environment of every rank"),
         )
 
     def error(self, problem: str, *ways: tuple[str, str]) -> LaunchError:
