@@ -132,15 +132,25 @@ def count_of(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
+def join_words(words: Iterable[object], last: str = "and") -> str:
+    """Words joined by commas, with another word before the last one.
+
+    >>> join_words(["a", "b", "c"]), join_words([1, 2, 4], "or")
+    ('a, b and c', '1, 2 or 4')
+    """
+    *most, end = map(str, words)
+    return f"{', '.join(most)} {last} {end}" if most else end
+
+
 def format_calls(calls: Sequence[tuple[str, str]]) -> str:
-    """Corrected calls for the end of a message, one a line, each with its reason.
+    """Corrected calls for the end of a message, one a line, each with its reason if that is not empty.
 
     >>> print(format_calls([("plan(4)", "with dp 2"), ("plan(16)", "or on 16 ranks")]))
       plan(4)    # with dp 2
       plan(16)   # or on 16 ranks
     """
     width = max((len(call) for call, _ in calls), default=0)
-    return "\n".join(f"  {call:<{width}}   # {why}" for call, why in calls)
+    return "\n".join(f"  {call:<{width}}   # {why}" if why else f"  {call}" for call, why in calls)
 
 
 def as_range(values: range | tuple[int, ...]) -> range | None:

@@ -28,17 +28,11 @@ _PLACE_OF_RANK = {
     "neighbour": "{it}.neighbor({axis})",
 }
 _GROUPS = {
-    "group": "{made}.group({axis})",
+    **{name: f"{{made}}.{name}({{axis}})" for name in ("group", "connect", "locality", "release")},
+    **{name: f"{{made}}.{name}()" for name in ("report", "stats", "device_mesh")},
+    **dict.fromkeys(("configure", "set_timeout"), "{made}.configure({axis}, timeout=600)"),  # a new mesh has no groups
     "get_group": "{made}.group({axis})",
     "group_of": "{made}.group_of({it}.ranks())",
-    "configure": "{made}.configure({axis}, timeout=600)",
-    "set_timeout": "{made}.configure({axis}, timeout=600)",  # a new mesh has no groups yet
-    "connect": "{made}.connect({axis})",
-    "locality": "{made}.locality({axis})",
-    "report": "{made}.report()",
-    "stats": "{made}.stats()",
-    "release": "{made}.release({axis})",
-    "device_mesh": "{made}.device_mesh()",
 }
 
 MESH = {

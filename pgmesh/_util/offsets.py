@@ -67,15 +67,13 @@ def shift(values: Sequence[int], by: int) -> Sequence[int]:
     return [value + by for value in values]
 
 
-def rebase(values: Offsets) -> Offsets:
+def rebase(values: Sequence[int]) -> Offsets:
     """The values relative to the first one, which makes them the offsets of an axis.
 
     >>> rebase(range(6, 12, 2)), rebase((4, 5, 7))
     (range(0, 6, 2), (0, 1, 3))
     """
-    if isinstance(values, range):
-        return range(0, len(values) * values.step, values.step)
-    return tuple(value - values[0] for value in values)
+    return as_offsets(shift(values, -values[0]))
 
 
 def stride_of(offsets: Offsets) -> int | None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import TypeVar, Union
 
-from pgmesh._util.formatting import count_of
+from pgmesh._util.formatting import count_of, join_words
 
 A = TypeVar("A", str, Union[str, int])
 
@@ -37,16 +37,6 @@ def largest_divisor(count: int, most: int) -> int:
     4
     """
     return max(n for n in divisors(count) if n <= most)
-
-
-def any_of(values: Iterable[object]) -> str:
-    """Values joined by commas and "or".
-
-    >>> any_of([1, 2, 4])
-    '1, 2 or 4'
-    """
-    *most, last = map(str, values)
-    return f"{', '.join(most)} or {last}" if most else last
 
 
 def known_product(sizes: Mapping[A, int]) -> int:
@@ -115,22 +105,13 @@ def fit_sizes(sizes: Mapping[A, int], count: int) -> tuple[dict[A, int], A, str]
         possible = divisors(left)
         right[axis] = min(possible, key=lambda n: abs(n - right[axis]))
         right[inferred] = left // right[axis]
-        return right, inferred, f"{_axis(axis)} may be {any_of(possible)}"
+        return right, inferred, f"{_axis(axis)} may be {join_words(possible, 'or')}"
     left = count
     for axis in reversed(right):
         right[axis] = 1 if axis == inferred else largest_divisor(left, right[axis])
         left //= right[axis]
     right[inferred] = left
     return right, inferred, f"sizes that divide {count}; {_axis(inferred)} is then {left}"
-
-
-def nearest_sizes(sizes: Mapping[A, int], count: int, free: Sequence[A] = ()) -> dict[A, int]:
-    """The sizes of ``fit_sizes``, for callers that write them in their own notation.
-
-    Args:
-        free: axes of size -1. The first is inferred, as without this argument.
-    """
-    return fit_sizes(sizes, count)[0]
 
 
 def _axis(axis: str | int) -> str:

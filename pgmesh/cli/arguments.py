@@ -12,8 +12,8 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from pgmesh._util.formatting import count_of
-from pgmesh._util.suggestions import closest_name, nearest_sizes
+from pgmesh._util.formatting import count_of, format_calls
+from pgmesh._util.suggestions import closest_name, describe_misfit, fit_sizes, infer_size, known_product
 from pgmesh.cli.suggestions import SIZE, corrected_sizes
 from pgmesh.errors import PgmeshError
 from pgmesh.layout import Axis, Layout
@@ -34,9 +34,7 @@ class UsageError(Exception):
     """
 
     def __init__(self, message: str, *suggestions: tuple[str, str]) -> None:
-        width = max((len(line) for line, _ in suggestions), default=0)
-        lines = [f"  {line:{width}}   # {why}" if why else f"  {line}" for line, why in suggestions]
-        super().__init__("\n".join([message, *[""] * bool(suggestions), *lines]))
+        super().__init__("\n\n".join(filter(None, (message, format_calls(suggestions)))))
 
 
 def spell(args: argparse.Namespace, changes: Mapping[str, str] = {}, sizes: Iterable[str] | None = None) -> str:
@@ -173,7 +171,7 @@ def hosts_argument(args: argparse.Namespace) -> str:
 
 def fill_hosts(args: argparse.Namespace, sizes: dict[Axis, int], topology: Topology) -> dict[Axis, int]:
     """The sizes, with -1 replaced so that they fill the hosts."""
-    fixed = math.prod(size for size in sizes.values() if size != -1)
+    fixed = known_product(sizes)
     if topology:
         room = hosts_filled_by(topology[0], fixed).spell()
         other = [] if args.domains or -1 in sizes.values() else [spell(args, {args.nodes: room})]
@@ -195,22 +193,19 @@ def fill(args: argparse.Namespace, sizes: dict[Axis, int], count: int, whole: st
     if not fault:
         return right
     lines = [(spell(args, sizes=format_sizes(right).split()), f"with {format_changes(sizes, right)}")]
-    fixed = math.prod(size for size in sizes.values() if size != -1)
+    fixed = known_product(sizes)
     raise UsageError(fault, *lines, *((line, f"or on {count_of(fixed, 'rank')}") for line in other))
 
 
 def check_sizes(sizes: dict[Axis, int], count: int, whole: str) -> tuple[str, dict[Axis, int]]:
     """The reason that sizes do not hold ``count`` ranks, or "", and the nearest sizes that do, with -1 replaced."""
-    fixed = math.prod(size for size in sizes.values() if size != -1)
-    free = [axis for axis, size in sizes.items() if size == -1]
-    text, fault = format_sizes(sizes), ""
-    if len(free) > 1:
-        fault = f"{text} has {len(free)} sizes of -1; one may be."
-    elif free and count % fixed:
-        fault = f"{text} cannot be filled: {whole} rank{'s' * (count > 1)}, and {fixed:,} does not divide it."
-    elif not free and fixed != count:
-        fault = f"{text} holds {count_of(fixed, 'rank')}, but {whole}."
-    return fault, nearest_sizes(sizes, count, free[:1])
+    text, free = format_sizes(sizes), [axis for axis, size in sizes.items() if size == -1]
+    filled = infer_size(sizes, count) if len(free) < 2 else None
+    if filled is not None:
+        return "", filled
+    several = f"{text} has {len(free)} sizes of -1; one may be."
+    fault = several if len(free) > 1 else describe_misfit(text, sizes, count, whole)
+    return fault, fit_sizes(sizes, count)[0]
 
 
 # -- axes, orders and views --------------------------------------------------------------------------------------------

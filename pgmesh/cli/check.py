@@ -5,17 +5,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from pgmesh._util.formatting import count_of
-from pgmesh._util.suggestions import torchrun_command
-from pgmesh.cli import arguments
+from pgmesh._util.suggestions import known_product, torchrun_command
+from pgmesh.cli import arguments, output
 from pgmesh.cli.arguments import UsageError, spell
 from pgmesh.drawing import styled_text
 from pgmesh.drawing.styled_text import Line
@@ -76,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
             preflight.join(args.backend, args.timeout)
         return _Check(args, sizes, topology).run()
     except PgmeshError as error:  # this rank could not join the world
-        _print(args, error)
+        _print_failure(args, error)
         return 1
 
 
@@ -97,20 +95,16 @@ def _is_first() -> bool:
     return False
 
 
-def _print(args: argparse.Namespace, failure: Exception | None, data: Any = None, lines: Sequence[Line] = ()) -> None:
-    """Print the failure or the report, as text or as JSON."""
+def _print_failure(args: argparse.Namespace, failure: Exception) -> None:
+    """Print the failure of the check, as text on standard error, and as JSON."""
     if isinstance(failure, UsageError):
         print(f"pgmesh check: {failure}", file=sys.stderr, flush=True)
         return
-    if failure is not None:
-        kind = type(failure).__name__
-        data = {"format": 1, "status": "failed", "error": {"kind": kind, "text": str(failure)}}
-        print(f"pgmesh check failed: {kind}: {failure}", file=sys.stderr, flush=True)
+    kind = type(failure).__name__
+    print(f"pgmesh check failed: {kind}: {failure}", file=sys.stderr, flush=True)
     if args.json:
+        data = {"format": 1, "status": "failed", "error": {"kind": kind, "text": str(failure)}}
         print(json.dumps(data, indent=2), flush=True)
-    elif failure is None:
-        styled_text.write(lines, sys.stdout)
-        sys.stdout.flush()
 
 
 class _Check:
@@ -122,7 +116,6 @@ class _Check:
         self.args, self.sizes, self.topology = args, sizes, topology
         self.barrier = StagedBarrier("pgmesh check", args.timeout, "Start every rank with the same command line.")
         self.findings: list[tuple[str, str]] = []  # the marks and texts of the report of rank 0
-        self.lines: list[Line] = []  # the whole report
         self.data: dict[str, Any] = {"format": 1, "status": "ok"}
 
     def run(self) -> int:
@@ -133,12 +126,14 @@ class _Check:
         except (UsageError, PgmeshError) as error:
             failure = error
         printed = self.barrier.rank == 0
-        if printed:
-            _print(self.args, failure, self.data, self.lines)
+        if failure is None and printed:
+            output.report(self.args, lambda: self.data, self._lines)
+        elif failure is not None and printed:
+            _print_failure(self.args, failure)
         with contextlib.suppress(WorldError):
             printed |= self.barrier.leave(LEAVE_TIMEOUT if failure is None else FAILED_LEAVE_TIMEOUT)
         if failure is not None and not printed:  # rank 0 is lost, so each rank prints
-            _print(self.args, failure, self.data, self.lines)
+            _print_failure(self.args, failure)
         return 0 if failure is None else 2 if isinstance(failure, UsageError) else 1
 
     def _check(self) -> None:
@@ -146,15 +141,15 @@ class _Check:
         from pgmesh.preflight.preflight import Preflight, versions
 
         barrier = self.barrier
-        barrier.stage("at the start")
         with _progress_bar(barrier.rank == 0) as show:
             show(f"waiting for {count_of(barrier.size, 'rank')}")
-            barrier.wait()
+            with barrier.stage("at the start"):
+                pass
             same = "Install the same versions on every rank's host."
-            barrier.stage("comparing versions", versions(), "version mismatch: the software", same)
-            barrier.wait()
-            barrier.stage("comparing command lines", self._shared_arguments())
-            barrier.wait()
+            with barrier.stage("comparing versions", versions(), "version mismatch: the software", same):
+                pass
+            with barrier.stage("comparing command lines", self._shared_arguments()):
+                pass
             self._fill_sizes()
             layout = layout_of(self.sizes)
             combinations = [arguments.parse_axes(self.args, text, layout) for text in self.args.family]
@@ -178,7 +173,7 @@ class _Check:
 
     def _fill_sizes(self) -> None:
         """Replace a size of -1 so that the sizes hold the world."""
-        size, fixed = self.barrier.size, math.prod(size for size in self.sizes.values() if size != -1)
+        size, fixed = self.barrier.size, known_product(self.sizes)
         other = [f"{torchrun_command(fixed)} -m {spell(self.args)}"] * (size == 1)  # only one rank was started
         self.sizes = arguments.fill(self.args, self.sizes, size, f"the world has {size:,}", *other)
 
@@ -186,31 +181,30 @@ class _Check:
         """The host name of each rank. Rank 0 compares the hosts with the plan."""
         from pgmesh.topology import host_mapping
 
-        barrier = self.barrier
-        barrier.stage("comparing hosts")
-        placement = host_mapping.map_hosts(timeout=timedelta(seconds=barrier.seconds))
-        names = [placement.host_infos[ranks[0]].host for ranks in placement.hosts]
-        names = [f"{name} ({number})" if names.count(name) > 1 else name for number, name in enumerate(names)]
-        names = [names[placement.host_of(rank)] for rank in range(barrier.size)]
-        if barrier.rank == 0:
-            planned = self.topology[0] if self.topology else None
+        barrier, planned = self.barrier, self.topology[0] if self.topology else None
+        with barrier.stage("comparing hosts"):
+            placement = host_mapping.map_hosts(timeout=barrier.seconds)
+            names = [placement.host_infos[ranks[0]].host for ranks in placement.hosts]
+            names = [f"{name} ({number})" if names.count(name) > 1 else name for number, name in enumerate(names)]
+            names = [names[placement.host_of(rank)] for rank in range(barrier.size)]
             actual = hosts_from_names(names)
-            faults = placement_faults(planned, names) if planned else []
+            faults = placement_faults(planned, names) if planned and barrier.rank == 0 else []
             if faults:
-                raise barrier.fail(MismatchError(self._placement_message(faults, actual)))
-            where = f"{actual}" if actual else f"{len({*names})} hosts with ranks that are not consecutive"
-            self.data |= {"hosts": names, "planned": planned.spell() if planned else None}
-            ranks, sizes = count_of(barrier.size, "rank"), format_sizes(self.sizes)
-            self.findings.append(("ok", f"{ranks} joined with the same arguments: {sizes}"))
-            if planned:
-                self.findings.append(("ok", f"ranks are on the planned hosts: {where}"))
-            else:
-                fit = actual.spell() if actual else "8x8"
-                self.findings.append(("--", f"ranks are on {where}; --nodes {fit} checks it"))
-            local, cores = names.count(names[0]), os.cpu_count() or 1
-            if local > cores:
-                self.findings.append(("warn", f"{local} ranks share {cores} cores of {names[0]}: times are noisy"))
-        barrier.wait()
+                raise MismatchError(self._placement_message(faults, actual))
+        self.data |= {"hosts": names, "planned": planned.spell() if planned else None}
+        ranks, where = (
+            count_of(barrier.size, "rank"),
+            actual or f"{len({*names})} hosts with ranks that are not consecutive",
+        )
+        self.findings.append(("ok", f"{ranks} joined with the same arguments: {format_sizes(self.sizes)}"))
+        if planned:
+            self.findings.append(("ok", f"ranks are on the planned hosts: {where}"))
+        else:
+            fit = actual.spell() if actual else "8x8"
+            self.findings.append(("--", f"ranks are on {where}; --nodes {fit} checks it"))
+        local, cores = names.count(names[0]), os.cpu_count() or 1
+        if local > cores:
+            self.findings.append(("warn", f"{local} ranks share {cores} cores of {names[0]}: times are noisy"))
         return names
 
     def _placement_message(self, faults: list[str], actual: HostLevel | None) -> str:
@@ -226,20 +220,27 @@ class _Check:
     def _add_results(self, mesh: ProcessGroupMesh, results: Results) -> None:
         """Add the results of a successful check to the report of rank 0."""
         from pgmesh.groups.world import device_of, world_options
-        from pgmesh.preflight.results import format_bytes, summary, table
+        from pgmesh.preflight.results import format_bytes
 
         backend, device = world_options().backend, device_of(mesh.group(mesh.axes[0])).type
         families = f"{len(results['families'])} famil{'ies' if len(results['families']) > 1 else 'y'}"
         groups = count_of(sum(len(family["groups"]) for family in results["families"]), "group")
         self.findings.append(("ok", f"{groups} of {families} connected, in {results['connected_seconds']:.2f} s"))
         self.findings.append(("ok", f"every sum is correct, of {', '.join(map(format_bytes, results['bytes']))}"))
-        width = styled_text.width_of(sys.stdout)
-        self.lines = [[(f"{count_of(len(mesh), 'rank')} over {backend} on {device}", "bold")]]
-        for mark, text in self.findings:
-            self.lines += styled_text.marked(mark, text, width)
-        self.lines += [[], *table(results, width), [], *summary(results, width)]
         self.data |= {"ranks": len(mesh), "axes": list(mesh.axes), "shape": list(mesh.shape)}
         self.data |= {"backend": backend, "device": device, **results}
+
+    def _lines(self, width: int) -> list[Line]:
+        """The report of a successful check."""
+        from pgmesh.preflight.results import summary, table
+
+        data = self.data
+        lines: list[Line] = [
+            [(f"{count_of(data['ranks'], 'rank')} over {data['backend']} on {data['device']}", "bold")]
+        ]
+        for mark, text in self.findings:
+            lines += styled_text.marked(mark, text, width)
+        return [*lines, [], *table(data, width), [], *summary(data, width)]
 
 
 @contextlib.contextmanager

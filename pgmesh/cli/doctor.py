@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
 from dataclasses import asdict
 
-from pgmesh.cli import arguments
+from pgmesh.cli import arguments, output
 from pgmesh.cli.arguments import UsageError
 from pgmesh.drawing import styled_text
 from pgmesh.drawing.styled_text import Line
@@ -34,15 +32,15 @@ def run(args: argparse.Namespace) -> int:
 
     findings = diagnose(os.environ, args.timeout)
     bad = any(finding.mark == "bad" for finding in findings)
-    if args.json:
-        data = [asdict(finding) for finding in findings]
-        print(json.dumps({"format": 1, "status": "bad" if bad else "ok", "findings": data}, indent=2))
-        return int(bad)
-    width = styled_text.width_of(sys.stdout)
-    lines: list[Line] = []
-    for finding in findings:
-        lines += styled_text.marked(finding.mark, f"{finding.what}: {finding.text}", width)
-        for fix in finding.fix.splitlines():
-            lines += styled_text.wrapped(fix, width, "bold", " " * 8) if fix.strip() else [[]]
-    styled_text.write(lines, sys.stdout)
+    data = {"format": 1, "status": "bad" if bad else "ok", "findings": [asdict(finding) for finding in findings]}
+
+    def lines(width: int) -> list[Line]:
+        lines: list[Line] = []
+        for finding in findings:
+            lines += styled_text.marked(finding.mark, f"{finding.what}: {finding.text}", width)
+            for fix in finding.fix.splitlines():
+                lines += styled_text.wrapped(fix, width, "bold", " " * 8) if fix.strip() else [[]]
+        return lines
+
+    output.report(args, lambda: data, lines)
     return int(bad)

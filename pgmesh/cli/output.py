@@ -47,7 +47,14 @@ def write(
             except OSError as error:
                 raise UsageError(f"cannot write {file}: {error.strerror}.") from None
             saved += [[]] * (not saved) + [[(f"{kind.upper()} written to {file}", "")]]
+    if args.json or "-" not in (args.svg, args.html):
+        report(args, data, lambda width: [*lines(width), *saved])
+
+
+def report(args: argparse.Namespace, data: Callable[[], Any], lines: Callable[[int], list[Line]]) -> None:
+    """Print the report, as JSON or as text of the terminal's width."""
     if args.json:
         print(json.dumps(data(), indent=2))
-    elif "-" not in (args.svg, args.html):
-        styled_text.write([*lines(styled_text.width_of(sys.stdout)), *saved], sys.stdout)
+    else:
+        styled_text.write(lines(styled_text.width_of(sys.stdout)), sys.stdout)
+    sys.stdout.flush()

@@ -43,6 +43,11 @@ class Cell:
     host: int | None = None
     marked: bool = False
 
+    @property
+    def text(self) -> str:
+        """The rank, or the sign of a gap."""
+        return GAP if self.rank is None else str(self.rank)
+
 
 @dataclass(frozen=True)
 class Panel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import textwrap
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from itertools import groupby
@@ -41,6 +42,31 @@ def columns(rows: Sequence[Sequence[tuple[str, str]]], right: Sequence[bool], ga
         pieces = groupby((piece for piece in line if piece[0]), key=itemgetter(1))
         lines.append([("".join(text for text, _ in same), style) for style, same in pieces])
     return lines
+
+
+def width_taken(rows: Sequence[Sequence[tuple[str, str]]]) -> int:
+    """The characters that ``columns`` needs for these cells, with a gap after the last column."""
+    return sum(max(len(text) for text, _ in column) + 2 for column in zip(*rows))
+
+
+def columns_with_ranks(
+    rows: Sequence[Sequence[tuple[str, str]]],
+    right: Sequence[bool],
+    title: str,
+    groups: Iterable[tuple[Sequence[int], int]],
+    width: int,
+) -> list[Line]:
+    """``columns`` with another column: the ranks of each group, shortened so that lines fit in ``width``.
+
+    Args:
+        rows: the cells, the header first.
+        right: as for ``columns``.
+        title: the header of the other column.
+        groups: for each row but the header, the two arguments of ``ranks_in``.
+    """
+    room = max(5, width - width_taken(rows))
+    ranks = [(title, "dim"), *((ranks_in(room, *group), "dim") for group in groups)]
+    return columns([[*row, cell] for row, cell in zip(rows, ranks)], [*right, False])
 
 
 def framed(titles: Sequence[str], rows: Sequence[Line]) -> list[list[Line]]:
@@ -88,18 +114,11 @@ def ranks_in(room: int, ranks: Sequence[int], size: int) -> str:
     return text if len(text) <= room else "…"
 
 
-def wrapped(text: str, width: int, style: str = "", indent: str = "", first: str | None = None) -> list[Line]:
-    """Wrap a text between words, to lines of ``width``. ``first`` replaces the indent of the first line."""
-    lines: list[Line] = []
-    current = indent if first is None else first
-    empty = True
-    for word in text.split():
-        if not empty and len(current) + 1 + len(word) > width:
-            lines.append([(current, style)])
-            current, empty = indent, True
-        current += word if empty else f" {word}"
-        empty = False
-    return [*lines, [(current, style)]]
+def wrapped(text: str, width: int, style: str = "", indent: str = "") -> list[Line]:
+    """Wrap a text between words, to lines of ``width``. Any space between words becomes one blank."""
+    words = " ".join(text.split())
+    lines = textwrap.wrap(words, width - len(indent), break_long_words=False, break_on_hyphens=False)
+    return [[(f"{indent}{line}", style)] for line in lines]
 
 
 MARKS = {"ok": "green", "warn": "yellow", "bad": "bold red", "--": "dim"}
@@ -112,8 +131,8 @@ def marked(mark: str, text: str, width: int = 80) -> list[Line]:
     >>> print(plain(marked("ok", "all ranks joined")))
     ok    all ranks joined
     """
-    first, *rest = wrapped(text, width, "", indent=" " * 6, first=" " * 6)
-    return [[(mark, MARKS[mark]), (f"{first[0][0][len(mark) :]}", "")], *rest]
+    first, *rest = wrapped(text, width, indent=" " * 6)
+    return [[(mark, MARKS[mark]), (first[0][0][len(mark) :], "")], *rest]
 
 
 def is_terminal(stream: TextIO) -> bool:

@@ -16,6 +16,7 @@ import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+from xml.sax.saxutils import escape
 
 from pgmesh.drawing import figures
 from pgmesh.drawing.figures import Cell, Figure, Panel, Place
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 FONT = "ui-sans-serif,system-ui,'Segoe UI',Helvetica,Arial,'DejaVu Sans',sans-serif"
 
 
-@dataclass(frozen=True)
 class Colours:
     """The colours of everything but the groups."""
 
@@ -40,10 +40,6 @@ class Colours:
     panel_frame: str = "#e2e8f0"  # around a panel with host boxes inside
 
 
-COLOURS = Colours()
-
-
-@dataclass(frozen=True)
 class Spacing:
     """Distances in pixels."""
 
@@ -53,9 +49,6 @@ class Spacing:
     between_figures: float = 36.0
     between_panels: float = 12.0
     ellipsis: float = 36.0  # the width of the ellipsis between panels
-
-
-SPACING = Spacing()
 
 
 @dataclass(frozen=True)
@@ -90,7 +83,7 @@ class Text:
     text: str
     size: float
     anchor: str = "start"
-    fill: str = COLOURS.text
+    fill: str = Colours.text
     bold: bool = False
 
     @property
@@ -160,19 +153,19 @@ def beside(*layouts: Drawable, host: HostLevel | None = None) -> str:
 
 def drawing(*figures: Figure) -> Drawing:
     """The drawing of figures, next to each other."""
-    room = max(SPACING.max_width / len(figures), SPACING.min_width)
+    room = max(Spacing.max_width / len(figures), Spacing.min_width)
     cells = max(sum(len(panel.cells) for panel in figure.panels) for figure in figures)
     parts = [_figure(figure, Scale.for_cells(cells), room) for figure in figures]
-    edge = SPACING.margin
+    edge = Spacing.margin
     boxes: list[Box] = []
     texts: list[Text] = []
     x = edge
     for part in parts:
         boxes += [box.moved(x, edge) for box in part.boxes]
         texts += [replace(text, x=text.x + x, y=text.y + edge) for text in part.texts]
-        x += part.width + SPACING.between_figures
-    width, height = x - SPACING.between_figures + edge, max(part.height for part in parts) + 2 * edge
-    ground = Box("ground", 0, 0, width, height, COLOURS.background, round=10)
+        x += part.width + Spacing.between_figures
+    width, height = x - Spacing.between_figures + edge, max(part.height for part in parts) + 2 * edge
+    ground = Box("ground", 0, 0, width, height, Colours.background, round=10)
     return Drawing(width, height, (ground, *boxes), tuple(texts))
 
 
@@ -231,7 +224,7 @@ class _Grid:
         box_gap = gap / 2 if self.boxed else 0
         row_names = _widest(font, (name for panel in panels for name in panel.rows))
         column_names = _widest(font, (name for panel in panels for name in panel.columns))
-        ranks = _widest(scale.rank_font, (_rank_text(cell) for panel in panels for cell in panel.cells), bold=True)
+        ranks = _widest(scale.rank_font, (cell.text for panel in panels for cell in panel.cells), bold=True)
         self.row_names = row_names + gap + 3 if row_names else 0.0  # width left of the cells
         self.cell = math.ceil(max(scale.min_cell_width, ranks + scale.rank_font * 0.6, column_names - gap + 3))
         # height above the cells, for the title and the names of columns
@@ -252,14 +245,14 @@ def _figure(figure: Figure, scale: Scale, room: float) -> Drawing:
     """The drawing of one figure: title, legend, note, then the panels in lines of at most ``room`` pixels."""
     grid = _Grid(figure, scale)
     panels = [_panel(panel, figure, grid) for panel in figure.panels]
-    wide, tall, between = max(p.width for p in panels), max(p.height for p in panels), SPACING.between_panels
-    gutter = SPACING.ellipsis * any(panel.skipped and panel.follows for panel in figure.panels)
+    wide, tall, between = max(p.width for p in panels), max(p.height for p in panels), Spacing.between_panels
+    gutter = Spacing.ellipsis * any(panel.skipped and panel.follows for panel in figure.panels)
     fit = max(1, int((room - gutter + between) // (wide + between)))
     across = _panels_in_line(len(panels), figure.panels_across, fit)
     texts = [Text("title", 0, 16, figure.title, 16, bold=True)] if figure.title else []
     top = 26.0 if figure.title else 0.0
     for line in filter(None, (figure.legend, figure.note)):
-        texts.append(Text("note", 0, top + 10, line, 11.5, fill=COLOURS.muted))
+        texts.append(Text("note", 0, top + 10, line, 11.5, fill=Colours.muted))
         top += 17
     top += 10
     width = max((text.span[1] for text in texts), default=0.0)
@@ -269,12 +262,12 @@ def _figure(figure: Figure, scale: Scale, room: float) -> Drawing:
         if count == across or (count and not panel.follows):
             x, y, count = 0.0, y + tall + between, 0
         if panel.skipped and count:
-            middle = x + (SPACING.ellipsis - between) / 2
-            texts.append(Text("gap", middle, y + tall / 2, GAP, SPACING.ellipsis / 2, "middle", COLOURS.muted))
-            x += SPACING.ellipsis
+            middle = x + (Spacing.ellipsis - between) / 2
+            texts.append(Text("gap", middle, y + tall / 2, GAP, Spacing.ellipsis / 2, "middle", Colours.muted))
+            x += Spacing.ellipsis
         elif panel.skipped:
             left_out = f"{GAP} {', '.join(panel.skipped)}"
-            texts.append(Text("gap", 0, y + 10, left_out, 11.5, fill=COLOURS.muted))
+            texts.append(Text("gap", 0, y + 10, left_out, 11.5, fill=Colours.muted))
             width, y = max(width, texts[-1].span[1]), y + 17 + between / 2
         boxes += [box.moved(x, y) for box in drawn.boxes]
         texts += [replace(text, x=text.x + x, y=text.y + y) for text in drawn.texts]
@@ -316,18 +309,18 @@ def _panel(panel: Panel, figure: Figure, grid: _Grid) -> Drawing:
     if panel.title:
         texts.append(Text("panel", pad, line, panel.title, bold, bold=True))
     if host := _host_name(panel, figure, grid.boxed):
-        texts.append(Text("host", grid.width - pad, line, host, scale.label_font, "end", COLOURS.muted))
+        texts.append(Text("host", grid.width - pad, line, host, scale.label_font, "end", Colours.muted))
     if grid.titled:
         line += scale.label_font * 1.9
     for column, word in enumerate(panel.columns):
         middle = grid.x(column) + grid.cell / 2
-        texts.append(Text("axis", middle, line, word, scale.label_font, "middle", COLOURS.muted))
+        texts.append(Text("axis", middle, line, word, scale.label_font, "middle", Colours.muted))
     for row, word in enumerate(panel.rows):
         middle = grid.y(row) + scale.cell_height / 2 + scale.label_font * 0.35
-        texts.append(Text("axis", grid.x(0) - scale.gap - 2, middle, word, scale.label_font, "end", COLOURS.muted))
+        texts.append(Text("axis", grid.x(0) - scale.gap - 2, middle, word, scale.label_font, "end", Colours.muted))
     is_host = not grid.boxed and bool(figure.host)  # the panel is one host
-    frame, thick = (COLOURS.frame, 1.5) if is_host else (COLOURS.panel_frame, 1)
-    boxes = [Box("panel", 0, 0, grid.width, height, COLOURS.panel, frame, thick, 8)]
+    frame, thick = (Colours.frame, 1.5) if is_host else (Colours.panel_frame, 1)
+    boxes = [Box("panel", 0, 0, grid.width, height, Colours.panel, frame, thick, 8)]
     if grid.boxed:
         boxes += _hosts(panel, figure, grid, texts)
     for cell in panel.cells:
@@ -356,11 +349,11 @@ def _hosts(panel: Panel, figure: Figure, grid: _Grid, texts: list[Text]) -> list
         x, y, width, height = min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)
         is_rectangle = sum(map(len, loops)) == 4
         shape = () if is_rectangle else loops
-        boxes.append(Box("host", x, y, width, height, COLOURS.background, COLOURS.frame, 1.2, 5, name, outline=shape))
+        boxes.append(Box("host", x, y, width, height, Colours.background, Colours.frame, 1.2, 5, name, outline=shape))
         if grid.host_names:
             middle = y + height / 2 + scale.label_font * 0.35
             right = x + width + scale.gap / 2
-            texts.append(Text("host", right, middle, name, scale.label_font, fill=COLOURS.muted))
+            texts.append(Text("host", right, middle, name, scale.label_font, fill=Colours.muted))
             continue
         row, left = cells[0]
         end = next(column for column in itertools.count(left) if (row, column) not in cells)
@@ -368,7 +361,7 @@ def _hosts(panel: Panel, figure: Figure, grid: _Grid, texts: list[Text]) -> list
         font = scale.label_font - 0.5
         for short in (name, f"{figure.host[0]}{host}", f"{host}"):
             if width_of(short, font) <= width - 4:
-                texts.append(Text("host", x + 3, y + scale.label_font, short, font, fill=COLOURS.muted))
+                texts.append(Text("host", x + 3, y + scale.label_font, short, font, fill=Colours.muted))
                 break
     return boxes
 
@@ -415,21 +408,17 @@ def _cell(cell: Cell, figure: Figure, grid: _Grid) -> tuple[Box, Text]:
     """The box of a cell, with its tooltip, and the rank inside."""
     scale = grid.scale
     x, y = grid.x(cell.column), grid.y(cell.row)
-    fill = COLOURS.muted if cell.rank is None else COLOURS.text
+    fill = Colours.muted if cell.rank is None else Colours.text
     baseline = y + scale.cell_height / 2 + scale.rank_font * 0.36
-    rank = Text("rank", x + grid.cell / 2, baseline, _rank_text(cell), scale.rank_font, "middle", fill, cell.marked)
+    rank = Text("rank", x + grid.cell / 2, baseline, cell.text, scale.rank_font, "middle", fill, cell.marked)
     if cell.rank is None:
         return Box("cell", x, y, grid.cell, scale.cell_height, "none"), rank
     title = f"rank {cell.rank:,}\n{cell.label}"
     title += f"\ngroup {cell.group}" * bool(cell.group)
     title += f"\n{figure.host} {cell.host:,}" if cell.host is not None else ""
     fill = colour(cell.colour)
-    edge = COLOURS.text if cell.marked else ""
+    edge = Colours.text if cell.marked else ""
     return Box("cell", x, y, grid.cell, scale.cell_height, fill, edge, 2, scale.cell_height / 7, title), rank
-
-
-def _rank_text(cell: Cell) -> str:
-    return GAP if cell.rank is None else str(cell.rank)
 
 
 # -- XML -------------------------------------------------------------------------------------------------------------
@@ -443,7 +432,7 @@ def _box_element(box: Box) -> str:
         place = f'd="{" ".join(f"M{line} Z" for line in lines)}" stroke-linejoin="round"'
     edge = f' stroke="{box.stroke}" stroke-width="{_n(box.thick)}"' if box.stroke else ""
     start = f'<{kind} class="{box.kind}" {place} fill="{box.fill}"{edge}'
-    return f"{start}><title>{safe(box.title)}</title></{kind}>" if box.title else f"{start}/>"
+    return f"{start}><title>{escape(box.title)}</title></{kind}>" if box.title else f"{start}/>"
 
 
 def _text_element(text: Text) -> str:
@@ -451,12 +440,7 @@ def _text_element(text: Text) -> str:
     bold = ' font-weight="600"' if text.bold else ""
     quiet = ' pointer-events="none"' if text.kind == "rank" else ""
     place = f'x="{_n(text.x)}" y="{_n(text.y)}" font-size="{_n(text.size)}"'
-    return f'<text class="{text.kind}" {place}{anchor}{bold}{quiet} fill="{text.fill}">{safe(text.text)}</text>'
-
-
-def safe(text: str) -> str:
-    """Text escaped for XML and HTML."""
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
+    return f'<text class="{text.kind}" {place}{anchor}{bold}{quiet} fill="{text.fill}">{escape(text.text)}</text>'
 
 
 def _n(value: float) -> str:

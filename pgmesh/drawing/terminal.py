@@ -105,11 +105,9 @@ def _cell(cell: Cell, figure: Figure, width: int, coloured: bool) -> tuple[str, 
     """The text and the style of a rank. The colour fills the width of the column."""
     styles = ["bold"] * cell.marked
     if coloured and cell.rank is not None:
-        styles.append(f"{svg.COLOURS.text} on {svg.colour(cell.colour)}")
+        styles.append(f"{svg.Colours.text} on {svg.colour(cell.colour)}")
     return f"{_rank_text(cell):>{width}}", " ".join(styles)
 
 
 def _rank_text(cell: Cell) -> str:
-    if cell.rank is None:
-        return GAP
-    return f"[{cell.rank}]" if cell.marked else str(cell.rank)
+    return f"[{cell.text}]" if cell.marked else cell.text

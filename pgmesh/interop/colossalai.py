@@ -267,15 +267,7 @@ class ColossalMesh:
         last = self.shape[number] - 1
         raise PlaceError(f"axis {number} of shape {self.shape} has indices 0 to {last}; there is no {index}.{way}")
 
-    def get_group_along_axis(
-        self, axis: Axes, indices_at_axis: Indices | None = None, backend: str | None = None
-    ) -> ProcessGroup | None:
-        """The group along axes at these indices, as ``create_group_along_axis`` returns it.
-
-        >>> ColossalMesh(mesh=mesh).get_group_along_axis(0, [0, 1]) is mesh.group("pp")
-        True
-        """
-        return self.create_group_along_axis(axis, indices_at_axis, backend)
+    get_group_along_axis = create_group_along_axis  # the group exists already, or its members create it
 
     def destroy_mesh_process_groups(self) -> None:
         """Close the mesh if this object created it, else release all groups that were returned.

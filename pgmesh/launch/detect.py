@@ -9,7 +9,7 @@ Launchers are often nested: srun starts torchrun or the daemons of mpirun, and a
 innermost launcher knows the rank of this process. The order is therefore:
 
 1. torchrun, if TORCHELASTIC_RUN_ID is set, and ``launch.spawn``, if PGMESH_SPAWNED is set. No other launcher is read.
-2. MPI: Open MPI, MVAPICH, PALS, MPICH, any other PMIx launcher. The first one is used.
+2. MPI: Open MPI, then MPICH and others with its variables. The first one is used.
 3. Slurm, in a step of srun.
 4. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, all set by hand.
 5. No launcher: a world of 1.
@@ -27,7 +27,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from pgmesh._util.formatting import format_calls
+from pgmesh._util.formatting import format_calls, join_words
 from pgmesh.errors import LaunchError
 from pgmesh.launch.slurm import parse_hosts, parse_task_counts
 
@@ -63,7 +63,6 @@ class Launcher:
     local_rank: tuple[str, ...]
     local_size: tuple[str, ...] = ()
     job: tuple[str, ...] = ()  # equal on all ranks of a job, and different in every other job
-    tried: bool = True  # False if no real launcher of this kind was run
     advice: tuple[tuple[str, str], ...] = ()  # calls that correct wrong variables, with their reasons
 
 
@@ -86,48 +85,16 @@ OPEN_MPI = Launcher(
     local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
     job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
 )
-MVAPICH = Launcher(
-    "MVAPICH",
-    marks=("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
-    rank=("MV2_COMM_WORLD_RANK",),
-    size=("MV2_COMM_WORLD_SIZE",),
-    local_rank=("MV2_COMM_WORLD_LOCAL_RANK",),
-    local_size=("MV2_COMM_WORLD_LOCAL_SIZE",),
-    tried=False,
-)
-PALS = Launcher(
-    "PALS",
-    marks=("PALS_LOCAL_RANKID", "PALS_RANKID", "PALS_APID"),
-    rank=("PMI_RANK", "PMIX_RANK", "PALS_RANKID"),
-    size=("PMI_SIZE",),
-    local_rank=("PALS_LOCAL_RANKID", "PMIX_LOCAL_RANK", "PMI_LOCAL_RANK"),
-    local_size=("PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"),
-    job=("PALS_APID",),
-    tried=False,
-)
-"""PALS of HPE Cray."""
-
 MPICH = Launcher(
     "MPICH",
-    marks=("PMI_RANK", "MPI_LOCALRANKID"),
-    rank=("PMI_RANK",),
+    marks=("PMI_RANK", "MPI_LOCALRANKID", "PMIX_RANK", "PMI_SIZE"),
+    rank=("PMI_RANK", "PMIX_RANK"),
     size=("PMI_SIZE",),
-    local_rank=("MPI_LOCALRANKID",),
-    local_size=("MPI_LOCALNRANKS",),
+    local_rank=("MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "PMIX_LOCAL_RANK", "PMI_LOCAL_RANK"),
+    local_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+    job=("PALS_APID", "PMIX_NAMESPACE"),
 )
-"""Hydra: mpiexec of MPICH, and of Intel MPI (untested)."""
-
-PMIX = Launcher(
-    "PMIx",
-    marks=("PMIX_RANK", "PMI_SIZE"),
-    rank=("PMIX_RANK",),
-    size=("PMI_SIZE",),
-    local_rank=("PMIX_LOCAL_RANK", "PMI_LOCAL_RANK"),
-    local_size=("PMI_LOCAL_SIZE",),
-    job=("PMIX_NAMESPACE",),
-    tried=False,
-)
-"""Any other launcher that implements PMIx."""
+"""Hydra: mpiexec of MPICH. Also Intel MPI, PALS of HPE Cray and others with PMI or PMIx (untested)."""
 
 SLURM = Launcher(
     "Slurm",
@@ -139,7 +106,7 @@ SLURM = Launcher(
 )
 """srun. The number of tasks on a host is in a list, which ``_read_step`` reads."""
 
-MPI = (OPEN_MPI, MVAPICH, PALS, MPICH, PMIX)
+MPI = (OPEN_MPI, MPICH)
 
 LAUNCHERS = (TORCHRUN, *MPI, SLURM)
 """All launchers. ``detect_launcher`` has the order in which they are used."""
@@ -197,17 +164,16 @@ class LauncherInfo:
         """
         if self.address is not None and self.port is not None:
             return self.address, self.port
-        known = {"host": self.address, "port": self.port}
-        unknown = [name for name, value in known.items() if value is None]
-        examples = {"host": "'n1'", "port": "29500"}, {"host": "MASTER_ADDR=n1", "port": "MASTER_PORT=29500"}
-        call, export = ([example[name] for name in unknown] for example in examples)
+        examples = ("host", "host='n1'", "MASTER_ADDR=n1"), ("port", "port=29500", "MASTER_PORT=29500")
+        known = (self.address, self.port)
+        unknown, arguments, variables = zip(*(each for each, value in zip(examples, known) if value is None))
         problem = f"{self.launcher} does not set the {' and the '.join(unknown)} of rank 0"
         if self.address is None and self.local_size is not None and self.local_size < self.size:
             problem += f"; it is not 127.0.0.1, since only {self.local_size} of {self.size} ranks are on this host"
         raise self.error(
             f"{problem}.",
-            (f"launch.join({', '.join(map('='.join, zip(unknown, call)))})", "the same on every rank"),
-            (f"export {' '.join(export)}", "or in the environment of every rank"),
+            (f"launch.join({', '.join(arguments)})", "the same on every rank"),
+            (f"export {' '.join(variables)}", "or in the environment of every rank"),
         )
 
     def error(self, problem: str, *ways: tuple[str, str]) -> LaunchError:
@@ -258,8 +224,7 @@ class EnvironmentReader:
         number = self.integer(*names, at_least=at_least)
         if number is None:
             self.values |= dict.fromkeys(names)
-            *most, last = names
-            raise self.error(f"{', '.join(most)} and {last} are not set." if most else f"{last} is not set.")
+            raise self.error(f"{join_words(names)} {'is' if len(names) == 1 else 'are'} not set.")
         return number
 
     def check_below(self, name: str, rank: int | None, limit: str, size: int | None) -> None:
@@ -289,7 +254,7 @@ def _error(problem: str, values: Mapping[str, str | None], *ways: tuple[str, str
     read = [
         f"  {name:<{width}} = {'(not set)' if value is None else value or '(empty)'}" for name, value in values.items()
     ]
-    return LaunchError("\n\n".join(part for part in (problem, "\n".join(read), format_calls(ways)) if part))
+    return LaunchError("\n\n".join(filter(None, (problem, "\n".join(read), format_calls(ways)))))
 
 
 # ---- the rank according to one launcher ----
@@ -330,8 +295,6 @@ def _read(launcher: Launcher, environ: Environ) -> LauncherInfo:
     if launcher is TORCHRUN:
         mark = next((mark for mark in INNERMOST_MARKS if reader.text(mark) is not None), "RANK")
         name, why = INNERMOST_MARKS.get(mark, "the environment"), f"{mark} is set"
-    elif not launcher.tried:
-        why += " (untested launcher)"
     return LauncherInfo(name, why, rank, size, local_rank, local_size, hosts, address, port, reader.read)
 
 
@@ -477,22 +440,25 @@ def _cross_check(info: LauncherInfo, other: Launcher, environ: Environ) -> Launc
     Raises:
         LaunchError: a variable of the other launcher contradicts ``info``.
     """
-    reader = EnvironmentReader(environ)
-    fields = {"rank": other.rank, "size": other.size, "local_rank": other.local_rank, "local_size": other.local_size}
+    reader, known = EnvironmentReader(environ), dict(info.read)
+    fields = {
+        field: [name for name in getattr(other, field) if name not in known]
+        for field in ("rank", "size", "local_rank", "local_size")
+    }
     numbers = {field: reader.integer(*names) for field, names in fields.items()}
     for field, number in numbers.items():
         expected = getattr(info, field)
         if None not in (number, expected) and number != expected:
             name = next(name for name in fields[field] if name in environ)
             unset = " ".join(name for name, _ in reader.read)
-            reader.values |= dict(info.read)
+            reader.values |= known
             ways = SLURM.advice if info.launcher == SLURM.name else ()
             if other is TORCHRUN:
                 ways = (("launch.from_torch()", "or the variables set by hand alone"),)
             problem = f"{info.launcher} says {name} should be {expected}, but it is {number}:"
             raise reader.error(problem, (f"unset {unset}", f"{info.launcher} alone"), *ways)
     local_rank = numbers["local_rank"] if info.local_rank is None else info.local_rank
-    return replace(info, local_rank=local_rank, read=tuple((dict(info.read) | dict(reader.read)).items()))
+    return replace(info, local_rank=local_rank, read=tuple((known | dict(reader.read)).items()))
 
 
 def _check_enclosing_step(info: LauncherInfo, environ: Environ) -> None:

@@ -211,7 +211,7 @@ class LocalWorld:
     def close(self, seconds: float = 0.0) -> None:
         """Stop all ranks: let them exit for some seconds, then send SIGTERM, then SIGKILL."""
         for rank in self.ranks:
-            rank.send_stop()
+            rank.call_pipe.close()  # the rank then exits
         self._stop(lambda process: None, seconds)
         self._stop(BaseProcess.terminate, 1.0)
         self._stop(BaseProcess.kill, 2.0)
@@ -272,11 +272,6 @@ class LocalRank:
                 return stacks.decode()
         return "  no answer: the process is stopped, or in a call that holds the GIL"
 
-    def send_stop(self) -> None:
-        """Request that the rank exits, with an empty call."""
-        with contextlib.suppress(OSError):
-            self.call_pipe.send_bytes(b"")
-
 
 def _torchrun_variables(rank: int, n: int, port: int) -> dict[str, str]:
     """The variables that torchrun would set for this rank. No rank hosts the store."""
@@ -296,17 +291,16 @@ def _run_rank(
     calls: Connection,
     stack_requests: Connection,
 ) -> None:
-    """Main function of a rank: execute calls until an empty one arrives."""
+    """Main function of a rank: execute calls until the parent closes the pipe."""
     threading.Thread(target=_serve_stacks, args=(stack_requests,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent stops its ranks
     os.environ.clear()  # a forked rank has the old environment of the fork server
     os.environ.update(env)
     torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1").split(",")[0]))
     with contextlib.suppress(EOFError, OSError):
-        calls.send_bytes(b"")
-        while call := calls.recv_bytes():
-            calls.send_bytes(_run_call(rank, call, backend, timeout))
-            calls.send_bytes(b"")
+        while True:
+            calls.send_bytes(b"")  # requests a call
+            calls.send_bytes(_run_call(rank, calls.recv_bytes(), backend, timeout))
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+from xml.sax.saxutils import escape
 
 from pgmesh.drawing import styled_text, svg
 from pgmesh.drawing.figures import Figure, make_figure
-from pgmesh.drawing.svg import COLOURS, safe
+from pgmesh.drawing.svg import Colours
 from pgmesh.planning import axis_heuristics, costs, text_report
 
 if TYPE_CHECKING:
@@ -16,14 +17,14 @@ if TYPE_CHECKING:
     from pgmesh.planning.rank_report import RankReport
 
 STYLE = f"""
-body {{ font: 15px/1.5 {svg.FONT}; color: {COLOURS.text}; background: #fff }}
+body {{ font: 15px/1.5 {svg.FONT}; color: {Colours.text}; background: #fff }}
 body {{ margin: 2rem auto; max-width: 1600px; padding: 0 1rem }}
 h1 {{ font-size: 1.3rem }} h2 {{ font-size: 1rem; margin-top: 2rem }}
 table {{ border-collapse: collapse }}
 th, td {{ padding: .25rem .7rem .25rem 0; text-align: left; border-bottom: 1px solid #e2e8f0 }}
 td {{ font-variant-numeric: tabular-nums }}
-th {{ color: {COLOURS.muted}; font-weight: 500 }} td.n, th.n {{ text-align: right }}
-.intra {{ color: #15803d }} .mixed {{ color: #b45309 }} .bad {{ color: #b91c1c }} .quiet {{ color: {COLOURS.muted} }}
+th {{ color: {Colours.muted}; font-weight: 500 }} td.n, th.n {{ text-align: right }}
+.intra {{ color: #15803d }} .mixed {{ color: #b45309 }} .bad {{ color: #b91c1c }} .quiet {{ color: {Colours.muted} }}
 a {{ overflow-wrap: anywhere }}
 code {{ background: #f1f5f9; padding: .1rem .35rem; border-radius: 4px }}
 """
@@ -64,7 +65,7 @@ def page(plans: Sequence[PlanData], *axes: Axis) -> str:
     parts = [part(plan, *axes) for plan in plans]
     parts.append(_sources())
     if len(plans) > 1:
-        table = safe(styled_text.plain(text_report.comparison(plans)))
+        table = escape(styled_text.plain(text_report.comparison(plans)))
         parts.insert(0, f"<h1>{len(plans)} orders compared</h1>\n{_scrolling(f'<pre>{table}</pre>')}")
     return _document(text_report.title(plans[0]), parts)
 
@@ -72,14 +73,14 @@ def page(plans: Sequence[PlanData], *axes: Axis) -> str:
 def rank_page(report: RankReport, drawn: Figure) -> str:
     """The page of one rank."""
     head, _, *rest = report.lines(120)
-    parts = [f"<h1>{safe(styled_text.plain([head]))}</h1>", _scrolling(svg.drawing(drawn).svg())]
-    parts.append(_scrolling(f"<pre>{safe(styled_text.plain(rest))}</pre>"))
+    parts = [f"<h1>{escape(styled_text.plain([head]))}</h1>", _scrolling(svg.drawing(drawn).svg())]
+    parts.append(_scrolling(f"<pre>{escape(styled_text.plain(rest))}</pre>"))
     return _document(styled_text.plain([head]), parts)
 
 
 def _document(name: str, parts: Sequence[str]) -> str:
     """An HTML document."""
-    title = safe(name)
+    title = escape(name)
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
     body = "\n".join(parts)
     head += f"<style>{STYLE}</style>"
@@ -88,16 +89,16 @@ def _document(name: str, parts: Sequence[str]) -> str:
 
 def part(plan: PlanData, *axes: Axis) -> str:
     """The HTML of one plan, without a document around it."""
-    parts = [f"<h1>{safe(text_report.title(plan))}</h1>"]
+    parts = [f"<h1>{escape(text_report.title(plan))}</h1>"]
     for finding in plan.findings:
-        fix = f" <code>{safe(finding.fix)}</code>" if finding.fix else ""
-        parts.append(f'<p class="{"bad" if finding.bad else ""}">{safe(finding.text)}{fix}</p>')
+        fix = f" <code>{escape(finding.fix)}</code>" if finding.fix else ""
+        parts.append(f'<p class="{"bad" if finding.bad else ""}">{escape(finding.text)}{fix}</p>')
     drawn = svg.drawing(*figures(plan, *axes, title=None if plan.views else ""))  # the sizes are in the headline
     tables = [f"<h2>Groups</h2>\n{_scrolling(_table(plan))}"]
     if plan.communicators:
         first, *costs_of_all = text_report.cost_report(plan, 10_000)
-        held = ["<h2>Communicators of a rank</h2>", f"<p>{safe(styled_text.plain([first]))}</p>", "<ul>"]
-        held += [*(f"<li>{safe(styled_text.plain([line]).strip())}</li>" for line in costs_of_all), "</ul>"]
+        held = ["<h2>Communicators of a rank</h2>", f"<p>{escape(styled_text.plain([first]))}</p>", "<ul>"]
+        held += [*(f"<li>{escape(styled_text.plain([line]).strip())}</li>" for line in costs_of_all), "</ul>"]
         tables.append("\n".join(held))
     return "\n".join([*parts, _in_columns(_scrolling(drawn.svg()), _in_columns(*tables))])
 
@@ -117,7 +118,7 @@ def _scrolling(part: str) -> str:
 def _sources() -> str:
     parts = ["<h2>Sources of the costs</h2>", "<ul>"]
     for cost in costs.COSTS:
-        parts += [f'<li class="quiet">{cost.backend}: {safe(s.text)}: {_link(s.where)}</li>' for s in cost.sources]
+        parts += [f'<li class="quiet">{cost.backend}: {escape(s.text)}: {_link(s.where)}</li>' for s in cost.sources]
     return "\n".join([*parts, "</ul>"])
 
 
@@ -126,13 +127,13 @@ def _table(plan: PlanData) -> str:
     head += "".join(f"<th class=n>{level.name}s<th>kind<th class=n>ring hops that leave" for level in plan.topology)
     rows = []
     for row, family in zip(text_report.rows(plan), plan.families):
-        cells = "".join(f'<td class="{"" if i == 0 else "n"}">{safe(text)}' for i, (text, _) in enumerate(row[:4]))
+        cells = "".join(f'<td class="{"" if i == 0 else "n"}">{escape(text)}' for i, (text, _) in enumerate(row[:4]))
         for i, locality in enumerate(family.localities):
-            units, kind, hops = (safe(text) for text, _ in row[4 + 3 * i : 7 + 3 * i])
+            units, kind, hops = (escape(text) for text, _ in row[4 + 3 * i : 7 + 3 * i])
             cells += f'<td class="n">{units}<td class="{locality.kind}">{kind}<td class="n">{hops}'
         rows.append(f'<tr>{cells}<td class="quiet">{styled_text.ranks_in(80, family.sample, family.size)}')
     return f"<table><tr>{head}<th>one group\n" + "\n".join(rows) + "\n</table>"
 
 
 def _link(where: str) -> str:
-    return f'<a href="{safe(where)}">{safe(where)}</a>' if where.startswith("http") else safe(where)
+    return f'<a href="{escape(where)}">{escape(where)}</a>' if where.startswith("http") else escape(where)

@@ -23,20 +23,19 @@ Good: tp stays inside one host.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Union
 
-from pgmesh._util.formatting import Text, count_of, format_call, format_calls, other_arguments, shorten
-from pgmesh._util.suggestions import example_ranks, largest_divisor, nearest_sizes
-from pgmesh._util.validation import Sizes, fill_sizes, parse_ranks, parse_sizes
-from pgmesh.drawing import styled_text
+from pgmesh._util.formatting import Text, count_of, format_call, format_calls, join_words, shorten
+from pgmesh._util.suggestions import example_ranks, fit_sizes, largest_divisor
+from pgmesh._util.validation import Sizes, fill_sizes, parse_sizes
+from pgmesh.drawing import styled_text, svg
 from pgmesh.errors import ShapeError
 from pgmesh.layout import Axis, Layout
-from pgmesh.planning import axis_heuristics, costs, text_report
+from pgmesh.planning import axis_heuristics, costs, html, text_report
 from pgmesh.planning.data import FamilyPlan, Finding, PlanData
 from pgmesh.topology.hosts import HostLevel, Topology, parse_topology
 from pgmesh.topology.locality import MAX_ENUMERATED, Locality, locality_of, strided_runs
@@ -113,20 +112,13 @@ class Plan(PlanData):
         >>> plan(layout, nodes="2x4").svg("dp").count('<rect class="cell"')
         8
         """
-        from pgmesh.drawing import svg  # only loaded when needed
-        from pgmesh.planning import html
-
         return svg.drawing(*html.figures(self, *axes)).svg()
 
     def html(self, *axes: Axis) -> str:
         """The figures, the tables and the sources of the numbers as an HTML page, without scripts."""
-        from pgmesh.planning import html
-
         return html.page([self], *axes)
 
     def _repr_html_(self) -> str:
-        from pgmesh.planning import html
-
         return html.part(self)
 
     def __str__(self) -> str:
@@ -136,53 +128,60 @@ class Plan(PlanData):
         return f"<Plan of {text_report.title(self)}>"
 
 
-Planned = Union[Layout, "ProcessGroupMesh", Sizes]
+Planned = Union[Layout, "ProcessGroupMesh", Sizes, int]
 
 
 def plan(
     layout: Planned | None = None,
-    *shape: Any,
+    *shape: int,
+    ranks: Iterable[int] | None = None,
     nodes: str | Sequence[int] | None = None,
     domains: str | Sequence[int] | None = None,
     views: Mapping[str, Sizes] | None = None,
     families: Iterable[Sequence[Axis]] = (),
-    **sizes: Any,
+    **sizes: int,
 ) -> Plan:
     """Predict the groups of a layout, their hosts and their costs, without processes.
 
-    A mapping of sizes must fill all hosts. So must a Layout of the ranks 0 to n - 1, unless it is a slice. A mesh, a
-    slice, or a Layout of other ranks may use only some of the hosts.
+    Sizes must fill all hosts. So must a Layout of the ranks 0 to n - 1, unless it is a slice. A mesh, a slice, or a
+    Layout of other ranks may use only some of the hosts.
 
     Args:
-        layout: a Layout, a mesh, or sizes by axis. One size may be -1, which fills the hosts.
+        layout: a Layout, a mesh, or the sizes as for ``Layout``. One size may be -1, which fills the hosts.
+        shape: further sizes of numbered axes.
+        ranks: as for ``Layout``, with sizes.
         nodes: the hosts. ``"8x8"`` is 8 hosts of 8 ranks; ``"8,8,4"`` or ``[8, 8, 4]`` lists the ranks of each host.
         domains: instead of ``nodes``, nested levels. ``"4x18x4"`` is 4 domains of 18 hosts of 4 ranks.
         views: other axes over the same ranks: ``{"moe": {"edp": -1, "ep": 8}}``.
         families: combinations of axes to include in addition to the single axes: ``[("dp", "cp")]``.
-        shape: not supported; the error shows the call with a mapping.
-        sizes: not supported; the error shows the call with a mapping.
+        sizes: the sizes of named axes.
 
     Raises:
         ShapeError: invalid sizes, more ranks than the hosts hold, hosts that are not filled, or views of another size.
         AxisError: a family has an unknown axis.
 
-    >>> print(plan(Layout(tp=4, dp=2), nodes="2x4").findings[0].text)
+    >>> print(plan(tp=4, dp=2, nodes="2x4").findings[0].text)
     tp spans 2 hosts: 2 of 4 hops of a ring leave the host.
     """
-    whole, families = getattr(layout, "layout", layout), [*families]
-    nodes, domains = _as_list(nodes), _as_list(domains)
+    families, nodes, domains = [*families], _as_list(nodes), _as_list(domains)
     topology = parse_topology(nodes, domains)
     if views is not None and not isinstance(views, Mapping):
         example = {"moe": {"edp": -1, "ep": 8}}
         raise ShapeError(f"plan: views is a mapping of sizes by name, such as {example}, not {views!r}.")
     arguments = {"nodes": nodes, "domains": domains, "views": views, "families": families}
     more = {word: Text(repr(value)) for word, value in arguments.items() if value}
-    if isinstance(whole, Layout) and sizes and not shape:
-        raise TypeError(f"plan() got an unexpected keyword argument {next(iter(sizes))!r}")
-    if shape or sizes or not isinstance(whole, (Layout, Mapping)):
-        raise _sizes_error((layout, *shape), sizes, more)
-    base = whole if isinstance(whole, Layout) else layout_of(_fill_free_size(whole, topology, more))
-    _check_hosts(base, topology, whole is layout, more, views or {})
+    base = getattr(layout, "layout", layout)
+    if isinstance(base, Layout):
+        if shape or sizes or ranks is not None:
+            unexpected = [*map(repr, shape), *(f"keyword argument {word!r}" for word in {**sizes, "ranks": ranks})]
+            raise TypeError(f"plan() with a layout got an unexpected {unexpected[0]}")
+    else:
+        given: tuple[Any, ...] = shape if layout is None else (layout, *shape)
+        if ranks is None:
+            layout = base = layout_of(_fill_free_size(parse_sizes("plan", given, sizes, more), topology, more))
+        else:
+            layout = base = Layout(*given, ranks=ranks, **sizes)
+    _check_hosts(base, topology, base is layout, more, views or {})
     view_layouts = tuple((name, base.view(axes)) for name, axes in (views or {}).items())
     requested = [("", base, axes) for axes in [*((axis,) for axis in base.axes), *map(tuple, families)]]
     requested += [(name, view, (axis,)) for name, view in view_layouts for axis in view.axes]
@@ -200,43 +199,8 @@ def _as_list(hosts: Any) -> Any:
     return hosts.tolist() if hasattr(hosts, "tolist") else hosts
 
 
-def _sizes_error(arguments: tuple[Any, ...], sizes: dict[str, Any], more: Mapping[str, object]) -> ShapeError:
-    """The error for sizes that are not in one mapping, with the correct call.
-
-    Args:
-        arguments: the positional arguments: text, a mapping, a list or numbers. For others the call is an example.
-        more: the other arguments of ``plan``, which suggested calls repeat.
-
-    Raises:
-        ShapeError: a keyword is not a size, or the sizes do not match ``ranks``.
-    """
-    ranks = sizes.pop("ranks", None)
-    order = None if ranks is None else parse_ranks("plan", ranks)
-    first = arguments[0] if len(arguments) == 1 else arguments
-    if isinstance(first, str):
-        words = [word.rpartition("=")[::2] for word in first.replace(",", " ").split()]
-        first = {name or i: int(size) if size.lstrip("-").isdecimal() else size for i, (name, size) in enumerate(words)}
-    elif not isinstance(first, Mapping):
-        first = dict(enumerate(first if isinstance(first, (list, tuple)) else [] if first is None else [first]))
-    box: Mapping[Axis, int] = {"dp": 8, "tp": 8}
-    if sizes:
-        box = parse_sizes("plan", ({**first, **sizes},) if first else (), {} if first else sizes)
-    else:
-        with contextlib.suppress(ShapeError):
-            box = parse_sizes("plan", (first,), {})
-    if order is not None:
-        Layout(box, ranks=order)
-    if -1 in box.values() and order is None:
-        known = {"nodes", "domains"} & {*more}
-        call = format_call("plan", box, **{**({} if known else {"nodes": f"1x{len(example_ranks(box))}"}), **more})
-    else:
-        call = _call(format_call("Layout", box, **other_arguments(order)), more)
-    return ShapeError(f"plan is given a Layout, a mesh or a mapping of sizes.\n\n  {call}")
-
-
-def _fill_free_size(sizes: Sizes, topology: Topology, more: Mapping[str, object]) -> dict[Axis, int]:
+def _fill_free_size(box: dict[Axis, int], topology: Topology, more: Mapping[str, object]) -> dict[Axis, int]:
     """The sizes, with -1 replaced so that they fill the hosts."""
-    box = parse_sizes("plan", (sizes,), {}, more)
     if -1 not in box.values():
         return box
     if not topology:
@@ -278,7 +242,7 @@ def _check_hosts(
     if count == host.capacity:
         return
     box = dict(zip(layout.axes, layout.shape))
-    nearest = nearest_sizes(box, host.capacity, [])
+    nearest, _, _ = fit_sizes(box, host.capacity)
     suggestions: list[tuple[str, str]] = []
     if layout.ranks_in_order() == range(count) and _holds(layout_of(nearest), views):
         suggestions.append(
@@ -386,7 +350,7 @@ def _findings(
                 good.append(family.name)
             heavier *= family.size
     if good and not any(finding.bad for finding in findings):
-        text = f"Good: {text_report.join_words(good)} stay{'s' * (len(good) == 1)} inside one {level.name}."
+        text = f"Good: {join_words(good)} stay{'s' * (len(good) == 1)} inside one {level.name}."
         findings.insert(0, Finding(text, False))
     return findings
 
@@ -429,4 +393,4 @@ def _leaving_finding(family: FamilyPlan, locality: Locality, layout: Layout, lev
         together = f"With the axes of more traffic they are {heavier * size} ranks, which do"
     wrong = sorted({unit for _, unit in level.runs if unit % (heavier * size)})
     units = f"a {level.name}" if len(wrong) == 1 else f"{level.name}s"
-    return Finding(f"{text} {together} not divide {units} of {text_report.join_words(wrong)}." if wrong else text, True)
+    return Finding(f"{text} {together} not divide {units} of {join_words(wrong)}." if wrong else text, True)

@@ -68,15 +68,12 @@ class RankReport:
             words = [f"{along.index:,} of {along.size:,}", _or_dash(along.before), _or_dash(along.after)]
             words += ["many" if units is None else f"{units:,}" for units in along.units]
             rows.append([(str(along.axis), "bold"), *((word, "") for word in words)])
-        room = width - sum(max(len(text) for text, _ in column) + 2 for column in zip(*rows))
-        rows[0].append(("group", "dim"))
-        for row, along in zip(rows[1:], self.along):
-            row.append((styled_text.ranks_in(room, along.group, along.size), "dim"))
-        right = [False, *([True] * (3 + len(self.units))), False]
+        right = [False, *([True] * (3 + len(self.units)))]
+        groups = [(along.group, along.size) for along in self.along]
         return [
             [(f"rank {self.rank:,} of {self.ranks:,}: {self.label}{host_text}", "bold")],
             [],
-            *styled_text.columns(rows, right),
+            *styled_text.columns_with_ranks(rows, right, "group", groups, width),
         ]
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from pgmesh._util.formatting import count_of
-from pgmesh.drawing.styled_text import Line, columns, ranks_in, wrapped
+from pgmesh.drawing.styled_text import Line, columns, columns_with_ranks, width_taken, wrapped
 from pgmesh.planning import axis_heuristics, costs
 
 if TYPE_CHECKING:
@@ -45,16 +45,14 @@ def table(plan: PlanData, width: int = 80) -> list[Line]:
         hops = hops if len(names) < 2 else "hops out"
         head = ["family", "size", "groups", "stride", *(word for name in names for word in (f"{name}s", "", hops))]
         table = [[(word, "dim") for word in head], *rows(plan, with_total)]
-        taken = sum(max(len(text) for text, _ in column) + 2 for column in zip(*table))
-        if taken - 2 <= width:
+        left = width - width_taken(table)
+        if left >= -2:
             break
     right = [False, True, True, True, *([True, False, True] * len(names))]
-    if width - taken >= 9:
-        table[0].append(("one group", "dim"))
-        for row, family in zip(table[1:], plan.families):
-            row.append((ranks_in(width - taken, family.sample, family.size), "dim"))
-        right.append(False)
-    return columns(table, right)
+    if left < len("one group"):
+        return columns(table, right)
+    groups = [(family.sample, family.size) for family in plan.families]
+    return columns_with_ranks(table, right, "one group", groups, width)
 
 
 def rows(plan: PlanData, with_total: bool = True) -> list[list[tuple[str, str]]]:
@@ -174,12 +172,6 @@ def format_range(low: int, high: int) -> str:
 
 def format_units(low: int, high: int, name: str) -> str:
     return f"{format_range(low, high)} {name}{'s' * (high > 1)}"
-
-
-def join_words(words: Iterable[object]) -> str:
-    """``a, b and c``."""
-    *most, last = map(str, words)
-    return f"{', '.join(most)} and {last}" if most else last
 
 
 def _kind(locality: Locality) -> str:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from pgmesh import launch
 from pgmesh._util.formatting import format_ranks
-from pgmesh.errors import LaunchError, MissingRanksError, PgmeshError, WorldError
+from pgmesh.errors import LaunchError, MissingRanksError, PgmeshError
 from pgmesh.groups.world import device_of
 from pgmesh.launch.detect import detect_launcher
 from pgmesh.layout import Axis
@@ -141,21 +141,17 @@ class Preflight:
 
     @contextlib.contextmanager
     def _stage(self, activity: str) -> Iterator[None]:
-        """Run one stage between two barriers. A failure on one rank fails on all."""
+        """Run one stage between two barriers. A failure of the backend on one rank fails on all."""
         barrier = self.barrier
-        barrier.stage(activity)
-        try:
-            yield
-        except WorldError:
-            raise
-        except PgmeshError as error:
-            raise barrier.fail(error) from error
-        except RuntimeError as error:  # from a backend, possibly caused by the death of another rank
-            self.mesh.close()  # so that ranks waiting for this one fail too
-            text = str(error).splitlines()[0]
-            lost = barrier.find_cause(self.mesh.layout.ranks(), f"{barrier.subject}, {activity}")
-            raise barrier.fail(lost or MissingRanksError(f"{activity} failed: {text}")) from error
-        barrier.wait()
+        with barrier.stage(activity):
+            try:
+                yield
+            except PgmeshError:
+                raise
+            except RuntimeError as error:  # from a backend, possibly caused by the death of another rank
+                self.mesh.close()  # so that ranks waiting for this one fail too
+                lost = barrier.find_cause(self.mesh.layout.ranks(), f"{barrier.subject}, {activity}")
+                raise lost or MissingRanksError(f"{activity} failed: {str(error).splitlines()[0]}") from error
 
     def _measure(self, axes: tuple[Axis, ...], benchmarks: Microbenchmarks, measured: RankMeasurements) -> None:
         """Check and measure the group of this rank along some axes."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from statistics import median_low
 from typing import Any
 
-from pgmesh.drawing.styled_text import Line, columns, ranks_in, wrapped
+from pgmesh.drawing.styled_text import Line, columns_with_ranks, wrapped
 from pgmesh.layout import Axis
 from pgmesh.planning.text_report import sample_of
 
@@ -178,12 +178,8 @@ def table(results: Results, width: int = 80) -> list[Line]:
             row.append((f"{slowdown:.1f}x", "yellow" if slowdown >= STRAGGLER_FACTOR else ""))
             row.append((f"{rank['rank']} {_worst(rank):.1f}x", "yellow" if rank["stands_out"] else ""))
             rows.append(row)
-            groups.append(slowest["ranks"])
-    room = max(5, width - sum(max(len(text) for text, _ in column) + 2 for column in zip(*rows)))
-    rows[0].append(("group", "dim"))
-    for row, ranks in zip(rows[1:], groups):
-        row.append((ranks_in(room, sample_of(ranks), len(ranks)), ""))
-    return columns(rows, [False, *[True] * 7, False])
+            groups.append((sample_of(slowest["ranks"]), len(slowest["ranks"])))
+    return columns_with_ranks(rows, [False, *[True] * 7], "group", groups, width)
 
 
 def summary(results: Results, width: int = 80) -> list[Line]:

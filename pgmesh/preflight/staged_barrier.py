@@ -6,12 +6,13 @@ At each stage all ranks continue, or all ranks raise the same error. It uses the
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pgmesh.errors import MissingRanksError, PgmeshError
+from pgmesh.errors import MissingRanksError, PgmeshError, WorldError
 from pgmesh.groups.cache import GroupCache
 from pgmesh.groups.world import world_rank_and_size
 from pgmesh.layout import Layout
@@ -43,81 +44,70 @@ class StagedBarrier:
         self.store_thread = self.cache.registry.heartbeat_thread()
         self._prefix = self.cache.identity.group_name("barrier")
         self._stages = itertools.count()
-        self._stage = ""
-        self._attempt: ConnectAttempt | None = None
+        self._attempt: ConnectAttempt  # of the current stage
 
+    @contextlib.contextmanager
     def stage(
         self,
         activity: str,
         fields: Mapping[str, Any] | None = None,
         subject: str | None = None,
         hint: str | None = None,
-    ) -> None:
-        """Begin a stage. ``wait`` or ``fail`` ends it.
+    ) -> Iterator[None]:
+        """Run one stage, then wait until every rank has finished it. An error on one rank ends it on all.
 
         Args:
             activity: the stage in messages, such as "connecting".
             fields: properties that must be the same on all ranks.
             subject: name of these properties in messages. Default: the whole task.
             hint: suggested fix if they differ. Default: that of the whole task.
-        """
-        number = next(self._stages)
-        all_fields = {**(fields or {}), "size of the world": self.size}
-        fingerprint = Fingerprint(self.rank, all_fields, subject or self.subject, hint or self.hint)
-        self._stage = f"{self.subject}, {activity}"
-        key = f"{self._prefix}/stage{number}"
-        self._attempt = ConnectAttempt(key, range(self.size), fingerprint, self._stage, self.subject)
-        self.store_thread.set_status(self._stage)
-
-    def wait(self) -> None:
-        """Wait until every rank has finished this stage.
 
         Raises:
-            MissingRanksError: ranks did not arrive or were lost, or a rank cancelled the stage.
+            PgmeshError: a rank raised it in this stage; the same error on every rank.
+            MissingRanksError: ranks did not arrive or were lost.
             MismatchError: the ranks' fingerprints differ.
             WorldError: the store does not answer.
         """
-        attempt, client = self._open(), CallClient(self.store_thread, self.seconds)
+        all_fields = {**(fields or {}), "size of the world": self.size}
+        fingerprint = Fingerprint(self.rank, all_fields, subject or self.subject, hint or self.hint)
+        key, call_site = f"{self._prefix}/stage{next(self._stages)}", f"{self.subject}, {activity}"
+        attempt = self._attempt = ConnectAttempt(key, range(self.size), fingerprint, call_site, self.subject)
+        self.store_thread.set_status(call_site)
+        try:
+            yield
+        except WorldError:
+            raise
+        except PgmeshError as error:
+            text = self.ask(CompareSet(attempt.decision_key, Decision.of(error, str(error)).pack()))
+            raise Decision.unpack(attempt.decision_key, text).error() or error from error
+        client = CallClient(self.store_thread, self.seconds)
         Participant(
             self.rank,
             [attempt],
             client,
-            call_site=self._stage,
+            call_site=call_site,
             process=process_label(),
             deadline=self.seconds,
             statuses=Statuses(self.store_thread.lost_after, client.now),
             skip_decided=False,
             pace=self.store_thread.pace,
         ).connect()
-        error = attempt.decision.error() if attempt.decision is not None else None
-        if error is not None:
-            raise error
-
-    def fail(self, error: PgmeshError) -> PgmeshError:
-        """Cancel this stage on all ranks. Returns the error that ended it, the same on every rank.
-
-        Raises:
-            WorldError: the store does not answer.
-        """
-        attempt = self._open()
-        decision = Decision.of(error, str(error))
-        text = self.ask(CompareSet(attempt.decision_key, decision.pack()))
-        attempt.decision = Decision.unpack(attempt.decision_key, text)
-        return attempt.decision.error() or error
+        error_of_all = attempt.decision.error() if attempt.decision is not None else None
+        if error_of_all is not None:
+            raise error_of_all
 
     def find_cause(self, ranks: Sequence[int], activity: str) -> PgmeshError | None:
-        """Return the error that explains a failed stage: that of another rank, or the loss of one of these ranks.
+        """The error that explains a failure of this stage: that of another rank, or the loss of one of these ranks.
 
         None if neither is known after some seconds. Only the first ``LIMITS.statuses`` ranks are watched.
         """
-        attempt = self._open()
         ranks = [rank for rank in ranks if rank != self.rank][: timing.LIMITS.statuses]
         statuses = Statuses(self.store_thread.lost_after, time.monotonic)
         end = time.monotonic() + statuses.lost_after + REPORT_MARGIN
         while time.monotonic() < end:
-            text = self.ask(Read(attempt.decision_key))
+            text = self.ask(Read(self._attempt.decision_key))
             if text is not None:
-                return Decision.unpack(attempt.decision_key, text).error()
+                return Decision.unpack(self._attempt.decision_key, text).error()
             statuses.read(lambda *reads: [self.ask(read) for read in reads], ranks)
             if lost := statuses.lost(ranks):
                 return MissingRanksError(f"{activity}: {'; '.join(lost.values())}.")
@@ -146,15 +136,15 @@ class StagedBarrier:
             True if rank 0 has reported.
         """
         deadline = time.monotonic() + seconds
-        reported = self.rank == 0
-        if reported:
+        if self.rank == 0:
             self.publish("reported", "reported")
             while int(self.read("left") or 0) < self.size - 1 and time.monotonic() < deadline:
                 time.sleep(timing.TIMING.longest_pause)
         else:
-            while not (reported := self.read("reported") is not None) and time.monotonic() < deadline:
+            while self.read("reported") is None and time.monotonic() < deadline:
                 time.sleep(timing.TIMING.longest_pause)
             self.ask(Add(f"{self._prefix}/left"))
+        reported = self.read("reported") is not None
         self.store_thread.set_status("")
         self.cache.close()
         return reported
@@ -162,9 +152,3 @@ class StagedBarrier:
     def ask(self, operation: Operation) -> Any:
         """Perform one store operation with a timeout."""
         return self.store_thread.run(operation, seconds=timing.TIMING.late_answer)[0]
-
-    def _open(self) -> ConnectAttempt:
-        if self._attempt is None:
-            self.stage("at the start")
-        assert self._attempt is not None
-        return self._attempt

@@ -6,16 +6,12 @@ Each recipe is a function of sizes that returns an ``Arrangement`` with every gr
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from pgmesh.recipes.arrangement import Arrangement, Family
 from pgmesh.recipes.fairscale import fairscale
 from pgmesh.recipes.megatron import hybrid_context, megatron
 from pgmesh.recipes.olmo import olmo, olmo_experts
 from pgmesh.recipes.oslo import oslo
-
-if TYPE_CHECKING:
-    from pgmesh.recipes.scratch import Scratch
+from pgmesh.recipes.scratch import Scratch
 
 __all__ = [
     "Arrangement",
@@ -28,11 +24,3 @@ __all__ = [
     "olmo_experts",
     "oslo",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Scratch":  # the only class here that needs torch
-        from pgmesh.recipes.scratch import Scratch
-
-        return Scratch
-    raise AttributeError(f"module 'pgmesh.recipes' has no attribute {name!r}")

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pgmesh._util.formatting import count_of, format_call, format_calls
+from pgmesh._util.formatting import count_of, format_call, format_calls, join_words
 from pgmesh._util.suggestions import (
-    any_of,
     describe_misfit,
     fit_sizes,
     infer_size,
@@ -132,7 +131,7 @@ class RecipeCall:
             if axis not in asked and size != 1
         ]
         if unknown:
-            problem = f"the order names {any_of(unknown)}; it may name {', '.join(known)}"
+            problem = f"the order names {join_words(unknown, 'or')}; it may name {', '.join(known)}"
         elif twice:
             problem = f"the order names {twice[0]} more than once"
         elif missing:

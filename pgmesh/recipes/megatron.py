@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, Union
 
-from pgmesh._util.formatting import format_ranks
-from pgmesh._util.suggestions import any_of, divisors
+from pgmesh._util.formatting import format_ranks, join_words
+from pgmesh._util.suggestions import divisors
 from pgmesh._util.validation import parse_size
 from pgmesh.errors import ShapeError
 from pgmesh.layout import Axis
@@ -211,7 +211,7 @@ def _instance_families(call: RecipeCall, dense: Any, expert: Any, count: int) ->
     if count not in possible:
         raise ShapeError(
             f"{call}: optimizer_instances must divide data x context, which is {total}, and expert data, which is "
-            f"{edp}, so it may be {any_of(possible)}."
+            f"{edp}, so it may be {join_words(possible, 'or')}."
         )
     cut, expert_cut = split_axes(dense, ("dp", "cp"), total // count), split_axes(expert, ("edp",), edp // count)
     firsts = [each and each[0].partition(*each[1])[0] for each in (cut, expert_cut)]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 class Scratch:
@@ -31,6 +33,8 @@ class Scratch:
         *,
         allocate: Callable[[int, torch.dtype], torch.Tensor] | None = None,
     ) -> None:
+        import torch  # only here, since plans need no torch
+
         self._allocate = allocate or (lambda count, dtype: torch.empty(count, dtype=dtype, device=device))
         self._kept: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 

@@ -169,23 +169,20 @@ def _exchange(hosts: _WorldHosts, me: int, wanted: range | tuple[int, ...], seco
     pause, seen = timing.TIMING.first_pause, 0
     while True:
         count = int(run(Read(f"{HOSTS_KEY}/count"))[0] or 0)
-        if count > seen and count >= len(wanted):
+        left = deadline - time.monotonic()
+        if left <= 0 or (count > seen and count >= len(wanted)):
             seen = count
             hosts.known |= _parse_lines(run(Read(HOSTS_KEY))[0])
-            if all(rank in hosts.known for rank in wanted):
+            missing = [rank for rank in wanted if rank not in hosts.known]
+            if not missing:
                 return
-        left = deadline - time.monotonic()
-        if left <= 0:
-            break
-        time.sleep(min(pause, left))
+            if left <= 0:
+                raise MissingRanksError(
+                    f"{name_ranks(missing)} of {format_ranks(wanted)} did not report their hosts within "
+                    f"{seconds:g} s. Each of them has to call launch.placement() or mesh.locality() too."
+                )
+        time.sleep(min(pause, max(left, 0.0)))
         pause = min(pause * 1.5, timing.TIMING.longest_pause)
-    hosts.known |= _parse_lines(run(Read(HOSTS_KEY))[0])
-    missing = [rank for rank in wanted if rank not in hosts.known]
-    if missing:
-        raise MissingRanksError(
-            f"{name_ranks(missing)} of {format_ranks(wanted)} did not report their hosts within "
-            f"{seconds:g} s. Each of them has to call launch.placement() or mesh.locality() too."
-        )
 
 
 def _parse_lines(lines: bytes | None) -> dict[int, HostInfo]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby
 
-from pgmesh._util.formatting import name_ranks
+from pgmesh._util.formatting import count_of, join_words, name_ranks
 from pgmesh.errors import ShapeError
 
 LEVEL_NAMES = ("host", "domain")
@@ -93,12 +93,11 @@ class HostLevel:
     def __str__(self) -> str:
         if len(self.runs) == 1:
             n, size = self.runs[0]
-            return f"{n:,} {self.name}{'s' * (n > 1)} of {size:,}"
+            return f"{count_of(n, self.name)} of {size:,}"
         if self.count <= 8:
-            *most, last = (str(size) for n, size in self.runs for _ in range(n))
-            return f"{self.count} {self.name}s of {', '.join(most)} and {last}"
+            return f"{self.count} {self.name}s of {join_words(size for n, size in self.runs for _ in range(n))}"
         if len(self.runs) == 2:
-            return " and ".join(f"{n:,} {self.name}{'s' * (n > 1)} of {size:,}" for n, size in self.runs)
+            return join_words(f"{count_of(n, self.name)} of {size:,}" for n, size in self.runs)
         return f"{self.count:,} {self.name}s of {min(size for _, size in self.runs):,} to {self.largest:,}"
 
 
@@ -203,6 +202,5 @@ def placement_faults(hosts: HostLevel, names: Sequence[str]) -> list[str]:
 
 
 def _listed(words: Sequence[str]) -> str:
-    """Join words with commas and "and"; of more than four, only the first three."""
-    words = [*words[:3], f"{len(words) - 3} more"] if len(words) > 4 else list(words)
-    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else words[0]
+    """Words joined by commas and "and"; of more than four, only the first three."""
+    return join_words([*words[:3], f"{len(words) - 3} more"] if len(words) > 4 else words)

@@ -361,7 +361,7 @@ def test_sizes_that_do_not_hold_the_world_are_a_usage_error_on_every_rank():
         "pgmesh check: dp=2 tp=3 holds 6 ranks, but the world has 4.\n\n  pgmesh check dp=2 tp=2   # with tp 2\n"
     )
     text = output_of_rank_0(world(4).run(run_check, "dp=-1 tp=3"), 2)
-    assert "the world has 4 ranks, and 3 does not divide it." in text
+    assert "dp=-1 tp=3 cannot be filled: the world has 4, and 4 is not divisible by 3." in text
     text = output_of_rank_0(world(4).run(run_check, "dp=2 tp=2 --family ddp"), 2)
     assert text.startswith("pgmesh check: there is no axis 'ddp': the axes are dp, tp.")
 
