@@ -408,7 +408,7 @@ def run_case(case: Case, seed: int, tally: Tally, *, beats_fast: bool = True, lo
             was, now = stays["unfinished"]
             holds = {
                 "unfinished": 1,
-                "threads": 3,  # one of them of the backend that raises for later uses
+                "threads": 3,  # of its device, of its backend, and of the backend that raises for later uses
                 "descriptors": 2 + N,
             }  # of one group
             stays = {what: (a, b) for what, (a, b) in stays.items() if b - a > (now - was) * holds.get(what, 0)}
