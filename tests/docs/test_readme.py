@@ -181,7 +181,7 @@ def test_ranks_with_different_shapes():
     _, theirs, ours = ROWS["Ranks have different shapes?"]
     assert "All ranks still wait after 5 s" in theirs
     assert ranks_that_wait(device_mesh_of_another_shape) == [0, 1, 2, 3]
-    assert "raises on all ranks, with each shape and its ranks" in ours
+    assert "`mesh.connect((0, 1))` raises on all ranks, with each shape and its ranks" in ours
     (shown,) = re.findall(r"`(\[[^`]+)`", ours)
     for text in world(4).run(connect_another_shape):
         assert re.search(r"\n  shape: \[2, 2\] on ranks? [0-2, ]+, ", text), text
