@@ -1,36 +1,226 @@
-"""README's programs are whole: each runs as it stands there."""
+"""README: its script runs under torchrun, and each row of its table is observed on real processes."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
-from pgmesh import ProcessGroupMesh
-from tests.support.fake_world import fake_rank
+import pgmesh
+from pgmesh import Layout, MismatchError, MissingRanksError, ProcessGroupMesh
+from tests.support.programs import clean_env
+from tests.support.torch_tables import table_sizes
+from tests.support.worlds import check_sums, fresh_world, groups_of, world
 
 ROOT = Path(__file__).parents[2]
-PROGRAM, METHOD = (
-    block
-    for block in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
-    if ">>>" not in block
-)
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+STILL_WAITS = 5.0  # seconds, as the table says
+ROWS = {
+    cells[0]: cells
+    for cells in ([cell.strip() for cell in line.strip("|").split(" | ")] for line in README.splitlines())
+    if len(cells) == 3
+}
+
+of_torch_2_13 = pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the table is about torch 2.13")
 
 
-def test_its_program_runs(tmp_path):
-    file = tmp_path / "script.py"
-    file.write_text(PROGRAM, encoding="utf-8")
-    done = subprocess.run([sys.executable, str(file)], cwd=ROOT, capture_output=True, text=True, timeout=120)
+def test_its_script_prints_what_it_shows(tmp_path: Path):
+    ((program, command, shown),) = re.findall(
+        r"```python\n(.*?)```\n\n```console\n\$ torchrun (.*?) script.py\n(.*?)```", README, re.DOTALL
+    )
+    assert len(list(filter(None, program.splitlines()))) == 7
+    script = tmp_path / "script.py"
+    script.write_text(program, encoding="utf-8")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", *command.split(), str(script)]
+    done = subprocess.run(torchrun, cwd=ROOT, env=clean_env(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "[('dp0-tp0', 2), ('dp0-tp1', 2), ('dp1-tp0', 2), ('dp1-tp1', 2)]\n"
+    assert sorted(done.stdout.splitlines()) == shown.splitlines()
 
 
-def test_its_method_needs_a_mesh_and_a_model_alone():
-    with fake_rank(0, 4):  # where a sum adds nothing
-        said = {"mesh": ProcessGroupMesh(dp=4, name="readme"), "model": torch.nn.Linear(1, 1, bias=False)}
-        exec(METHOD, said)
-        said["model"](torch.full((1, 1), 8.0)).sum().backward()
-        assert said["model"].weight.grad.item() == 8.0 / 4
+def test_its_status_names_this_version_and_its_length_is_under_100_lines():
+    assert f"| status of {pgmesh.__version__} |" in README
+    assert README.index("| NCCL | not tried") < README.index("## Install")
+    assert len(README.splitlines()) < 100
+
+
+# ---- why not just init_device_mesh? ----
+
+
+def in_two_orders(make: Callable[[tuple[int, int]], Any]) -> None:
+    """Two meshes, and the sums of their groups. Rank 3 makes the meshes in the other order."""
+    shapes = [(2, 2), (1, 4)]
+    meshes = {shape: make(shape) for shape in (shapes if dist.get_rank() != 3 else reversed(shapes))}
+    for shape in shapes:
+        of = ProcessGroupMesh(*shape, name=f"expected {shape}")
+        group_of = getattr(meshes[shape], "get_group", None) or meshes[shape].group
+        check_sums({str(axis): (group_of(axis), of.ranks(axis)) for axis in of.axes})
+
+
+def without_rank_3(make: Callable[[], Any]) -> None:
+    if dist.get_rank() != 3:
+        make()
+
+
+def flatten_without_rank_3() -> None:
+    both = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))["dp", "tp"]
+    without_rank_3(both._flatten)
+
+
+def device_mesh(shape: tuple[int, int] = (2, 2)) -> Any:
+    return init_device_mesh("cpu", shape)
+
+
+def own_mesh(shape: tuple[int, int]) -> ProcessGroupMesh:
+    return ProcessGroupMesh(*shape, name=str(shape))
+
+
+def device_mesh_of_another_shape() -> None:
+    mesh = init_device_mesh("cpu", (4, 1) if dist.get_rank() == 3 else (2, 2))
+    for axis in (0, 1):
+        dist.all_reduce(torch.ones(1), group=mesh.get_group(axis))
+
+
+def ranks_that_wait(fn: Callable[..., Any], *args: Any, size: int = 4) -> list[int]:
+    """The ranks on which a call has not returned after STILL_WAITS seconds. It raises on none."""
+    with fresh_world(size) as own:
+        own.run(dist.get_rank)  # all processes have started
+        outcomes = own.outcomes(fn, *args, deadline=STILL_WAITS)
+    assert all(outcome.timed_out or not outcome.error for outcome in outcomes), outcomes
+    return [outcome.rank for outcome in outcomes if outcome.timed_out]
+
+
+@of_torch_2_13
+def test_who_calls_and_in_which_order():
+    _, theirs, ours = ROWS["Who calls, and in which order?"]
+    assert "all still wait after 5 s" in theirs
+    assert ranks_that_wait(in_two_orders, device_mesh) == [0, 1, 2, 3]
+    assert "every sum right" in ours
+    assert ranks_that_wait(in_two_orders, own_mesh) == []
+
+
+def two_axes() -> tuple[str, int, bool]:
+    both = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))["dp", "tp"]
+    with pytest.raises(RuntimeError) as caught:
+        both.get_group()
+    mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, name="two axes")
+    if mesh.rank != 3:
+        mesh.group("dp", "tp")
+    dist.barrier()
+    check_sums({"dp, tp": (mesh.group("dp", "tp"), mesh.ranks("dp", "tp"))})
+    same = mesh.group("dp", "tp") is mesh.group("tp", "dp")
+    return type(caught.value).__name__, both._flatten().get_group().size(), same
+
+
+@of_torch_2_13
+def test_a_group_along_two_axes():
+    _, theirs, ours = ROWS["A group along two axes?"]
+    assert '`mesh["dp", "tp"].get_group()` raises `RuntimeError`' in theirs
+    assert "is the same object" in ours
+    assert world(8).run(two_axes) == [("RuntimeError", 4, True)] * 8
+    assert "`_flatten` creates one, and waits for the other ranks in it" in theirs
+    assert ranks_that_wait(flatten_without_rank_3, size=8) == [0, 1, 2]
+
+
+def many_meshes() -> dict[str, Any]:
+    first = init_device_mesh("cpu", (2, 2))
+    before = table_sizes()["pg_map"]
+    again = init_device_mesh("cpu", (2, 2))
+    of_torch = table_sizes()["pg_map"] - before
+    destroyers = [name for name in dir(again) if re.search("destroy|close|release|shutdown|free", name)]
+    before = table_sizes()["pg_map"]
+    actor, critic = (ProcessGroupMesh(dp=2, tp=2, name=name) for name in ("actor", "critic"))
+    shared = actor.view(pp=1, ep=4).group("ep") is actor.group() and actor.along("tp").group() is actor.group("tp")
+    own = critic.group("tp") is not actor.group("tp")
+    check_sums(groups_of(actor) | {"critic": (critic.group("tp"), critic.ranks("tp"))})
+    actor.close()
+    critic.close()
+    left = table_sizes()["pg_map"] - before
+    return {"equal": first == again, "of torch": of_torch, "destroyers": destroyers, "ours": (shared, own, left)}
+
+
+@of_torch_2_13
+def test_many_meshes():
+    _, theirs, ours = ROWS["Many meshes?"]
+    assert "An equal mesh creates all groups again. No method destroys them" in theirs
+    assert "share groups; a mesh with another `name=` has its own; `mesh.close()` destroys them" in ours
+    for seen in world(4).run(many_meshes):
+        assert seen == {"equal": True, "of torch": 2, "destroyers": [], "ours": (True, True, 0)}
+
+
+def connect_without_rank_3() -> str:
+    if dist.get_rank() == 3:
+        return ""
+    mesh = ProcessGroupMesh(2, 2, name="never comes")
+    mesh.group(0)
+    with pytest.raises(MissingRanksError) as caught:
+        mesh.connect((0, 1), timeout=2)
+    return str(caught.value)
+
+
+@of_torch_2_13
+def test_a_rank_that_never_comes():
+    _, theirs, ours = ROWS["A rank never comes?"]
+    assert "The others still wait after 5 s" in theirs
+    assert ranks_that_wait(without_rank_3, device_mesh) == [0, 1, 2]
+    (shown,) = re.findall(r"raises `([^`]+)`", ours)
+    with fresh_world(4) as own:
+        assert [shown in text for text in own.run(connect_without_rank_3)] == [True, True, True, False]
+
+
+def connect_another_shape() -> str:
+    mesh = ProcessGroupMesh(*((4, 1) if dist.get_rank() == 3 else (2, 2)), name="shapes")
+    with pytest.raises(MismatchError) as caught:
+        mesh.connect((0, 1))
+    return str(caught.value)
+
+
+@of_torch_2_13
+def test_ranks_with_different_shapes():
+    _, theirs, ours = ROWS["Ranks have different shapes?"]
+    assert "All ranks still wait after 5 s" in theirs
+    assert ranks_that_wait(device_mesh_of_another_shape) == [0, 1, 2, 3]
+    assert "`mesh.connect((0, 1))` raises on all ranks, with each shape and its ranks" in ours
+    (shown,) = re.findall(r"`(\[[^`]+)`", ours)
+    for text in world(4).run(connect_another_shape):
+        assert re.search(r"\n  shape: \[2, 2\] on ranks? [0-2, ]+, ", text), text
+        assert shown in text
+
+
+@of_torch_2_13
+def test_before_there_are_gpus():
+    _, theirs, ours = ROWS["Before you have GPUs?"]
+    no_launcher, world_of_1 = re.findall(r"`([^`]+)`", theirs)
+    program = (
+        "import sys, torch.distributed as dist\n"
+        "from torch.distributed.device_mesh import init_device_mesh\n"
+        "if sys.argv[1:]: dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "init_device_mesh('cpu', (8, 8))"
+    )
+    for words, shown in (([], no_launcher), (["a world of 1"], world_of_1)):
+        command = [sys.executable, "-c", program, *words]
+        done = subprocess.run(command, env=clean_env(), capture_output=True, text=True, timeout=60)
+        assert done.returncode != 0
+        assert shown in done.stderr
+    assert "need no processes and no torch" in ours
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from pgmesh import Layout; from pgmesh.__main__ import main\n"
+        "print(Layout(dp=8, tp=8).block_of(9, 'tp')); sys.exit(main(['plan', 'dp=8', 'tp=8']))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{Layout(dp=8, tp=8).block_of(9, 'tp')}\n64 ranks: dp=8 tp=8\n"), done.stdout
+
+
+def test_each_row_has_a_test():
+    rows = {question for question in ROWS if question.endswith("?")}
+    asked = set(re.findall(r'ROWS\["([^"]+)"\]', Path(__file__).read_text(encoding="utf-8")))
+    assert rows == asked

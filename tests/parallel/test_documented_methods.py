@@ -64,7 +64,6 @@ def of_program(path: str, name: str) -> type[Method]:
 
 
 AVERAGES = {
-    "README": functools.partial(of_markdown, "README.md"),
     "docs": functools.partial(of_markdown, "docs/parallel.md"),
     "example": functools.partial(of_program, "examples/10_own_method.py", "Average"),
 }
@@ -103,7 +102,7 @@ def test_an_average_of_a_page_composed_with_other_methods(page: str):
 
 
 def compose_average_with_two() -> None:
-    average = AVERAGES["README"]()
+    average = AVERAGES["docs"]()
     for kind in ("sharding", "tensor"):
         with ProcessGroupMesh(pp=2, dp=2, x=2, name=f"two stages, {kind}") as mesh:
             together = compose(mesh, average(mesh, "dp"), *partners(mesh, "two stages", "pp"), *partners(mesh, kind))
@@ -240,7 +239,7 @@ def average_in_a_split_backward() -> str:
         pipeline = PipelineParallel(
             mesh, "x", layers="blocks", first="012", loss=loss_of, microbatches=4, schedule="zero-bubble"
         )
-        together = compose(mesh, of_markdown("README.md")(mesh, "dp"), pipeline)
+        together = compose(mesh, of_markdown("docs/parallel.md")(mesh, "dp"), pipeline)
         with pytest.raises(MethodError) as caught:
             assert_same_training(train(together.apply(SmallModel()), together.share), train_alone())
         return str(caught.value)

@@ -1,0 +1,106 @@
+"""docs/coming_from/device_mesh.md: every public name of DeviceMesh, and both columns of each row give what they say."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import pgmesh
+from pgmesh import ProcessGroupMesh
+from tests.support.fake_world import fake_rank
+
+pytestmark = pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the page is about torch 2.13")
+
+PAGE = (Path(__file__).parents[2] / "docs" / "coming_from" / "device_mesh.md").read_text(encoding="utf-8")
+SPECIAL = {
+    "__init__": "DeviceMesh(",
+    "__getitem__": "device_mesh[",
+    "__eq__": "device_mesh == ",
+    "__hash__": "hash(device_mesh)",
+    "__repr__": "repr(device_mesh)",
+    "__enter__": "with device_mesh:",
+    "__exit__": "with device_mesh:",
+}
+"""How a program calls the special methods of DeviceMesh."""
+
+
+class Row(NamedTuple):
+    theirs: str
+    theirs_gives: str  # the repr of the result, the name of an exception, or nothing
+    ours: str
+    ours_gives: str
+
+
+def rows() -> Iterator[Row]:
+    table = False
+    for line in PAGE.splitlines():
+        if line == "| DeviceMesh | gives | here | gives |":
+            table = True
+        elif not line.startswith("|"):
+            table = False
+        elif table and not line.startswith("|---"):
+            yield Row(*(cell.strip().removeprefix("`").removesuffix("`") for cell in line[1:-1].split(" |")))
+
+
+ROWS = list(rows())
+
+
+def given_by(code: str, names: dict[str, Any]) -> str:
+    """The repr of an expression, the name of the exception that it raises, or nothing for a statement."""
+    try:
+        if isinstance(ast.parse(code).body[0], ast.Expr):
+            return repr(eval(code, names))
+        exec(code, names)
+    except Exception as error:
+        return type(error).__name__
+    return ""
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.theirs)
+def test_both_columns_give_what_they_say(row: Row):
+    with fake_rank(5, 8):
+        names: dict[str, Any] = {name: getattr(pgmesh, name) for name in pgmesh.__all__}
+        names |= {"init_device_mesh": init_device_mesh, "DeviceMesh": DeviceMesh}
+        names["device_mesh"] = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+        names["mesh"] = ProcessGroupMesh(pp=2, dp=2, tp=2, name="train")
+        for code, shown in ((row.theirs, row.theirs_gives), (row.ours, row.ours_gives)):
+            given = given_by(code, names)
+            if shown:
+                assert given == shown
+            else:
+                assert not given.endswith(("Error", "Exception")), given
+
+
+def test_the_configured_backend_and_timeout_are_those_of_the_group():
+    with fake_rank(5, 8):
+        mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, name="train")
+        (configure,) = (row.ours for row in ROWS if "backend_override" in row.theirs)
+        exec(configure, {"mesh": mesh})
+        assert dist.get_backend(mesh.group("dp")) == "fake"
+        with pytest.raises(pgmesh.OptionsError):
+            mesh.configure("dp", timeout=60)  # the group was created with the other timeout
+
+
+def test_every_public_name_of_device_mesh_is_in_the_first_column():
+    public = {name for name in vars(DeviceMesh) if not name.startswith("_")}
+    special = {name for name, value in vars(DeviceMesh).items() if name.startswith("__") and inspect.isfunction(value)}
+    assert special - {"__getstate__", "__setstate__"} == {*SPECIAL}  # pickling is no call of a program
+    column = "\n".join(row.theirs for row in ROWS)
+    missing = [name for name in public if not re.search(rf"\.{name}\b", column)]
+    missing += [name for name, call in SPECIAL.items() if call not in column]
+    assert missing == []
+
+
+def test_every_parameter_of_init_device_mesh_is_on_the_page():
+    parameters = {*inspect.signature(init_device_mesh).parameters} - {"mesh_shape"}  # given in each call
+    assert [name for name in parameters if not re.search(rf"\b{name}\b", PAGE)] == []
+    assert "init_device_mesh(" in "\n".join(row.theirs for row in ROWS)

@@ -1,0 +1,51 @@
+"""README and docs: no broken link, and no cell of a table that is longer than two lines."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+CELL = 240  # characters as shown: two lines of 120
+BACKTICKED_FILE = re.compile(r"`((?:\w+/)*test_\w+\.py)`")
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", without_code(page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_to_a_file_and_a_heading(page: Path):
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text(encoding="utf-8"))):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if link.startswith("https://"):
+            continue
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_cell_of_a_table_is_longer_than_two_lines(page: Path):
+    lines = without_code(page.read_text(encoding="utf-8")).splitlines()
+    cells = [cell for line in lines if line.startswith("|") for cell in line.strip("| ").split(" | ")]
+    shown = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", cell).replace("`", "") for cell in cells]
+    assert [cell for cell in shown if len(cell) > CELL] == []
+
+
+def test_the_contributing_page_names_tests_that_are_there():
+    named = set(BACKTICKED_FILE.findall((ROOT / "docs" / "contributing.md").read_text(encoding="utf-8")))
+    there = [path.as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(name for name in named if not any(path.endswith(f"/{name}") for path in there)) == []
+    assert len(named) > 30
