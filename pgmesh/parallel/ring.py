@@ -6,7 +6,8 @@ positions by all-to-all, and runs torch's attention, with its fused kernels.
 
 The ring is a reference implementation: it computes scores in 32-bit floats by plain matrix products, without a flash
 attention kernel. On CUDA torch has a ring with such kernels, ``context_parallel``. It works on the mesh's group, in the
-place of ``ContextParallel``; untested here::
+place of ``ContextParallel``. The module has to call ``torch.nn.functional.scaled_dot_product_attention`` by this name,
+since torch replaces no reference that was kept before. Only the cut of the buffers was tried here::
 
     from torch.distributed.tensor.experimental import context_parallel
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.functional import scaled_dot_product_attention
 
 from pgmesh import MethodError, OptionsError, ProcessGroupMesh, ShapeError
@@ -68,6 +69,19 @@ def compare_all(shape, ranks, axes):
 )
 def test_cut_attention_is_whole_attention(shape, ranks, axes):
     world(4).run(compare_all, shape, ranks, axes)
+
+
+def cut_by_torch() -> None:
+    """torch's context_parallel, with the mesh's group; its attention has no kernel for the CPU."""
+    with ProcessGroupMesh(dp=2, cp=2) as mesh:
+        whole = torch.arange(32).view(2, 16)
+        cut = whole.clone()
+        with context_parallel(mesh.device_mesh("cp"), buffers=[cut], buffer_seq_dims=[1]):
+            assert cut.equal(ContextParallel(mesh, "cp").cut(whole))
+
+
+def test_torchs_context_parallel_takes_the_groups_of_a_mesh():
+    world(4).run(cut_by_torch)
 
 
 # ---- training ----
