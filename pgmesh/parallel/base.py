@@ -159,6 +159,15 @@ class Method:
         """
         return self.apply(inner(module))
 
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Register the method's hooks on an optimizer of the program. ``Composition.attach`` calls it; default: none.
+
+        For methods that act at optimizer steps, such as local SGD: ``optimizer.register_step_post_hook(self._after)``.
+
+        Args:
+            optimizer: the optimizer, made after ``apply``.
+        """
+
     def shares(self, axis: Axis, other: Method) -> bool:
         """Return True if ``other`` may own an axis that has ranks in common with ``axis``, on another view.
 
