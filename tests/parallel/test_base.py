@@ -41,8 +41,6 @@ from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
 from tests.support.worlds import check_sums, groups_of, world
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture
 def mesh() -> Iterator[ProcessGroupMesh]:

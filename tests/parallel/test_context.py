@@ -96,17 +96,8 @@ def train_along_cp(sizes, ranks, how):
         check_sums({"cp": (mesh.group("cp"), mesh.ranks("cp"))})
 
 
-@pytest.mark.parametrize(
-    ("sizes", "how"),
-    [
-        ({"dp": 2, "cp": 4}, {}),  # of eight positions: the longest ring of two chunks each
-        ({"dp": 1, "cp": 8}, {"balanced": False}),
-        ({"dp": 1, "cp": 8}, {"attention": "ulysses"}),
-    ],
-    ids=str,
-)
-def test_training_with_sequences_cut_is_that_of_one_process(sizes, how):
-    world(8).run(train_along_cp, sizes, range(8), how)
+def test_training_with_a_ring_that_is_not_balanced_is_that_of_one_process():
+    world(8).run(train_along_cp, {"dp": 1, "cp": 8}, range(8), {"balanced": False})
 
 
 def test_training_on_permuted_ranks_is_that_of_one_process():

@@ -294,26 +294,6 @@ def test_axes_that_cannot_be_sharded_along_raise():
 # ---- pipeline ----
 
 
-def piped(schedule: str, virtual: int, tied: bool, *, data: str) -> None:
-    mesh = ProcessGroupMesh(pp=2, dp=4)
-    kind = {"replicated": DataParallel, "sharded": ShardedDataParallel}[data]
-    pipeline = stages(mesh, schedule=schedule, virtual=virtual)
-    train_and_check(compose(mesh, pipeline, kind(mesh, "dp")), tied=tied)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "virtual", "tied", "data"),
-    [
-        ("gpipe", 1, False, "replicated"),
-        ("1f1b", 1, True, "sharded"),
-        ("interleaved", 2, True, "replicated"),
-        ("interleaved", 2, False, "sharded"),
-    ],
-)
-def test_pipeline_parallel_with_data_parallel(schedule: str, virtual: int, tied: bool, data: str):
-    world(8).run(functools.partial(piped, data=data), schedule, virtual, tied)
-
-
 def added_up() -> None:
     """Gradients of a step are added to those of the step before, those of tied weights too."""
     with ProcessGroupMesh(pp=2, dp=2, name="added up") as mesh:
@@ -552,16 +532,6 @@ def dp_pp_tp(ranks: list[int] | None, replicate: list[str], tied: bool) -> None:
 )
 def test_data_pipeline_and_tensor_parallel(ranks: list[int] | None, replicate: list[str]):
     world(8).run(dp_pp_tp, ranks, replicate, ranks is not None)
-
-
-def hsdp_tp() -> None:
-    mesh = ProcessGroupMesh(rep=2, dp=2, tp=2)
-    composition = compose(mesh, split(mesh), ShardedDataParallel(mesh, "rep", "dp", replicate="rep"))
-    train_and_check(composition, tied=True)
-
-
-def test_hybrid_sharding_with_tensor_parallel():
-    world(8).run(hsdp_tp)
 
 
 def two_meshes() -> None:
