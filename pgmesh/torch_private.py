@@ -52,8 +52,8 @@ SEAM: dict[str, str] = {
     "distributed_c10d._get_default_timeout": "the timeout of a world whose backend has none",
     "device_mesh.DeviceMesh._hash_key": "meshes of the same shape with different groups must be unequal",
     "nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model": "excludes parameters",
-    "_foreach_norm": "norms of all gradients in one kernel, in a given dtype",
-    "_foreach_mul_": "scales all gradients in one kernel",
+    "_C._VariableFunctions._foreach_norm": "norms of all gradients in one kernel, in a given dtype",
+    "_C._VariableFunctions._foreach_mul_": "scales all gradients in one kernel",
     "nn.Module._buffers": "a pipeline's first pass with a shape runs on copies of the buffers",
     "Tensor._post_accumulate_grad_hooks": "some pipeline schedules would skip these hooks",
     "ProcessGroup._set_default_backend": "sets the backend of a group that is built directly",
@@ -78,9 +78,7 @@ def missing_names(torch: Any = torch) -> dict[str, str]:
 
     def there(path: str) -> bool:
         root, *names = path.split(".")
-        place = getattr(
-            torch if root in ("_C", "nn", "Tensor", "_foreach_norm", "_foreach_mul_") else torch.distributed, root, None
-        )
+        place = getattr(torch if root in ("_C", "nn", "Tensor") else torch.distributed, root, None)
         for name in names:
             place = getattr(place, name, getattr(place, "__annotations__", {}).get(name))
         return place is not None

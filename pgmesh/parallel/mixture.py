@@ -12,10 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.functional import grouped_mm, linear
+from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 from pgmesh.errors import ShapeError
+
+grouped_mm: Any = getattr(nn.functional, "grouped_mm", None)
+"""torch's grouped matrix multiplication; None on a torch without it."""
 
 
 def mix(tokens: Tensor, weights: Tensor, chosen: Tensor, experts: nn.ModuleList | nn.ModuleDict) -> Tensor:
@@ -160,8 +163,9 @@ def _describe(module: nn.Module) -> tuple[Any, ...]:
 
 def can_group(rows: Tensor, parameters: Iterable[Tensor]) -> bool:
     """Return True if torch's grouped_mm takes these: bfloat16, with sizes that are multiples of 16 bytes."""
-    half, bytes16 = torch.bfloat16, 8
-    return rows.dtype is half and all(w.dtype is half and all(n % bytes16 == 0 for n in w.shape) for w in parameters)
+    if grouped_mm is None or rows.dtype is not torch.bfloat16:
+        return False
+    return all(each.dtype is torch.bfloat16 and all(size % 8 == 0 for size in each.shape) for each in parameters)
 
 
 def balance_loss(probabilities: Tensor, chosen: Tensor, count: Callable[[Tensor], Tensor] | None = None) -> Tensor:

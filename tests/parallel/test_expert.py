@@ -208,7 +208,7 @@ class Counted(Expert):
         self.register_buffer("count", torch.zeros(()))
 
 
-def test_only_experts_that_differ_in_nothing_but_their_linear_layers_are_grouped():
+def test_only_experts_that_differ_in_nothing_but_their_linear_layers_are_grouped(monkeypatch):
     def experts(kind: type[nn.Module] = Expert) -> nn.ModuleDict:
         return nn.ModuleDict({str(i): kind() for i in range(3)})
 
@@ -232,6 +232,8 @@ def test_only_experts_that_differ_in_nothing_but_their_linear_layers_are_grouped
     assert not mixture.can_group(rows.double(), parameters.values())
     assert not mixture.can_group(rows, [*parameters.values(), torch.zeros(8, 12).bfloat16()])
     assert not mixture.can_group(rows, [*parameters.values(), torch.zeros(8, 8)])
+    monkeypatch.setattr(mixture, "grouped_mm", None)  # as on an older torch
+    assert not mixture.can_group(rows, parameters.values())
 
 
 # ---- training ----
