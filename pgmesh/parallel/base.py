@@ -126,7 +126,10 @@ class Method:
                     self.mesh.configure(*axes, **options)
 
     def apply(self, module: nn.Module) -> nn.Module:
-        """Return the module to train: the given one, changed in place, or a wrapper of it."""
+        """Return the module to train: the given one, changed in place, or a wrapper of it.
+
+        In a pipeline it is called for each stage of this rank. Parameters may be DTensors.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} does not define apply(module) -> module; every method has to."
         )

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from pgmesh import torch_private
-from pgmesh.groups.backends import backends_of
 from pgmesh.groups.world import device_of
 
 if TYPE_CHECKING:
@@ -35,8 +34,8 @@ def collective_device(group: ProcessGroup, device: torch.device) -> torch.device
         device: device of the data; the CPU for a rank without data.
     """
     accelerator, served = device_of(group), {each.type for each in torch_private.device_types(group)}
-    one_backend = len(backends_of(torch_private.backend_name(group)).names) == 1
-    return device if device.type == accelerator.type or (one_backend and device.type in served) else accelerator
+    backends = {each.rpartition(":")[2] for each in dist.get_backend_config(group).split(",")}
+    return device if device.type == accelerator.type or (len(backends) == 1 and device.type in served) else accelerator
 
 
 @contextlib.contextmanager

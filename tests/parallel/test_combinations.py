@@ -228,6 +228,12 @@ ROWS = [
         expert_model,
     ),
     Row(
+        "pipeline `zero-bubble`, experts on equal tokens",
+        {"pp": 2, "ep": 2},
+        lambda m: [stages(m, "zero-bubble"), ExpertParallel(m, "ep")],
+        expert_model,
+    ),
+    Row(
         "pipeline, sharded, experts; permuted ranks",
         {"pp": 2, "dp": 4},
         lambda m: [stages(m), sharded(m), experts(m, "edp ep", pp=2, edp=2, ep=2)],
@@ -290,7 +296,7 @@ def train(number: int) -> float:
         by_type: dict[type, Any] = {type(method): method for method in methods}
         model, how = row.model(), dict[str, Any]()
         if ExpertParallel in by_type:
-            shares = mesh.size("dp")
+            shares = row.sizes.get("dp", 1)
             in_stages = (2, lambda rows: in_microbatches(rows, shares)) if PipelineParallel in by_type else ()
             expected, moe = train_alone_in_parts(*in_stages), by_type[ExpertParallel].mesh
             how["parts"] = lambda whole: {**whole, **cut_like(dict(model.named_parameters()), whole, moe, "etp")}

@@ -16,10 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pgmesh import LifetimeError, ProcessGroupMesh, torch_private
 from pgmesh.groups import world
-from pgmesh.parallel import PipelineParallel, Seeds, exchange, seeds, weights
+from pgmesh.parallel import PipelineParallel, Seeds, seeds, weights
 from pgmesh.parallel.weights import Held
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
+from tests.support.programs import run_programs
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 BACKENDS = {  # the devices that a group serves, by its backend
@@ -33,17 +34,10 @@ BACKENDS = {  # the devices that a group serves, by its backend
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Make every group one of this backend, on a host with a GPU."""
     monkeypatch.setattr(torch_private, "device_types", lambda group: BACKENDS[request.param])
-    monkeypatch.setattr(torch_private, "backend_name", lambda group: request.param)
-    monkeypatch.setattr(exchange, "backends_of", backends_of)
+    config = ",".join(f"{device.type}:{request.param}" for device in BACKENDS[request.param])
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: request.param if ":" in request.param else config)
     monkeypatch.setattr(world, "_accelerator", lambda: CUDA)
     return request.param
-
-
-class backends_of:  # noqa: N801
-    """Names of the backends of a group; this torch is built without NCCL."""
-
-    def __init__(self, name: str) -> None:
-        self.names = {part.rpartition(":")[2] for part in name.split(",")}
 
 
 @pytest.fixture
@@ -77,6 +71,28 @@ def test_a_norm_is_summed_on_a_device_that_all_ranks_can_agree_on(mesh, backend,
     assert found == [expected] * 2
     assert clipped == expected
     assert sent == [expected] * 3
+
+
+WITHOUT_A_BACKEND = """
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from pgmesh import ProcessGroupMesh
+from pgmesh.interop import from_device_mesh
+from pgmesh.parallel.weights import Held, norm
+
+dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+weight, own = torch.nn.Parameter(torch.ones(4)), init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+weight.grad = torch.ones(4)
+for mesh in (ProcessGroupMesh(dp=1), from_device_mesh(own, name="torch's")):
+    print(norm(Held([weight], mesh)).item())
+"""
+
+
+def test_a_norm_in_a_world_of_torchs_default_backends(tmp_path):
+    ((out, error),) = run_programs(tmp_path, WITHOUT_A_BACKEND, environs=[{"PATH": ""}])
+    assert out.split() == ["2.0", "2.0"], error
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
