@@ -126,7 +126,10 @@ class Method:
                     self.mesh.configure(*axes, **options)
 
     def apply(self, module: nn.Module) -> nn.Module:
-        """Return the module to train: the given one, changed in place, or a wrapper of it."""
+        """Return the module to train: the given one, changed in place, or a wrapper of it.
+
+        In a pipeline it is called for each stage of this rank. Parameters may be DTensors.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} does not define apply(module) -> module; every method has to."
         )
@@ -158,6 +161,15 @@ class Method:
             inner: applies the methods of lower levels to a module, or to a part of it.
         """
         return self.apply(inner(module))
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Register the method's hooks on an optimizer of the program. ``Composition.attach`` calls it; default: none.
+
+        For methods that act at optimizer steps, such as local SGD: ``optimizer.register_step_post_hook(self._after)``.
+
+        Args:
+            optimizer: the optimizer, made after ``apply``.
+        """
 
     def shares(self, axis: Axis, other: Method) -> bool:
         """Return True if ``other`` may own an axis that has ranks in common with ``axis``, on another view.

@@ -86,6 +86,23 @@ class Composition:
             raise failed from error
         return applied
 
+    def attach(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Register all methods' hooks on an optimizer, lowest level first, and return it.
+
+        Without a method that acts at optimizer steps, it does nothing.
+
+        Args:
+            optimizer: an optimizer of the module that ``apply`` returned.
+
+        >>> from pgmesh.parallel import compose
+        >>> together = compose(mesh, unowned=mesh.axes)
+        >>> model = together.apply(torch.nn.Linear(2, 2))
+        >>> optimizer = together.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+        """
+        for method in self.methods:
+            method.attach(optimizer)
+        return optimizer
+
     @property
     def size(self) -> int:
         """Number of ranks that read different rows: ``num_replicas`` of a DistributedSampler.

@@ -5,16 +5,46 @@ Each docstring has the operation of the forward pass and that of the backward pa
 
 from __future__ import annotations
 
+import contextlib
 import io
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from pgmesh import torch_private
+from pgmesh.groups.world import device_of
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
+
+
+def collective_device(group: ProcessGroup, device: torch.device) -> torch.device:
+    """Device for the tensors of a collective whose data is on ``device``, so that all ranks use the same backend.
+
+    With one backend it is ``device`` if the backend serves it. Otherwise it is the accelerator that the group serves:
+    under NCCL for weights on the CPU, and under ``cpu:gloo,cuda:nccl`` always.
+
+    Args:
+        group: the group.
+        device: device of the data; the CPU for a rank without data.
+    """
+    accelerator, served = device_of(group), {each.type for each in torch_private.device_types(group)}
+    backends = {each.rpartition(":")[2] for each in dist.get_backend_config(group).split(",")}
+    return device if device.type == accelerator.type or (len(backends) == 1 and device.type in served) else accelerator
+
+
+@contextlib.contextmanager
+def on_served_device(tensor: Tensor, group: ProcessGroup) -> Iterator[Tensor]:
+    """Yield the tensor for a collective: itself, or a copy on a device of the group, which is copied back at exit."""
+    moved = tensor.to(collective_device(group, tensor.device))
+    yield moved
+    if moved is not tensor:
+        tensor.copy_(moved)
 
 
 def all_to_all_rows(
@@ -98,6 +128,47 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         return _AllReduce.apply(gradients[0], *ctx.backward_arguments), None, None  # type: ignore[no-untyped-call]
+
+
+def to_lists(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Integers of several vectors of one device, as lists. It is one copy to the host, which waits for a GPU once."""
+    numbers = iter(torch.cat([*tensors]).tolist())
+    return [list(itertools.islice(numbers, each.numel())) for each in tensors]
+
+
+def all_reduce_gradients(parameters: Sequence[Tensor], group: ProcessGroup | None, divisor: int) -> Sequence[Tensor]:
+    """The identity on parameters; the backward pass divides their gradients and all-reduces them (sum).
+
+    Gradients of one dtype are one flat tensor, so that a layer with many parameters has one all-reduce for each dtype.
+
+    Args:
+        parameters: the parameters.
+        group: the group; None for ranks whose parameters no other rank has.
+        divisor: number by which gradients are divided.
+    """
+    same: Sequence[Tensor] = _AllReduceGradients.apply(group, divisor, *parameters)  # type: ignore[no-untyped-call]
+    return same
+
+
+class _AllReduceGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: ProcessGroup | None, divisor: int, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.arguments = group, divisor
+        return tuple(each.view_as(each) for each in parameters)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        group, divisor = ctx.arguments
+        reduced = list(gradients)
+        for dtype in dict.fromkeys(each.dtype for each in gradients):
+            places = [i for i, each in enumerate(gradients) if each.dtype is dtype]
+            flat = torch.cat([gradients[i].flatten() for i in places]).div_(divisor)
+            if group is not None:
+                dist.all_reduce(flat, group=group)
+            for i, part in zip(places, torch.split(flat, [gradients[i].numel() for i in places])):
+                reduced[i] = part.view_as(gradients[i])
+        return None, None, *reduced
 
 
 def ring_shift(tensor: Tensor, group: ProcessGroup, tag: int = 0) -> tuple[Tensor, list[dist.Work]]:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from pgmesh.layout import Axis
     from pgmesh.mesh import ProcessGroupMesh
 
+ALIKE_MARK = "pgmesh_alike"
+"""Attribute of a layer's experts: True if they differ only in the parameters of their linear layers."""
+
 
 class ExpertParallel(Method):
     """Distributes experts over the axes, and sends tokens to them by all-to-all. No token is dropped or padded.
@@ -34,9 +37,13 @@ class ExpertParallel(Method):
     Ranks along the axes hold different tokens. Each rank's loss is the mean over its tokens, and the loss of the model
     is the mean over ranks. So all ranks need the same number of tokens, which is checked in training.
 
-    Gradients of experts are all-reduced in the backward pass over the ranks that hold the same experts. They are
-    divided by the number of ranks along ``over``. ``DataParallel`` and ``ShardedDataParallel`` reduce all other
-    gradients. Untested on GPUs.
+    Gradients of experts are all-reduced in the backward pass over the ranks that hold the same experts, those of a
+    layer as one tensor. They are divided by the number of ranks along ``over``. ``DataParallel`` and
+    ``ShardedDataParallel`` reduce all other gradients.
+
+    The host waits for the device once in each layer, for the numbers of tokens. Experts in bfloat16 that differ only in
+    the parameters of their linear layers run as torch's ``grouped_mm``: the ``forward`` of the first runs once, on the
+    rows of all, so it has to treat each row alone. All other experts run one after another. Untested on GPUs.
 
     Args:
         mesh: a view of the mesh, such as ``mesh.view(pp=2, edp=2, ep=2)``, or the mesh.
@@ -136,11 +143,9 @@ class ExpertParallel(Method):
         for number, expert in local_experts.items():
             if self._tensor_axes:
                 self._shard_expert(f"{name}.{number}", expert)
-            for weight in expert.parameters():
-                if weight.requires_grad:
-                    weight.register_hook(self._reduce_gradient)  # type: ignore[no-untyped-call]
             mark_owned(expert.parameters(), format_sizes(self.mesh, self._tensor_axes))
         layer.experts = local_experts
+        setattr(local_experts, ALIKE_MARK, mixture.alike(local_experts))
 
     def _shard_expert(self, name: str, expert: nn.Module) -> None:
         """Replace the layers of an expert that match a pattern by this rank's shards."""
@@ -180,9 +185,15 @@ class ExpertParallel(Method):
     def _tensor_ranks(self) -> str:
         return f"{self.mesh.size(*self._tensor_axes)} ranks along {format_sizes(self.mesh, self._tensor_axes)}"
 
-    def _reduce_gradient(self, gradient: Tensor) -> Tensor:
-        """Reduce the gradient of an expert's parameter to that of the mean loss over ranks."""
-        return self._all_reduce(gradient / self.mesh.size(*self.reduces), self._replica_axes)
+    def _reduced_parameters(self, experts: nn.ModuleList | nn.ModuleDict) -> dict[str, Tensor]:
+        """The experts' parameters. The backward pass reduces their gradients to those of the mean loss over ranks."""
+        replicated = self._replica_axes and self.mesh.size(*self._replica_axes) > 1
+        group = self.mesh.group(*self._replica_axes) if replicated else None
+        parameters = dict(experts.named_parameters(remove_duplicate=False))
+        trainable = {name: each for name, each in parameters.items() if each.requires_grad}
+        divisor = self.mesh.size(*self.reduces)
+        reduced = exchange.all_reduce_gradients([*trainable.values()], group, divisor) if trainable else ()
+        return {**parameters, **dict(zip(trainable, reduced))}
 
     # -- the tokens ------------------------------------------------------------------------------------------------
 
@@ -205,36 +216,46 @@ class ExpertParallel(Method):
             check_equal("ExpertParallel", {"tokens": len(tokens)}, self.mesh, self._checked_axes, tokens.device, fix)
         group, n = self.mesh.group(*self._expert_axes), self.mesh.size(*self._expert_axes)
 
+        parameters = self._reduced_parameters(experts)
+
         def route(rows: Tensor, counts: Tensor) -> Tensor:
             send_matrix = counts.view(n, -1)  # (rank, expert of the rank)
             receive_matrix = exchange.all_to_all_stacked(send_matrix, group)
-            send_counts, receive_counts = send_matrix.sum(1).tolist(), receive_matrix.sum(1).tolist()
-            received = exchange.all_to_all_rows(rows, send_counts, receive_counts, group)
-            outputs = self._run_local_experts(received, receive_matrix, experts)
-            return exchange.all_to_all_rows(outputs, receive_counts, send_counts, group)
+            run_counts = self._gather_counts(receive_matrix)  # (rank along tensor, source rank, expert of this rank)
+            sent, received, gathered, by_expert = exchange.to_lists(
+                [send_matrix.sum(1), receive_matrix.sum(1), run_counts.sum((1, 2)), run_counts.sum((0, 1))]
+            )
+            rows = exchange.all_to_all_rows(rows, sent, received, group)
+            counts = run_counts.flatten(0, 1)
+            outputs = self._along_tensor(
+                rows, gathered, lambda rows: _run_sorted(rows, counts, by_expert, experts, parameters)
+            )
+            return exchange.all_to_all_rows(outputs, received, sent, group)
 
         return mixture.mix_with(tokens, weights, chosen, n * len(experts), route)
 
-    def _run_local_experts(self, rows: Tensor, counts: Tensor, experts: nn.ModuleList | nn.ModuleDict) -> Tensor:
-        """Outputs of this rank's experts for rows sorted by source rank and then by expert.
+    def _gather_counts(self, counts: Tensor) -> Tensor:
+        """Numbers of rows, from (source ranks, experts) to (ranks along ``tensor``, source ranks, experts)."""
+        if not self._gathers_tokens:
+            return counts.unsqueeze(0)
+        return exchange.all_gather_stacked(counts, self.mesh.group(*self._tensor_axes))
+
+    def _along_tensor(self, rows: Tensor, counts: list[int], compute: Callable[[Tensor], Tensor]) -> Tensor:
+        """Outputs of this rank's experts, each summed over its shards.
 
         Args:
-            rows: the rows.
-            counts: number of rows, (source ranks, experts).
-            experts: this rank's experts.
+            rows: this rank's rows.
+            counts: number of rows of each rank along ``tensor``, if these are gathered.
+            compute: returns the outputs of this rank's shards of the experts.
         """
         if not self._tensor_axes:
-            return _run_sorted(rows, counts, experts)
+            return compute(rows)
         group = self.mesh.group(*self._tensor_axes)
         if not self._gathers_tokens:
-            rows = exchange.all_reduce_backward(rows, group)
-            return exchange.all_reduce_forward(_run_sorted(rows, counts, experts), group)
+            return exchange.all_reduce_forward(compute(exchange.all_reduce_backward(rows, group)), group)
         n, n_rows = group.size(), rows.size(0)
-        counts = exchange.all_gather_stacked(counts, group)
-        counts_per_rank = counts.sum((1, 2)).tolist()
-        rows = exchange.all_to_all_rows(rows.expand(n, *rows.shape).flatten(0, 1), [n_rows] * n, counts_per_rank, group)
-        outputs = _run_sorted(rows, counts.flatten(0, 1), experts)
-        parts = exchange.all_to_all_rows(outputs, counts_per_rank, [n_rows] * n, group)
+        rows = exchange.all_to_all_rows(rows.expand(n, *rows.shape).flatten(0, 1), [n_rows] * n, counts, group)
+        parts = exchange.all_to_all_rows(compute(rows), counts, [n_rows] * n, group)
         return parts.view(n, n_rows, *parts.shape[1:]).sum(0)
 
     def balance_loss(
@@ -255,18 +276,31 @@ class ExpertParallel(Method):
         return tensor
 
 
-def _run_sorted(rows: Tensor, counts: Tensor, experts: nn.ModuleList | nn.ModuleDict) -> Tensor:
+def _run_sorted(
+    rows: Tensor,
+    counts: Tensor,
+    by_expert: list[int],
+    experts: nn.ModuleList | nn.ModuleDict,
+    parameters: Mapping[str, Tensor],
+) -> Tensor:
     """Outputs of experts for rows sorted by source rank and then by expert, in the same order.
 
     Args:
         rows: the rows.
         counts: number of rows, (source ranks, experts).
+        by_expert: number of rows of each expert.
         experts: the experts.
+        parameters: their parameters, by name.
     """
     sources, n_experts = counts.shape
-    expert_of_row = torch.arange(n_experts, device=rows.device).repeat(sources).repeat_interleave(counts.flatten())
+    each = torch.arange(n_experts, device=rows.device).repeat(sources)
+    expert_of_row = each.repeat_interleave(counts.flatten(), output_size=rows.size(0))
     order = expert_of_row.argsort(stable=True)
-    outputs = mixture.run_experts(rows.index_select(0, order), counts.sum(0).tolist(), experts)
+    sorted_rows = rows.index_select(0, order)
+    if getattr(experts, ALIKE_MARK, False) and mixture.can_group(sorted_rows, parameters.values()):
+        outputs = mixture.run_experts_grouped(sorted_rows, counts.sum(0), experts, parameters)
+    else:
+        outputs = mixture.run_experts(sorted_rows, by_expert, experts, parameters)
     return outputs.index_select(0, order.argsort())
 
 

@@ -5,13 +5,20 @@ It needs no mesh. ``ExpertParallel`` replaces ``mix`` and ``balance_loss`` by it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
 
 from pgmesh.errors import ShapeError
+
+grouped_mm: Any = getattr(nn.functional, "grouped_mm", None)
+"""torch's grouped matrix multiplication; None on a torch without it."""
 
 
 def mix(tokens: Tensor, weights: Tensor, chosen: Tensor, experts: nn.ModuleList | nn.ModuleDict) -> Tensor:
@@ -54,16 +61,111 @@ def mix_with(
         compute: takes rows sorted by expert, and the number of rows of each expert; returns the output rows.
     """
     order = chosen.flatten().argsort(stable=True)
-    counts = torch.bincount(chosen.flatten(), minlength=experts)
+    counts = count_choices(chosen, experts)
     outputs = compute(tokens.index_select(0, order // chosen.size(1)), counts)
     unsorted = outputs.index_select(0, order.argsort()).view(*chosen.shape, outputs.size(-1))
     return (unsorted * weights.unsqueeze(-1)).sum(1)
 
 
-def run_experts(rows: Tensor, counts: list[int], experts: nn.ModuleList | nn.ModuleDict) -> Tensor:
-    """Outputs of the experts, each applied to its rows. Rows are sorted by expert; ``counts`` is the number of each."""
-    each: Iterable[nn.Module] = experts.values() if isinstance(experts, nn.ModuleDict) else experts
-    return torch.cat([expert(part) for expert, part in zip(each, torch.split(rows, counts), strict=True)])
+def count_choices(chosen: Tensor, experts: int) -> Tensor:
+    """Number of times that each expert is chosen. Unlike ``bincount``, the host does not wait for a GPU."""
+    flat = chosen.flatten()
+    return torch.zeros(experts, dtype=torch.int64, device=chosen.device).scatter_add_(0, flat, torch.ones_like(flat))
+
+
+def run_experts(
+    rows: Tensor,
+    counts: list[int],
+    experts: nn.ModuleList | nn.ModuleDict,
+    parameters: Mapping[str, Tensor] | None = None,
+) -> Tensor:
+    """Outputs of the experts, each applied to its rows.
+
+    Args:
+        rows: the rows, sorted by expert.
+        counts: number of rows of each expert.
+        experts: the experts.
+        parameters: tensors to use in the place of the experts' parameters, by their names in ``experts``.
+    """
+    parts = zip(experts.named_children(), torch.split(rows, counts), strict=True)
+    if parameters is None:
+        return torch.cat([expert(part) for (_, expert), part in parts])
+    by_expert: dict[str, dict[str, Tensor]] = {name: {} for name, _ in experts.named_children()}
+    for name, tensor in parameters.items():
+        expert_name, _, inner = name.partition(".")
+        by_expert[expert_name][inner] = tensor
+    return torch.cat(
+        [functional_call(expert, by_expert[name], (part,), tie_weights=False) for (name, expert), part in parts]
+    )
+
+
+def run_experts_grouped(
+    rows: Tensor, counts: Tensor, experts: nn.ModuleList | nn.ModuleDict, parameters: Mapping[str, Tensor]
+) -> Tensor:
+    """Outputs of experts that are ``alike``. Each of their linear layers is one grouped matrix multiplication.
+
+    The first expert's ``forward`` runs once, on the rows of all experts.
+
+    Args:
+        rows: the rows, sorted by expert.
+        counts: number of rows of each expert, as a tensor.
+        experts: the experts.
+        parameters: tensors to use in the place of the experts' parameters, by their names in ``experts``.
+    """
+    first, *_ = children = [*experts.named_children()]
+    names = [name for name, _ in first[1].named_parameters()]
+    stacked = {name: torch.stack([parameters[f"{expert}.{name}"] for expert, _ in children]) for name in names}
+    with _GroupedLinear(counts):
+        outputs: Tensor = functional_call(first[1], stacked, (rows,), tie_weights=False)
+    return outputs
+
+
+class _GroupedLinear(TorchFunctionMode):
+    """Runs ``linear`` with the weights of all experts, (experts, outputs, inputs), as torch's grouped_mm."""
+
+    def __init__(self, counts: Tensor) -> None:
+        super().__init__()
+        self.counts, self.ends = counts, counts.cumsum(0).to(torch.int32)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is not linear:
+            return func(*args, **(kwargs or {}))
+        rows, weights, biases = args
+        outputs = grouped_mm(rows, weights.mT, offs=self.ends)
+        if biases is None:
+            return outputs
+        return outputs + biases.repeat_interleave(self.counts, 0, output_size=rows.size(0))
+
+
+def alike(experts: nn.ModuleList | nn.ModuleDict) -> bool:
+    """Return True if experts differ only in the parameters of their linear layers, and have no other parameters."""
+    descriptions = [[(name, _describe(each)) for name, each in expert.named_modules()] for expert in experts.children()]
+    linear_layers = {id(w) for each in experts.modules() if type(each) is nn.Linear for w in each.parameters()}
+    weights = [*experts.named_parameters(remove_duplicate=False)]
+    only_linear = all(id(weight) in linear_layers for _, weight in weights) and not any(True for _ in experts.buffers())
+    untied = len(weights) == len({id(weight) for _, weight in weights})
+    return only_linear and untied and all(one == other for one, other in pairwise(descriptions))
+
+
+def _describe(module: nn.Module) -> tuple[Any, ...]:
+    """Type, settings, and shapes of the parameters of a module."""
+    simple = (str, int, float, type(None))  # of other values, such as functions, all have to hold the same object
+    settings = {
+        name: value if isinstance(value, simple) else id(value)
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+    }
+    shapes = [(name, weight.shape, weight.requires_grad) for name, weight in module.named_parameters(recurse=False)]
+    return type(module), settings, shapes
+
+
+def can_group(rows: Tensor, parameters: Iterable[Tensor]) -> bool:
+    """Return True if torch's grouped_mm takes these: bfloat16, with sizes that are multiples of 16 bytes."""
+    if grouped_mm is None or rows.dtype is not torch.bfloat16:
+        return False
+    return all(each.dtype is torch.bfloat16 and all(size % 8 == 0 for size in each.shape) for each in parameters)
 
 
 def balance_loss(probabilities: Tensor, chosen: Tensor, count: Callable[[Tensor], Tensor] | None = None) -> Tensor:
@@ -85,7 +187,7 @@ def balance_loss(probabilities: Tensor, chosen: Tensor, count: Callable[[Tensor]
     2.0
     """
     experts = probabilities.size(-1)
-    counts = torch.bincount(chosen.flatten(), minlength=experts)
+    counts = count_choices(chosen, experts)
     counts = counts if count is None else count(counts)
     shares = counts.to(probabilities.dtype) / counts.sum()
     return experts * (shares * probabilities.mean(0)).sum()

@@ -24,6 +24,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
+from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -36,7 +37,7 @@ from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.options import Timeout
 from pgmesh.parallel.base import Level, Method, single_axis
 from pgmesh.parallel.divisibility import format_sizes, nearest_multiples
-from pgmesh.parallel.exchange import receive_tensors, send_tensors
+from pgmesh.parallel.exchange import collective_device, on_served_device, receive_tensors, send_tensors
 from pgmesh.parallel.input_checks import all_gather_ints, detach_row_check, device_of, raise_if_unequal
 from pgmesh.parallel.ownership import ABSENT_MARK, AbsentLayer, owned_parameters, tied_names
 from pgmesh.parallel.seeds import restore_streams
@@ -331,7 +332,7 @@ class Pipeline(nn.Module):
         """By presence of a loss: the input shapes that the schedule was built for, and the schedule."""
         method.mesh.group(method.axis)
 
-    def step(self, *inputs: torch.Tensor, target: torch.Tensor) -> list[torch.Tensor]:
+    def step(self, *inputs: torch.Tensor, target: torch.Tensor, **keywords: Any) -> list[torch.Tensor]:
         """Run forward and backward through all stages. Gradients of the batch's mean loss are added to ``grad``.
 
         Under ``torch.no_grad()`` only the forward pass runs, for the losses of validation data. Before the first step
@@ -341,6 +342,8 @@ class Pipeline(nn.Module):
         Args:
             inputs: this rank's rows; used only by the first stage.
             target: second argument of the loss; used only by the last stage.
+            keywords: keyword arguments of every stage, such as masks and position ids. Pass them on every rank. Torch
+                splits tensors by rows into microbatches, as the inputs; other values are the same in each.
 
         Returns:
             The loss of each microbatch on the rank of the last stage; an empty list on others.
@@ -361,22 +364,23 @@ class Pipeline(nn.Module):
                 "  model(inputs)   # only outputs, on the last stage, without gradients"
             )
         losses, training = list[torch.Tensor](), torch.is_grad_enabled()
-        schedule = self._schedule_for(inputs, target, training=training)
+        schedule = self._schedule_for(inputs, keywords, target, training=training)
         stage_inputs = inputs if self._has_stage(0) else ()
         last = {"target": target, "losses": losses} if self._has_stage(self.method.stages - 1) else {}
         with self._set_gradients_aside():
             if training:
-                schedule.step(*stage_inputs, **last, return_outputs=False)
+                schedule.step(*stage_inputs, **last, **keywords, return_outputs=False)
                 self._all_reduce_tied()
             else:
-                schedule.eval(*stage_inputs, **last, return_outputs=False)
+                schedule.eval(*stage_inputs, **last, **keywords, return_outputs=False)
         return losses
 
-    def forward(self, *inputs: torch.Tensor) -> Any:
+    def forward(self, *inputs: torch.Tensor, **keywords: Any) -> Any:
         """Run only the forward pass, without gradients. For training, call ``step``. No loss is needed.
 
         Args:
             inputs: this rank's rows; used only by the first stage.
+            keywords: keyword arguments of every stage, as in ``step``.
 
         Returns:
             The outputs on the rank of the last stage; None on others.
@@ -386,9 +390,9 @@ class Pipeline(nn.Module):
                 other than plain tensors.
             ShapeError: as in ``step``.
         """
-        schedule = self._schedule_for(inputs)
+        schedule = self._schedule_for(inputs, keywords)
         with self._set_gradients_aside(), torch.no_grad():
-            return schedule.step(*(inputs if self._has_stage(0) else ()))
+            return schedule.step(*(inputs if self._has_stage(0) else ()), **keywords)
 
     @contextlib.contextmanager
     def _set_gradients_aside(self) -> Iterator[None]:
@@ -402,16 +406,23 @@ class Pipeline(nn.Module):
             for weight, gradient in before:
                 weight.grad = gradient if weight.grad is None else weight.grad + gradient
 
-    def _schedule_for(self, inputs: tuple[torch.Tensor, ...], *target: torch.Tensor, training: bool = False) -> Any:
+    def _schedule_for(
+        self,
+        inputs: tuple[torch.Tensor, ...],
+        keywords: Mapping[str, Any],
+        *target: torch.Tensor,
+        training: bool = False,
+    ) -> Any:
         """Schedule for a batch of these shapes. If one rank has new shapes, all ranks rebuild their schedules."""
         method, loss, cached = self.method, bool(target), self.schedules.get(bool(target), (None, None))
-        signature = [*((each.shape, each.dtype) for each in inputs), *self._dtypes()]
+        by_name = {name: each for name, each in keywords.items() if isinstance(each, torch.Tensor)}
+        signature = [*((each.shape, each.dtype) for each in (*inputs, *by_name.values())), *by_name, *self._dtypes()]
         if SCHEDULES[method.schedule].v_shape and not training:
             raise MethodError(
                 f"schedule {method.schedule!r} always runs forward and backward in torch 2.13.\n\n"
                 f"  PipelineParallel(..., schedule='zero-bubble', virtual=2)   # can run only forward"
             )
-        rows = {len(each) for each in (*inputs, *target)}
+        rows = {each.size(0) if each.ndim else 0 for each in (*inputs, *target, *by_name.values())}
         indivisible = len(rows) != 1 or max(rows) % method.microbatches > 0 or not max(rows)
         numbers = [min(rows, default=0), max(rows, default=0), indivisible, signature != cached[0]]
         axes = method.owns
@@ -436,9 +447,11 @@ class Pipeline(nn.Module):
         if any(each[2] for each in per_rank):
             raise ShapeError(f"rows of other ranks cannot be split into {method.microbatches} equal microbatches.")
         if changed:
-            group, examples = method.mesh.group(method.axis), self._example_inputs_outputs(inputs)
+            group, examples = method.mesh.group(method.axis), self._example_inputs_outputs(inputs, keywords)
             stages = [
-                PipelineStage(part, method.stage(i), method.stages, device_of(part), stage_inputs, outputs, group=group)
+                PipelineStage(
+                    part, method.stage(i), method.stages, self._device(part), stage_inputs, outputs, group=group
+                )
                 for i, (part, (stage_inputs, outputs)) in enumerate(zip(self.parts, examples, strict=True))
             ]
             info = SCHEDULES[method.schedule]
@@ -449,7 +462,7 @@ class Pipeline(nn.Module):
 
     def _dtypes(self) -> list[Any]:
         """Autocast and parameter dtypes: with the inputs, they determine the dtypes of activations."""
-        kind = device_of(self).type
+        kind = self._device(self).type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return [autocast, {weight.dtype for weight in self.parameters()}]
 
@@ -457,7 +470,15 @@ class Pipeline(nn.Module):
         """True if the forward pass also communicates along other axes: then all these ranks rebuild together."""
         return any(isinstance(each, FSDPModule) for each in self.modules()) or bool(owned_parameters(self))
 
-    def _example_inputs_outputs(self, inputs: tuple[torch.Tensor, ...]) -> list[tuple[tuple[torch.Tensor, ...], ...]]:
+    def _device(self, part: nn.Module) -> torch.device:
+        """Device of the activations of a part: of its weights, or of the group where it has none or offloads them."""
+        tensors = itertools.chain(part.parameters(), part.buffers())
+        device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+        return collective_device(self.method.mesh.group(self.method.axis), device)
+
+    def _example_inputs_outputs(
+        self, inputs: tuple[torch.Tensor, ...], keywords: Mapping[str, Any]
+    ) -> list[tuple[tuple[torch.Tensor, ...], ...]]:
         """Inputs and outputs of each stage of this rank, from a forward pass of the first microbatch.
 
         Without them, torch infers shapes by running all stages but the first on uninitialized memory.
@@ -465,16 +486,19 @@ class Pipeline(nn.Module):
         method, group = self.method, self.method.mesh.group(self.method.axis)
         found = list[tuple[tuple[torch.Tensor, ...], ...]]()
         outputs: tuple[torch.Tensor, ...] = ()
-        with torch.no_grad(), _preserve_state(self.parts):
+        _, (first_keywords, *_) = split_args_kwargs_into_chunks((), dict(keywords), method.microbatches)
+        with torch.no_grad(), _preserve_state(self.parts, {self._device(part) for part in self.parts}):
             for i, part in enumerate(self.parts):
-                device, sender, receiver = device_of(part), method.previous(i), method.next(i)
+                device, sender, receiver = self._device(part), method.previous(i), method.next(i)
                 if sender is None:
                     first = [each[: len(each) // method.microbatches] for each in inputs]
                     stage_inputs = tuple(each.to(device, copy=True) for each in first)
                 else:
                     stage_inputs = outputs if sender == method.mesh.rank else receive_tensors(sender, group, device)
                 # not through DDP: it would synchronize buffers and count the pass
-                out = (part.module if isinstance(part, DistributedDataParallel) else part)(*stage_inputs)
+                out = (part.module if isinstance(part, DistributedDataParallel) else part)(
+                    *stage_inputs, **first_keywords
+                )
                 stage_outputs = tuple(out) if type(out) in (tuple, list) else (out,)
                 if receiver is None:  # torch uses only the number of the last outputs
                     outputs = tuple(torch.empty(0) for _ in stage_outputs)
@@ -505,7 +529,9 @@ class Pipeline(nn.Module):
             for other in gradients[1:]:
                 gradients[0].add_(other)
             if on_two_ranks:
-                dist.all_reduce(gradients[0], group=ends.group(self.method.axis))
+                group = ends.group(self.method.axis)
+                with on_served_device(gradients[0], group) as summed:
+                    dist.all_reduce(summed, group=group)
             for other in gradients[1:]:
                 other.copy_(gradients[0])
 
@@ -547,13 +573,18 @@ def _differentiable(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]
 
 
 @contextlib.contextmanager
-def _preserve_state(parts: Iterable[nn.Module]) -> Iterator[None]:
-    """Run modules on copies of their buffers. Restore buffers, torch's random states and ``Seeds`` at exit."""
+def _preserve_state(parts: Iterable[nn.Module], on: Iterable[torch.device]) -> Iterator[None]:
+    """Run modules on copies of their buffers. Restore buffers, torch's random states and ``Seeds`` at exit.
+
+    Args:
+        parts: the modules.
+        on: their devices.
+    """
     parts = tuple(parts)
     tables = [torch_private.buffer_table(module) for part in parts for module in part.modules()]
     kept = [(table, dict(table)) for table in tables]
     copies = {id(buffer): buffer.clone() for part in parts for buffer in part.buffers()}
-    devices = {device for part in parts if (device := device_of(part)).type != "cpu"}
+    devices = {device for device in on if device.type != "cpu"}
     kind = next((device.type for device in devices), None)
     with torch.random.fork_rng(devices, device_type=kind), restore_streams():
         try:

@@ -2,7 +2,19 @@
 
 Ring attention (https://arxiv.org/abs/2310.01889) sends keys and values from rank to rank. Each rank merges the partial
 outputs by their log-sum-exp, so the result is exact. Ulysses (https://arxiv.org/abs/2309.14509) exchanges heads for
-positions by all-to-all, and runs torch's attention.
+positions by all-to-all, and runs torch's attention, with its fused kernels.
+
+The ring is a reference implementation: it computes scores in 32-bit floats by plain matrix products, without a flash
+attention kernel. On CUDA torch has a ring with such kernels, ``context_parallel``. It works on the mesh's group, in the
+place of ``ContextParallel``. The module has to call ``torch.nn.functional.scaled_dot_product_attention`` by this name,
+since torch replaces no reference that was kept before. Only the cut of the buffers was tried here::
+
+    from torch.distributed.tensor.experimental import context_parallel
+
+    together = compose(mesh, DataParallel(mesh, "dp", over=("dp", "cp")), unowned=["cp"])
+    model, buffers = together.apply(model), [inputs, labels, positions]
+    with context_parallel(mesh.device_mesh("cp"), buffers=buffers, buffer_seq_dims=[1, 1, 1]):
+        loss_of(model(inputs, positions), labels).backward()
 """
 
 from __future__ import annotations
@@ -40,7 +52,8 @@ def ring_attention(
     """Attention of this rank's queries to the keys and values of all ranks of a group.
 
     Every rank of the group calls it, forward and backward, with parts of the same length. Scores and sums have at least
-    32 bits. It uses plain matrix products and runs on any device. Untested on GPUs.
+    32 bits. It is a reference implementation of plain matrix products, without a flash attention kernel: it runs on any
+    device, and slower than torch's ``context_parallel`` on CUDA. Untested on GPUs.
 
     Args:
         q: this rank's queries, (..., heads, positions, width).

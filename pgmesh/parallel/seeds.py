@@ -66,8 +66,8 @@ class Seeds:
 
     An *entry* is one ``with`` block. Each entry draws new numbers. It seeds the generators of the CPU and of the
     current CUDA device with the SHA-256 of the stream's seed and the number of the entry. The exit restores both
-    generators. So numbers drawn outside do not depend on the stream; only ``torch.initial_seed()`` changes. CUDA is
-    untested.
+    generators. So numbers drawn outside do not depend on the stream; only ``torch.initial_seed()`` changes. A program
+    that does not use CUDA never initializes it. One that does has to do so before its first entry. CUDA is untested.
 
     Ranks draw the same numbers if they enter a stream equally often. Draws outside the stream do not matter.
 
@@ -127,6 +127,11 @@ class Seeds:
             generator_header(states[0][1])[0] = state_id
         for generator, state in states:
             generator.set_state(state)
+        if states and kind is None and len(states) < len(_generators()):
+            raise LifetimeError(
+                "CUDA was initialized inside this random stream, so its generator was not seeded at the entry.\n\n"
+                "  torch.cuda.init()   # before the first entry"
+            )
 
     def _entry_number(self, state_id: int) -> int:
         """Number of the entry that started with this state of the CPU generator; a new number for a new state."""
@@ -189,9 +194,8 @@ def generator_header(state: Tensor) -> ctypes.Array[ctypes.c_uint64]:
 
 
 def _generators() -> list[torch.Generator]:
-    """The generators of the CPU and of the current CUDA device."""
+    """The generators of the CPU and, if the program has used CUDA, of the current CUDA device."""
     generators = [torch.default_generator]
-    if torch.cuda.is_available():
-        torch.cuda.init()  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
     return generators

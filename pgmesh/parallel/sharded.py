@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import Dataset, DistributedSampler
 
-from pgmesh.errors import AxisError
+from pgmesh.errors import AxisError, MethodError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Level, Method, format_axes
@@ -119,6 +120,29 @@ class ShardedDataParallel(Method):
     def sampler(self, dataset: Dataset[Any], **keywords: Any) -> DistributedSampler[Any]:
         """torch's DistributedSampler with this rank's part of a data set, as ``DataParallel.sampler``."""
         return distributed_sampler(self, dataset, **keywords)
+
+    @contextlib.contextmanager
+    def accumulate(self, module: nn.Module, *, last: bool) -> Iterator[None]:
+        """Context manager for gradient accumulation, as ``DataParallel.accumulate``: the last backward pass reduces.
+
+        Until then each rank holds whole gradients, and ``grad`` is None.
+
+        Args:
+            module: the module that ``apply`` returned.
+            last: True in the last pass.
+
+        Raises:
+            MethodError: ``apply`` did not return this module.
+        """
+        if not isinstance(module, FSDPModule):
+            raise MethodError(
+                f"{self} accumulates gradients in the module that apply() returned, not in a {type(module).__name__}."
+            )
+        module.set_requires_gradient_sync(last)
+        try:
+            yield
+        finally:
+            module.set_requires_gradient_sync(True)
 
 
 def default_layers(module: nn.Module) -> Iterator[nn.Module]:

@@ -13,10 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from pgmesh import torch_private
 from pgmesh.errors import AxisError, MethodError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import format_axes
+from pgmesh.parallel.exchange import collective_device, on_served_device
 from pgmesh.parallel.ownership import OWNED_MARK, owned_parameters
 
 
@@ -65,7 +67,8 @@ def broadcast(module: nn.Module, mesh: ProcessGroupMesh, *axes: Axis) -> None:
                         f"{name} is sharded along {names[i]}, so ranks hold different shards of it: broadcast it along "
                         f"other axes, or before it is sharded."
                     )
-        dist.broadcast(local(tensor).detach(), ranks[0], group=group)
+        with on_served_device(local(tensor).detach(), group) as sent:
+            dist.broadcast(sent, ranks[0], group=group)
 
 
 class Held:
@@ -147,17 +150,21 @@ def norm(*held: Held, order: float = 2.0) -> torch.Tensor:
     """
     if not held or any(set(each.mesh.ranks()) != set(held[0].mesh.ranks()) for each in held):
         raise AxisError("norm and clip take parameters on one mesh and its views, such as Held(model, mesh, 'pp').")
-    mesh = held[0].mesh
-    device = next((weight.device for each in held for weight in each.weights), torch.device("cpu"))
+    group, mesh = held[0].mesh.group(), held[0].mesh
+    data_device = next((weight.device for each in held for weight in each.weights), torch.device("cpu"))
+    device = collective_device(group, data_device)
     total = torch.zeros((), dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
-    for each in held:
-        for shard, different_shards in each.shares():
-            size = torch.linalg.vector_norm(shard, order).to(total)
-            if math.isinf(order):
-                total = torch.maximum(total, size)
-            else:
-                total = total + size**order * different_shards / mesh.size()
-    dist.all_reduce(total, dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM, group=mesh.group())
+    shards: dict[tuple[torch.device, torch.dtype, int], list[torch.Tensor]] = {}
+    for shard, different_shards in (pair for each in held for pair in each.shares() if pair[0].numel()):
+        shards.setdefault((shard.device, shard.dtype, different_shards), []).append(shard)
+    for (_, dtype, different_shards), tensors in shards.items():
+        norms = torch_private.foreach_norm(tensors, order, torch.promote_types(dtype, total.dtype))
+        sizes = torch.stack(list(norms)).to(total)
+        if math.isinf(order):
+            total = torch.maximum(total, sizes.max())
+        else:
+            total = total + (sizes**order).sum() * different_shards / mesh.size()
+    dist.all_reduce(total, dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM, group=group)
     return total if math.isinf(order) else total ** (1 / order)
 
 
@@ -182,10 +189,10 @@ def clip(limit: float, *held: Held, order: float = 2.0) -> torch.Tensor:
     """
     before = norm(*held, order=order)
     scale = torch.clamp(limit / (before + 1e-6), max=1.0)
-    done = set[int]()
-    for weight in (weight for each in held for weight in each.weights):
-        if weight.grad is not None and id(weight) not in done:
-            gradient = local(weight.grad)
-            gradient.mul_(scale.to(gradient))
-            done.add(id(weight))
+    unique = {id(weight): weight.grad for each in held for weight in each.weights}
+    gradients: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for gradient in (local(gradient) for gradient in unique.values() if gradient is not None):
+        gradients.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for tensors in gradients.values():
+        torch_private.foreach_multiply(tensors, scale.to(tensors[0]))
     return before

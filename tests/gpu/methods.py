@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -25,13 +26,15 @@ from pgmesh.parallel import (
     compose,
     weights,
 )
+from pgmesh.parallel.expert import ALIKE_MARK
 from tests.gpu.device import DEVICE, placed
-from tests.support.expert_models import ExpertBlock as Mixture, cut_like
+from tests.support.expert_models import ExpertBlock as Mixture, cut_like, expert_layer
 from tests.support.parallel_models import (
     CONTEXT,
     FIRST,
     LAST,
     STEPS,
+    WIDTH,
     TinyGPT,
     TrainingRun,
     assert_same,
@@ -106,7 +109,7 @@ def train(
         optimizer.zero_grad()
         with around():
             if hasattr(model, "step"):
-                out = model.step(codes, *(each.expand(len(codes), -1) for each in inputs.values()), target=target)
+                out = model.step(codes, target=target, **{name: x.expand(len(codes), -1) for name, x in inputs.items()})
                 placed("losses", out or [codes])
             else:
                 out = model(codes, **inputs)
@@ -191,6 +194,57 @@ def experts(mesh: ProcessGroupMesh) -> None:
 def experts_cut(mesh: ProcessGroupMesh) -> None:
     n = min(2, mesh.size())
     with_experts(mesh, mesh.view(edp=-1, ep=n, etp=n), "etp")
+
+
+def one_host_sync(mesh: ProcessGroupMesh) -> None:
+    """A layer of experts waits for the device once, forward and backward, as torch counts it."""
+    layer, tokens = expert_layer(8).to(DEVICE), torch.randn(8, WIDTH, device=DEVICE, requires_grad=True)
+    ExpertParallel(mesh.view(edp=-1, ep=min(4, mesh.size())), "ep", over=("edp", "ep")).apply(layer)
+    weights, chosen = torch.rand(8, 2, device=DEVICE), torch.rand(8, 8, device=DEVICE).argsort(1)[:, :2]
+    layer.mix(tokens, weights, chosen, layer.experts).sum().backward()  # connects the groups
+    on_cuda = DEVICE.type == "cuda"
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        if on_cuda:
+            torch.cuda.set_sync_debug_mode("warn")
+        try:
+            layer.mix(tokens, weights, chosen, layer.experts).sum().backward()
+        finally:
+            if on_cuda:
+                torch.cuda.set_sync_debug_mode("default")
+    syncs = [str(each.message) for each in found if "synchroniz" in str(each.message)]
+    assert len(syncs) == int(on_cuda), syncs
+
+
+def grouped_experts(mesh: ProcessGroupMesh) -> None:
+    """Outputs and gradients of experts in bfloat16 as one grouped matrix product, and one after another."""
+    found = []
+    for grouped in (True, False):
+        torch.manual_seed(1)
+        layer = expert_layer(8).to(DEVICE, torch.bfloat16)
+        tokens = torch.randn(32, WIDTH, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+        weights, chosen = torch.rand_like(tokens[:, :2]), torch.rand(32, 6, device=DEVICE).argsort(1)[:, :2]
+        ExpertParallel(mesh.view(edp=-1, ep=min(4, mesh.size())), "ep", over=("edp", "ep")).apply(layer)
+        assert getattr(layer.experts, ALIKE_MARK)
+        setattr(layer.experts, ALIKE_MARK, grouped)
+        out = layer.mix(tokens, weights, chosen, layer.experts)
+        out.float().square().sum().backward()
+        found.append([out.detach(), tokens.grad, *(weight.grad for weight in layer.experts.parameters())])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.05, atol=0.05 * other.abs().max().item())
+
+
+def norm_without_weights(mesh: ProcessGroupMesh) -> None:
+    """Norm where the second stage has no weights, and where gradients are on the CPU."""
+    for device in (DEVICE, torch.device("cpu")):
+        weight = nn.Parameter(torch.ones(3, device=device))
+        weight.grad = torch.ones(3, device=device)
+        held = weights.Held([weight] if mesh.index("pp") == 0 else [], mesh, "pp")
+        assert abs(weights.norm(held).item() - 3**0.5) < 1e-6
+        weights.clip(1.0, held)
+        torch.testing.assert_close(
+            weight.grad.norm().item(), 1.0 if mesh.index("pp") == 0 else 3**0.5, rtol=1e-4, atol=0
+        )
 
 
 def stages(mesh: ProcessGroupMesh, loss: Callable[..., torch.Tensor] = loss_of) -> PipelineParallel:
@@ -338,6 +392,9 @@ CASES = {
         Case(ring, {"dp": 2, "cp": 4}, (*REDUCED, "send")),
         Case(experts, {"dp": 8}, (*REDUCED, "all_to_all_single")),
         Case(experts_cut, {"dp": 8}, (*REDUCED, "all_to_all_single")),
+        Case(one_host_sync, {"dp": 8}, (*REDUCED, "all_to_all_single")),
+        Case(grouped_experts, {"dp": 8}, (*REDUCED, "all_to_all_single")),
+        Case(norm_without_weights, {"pp": 2, "dp": 4}, REDUCED),
         Case(pipeline, {"pp": 2, "dp": 4}, (*REDUCED, "send")),
         Case(pipeline_experts, {"pp": 2, "dp": 4}, (*REDUCED, "all_to_all_single", "send")),
         Case(together, {"dp": 2, "cp": 2, "tp": 2}, (*SHARDED, *CUT, "all_to_all_single")),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import shutil
 import subprocess
 import sys
 import time
@@ -42,8 +40,6 @@ from pgmesh.parallel.composing import shared_pair
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
 from tests.support.worlds import check_sums, groups_of, world
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -508,59 +504,6 @@ def test_importing_pgmesh_parallel_loads_no_method():
     code = "import sys, pgmesh.parallel; print([m for m in sys.modules if m.startswith(('torch', 'pgmesh.parallel.'))])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert found.stdout.strip() == "[]"
-
-
-# ---- from a package of its own ----
-
-LOCAL = """
-import torch
-from pgmesh import ProcessGroupMesh, launch, parallel
-
-def main():
-    mesh = ProcessGroupMesh(dp=2)
-    method = parallel.find("local")(mesh, "dp", every=2)
-    module = torch.nn.Linear(1, 1, bias=False)
-    torch.nn.init.constant_(module.weight, 1.0 + 2.0 * mesh.rank)
-    module = parallel.compose(mesh, method).apply(module)
-    seen = [module.weight.item()]
-    for _ in range(2):
-        torch.nn.init.constant_(module.weight, 5.0 * mesh.rank)
-        method.step()
-        seen.append(module.weight.item())
-    return type(method).__module__, seen, method.size, method.index
-
-if __name__ == "__main__":
-    from importlib.metadata import entry_points
-    print(sorted(point.name for point in entry_points(group="pgmesh.parallel") if point.dist.name == "pgmesh-local"))
-    print(launch.spawn(main, 2))
-    try:
-        parallel.find("ring")
-    except RuntimeError as error:
-        print("local (pgmesh-local)" in str(error), "data (pgmesh)" in str(error))
-"""
-
-
-def installed(package: Path, target: Path) -> dict[str, str]:
-    """Environment of a process with a package that pip has installed into a folder."""
-    source = shutil.copytree(package, target.parent / "source")  # where a build may leave what it likes
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps"]
-    subprocess.run([*pip, "--no-build-isolation", "--target", str(target), str(source)], timeout=120, check=True)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(target), str(ROOT)])}
-
-
-@pytest.mark.long
-def test_a_method_of_another_package_is_found_once_pip_has_installed_it(tmp_path: Path):
-    environment = installed(ROOT / "examples" / "plugin", tmp_path / "site")
-    script = tmp_path / "use.py"
-    script.write_text(LOCAL)
-    done = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.stdout.splitlines() == [
-        "['local']",
-        "[('pgmesh_local', [2.0, 0.0, 2.5], 2, 0), ('pgmesh_local', [2.0, 5.0, 2.5], 2, 1)]",
-        "True True",
-    ], done.stderr
 
 
 def install_metadata(folder: Path, package: str, **methods: str) -> None:

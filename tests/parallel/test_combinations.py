@@ -1,102 +1,347 @@
-"""Tensor, context and expert parallelism together with data and pipelines on eight ranks, against one process."""
+"""The table of compositions in docs/parallel.md: each is trained on a mesh and compared with one process.
+
+A row has the greatest difference of all gradients and weights of three steps, in 64-bit floats. A test fails where the
+difference that it sees is not of the size in the table. ``GOLDEN=write`` writes the table.
+"""
 
 from __future__ import annotations
 
+import math
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
 
 from pgmesh import ProcessGroupMesh
 from pgmesh.parallel import (
     ContextParallel,
     DataParallel,
     ExpertParallel,
+    Method,
     PipelineParallel,
     ShardedDataParallel,
     TensorParallel,
     compose,
 )
-from tests.support.expert_models import cut_like, expert_model, train_alone_in_parts
-from tests.support.parallel_models import FIRST, LAST, TinyGPT, loss_of, train_alone
-from tests.support.parallel_training import in_microbatches, train_and_check, whole_loss
-from tests.support.tensor_plans import VOCABULARY_PLAN
+from tests.support.expert_models import ExpertBlock, cut_like, expert_model, train_alone_in_parts
+from tests.support.parallel_models import FIRST, LAST, STEPS, TOLERANCE, Block, TinyGPT, loss_of, train_alone
+from tests.support.parallel_training import in_microbatches, train_and_compare, whole_loss
+from tests.support.tensor_plans import BLOCK_PLAN, SEQUENCE_PLAN, VOCABULARY_PLAN
 from tests.support.worlds import check_sums, groups_of, world
 
 pytestmark = pytest.mark.long
 
+PAGE = Path(__file__).parents[2] / "docs" / "parallel.md"
 PERMUTED = [5, 2, 7, 0, 3, 6, 1, 4]
 
 
-def pipeline_on(mesh, loss=loss_of):
-    return PipelineParallel(mesh, "pp", layers="blocks", first=FIRST, last=LAST, loss=loss, microbatches=2)
+# ---- models ----
 
 
-# ---- data x context x tensor ----
+def gpt(**changes: Any) -> TinyGPT:
+    return TinyGPT(**{"layers": 2, "heads": 8, **changes})
 
 
-def data_context_tensor(sizes, ranks, kind):
-    with ProcessGroupMesh(**sizes, ranks=ranks) as mesh:
-        tensor, context = TensorParallel(mesh, "tp", plan=VOCABULARY_PLAN), ContextParallel(mesh, "cp", attention=kind)
-        together = compose(mesh, ShardedDataParallel(mesh, "dp", over=("dp", "cp")), context, tensor)
-        train_and_check(
-            together, TinyGPT(layers=2), train_alone(TinyGPT(layers=2)), context=context, around=tensor.loss
-        )
+def four_layers(**changes: Any) -> TinyGPT:
+    return gpt(layers=4, heads=4, **changes)
+
+
+def tied() -> TinyGPT:
+    return four_layers(tied=True)
+
+
+def frozen() -> TinyGPT:
+    """The parameters of the first half are frozen: one of two stages."""
+    model = four_layers()
+    for part in (model.tokens, model.places, *model.blocks[:2]):
+        part.requires_grad_(False)
+    return model
+
+
+def compiled() -> TinyGPT:
+    """Each block is compiled before it is wrapped."""
+    model = gpt()
+    for block in model.blocks:
+        block.compile(fullgraph=True, backend="aot_eager")
+    return model
+
+
+class BlockAgain(Block):
+    """Activations are computed again in the backward pass."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class ExpertBlockAgain(ExpertBlock):
+    """Tokens travel again in the backward pass."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+# ---- methods ----
+
+Methods = Callable[[ProcessGroupMesh], list[Method]]
+
+
+def stages(mesh: ProcessGroupMesh, schedule: str = "1f1b", virtual: int = 1, loss: Any = loss_of) -> PipelineParallel:
+    how: dict[str, Any] = {"first": FIRST, "last": LAST, "loss": loss, "schedule": schedule, "virtual": virtual}
+    return PipelineParallel(mesh, "pp", layers="blocks", microbatches=2, **how)
+
+
+def data(mesh: ProcessGroupMesh) -> DataParallel:
+    return DataParallel(mesh, "dp")
+
+
+def sharded(mesh: ProcessGroupMesh, **how: Any) -> ShardedDataParallel:
+    return ShardedDataParallel(mesh, "dp", **how)
+
+
+def tensor(mesh: ProcessGroupMesh, plan: Any = VOCABULARY_PLAN) -> TensorParallel:
+    return TensorParallel(mesh, "tp", plan=plan, sequence=plan is SEQUENCE_PLAN)
+
+
+def experts(mesh: ProcessGroupMesh, over: str, tensor: bool = False, **view: int) -> ExpertParallel:
+    cut: dict[str, Any] = {"tensor": "etp", "columns": ["up"], "rows": ["down"]} if tensor else {}
+    return ExpertParallel(mesh.view(**view), "ep", over=over.split(), **cut)
+
+
+def along_context(mesh: ProcessGroupMesh, attention: Any = "ring", kind: Any = ShardedDataParallel) -> list[Method]:
+    return [kind(mesh, "dp", over=("dp", "cp")), ContextParallel(mesh, "cp", attention=attention)]
+
+
+# ---- the compositions ----
+
+
+@dataclass(frozen=True)
+class Row:
+    """A composition of the table.
+
+    Args:
+        text: what is composed.
+        sizes: the mesh.
+        methods: the methods.
+        model: the model, in one process too.
+        ranks: the ranks of the mesh.
+        unowned: axes without an owner: those that own them lie on a view.
+        accumulate: a step has two backward passes.
+        steps: number of steps; final weights are compared after three.
+        tolerance: a greater difference fails.
+    """
+
+    text: str
+    sizes: dict[str, int]
+    methods: Methods
+    model: Callable[[], nn.Module] = gpt
+    ranks: list[int] | None = None
+    unowned: tuple[str, ...] = ()
+    accumulate: bool = False
+    steps: int = STEPS
+    tolerance: float = TOLERANCE
+
+
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float64)
+
+ROWS = [
+    Row("data", {"dp": 8}, lambda m: [data(m)]),
+    Row("sharded", {"dp": 8}, lambda m: [sharded(m)]),
+    Row("hybrid", {"rep": 2, "dp": 4}, lambda m: [ShardedDataParallel(m, "rep", "dp", replicate="rep")]),
+    Row("tensor", {"tp": 8}, lambda m: [tensor(m)]),
+    Row("tensor, `sequence=True`", {"tp": 8}, lambda m: [tensor(m, SEQUENCE_PLAN)]),
+    Row("tensor, sharded; tied", {"dp": 4, "tp": 2}, lambda m: [sharded(m), tensor(m)], tied),
+    Row(
+        "tensor, hybrid; tied",
+        {"rep": 2, "dp": 2, "tp": 2},
+        lambda m: [tensor(m), ShardedDataParallel(m, "rep", "dp", replicate="rep")],
+        tied,
+    ),
+    Row("pipeline `gpipe`, data", {"pp": 2, "dp": 4}, lambda m: [stages(m, "gpipe"), data(m)], four_layers),
+    Row("pipeline `1f1b`, sharded; tied", {"pp": 2, "dp": 4}, lambda m: [stages(m), sharded(m)], tied),
+    Row(
+        "pipeline `interleaved`, data; tied",
+        {"pp": 2, "dp": 4},
+        lambda m: [stages(m, "interleaved", 2), data(m)],
+        tied,
+    ),
+    Row(
+        "pipeline `interleaved`, sharded",
+        {"pp": 2, "dp": 4},
+        lambda m: [stages(m, "interleaved", 2), sharded(m)],
+        four_layers,
+    ),
+    Row(
+        "pipeline `zero-bubble`, tensor",
+        {"pp": 2, "tp": 4},
+        lambda m: [stages(m, "zero-bubble", 2), tensor(m, BLOCK_PLAN)],
+        four_layers,
+    ),
+    Row(
+        "pipeline `zero-bubble-v`, tensor; tied",
+        {"pp": 2, "tp": 4},
+        lambda m: [stages(m, "zero-bubble-v", 2), tensor(m, BLOCK_PLAN)],
+        tied,
+    ),
+    Row("context `ring`, data", {"dp": 2, "cp": 4}, lambda m: along_context(m, "ring", DataParallel)),
+    Row("context `ulysses`, data", {"dp": 1, "cp": 8}, lambda m: along_context(m, "ulysses", DataParallel)),
+    Row("experts, data", {"dp": 8}, lambda m: [data(m), experts(m, "edp ep", edp=2, ep=4)], expert_model),
+    Row("experts, sharded", {"dp": 8}, lambda m: [sharded(m), experts(m, "edp ep", edp=2, ep=4)], expert_model),
+    Row(
+        "experts with `tensor=`, data",
+        {"dp": 8},
+        lambda m: [data(m), experts(m, "edp ep etp", True, edp=2, ep=2, etp=2)],
+        expert_model,
+    ),
+    Row(
+        "experts with `tensor=` on equal tokens, data",
+        {"dp": 4, "tp": 2},
+        lambda m: [data(m), experts(m, "ep", True, ep=4, etp=2)],
+        expert_model,
+        unowned=("tp",),
+    ),
+    Row(
+        "pipeline, sharded, tensor; tied, permuted ranks",
+        {"pp": 2, "dp": 2, "tp": 2},
+        lambda m: [stages(m), sharded(m), tensor(m, BLOCK_PLAN)],
+        tied,
+        PERMUTED,
+    ),
+    Row("sharded, context `ring`, tensor", {"dp": 2, "cp": 2, "tp": 2}, lambda m: [*along_context(m), tensor(m)]),
+    Row(
+        "sharded, context `ulysses`, tensor; permuted ranks",
+        {"dp": 2, "cp": 2, "tp": 2},
+        lambda m: [*along_context(m, "ulysses"), tensor(m)],
+        ranks=PERMUTED,
+    ),
+    Row(
+        "pipeline, data, experts",
+        {"pp": 2, "dp": 4},
+        lambda m: [stages(m), data(m), experts(m, "edp ep", pp=2, edp=2, ep=2)],
+        expert_model,
+    ),
+    Row(
+        "pipeline `zero-bubble`, experts on equal tokens",
+        {"pp": 2, "ep": 2},
+        lambda m: [stages(m, "zero-bubble"), ExpertParallel(m, "ep")],
+        expert_model,
+    ),
+    Row(
+        "pipeline, sharded, experts; permuted ranks",
+        {"pp": 2, "dp": 4},
+        lambda m: [stages(m), sharded(m), experts(m, "edp ep", pp=2, edp=2, ep=2)],
+        expert_model,
+        PERMUTED,
+    ),
+    Row(
+        "pipeline, data, experts with `tensor=`; permuted ranks",
+        {"pp": 2, "dp": 4},
+        lambda m: [stages(m), data(m), experts(m, "ep etp", True, pp=2, ep=2, etp=2)],
+        expert_model,
+        PERMUTED,
+    ),
+    Row(
+        "pipeline, sharded, context `ring`, tensor",
+        {"pp": 2, "dp": 2, "cp": 2, "tp": 2},
+        lambda m: [stages(m, loss=whole_loss), *along_context(m), tensor(m)],
+    ),
+    Row("gradient accumulation, data", {"dp": 4}, lambda m: [data(m)], accumulate=True),
+    Row("gradient accumulation, sharded", {"dp": 4}, lambda m: [sharded(m)], accumulate=True),
+    Row(
+        "activation checkpointing, sharded, tensor",
+        {"dp": 4, "tp": 2},
+        lambda m: [sharded(m), tensor(m)],
+        lambda: gpt(block=BlockAgain),
+    ),
+    Row(
+        "activation checkpointing, data, context `ring`",
+        {"dp": 2, "cp": 4},
+        lambda m: along_context(m, "ring", DataParallel),
+        lambda: gpt(block=BlockAgain),
+    ),
+    Row(
+        "activation checkpointing, data, experts",
+        {"dp": 8},
+        lambda m: [data(m), experts(m, "edp ep", edp=2, ep=4)],
+        lambda: gpt(block=ExpertBlockAgain),
+    ),
+    Row(
+        "bfloat16, sharded; gradients of one step",
+        {"dp": 8},
+        lambda m: [sharded(m, mp_policy=HALF)],
+        steps=1,
+        tolerance=0.01,
+    ),
+    Row("frozen parameters, sharded", {"dp": 8}, lambda m: [sharded(m)], frozen),
+    Row("frozen stage, pipeline, data", {"pp": 2, "dp": 4}, lambda m: [stages(m), data(m)], frozen),
+    Row("compiled blocks, data", {"dp": 4}, lambda m: [data(m)], compiled),
+    Row("compiled blocks, sharded", {"dp": 4}, lambda m: [sharded(m)], compiled),
+    Row("compiled blocks, sharded, tensor", {"dp": 2, "tp": 2}, lambda m: [sharded(m), tensor(m)], compiled),
+]
+
+
+def train(number: int) -> float:
+    """Train a row's composition on this rank, and return the greatest difference from one process."""
+    row = ROWS[number]
+    with ProcessGroupMesh(**row.sizes, ranks=row.ranks, name=row.text) as mesh:
+        methods = row.methods(mesh)
+        together = compose(mesh, *methods, unowned=row.unowned)
+        by_type: dict[type, Any] = {type(method): method for method in methods}
+        model, how = row.model(), dict[str, Any]()
+        if ExpertParallel in by_type:
+            shares = row.sizes.get("dp", 1)
+            in_stages = (2, lambda rows: in_microbatches(rows, shares)) if PipelineParallel in by_type else ()
+            expected, moe = train_alone_in_parts(*in_stages), by_type[ExpertParallel].mesh
+            how["parts"] = lambda whole: {**whole, **cut_like(dict(model.named_parameters()), whole, moe, "etp")}
+        else:
+            expected = train_alone(row.model())
+        if TensorParallel in by_type:
+            how["around"] = by_type[TensorParallel].loss
+        if row.accumulate:
+            how["accumulate"] = methods[0].accumulate
+        applied = together.apply(model)
+        how |= {"context": by_type.get(ContextParallel), "steps": row.steps, "tolerance": row.tolerance}
+        furthest = train_and_compare(together, applied, expected, **how)
         check_sums(groups_of(mesh))
+    return furthest
 
 
-def test_data_context_tensor_with_a_ring():
-    world(8).run(data_context_tensor, {"dp": 2, "cp": 2, "tp": 2}, range(8), "ring")
+def row_of(row: Row, figure: str) -> str:
+    return f"| {row.text} | `{', '.join(f'{axis}={size}' for axis, size in row.sizes.items())}` | {figure} |"
 
 
-def test_data_context_tensor_with_ulysses_on_permuted_ranks():
-    world(8).run(data_context_tensor, {"dp": 2, "cp": 2, "tp": 2}, PERMUTED, "ulysses")
+def figures() -> dict[str, str]:
+    """The figure of each row of the page, by the rest of the row."""
+    lines = PAGE.read_text(encoding="utf-8").partition("| composition | mesh |")[2].splitlines()[2:]
+    table = lines[: next((i for i, line in enumerate(lines) if not line.startswith("|")), len(lines))]
+    return {line.rpartition(" | ")[0]: line.rpartition(" | ")[2].removesuffix(" |") for line in table}
 
 
-# ---- data x tensor x context x pipeline ----
+def write(number: int, figure: str) -> None:
+    """Write the figure of a row, and the rows of the others, into the page."""
+    text, known = PAGE.read_text(encoding="utf-8"), figures()
+    lines = [row_of(row, known.get(row_of(row, "").rpartition(" | ")[0], "?")) for row in ROWS]
+    lines[number] = row_of(ROWS[number], figure)
+    table = r"(\| composition \| mesh \|.*\n\|---.*\n)((?:\|.*\n)*)"
+    PAGE.write_text(re.sub(table, lambda found: found[1] + "\n".join([*lines, ""]), text), encoding="utf-8")
 
 
-def all_four(sizes, ranks):
-    with ProcessGroupMesh(**sizes, ranks=ranks) as mesh:
-        tensor, context = TensorParallel(mesh, "tp", plan=VOCABULARY_PLAN), ContextParallel(mesh, "cp")
-        data = ShardedDataParallel(mesh, "dp", over=("dp", "cp"))
-        together = compose(mesh, pipeline_on(mesh, whole_loss), data, context, tensor)
-        train_and_check(
-            together, TinyGPT(layers=2), train_alone(TinyGPT(layers=2)), context=context, around=tensor.loss
-        )
-        check_sums(groups_of(mesh))
+@pytest.mark.parametrize("number", range(len(ROWS)), ids=[row.text for row in ROWS])
+def test_a_composition_trains_as_one_process_and_the_page_has_its_difference(number: int):
+    row = ROWS[number]
+    found = max(world(math.prod(row.sizes.values())).run(train, number))
+    if os.environ.get("GOLDEN") == "write":
+        write(number, f"{found:.0e}")
+    shown = float(figures()[row_of(row, "").rpartition(" | ")[0]])
+    assert shown / 30 <= found <= 30 * shown, f"{found:.0e} is not of the size of {shown:.0e}, which the page has"
 
 
-def test_data_tensor_context_pipeline():
-    world(8).run(all_four, {"pp": 2, "dp": 1, "cp": 2, "tp": 2}, PERMUTED)
-
-
-# ---- pipeline x data x experts ----
-
-
-def pipeline_data_experts(sizes, ranks, view, over, tensor, kind):
-    with ProcessGroupMesh(**sizes, ranks=ranks) as mesh:
-        moe = mesh.view(**view)
-        cut = {"tensor": tensor, "columns": ["up"], "rows": ["down"]} if tensor else {}
-        experts = ExpertParallel(moe, "ep", over=over, **cut)
-        together = compose(mesh, pipeline_on(mesh), kind(mesh, "dp"), experts)
-        model = expert_model()
-        expected = train_alone_in_parts(2, lambda rows: in_microbatches(rows, mesh.size("dp")))
-        train_and_check(
-            together,
-            model,
-            expected,
-            parts=lambda whole: {**whole, **cut_like(dict(model.named_parameters()), whole, moe, tensor)},
-        )
-        check_sums(groups_of(mesh))
-        check_sums(groups_of(moe))
-
-
-@pytest.mark.parametrize(
-    ("ranks", "view", "over", "tensor", "kind"),
-    [
-        (range(8), {"pp": 2, "edp": 2, "ep": 2}, ["edp", "ep"], None, DataParallel),
-        (PERMUTED, {"pp": 2, "ep": 2, "etp": 2}, ["ep", "etp"], "etp", DataParallel),
-        (PERMUTED, {"pp": 2, "edp": 2, "ep": 2}, ["edp", "ep"], None, ShardedDataParallel),
-    ],
-    ids=["a view of the same ranks", "experts cut, on permuted ranks", "the rest sharded, on permuted ranks"],
-)
-def test_pipeline_data_experts(ranks, view, over, tensor, kind):
-    world(8).run(pipeline_data_experts, {"pp": 2, "dp": 4}, ranks, view, over, tensor, kind)
+def test_the_table_of_the_page_has_each_composition_that_is_tried_and_no_other():
+    assert [*figures()] == [row_of(row, "").rpartition(" | ")[0] for row in ROWS]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.functional import scaled_dot_product_attention
 
 from pgmesh import MethodError, OptionsError, ProcessGroupMesh, ShapeError
@@ -70,6 +71,19 @@ def test_cut_attention_is_whole_attention(shape, ranks, axes):
     world(4).run(compare_all, shape, ranks, axes)
 
 
+def cut_by_torch() -> None:
+    """torch's context_parallel, with the mesh's group; its attention has no kernel for the CPU."""
+    with ProcessGroupMesh(dp=2, cp=2) as mesh:
+        whole = torch.arange(32).view(2, 16)
+        cut = whole.clone()
+        with context_parallel(mesh.device_mesh("cp"), buffers=[cut], buffer_seq_dims=[1]):
+            assert cut.equal(ContextParallel(mesh, "cp").cut(whole))
+
+
+def test_torchs_context_parallel_takes_the_groups_of_a_mesh():
+    world(4).run(cut_by_torch)
+
+
 # ---- training ----
 
 
@@ -82,17 +96,8 @@ def train_along_cp(sizes, ranks, how):
         check_sums({"cp": (mesh.group("cp"), mesh.ranks("cp"))})
 
 
-@pytest.mark.parametrize(
-    ("sizes", "how"),
-    [
-        ({"dp": 2, "cp": 4}, {}),  # of eight positions: the longest ring of two chunks each
-        ({"dp": 1, "cp": 8}, {"balanced": False}),
-        ({"dp": 1, "cp": 8}, {"attention": "ulysses"}),
-    ],
-    ids=str,
-)
-def test_training_with_sequences_cut_is_that_of_one_process(sizes, how):
-    world(8).run(train_along_cp, sizes, range(8), how)
+def test_training_with_a_ring_that_is_not_balanced_is_that_of_one_process():
+    world(8).run(train_along_cp, {"dp": 1, "cp": 8}, range(8), {"balanced": False})
 
 
 def test_training_on_permuted_ranks_is_that_of_one_process():

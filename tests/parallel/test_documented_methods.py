@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from pgmesh import MethodError, ProcessGroupMesh
@@ -23,12 +22,9 @@ from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
 from tests.support.small_model import (
     FIRST_STAGE,
-    STEPS,
     SmallModel,
     assert_same_training,
-    batch,
     loss_of,
-    optimizer_of,
     train,
     train_alone,
 )
@@ -113,54 +109,6 @@ def compose_average_with_two() -> None:
 @pytest.mark.long
 def test_an_average_composed_with_two_other_methods():
     world(8).run(compose_average_with_two)
-
-
-# ---- means of weights ----
-
-
-def local_steps(every: int = 2) -> list[tuple[list[dict[str, torch.Tensor]], nn.Module]]:
-    """Train two replicas in one process, each on half of the rows, and average their weights every few steps."""
-    replicas = [SmallModel(), SmallModel()]
-    with torch.no_grad():
-        for weight in replicas[1].parameters():
-            weight += 1.0
-
-    def mean() -> None:
-        with torch.no_grad():
-            for pair in zip(*(replica.parameters() for replica in replicas)):
-                torch._foreach_copy_(list(pair), [(pair[0] + pair[1]) / 2] * 2)
-
-    mean()
-    runs: list[tuple[list[dict[str, torch.Tensor]], nn.Module]] = [([], replica) for replica in replicas]
-    optimizers = [optimizer_of(replica) for replica in replicas]
-    for step in range(STEPS):
-        for i, (gradients, replica) in enumerate(runs):
-            rows, target = (each.chunk(2)[i] for each in batch(step))
-            optimizers[i].zero_grad()
-            loss_of(replica(rows), target).backward()
-            gradients.append({name: weight.grad.clone() for name, weight in replica.named_parameters()})
-            optimizers[i].step()
-        if (step + 1) % every == 0:
-            mean()
-    return runs
-
-
-def compose_local_steps() -> None:
-    right = local_steps()
-    for kind in KINDS:
-        with ProcessGroupMesh(dp=2, x=2, name=f"local steps, {kind}") as mesh:
-            local = of_program("examples/plugin/pgmesh_local.py", "LocalSteps")(mesh, "dp", every=2)
-            together, model = compose(mesh, local, *partners(mesh, kind)), SmallModel()
-            with torch.no_grad():
-                for weight in model.parameters():
-                    weight += mesh.index("dp")
-            found = train(together.apply(model), together.share, local.step)
-            assert_same_training(found, right[mesh.index("dp")])
-            check_sums(groups_of(mesh))
-
-
-def test_the_method_of_the_plugin_composed_with_other_methods():
-    world(4).run(compose_local_steps)
 
 
 # ---- the example's own tensor parallelism ----

@@ -105,14 +105,17 @@ def test_data_parallel():
     world(8).run(replicated)
 
 
-def accumulated() -> None:
+def accumulated(kind: type[DataParallel] | type[ShardedDataParallel]) -> None:
     mesh = ProcessGroupMesh(dp=8)
-    data = DataParallel(mesh, "dp")
+    data = kind(mesh, "dp")
     module = data.apply(TinyGPT())
     codes, target = (data.share(each) for each in batch(0, 2 * ROWS))
     for i in range(2):
         with data.accumulate(module, last=i == 1):
             (loss_of(module(codes[i : i + 1]), target[i : i + 1]) / 2).backward()
+        if kind is ShardedDataParallel:  # nothing is reduced before the last pass
+            assert all((weight.grad is None) == (i == 0) for weight in module.parameters())
+            continue
         summed = torch.stack([grad.abs().sum() for grad in gradients_of(module).values()])
         most, least = summed.clone(), summed.clone()
         dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.group())
@@ -122,15 +125,33 @@ def accumulated() -> None:
     codes, target = batch(0, 2 * ROWS)
     loss_of(right(codes), target).backward()
     assert_same("accumulated", gradients_of(module), gradients_of(right))
-    with pytest.raises(
-        MethodError,
-        match=r"^DataParallel along dp accumulates gradients in the module that apply\(\) returned, not in a Tiny",
-    ):
-        data.accumulate(right, last=True)
+    message = rf"^{kind.__name__} along dp accumulates gradients in the module that apply\(\) returned, not in a Tiny"
+    with pytest.raises(MethodError, match=message), data.accumulate(right, last=True):
+        pass
 
 
-def test_gradients_accumulate_and_are_averaged_once():
-    world(8).run(accumulated)
+@pytest.mark.parametrize("kind", [DataParallel, ShardedDataParallel])
+def test_gradients_accumulate_and_are_averaged_once(kind: type[DataParallel] | type[ShardedDataParallel]):
+    world(8).run(accumulated, kind)
+
+
+def batch_norm_buffers(kind: type[DataParallel] | type[ShardedDataParallel]) -> list[float]:
+    """The running mean of each of two steps, on ranks with different rows, before the second step's own update."""
+    mesh = ProcessGroupMesh(dp=2)
+    module = kind(mesh, "dp").apply(nn.Sequential(nn.BatchNorm1d(2, momentum=1.0), nn.Linear(2, 2)))
+    norm = (module.module if kind is DataParallel else module)[0]
+    seen: list[float] = []
+    for _ in range(2):
+        hook = norm.register_forward_pre_hook(lambda *_: seen.append(norm.running_mean[0].item()))
+        module(torch.full((4, 2), 1.0 + mesh.rank)).sum().backward()
+        hook.remove()
+    return seen
+
+
+def test_buffers_are_those_of_the_first_rank_under_ddp_and_each_ranks_own_under_sharding():
+    """As in torch: DDP broadcasts buffers before each forward pass, fully_shard leaves them alone."""
+    assert world(2).run(batch_norm_buffers, DataParallel) == [[0.0, 1.0], [0.0, 1.0]]
+    assert world(2).run(batch_norm_buffers, ShardedDataParallel) == [[0.0, 1.0], [0.0, 2.0]]
 
 
 def ended_at_once() -> None:
@@ -271,26 +292,6 @@ def test_axes_that_cannot_be_sharded_along_raise():
 
 
 # ---- pipeline ----
-
-
-def piped(schedule: str, virtual: int, tied: bool, *, data: str) -> None:
-    mesh = ProcessGroupMesh(pp=2, dp=4)
-    kind = {"replicated": DataParallel, "sharded": ShardedDataParallel}[data]
-    pipeline = stages(mesh, schedule=schedule, virtual=virtual)
-    train_and_check(compose(mesh, pipeline, kind(mesh, "dp")), tied=tied)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "virtual", "tied", "data"),
-    [
-        ("gpipe", 1, False, "replicated"),
-        ("1f1b", 1, True, "sharded"),
-        ("interleaved", 2, True, "replicated"),
-        ("interleaved", 2, False, "sharded"),
-    ],
-)
-def test_pipeline_parallel_with_data_parallel(schedule: str, virtual: int, tied: bool, data: str):
-    world(8).run(functools.partial(piped, data=data), schedule, virtual, tied)
 
 
 def added_up() -> None:
@@ -531,16 +532,6 @@ def dp_pp_tp(ranks: list[int] | None, replicate: list[str], tied: bool) -> None:
 )
 def test_data_pipeline_and_tensor_parallel(ranks: list[int] | None, replicate: list[str]):
     world(8).run(dp_pp_tp, ranks, replicate, ranks is not None)
-
-
-def hsdp_tp() -> None:
-    mesh = ProcessGroupMesh(rep=2, dp=2, tp=2)
-    composition = compose(mesh, split(mesh), ShardedDataParallel(mesh, "rep", "dp", replicate="rep"))
-    train_and_check(composition, tied=True)
-
-
-def test_hybrid_sharding_with_tensor_parallel():
-    world(8).run(hsdp_tp)
 
 
 def two_meshes() -> None:

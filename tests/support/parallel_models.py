@@ -219,13 +219,14 @@ def local_part(tensor: torch.Tensor, like: DTensor) -> torch.Tensor:
 
 def assert_same(
     what: str, found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], tolerance: float = TOLERANCE
-) -> None:
+) -> float:
     """Assert that each tensor of this rank equals that of one process, or the part of it by its placements.
 
-    There must be at least one tensor, and no unknown name.
+    There must be at least one tensor, and no unknown name. Returns the greatest difference.
     """
     assert found, f"{what}: nothing to compare"
     assert set(found) <= set(expected), f"{what}: one process has no {sorted(set(found) - set(expected))}"
+    greatest = 0.0
     for name, tensor in found.items():
         right = expected[name]
         assert tensor.shape == right.shape, f"{what}: {name} is {tuple(tensor.shape)}, not {tuple(right.shape)}"
@@ -234,3 +235,5 @@ def assert_same(
             assert tensor.shape == right.shape, f"{what}: a part of {name} is {tensor.shape}, not {right.shape}"
         furthest = (tensor - right).abs().max().item() if tensor.numel() else 0.0
         assert furthest <= tolerance, f"{what}: {name} differs by {furthest:.1e}, more than {tolerance:.0e}"
+        greatest = max(greatest, furthest)
+    return greatest

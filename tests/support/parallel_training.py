@@ -13,6 +13,7 @@ from pgmesh.parallel import Composition, ContextParallel
 from tests.support.parallel_models import (
     CONTEXT,
     STEPS,
+    TOLERANCE,
     TrainingRun,
     assert_same,
     batch,
@@ -34,31 +35,63 @@ def train_and_check(
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
     parts: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = lambda whole: whole,
 ) -> nn.Module:
-    """Train three steps, and assert that this rank's gradients and weights equal those of one process.
+    """Train three steps, and assert that this rank's gradients and weights equal those of one process."""
+    model = together.apply(model)
+    train_and_compare(together, model, expected, context=context, around=around, parts=parts)
+    return model
+
+
+def train_and_compare(
+    together: Composition,
+    model: nn.Module,
+    expected: TrainingRun,
+    *,
+    context: ContextParallel | None = None,
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    parts: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = lambda whole: whole,
+    accumulate: Callable[..., AbstractContextManager[None]] | None = None,
+    steps: int = STEPS,
+    tolerance: float = TOLERANCE,
+) -> float:
+    """Train, and return the greatest difference of this rank's gradients and weights from those of one process.
 
     Args:
+        model: the module that ``apply`` returned.
         context: the method that cuts the sequences.
         around: a context manager entered around each loss and its backward pass.
         parts: returns this rank's parts of the tensors of one process, for parameters that are not DTensors.
+        accumulate: the method's ``accumulate``: each step has two backward passes, each of half of the rows.
+        steps: number of steps.
+        tolerance: a greater difference fails.
     """
-    model = together.apply(model)
-    optimizer = optimizer_of(model.parameters())
-    for step in range(STEPS):
+    optimizer, greatest = optimizer_of(model.parameters()), 0.0
+    for step in range(steps):
         codes, target = (together.share(each) for each in batch(step))
         inputs = {}
         if context is not None:
             codes, target = context.cut(codes), context.cut(target)
             inputs["positions"] = context.positions(CONTEXT)
         optimizer.zero_grad()
-        with around():
-            if hasattr(model, "step"):  # a pipeline, which splits all inputs by rows
-                model.step(codes, *(each.expand(len(codes), -1) for each in inputs.values()), target=target)
-            else:
-                loss_of(model(codes, **inputs), target).backward()
-        assert_same(f"gradients of step {step}", gradients_of(model), parts(expected.gradients[step]))
+        passes = 1 if accumulate is None else 2
+        for i, (rows, labels) in enumerate(zip(codes.chunk(passes), target.chunk(passes), strict=True)):
+            with around(), accumulate(model, last=i == passes - 1) if accumulate else nullcontext():
+                if hasattr(model, "step"):  # a pipeline, which splits all inputs by rows
+                    keywords = {name: each.expand(len(rows), -1) for name, each in inputs.items()}
+                    model.step(rows, target=labels, **keywords)
+                else:
+                    (loss_of(model(rows, **inputs), labels) / passes).backward()
+        if hasattr(model, "step"):
+            for weight in model.parameters():
+                weight.grad = None if weight.grad is None else weight.grad / passes
+        if any(weight.requires_grad for weight in model.parameters()):
+            gradients = parts(expected.gradients[step])
+            greatest = max(
+                greatest, assert_same(f"gradients of step {step}", gradients_of(model), gradients, tolerance)
+            )
         optimizer.step()
-    assert_same("weights", weights_of(model), parts(expected.weights))
-    return model
+    if steps == STEPS:
+        greatest = max(greatest, assert_same("weights", weights_of(model), parts(expected.weights), tolerance))
+    return greatest
 
 
 def whole_loss(logits, target):

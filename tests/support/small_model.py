@@ -50,7 +50,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), RATE, eps=1e-4)
 
 
-def train(model: nn.Module, share: Any, after: Any = None) -> tuple[list[dict[str, torch.Tensor]], nn.Module]:
+def train(model: nn.Module, share: Any) -> tuple[list[dict[str, torch.Tensor]], nn.Module]:
     """Train three steps; return the gradients of each step, and the model."""
     optimizer = optimizer_of(model)
     gradients = []
@@ -65,8 +65,6 @@ def train(model: nn.Module, share: Any, after: Any = None) -> tuple[list[dict[st
             {name: full_tensor(weight.grad) for name, weight in named_weights(model) if weight.grad is not None}
         )
         optimizer.step()
-        if after is not None:
-            after()
     return gradients, model
 
 

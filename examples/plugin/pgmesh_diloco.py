@@ -1,0 +1,79 @@
+"""A parallel method in another package. Once it is installed, ``pgmesh.parallel.find("diloco")`` returns it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+from pgmesh.mesh import ProcessGroupMesh
+from pgmesh.parallel import Method, local
+
+NESTEROV = partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
+"""Outer optimizer of the paper."""
+
+
+class DiLoCo(Method):
+    """DiLoCo: ranks train independently on different rows, and meet every few steps in an outer optimizer step.
+
+    The mean over ranks of how far their parameters moved is the gradient of the outer step. All ranks continue from its
+    result. With ``outer=partial(SGD, lr=1.0)`` that is the mean of the parameters: local SGD. Buffers stay as they are.
+
+    Args:
+        mesh: the mesh.
+        axes: axes along which ranks read different rows.
+        every: number of optimizer steps between two outer steps.
+        outer: makes the outer optimizer from parameters.
+        options: as in ``Method``.
+
+    Source: https://arxiv.org/abs/2311.08105
+    """
+
+    splits_batch = True  # its level is Level.DATA, the default: sharding before it has replaced the parameters
+
+    def __init__(
+        self,
+        mesh: ProcessGroupMesh,
+        *axes: str,
+        every: int,
+        outer: Callable[[Iterable[torch.Tensor]], Optimizer] = NESTEROV,
+        **options: Any,
+    ) -> None:
+        super().__init__(mesh, *axes, **options)
+        self.every, self.outer, self.steps = every, outer, 0
+        self.parameters: list[nn.Parameter] = []
+        self.agreed: list[torch.Tensor] = []  # this rank's part of each parameter, as of the last outer step
+
+    def apply(self, module: nn.Module) -> nn.Module:
+        """Average the initial parameters over ranks, and return the module."""
+        for weight in self.weights(module):  # without frozen parameters and experts
+            part = local(weight).detach()  # this rank's shard, if another method shards the weight
+            self._mean(part)
+            self.parameters.append(weight)  # apply is called once for each pipeline stage of the rank
+            self.agreed.append(part.clone())
+        return module
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Count the steps of the optimizer."""
+        self.outer_optimizer = self.outer(self.agreed) if self.agreed else None  # a frozen stage has none
+        optimizer.register_step_post_hook(self._after_step)
+
+    @torch.no_grad()
+    def _after_step(self, *optimizer_and_arguments: Any) -> None:
+        self.steps += 1
+        if self.steps % self.every == 0 and self.outer_optimizer is not None:
+            for weight, agreed in zip(self.parameters, self.agreed):
+                agreed.grad = agreed - local(weight)
+                self._mean(agreed.grad)
+            self.outer_optimizer.step()
+            for weight, agreed in zip(self.parameters, self.agreed):
+                local(weight).copy_(agreed)
+
+    def _mean(self, tensor: torch.Tensor) -> None:
+        dist.all_reduce(tensor, group=self.mesh.group(*self.reduces))
+        tensor /= self.mesh.size(*self.reduces)

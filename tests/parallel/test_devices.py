@@ -1,0 +1,205 @@
+"""Devices of the tensors that parallel methods send, with fake CUDA tensors in the place of a GPU.
+
+A group of these tests tells which devices it serves and sends nothing. ``sent`` has the device of each tensor that a
+collective was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from pgmesh import LifetimeError, ProcessGroupMesh, torch_private
+from pgmesh.groups import world
+from pgmesh.parallel import PipelineParallel, Seeds, seeds, weights
+from pgmesh.parallel.weights import Held
+from tests.support.fake_world import fake_rank
+from tests.support.message_assertions import assert_raises
+from tests.support.programs import run_programs
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+BACKENDS = {  # the devices that a group serves, by its backend
+    "gloo": [CPU, CUDA],
+    "nccl": [CUDA],
+    "cpu:gloo,cuda:nccl": [CPU, CUDA],
+}
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Make every group one of this backend, on a host with a GPU."""
+    monkeypatch.setattr(torch_private, "device_types", lambda group: BACKENDS[request.param])
+    config = ",".join(f"{device.type}:{request.param}" for device in BACKENDS[request.param])
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: request.param if ":" in request.param else config)
+    monkeypatch.setattr(world, "_accelerator", lambda: CUDA)
+    return request.param
+
+
+@pytest.fixture
+def mesh() -> Iterator[ProcessGroupMesh]:
+    with fake_rank(5, 8), ProcessGroupMesh(pp=2, dp=2, tp=2) as mesh:
+        yield mesh
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    found: list[str] = []
+    for name in ("all_reduce", "broadcast"):
+        monkeypatch.setattr(dist, name, lambda tensor, *args, **keywords: found.append(tensor.device.type))
+    return found
+
+
+def parameter(device: str) -> nn.Parameter:
+    weight = nn.Parameter(torch.empty(3, device=device))
+    weight.grad = torch.empty(3, device=device)
+    return weight
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu", None])
+def test_a_norm_is_summed_on_a_device_that_all_ranks_can_agree_on(mesh, backend, sent, device):
+    """On a rank with weights on the GPU, with weights that are offloaded to the CPU, and on one without weights."""
+    with FakeTensorMode():
+        held = Held([parameter(device)] if device else [], mesh)
+        found = [weights.norm(held, order=order).device.type for order in (2.0, float("inf"))]
+        clipped = weights.clip(1.0, held).device.type
+    expected = (device or "cpu") if backend == "gloo" else "cuda"  # Gloo takes tensors of both from different ranks
+    assert found == [expected] * 2
+    assert clipped == expected
+    assert sent == [expected] * 3
+
+
+WITHOUT_A_BACKEND = """
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from pgmesh import ProcessGroupMesh
+from pgmesh.interop import from_device_mesh
+from pgmesh.parallel.weights import Held, norm
+
+dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+weight, own = torch.nn.Parameter(torch.ones(4)), init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+weight.grad = torch.ones(4)
+for mesh in (ProcessGroupMesh(dp=1), from_device_mesh(own, name="torch's")):
+    print(norm(Held([weight], mesh)).item())
+"""
+
+
+def test_a_norm_in_a_world_of_torchs_default_backends(tmp_path):
+    ((out, error),) = run_programs(tmp_path, WITHOUT_A_BACKEND, environs=[{"PATH": ""}])
+    assert out.split() == ["2.0", "2.0"], error
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_weights_are_broadcast_on_a_device_of_the_group_and_stay_where_they_are(mesh, backend, sent, device):
+    with FakeTensorMode():
+        module = nn.Module()
+        module.register_parameter("weight", parameter(device))
+        module.register_buffer("mean", torch.empty(2, device="cpu"))
+        weights.broadcast(module, mesh, "dp")
+        assert (module.weight.device.type, module.mean.device.type) == (device, "cpu")
+    served = [(each if backend == "gloo" else "cuda") for each in (device, "cpu")]
+    assert sent == served
+
+
+def test_gradients_on_two_devices_are_scaled_where_they_are(mesh, monkeypatch):
+    """Offloaded weights next to others: one multiplication for each device and dtype."""
+    scaled = []
+    multiply = torch_private.foreach_multiply
+    monkeypatch.setattr(
+        torch_private,
+        "foreach_multiply",
+        lambda tensors, factor: (
+            scaled.append((len(tensors), factor.device.type, factor.dtype)),
+            multiply(tensors, factor),
+        ),
+    )
+    with FakeTensorMode():
+        held = [parameter("cuda"), parameter("cpu"), parameter("cuda"), parameter("cpu")]
+        half = nn.Parameter(torch.empty(2, device="cpu", dtype=torch.bfloat16))
+        half.grad = torch.empty_like(half)
+        weights.clip(1.0, Held([*held, half], mesh))
+    assert scaled == [(2, "cuda", torch.float32), (2, "cpu", torch.float32), (1, "cpu", torch.bfloat16)]
+
+
+def test_a_stage_receives_on_the_device_of_its_weights_or_else_of_its_group(mesh, backend):
+    class Layers(nn.Module):
+        def __init__(self, device: str) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(2, 2, device="meta"), nn.Tanh()])
+            self.blocks[0].weight = parameter(device)
+            self.blocks[0].bias = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    method = PipelineParallel(mesh, "pp", layers="blocks", loss=None, microbatches=2)
+    with FakeTensorMode():
+        without_weights = method.apply(Layers("cuda"))  # rank 5 has the second stage
+        assert not [*without_weights.parameters()]
+        stage = without_weights.parts[0]
+        assert without_weights._device(stage).type == ("cpu" if backend == "gloo" else "cuda")
+        for device in ("cuda", "cpu"):
+            stage.weight = parameter(device)  # on the CPU: offloaded, with activations on the GPU unless all is Gloo's
+            assert without_weights._device(stage).type == (device if backend == "gloo" else "cuda")
+        del stage.weight
+        stage.register_buffer("mean", torch.empty(1, device="cuda"))
+        assert without_weights._device(stage).type == "cuda"
+
+
+# ---- streams of random numbers ----
+
+
+class Cuda:
+    """torch.cuda with one device, which a program may initialize."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.initialized, self.generator = False, torch.Generator()
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: self.initialized)
+        monkeypatch.setattr(torch.cuda, "init", lambda: setattr(self, "initialized", True))
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "default_generators", (self.generator,))
+
+
+def test_a_stream_never_initializes_cuda(mesh, monkeypatch):
+    cuda = Cuda(monkeypatch)
+    with Seeds(mesh, "tp", seed=7):
+        torch.rand(2)
+    assert not cuda.initialized
+
+
+def test_a_stream_seeds_cuda_where_the_program_uses_it(mesh, monkeypatch):
+    cuda = Cuda(monkeypatch)
+    torch.cuda.init()
+    before = cuda.generator.get_state()
+    stream, drawn = Seeds(mesh, "tp", seed=7), []
+    for _ in range(2):
+        with stream:
+            drawn.append((torch.rand(2), torch.rand(2, generator=cuda.generator)))
+    assert drawn[0][0].equal(drawn[0][1])  # both have the seed of the entry
+    assert not drawn[0][1].equal(drawn[1][1])
+    assert cuda.generator.get_state().equal(before)
+
+
+def test_cuda_that_is_initialized_inside_a_stream_is_an_error(mesh, monkeypatch):
+    Cuda(monkeypatch)
+
+    def enter() -> None:
+        with Seeds(mesh, "tp", seed=7):
+            torch.cuda.init()
+
+    assert_raises(
+        LifetimeError,
+        enter,
+        "CUDA was initialized inside this random stream, so its generator was not seeded at the entry.\n\n"
+        "  torch.cuda.init()   # before the first entry",
+    )
+    assert len(seeds._generators()) == 2
+    with Seeds(mesh, "tp", seed=7):
+        torch.rand(2)

@@ -1,0 +1,63 @@
+"""The tables of docs/parallel.md name every method, everything that a method has, and every level and schedule."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+from pgmesh import parallel
+from pgmesh.parallel import Level, Method
+from pgmesh.parallel.pipeline import SCHEDULES
+
+PAGE = (Path(__file__).parents[2] / "docs" / "parallel.md").read_text(encoding="utf-8")
+
+
+def rows(heading: str) -> list[list[str]]:
+    """The cells of each row of the table that starts with these cells."""
+    (table,) = re.findall(rf"^\| {re.escape(heading)} \|.*\n\|---.*\n((?:\|.*\n)*)", PAGE, flags=re.MULTILINE)
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()]
+
+
+def code(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def test_each_method_has_a_row_that_says_what_it_is_and_where_it_was_tried():
+    public = [getattr(parallel, name) for name in parallel.__all__]
+    methods = {each.__name__ for each in public if inspect.isclass(each) and issubclass(each, Method)} - {"Method"}
+    table = {code(row[0])[0].partition("(")[0]: row for row in rows("method | what it does")}
+    assert table.keys() == methods
+    for row in table.values():
+        assert row[2].startswith(("thin over torch's", "our reference"))
+        assert row[3:] == ["yes", "no"]
+    for name in methods - {"DataParallel", "ShardedDataParallel", "PipelineParallel"}:
+        assert "Untested on GPUs." in inspect.getdoc(getattr(parallel, name))
+
+
+def signature(name: str, function: object) -> str:
+    """Name and names of the parameters, as the page writes them."""
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    return f"{name}({', '.join(stars.get(each.kind, '') + each.name for each in parameters)})"
+
+
+def test_everything_that_a_method_has_stands_in_one_table():
+    functions = {name: each for name, each in vars(Method).items() if inspect.isfunction(each) and name[0] != "_"}
+    names = {name for name in {*vars(Method), *Method.__annotations__} if name[0] != "_"} - functions.keys()
+    expected = {signature("Method", Method.__init__), *names, *(signature(*each) for each in functions.items())}
+    found = [word for row in rows("name") for word in code(row[0])]
+    assert len(found) == len({*found})
+    assert {*found} == expected
+
+
+def test_each_level_stands_in_its_place():
+    assert [code(row[0]) for row in rows("level")] == [[f"Level.{level.name}"] for level in Level]
+
+
+def test_each_schedule_has_a_row():
+    table = rows("`schedule=`")
+    assert [word.strip('"') for row in table for word in code(row[0])] == [*SCHEDULES]
+    for row in table:
+        for schedule in (SCHEDULES[word.strip('"')] for word in code(row[0])):
+            assert (row[2] == "no") == schedule.split_backward

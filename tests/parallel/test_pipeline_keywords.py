@@ -1,0 +1,121 @@
+"""Keyword inputs of a pipeline, such as masks and position ids, reach every stage in microbatches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pgmesh import ProcessGroupMesh, ShapeError
+from pgmesh.parallel import DataParallel, PipelineParallel, ShardedDataParallel, compose
+from tests.support.parallel_models import assert_same, gradients_of
+from tests.support.worlds import check_sums, groups_of, world
+
+torch.set_num_threads(1)  # ranks import this too, and share the cores
+
+WIDTH, LENGTH, LAYERS = 6, 5, 4
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.places = nn.Linear(WIDTH, WIDTH), nn.Embedding(2 * LENGTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, *, mask: torch.Tensor, positions: torch.Tensor, scale: float) -> torch.Tensor:
+        return x + scale * mask.unsqueeze(-1) * torch.tanh(self.linear(x) + self.places(positions))
+
+
+class Masked(nn.Module):
+    """Each layer uses a mask, position ids and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.into, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.double()
+
+    def forward(self, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
+        x = x if self.into is None else self.into(x)
+        for block in self.blocks:
+            x = block(x, **keywords)
+        return x
+
+
+def batch(step: int, rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Inputs, targets and keywords: rows with masks and positions of their own."""
+    torch.manual_seed(step)
+    x, target = torch.randn(2, rows, length, WIDTH, dtype=torch.float64)
+    positions = torch.stack([torch.randperm(2 * LENGTH)[:length] for _ in range(rows)])
+    mask = torch.rand(rows, length, dtype=torch.float64).round()
+    return x, target, {"mask": mask, "positions": positions, "scale": 0.5 + step}
+
+
+def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().mean()
+
+
+def trained(schedule: str, virtual: int, kind: Any) -> None:
+    with ProcessGroupMesh(pp=2, dp=2) as mesh:
+        pipeline = PipelineParallel(
+            mesh,
+            "pp",
+            layers="blocks",
+            first=["into"],
+            loss=loss_of,
+            microbatches=2,
+            schedule=schedule,
+            virtual=virtual,
+        )
+        methods = [pipeline] if kind is None else [pipeline, kind(mesh, "dp")]
+        together = compose(mesh, *methods, unowned=["dp"] if kind is None else [])
+        model, right = together.apply(Masked()), Masked()
+        for step, (rows, length) in enumerate([(8, 5), (8, 5), (16, 3)]):  # the shapes of keywords change too
+            x, target, keywords = batch(step, rows, length)
+            mine = {n: together.share(each) if isinstance(each, torch.Tensor) else each for n, each in keywords.items()}
+            outputs = model(together.share(x), **mine)
+            with torch.no_grad():
+                losses = model.step(together.share(x), target=together.share(target), **mine)
+                expected = together.share(right(x, **keywords))
+                loss = loss_of(expected, together.share(target))
+            if pipeline.is_last(virtual - 1):
+                torch.testing.assert_close(outputs, expected, rtol=0, atol=1e-12)
+                torch.testing.assert_close(torch.stack(losses).mean(), loss, rtol=0, atol=1e-12)
+            model.zero_grad()
+            right.zero_grad()
+            model.step(together.share(x), target=together.share(target), **mine)
+            loss_of(right(x, **keywords), target).backward()
+            assert_same(f"step {step}", gradients_of(model), gradients_of(right))
+        check_sums(groups_of(mesh))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual", "kind"),
+    [
+        ("gpipe", 1, DataParallel),
+        ("1f1b", 1, ShardedDataParallel),
+        ("interleaved", 2, DataParallel),
+        ("zero-bubble", 2, None),
+    ],
+)
+def test_every_stage_gets_its_microbatch_of_the_keywords(schedule, virtual, kind):
+    world(4).run(trained, schedule, virtual, kind)
+
+
+def unequal() -> list[str]:
+    with ProcessGroupMesh(pp=2) as mesh:
+        pipeline = PipelineParallel(mesh, "pp", layers="blocks", first=["into"], loss=loss_of, microbatches=2)
+        model, messages = pipeline.apply(Masked()), []
+        x, target, keywords = batch(0, 8, 5)
+        for mask in (keywords["mask"][:1], torch.tensor(1.0)):  # of one row, or of none, which torch cannot split
+            with pytest.raises(ShapeError) as caught:
+                model.step(x, target=target, **{**keywords, "mask": mask})
+            messages.append(str(caught.value).splitlines()[0])
+        return messages
+
+
+def test_a_mask_without_a_row_for_each_input_is_an_error():
+    for messages in world(2).run(unequal):
+        assert messages[0].startswith("1 and 8 rows cannot be split into 2 equal microbatches along pp=2")
+        assert messages[1].startswith("0 and 8 rows cannot be split into 2 equal microbatches along pp=2")

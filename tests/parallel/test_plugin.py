@@ -1,0 +1,223 @@
+"""The method of ``examples/plugin``, DiLoCo, installed by pip and composed with the methods of pgmesh.
+
+The reference is a plain loop in one process, over replicas that read different rows.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from pgmesh import ProcessGroupMesh
+from pgmesh.parallel import Method, PipelineParallel, ShardedDataParallel, TensorParallel, compose, find
+from tests.support.installed_package import pip_install
+from tests.support.parallel_models import full_tensor, named_weights
+from tests.support.small_model import FIRST_STAGE, SmallModel, batch, loss_of, optimizer_of
+from tests.support.worlds import check_sums, groups_of, world
+
+pytestmark = pytest.mark.long
+
+torch.set_num_threads(1)  # ranks import this too, and share the cores
+
+ROOT = Path(__file__).parents[2]
+STEPS, EVERY, REPLICAS = 7, 2, 2
+TOLERANCE = 1e-12  # 64-bit floats: only the order of sums differs
+OUTER = {"the paper's": {}, "local SGD": {"outer": partial(SGD, lr=1.0)}}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder into which pip has installed the package."""
+    return pip_install(ROOT / "examples" / "plugin", tmp_path_factory.mktemp("plugin") / "site")
+
+
+@contextmanager
+def on_the_path(site: Path) -> Iterator[None]:
+    """Let this process import from a folder."""
+    sys.path.insert(0, str(site))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(site))
+        sys.modules.pop("pgmesh_diloco", None)
+
+
+def model_of(replica: int, frozen: tuple[str, ...]) -> SmallModel:
+    """The model, with other initial weights on each replica."""
+    model = SmallModel(frozen)
+    with torch.no_grad():
+        for weight in (weight for weight in model.parameters() if weight.requires_grad):
+            weight += 0.25 * replica
+    return model
+
+
+def plain_loop(outer: str, frozen: tuple[str, ...] = ()) -> tuple[list[list[float]], list[SmallModel]]:
+    """Losses of each replica's steps, and the replicas, after training in one process."""
+    replicas = [model_of(i, frozen) for i in range(REPLICAS)]
+    optimizers = [optimizer_of(replica) for replica in replicas]
+    trainable = [[weight for weight in each.parameters() if weight.requires_grad] for each in replicas]
+    losses: list[list[float]] = [[] for _ in replicas]
+    with torch.no_grad():
+        theta = [torch.stack([*weights]).mean(0) for weights in zip(*trainable)]
+        velocity = [torch.zeros_like(each) for each in theta]
+        for weights in trainable:
+            torch._foreach_copy_(weights, theta)
+    for step in range(STEPS):
+        for i, replica in enumerate(replicas):
+            rows, target = (each.chunk(REPLICAS)[i] for each in batch(step))
+            optimizers[i].zero_grad()
+            loss = loss_of(replica(rows), target)
+            loss.backward()
+            optimizers[i].step()
+            losses[i].append(loss.item())
+        if (step + 1) % EVERY == 0:
+            with torch.no_grad():
+                for n, weights in enumerate(zip(*trainable)):
+                    delta = theta[n] - torch.stack([*weights]).mean(0)
+                    if outer == "local SGD":
+                        theta[n] = theta[n] - delta
+                    else:  # SGD with Nesterov momentum, of torch's documentation
+                        velocity[n] = 0.9 * velocity[n] + delta
+                        theta[n] = theta[n] - 0.7 * (delta + 0.9 * velocity[n])
+                    for weight in weights:
+                        weight.copy_(theta[n])
+    return losses, replicas
+
+
+def partners(mesh: ProcessGroupMesh, kind: str) -> list[Method]:
+    """The other methods, by the axes of the mesh."""
+    pipeline = partial(PipelineParallel, mesh, "pp", layers="blocks", first="012", loss=loss_of, microbatches=2)
+    more: dict[str, Any] = {"schedule": "interleaved", "virtual": 2} if "two stages" in kind else {}
+    return [
+        {
+            "pp": lambda: pipeline(**more),
+            "tp": lambda: TensorParallel(mesh, "tp", plan={"0": "columns", "2": "rows"}),
+            "fsdp": lambda: ShardedDataParallel(mesh, "fsdp"),
+        }[axis]()
+        for axis in mesh.axes
+        if axis != "dp"
+    ]
+
+
+def trained(site: Path, sizes: dict[str, int], kind: str, outer: str, frozen: tuple[str, ...]) -> float:
+    """Train on the mesh, and return the greatest difference from the plain loop."""
+    expected_losses, replicas = plain_loop(outer, frozen)
+    with on_the_path(site), ProcessGroupMesh(**sizes, name=f"{kind}, {outer}") as mesh:
+        diloco = find("diloco")(mesh, "dp", every=EVERY, **OUTER[outer])
+        assert Path(sys.modules["pgmesh_diloco"].__file__).parent == site
+        together, mine = compose(mesh, diloco, *partners(mesh, kind)), mesh.index("dp")
+        model = together.apply(model_of(mine, frozen))
+        optimizer = together.attach(optimizer_of(model))
+        furthest = 0.0
+        for step in range(STEPS):
+            rows, target = map(together.share, batch(step))
+            optimizer.zero_grad()
+            if hasattr(model, "step"):
+                losses = model.step(rows, target=target)
+                loss = torch.stack(losses).mean() if losses else None
+            else:
+                loss = loss_of(model(rows), target)
+                loss.backward()
+            optimizer.step()
+            if loss is not None and "fsdp" not in sizes:  # otherwise it is the loss of a part of the replica's rows
+                furthest = max(furthest, abs(loss.item() - expected_losses[mine][step]))
+        right = dict(replicas[mine].named_parameters())
+        for name, weight in named_weights(model):
+            furthest = max(furthest, (full_tensor(weight) - right[name]).abs().max().item())
+        check_sums(groups_of(mesh))
+    return furthest
+
+
+@pytest.mark.parametrize("outer", OUTER)
+@pytest.mark.parametrize(
+    ("sizes", "kind", "frozen"),
+    [
+        ({"dp": 2}, "alone", ()),
+        ({"dp": 2, "fsdp": 2}, "sharded", ()),
+        ({"dp": 2, "tp": 2}, "tensor", ()),
+        ({"dp": 2, "pp": 2}, "pipeline", ()),
+        ({"dp": 2, "pp": 2}, "pipeline of two stages on each rank", ()),
+        ({"dp": 2, "pp": 2}, "pipeline with a frozen stage", FIRST_STAGE),
+        ({"dp": 2, "pp": 2, "fsdp": 2}, "pipeline of sharded stages", ()),
+        ({"pp": 2, "dp": 2, "tp": 2}, "pipeline of tensor parallel stages", ()),
+        ({"dp": 2, "fsdp": 2, "tp": 2}, "sharded and tensor", ()),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_diloco_composed_with_other_methods_is_a_plain_loop(site, sizes, kind, frozen, outer):
+    ranks = 1
+    for size in sizes.values():
+        ranks *= size
+    assert max(world(ranks).run(trained, site, sizes, kind, outer, frozen)) < TOLERANCE
+
+
+def test_the_plain_loop_is_one_that_others_could_differ_from():
+    (losses, replicas), (other, _) = plain_loop("the paper's"), plain_loop("local SGD")
+    assert losses[0][:2] == other[0][:2]  # the first outer step is after the second step
+    assert abs(losses[0][2] - other[0][2]) > 1e-5
+    first, second = (dict(each.named_parameters()) for each in replicas)
+    assert min((first[name] - second[name]).abs().max().item() for name in first) > 1e-3  # the last step is local
+
+
+SCRIPT = """
+from importlib.metadata import entry_points
+
+from pgmesh import parallel
+
+print(sorted(point.name for point in entry_points(group="pgmesh.parallel") if point.dist.name == "pgmesh-diloco"))
+print(parallel.find("diloco"))
+try:
+    parallel.find("ring")
+except RuntimeError as error:
+    print("diloco (pgmesh-diloco)" in str(error), "data (pgmesh)" in str(error))
+"""
+
+
+def test_a_method_of_another_package_is_found_once_pip_has_installed_it(site):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), str(ROOT)])}
+    run = partial(subprocess.run, capture_output=True, text=True, timeout=120, check=False)
+    done = run([sys.executable, "-c", SCRIPT], env=environment, cwd=site)
+    assert done.stdout.splitlines() == ["['diloco']", "<class 'pgmesh_diloco.DiLoCo'>", "True True"], done.stderr
+
+
+# ---- the hook ----
+
+
+class Notes(Method):
+    """Notes which method an optimizer was attached to."""
+
+    noted: list[str]
+
+    def apply(self, module: nn.Module) -> nn.Module:
+        return module
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        self.noted.append(str(self))
+        optimizer.register_step_post_hook(lambda *_: self.noted.append(f"a step of {self}"))
+
+
+def attached() -> list[str]:
+    mesh, noted = ProcessGroupMesh(dp=2), list[str]()
+    notes = Notes(mesh, "dp")
+    notes.noted = noted
+    together = compose(mesh, notes)
+    model = together.apply(nn.Linear(2, 2))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    assert together.attach(optimizer) is optimizer
+    optimizer.step()
+    return noted
+
+
+def test_each_method_may_register_hooks_on_an_optimizer():
+    assert world(2).run(attached) == [["Notes along dp", "a step of Notes along dp"]] * 2
