@@ -1,4 +1,4 @@
-"""Whole texts of errors: what is wrong, the numbers, and the call that would be right."""
+"""The facts in messages of errors: the numbers, the names, and the call that would be right."""
 
 from __future__ import annotations
 
