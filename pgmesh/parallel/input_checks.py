@@ -154,7 +154,7 @@ class InputCheck:
     """
 
     def __init__(self, module: nn.Module, comparisons: Sequence[Comparison]) -> None:
-        self.comparisons, self.step, self.in_step = comparisons, 0, [0] * len(UNITS)
+        self.comparisons, self.step, self.in_step = tuple(comparisons), 0, [0] * len(UNITS)
         self.pending: PendingComparison | None = None
         # prepend: before the hook of fully_shard, which gathers parameters
         self.hooks = [module.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True)]
@@ -165,10 +165,12 @@ class InputCheck:
             weakref.finalize(self, handle.remove)
         setattr(module, INPUT_CHECK, self)
 
-    def remove(self) -> None:
-        """Remove the hooks."""
+    def remove(self) -> Sequence[Comparison]:
+        """Remove the hooks, and return the comparisons."""
         for hook in self.hooks:
             hook.remove()
+        removed, self.comparisons = self.comparisons, ()
+        return removed
 
     def raise_if_pending_differs(self, *_: Any) -> None:
         """Wait for the last comparison that was started, and raise its error."""
@@ -187,9 +189,9 @@ class InputCheck:
         ends_step = getattr(module, "require_backward_grad_sync", True)  # DDP: False in all passes but the last
         if ends_step:
             self.step, self.in_step = step + 1, [0] * len(UNITS)
+        due = [each for each in self.comparisons if each.is_due(step) and (ends_step or not each.per_step)]
         if not any(each.is_due(self.step) for each in self.comparisons):
             self.remove()
-        due = [each for each in self.comparisons if each.is_due(step) and (ends_step or not each.per_step)]
         if due:
             exchange = Exchange([*numbers, *in_step], due)
             if step < FIRST_STEPS:
@@ -243,10 +245,8 @@ def detach_comparisons(modules: Iterable[nn.Module], mesh: ProcessGroupMesh) -> 
     found: dict[Method, Comparison] = {}
     for module in modules:
         check: InputCheck | None = getattr(module, INPUT_CHECK, None)
-        if check is not None and check.comparisons[0].method.mesh.shares_groups(mesh):
-            check.remove()
-            delattr(module, INPUT_CHECK)
-            found.update((each.method, each) for each in check.comparisons)
+        if check is not None and all(each.method.mesh.shares_groups(mesh) for each in check.comparisons):
+            found.update((each.method, each) for each in check.remove())
     return [*found.values()]
 
 
