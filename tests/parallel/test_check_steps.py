@@ -25,6 +25,7 @@ from pgmesh.parallel import (
     TensorParallel,
     compose,
 )
+from pgmesh.parallel.input_checks import Comparison, add_comparison
 from tests.support.expert_models import expert_model
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
@@ -155,6 +156,41 @@ def passes_of_a_step() -> None:
 
 def test_rows_are_compared_in_a_step_and_positions_in_a_pass():
     world(4).run(passes_of_a_step)
+
+
+class Compared(Method):
+    """Only compares rows."""
+
+    def apply(self, module: nn.Module) -> nn.Module:
+        add_comparison(module, Comparison(self, self.owns, ("rows",), "call()"))
+        return module
+
+
+def moved_after_apply() -> None:
+    """A stand-in for a GPU: weights and inputs on the device meta, and a group of another backend by its name."""
+    with ProcessGroupMesh(dp=2) as mesh:
+        mesh.configure("dp", backend="cpu:gloo")
+        group = mesh.group("dp")
+        model = Compared(mesh, "dp").apply(nn.Linear(4, 1))
+        model.to("meta")
+        used = list[Any]()
+
+        def all_gather(*arguments: Any, group: Any, **keywords: Any) -> Any:
+            used.append(group)
+            return gather(*arguments, group=group, **keywords)
+
+        gather = dist.all_gather
+        with mock.patch("torch.distributed.all_gather", all_gather):
+            model(torch.ones(2, 4, device="meta"))
+            with pytest.raises(ShapeError, match="2 on rank 0; 3 on rank 1"):
+                model(torch.ones(2 + mesh.rank, 4, device="meta"))
+        assert [dist.get_backend(each) for each in used] == ["gloo"] * 2
+        assert group not in used
+        check_sums(groups_of(mesh))
+
+
+def test_numbers_travel_over_gloo_wherever_the_model_was_moved():
+    world(2).run(moved_after_apply)
 
 
 # ---- check="always" after the second step ----
