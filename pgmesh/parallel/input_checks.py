@@ -49,7 +49,7 @@ class Comparison:
     """The method that needs it. Its ``check`` says in which steps."""
     axes: tuple[Axis, ...]
     units: tuple[str, ...]
-    """Which of ``UNITS``."""
+    """Which of ``UNITS``; none if the ranks only exchange numbers, in every step unless ``check="never"``."""
     fix: str
     """The call that would be right, for the message."""
     per_step: bool = False
@@ -57,7 +57,8 @@ class Comparison:
 
     def is_due(self, step: int) -> bool:
         """True if the step of this index is compared. All ranks count alike, so they need not communicate."""
-        return self.method.check == "always" or (self.method.check == "first" and step < FIRST_STEPS)
+        is_early = step < FIRST_STEPS or not self.units
+        return self.method.check == "always" or (self.method.check == "first" and is_early)
 
 
 class Exchange:

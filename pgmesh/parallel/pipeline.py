@@ -338,7 +338,7 @@ class Pipeline(nn.Module):
                     f"methods: it has {', '.join([n for n, _ in self.parts.named_parameters()][:4])}, ... A method has "
                     "to keep the names of parameters; it may only prefix them by 'module.'."
                 )
-        self.comparisons, self.steps = detach_comparisons(parts, method.mesh), 0
+        self.comparisons, self.steps = self._comparisons(detach_comparisons(parts, method.mesh)), 0
         self.schedules: dict[bool, tuple[list[Any], Any]] = {}
         """By presence of a loss: the input shapes that the schedule was built for, and the schedule."""
         method.mesh.group(method.axis)
@@ -427,7 +427,8 @@ class Pipeline(nn.Module):
         indivisible = len(rows) != 1 or max(rows) % method.microbatches > 0 or not max(rows)
         _, *sizes = count_inputs((inputs, target))
         numbers = [min(rows, default=0), *sizes, max(rows, default=0), *sizes, indivisible, signature != cached[0]]
-        compared = self._due_comparisons(training=training)
+        step = self.steps if training else FIRST_STEPS  # a forward pass alone is compared only by "always"
+        compared = [each for each in self.comparisons[training] if each.is_due(step)]
         exchange = Exchange(numbers, compared, method.timeout) if compared else None
         per_rank = [numbers] if exchange is None else [*exchange.wait().values()]
         self.steps += training
@@ -455,18 +456,23 @@ class Pipeline(nn.Module):
             cached = self.schedules[loss] = signature, schedule
         return cached[1]
 
-    def _due_comparisons(self, *, training: bool) -> list[Comparison]:
-        """Comparisons of this batch: first that of rows along the stages and, in training, along data axes."""
-        method, axes, comparisons = self.method, self.method.owns, self.comparisons if training else []
-        fix = f"together.share(rows)   # together = compose(...): the same rows on each rank along {method.axis}"
-        for each in comparisons:
-            if each.per_step and each.method.mesh.layout == method.mesh.layout:
-                axes, fix = method.mesh.along(*axes, *each.axes).axes, f"{fix}\n  {each.fix}"
-        rows = [Comparison(method, axes, ("rows",), fix, per_step) for per_step in (False, True)]  # least, most
-        due = [each for each in (*rows, *comparisons) if each.is_due(self.steps if training else FIRST_STEPS)]
-        if method.check != "never" and self._communicates_in_forward():  # then all ranks rebuild together
-            due.append(Comparison(method, method.mesh.axes, (), ""))
-        return due
+    def _comparisons(self, found: Sequence[Comparison]) -> dict[bool, list[Comparison]]:
+        """Comparisons of a batch, without and with a backward pass. Only with one, rows are compared along data axes.
+
+        Args:
+            found: the comparisons of the methods that were applied to the stages.
+        """
+        method, comparisons = self.method, dict[bool, list[Comparison]]()
+        everywhere = [Comparison(method, method.mesh.axes, (), "")] if self._communicates_in_forward() else []
+        for training, others in ((False, ()), (True, found)):
+            axes = method.owns
+            fix = f"together.share(rows)   # together = compose(...): the same rows on each rank along {method.axis}"
+            for each in others:
+                if each.per_step and each.method.mesh.layout == method.mesh.layout:
+                    axes, fix = method.mesh.along(*axes, *each.axes).axes, f"{fix}\n  {each.fix}"
+            rows = [Comparison(method, axes, ("rows",), fix, per_step) for per_step in (False, True)]  # least, most
+            comparisons[training] = [*rows, *others, *everywhere]
+        return comparisons
 
     def _dtypes(self) -> list[Any]:
         """Autocast and parameter dtypes: with the inputs, they determine the dtypes of activations."""
