@@ -54,7 +54,7 @@ chaos: $(VENV)/dev           ## every fault at every moment, and the protocol's 
 	$(RUN) -m tests.rendezvous.model --minutes 2
 	$(LOCAL) $(RUN) -m tests.faults.chaos --minutes 8
 
-bench: $(BENCH)/made         ## beside its peers, as ratios: under five minutes
+bench: $(BENCH)/made         ## beside its peers, as ratios: under six minutes
 	$(QUIET) $(BENCH)/bin/python -m benchmarks $(ARGS)
 
 bench-quick: $(BENCH)/made   ## under 40 seconds, once installed

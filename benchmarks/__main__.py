@@ -1,6 +1,6 @@
 """Benchmarks of pgmesh and its peers, with targets.
 
-    python -m benchmarks                    # everything: under five minutes
+    python -m benchmarks                    # everything: under six minutes
     python -m benchmarks --quick            # fewer ranks, fewer repetitions: under 40 seconds
     python -m benchmarks --only hits blocks # some parts
     python -m benchmarks --json FILE        # append the run to FILE, a list of runs
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from benchmarks.report import Figure
 
-PARTS = ("hits", "one rank", "blocks", "ranks", "store", "start", "plan")
+PARTS = ("hits", "one rank", "blocks", "ranks", "store", "start", "plan", "training")
 
 
 def main() -> None:
@@ -76,7 +76,7 @@ def main() -> None:
 
 def parts(quick: bool, ranks: list[int]) -> list[tuple[str, Callable[[], list[Figure]]]]:
     """The parts of the benchmark, in order."""
-    from benchmarks import blocks, hits, many_ranks, one_rank, planning, starting, stores
+    from benchmarks import blocks, hits, many_ranks, one_rank, planning, starting, stores, training
 
     def of(n: int) -> list[Figure]:
         return many_ranks.figures(n, 2 if quick else 4)
@@ -89,6 +89,7 @@ def parts(quick: bool, ranks: list[int]) -> list[tuple[str, Callable[[], list[Fi
         ("store", lambda: stores.figures([4] if quick else [4, 8, 16], 0.3 if quick else 1.0)),
         ("start", lambda: starting.figures(1 if quick else 5, max(ranks))),
         ("plan", lambda: planning.figures(5 if quick else 9)),
+        ("training", lambda: training.figures(3, ["dp4"]) if quick else training.figures(10)),
     ]
 
 

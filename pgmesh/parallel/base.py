@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import IntEnum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import nn
 
-from pgmesh.errors import AxisError
+from pgmesh.errors import AxisError, OptionsError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.divisibility import divide_evenly, format_sizes
 from pgmesh.parallel.ownership import OWNED_MARK
+
+Check = Literal["first", "always", "never"]
+"""Training steps in which the inputs of ranks are compared: the first two, all or none."""
 
 
 class Level(IntEnum):
@@ -47,11 +50,14 @@ class Method:
             averages gradients along the axis of context parallelism. Default: the axes that it owns.
         options: options of the group along ``over``, as in ``mesh.configure``. A method with further groups calls
             ``configure`` for them.
+        check: when to compare the shapes of the inputs of ranks: in the "first" two training steps, "always" or
+            "never". From the third step on, "always" does not wait in the forward pass: a difference is logged at
+            once, and raised before the optimizer's step.
 
     Raises:
         AxisError: no axes were given, the mesh has no such axis, or ``over`` lacks an owned axis.
         MembershipError: this rank is not in the mesh.
-        OptionsError: there is no such option, or the group exists already.
+        OptionsError: there is no such option or check, or the group exists already.
 
     >>> from pgmesh.parallel import Method
     >>> class Average(Method):                              # a minimal method
@@ -81,6 +87,7 @@ class Method:
         *axes: Axis,
         over: Iterable[Axis] | None = None,
         options: Mapping[str, Any] | None = None,
+        check: Check = "first",
     ) -> None:
         name = type(self).__name__
         if not isinstance(mesh, ProcessGroupMesh):
@@ -93,7 +100,9 @@ class Method:
             )
         if isinstance(over, str):
             over = (over,)
-        self.mesh = mesh
+        if check not in get_args(Check):
+            raise OptionsError(f"{name}: check is 'first', 'always' or 'never', not {check!r}.")
+        self.mesh, self.check = mesh, check
         self.owns = mesh.along(*axes).axes  # the names and the order of the mesh
         self.reduces = mesh.along(*over).axes if over else self.owns
         missing = [axis for axis in self.owns if axis not in self.reduces]

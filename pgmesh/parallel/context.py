@@ -9,10 +9,10 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from pgmesh.errors import MethodError, OptionsError, ShapeError
-from pgmesh.parallel.base import Level, Method
+from pgmesh.parallel.base import Check, Level, Method
 from pgmesh.parallel.divisibility import divide_along_axes, format_sizes, nearest_multiples
 from pgmesh.parallel.exchange import all_gather_stacked
-from pgmesh.parallel.input_checks import check_equal
+from pgmesh.parallel.input_checks import Comparison, Exchange, add_comparison, raise_if_unequal
 from pgmesh.parallel.ownership import is_stage
 from pgmesh.parallel.ring import ring_attention, ulysses_attention
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
     from pgmesh.layout import Axis
     from pgmesh.mesh import ProcessGroupMesh
+
+CUT = "method.cut(whole)   # parts of the same length on all ranks"
+"""The right call, for the message of unequal parts."""
 
 
 class ContextParallel(Method):
@@ -42,6 +45,7 @@ class ContextParallel(Method):
         balanced: for the ring: rank i of n holds chunks i and 2n-1-i of 2n, so that all ranks have the same work under
             a causal mask. Otherwise rank i holds part i of n.
         options: as in ``Method``.
+        check: as in ``Method``, of rows and positions.
 
     Raises:
         OptionsError: there is no such attention.
@@ -60,13 +64,14 @@ class ContextParallel(Method):
         attention: Literal["ring", "ulysses"] = "ring",
         balanced: bool = True,
         options: Mapping[str, Any] | None = None,
+        check: Check = "first",
     ) -> None:
-        super().__init__(mesh, *axes, options=options)
+        super().__init__(mesh, *axes, options=options, check=check)
         if attention not in ("ring", "ulysses"):
             raise OptionsError(f"ContextParallel: attention is 'ring' or 'ulysses', not {attention!r}.")
         self._ring = attention == "ring"
         self._balanced = self._ring and balanced
-        self._ranks = mesh.size(*self.owns)
+        self._ranks, self._joins = mesh.size(*self.owns), 0
 
     def apply(self, module: nn.Module) -> nn.Module:
         """Replace torch's scaled_dot_product_attention by ``method.attention`` in all attributes of submodules.
@@ -87,6 +92,7 @@ class ContextParallel(Method):
                 "  self.attention = scaled_dot_product_attention       # in __init__ of the attention module\n"
                 "  out = self.attention(q, k, v, is_causal=True)       # in its forward"
             )
+        add_comparison(module, Comparison(self, self.owns, ("rows", "positions"), CUT))
         return module
 
     def attention(
@@ -102,15 +108,13 @@ class ContextParallel(Method):
     ) -> Tensor:
         """Attention of this rank's queries to the whole sequence, as torch's scaled_dot_product_attention.
 
-        Every rank along the axes calls it, forward and backward, with parts of the same length.
-
-        Each forward pass starts with an all-gather of the shapes. So unequal parts are an error on all ranks, before
-        any keys are sent.
+        Every rank along the axes calls it, forward and backward, with parts of the same shapes. They are compared in
+        the inputs of the module that ``apply`` was given, and not here.
 
         Raises:
             OptionsError: there is a mask other than the causal one, or dropout. Neither is supported.
-            ShapeError: the parts are of unequal shapes; for ulysses, the heads are not divisible by the ranks; for a
-                balanced ring, the number of positions is odd.
+            ShapeError: for ulysses, the heads are not divisible by the ranks; for a balanced ring, the number of
+                positions is odd.
         """
         if attn_mask is not None or dropout_p:
             unsupported = "an attn_mask" if attn_mask is not None else f"dropout ({dropout_p})"
@@ -118,17 +122,6 @@ class ContextParallel(Method):
                 f"attention along {self._axis_sizes} does not support {unsupported}: use is_causal=True for a mask, "
                 "and dropout_p=0.0."
             )
-        numbers = {
-            "positions": query.size(-2),
-            "positions of keys": key.size(-2),
-            "heads": query.size(-3),
-            "heads of keys": key.size(-3),
-            "numbers in a key": key.size(-1),
-            "numbers in a value": value.size(-1),
-            "rows": key.shape[:-3].numel(),
-            "bytes in a number": key.element_size(),
-        }
-        self._check_equal(query.device, numbers)
         group = self.mesh.group(*self.owns)
         settings: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         if self._ring:
@@ -170,10 +163,14 @@ class ContextParallel(Method):
             along: the dimension of positions.
 
         Raises:
-            ShapeError: the parts have unequal lengths, or a balanced part has an odd length.
+            ShapeError: the parts have unequal lengths, which ``check="first"`` sees in the first two calls, or a
+                balanced part has an odd length.
         """
-        numbers_per_position = part.numel() // max(1, part.size(along))
-        self._check_equal(part.device, {"positions": part.size(along), "numbers at a position": numbers_per_position})
+        comparison = Comparison(self, self.owns, ("positions", "numbers at a position"), CUT)
+        if comparison.is_due(self._joins):
+            numbers = [part.size(along), part.numel() // max(1, part.size(along))]
+            raise_if_unequal(comparison, Exchange(numbers, [comparison]).wait(), comparison.units)
+        self._joins += 1
         self._check_balanced(part.size(along))
         chunks: dict[int, Tensor] = {}
         for index, each in enumerate(all_gather_stacked(part, self.mesh.group(*self.owns))):
@@ -199,10 +196,6 @@ class ContextParallel(Method):
     def _chunk_indices(self, index: int) -> tuple[int, ...]:
         """Indices of the chunks of a sequence that the rank at this index holds."""
         return (index, 2 * self._ranks - 1 - index) if self._balanced else (index,)
-
-    def _check_equal(self, device: torch.device, numbers: Mapping[str, int]) -> None:
-        fix = "method.cut(whole)   # parts of the same length on all ranks"
-        check_equal("ContextParallel", numbers, self.mesh, self.owns, device, fix)
 
     def _check_balanced(self, length: int) -> None:
         if self._balanced and length % 2:

@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, DistributedSampler
 
-from pgmesh.errors import MethodError, ShapeError
+from pgmesh.errors import MethodError, OptionsError, ShapeError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
-from pgmesh.parallel.base import Method, format_axes
+from pgmesh.parallel.base import Check, Method, format_axes
 from pgmesh.parallel.divisibility import format_sizes
-from pgmesh.parallel.input_checks import RowCheck
+from pgmesh.parallel.input_checks import Comparison, add_comparison
 from pgmesh.parallel.ownership import owned_parameters
 from pgmesh.torch_private import exclude_from_ddp
 
@@ -27,13 +27,14 @@ class DataParallel(Method):
     """Replicates a module along its axes and averages gradients in the backward pass, by torch's DDP.
 
     The mean of the ranks' gradients is the gradient of the whole batch if ranks have the same number of rows. The
-    numbers are compared in the forward pass before each all-reduce of gradients.
+    numbers are compared before the forward pass; with ``accumulate``, in the last pass, over all passes of a step.
 
     Args:
         mesh: the mesh.
         axes: axes along which ranks read different rows.
         over: axes along which gradients are averaged. With context parallelism along cp: ``over=("dp", "cp")``.
-        uneven: allow unequal numbers of rows. The program then has to weight its losses.
+        check: as in ``Method``. With "never", ranks may have unequal numbers of rows; the program then has to weight
+            its losses.
         options: options of the group, as in ``mesh.configure``.
         keywords: arguments of torch's DistributedDataParallel, such as ``bucket_cap_mb=50``.
 
@@ -52,12 +53,13 @@ class DataParallel(Method):
         mesh: ProcessGroupMesh,
         *axes: Axis,
         over: Iterable[Axis] | None = None,
-        uneven: bool = False,
+        check: Check = "first",
         options: Mapping[str, Any] | None = None,
         **keywords: Any,
     ) -> None:
-        super().__init__(mesh, *axes, over=over, options=options)
-        self.uneven, self.keywords = uneven, keywords
+        super().__init__(mesh, *axes, over=over, options=options, check=check)
+        reject_uneven(self, keywords)
+        self.keywords = keywords
 
     def apply(self, module: nn.Module) -> nn.Module:
         """Wrap the module in DDP. Its parameters are broadcast from the first rank along the axes.
@@ -78,7 +80,9 @@ class DataParallel(Method):
                 )
         for name, weight in module.named_parameters():
             if isinstance(weight, DTensor) and name not in owned:
-                over = f", over={self.reduces!r}" * (self.reduces != self.owns) + ", uneven=True" * self.uneven
+                over = f", over={self.reduces!r}" * (self.reduces != self.owns) + f", check={self.check!r}" * (
+                    self.check != "first"
+                )
                 sharded = any(isinstance(each, FSDPModule) for each in module.modules())
                 raise MethodError(
                     f"{name} is a DTensor, which torch's DDP does not support. fully_shard does, also with parameters "
@@ -98,8 +102,7 @@ class DataParallel(Method):
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 if name not in owned:
                     dist.broadcast(tensor.detach(), self.mesh.ranks(*self.reduces)[0], group=group)
-        if not self.uneven:
-            RowCheck(self, wrapped)
+        add_comparison(wrapped, compare_rows(self), inner=module)
         return wrapped
 
     def sampler(self, dataset: Dataset[Any], **keywords: Any) -> DistributedSampler[Any]:
@@ -142,6 +145,22 @@ class DataParallel(Method):
     def _has_trainable(self, module: nn.Module) -> bool:
         """Return True if a module has gradients to average."""
         return next(self.weights(module), None) is not None
+
+
+def compare_rows(method: Method) -> Comparison:
+    """Comparison of rows of a method that averages gradients: the mean is that of the batch if they are equal."""
+    fix = f"{type(method).__name__}(..., check='never')   # if the program weights its losses itself"
+    return Comparison(method, method.reduces, ("rows",), fix, per_step=True)
+
+
+def reject_uneven(method: Method, keywords: Mapping[str, Any]) -> None:
+    """Raise an OptionsError if the keywords have ``uneven``, which ``check`` replaced."""
+    if "uneven" in keywords:
+        check = "'never'" if keywords["uneven"] else "'always'"
+        raise OptionsError(
+            f"{type(method).__name__} has no uneven=; check= says when the rows of ranks are compared.\n\n"
+            f"  {type(method).__name__}(..., check={check})"
+        )
 
 
 def distributed_sampler(method: Method, dataset: Any, **keywords: Any) -> DistributedSampler[Any]:

@@ -12,9 +12,9 @@ from torch import nn
 
 from pgmesh.errors import AxisError, MethodError
 from pgmesh.parallel import exchange, mixture
-from pgmesh.parallel.base import Level, Method, format_axes
+from pgmesh.parallel.base import Check, Level, Method, format_axes
 from pgmesh.parallel.divisibility import divide_along_axes, format_sizes
-from pgmesh.parallel.input_checks import check_equal
+from pgmesh.parallel.input_checks import Comparison, add_comparison
 from pgmesh.parallel.ownership import is_stage, mark_owned
 
 if TYPE_CHECKING:
@@ -53,8 +53,9 @@ class ExpertParallel(Method):
             which are all-gathered. Otherwise they hold the same tokens, as in tensor parallelism.
         columns: name patterns of an expert's linear layers whose outputs are sharded along ``tensor``.
         rows: name patterns of those whose inputs are sharded. They may not have a bias.
-        uneven: allow unequal numbers of tokens. The program then has to weight its losses.
         options: options of its groups, as in ``mesh.configure``.
+        check: as in ``Method``, of tokens. With "never", ranks along ``over`` may have unequal numbers of tokens; the
+            program then has to weight its losses.
 
     Raises:
         AxisError: ``tensor`` without ``columns`` and ``rows``, or these without ``tensor``.
@@ -75,10 +76,10 @@ class ExpertParallel(Method):
         tensor: Axis | None = None,
         columns: Iterable[str] = (),
         rows: Iterable[str] = (),
-        uneven: bool = False,
         options: Mapping[str, Any] | None = None,
+        check: Check = "first",
     ) -> None:
-        super().__init__(mesh, *axes, over=over, options=options)
+        super().__init__(mesh, *axes, over=over, options=options, check=check)
         self._expert_axes, self._tensor_axes = self.owns, () if tensor is None else mesh.along(tensor).axes
         self._column_patterns, self._row_patterns = tuple(columns), tuple(rows)
         if bool(self._tensor_axes) != bool(self._column_patterns and self._row_patterns):
@@ -91,8 +92,7 @@ class ExpertParallel(Method):
         self._replica_axes = tuple(axis for axis in self.reduces if axis not in self.owns)
         self.configure(options, self._expert_axes, self._replica_axes, self._tensor_axes)
         replicated = () if self._gathers_tokens else self._tensor_axes  # axes whose ranks hold the same tokens
-        self._allow_uneven = uneven
-        self._checked_axes = replicated if uneven else mesh.along(*{*self.reduces, *replicated}).axes
+        self._token_axes = mesh.along(*{*self.reduces, *replicated}).axes
 
     def shares(self, axis: Axis, other: Method) -> bool:
         """Return True if ``other`` may have ranks in common with ``axis``: experts lie on ranks of other methods.
@@ -129,6 +129,8 @@ class ExpertParallel(Method):
                 "  self.mix, self.experts = mix, nn.ModuleList(...)            # in __init__ of the layer\n"
                 "  out = self.mix(tokens, weights, chosen, self.experts)       # in its forward"
             )
+        fix = "ExpertParallel(..., check='never')   # if the program weights its losses itself"
+        add_comparison(module, Comparison(self, self._token_axes, ("tokens",), fix))
         return module
 
     def _keep_local_experts(self, name: str, layer: nn.Module) -> None:
@@ -202,18 +204,9 @@ class ExpertParallel(Method):
 
         As ``pgmesh.parallel.mix``: ``experts`` are this rank's, ``chosen`` has experts of any rank.
 
-        Every rank along the axes calls it, forward and backward, with the same number of tokens. With ``uneven=True``
-        the numbers may differ, and may be 0.
-
-        Raises:
-            ShapeError: ranks hold unequal numbers of tokens; on all of them.
+        Every rank along the axes calls it, forward and backward. Numbers of tokens may differ between ranks along
+        ``over``, and may be 0, if the program weights its losses.
         """
-        if self._checked_axes and torch.is_grad_enabled():
-            fix = "ExpertParallel(..., uneven=True)   # if the program weights its losses itself"
-            if self._allow_uneven:
-                token_axes = self.mesh.along(*self.reduces, *self._checked_axes).axes
-                fix = f"ExpertParallel(..., over={token_axes!r})   # if they hold different tokens"
-            check_equal("ExpertParallel", {"tokens": len(tokens)}, self.mesh, self._checked_axes, tokens.device, fix)
         group, n = self.mesh.group(*self._expert_axes), self.mesh.size(*self._expert_axes)
 
         parameters = self._reduced_parameters(experts)

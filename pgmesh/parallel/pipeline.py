@@ -35,10 +35,16 @@ from pgmesh.errors import MethodError, OptionsError, PlaceError, ShapeError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.options import Timeout
-from pgmesh.parallel.base import Level, Method, single_axis
+from pgmesh.parallel.base import Check, Level, Method, single_axis
 from pgmesh.parallel.divisibility import format_sizes, nearest_multiples
 from pgmesh.parallel.exchange import collective_device, on_served_device, receive_tensors, send_tensors
-from pgmesh.parallel.input_checks import all_gather_ints, detach_row_check, device_of, raise_if_unequal
+from pgmesh.parallel.input_checks import (
+    FIRST_STEPS,
+    Comparison,
+    Exchange,
+    count_inputs,
+    detach_comparisons,
+)
 from pgmesh.parallel.ownership import ABSENT_MARK, AbsentLayer, owned_parameters, tied_names
 from pgmesh.parallel.seeds import restore_streams
 from pgmesh.parallel.weights import local
@@ -90,6 +96,10 @@ class PipelineParallel(Method):
         virtual: number of stages on each rank.
         options: options of its groups, as in ``mesh.configure``: the group of all stages, and that of the first and
             the last. The timeout is also used when numbers of rows are compared.
+        check: as in ``Method``, for rows along this axis and the axes of data parallelism. "always" also compares
+            forward passes, and waits in each. After the first two steps with "first", new shapes of inputs have to come
+            in the same step on all ranks along the axis. Modules that communicate along other axes in the forward pass,
+            such as fully_shard and experts, make one exchange in every step, unless it is "never".
 
     Raises:
         AxisError: more than one axis.
@@ -120,8 +130,9 @@ class PipelineParallel(Method):
         schedule: str = "1f1b",
         virtual: int = 1,
         options: Mapping[str, Any] | None = None,
+        check: Check = "first",
     ) -> None:
-        super().__init__(mesh, *axis, options=options)
+        super().__init__(mesh, *axis, options=options, check=check)
         self.axis = single_axis(self)
         self.layers, self.first, self.last = layers, tuple(first), tuple(last)
         self.loss, self.microbatches, self.schedule, self.virtual = loss, microbatches, schedule, virtual
@@ -327,7 +338,7 @@ class Pipeline(nn.Module):
                     f"methods: it has {', '.join([n for n, _ in self.parts.named_parameters()][:4])}, ... A method has "
                     "to keep the names of parameters; it may only prefix them by 'module.'."
                 )
-        self.row_check = detach_row_check(parts, method.mesh)
+        self.comparisons, self.steps = self._comparisons(detach_comparisons(parts, method.mesh)), 0
         self.schedules: dict[bool, tuple[list[Any], Any]] = {}
         """By presence of a loss: the input shapes that the schedule was built for, and the schedule."""
         method.mesh.group(method.axis)
@@ -413,7 +424,7 @@ class Pipeline(nn.Module):
         *target: torch.Tensor,
         training: bool = False,
     ) -> Any:
-        """Schedule for a batch of these shapes. If one rank has new shapes, all ranks rebuild their schedules."""
+        """Schedule for a batch of these shapes. Where ranks compare inputs, all rebuild it if one has new shapes."""
         method, loss, cached = self.method, bool(target), self.schedules.get(bool(target), (None, None))
         by_name = {name: each for name, each in keywords.items() if isinstance(each, torch.Tensor)}
         signature = [*((each.shape, each.dtype) for each in (*inputs, *by_name.values())), *by_name, *self._dtypes()]
@@ -424,15 +435,13 @@ class Pipeline(nn.Module):
             )
         rows = {each.size(0) if each.ndim else 0 for each in (*inputs, *target, *by_name.values())}
         indivisible = len(rows) != 1 or max(rows) % method.microbatches > 0 or not max(rows)
-        numbers = [min(rows, default=0), max(rows, default=0), indivisible, signature != cached[0]]
-        axes = method.owns
-        fix = f"together.share(rows)   # together = compose(...): the same rows on each rank along {method.axis}"
-        if training and self.row_check is not None:  # one all-gather for both checks, so that all ranks raise
-            axes = method.mesh.along(*axes, *self.row_check.method.reduces).axes
-            fix = f"{fix}\n  {self.row_check.fix}"
-        gather_axes = method.mesh.axes if self._communicates_in_forward() else axes
-        per_rank = all_gather_ints(numbers, method.mesh, gather_axes, device_of(self), method.timeout)
-        changed = any(each[3] for each in per_rank)
+        _, *sizes = count_inputs((inputs, target))
+        numbers = [min(rows, default=0), *sizes, max(rows, default=0), *sizes, indivisible, signature != cached[0]]
+        step = self.steps if training else FIRST_STEPS  # a forward pass alone is compared only by "always"
+        compared = [each for each in self.comparisons[training] if each.is_due(step)]
+        exchange = Exchange(numbers, compared, method.timeout) if compared else None
+        per_rank = [numbers] if exchange is None else [*exchange.wait().values()]
+        self.steps += training
         if indivisible:
             counts = " and ".join(map(str, sorted(rows))) or "no"
             raise ShapeError(
@@ -441,12 +450,11 @@ class Pipeline(nn.Module):
                 f"by {method.microbatches}.\n\n"
                 f"  {nearest_multiples(max(rows, default=0), method.microbatches)} rows would do"
             )
-        compared_ranks = method.mesh.ranks(*axes)
-        compared = [each for rank, each in zip(method.mesh.ranks(*gather_axes), per_rank) if rank in compared_ranks]
-        raise_if_unequal("PipelineParallel", ["rows", "rows"], compared, method.mesh, axes, fix)
-        if any(each[2] for each in per_rank):
+        if exchange is not None:
+            exchange.raise_if_unequal()
+        if any(each[-2] for each in per_rank):
             raise ShapeError(f"rows of other ranks cannot be split into {method.microbatches} equal microbatches.")
-        if changed:
+        if any(each[-1] for each in per_rank):
             group, examples = method.mesh.group(method.axis), self._example_inputs_outputs(inputs, keywords)
             stages = [
                 PipelineStage(
@@ -460,6 +468,24 @@ class Pipeline(nn.Module):
             cached = self.schedules[loss] = signature, schedule
         return cached[1]
 
+    def _comparisons(self, found: Sequence[Comparison]) -> dict[bool, list[Comparison]]:
+        """Comparisons of a batch, without and with a backward pass. Only with one, rows are compared along data axes.
+
+        Args:
+            found: the comparisons of the methods that were applied to the stages.
+        """
+        method, comparisons = self.method, dict[bool, list[Comparison]]()
+        everywhere = [Comparison(method, method.mesh.axes, (), "")] if self._communicates_in_forward() else []
+        for training, others in ((False, ()), (True, found)):
+            axes = method.owns
+            fix = f"together.share(rows)   # together = compose(...): the same rows on each rank along {method.axis}"
+            for each in others:
+                if each.per_step and each.method.mesh.layout == method.mesh.layout:
+                    axes, fix = method.mesh.along(*axes, *each.axes).axes, f"{fix}\n  {each.fix}"
+            rows = [Comparison(method, axes, ("rows",), fix, per_step) for per_step in (False, True)]  # least, most
+            comparisons[training] = [*rows, *others, *everywhere]
+        return comparisons
+
     def _dtypes(self) -> list[Any]:
         """Autocast and parameter dtypes: with the inputs, they determine the dtypes of activations."""
         kind = self._device(self).type
@@ -467,7 +493,7 @@ class Pipeline(nn.Module):
         return [autocast, {weight.dtype for weight in self.parameters()}]
 
     def _communicates_in_forward(self) -> bool:
-        """True if the forward pass also communicates along other axes: then all these ranks rebuild together."""
+        """True if the forward pass also communicates along other axes."""
         return any(isinstance(each, FSDPModule) for each in self.modules()) or bool(owned_parameters(self))
 
     def _device(self, part: nn.Module) -> torch.device:

@@ -13,9 +13,9 @@ from torch.utils.data import Dataset, DistributedSampler
 from pgmesh.errors import AxisError, MethodError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
-from pgmesh.parallel.base import Level, Method, format_axes
-from pgmesh.parallel.data import distributed_sampler
-from pgmesh.parallel.input_checks import RowCheck
+from pgmesh.parallel.base import Check, Level, Method, format_axes
+from pgmesh.parallel.data import compare_rows, distributed_sampler, reject_uneven
+from pgmesh.parallel.input_checks import add_comparison
 from pgmesh.parallel.ownership import owned_parameters
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class ShardedDataParallel(Method):
         replicate: the axes of ``over`` along which parameters are replicated.
         layers: function from the module to the submodules that are all-gathered one at a time. Default: the elements of
             ModuleLists, ModuleDicts and Sequentials. All other parameters are gathered with the whole module.
-        uneven: allow unequal numbers of rows, as in ``DataParallel``.
+        check: as in ``DataParallel``; every pass is compared.
         options: options of its groups, as in ``mesh.configure``.
         keywords: arguments of torch's fully_shard, such as
             ``mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)``, ``reshard_after_forward=False`` or
@@ -64,11 +64,12 @@ class ShardedDataParallel(Method):
         over: Iterable[Axis] | None = None,
         replicate: Axis | Iterable[Axis] = (),
         layers: Callable[[nn.Module], Iterable[nn.Module]] | None = None,
-        uneven: bool = False,
+        check: Check = "first",
         options: Mapping[str, Any] | None = None,
         **keywords: Any,
     ) -> None:
-        super().__init__(mesh, *axes, over=over, options=options)
+        super().__init__(mesh, *axes, over=over, options=options, check=check)
+        reject_uneven(self, keywords)
         replicated = (replicate,) if isinstance(replicate, (str, int)) else tuple(replicate)
         self.replicates = mesh.along(*replicated).axes if replicated else ()
         self.shards = tuple(axis for axis in self.reduces if axis not in self.replicates)
@@ -80,7 +81,7 @@ class ShardedDataParallel(Method):
                 f"  {type(self).__name__}(mesh, {', '.join(map(repr, both))}, replicate={replicated!r})"
             )
         self.configure(options, self.replicates, self.shards)
-        self.layers, self.uneven, self.keywords = layers or default_layers, uneven, keywords
+        self.layers, self.keywords = layers or default_layers, keywords
 
     def device_mesh(self) -> DeviceMesh:
         """torch's DeviceMesh for fully_shard: (shard,), or (replicate, shard) with ``replicate=``.
@@ -113,8 +114,7 @@ class ShardedDataParallel(Method):
         for layer in self.layers(module):
             fully_shard(layer, mesh=device_mesh, **keywords)
         fully_shard(module, mesh=device_mesh, **keywords)
-        if not self.uneven:
-            RowCheck(self, module)
+        add_comparison(module, compare_rows(self))
         return module
 
     def sampler(self, dataset: Dataset[Any], **keywords: Any) -> DistributedSampler[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,9 +21,9 @@ from torch.distributed.tensor.parallel import (
 
 from pgmesh._util.suggestions import closest_name, did_you_mean
 from pgmesh.errors import MethodError, OptionsError
-from pgmesh.parallel.base import Level, Method, format_axes, single_axis
+from pgmesh.parallel.base import Check, Level, Method, format_axes, single_axis
 from pgmesh.parallel.divisibility import divide_along_axes, format_sizes
-from pgmesh.parallel.input_checks import check_equal, device_of, tensors_in
+from pgmesh.parallel.input_checks import Comparison, add_comparison
 from pgmesh.parallel.ownership import match_modules, on_other_stage, tied_names
 
 if TYPE_CHECKING:
@@ -104,6 +104,7 @@ class TensorParallel(Method):
         sequence: shard activations between the layers by positions, the second dimension.
         heads: number of attention heads, or numbers of query heads and of key heads. They have to be divisible.
         options: as in ``Method``.
+        check: as in ``Method``, of rows and positions.
 
     Raises:
         AxisError: more than one axis.
@@ -128,8 +129,9 @@ class TensorParallel(Method):
         sequence: bool = False,
         heads: int | Iterable[int] = (),
         options: Mapping[str, Any] | None = None,
+        check: Check = "first",
     ) -> None:
-        super().__init__(mesh, *axis, options=options)
+        super().__init__(mesh, *axis, options=options, check=check)
         single_axis(self)
         if not isinstance(plan, Mapping) or not plan:
             raise OptionsError(
@@ -168,7 +170,8 @@ class TensorParallel(Method):
                 layer.register_forward_pre_hook(self._check_length)
             if torch_style := self._torch_style(layer, style):
                 parallelize_module(layer, self.mesh.device_mesh(*self.owns), torch_style)
-        module.register_forward_pre_hook(self._check_equal_inputs, with_kwargs=True)
+        fix = "together.share(rows)   # together = compose(...): the same rows on each rank along the axis"
+        add_comparison(module, Comparison(self, self.owns, ("rows", "positions"), fix))
         self._retie(module, tied)
         for weight in module.parameters():
             if isinstance(weight, DTensor) and weight.requires_grad:
@@ -245,13 +248,6 @@ class TensorParallel(Method):
             ),
             "whole": None,
         }[style]
-
-    def _check_equal_inputs(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Forward hook: check that ranks get equal shapes. torch may all-reduce outputs of different sizes silently."""
-        first: Sequence[int] = next((each.shape for each in tensors_in((args, keywords))), ())
-        numbers = dict(zip(("rows", "positions"), (*first[:2], 0, 0)))
-        fix = "together.share(rows)   # together = compose(...): the same rows on each rank along the axis"
-        check_equal("TensorParallel", numbers, self.mesh, self.owns, device_of(module), fix)
 
     def _check_length(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
         """Forward hook: check that positions are divisible. torch assumes that all shards have the same size."""

@@ -15,10 +15,12 @@ from pgmesh.parallel import (
     ContextParallel,
     DataParallel,
     ExpertParallel,
+    Method,
     PipelineParallel,
     ShardedDataParallel,
     TensorParallel,
     compose,
+    mix,
 )
 from tests.support.expert_models import expert_layer
 from tests.support.fake_world import fake_rank
@@ -50,40 +52,41 @@ def takes(who: str, unit: str, axes: str, there_are: str, fix: str) -> str:
 # ---- sequences ----
 
 
+class Attention(nn.Module):
+    """Attention of rows of positions to themselves, with one head of the whole width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.scale = scaled_dot_product_attention, nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = (x * self.scale).unflatten(-1, (2, -1)).transpose(1, 2)
+        return self.attention(x, x, x, is_causal=True).transpose(1, 2).flatten(2)
+
+
 def parts_of_a_sequence(kind: str, balanced: bool) -> None:
     with ProcessGroupMesh(dp=2, cp=2) as mesh:
         method = ContextParallel(mesh, "cp", attention=kind, balanced=balanced)
         first, second = mesh.ranks("cp")
         cut = "method.cut(whole)   # parts of the same length on all ranks"
-
-        def attend(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-            q = torch.ones(shape, dtype=dtype)
-            return method.attention(q, q, q, is_causal=True)
-
-        for lengths in ((4, 6), (4, 5)):  # an odd one is no balanced part: an error of its own, were it even
-            there_are = f"{lengths[0]} on rank {first}; {lengths[1]} on rank {second}"
-            message = takes("ContextParallel", "positions", "cp=2", there_are, cut)
-            assert_raises(ShapeError, lambda lengths=lengths: attend(1, 2, lengths[mesh.index("cp")], 4), message)
-            assert_raises(
-                ShapeError, lambda lengths=lengths: method.join(torch.ones(1, lengths[mesh.index("cp")])), message
-            )
-        for unit, one, two in [
-            ("heads", (1, 2, 4, 4), (1, 4, 4, 4)),
-            ("numbers in a key", (1, 2, 4, 4), (1, 2, 4, 8)),
-            ("rows", (1, 2, 4, 4), (3, 2, 4, 4)),
+        for unit, *shapes in [
+            ("positions", (1, 4, 8), (1, 6, 8)),
+            ("positions", (1, 4, 8), (1, 5, 8)),  # an odd one is no balanced part: an error of its own, were it even
+            ("rows", (1, 4, 8), (3, 4, 8)),
         ]:
-            shape = (one, two)[mesh.index("cp")]
-            with pytest.raises(
-                ShapeError, match=f"^ContextParallel needs the same number of {unit} on each rank along cp=2, but"
-            ):
-                attend(*shape)
-        with pytest.raises(ShapeError, match=r"same number of bytes in a number .* 8 on rank .*; 4 on rank"):
-            attend(1, 2, 4, 4, dtype=(torch.float64, torch.float32)[mesh.index("cp")])
+            module, mine = method.apply(Attention()), torch.ones(shapes[mesh.index("cp")], dtype=torch.float64)
+            one, two = ((shape[1] if unit == "positions" else shape[0]) for shape in shapes)
+            there_are = f"{one} on rank {first}; {two} on rank {second}"
+            message = takes("ContextParallel", unit, "cp=2", there_are, cut)
+            assert_raises(ShapeError, lambda module=module, mine=mine: module(mine), message)
+            if unit == "positions":
+                part = torch.ones(1, shapes[mesh.index("cp")][1])
+                other = ContextParallel(mesh, "cp", attention=kind, balanced=balanced)
+                assert_raises(ShapeError, lambda other=other, part=part: other.join(part), message)
         torch.manual_seed(0)
-        q = torch.randn(1, 2, 8, 4, dtype=torch.float64)
-        right = scaled_dot_product_attention(q, q, q, is_causal=True)
-        found = method.join(method.attention(*[method.cut(q, along=2)] * 3, is_causal=True), along=2)
-        torch.testing.assert_close(found, right, rtol=0, atol=1e-12)
+        whole = torch.randn(1, 8, 8, dtype=torch.float64)
+        found = method.join(method.apply(Attention())(method.cut(whole)))
+        torch.testing.assert_close(found, Attention()(whole), rtol=0, atol=1e-12)
         check_sums(groups_of(mesh))
 
 
@@ -94,14 +97,18 @@ def test_unequal_parts_of_a_sequence_raise_before_any_is_sent(kind: str, balance
 
 def test_long_lists_of_numbers_are_shortened():
     with fake_rank(0, 8), ProcessGroupMesh(dp=8) as mesh:
-        from pgmesh.parallel.input_checks import raise_if_unequal
+        from pgmesh.parallel.input_checks import Comparison, raise_if_unequal
 
+        class It(Method):
+            pass
+
+        comparison = Comparison(It(mesh, "dp"), ("dp",), ("rows",), "call()")
         assert_raises(
             ShapeError,
-            lambda: raise_if_unequal("It", ["rows"], [[1]] * 4 + [[n] for n in range(2, 6)], mesh, ("dp",), "call()"),
+            lambda: raise_if_unequal(comparison, dict(enumerate([n, 0, 0] for n in (1, 1, 1, 1, 2, 3, 4, 5)))),
             takes("It", "rows", "dp=8", "1 on ranks 0, 1, 2, 3; 2 on rank 4; 3 on rank 5; 4 on rank 6; ...", "call()"),
         )
-        raise_if_unequal("It", ["rows"], [[1]] * 8, mesh, ("dp",), "call()")
+        raise_if_unequal(comparison, dict(enumerate([[1, 0, 0]] * 8)))
 
 
 # ---- rows ----
@@ -123,7 +130,7 @@ def rows_of_data(kind: type[DataParallel | ShardedDataParallel]) -> None:
             "rows",
             "dp=2 x cp=2",
             "2 on ranks 0, 1, 2; 3 on rank 3",
-            f"{kind.__name__}(..., uneven=True)   # if the program weights its losses itself",
+            f"{kind.__name__}(..., check='never')   # if the program weights its losses itself",
         )
         assert_raises(ShapeError, lambda: learn(module, slice(2 + (mesh.rank == 3))), message)
         learn(module, mine)  # after the error
@@ -133,7 +140,7 @@ def rows_of_data(kind: type[DataParallel | ShardedDataParallel]) -> None:
         module.eval()
         module(codes[: 1 + mesh.rank])
 
-        uneven = kind(mesh, "dp", over=("dp", "cp"), uneven=True).apply(TinyGPT(layers=1))
+        uneven = kind(mesh, "dp", over=("dp", "cp"), check="never").apply(TinyGPT(layers=1))
         counts = [1, 1, 2, 4]
         rows = slice(sum(counts[: mesh.rank]), sum(counts[: mesh.rank + 1]))
         (loss_of(uneven(codes[rows]), target[rows]) * counts[mesh.rank] / 2).backward()  # weighed: the mean is 2 rows
@@ -149,19 +156,23 @@ def test_unequal_numbers_of_rows_raise_before_a_training_step(kind):
 def rows_of_several_passes() -> None:
     """With gradient accumulation, rows are added up and compared in the last pass."""
     with ProcessGroupMesh(dp=2) as mesh:
-        data = DataParallel(mesh, "dp")
+        data = DataParallel(mesh, "dp", check="always")
         module = data.apply(TinyGPT(layers=1))
+        step = torch.optim.SGD(module.parameters(), lr=0.0).step
         codes, target = batch(0)
         for counts in ((1, 3), (2, 2)) if mesh.rank else ((3, 1), (1, 3)):
             for last, rows in enumerate(counts):
                 with data.accumulate(module, last=last):
                     loss_of(module(codes[:rows]), target[:rows]).backward()
+            step()
         with data.accumulate(module, last=False):
             module(codes[: 1 + mesh.rank])
+        module(codes[:2])
         with pytest.raises(
             ShapeError, match=r"same number of rows .* along dp=2, but there are 3 on rank 0; 4 on rank 1\."
         ):
-            module(codes[:2])
+            step()
+        step()  # it raised once
         check_sums(groups_of(mesh))
 
 
@@ -209,14 +220,16 @@ def stages(
 def rows_of_pipelines() -> None:
     with ProcessGroupMesh(pp=2, dp=2) as mesh:
         codes, target = batch(0)
-        model = compose(mesh, stages(mesh), DataParallel(mesh, "dp")).apply(TinyGPT(layers=2))
+        model = compose(mesh, stages(mesh, check="always"), DataParallel(mesh, "dp", check="always")).apply(
+            TinyGPT(layers=2)
+        )
         one, two = mesh.ranks("pp")
 
         def learn(rows: int) -> None:
             model.step(codes[:rows], target=target[:rows])
 
         share = SHARE.replace("the axis", "pp")
-        weigh = "DataParallel(..., uneven=True)   # if the program weights its losses itself"
+        weigh = "DataParallel(..., check='never')   # if the program weights its losses itself"
         message = takes("PipelineParallel", "rows", "pp=2", f"4 on rank {one}; 2 on rank {two}", share)
         assert_raises(ShapeError, lambda: model(codes[: 4 - 2 * mesh.index("pp")]), message)
         for rank in range(4):
@@ -348,41 +361,33 @@ def test_a_pipeline_without_a_loss_goes_forward():
 # ---- tokens ----
 
 
+class Mixture(nn.Module):
+    """Experts, all tokens to the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.experts = mix, expert_layer().experts
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        chosen = torch.zeros(len(tokens), 1, dtype=torch.int64)
+        return self.mix(tokens, torch.ones(chosen.shape), chosen, self.experts)
+
+
 def tokens_of_experts() -> None:
     with ProcessGroupMesh(edp=2, ep=2) as mesh:
-        fix = "ExpertParallel(..., uneven=True)   # if the program weights its losses itself"
+        fix = "ExpertParallel(..., check='never')   # if the program weights its losses itself"
         for tensor, over, axes, out in [
             (None, ["edp", "ep"], "edp=2 x ep=2", fix),
             ("edp", ["ep"], "edp=2 x ep=2", fix),
         ]:
             cut = {"tensor": tensor, "columns": ["up"], "rows": ["down"]} if tensor else {}
-            layer = ExpertParallel(mesh, "ep", over=over, **cut).apply(expert_layer()).double()
+            layer = ExpertParallel(mesh, "ep", over=over, **cut).apply(Mixture()).double()
             tokens = torch.ones(2 + (mesh.rank == 3), 16, dtype=torch.float64)
-            chosen = torch.zeros(len(tokens), 1, dtype=torch.int64)
-
-            def mixed(layer=layer, tokens=tokens, chosen=chosen) -> torch.Tensor:
-                return layer.mix(tokens, torch.ones(chosen.shape), chosen, layer.experts)
-
             message = takes("ExpertParallel", "tokens", axes, "2 on ranks 0, 1, 2; 3 on rank 3", out)
-            assert_raises(ShapeError, mixed, message)
+            assert_raises(ShapeError, lambda layer=layer, tokens=tokens: layer(tokens), message)
             if tensor is None:
                 with torch.no_grad():
-                    assert mixed().shape == tokens.shape  # nothing is averaged
-        cut = {"tensor": "edp", "columns": ["up"], "rows": ["down"]}
-        layer = ExpertParallel(mesh, "ep", uneven=True, **cut).apply(expert_layer()).double()
-        tokens = torch.ones(2 + mesh.index("edp"), 16, dtype=torch.float64)
-        first, second = mesh.ranks("edp")
-        assert_raises(
-            ShapeError,
-            lambda: layer.mix(tokens, tokens[:, :1], torch.zeros(len(tokens), 1, dtype=torch.int64), layer.experts),
-            takes(
-                "ExpertParallel",
-                "tokens",
-                "edp=2",
-                f"2 on rank {first}; 3 on rank {second}",
-                "ExpertParallel(..., over=('edp', 'ep'))   # if they hold different tokens",
-            ),
-        )
+                    assert layer(tokens).shape == tokens.shape  # nothing is averaged
         check_sums(groups_of(mesh))
 
 
