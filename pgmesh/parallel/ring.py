@@ -127,7 +127,7 @@ class _RingAttention(torch.autograd.Function):
                 grad_scores = probabilities * (grad_out @ value.mT - delta[..., rows, :]) * scale
                 grad_q[..., rows, :] += grad_scores @ key
                 grad_both = torch.cat([grad_scores.mT @ query, probabilities.mT @ grad_out], -1)
-                grad_block[..., keys, :] += grad_both.sum(-3, keepdim=True)
+                grad_block[..., keys, :] += grad_both if q.size(-3) == 1 else grad_both.sum(-3, keepdim=True)
             _wait(grad_works)  # for the previous ranks' sum for the same keys and values
             grad_keys_values, grad_works = ring_shift(grad_keys_values + grad_block, group, tag=1)
         _wait(grad_works)  # the last shift returns the sums to the rank of the keys and values
