@@ -6,6 +6,7 @@ they were applied to. A difference is a ShapeError on every rank of the check.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import sys
@@ -161,9 +162,7 @@ class InputCheck:
         self.hooks = [module.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True)]
         if any(each.method.check == "always" for each in comparisons):
             self.hooks.append(module.register_forward_hook(self._after_forward, always_call=True))
-            hook = weakref.WeakMethod(self.raise_if_pending_differs)
-            handle = register_optimizer_step_pre_hook(lambda *arguments: (here := hook()) and here(*arguments))
-            weakref.finalize(self, handle.remove)
+            _judged_by_optimizers().add(self)
         setattr(module, INPUT_CHECK, self)
 
     def remove(self) -> Sequence[Comparison]:
@@ -173,7 +172,7 @@ class InputCheck:
         removed, self.comparisons = self.comparisons, ()
         return removed
 
-    def raise_if_pending_differs(self, *_: Any) -> None:
+    def raise_if_pending_differs(self) -> None:
         """Wait for the last comparison that was started, and raise its error."""
         pending, self.pending = self.pending, None
         if pending is not None:
@@ -207,6 +206,22 @@ class InputCheck:
             self.pending.join(NOTE_TIMEOUT)
             if isinstance(self.pending.error, ShapeError):
                 error.args = (f"{error}\n\n{self.pending.error}",)
+
+
+@functools.cache
+def _judged_by_optimizers() -> weakref.WeakSet[InputCheck]:
+    """The checks whose pending comparisons every optimizer waits for before its step.
+
+    The hook stays for good: torch iterates over its hooks, so the garbage collector must remove none during a step.
+    """
+    checks: weakref.WeakSet[InputCheck] = weakref.WeakSet()
+
+    def judge(*_: Any) -> None:
+        for check in list(checks):
+            check.raise_if_pending_differs()
+
+    register_optimizer_step_pre_hook(judge)
+    return checks
 
 
 class PendingComparison(threading.Thread):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import time
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 from pgmesh import OptionsError, ProcessGroupMesh, ShapeError
@@ -164,6 +166,22 @@ class Compared(Method):
     def apply(self, module: nn.Module) -> nn.Module:
         add_comparison(module, Comparison(self, self.owns, ("rows",), "call()"))
         return module
+
+
+def test_a_model_that_is_collected_during_an_optimizers_step_does_not_disturb_it():
+    with fake_rank(0, 2):
+        method, models = Compared(ProcessGroupMesh(dp=2), "dp", check="always"), list[nn.Module]()
+
+        def collect(*_: Any) -> None:
+            models.clear()
+            gc.collect()
+
+        handle = register_optimizer_step_pre_hook(collect)  # before those of the checks
+        models.append(method.apply(nn.Linear(1, 1)))
+        other = method.apply(nn.Linear(1, 1))
+        torch.optim.SGD(other.parameters(), lr=0.1).step()
+        handle.remove()
+        assert not models
 
 
 def moved_after_apply() -> None:
