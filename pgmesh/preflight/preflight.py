@@ -7,11 +7,11 @@ WorldError is different: the store is lost, and each rank raises its own.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
 import json
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,10 +21,10 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from pgmesh import launch
 from pgmesh._util.formatting import format_ranks
 from pgmesh.errors import LaunchError, MissingRanksError, PgmeshError
 from pgmesh.groups.world import device_of
+from pgmesh.launch import joining
 from pgmesh.launch.detect import detect_launcher
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
@@ -38,7 +38,7 @@ from pgmesh.preflight.staged_barrier import StagedBarrier
 def versions() -> dict[str, str]:
     """The versions that must be the same on all ranks: of pgmesh, torch, and Python without the patch number."""
     return {
-        "pgmesh": str(importlib.import_module("pgmesh").__version__),
+        "pgmesh": str(sys.modules["pgmesh"].__version__),
         "torch": str(torch.__version__),
         "Python": ".".join(platform.python_version_tuple()[:2]),
     }
@@ -77,7 +77,7 @@ def join(backend: str | None, seconds: float) -> None:
             HOSTED_STORES.append(store)
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # otherwise torch makes rank 0 wait for all ranks
     try:
-        launch.join(backend, timeout=timeout)
+        joining.join(backend, timeout=timeout)
     except PgmeshError:
         raise
     except RuntimeError as error:
