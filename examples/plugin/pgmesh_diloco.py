@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, Optimizer
 
+from pgmesh import MethodError
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel import Method, local
 
@@ -23,13 +24,14 @@ class DiLoCo(Method):
 
     The mean over ranks of how far their parameters moved is the gradient of the outer step. All ranks continue from its
     result. With ``outer=partial(SGD, lr=1.0)`` that is the mean of the parameters: local SGD. Buffers stay as they are.
+    Ranks must take the same number of steps: a GradScaler, which skips steps on some ranks, does not work with it.
 
     Args:
         mesh: the mesh.
         axes: axes along which ranks read different rows.
         every: number of optimizer steps between two outer steps.
         outer: makes the outer optimizer from parameters.
-        options: as in ``Method``.
+        keywords: ``over``, ``options`` and ``check`` of ``Method``.
 
     Source: https://arxiv.org/abs/2311.08105
     """
@@ -42,10 +44,10 @@ class DiLoCo(Method):
         *axes: str,
         every: int,
         outer: Callable[[Iterable[torch.Tensor]], Optimizer] = NESTEROV,
-        **options: Any,
+        **keywords: Any,
     ) -> None:
-        super().__init__(mesh, *axes, **options)
-        self.every, self.outer, self.steps = every, outer, 0
+        super().__init__(mesh, *axes, **keywords)
+        self.every, self.outer, self.steps, self.is_attached = every, outer, 0, False
         self.parameters: list[nn.Parameter] = []
         self.agreed: list[torch.Tensor] = []  # this rank's part of each parameter, as of the last outer step
 
@@ -59,7 +61,15 @@ class DiLoCo(Method):
         return module
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Count the steps of the optimizer."""
+        """Count the steps of the optimizer.
+
+        Raises:
+            MethodError: another optimizer was attached before. All parameters need one optimizer, or the outer step
+                would come between the steps of two.
+        """
+        if self.is_attached:
+            raise MethodError("DiLoCo takes one optimizer for all parameters, and attach() was already called.")
+        self.is_attached = True
         self.outer_optimizer = self.outer(self.agreed) if self.agreed else None  # a frozen stage has none
         optimizer.register_step_post_hook(self._after_step)
 
@@ -73,6 +83,7 @@ class DiLoCo(Method):
             self.outer_optimizer.step()
             for weight, agreed in zip(self.parameters, self.agreed):
                 local(weight).copy_(agreed)
+                agreed.grad = None
 
     def _mean(self, tensor: torch.Tensor) -> None:
         dist.all_reduce(tensor, group=self.mesh.group(*self.reduces))

@@ -18,6 +18,7 @@ from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Check, Method, format_axes
 from pgmesh.parallel.divisibility import format_sizes
+from pgmesh.parallel.exchange import on_served_device
 from pgmesh.parallel.input_checks import Comparison, add_comparison
 from pgmesh.parallel.ownership import owned_parameters
 from pgmesh.torch_private import exclude_from_ddp
@@ -101,7 +102,8 @@ class DataParallel(Method):
         elif self.keywords.get("init_sync", True):
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 if name not in owned:
-                    dist.broadcast(tensor.detach(), self.mesh.ranks(*self.reduces)[0], group=group)
+                    with on_served_device(tensor.detach(), group) as served:
+                        dist.broadcast(served, self.mesh.ranks(*self.reduces)[0], group=group)
         add_comparison(wrapped, compare_rows(self), inner=module)
         return wrapped
 

@@ -15,7 +15,7 @@ from pgmesh.parallel import exchange, mixture
 from pgmesh.parallel.base import Check, Level, Method, format_axes
 from pgmesh.parallel.divisibility import divide_along_axes, format_sizes
 from pgmesh.parallel.input_checks import Comparison, add_comparison
-from pgmesh.parallel.ownership import is_stage, mark_owned
+from pgmesh.parallel.ownership import COMMUNICATES_MARK, is_stage, mark_owned
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -129,6 +129,7 @@ class ExpertParallel(Method):
                 "  self.mix, self.experts = mix, nn.ModuleList(...)            # in __init__ of the layer\n"
                 "  out = self.mix(tokens, weights, chosen, self.experts)       # in its forward"
             )
+        setattr(module, COMMUNICATES_MARK, True)  # on stages without experts too, so that all ranks agree
         fix = "ExpertParallel(..., check='never')   # if the program weights its losses itself"
         add_comparison(module, Comparison(self, self._token_axes, ("tokens",), fix))
         return module
@@ -290,9 +291,13 @@ def _run_sorted(
     expert_of_row = each.repeat_interleave(counts.flatten(), output_size=rows.size(0))
     order = expert_of_row.argsort(stable=True)
     sorted_rows = rows.index_select(0, order)
+    outputs = None
     if getattr(experts, ALIKE_MARK, False) and mixture.can_group(sorted_rows, parameters.values()):
-        outputs = mixture.run_experts_grouped(sorted_rows, counts.sum(0), experts, parameters)
-    else:
+        try:
+            outputs = mixture.run_experts_grouped(sorted_rows, counts.sum(0), experts, parameters)
+        except mixture.WeightUsedDirectly:
+            setattr(experts, ALIKE_MARK, False)
+    if outputs is None:
         outputs = mixture.run_experts(sorted_rows, by_expert, experts, parameters)
     return outputs.index_select(0, order.argsort())
 

@@ -271,7 +271,7 @@ def count_inputs(inputs: Any) -> list[int]:
 
     Rows are its first dimension and positions its second. A token is a whole number, or a vector of other numbers.
     """
-    first = next((each for each in tensors_in(inputs) if each.ndim), None)
+    first = next((each for each in tensors_in(inputs) if each.ndim and not each.is_nested), None)
     if first is None:
         return [0] * len(UNITS)
     is_vectors = first.ndim > 1 and (first.is_floating_point() or first.is_complex())

@@ -104,35 +104,46 @@ def run_experts_grouped(
 ) -> Tensor:
     """Outputs of experts that are ``alike``. Each of their linear layers is one grouped matrix multiplication.
 
-    The first expert's ``forward`` runs once, on the rows of all experts.
+    Only the first expert's ``forward`` is called, with the rows of all experts and with stacked weights.
 
     Args:
         rows: the rows, sorted by expert.
         counts: number of rows of each expert, as a tensor.
         experts: the experts.
         parameters: tensors to use in the place of the experts' parameters, by their names in ``experts``.
+
+    Raises:
+        WeightUsedDirectly: ``forward`` uses a weight other than in ``linear``.
     """
     first, *_ = children = [*experts.named_children()]
     names = [name for name, _ in first[1].named_parameters()]
     stacked = {name: torch.stack([parameters[f"{expert}.{name}"] for expert, _ in children]) for name in names}
-    with _GroupedLinear(counts):
+    with _GroupedLinear(counts, stacked.values()):
         outputs: Tensor = functional_call(first[1], stacked, (rows,), tie_weights=False)
     return outputs
+
+
+class WeightUsedDirectly(Exception):
+    """The ``forward`` of an expert uses a weight other than in ``linear``, so experts cannot be grouped."""
 
 
 class _GroupedLinear(TorchFunctionMode):
     """Runs ``linear`` with the weights of all experts, (experts, outputs, inputs), as torch's grouped_mm."""
 
-    def __init__(self, counts: Tensor) -> None:
+    def __init__(self, counts: Tensor, stacked: Iterable[Tensor]) -> None:
         super().__init__()
         self.counts, self.ends = counts, counts.cumsum(0).to(torch.int32)
+        self.stacked = {id(each) for each in stacked}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is not linear:
+        arguments = dict(zip(("input", "weight", "bias"), args)) | dict(kwargs or {})
+        if func is not linear or id(arguments["weight"]) not in self.stacked or id(arguments["input"]) in self.stacked:
+            if any(id(each) in self.stacked for each in (*args, *(kwargs or {}).values())):
+                raise WeightUsedDirectly
             return func(*args, **(kwargs or {}))
-        rows, weights, biases = args
+        rows, weights, biases = arguments["input"], arguments["weight"], arguments.get("bias")
         outputs = grouped_mm(rows, weights.mT, offs=self.ends)
         if biases is None:
             return outputs

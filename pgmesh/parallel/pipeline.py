@@ -45,7 +45,7 @@ from pgmesh.parallel.input_checks import (
     count_inputs,
     detach_comparisons,
 )
-from pgmesh.parallel.ownership import ABSENT_MARK, AbsentLayer, owned_parameters, tied_names
+from pgmesh.parallel.ownership import ABSENT_MARK, COMMUNICATES_MARK, AbsentLayer, tied_names
 from pgmesh.parallel.seeds import restore_streams
 from pgmesh.parallel.weights import local
 
@@ -408,6 +408,9 @@ class Pipeline(nn.Module):
     @contextlib.contextmanager
     def _set_gradients_aside(self) -> Iterator[None]:
         """Hide present gradients, and add them back at exit: torch divides all of ``grad`` by the microbatches."""
+        for each in self.modules():
+            if isinstance(each, FSDPModule):
+                each.reshard()  # after a forward pass alone, parameters() has unsharded parameters without gradients
         before = [(weight, weight.grad) for weight in self.parameters() if weight.grad is not None]
         for weight, _ in before:
             weight.grad = None
@@ -494,7 +497,7 @@ class Pipeline(nn.Module):
 
     def _communicates_in_forward(self) -> bool:
         """True if the forward pass also communicates along other axes."""
-        return any(isinstance(each, FSDPModule) for each in self.modules()) or bool(owned_parameters(self))
+        return any(isinstance(each, FSDPModule) or hasattr(each, COMMUNICATES_MARK) for each in self.modules())
 
     def _device(self, part: nn.Module) -> torch.device:
         """Device of the activations of a part: of its weights, or of the group where it has none or offloads them."""
@@ -549,6 +552,9 @@ class Pipeline(nn.Module):
         on_two_ranks = self.method.holder(0) != self.method.holder(self.method.stages - 1)
         for first, last in self.tied if self.method.mesh.rank in ends else ():
             here = [*self._stage_parameters(0, first), *self._stage_parameters(self.method.stages - 1, last)]
+            for weight in here:
+                if weight.requires_grad and weight.grad is None:  # the other end may have a gradient
+                    weight.grad = torch.zeros_like(weight)
             gradients = [local(weight.grad) for weight in here if weight.grad is not None]
             if not gradients:
                 continue

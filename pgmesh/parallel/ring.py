@@ -110,6 +110,11 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.autocast(gradient.device.type, enabled=False):
+            return (*_RingAttention._gradients(ctx, gradient), None, None, None, None)
+
+    @staticmethod
+    def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, out, log_sum = ctx.saved_tensors
         group, causal, scale, balanced = ctx.settings
         rank, widths, acc_dtype = group.rank(), [k.size(-1), v.size(-1)], out.dtype
@@ -132,7 +137,7 @@ class _RingAttention(torch.autograd.Function):
             grad_keys_values, grad_works = ring_shift(grad_keys_values + grad_block, group, tag=1)
         _wait(grad_works)  # the last shift returns the sums to the rank of the keys and values
         grad_k, grad_v = torch.split(grad_keys_values, widths, -1)
-        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None, None
+        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
 
 
 def _circulate(tensor: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Tensor]]:

@@ -37,7 +37,7 @@ class ShardedDataParallel(Method):
         replicate: the axes of ``over`` along which parameters are replicated.
         layers: function from the module to the submodules that are all-gathered one at a time. Default: the elements of
             ModuleLists, ModuleDicts and Sequentials. All other parameters are gathered with the whole module.
-        check: as in ``DataParallel``; every pass is compared.
+        check: as in ``DataParallel``.
         options: options of its groups, as in ``mesh.configure``.
         keywords: arguments of torch's fully_shard, such as
             ``mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)``, ``reshard_after_forward=False`` or
@@ -139,10 +139,12 @@ class ShardedDataParallel(Method):
                 f"{self} accumulates gradients in the module that apply() returned, not in a {type(module).__name__}."
             )
         module.set_requires_gradient_sync(last)
+        vars(module)["require_backward_grad_sync"] = last  # as DDP has it: the input check reads it
         try:
             yield
         finally:
             module.set_requires_gradient_sync(True)
+            vars(module)["require_backward_grad_sync"] = True
 
 
 def default_layers(module: nn.Module) -> Iterator[nn.Module]:

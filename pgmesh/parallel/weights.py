@@ -153,7 +153,7 @@ def norm(*held: Held, order: float = 2.0) -> torch.Tensor:
     group, mesh = held[0].mesh.group(), held[0].mesh
     data_device = next((weight.device for each in held for weight in each.weights), torch.device("cpu"))
     device = collective_device(group, data_device)
-    total = torch.zeros((), dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
+    total = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
     shards: dict[tuple[torch.device, torch.dtype, int], list[torch.Tensor]] = {}
     for shard, different_shards in (pair for each in held for pair in each.shares() if pair[0].numel()):
         shards.setdefault((shard.device, shard.dtype, different_shards), []).append(shard)

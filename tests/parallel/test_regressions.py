@@ -1,0 +1,178 @@
+"""Promises of the methods that were broken once without a test that failed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import linear
+
+from pgmesh import ProcessGroupMesh
+from pgmesh.parallel import (
+    DataParallel,
+    ExpertParallel,
+    PipelineParallel,
+    Router,
+    ShardedDataParallel,
+    compose,
+    mix,
+    mixture,
+)
+from pgmesh.parallel.input_checks import INPUT_CHECK, count_inputs
+from pgmesh.parallel.pipeline import Pipeline
+from pgmesh.parallel.ring import ring_attention
+from tests.support.fake_world import fake_rank
+
+
+def square_error(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (outputs - target).square().mean()
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.router = mix, Router(8, 2, 1)
+        self.experts = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        routed = self.router(x)
+        return self.mix(x, routed.weights, routed.chosen, self.experts)
+
+
+class Net(nn.Module):
+    """Blocks between two layers."""
+
+    def __init__(self, *blocks: nn.Module, width: int = 8) -> None:
+        super().__init__()
+        self.tokens, self.blocks, self.head = nn.Linear(width, width), nn.ModuleList(blocks), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if self.tokens is None else self.tokens(x)
+        for block in self.blocks:
+            x = block(x)
+        return x if self.head is None else self.head(x)
+
+
+def pipeline_of(mesh: ProcessGroupMesh, schedule: str = "1f1b") -> PipelineParallel:
+    return PipelineParallel(
+        mesh,
+        "pp",
+        layers="blocks",
+        first=["tokens"],
+        last=["head"],
+        loss=square_error,
+        microbatches=2,
+        schedule=schedule,
+    )
+
+
+def test_stages_with_and_without_experts_exchange_in_the_same_steps():
+    """Only the second stage has experts. If it alone exchanged a flag in each step, it would wait for the first."""
+    due = {}
+    for rank in (0, 3):
+        with fake_rank(rank, 4):
+            mesh = ProcessGroupMesh(pp=2, dp=2)
+            methods = pipeline_of(mesh), DataParallel(mesh, "dp"), ExpertParallel(mesh.view(pp=2, ep=2), "ep")
+            model = compose(mesh, *methods).apply(Net(nn.Linear(8, 8), Mixture()))
+            assert isinstance(model, Pipeline)
+            due[rank] = [
+                [(each.axes, each.units, each.is_due(step)) for each in model.comparisons[training]]
+                for training in (False, True)
+                for step in range(4)
+            ]
+    assert due[0] == due[3]
+
+
+@pytest.fixture
+def world_of_one() -> Iterator[ProcessGroupMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with ProcessGroupMesh(pp=1, dp=1) as mesh:
+        yield mesh
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("between", ["a batch of another shape", "an evaluation"])
+def test_a_pipeline_keeps_gradients_of_sharded_weights_between_two_steps(world_of_one, between: str):
+    torch.manual_seed(0)
+    plain = Net(nn.Linear(4, 4), nn.Linear(4, 4), width=4).double()
+    model = compose(world_of_one, pipeline_of(world_of_one, "gpipe"), ShardedDataParallel(world_of_one, "dp")).apply(
+        copy.deepcopy(plain)
+    )
+    first = torch.randn(4, 4, dtype=torch.float64)
+    second = torch.randn(8, 4, dtype=torch.float64) if between == "a batch of another shape" else first
+    for batch in (first, second):
+        square_error(plain(batch), batch).backward()
+    model.step(first, target=first)
+    if between == "an evaluation":
+        model(first)
+    model.step(second, target=second)
+    for each in model.modules():
+        if hasattr(each, "reshard"):
+            each.reshard()
+    found = {name.removeprefix("parts.0."): weight.grad.to_local() for name, weight in model.named_parameters()}
+    assert found.keys() == {name for name, _ in plain.named_parameters()}
+    for name, weight in plain.named_parameters():
+        torch.testing.assert_close(found[name], weight.grad, rtol=0, atol=1e-12)
+
+
+def test_the_gradients_of_ring_attention_are_not_rounded_in_a_backward_pass_under_autocast():
+    with fake_rank(0, 1):
+        gradients = []
+        for inside in (True, False):
+            torch.manual_seed(0)
+            q, k, v = (torch.randn(1, 2, 64, 16, requires_grad=True) for _ in range(3))
+            with torch.autocast("cpu", torch.bfloat16):
+                out = ring_attention(q, k, v, dist.group.WORLD, is_causal=True)
+            with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+                out.square().sum().backward()
+            gradients.append([q.grad, k.grad, v.grad])
+        for one, other in zip(*gradients):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+class Scaled(nn.Module):
+    """Uses its weight outside of ``linear`` too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 16, bias=False, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.up.weight) * self.up.weight.norm()
+
+
+class Transposed(Scaled):
+    """Multiplies by its weight itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.up.weight.mT
+
+
+@pytest.mark.skipif(mixture.grouped_mm is None, reason="this torch has no grouped_mm")
+@pytest.mark.parametrize("expert", [Scaled, Transposed])
+def test_experts_that_use_a_weight_themselves_are_not_grouped(expert: type[Scaled]):
+    experts = nn.ModuleList([expert() for _ in range(2)])
+    assert mixture.alike(experts)
+    rows, counts = torch.randn(8, 16, dtype=torch.bfloat16), torch.tensor([5, 3])
+    with pytest.raises(mixture.WeightUsedDirectly):
+        mixture.run_experts_grouped(rows, counts, experts, dict(experts.named_parameters()))
+
+
+def test_with_sharding_the_passes_of_an_accumulated_step_are_one_step_of_the_input_check():
+    with fake_rank(0, 2):
+        method = ShardedDataParallel(ProcessGroupMesh(dp=2), "dp")
+        model = method.apply(nn.Sequential(nn.Linear(8, 8)))
+        check = getattr(model, INPUT_CHECK)
+        for last in (False, True):
+            with method.accumulate(model, last=last):
+                model(torch.randn(2, 8)).sum().backward()
+        assert check.step == 1
+
+
+def test_jagged_inputs_are_not_counted():
+    jagged = torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)], layout=torch.jagged)
+    assert count_inputs(jagged) == count_inputs(())
