@@ -1,7 +1,7 @@
-"""Creation of one process group by its members only, without waiting for them.
+"""Creation of one process group: by its members only, without waiting for them, or by torch's ``new_group``.
 
-The group is built directly, not split from the world's communicator. Its backend connects at its first use, through
-the store of ``rendezvous/polling_store.py``.
+A group of the first kind is built directly, not split from the world's communicator. Its backend connects at its first
+use, through the store of ``rendezvous/polling_store.py``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from pgmesh import torch_private
+from pgmesh._util.call_sites import call_site
+from pgmesh.errors import OptionsError
 from pgmesh.groups.backends import CONSTRUCTORS, backends_of
 from pgmesh.groups.connections import Endpoints, endpoints_of
+from pgmesh.groups.world import world_rank_and_size
 from pgmesh.options import GroupOptions
 from pgmesh.rendezvous.polling_store import PollingStore
 from pgmesh.rendezvous.records import Fingerprint
@@ -126,6 +129,38 @@ def build(
     group = torch_private.new_group_object(prefixed, rank, size, backends.default, slots)
     torch_private.register(group, name, description, options.backend, backends.config, prefixed, _GroupRanks(ranks))
     return group
+
+
+def build_collectively(
+    label: str, mesh_label: str, options: GroupOptions, blocks: Sequence[tuple[int, ...]], description: str
+) -> GroupRecord:
+    """Create this rank's group of a partition through ``new_group``. Every rank of the world has to call it.
+
+    Args:
+        label: the group in messages.
+        mesh_label: its mesh in messages.
+        blocks: all blocks of the partition.
+        description: text for profiles and flight records.
+
+    Raises:
+        OptionsError: the blocks are not a partition of the whole world.
+    """
+    rank, world_size = world_rank_and_size()
+    if sum(map(len, blocks)) != world_size:
+        raise OptionsError(
+            f"{label} of {mesh_label}: groups of backend {options.backend} are created through torch's new_group, "
+            f"which all {world_size} ranks of the world must call for every block. This partition has "
+            f"{sum(map(len, blocks))} ranks. Use a mesh of the whole world, and a group along its axes."
+        )
+    mine: Any = None
+    ranks: tuple[int, ...] = ()
+    for block in blocks:
+        group = dist.new_group(
+            list(block), timeout=options.timeout, backend=options.backend, group_desc=description, sort_ranks=False
+        )
+        if rank in block:
+            mine, ranks = group, block
+    return GroupRecord(mine, label, mesh_label, call_site(), created_by="new_group", ranks=ranks)
 
 
 def count_groups() -> int:

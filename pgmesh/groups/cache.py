@@ -212,7 +212,7 @@ class GroupCache:
         backends = backends_of(options.backend)
         if not backends.by_members:
             blocks = () if layout is None else tuple(layout.partition(*axes))
-            return self._create_collectively(options, label, description, blocks)
+            return building.build_collectively(label, self.label, options, blocks, description)
         path = self._generations.path(key, asked)
         broken = self._broken.get(path)  # its number is the same on all members, so the new name is too
         unique = path if broken is None else f"{path}.{broken}"
@@ -267,30 +267,6 @@ class GroupCache:
             set_status=lambda activity: self.registry.store_thread().set_status(activity),
             store_hint=lambda: self.registry.store_thread().store_hint(),
         )
-
-    def _create_collectively(
-        self, options: GroupOptions, label: str, description: str, blocks: Sequence[tuple[int, ...]]
-    ) -> building.GroupRecord:
-        """Create a group through the public ``new_group``. Every rank of the world must call it for every block."""
-        if sum(map(len, blocks)) != self.world_size:
-            raise OptionsError(
-                f"{label} of {self.label}: groups of backend {options.backend} are created through torch's new_group, "
-                f"which all {self.world_size} ranks of the world must call for every block. This partition has "
-                f"{sum(map(len, blocks))} ranks. Use a mesh of the whole world, and a group along its axes."
-            )
-        mine: Any = None
-        ranks: tuple[int, ...] = ()
-        for block in blocks:
-            group = dist.new_group(
-                list(block),
-                timeout=options.timeout,
-                backend=options.backend,
-                group_desc=description,
-                sort_ranks=False,
-            )
-            if self.rank in block:
-                mine, ranks = group, block
-        return building.GroupRecord(mine, label, self.label, call_site(), created_by="new_group", ranks=ranks)
 
     def _warn_of_options(self, asked: Mapping[str, Any], axes: tuple[Axis, ...], label: str) -> None:
         """Log once that a timeout in a call makes a second communicator."""
