@@ -236,9 +236,8 @@ def say_times(mesh: ProcessGroupMesh, on_mesh: float, alone: float, used: float)
     dist.all_reduce(total, group=mesh.group())
     say(f"{STEPS} steps took {on_mesh:.1f} s on the mesh and {alone:.1f} s alone.")
     if on_mesh > alone:
-        say(
-            f"The mesh is slower here: its eight processes used {total:.1f} s of processor time on {os.cpu_count()} cores."
-        )
+        where = f"{total:.1f} s of processor time on {os.cpu_count()} cores"
+        say(f"The mesh is slower here: its eight processes used {where}.")
         say("This model is so small that a step is mostly Python, which every process runs, and waiting for messages.")
         say("A mesh pays where a model is too large, or too slow, for one device.")
     say()
