@@ -89,11 +89,16 @@ def measure_pages(pages: list[str], width: int, folder: Path) -> list[dict[str, 
 
 
 def overflows(pages: list[Path], width: int, folder: Path) -> dict[str, int]:
-    """Pixels by which each page is wider than a window of this width, without the parts that scroll by themselves."""
+    """Pixels by which each page, or its article, is wider than its place in a window of this width, by file name.
+
+    Code and tables that scroll by themselves do not count.
+    """
     based = [
         page.read_text(encoding="utf-8").replace("<head>", f'<head><base href="{page.as_uri()}">', 1) for page in pages
     ]
-    answer = "const answerOf = ({document: {documentElement: page}}) => page.scrollWidth - page.clientWidth;"
+    answer = """const answerOf = ({document: page}) => Math.max(
+        ...[page.documentElement, ...page.querySelectorAll("article")].map(
+            node => node.scrollWidth - node.clientWidth));"""
     return dict(zip((page.name for page in pages), _evaluate(based, answer, width, folder), strict=True))
 
 
