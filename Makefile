@@ -23,7 +23,7 @@ QUIET := $(LOCAL) TORCH_CPP_LOG_LEVEL=ERROR
 # A file is one worker's, and tests/conftest.py says which come first.
 BY_TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-long test-gpu test-torch browser test-launchers chaos bench bench-quick format clean
+.PHONY: demo test test-long test-gpu test-torch browser test-launchers chaos bench bench-quick docs package format clean
 
 demo: $(VENV)/demo           ## the whole story on eight processes of this machine
 	$(QUIET) $(RUN) examples/train_gpt.py
@@ -36,6 +36,14 @@ test: $(VENV)/dev            ## style, types, doctests and tests: under four min
 
 test-long: $(VENV)/dev       ## those that train or take long, and every example
 	$(LOCAL) $(RUN) -m pytest -q $(BY_TWO) -m long
+
+docs: $(VENV)/dev            ## the site, in build/site: the pages, the reference from docstrings, and the notebook with its outputs
+	$(QUIET) $(RUN) -m sphinx -q -W --keep-going -b html -c docs . build/site
+
+package: $(VENV)/dev         ## the wheel and the source archive, in dist, checked as the package index does
+	rm -rf dist
+	$(RUN) -m build --outdir dist
+	$(RUN) -m twine check --strict dist/*
 
 test-gpu: $(if $(filter $(RUN),$(GPU_PYTHON)),$(VENV)/dev)  ## NCCL, and ranks that share a GPU; skipped without one
 	$(LOCAL) $(GPU_PYTHON) -m tests.gpu $(TESTS)

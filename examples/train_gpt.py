@@ -12,6 +12,7 @@ model on the same batches. PASS means that the two runs agree, in every loss and
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Iterable
@@ -57,12 +58,12 @@ def main(tied: bool) -> bool:
     sums = [show_sums(mesh), show_opposite_orders(), show_second_mesh()]
 
     say(f"A GPT of {LAYERS} layers reads Python's manual: {len(TEXT):,} characters, {len(ALPHABET)} kinds.")
-    start = time.perf_counter()
+    start, used = time.perf_counter(), time.process_time()
     losses, weights = train_on_mesh(mesh, tied)
-    middle = time.perf_counter()
+    middle, used = time.perf_counter(), time.process_time() - used
     alone, truth = train_alone(mesh, tied)
     end = time.perf_counter()
-    say(f"{STEPS} steps took {middle - start:.1f} s on the mesh and {end - middle:.1f} s alone.\n")
+    say_times(mesh, middle - start, end - middle, used)
 
     return verdict(all(sums), losses, alone, furthest(mesh, weights, truth))
 
@@ -229,6 +230,19 @@ def chart(losses: list[float], alone: list[float], height: int = 12) -> str:
 # ---- Output ----
 
 
+def say_times(mesh: ProcessGroupMesh, on_mesh: float, alone: float, used: float) -> None:
+    """Print both times, and why the mesh is slower on a machine like this, if it is."""
+    total = torch.tensor(used)
+    dist.all_reduce(total, group=mesh.group())
+    say(f"{STEPS} steps took {on_mesh:.1f} s on the mesh and {alone:.1f} s alone.")
+    if on_mesh > alone:
+        where = f"{total:.1f} s of processor time on {os.cpu_count()} cores"
+        say(f"The mesh is slower here: its eight processes used {where}.")
+        say("This model is so small that a step is mostly Python, which every process runs, and waiting for messages.")
+        say("A mesh pays where a model is too large, or too slow, for one device.")
+    say()
+
+
 def say(words: str = "") -> None:
     """Print on rank 0 only."""
     if dist.get_rank() == 0:
@@ -236,14 +250,23 @@ def say(words: str = "") -> None:
 
 
 def progress(what: str) -> Iterable[int]:
-    """Step numbers, with a progress bar on a terminal."""
-    if dist.get_rank() != 0 or not sys.stdout.isatty():
+    """Step numbers, with a progress bar on a terminal and a line for every ten steps elsewhere."""
+    if dist.get_rank() != 0:
         return range(STEPS)
+    if not sys.stdout.isatty():
+        return lines(what)
     try:
         from rich.progress import track
     except ImportError:
         return plain_bar(what)
     return track(range(STEPS), what, transient=True)
+
+
+def lines(what: str) -> Iterable[int]:
+    for step in range(STEPS):
+        yield step
+        if (step + 1) % 10 == 0:
+            say(f"  {what}: step {step + 1} of {STEPS}")
 
 
 def plain_bar(what: str) -> Iterable[int]:
@@ -260,5 +283,6 @@ if __name__ == "__main__":
     if dist.is_torchelastic_launched():
         passed = [main(tied)]
     else:
+        print(f"Starting eight processes on {os.cpu_count()} cores: each loads torch first ...\n", flush=True)
         passed = launch.spawn(main, 8, tied, timeout=timedelta(minutes=5))
     sys.exit(0 if all(passed) else 1)

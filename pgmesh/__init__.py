@@ -1,8 +1,43 @@
-"""Process groups along any axes of an N-D mesh of ranks, created on first use by their members alone."""
+"""Process groups along any axes of an N-D mesh of ranks, created on first use by their members alone.
+
+A script for torchrun, srun or mpirun::
+
+    import torch
+    from pgmesh import ProcessGroupMesh, launch
+
+    launch.join()
+    mesh = ProcessGroupMesh(dp=-1, tp=2)
+    total = torch.tensor(2.0**mesh.rank)
+    torch.distributed.all_reduce(total, group=mesh.group("tp"))
+
+Names of the package, each with its own help, such as ``help(pgmesh.ProcessGroupMesh.group)``:
+
+- ``ProcessGroupMesh``: the ranks of a job in a box; ``group``, ``connect``, ``at``, ``view``, ``close``
+- ``Layout``: the same places, without processes and without torch
+- ``plan``: groups, hosts and costs of a shape before anything runs
+- ``meshes``: the open meshes of this process
+- ``GroupOptions``: timeout, backend, device and options of groups
+- ``from_device_mesh``: a mesh over the groups of a DeviceMesh
+
+Modules:
+
+- ``launch``: ``join``, ``spawn``, ``fake_world``, ``placement``
+- ``parallel``: data, sharded, tensor, pipeline, context and expert parallelism
+- ``recipes``: the arrangements of Megatron, OLMo-core, fairscale and OSLO
+- ``interop``: DeviceMesh, Megatron-Core and ColossalAI
+- ``drawing``, ``svg``, ``planning``, ``topology``, ``errors``, ``options``, ``layout``, ``mesh``
+
+Errors, each a ``PgmeshError``: ``ShapeError``, ``AxisError``, ``PlaceError``, ``OptionsError``, ``MembershipError``,
+``WorldError``, ``NameTakenError``, ``LifetimeError``, ``MismatchError``, ``MissingRanksError``, ``CircleError``,
+``MethodError``, ``SeamError``, ``LaunchError``.
+
+Command line: ``pgmesh plan``, ``show``, ``check`` and ``doctor``.
+"""
 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 # The public names and the module of each. Modules are imported on first access, so layouts, plans and figures never
@@ -58,6 +93,12 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
+    # pydoc expands each name that it gets, which takes 2,000 lines and loads torch: help(pgmesh) is the text above.
+    caller = sys._getframe().f_back
+    while caller is not None and caller.f_globals["__name__"] == "inspect":
+        caller = caller.f_back
+    if caller is not None and caller.f_globals["__name__"] == "pydoc":
+        return ["__doc__", "__file__", "__name__", "__path__", "__version__"]
     return sorted([*_HOME, *_MODULES, *(name for name in globals() if name.startswith("__"))])
 
 

@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch.distributed as dist
 
 from pgmesh.errors import PlaceError, WorldError
+from pgmesh.launch.joining import World
 
 
-class FakeWorld:
-    """Result of ``fake_world``. In a ``with`` statement, it destroys the world at the end of the block."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-        dist.init_process_group("fake", rank=rank, world_size=size)
-        self._world: Any = dist.group.WORLD
-
-    def __enter__(self) -> FakeWorld:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if dist.is_initialized() and dist.group.WORLD is self._world:
-            dist.destroy_process_group()
-
-
-def fake_world(rank: int, size: int, /) -> FakeWorld:
+def fake_world(rank: int, size: int, /) -> World:
     """Initialize a world of any size in this process alone, on the fake backend of torch.
 
     It needs no launcher, no store and no other process. Meshes and groups work as usual. A collective returns
@@ -66,4 +50,5 @@ def fake_world(rank: int, size: int, /) -> FakeWorld:
             f"{call}: this process is rank {dist.get_rank()} of a world of {dist.get_world_size()} already.\n\n"
             f"  torch.distributed.destroy_process_group()   # leave that world first"
         )
-    return FakeWorld(rank, size)
+    dist.init_process_group("fake", rank=rank, world_size=size)
+    return World(own=True)

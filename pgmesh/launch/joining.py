@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,17 +25,36 @@ from pgmesh.options import Timeout, to_timedelta
 log = logging.getLogger("pgmesh")
 
 
+class World:
+    """Result of ``join`` and ``fake_world``. In a ``with`` statement, it destroys the world at the end of the block.
+
+    A world that another call initialized is kept.
+    """
+
+    def __init__(self, own: bool) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._world: Any = dist.group.WORLD if own else None
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if dist.is_initialized() and dist.group.WORLD is self._world:
+            dist.destroy_process_group()
+
+
 def join(
     backend: str | None = None,
     *,
     timeout: Timeout | None = None,
     host: str | None = None,
     port: int | None = None,
-) -> None:
+) -> World:
     """Initialize torch.distributed under any launcher: torchrun, srun, mpirun or none.
 
     Without a launcher, the world has one rank. If torch.distributed is already initialized, nothing changes. The
-    detected launcher and the reason are logged at level INFO.
+    detected launcher and the reason are logged at level INFO. The call by itself initializes the world until the
+    process ends; ``with launch.join():`` destroys it at the end of the block, unless it was there before.
 
     Args:
         backend: name of the backend, as in torch. Default: "nccl" if CUDA is available, on the device of the local
@@ -57,11 +77,12 @@ def join(
         srun -n 8 python script.py
         mpirun -n 8 python script.py
     """
-    if not dist.is_initialized():
-        _initialize(with_address(detect_launcher(os.environ), host, port), backend, timeout)
+    if dist.is_initialized():
+        return World(own=False)
+    return _initialize(with_address(detect_launcher(os.environ), host, port), backend, timeout)
 
 
-def from_torch(backend: str | None = None, *, timeout: Timeout | None = None) -> None:
+def from_torch(backend: str | None = None, *, timeout: Timeout | None = None) -> World:
     """Initialize torch.distributed from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT alone.
 
     Args:
@@ -71,13 +92,14 @@ def from_torch(backend: str | None = None, *, timeout: Timeout | None = None) ->
     Raises:
         LaunchError: the variables are incomplete or contradict each other, or joining fails.
     """
-    if not dist.is_initialized():
-        _initialize(detect_one(TORCHRUN, os.environ), backend, timeout)
+    if dist.is_initialized():
+        return World(own=False)
+    return _initialize(detect_one(TORCHRUN, os.environ), backend, timeout)
 
 
 def from_slurm(
     host: str | None = None, port: int | None = None, *, backend: str | None = None, timeout: Timeout | None = None
-) -> None:
+) -> World:
     """Initialize torch.distributed from the variables of Slurm alone, in a task of srun.
 
     Args:
@@ -89,13 +111,14 @@ def from_slurm(
     Raises:
         LaunchError: srun did not start this process, its variables contradict each other, or joining fails.
     """
-    if not dist.is_initialized():
-        _initialize(with_address(detect_one(SLURM, os.environ), host, port), backend, timeout)
+    if dist.is_initialized():
+        return World(own=False)
+    return _initialize(with_address(detect_one(SLURM, os.environ), host, port), backend, timeout)
 
 
 def from_openmpi(
     host: str | None = None, port: int | None = None, *, backend: str | None = None, timeout: Timeout | None = None
-) -> None:
+) -> World:
     """Initialize torch.distributed from the variables of Open MPI alone, in a process that mpirun started.
 
     Args:
@@ -107,11 +130,12 @@ def from_openmpi(
     Raises:
         LaunchError: mpirun did not start this process, its variables contradict each other, or joining fails.
     """
-    if not dist.is_initialized():
-        _initialize(with_address(detect_one(OPEN_MPI, os.environ), host, port), backend, timeout)
+    if dist.is_initialized():
+        return World(own=False)
+    return _initialize(with_address(detect_one(OPEN_MPI, os.environ), host, port), backend, timeout)
 
 
-def _initialize(info: LauncherInfo, backend: str | None, timeout: Timeout | None) -> None:
+def _initialize(info: LauncherInfo, backend: str | None, timeout: Timeout | None) -> World:
     """Choose the backend and the device, and call ``init_process_group``."""
     limit = None if timeout is None else to_timedelta(timeout, LaunchError)
     if backend is None:
@@ -120,7 +144,7 @@ def _initialize(info: LauncherInfo, backend: str | None, timeout: Timeout | None
         log.info("joins as %s", info.line)
         _set_device(info, backend)
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
-        return
+        return World(own=True)
     host, port = info.end_point()
     log.info("joins as %s; rank 0 is at %s:%d", info.line, host, port)
     _set_device(info, backend)
@@ -135,6 +159,7 @@ def _initialize(info: LauncherInfo, backend: str | None, timeout: Timeout | None
     except dist.DistError as error:
         where = f"rank {info.rank} of {info.size} could not join at {host}:{port}"
         raise LaunchError(f"{where}: {error}") from error
+    return World(own=True)
 
 
 def _set_device(info: LauncherInfo, backend: str) -> None:

@@ -6,6 +6,7 @@ second, a thread of the rank returns the stacks of its other threads, so that th
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import math
 import os
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pgmesh._util.formatting import format_calls
 from pgmesh.errors import LaunchError
 from pgmesh.launch.joining import join
 from pgmesh.launch.processes import (
@@ -50,7 +52,7 @@ def spawn(
     timeout: Timeout = timedelta(seconds=120),
     **kwargs: Any,
 ) -> list[Any]:
-    """Run fn(*args, **kwargs) in a world of n local processes, and return the results in rank order.
+    """Run ``fn(*args, **kwargs)`` in a world of n local processes, and return the results in rank order.
 
     All ranks end before it returns or raises. A script must call it under `if __name__ == "__main__":`. Ranks are
     forked from a server process, if the system has one; the server ends with the program.
@@ -85,11 +87,15 @@ def pack_call(fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str
         LaunchError: the function or an argument does not pickle.
     """
     name = getattr(fn, "__qualname__", None) or repr(fn)
-    base_name = name.rpartition(".")[2]
-    fix = f"  def {'work' if base_name == '<lambda>' else base_name}(...): ...   {AT_MODULE_LEVEL}"
+    base_name = name.rpartition(".")[2].replace("<lambda>", "work")
+    fix = f"  def {base_name}(...): ...   {AT_MODULE_LEVEL}"
     why = _pickle_error(fn)
     if getattr(fn, "__module__", None) == "__main__" and script_path() is None:
         why = "it was defined interactively or by python -c, not in a file"
+        if hasattr(builtins, "__IPYTHON__"):
+            why = "it was defined in a cell, not in a file"
+            cell = ("%%writefile job.py", f"the first line of the cell that defines {base_name}")
+            fix = format_calls([cell, (f"from job import {base_name}", "in the next cell")])
     if why is not None:
         raise LaunchError(
             f"{name} cannot be sent to another process, which imports a function by its name from its module: "

@@ -169,7 +169,7 @@ def norm(*held: Held, order: float = 2.0) -> torch.Tensor:
 
 
 def clip(limit: float, *held: Held, order: float = 2.0) -> torch.Tensor:
-    """Scale all gradients so that their norm is at most ``limit``, as torch's clip_grad_norm_ does on one rank.
+    """Scale all gradients so that their norm is at most ``limit``, as ``clip_grad_norm_`` does on one rank.
 
     Every rank of the mesh calls it.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,4 +52,13 @@ def test_the_examples_are_numbered_and_small():
 
 def test_the_demo_passes_under_torchrun():
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "8")
-    assert run(*torchrun, str(EXAMPLES / "train_gpt.py"), "--tied", deadline=300)[-1].startswith("PASS")
+    said = run(*torchrun, str(EXAMPLES / "train_gpt.py"), "--tied", deadline=300)
+    assert said[-1].startswith("PASS")
+    steps = [line.strip() for line in said if line.startswith("  ")]
+    assert {f"{what}: step {n} of 40" for what in ("on the mesh", "alone") for n in (10, 20, 30, 40)} <= {*steps}
+    on_mesh, alone = map(
+        float, re.search(r"40 steps took (\S+) s on the mesh and (\S+) s alone", "\n".join(said)).groups()
+    )
+    assert any(line.startswith("The mesh is slower here: its eight processes used ") for line in said) == (
+        on_mesh > alone
+    )

@@ -17,6 +17,7 @@ from pgmesh.errors import LaunchError
 from pgmesh.launch import StoreProcess, detect, from_openmpi, from_slurm, from_torch, join
 from pgmesh.launch.detect import PORTS, LauncherInfo, detect_launcher, detect_one, with_address
 from tests.launchers.install import PROGRAMS, SLURM, install
+from tests.support.fake_world import fake_rank
 from tests.support.launcher_environments import BY_HAND, HYDRA, HYDRA_ON_TWO, ONE_HOST, OPEN_MPI, SRUN, TORCHRUN
 from tests.support.message_assertions import assert_raises
 from tests.support.programs import clean_env, run_programs
@@ -347,10 +348,39 @@ def test_a_world_of_one_needs_no_host_and_no_port(tmp_path, call, environ, line)
 
 
 def test_an_existing_world_is_kept(monkeypatch):
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setenv("RANK", "nonsense")
-    for call in (join, from_torch, from_slurm, from_openmpi):
-        call()
+    with fake_rank(5, 8):
+        for call in (join, from_torch, from_slurm, from_openmpi):
+            with call() as world:
+                assert (world.rank, world.size) == (5, 8)
+            assert dist.get_rank() == 5
+
+
+WITH = """
+import sys
+import torch, torch.distributed as dist
+from pgmesh import ProcessGroupMesh, launch
+
+with launch.join("gloo") as world:
+    with launch.join("gloo"):  # not the call that initialised the world
+        pass
+    mask = torch.tensor(2**world.rank)
+    dist.all_reduce(mask, group=ProcessGroupMesh(world.size, name="all").group())
+    kept = dist.is_initialized()
+sys.stdout.write(f"rank {world.rank} of {world.size} sums to {int(mask)}, {kept}, {dist.is_initialized()}\\n")
+try:
+    with launch.join("gloo"):  # a world again, in the same processes
+        raise ValueError
+except ValueError:
+    sys.stdout.write(f"{dist.is_initialized()}\\n")
+"""
+
+
+def test_with_join_destroys_the_world_that_it_initialised_at_the_end_of_the_block(tmp_path):
+    with StoreProcess() as store:
+        environs = [clean_env(**store.env, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2") for rank in range(2)]
+        said = run_programs(tmp_path, WITH, environs=environs)
+    assert [out for out, _ in said] == [f"rank {rank} of 2 sums to 3, True, False\nFalse\n" for rank in range(2)]
 
 
 # ---- when make test-launchers skips, and when it fails ----

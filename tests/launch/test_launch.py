@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import re
 import signal
@@ -307,6 +308,25 @@ def test_a_program_that_is_not_a_file(monkeypatch: pytest.MonkeyPatch, file: str
     assert_raises(LaunchError, lambda: spawn(rank_and_sum, 2), text)
     if file is not None:
         assert_raises(LaunchError, StoreProcess, text)
+
+
+def test_a_function_typed_in_a_notebook_is_an_error_that_shows_how_to_write_a_file(monkeypatch: pytest.MonkeyPatch):
+    program = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", program)
+    monkeypatch.setattr(builtins, "__IPYTHON__", True, raising=False)
+    monkeypatch.setattr(rank_and_sum, "__module__", "__main__")
+    monkeypatch.setattr(program, "rank_and_sum", rank_and_sum, raising=False)
+    assert_raises(
+        LaunchError,
+        lambda: spawn(rank_and_sum, 2),
+        """
+        rank_and_sum cannot be sent to another process, which imports a function by its name from its module: \
+it was defined in a cell, not in a file.
+
+          %%writefile job.py             # the first line of the cell that defines rank_and_sum
+          from job import rank_and_sum   # in the next cell
+        """,
+    )
 
 
 def test_a_result_that_does_not_pickle_is_an_error_of_its_rank():

@@ -84,19 +84,39 @@ def find_browser() -> str | None:
 
 def measure_pages(pages: list[str], width: int, folder: Path) -> list[dict[str, Any]]:
     """Layout faults of each page, and of each figure on it, in a window of this width."""
+    answer: list[dict[str, Any]] = _evaluate(pages, f"{MEASURE}const answerOf = faultsOf;", width, folder)
+    return answer
+
+
+def overflows(pages: list[Path], width: int, folder: Path) -> dict[str, int]:
+    """Pixels by which each page, or its article, is wider than its place in a window of this width, by file name.
+
+    Code and tables that scroll by themselves do not count.
+    """
+    based = [
+        page.read_text(encoding="utf-8").replace("<head>", f'<head><base href="{page.as_uri()}">', 1) for page in pages
+    ]
+    answer = """const answerOf = ({document: page}) => Math.max(
+        ...[page.documentElement, ...page.querySelectorAll("article")].map(
+            node => node.scrollWidth - node.clientWidth));"""
+    return dict(zip((page.name for page in pages), _evaluate(based, answer, width, folder), strict=True))
+
+
+def _evaluate(pages: list[str], script: str, width: int, folder: Path) -> list[Any]:
+    """The value of the script's ``answerOf(window)`` for each page, in a window of this width."""
     frames = "".join(
         f'<iframe style="border:0;width:{width}px;height:900px" srcdoc="{html.escape(page)}"></iframe>'
         for page in pages
     )
-    each = "[...document.querySelectorAll('iframe')].map(frame => faultsOf(frame.contentWindow))"
-    measure = f"{MEASURE}onload = () => document.title = JSON.stringify({each});"
+    each = "[...document.querySelectorAll('iframe')].map(frame => answerOf(frame.contentWindow))"
+    measure = f"{script}onload = () => document.title = JSON.stringify({each});"
     file = folder / "measured.html"
     whole = f"<!doctype html><meta charset=utf-8><title></title>{frames}<script>{measure}</script>"
     file.write_text(whole, encoding="utf-8")
     shown = _run(file, folder, f"--window-size={width + 40},4000", "--dump-dom")
     title = re.search("<title>(.*?)</title>", shown)
     assert title, shown[-2000:]
-    answer: list[dict[str, Any]] = json.loads(html.unescape(title[1]))
+    answer: list[Any] = json.loads(html.unescape(title[1]))
     return answer
 
 

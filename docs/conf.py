@@ -1,0 +1,117 @@
+"""Settings of the documentation site: `make docs` builds it from README.md, docs/ and the docstrings."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+
+project = "pgmesh"
+copyright = "the authors of pgmesh"
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+
+ROOT = Path(__file__).parents[1]
+root_doc = "README"
+include_patterns = ["*.md", "docs/**.md", "examples/tour.ipynb"]
+exclude_patterns = [".*", "build", "dist", "tests", "benchmarks", "pgmesh"]
+myst_heading_anchors = 3  # as GitHub makes them
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_in_temp = True
+nb_execution_timeout = 120
+
+default_role = "code"
+autodoc_typehints_format = "short"
+autodoc_member_order = "bysource"
+add_module_names = False
+
+html_theme = "furo"
+html_title = "pgmesh"
+html_show_copyright = False
+
+SWAP = str.maketrans(":\ufdd0", "\ufdd0:")
+
+CONTENTS = """
+```{toctree}
+:hidden:
+:caption: Start
+
+Overview <self>
+examples/tour
+docs/coming_from/device_mesh
+```
+
+```{toctree}
+:hidden:
+:caption: How to
+
+docs/launchers
+docs/see
+docs/parallel
+docs/recipes
+docs/neighbours
+docs/why_does_it_hang
+docs/coming_from/megatron
+docs/coming_from/olmo_core
+docs/coming_from/fairscale
+docs/coming_from/oslo
+docs/coming_from/colossalai
+```
+
+```{toctree}
+:hidden:
+:caption: Reference
+
+docs/reference
+docs/faults
+CHANGELOG
+SECURITY
+```
+
+```{toctree}
+:hidden:
+:caption: Why
+
+docs/groups
+docs/speed
+docs/contributing
+```
+"""
+
+
+def prepare_page(app: Sphinx, page: str, source: list[str]) -> None:
+    """Turn links to folders into text, and append the contents of the site to README."""
+    folder = (ROOT / page).parent
+    source[0] = re.sub(
+        r"\[([^]]*)\]\(([^)\s:#]+)\)", lambda link: link[1 if (folder / link[2]).is_dir() else 0], source[0]
+    )
+    if page == root_doc:
+        source[0] += CONTENTS
+
+
+def swap_colons(app: Sphinx, kind: str, name: str, value: object, options: object, lines: list[str]) -> None:
+    """Hide the colons in the first paragraph of a property from napoleon, which takes the text before one for its type.
+
+    It runs before and after napoleon.
+    """
+    if kind == "property":
+        end = lines.index("") if "" in lines else len(lines)
+        lines[:end] = [line.translate(SWAP) for line in lines[:end]]
+
+
+def write_index(app: Sphinx, error: Exception | None) -> None:
+    """Copy the first page to the name that web servers open."""
+    page = Path(app.outdir) / f"{root_doc}.html"
+    if error is None and page.exists():
+        shutil.copy(page, page.with_name("index.html"))
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("source-read", prepare_page)
+    app.connect("autodoc-process-docstring", swap_colons, priority=400)
+    app.connect("autodoc-process-docstring", swap_colons, priority=600)
+    app.connect("build-finished", write_index)

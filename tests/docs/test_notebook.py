@@ -1,0 +1,50 @@
+"""examples/tour.ipynb: its cells run, a second time too, and show what they promise."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed: on Python 3.10 it has no version here")
+nbformat = pytest.importorskip("nbformat")
+
+pytestmark = pytest.mark.long
+
+NOTEBOOK = Path(__file__).parents[2] / "examples" / "tour.ipynb"
+
+
+@pytest.fixture(scope="module")
+def rounds(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
+    """The cells of code with their outputs, after a first and after a second run in the same kernel."""
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    once = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    notebook.cells = copy.deepcopy(once) + copy.deepcopy(once)
+    folder = tmp_path_factory.mktemp("notebook")
+    nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(folder)}}).execute()
+    return [notebook.cells[: len(once)], notebook.cells[len(once) :]]
+
+
+def texts(cell: Any) -> str:
+    return "".join(out.get("text", "") or out.get("data", {}).get("text/plain", "") for out in cell.outputs)
+
+
+def test_no_outputs_are_stored():
+    assert all(not cell.get("outputs") for cell in nbformat.read(NOTEBOOK, as_version=4).cells)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_each_cell_shows_what_it_promises(rounds: list[list[Any]], number: int):
+    cells = rounds[number]
+    pictures = [cell for cell in cells if any("<svg" in str(out.get("data", "")) for out in cell.outputs)]
+    assert len(pictures) == 2  # the layout and the plan
+    shown = "\n".join(map(texts, cells))
+    assert "I am pp0-dp0-cp1-tp1 and my groups are" in shown
+    assert "dp-cp  8 ranks: (" in shown
+    for block, total in (("(0, 1)", 3.0), ("(2, 3)", 12.0)):
+        assert shown.count(f"{block} sum to {total}") == 2
+    assert "it was defined in a cell, not in a file" in shown
+    assert "%%writefile job.py" in shown
+    assert not [out for cell in cells for out in cell.outputs if out.get("name") == "stderr"]

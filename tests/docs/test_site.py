@@ -1,0 +1,79 @@
+"""The site that `make docs` builds: it has no warning, every public name, and pages that fit a phone and a desk."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+
+from tests.support import browser, golden_files
+
+pytest.importorskip("sphinx", reason="Sphinx is not installed: for Python 3.10 this version has none")
+
+pytestmark = pytest.mark.long
+
+ROOT = Path(__file__).parents[2]
+INSIDE = {"of", "spell", "describe", "is_slice", "ranks_in_order"}
+"""Methods of a mesh or a layout that have no underscore since other files of pgmesh call them."""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, without the outputs of the notebook."""
+    out = tmp_path_factory.mktemp("site")
+    words = ["-q", "-W", "--keep-going", "-b", "html", "-c", "docs", "-D", "nb_execution_mode=off", ".", str(out)]
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", *words], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+MARGIN = 8
+"""Pixels by which the theme's headings reach into the margin."""
+
+PUBLIC = re.compile(r"(class|function|method|classmethod|static|property|base) ([a-zA-Z]\w*)")
+
+
+def public_names() -> dict[str, list[str]]:
+    """Every name of the listing of the public surface that has a path of its own, and the bases of its class."""
+    listing = (golden_files.FOLDER / "public-surface.txt").read_text(encoding="utf-8")
+    found: dict[str, list[str]] = {}
+    for path, lines in re.findall(r"^\[(pgmesh[\w.]*)\]\n((?:.+\n)*)", listing, re.MULTILINE):
+        names = PUBLIC.findall(lines)
+        bases = [name for kind, name in names if kind == "base"]
+        found |= {f"{path}.{name}": bases for kind, name in names if kind != "base"}
+    return found
+
+
+def test_the_reference_has_every_public_name(site: Path):
+    inventory = zlib.decompress((site / "objects.inv").read_bytes().split(b"zlib.\n", 1)[1]).decode()
+    there = {line.split()[0] for line in inventory.splitlines() if "docs/reference.html#" in line}
+    there |= {name.replace("pgmesh.drawing.svg", "pgmesh.svg") for name in there}
+    of_classes = {".".join(name.split(".")[-2:]) for name in there}
+    missing = [
+        name
+        for name, bases in public_names().items()
+        if name not in there and not any(f"{base}.{name.rpartition('.')[2]}" in of_classes for base in bases)
+    ]
+    assert len(public_names()) > 250
+    assert [name for name in missing if name.rpartition(".")[2] not in INSIDE] == []
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_no_page_is_wider_than_a_phone_or_a_desk(site: Path, tmp_path: Path, width: int):
+    if browser.find_browser() is None:
+        pytest.skip(browser.ABSENT)
+    pages = sorted([site / "index.html", *site.glob("docs/**/*.html"), *site.glob("examples/*.html")])
+    assert len(pages) > 15
+    assert {name: more for name, more in browser.overflows(pages, width, tmp_path).items() if more > MARGIN} == {}
+
+
+def test_the_search_index_has_the_pages(site: Path):
+    index = (site / "searchindex.js").read_text(encoding="utf-8")
+    assert "docs/why_does_it_hang" in index
+    assert "ProcessGroupMesh" in index
