@@ -211,6 +211,7 @@ class _Call:
             number=0 if before is None else before.number + decided,
             address=store.address if store is not None and len(record.ranks) <= timing.LIMITS.shared_addresses else "",
             arrived_at=[] if before is None else before.arrived_at,
+            sent_to=set() if before is None else before.sent_to,
         )
         return attempt
 
@@ -236,13 +237,14 @@ class _Call:
             self.client.warnings.append(text)
 
     def _cancel(self, error: BaseException, failed: Sequence[tuple[Axis, ...]]) -> None:
-        """Publish that this rank cannot connect, also for groups that it has not created."""
+        """Decide that the attempts of this call failed, also those of groups that this rank could not create."""
         self.client.interrupted = not isinstance(error, Exception)
-        with contextlib.suppress(PgmeshError):  # the caller raises the first error
+        # The caller raises the first error. Where another thread connects one of the groups, nothing is published.
+        with contextlib.suppress(PgmeshError), self.cache.connecting(self.records, time.monotonic()):
             placeholders = [self.cache.placeholder(self.layout, axes) for axes in failed]
-            self._participant([self._attempt(record) for record in (*self.records.values(), *placeholders)]).cancel(
-                error
-            )
+            participant = self._participant([self._attempt(each) for each in (*self.records.values(), *placeholders)])
+            participant.ready = lambda attempt: None
+            participant.cancel(error)
 
     def _connect(self) -> Connected:
         try:
@@ -312,6 +314,8 @@ class _Call:
                 inspection = now + timing.TIMING.inspection * thread.pace
                 self._inspect(running)
             for collective in running if now >= deadline else ():
+                if collective.poll() or collective.error is not None:
+                    continue
                 collective.fail(f"did not finish in time: the deadline was {self.seconds:g} s")
             time.sleep(pause)
         self._publish_failures()
@@ -339,8 +343,7 @@ class _Call:
             if not collective.done:
                 why = f"rank {self.cache.rank} stopped connecting at {self.call_site}: {error_text(error)}"
                 collective.fail(f"was cancelled because {why}")
-        if not isinstance(error, WorldError):
-            self._publish_failures()
+        self._publish_failures()
 
     def _clean_up(self) -> None:
         """Record the connected groups in the cache, and discard groups that cannot be used."""

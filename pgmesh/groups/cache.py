@@ -430,7 +430,8 @@ class GroupCache:
         if not at_exit:
             for record in dropped:
                 self.connected.pop(record.path, None)
-                self._connecting.pop(record.path, None)
+                if not keep_attempts:  # otherwise this thread holds the lock, and connects the group again
+                    self._connecting.pop(record.path, None)
             if not keep_attempts:
                 self._leave_attempts([record.path for record in dropped])
             self._delete(written)
@@ -439,7 +440,9 @@ class GroupCache:
         """Release the store keys of all attempts to connect some groups."""
         for path in paths:
             attempt = self.attempts.pop(path, None)
-            if attempt is not None and attempt.decision is not None:  # connect releases the keys of an undecided one
+            if (
+                attempt is not None and attempt.decision is not None
+            ):  # a running connect releases the keys of an undecided one
                 self.leave_attempt(attempt)
 
     def leave_attempt(self, attempt: ConnectAttempt) -> None:

@@ -102,7 +102,7 @@ class ConfiguredOptions:
                 f"But {configured_as} was configured with {before} at {site}, and {spelling} now with {given}.\n\n"
                 f"  {separate}   # a separate communicator; or use the same options for both"
             )
-        self._configured[key] = Configured(after, configured_as, call_site)
+        self._configured[key] = Configured(after, configured_as, call_site if configured_as == spelling else site)
 
 
 def _instead_of_configuring(axes: tuple[Axis, ...], tag: str, given: GroupOptions) -> list[tuple[str, str]]:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pgmesh import torch_private
-from pgmesh.groups import registry as registries
 from pgmesh.groups.naming import describe_ranks, encode_rank_set
+from pgmesh.groups.registry import Registry
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Raw, Read
 from pgmesh.rendezvous.protocol import check_mesh, register_mesh
@@ -90,7 +90,7 @@ class MeshIdentity:
         """Store key under which a rank publishes a mismatch of the mesh."""
         return f"{self.key}/mismatch"
 
-    def register(self, registry: registries.Registry, seconds: float) -> None:
+    def register(self, registry: Registry, seconds: float) -> None:
         """Publish the fingerprint of the mesh in the store, and compare it with the first one; once per rank.
 
         Raises:
@@ -104,18 +104,18 @@ class MeshIdentity:
         if registry.predecessor is None:
             (text,) = run(Read(meshes_key(self.rank)))
             registry.predecessor = _numbers(text) if thread.replaces_process else {}
-        number = max(self.number, self._number_after(registry.predecessor, run))
+        if self.prefix not in registry.offsets:
+            registry.offsets[self.prefix] = self._number_after(registry.predecessor, run)
+        number = self.number + registry.offsets[self.prefix]
         self.key = f"{self.prefix}.{number}"
-        registry.registered[self.prefix] = number
+        registry.registered[self.prefix] = max(number, registry.registered.get(self.prefix, 0))
         record = pack(numbers=dict([*registry.registered.items()][-_REGISTERED_NAMES:]))
         *_, first = run(Raw("set", (meshes_key(self.rank), record)), *register_mesh(self.key, self.fingerprint))
         check_mesh(run, self.key, self.fingerprint, first)
         self.registered = True
-        with registries.registering:
-            registry.numbers[self.prefix] = max(registry.numbers[self.prefix], number + 1)
 
     def _number_after(self, predecessor: Mapping[str, int], run: Callable[..., list[Any]]) -> int:
-        """The lowest number of this mesh in a process that replaced a lost one; 0 in an original process.
+        """The first number of meshes of this name in a process that replaced a lost one; otherwise 0.
 
         The other ranks close the mesh that the lost process was in, and create the next one. They may have done this
         already.

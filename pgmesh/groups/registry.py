@@ -45,6 +45,7 @@ class Registry:
         self._thread: StoreThread | None = None  # started by the first store operation
         self._warned = False  # about too many groups
         self.registered: dict[str, int] = {}  # the number of the last registered mesh, by key prefix
+        self.offsets: dict[str, int] = {}  # the number of the first mesh of each key prefix in the store
         self.predecessor: dict[str, int] | None = None  # the same of the process that had this rank before
 
     def store_thread(self) -> StoreThread:

@@ -15,8 +15,8 @@ A *connect attempt* is one round in which the members of a group connect. It has
 Attempts are numbered from 0. In one batch a rank reads the decision of an attempt and arrives; if it was decided
 already, the rank goes on to the next. A member that has read all arrivals, usually the last one, decides that the group
 is made. The first member that finds a reason decides that the attempt failed: a different
-fingerprint, a lost member, an error of its own, or its deadline. A rank that arrives later logs that decision and
-arrives at the next attempt.
+fingerprint, a lost member, an error of its own, or its deadline. A rank that arrives later logs that failure and
+arrives at the next attempt; a mismatch it raises, since that is permanent.
 """
 
 from __future__ import annotations
@@ -125,9 +125,10 @@ class ConnectAttempt:
         fingerprint: the group's fingerprint on this rank.
         group: the group in messages, such as "group dp".
         mesh: its mesh in messages, such as "mesh 'actor'".
-        number: number of the attempt. A rank begins at the lowest one that it has not tried.
+        number: number of the attempt. A rank begins at the lowest one whose decision it does not know.
         address: this rank's address, for the arrivals; "" for none.
         arrived_at: the numbers of the attempts that this rank arrived at.
+        sent_to: the same, with those whose arrival the store did not answer.
         decision: the outcome, once it is known.
         missing: the members that had not arrived when the arrivals were last read.
         count_seen: the count of arrivals at that time.
@@ -141,6 +142,7 @@ class ConnectAttempt:
     number: int = 0
     address: str = ""
     arrived_at: list[int] = field(default_factory=list)
+    sent_to: set[int] = field(default_factory=set)
     decision: Decision | None = None
     missing: tuple[int, ...] = ()
     count_seen: bytes | None = b""
@@ -242,10 +244,14 @@ class Participant:
         arriving = list(self.attempts)
         full = []
         while arriving:
+            sent_before = [attempt.number in attempt.sent_to for attempt in arriving]
+            for attempt in arriving:
+                attempt.sent_to.add(attempt.number)
             answers = iter(self.client.run(*(step for attempt in arriving for step in self._arrival(attempt))))
             again = []
-            for attempt, (earlier, _, count) in zip(arriving, zip(answers, answers, answers)):
-                arrived_again = attempt.number in attempt.arrived_at  # its call before this one lost the store
+            for attempt, arrived_again, (earlier, _, count) in zip(
+                arriving, sent_before, zip(answers, answers, answers)
+            ):
                 attempt.arrived_at.append(attempt.number)
                 decision = None if earlier is None else Decision.unpack(attempt.decision_key, earlier)
                 if decision is None:

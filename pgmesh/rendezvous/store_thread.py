@@ -244,7 +244,7 @@ class StoreThread:
         return ""
 
     def stop(self, reason: str = "") -> None:
-        """Publish the reason for the end of the heartbeats, leave the world, and end the thread."""
+        """Let the thread publish the reason, leave the world and end. Waits for that for half a second at most."""
         self._reason = reason
         self._queue.put(None)
         self._thread.join(0.5)
@@ -324,7 +324,7 @@ class StoreThread:
                 perform(self._store, Delete(tuple(keys)))
 
     def _perform(self, operation: Operation) -> Any:
-        """Perform an operation. If the connection has failed, perform it once more on a new one."""
+        """Perform an operation. If that fails and it can be repeated, perform it once more on a new connection."""
         again = can_be_repeated(operation)
         while True:
             self._operation_start = time.monotonic()

@@ -18,7 +18,7 @@ WORLD_KEY = "pgmesh.world"
 """The key that holds the name of the world on this store."""
 
 REPLACED = "+"
-"""Last character of the name of a world that replaced another on the same store before all its ranks had left."""
+"""Last character of the name of a world that replaced an earlier one whose name was still on the store."""
 
 OVER = "over"
 """Value of ``WORLD_KEY`` while the last rank of a world deletes it. Other ranks wait for up to ``world_end``."""

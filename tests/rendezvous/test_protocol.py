@@ -194,9 +194,24 @@ def test_a_retry_takes_the_success_of_the_attempt_at_which_this_rank_had_arrived
     """The store failed after this rank had arrived. The others connected, so it must not arrive at a later attempt."""
     values = {"group/0/decision": MADE.pack().encode(), "group/0/arrivals": arrival(0) + arrival(1)}
     attempt = attempt_of()
-    attempt.arrived_at.append(0)
+    attempt.sent_to.add(0)
     participant_of(MemoryClient(values=values), attempt).connect()
     assert (attempt.number, attempt.decision) == (0, MADE)
+
+
+def test_an_arrival_that_the_store_did_not_answer_may_have_been_seen():
+    class Late(MemoryClient):
+        """A store that performs a batch, and whose answer is lost."""
+
+        def run(self, *operations: Operation) -> list[Any]:
+            super().run(*operations)
+            raise WorldError("the store did not answer")
+
+    client, attempt = Late(), attempt_of()
+    with pytest.raises(WorldError):
+        participant_of(client, attempt).connect()
+    assert attempt.sent_to == {0}
+    assert attempt.arrived_at == []
 
 
 def test_a_rank_that_arrived_twice_at_an_attempt_leaves_it_twice():
