@@ -18,6 +18,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import cachetools
+import torch
 import torch.distributed as dist
 
 from pgmesh import torch_private
@@ -278,6 +279,12 @@ class GroupCache:
                 f"which all {self.world_size} ranks of the world must call for every block. This partition has "
                 f"{sum(map(len, blocks))} ranks. Use a mesh of the whole world, and a group along its axes."
             )
+        if any(list(block) != sorted(block) for block in blocks) and not torch_private.KEEPS_ORDER:
+            raise OptionsError(
+                f"{label} of {self.label}: groups of backend {options.backend} are created through torch's new_group, "
+                f"which sorts ranks in torch {torch.__version__}, but the ranks of some blocks are not ascending. Use "
+                "torch 2.15, or a mesh with ascending ranks."
+            )
         mine: Any = None
         ranks: tuple[int, ...] = ()
         for block in blocks:
@@ -286,7 +293,7 @@ class GroupCache:
                 timeout=options.timeout,
                 backend=options.backend,
                 group_desc=description,
-                sort_ranks=False,
+                **torch_private.KEEPS_ORDER,
             )
             if self.rank in block:
                 mine, ranks = group, block

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,9 @@ from pgmesh.parallel.input_checks import all_gather_ints, detach_row_check, devi
 from pgmesh.parallel.ownership import ABSENT_MARK, AbsentLayer, owned_parameters, tied_names
 from pgmesh.parallel.seeds import restore_streams
 from pgmesh.parallel.weights import local
+
+NO_OUTPUTS = {"return_outputs": False} if "return_outputs" in inspect.signature(ScheduleGPipe.step).parameters else {}
+"""Keeps a schedule from returning the outputs of all microbatches. torch 2.9 always returns them."""
 
 
 @dataclass(frozen=True)
@@ -369,10 +373,10 @@ class Pipeline(nn.Module):
         last = {"target": target, "losses": losses} if self._has_stage(self.method.stages - 1) else {}
         with self._set_gradients_aside():
             if training:
-                schedule.step(*stage_inputs, **last, **keywords, return_outputs=False)
+                schedule.step(*stage_inputs, **last, **keywords, **NO_OUTPUTS)
                 self._all_reduce_tied()
             else:
-                schedule.eval(*stage_inputs, **last, **keywords, return_outputs=False)
+                schedule.eval(*stage_inputs, **last, **keywords, **NO_OUTPUTS)
         return losses
 
     def forward(self, *inputs: torch.Tensor, **keywords: Any) -> Any:
@@ -454,6 +458,8 @@ class Pipeline(nn.Module):
                 )
                 for i, (part, (stage_inputs, outputs)) in enumerate(zip(self.parts, examples, strict=True))
             ]
+            for stage in stages:
+                torch_private.skip_warm_up(stage)
             info = SCHEDULES[method.schedule]
             argument = stages[0] if info.stages_per_rank == 1 else stages
             schedule = info.torch_class(argument, method.microbatches, method.loss if loss else None)
@@ -585,7 +591,7 @@ def _preserve_state(parts: Iterable[nn.Module], on: Iterable[torch.device]) -> I
     kept = [(table, dict(table)) for table in tables]
     copies = {id(buffer): buffer.clone() for part in parts for buffer in part.buffers()}
     devices = {device for device in on if device.type != "cpu"}
-    kind = next((device.type for device in devices), None)
+    kind = next((device.type for device in devices), "cuda")  # torch's default
     with torch.random.fork_rng(devices, device_type=kind), restore_streams():
         try:
             for buffers, before in kept:

@@ -107,7 +107,7 @@ def test_weights_are_broadcast_on_a_device_of_the_group_and_stay_where_they_are(
     assert sent == served
 
 
-def test_gradients_on_two_devices_are_scaled_where_they_are(mesh, monkeypatch):
+def test_gradients_on_two_devices_are_scaled_where_they_are(mesh, sent, monkeypatch):
     """Offloaded weights next to others: one multiplication for each device and dtype."""
     scaled = []
     multiply = torch_private.foreach_multiply

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, _utils
+from torch.distributed.pipelining import PipelineStage, _utils, stage
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.functional import dropout, mse_loss
 from torch.utils.checkpoint import checkpoint
@@ -250,7 +250,8 @@ def test_a_first_step_draws_what_a_second_draws(schedule, virtual):
 @contextmanager
 def garbage() -> Iterator[None]:
     """Fill torch's uninitialized memory with different numbers on each rank."""
-    make, rank = _utils._make_tensor_from_meta, dist.get_rank()
+    module = _utils if hasattr(_utils, "_make_tensor_from_meta") else stage  # torch 2.9 has it in stage
+    make, rank = module._make_tensor_from_meta, dist.get_rank()
 
     def filled(*args: object) -> torch.Tensor:
         made = make(*args)
@@ -258,7 +259,7 @@ def garbage() -> Iterator[None]:
             made.copy_(torch.randn(made.shape, generator=torch.Generator().manual_seed(rank)))
         return made
 
-    with mock.patch.object(_utils, "_make_tensor_from_meta", filled):
+    with mock.patch.object(module, "_make_tensor_from_meta", filled):
         yield
 
 
