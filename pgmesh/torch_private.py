@@ -72,7 +72,7 @@ SEAM: dict[str, str] = {
 """The private names that every supported torch has, each with its reason. ``_groups_of`` also reads attributes of
 DeviceMesh objects (``_dim_group_names``, ``_thread_id``), which no class has. Names that some versions lack are looked
 up where they are used: ``_dump_fr_trace_json``, ``_use_torchcomms_enabled``, ``FakeProcessGroup._create_internal``,
-``Backend._ensure_backend_registered``, ``PipelineStage._get_init_p2p_neighbors_ops``."""
+``Backend._ensure_backend_registered``, ``PipelineStage._forward_metadata_inference``."""
 
 
 def missing_names(torch: Any = torch) -> dict[str, str]:
@@ -215,10 +215,13 @@ def has_gradient_hooks(weight: torch.Tensor) -> bool:
     return bool(weight._post_accumulate_grad_hooks)
 
 
-def skip_warm_up(stage: Any) -> None:
-    """Make torch 2.9 skip the warm-up of a pipeline: it sends int64 into float32, and Gloo ends the process."""
-    if hasattr(stage, "_get_init_p2p_neighbors_ops"):
-        stage._get_init_p2p_neighbors_ops = list
+def stages_are_supported(stage: type) -> bool:
+    """True if torch's pipeline stages are those of torch 2.13 or later.
+
+    On Gloo, the warm-up of those of torch 2.9 ends the process. Next to a frozen stage and under ``fully_shard`` some
+    of their gradients were wrong.
+    """
+    return hasattr(stage, "_forward_metadata_inference")
 
 
 # -- the world ----------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,9 +42,6 @@ from pgmesh.parallel.input_checks import all_gather_ints, detach_row_check, devi
 from pgmesh.parallel.ownership import ABSENT_MARK, AbsentLayer, owned_parameters, tied_names
 from pgmesh.parallel.seeds import restore_streams
 from pgmesh.parallel.weights import local
-
-NO_OUTPUTS = {"return_outputs": False} if "return_outputs" in inspect.signature(ScheduleGPipe.step).parameters else {}
-"""Keeps a schedule from returning the outputs of all microbatches. torch 2.9 always returns them."""
 
 
 @dataclass(frozen=True)
@@ -316,6 +312,12 @@ class Pipeline(nn.Module):
         self.parts = nn.ModuleList(parts)
         """This rank's stages, with the names of the whole module."""
         self.tied, self.canonical_names = tied, names
+        if not torch_private.stages_are_supported(PipelineStage):
+            raise MethodError(
+                f"a pipeline needs the stages of torch 2.13. This is torch {torch.__version__}, with whose stages some "
+                "gradients were wrong.\n\n"
+                "  pip install 'torch>=2.13'"
+            )
         hooked = any(map(torch_private.has_gradient_hooks, self.parameters()))
         data = hooked or any(isinstance(part, (DistributedDataParallel, FSDPModule)) for part in parts)
         if SCHEDULES[method.schedule].split_backward and data:
@@ -373,10 +375,10 @@ class Pipeline(nn.Module):
         last = {"target": target, "losses": losses} if self._has_stage(self.method.stages - 1) else {}
         with self._set_gradients_aside():
             if training:
-                schedule.step(*stage_inputs, **last, **keywords, **NO_OUTPUTS)
+                schedule.step(*stage_inputs, **last, **keywords, return_outputs=False)
                 self._all_reduce_tied()
             else:
-                schedule.eval(*stage_inputs, **last, **keywords, **NO_OUTPUTS)
+                schedule.eval(*stage_inputs, **last, **keywords, return_outputs=False)
         return losses
 
     def forward(self, *inputs: torch.Tensor, **keywords: Any) -> Any:
@@ -458,8 +460,6 @@ class Pipeline(nn.Module):
                 )
                 for i, (part, (stage_inputs, outputs)) in enumerate(zip(self.parts, examples, strict=True))
             ]
-            for stage in stages:
-                torch_private.skip_warm_up(stage)
             info = SCHEDULES[method.schedule]
             argument = stages[0] if info.stages_per_rank == 1 else stages
             schedule = info.torch_class(argument, method.microbatches, method.loss if loss else None)
@@ -591,7 +591,7 @@ def _preserve_state(parts: Iterable[nn.Module], on: Iterable[torch.device]) -> I
     kept = [(table, dict(table)) for table in tables]
     copies = {id(buffer): buffer.clone() for part in parts for buffer in part.buffers()}
     devices = {device for device in on if device.type != "cpu"}
-    kind = next((device.type for device in devices), "cuda")  # torch's default
+    kind = next((device.type for device in devices), None)
     with torch.random.fork_rng(devices, device_type=kind), restore_streams():
         try:
             for buffers, before in kept:

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from torch import nn
-from torch.distributed import device_mesh
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -35,7 +34,8 @@ from tests.support.device_mesh_training import (
     train,
 )
 from tests.support.fake_world import fake_rank
-from tests.support.torch_tables import c10d, table_sizes
+from tests.support.pipelines import needs_pipelines
+from tests.support.torch_tables import c10d, root_of, table_sizes
 from tests.support.worlds import check_sums, groups_of, world
 
 
@@ -207,7 +207,6 @@ USES: dict[str, Callable[[ProcessGroupMesh], None]] = {
     "clip_grad_norm_": clipped,
     "DDP": ddp,
     "DDP by device mesh": ddp_by_device_mesh,
-    "a pipeline": pipeline,
 }
 
 
@@ -215,15 +214,13 @@ def use(name: str, ranks: list[int] | None) -> None:
     mesh = ProcessGroupMesh(dp=2, tp=2, ranks=ranks)
     device_mesh_of(mesh)
     with no_more_groups():
-        USES[name](mesh)
+        (pipeline if name == "a pipeline" else USES[name])(mesh)
     check_sums(groups_of(mesh))
 
 
 @pytest.mark.parametrize("ranks", [None, [3, 1, 2, 0]], ids=["in order", "permuted"])
-@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize("name", [*USES, pytest.param("a pipeline", marks=needs_pipelines)])
 def test_torch_computes_over_a_mesh_what_one_process_does(name: str, ranks: list[int] | None):
-    if name == "a pipeline" and hasattr(PipelineStage, "_get_init_p2p_neighbors_ops"):
-        pytest.skip("this torch's own pipelines end the process on Gloo")
     world(4).run(use, name, ranks)
 
 
@@ -358,13 +355,6 @@ def test_from_device_mesh_is_the_way_back_of_numbered_axes_too():
         plane = from_device_mesh(mesh.device_mesh(0, 2), name="plane")
         assert (plane.axes, plane.group(1)) == ((0, 1), mesh.group(2))
         assert plane.device_mesh(1).get_group() is mesh.group(2)
-
-
-def root_of(mesh: DeviceMesh) -> DeviceMesh:
-    """The DeviceMesh that a DeviceMesh is a slice of."""
-    if hasattr(mesh, "_get_root_mesh"):
-        return mesh._get_root_mesh()
-    return device_mesh._mesh_resources.get_root_mesh(mesh)  # torch 2.9
 
 
 def test_all_that_goes_through_this_rank_has_one_device_mesh_root():

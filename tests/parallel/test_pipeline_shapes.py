@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, _utils, stage
+from torch.distributed.pipelining import PipelineStage, _utils
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.functional import dropout, mse_loss
 from torch.utils.checkpoint import checkpoint
@@ -32,7 +32,11 @@ from tests.support.expert_models import cut_like, expert_model
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
 from tests.support.parallel_models import FIRST, LAST, assert_same, batch, full_tensor, gradients_of, loss_of
+from tests.support.pipelines import needs_pipelines
 from tests.support.worlds import check_sums, groups_of, world
+
+pytestmark = needs_pipelines
+
 
 torch.set_num_threads(1)  # on ranks too, which import this: others share their cores
 
@@ -250,8 +254,7 @@ def test_a_first_step_draws_what_a_second_draws(schedule, virtual):
 @contextmanager
 def garbage() -> Iterator[None]:
     """Fill torch's uninitialized memory with different numbers on each rank."""
-    module = _utils if hasattr(_utils, "_make_tensor_from_meta") else stage  # torch 2.9 has it in stage
-    make, rank = module._make_tensor_from_meta, dist.get_rank()
+    make, rank = _utils._make_tensor_from_meta, dist.get_rank()
 
     def filled(*args: object) -> torch.Tensor:
         made = make(*args)
@@ -259,7 +262,7 @@ def garbage() -> Iterator[None]:
             made.copy_(torch.randn(made.shape, generator=torch.Generator().manual_seed(rank)))
         return made
 
-    with mock.patch.object(module, "_make_tensor_from_meta", filled):
+    with mock.patch.object(_utils, "_make_tensor_from_meta", filled):
         yield
 
 
