@@ -107,7 +107,7 @@ if is_newer(torch.__version__):
 _FakeBackend: Any = torch._C._distributed_c10d.FakeProcessGroup
 _new_fake: Any = getattr(_FakeBackend, "_create_internal", _FakeBackend)  # torch 2.9 has a public constructor
 KEEPS_ORDER: dict[str, Any] = {"sort_ranks": False} if "sort_ranks" in signature(dist.new_group).parameters else {}
-"""Keeps torch's ``new_group`` from sorting the ranks. torch 2.9 always sorts them."""
+"""Keeps torch's ``new_group`` from sorting the ranks. torch 2.9 to 2.11 always sort them."""
 
 PREFIX = "pgmesh/"
 """Start of the names of all groups and store keys of pgmesh."""

@@ -283,7 +283,7 @@ class GroupCache:
             raise OptionsError(
                 f"{label} of {self.label}: groups of backend {options.backend} are created through torch's new_group, "
                 f"which sorts ranks in torch {torch.__version__}, but the ranks of some blocks are not ascending. Use "
-                "torch 2.15, or a mesh with ascending ranks."
+                "torch 2.12 or later, or a mesh with ascending ranks."
             )
         mine: Any = None
         ranks: tuple[int, ...] = ()

@@ -25,7 +25,7 @@ def without_hostname_warnings(text: str) -> str:
 
 
 def without_gloo_lines(text: str) -> str:
-    """The text without the lines that Gloo prints for each group before torch 2.13."""
+    """The text without the lines that Gloo of torch 2.9 prints for each group."""
     return re.sub(r"\[Gloo\] Rank \d+ is [^\n]*\n", "", text)
 
 
