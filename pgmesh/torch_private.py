@@ -1,20 +1,23 @@
-"""The private names of torch that pgmesh uses, each with its reason, and the versions on which all were tried.
+"""The private names of torch that pgmesh uses, each with its reason. ``_util/torch_versions.py`` has the versions on
+which all were tried.
 
 No other file uses one. Loading this module changes torch for good in four places: its table of group names
 (``_Names``), the check of every group that it is given (``_check_and_report_destroyed``), its report of a failed
 collective (``_explain_failure``), and the equality of DeviceMeshes (``_groups_of``). Callers add functions to the hooks
-``on_destroy``, ``on_world_end`` and ``on_failure``; this file imports nothing of pgmesh but the errors.
+``on_destroy``, ``on_world_end`` and ``on_failure``; this file imports nothing else of pgmesh but the errors.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import socket
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from inspect import signature
 from typing import Any
 
 import torch
@@ -22,8 +25,10 @@ import torch.distributed as dist
 from torch.distributed import c10d_logger as _c10d_logger, distributed_c10d as _c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from pgmesh._util.torch_versions import TRIED_ON, is_newer
 from pgmesh.errors import LifetimeError, OptionsError, SeamError
 
+log = logging.getLogger("pgmesh")
 c10d: Any = _c10d  # its tables are read and written here as torch itself does, whatever its stubs declare
 c10d_logger: Any = _c10d_logger
 
@@ -33,9 +38,6 @@ if loaded := getattr(c10d, "_changed_by_pgmesh", None):
         f"It cannot be reloaded or used together with a second copy, here {__file__}. Start a new process with one "
         f"copy."
     )
-
-TRIED_ON = ("2.13",)
-"""The versions of torch on which every one of these names was tried."""
 
 SEAM: dict[str, str] = {
     **{
@@ -70,7 +72,7 @@ SEAM: dict[str, str] = {
 """The private names that every supported torch has, each with its reason. ``_groups_of`` also reads attributes of
 DeviceMesh objects (``_dim_group_names``, ``_thread_id``), which no class has. Names that some versions lack are looked
 up where they are used: ``_dump_fr_trace_json``, ``_use_torchcomms_enabled``, ``FakeProcessGroup._create_internal``,
-``Backend._ensure_backend_registered``."""
+``Backend._ensure_backend_registered``, ``PipelineStage._forward_metadata_inference``."""
 
 
 def missing_names(torch: Any = torch) -> dict[str, str]:
@@ -94,9 +96,19 @@ if _gone := missing_names():
         f"torch {torch.__version__} lacks what pgmesh, tried on torch {', '.join(TRIED_ON)}, uses to create groups:"
         + "".join(f"\n  {name}: {reason}" for name, reason in _gone.items())
     )
+if is_newer(torch.__version__):
+    log.warning(
+        "torch %s is newer than torch %s, the newest that pgmesh was tested on. All private names that pgmesh uses "
+        "exist in it.",
+        torch.__version__,
+        TRIED_ON[-1],
+    )
 
 _FakeBackend: Any = torch._C._distributed_c10d.FakeProcessGroup
 _new_fake: Any = getattr(_FakeBackend, "_create_internal", _FakeBackend)  # torch 2.9 has a public constructor
+KEEPS_ORDER: dict[str, Any] = {"sort_ranks": False} if "sort_ranks" in signature(dist.new_group).parameters else {}
+"""Keeps torch's ``new_group`` from sorting the ranks. torch 2.9 to 2.11 always sort them."""
+
 PREFIX = "pgmesh/"
 """Start of the names of all groups and store keys of pgmesh."""
 
@@ -201,6 +213,15 @@ def buffer_table(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
 def has_gradient_hooks(weight: torch.Tensor) -> bool:
     """True if hooks are registered for the gradient of a weight."""
     return bool(weight._post_accumulate_grad_hooks)
+
+
+def stages_are_supported(stage: type) -> bool:
+    """True if torch's pipeline stages are those of torch 2.13 or later.
+
+    On Gloo, the warm-up of those of torch 2.9 ends the process. Next to a frozen stage and under ``fully_shard`` some
+    of their gradients were wrong.
+    """
+    return hasattr(stage, "_forward_metadata_inference")
 
 
 # -- the world ----------------------------------------------------------------------------------------------------

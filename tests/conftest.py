@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,6 +50,7 @@ def store_thread() -> Iterator[StoreThread]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the default of torch 2.13; torch 2.9 records nothing
     fixed = config.getoption("hypothesis_seed") is None
     settings.register_profile("pgmesh", derandomize=fixed, deadline=None, database=None, print_blob=True)
     settings.load_profile("pgmesh")

@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import pgmesh
 from pgmesh import GroupOptions, ProcessGroupMesh, torch_private
+from pgmesh._util.torch_versions import TRIED_ON
 from pgmesh.groups import building
 from pgmesh.groups.world import default_device, device_of
 from tests.support.fake_world import fake_rank
@@ -531,6 +532,28 @@ def test_the_seam_says_what_is_gone():
     gone = torch_private.missing_names(Torch)
     assert gone == torch_private.SEAM
     assert all(reason for reason in gone.values())
+
+
+NEWER = """
+import logging, torch
+logging.basicConfig()
+torch.__version__ = "3.0.1+cu150"
+from pgmesh import ProcessGroupMesh
+from pgmesh.launch import fake_world
+fake_world(1, 8)
+ProcessGroupMesh(dp=4, tp=2).group("tp")
+"""
+
+
+def test_a_torch_newer_than_the_newest_tried_is_warned_of_once():
+    done = subprocess.run([sys.executable, "-c", NEWER], capture_output=True, text=True, check=True)
+    assert done.stderr.count("WARNING:pgmesh:") == 1, done.stderr
+    assert f"torch 3.0.1+cu150 is newer than torch {TRIED_ON[-1]}, the newest that pgmesh was tested on" in done.stderr
+
+
+def test_a_torch_that_was_tried_is_not_warned_of():
+    done = subprocess.run([sys.executable, "-c", "import pgmesh.torch_private"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_all_names_are_there():

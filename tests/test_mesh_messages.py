@@ -10,6 +10,7 @@ import torch.distributed as dist
 import pgmesh
 from pgmesh import ProcessGroupMesh
 from tests.support.fake_world import fake_rank
+from tests.support.torch_tables import root_of
 
 
 @pytest.fixture(autouse=True)
@@ -388,7 +389,7 @@ def test_a_part_depends_on_how_it_was_asked_for_and_not_on_what_was_asked_before
             mesh.at(tp=0)
         view = mesh.view(dp=8)
         assert repr(view).endswith(".view(dp=8)")
-        assert view.device_mesh()._get_root_mesh().mesh_dim_names == ("dp",)
+        assert root_of(view.device_mesh()).mesh_dim_names == ("dp",)
 
 
 def test_a_closed_mesh_asks_for_no_hosts():

@@ -26,6 +26,7 @@ import torch
 
 from pgmesh import Layout, ProcessGroupMesh, launch, parallel, plan
 from tests.support import golden_files
+from tests.support.pipelines import needs_pipelines
 
 NAME = "public-surface.txt"
 
@@ -313,6 +314,7 @@ def in_sections(text: str) -> list[str]:
     return found
 
 
+@needs_pipelines
 def test_the_public_surface_is_as_it_was():
     now = written(surface())
     if os.environ.get("GOLDEN") != "write":

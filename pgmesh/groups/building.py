@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 
 from pgmesh import torch_private
@@ -143,7 +144,7 @@ def build_collectively(
         description: text for profiles and flight records.
 
     Raises:
-        OptionsError: the blocks are not a partition of the whole world.
+        OptionsError: the blocks are not a partition of the whole world, or torch would sort their ranks.
     """
     rank, world_size = world_rank_and_size()
     if sum(map(len, blocks)) != world_size:
@@ -152,11 +153,21 @@ def build_collectively(
             f"which all {world_size} ranks of the world must call for every block. This partition has "
             f"{sum(map(len, blocks))} ranks. Use a mesh of the whole world, and a group along its axes."
         )
+    if any(list(block) != sorted(block) for block in blocks) and not torch_private.KEEPS_ORDER:
+        raise OptionsError(
+            f"{label} of {mesh_label}: groups of backend {options.backend} are created through torch's new_group, "
+            f"which sorts ranks in torch {torch.__version__}, but the ranks of some blocks are not ascending. Use "
+            "torch 2.12 or later, or a mesh with ascending ranks."
+        )
     mine: Any = None
     ranks: tuple[int, ...] = ()
     for block in blocks:
         group = dist.new_group(
-            list(block), timeout=options.timeout, backend=options.backend, group_desc=description, sort_ranks=False
+            list(block),
+            timeout=options.timeout,
+            backend=options.backend,
+            group_desc=description,
+            **torch_private.KEEPS_ORDER,
         )
         if rank in block:
             mine, ranks = group, block

@@ -323,6 +323,12 @@ class Pipeline(nn.Module):
         self.parts = nn.ModuleList(parts)
         """This rank's stages, with the names of the whole module."""
         self.tied, self.canonical_names = tied, names
+        if not torch_private.stages_are_supported(PipelineStage):
+            raise MethodError(
+                f"a pipeline needs the stages of torch 2.13. This is torch {torch.__version__}, with whose stages some "
+                "gradients were wrong.\n\n"
+                "  pip install 'torch>=2.13'"
+            )
         hooked = any(map(torch_private.has_gradient_hooks, self.parameters()))
         data = hooked or any(isinstance(part, (DistributedDataParallel, FSDPModule)) for part in parts)
         if SCHEDULES[method.schedule].split_backward and data:

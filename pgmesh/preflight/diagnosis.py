@@ -18,11 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pgmesh._util.formatting import count_of
+from pgmesh._util.torch_versions import TRIED_ON
 from pgmesh.errors import LaunchError, SeamError
 from pgmesh.launch.detect import LAST_PORT, LAUNCHERS, LauncherInfo, detect_launcher
-
-TRIED_ON = "2.13"
-"""The last entry of ``torch_private.TRIED_ON``, which cannot be imported if names of torch are missing."""
 
 BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 
@@ -120,12 +118,10 @@ def torch_findings(load: Callable[[str], Any]) -> Iterator[Finding]:
         private = load("pgmesh.torch_private")
     except (SeamError, ImportError) as error:
         problem, *names = str(error).splitlines()
-        yield Finding("bad", "seam", problem, "\n".join([*names, f"install torch {TRIED_ON}"]).strip())
+        yield Finding("bad", "seam", problem, "\n".join([*names, f"install torch {TRIED_ON[-1]}"]).strip())
         return
-    tried = any(version.startswith(f"torch {number}.") for number in private.TRIED_ON)
-    fix = (
-        "" if tried else f"pgmesh was tested with torch {', '.join(private.TRIED_ON)}: run its tests with this version"
-    )
+    tried = any(version.startswith(f"torch {number}.") for number in TRIED_ON)
+    fix = "" if tried else f"pgmesh was tested with torch {', '.join(TRIED_ON)}: run its tests with this version"
     text = f"all {len(private.SEAM)} private names of torch that pgmesh uses exist"
     yield Finding("warn" if fix else "ok", "seam", text, fix)
 

@@ -146,7 +146,7 @@ class PollingStore(dist.Store):
 
     def unseen_addresses(self) -> dict[int, str]:
         """By rank, the store keys of the addresses that this rank has not read yet, of the first members of the group."""
-        if not (self.written and self._addresses):  # in no first collective, or connect gave this rank all addresses
+        if not (self.written and self._addresses):  # in no first collective, or with all addresses
             return {}
         own = next(iter(self._own_addresses), "")
         stem = own.rpartition("/")[0]

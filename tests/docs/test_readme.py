@@ -42,7 +42,10 @@ def test_its_script_prints_what_it_shows(tmp_path: Path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", *command.split(), str(script)]
     done = subprocess.run(torchrun, cwd=ROOT, env=clean_env(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == shown.splitlines()
+    # Gloo of torch 2.9 prints too, and the processes share the pipe.
+    line = r"dp\d-tp\d: \(\d, \d\) sum to \d+\.0"
+    lines = re.findall(line, done.stdout) if "[Gloo]" in done.stdout else done.stdout.splitlines()
+    assert sorted(lines) == shown.splitlines()
 
 
 def test_its_status_names_this_version_and_its_length_is_under_100_lines():

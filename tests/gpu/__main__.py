@@ -1,6 +1,6 @@
 """Run the tests that need a GPU with this Python, and print a record of the run for the docs.
 
-    python -m tests.gpu               # both files
+    python -m tests.gpu               # all files
     python -m tests.gpu -k sharded    # further arguments go to pytest
 
 Without a GPU it prints one line and exits with 0.
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-FILES = [HERE / "one_rank.py", HERE / "eight_ranks.py"]
+FILES = [HERE / "one_rank.py", HERE / "eight_ranks.py", HERE / "several_gpus.py"]
 NEEDED = ("torch", "cachetools", "pytest")
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,6 +88,19 @@ def alone(model: nn.Module, parts: Rows = lambda rows: [rows]) -> TrainingRun:
     return trained
 
 
+@contextmanager
+def no_host_sync(allowed: bool) -> Iterator[None]:
+    """Any operation of torch for which the host waits for the GPU raises an error, unless it is allowed."""
+    checked = DEVICE.type == "cuda" and not allowed
+    if checked:
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if checked:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 def train(
     together: Composition,
     model: nn.Module,
@@ -96,8 +109,15 @@ def train(
     context: ContextParallel | None = None,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
     cut: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = lambda whole: whole,
+    syncs: bool = False,
 ) -> None:
-    """Three steps, as ``parallel_training.train_and_check``; and check that all tensors stay on the device."""
+    """Three steps, as ``parallel_training.train_and_check``; and check that all tensors stay on the device.
+
+    From the second step on, the host does not wait for the GPU. The first step connects groups.
+
+    Args:
+        syncs: the host may wait for the GPU in each step, as experts do.
+    """
     model = together.apply(model)
     optimizer = optimizer_of(model.parameters())
     for step in range(STEPS):
@@ -107,7 +127,7 @@ def train(
             codes, target = context.cut(codes), context.cut(target)
             inputs["positions"] = context.positions(CONTEXT, DEVICE)
         optimizer.zero_grad()
-        with around():
+        with around(), no_host_sync(syncs or step == 0):
             if hasattr(model, "step"):
                 out = model.step(codes, target=target, **{name: x.expand(len(codes), -1) for name, x in inputs.items()})
                 placed("losses", out or [codes])
@@ -118,7 +138,8 @@ def train(
         gradients = gradients_of(model)
         placed("gradients", map(local, gradients.values()))
         assert_same(f"gradients of step {step}", gradients, cut(expected.gradients[step]), TOLERANCE)
-        optimizer.step()
+        with no_host_sync(step == 0):
+            optimizer.step()
     placed("weights", (local(weight) for _, weight in named_weights(model)))
     placed("what the optimizer keeps", moments(optimizer))
     assert_same("weights", weights_of(model), cut(expected.weights), TOLERANCE)
@@ -184,6 +205,7 @@ def with_experts(mesh: ProcessGroupMesh, moe: ProcessGroupMesh, tensor: str | No
         model,
         alone(model_of(Mixture), parts),
         cut=lambda whole: {**whole, **cut_like(dict(model.named_parameters()), whole, moe, tensor)},
+        syncs=True,
     )
 
 

@@ -33,7 +33,7 @@ from pgmesh import (
 )
 from pgmesh.groups import building as pgmesh_groups, registry as pgmesh_registry
 from tests.support.faults import wait_until
-from tests.support.message_assertions import without_hostname_warnings
+from tests.support.message_assertions import without_gloo_lines, without_hostname_warnings
 from tests.support.programs import clean_env, write_script
 from tests.support.torch_tables import c10d, record_operations, table_sizes, timeout_of
 from tests.support.worlds import check_sums, groups_of, world
@@ -736,7 +736,7 @@ def endings(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], tu
     def of(ending: str, rank: int) -> tuple[Any, str, str]:
         name = f"{ending}.{rank}"
         err = without_hostname_warnings((folder / f"{name}.err").read_text())
-        return codes[name], (folder / f"{name}.out").read_text(), err
+        return codes[name], without_gloo_lines((folder / f"{name}.out").read_text()), err
 
     return of
 

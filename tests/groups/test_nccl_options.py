@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pgmesh import Layout, OptionsError, ProcessGroupMesh, recipes
+from pgmesh import Layout, OptionsError, ProcessGroupMesh, recipes, torch_private
 from pgmesh.options import NCCL_SETTINGS
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
@@ -89,6 +89,37 @@ def test_a_torch_without_nccl_says_so():
         assert_raises(
             OptionsError, lambda: mesh.group("tp", backend="nccl"), "this torch was built without backend nccl."
         )
+
+
+@pytest.mark.parametrize("bound", [False, True], ids=["unbound", "bound to a device"])
+@pytest.mark.parametrize(
+    ("world", "backends"),
+    [
+        ("nccl", {"cuda": "nccl"}),
+        ("cpu:gloo,cuda:nccl", {"cpu": "gloo", "cuda": "nccl"}),
+        ("undefined", {"cuda": "nccl"}),  # init_process_group without a backend, on a host with a GPU
+    ],
+)
+def test_a_group_has_the_backends_of_the_world(
+    nccl: type[StandIn], monkeypatch: pytest.MonkeyPatch, world: str, backends: dict[str, str], bound: bool
+):
+    monkeypatch.setattr(torch_private, "backend_name", lambda group: world)
+    monkeypatch.setattr(torch_private, "default_timeout", lambda backend: timedelta(minutes=10))
+    monkeypatch.setattr(torch._C, "_get_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    default: Any = dist.group.WORLD
+    default.bound_device_id = torch.device("cuda", 0) if bound else None  # as init_process_group(device_id=...) does
+    with mock.patch.object(dist, "split_group", side_effect=AssertionError("splitting waits for all ranks")):
+        mesh = ProcessGroupMesh(dp=4, tp=2, name=f"{world}, {bound}")
+        group: Any = mesh.group("tp")
+    found = {device.type: type(group._get_backend(device)).__name__ for device in torch_private.device_types(group)}
+    kinds = {"gloo": "ProcessGroupGloo", "nccl": "FakeProcessGroup"}  # the stand-in creates these
+    assert found == {device: kinds[backend] for device, backend in backends.items()}
+    assert {*dist.get_backend_config(group).split(",")} == {f"{device}:{name}" for device, name in backends.items()}
+    (options,) = nccl.made
+    assert not hasattr(options, "split_from")
+    assert mesh.group("tp", backend="gloo") is not group
+    assert len(nccl.made) == 1  # no NCCL in a group on Gloo
 
 
 @pytest.mark.skipif(not hasattr(dist, "ProcessGroupNCCL2"), reason="torch 2.15 has more than one NCCL backend")

@@ -37,6 +37,7 @@ from tests.support.parallel_models import (
     train_alone,
     weights_of,
 )
+from tests.support.pipelines import needs_pipelines
 from tests.support.tensor_plans import VOCABULARY_PLAN
 from tests.support.worlds import world
 
@@ -141,6 +142,7 @@ def from_one_to(others: list[str], kind: str, folder: Path, head_first: bool) ->
         load_on(other, folder / kind, head_first)
 
 
+@needs_pipelines
 @pytest.mark.parametrize("head_first", [False, True])
 def test_tied_weights_are_loaded_with_and_without_a_pipeline(tmp_path: Path, head_first: bool):
     for kind, other in itertools.permutations(["data", "pipeline x data"]):
@@ -192,5 +194,6 @@ def of_parts(folder: Path) -> None:
         dist.barrier()
 
 
+@needs_pipelines
 def test_a_model_may_call_its_layers_parts(tmp_path: Path):
     world(2).run(of_parts, tmp_path)

@@ -20,6 +20,7 @@ from pgmesh.parallel import PipelineParallel, Seeds, seeds, weights
 from pgmesh.parallel.weights import Held
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
+from tests.support.pipelines import needs_pipelines
 from tests.support.programs import run_programs
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -107,7 +108,7 @@ def test_weights_are_broadcast_on_a_device_of_the_group_and_stay_where_they_are(
     assert sent == served
 
 
-def test_gradients_on_two_devices_are_scaled_where_they_are(mesh, monkeypatch):
+def test_gradients_on_two_devices_are_scaled_where_they_are(mesh, sent, monkeypatch):
     """Offloaded weights next to others: one multiplication for each device and dtype."""
     scaled = []
     multiply = torch_private.foreach_multiply
@@ -127,6 +128,7 @@ def test_gradients_on_two_devices_are_scaled_where_they_are(mesh, monkeypatch):
     assert scaled == [(2, "cuda", torch.float32), (2, "cpu", torch.float32), (1, "cpu", torch.bfloat16)]
 
 
+@needs_pipelines
 def test_a_stage_receives_on_the_device_of_its_weights_or_else_of_its_group(mesh, backend):
     class Layers(nn.Module):
         def __init__(self, device: str) -> None:

@@ -20,6 +20,7 @@ from pgmesh.parallel import Level, Method, PipelineParallel, ShardedDataParallel
 from pgmesh.parallel.ownership import mark_owned
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
+from tests.support.pipelines import needs_pipelines
 from tests.support.small_model import (
     FIRST_STAGE,
     SmallModel,
@@ -92,6 +93,7 @@ def compose_average(page: str) -> None:
             check_sums(groups_of(mesh))
 
 
+@needs_pipelines
 @pytest.mark.parametrize("page", AVERAGES)
 def test_an_average_of_a_page_composed_with_other_methods(page: str):
     world(4).run(compose_average, page)
@@ -123,6 +125,7 @@ def compose_split() -> None:
             check_sums(groups_of(mesh))
 
 
+@needs_pipelines
 def test_the_tensor_parallelism_of_the_example_composed_with_other_methods():
     world(4).run(compose_split)
 
@@ -193,6 +196,7 @@ def average_in_a_split_backward() -> str:
         return str(caught.value)
 
 
+@needs_pipelines
 def test_a_schedule_that_would_skip_hooks_on_weights_refuses_them():
     messages = world(4).run(average_in_a_split_backward)
     assert {*messages} == {

@@ -10,6 +10,7 @@ from torch import nn
 
 from pgmesh import MethodError, ProcessGroupMesh
 from pgmesh.parallel import DataParallel, PipelineParallel, ShardedDataParallel, TensorParallel, compose
+from tests.support.pipelines import needs_pipelines
 from tests.support.small_model import FIRST_STAGE, SmallModel, assert_same_training, loss_of, train, train_alone
 from tests.support.worlds import check_sums, groups_of, world
 
@@ -36,6 +37,7 @@ def each_end(kind: type[DataParallel] | type[ShardedDataParallel]) -> None:
     next_to_a_frozen_stage(kind, ("0", "2", "blocks.0", "blocks.2"), schedule="interleaved", virtual=2)
 
 
+@needs_pipelines
 @pytest.mark.parametrize("kind", [DataParallel, ShardedDataParallel])
 def test_a_pipeline_trains_next_to_a_frozen_stage(kind):
     world(4).run(each_end, kind)
@@ -49,6 +51,7 @@ def cut_and_frozen() -> None:
         assert_same_training(train(together.apply(SmallModel(FIRST_STAGE)), together.share), train_alone(FIRST_STAGE))
 
 
+@needs_pipelines
 def test_a_frozen_stage_may_be_cut():
     world(4).run(cut_and_frozen)
 

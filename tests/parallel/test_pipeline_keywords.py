@@ -11,7 +11,11 @@ from torch import nn
 from pgmesh import ProcessGroupMesh, ShapeError
 from pgmesh.parallel import DataParallel, PipelineParallel, ShardedDataParallel, compose
 from tests.support.parallel_models import assert_same, gradients_of
+from tests.support.pipelines import needs_pipelines
 from tests.support.worlds import check_sums, groups_of, world
+
+pytestmark = needs_pipelines
+
 
 torch.set_num_threads(1)  # ranks import this too, and share the cores
 

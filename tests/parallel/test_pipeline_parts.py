@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from pgmesh import MethodError, ProcessGroupMesh
+from pgmesh import MethodError, ProcessGroupMesh, torch_private
 from pgmesh.parallel import DataParallel, Method, PipelineParallel, Seeds, ShardedDataParallel, compose
+from tests.support.fake_world import fake_rank
+from tests.support.pipelines import needs_pipelines
 from tests.support.worlds import world
 
 WIDTH, WORDS = 8, 11
@@ -77,6 +80,7 @@ def tied_weights_in_a_wrapper() -> None:
         compose(mesh, pipeline(mesh), Wrapped(mesh, "dp", compiled=False)).apply(Net(mesh))
 
 
+@needs_pipelines
 def test_tied_weights_are_found_in_a_compiled_stage_and_missed_in_no_other():
     world(2).run(tied_weights_in_a_wrapper)
 
@@ -90,6 +94,7 @@ def shared_attributes() -> None:
     assert copy.deepcopy(module.layers[0].seeds) is not module.seeds  # that is the user's own copy
 
 
+@needs_pipelines
 def test_what_else_a_module_holds_is_the_same_in_its_parts():
     """A copied stream would draw the same numbers again, and a group cannot be copied."""
     world(2).run(shared_attributes)
@@ -106,6 +111,7 @@ def lengths_new_to_some() -> None:
             torch.testing.assert_close(found, plain(inputs), rtol=0, atol=1e-12)
 
 
+@needs_pipelines
 def test_a_length_that_is_new_to_some_data_ranks_works_with_sharding():
     """Stages all-gather parameters in the forward pass, so all data ranks have to rebuild together."""
     world(4).run(lengths_new_to_some)
@@ -129,6 +135,7 @@ def other_precisions() -> None:
     torch.testing.assert_close(found, right if last else [])
 
 
+@needs_pipelines
 def test_stages_learn_anew_what_they_are_handed_in_another_precision():
     world(2).run(other_precisions)
 
@@ -145,3 +152,14 @@ def two_data_parallels() -> None:
 def test_a_second_ddp_around_a_first_is_refused():
     """Nested DDP computes wrong gradients."""
     world(4).run(two_data_parallels)
+
+
+def test_a_pipeline_is_refused_on_a_torch_with_older_stages():
+    with (
+        fake_rank(0, 1),
+        ProcessGroupMesh(pp=1) as mesh,
+        mock.patch.object(torch_private, "stages_are_supported", return_value=False),
+    ):
+        method = PipelineParallel(mesh, "pp", layers="0", loss=None, microbatches=1)
+        with pytest.raises(MethodError, match=r"^a pipeline needs the stages of torch 2\.13\. This is torch 2\."):
+            method.apply(nn.Sequential(nn.Sequential(nn.Tanh())))

@@ -32,7 +32,11 @@ from tests.support.expert_models import cut_like, expert_model
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
 from tests.support.parallel_models import FIRST, LAST, assert_same, batch, full_tensor, gradients_of, loss_of
+from tests.support.pipelines import needs_pipelines
 from tests.support.worlds import check_sums, groups_of, world
+
+pytestmark = needs_pipelines
+
 
 torch.set_num_threads(1)  # on ranks too, which import this: others share their cores
 

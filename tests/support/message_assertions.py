@@ -44,6 +44,11 @@ def without_hostname_warnings(text: str) -> str:
     return re.sub(r"\[W[^\n]*hostname of the client socket cannot be retrieved[^\n]*\n?", "", text)
 
 
+def without_gloo_lines(text: str) -> str:
+    """The text without the lines that Gloo of torch 2.9 prints for each group."""
+    return re.sub(r"\[Gloo\] Rank \d+ is [^\n]*\n", "", text)
+
+
 def in_python_3_10_wording(text: str) -> str:
     """The text with Python's messages about pickling as Python 3.10 has them; 3.13 and 3.14 changed these."""
     text = re.sub(r"Can't get local object", "Can't pickle local object", text)

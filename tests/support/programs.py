@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pgmesh.launch.detect import TORCHRUN_VARIABLES
 from pgmesh.launch.processes import process_context
+from tests.support.message_assertions import without_gloo_lines
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,7 +46,7 @@ def run_programs(
     finally:
         for process in running:
             process.kill()
-    said = [(out.read_text(), err.read_text()) for out, err in files]
+    said = [(without_gloo_lines(out.read_text()), err.read_text()) for out, err in files]
     assert {process.exitcode for process in running} <= {*statuses}, said
     return said
 

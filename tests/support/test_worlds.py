@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from pgmesh.errors import LaunchError
+from tests.support.message_assertions import without_gloo_lines
 from tests.support.programs import clean_env, is_running, wait_until_gone, write_script
 from tests.support.worlds import PRELOAD, check_sums, close_worlds, fresh_world, world
 
@@ -180,7 +181,8 @@ if __name__ == "__main__":
     ends = {"return": 0, "be killed": -signal.SIGKILL}
     tests = [subprocess.Popen([*command, end], env=env, stdout=subprocess.PIPE, text=True) for end in ends]
     try:
-        pids = [int(number) for process in tests for number in process.communicate(timeout=60)[0].split()]
+        printed = [without_gloo_lines(process.communicate(timeout=60)[0]) for process in tests]
+        pids = [int(number) for text in printed for number in text.split()]
     finally:
         for process in tests:
             process.kill()

@@ -10,7 +10,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as _c10d
+from torch.distributed import device_mesh, distributed_c10d as _c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 from pgmesh.groups.registry import current_registry
 from pgmesh.rendezvous import store_thread
@@ -30,6 +31,13 @@ TABLES = (
     "tags_to_pg",
     "pg_coalesce_state",
 )
+
+
+def root_of(mesh: DeviceMesh) -> DeviceMesh:
+    """The DeviceMesh that a DeviceMesh is a slice of."""
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    return device_mesh._mesh_resources.get_root_mesh(mesh)  # torch 2.9
 
 
 def table_sizes() -> dict[str, int]:
