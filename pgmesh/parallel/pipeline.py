@@ -9,21 +9,13 @@ import contextlib
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -46,32 +38,9 @@ from pgmesh.parallel.input_checks import (
     detach_comparisons,
 )
 from pgmesh.parallel.ownership import ABSENT_MARK, COMMUNICATES_MARK, AbsentLayer, tied_names
+from pgmesh.parallel.schedules import SCHEDULES
 from pgmesh.parallel.seeds import restore_streams
 from pgmesh.parallel.weights import local
-
-
-@dataclass(frozen=True)
-class ScheduleInfo:
-    """A schedule of torch and its restrictions."""
-
-    torch_class: Any
-    stages_per_rank: int | None = None
-    """The number of stages that each rank has to have; None for any number."""
-    v_shape: bool = False
-    """The second stages are in the opposite order. torch 2.13 cannot run this schedule without a backward pass."""
-    split_backward: bool = False
-    """Gradients of weights are computed in a separate pass. On torch 2.13 fully_shard then computes wrong ones; DDP is
-    untested."""
-
-
-SCHEDULES = {
-    "gpipe": ScheduleInfo(ScheduleGPipe, stages_per_rank=1),
-    "1f1b": ScheduleInfo(Schedule1F1B, stages_per_rank=1),
-    "interleaved": ScheduleInfo(ScheduleInterleaved1F1B),
-    "zero-bubble": ScheduleInfo(ScheduleInterleavedZeroBubble, split_backward=True),
-    "zero-bubble-v": ScheduleInfo(ScheduleZBVZeroBubble, stages_per_rank=2, v_shape=True, split_backward=True),
-}
-"""Orders of forward and backward passes, by the name that ``schedule=`` takes."""
 
 
 class PipelineParallel(Method):

@@ -145,7 +145,7 @@ class PollingStore(dist.Store):
         return [(self._ranks[i], value) for i, value in sorted((int(i), value) for i, value in found if i.isdecimal())]
 
     def unseen_addresses(self) -> dict[int, str]:
-        """By rank, the store keys of the addresses that this rank has not read yet, of the first members of the group."""
+        """By rank, the store keys of addresses that this rank has not read, of the first members of the group."""
         if not (self.written and self._addresses):  # in no first collective, or with all addresses
             return {}
         own = next(iter(self._own_addresses), "")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pgmesh import parallel
 from pgmesh.parallel import Level, Method
-from pgmesh.parallel.pipeline import SCHEDULES
+from pgmesh.parallel.schedules import SCHEDULES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "parallel.md").read_text(encoding="utf-8")
 
