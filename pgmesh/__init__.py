@@ -37,7 +37,8 @@ _HOME = {
 }
 # Modules, by the names under which they are attributes of the package.
 _MODULES = {
-    **{name: name for name in ("launch", "interop", "recipes", "parallel", "drawing", "planning", "topology")},
+    **{name: name for name in ("launch", "interop", "recipes", "parallel", "resharding")},
+    **{name: name for name in ("drawing", "planning", "topology")},
     **{name: name for name in ("errors", "options", "layout", "mesh")},
     "svg": "drawing.svg",
 }
