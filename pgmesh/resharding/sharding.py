@@ -141,9 +141,12 @@ class Sharding:
     def __init__(self, shape: Sequence[int], layout: Layout, placements: Placements) -> None:
         self.shape, self.layout = tuple(shape), layout
         self._splits: dict[int, list[tuple[int, _Split]]] = {}  # by dimension: each axis number with its split
-        for axis, placement in enumerate(_by_axis(layout, placements)):
+        given = zip(layout.axes, _by_axis(layout, placements))
+        self.placements = [None if each is None else self._parse(axis, each) for axis, each in given]
+        """For each axis, the dimension that it shards and the split factor; None if the tensor is replicated."""
+        for axis, placement in enumerate(self.placements):
             if placement is not None:
-                dimension, strides = self._parse(layout.axes[axis], placement)
+                dimension, strides = placement
                 self._splits.setdefault(dimension, []).append((axis, _Split(layout.shape[axis], strides)))
         self.sharded = tuple(axis for dimension in sorted(self._splits) for axis, _ in self._splits[dimension])
         self._others = [axis for axis in range(len(layout.axes)) if axis not in self.sharded]
@@ -151,15 +154,17 @@ class Sharding:
 
     def _parse(self, axis: Axis, placement: Any) -> tuple[int, int]:
         """The dimension that a placement shards, and its split factor."""
-        if not isinstance(placement, int) and placement.is_partial():
+        if isinstance(placement, _Placement) and placement.is_partial():
             raise ShapeError(
                 f"the tensor is {placement} along axis {axis}: its ranks hold summands, not values. Sum them first:\n\n"
                 f"  tensor.redistribute(placements=[... Replicate() in place of {placement} ...])"
             )
-        dimension = placement if isinstance(placement, int) else placement.dim
+        dimension, strides = placement if isinstance(placement, tuple) else (placement, 1)
+        if isinstance(placement, _Placement):
+            dimension, strides = getattr(placement, "dim", 0), getattr(placement, "split_factor", 1)
         if not -len(self.shape) <= dimension < len(self.shape):
             raise ShapeError(f"axis {axis} shards dimension {dimension}, but the shape {self.shape} has no such one.")
-        return dimension % len(self.shape), getattr(placement, "split_factor", 1)
+        return dimension % len(self.shape), strides
 
     def region_of(self, rank: int) -> Region:
         """The region that a rank of the layout holds."""
@@ -244,7 +249,9 @@ def _by_axis(layout: Layout, placements: Placements) -> list[Any]:
                 f"{len(found)} placements for the {len(layout.axes)} axes {', '.join(map(str, layout.axes))}: give one "
                 f"for each axis, or name the axes, such as {{{layout.axes[-1] if layout.axes else 'tp'!r}: 0}}."
             )
-    wrong = [each for each in found if isinstance(each, bool) or not isinstance(each, (int, type(None), _Placement))]
+    wrong = [
+        each for each in found if isinstance(each, bool) or not isinstance(each, (int, tuple, type(None), _Placement))
+    ]
     if wrong:
         raise ShapeError(f"a placement is Shard(0), Replicate() or a dimension to shard, such as 0, not {wrong[0]!r}.")
     return [None if isinstance(each, _Placement) and each.is_replicate() else each for each in found]

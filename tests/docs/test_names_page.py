@@ -35,7 +35,7 @@ False are no sizes, indices or ranks.
 INSIDE = {"of", "spell", "describe", "is_slice", "ranks_in_order"}
 """Methods that have no underscore since other files of pgmesh call them."""
 
-GIVEN = {"Arrangement", "Family", "Composition", "Level", "Routes"}
+GIVEN = {"Arrangement", "Family", "Composition", "Level", "Routes", "Moved", "RankPlan", "Transfer"}
 """What a program is given, and never makes."""
 
 MODULES = {
@@ -46,6 +46,7 @@ MODULES = {
     "pgmesh.interop.colossalai": ("ColossalMesh",),
     "pgmesh.recipes": tuple(pgmesh.recipes.__all__),
     "pgmesh.parallel": tuple(parallel.__all__),
+    "pgmesh.resharding": tuple(pgmesh.resharding.__all__),
 }
 
 
