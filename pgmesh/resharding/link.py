@@ -139,11 +139,10 @@ class Link:
             raise _Broken(str(error)) from None
 
     def release(self) -> None:
-        """Destroy the group. The other members notice at once."""
+        """End the group after a failure. The other members notice at once."""
         group = self._mesh.group()
         self._mesh.release()
-        for work in self._works:  # the destructor of the group would wait for them
-            keep_until_done(group, work)
+        keep_until_done(group, _Never())
         self._works.clear()
 
     @contextlib.contextmanager
@@ -163,6 +162,16 @@ class Link:
             if self._works:
                 self.release()
             raise
+
+
+class _Never:
+    """A work that is never over: the process keeps the group of a failed collective.
+
+    Its destructor would wait for running collectives, and Gloo's for a thread that may not end once a peer was killed.
+    """
+
+    def is_completed(self) -> bool:
+        return False
 
 
 class _Broken(Exception):
