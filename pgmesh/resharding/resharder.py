@@ -25,7 +25,7 @@ from pgmesh.topology.host_mapping import map_hosts
 
 State = Union[nn.Module, Mapping[str, Any], None]
 
-BUCKETS = 256 << 20
+BUCKETS = 16 << 20
 """Default limit of the staging memory in bytes."""
 
 
