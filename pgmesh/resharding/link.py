@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from pgmesh._util.formatting import name_ranks
-from pgmesh.errors import LifetimeError, MembershipError, MissingRanksError, PgmeshError, WorldError
+from pgmesh.errors import LifetimeError, MembershipError, MismatchError, MissingRanksError, PgmeshError, WorldError
 from pgmesh.groups.registry import store_thread
 from pgmesh.groups.teardown import keep_until_done
 from pgmesh.groups.world import device_of, world_rank_and_size
@@ -51,6 +51,7 @@ class Link:
         name = f"resharding {digest[:16]}"
         self._mesh = meshes().get(name) or ProcessGroupMesh(len(self.ranks), ranks=self.ranks, name=name)
         self.deadline = 0.0
+        self._connected = False
         self._works: list[Any] = []  # collectives that are not awaited
 
     def begin(self) -> None:
@@ -66,6 +67,7 @@ class Link:
     def connect(self) -> None:
         """Connect the group, or raise which ranks are missing."""
         self._mesh.connect(self._mesh.axes, timeout=self.left())
+        self._connected = True
 
     @property
     def device(self) -> torch.device:
@@ -140,6 +142,9 @@ class Link:
 
     def release(self) -> None:
         """End the group after a failure. The other members notice at once."""
+        if not self._connected:
+            return
+        self._connected = False
         group = self._mesh.group()
         self._mesh.release()
         keep_until_done(group, _Never())
@@ -153,14 +158,15 @@ class Link:
         """
         try:
             yield
+        except MismatchError:  # all ranks raise it together
+            raise
         except _Broken as error:
             self.release()
             self.deadline = max(self.deadline, time.monotonic() + store_thread().lost_after + 1.0)
             self.connect()
             raise WorldError(f"a connection broke, and all ranks are there again. ({error})") from None
         except BaseException:
-            if self._works:
-                self.release()
+            self.release()
             raise
 
 

@@ -92,10 +92,11 @@ class Resharder:
         """True if a call failed while it wrote: some tensors of the target are new, others old."""
         self._refusal: Any = None  # the hook by which a torn module refuses to run
         self._table = self._describe()
-        tables, hosts = meet(self._link, self._table)
-        self._jobs = plan_jobs(self._link, tables, hosts, self._source_names())
-        self._check_shapes()
-        staged = self._link.maximum([job.staged for job in self._jobs])
+        with self._link.explaining():
+            tables, hosts = meet(self._link, self._table)
+            self._jobs = plan_jobs(self._link, tables, hosts, self._source_names())
+            self._check_shapes()
+            staged = self._link.maximum([job.staged for job in self._jobs])
         self._buckets = fill_buckets(self._jobs, staged, buckets // 2)
         self._digest = digest_of(repr((tables, hosts.hosts, buckets)))
 
@@ -234,7 +235,8 @@ def reshard(
         name = None if dtype is None else str(dtype).removeprefix("torch.")
         dimensions = 1 + max((each.dim for each in placed if isinstance(each, Shard)), default=-1)
         wanted["tensor"] = entry_on(target_mesh.layout, placed, (0,) * dimensions, name, of_source=True)
-    tables, hosts = meet(link, pack(sides, wanted, {}))
+    with link.explaining():
+        tables, hosts = meet(link, pack(sides, wanted, {}))
     (job,) = plan_jobs(link, tables, hosts, {"tensor": "tensor"})
     shape, kind = shape_and_dtype(tables, "tensor")
     results: dict[str, torch.Tensor] = {}

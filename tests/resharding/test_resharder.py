@@ -391,22 +391,22 @@ def test_a_member_that_dies_in_the_middle_is_named_and_the_target_is_torn():
         assert forward is None or forward[0] == "LifetimeError"
 
 
-def fails_in_the_middle() -> Any:
-    """Rank 1 fails while it packs. All are torn, and the retry mends them."""
+def fails_in_the_middle(who: int, step: str, bucket: int) -> Any:
+    """A rank fails in a step of a bucket. All targets are torn, and the retry mends them."""
     rank = dist.get_rank()
     names = [f"w{i}" for i in range(6)]
     source = {name: torch.full((1000,), 1.0) for name in names} if rank < 2 else None
     target = {name: torch.zeros(1000) for name in names} if rank >= 2 else None
     sync = Resharder(Layout(2), Layout(2, ranks=[2, 3]), source=source, target=target, buckets=8000, timeout=6)
-    pack, packed = transfer._pack, []
+    function, called = getattr(transfer, step), []
 
-    def failing_pack(*arguments: Any) -> Any:
-        packed.append(1)
-        if rank == 1 and len(packed) == 3:
+    def failing(*arguments: Any) -> Any:
+        called.append(1)
+        if rank == who and len(called) == bucket:
             raise ValueError("out of memory, say")
-        return pack(*arguments)
+        return function(*arguments)
 
-    transfer._pack = failing_pack
+    setattr(transfer, step, failing)
     try:
         try:
             first = outcome(sync)
@@ -415,13 +415,14 @@ def fails_in_the_middle() -> Any:
         torn = sync.torn
         retry = outcome(sync)
     finally:
-        transfer._pack = pack
+        setattr(transfer, step, function)
     whole = target is None or all(tensor.tolist() == [1.0] * 1000 for tensor in target.values())
     return first[0], torn, retry[:2], sync.torn, whole, outcome(lambda: sync.target)[0]
 
 
-def test_a_torn_target_is_whole_after_the_retry():
-    results = world(4).run(fails_in_the_middle)
-    assert results[1][:2] == ("ValueError", False)
+@pytest.mark.parametrize(("who", "step", "bucket"), [(1, "_pack", 3), (2, "_unpack", 6)])
+def test_a_torn_target_is_whole_after_the_retry(who, step, bucket):
+    results = world(4).run(fails_in_the_middle, who, step, bucket)
+    assert [error == "ValueError" for error, *_ in results] == [rank == who for rank in range(4)]
     assert [torn for _, torn, *_ in results] == [False, False, True, True]
     assert [result[2:] for result in results] == [(("", ""), False, True, "")] * 4
