@@ -48,6 +48,7 @@ _HOME = {
     "Layout": "layout",
     "plan": "planning.plan",
     "GroupOptions": "options",
+    **dict.fromkeys(("reshard", "Resharder"), "resharding"),
     "from_device_mesh": "interop",
     **dict.fromkeys(
         (
@@ -72,7 +73,8 @@ _HOME = {
 }
 # Modules, by the names under which they are attributes of the package.
 _MODULES = {
-    **{name: name for name in ("launch", "interop", "recipes", "parallel", "drawing", "planning", "topology")},
+    **{name: name for name in ("launch", "interop", "recipes", "parallel", "resharding")},
+    **{name: name for name in ("drawing", "planning", "topology")},
     **{name: name for name in ("errors", "options", "layout", "mesh")},
     "svg": "drawing.svg",
 }
@@ -125,3 +127,4 @@ if TYPE_CHECKING:
     from pgmesh.mesh import ProcessGroupMesh as ProcessGroupMesh, meshes as meshes
     from pgmesh.options import GroupOptions as GroupOptions
     from pgmesh.planning.plan import plan as plan
+    from pgmesh.resharding import Resharder as Resharder, reshard as reshard

@@ -33,9 +33,12 @@ FLOORS = [
     "connect",
     "topology",
     "mesh",
+    "resharding/sharding",
+    "resharding/plan",
     "launch",
     "planning",
     "preflight",
+    "resharding",
     "parallel",
     "recipes",
     "interop",
@@ -50,6 +53,7 @@ top: it exports names of all others, and none of them imports it."""
 
 NEVER = {
     **dict.fromkeys([*FLOORS[: FLOORS.index("rendezvous/protocol") + 1], "planning", "cli", "__main__"], "torch"),
+    **dict.fromkeys(["resharding/sharding", "resharding/plan"], "torch"),
 }
 """Packages that an entry never imports, although they are below it."""
 

@@ -40,6 +40,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "pgmesh.interop.megatron": ("process_groups", "published"),
     "pgmesh.interop.colossalai": ("ColossalMesh",),
     "pgmesh.recipes": (),
+    "pgmesh.resharding": (),
     "pgmesh.parallel": (),
     "pgmesh.parallel.checkpoint": ("load", "save"),
     "pgmesh.parallel.weights": ("Held", "broadcast", "clip", "norm"),

@@ -1,0 +1,313 @@
+"""``reshard`` and ``Resharder``: move tensors from the ranks of one mesh to those of another."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Union
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from pgmesh.errors import LifetimeError, MismatchError, PgmeshError, ShapeError
+from pgmesh.layout import Layout
+from pgmesh.mesh import CONNECT_TIMEOUT, ProcessGroupMesh
+from pgmesh.options import Timeout
+from pgmesh.resharding.link import Link
+from pgmesh.resharding.metadata import Tables, describe, entry_on, exchange, pack, renamed, tensors_of
+from pgmesh.resharding.plan import HostMap, ReshardPlan
+from pgmesh.resharding.sharding import Placements, length
+from pgmesh.resharding.transfer import Job, fill_buckets, move
+from pgmesh.topology.host_mapping import map_hosts
+
+State = Union[nn.Module, Mapping[str, Any], None]
+
+BUCKETS = 16 << 20
+"""Default limit of the staging memory in bytes."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What one rank did in one call.
+
+    Args:
+        sent: bytes that it sent.
+        received: bytes that it received.
+        floor: bytes of its shards of the target that it did not hold: the least that it can receive.
+        staged: the most bytes that were in buffers at once.
+        seconds: duration of the call.
+    """
+
+    sent: int
+    received: int
+    floor: int
+    staged: int
+    seconds: float
+
+
+class Resharder:
+    """Moves the tensors of a module or state dict to those of another one, again and again, in place.
+
+    Every rank of both meshes creates it, and calls it at the same time. A rank that is in one mesh alone leaves the
+    other side out. Ranks in neither mesh do nothing. The first creation connects a group of all these ranks.
+
+    The sides have the same names and shapes, and any placements, also on slices of the meshes. A tensor that is not a
+    DTensor is whole on each rank that has its name. Values of a state dict that are not tensors are not moved.
+
+    Args:
+        source_mesh: a mesh or Layout of the ranks that send.
+        target_mesh: a mesh or Layout of the ranks that receive.
+        source: the module or (nested) state dict on this rank that is read.
+        target: the module or (nested) state dict on this rank that is written.
+        rename: maps a name of the source to that of the target, or to None to leave it out; a dict or a function. Only
+            ranks of the source use it.
+        buckets: limit of the staging memory in bytes. A larger tensor exceeds it.
+        timeout: timeout of each call, a timedelta or a number of seconds.
+
+    Raises:
+        MembershipError: this rank is in neither mesh.
+        MismatchError: names, shapes or arguments differ between ranks. The message has each of them.
+        MissingRanksError: a rank did not come. The message has its status.
+        ShapeError: a tensor is ``Partial``, or its local shard has another shape than its placements say.
+    """
+
+    def __init__(
+        self,
+        source_mesh: ProcessGroupMesh | Layout,
+        target_mesh: ProcessGroupMesh | Layout,
+        *,
+        source: State = None,
+        target: State = None,
+        rename: Mapping[str, str | None] | Callable[[str], str | None] | None = None,
+        buckets: int = BUCKETS,
+        timeout: Timeout = CONNECT_TIMEOUT,
+    ) -> None:
+        self._source, self._target, self._rename, self._limit = source, target, rename, buckets
+        self._link = Link(layout_of(source_mesh), layout_of(target_mesh), timeout)
+        self._link.begin()
+        self.torn = False
+        """True if a call failed while it wrote: some tensors of the target are new, others old."""
+        self._refusal: Any = None  # the hook by which a torn module refuses to run
+        self._table = self._describe()
+        with self._link.explaining():
+            tables, hosts = meet(self._link, self._table)
+            self._jobs = plan_jobs(self._link, tables, hosts, self._source_names())
+            self._check_shapes()
+            staged = self._link.maximum([job.staged for job in self._jobs])
+        self._buckets = fill_buckets(self._jobs, staged, buckets // 2)
+        self._digest = digest_of(repr((tables, hosts.hosts, buckets)))
+
+    def _source_names(self) -> dict[str, str]:
+        """By name in the target, the name in the source."""
+        names = {renamed(self._rename, name): name for name in tensors_of(self._source)}
+        return {name: old for name, old in names.items() if name is not None}
+
+    def _describe(self) -> str:
+        """The table of this rank's tensors."""
+        found, names = tensors_of(self._source), self._source_names()
+        source = {name: describe(found[old]) for name, old in names.items()}
+        target = {name: describe(tensor) for name, tensor in tensors_of(self._target).items()}
+        return pack(source, target, {"buckets": self._limit})
+
+    def _check_shapes(self) -> None:
+        """Check that the local shards have the shapes that their placements say."""
+        source, target = tensors_of(self._source), tensors_of(self._target)
+        sides = [(job.source_name, source, job.held) for job in self._jobs]
+        for name, tensors, region in sides + [(job.name, target, job.wanted) for job in self._jobs]:
+            shape = None if region is None else tuple(map(length, region))
+            if shape is not None and tuple(local_of(tensors[name]).shape) != shape:
+                raise ShapeError(f"the local shard of {name} is {tuple(local_of(tensors[name]).shape)}, not {shape}.")
+
+    def __call__(self) -> Moved:
+        """Move the current values into the target. All ranks of both meshes call it.
+
+        Raises:
+            MissingRanksError: a rank did not come, or was lost. If the target was being written, it is torn.
+            MismatchError: the tensors of a rank are not those that were planned, or ranks call different Resharders.
+            WorldError: a connection broke, and every rank is there. Call again.
+        """
+        began = time.monotonic()
+        self._link.begin()
+        changed = self._describe() != self._table
+        same = self._link.meet(digest_of(self._describe()) if changed else self._digest)
+        if changed or not same:
+            whose = "on this rank they" if changed else "on other ranks they, or the order of the calls,"
+            raise MismatchError(f"the tensors are not those that were planned: {whose} differ. Create a new Resharder.")
+        source, target = (
+            {name: local_of(tensor) for name, tensor in tensors_of(state).items()}
+            for state in (self._source, self._target)
+        )
+        try:
+            with self._link.explaining():
+                staged = move(self._link, self._buckets, source, target)
+                self._link.maximum([0])  # only if all ranks are done is the target whole
+        except BaseException as error:
+            self._tear(bool(target))
+            if self.torn and isinstance(error, PgmeshError):
+                raise type(error)(f"{error}\n\nThe target of this rank is torn. Call again on all ranks.") from error
+            raise
+        self._mend()
+        plans = [(job.plan, job.dtype.itemsize) for job in self._jobs]
+        return Moved(
+            sent=sum(plan.sent * size for plan, size in plans),
+            received=sum(plan.received * size for plan, size in plans),
+            floor=sum(plan.floor * size for plan, size in plans),
+            staged=staged,
+            seconds=time.monotonic() - began,
+        )
+
+    # -- a torn target -------------------------------------------------------------------------------------------
+
+    @property
+    def target(self) -> State:
+        """The target of this rank.
+
+        Raises:
+            LifetimeError: it is torn.
+        """
+        self._refuse()
+        return self._target
+
+    def _refuse(self, *_: object) -> None:
+        if self.torn:
+            raise LifetimeError(
+                "the target is torn: a transfer into it failed, so some tensors are new and others old. Call the "
+                "Resharder again on all ranks; when it succeeds, the target is whole."
+            )
+
+    def _tear(self, is_target: bool) -> None:
+        self.torn = is_target
+        if is_target and isinstance(self._target, nn.Module) and self._refusal is None:
+            self._refusal = self._target.register_forward_pre_hook(self._refuse)
+
+    def _mend(self) -> None:
+        self.torn = False
+        if self._refusal is not None:
+            self._refusal.remove()
+            self._refusal = None
+
+
+def reshard(
+    tensor: torch.Tensor | None,
+    target_mesh: ProcessGroupMesh,
+    placements: Placements,
+    *,
+    source: ProcessGroupMesh | Layout | None = None,
+    dtype: torch.dtype | None = None,
+    timeout: Timeout = CONNECT_TIMEOUT,
+) -> DTensor | None:
+    """Move a DTensor to another mesh. Returns it there on the ranks of the target, None on the others.
+
+    Every rank of the source and of the target calls it. The target may have any ranks in common with the source.
+
+    Args:
+        tensor: a DTensor on any device mesh, or a tensor that each rank of ``source`` holds whole. None on ranks that
+            do not hold it.
+        target_mesh: the mesh of the result.
+        placements: the placements of the result, one for each axis, or by axis: ``{"tp": 0}`` shards dimension 0 along
+            axis tp.
+        source: the mesh, slice or Layout whose ranks hold the tensor. Not needed where ``tensor`` is a DTensor.
+        dtype: dtype of the result. Default: that of the tensor.
+        timeout: timeout of the call, a timedelta or a number of seconds.
+
+    Raises:
+        MembershipError: this rank is in neither mesh.
+        MismatchError: the ranks' arguments differ.
+        MissingRanksError: a rank did not come, or was lost.
+        ShapeError: a placement is ``Partial`` or does not fit the tensor.
+    """
+    sides = {} if tensor is None else {"tensor": describe(tensor)}
+    if source is None and isinstance(tensor, DTensor) and (at := sides["tensor"].layout):
+        source = Layout(dict(enumerate(at[0])), ranks=at[1])
+    if source is None:
+        raise ShapeError(
+            "reshard needs the ranks that hold the tensor, except where it is a DTensor.\n\n"
+            "  reshard(None, target, placements, source=mesh)   # a mesh, a slice of one or a Layout"
+        )
+    link = Link(layout_of(source), target_mesh.layout, timeout)
+    link.begin()
+    placed = dtensor_placements(target_mesh.layout, placements)
+    wanted = {}
+    if link.rank in target_mesh:
+        name = None if dtype is None else str(dtype).removeprefix("torch.")
+        dimensions = 1 + max((each.dim for each in placed if isinstance(each, Shard)), default=-1)
+        wanted["tensor"] = entry_on(target_mesh.layout, placed, (0,) * dimensions, name, of_source=True)
+    with link.explaining():
+        tables, hosts = meet(link, pack(sides, wanted, {}))
+    (job,) = plan_jobs(link, tables, hosts, {"tensor": "tensor"})
+    shape, kind = shape_and_dtype(tables, "tensor")
+    results: dict[str, torch.Tensor] = {}
+    if job.wanted is not None:
+        size = [length(intervals) for intervals in job.wanted]
+        results["tensor"] = torch.empty(
+            size, dtype=dtype or kind, device=link.device if tensor is None else tensor.device
+        )
+    with link.explaining():
+        move(link, [[job]], {} if tensor is None else {"tensor": local_of(tensor)}, results)
+    if job.wanted is None:
+        return None
+    strides = torch.empty(shape, device="meta").stride()
+    mesh = target_mesh.device_mesh()
+    return DTensor.from_local(results["tensor"], mesh, placed, run_check=False, shape=torch.Size(shape), stride=strides)
+
+
+# -- what both need ---------------------------------------------------------------------------------------------------
+
+
+def layout_of(mesh: ProcessGroupMesh | Layout) -> Layout:
+    """The layout of a mesh."""
+    return mesh if isinstance(mesh, Layout) else mesh.layout
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The local shard of a DTensor; any other tensor itself. The memory is shared."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def digest_of(text: str) -> int:
+    """A hash of 62 bits."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
+
+
+def dtensor_placements(layout: Layout, placements: Placements) -> list[Placement]:
+    """DTensor placements, one for each axis."""
+    given = [placements.get(axis) for axis in layout.axes] if isinstance(placements, Mapping) else placements
+    if isinstance(placements, Mapping) or placements is None:
+        entry_on(layout, {} if placements is None else dict.fromkeys(placements), (), None)  # checks the axes
+    each_axis: Sequence[Any] = [None] * len(layout.axes) if given is None else [*given]
+    return [Replicate() if each is None else Shard(each) if isinstance(each, int) else each for each in each_axis]
+
+
+def meet(link: Link, table: str) -> tuple[Tables, HostMap]:
+    """Connect the ranks, exchange their tables, and find their hosts."""
+    link.connect()
+    tables = exchange(link, table)
+    return tables, HostMap(map_hosts(link.ranks, timeout=link.left()).hosts)
+
+
+def shape_and_dtype(tables: Tables, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+    """The shape and the dtype of a tensor of the source."""
+    entry = next(iter(tables.source[name]))
+    assert entry.shape is not None
+    assert entry.dtype is not None
+    return entry.shape, getattr(torch, entry.dtype)
+
+
+def plan_jobs(link: Link, tables: Tables, hosts: HostMap, source_names: Mapping[str, str]) -> list[Job]:
+    """What this rank does for each tensor, in an order that is the same on all ranks."""
+    jobs = []
+    for name, holdings in sorted(tables.target.items()):
+        shape, dtype = shape_and_dtype(tables, name)
+        held, holders = next(iter(tables.source[name].items()))
+        for wanted, ranks in holdings.items():
+            result = dtype if wanted.dtype is None else getattr(torch, wanted.dtype)
+            sent_as = result if result.itemsize < dtype.itemsize else dtype
+            source, target = held.sharding(holders, shape), wanted.sharding(ranks, shape)
+            sides = source.layout, source.placements, target.layout, target.placements
+            plan = ReshardPlan(shape, *sides, itemsize=sent_as.itemsize, hosts=hosts).of(link.rank)
+            regions = [side.region_of(link.rank) if link.rank in side.layout else None for side in (source, target)]
+            jobs.append(Job(name, source_names.get(name, name), sent_as, plan, *regions))
+    return sorted(jobs, key=lambda job: str(job.dtype))

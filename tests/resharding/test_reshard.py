@@ -1,0 +1,154 @@
+"""reshard and Resharder over Gloo, against the whole tensor cut as DTensor cuts it, bit by bit."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from pgmesh import Layout, PgmeshError, ProcessGroupMesh
+from pgmesh.resharding import reshard
+from tests.support.transfer_oracle import random_layout, random_placements, shard_of
+from tests.support.worlds import world
+
+torch.set_num_threads(1)  # on ranks too, which import this: others share their cores
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8]
+
+
+def whole(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor of random values, equal on all ranks."""
+    values = torch.rand(shape, generator=torch.Generator().manual_seed(len(shape) + sum(shape)))
+    return (values * 200).to(dtype)
+
+
+def placed(tensor: torch.Tensor, mesh: ProcessGroupMesh, placements: list[Any]) -> DTensor | None:
+    """This rank's DTensor, without communication; None outside the mesh."""
+    if mesh.rank not in mesh:
+        return None
+    shard = shard_of(tensor, mesh.layout, placements, mesh.rank).contiguous()
+    return DTensor.from_local(
+        shard, mesh.device_mesh(), placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def random_transfers(seeds: range) -> int:
+    """Move random tensors between random meshes of the world, and compare each result bit by bit."""
+    moved, size = 0, dist.get_world_size()
+    for seed in seeds:
+        rng = random.Random(seed)
+        shape = tuple(rng.choice([0, 1, 2, 3, 5, 8, 9, 64]) for _ in range(rng.randint(0, 4)))
+        layouts = [random_layout(rng, size) for _ in range(2)]
+        places = [random_placements(rng, layout, len(shape), strided=i == 0) for i, layout in enumerate(layouts)]
+        source, target = (
+            ProcessGroupMesh(dict(zip(layout.axes, layout.shape)), ranks=layout.ranks(), name=f"{side}{seed}")
+            for layout, side in zip(layouts, ("source", "target"))
+        )
+        dtype, result_dtype = rng.choice(DTYPES), rng.choice([None, None, torch.float32, torch.bfloat16])
+        tensor = whole(shape, dtype)
+        if source.rank not in source and source.rank not in target:
+            continue
+        result = reshard(placed(tensor, source, places[0]), target, places[1], source=source, dtype=result_dtype)
+        assert (result is None) == (target.rank not in target)
+        if result is not None:
+            expected = shard_of(tensor.to(result_dtype or dtype), target.layout, places[1], target.rank)
+            assert result.dtype == expected.dtype
+            assert tuple(result.shape) == shape
+            assert result.device_mesh == target.device_mesh()
+            assert torch.equal(result.to_local(), expected), seed
+            moved += 1
+        source.close()
+        target.close()
+    return moved
+
+
+@pytest.mark.parametrize(("ranks", "seeds"), [(4, range(25)), (8, range(100, 120))])
+def test_any_tensor_between_any_meshes_is_equal_bit_by_bit(ranks, seeds):
+    assert sum(world(ranks).run(random_transfers, seeds)) > len(seeds)
+
+
+def fsdp_by_tensor_parallel(sizes: list[int]) -> list[Any]:
+    """Linear layers sharded by FSDP2 and tensor parallelism, moved to a slice, and their placements."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    trainer = ProcessGroupMesh(dp=2, tp=2, name="trainer")
+    rollout = ProcessGroupMesh(tp=3, ranks=[3, 1, 2], name="rollout").at(tp=[0, 2])
+    seen = []
+    for size in sizes:
+        torch.manual_seed(size)
+        layer = torch.nn.Linear(3, size)
+        expected = layer.weight.detach().clone()
+        parallelize_module(layer, trainer.device_mesh("dp", "tp")["tp"], ColwiseParallel())
+        fully_shard(layer, mesh=trainer.device_mesh("dp", "tp")["dp"])
+        result = reshard(layer.weight, rollout, {"tp": 0}, source=trainer)
+        assert torch.equal(layer.weight.full_tensor(), expected)
+        if result is not None:
+            assert torch.equal(result.to_local(), shard_of(expected, rollout.layout, [Shard(0)], rollout.rank))
+            assert torch.equal(result.full_tensor(), expected)
+        seen.append(repr(layer.weight.placements))
+    return seen
+
+
+def test_weights_of_fsdp_and_tensor_parallelism_go_to_a_slice_of_a_mesh():
+    placements = world(4).run(fsdp_by_tensor_parallel, [8, 6, 10, 7])[0]
+    assert {*placements} == {"(_StridedShard(dim=0, sf=2), Shard(dim=0))"}
+
+
+def sides_apart() -> tuple[Any, ...]:
+    """Disjoint meshes: ranks 0, 1 send a plain tensor, ranks 2, 3 receive it; rank 4 and later do not call."""
+    target = ProcessGroupMesh(tp=2, ranks=[3, 2], name="target")
+    source = Layout(2, ranks=[1, 0])
+    tensor = torch.arange(6.0).view(3, 2)
+    if dist.get_rank() in source:
+        assert reshard(tensor, target, {"tp": 1}, source=source) is None
+        return ()
+    result = reshard(None, target, {"tp": 1}, source=source)
+    return result.to_local().flatten().tolist(), result.placements
+
+
+def test_a_rank_outside_the_source_needs_only_its_ranks():
+    assert world(4).run(sides_apart)[2:] == [([1.0, 3.0, 5.0], (Shard(1),)), ([0.0, 2.0, 4.0], (Shard(1),))]
+
+
+def mistakes() -> list[str]:
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="mesh")
+    tensor = torch.ones(4, 4)
+    partial = DTensor.from_local(tensor, mesh.device_mesh(), [Partial(), Replicate()], run_check=False)
+    calls = [
+        lambda: reshard(partial, mesh, {"tp": 0}),
+        lambda: reshard(tensor, mesh, {"tp": 0}),
+        lambda: reshard(tensor, mesh, {"pp": 0}, source=mesh),
+        lambda: reshard(tensor, mesh, {"tp": Partial()}, source=mesh),
+        lambda: reshard(tensor, mesh, {"tp": 2}, source=mesh),
+        lambda: reshard(tensor[: mesh.rank // 2 + 1], mesh, {"tp": 0}, source=mesh),
+        lambda: reshard(None, mesh, {"tp": 0}, source=mesh),
+        lambda: reshard(None, ProcessGroupMesh(1, ranks=[(mesh.rank + 1) % 4]), None, source=Layout(1, ranks=[9])),
+    ]
+    found = []
+    for call in calls:
+        try:
+            call()
+        except PgmeshError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    assert torch.equal(reshard(tensor, mesh, {"tp": 0}, source=mesh).full_tensor(), tensor)  # it still works
+    return found
+
+
+def test_mistakes_are_errors_on_every_rank():
+    wanted = [
+        "redistribute(placements=",
+        "source=mesh)",
+        "no axis 'pp'",
+        "its ranks hold summands",
+        "shards dimension 2",
+        "tensor: (1, 4) on ranks 0, 1, (2, 4) on ranks 2, 3",
+        "tensor: in the target (), not in the source",
+        "is in neither the source nor the target",
+    ]
+    for errors in world(4).run(mistakes):
+        assert [text in error for text, error in zip(wanted, errors, strict=True)] == [True] * len(wanted), errors

@@ -1,0 +1,428 @@
+"""Resharder: state dicts and modules again and again, what does not match, staging memory, and faults."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from pgmesh import Layout, MismatchError, PgmeshError, ProcessGroupMesh, Resharder
+from pgmesh.resharding import transfer
+from tests.support.transfer_oracle import random_layout, random_placements, shard_of
+from tests.support.worlds import fresh_world, world
+
+torch.set_num_threads(1)  # on ranks too, which import this: others share their cores
+
+Shapes = dict[str, tuple[int, ...]]
+
+LLAMA: Shapes = {
+    "embed": (96, 16),
+    **{
+        f"layers.{i}.{name}": shape
+        for i in range(4)
+        for name, shape in {
+            **dict.fromkeys(("q", "o"), (16, 16)),
+            **dict.fromkeys(("k", "v"), (8, 16)),
+            **dict.fromkeys(("gate", "up"), (40, 16)),
+            "down": (16, 40),
+            **dict.fromkeys(("norm1", "norm2"), (16,)),
+        }.items()
+    },
+    "norm": (16,),
+    "head": (96, 16),
+}
+COLUMNS = {"q": 0, "k": 0, "v": 0, "gate": 0, "up": 0, "o": 1, "down": 1, "embed": 0, "head": 0}
+"""The dimension that tensor parallelism shards."""
+
+
+Placing = Callable[[str, int], list[Placement]]
+"""The placements of a tensor, from its name and its number of dimensions."""
+
+
+def value(name: str, shape: tuple[int, ...], step: int) -> torch.Tensor:
+    """The value of a tensor at a step, equal on all ranks."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(f"{name}{step}".encode())))
+
+
+def fsdp_by_tensor(name: str, dimensions: int) -> list[Placement]:
+    """The placements of FSDP2 over tensor parallelism."""
+    split = COLUMNS.get(name.rpartition(".")[2])
+    if split is None:
+        return [Shard(0), Replicate()]
+    return [_StridedShard(0, split_factor=2) if split == 0 else Shard(0), Shard(split)]
+
+
+def tensor_parallel(name: str, dimensions: int) -> list[Placement]:
+    split = COLUMNS.get(name.rpartition(".")[2])
+    return [Replicate() if split is None else Shard(split)]
+
+
+def state_on(mesh: ProcessGroupMesh, placing: Placing, step: int | None, shapes: Shapes = LLAMA) -> dict[str, Any]:
+    """This rank's DTensors at a step, or zeros; none outside the mesh."""
+    state: dict[str, Any] = {}
+    for name, shape in shapes.items() if mesh.rank in mesh else ():
+        whole = torch.zeros(shape) if step is None else value(name, shape, step)
+        placements = placing(name, len(shape))
+        shard = shard_of(whole, mesh.layout, placements, mesh.rank).clone()
+        state[name] = DTensor.from_local(
+            shard, mesh.device_mesh(), placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+    return state
+
+
+def fill(state: Mapping[str, Any], step: int) -> None:
+    """Set a state dict to the values of a step, in place."""
+    for name, tensor in state.items():
+        tensor.to_local().copy_(local_value(name, tensor, step))
+
+
+def local_value(name: str, tensor: DTensor, step: int) -> torch.Tensor:
+    ranks = tensor.device_mesh.mesh
+    layout = Layout(*ranks.shape, ranks=ranks.flatten().tolist())
+    return shard_of(value(name, tuple(tensor.shape), step), layout, list(tensor.placements), dist.get_rank())
+
+
+def check(state: Mapping[str, Any], step: int) -> None:
+    """Assert that each tensor has the values of a step, bit by bit."""
+    for name, tensor in state.items():
+        assert torch.equal(tensor.to_local(), local_value(name, tensor, step).to(tensor.dtype)), name
+
+
+def run_steps(sync: Resharder, source: Mapping[str, Any], target: Mapping[str, Any], limit: int = 1 << 28) -> list[int]:
+    """Move several steps; return the bytes received and the staging memory."""
+    for step in (3, 4):
+        fill(source, step)
+        moved = sync()
+        assert moved.received == moved.floor
+        check(target, step)
+        check(source, step)
+        assert moved.staged <= limit
+    return [moved.sent, moved.received, moved.staged]
+
+
+def llama_to_tensor_parallel(overlapping: bool, limit: int) -> list[int]:
+    trainer = ProcessGroupMesh(dp=2, tp=2, ranks=range(4), name="trainer")
+    rollout = ProcessGroupMesh(tp=3, ranks=[5, 1, 2] if overlapping else [7, 4, 5], name="rollout")
+    if trainer.rank not in trainer and trainer.rank not in rollout:
+        return [0, 0, 0]
+    source, target = state_on(trainer, fsdp_by_tensor, 0), state_on(rollout, tensor_parallel, None)
+    return run_steps(Resharder(trainer, rollout, source=source, target=target, buckets=limit), source, target, limit)
+
+
+@pytest.mark.parametrize(("overlapping", "limit"), [(False, 16_000), (True, 1 << 28)])
+def test_a_llama_goes_from_fsdp_and_tensor_parallelism_to_tensor_parallelism(overlapping, limit):
+    results = world(8).run(llama_to_tensor_parallel, overlapping, limit)
+    assert sum(sent for sent, _, _ in results) == sum(received for _, received, _ in results) > 0
+    assert max(staged for _, _, staged in results) > limit // 4 or limit > 1 << 20
+
+
+def pipeline_to_tensor_parallel() -> list[int]:
+    """Two stages with other names each; the embedding is on both, as tied weights are."""
+    trainer = ProcessGroupMesh(pp=2, tp=2, ranks=range(4), name="trainer")
+    rollout = ProcessGroupMesh(tp=4, ranks=[6, 3, 4, 0], name="rollout")
+    source: dict[str, Any] = {}
+    if trainer.rank in trainer:
+        stage = trainer.coord[0]
+        mine = [name for name in LLAMA if name == "embed" or (name[7:8] in "23" or name in ("norm", "head")) == stage]
+        stage_mesh = trainer.at(pp=stage)
+        source = state_on(stage_mesh, tensor_parallel, 0, {name: LLAMA[name] for name in mine})
+    elif trainer.rank not in rollout:
+        return [0, 0, 0]
+    target = state_on(rollout, tensor_parallel, None)
+    return run_steps(Resharder(trainer, rollout, source=source, target=target), source, target)
+
+
+def test_pipeline_stages_go_to_tensor_parallelism():
+    results = world(8).run(pipeline_to_tensor_parallel)
+    assert sum(sent for sent, _, _ in results) == sum(received for _, received, _ in results) > 0
+
+
+def random_pairs(seeds: range) -> None:
+    for seed in seeds:
+        rng = random.Random(seed)
+        meshes = []
+        for side in ("source", "target"):
+            layout = random_layout(rng, 8)
+            box = dict(zip(layout.axes, layout.shape))
+            meshes.append(ProcessGroupMesh(box, ranks=layout.ranks(), name=f"{side} {seed}"))
+        shapes = {f"w{i}": tuple(rng.randint(0, 9) for _ in range(rng.randint(0, 4))) for i in range(12)}
+        places = [{name: random_placements(rng, mesh.layout, len(shapes[name])) for name in shapes} for mesh in meshes]
+        if any(mesh.rank in mesh for mesh in meshes):
+            states = [
+                state_on(mesh, lambda name, _, placed=placed: placed[name], step, shapes)
+                for mesh, placed, step in zip(meshes, places, (0, None))
+            ]
+            run_steps(Resharder(*meshes, source=states[0], target=states[1]), *states)
+        for mesh in meshes:
+            mesh.close()
+
+
+def test_random_state_dicts_between_random_meshes():
+    world(8).run(random_pairs, range(5))
+
+
+# ---- modules, optimizers, names and dtypes ----
+
+
+def module_and_optimizer() -> list[Any]:
+    """FSDP2 trains a module; its weights and the state of Adam go to plain tensors of the last rank, in bfloat16."""
+    from torch.distributed.fsdp import fully_shard
+
+    trainer, rollout = ProcessGroupMesh(dp=3, ranks=range(3), name="trainer"), Layout(1, ranks=[3])
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 2))
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    if trainer.rank in trainer:
+        fully_shard(model, mesh=trainer.device_mesh())
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        sync = Resharder(
+            trainer, rollout, source=model, rename=lambda name: None if name == "1.bias" else f"net.{name}"
+        )
+        for _ in range(2):
+            model(torch.ones(1, 5)).sum().backward()
+            optimizer.step()
+            sync()
+        state = get_optimizer_state_dict(model, optimizer, options=options)
+        Resharder(trainer, rollout, source={"adam": state})()
+        whole = {**model.state_dict(), **state}
+        return [{name: each.full_tensor() for name, each in whole.items() if isinstance(each, DTensor)}, sync().sent]
+    target = nn.ModuleDict({"net": model}).to(torch.bfloat16)
+    del target["net"][1].bias
+    sync = Resharder(trainer, rollout, target=target)
+    sync()
+    sync()
+    optimizer = torch.optim.Adam(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 2)).parameters())
+    names = [f"{i}.{kind}" for i in (0, 1) for kind in ("weight", "bias")]
+    adam = {
+        f"state.{name}.{key}": torch.zeros(()) if key == "step" else torch.zeros_like(weight)
+        for name, weight in zip(names, optimizer.param_groups[0]["params"])
+        for key in ("step", "exp_avg", "exp_avg_sq")
+    }
+    Resharder(trainer, rollout, target={"adam": adam})()
+    moved = sync()
+    return [{**target.state_dict(), **adam}, moved.received]
+
+
+def test_modules_and_optimizer_state_are_moved_renamed_and_cast():
+    *trained, (received, size) = world(4).run(module_and_optimizer)
+    expected = trained[0][0]
+    for name in ("0.weight", "0.bias", "1.weight"):
+        assert torch.equal(received.pop(f"net.{name}"), expected[name].to(torch.bfloat16))
+    steps = [received.pop(name) for name in list(received) if name.endswith(".step")]
+    assert [step.item() for step in steps] == [2.0] * 4
+    assert {name for name in expected if name.startswith("state")} == {*received}
+    assert all(torch.equal(received[name], expected[name]) for name in received)
+    assert size == sum(sent for _, sent in trained) == (5 * 7 + 7 + 7 * 2) * 2  # in bfloat16, the narrower one
+
+
+def wide_target() -> tuple[int, list[float]]:
+    """A narrow source and a wide target: it is sent narrow."""
+    rank = dist.get_rank()
+    source = {"x": torch.arange(6).to(torch.bfloat16)} if rank == 0 else None
+    target = {"x": torch.zeros(6)} if rank == 1 else None
+    if rank > 1:
+        return 0, []
+    moved = Resharder(Layout(1), Layout(1, ranks=[1]), source=source, target=target)()
+    return moved.received, target["x"].tolist() if target else []
+
+
+def test_a_narrow_source_is_sent_narrow():
+    assert world(4).run(wide_target)[:2] == [(0, []), (12, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0])]
+
+
+# ---- what does not match ----
+
+
+def mismatches() -> list[str]:
+    rank = dist.get_rank()
+    trainer, rollout = ProcessGroupMesh(tp=2, ranks=[0, 1]), ProcessGroupMesh(tp=2, ranks=[2, 3])
+    found = []
+
+    def attempt(source: Any, target: Any, **options: Any) -> None:
+        try:
+            Resharder(
+                trainer, rollout, **{"source" if rank < 2 else "target": source if rank < 2 else target}, **options
+            )
+        except MismatchError as error:
+            found.append(str(error))
+
+    x, y = torch.zeros(2, 3), torch.zeros(4)
+    attempt({"x": x, "y": y}, {"x": x.T, "z": y})
+    attempt({"x": x}, {"x": x}, buckets=1000 + rank)
+    here = {"x": state_on(trainer, lambda *_: [Shard(0)], 0, {"x": (4,)}).get("x")}
+    attempt({} if rank == 1 else here, {"x": y})
+    source, target = {"x": y.clone()}, {"x": y.clone()}
+    sync = Resharder(trainer, rollout, **{"source" if rank < 2 else "target": source if rank < 2 else target})
+    if rank == 1:
+        source["x"] = torch.ones(5)
+    try:
+        sync()
+    except MismatchError as error:
+        found.append(str(error))
+    source["x"] = torch.full((4,), 7.0)  # another tensor of that shape is no change
+    sync()
+    assert rank < 2 or target["x"].tolist() == [7.0] * 4
+    return found
+
+
+def test_what_does_not_match_is_listed_before_a_byte_moves():
+    for rank, errors in enumerate(world(4).run(mismatches)):
+        assert "x: (2, 3) on ranks 0, 1, (3, 2) on ranks 2, 3" in errors[0]
+        assert "y: in the source ((4,) on ranks 0, 1), not in the target" in errors[0]
+        assert "z: in the target ((4,) on ranks 2, 3), not in the source" in errors[0]
+        assert "buckets: 1000 on rank 0, 1001 on rank 1" in errors[1]
+        assert "x: in the source on rank 0, but not on rank 1" in errors[2]
+        assert f"on {'this rank' if rank == 1 else 'other ranks'} they" in errors[3]
+        assert len(errors) == 4
+
+
+# ---- faults ----
+
+
+def outcome(call: Callable[[], Any]) -> tuple[str, str, float]:
+    """The error of a call: type, text and seconds."""
+    began = time.monotonic()
+    try:
+        call()
+    except PgmeshError as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    return "", "", time.monotonic() - began
+
+
+def absent_then_late() -> list[Any]:
+    """Rank 0 does not come to the first call, comes late to the second one, and in time to the third."""
+    rank = dist.get_rank()
+    source = {"x": torch.full((1000,), 1.0)} if rank < 2 else None
+    target = {"x": torch.zeros(1000)} if rank >= 2 else None
+    sync = Resharder(Layout(2), Layout(2, ranks=[2, 3]), source=source, target=target, timeout=3)
+    if rank == 0:
+        time.sleep(4.5)
+        late = ("", "", 0.0)
+    else:
+        late = outcome(sync)
+        assert target is None or not target["x"].any(), "nothing was written"
+    again = outcome(sync)  # rank 0 joins the others, which wait in their second call
+    assert target is None or target["x"].tolist() == [1.0] * 1000
+    return [late, again, sync.torn]
+
+
+def test_a_member_that_does_not_come_is_named_and_a_late_one_joins_the_next_call():
+    for rank, (late, again, torn) in enumerate(world(4).run(absent_then_late)):
+        assert (again[:2], torn) == (("", ""), False)
+        if rank:
+            assert late[0] == "MissingRanksError"
+            assert "rank 0 did not report it" in late[1]
+            assert late[2] < 3 + 2
+
+
+def another_is_called() -> list[str]:
+    rank = dist.get_rank()
+    sides = {"source": {"x": torch.ones(2)}} if rank < 2 else {"target": {"x": torch.zeros(2)}}
+    one, other = (Resharder(Layout(2), Layout(2, ranks=[2, 3]), buckets=limit, **sides) for limit in (1000, 2000))
+    error = outcome(other if rank == 3 else one)
+    return [*error[:2], outcome(one)[0]]
+
+
+def test_ranks_that_call_different_resharders_are_told():
+    for kind, text, after in world(4).run(another_is_called):
+        assert (kind, after) == ("MismatchError", "")
+        assert "the order of the calls" in text
+
+
+class Generator(nn.Module):
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        for name in names:
+            self.register_parameter(name, nn.Parameter(torch.zeros(1000)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.w0
+
+
+def dies_in_the_middle() -> Any:
+    """Rank 0 is killed before its second bucket. The others call once more, without it."""
+    rank = dist.get_rank()
+    names = [f"w{i}" for i in range(6)]
+    source = {name: torch.full((1000,), 1.0) for name in names} if rank < 2 else None
+    target = None
+    if rank >= 2:
+        target = Generator(names)
+    sync = Resharder(Layout(2), Layout(2, ranks=[2, 3]), source=source, target=target, buckets=8000, timeout=20)
+    if rank == 0:
+        pack, packed = transfer._pack, []
+
+        def dying_pack(*arguments: Any) -> Any:
+            packed.append(1)
+            if len(packed) == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return pack(*arguments)
+
+        transfer._pack = dying_pack
+    first = outcome(sync)
+    refused = outcome(lambda: sync.target)
+    return first, sync.torn, refused, outcome(lambda: target(torch.ones(1000))) if rank >= 2 else None
+
+
+def test_a_member_that_dies_in_the_middle_is_named_and_the_target_is_torn():
+    with fresh_world(4) as own:
+        outcomes = own.outcomes(dies_in_the_middle)
+    assert outcomes[0].exitcode == -signal.SIGKILL
+    for rank in (1, 2, 3):
+        assert not outcomes[rank].error, outcomes[rank].details
+        first, torn, refused, forward = outcomes[rank].result
+        assert first[0] == "MissingRanksError"
+        assert "rank 0" in first[1]
+        assert "rank 1:" not in first[1]
+        assert first[2] < 20
+        assert torn == (rank >= 2)
+        assert refused[0] == ("LifetimeError" if torn else "")
+        assert forward is None or forward[0] == "LifetimeError"
+
+
+def fails_in_the_middle(who: int, step: str, bucket: int) -> Any:
+    """A rank fails in a step of a bucket. All targets are torn, and the retry mends them."""
+    rank = dist.get_rank()
+    names = [f"w{i}" for i in range(6)]
+    source = {name: torch.full((1000,), 1.0) for name in names} if rank < 2 else None
+    target = {name: torch.zeros(1000) for name in names} if rank >= 2 else None
+    sync = Resharder(Layout(2), Layout(2, ranks=[2, 3]), source=source, target=target, buckets=8000, timeout=6)
+    function, called = getattr(transfer, step), []
+
+    def failing(*arguments: Any) -> Any:
+        called.append(1)
+        if rank == who and len(called) == bucket:
+            raise ValueError("out of memory, say")
+        return function(*arguments)
+
+    setattr(transfer, step, failing)
+    try:
+        try:
+            first = outcome(sync)
+        except ValueError:
+            first = ("ValueError", "", 0.0)
+        torn = sync.torn
+        retry = outcome(sync)
+    finally:
+        setattr(transfer, step, function)
+    whole = target is None or all(tensor.tolist() == [1.0] * 1000 for tensor in target.values())
+    return first[0], torn, retry[:2], sync.torn, whole, outcome(lambda: sync.target)[0]
+
+
+@pytest.mark.parametrize(("who", "step", "bucket"), [(1, "_pack", 3), (2, "_unpack", 6)])
+def test_a_torn_target_is_whole_after_the_retry(who, step, bucket):
+    results = world(4).run(fails_in_the_middle, who, step, bucket)
+    assert [error == "ValueError" for error, *_ in results] == [rank == who for rank in range(4)]
+    assert [torn for _, torn, *_ in results] == [False, False, True, True]
+    assert [result[2:] for result in results] == [(("", ""), False, True, "")] * 4
