@@ -53,6 +53,7 @@ docs/launchers
 docs/see
 docs/parallel
 docs/recipes
+docs/resharding
 docs/neighbours
 docs/why_does_it_hang
 docs/coming_from/megatron
