@@ -23,6 +23,7 @@ Modules:
 
 - ``launch``: ``join``, ``spawn``, ``fake_world``, ``placement``
 - ``parallel``: data, sharded, tensor, pipeline, context and expert parallelism
+- ``resharding``, with ``reshard`` and ``Resharder``: tensors moved between meshes
 - ``recipes``: the arrangements of Megatron, OLMo-core, fairscale and OSLO
 - ``interop``: DeviceMesh, Megatron-Core and ColossalAI
 - ``drawing``, ``svg``, ``planning``, ``topology``, ``errors``, ``options``, ``layout``, ``mesh``

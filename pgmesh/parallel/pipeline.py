@@ -292,6 +292,9 @@ class Pipeline(nn.Module):
         self.parts = nn.ModuleList(parts)
         """This rank's stages, with the names of the whole module."""
         self.tied, self.canonical_names = tied, names
+        # Tried on torch 2.13. On 2.15 these kept gradients that zero_grad did not reach.
+        is_tried = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)
+        self.sharded_parameters = [*self.parameters()] if is_tried else []
         if not torch_private.stages_are_supported(PipelineStage):
             raise MethodError(
                 f"a pipeline needs the stages of torch 2.13. This is torch {torch.__version__}, with whose stages some "
@@ -383,10 +386,9 @@ class Pipeline(nn.Module):
     @contextlib.contextmanager
     def _set_gradients_aside(self) -> Iterator[None]:
         """Hide present gradients, and add them back at exit: torch divides all of ``grad`` by the microbatches."""
-        for each in self.modules():
-            if isinstance(each, FSDPModule):
-                each.reshard()  # after a forward pass alone, parameters() has unsharded parameters without gradients
-        before = [(weight, weight.grad) for weight in self.parameters() if weight.grad is not None]
+        # After a forward pass alone, parameters() has the unsharded ones of FSDP, without gradients.
+        weights = dict.fromkeys([*self.sharded_parameters, *self.parameters()])
+        before = [(weight, weight.grad) for weight in weights if weight.grad is not None]
         for weight, _ in before:
             weight.grad = None
         try:
