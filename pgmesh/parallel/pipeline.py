@@ -292,9 +292,6 @@ class Pipeline(nn.Module):
         self.parts = nn.ModuleList(parts)
         """This rank's stages, with the names of the whole module."""
         self.tied, self.canonical_names = tied, names
-        # Tried on torch 2.13. On 2.15 these kept gradients that zero_grad did not reach.
-        is_tried = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)
-        self.sharded_parameters = [*self.parameters()] if is_tried else []
         if not torch_private.stages_are_supported(PipelineStage):
             raise MethodError(
                 f"a pipeline needs the stages of torch 2.13. This is torch {torch.__version__}, with whose stages some "
@@ -361,7 +358,8 @@ class Pipeline(nn.Module):
                 schedule.step(*stage_inputs, **last, **keywords, return_outputs=False)
                 self._all_reduce_tied()
             else:
-                schedule.eval(*stage_inputs, **last, **keywords, return_outputs=False)
+                with self._forward_alone():
+                    schedule.eval(*stage_inputs, **last, **keywords, return_outputs=False)
         return losses
 
     def forward(self, *inputs: torch.Tensor, **keywords: Any) -> Any:
@@ -380,15 +378,28 @@ class Pipeline(nn.Module):
             ShapeError: as in ``step``.
         """
         schedule = self._schedule_for(inputs, keywords)
-        with self._set_gradients_aside(), torch.no_grad():
+        with self._set_gradients_aside(), self._forward_alone():
             return schedule.step(*(inputs if self._has_stage(0) else ()), **keywords)
+
+    @contextlib.contextmanager
+    def _forward_alone(self) -> Iterator[None]:
+        """Compute no gradients, and shard the parameters of FSDP again at exit.
+
+        After a forward pass without a backward pass, torch leaves those of its root unsharded. ``zero_grad`` and the
+        next step would then see parameters without gradients.
+        """
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for each in self.modules():
+                if isinstance(each, FSDPModule):
+                    each.reshard()
 
     @contextlib.contextmanager
     def _set_gradients_aside(self) -> Iterator[None]:
         """Hide present gradients, and add them back at exit: torch divides all of ``grad`` by the microbatches."""
-        # After a forward pass alone, parameters() has the unsharded ones of FSDP, without gradients.
-        weights = dict.fromkeys([*self.sharded_parameters, *self.parameters()])
-        before = [(weight, weight.grad) for weight in weights if weight.grad is not None]
+        before = [(weight, weight.grad) for weight in self.parameters() if weight.grad is not None]
         for weight, _ in before:
             weight.grad = None
         try:
@@ -493,7 +504,7 @@ class Pipeline(nn.Module):
         found = list[tuple[tuple[torch.Tensor, ...], ...]]()
         outputs: tuple[torch.Tensor, ...] = ()
         _, (first_keywords, *_) = split_args_kwargs_into_chunks((), dict(keywords), method.microbatches)
-        with torch.no_grad(), _preserve_state(self.parts, {self._device(part) for part in self.parts}):
+        with self._forward_alone(), _preserve_state(self.parts, {self._device(part) for part in self.parts}):
             for i, part in enumerate(self.parts):
                 device, sender, receiver = self._device(part), method.previous(i), method.next(i)
                 if sender is None:

@@ -95,7 +95,6 @@ def world_of_one() -> Iterator[ProcessGroupMesh]:
     dist.destroy_process_group()
 
 
-@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="a known limit on torch 2.14 and later")
 @pytest.mark.parametrize("between", ["a batch of another shape", "an evaluation"])
 def test_a_pipeline_keeps_gradients_of_sharded_weights_between_two_steps(world_of_one, between: str):
     torch.manual_seed(0)
