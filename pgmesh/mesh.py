@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from pgmesh.connect.connecting import Connected
     from pgmesh.connect.report import Held, Report, Stats
+    from pgmesh.elastic.shrinking import Shrunk
     from pgmesh.topology.locality import Locality
 
 CONNECT_TIMEOUT = timedelta(seconds=30)
@@ -587,6 +588,123 @@ class ProcessGroupMesh:
         self._check_root()
         return self
 
+    # -- going on without lost ranks ------------------------------------------------------------------------------
+
+    def abort(self, why: str = "the program aborted it") -> None:
+        """End every group of this mesh, its views and slices at once, without waiting for collectives.
+
+        Blocked collectives raise, in other threads and on the other members, with an error that has the rank that
+        aborted the mesh and the reason. A member that is in no collective learns it in its next one. Other meshes are
+        not affected. Only collectives that block in Python get that error: asynchronous ones, FSDP and DDP get the
+        backend's own. On systems without /proc, blocked ranks wait until the timeout. Untested with NCCL.
+
+        Args:
+            why: the reason, for the messages.
+
+        Raises:
+            LifetimeError: this is a view or a slice.
+        """
+        self._check_root()
+        self._group_cache.abort(why)
+
+    def abort_when_lost(self, lost_after: Timeout | None = None) -> None:
+        """Abort the mesh as soon as a rank is lost: it has left the world, or has sent no heartbeat for a while.
+
+        Each rank watches the next one of the mesh, with one store operation a second. Without it, a rank that is
+        stopped or unreachable is noticed at the timeout of a collective.
+
+        Args:
+            lost_after: time without a heartbeat, as a timedelta or a number of seconds. Default: 5 s. A process that
+                holds Python's lock for longer, for instance while it compiles, sends none either.
+
+        Raises:
+            LifetimeError: this is a view or a slice, or the mesh is closed.
+        """
+        self._check_root()
+        self._group_cache.check()
+        from pgmesh.elastic.watching import abort_when_lost
+
+        abort_when_lost(self._group_cache, None if lost_after is None else to_timedelta(lost_after).total_seconds())
+
+    def shrink(
+        self,
+        axis: Axis | None = None,
+        *,
+        spares: Iterable[int] = (),
+        timeout: Timeout = CONNECT_TIMEOUT,
+        lost_after: Timeout | None = None,
+    ) -> ProcessGroupMesh:
+        """Agree with the other ranks on those that are lost, and return a mesh of the same axes and name without them.
+
+        Every rank of the mesh that is left calls it with the same arguments, usually after an error in a collective.
+        It aborts the mesh, so that ranks that still wait for a lost one raise and can call it too. All get the same
+        answer. A rank whose process has ended is lost at once; one that lives is waited for; one that sends no
+        heartbeat is lost after ``lost_after``. A lost rank is replaced by a spare, as far as there are any; for the
+        others, the indices of ``axis`` that lost a rank are dropped. A living rank that is dropped gets a mesh that it
+        is not in (``rank in mesh``), and can stand by. Groups are created anew, and options have to be configured anew.
+        ``print(mesh.shrunk)`` says who was lost and how that is known.
+
+        Args:
+            axis: the axis whose indices may be dropped; None to drop none.
+            spares: ranks of the world that may replace lost ones, in this order. They stand by or call this too. A rank
+                of the mesh stands for a new process that is to come in its place.
+            timeout: maximum wait for living ranks: a timedelta or a number of seconds.
+            lost_after: time without a heartbeat after which a rank counts as lost. Default: 5 s.
+
+        Raises:
+            AxisError: there is no such axis.
+            LifetimeError: this is a view or a slice, or the mesh was closed.
+            MembershipError: the others took this rank for lost and went on.
+            MismatchError: ranks passed different arguments.
+            MissingRanksError: living ranks did not call in time, or too many ranks are lost. All ranks get it, and may
+                try again.
+            OptionsError: there is neither an axis nor a spare, so there would be no mesh.
+            WorldError: the store does not respond.
+        """
+        self._check_root()
+        places = parse_ranks("shrink", spares) if spares else ()
+        if axis is None and not places:
+            raise OptionsError(
+                "shrink has neither an axis nor spares, so no rank could be dropped or replaced.\n\n"
+                f"  mesh = mesh.shrink({self.axes[0]!r})   # drop the indices of an axis that lost a rank\n"
+                "  mesh = mesh.shrink(spares=[...])   # or replace lost ranks"
+            )
+        if axis is not None:
+            self.layout.size(axis)
+        from pgmesh.elastic.agreement import Request
+        from pgmesh.elastic.shrinking import shrink
+
+        silence = None if lost_after is None else to_timedelta(lost_after).total_seconds()
+        request = Request(axis, tuple(places))
+        return _of_cache(shrink(self._group_cache, request, to_timedelta(timeout).total_seconds(), silence))
+
+    def stand_by(self, timeout: Timeout = CONNECT_TIMEOUT) -> ProcessGroupMesh:
+        """Wait until the ranks of this mesh call ``shrink``, and return the mesh that replaces it.
+
+        For a spare, for a rank that was dropped or taken for lost, and for a new process in the place of a lost rank.
+
+            while mesh.rank not in mesh:
+                mesh = mesh.stand_by(timeout=3600)
+
+        Args:
+            timeout: maximum wait: a timedelta or a number of seconds.
+
+        Raises:
+            LifetimeError: this is a view or a slice, or the mesh was closed.
+            MissingRanksError: no rank called ``shrink`` in time.
+            WorldError: the store does not respond.
+        """
+        self._check_root()
+        from pgmesh.elastic.shrinking import stand_by
+
+        return _of_cache(stand_by(self._group_cache, to_timedelta(timeout).total_seconds()))
+
+    @property
+    def shrunk(self) -> Shrunk | None:
+        """The change that ``shrink`` made, to print; None for a mesh that the program created."""
+        change: Shrunk | None = self._group_cache.shrunk
+        return change
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
@@ -752,11 +870,14 @@ def meshes() -> dict[str, ProcessGroupMesh]:
     >>> pgmesh.meshes()["example"].group("tp") is mesh.group("tp")
     True
     """
-    found: dict[str, ProcessGroupMesh] = {}
-    for key, cache in open_caches_by_name().items():
-        found[key] = mesh = object.__new__(ProcessGroupMesh)
-        mesh._set(cache.layout, cache, way=(), part_of=cache.layout)
-    return found
+    return {key: _of_cache(cache) for key, cache in open_caches_by_name().items()}
+
+
+def _of_cache(cache: GroupCache) -> ProcessGroupMesh:
+    """The root mesh of a cache."""
+    mesh = object.__new__(ProcessGroupMesh)
+    mesh._set(cache.layout, cache, way=(), part_of=cache.layout)
+    return mesh
 
 
 def _check_name(who: str, name: object) -> None:

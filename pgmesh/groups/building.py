@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
@@ -42,6 +42,7 @@ class GroupRecord:
         ranks: its members in group order.
         fingerprint: the group's fingerprint on this rank; None if there are no other members.
         finding: the time until which it is valid, and why a collective of the group does not end.
+        on_abort: called when another rank has aborted the mesh, with the text of that error.
     """
 
     group: dist.ProcessGroup
@@ -54,6 +55,7 @@ class GroupRecord:
     ranks: tuple[int, ...] = ()
     fingerprint: Fingerprint | None = None
     finding: tuple[float, str] = (-math.inf, "")
+    on_abort: Callable[[str], object] = lambda text: None
 
     @property
     def label(self) -> str:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from pgmesh import torch_private
 from pgmesh._util.call_sites import call_site
 from pgmesh._util.formatting import format_ranks
-from pgmesh.errors import LifetimeError, NameTakenError, OptionsError, PlaceError, WorldError
+from pgmesh.errors import LifetimeError, NameTakenError, OptionsError, PgmeshError, PlaceError, WorldError
 from pgmesh.groups import building, naming, registry, teardown
 from pgmesh.groups.backends import backends_of
 from pgmesh.groups.configuring import ConfiguredOptions, check_supported, format_verb
@@ -33,10 +33,10 @@ from pgmesh.groups.naming import GroupKey
 from pgmesh.groups.registry import current_registry, open_caches_by_name
 from pgmesh.groups.world import world_rank_and_size
 from pgmesh.options import GroupOptions
-from pgmesh.rendezvous.operations import Delete
+from pgmesh.rendezvous.operations import CompareSet, Delete
 from pgmesh.rendezvous.polling_store import ASKED_FOR, PollingStore
 from pgmesh.rendezvous.protocol import ConnectAttempt
-from pgmesh.rendezvous.records import Fingerprint
+from pgmesh.rendezvous.records import Decision, Fingerprint
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("pgmesh")
+
+_ABORT_SECONDS = 0.5
+"""Timeout of the store operation that publishes an abort."""
 
 
 class GroupCache:
@@ -56,6 +59,7 @@ class GroupCache:
         call: the call that created the root mesh, for messages. Default: derived from the layout.
         number: number of an unpickled mesh where it was created. It gets the same number here unless that is taken.
         outside: rank of an unpickled mesh outside any world; the cache is then closed.
+        identity: identity of a mesh that replaces another one. Default: a new one, from name and layout.
     """
 
     def __init__(
@@ -66,16 +70,18 @@ class GroupCache:
         *,
         number: int | None = None,
         outside: int | None = None,
+        identity: MeshIdentity | None = None,
     ) -> None:
         self.layout, self.name = layout, name
         self.rank, self.world_size = world_rank_and_size() if outside is None else (outside, 0)
-        self.identity = MeshIdentity(name, layout, call, self.rank, self.world_size)
+        self.identity = identity or MeshIdentity(name, layout, call, self.rank, self.world_size)
         self.call_site = call_site()
         self.ended: str | None = None
         self.lock = threading.RLock()
         self.serial = next(registry.serials)
         self.creation_seconds = 0.0
         self.operations = 0  # store operations of connect
+        self.shrunk: Any = None  # the change, if shrink created this mesh
         self.connected: dict[str, ConnectAttempt] = {}  # by path of a group: its successful attempt
         self.attempts: dict[str, ConnectAttempt] = {}  # by path of a group: all its attempts
         self.last_errors: set[str] = set()  # of the last failed call of connect; a retry does not log them again
@@ -105,10 +111,11 @@ class GroupCache:
                         f"  mesh = pgmesh.meshes()[{name!r}]    # use that one\n"
                         f"  pgmesh.meshes()[{name!r}].close()   # or close it first, or use another name"
                     )
-            numbers, prefix = self.registry.numbers, self.identity.prefix
-            self.identity.number, self.identity.pickled_number = max(numbers[prefix], number or 0), number
-            if number is None:
-                numbers[prefix] = self.identity.number + 1
+            if identity is None:
+                numbers, prefix = self.registry.numbers, self.identity.prefix
+                self.identity.number, self.identity.pickled_number = max(numbers[prefix], number or 0), number
+                if number is None:
+                    numbers[prefix] = self.identity.number + 1
             self.registry.caches.add(self)
 
     @property
@@ -231,6 +238,8 @@ class GroupCache:
         record = building.GroupRecord(
             group, label, self.label, call_site(), path, stores, ranks=ranks, fingerprint=fingerprint
         )
+        end_aborted = weakref.WeakMethod(self.end_aborted)
+        record.on_abort = lambda text: (end := end_aborted()) and end(text)
         building.remember(record)
         return record
 
@@ -412,6 +421,47 @@ class GroupCache:
                 self.registry.with_groups.discard(self)
         finally:
             self.lock.release()
+
+    def abort(self, why: str) -> None:
+        """Destroy all groups without waiting for their collectives, and publish why.
+
+        Blocked collectives raise, here and on the other members. It waits for the store for half a second at most.
+        """
+        if self.ended is not None:
+            return
+        text = f"{self.label} was aborted by rank {self.rank} at {call_site()}: {why}"
+        with contextlib.suppress(PgmeshError):
+            # First, so that a member whose connection ends finds the reason. The first rank to publish one wins.
+            self.identity.register(self.registry, _ABORT_SECONDS)
+            record = Decision("aborted", text).pack()
+            (first,) = self.run(CompareSet(self.identity.mismatch_key, record), seconds=_ABORT_SECONDS)
+            text = Decision.unpack(self.identity.mismatch_key, first).text
+        self.end_aborted(text)
+
+    def end_aborted(self, text: str) -> None:
+        """Destroy all groups of a mesh that this rank or another one has aborted.
+
+        The keys of its attempts stay in the store until ``shrink`` has replaced it.
+
+        Args:
+            text: the error message of the mesh.
+        """
+        if not self.lock.acquire(timeout=1.0):
+            return  # another thread holds the lock and may never release it
+        try:
+            if self.ended is None:
+                self.ended = text.removeprefix(f"{self.label} ")
+                self._destroy(list(self._records), self.ended, abort=True, keep_attempts=True)
+                with registry.registering:
+                    self.registry.with_groups.discard(self)
+        finally:
+            self.lock.release()
+
+    def forget_store(self) -> None:
+        """Delete what an aborted mesh has left in the store. It was replaced, so no rank reads that any more."""
+        attempts, self.attempts = self.attempts, {}
+        keys = [key for attempt in attempts.values() for key in attempt.store_keys()]
+        self._delete([*keys, self.identity.key, f"{self.identity.key}/fingerprints"])
 
     def _destroy(
         self,

@@ -46,6 +46,8 @@ class MeshIdentity:
         self.pickled_number: int | None = None  # the number that the mesh had in the process that pickled it
         self.registered = False  # this rank has published the fingerprint
         self.key = ""  # prefix of the store keys, once registered; its number may be higher than ``self.number``
+        self.generation = 0  # how often shrink has replaced the mesh that the program created
+        self._first_key = ""  # the key of that mesh, once registered
 
     @property
     def call(self) -> str:
@@ -71,7 +73,18 @@ class MeshIdentity:
 
     def group_name(self, path: str) -> str:
         """The name of a group in torch."""
-        return f"{self.prefix}.{self.number}/{path}"
+        return f"{self.prefix}.{self.number}{self._suffix}/{path}"
+
+    @property
+    def _suffix(self) -> str:
+        return f"~{self.generation}" if self.generation else ""
+
+    def successor(self, layout: Layout) -> MeshIdentity:
+        """The identity of the mesh that replaces this one. It is the same on all ranks without communication."""
+        identity = MeshIdentity(self.name, layout, None, self.rank, self.world_size)
+        identity.prefix, identity.number, identity.generation = self.prefix, self.number, self.generation + 1
+        identity._first_key = self._first_key
+        return identity
 
     @functools.cached_property
     def fingerprint(self) -> Fingerprint:
@@ -90,8 +103,12 @@ class MeshIdentity:
         """Store key under which a rank publishes a mismatch of the mesh."""
         return f"{self.key}/mismatch"
 
-    def register(self, registry: Registry, seconds: float) -> None:
+    def register(self, registry: Registry, seconds: float, *, as_before: bool = False) -> None:
         """Publish the fingerprint of the mesh in the store, and compare it with the first one; once per rank.
+
+        Args:
+            as_before: in a process that replaces a lost one, this is the mesh that the lost one was in. By default it
+                is the next one of that name.
 
         Raises:
             MismatchError: the fingerprints differ.
@@ -105,9 +122,11 @@ class MeshIdentity:
             (text,) = run(Read(meshes_key(self.rank)))
             registry.predecessor = _numbers(text) if thread.replaces_process else {}
         if self.prefix not in registry.offsets:
-            registry.offsets[self.prefix] = self._number_after(registry.predecessor, run)
+            last = registry.predecessor.get(self.prefix, 0)
+            registry.offsets[self.prefix] = last if as_before else self._number_after(registry.predecessor, run)
         number = self.number + registry.offsets[self.prefix]
-        self.key = f"{self.prefix}.{number}"
+        self._first_key = f"{self.prefix}.{number}"
+        self.key = f"{self._first_key}{self._suffix}"
         registry.registered[self.prefix] = max(number, registry.registered.get(self.prefix, 0))
         record = pack(numbers=dict([*registry.registered.items()][-_REGISTERED_NAMES:]))
         *_, first = run(Raw("set", (meshes_key(self.rank), record)), *register_mesh(self.key, self.fingerprint))

@@ -12,8 +12,10 @@ import logging
 import os
 import sys
 import threading
+import time
 import weakref
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -23,6 +25,8 @@ from pgmesh.errors import LifetimeError
 from pgmesh.groups import building, teardown
 from pgmesh.groups.watch import Watch
 from pgmesh.groups.world import store_address, world_options, world_rank_and_size, world_store
+from pgmesh.rendezvous.operations import Operation
+from pgmesh.rendezvous.statuses import RunningCollective, Statuses
 from pgmesh.rendezvous.store_thread import StoreThread
 
 log = logging.getLogger("pgmesh")
@@ -42,6 +46,8 @@ class Registry:
         self.with_groups: set[Any] = set()  # caches that hold groups; kept alive
         self.forked = False  # this process is a forked child, and its parent is in the world
         self.watch: Watch | None = None  # started with the thread
+        self.at_heartbeat: list[Callable[[Callable[[Operation], Any]], bool]] = []  # until they return False
+        self._statuses: Statuses | None = None
         self._thread: StoreThread | None = None  # started by the first store operation
         self._warned = False  # about too many groups
         self.registered: dict[str, int] = {}  # the number of the last registered mesh, by key prefix
@@ -59,8 +65,19 @@ class Registry:
                 rank, size = world_rank_and_size()
                 thread = self._thread = StoreThread(self.store, store_address(), rank, size)
                 self.watch = Watch(self._find_record, thread.lost_after)
-                thread.find_running = self.watch.look
+                thread.find_running = self._look
             return self._thread
+
+    def _look(self, perform: Callable[[Operation], Any]) -> tuple[RunningCollective, ...]:
+        """Look at the collectives of this process, and after lost ranks, at each heartbeat."""
+        self.at_heartbeat[:] = [look for look in self.at_heartbeat if look(perform)]
+        return self.watch.look(perform) if self.watch is not None else ()
+
+    def statuses(self) -> Statuses:
+        """The statuses of other ranks, which several calls read, so that a silence is known from its beginning."""
+        if self._statuses is None:
+            self._statuses = Statuses(self.store_thread().lost_after, time.monotonic)
+        return self._statuses
 
     def heartbeat_thread(self) -> StoreThread:
         """The store thread of this process, with its heartbeat started."""
@@ -98,6 +115,8 @@ class Registry:
 
     def fork(self) -> None:
         """Mark this process as a forked child."""
+        if self._thread is not None:
+            self._thread.close_listener()
         self.forked, self._thread = True, None
 
 

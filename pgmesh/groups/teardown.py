@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from pgmesh import torch_private
 from pgmesh._util.formatting import name_ranks
-from pgmesh.errors import LifetimeError, MismatchError, MissingRanksError, PgmeshError
+from pgmesh.errors import LifetimeError, MissingRanksError, PgmeshError
 from pgmesh.groups import building, connections
 from pgmesh.groups.building import GroupRecord
 from pgmesh.rendezvous.polling_store import without_frames
@@ -29,7 +29,8 @@ _CONNECTION_ERROR = re.compile("connect|timeout|timed out|peer|nccl", re.IGNOREC
 def explain(group: Any, error: BaseException) -> None:
     """Raise a better error for a failed collective, if there is one.
 
-    It tries to connect to the members' listeners, and does not use the store.
+    It reads from the store, for half a second at most, whether a rank has published why the mesh cannot be used, and
+    tries to connect to the members' listeners.
     """
     if isinstance(error, PgmeshError):
         # The work object keeps the error that ended it. Raised to the user, that error would refer to the user's
@@ -39,8 +40,11 @@ def explain(group: Any, error: BaseException) -> None:
         raise LifetimeError(torch_private.destroyed[group]) from error
     record = None if group is None else building.record_of(group)
     if record is not None and isinstance(error, RuntimeError) and _CONNECTION_ERROR.search(str(error)):
-        if record.gloo is not None and record.gloo.mismatch:
-            raise MismatchError(record.gloo.mismatch) from error
+        refusal = next((found for store in record.stores.values() if (found := store.ask_for_refusal(0.5))), None)
+        if refusal is not None:
+            if refusal.kind == "aborted":
+                record.on_abort(refusal.text)
+            raise refusal.error() or error from error
         if text := "\n".join(filter(None, (describe_dead(record), _recent_finding(record)))):
             raise MissingRanksError(text) from error
 

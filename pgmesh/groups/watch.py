@@ -78,7 +78,7 @@ class Watch:
         lost = self._statuses.lost(ranks)
         if record.gloo is None:
             return lost, {}
-        record.gloo.look_for_mismatch(perform)
+        record.gloo.look_for_refusal(perform)
         unseen = record.gloo.unseen_addresses()
         absent = [rank for rank, key in unseen.items() if perform(Read(key)) is None]
         return lost, {rank: self._statuses.describe(rank) if self._statuses.get(rank) else "" for rank in absent}

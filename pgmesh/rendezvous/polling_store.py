@@ -7,6 +7,7 @@ torch's own store client holds a lock while it waits. This store sends each oper
 from __future__ import annotations
 
 import base64
+import contextlib
 import math
 import threading
 import time
@@ -98,7 +99,7 @@ class PollingStore(dist.Store):
         self._address_unpublished = addresses
         self.values: dict[str, bytes] = {}  # by key
         self._closed = ""  # the reason
-        self.mismatch = ""  # the message about a mismatch that a rank published
+        self.refusal: Decision | None = None  # a mismatch that a rank published, or that it aborted the mesh
         self.used = False  # whether the group has been in a collective
         self.operations, self.waited = 0, 0.0  # number of store operations; seconds of waiting
         self.written: set[str] = set()
@@ -184,7 +185,7 @@ class PollingStore(dist.Store):
             hint = self._store_hint() if isinstance(error, MissingRanksError) else ""
             copy = type(error)(f"{error}{hint}")
             if isinstance(error, MismatchError):
-                self.mismatch = str(error)
+                self.refusal = Decision("mismatch", str(error))
         else:
             return
         finally:
@@ -222,15 +223,21 @@ class PollingStore(dist.Store):
     def _activity(self) -> str:
         return f"{_IN_FIRST_COLLECTIVE}{self._fingerprint.subject}, waiting for its members"
 
-    def look_for_mismatch(self, perform: Callable[[Operation], Any]) -> None:
-        """Set ``mismatch`` if a rank has published one.
+    def look_for_refusal(self, perform: Callable[[Operation], Any]) -> None:
+        """Set ``refusal`` if a rank has published one.
 
         Args:
             perform: performs one store operation.
         """
         for key in self._mismatch_keys() if self.written or self.values else ():
             if (text := perform(Read(key))) is not None:
-                self.mismatch = self.mismatch or Decision.unpack(key, text).text
+                self.refusal = self.refusal or Decision.unpack(key, text)
+
+    def ask_for_refusal(self, seconds: float) -> Decision | None:
+        """The refusal that a rank has published, read with a timeout; None if there is none, or no answer."""
+        with contextlib.suppress(PgmeshError):
+            self.look_for_refusal(lambda operation: self._run(operation, seconds=seconds)[0])
+        return self.refusal
 
     def _check_mismatch(self) -> None:
         keys = self._mismatch_keys()

@@ -171,10 +171,16 @@ class ConnectAttempt:
     def leave(self, run: Callable[..., list[Any]]) -> None:
         """Release the keys of all attempts. The last of the members that arrived at one deletes its keys."""
         for number in self.arrived_at:  # twice, if an error of the store made this rank arrive again
-            name = f"{self.key}/{number}"
-            left, arrived = run(Add(f"{name}/left"), Read(f"{name}/count"))
+            left, arrived = run(Add(f"{self.key}/{number}/left"), Read(f"{self.key}/{number}/count"))
             if left >= int(arrived or b"0"):
-                run(Delete(tuple(f"{name}/{key}" for key in ("arrivals", "count", "decision", "broken", "left"))))
+                run(Delete(self._keys_of(number)))
+
+    def store_keys(self) -> list[str]:
+        """The store keys of all attempts that this rank arrived at."""
+        return [key for number in {*self.arrived_at} for key in self._keys_of(number)]
+
+    def _keys_of(self, number: int) -> tuple[str, ...]:
+        return tuple(f"{self.key}/{number}/{key}" for key in ("arrivals", "count", "decision", "broken", "left"))
 
 
 @dataclass
@@ -189,7 +195,8 @@ class Participant:
         process: description of this process. It reveals two processes that have the same rank.
         deadline: seconds from the start of the call.
         statuses: the statuses of the other ranks, which this call reads.
-        mesh_mismatch_key: store key under which a rank publishes a mismatch of the mesh; "" for none.
+        mesh_mismatch_key: store key under which a rank publishes a mismatch of the mesh, or that it aborted the mesh;
+            "" for none.
         skip_decided: arrive at the next attempt if the current one was decided before this rank arrived.
         pace: factor of all pauses, to spare the store in a large world.
         warn: called with text for the log.
@@ -214,6 +221,7 @@ class Participant:
 
         Raises:
             MismatchError: another rank has a different mesh.
+            LifetimeError: another rank has aborted the mesh.
             WorldError: the store has failed.
         """
         try:
@@ -348,7 +356,7 @@ class Participant:
             self.client.sleep(min(pause, max(0.0, self.deadline - now)))
 
     def _read_decisions(self) -> None:
-        """Read the decisions, and whether a rank has a different mesh."""
+        """Read the decisions, and whether a rank has a different mesh or has aborted this one."""
         undecided = self._undecided()
         if not undecided:
             return
@@ -358,7 +366,7 @@ class Participant:
             if text is not None:
                 self._take(attempt, Decision.unpack(attempt.decision_key, text))
         if self.mesh_mismatch_key and texts[-1] is not None:
-            raise MismatchError(Decision.unpack(self.mesh_mismatch_key, texts[-1]).text)
+            raise Decision.unpack(self.mesh_mismatch_key, texts[-1]).error() or MismatchError("")
 
     def _inspect(self) -> None:
         """Read the arrivals that are new, publish this rank's status, and look for members that were lost."""

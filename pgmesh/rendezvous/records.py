@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pgmesh._util.formatting import name_ranks
-from pgmesh.errors import CircleError, MismatchError, MissingRanksError, PgmeshError
+from pgmesh.errors import CircleError, LifetimeError, MismatchError, MissingRanksError, PgmeshError
 from pgmesh.rendezvous import timing
 
-VERSION = 2
+VERSION = 3
 """Version of the records in the store. A record of another version is reported as a foreign value."""
 
 
@@ -144,7 +144,7 @@ class Decision:
     """The outcome of an attempt to connect a group, the same for all members.
 
     Args:
-        kind: "made", "missing", "mismatch", "duplicate" or "circle".
+        kind: "made", "missing", "mismatch", "duplicate", "circle" or "aborted".
         text: the error message.
         addresses: the address of each member in group order, if the group was made and all members published one.
     """
@@ -166,7 +166,7 @@ class Decision:
     @property
     def is_permanent(self) -> bool:
         """True if a later attempt under the same name cannot succeed either."""
-        return self.kind == "mismatch"
+        return self.kind in ("mismatch", "aborted")
 
     def error(self) -> PgmeshError | None:
         """The error that members raise; None if the group was made."""
@@ -177,7 +177,8 @@ class Decision:
     def of(cls, error: BaseException, text: str) -> Decision:
         """The decision of a rank that raised an error."""
         kinds = (kind for kind, error_type in ERRORS.items() if error_type and isinstance(error, error_type))
-        return cls(next(kinds, "missing"), text)
+        kind = next(kinds, "missing")
+        return cls("missing" if kind == "aborted" else kind, text)
 
 
 MADE = Decision("made")
@@ -187,4 +188,5 @@ ERRORS: dict[str, type[PgmeshError] | None] = {
     "mismatch": MismatchError,
     "duplicate": MismatchError,  # two processes with one rank: it may be over at the next attempt
     "circle": CircleError,
+    "aborted": LifetimeError,
 }

@@ -77,6 +77,7 @@ class RankStatus:
         pending: the groups that the rank connects and that are undecided.
         running: the collectives that the rank has been in for longer than a heartbeat.
         exited: reason for the end of the heartbeats, if the rank has left.
+        endpoint: host and port of a listener that is open while the process lives; [] without one.
     """
 
     rank: int
@@ -85,6 +86,7 @@ class RankStatus:
     pending: tuple[PendingConnect, ...] = ()
     running: tuple[RunningCollective, ...] = ()
     exited: str = ""
+    endpoint: tuple[str, int] | tuple[()] = ()
 
     def pack(self) -> str:
         return pack(**vars(self))
@@ -92,15 +94,26 @@ class RankStatus:
     @classmethod
     def unpack(cls, rank: int, text: bytes | None) -> RankStatus | None:
         """Decode the status of a rank; None for no status or a foreign value."""
-        record = unpack(text or b"", rank=int, heartbeat=int, activity=str, pending=list, running=list, exited=str)
+        texts = {"activity": str, "exited": str}
+        lists = {"pending": list, "running": list, "endpoint": list}
+        record = unpack(text or b"", rank=int, heartbeat=int, **texts, **lists)
         if record is None or record["rank"] != rank:
             return None
         pending = [_typed(PendingConnect, each, (str, str, str, str, str, list)) for each in record["pending"]]
         running = [_typed(RunningCollective, each, (str, str, str, int, int)) for each in record["running"]]
-        if None in pending or None in running:
+        endpoint = record["endpoint"]
+        if None in pending or None in running or [*map(type, endpoint)] not in ([], [str, int]):
             return None
         waits = [wait._replace(missing=tuple(each for each in wait.missing if type(each) is int)) for wait in pending]
-        return cls(rank, record["heartbeat"], record["activity"], tuple(waits), tuple(running), record["exited"])
+        return cls(
+            rank,
+            record["heartbeat"],
+            record["activity"],
+            tuple(waits),
+            tuple(running),
+            record["exited"],
+            tuple(endpoint),
+        )
 
     def __str__(self) -> str:
         lines = [*map(str, self.pending), self.activity, *map(str, self.running)]

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pgmesh._util.listeners import refuses
+from pgmesh._util.listeners import Listener, refuses
 from pgmesh.errors import PgmeshError, WorldError
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Delete, Operation, Raw, can_be_repeated, perform
@@ -149,6 +149,7 @@ class StoreThread:
         # The server while torch's client connects to it, which takes seconds if the server ends meanwhile. Callers see
         # at once that its port is closed. The kernel closes it last, so this is common when the store is killed.
         self._opening: tuple[str, int] | None = None
+        self.listener: Listener | None = None  # shows other ranks that this process lives
         self._thread = threading.Thread(target=self._run, name="pgmesh-store", daemon=True)
         self._thread.start()
 
@@ -243,6 +244,11 @@ class StoreThread:
             )
         return ""
 
+    def close_listener(self) -> None:
+        """Close the listener, or the copy of it in a forked child, which would keep the port open."""
+        if self.listener is not None:
+            self.listener.close()
+
     def stop(self, reason: str = "") -> None:
         """Let the thread publish the reason, leave the world and end. Waits for that for half a second at most."""
         self._reason = reason
@@ -261,6 +267,7 @@ class StoreThread:
             self._leave()
         finally:
             self._ended = True
+            self.close_listener()
             self._torch_store = self._store = None  # a mesh that outlives the world would keep the connection open
 
     def _next(self) -> _Batch | None:
@@ -286,6 +293,8 @@ class StoreThread:
         if self._heartbeat_due <= time.monotonic():
             self._heartbeat_due = time.monotonic() + self.period
             self._wants_own_connection = True
+            if self.listener is not None:
+                self.listener.drain()
             with contextlib.suppress(Exception):
                 self._perform(Raw("set", (status_key(self._rank), self._status().pack())))
 
@@ -299,6 +308,7 @@ class StoreThread:
             pending[: timing.LIMITS.statuses],
             () if self._reason else self._find_running(),
             self._reason,
+            () if self.listener is None else (self.listener.host, self.listener.port),
         )
 
     def _find_running(self) -> tuple[RunningCollective, ...]:
@@ -350,6 +360,8 @@ class StoreThread:
             try:  # torch's client would wait long for a server that is gone
                 with socket.create_connection((store.host, store.port), seconds) as connection:
                     self._opening = connection.getpeername()[:2]
+                    if self.listener is None and self._wants_own_connection:
+                        self.listener = Listener(connection.getsockname()[0])  # where the store's host can reach it
             except OSError as error:
                 self._store = None
                 raise self._store_error(str(error)) from error

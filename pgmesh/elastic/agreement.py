@@ -1,0 +1,298 @@
+"""The protocol by which the survivors of a mesh agree on who is lost, and on the mesh that replaces it.
+
+It is straight-line code in the caller's thread over a ``Client``, as the protocol of ``connect`` is, so the same code
+runs on the world's store and under a model checker.
+
+A mesh is replaced once. Until then its ranks may try several times. Each attempt has a number and two store keys:
+
+    <mesh>/shrink/<number>/arrivals   a record of each rank that arrived
+    <mesh>/shrink/<number>/decision   the outcome, the same for all ranks. The first rank to write it decides
+
+Attempts are numbered from 0. In one batch a rank reads the decision of an attempt and arrives at it. If that attempt
+has failed already, the rank goes on to the next one; if it has succeeded, the mesh was replaced without this rank. The
+first rank that finds each member either arrived or lost decides on the new mesh; a rank whose deadline passes decides
+that the attempt failed. There is no fixed window: a member that lives is waited for, and one whose process has ended is
+not.
+
+The decision stays in the store as long as the world, for ranks that were taken for lost and come back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pgmesh._util.formatting import name_ranks
+from pgmesh.errors import MismatchError, MissingRanksError, WorldError
+from pgmesh.rendezvous import timing
+from pgmesh.rendezvous.operations import Append, CompareSet, Read
+from pgmesh.rendezvous.protocol import Client, pauses
+from pgmesh.rendezvous.records import error_text, foreign_value, pack, unpack
+from pgmesh.rendezvous.statuses import RankStatus, Statuses
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of ``shrink``, the same on all ranks that call it.
+
+    Args:
+        axis: the axis whose indices are dropped where a rank was lost; None to drop none.
+        spares: ranks that may replace lost ones, in this order.
+    """
+
+    axis: Any
+    spares: tuple[int, ...]
+
+    def __str__(self) -> str:
+        axis = [] if self.axis is None else [repr(self.axis)]
+        return f"shrink({', '.join([*axis, f'spares={list(self.spares)}'] if self.spares else axis)})"
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One rank at an attempt.
+
+    Args:
+        process: description of the rank's process.
+        request: the arguments of ``shrink``; None for a rank that stands by.
+    """
+
+    rank: int
+    process: str
+    request: Request | None
+
+    def pack(self) -> str:
+        request = [] if self.request is None else [self.request.axis, list(self.request.spares)]
+        return pack(rank=self.rank, process=self.process, request=request)
+
+    @classmethod
+    def unpack(cls, line: bytes) -> Arrival | None:
+        """Decode an arrival; None for a foreign value."""
+        record = unpack(line, rank=int, process=str, request=list)
+        if record is None or len(record["request"]) not in (0, 2):
+            return None
+        request = Request(record["request"][0], tuple(record["request"][1])) if record["request"] else None
+        return cls(record["rank"], record["process"], request)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The decision of an attempt.
+
+    Args:
+        failed: the error message, if the attempt failed.
+        error: "missing" if ranks did not arrive or too many are lost, "mismatch" if ranks passed different arguments,
+            "left" if a rank that had arrived stopped. The others then go on to the next attempt.
+        lost: the members that are lost, each with the reason.
+        replaced: for each lost rank that a spare replaces, that spare.
+        axis: the axis whose indices are dropped where a rank is lost and not replaced.
+        processes: descriptions of the spares' processes.
+    """
+
+    failed: str = ""
+    error: str = "missing"
+    lost: dict[int, str] = field(default_factory=dict)
+    replaced: dict[int, int] = field(default_factory=dict)
+    axis: Any = None
+    processes: tuple[str, ...] = ()
+
+    def pack(self) -> str:
+        return pack(
+            failed=self.failed[: timing.LIMITS.record_chars // 8],
+            error=self.error,
+            lost=[[rank, why] for rank, why in self.lost.items()],
+            replaced=[*map(list, self.replaced.items())],
+            axis=[self.axis],
+            processes=self.processes,
+        )
+
+    @classmethod
+    def unpack(cls, key: str, text: bytes) -> Outcome:
+        record = unpack(text, failed=str, error=str, lost=list, replaced=list, axis=list, processes=list)
+        if record is None:
+            return cls(failed=f"{foreign_value(key, text)}.", error="mismatch")
+        return cls(
+            record["failed"],
+            record["error"],
+            dict(record["lost"]),
+            dict(record["replaced"]),
+            record["axis"][0],
+            tuple(record["processes"]),
+        )
+
+    def check(self) -> None:
+        """Raise the error of a failed attempt."""
+        if self.failed:
+            raise (MismatchError if self.error == "mismatch" else MissingRanksError)(self.failed)
+
+
+@dataclass
+class Agreement:
+    """One rank's part in the agreement on a mesh's survivors.
+
+    Args:
+        key: prefix of the store keys of the mesh.
+        label: the mesh in messages.
+        members: its ranks.
+        arrival: this rank's record.
+        client: the store and the clock.
+        deadline: seconds from the start of the call.
+        statuses: the statuses of the other ranks.
+        has_ended: True if the process with this status has ended.
+        check: returns why there can be no mesh after a decision; "" if there can.
+        warn: called with text for the log.
+    """
+
+    key: str
+    label: str
+    members: Sequence[int]
+    arrival: Arrival
+    client: Client
+    deadline: float
+    statuses: Statuses
+    has_ended: Callable[[RankStatus], bool]
+    check: Callable[[Outcome], str]
+    warn: Callable[[str], None] = field(default=lambda text: None)
+    number: int = 0
+    came_late: bool = False  # the mesh was replaced before this call
+
+    @property
+    def decision_key(self) -> str:
+        return f"{self.key}/shrink/{self.number}/decision"
+
+    @property
+    def arrivals_key(self) -> str:
+        return f"{self.key}/shrink/{self.number}/arrivals"
+
+    def agree(self) -> Outcome:
+        """Arrive at the first attempt without a decision, and return its decision.
+
+        If the mesh was replaced before this rank arrived, return that decision. A rank that stands by goes on to the
+        next attempt after a failed one.
+
+        Raises:
+            WorldError: the store has failed.
+        """
+        while True:
+            try:
+                outcome = self._attempt()
+            except WorldError:
+                raise
+            except BaseException as error:  # the others need not wait for this rank
+                with contextlib.suppress(WorldError):
+                    self._decide(Outcome(failed=f"{self._who} stopped: {error_text(error)}", error="left"))
+                raise
+            late = self.client.now() >= self.deadline
+            if not outcome.failed or late or (outcome.error != "left" and self.arrival.request is not None):
+                return outcome
+            self.number += 1
+
+    def _attempt(self) -> Outcome:
+        """Arrive at the current attempt, or at the next one if it has failed already, and return the decision."""
+        while (earlier := self._arrive()) is not None:
+            if not earlier.failed:
+                self.came_late = True
+                return earlier
+            self.warn(f"an earlier attempt failed before {self._who} arrived: {earlier.failed}")
+            self.number += 1
+        inspection = self.client.now() + timing.TIMING.first_inspection
+        warning = min(self.deadline / 3, timing.TIMING.stragglers)
+        for pause in pauses():
+            (text,) = self.client.run(Read(self.decision_key))
+            if text is not None:
+                return Outcome.unpack(self.decision_key, text)
+            now = self.client.now()
+            if now >= min(inspection, self.deadline):
+                outcome = self._inspect(late=now >= self.deadline, warn=now >= warning)
+                if outcome is not None:
+                    return self._decide(outcome)
+                inspection = self.statuses.next_inspection(timing.TIMING.inspection)
+                warning = math.inf if now >= warning else warning
+            self.client.sleep(min(pause, max(0.0, self.deadline - now)))
+        raise AssertionError("pauses never end")
+
+    @property
+    def _who(self) -> str:
+        return f"rank {self.arrival.rank}"
+
+    def _decide(self, outcome: Outcome) -> Outcome:
+        """Publish a decision, or take the one that is already there."""
+        (text,) = self.client.run(CompareSet(self.decision_key, outcome.pack()))
+        return Outcome.unpack(self.decision_key, text)
+
+    def _arrive(self) -> Outcome | None:
+        """Arrive at the current attempt; return its decision if it has one already."""
+        earlier, _ = self.client.run(Read(self.decision_key), Append(self.arrivals_key, f"{self.arrival.pack()}\n"))
+        return None if earlier is None else Outcome.unpack(self.decision_key, earlier)
+
+    def _inspect(self, *, late: bool, warn: bool) -> Outcome | None:
+        """The decision that follows from the arrivals and the statuses; None if a rank is waited for.
+
+        Args:
+            late: the deadline has passed, so a decision is due.
+            warn: log what is waited for.
+        """
+        (text,) = self.client.run(Read(self.arrivals_key))
+        arrivals: dict[int, Arrival] = {}  # by rank, of its last process
+        for line in (text or b"").splitlines():
+            arrival = Arrival.unpack(line)
+            if arrival is None:
+                return self._failure(f"{foreign_value(self.arrivals_key, line)}.", "mismatch")
+            arrivals[arrival.rank] = arrival
+        requests = {rank: arrival.request for rank, arrival in sorted(arrivals.items()) if arrival.request is not None}
+        if len({*requests.values()}) > 1:
+            lines = "".join(f"\n  {request} on rank {rank}" for rank, request in requests.items())
+            return self._failure(f"the ranks passed different arguments:{lines}", "mismatch")
+        if not requests:
+            return Outcome(failed=f"{self._who} stopped standing by", error="left") if late else None
+        request = next(iter(requests.values()))
+        spares = request.spares
+        absent = [rank for rank in dict.fromkeys((*self.members, *spares)) if rank not in arrivals]
+        gone = self._lost(absent)
+        waiting = [rank for rank in self.members if rank in absent and rank not in gone]
+        lost = {rank: gone[rank] for rank in self.members if rank in gone}
+        # A member that stands by is a new process in the place of the lost one.
+        new = [rank for rank in self.members if rank in arrivals and rank not in requests]
+        lost |= {rank: f"rank {rank} is a new process, which stands by" for rank in new}
+        ready = [rank for rank in spares if rank in arrivals and (rank in new or rank not in self.members)]
+        coming = [rank for rank in spares if rank in absent and (rank not in gone or rank in self.members)]
+        if not waiting and (len(ready) >= len(lost) or late or not coming):
+            return self._success(request, arrivals, lost, ready)
+        what = f"{name_ranks(waiting)} did not call {request}" if waiting else f"no spare came of {name_ranks(coming)}"
+        details = "".join(f"\n  {self.statuses.describe(rank)}" for rank in (waiting or coming)[:8])
+        details += "".join(f"\n  lost: {why}" for why in lost.values())
+        if late:
+            return self._failure(f"{what} in {self.deadline:g} s.{details}", "missing")
+        if warn:
+            self.warn(f"{self.label}: {what} so far.{details}")
+        return None
+
+    def _lost(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Those of the ranks that are lost, each with the reason."""
+        self.statuses.read(self.client.run, ranks)
+        lost = self.statuses.lost(ranks)
+        for rank in ranks:
+            status = self.statuses.get(rank)
+            if rank not in lost and status is not None and self.has_ended(status):
+                host, port = status.endpoint
+                lost[rank] = f"rank {rank} has ended: its listener at {host}:{port} refuses connections"
+        return lost
+
+    def _success(
+        self, request: Request, arrivals: Mapping[int, Arrival], lost: dict[int, str], ready: Sequence[int]
+    ) -> Outcome:
+        """The decision on the new mesh, or on a failure if too many ranks are lost."""
+        # A new process goes to the place of the old one, and the other spares to the other places in order.
+        replaced = {rank: rank for rank in lost if rank in ready}
+        others = (rank for rank in ready if rank not in replaced)
+        replaced |= zip((rank for rank in lost if rank not in replaced), others)
+        processes = tuple(arrivals[rank].process for rank in replaced.values())
+        outcome = Outcome(lost=lost, replaced=replaced, axis=request.axis, processes=processes)
+        problem = self.check(outcome)
+        return self._failure(problem, "missing") if problem else outcome
+
+    def _failure(self, problem: str, error: str) -> Outcome:
+        return Outcome(failed=f"{self.label}: {problem}", error=error)

@@ -1,0 +1,49 @@
+"""The layout of the mesh that replaces another one: without the lost ranks, or with spares in their places."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from pgmesh._util.formatting import as_range, name_ranks
+from pgmesh.errors import MissingRanksError
+from pgmesh.layout import Axis, Layout
+
+
+def successor(layout: Layout, lost: Collection[int], replaced: Mapping[int, int], axis: Axis | None) -> Layout:
+    """The layout with spares in the places of lost ranks, and without the indices of the other lost ranks.
+
+    Args:
+        layout: the layout of the mesh that lost ranks.
+        lost: those ranks.
+        replaced: for each lost rank that a spare replaces, that spare.
+        axis: the axis whose indices are dropped; None to drop none.
+
+    Raises:
+        MissingRanksError: no rank would be left, or ranks that are not replaced would have to be dropped without an
+            axis.
+
+    >>> layout = Layout(dp=3, tp=2)
+    >>> successor(layout, [3], {}, "dp")
+    Layout(dp=2, tp=2, ranks=(0, 1, 4, 5))
+    >>> successor(layout, [3], {3: 6}, "dp")
+    Layout(dp=3, tp=2, ranks=(0, 1, 2, 6, 4, 5))
+    """
+    left_out = [rank for rank in lost if rank not in replaced]
+    if left_out and axis is None:
+        raise MissingRanksError(
+            f"{name_ranks([*lost])} are lost, and {len(replaced)} spares are there to replace them. Name an axis "
+            "whose indices may be dropped, or more spares:\n\n"
+            f"  mesh = mesh.shrink({layout.axes[0]!r})   # on every rank that is left"
+        )
+    if left_out and axis is not None:
+        position = layout.axes.index(axis)
+        dropped = {layout.coord_of(rank)[position] for rank in left_out}
+        kept = [index for index in range(layout.shape[position]) if index not in dropped]
+        if not kept:
+            raise MissingRanksError(
+                f"{name_ranks([*lost])} are lost, so each of the {layout.shape[position]} indices of axis {axis!r} has "
+                f"lost a rank, and nothing is left. {len(replaced)} spares are there to replace them."
+            )
+        layout = layout.at({axis: kept})
+    ranks = tuple(replaced.get(rank, rank) for rank in layout.ranks())
+    return Layout.of(dict(zip(layout.axes, layout.shape)), as_range(ranks) or ranks)

@@ -1,0 +1,43 @@
+"""The watch over a mesh's next rank, which aborts the mesh once that rank is lost.
+
+A collective over TCP fails at once when a member's process ends. A member that is stopped or unreachable closes no
+connection, so without this watch the others wait until the timeout of the group.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from pgmesh.groups.cache import GroupCache
+from pgmesh.rendezvous.operations import Operation
+
+
+def abort_when_lost(cache: GroupCache, lost_after: float | None) -> None:
+    """Abort a mesh as soon as the next rank of the mesh is lost. Each rank watches one other rank.
+
+    Args:
+        lost_after: seconds without a heartbeat after which it is lost; None for the default.
+    """
+    registry, ranks = cache.registry, cache.layout.ranks()
+    thread = registry.heartbeat_thread()
+    statuses = registry.statuses()
+    statuses.lost_after = thread.lost_after if lost_after is None else lost_after
+    if cache.rank not in ranks or len(ranks) == 1:
+        return
+    next_rank = ranks[(ranks.index(cache.rank) + 1) % len(ranks)]
+    reference = weakref.ref(cache)
+
+    def look(perform: Callable[[Operation], Any]) -> bool:
+        cache = reference()
+        if cache is None or cache.ended is not None:
+            return False
+        statuses.read(lambda *reads: [perform(read) for read in reads], [next_rank])
+        lost = statuses.lost([next_rank])
+        if lost:  # in another thread: this one sends the heartbeats
+            threading.Thread(target=cache.abort, args=(lost[next_rank],), name="pgmesh-abort", daemon=True).start()
+        return not lost
+
+    registry.at_heartbeat.append(look)
