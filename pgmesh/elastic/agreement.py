@@ -277,8 +277,8 @@ class Agreement:
         for rank in ranks:
             status = self.statuses.get(rank)
             if rank not in lost and status is not None and self.has_ended(status):
-                host, port = status.endpoint
-                lost[rank] = f"rank {rank} has ended: its listener at {host}:{port} refuses connections"
+                where = ":".join(map(str, status.endpoint))
+                lost[rank] = f"rank {rank} has ended: its listener at {where} refuses connections"
         return lost
 
     def _success(
