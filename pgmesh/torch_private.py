@@ -15,7 +15,7 @@ import logging
 import socket
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from inspect import signature
 from typing import Any
@@ -72,7 +72,8 @@ SEAM: dict[str, str] = {
 """The private names that every supported torch has, each with its reason. ``_groups_of`` also reads attributes of
 DeviceMesh objects (``_dim_group_names``, ``_thread_id``), which no class has. Names that some versions lack are looked
 up where they are used: ``_dump_fr_trace_json``, ``_use_torchcomms_enabled``, ``FakeProcessGroup._create_internal``,
-``Backend._ensure_backend_registered``, ``PipelineStage._forward_metadata_inference``."""
+``Backend._ensure_backend_registered``, ``PipelineStage._forward_metadata_inference``,
+``ProcessGroupNCCL._group_start`` and ``_group_end``."""
 
 
 def missing_names(torch: Any = torch) -> dict[str, str]:
@@ -416,6 +417,24 @@ def nccl_backend(
             raise OptionsError(f"this torch's NCCL has no setting {field}.")
         setattr(settings.config, field, value)
     return getattr(dist, NCCL_CLASSES[backend])(store, rank, size, settings, *device)
+
+
+@contextlib.contextmanager
+def aborting_together(groups: Iterable[Any]) -> Iterator[None]:
+    """Let NCCL abort the communicators of these groups in one call: one after another, they may wait for each other.
+
+    Untested on GPUs. Source: https://github.com/pytorch/pytorch/issues/173815
+    """
+    backends = [group._get_backend(device) for group in groups for device in group._device_types]
+    first = next((backend for backend in backends if hasattr(backend, "_group_start")), None)
+    if first is None:
+        yield
+        return
+    first._group_start()
+    try:
+        yield
+    finally:
+        first._group_end()
 
 
 def gloo_endpoint(address: bytes) -> tuple[str, int] | None:

@@ -209,7 +209,7 @@ class Agreement:
                 outcome = self._inspect(late=now >= self.deadline, warn=now >= warning)
                 if outcome is not None:
                     return self._decide(outcome)
-                inspection = self.statuses.next_inspection(timing.TIMING.inspection)
+                inspection = now + timing.TIMING.inspection
                 warning = math.inf if now >= warning else warning
             self.client.sleep(min(pause, max(0.0, self.deadline - now)))
         raise AssertionError("pauses never end")
@@ -260,7 +260,7 @@ class Agreement:
         ready = [rank for rank in spares if rank in arrivals and (rank in new or rank not in self.members)]
         coming = [rank for rank in spares if rank in absent and (rank not in gone or rank in self.members)]
         if not waiting and (len(ready) >= len(lost) or late or not coming):
-            return self._success(request, arrivals, lost, ready)
+            return self._success(request, arrivals, lost, ready, gone)
         what = f"{name_ranks(waiting)} did not call {request}" if waiting else f"no spare came of {name_ranks(coming)}"
         details = "".join(f"\n  {self.statuses.describe(rank)}" for rank in (waiting or coming)[:8])
         details += "".join(f"\n  lost: {why}" for why in lost.values())
@@ -282,7 +282,12 @@ class Agreement:
         return lost
 
     def _success(
-        self, request: Request, arrivals: Mapping[int, Arrival], lost: dict[int, str], ready: Sequence[int]
+        self,
+        request: Request,
+        arrivals: Mapping[int, Arrival],
+        lost: dict[int, str],
+        ready: Sequence[int],
+        gone: Mapping[int, str],
     ) -> Outcome:
         """The decision on the new mesh, or on a failure if too many ranks are lost."""
         # A new process goes to the place of the old one, and the other spares to the other places in order.
@@ -292,7 +297,8 @@ class Agreement:
         processes = tuple(arrivals[rank].process for rank in replaced.values())
         outcome = Outcome(lost=lost, replaced=replaced, axis=request.axis, processes=processes)
         problem = self.check(outcome)
-        return self._failure(problem, "missing") if problem else outcome
+        reasons = "".join(f"\n  {why}" for why in {**lost, **gone}.values())
+        return self._failure(f"{problem}{reasons}", "missing") if problem else outcome
 
     def _failure(self, problem: str, error: str) -> Outcome:
         return Outcome(failed=f"{self.label}: {problem}", error=error)

@@ -11,6 +11,7 @@ from pgmesh._util.formatting import name_ranks
 from pgmesh._util.listeners import Listener, is_loopback, refuses
 from pgmesh.elastic.agreement import Agreement, Arrival, Outcome, Request
 from pgmesh.elastic.successor import successor
+from pgmesh.elastic.watching import abort_when_lost
 from pgmesh.errors import LifetimeError, MembershipError, MissingRanksError
 from pgmesh.groups.cache import GroupCache
 from pgmesh.layout import Layout
@@ -128,6 +129,8 @@ class _Call:
                 outcome.replaced,
                 time.monotonic() - start,
             )
+            if cache.abort_after is not None:
+                abort_when_lost(after, cache.abort_after)
             return after
 
     def _agreement(self, key: str, layout: Layout, request: Request | None) -> Agreement:

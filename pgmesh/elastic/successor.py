@@ -31,9 +31,8 @@ def successor(layout: Layout, lost: Collection[int], replaced: Mapping[int, int]
     left_out = [rank for rank in lost if rank not in replaced]
     if left_out and axis is None:
         raise MissingRanksError(
-            f"{name_ranks([*lost])} are lost, and {len(replaced)} spares are there to replace them. Name an axis "
-            "whose indices may be dropped, or more spares:\n\n"
-            f"  mesh = mesh.shrink({layout.axes[0]!r})   # on every rank that is left"
+            f"lost: {name_ranks([*lost])}. Spares that came: {len(replaced)}. Name an axis whose indices may be "
+            f"dropped, as in mesh.shrink({layout.axes[0]!r}), or more spares."
         )
     if left_out and axis is not None:
         position = layout.axes.index(axis)
@@ -41,8 +40,8 @@ def successor(layout: Layout, lost: Collection[int], replaced: Mapping[int, int]
         kept = [index for index in range(layout.shape[position]) if index not in dropped]
         if not kept:
             raise MissingRanksError(
-                f"{name_ranks([*lost])} are lost, so each of the {layout.shape[position]} indices of axis {axis!r} has "
-                f"lost a rank, and nothing is left. {len(replaced)} spares are there to replace them."
+                f"lost: {name_ranks([*lost])}. Each of the {layout.shape[position]} indices of axis {axis!r} has lost a "
+                f"rank, so nothing is left. Spares that came: {len(replaced)}."
             )
         layout = layout.at({axis: kept})
     ranks = tuple(replaced.get(rank, rank) for rank in layout.ranks())

@@ -24,7 +24,7 @@ def abort_when_lost(cache: GroupCache, lost_after: float | None) -> None:
     registry, ranks = cache.registry, cache.layout.ranks()
     thread = registry.heartbeat_thread()
     statuses = registry.statuses()
-    statuses.lost_after = thread.lost_after if lost_after is None else lost_after
+    statuses.lost_after = cache.abort_after = thread.lost_after if lost_after is None else lost_after
     if cache.rank not in ranks or len(ranks) == 1:
         return
     next_rank = ranks[(ranks.index(cache.rank) + 1) % len(ranks)]

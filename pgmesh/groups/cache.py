@@ -82,6 +82,7 @@ class GroupCache:
         self.creation_seconds = 0.0
         self.operations = 0  # store operations of connect
         self.shrunk: Any = None  # the change, if shrink created this mesh
+        self.abort_after: float | None = None  # seconds of silence after which a lost rank aborts the mesh
         self.connected: dict[str, ConnectAttempt] = {}  # by path of a group: its successful attempt
         self.attempts: dict[str, ConnectAttempt] = {}  # by path of a group: all its attempts
         self.last_errors: set[str] = set()  # of the last failed call of connect; a retry does not log them again

@@ -80,10 +80,10 @@ class MeshIdentity:
         return f"~{self.generation}" if self.generation else ""
 
     def successor(self, layout: Layout) -> MeshIdentity:
-        """The identity of the mesh that replaces this one. It is the same on all ranks without communication."""
+        """The identity of the mesh that replaces this one, which is registered. It is the same on all ranks."""
         identity = MeshIdentity(self.name, layout, None, self.rank, self.world_size)
         identity.prefix, identity.number, identity.generation = self.prefix, self.number, self.generation + 1
-        identity._first_key = self._first_key
+        identity._first_key, identity.key = self._first_key, f"{self._first_key}{identity._suffix}"
         return identity
 
     @functools.cached_property

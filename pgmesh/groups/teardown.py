@@ -80,18 +80,27 @@ def destroy(ended: Iterable[GroupRecord], reason: str, *, abort: bool = False, a
     free_finished()
     ended = list(ended)
     endpoints = [record.endpoints() for record in ended]
+    known = [record.group for record in ended if torch_private.is_known(record.group)]
+    with torch_private.aborting_together(known) if abort else contextlib.nullcontext():
+        for record in ended:
+            _end(record, abort=abort or at_exit)
     for record in ended:
-        group: Any = record.group
-        if torch_private.is_known(group):
-            if record.created_by == "new_group":
-                dist.destroy_process_group(group)
-            else:
-                torch_private.unregister(group)
-                with contextlib.suppress(RuntimeError):  # a third-party backend may raise it
-                    group.abort() if abort or at_exit else group.shutdown()
         invalidate(record, reason)
     if not at_exit:
         connections.shut_down(endpoints)
+
+
+def _end(record: GroupRecord, *, abort: bool) -> None:
+    """Unregister a group, and end its backends."""
+    group: Any = record.group
+    if not torch_private.is_known(group):
+        return
+    if record.created_by == "new_group":
+        dist.destroy_process_group(group)
+        return
+    torch_private.unregister(group)
+    with contextlib.suppress(RuntimeError):  # a third-party backend may raise it
+        group.abort() if abort else group.shutdown()
 
 
 def invalidate(record: GroupRecord, reason: str) -> None:

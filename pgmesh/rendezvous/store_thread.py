@@ -296,6 +296,7 @@ class StoreThread:
             if self.listener is not None:
                 self.listener.drain()
             with contextlib.suppress(Exception):
+                self._perform(_WORLD_NAME) if self.listener is None else None  # opens it, for the status
                 self._perform(Raw("set", (status_key(self._rank), self._status().pack())))
 
     def _status(self) -> RankStatus:

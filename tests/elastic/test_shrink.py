@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,14 @@ import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh
 from pgmesh.launch import StoreProcess
+from tests.support.fake_world import fake_rank
 from tests.support.faults import (
-    H,
+    BEAT,
     LONG_TIMEOUT,
     SLACK,
     WAIT_TIMEOUT,
     Attempt,
+    H,
     attempt,
     beat_fast,
     results,
@@ -28,54 +32,377 @@ from tests.support.faults import (
     wait_for_flag,
     wait_until,
 )
-from tests.support.worlds import check_sums, fresh_world, groups_of
+from tests.support.resource_counts import CAN_COUNT, count_resources
+from tests.support.torch_tables import pgmesh_store
+from tests.support.worlds import World, check_sums, fresh_world, groups_of, world
+
+SHORT = 2.0 + SLACK  # seconds; a timeout that passes
 
 
-def step_until_it_fails(mesh: ProcessGroupMesh, *axes: Any) -> Attempt:
-    """Collectives along these axes, one after another, until one fails."""
+def connected(folder: Path, ranks: Sequence[int] = range(4), **sizes: int) -> ProcessGroupMesh:
+    """A connected mesh "train" of these ranks, and a flag of each rank."""
+    beat_fast()
+    mesh = ProcessGroupMesh(sizes or {"dp": 2, "tp": 2}, ranks=ranks, name="train")
+    if mesh.rank in mesh:
+        mesh.connect(*mesh.axes, timeout=LONG_TIMEOUT)
+        check_sums(groups_of(mesh))
+    set_flag(folder, f"ready {mesh.rank}")
+    return mesh
+
+
+def steps_until_one_fails(mesh: ProcessGroupMesh) -> Attempt:
+    """All-reduces along each axis in turn, until one fails."""
 
     def steps() -> None:
         while True:
-            total = torch.tensor(2.0**mesh.rank)
-            dist.all_reduce(total, group=mesh.group(*axes))
+            for axis in mesh.axes:
+                dist.all_reduce(torch.tensor(2.0**mesh.rank), group=mesh.group(axis))
 
     return attempt(steps)
 
 
-def lose_one(folder: Path) -> tuple[Any, ...]:
-    """Rank 3 of a mesh dp=2, tp=2 is killed in the middle of its steps, and the others go on."""
-    beat_fast()
-    mesh = ProcessGroupMesh(dp=2, tp=2, name="train")
-    mesh.connect("dp", "tp", timeout=LONG_TIMEOUT)
-    check_sums(groups_of(mesh))
-    set_flag(folder, f"ready {mesh.rank}")
-    failed = step_until_it_fails(mesh, "dp" if mesh.rank in (1, 3) else "tp")
-    start = time.monotonic()
+def checked(mesh: ProcessGroupMesh) -> str:
+    """The repr of a mesh with right sums."""
+    if mesh.rank in mesh:
+        check_sums(groups_of(mesh))
+    return repr(mesh)
+
+
+def run(folder: Path, size: int, fn: Callable[..., Any], act: Callable[[World], object], but: Sequence[int]) -> Any:
+    """The results of ``fn(folder)`` on all ranks but these, while ``act`` runs once all of them are ready."""
+    with StoreProcess() as store, fresh_world(size, store) as own:
+
+        def actor() -> None:
+            for rank in range(size):
+                wait_for_flag(folder, f"ready {rank}")
+            act(own)
+
+        thread = threading.Thread(target=actor, daemon=True)
+        thread.start()
+        try:
+            return results(own.outcomes(fn, folder), *but)
+        finally:
+            thread.join(WAIT_TIMEOUT)
+            for rank, pid in enumerate(own.pids):
+                if rank not in but:
+                    os.kill(pid, signal.SIGCONT)
+
+
+# ---- a rank is killed ----
+
+
+def drop_along_dp(folder: Path) -> tuple[Attempt, str, str, float]:
+    mesh = connected(folder)
+    failed = steps_until_one_fails(mesh)
     try:
         raise RuntimeError(failed.text)
     except RuntimeError:
         after = mesh.shrink("dp", timeout=LONG_TIMEOUT)
-    agreed = time.monotonic()
-    if after.rank in after:
-        check_sums(groups_of(after))
-    return failed, str(after.shrunk), repr(after), agreed - start, time.monotonic() - start, failed.end
+    return failed, str(after.shrunk), checked(after), time.monotonic()
 
 
-def test_the_survivors_of_a_killed_rank_go_on_with_right_sums(tmp_path: Path):
-    with StoreProcess() as store, fresh_world(4, store) as own:
-        killed = [0.0]
+def test_the_survivors_of_a_killed_rank_go_on_within_a_second(tmp_path: Path):
+    killed = [0.0]
 
-        def kill() -> None:
-            for rank in range(4):
-                wait_for_flag(tmp_path, f"ready {rank}")
-            time.sleep(0.3)
-            killed[0] = time.monotonic()
-            own.kill(3, signal.SIGKILL)
+    def kill(own: World) -> None:
+        killed[0] = time.monotonic()
+        own.kill(3, signal.SIGKILL)
 
-        actor = threading.Thread(target=kill, daemon=True)
-        actor.start()
-        seen = results(own.outcomes(lose_one, tmp_path), 3)
-        actor.join(WAIT_TIMEOUT)
-    for failed, change, text, agreed, done, end in seen:
-        print(failed.kind, failed.text, "\n", change, text, f"agreed {agreed:.3f} done {done:.3f}", end - killed[0])
-    assert False
+    seen = run(tmp_path, 4, drop_along_dp, kill, [3])
+    assert len(seen) == 3
+    for failed, change, mesh, end in seen:
+        print(failed, change, mesh, end - killed[0])
+        assert failed.kind in ("MissingRanksError", "LifetimeError")
+        assert mesh == "ProcessGroupMesh(dp=1, tp=2, ranks=range(2), name='train')"
+        assert change.startswith("mesh 'train': 4 ranks, and now 2, in ")
+        assert "\n  lost: rank 3 has ended: its listener at 127.0.0.1:" in change
+        assert change.endswith("\n  dropped: rank 2")
+        assert end - killed[0] < 1.0 + SLACK
+
+
+def replace_by_spares(folder: Path) -> list[str]:
+    """Ranks 4 and 5 stand by. First rank 3 is killed, and then rank 0."""
+    mesh, meshes = connected(folder), []
+    for _ in range(2):
+        if mesh.rank in mesh:
+            steps_until_one_fails(mesh)
+            mesh = mesh.shrink(spares=[4, 5], timeout=LONG_TIMEOUT)
+        else:
+            mesh = mesh.stand_by(timeout=LONG_TIMEOUT)
+        meshes.append(checked(mesh))
+        set_flag(folder, f"again {mesh.rank}")
+    return meshes
+
+
+def test_spares_take_the_places_of_lost_ranks(tmp_path: Path):
+    def kill(own: World) -> None:
+        own.kill(3, signal.SIGKILL)
+        for rank in (0, 1, 2, 4, 5):
+            wait_for_flag(tmp_path, f"again {rank}")
+        own.kill(0, signal.SIGKILL)
+
+    for meshes in run(tmp_path, 6, replace_by_spares, kill, [0, 3]):
+        assert meshes == [
+            "ProcessGroupMesh(dp=2, tp=2, ranks=(0, 1, 2, 4), name='train')",
+            "ProcessGroupMesh(dp=2, tp=2, ranks=(5, 1, 2, 4), name='train')",
+        ]
+
+
+def too_few_are_left(folder: Path) -> tuple[Attempt, str]:
+    """A rank of each index of dp is killed. Without spares there is no mesh; with them there is."""
+    mesh = connected(folder)
+    if mesh.rank not in mesh:
+        return attempt(lambda: None), checked(mesh.stand_by(timeout=LONG_TIMEOUT))
+    steps_until_one_fails(mesh)
+    for rank in (0, 3):
+        wait_for_flag(folder, f"dead {rank}")
+    failed = attempt(lambda: mesh.shrink("dp", timeout=LONG_TIMEOUT))
+    return failed, checked(mesh.shrink("dp", spares=[4, 5], timeout=LONG_TIMEOUT))
+
+
+def test_if_too_few_are_left_all_survivors_say_so_and_a_retry_with_spares_works(tmp_path: Path):
+    def kill(own: World) -> None:
+        for rank in (0, 3):
+            own.kill(rank, signal.SIGKILL)
+            set_flag(tmp_path, f"dead {rank}")
+
+    seen = run(tmp_path, 6, too_few_are_left, kill, [0, 3])
+    for failed, mesh in seen:
+        assert mesh == "ProcessGroupMesh(dp=2, tp=2, ranks=(4, 1, 2, 5), name='train')"
+        if failed.kind:
+            assert failed.kind == "MissingRanksError"
+            assert "lost: ranks 0, 3. Each of the 2 indices of axis 'dp' has lost a rank" in failed.text
+    assert [bool(failed.kind) for failed, _ in seen] == [True, True, False, False]
+
+
+# ---- a rank is stopped ----
+
+
+def one_is_stopped(folder: Path) -> tuple[Attempt, str, float]:
+    """Rank 3 is stopped, and goes on after the others have replaced it."""
+    mesh = connected(folder)
+    mesh.abort_when_lost()
+    set_flag(folder, f"watching {mesh.rank}")
+    if mesh.rank == 4:
+        mesh = mesh.stand_by(timeout=LONG_TIMEOUT)
+        text = checked(mesh)
+        return attempt(lambda: None), text, time.monotonic()
+    failed = steps_until_one_fails(mesh)
+    if mesh.rank == 3:
+        refused = attempt(lambda: mesh.shrink("dp", spares=[4], timeout=LONG_TIMEOUT))
+        return failed, f"{refused.kind}: {refused.text}", time.monotonic()
+    mesh = mesh.shrink("dp", spares=[4], timeout=LONG_TIMEOUT)
+    text, end = checked(mesh), time.monotonic()
+    set_flag(folder, f"done {mesh.rank}")
+    return failed, text, end
+
+
+def test_a_stopped_rank_is_replaced_and_told_when_it_goes_on(tmp_path: Path):
+    stopped = [0.0]
+
+    def stop(own: World) -> None:
+        for rank in range(5):
+            wait_for_flag(tmp_path, f"watching {rank}")
+        time.sleep(2 * BEAT)  # so that each rank has been heard of
+        stopped[0] = time.monotonic()
+        own.kill(3, signal.SIGSTOP)
+        for rank in range(3):
+            wait_for_flag(tmp_path, f"done {rank}")
+        os.kill(own.pids[3], signal.SIGCONT)
+
+    seen = run(tmp_path, 5, one_is_stopped, stop, [])
+    for rank in (0, 1, 2):
+        failed, mesh, end = seen[rank]
+        print(failed, mesh, end - stopped[0])
+        assert "rank 3 has sent no heartbeat for at least" in failed.text
+        assert mesh == "ProcessGroupMesh(dp=2, tp=2, ranks=(0, 1, 2, 4), name='train')"
+        assert end - stopped[0] < H + 2 * BEAT + SLACK
+    failed, refused, _ = seen[3]
+    assert "was aborted by rank" in failed.text
+    assert refused.startswith("MembershipError: mesh 'train': the other ranks went on without rank 3")
+    assert "mesh = mesh.stand_by()" in refused
+
+
+def comes_back(folder: Path) -> list[str]:
+    """Rank 1 of three is taken for lost, stands by, and replaces rank 2, which is killed."""
+    mesh = connected(folder, range(3), dp=3)
+    if mesh.rank == 1:
+        wait_for_flag(folder, "replaced")
+        refused = attempt(lambda: mesh.shrink("dp", timeout=LONG_TIMEOUT))
+        assert refused.kind == "MembershipError", refused
+        set_flag(folder, "refused")
+        return [checked(mesh.stand_by(timeout=LONG_TIMEOUT))]
+    first = mesh.shrink("dp", lost_after=H, timeout=LONG_TIMEOUT)
+    texts = [checked(first)]
+    set_flag(folder, f"first {mesh.rank}")
+    steps_until_one_fails(first)
+    return [*texts, checked(first.shrink(spares=[1], timeout=LONG_TIMEOUT))]
+
+
+def test_a_rank_that_was_taken_for_lost_comes_back_as_a_spare(tmp_path: Path):
+    def act(own: World) -> None:
+        own.kill(1, signal.SIGSTOP)
+        for rank in (0, 2):
+            wait_for_flag(tmp_path, f"first {rank}")
+        os.kill(own.pids[1], signal.SIGCONT)
+        set_flag(tmp_path, "replaced")
+        wait_for_flag(tmp_path, "refused")
+        own.kill(2, signal.SIGKILL)
+
+    zero, one = run(tmp_path, 3, comes_back, act, [2])
+    assert zero == [
+        "ProcessGroupMesh(dp=2, ranks=range(0, 4, 2), name='train')",
+        "ProcessGroupMesh(dp=2, ranks=range(2), name='train')",
+    ]
+    assert one == zero[1:]
+
+
+# ---- arguments and ranks that differ ----
+
+
+def arguments_differ(folder: Path) -> tuple[Attempt, str]:
+    mesh = connected(folder)
+    failed = attempt(lambda: mesh.shrink(mesh.axes[mesh.rank % 2], timeout=LONG_TIMEOUT))
+    return failed, checked(mesh.shrink("dp", timeout=LONG_TIMEOUT))
+
+
+def test_different_arguments_are_an_error_on_all_ranks_and_a_retry_works(tmp_path: Path):
+    for failed, mesh in run(tmp_path, 4, arguments_differ, lambda own: None, []):
+        assert failed.kind == "MismatchError"
+        assert "mesh 'train': the ranks passed different arguments:" in failed.text
+        assert re_lines(failed.text)
+        assert mesh == "ProcessGroupMesh(dp=2, tp=2, name='train')"  # nobody was lost
+
+
+def re_lines(text: str) -> bool:
+    return "shrink('dp') on rank" in text and "shrink('tp') on rank" in text
+
+
+def one_does_not_come(folder: Path) -> tuple[Attempt, str]:
+    """Rank 2 lives and does not call. The others say so, and all of them try again."""
+    mesh = connected(folder)
+    failed = attempt(lambda: None)
+    if mesh.rank == 2:
+        for rank in (0, 1, 3):
+            wait_for_flag(folder, f"failed {rank}")
+    else:
+        failed = attempt(lambda: mesh.shrink("dp", timeout=SHORT))
+        set_flag(folder, f"failed {mesh.rank}")
+    return failed, checked(mesh.shrink("dp", timeout=LONG_TIMEOUT))
+
+
+def test_a_living_rank_that_does_not_call_is_named_and_not_taken_for_lost(tmp_path: Path):
+    for rank, (failed, mesh) in enumerate(run(tmp_path, 4, one_does_not_come, lambda own: None, [])):
+        assert mesh == "ProcessGroupMesh(dp=2, tp=2, name='train')"
+        if rank != 2:
+            assert failed.kind == "MissingRanksError"
+            assert f"mesh 'train': rank 2 did not call shrink('dp') in {SHORT:g} s." in failed.text
+            assert "lost:" not in failed.text
+            assert failed.took < SHORT + SLACK
+
+
+# ---- abort ----
+
+
+def one_aborts(folder: Path) -> tuple[Attempt, float]:
+    """Rank 0 waits in a thread and aborts the mesh; rank 1 waits for rank 2, which comes later."""
+    mesh = connected(folder, range(3), dp=3)
+    other = ProcessGroupMesh(3, name="other")
+    other.connect(timeout=LONG_TIMEOUT)
+    aborted = [0.0]
+
+    def abort() -> None:
+        wait_until(lambda: mesh.report().running, "the collective")
+        set_flag(folder, f"in {mesh.rank}")
+        if mesh.rank == 0:
+            wait_for_flag(folder, "in 1")
+            aborted[0] = time.monotonic()
+            mesh.abort("the loss is not a number")
+            set_flag(folder, "aborted")
+
+    thread = threading.Thread(target=abort, daemon=True)
+    if mesh.rank < 2:
+        thread.start()
+    else:
+        wait_for_flag(folder, "aborted")
+    failed = attempt(lambda: dist.all_reduce(torch.ones(1), group=mesh.group()))
+    if mesh.rank < 2:
+        thread.join(WAIT_TIMEOUT)
+    again = attempt(lambda: mesh.group("dp"))
+    assert again.kind == "LifetimeError", again
+    assert "was aborted by rank 0 at test_shrink.py:" in again.text
+    mesh.abort()  # changes nothing
+    mesh.close()
+    check_sums(groups_of(other))
+    check_sums(groups_of(ProcessGroupMesh(3, name="train")))
+    return failed, aborted[0]
+
+
+@pytest.mark.skipif(not CAN_COUNT, reason="reads /proc")
+def test_abort_wakes_everybody_and_says_who_and_why(tmp_path: Path):
+    seen = run(tmp_path, 3, one_aborts, lambda own: None, [])
+    when = seen[0][1]
+    for rank, (failed, _) in enumerate(seen):
+        print(failed, failed.end - when)
+        assert failed.kind == "LifetimeError"
+        assert "mesh 'train' was aborted by rank 0 at test_shrink.py:" in failed.text
+        assert "the loss is not a number" in failed.text
+        if rank < 2:
+            assert failed.end - when < 0.5 + SLACK
+
+
+# ---- ten times ----
+
+
+def shrink_often(folder: Path, times: int) -> list[tuple[dict[str, int], int]]:
+    """The mesh is replaced although nobody is lost."""
+    beat_fast()
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="train")
+    counts = []
+    for number in range(times):
+        check_sums(groups_of(mesh))
+        before = mesh
+        mesh = mesh.shrink("dp", timeout=LONG_TIMEOUT)
+        check_sums(groups_of(mesh))
+        del before
+        gc.collect()
+        dist.barrier()
+        counts.append((count_resources(), pgmesh_store().num_keys()))
+        dist.barrier()
+        assert mesh.shrunk is not None, number
+    return counts
+
+
+@pytest.mark.skipif(not CAN_COUNT, reason="reads /proc")
+def test_ten_shrinks_in_a_row_leave_two_small_keys_each_and_nothing_else(tmp_path: Path):
+    for counts in world(4).run(shrink_often, tmp_path, 10):
+        resources, keys = zip(*counts)
+        print(resources[2], resources[-1], keys)
+        assert keys[-1] - keys[2] == 2 * (len(keys) - 3)
+        for name, count in resources[-1].items():
+            assert count <= resources[2][name] + 3, name
+
+
+# ---- mistakes ----
+
+
+def test_mistakes_are_found_before_the_mesh_is_aborted():
+    with fake_rank(5, 8):
+        mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, name="train")
+        for act, kind, text in [
+            (mesh.shrink, "OptionsError", "mesh = mesh.shrink('pp')"),
+            (lambda: mesh.shrink("ep"), "AxisError", "ep"),
+            (lambda: mesh.at(pp=1).shrink("dp"), "LifetimeError", "Close that mesh"),
+            (lambda: mesh.at(pp=1).stand_by(), "LifetimeError", "Close that mesh"),
+            (lambda: mesh.at(pp=1).abort(), "LifetimeError", "Close that mesh"),
+            (lambda: mesh.shrink("dp", timeout=0), "OptionsError", "0"),
+            (lambda: mesh.shrink(spares=[1, 1]), "ShapeError", "repeats 1"),
+        ]:
+            failed = attempt(act)
+            assert failed.kind == kind, failed
+            assert text in failed.text
+        assert not mesh.is_closed
+        mesh.close()
+        failed = attempt(lambda: mesh.shrink("dp"))
+        assert failed.kind == "LifetimeError"
+        assert "cannot be replaced" in failed.text
