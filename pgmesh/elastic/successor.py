@@ -40,8 +40,8 @@ def successor(layout: Layout, lost: Collection[int], replaced: Mapping[int, int]
         kept = [index for index in range(layout.shape[position]) if index not in dropped]
         if not kept:
             raise MissingRanksError(
-                f"lost: {name_ranks([*lost])}. Each of the {layout.shape[position]} indices of axis {axis!r} has lost a "
-                f"rank, so nothing is left. Spares that came: {len(replaced)}."
+                f"lost: {name_ranks([*lost])}. Each of the {layout.shape[position]} indices of axis {axis!r} has lost "
+                f"a rank, so nothing is left. Spares that came: {len(replaced)}."
             )
         layout = layout.at({axis: kept})
     ranks = tuple(replaced.get(rank, rank) for rank in layout.ranks())
