@@ -84,6 +84,7 @@ class MeshIdentity:
         identity = MeshIdentity(self.name, layout, None, self.rank, self.world_size)
         identity.prefix, identity.number, identity.generation = self.prefix, self.number, self.generation + 1
         identity._first_key = self._first_key
+        identity.key = f"{identity._first_key}{identity._suffix}"
         return identity
 
     @functools.cached_property
