@@ -209,7 +209,7 @@ class Agreement:
                 outcome = self._inspect(late=now >= self.deadline, warn=now >= warning)
                 if outcome is not None:
                     return self._decide(outcome)
-                inspection = self.statuses.next_inspection(timing.TIMING.inspection)
+                inspection = now + timing.TIMING.inspection
                 warning = math.inf if now >= warning else warning
             self.client.sleep(min(pause, max(0.0, self.deadline - now)))
         raise AssertionError("pauses never end")
