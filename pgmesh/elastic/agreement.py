@@ -206,6 +206,10 @@ class Agreement:
                 return Outcome.unpack(self.decision_key, text)
             now = self.client.now()
             if now >= min(inspection, self.deadline):
+            if not outcome.failed and self.arrival.request is None:
+                rank, survives = self.arrival.rank, self.arrival.rank not in outcome.lost
+                # Another process of this rank may have arrived, and be in the new mesh.
+                self.came_late |= rank in outcome.replaced.values() or (rank in self.members and survives)
                 outcome = self._inspect(late=now >= self.deadline, warn=now >= warning)
                 if outcome is not None:
                     return self._decide(outcome)
