@@ -250,7 +250,7 @@ class Agreement:
         if len({*requests.values()}) > 1:
             lines = "".join(f"\n  {request} on rank {rank}" for rank, request in requests.items())
             return self._failure(f"the ranks passed different arguments:{lines}", "mismatch")
-        if not requests:
+        if not requests or (late and self.arrival.request is None):  # its deadline is not the others'
             return Outcome(failed=f"{self._who} stopped standing by", error="left") if late else None
         request = next(iter(requests.values()))
         spares = request.spares
