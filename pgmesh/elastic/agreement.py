@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,13 @@ class Request:
         return f"shrink({', '.join([*axis, f'spares={list(self.spares)}'] if self.spares else axis)})"
 
 
+def _have_types(rows: Iterable[Any], *types: Any) -> bool:
+    """True if each row holds one value of each of these types."""
+    return all(
+        isinstance(row, (list, tuple)) and len(row) == len(types) and all(map(isinstance, row, types)) for row in rows
+    )
+
+
 @dataclass(frozen=True)
 class Arrival:
     """One rank at an attempt.
@@ -72,9 +79,16 @@ class Arrival:
     def unpack(cls, line: bytes) -> Arrival | None:
         """Decode an arrival; None for a foreign value."""
         record = unpack(line, rank=int, process=str, request=list)
-        if record is None or len(record["request"]) not in (0, 2):
+        if record is None:
             return None
-        request = Request(record["request"][0], tuple(record["request"][1])) if record["request"] else None
+        request = None
+        if record["request"]:
+            if not _have_types([record["request"]], (str, int, type(None)), list):
+                return None
+            axis, spares = record["request"]
+            if not _have_types(zip(spares), int):
+                return None
+            request = Request(axis, tuple(spares))
         return cls(record["rank"], record["process"], request)
 
 
@@ -100,10 +114,11 @@ class Outcome:
     processes: tuple[str, ...] = ()
 
     def pack(self) -> str:
+        chars = timing.LIMITS.record_chars // 8  # for the texts; a character may take six in JSON
         return pack(
-            failed=self.failed[: timing.LIMITS.record_chars // 8],
+            failed=self.failed[:chars],
             error=self.error,
-            lost=[[rank, why] for rank, why in self.lost.items()],
+            lost=[[rank, why[: chars // len(self.lost)]] for rank, why in self.lost.items()],
             replaced=[*map(list, self.replaced.items())],
             axis=[self.axis],
             processes=self.processes,
@@ -112,7 +127,13 @@ class Outcome:
     @classmethod
     def unpack(cls, key: str, text: bytes) -> Outcome:
         record = unpack(text, failed=str, error=str, lost=list, replaced=list, axis=list, processes=list)
-        if record is None:
+        if (
+            record is None
+            or not _have_types(record["lost"], int, str)
+            or not _have_types(record["replaced"], int, int)
+            or not _have_types(zip(record["processes"]), str)
+            or not _have_types([record["axis"]], (str, int, type(None)))
+        ):
             return cls(failed=f"{foreign_value(key, text)}.", error="mismatch")
         return cls(
             record["failed"],
@@ -185,6 +206,10 @@ class Agreement:
                 with contextlib.suppress(WorldError):
                     self._decide(Outcome(failed=f"{self._who} stopped: {error_text(error)}", error="left"))
                 raise
+            if not outcome.failed and self.arrival.request is None:
+                rank, survives = self.arrival.rank, self.arrival.rank not in outcome.lost
+                # Another process of this rank may have arrived, and be in the new mesh.
+                self.came_late |= rank in outcome.replaced.values() or (rank in self.members and survives)
             late = self.client.now() >= self.deadline
             if not outcome.failed or late or (outcome.error != "left" and self.arrival.request is not None):
                 return outcome
@@ -246,7 +271,7 @@ class Agreement:
         if len({*requests.values()}) > 1:
             lines = "".join(f"\n  {request} on rank {rank}" for rank, request in requests.items())
             return self._failure(f"the ranks passed different arguments:{lines}", "mismatch")
-        if not requests:
+        if not requests or (late and self.arrival.request is None):  # its deadline is not the others'
             return Outcome(failed=f"{self._who} stopped standing by", error="left") if late else None
         request = next(iter(requests.values()))
         spares = request.spares

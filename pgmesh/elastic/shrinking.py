@@ -104,7 +104,7 @@ class _Call:
         """Agree on the mesh that replaces this one, and on the one that replaces that if this rank missed it."""
         cache, thread = self.cache, self.client.thread
         cache.identity.register(cache.registry, self.client.timeout(), as_before=True)
-        if thread.replaces_process and request is not None and not cache.connected:
+        if thread.replaces_process and request is not None and not cache.connected and cache.shrunk is None:
             request = None  # a new process in the place of a lost one
         start, layout, identity = time.monotonic(), cache.layout, cache.identity
         while True:

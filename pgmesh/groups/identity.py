@@ -83,7 +83,8 @@ class MeshIdentity:
         """The identity of the mesh that replaces this one, which is registered. It is the same on all ranks."""
         identity = MeshIdentity(self.name, layout, None, self.rank, self.world_size)
         identity.prefix, identity.number, identity.generation = self.prefix, self.number, self.generation + 1
-        identity._first_key, identity.key = self._first_key, f"{self._first_key}{identity._suffix}"
+        identity._first_key = self._first_key
+        identity.key = f"{identity._first_key}{identity._suffix}"
         return identity
 
     @functools.cached_property

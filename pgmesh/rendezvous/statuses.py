@@ -141,6 +141,7 @@ class Statuses:
     def __init__(self, lost_after: float, now: Callable[[], float]) -> None:
         self.lost_after, self._now = lost_after, now
         self.heard: dict[int, tuple[int, float]] = {}  # by rank: its last heartbeat, and when it was first read
+        self._read_at: dict[int, float] = {}  # by rank: the begin of the last read of its status
         self._last: dict[int, RankStatus] = {}
         self._without: dict[int, str] = {}  # by rank that was read and has no status: the reason
 
@@ -150,15 +151,17 @@ class Statuses:
         Args:
             run: performs operations on the store.
         """
-        ranks, now = list(ranks), self._now()
-        for rank, text in zip(ranks, run(*(Read(status_key(rank)) for rank in ranks)) if ranks else ()):
+        ranks, began = list(ranks), self._now()
+        texts = run(*(Read(status_key(rank)) for rank in ranks)) if ranks else ()
+        now = self._now()
+        for rank, text in zip(ranks, texts):
             status = RankStatus.unpack(rank, text)
             if status is None:
                 self._last.pop(rank, None)
                 none = "no status: it has not called connect yet, or cannot reach the store"
                 self._without[rank] = none if text is None else foreign_value(status_key(rank), text)
                 continue
-            self._last[rank] = status
+            self._last[rank], self._read_at[rank] = status, began
             if self.heard.get(rank, (None, now))[0] != status.heartbeat:
                 self.heard[rank] = (status.heartbeat, now)
 
@@ -175,7 +178,8 @@ class Statuses:
         return bool(status.exited) or self._silence(status.rank) >= self.lost_after
 
     def _silence(self, rank: int) -> float:
-        return self._now() - self.heard[rank][1]
+        """Seconds from the answer with the last heartbeat to the last read. A slow answer is no silence."""
+        return max(0.0, self._read_at[rank] - self.heard[rank][1])
 
     def describe(self, rank: int) -> str:
         """The last status of a rank for a message, with the seconds without a heartbeat if it is silent."""

@@ -1,0 +1,478 @@
+"""The agreement on lost ranks, in one process that plays all ranks over a store in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pgmesh.elastic.agreement import Agreement, Arrival, Outcome, Request
+from pgmesh.elastic.successor import successor
+from pgmesh.errors import MismatchError, MissingRanksError, WorldError
+from pgmesh.groups.identity import MeshIdentity
+from pgmesh.layout import Layout
+from pgmesh.rendezvous import timing
+from pgmesh.rendezvous.operations import Append, CompareSet, Read
+from pgmesh.rendezvous.records import pack
+from pgmesh.rendezvous.statuses import RankStatus, Statuses, status_key
+from tests.rendezvous.memory_client import MemoryClient
+
+DP = Request("dp", ())
+UPTIME = 50_000.0
+"""Seconds on the clock of the statuses when a call begins."""
+
+
+def spares(*ranks: int, axis: str | None = "dp") -> Request:
+    return Request(axis, ranks)
+
+
+def arrivals(*lines: Arrival) -> bytes:
+    return b"".join(line.pack().encode() + b"\n" for line in lines)
+
+
+def arrival(rank: int, request: Request | None = DP, process: str = "") -> Arrival:
+    return Arrival(rank, process or f"process {rank}", request)
+
+
+def status(rank: int, **more: Any) -> dict[str, bytes]:
+    more = {"heartbeat": 1, "endpoint": ("host", 100 + rank), **more}
+    return {status_key(rank): RankStatus(rank, **more).pack().encode()}
+
+
+def come(client: MemoryClient, when: float, *lines: Arrival, number: int = 0) -> Callable[[], None]:
+    """Let ranks arrive at an attempt at a time of the client's clock."""
+    waiting = [lines]
+
+    def between() -> None:
+        if waiting and client.clock >= when:
+            key = f"m/shrink/{number}/arrivals"
+            client.values[key] = client.values.get(key, b"") + arrivals(*waiting.pop())
+
+    client.between = between
+    return between
+
+
+class Rank:
+    """One rank of a mesh dp=``size`` in the agreement.
+
+    Args:
+        ended: the ranks whose listener refuses connections.
+    """
+
+    def __init__(self, rank: int = 0, request: Request | None = DP, size: int = 2, **more: Any) -> None:
+        self.ended: set[int] = more.pop("ended", set())
+        self.client = MemoryClient(rank, more.pop("values", None))
+        self.warnings: list[str] = []
+        self.layout = Layout(dp=size)
+        self.agreement = Agreement(
+            "m",
+            "mesh 'm'",
+            range(size),
+            arrival(rank, request, more.pop("process", "")),
+            self.client,
+            more.pop("deadline", 30.0),
+            Statuses(5.0, lambda: UPTIME + self.client.clock),
+            has_ended=lambda status: status.rank in self.ended,
+            check=self._check,
+            warn=self.warnings.append,
+        )
+        assert not more
+
+    def _check(self, outcome: Outcome) -> str:
+        try:
+            successor(self.layout, outcome.lost, outcome.replaced, outcome.axis)
+        except MissingRanksError as error:
+            return str(error)
+        return ""
+
+    def agree(self) -> Outcome:
+        return self.agreement.agree()
+
+    def decision(self, number: int = 0) -> Outcome:
+        key = f"m/shrink/{number}/decision"
+        return Outcome.unpack(key, self.client.values[key])
+
+
+# -- all arrive -------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_rank_that_finds_all_arrived_decides_after_one_short_wait():
+    one = Rank(values={"m/shrink/0/arrivals": arrivals(arrival(1))})
+    outcome = one.agree()
+    assert outcome == Outcome(axis="dp") == one.decision()
+    assert one.client.clock < 0.05
+    assert [type(each) for each in one.client.operations[:2]] == [Read, Append]
+    assert not one.warnings
+
+
+def test_a_rank_waits_for_a_living_one_and_goes_on_once_it_arrives():
+    one = Rank(values=status(1))
+    come(one.client, 3.0, arrival(1))
+    one.between = one.client.between
+
+    def between() -> None:
+        one.client.values |= status(1, heartbeat=int(one.client.clock))
+        one.between()
+
+    one.client.between = between
+    assert one.agree() == Outcome(axis="dp")
+    assert 3.0 <= one.client.clock < 3.3
+
+
+def test_the_decision_of_another_rank_is_taken():
+    theirs = Outcome(lost={1: "rank 1 has ended"}, axis="dp")
+    one = Rank(values=status(1))
+    one.client.between = lambda: one.client.values.update({"m/shrink/0/decision": theirs.pack().encode()})
+    assert one.agree() == theirs
+    assert not one.agreement.came_late
+
+
+# -- lost ranks -------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_whose_process_has_ended_is_lost_at_once():
+    one = Rank(values=status(1), ended={1})
+    assert one.agree().lost == {1: "rank 1 has ended: its listener at host:101 refuses connections"}
+    assert one.client.clock < 0.05
+
+
+def test_a_rank_that_has_left_is_lost_at_once():
+    one = Rank(values=status(1, exited="it closed its mesh"))
+    assert one.agree().lost == {1: "rank 1: it closed its mesh"}
+
+
+def test_a_silent_rank_is_lost_after_the_time_without_a_heartbeat():
+    one = Rank(values=status(1))
+    assert "has sent no heartbeat for at least 5 s" in one.agree().lost[1]
+    assert 5.0 <= one.client.clock < 5.3
+
+
+def test_a_process_that_ends_during_the_wait_is_lost_soon():
+    one = Rank(values=status(1), deadline=4.0)
+    one.client.between = lambda: one.ended.update({1} if one.client.clock > 1.0 else ())
+    assert [*one.agree().lost] == [1]
+    assert one.client.clock < 1.3
+
+
+def test_a_store_that_answers_late_makes_no_rank_silent():
+    one = Rank(values={**status(1), **status(2)}, size=3)
+    come(one.client, 8.0, arrival(1), arrival(2))
+    run = one.client.run
+
+    def slow(*operations: Any) -> list[Any]:
+        answers = run(*operations)
+        if any(operation[0] == status_key(1) for operation in operations) and one.client.clock < 6.0:
+            one.client.clock += 6.0
+        return answers
+
+    one.client.run = slow  # type: ignore[method-assign]
+    assert one.agree() == Outcome(axis="dp")
+
+
+def test_too_many_lost_ranks_fail_the_attempt_and_a_retry_is_the_next_one():
+    one = Rank(request=spares(7, axis=None), values=status(1), ended={1, 7})
+    one.client.values |= status(7)
+    outcome = one.agree()
+    assert "are lost, and 0 spares are there" in outcome.failed
+    with pytest.raises(MissingRanksError, match="rank 1"):
+        outcome.check()
+    again = Rank(values=one.client.values, ended={1})
+    assert [*again.agree().lost] == [1]
+    assert again.agreement.number == 1
+
+
+def test_reasons_of_many_lost_ranks_fit_into_one_record():
+    size = 2000
+    one = Rank(size=size, values={k: v for r in range(1, size) for k, v in status(r, exited="gone " * 40).items()})
+    assert one.agree().failed == ""
+    assert len(one.decision().lost) == size - 1
+    few = Rank(size=3, values={k: v for r in (1, 2) for k, v in status(r, exited="gone").items()})
+    assert few.agree().lost == {1: "rank 1: gone", 2: "rank 2: gone"} == few.decision().lost
+
+
+# -- arguments and foreign values -------------------------------------------------------------------------------------
+
+
+def test_different_arguments_fail_on_all_ranks():
+    one = Rank(values={"m/shrink/0/arrivals": arrivals(arrival(1, spares(4)))})
+    outcome = one.agree()
+    assert outcome.failed == (
+        "mesh 'm': the ranks passed different arguments:"
+        "\n  shrink('dp') on rank 0\n  shrink('dp', spares=[4]) on rank 1"
+    )
+    with pytest.raises(MismatchError):
+        outcome.check()
+    with pytest.raises(MismatchError):
+        one.decision().check()
+
+
+FOREIGN_ARRIVALS = [
+    b"import os",
+    pack(rank=1, process="p", request=["dp"]).encode(),
+    pack(rank=1, process="p", request=["dp", 3]).encode(),
+    pack(rank=1, process="p", request=[["dp"], []]).encode(),
+    pack(rank=1, process="p", request=["dp", ["4"]]).encode(),
+    pack(rank="1", process="p", request=[]).encode(),
+]
+
+
+@pytest.mark.parametrize("line", FOREIGN_ARRIVALS)
+def test_a_foreign_arrival_fails_the_attempt(line: bytes):
+    one = Rank(values={"m/shrink/0/arrivals": line + b"\n"})
+    outcome = one.agree()
+    assert "the store's key m/shrink/0/arrivals holds" in outcome.failed
+    with pytest.raises(MismatchError, match="which pgmesh did not write"):
+        outcome.check()
+
+
+def foreign_decision(**more: Any) -> bytes:
+    fields = {"failed": "", "error": "missing", "lost": [], "replaced": [], "axis": ["dp"], "processes": [], **more}
+    return pack(**fields).encode()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"import os",
+        foreign_decision(lost=[1]),
+        foreign_decision(lost=[[1, 2]]),
+        foreign_decision(lost=[["1", "gone"]]),
+        foreign_decision(replaced=[[1]]),
+        foreign_decision(replaced=[[1, "4"]]),
+        foreign_decision(axis=[]),
+        foreign_decision(axis=[["dp"]]),
+        foreign_decision(processes=[4]),
+    ],
+)
+def test_a_foreign_decision_fails_the_attempt(text: bytes):
+    one = Rank()
+    one.client.between = lambda: one.client.values.update({"m/shrink/0/decision": text})
+    with pytest.raises(MismatchError, match=r"key m/shrink/0/decision holds .* which pgmesh did not write"):
+        one.agree().check()
+
+
+def test_a_foreign_status_is_no_proof_of_a_loss():
+    one = Rank(values={status_key(1): b"import os"}, deadline=7.0)
+    assert "rank 1: the store's key" in one.agree().failed
+
+
+# -- deadlines, Ctrl-C and errors of the store ------------------------------------------------------------------------
+
+
+def test_a_deadline_fails_the_attempt_and_names_the_ranks_that_did_not_call():
+    one = Rank(values=status(1), deadline=3.0)
+    outcome = one.agree()
+    assert outcome.failed.startswith("mesh 'm': rank 1 did not call shrink('dp') in 3 s.\n  rank 1: not in connect")
+    assert 3.0 <= one.client.clock < 3.1
+    with pytest.raises(MissingRanksError):
+        outcome.check()
+
+
+def test_a_late_rank_logs_the_failure_and_arrives_at_the_next_attempt():
+    failed = Outcome(failed="rank 0 did not call").pack().encode()
+    one = Rank(values={"m/shrink/0/decision": failed, "m/shrink/1/arrivals": arrivals(arrival(1))})
+    assert one.agree() == Outcome(axis="dp")
+    assert (one.agreement.number, one.agreement.came_late) == (1, False)
+    assert one.warnings == ["an earlier attempt failed before rank 0 arrived: rank 0 did not call"]
+
+
+def test_a_rank_that_was_taken_for_lost_learns_it():
+    theirs = Outcome(lost={0: "silent"}, axis="dp")
+    one = Rank(values={"m/shrink/0/decision": theirs.pack().encode()})
+    assert one.agree() == theirs
+    assert one.agreement.came_late
+    assert one.client.clock == 0.0
+
+
+def test_ctrl_c_ends_the_attempt_and_the_others_go_on_to_the_next():
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    one = Rank(values=status(1))
+    one.client.between = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        one.agree()
+    assert one.decision().error == "left"
+    assert one.decision().failed == "rank 0 stopped: KeyboardInterrupt"
+
+    other = Rank(rank=1, values={})
+    other.client.between = lambda: other.client.values.update(
+        {"m/shrink/0/decision": one.decision().pack().encode(), "m/shrink/1/arrivals": arrivals(arrival(0), arrival(1))}
+    )
+    assert other.agree() == Outcome(axis="dp")
+    assert other.agreement.number == 1
+
+
+def test_an_interrupted_rank_that_retries_takes_the_success_of_the_others():
+    one = Rank(values={"m/shrink/0/decision": Outcome(axis="dp").pack().encode()})
+    assert one.agree() == Outcome(axis="dp")
+
+
+def test_an_error_of_the_store_is_raised_and_nothing_is_published():
+    def fail() -> None:
+        raise WorldError("the store is gone")
+
+    one = Rank()
+    one.client.between = fail
+    with pytest.raises(WorldError):
+        one.agree()
+    assert "m/shrink/0/decision" not in one.client.values
+
+
+def test_an_error_of_the_store_does_not_hide_ctrl_c():
+    one = Rank()
+
+    def interrupt() -> None:
+        one.client.run = fail  # type: ignore[method-assign]
+        raise KeyboardInterrupt
+
+    def fail(*operations: Any) -> list[Any]:
+        raise WorldError("the store is gone")
+
+    one.client.between = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        one.agree()
+
+
+def test_a_rank_warns_once_of_the_ranks_that_it_waits_for():
+    one = Rank(values=status(1), deadline=4.5)
+    one.agree()
+    assert one.warnings == ["mesh 'm': rank 1 did not call shrink('dp') so far.\n  rank 1: not in connect"]
+    late = Rank(values=status(1), deadline=30.0)
+    late.client.between = lambda: late.client.values.update(
+        {"m/shrink/0/decision": Outcome().pack().encode()} if late.client.clock > timing.TIMING.stragglers / 2 else {}
+    )
+    late.agree()
+    assert late.warnings == []
+
+
+# -- spares and new processes -----------------------------------------------------------------------------------------
+
+
+def test_spares_take_the_places_of_lost_ranks_in_their_order():
+    there = arrivals(arrival(5, None), arrival(4, None), arrival(6, None))
+    one = Rank(request=spares(6, 4, 5), size=3, values={**status(1), **status(2)}, ended={1, 2})
+    one.client.values["m/shrink/0/arrivals"] = there
+    outcome = one.agree()
+    assert outcome.replaced == {1: 6, 2: 4}
+    assert outcome.processes == ("process 6", "process 4")
+
+
+def test_a_spare_that_lives_is_waited_for_and_one_that_has_ended_is_not():
+    values = {**status(1), **status(4), **status(5)}
+    one = Rank(request=spares(4, 5), values=values, ended={1, 4})
+    come(one.client, 1.0, arrival(5, None))
+    assert one.agree().replaced == {1: 5}
+    assert 1.0 <= one.client.clock < 1.3
+
+    none = Rank(request=spares(4), values={**status(1), **status(4)}, ended={1, 4})
+    assert (none.agree().replaced, none.agree().lost.keys()) == ({}, {1})
+    assert none.client.clock < 0.1
+
+
+def test_without_a_spare_at_the_deadline_the_axis_is_dropped():
+    one = Rank(request=spares(4), values=status(1), ended={1}, deadline=3.0)
+    outcome = one.agree()
+    assert (outcome.failed, [*outcome.lost], outcome.replaced) == ("", [1], {})
+    assert 3.0 <= one.client.clock < 3.1
+    assert one.warnings == [
+        "mesh 'm': no spare came of rank 4 so far."
+        "\n  rank 4: no status: it has not called connect yet, or cannot reach the store"
+        "\n  lost: rank 1 has ended: its listener at host:101 refuses connections"
+    ]
+
+
+def test_no_spare_is_waited_for_while_no_rank_is_lost():
+    one = Rank(request=spares(4), values={**status(4), "m/shrink/0/arrivals": arrivals(arrival(1, spares(4)))})
+    assert one.agree() == Outcome(axis="dp")
+    assert one.client.clock < 0.05
+
+
+def test_a_new_process_takes_the_place_of_its_own_rank():
+    lines = arrivals(arrival(1, spares(4, 1)), arrival(1, None, "another"), arrival(4, None))
+    one = Rank(request=spares(4, 1), values={"m/shrink/0/arrivals": lines})
+    outcome = one.agree()
+    assert outcome.lost == {1: "rank 1 is a new process, which stands by"}
+    assert (outcome.replaced, outcome.processes) == ({1: 1}, ("another",))
+
+
+def test_a_new_process_that_is_no_spare_is_lost():
+    one = Rank(values={"m/shrink/0/arrivals": arrivals(arrival(1, None))})
+    outcome = one.agree()
+    assert ([*outcome.lost], outcome.replaced) == ([1], {})
+
+
+def test_a_new_process_of_a_lost_rank_is_waited_for_if_it_is_a_spare():
+    one = Rank(request=spares(1), values=status(1), ended={1})
+    come(one.client, 2.0, arrival(1, None))
+    assert one.agree().replaced == {1: 1}
+    assert 2.0 <= one.client.clock < 2.3
+
+
+def test_a_new_process_does_not_take_the_decision_that_counted_the_old_one():
+    """The decision was made while the new process arrived."""
+    new = Rank(rank=1, request=None, process="another")
+    new.client.between = lambda: new.client.values.update({"m/shrink/0/decision": Outcome().pack().encode()})
+    new.agree()
+    assert new.agreement.came_late
+
+    spare = Rank(rank=4, request=None)
+    theirs = Outcome(lost={1: "gone"}, replaced={1: 4}, processes=("process 4",))
+    spare.client.between = lambda: spare.client.values.update({"m/shrink/0/decision": theirs.pack().encode()})
+    outcome = spare.agree()
+    assert spare.agreement.arrival.process in outcome.processes
+
+
+def test_a_rank_that_stands_by_decides_nothing_before_a_member_calls():
+    spare = Rank(rank=4, request=None, deadline=9.0)
+    assert spare.agree().failed == "rank 4 stopped standing by"
+    assert spare.decision().error == "left"
+
+
+def test_the_deadline_of_a_rank_that_stands_by_is_not_that_of_the_members():
+    values = {"m/shrink/0/arrivals": arrivals(arrival(0)), **status(1)}
+    spare = Rank(rank=4, request=None, values=values, deadline=3.0)
+    spare.agree()
+    assert spare.decision().error == "left"
+
+    member = Rank(values={})
+    decision = {"m/shrink/0/decision": spare.decision().pack().encode()}
+    member.client.between = lambda: member.client.values.update(
+        {**decision, "m/shrink/1/arrivals": arrivals(arrival(0), arrival(1))}
+    )
+    assert member.agree() == Outcome(axis="dp")
+
+
+def test_a_rank_that_stands_by_goes_on_after_a_failed_attempt():
+    spare = Rank(rank=4, request=None)
+    failed = Outcome(failed="rank 1 did not call").pack().encode()
+    made = Outcome(lost={1: "gone"}, replaced={1: 4}, processes=("process 4",))
+
+    def between() -> None:
+        spare.client.values["m/shrink/0/decision"] = failed
+        if "m/shrink/1/arrivals" in spare.client.values:
+            spare.client.values["m/shrink/1/decision"] = made.pack().encode()
+
+    spare.client.between = between
+    assert spare.agree() == made
+    assert spare.agreement.number == 1
+
+
+def test_the_mesh_that_replaces_another_one_has_its_store_keys_at_once():
+    """A rank that missed it stands by under them."""
+    identity = MeshIdentity("train", Layout(dp=2), None, 0, 2)
+    identity._first_key, identity.key = f"{identity.prefix}.3", f"{identity.prefix}.3"
+    after = identity.successor(Layout(dp=1))
+    assert after.key == f"{identity.key}~1"
+    assert after.successor(Layout(dp=1)).key == f"{identity.key}~2"
+
+
+def test_records_survive_the_store():
+    for line in (arrival(3), arrival(3, None), arrival(3, spares(1, 2, axis=None))):
+        assert Arrival.unpack(line.pack().encode()) == line
+    outcome = Outcome(lost={1: "gone"}, replaced={1: 4}, axis="dp", processes=("process 4",))
+    for each in (outcome, Outcome(), dataclasses.replace(outcome, failed="late", error="left")):
+        assert Outcome.unpack("", each.pack().encode()) == each
+    assert CompareSet("key", outcome.pack()).value == outcome.pack()
