@@ -55,6 +55,7 @@ docs/parallel
 docs/recipes
 docs/resharding
 docs/neighbours
+docs/elastic
 docs/why_does_it_hang
 docs/coming_from/megatron
 docs/coming_from/olmo_core

@@ -646,8 +646,8 @@ class ProcessGroupMesh:
 
         Args:
             axis: the axis whose indices may be dropped; None to drop none.
-            spares: ranks of the world that may replace lost ones, in this order. They stand by or call this too. A rank
-                of the mesh stands for a new process that is to come in its place.
+            spares: ranks of the world that may replace lost ones, in this order. They stand by or call this too. A new
+                process with the number of a lost rank may be one. Without an axis, such processes are waited for.
             timeout: maximum wait for living ranks: a timedelta or a number of seconds.
             lost_after: time without a heartbeat after which a rank counts as lost. Default: 5 s.
 

@@ -32,6 +32,7 @@ FLOORS = [
     "groups",
     "connect",
     "topology",
+    "elastic",
     "mesh",
     "resharding/sharding",
     "resharding/plan",

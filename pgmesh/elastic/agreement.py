@@ -283,7 +283,8 @@ class Agreement:
         new = [rank for rank in self.members if rank in arrivals and rank not in requests]
         lost |= {rank: f"rank {rank} is a new process, which stands by" for rank in new}
         ready = [rank for rank in spares if rank in arrivals and (rank in new or rank not in self.members)]
-        coming = [rank for rank in spares if rank in absent and (rank not in gone or rank in self.members)]
+        # Without an axis there is no mesh without spares, so new processes in the places of ended ones are waited for.
+        coming = [rank for rank in spares if rank in absent and (rank not in gone or request.axis is None)]
         if not waiting and (len(ready) >= len(lost) or late or not coming):
             return self._success(request, arrivals, lost, ready, gone)
         what = f"{name_ranks(waiting)} did not call {request}" if waiting else f"no spare came of {name_ranks(coming)}"

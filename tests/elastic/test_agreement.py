@@ -175,7 +175,7 @@ def test_too_many_lost_ranks_fail_the_attempt_and_a_retry_is_the_next_one():
     one = Rank(request=spares(7, axis=None), values=status(1), ended={1, 7})
     one.client.values |= status(7)
     outcome = one.agree()
-    assert "are lost, and 0 spares are there" in outcome.failed
+    assert "lost: rank 1. Spares that came: 0." in outcome.failed
     with pytest.raises(MissingRanksError, match="rank 1"):
         outcome.check()
     again = Rank(values=one.client.values, ended={1})
@@ -404,11 +404,17 @@ def test_a_new_process_that_is_no_spare_is_lost():
     assert ([*outcome.lost], outcome.replaced) == ([1], {})
 
 
-def test_a_new_process_of_a_lost_rank_is_waited_for_if_it_is_a_spare():
-    one = Rank(request=spares(1), values=status(1), ended={1})
+def test_without_an_axis_a_new_process_of_a_lost_rank_is_waited_for_if_it_is_a_spare():
+    one = Rank(request=spares(1, axis=None), values=status(1), ended={1})
     come(one.client, 2.0, arrival(1, None))
     assert one.agree().replaced == {1: 1}
     assert 2.0 <= one.client.clock < 2.3
+
+
+def test_an_ended_spare_is_not_waited_for_if_an_axis_can_be_dropped():
+    one = Rank(request=spares(1), values=status(1), ended={1})
+    assert ([*one.agree().lost], one.agree().replaced) == ([1], {})
+    assert one.client.clock < 0.1
 
 
 def test_a_new_process_does_not_take_the_decision_that_counted_the_old_one():
