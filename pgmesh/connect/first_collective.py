@@ -48,8 +48,8 @@ class FirstCollective:
 
     def keep_until_done(self) -> None:
         """Keep the group alive if its collective does not end although its connections were shut down."""
-        if self._work is not None and not self._work.is_completed():
-            teardown.keep_until_done(self.record.group, self._work)
+        if self._work is not None:
+            teardown.keep_until_done(self.record, [self._work])
 
     def poll(self) -> bool:
         """Check for the end of the collective. True if it has just succeeded."""
