@@ -145,10 +145,8 @@ class PollingStore(dist.Store):
 
     def unseen_addresses(self) -> dict[int, str]:
         """The first members whose addresses this rank has not read, each with the store key of its address."""
-        if not (
-            self.written and self._addresses
-        ):  # this rank is in no first collective, or connect gave it all addresses
-            return {}
+        if not (self.written and self._addresses):
+            return {}  # this rank is in no first collective, or connect gave it all addresses
         own = next(iter(self._own_addresses), "")
         stem = own.rpartition("/")[0]
         seen = {own, *self.values}

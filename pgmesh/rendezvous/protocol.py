@@ -12,8 +12,8 @@ A *connect attempt* is one round in which the members of a group connect. It has
                                 never changes
     <group>/<number>/broken     the reason, if the first collective failed on a member after the decision
 
-Attempts are numbered from 0. In one batch, a rank reads the decision of an attempt and arrives at it. If the attempt was
-already decided, the rank goes on to the next one.
+Attempts are numbered from 0. In one batch, a rank reads the decision of an attempt and arrives at it. If the attempt
+was already decided, the rank goes on to the next one.
 
 A member that has read the arrivals of all members decides that the group is made; this is usually the last one to
 arrive. A member decides that the attempt failed if it finds a reason: a different fingerprint, a lost member, an error
