@@ -12,7 +12,8 @@ import select
 import socket
 import stat
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import NamedTuple
 
 from pgmesh import torch_private
@@ -56,47 +57,55 @@ def shut_down(groups: Iterable[Endpoints]) -> int:
     groups = list(groups)
     own = {endpoint for group in groups for endpoint in group.own}
     members = {endpoint for group in groups for _, endpoint in group.members}
-    inodes: dict[int, int] = {}  # by descriptor that was shut down
+    count = 0
     if not own and not members:
-        return 0
+        return count
     for number in _descriptors():
-        with contextlib.suppress(OSError):
-            status = os.fstat(number)
-            if not stat.S_ISSOCK(status.st_mode):
-                continue
-            # A duplicate: another thread may close the descriptor and reuse its number meanwhile.
-            with socket.socket(fileno=os.dup(number)) as connection:
-                if connection.family not in (socket.AF_INET, socket.AF_INET6):
-                    continue
-                peer = connection.getpeername()[:2]  # raises for a listener
-                if connection.getsockname()[:2] in own or peer in members:
-                    connection.shutdown(socket.SHUT_RDWR)
-                    inodes[number] = status.st_ino
-    _detach(inodes)
-    return len(inodes)
+        with contextlib.suppress(OSError), _opened(number) as connection:
+            peer = connection.getpeername()[:2]  # raises for a listener
+            if connection.getsockname()[:2] in own or peer in members:
+                connection.shutdown(socket.SHUT_RDWR)
+                count += 1
+    _end_events(own)
+    return count
 
 
-def _detach(inodes: Mapping[int, int]) -> None:
-    """Wait until Gloo has closed these connections, and remove the others from its event loops.
+def _end_events(own: Collection[Endpoint]) -> None:
+    """Wait until Gloo has closed the connections of some groups, and remove the others from its event loops.
 
     A Gloo group ends its event loop once there are 10 ms without an event, and its destructor waits for that. After a
     failed collective, Gloo may never read the rest of a message whose buffer is gone, so the event for it repeats for
     ever.
 
     Args:
-        inodes: the inode of each descriptor. Gloo may close it, and the process may reuse its number.
+        own: the listeners of these groups. The event loop of each has its listener.
     """
+    loops = [number for number in _descriptors() if any(is_listener for _, is_listener in _watched(number, own))]
     deadline = time.monotonic() + _CLOSING_SECONDS
-    while (left := [number for number, inode in inodes.items() if _inode(number) == inode]) and (
-        time.monotonic() < deadline
-    ):
-        time.sleep(0.001)
-    loops = [number for number in _descriptors() if left and _is_event_loop(number)]
-    for loop in loops:
-        with contextlib.suppress(OSError), select.epoll.fromfd(os.dup(loop)) as events:
-            for number in left:
-                with contextlib.suppress(OSError):  # another loop has it
-                    events.unregister(number)
+    while loops := [loop for loop in loops if not all(is_listener for _, is_listener in _watched(loop, own))]:
+        if time.monotonic() < deadline:
+            time.sleep(0.001)
+            continue
+        for loop in loops:
+            with contextlib.suppress(OSError), select.epoll.fromfd(os.dup(loop)) as events:
+                for number, is_listener in _watched(loop, own):
+                    if not is_listener:
+                        events.unregister(number)
+        return
+
+
+def _watched(number: int, own: Collection[Endpoint]) -> list[tuple[int, bool]]:
+    """The TCP sockets of an event loop, each with whether it is one of these listeners; none for other descriptors."""
+    found = []
+    with contextlib.suppress(OSError):
+        if os.readlink(f"{_DESCRIPTORS}/{number}") != "anon_inode:[eventpoll]":
+            return found
+        lines = Path(f"/proc/self/fdinfo/{number}").read_text().splitlines()
+        for watched in (int(line.split()[1]) for line in lines if line.startswith("tfd:")):
+            with contextlib.suppress(OSError), _opened(watched) as each:
+                is_listening = each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                found.append((watched, bool(is_listening) and each.getsockname()[:2] in own))
+    return found
 
 
 def _descriptors() -> list[int]:
@@ -106,16 +115,19 @@ def _descriptors() -> list[int]:
     return []
 
 
-def _inode(number: int) -> int | None:
-    with contextlib.suppress(OSError):
-        return os.fstat(number).st_ino
-    return None
+def _opened(number: int) -> socket.socket:
+    """A duplicate of a TCP socket: another thread may close the descriptor and reuse its number meanwhile.
 
-
-def _is_event_loop(number: int) -> bool:
-    with contextlib.suppress(OSError):
-        return os.readlink(f"{_DESCRIPTORS}/{number}") == "anon_inode:[eventpoll]"
-    return False
+    Raises:
+        OSError: the descriptor is closed, or no TCP socket.
+    """
+    if not stat.S_ISSOCK(os.fstat(number).st_mode):
+        raise OSError(f"descriptor {number} is no socket")
+    each = socket.socket(fileno=os.dup(number))
+    if each.family not in (socket.AF_INET, socket.AF_INET6):
+        each.close()
+        raise OSError(f"descriptor {number} is no TCP socket")
+    return each
 
 
 def find_dead(group: Endpoints) -> dict[int, Endpoint]:
