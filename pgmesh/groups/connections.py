@@ -96,7 +96,7 @@ def _end_events(own: Collection[Endpoint]) -> None:
 
 def _watched(number: int, own: Collection[Endpoint]) -> list[tuple[int, bool]]:
     """The TCP sockets of an event loop, each with whether it is one of these listeners; none for other descriptors."""
-    found = []
+    found: list[tuple[int, bool]] = []
     with contextlib.suppress(OSError):
         if os.readlink(f"{_DESCRIPTORS}/{number}") != "anon_inode:[eventpoll]":
             return found
