@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from pgmesh._util.formatting import name_ranks
 from pgmesh.errors import LifetimeError, MembershipError, MismatchError, MissingRanksError, PgmeshError, WorldError
+from pgmesh.groups.building import record_of
 from pgmesh.groups.registry import store_thread
 from pgmesh.groups.teardown import keep_until_done
 from pgmesh.groups.world import device_of, world_rank_and_size
@@ -145,9 +146,10 @@ class Link:
         if not self._connected:
             return
         self._connected = False
-        group = self._mesh.group()
+        record = record_of(self._mesh.group())
         self._mesh.release()
-        keep_until_done(group, _Never())
+        if record is not None:
+            keep_until_done(record, self._works)
         self._works.clear()
 
     @contextlib.contextmanager
@@ -168,16 +170,6 @@ class Link:
         except BaseException:
             self.release()
             raise
-
-
-class _Never:
-    """A work that is never over: the process keeps the group of a failed collective.
-
-    Its destructor would wait for running collectives, and Gloo's for a thread that may not end once a peer was killed.
-    """
-
-    def is_completed(self) -> bool:
-        return False
 
 
 class _Broken(Exception):
