@@ -2,7 +2,7 @@
 
 Eight real processes train on a mesh of dp=3, tp=2 with two spares. Ranks are killed, stopped or ended at random
 moments: of a step, and of the shrink that another fault has caused. After each fault the survivors agree on one mesh,
-and every sum is right. A stopped rank goes on afterwards, is told that it was taken for lost, and stands by. When too few
+and every sum is right. A stopped rank goes on afterwards, and is told that it was taken for lost. When too few
 ranks are left, all survivors say so, and the next world begins.
 """
 
