@@ -60,6 +60,7 @@ test-launchers: $(VENV)/dev  ## torchrun, srun, mpirun and mpiexec themselves, f
 
 chaos: $(VENV)/dev           ## every fault at every moment, and the protocol's model: ten minutes at most
 	$(RUN) -m tests.rendezvous.model --minutes 2
+	$(RUN) -m tests.elastic.model --minutes 1
 	$(LOCAL) $(RUN) -m tests.faults.chaos --minutes 8
 
 bench: $(BENCH)/made         ## beside its peers, as ratios: under six minutes
