@@ -31,6 +31,7 @@ from tests.elastic.model.space import NO_FAULTS, Faults, Space
 from tests.rendezvous.model.space import Seen
 
 MANY = 10_000_000
+STOPPED = Faults(silences=1, long_times=1)
 
 
 def explore(programs: Programs, faults: Faults = NO_FAULTS, most: int = MANY, **more: Any) -> Seen:
@@ -45,6 +46,12 @@ def walk(programs: Programs, faults: Faults, walks: int, **more: Any) -> None:
     """Take random walks, and assert the laws."""
     seen = Space(programs, faults, **more).walk(walks, random.Random(7))
     assert not seen.broken, f"{programs}, {faults}\n{seen.broken[0]}"
+
+
+def decisions_of(space: Space) -> set[tuple[str, bytes]]:
+    """All decisions that were reached, each with its key."""
+    values = [item for content in space.stores.contents() for item in content.values.items()]
+    return {(key, value) for key, value in values if key.startswith("m") and key.endswith("/decision")}
 
 
 # -- members ----------------------------------------------------------------------------------------------------------
@@ -150,24 +157,24 @@ def test_mutants_are_caught(mutant: Mutant):
 
 def test_orders_that_are_not_tried_change_nothing():
     """Steps that commute with those of others are not tried in every order; tried so, they lead to the same."""
-    for programs, more in [(members(2), {}), (with_new(), {"layout": PAIR})]:
-        some = explore(programs, SECOND_DIES, **more)
-        every = explore(programs, SECOND_DIES, every_order=True, **more)
+    for programs, faults in [(members(2, comes_back=True), STOPPED), (with_new(), SECOND_DIES)]:
+        spaces = [Space(programs, faults, every_order=every, layout=PAIR) for every in (False, True)]
+        some, every = [space.explore() for space in spaces]
+        assert not some.broken + every.broken
         assert some.states < every.states
+        assert decisions_of(spaces[0]) == decisions_of(spaces[1])
 
 
 def test_faults_really_happen():
     """The laws hold of outcomes that are reached: a lost rank, a spare in its place, and a failure."""
     space = Space(with_spare(SPARE_ONLY), Faults(crashes=1, deadlines=1), layout=PAIR)
     space.explore(20_000)
-    decisions = {
+    seen = {
         (bool(outcome.failed), tuple(outcome.lost), tuple(outcome.replaced.items()))
-        for content in space.stores.contents()
-        for key, value in content.values.items()
-        if key.endswith("/decision") and not key.startswith("counted")
+        for key, value in decisions_of(space)
         for outcome in [Outcome.unpack(key, value)]
     }
-    assert {(False, (), ()), (False, (1,), ((1, 2),)), (False, (0,), ((0, 2),)), (True, (), ())} <= decisions
+    assert {(False, (), ()), (False, (1,), ((1, 2),)), (False, (0,), ((0, 2),)), (True, (), ())} <= seen
 
 
 def test_the_program_prints_the_results(capsys: pytest.CaptureFixture[str]):

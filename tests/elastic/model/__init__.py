@@ -9,7 +9,8 @@ The laws:
 
     a decision never changes             once it is published
     one decision for all                 all processes that learn the decision of an attempt learn the published one
-    success means that all arrived       every rank of the new mesh, at that attempt, and its last process has not left
+    success means that all arrived       every rank of the new mesh, at that attempt, with the same arguments; and its
+                                         last process has not left the attempt before
     a rank that is called lost is        dead, or it was silent, or a new process has its rank; and it had not arrived
     a failure has a cause                a rank at its deadline, one that was interrupted, a mismatch, or too many lost
     no wait once all arrived             all living members, and spares as far as they come; also if a rank dies then
