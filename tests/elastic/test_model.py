@@ -1,0 +1,182 @@
+"""The agreement on lost ranks under a model checker: each law over all interleavings; mutants are caught."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from pgmesh.elastic.agreement import Outcome, Request
+from pgmesh.layout import Layout
+from tests.elastic.model.__main__ import main
+from tests.elastic.model.mutants import MUTANTS, Mutant
+from tests.elastic.model.processes import Program
+from tests.elastic.model.programs import (
+    BEFORE,
+    CAME_BACK,
+    DROP,
+    NEW_AND_AGAIN,
+    PAIR,
+    SECOND_DIES,
+    SPARE,
+    SPARE_ONLY,
+    Programs,
+    members,
+    random_programs,
+    with_new,
+    with_spare,
+)
+from tests.elastic.model.space import NO_FAULTS, Faults, Space
+from tests.rendezvous.model.space import Seen
+
+MANY = 10_000_000
+STOPPED = Faults(silences=1, long_times=1)
+
+
+def explore(programs: Programs, faults: Faults = NO_FAULTS, most: int = MANY, **more: Any) -> Seen:
+    """Try everything that can happen, and assert the laws."""
+    seen = Space(programs, faults, **more).explore(most)
+    assert not seen.broken, f"{programs}, {faults}\n{seen.broken[0]}"
+    assert not seen.cut_short or most < MANY
+    return seen
+
+
+def walk(programs: Programs, faults: Faults, walks: int, **more: Any) -> None:
+    """Take random walks, and assert the laws."""
+    seen = Space(programs, faults, **more).walk(walks, random.Random(7))
+    assert not seen.broken, f"{programs}, {faults}\n{seen.broken[0]}"
+
+
+def decisions_of(space: Space) -> set[tuple[str, bytes]]:
+    """All decisions that were reached, each with its key."""
+    values = [item for content in space.stores.contents() for item in content.values.items()]
+    return {(key, value) for key, value in values if key.startswith("m") and key.endswith("/decision")}
+
+
+# -- members ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_members_agree(ranks: int):
+    explore(members(ranks))
+
+
+@pytest.mark.parametrize("crashes", [1, 2])
+def test_ranks_may_die_at_any_step(crashes: int):
+    explore(members(3), Faults(crashes=crashes))
+
+
+def test_a_rank_whose_host_does_not_answer_is_lost_by_its_silence():
+    explore(members(2), Faults(crashes=1, listeners=False, long_times=1))
+    walk(members(3), Faults(crashes=1, listeners=False, long_times=1), 100)
+
+
+@pytest.mark.parametrize("deadlines", [1, 2])
+def test_members_retry_after_deadlines(deadlines: int):
+    explore(members(2, retries=True), Faults(deadlines=deadlines))
+
+
+def test_ctrl_c_before_and_after_any_step():
+    explore(members(2), Faults(interrupts=1, crashes=1))
+    explore(members(2, retries=True), Faults(interrupts=1))
+
+
+def test_a_stopped_rank_comes_back_and_stands_by():
+    explore(members(2, comes_back=True), Faults(silences=1, long_times=1))
+    explore(members(2, comes_back=True, retries=True), Faults(silences=1, long_times=1, deadlines=1), 10_000)
+    walk(members(3, comes_back=True), Faults(silences=1, long_times=1, crashes=1), 100)
+
+
+def test_different_arguments():
+    explore((Program(0, (DROP,)), Program(1, (SPARE,)), Program(2, (None,))), layout=PAIR)
+    explore((Program(0, (DROP,)), Program(1, (SPARE,)), Program(2, (DROP,))))
+
+
+# -- spares and new processes -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("request_", [SPARE, SPARE_ONLY], ids=str)
+def test_a_spare_stands_by(request_: Request):
+    explore(with_spare(request_), layout=PAIR)
+    explore(with_spare(request_), Faults(crashes=1), layout=PAIR)
+
+
+def test_a_spare_calls_shrink():
+    explore((*members(2, SPARE), Program(2, (SPARE,))), Faults(crashes=1), layout=PAIR)
+
+
+@pytest.mark.parametrize("faults", [Faults(deadlines=1), Faults(interrupts=1), Faults(crashes=1, deadlines=1)], ids=str)
+def test_a_retry_with_a_spare(faults: Faults):
+    explore(with_spare(retries=True), faults, 12_000, layout=PAIR)
+    walk(with_spare(retries=True), faults, 60, layout=PAIR)
+
+
+def test_a_new_process_comes_in_the_place_of_a_lost_rank():
+    explore(with_new(), SECOND_DIES, layout=PAIR)
+    explore(NEW_AND_AGAIN, SECOND_DIES, layout=PAIR)
+    walk(with_new(retries=True), Faults(crashes=1, interrupts=1), 100, layout=PAIR)
+
+
+def test_a_new_process_comes_in_the_place_of_one_that_lives():
+    """The old one was stopped, and goes on."""
+    explore(with_new(), Faults(silences=1, long_times=1), layout=PAIR)
+
+
+def test_a_rank_that_missed_a_mesh_stands_by_for_the_next_one():
+    explore(CAME_BACK, SECOND_DIES, layout=Layout(dp=3), before=BEFORE)
+
+
+@pytest.mark.long
+def test_larger_spaces():
+    """All of them."""
+    explore(members(3, retries=True), Faults(deadlines=1))
+    explore(members(3, comes_back=True), Faults(silences=1, long_times=1))
+    explore(members(3), Faults(crashes=1, listeners=False, long_times=1))
+    explore(with_spare(retries=True), Faults(deadlines=1), layout=PAIR)
+    explore(with_new(retries=True), Faults(crashes=1, interrupts=1, mortal=frozenset([1])), layout=PAIR)
+
+
+def test_random_programs():
+    chance = random.Random(11)
+    for _ in range(12):
+        programs, faults, more = random_programs(chance)
+        walk(programs, faults, 20, **more)
+
+
+# -- the checker ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_mutants_are_caught(mutant: Mutant):
+    broken = mutant.broken()
+    assert broken is not None, f"{mutant.name}: expected it to break the law: {mutant.law}"
+    print(broken)
+    explore(mutant.programs, mutant.faults, 1_000, **mutant.more)
+
+
+def test_orders_that_are_not_tried_change_nothing():
+    """Steps that commute with those of others are not tried in every order; tried so, they lead to the same."""
+    for programs, faults in [(members(2, comes_back=True), STOPPED), (with_new(), SECOND_DIES)]:
+        spaces = [Space(programs, faults, every_order=every, layout=PAIR) for every in (False, True)]
+        some, every = [space.explore() for space in spaces]
+        assert not some.broken + every.broken
+        assert some.states < every.states
+        assert decisions_of(spaces[0]) == decisions_of(spaces[1])
+
+
+def test_faults_really_happen():
+    """The laws hold of outcomes that are reached: a lost rank, a spare in its place, and a failure."""
+    space = Space(with_spare(SPARE_ONLY), Faults(crashes=1, deadlines=1), layout=PAIR)
+    space.explore(20_000)
+    seen = {
+        (bool(outcome.failed), tuple(outcome.lost), tuple(outcome.replaced.items()))
+        for key, value in decisions_of(space)
+        for outcome in [Outcome.unpack(key, value)]
+    }
+    assert {(False, (), ()), (False, (1,), ((1, 2),)), (False, (0,), ((0, 2),)), (True, (), ())} <= seen
+
+
+def test_the_program_prints_the_results(capsys: pytest.CaptureFixture[str]):
+    assert main(["--minutes", "0"]) == 0
+    assert f"mutants caught: {len(MUTANTS)} of {len(MUTANTS)}" in capsys.readouterr().out
