@@ -9,6 +9,7 @@ ranks are left, all survivors say so, and the next world begins.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import random
 import signal
@@ -40,6 +41,7 @@ def live(folder: Path) -> list[str]:
         The meshes that this rank was in or saw, by generation.
     """
     beat_fast()
+    faulthandler.register(signal.SIGUSR1, (folder / f"stack {dist.get_rank()}").open("w"))
     mesh = ProcessGroupMesh(dp=3, tp=2, ranks=range(MEMBERS), name="train")
     mesh.abort_when_lost()
     seen = [repr(mesh)]
@@ -110,7 +112,7 @@ class Driver(threading.Thread):
                 if not self.strike():
                     break
         except AssertionError as error:
-            self.trouble = str(error)
+            self.trouble = f"{error}\n{self.stacks()}"
         finally:
             set_flag(self.folder, "over")
             for rank in self.stopped - self.dead:
@@ -133,14 +135,14 @@ class Driver(threading.Thread):
             return False
         if members.isdisjoint(victims):
             return True  # only spares, which nobody misses
-        end = time.monotonic() + DEADLINE
+        end = time.monotonic() + DEADLINE - 2.0  # before the ranks give up
         while time.monotonic() < end:
             ended = [rank for rank in left if (self.folder / f"ended {rank}").exists()]
-            if ended or any(rank in before and after > before[rank] for rank, after in self.steps().items()):
+            if ended or any(after > before.get(rank, 1) for rank, after in self.steps().items()):
                 break
             time.sleep(0.005)
         else:
-            raise AssertionError(f"no step in {DEADLINE:g} s after {victims} of {left} were lost")
+            raise AssertionError(f"no step in {DEADLINE - 2:g} s after {victims} were lost, of {before}; left: {left}")
         self.times.append(time.monotonic() - start)
         return not ended
 
@@ -154,6 +156,13 @@ class Driver(threading.Thread):
             _, rank, generation = path.name.split()
             found[int(rank)] = max(found.get(int(rank), 0), int(generation))
         return found
+
+    def stacks(self) -> str:
+        """The stacks of the living ranks."""
+        for rank in self.living():
+            os.kill(self.pids[rank], signal.SIGUSR1)
+        time.sleep(1.0)
+        return "\n".join(f"rank {rank}:\n{(self.folder / f'stack {rank}').read_text()}" for rank in self.living())
 
     def members(self) -> set[int]:
         """The ranks of the last mesh in which a step was taken."""
