@@ -15,7 +15,7 @@ import logging
 import socket
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from inspect import signature
 from typing import Any
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import c10d_logger as _c10d_logger, distributed_c10d as _c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pgmesh._util.torch_versions import TRIED_ON, is_newer
 from pgmesh.errors import LifetimeError, OptionsError, SeamError
@@ -438,6 +439,39 @@ def gloo_endpoint(address: bytes) -> tuple[str, int] | None:
 def fake_backend(rank: int, size: int) -> Any:
     """A backend that moves nothing."""
     return _new_fake(rank, size, _FakeBackend.Options())
+
+
+@contextlib.contextmanager
+def local_collectives() -> Iterator[None]:
+    """Run collectives of this thread without other ranks: each rank receives its own data in the place of others'.
+
+    Sends and receives, and torch's functional collectives (of DTensors), still reach other ranks.
+    """
+    mode: Any = _LocalCollectives
+    with mode():
+        yield
+
+
+class _LocalCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == "c10d" and not func.overloadpacket.__name__.startswith(("send", "recv")):
+            names = [each.name for each in func._schema.arguments]
+            args = tuple(_fake_like(each) if name == "process_group" else each for name, each in zip(names, args))
+        return func(*args, **(kwargs or {}))
+
+
+def _fake_like(boxed: Any) -> Any:
+    """A group of the same rank and size, on the backend that moves nothing."""
+    new_group: Any = dist.ProcessGroup
+    group = new_group.unbox(boxed)
+    fake = new_group(group.rank(), group.size())
+    for device in group._device_types:
+        backend = fake_backend(group.rank(), group.size())
+        fake._register_backend(device, dist.ProcessGroup.BackendType.CUSTOM, backend)
+    fake._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+    return fake.boxed()
 
 
 class _RaisingStore(dist.Store):

@@ -15,7 +15,7 @@ from pgmesh.parallel import exchange, mixture
 from pgmesh.parallel.base import Check, Level, Method, format_axes
 from pgmesh.parallel.divisibility import divide_along_axes, format_sizes
 from pgmesh.parallel.input_checks import Comparison, add_comparison
-from pgmesh.parallel.ownership import COMMUNICATES_MARK, is_stage, mark_owned
+from pgmesh.parallel.ownership import is_stage, mark_owned
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -129,7 +129,6 @@ class ExpertParallel(Method):
                 "  self.mix, self.experts = mix, nn.ModuleList(...)            # in __init__ of the layer\n"
                 "  out = self.mix(tokens, weights, chosen, self.experts)       # in its forward"
             )
-        setattr(module, COMMUNICATES_MARK, True)  # on stages without experts too, so that all ranks agree
         fix = "ExpertParallel(..., check='never')   # if the program weights its losses itself"
         add_comparison(module, Comparison(self, self._token_axes, ("tokens",), fix))
         return module
