@@ -50,6 +50,7 @@ SEAM: dict[str, str] = {
     "c10d_logger._get_msg_dict": "torch calls it when a collective has raised: the place for a better error",
     "distributed_c10d._get_default_store": "the world's store",
     "distributed_c10d._register_process_group": "functional collectives look groups up by name",
+    "distributed_c10d._resolve_process_group": "operators that torch compiles take the name of a group",
     "distributed_c10d._unregister_process_group": "the registry keeps a group alive until this call",
     "distributed_c10d._get_default_timeout": "the timeout of a world whose backend has none",
     "device_mesh.DeviceMesh.__eq__": "compares _thread_id: meshes with different groups must be unequal",
@@ -255,6 +256,11 @@ def all_groups() -> list[Any]:
 def count_groups() -> int:
     """Number of groups that torch knows, with the world's."""
     return len(c10d._world.pg_map)
+
+
+def group_named(name: str) -> Any:
+    """The group of this name."""
+    return c10d._resolve_process_group(name)
 
 
 def is_known(group: Any) -> bool:

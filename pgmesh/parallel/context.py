@@ -93,6 +93,7 @@ class ContextParallel(Method):
                 "  self.attention = scaled_dot_product_attention       # in __init__ of the attention module\n"
                 "  out = self.attention(q, k, v, is_causal=True)       # in its forward"
             )
+        self._group(*self.owns)
         add_comparison(module, Comparison(self, self.owns, ("rows", "positions"), CUT))
         return module
 
@@ -123,7 +124,7 @@ class ContextParallel(Method):
                 f"attention along {self._axis_sizes} does not support {unsupported}: use is_causal=True for a mask, "
                 "and dropout_p=0.0."
             )
-        group = self.mesh.group(*self.owns)
+        group = self._group(*self.owns)
         settings: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         if self._ring:
             self._check_balanced(query.size(-2))

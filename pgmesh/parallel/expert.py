@@ -129,6 +129,8 @@ class ExpertParallel(Method):
                 "  self.mix, self.experts = mix, nn.ModuleList(...)            # in __init__ of the layer\n"
                 "  out = self.mix(tokens, weights, chosen, self.experts)       # in its forward"
             )
+        for axes in (self._expert_axes, self._replica_axes, self._tensor_axes, self.reduces):
+            self._group(*axes) if axes else None
         fix = "ExpertParallel(..., check='never')   # if the program weights its losses itself"
         add_comparison(module, Comparison(self, self._token_axes, ("tokens",), fix))
         return module
@@ -190,7 +192,7 @@ class ExpertParallel(Method):
     def _reduced_parameters(self, experts: nn.ModuleList | nn.ModuleDict) -> dict[str, Tensor]:
         """The experts' parameters. The backward pass reduces their gradients to those of the mean loss over ranks."""
         replicated = self._replica_axes and self.mesh.size(*self._replica_axes) > 1
-        group = self.mesh.group(*self._replica_axes) if replicated else None
+        group = self._group(*self._replica_axes) if replicated else None
         parameters = dict(experts.named_parameters(remove_duplicate=False))
         trainable = {name: each for name, each in parameters.items() if each.requires_grad}
         divisor = self.mesh.size(*self.reduces)
@@ -207,7 +209,7 @@ class ExpertParallel(Method):
         Every rank along the axes calls it, forward and backward. Numbers of tokens may differ between ranks along
         ``over``, and may be 0, if the program weights its losses.
         """
-        group, n = self.mesh.group(*self._expert_axes), self.mesh.size(*self._expert_axes)
+        group, n = self._group(*self._expert_axes), self.mesh.size(*self._expert_axes)
 
         parameters = self._reduced_parameters(experts)
 
@@ -231,7 +233,7 @@ class ExpertParallel(Method):
         """Numbers of rows, from (source ranks, experts) to (ranks along ``tensor``, source ranks, experts)."""
         if not self._gathers_tokens:
             return counts.unsqueeze(0)
-        return exchange.all_gather_stacked(counts, self.mesh.group(*self._tensor_axes))
+        return exchange.all_gather_stacked(counts, self._group(*self._tensor_axes))
 
     def _along_tensor(self, rows: Tensor, counts: list[int], compute: Callable[[Tensor], Tensor]) -> Tensor:
         """Outputs of this rank's experts, each summed over its shards.
@@ -243,7 +245,7 @@ class ExpertParallel(Method):
         """
         if not self._tensor_axes:
             return compute(rows)
-        group = self.mesh.group(*self._tensor_axes)
+        group = self._group(*self._tensor_axes)
         if not self._gathers_tokens:
             return exchange.all_reduce_forward(compute(exchange.all_reduce_backward(rows, group)), group)
         n, n_rows = group.size(), rows.size(0)
@@ -265,7 +267,7 @@ class ExpertParallel(Method):
     def _all_reduce(self, tensor: Tensor, axes: tuple[Axis, ...]) -> Tensor:
         """Sum a tensor over the ranks along the axes, in place."""
         if axes and self.mesh.size(*axes) > 1:
-            dist.all_reduce(tensor, group=self.mesh.group(*axes))
+            dist.all_reduce(tensor, group=self._group(*axes))
         return tensor
 
 

@@ -217,8 +217,9 @@ class InputCheck:
                 raise pending.error
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        is_recomputed = ModuleTracker().is_bw  # activation checkpointing runs the module again in the backward pass
-        if torch.compiler.is_compiling() or is_recomputed or not (module.training and torch.is_grad_enabled()):
+        if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
+            return
+        if ModuleTracker().is_bw:  # activation checkpointing runs the module again in the backward pass
             return
         self.raise_if_pending_differs()
         counts, is_last_pass = count_inputs((args, keywords)), is_last_pass_of_step(module)
