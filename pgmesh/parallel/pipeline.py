@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -165,7 +166,7 @@ class PipelineParallel(Method):
         """Rank of a stage, in this rank's block along the axis; None if there is no such stage."""
         return self._holders[stage] if 0 <= stage < self.stages else None
 
-    @property
+    @functools.cached_property
     def _holders(self) -> list[int]:
         """Rank of each stage, in this rank's block along the axis. In a V shape, every second round is reversed."""
         ranks, v_shape = self.mesh.ranks(self.axis), SCHEDULES[self.schedule].v_shape
@@ -347,11 +348,11 @@ class Pipeline(nn.Module):
                 "  PipelineParallel(..., loss=lambda output, target: output)   # if the module returns a loss\n"
                 "  model(inputs)   # only outputs, on the last stage, without gradients"
             )
-        losses, training = list[torch.Tensor](), torch.is_grad_enabled()
-        schedule = self._schedule_for(inputs, keywords, target, training=training)
+        weights, losses, training = [*self.parameters()], list[torch.Tensor](), torch.is_grad_enabled()
+        schedule = self._schedule_for(weights, inputs, keywords, target, training=training)
         stage_inputs = inputs if self._has_stage(0) else ()
         last = {"target": target, "losses": losses} if self._has_stage(self.method.stages - 1) else {}
-        with self._set_gradients_aside():
+        with _set_gradients_aside(weights):
             if training:
                 schedule.step(*stage_inputs, **last, **keywords, return_outputs=False)
                 self._all_reduce_tied()
@@ -375,24 +376,14 @@ class Pipeline(nn.Module):
                 other than plain tensors.
             ShapeError: as in ``step``.
         """
-        schedule = self._schedule_for(inputs, keywords)
-        with self._set_gradients_aside(), forward_alone(self.parts):
+        weights = [*self.parameters()]
+        schedule = self._schedule_for(weights, inputs, keywords)
+        with _set_gradients_aside(weights), forward_alone(self.parts):
             return schedule.step(*(inputs if self._has_stage(0) else ()), **keywords)
-
-    @contextlib.contextmanager
-    def _set_gradients_aside(self) -> Iterator[None]:
-        """Hide present gradients, and add them back at exit: torch divides all of ``grad`` by the microbatches."""
-        before = [(weight, weight.grad) for weight in self.parameters() if weight.grad is not None]
-        for weight, _ in before:
-            weight.grad = None
-        try:
-            yield
-        finally:
-            for weight, gradient in before:
-                weight.grad = gradient if weight.grad is None else weight.grad + gradient
 
     def _schedule_for(
         self,
+        weights: Sequence[torch.Tensor],
         inputs: tuple[torch.Tensor, ...],
         keywords: Mapping[str, Any],
         *target: torch.Tensor,
@@ -406,7 +397,8 @@ class Pipeline(nn.Module):
                 f"  PipelineParallel(..., schedule='zero-bubble', virtual=2)   # can run only forward"
             )
         by_name = {name: each for name, each in keywords.items() if isinstance(each, torch.Tensor)}
-        signature = [*((each.shape, each.dtype) for each in (*inputs, *by_name.values())), *by_name, *self._dtypes()]
+        shapes = [(each.shape, each.dtype) for each in (*inputs, *by_name.values())]
+        signature = [*shapes, *by_name, self._autocast_dtype(), {weight.dtype for weight in weights}]
         cached_signature, schedule = self.schedules.get(loss, (None, None))
         rows = {each.size(0) if each.ndim else 0 for each in (*inputs, *target, *by_name.values())}
         if self._compare(rows, count_inputs((inputs, target)), signature != cached_signature, training):
@@ -482,11 +474,10 @@ class Pipeline(nn.Module):
             comparisons[training] = [*rows, *others]
         return comparisons
 
-    def _dtypes(self) -> list[Any]:
-        """Autocast and parameter dtypes: with the inputs, they determine the dtypes of activations."""
+    def _autocast_dtype(self) -> torch.dtype | None:
+        """dtype of autocast, if it is enabled. Like the weights, it determines the dtypes of activations."""
         kind = device_of_stage(self, self.method.mesh.group(self.method.axis)).type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return [autocast, {weight.dtype for weight in self.parameters()}]
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
     def _has_stage(self, stage: int) -> bool:
         """Return True if this rank has a stage."""
@@ -498,6 +489,8 @@ class Pipeline(nn.Module):
 
     def _all_reduce_tied(self) -> None:
         """Sum the gradients of tied parameters over the first and the last stage."""
+        if not self.tied:
+            return
         ends = self.method._end_stages
         on_two_ranks = self.method.holder(0) != self.method.holder(self.method.stages - 1)
         for first, last in self.tied if self.method.mesh.rank in ends else ():
@@ -526,6 +519,19 @@ class Pipeline(nn.Module):
             for found, weight in part.named_parameters(remove_duplicate=False)
             if _without_wrappers(found) == _without_wrappers(name)
         ]
+
+
+@contextlib.contextmanager
+def _set_gradients_aside(weights: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Hide present gradients, and add them back at exit: torch divides all of ``grad`` by the microbatches."""
+    before = [(weight, weight.grad) for weight in weights if weight.grad is not None]
+    for weight, _ in before:
+        weight.grad = None
+    try:
+        yield
+    finally:
+        for weight, gradient in before:
+            weight.grad = gradient if weight.grad is None else weight.grad + gradient
 
 
 def _without_wrappers(name: str) -> str:
