@@ -77,16 +77,14 @@ def ring_attention(
             f"balanced causal attention needs two chunks of the same length on each rank, not {q.size(-2)} positions."
         )
     scale = q.size(-1) ** -0.5 if scale is None else scale
-    # (..., heads of k, heads of q per head of k, positions, width); k and v are broadcast along the second of these
-    shared = torch.unflatten(q, -3, (k.size(-3), -1)) if enable_gqa else q.unsqueeze(-3)
-    parts = shared, k.unsqueeze(-3), v.unsqueeze(-3)
+    if enable_gqa:  # (..., heads of k, heads of q per head of k, positions, width); 1 in the second place of k and v
+        q, k, v = torch.unflatten(q, -3, (k.size(-3), -1)), k.unsqueeze(-3), v.unsqueeze(-3)
     out: Tensor
     if torch.compiler.is_compiling():
-        out, _ = _forward_op(*parts, group.group_name, is_causal, scale, balanced)
+        out, _ = _forward_op(q, k, v, group.group_name, is_causal, scale, balanced)
     else:
-        out = _RingAttention.apply(*parts, group, is_causal, scale, balanced)  # type: ignore[no-untyped-call]
-    out = out.to(q.dtype)
-    return out.flatten(-4, -3) if enable_gqa else out.squeeze(-3)
+        out = _RingAttention.apply(q, k, v, group, is_causal, scale, balanced)  # type: ignore[no-untyped-call]
+    return (out.flatten(-4, -3) if enable_gqa else out).to(q.dtype)
 
 
 def _ring_forward(
@@ -137,7 +135,7 @@ def _ring_backward(
                 grad_scores = probabilities * (grad_out @ value.mT - delta[..., rows, :]) * scale
                 grad_q[..., rows, :] += grad_scores @ key
                 grad_both = torch.cat([grad_scores.mT @ query, probabilities.mT @ grad_out], -1)
-                grad_block[..., keys, :] += grad_both if q.size(-3) == 1 else grad_both.sum(-3, keepdim=True)
+                grad_block[..., keys, :] += grad_both if q.size(-3) == k.size(-3) else grad_both.sum(-3, True)
             _wait(grad_works)  # for the previous ranks' sum for the same keys and values
             grad_keys_values, grad_works = ring_shift(grad_keys_values + grad_block, group, tag=1)
         _wait(grad_works)  # the last shift returns the sums to the rank of the keys and values
