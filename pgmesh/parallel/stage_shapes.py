@@ -63,7 +63,7 @@ def find_shapes(
     devices = [device_of_stage(part, group) for part in parts]
     with (
         forward_alone(parts),
-        torch_private.local_collectives(),
+        _without_other_ranks(parts),
         torch.compiler.set_stance("force_eager"),
         _preserve_state(parts, devices),
     ):
@@ -106,9 +106,24 @@ def forward_alone(parts: Iterable[nn.Module]) -> Iterator[None]:
         with torch.no_grad():
             yield
     finally:
-        for module in (module for part in parts for module in part.modules()):
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for module in _fsdp_modules(parts):
+            module.reshard()
+
+
+def _fsdp_modules(parts: Iterable[nn.Module]) -> list[FSDPModule]:
+    return [module for part in parts for module in part.modules() if isinstance(module, FSDPModule)]
+
+
+@contextlib.contextmanager
+def _without_other_ranks(parts: Iterable[nn.Module]) -> Iterator[None]:
+    """Let collectives return this rank's own data. ``forward_alone`` is around it, so that FSDP forgets these data."""
+    with torch_private.local_collectives():
+        try:
+            yield
+        except BaseException:
+            for module in _fsdp_modules(parts):
+                module.unshard()  # completes prefetched all-gathers: reshard() drops no others
+            raise
 
 
 @contextlib.contextmanager

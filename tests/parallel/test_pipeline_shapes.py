@@ -333,3 +333,43 @@ def new_shapes_on_one_data_rank(experts: bool) -> None:
 @pytest.mark.parametrize("experts", [False, True])
 def test_ranks_that_communicate_along_data_axes_may_have_new_shapes_in_different_steps(experts):
     world(4).run(new_shapes_on_one_data_rank, experts)
+
+
+class NoSingleRow(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) == 1:
+            raise ValueError("a single row")
+        return super().forward(x)
+
+
+class Rejecting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([NoSingleRow(4, 4), nn.Linear(4, 4)]).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def rejected_shape() -> None:
+    with ProcessGroupMesh(pp=1, dp=2) as mesh:
+        pipeline = PipelineParallel(mesh, "pp", layers="layers", loss=mse_loss, microbatches=2)
+        model, plain = compose(mesh, pipeline, ShardedDataParallel(mesh, "dp")).apply(Rejecting()), Rejecting()
+        first, second = model.parts[0].layers
+        first.set_modules_to_forward_prefetch([second])
+        rows = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        mine = rows.chunk(2)[mesh.rank]
+        model.step(mine, target=mine)
+        with pytest.raises(ValueError, match="a single row"):
+            model.step(mine[:2], target=mine[:2])
+        model.step(mine, target=mine)
+        (2 * mse_loss(plain(rows), rows)).backward()
+        found = {name: full_tensor(each) for name, each in gradients_of(model).items()}
+        assert_same("gradients", found, gradients_of(plain))
+
+
+def test_what_a_failed_pass_prefetched_from_no_other_rank_is_dropped():
+    world(2).run(rejected_shape)
