@@ -237,12 +237,13 @@ class InputCheck:
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
         """Forward hook, also after an exception, such as the timeout of a collective: add the numbers to its text."""
-        error = sys.exc_info()[1]
-        if outputs is None and error is not None and self.pending is not None:
-            self.pending.join(NOTE_TIMEOUT)
-            if isinstance(self.pending.error, ShapeError):
+        error, pending = sys.exc_info()[1], self.pending
+        if outputs is None and error is not None and pending is not None:
+            pending.join(NOTE_TIMEOUT)
+            if isinstance(pending.error, ShapeError):
                 text, *more = error.args or ("",)
-                error.args = (f"{text}\n\n{self.pending.error}", *more)  # Python 3.10 has no add_note
+                error.args = (f"{text}\n\n{pending.error}", *more)  # Python 3.10 has no add_note
+                self.pending = None  # it is reported: the next step of an optimizer does not raise it again
 
 
 class PendingComparison(threading.Thread):

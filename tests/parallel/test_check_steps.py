@@ -298,6 +298,7 @@ def test_the_numbers_are_added_to_the_text_of_an_exception_and_to_no_other_argum
             ):
                 model(torch.ones(2, 4))
         assert caught.value.args == ("reset\n\n2 on rank 0; 3 on rank 1", 104)
+        torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()  # it is reported once
 
 
 # ---- slices, and calls without gradients ----
