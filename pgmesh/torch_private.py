@@ -72,7 +72,8 @@ SEAM: dict[str, str] = {
     "_C._distributed_c10d.FakeProcessGroup": "fake worlds",
 }
 """The private names that every supported torch has, each with its reason. ``_groups_of`` also reads attributes of
-DeviceMesh objects (``_dim_group_names``, ``_thread_id``), which no class has. Names that some versions lack are looked
+DeviceMesh objects (``_dim_group_names``, ``_thread_id``), which no class has. ``torch.utils._python_dispatch`` is
+imported for ``TorchDispatchMode``, which torch documents but does not export. Names that some versions lack are looked
 up where they are used: ``_dump_fr_trace_json``, ``_use_torchcomms_enabled``, ``FakeProcessGroup._create_internal``,
 ``Backend._ensure_backend_registered``, ``PipelineStage._forward_metadata_inference``."""
 
