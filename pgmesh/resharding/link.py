@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -24,6 +25,13 @@ from pgmesh.layout import Layout
 from pgmesh.mesh import ProcessGroupMesh, meshes
 from pgmesh.options import Timeout, to_timedelta
 from pgmesh.rendezvous.protocol import pauses
+
+
+Vector = tuple[int, torch.Tensor]
+"""What is sent to a rank, or received from it."""
+
+JOIN_SECONDS = 10.0
+"""The longest wait for sends and receives to end after their connections were shut down."""
 
 
 class Link:
@@ -107,14 +115,19 @@ class Link:
 
     def start(self, collective: Callable[..., Any], *arguments: Any) -> Any:
         """Start a collective of torch; return its work."""
-        try:
+        with _breaking():
             work = collective(*arguments, group=self._mesh.group(), async_op=True)
-        except PgmeshError:
-            raise
-        except RuntimeError as error:
-            raise _Broken(str(error)) from error
         self._works.append(work)
         return work
+
+    def exchange(self, sends: Sequence[Vector], receives: Sequence[Vector]) -> Any:
+        """Start sends and receives of contiguous vectors; return their work."""
+        group, sides = self._mesh.group(), ((dist.irecv, receives), (dist.isend, sends))
+        batch = [dist.P2POp(do, values.view(torch.uint8), peer, group) for do, side in sides for peer, values in side]
+        with _breaking():
+            works = dist.batch_isend_irecv(batch) if batch else []
+        self._works.append(_Exchange(works, [peer for _, side in sides for peer, _ in side], self.device))
+        return self._works[-1]
 
     def wait(self, work: Any) -> None:
         """Wait for a collective until the deadline. Ctrl-C is delivered meanwhile.
@@ -127,18 +140,18 @@ class Link:
                 break
             if time.monotonic() >= self.deadline:
                 report = self._mesh.report()
+                waiting = work.waiting_for() if isinstance(work, _Exchange) else []
                 statuses = [f"rank {rank}: {status}" for rank, status in report.others.items()]
-                lines = "".join(f"\n  {line}" for line in (*report.running, *statuses))
+                lines = "".join(f"\n  {line}" for line in (*waiting, *report.running, *statuses))
                 self.release()
                 raise MissingRanksError(f"{name_ranks(self.ranks)} did not all come in {self.seconds:g} s.{lines}")
             time.sleep(min(pause, 0.002))
-        self._works.remove(work)
         try:
-            work.wait()
+            with _breaking():
+                work.wait()
         except PgmeshError as error:  # without the frames, which refer to the work: see teardown.explain
             raise type(error)(str(error)) from None
-        except RuntimeError as error:
-            raise _Broken(str(error)) from None
+        self._works.remove(work)
 
     def release(self) -> None:
         """End the group after a failure. The other members notice at once."""
@@ -148,6 +161,9 @@ class Link:
         group = self._mesh.group()
         self._mesh.release()
         keep_until_done(group, _Never())
+        for work in self._works:
+            if isinstance(work, _Exchange):
+                work.join()
         self._works.clear()
 
     @contextlib.contextmanager
@@ -180,5 +196,62 @@ class _Never:
         return False
 
 
+class _Exchange:
+    """The work of sends and receives.
+
+    Works of Gloo end only where a thread waits for them, so one does: this one is awaited like that of a collective.
+    NCCL was never tried here.
+    """
+
+    def __init__(self, works: Sequence[Any], peers: Sequence[int], device: torch.device) -> None:
+        self._works, self._peers = works, peers
+        self._waited = 0
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._wait, daemon=True) if device.type == "cpu" and works else None
+        if self._thread is not None:
+            self._thread.start()
+
+    def _wait(self) -> None:
+        for work in self._works:
+            try:
+                work.wait()
+            except Exception as error:  # the others are awaited too: after the last one no memory is written
+                self._error = self._error or error.with_traceback(None)
+            self._waited += 1
+
+    def is_completed(self) -> bool:
+        """True if all have ended, or one has failed."""
+        if self._thread is None:
+            return all(work.is_completed() for work in self._works)
+        return self._error is not None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Raise the error of the first that failed."""
+        if self._error is not None:
+            raise self._error
+        for work in self._works if self._thread is None else ():
+            work.wait()
+
+    def waiting_for(self) -> list[str]:
+        """A line with the rank of the first that has not ended."""
+        return [f"waiting for rank {peer}" for peer in self._peers[self._waited : self._waited + 1]]
+
+    def join(self) -> None:
+        """Wait until all have ended, after the connections were shut down. Then they write to no tensor any more."""
+        if self._thread is not None:
+            self._thread.join(JOIN_SECONDS)
+
+
 class _Broken(Exception):
     """The backend failed in a collective: a member ended or released the group."""
+
+
+@contextlib.contextmanager
+def _breaking() -> Iterator[None]:
+    """Raise an error of the backend as ``_Broken``."""
+    try:
+        yield
+    except PgmeshError:
+        raise
+    except RuntimeError as error:
+        raise _Broken(str(error)) from None

@@ -20,7 +20,7 @@ from pgmesh.resharding.link import Link
 from pgmesh.resharding.metadata import Tables, describe, entry_on, exchange, pack, renamed, tensors_of
 from pgmesh.resharding.plan import HostMap, ReshardPlan
 from pgmesh.resharding.sharding import Placements, length
-from pgmesh.resharding.transfer import Job, fill_buckets, move
+from pgmesh.resharding.transfer import Job, Shards, fill_buckets, move
 from pgmesh.topology.host_mapping import map_hosts
 
 State = Union[nn.Module, Mapping[str, Any], None]
@@ -96,7 +96,8 @@ class Resharder:
             tables, hosts = meet(self._link, self._table)
             self._jobs = plan_jobs(self._link, tables, hosts, self._source_names())
             self._check_shapes()
-            staged = self._link.maximum([job.staged for job in self._jobs])
+            shards = self._shards()
+            staged = self._link.maximum([shards.staged_by(job) for job in self._jobs])
         self._buckets = fill_buckets(self._jobs, staged, buckets // 2)
         self._digest = digest_of(repr((tables, hosts.hosts, buckets)))
 
@@ -121,6 +122,14 @@ class Resharder:
             if shape is not None and tuple(local_of(tensors[name]).shape) != shape:
                 raise ShapeError(f"the local shard of {name} is {tuple(local_of(tensors[name]).shape)}, not {shape}.")
 
+    def _shards(self) -> Shards:
+        """The local shards, as they are now."""
+        source, target = (
+            {name: local_of(tensor) for name, tensor in tensors_of(state).items()}
+            for state in (self._source, self._target)
+        )
+        return Shards(source, target, self._link.device)
+
     def __call__(self) -> Moved:
         """Move the current values into the target. All ranks of both meshes call it.
 
@@ -131,21 +140,19 @@ class Resharder:
         """
         began = time.monotonic()
         self._link.begin()
-        changed = self._describe() != self._table
-        same = self._link.meet(digest_of(self._describe()) if changed else self._digest)
+        table = self._describe()
+        changed = table != self._table
+        same = self._link.meet(digest_of(table) if changed else self._digest)
         if changed or not same:
             whose = "on this rank they" if changed else "on other ranks they, or the order of the calls,"
             raise MismatchError(f"the tensors are not those that were planned: {whose} differ. Create a new Resharder.")
-        source, target = (
-            {name: local_of(tensor) for name, tensor in tensors_of(state).items()}
-            for state in (self._source, self._target)
-        )
+        shards = self._shards()
         try:
             with self._link.explaining():
-                staged = move(self._link, self._buckets, source, target)
+                staged = move(self._link, self._buckets, shards)
                 self._link.maximum([0])  # only if all ranks are done is the target whole
         except BaseException as error:
-            self._tear(bool(target))
+            self._tear(bool(shards.target))
             if self.torn and isinstance(error, PgmeshError):
                 raise type(error)(f"{error}\n\nThe target of this rank is torn. Call again on all ranks.") from error
             raise
@@ -246,7 +253,7 @@ def reshard(
             size, dtype=dtype or kind, device=link.device if tensor is None else tensor.device
         )
     with link.explaining():
-        move(link, [[job]], {} if tensor is None else {"tensor": local_of(tensor)}, results)
+        move(link, [[job]], Shards({} if tensor is None else {"tensor": local_of(tensor)}, results, link.device))
     if job.wanted is None:
         return None
     strides = torch.empty(shape, device="meta").stride()
