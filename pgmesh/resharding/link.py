@@ -26,7 +26,6 @@ from pgmesh.mesh import ProcessGroupMesh, meshes
 from pgmesh.options import Timeout, to_timedelta
 from pgmesh.rendezvous.protocol import pauses
 
-
 Vector = tuple[int, torch.Tensor]
 """What is sent to a rank, or received from it."""
 

@@ -17,7 +17,7 @@ from pgmesh.layout import Layout
 from pgmesh.mesh import CONNECT_TIMEOUT, ProcessGroupMesh
 from pgmesh.options import Timeout
 from pgmesh.resharding.link import Link
-from pgmesh.resharding.metadata import Tables, describe, entry_on, exchange, pack, renamed, tensors_of
+from pgmesh.resharding.metadata import Entry, Tables, describe, entry_on, exchange, pack, renamed, tensors_of
 from pgmesh.resharding.plan import HostMap, ReshardPlan
 from pgmesh.resharding.sharding import Placements, length
 from pgmesh.resharding.transfer import Job, Shards, fill_buckets, move
@@ -91,27 +91,30 @@ class Resharder:
         self.torn = False
         """True if a call failed while it wrote: some tensors of the target are new, others old."""
         self._refusal: Any = None  # the hook by which a torn module refuses to run
-        self._table = self._describe()
+        self._described = self._describe()
         with self._link.explaining():
-            tables, hosts = meet(self._link, self._table)
-            self._jobs = plan_jobs(self._link, tables, hosts, self._source_names())
+            tables, hosts = meet(self._link, self._table(self._described))
+            source_names = self._source_names(tensors_of(self._source))
+            self._jobs = plan_jobs(self._link, tables, hosts, source_names)
             self._check_shapes()
             shards = self._shards()
             staged = self._link.maximum([shards.staged_by(job) for job in self._jobs])
         self._buckets = fill_buckets(self._jobs, staged, buckets // 2)
         self._digest = digest_of(repr((tables, hosts.hosts, buckets)))
 
-    def _source_names(self) -> dict[str, str]:
+    def _source_names(self, source: Mapping[str, torch.Tensor]) -> dict[str, str]:
         """By name in the target, the name in the source."""
-        names = {renamed(self._rename, name): name for name in tensors_of(self._source)}
+        names = {renamed(self._rename, name): name for name in source}
         return {name: old for name, old in names.items() if name is not None}
 
-    def _describe(self) -> str:
-        """The table of this rank's tensors."""
-        found, names = tensors_of(self._source), self._source_names()
-        source = {name: describe(found[old]) for name, old in names.items()}
-        target = {name: describe(tensor) for name, tensor in tensors_of(self._target).items()}
-        return pack(source, target, {"buckets": self._limit})
+    def _describe(self) -> tuple[dict[str, Entry], dict[str, Entry]]:
+        """The entries of this rank's tensors, of the source and of the target."""
+        found = tensors_of(self._source)
+        source = {name: describe(found[old]) for name, old in self._source_names(found).items()}
+        return source, {name: describe(tensor) for name, tensor in tensors_of(self._target).items()}
+
+    def _table(self, described: tuple[dict[str, Entry], dict[str, Entry]]) -> str:
+        return pack(*described, {"buckets": self._limit})
 
     def _check_shapes(self) -> None:
         """Check that the local shards have the shapes that their placements say."""
@@ -140,9 +143,9 @@ class Resharder:
         """
         began = time.monotonic()
         self._link.begin()
-        table = self._describe()
-        changed = table != self._table
-        same = self._link.meet(digest_of(table) if changed else self._digest)
+        described = self._describe()
+        changed = described != self._described
+        same = self._link.meet(digest_of(self._table(described)) if changed else self._digest)
         if changed or not same:
             whose = "on this rank they" if changed else "on other ranks they, or the order of the calls,"
             raise MismatchError(f"the tensors are not those that were planned: {whose} differ. Create a new Resharder.")
@@ -271,7 +274,8 @@ def layout_of(mesh: ProcessGroupMesh | Layout) -> Layout:
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The local shard of a DTensor; any other tensor itself. The memory is shared."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    with torch.no_grad():
+        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def digest_of(text: str) -> int:

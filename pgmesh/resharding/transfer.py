@@ -100,8 +100,8 @@ class Shards:
     def staged_by(self, job: Job) -> int:
         """Bytes that a job stages on this rank."""
         sides = ((each, side) for side in ("sends", "receives") for each in getattr(job.plan, side))
-        staged = (each.stop - each.start for each, side in sides if self.view(job, each, side) is None)
-        return sum(staged) * job.dtype.itemsize
+        elements: int = sum(each.stop - each.start for each, side in sides if self.view(job, each, side) is None)
+        return elements * job.dtype.itemsize
 
 
 def fill_buckets(jobs: Sequence[Job], staged: Sequence[int], limit: int) -> list[list[Job]]:
@@ -151,7 +151,7 @@ def move(link: Link, buckets: Sequence[Sequence[Job]], shards: Shards) -> int:
 
 
 def _messages(bucket: Sequence[Job], shards: Shards, side: str) -> Iterator[Message]:
-    """The messages of a bucket, "sends" or "receives", with empty buffers. The order for each pair of ranks is equal."""
+    """The messages of a bucket, "sends" or "receives", with empty buffers, in the same order on both ranks."""
     small: dict[int, list[tuple[Job, Transfer]]] = {}
     for job in bucket:
         for part in getattr(job.plan, side):
