@@ -9,9 +9,12 @@ The first case is FSDP2 x tensor parallelism to two replicas of tensor paralleli
 - gather and broadcast: each tensor is gathered whole on the trainer, broadcast to the others, and cut there;
 - checkpoint: ``torch.distributed.checkpoint`` saves to memory (/dev/shm), and loads there.
 
-In the second case the trainer's ranks hold replicas of tensor parallelism, of another size than the target's, since
-Megatron-Core's ``swap_model_weights`` knows no other shards. Its Gloo service asks for a CUDA stream, which it does not
-use: without CUDA it gets None.
+In the other cases the trainer's ranks hold replicas of tensor parallelism, since Megatron-Core's ``swap_model_weights``
+knows no other shards. Its Gloo service asks for a CUDA stream, which it does not use: without CUDA it gets None. In the
+last case all eight ranks train, and the same eight generate.
+
+Bare Gloo is not a peer, but a lower bound: sends and receives of as many bytes, from one buffer for each pair of ranks,
+and nothing else.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from statistics import median
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -38,9 +41,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from benchmarks.report import OURS, Figure, Target
-from benchmarks.sides import import_quietly
+from benchmarks.sides import FLOOR, import_quietly
 from pgmesh import ProcessGroupMesh, Resharder
 from pgmesh.launch import spawn
+from pgmesh.resharding import ReshardPlan
 
 RANKS, BUCKET = 8, 16 << 20
 WIDTH, HIDDEN, VOCABULARY, LAYERS = 1024, 2816, 6144, 4
@@ -62,36 +66,64 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "head": (VOCABULARY, WIDTH),
 }
 GATHER, CHECKPOINT, MEGATRON = "gather and broadcast", "checkpoint", "Megatron-Core"
-SHARDED, REPLICAS = "fsdp=2 tp=2 to dp=2 tp=2", "dp=2 tp=2 to tp=4"
+SHARDED, REPLICAS, SAME = "fsdp=2 tp=2 to dp=2 tp=2", "dp=2 tp=2 to tp=4", "same ranks, dp=4 tp=2 to dp=2 tp=4"
+CASES = {
+    SHARDED: (range(4), range(4, 8), {GATHER: 4.0, CHECKPOINT: 2.0}),
+    REPLICAS: (range(4), range(4, 8), {MEGATRON: 2.0}),
+    SAME: (range(8), range(8), {MEGATRON: 2.0}),
+}
+"""The ranks of the trainer and of the target, and how many times as long each peer is asked to take."""
 
 State = dict[str, DTensor]
 
 
-class Side(NamedTuple):
-    """One mesh with the model on it: the state of this rank, or {} if it is not in the mesh."""
+class Side:
+    """The model on one mesh: sharded along tp, and along dp as FSDP2 does or replicated.
 
-    mesh: ProcessGroupMesh
-    state: State
+    Args:
+        mesh: a mesh with axes dp and tp.
+        fsdp: True if it is sharded along dp.
+    """
+
+    def __init__(self, mesh: ProcessGroupMesh, *, fsdp: bool) -> None:
+        self.mesh, self.fsdp = mesh, fsdp
+        self.state: State = {}  # of this rank; empty outside the mesh
+        for number, (name, shape) in enumerate(SHAPES.items() if mesh.rank in mesh else ()):
+            whole = torch.arange(torch.Size(shape).numel()).add(number).remainder(65_521).float().view(shape)
+            shard = self.cut(name, whole)
+            if fsdp:
+                shard = shard.chunk(mesh.size("dp"))[mesh.coord[0]]
+            of_whole = {"shape": whole.shape, "stride": whole.stride()}
+            self.state[name] = DTensor.from_local(shard.clone(), mesh.device_mesh(), self.placements(name), **of_whole)
+
+    def cut(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's shard along tp."""
+        split = COLUMNS.get(name.rpartition(".")[2])
+        return whole if split is None else whole.chunk(self.mesh.size("tp"), split)[self.mesh.coord[1]]
+
+    def placements(self, name: str) -> list[Placement]:
+        split = COLUMNS.get(name.rpartition(".")[2])
+        along = _StridedShard(0, split_factor=self.mesh.size("tp")) if split == 0 else Shard(0)
+        return [along if self.fsdp else Replicate(), Replicate() if split is None else Shard(split)]
 
 
 def figures(repetitions: int) -> list[Figure]:
     """Figures of both cases: time, bytes and staging memory."""
     results = spawn(measure, RANKS, repetitions, timeout=timedelta(seconds=240))
     found = []
-    for case, peers in ((SHARDED, {GATHER: 4.0, CHECKPOINT: 2.0}), (REPLICAS, {MEGATRON: 2.0})):
+    for case, (trainer, _, peers) in CASES.items():
         times, moved, left_out = ([rank[case][i] for rank in results] for i in range(3))
         seconds = {side: median(map(max, zip(*(rank[side] for rank in times)))) for side in times[0]}
         targets = tuple(Target(factor, peer) for peer, factor in peers.items() if peer in seconds)
         sent, received, floor, staged = zip(*moved)
-        mean = sum(sent) / (RANKS / 2)
-        found += [
-            Figure(f"256 MB, {case}", seconds, "s", targets, left_out[0]),
-            Figure(
-                "bytes received", {OURS: sum(received), "floor": sum(floor)}, "B", (Target(most=1, against="floor"),)
-            ),
-            Figure("greatest sender", {OURS: max(sent), "mean": mean}, "B", (Target(most=1.1, against="mean"),)),
-            Figure("staging memory", {OURS: max(staged), "bucket": BUCKET}, "B", (Target(most=1, against="bucket"),)),
-        ]
+        mean = sum(sent) / len(trainer)
+        found.append(Figure(f"256 MB, {case}", seconds, "s", targets, left_out[0]))
+        for what, most, ours, limit, other in (
+            ("bytes received", 1.0, sum(received), sum(floor), "floor"),
+            ("greatest sender", 1.1, max(sent), mean, "mean"),
+            ("staging memory", 1.0, max(staged), BUCKET, "bucket"),
+        ):
+            found.append(Figure(what, {OURS: ours, other: limit}, "B", (Target(most=most, against=other),)))
     return found
 
 
@@ -100,12 +132,12 @@ def measure(repetitions: int) -> dict[str, tuple[dict[str, list[float]], tuple[i
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of torch's checkpoint
     found = {}
-    for case in (SHARDED, REPLICAS):
-        trainer = ProcessGroupMesh(dp=2, tp=2, ranks=range(4), name=f"trainer, {case}")
-        target_sizes = {"dp": 2, "tp": 2} if case == SHARDED else {"dp": 1, "tp": 4}
-        rollout = ProcessGroupMesh(ranks=range(4, 8), name=f"rollout, {case}", **target_sizes)
-        source = Side(trainer, state_on(trainer, fsdp=case == SHARDED))
-        target, truth = (Side(rollout, state_on(rollout, fsdp=False)) for _ in range(2))
+    for case, (trains, generates, _) in CASES.items():
+        tp = 2 if case == SHARDED else 4
+        trainer = ProcessGroupMesh(dp=-1, tp=2, ranks=trains, name=f"trainer, {case}")
+        rollout = ProcessGroupMesh(dp=-1, tp=tp, ranks=generates, name=f"rollout, {case}")
+        source = Side(trainer, fsdp=case == SHARDED)
+        target, truth = (Side(rollout, fsdp=False) for _ in range(2))
         sides, left_out = sides_of(case, source, target)
         times: dict[str, list[float]] = defaultdict(list)
         for repetition in range(repetitions + 1):
@@ -117,7 +149,7 @@ def measure(repetitions: int) -> dict[str, tuple[dict[str, list[float]], tuple[i
                 result = run()
                 took = time.perf_counter() - start
                 dist.barrier()
-                for name, tensor in target.state.items():
+                for name, tensor in target.state.items() if side != FLOOR else ():
                     if not torch.equal(tensor.to_local(), truth.state[name].to_local()):
                         raise ArithmeticError(f"{side}: {name} is wrong on rank {rollout.rank}")
                 if repetition:  # the first one connects and plans
@@ -131,7 +163,7 @@ def measure(repetitions: int) -> dict[str, tuple[dict[str, list[float]], tuple[i
 def sides_of(case: str, source: Side, target: Side) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
     """What moves the model on each side, and the reasons of those that cannot."""
     sync = Resharder(source.mesh, target.mesh, source=source.state, target=target.state, buckets=BUCKET)
-    sides: dict[str, Callable[[], Any]] = {OURS: sync}
+    sides: dict[str, Callable[[], Any]] = {OURS: sync, FLOOR: bare(source, target)}
     if case == SHARDED:
         both = ProcessGroupMesh(5, ranks=[0, *target.mesh.ranks()], name="broadcast")
         group = both.group() if both.rank in both else None
@@ -153,28 +185,31 @@ def sides_of(case: str, source: Side, target: Side) -> tuple[dict[str, Callable[
     return sides, {}
 
 
-def state_on(mesh: ProcessGroupMesh, *, fsdp: bool) -> State:
-    """The model on a mesh: sharded along tp, and along dp as FSDP2 does, or replicated along dp."""
-    state: State = {}
-    for number, (name, shape) in enumerate(SHAPES.items() if mesh.rank in mesh else ()):
-        whole = torch.arange(torch.Size(shape).numel()).add(number).remainder(65_521).float().view(shape)
-        (dp, tp), split = mesh.coord, COLUMNS.get(name.rpartition(".")[2])
-        shard, across = (
-            (whole, Replicate()) if split is None else (whole.chunk(mesh.size("tp"), split)[tp], Shard(split))
-        )
-        along: Placement = Replicate()
-        if fsdp:
-            shard = shard.chunk(mesh.size("dp"))[dp]
-            along = _StridedShard(0, split_factor=mesh.size("tp")) if split == 0 else Shard(0)
-        state[name] = DTensor.from_local(
-            shard.clone(),
-            mesh.device_mesh(),
-            [along, across],
-            run_check=False,
-            shape=whole.shape,
-            stride=whole.stride(),
-        )
-    return state
+def bare(source: Side, target: Side) -> Callable[[], Any]:
+    """Sends and receives of as many bytes."""
+    group = ProcessGroupMesh(RANKS, name=f"bare, {source.mesh.name}").group()
+    ranks = [*range(RANKS)]
+    sent, received = (dict.fromkeys(ranks, 0) for _ in range(2))
+    for name, shape in SHAPES.items():
+        sides = (source.mesh, source.placements(name), target.mesh, target.placements(name))
+        plan = ReshardPlan(shape, *sides, itemsize=4).of(dist.get_rank())
+        for part in plan.sends:
+            sent[part.peer] += 4 * (part.stop - part.start)
+        for part in plan.receives:
+            received[part.peer] += 4 * (part.stop - part.start)
+    buffers = [
+        (do, torch.zeros(size, dtype=torch.uint8), peer)
+        for do, sizes in ((dist.irecv, received), (dist.isend, sent))
+        for peer, size in sizes.items()
+        if size
+    ]
+
+    def run() -> None:
+        batch = [dist.P2POp(do, buffer, peer, group) for do, buffer, peer in buffers]
+        for work in dist.batch_isend_irecv(batch) if batch else ():
+            work.wait()
+
+    return run
 
 
 def gather_and_broadcast(source: Side, target: Side, group: Any) -> None:
@@ -187,10 +222,7 @@ def gather_and_broadcast(source: Side, target: Side, group: Any) -> None:
         if group is not None:
             dist.broadcast(whole, 0, group=group)
         if target.state:
-            split = COLUMNS.get(name.rpartition(".")[2])
-            tp = target.mesh.coord[1]
-            mine = whole if split is None else whole.chunk(target.mesh.size("tp"), split)[tp]
-            target.state[name].to_local().copy_(mine)
+            target.state[name].to_local().copy_(target.cut(name, whole))
 
 
 def save_and_load(source: Side, target: Side, folder: str) -> None:

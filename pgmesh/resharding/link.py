@@ -24,7 +24,6 @@ from pgmesh.groups.world import device_of, world_rank_and_size
 from pgmesh.layout import Layout
 from pgmesh.mesh import ProcessGroupMesh, meshes
 from pgmesh.options import Timeout, to_timedelta
-from pgmesh.rendezvous.protocol import pauses
 
 Vector = tuple[int, torch.Tensor]
 """What is sent to a rank, or received from it."""
@@ -59,7 +58,7 @@ class Link:
         self._mesh = meshes().get(name) or ProcessGroupMesh(len(self.ranks), ranks=self.ranks, name=name)
         self.deadline = 0.0
         self._connected = False
-        self._works: list[Any] = []  # collectives that are not awaited
+        self._works: list[_Works] = []  # those that are not awaited
 
     def begin(self) -> None:
         """Begin a call: set its deadline."""
@@ -112,45 +111,40 @@ class Link:
         self.wait(self.start(dist.all_reduce, greatest, dist.ReduceOp.MAX))
         return [int(each) for each in greatest.tolist()]
 
-    def start(self, collective: Callable[..., Any], *arguments: Any) -> Any:
-        """Start a collective of torch; return its work."""
+    def start(self, collective: Callable[..., Any], *arguments: Any) -> _Works:
+        """Start a collective of torch."""
         with _breaking():
             work = collective(*arguments, group=self._mesh.group(), async_op=True)
-        self._works.append(work)
-        return work
+        self._works.append(_Works([work], [], self.device))
+        return self._works[-1]
 
-    def exchange(self, sends: Sequence[Vector], receives: Sequence[Vector]) -> Any:
-        """Start sends and receives of contiguous vectors; return their work."""
+    def exchange(self, sends: Sequence[Vector], receives: Sequence[Vector]) -> _Works:
+        """Start sends and receives of contiguous vectors."""
         group, sides = self._mesh.group(), ((dist.irecv, receives), (dist.isend, sends))
         batch = [dist.P2POp(do, values.view(torch.uint8), peer, group) for do, side in sides for peer, values in side]
         with _breaking():
             works = dist.batch_isend_irecv(batch) if batch else []
-        self._works.append(_Exchange(works, [peer for _, side in sides for peer, _ in side], self.device))
+        self._works.append(_Works(works, [peer for _, side in sides for peer, _ in side], self.device))
         return self._works[-1]
 
-    def wait(self, work: Any) -> None:
-        """Wait for a collective until the deadline. Ctrl-C is delivered meanwhile.
+    def wait(self, works: _Works) -> None:
+        """Wait until works have ended, or the deadline has passed. Ctrl-C is delivered meanwhile.
 
         Raises:
             MissingRanksError: the deadline has passed. The message has the ranks that did not enter the collective.
         """
-        for pause in pauses():
-            if work.is_completed():
-                break
-            if time.monotonic() >= self.deadline:
-                report = self._mesh.report()
-                waiting = work.waiting_for() if isinstance(work, _Exchange) else []
-                statuses = [f"rank {rank}: {status}" for rank, status in report.others.items()]
-                lines = "".join(f"\n  {line}" for line in (*waiting, *report.running, *statuses))
-                self.release()
-                raise MissingRanksError(f"{name_ranks(self.ranks)} did not all come in {self.seconds:g} s.{lines}")
-            time.sleep(min(pause, 0.002))
+        if not works.ended.wait(self.left()):
+            report = self._mesh.report()
+            statuses = [f"rank {rank}: {status}" for rank, status in report.others.items()]
+            lines = "".join(f"\n  {line}" for line in (*works.waiting_for(), *report.running, *statuses))
+            self.release()
+            raise MissingRanksError(f"{name_ranks(self.ranks)} did not all come in {self.seconds:g} s.{lines}")
         try:
             with _breaking():
-                work.wait()
+                works.wait()
         except PgmeshError as error:  # without the frames, which refer to the work: see teardown.explain
             raise type(error)(str(error)) from None
-        self._works.remove(work)
+        self._works.remove(works)
 
     def release(self) -> None:
         """End the group after a failure. The other members notice at once."""
@@ -160,9 +154,8 @@ class Link:
         group = self._mesh.group()
         self._mesh.release()
         keep_until_done(group, _Never())
-        for work in self._works:
-            if isinstance(work, _Exchange):
-                work.join()
+        for works in self._works:
+            works.join()
         self._works.clear()
 
     @contextlib.contextmanager
@@ -195,50 +188,49 @@ class _Never:
         return False
 
 
-class _Exchange:
-    """The work of sends and receives.
+class _Works:
+    """The works of a collective, or of sends and receives.
 
-    Works of Gloo end only where a thread waits for them, so one does: this one is awaited like that of a collective.
-    NCCL was never tried here.
+    A thread waits for them, so that the caller can wait with a deadline: works of Gloo's sends and receives end only
+    where they are awaited. NCCL was never tried here.
     """
 
     def __init__(self, works: Sequence[Any], peers: Sequence[int], device: torch.device) -> None:
-        self._works, self._peers = works, peers
-        self._waited = 0
+        self._works, self._peers, self._device = works, peers, device
+        self._count = 0  # of those that have ended
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._wait, daemon=True) if device.type == "cpu" and works else None
-        if self._thread is not None:
-            self._thread.start()
+        self.ended = threading.Event()
+        """Set when all have ended, or one has failed."""
+        self._thread = threading.Thread(target=self._wait, daemon=True)
+        self._thread.start()
 
     def _wait(self) -> None:
         for work in self._works:
             try:
-                work.wait()
-            except Exception as error:  # the others are awaited too: after the last one no memory is written
+                while self._device.type != "cpu" and not work.is_completed():  # its wait is for the caller's stream
+                    time.sleep(0.001)
+                if self._device.type == "cpu":
+                    work.wait()
+            except Exception as error:  # the others are awaited too: after the last one no tensor is written
                 self._error = self._error or error.with_traceback(None)
-            self._waited += 1
-
-    def is_completed(self) -> bool:
-        """True if all have ended, or one has failed."""
-        if self._thread is None:
-            return all(work.is_completed() for work in self._works)
-        return self._error is not None or not self._thread.is_alive()
+                self.ended.set()
+            self._count += 1
+        self.ended.set()
 
     def wait(self) -> None:
-        """Raise the error of the first that failed."""
+        """Raise the error of the first that failed. On a GPU, make the current stream wait."""
         if self._error is not None:
             raise self._error
-        for work in self._works if self._thread is None else ():
+        for work in self._works if self._device.type != "cpu" else ():
             work.wait()
 
     def waiting_for(self) -> list[str]:
-        """A line with the rank of the first that has not ended."""
-        return [f"waiting for rank {peer}" for peer in self._peers[self._waited : self._waited + 1]]
+        """A line with the peer of the first that has not ended."""
+        return [f"waiting for rank {peer}" for peer in self._peers[self._count : self._count + 1]]
 
     def join(self) -> None:
         """Wait until all have ended, after the connections were shut down. Then they write to no tensor any more."""
-        if self._thread is not None:
-            self._thread.join(JOIN_SECONDS)
+        self._thread.join(JOIN_SECONDS)
 
 
 class _Broken(Exception):
