@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Union
@@ -18,7 +19,7 @@ from pgmesh.mesh import CONNECT_TIMEOUT, ProcessGroupMesh
 from pgmesh.options import Timeout
 from pgmesh.resharding.link import Link
 from pgmesh.resharding.metadata import Entry, Tables, describe, entry_on, exchange, pack, renamed, tensors_of
-from pgmesh.resharding.plan import HostMap, ReshardPlan
+from pgmesh.resharding.plan import HostMap, ReshardPlan, balance
 from pgmesh.resharding.sharding import Placements, length
 from pgmesh.resharding.transfer import Job, Shards, fill_buckets, move
 from pgmesh.topology.host_mapping import map_hosts
@@ -309,16 +310,22 @@ def shape_and_dtype(tables: Tables, name: str) -> tuple[tuple[int, ...], torch.d
 
 def plan_jobs(link: Link, tables: Tables, hosts: HostMap, source_names: Mapping[str, str]) -> list[Job]:
     """What this rank does for each tensor, in an order that is the same on all ranks."""
-    jobs = []
+    plans: dict[Any, ReshardPlan] = {}  # by what they are made of: equal tensors have one plan
+    tensors: list[tuple[str, torch.dtype, Any]] = []  # each with the key of its plan
     for name, holdings in sorted(tables.target.items()):
         shape, dtype = shape_and_dtype(tables, name)
         held, holders = next(iter(tables.source[name].items()))
         for wanted, ranks in holdings.items():
             result = dtype if wanted.dtype is None else getattr(torch, wanted.dtype)
             sent_as = result if result.itemsize < dtype.itemsize else dtype
-            source, target = held.sharding(holders, shape), wanted.sharding(ranks, shape)
-            sides = source.layout, source.placements, target.layout, target.placements
-            plan = ReshardPlan(shape, *sides, itemsize=sent_as.itemsize, hosts=hosts).of(link.rank)
-            regions = [side.region_of(link.rank) if link.rank in side.layout else None for side in (source, target)]
-            jobs.append(Job(name, source_names.get(name, name), sent_as, plan, *regions))
+            key = shape, sent_as.itemsize, held, tuple(holders), wanted, tuple(ranks)
+            if key not in plans:
+                source, target = held.sharding(holders, shape), wanted.sharding(ranks, shape)
+                sides = source.layout, source.placements, target.layout, target.placements
+                plans[key] = ReshardPlan(shape, *sides, itemsize=sent_as.itemsize, hosts=hosts)
+            tensors.append((name, sent_as, key))
+    counts = Counter(key for _, _, key in tensors)
+    balance([(plan, counts[key]) for key, plan in plans.items()])
+    mine = {key: (plan.of(link.rank), *plan.regions_of(link.rank)) for key, plan in plans.items()}
+    jobs = [Job(name, source_names.get(name, name), dtype, *mine[key]) for name, dtype, key in tensors]
     return sorted(jobs, key=lambda job: str(job.dtype))

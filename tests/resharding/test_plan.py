@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 import sys
 import time
 import types
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -18,8 +20,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import pgmesh.resharding
 from pgmesh import AxisError, Layout, PlaceError, ShapeError
 from pgmesh.resharding import RankPlan, ReshardPlan, Transfer
+from pgmesh.resharding.plan import balance
 from pgmesh.resharding.sharding import Sharding, length
-from tests.support.transfer_oracle import check_plan, random_case, random_layout, random_placements
+from tests.support.transfer_oracle import Case, check_plan, random_case, random_layout, random_placements
 
 FOLDER = Path(pgmesh.resharding.__file__).parent
 
@@ -77,6 +80,51 @@ def test_a_rank_that_holds_a_piece_copies_it():
     assert plan.of(1).copied == (((2, 4),),)
     assert plan.of(1).receives == (Transfer(0, (((0, 2),),), 0, 2),)
     assert (plan.of(7).sends, plan.of(7).receives) == ((), ())
+
+
+def random_model(rng: random.Random) -> list[tuple[Case, int]]:
+    """Transfers of several tensors with the same hosts, each for one to three tensors of 1 or 2 bytes an element."""
+    first = random_case(rng)
+    cases = [first, *(random_case(rng)._replace(hosts=first.hosts) for _ in range(rng.randint(1, 4)))]
+    return [(case, rng.randint(1, 3)) for case in cases]
+
+
+def least_load(sent: dict[tuple[int, ...], int]) -> float:
+    """The least that the greatest sender can send: some ranks alone hold some of it, and share it evenly at best."""
+    ranks = sorted({rank for holders in sent for rank in holders})
+    groups = itertools.chain.from_iterable(itertools.combinations(ranks, n + 1) for n in range(len(ranks)))
+    return max(
+        (sum(each for holders, each in sent.items() if {*holders} <= {*some}) / len(some) for some in groups), default=0
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 1 << 32))
+def test_the_load_of_a_whole_model_is_as_even_as_it_can_be(seed):
+    model = random_model(random.Random(seed))
+    plans = [
+        (ReshardPlan(*case[:5], itemsize=1 + number % 2, hosts=case.hosts), count)
+        for number, (case, count) in enumerate(model)
+    ]
+    balance(plans)
+    load: Counter[int] = Counter()
+    sent: Counter[tuple[int, ...]] = Counter()  # by the ranks that could send it
+    for (plan, count), (case, _) in zip(plans, model):
+        check_plan(plan, case, is_even=False)
+        for rank in case.source:
+            bytes_sent = plan.of(rank).sent * plan.itemsize * count
+            load[rank] += bytes_sent
+            sent[tuple(sorted(plan.source.ranks_of(plan.source.part_of(rank))))] += bytes_sent
+    slack = sum(plan.itemsize * count for plan, count in plans)  # an element of each tensor
+    assert max(load.values()) <= 1.1 * least_load(sent) + slack
+
+
+def test_replicas_relieve_ranks_that_hold_a_tensor_alone():
+    shared = ReshardPlan((1200,), Layout(4), None, Layout(1, ranks=[4]), None)
+    alone = ReshardPlan((300,), Layout(1), None, Layout(1, ranks=[4]), None)
+    balance([(shared, 1), (alone, 1)])
+    assert [shared.of(rank).sent + alone.of(rank).sent for rank in range(4)] == [375] * 4
+    assert [shared.of(rank).sent for rank in range(4)] == [75, 375, 375, 375]
 
 
 @pytest.mark.parametrize("hosts", [False, True])
@@ -148,8 +196,8 @@ MUTATIONS = [
     ('getattr(placement, "split_factor", 1)', "1"),
     ("self.source.part_of(rank) == part:", "self.source.part_of(rank) == part and part:"),
     ("floor = overlap, floor - size_of(overlap)", "floor = overlap, floor"),
-    ("total * (i + 1) // n - total * i // n", "total // n"),
-    ("total * (i + 1) // n - total * i // n", "total * (i == 0)"),
+    ("level + (place < extra) - levels[i]", "level - levels[i]"),
+    ("poured(self.total, [0] * n) if balanced is None", "[self.total] + [0] * (n - 1) if balanced is None"),
     ("* target.replicas - sum(self._off_line.values())", "* target.replicas"),
     ("if hosts is not None and n > 1:", "if hosts is None:"),
     ("shares[holder] -= stop - start", "shares[holder] -= stop"),
