@@ -18,9 +18,10 @@ import torch.distributed as dist
 
 from pgmesh._util.formatting import name_ranks
 from pgmesh.errors import LifetimeError, MembershipError, MismatchError, MissingRanksError, PgmeshError, WorldError
+from pgmesh.groups.backends import backends_of
 from pgmesh.groups.registry import store_thread
 from pgmesh.groups.teardown import keep_until_done
-from pgmesh.groups.world import device_of, world_rank_and_size
+from pgmesh.groups.world import device_of, world_options, world_rank_and_size
 from pgmesh.layout import Layout
 from pgmesh.mesh import ProcessGroupMesh, meshes
 from pgmesh.options import Timeout, to_timedelta
@@ -42,6 +43,7 @@ class Link:
 
     Raises:
         MembershipError: this rank is in neither.
+        WorldError: the world is a fake one.
     """
 
     def __init__(self, source: Layout, target: Layout, timeout: Timeout) -> None:
@@ -51,6 +53,11 @@ class Link:
             raise MembershipError(
                 f"rank {self.rank} is in neither the source nor the target, so it has nothing to send or receive.\n\n"
                 f"  if mesh.rank in source or mesh.rank in target: ...   # other ranks do not call"
+            )
+        if backends_of(world_options().backend).fake:
+            raise WorldError(
+                "a fake world has no other ranks to exchange tensors with. A plan needs none:\n\n"
+                "  print(ReshardPlan(shape, source, source_placements, target, target_placements).of(rank))"
             )
         self.seconds = to_timedelta(timeout).total_seconds()
         digest = hashlib.sha256(repr((source.ranks(), target.ranks())).encode()).hexdigest()

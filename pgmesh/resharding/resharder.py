@@ -73,6 +73,7 @@ class Resharder:
         MismatchError: names, shapes or arguments differ between ranks. The message has each of them.
         MissingRanksError: a rank did not come. The message has its status.
         ShapeError: a tensor is ``Partial``, or its local shard has another shape than its placements say.
+        WorldError: the world is a fake one.
     """
 
     def __init__(
@@ -229,6 +230,7 @@ def reshard(
         MismatchError: the ranks' arguments differ.
         MissingRanksError: a rank did not come, or was lost.
         ShapeError: a placement is ``Partial`` or does not fit the tensor.
+        WorldError: the world is a fake one.
     """
     sides = {} if tensor is None else {"tensor": describe(tensor)}
     if source is None and isinstance(tensor, DTensor) and (at := sides["tensor"].layout):
@@ -294,10 +296,14 @@ def dtensor_placements(layout: Layout, placements: Placements) -> list[Placement
 
 
 def meet(link: Link, table: str) -> tuple[Tables, HostMap]:
-    """Connect the ranks, exchange their tables, and find their hosts."""
+    """Connect the ranks, exchange their tables, and find their hosts.
+
+    Plans depend on the hosts. If the ranks do not agree on them, they all plan as if they were on one host.
+    """
     link.connect()
     tables = exchange(link, table)
-    return tables, HostMap(map_hosts(link.ranks, timeout=link.left()).hosts)
+    hosts = map_hosts(link.ranks, timeout=link.left()).hosts
+    return tables, HostMap(hosts if link.meet(digest_of(repr(hosts))) else [link.ranks])
 
 
 def shape_and_dtype(tables: Tables, name: str) -> tuple[tuple[int, ...], torch.dtype]:
