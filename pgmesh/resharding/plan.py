@@ -164,6 +164,41 @@ class ReshardPlan:
         held, wanted = (side.region_of(rank) if rank in side.layout else None for side in (self.source, self.target))
         return held, wanted
 
+    def svg(self) -> str:
+        """A picture of who sends what to whom, as SVG. It has the first ranks of each side, at most ``MOST_ROWS``.
+
+        >>> plan = ReshardPlan((8,), Layout(tp=2), {"tp": 0}, Layout(tp=4, ranks=range(2, 6)), {"tp": 0}, itemsize=4)
+        >>> plan.svg().count("<path")
+        4
+        """
+        from pgmesh.drawing import transfers
+
+        sent: dict[tuple[int, int], transfers.Sent] = {}
+        sides = []
+        for side, is_source in ((self.source, True), (self.target, False)):
+            ends = []
+            for rank in itertools.islice(side.layout, MOST_ROWS):
+                plan = self.of(rank)
+                amount = (plan.sent if is_source else plan.received) * self.itemsize
+                label = (
+                    f"{side.layout.label_of(rank)}, host {self._hosts.number(rank)}"
+                    if self._hosts
+                    else (side.layout.label_of(rank))
+                )
+                ends.append(transfers.End(rank, label, f"{'sends' if is_source else 'receives'} {amount:,} bytes"))
+                for each in plan.sends if is_source else ():
+                    leaves = self._hosts is not None and not self._hosts.near(rank, each.peer)
+                    sent[rank, each.peer] = transfers.Sent((each.stop - each.start) * self.itemsize, leaves)
+            sizes = " ".join(f"{axis}={size}" for axis, size in zip(side.layout.axes, side.layout.shape))
+            sides.append((f"{'source' if is_source else 'target'}: {sizes}", ends))
+        notes = [
+            "a line: what one rank sends to another; thicker is more" + ", dashed: to another host" * bool(self._hosts)
+        ]
+        if any(len(side.layout) > MOST_ROWS for side in (self.source, self.target)):
+            notes.append(f"a sample: the first {MOST_ROWS} ranks of each side")
+        title = f"shape {self.shape}, {count_of(self.itemsize, 'byte')} each"
+        return transfers.drawing(title, notes, (sides[0], sides[1]), sent).svg()
+
     def _shares_of(self, part: Part) -> _Shares:
         if part not in self._shares:
             self._shares[part] = _Shares(self.source, self.target, part, self._hosts, self._balanced.get(part))
