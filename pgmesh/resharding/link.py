@@ -29,6 +29,9 @@ from pgmesh.options import Timeout, to_timedelta
 Vector = tuple[int, torch.Tensor]
 """What is sent to a rank, or received from it."""
 
+MEET_SECONDS = 2.0
+"""After a timeout, the members have so long to connect again. Those that do not are the late ones."""
+
 JOIN_SECONDS = 10.0
 """The longest wait for sends and receives to end after their connections were shut down."""
 
@@ -100,6 +103,9 @@ class Link:
             extremes = torch.tensor([value, -value], device=self.device)
             try:
                 self.wait(self.start(dist.all_reduce, extremes, dist.ReduceOp.MAX))
+            except _Late as error:
+                self.release()
+                raise MissingRanksError(str(error)) from None
             except _Broken:  # another member has released the group, or has ended: connect names it
                 self.release()
                 continue
@@ -138,14 +144,13 @@ class Link:
         """Wait until works have ended, or the deadline has passed. Ctrl-C is delivered meanwhile.
 
         Raises:
-            MissingRanksError: the deadline has passed. The message has the ranks that did not enter the collective.
+            _Late: the deadline has passed. The message has the ranks that did not enter the collective.
         """
         if not works.ended.wait(self.left()):
-            report = self._mesh.report()
+            waiting, report = works.waiting_for(), self._mesh.report()
             statuses = [f"rank {rank}: {status}" for rank, status in report.others.items()]
-            lines = "".join(f"\n  {line}" for line in (*works.waiting_for(), *report.running, *statuses))
-            self.release()
-            raise MissingRanksError(f"{name_ranks(self.ranks)} did not all come in {self.seconds:g} s.{lines}")
+            lines = "".join(f"\n  {line}" for line in (*waiting, *report.running, *statuses))
+            raise _Late(f"{name_ranks(self.ranks)} did not all come in {self.seconds:g} s.{lines}")
         try:
             with _breaking():
                 works.wait()
@@ -167,7 +172,7 @@ class Link:
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """Release the group if the block fails. If a connection broke, raise which ranks are lost.
+        """Release the group if the block fails. If a connection broke or ranks are late, raise which are missing.
 
         The members connect again to find out. So all of them name the same ranks.
         """
@@ -177,9 +182,10 @@ class Link:
             raise
         except _Broken as error:
             self.release()
-            self.deadline = max(self.deadline, time.monotonic() + store_thread().lost_after + 1.0)
+            grace = MEET_SECONDS if isinstance(error, _Late) else store_thread().lost_after + 1.0
+            self.deadline = max(self.deadline, time.monotonic() + grace)
             self.connect()
-            raise WorldError(f"a connection broke, and all ranks are there again. ({error})") from None
+            raise WorldError(f"the transfer failed, and all ranks are there again. ({error})") from None
         except BaseException:
             self.release()
             raise
@@ -242,6 +248,10 @@ class _Works:
 
 class _Broken(Exception):
     """The backend failed in a collective: a member ended or released the group."""
+
+
+class _Late(_Broken):
+    """A collective did not end until the deadline."""
 
 
 @contextlib.contextmanager

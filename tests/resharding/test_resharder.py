@@ -9,6 +9,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -431,6 +432,38 @@ def test_a_member_that_dies_in_the_middle_is_named_and_the_target_is_torn():
         assert torn == (rank >= 2)
         assert refused[0] == ("LifetimeError" if torn else "")
         assert forward is None or forward[0] == "LifetimeError"
+
+
+def stops_in_the_middle() -> Any:
+    """Rank 0 sleeps before its third bucket, for longer than the others wait. Then all call again."""
+    rank = dist.get_rank()
+    names = [f"w{i}" for i in range(6)]
+    source = {name: torch.full((1000,), 1.0) for name in names} if rank < 2 else None
+    target = {name: torch.zeros(1000) for name in names} if rank >= 2 else None
+    sync = Resharder(Layout(2), Layout(2, ranks=[2, 3]), source=source, target=target, buckets=8000, timeout=4)
+    pack, packed = transfer._pack, []
+
+    def slow_pack(*arguments: Any) -> Any:
+        packed.append(1)
+        if rank == 0 and len(packed) == 3:
+            time.sleep(12)
+        return pack(*arguments)
+
+    with mock.patch.object(transfer, "_pack", slow_pack):
+        first, torn = outcome(sync), sync.torn
+    retry = outcome(sync)
+    whole = target is None or all(tensor.tolist() == [1.0] * 1000 for tensor in target.values())
+    return first, torn, retry[:2], whole
+
+
+def test_a_member_that_stops_in_the_middle_is_named_and_the_retry_works():
+    results = world(4).run(stops_in_the_middle)
+    for rank, (first, torn, retry, whole) in enumerate(results):
+        assert (torn, retry, whole) == (rank >= 2, ("", ""), True), (rank, first, retry)
+        if rank:
+            assert first[0] == "MissingRanksError"
+            assert "rank 0 did not arrive" in first[1]
+            assert first[2] < 4 + 5
 
 
 def fails_in_the_middle(who: int, step: str, bucket: int) -> Any:
