@@ -90,7 +90,7 @@ def parts(quick: bool, ranks: list[int]) -> list[tuple[str, Callable[[], list[Fi
         ("start", lambda: starting.figures(1 if quick else 5, max(ranks))),
         ("plan", lambda: planning.figures(5 if quick else 9)),
         ("training", lambda: training.figures(3, ["dp4"]) if quick else training.figures(10)),
-        ("resharding", lambda: resharding.figures(2 if quick else 5)),
+        *([] if quick else [("resharding", lambda: resharding.figures(5))]),
     ]
 
 

@@ -159,11 +159,6 @@ class ReshardPlan:
         leaving = sum(each.stop - each.start for each in sends if self._hosts and not self._hosts.near(rank, each.peer))
         return RankPlan(rank, tuple(sends), tuple(receives), copied, floor, self.itemsize, leaving)
 
-    def regions_of(self, rank: int) -> tuple[Region | None, Region | None]:
-        """The regions that a rank holds and wants; None outside the source and outside the target."""
-        held, wanted = (side.region_of(rank) if rank in side.layout else None for side in (self.source, self.target))
-        return held, wanted
-
     def svg(self) -> str:
         """A picture of who sends what to whom, as SVG. It has the first ranks of each side, at most ``MOST_ROWS``.
 

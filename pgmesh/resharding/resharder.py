@@ -332,6 +332,10 @@ def plan_jobs(link: Link, tables: Tables, hosts: HostMap, source_names: Mapping[
             tensors.append((name, sent_as, key))
     counts = Counter(key for _, _, key in tensors)
     balance([(plan, counts[key]) for key, plan in plans.items()])
-    mine = {key: (plan.of(link.rank), *plan.regions_of(link.rank)) for key, plan in plans.items()}
+    mine = {}
+    for key, plan in plans.items():
+        sides = plan.source, plan.target
+        held, wanted = (side.region_of(link.rank) if link.rank in side.layout else None for side in sides)
+        mine[key] = plan.of(link.rank), held, wanted
     jobs = [Job(name, source_names.get(name, name), dtype, *mine[key]) for name, dtype, key in tensors]
     return sorted(jobs, key=lambda job: str(job.dtype))

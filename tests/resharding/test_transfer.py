@@ -70,7 +70,9 @@ def run_transfer(module: Any, seed: int) -> None:
                 shard = shard_of(whole, case.target, case.target_placements, rank)
                 target[f"{i}"] = torch.full(shard.shape, -1.0, dtype=result)
             sent_as = min(dtype, result, key=lambda each: each.itemsize)
-            mine.append(module.Job(f"{i}", f"{i}", sent_as, plan.of(rank), *plan.regions_of(rank)))
+            sides = plan.source, plan.target
+            regions = [side.region_of(rank) if rank in side.layout else None for side in sides]
+            mine.append(module.Job(f"{i}", f"{i}", sent_as, plan.of(rank), *regions))
         jobs.append(sorted(mine, key=lambda job: str(job.dtype)))
         shards.append(module.Shards(source, target, torch.device("cpu")))
     staged = [
