@@ -156,8 +156,12 @@ class ReshardPlan:
                     for holder, start, stop in self._shares_of(part).received_by(rank):
                         receives.append(Transfer(holder, overlap, start, stop))
         sends = self._shares_of(self.source.part_of(rank)).sent_by(rank) if rank in self.source.layout else ()
-        leaving = sum(each.stop - each.start for each in sends if self._hosts and not self._hosts.near(rank, each.peer))
+        leaving = sum(each.stop - each.start for each in sends if self._leaves(rank, each.peer))
         return RankPlan(rank, tuple(sends), tuple(receives), copied, floor, self.itemsize, leaving)
+
+    def _leaves(self, rank: int, other: int) -> bool:
+        """True if two ranks are on different hosts."""
+        return self._hosts is not None and not self._hosts.near(rank, other)
 
     def svg(self) -> str:
         """A picture of who sends what to whom, as SVG. It has the first ranks of each side, at most ``MOST_ROWS``.
@@ -182,8 +186,8 @@ class ReshardPlan:
                 )
                 ends.append(transfers.End(rank, label, f"{'sends' if is_source else 'receives'} {amount:,} bytes"))
                 for each in plan.sends if is_source else ():
-                    leaves = self._hosts is not None and not self._hosts.near(rank, each.peer)
-                    sent[rank, each.peer] = transfers.Sent((each.stop - each.start) * self.itemsize, leaves)
+                    amount = (each.stop - each.start) * self.itemsize
+                    sent[rank, each.peer] = transfers.Sent(amount, self._leaves(rank, each.peer))
             sizes = " ".join(f"{axis}={size}" for axis, size in zip(side.layout.axes, side.layout.shape))
             sides.append((f"{'source' if is_source else 'target'}: {sizes}", ends))
         notes = [

@@ -334,8 +334,8 @@ def plan_jobs(link: Link, tables: Tables, hosts: HostMap, source_names: Mapping[
     balance([(plan, counts[key]) for key, plan in plans.items()])
     mine = {}
     for key, plan in plans.items():
-        sides = plan.source, plan.target
-        held, wanted = (side.region_of(link.rank) if link.rank in side.layout else None for side in sides)
-        mine[key] = plan.of(link.rank), held, wanted
+        held_here = plan.source.region_of(link.rank) if link.rank in plan.source.layout else None
+        wanted_here = plan.target.region_of(link.rank) if link.rank in plan.target.layout else None
+        mine[key] = plan.of(link.rank), held_here, wanted_here
     jobs = [Job(name, source_names.get(name, name), dtype, *mine[key]) for name, dtype, key in tensors]
     return sorted(jobs, key=lambda job: str(job.dtype))

@@ -237,7 +237,7 @@ MUTATIONS = [
     ("holder = bisect.bisect_right(self._ends, low) - 1", "holder = bisect.bisect_left(self._ends, low)"),
     ("max(low - run.position, 0) // run.size if", "0 if"),
     ("if position >= high:\n                    break", "if position > high:\n                    break"),
-    ("not self._hosts.near(rank, each.peer)", "self._hosts.near(rank, each.peer)"),
+    ("not self._hosts.near(rank, other)", "self._hosts.near(rank, other)"),
     ("enumerate(wanting) if rank in ranks}", "enumerate(wanting)}"),
 ]
 
