@@ -172,27 +172,21 @@ class ReshardPlan:
         """
         from pgmesh.drawing import transfers
 
-        sent: dict[tuple[int, int], transfers.Sent] = {}
-        sides = []
-        for side, is_source in ((self.source, True), (self.target, False)):
+        sides, sent = [], {}
+        for word, side in (("source", self.source), ("target", self.target)):
             ends = []
             for rank in itertools.islice(side.layout, MOST_ROWS):
                 plan = self.of(rank)
-                amount = (plan.sent if is_source else plan.received) * self.itemsize
-                label = (
-                    f"{side.layout.label_of(rank)}, host {self._hosts.number(rank)}"
-                    if self._hosts
-                    else (side.layout.label_of(rank))
-                )
-                ends.append(transfers.End(rank, label, f"{'sends' if is_source else 'receives'} {amount:,} bytes"))
-                for each in plan.sends if is_source else ():
+                elements = f"sends {plan.sent * self.itemsize:,}", f"receives {plan.received * self.itemsize:,}"
+                label = side.layout.label_of(rank) + (f", host {self._hosts.number(rank)}" if self._hosts else "")
+                ends.append(transfers.End(rank, label, f"{elements[word == 'target']} bytes"))
+                for each in plan.sends:
                     amount = (each.stop - each.start) * self.itemsize
                     sent[rank, each.peer] = transfers.Sent(amount, self._leaves(rank, each.peer))
             sizes = " ".join(f"{axis}={size}" for axis, size in zip(side.layout.axes, side.layout.shape))
-            sides.append((f"{'source' if is_source else 'target'}: {sizes}", ends))
-        notes = [
-            "a line: what one rank sends to another; thicker is more" + ", dashed: to another host" * bool(self._hosts)
-        ]
+            sides.append((f"{word}: {sizes}", ends))
+        dashed = ", dashed: to another host" if self._hosts else ""
+        notes = [f"a line: what one rank sends to another; thicker is more{dashed}"]
         if any(len(side.layout) > MOST_ROWS for side in (self.source, self.target)):
             notes.append(f"a sample: the first {MOST_ROWS} ranks of each side")
         title = f"shape {self.shape}, {count_of(self.itemsize, 'byte')} each"
