@@ -1,10 +1,14 @@
-"""The private names of torch that pgmesh uses, each with its reason. ``_util/torch_versions.py`` has the versions on
-which all were tried.
+"""The private names of torch that pgmesh uses, each with its reason.
 
-No other file uses one. Loading this module changes torch for good in four places: its table of group names
-(``_Names``), the check of every group that it is given (``_check_and_report_destroyed``), its report of a failed
-collective (``_explain_failure``), and the equality of DeviceMeshes (``_groups_of``). Callers add functions to the hooks
-``on_destroy``, ``on_world_end`` and ``on_failure``; this file imports nothing else of pgmesh but the errors.
+No other file uses one. ``_util/torch_versions.py`` has the versions of torch on which all were tried. Loading this
+module changes torch for good in four places:
+
+- its table of group names: ``_Names``;
+- the check of every group that it is given: ``_check_and_report_destroyed``;
+- its report of a failed collective: ``_explain_failure``;
+- the equality of DeviceMeshes: ``_groups_of``.
+
+Other files add functions to the hooks ``on_destroy``, ``on_world_end`` and ``on_failure``.
 """
 
 from __future__ import annotations

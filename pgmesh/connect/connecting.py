@@ -215,7 +215,7 @@ class _Call:
         )
         return attempt
 
-    def _participant(self, attempts: Sequence[ConnectAttempt]) -> Participant:
+    def _participant(self, attempts: Sequence[ConnectAttempt], ready: Callable[[ConnectAttempt], None]) -> Participant:
         thread = self.client.thread
         return Participant(
             self.cache.rank,
@@ -228,7 +228,7 @@ class _Call:
             mesh_mismatch_key=self.cache.identity.mismatch_key,
             pace=thread.pace,
             warn=self._warn,
-            ready=self._ready,
+            ready=ready,
         )
 
     def _warn(self, text: str) -> None:
@@ -242,13 +242,13 @@ class _Call:
         # The caller raises the first error. Where another thread connects one of the groups, nothing is published.
         with contextlib.suppress(PgmeshError), self.cache.connecting(self.records, time.monotonic()):
             placeholders = [self.cache.placeholder(self.layout, axes) for axes in failed]
-            participant = self._participant([self._attempt(each) for each in (*self.records.values(), *placeholders)])
-            participant.ready = lambda attempt: None
-            participant.cancel(error)
+            attempts = [self._attempt(each) for each in (*self.records.values(), *placeholders)]
+            self._participant(attempts, ready=lambda attempt: None).cancel(error)
 
     def _connect(self) -> Connected:
         try:
-            self._participant([self._attempt(record) for record in self.records.values()]).connect()
+            attempts = [self._attempt(record) for record in self.records.values()]
+            self._participant(attempts, ready=self._ready).connect()
             self._warm_up()
         except BaseException as error:
             self.client.interrupted = True
@@ -313,10 +313,9 @@ class _Call:
             if now >= inspection:
                 inspection = now + timing.TIMING.inspection * thread.pace
                 self._inspect(running)
-            for collective in running if now >= deadline else ():
-                if collective.poll() or collective.error is not None:
-                    continue
-                collective.fail(f"did not finish in time: the deadline was {self.seconds:g} s")
+            if now >= deadline:
+                for collective in self.client.poll():
+                    collective.fail(f"did not finish in time: the deadline was {self.seconds:g} s")
             time.sleep(pause)
         self._publish_failures()
 
@@ -324,9 +323,9 @@ class _Call:
         """Read whether another member failed, and the statuses of the members."""
         members = {rank for each in running for rank in each.record.ranks[: timing.LIMITS.statuses + 1]}
         self.statuses.read(self.client.run, members - {self.cache.rank})
-        answers = self.client.run(*(Read(each.broken_key) for each in running))
-        for collective, broken in zip(running, answers):
-            collective.inspect(broken)
+        broken = dict(zip(running, self.client.run(*(Read(each.broken_key) for each in running))))
+        for collective in self.client.poll():  # again, since a member whose collective is done may have left
+            collective.inspect(broken[collective])
 
     def _publish_failures(self) -> None:
         operations = [step for collective in self.collectives for step in collective.publish_failure()]

@@ -48,12 +48,12 @@ class FirstCollective:
 
     def keep_until_done(self) -> None:
         """Keep the group alive if its collective does not end although its connections were shut down."""
-        if self._work is not None and not self._work.is_completed():
-            teardown.keep_until_done(self.record.group, self._work)
+        if self._work is not None:
+            teardown.keep_until_done(self.record, [self._work])
 
     def poll(self) -> bool:
-        """Check for the end of the collective. True if it has just succeeded."""
-        if self.done or self._failure is not None or not self._work.is_completed():
+        """Check for the end of a running collective. True if it has just succeeded."""
+        if self._failure is not None or not self._work.is_completed():
             return False
         try:
             self._work.wait()
@@ -76,15 +76,13 @@ class FirstCollective:
         return True
 
     def inspect(self, broken: bytes | None) -> None:
-        """Set the error if another member published a failure, is lost or refuses connections.
+        """Set the error of a running collective if another member published a failure, is lost or refuses connections.
 
         Otherwise set torch's error, once a lost member would be known.
 
         Args:
             broken: what the store has under ``broken_key``.
         """
-        if self.poll() or self.error is not None:  # a member that is done may have left
-            return
         lost = self._statuses.lost(self.record.ranks)
         if broken is not None:
             self.error, self._published = Decision.unpack(self.broken_key, broken).error(), True

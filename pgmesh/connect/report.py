@@ -6,6 +6,8 @@ The statuses are read from the store through the store thread.
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 import os
 import signal
 import socket
@@ -13,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,9 +23,7 @@ from pgmesh._util.formatting import count_of, format_ranks, name_ranks
 from pgmesh.errors import LifetimeError, WorldError
 from pgmesh.groups.building import count_groups
 from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.operations import Read
-from pgmesh.rendezvous.records import foreign_value
-from pgmesh.rendezvous.statuses import RankStatus, RunningCollective, status_key
+from pgmesh.rendezvous.statuses import RunningCollective, Statuses
 
 if TYPE_CHECKING:
     from pgmesh.groups.cache import GroupCache
@@ -124,21 +124,21 @@ def report(cache: GroupCache) -> Report:
 
     Each answer of the store has a second.
     """
-    statuses: dict[int, RankStatus] = {}
-    others: dict[int, str] = {}
+    statuses = Statuses(math.inf, time.monotonic)
     running: tuple[RunningCollective, ...] = ()
     trouble = ""
     if cache.ended is not None:
         trouble = f"not available: the mesh {cache.ended}"
     elif not cache.is_fake():
-        trouble = _read_statuses(cache, statuses, others)
+        trouble = _read_statuses(cache, statuses)
         running = cache.registry.watch.flight_recorder.running() if cache.registry.watch else ()
     lines = tuple(_describe_running(cache, each, statuses) for each in running)
+    others = {rank: text for rank in cache.layout.ranks() if (text := statuses.text(rank)) is not None}
     return Report(cache.call, cache.rank, held(cache), others, trouble, lines)
 
 
-def _read_statuses(cache: GroupCache, statuses: dict[int, RankStatus], others: dict[int, str]) -> str:
-    """Fill in the statuses of the other ranks; return the reason for missing ones."""
+def _read_statuses(cache: GroupCache, statuses: Statuses) -> str:
+    """Read the statuses of the other ranks; return the reason for missing ones."""
     ranks = [rank for rank in cache.layout.ranks() if rank != cache.rank]
     deadline = time.monotonic() + timing.TIMING.report_answer
     for start in range(0, len(ranks), timing.LIMITS.statuses):
@@ -146,26 +146,21 @@ def _read_statuses(cache: GroupCache, statuses: dict[int, RankStatus], others: d
         if start and left < 0.2:
             return f"and {len(ranks) - start} more ranks, too many to read in a second"
         try:
-            texts = cache.registry.heartbeat_thread().run(*(Read(status_key(rank)) for rank in some), seconds=left)
+            statuses.read(functools.partial(cache.registry.heartbeat_thread().run, seconds=left), some)
         except WorldError as error:
             return str(error)
-        for rank, text in zip(some, texts):
-            status = RankStatus.unpack(rank, text)
-            if status is not None:
-                statuses[rank] = status
-            if text is not None:
-                others[rank] = str(status) if status else foreign_value(status_key(rank), text)
     return ""
 
 
-def _describe_running(cache: GroupCache, mine: RunningCollective, statuses: Mapping[int, RankStatus]) -> str:
+def _describe_running(cache: GroupCache, mine: RunningCollective, statuses: Statuses) -> str:
     """A collective that this rank is in, with the members that have entered it according to their last status."""
     members = next((record.ranks for record, _, _ in cache.records() if record.name == mine.name), ())
     entered = [cache.rank] * (cache.rank in members)
     entered += [
         rank
-        for rank, status in statuses.items()
-        if any(each.name == mine.name and each.number >= mine.number for each in status.running)
+        for rank in cache.layout.ranks()
+        if (status := statuses.get(rank))
+        and any(each.name == mine.name and each.number >= mine.number for each in status.running)
     ]
     absent = [rank for rank in members if rank not in entered]
     also = f"; entered by {name_ranks(sorted(entered))}" if entered else ""

@@ -427,22 +427,21 @@ class GroupCache:
         ours = [record for record in dropped if record.created_by != "adopted"]
         written = [key for record in ours for key in record.cancel_waits(reason)]
         teardown.destroy(ours, reason, abort=abort, at_exit=at_exit)
-        if not at_exit:
+        if at_exit:
+            return
+        for record in dropped:
+            self.connected.pop(record.path, None)
+        if not keep_attempts:  # otherwise this thread is in ``connecting``, and connects the groups again
             for record in dropped:
-                self.connected.pop(record.path, None)
-                if not keep_attempts:  # otherwise this thread holds the lock, and connects the group again
-                    self._connecting.pop(record.path, None)
-            if not keep_attempts:
-                self._leave_attempts([record.path for record in dropped])
-            self._delete(written)
+                self._connecting.pop(record.path, None)
+            self._leave_attempts([record.path for record in dropped])
+        self._delete(written)
 
     def _leave_attempts(self, paths: Iterable[str]) -> None:
         """Release the store keys of all attempts to connect some groups."""
         for path in paths:
             attempt = self.attempts.pop(path, None)
-            if (
-                attempt is not None and attempt.decision is not None
-            ):  # a running connect releases the keys of an undecided one
+            if attempt is not None and attempt.decision is not None:  # a running connect leaves an undecided one
                 self.leave_attempt(attempt)
 
     def leave_attempt(self, attempt: ConnectAttempt) -> None:

@@ -1,8 +1,15 @@
-"""The identity of a mesh: its name, number, fingerprint and the prefix of its store keys.
+"""The identity of a mesh: its name, numbers, fingerprint and the prefix of its store keys.
 
-A mesh is identified by its name, or by the set of its ranks, and by a number: how many meshes of that name this process
-had created before. Processes that run the same program derive the same number without communication. A process that
-replaces one of a lost rank counts from 0. It reads from the store which number the others use.
+A mesh is identified by its name, or by the set of its ranks, and by two numbers:
+
+- The *local number* is how many meshes of that name this process had created before. It is in the names of the groups
+  in torch.
+- The *shared number* is in the store keys, where the ranks meet. It is the local number and an offset: the number of
+  meshes of that name that this rank had before this process.
+
+Processes that run the same program derive the same local number without communication, and their offset is 0. A
+process that replaces one of a lost rank counts from 0. So it reads from the store which shared number the others use
+next, and that is its offset.
 """
 
 from __future__ import annotations
@@ -42,10 +49,10 @@ class MeshIdentity:
     def __init__(self, name: str | None, layout: Layout, call: str | None, rank: int, world_size: int) -> None:
         self.name, self.layout, self.rank, self.world_size = name, layout, rank, world_size
         self._call = call
-        self.number = 0
-        self.pickled_number: int | None = None  # the number that the mesh had in the process that pickled it
+        self.number = 0  # the local number
+        self.pickled_number: int | None = None  # the local number in the process that pickled the mesh
         self.registered = False  # this rank has published the fingerprint
-        self.key = ""  # prefix of the store keys, once registered; its number may be higher than ``self.number``
+        self.key = ""  # prefix of the store keys, with the shared number; known once registered
 
     @property
     def call(self) -> str:
@@ -105,20 +112,24 @@ class MeshIdentity:
             (text,) = run(Read(meshes_key(self.rank)))
             registry.predecessor = _numbers(text) if thread.replaces_process else {}
         if self.prefix not in registry.offsets:
-            registry.offsets[self.prefix] = self._number_after(registry.predecessor, run)
-        number = self.number + registry.offsets[self.prefix]
-        self.key = f"{self.prefix}.{number}"
-        registry.registered[self.prefix] = max(number, registry.registered.get(self.prefix, 0))
+            registry.offsets[self.prefix] = self._offset_after(registry.predecessor, run)
+        shared_number = self.number + registry.offsets[self.prefix]
+        self.key = f"{self.prefix}.{shared_number}"
+        registry.registered[self.prefix] = max(shared_number, registry.registered.get(self.prefix, 0))
         record = pack(numbers=dict([*registry.registered.items()][-_REGISTERED_NAMES:]))
         *_, first = run(Raw("set", (meshes_key(self.rank), record)), *register_mesh(self.key, self.fingerprint))
         check_mesh(run, self.key, self.fingerprint, first)
         self.registered = True
 
-    def _number_after(self, predecessor: Mapping[str, int], run: Callable[..., list[Any]]) -> int:
-        """The first number of meshes of this name in a process that replaced a lost one; otherwise 0.
+    def _offset_after(self, predecessor: Mapping[str, int], run: Callable[..., list[Any]]) -> int:
+        """The shared number of the first mesh of this name in a process that replaced a lost one; otherwise 0.
 
         The other ranks close the mesh that the lost process was in, and create the next one. They may have done this
         already.
+
+        Args:
+            predecessor: the shared number of the last mesh that the lost process registered, by key prefix.
+            run: performs operations on the store.
         """
         if not predecessor:
             return 0
@@ -128,6 +139,6 @@ class MeshIdentity:
 
 
 def _numbers(text: bytes | None) -> dict[str, int]:
-    """The numbers of the meshes that a rank has registered, by key prefix."""
+    """The shared number of the last mesh that a rank has registered, by key prefix."""
     record = unpack(text or b"", numbers=dict) or {"numbers": {}}
     return {prefix: number for prefix, number in record["numbers"].items() if type(number) is int}

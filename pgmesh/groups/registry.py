@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import threading
+import time
 import weakref
 from collections import defaultdict
 from typing import Any
@@ -30,6 +31,9 @@ log = logging.getLogger("pgmesh")
 GROUPS_BEFORE_WARNING = 100
 """Number of groups above which a process logs a warning, once."""
 
+_LOG_DEAD_SECONDS = 1.0
+"""Seconds after which the process, when it exits with an error, looks at no further group for members that ended."""
+
 
 class Registry:
     """The caches of this process in one world, the next number of each name, and the store thread."""
@@ -44,9 +48,10 @@ class Registry:
         self.watch: Watch | None = None  # started with the thread
         self._thread: StoreThread | None = None  # started by the first store operation
         self._warned = False  # about too many groups
-        self.registered: dict[str, int] = {}  # the number of the last registered mesh, by key prefix
-        self.offsets: dict[str, int] = {}  # the number of the first mesh of each key prefix in the store
+        # See ``identity.py`` for shared numbers and offsets.
+        self.registered: dict[str, int] = {}  # by key prefix: the shared number of the last registered mesh
         self.predecessor: dict[str, int] | None = None  # the same of the process that had this rank before
+        self.offsets: dict[str, int] = {}  # by key prefix: the shared number of this process's first mesh
 
     def store_thread(self) -> StoreThread:
         """The store thread of this process. The first call starts it."""
@@ -59,7 +64,7 @@ class Registry:
                 rank, size = world_rank_and_size()
                 thread = self._thread = StoreThread(self.store, store_address(), rank, size)
                 self.watch = Watch(self._find_record, thread.lost_after)
-                thread.find_running = self.watch.look
+                thread.find_running = self.watch.find_running
             return self._thread
 
     def heartbeat_thread(self) -> StoreThread:
@@ -165,15 +170,22 @@ def _end_world(reason: str) -> None:
         registry.leave("has left the world")
 
 
+def _log_dead() -> None:
+    """Log the members of one group that have ended: errors of asynchronous collectives do not name them."""
+    deadline = time.monotonic() + _LOG_DEAD_SECONDS
+    for record in [record for cache in all_caches() for record, _, _ in cache.records()]:
+        if text := teardown.describe_dead(record):
+            log.warning("%s", text)
+        if text or time.monotonic() > deadline:
+            return
+
+
 def _at_exit() -> None:
     """Destroy all groups while Python still runs. Their threads would outlive it."""
     for registry in list(_registries.values()):
         registry.leave("its process has exited")
     if getattr(sys, "last_value", None) is not None:  # an error ends the process
-        records = [record for cache in all_caches() for record, _, _ in cache.records()]
-        text = next(filter(None, map(teardown.describe_dead, records)), "")
-        if text:  # errors of asynchronous collectives, FSDP and DDP do not name the ranks that ended
-            log.warning("%s", text)
+        _log_dead()
     for cache in all_caches():
         cache.close("ended with its process.", at_exit=True)
 

@@ -71,7 +71,7 @@ def destroy(ended: Iterable[GroupRecord], reason: str, *, abort: bool = False, a
     Args:
         reason: the reason in that error.
         abort: abort running collectives of NCCL.
-        at_exit: the process ends and closes its connections itself.
+        at_exit: the process ends.
     """
     free_finished()
     ended = list(ended)
@@ -86,8 +86,7 @@ def destroy(ended: Iterable[GroupRecord], reason: str, *, abort: bool = False, a
                 with contextlib.suppress(RuntimeError):  # a third-party backend may raise it
                     group.abort() if abort or at_exit else group.shutdown()
         invalidate(record, reason)
-    if not at_exit:
-        connections.shut_down(endpoints)
+    connections.shut_down(endpoints)
 
 
 def invalidate(record: GroupRecord, reason: str) -> None:
@@ -96,26 +95,29 @@ def invalidate(record: GroupRecord, reason: str) -> None:
 
 
 def mark_destroyed(record: GroupRecord, reason: str) -> None:
-    """Mark a group that torch destroys, and remove its tag from torch's tables."""
+    """Mark a group that torch destroys, remove its tag from torch's tables, and shut its connections down."""
     torch_private.destroyed[record.group] = f"{record.label} {reason}"
     torch_private.unregister_tag(record.group)
+    connections.shut_down([record.endpoints()])
 
 
-_kept: list[tuple[Any, Any]] = []
+_kept: list[tuple[GroupRecord, list[Any]]] = []
 
 
-def keep_until_done(group: Any, work: Any) -> None:
-    """Keep a group until a collective is over. Its destructor would wait for that, at the end of the process too."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-    _kept.append((group, work))
+def keep_until_done(record: GroupRecord, works: Iterable[Any]) -> None:
+    """Keep a group until collectives of it are over. Its destructor would wait for them, at the exit of Python too."""
+    if running := [work for work in works if not work.is_completed()]:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(record.group))
+        _kept.append((record, running))
 
 
 def free_finished() -> None:
     """Free the kept groups whose collectives are over."""
-    for kept in [each for each in _kept if each[1].is_completed()]:
+    for kept in [each for each in _kept if all(work.is_completed() for work in each[1])]:
         with contextlib.suppress(ValueError):  # another thread removed it
             _kept.remove(kept)
-            ctypes.pythonapi.Py_DecRef(ctypes.py_object(kept[0]))
+            connections.shut_down([kept[0].endpoints()])  # a collective may have opened more of them
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(kept[0].group))
 
 
 def keep_all_groups() -> None:

@@ -36,8 +36,8 @@ class Watch:
         self._statuses = Statuses(lost_after, time.monotonic)
         self._logged: set[tuple[str, int]] = set()  # name of a group, and number of its collective
 
-    def look(self, perform: Callable[[Operation], Any]) -> tuple[RunningCollective, ...]:
-        """Look at the collectives that have not ended since the last call, and return them.
+    def find_running(self, perform: Callable[[Operation], Any]) -> tuple[RunningCollective, ...]:
+        """Examine the collectives that have not ended since the last call, and return them.
 
         Args:
             perform: performs one store operation.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from pgmesh._util.lazy_names import lazy_names
 
 # The module of each public name. Modules are imported lazily, so that detect_launcher needs no torch.
 _MODULES = {
@@ -15,19 +16,7 @@ _MODULES = {
     "spawn": "spawning",
 }
 
-__all__ = [*_MODULES]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'pgmesh.launch' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"pgmesh.launch.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_MODULES])
+__all__, __getattr__, __dir__ = lazy_names(__name__, _MODULES)
 
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -77,9 +78,7 @@ def join(
         srun -n 8 python script.py
         mpirun -n 8 python script.py
     """
-    if dist.is_initialized():
-        return World(own=False)
-    return _initialize(with_address(detect_launcher(os.environ), host, port), backend, timeout)
+    return _initialize(lambda: with_address(detect_launcher(os.environ), host, port), backend, timeout)
 
 
 def from_torch(backend: str | None = None, *, timeout: Timeout | None = None) -> World:
@@ -92,9 +91,7 @@ def from_torch(backend: str | None = None, *, timeout: Timeout | None = None) ->
     Raises:
         LaunchError: the variables are incomplete or contradict each other, or joining fails.
     """
-    if dist.is_initialized():
-        return World(own=False)
-    return _initialize(detect_one(TORCHRUN, os.environ), backend, timeout)
+    return _initialize(lambda: detect_one(TORCHRUN, os.environ), backend, timeout)
 
 
 def from_slurm(
@@ -111,9 +108,7 @@ def from_slurm(
     Raises:
         LaunchError: srun did not start this process, its variables contradict each other, or joining fails.
     """
-    if dist.is_initialized():
-        return World(own=False)
-    return _initialize(with_address(detect_one(SLURM, os.environ), host, port), backend, timeout)
+    return _initialize(lambda: with_address(detect_one(SLURM, os.environ), host, port), backend, timeout)
 
 
 def from_openmpi(
@@ -130,13 +125,14 @@ def from_openmpi(
     Raises:
         LaunchError: mpirun did not start this process, its variables contradict each other, or joining fails.
     """
+    return _initialize(lambda: with_address(detect_one(OPEN_MPI, os.environ), host, port), backend, timeout)
+
+
+def _initialize(detect: Callable[[], LauncherInfo], backend: str | None, timeout: Timeout | None) -> World:
+    """Choose the backend and the device, and call ``init_process_group``; nothing if there is a world already."""
     if dist.is_initialized():
         return World(own=False)
-    return _initialize(with_address(detect_one(OPEN_MPI, os.environ), host, port), backend, timeout)
-
-
-def _initialize(info: LauncherInfo, backend: str | None, timeout: Timeout | None) -> World:
-    """Choose the backend and the device, and call ``init_process_group``."""
+    info = detect()
     limit = None if timeout is None else to_timedelta(timeout, LaunchError)
     if backend is None:
         backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"

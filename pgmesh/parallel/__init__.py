@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from pgmesh._util.lazy_names import lazy_names
 
 _MODULE_OF = {
     "Method": "base",
@@ -23,19 +24,7 @@ _MODULE_OF = {
     "local": "weights",
 }
 
-__all__ = [*_MODULE_OF]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'pgmesh.parallel' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"pgmesh.parallel.{_MODULE_OF[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_MODULE_OF])
+__all__, __getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)
 
 
 if TYPE_CHECKING:

@@ -12,8 +12,10 @@ from pgmesh.rendezvous.store_thread import StoreThread
 
 
 class CallClient:
-    """The store and the clock of one call of ``connect``. An operation times out at the
-    deadline, but gets at least ``shortest_answer``, and less after an error.
+    """The store and the clock of one call of ``connect``.
+
+    An operation times out at the deadline, and ``shortest_answer`` after its start at the earliest. After an error the
+    timeout is shorter.
 
     Args:
         thread: the store thread.

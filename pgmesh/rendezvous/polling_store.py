@@ -28,7 +28,6 @@ from pgmesh.rendezvous.statuses import Statuses
 SEPARATOR = b"\0"
 """Separates a rank's fingerprint from the value that it wrote."""
 
-
 ASKED_FOR = " (asked for with "
 """Separates the label of a group from the options that were asked for in the call."""
 
@@ -145,9 +144,9 @@ class PollingStore(dist.Store):
         return [(self._ranks[i], value) for i, value in sorted((int(i), value) for i, value in found if i.isdecimal())]
 
     def unseen_addresses(self) -> dict[int, str]:
-        """By rank, the store keys of addresses that this rank has not read, of the first members of the group."""
-        if not (self.written and self._addresses):  # in no first collective, or with all addresses
-            return {}
+        """The first members whose addresses this rank has not read, each with the store key of its address."""
+        if not (self.written and self._addresses):
+            return {}  # this rank is in no first collective, or connect gave it all addresses
         own = next(iter(self._own_addresses), "")
         stem = own.rpartition("/")[0]
         seen = {own, *self.values}

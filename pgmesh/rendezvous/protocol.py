@@ -12,11 +12,13 @@ A *connect attempt* is one round in which the members of a group connect. It has
                                 never changes
     <group>/<number>/broken     the reason, if the first collective failed on a member after the decision
 
-Attempts are numbered from 0. In one batch a rank reads the decision of an attempt and arrives; if it was decided
-already, the rank goes on to the next. A member that has read all arrivals, usually the last one, decides that the group
-is made. The first member that finds a reason decides that the attempt failed: a different
-fingerprint, a lost member, an error of its own, or its deadline. A rank that arrives later logs that failure and
-arrives at the next attempt; a mismatch it raises, since that is permanent.
+Attempts are numbered from 0. In one batch, a rank reads the decision of an attempt and arrives at it. If the attempt
+was already decided, the rank goes on to the next one.
+
+A member that has read the arrivals of all members decides that the group is made; this is usually the last one to
+arrive. A member decides that the attempt failed if it finds a reason: a different fingerprint, a lost member, an error
+of its own, or its deadline. A rank that arrives later logs that failure and arrives at the next attempt. A mismatch is
+permanent, so that rank raises it.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class Statuses:
         self.lost_after, self._now = lost_after, now
         self.heard: dict[int, tuple[int, float]] = {}  # by rank: its last heartbeat, and when it was first read
         self._last: dict[int, RankStatus] = {}
-        self._without: dict[int, str] = {}  # by rank that was read and has no status: the reason
+        self._without: dict[int, str | None] = {}  # by rank that was read and has no status: the foreign value, if any
 
     def read(self, run: Callable[..., list[Any]], ranks: Iterable[int]) -> None:
         """Read the statuses of some ranks.
@@ -142,8 +142,7 @@ class Statuses:
             status = RankStatus.unpack(rank, text)
             if status is None:
                 self._last.pop(rank, None)
-                none = "no status: it has not called connect yet, or cannot reach the store"
-                self._without[rank] = none if text is None else foreign_value(status_key(rank), text)
+                self._without[rank] = None if text is None else foreign_value(status_key(rank), text)
                 continue
             self._last[rank] = status
             if self.heard.get(rank, (None, now))[0] != status.heartbeat:
@@ -152,6 +151,11 @@ class Statuses:
     def get(self, rank: int) -> RankStatus | None:
         """The last status of a rank; None if it has none."""
         return self._last.get(rank)
+
+    def text(self, rank: int) -> str | None:
+        """The last status of a rank as text, or the foreign value in its place; None if it has none."""
+        status = self._last.get(rank)
+        return self._without.get(rank) if status is None else str(status)
 
     def lost(self, ranks: Iterable[int]) -> dict[int, str]:
         """The ranks that are lost, each with the message of ``describe``."""
@@ -168,7 +172,8 @@ class Statuses:
         """The last status of a rank for a message, with the seconds without a heartbeat if it is silent."""
         status = self._last.get(rank)
         if status is None:
-            return f"rank {rank}: {self._without.get(rank, 'its status was not read')}"
+            without = self._without.get(rank, "its status was not read")
+            return f"rank {rank}: {without or 'no status: it has not called connect yet, or cannot reach the store'}"
         silence = self._silence(rank)
         if status.exited or silence < self.lost_after:
             return f"rank {rank}: {status}"

@@ -216,10 +216,13 @@ class StoreThread:
     def set_pending(self, pending: tuple[PendingConnect, ...]) -> None:
         """Publish the groups that the calling thread waits for."""
         thread = threading.get_ident()
-        before = self._pending.get(thread, ())
-        if pending != before:
+        if pending == self._pending.get(thread, ()):
+            return
+        if pending:
             self._pending[thread] = pending
-            self._publish_soon()
+        else:
+            del self._pending[thread]
+        self._publish_soon()
 
     def set_status(self, activity: str) -> None:
         """Publish the activity of this process; "" for none. Returns at once."""

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from pgmesh._util.lazy_names import lazy_names
 
 _MODULE_OF = {
     **dict.fromkeys(["RankPlan", "ReshardPlan", "Transfer"], "plan"),
     **dict.fromkeys(["Moved", "Resharder", "reshard"], "resharder"),
 }
 
-__all__ = [*_MODULE_OF]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'pgmesh.resharding' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"pgmesh.resharding.{_MODULE_OF[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_MODULE_OF])
+__all__, __getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)
 
 
 if TYPE_CHECKING:

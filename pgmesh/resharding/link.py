@@ -19,6 +19,7 @@ import torch.distributed as dist
 from pgmesh._util.formatting import name_ranks
 from pgmesh.errors import LifetimeError, MembershipError, MismatchError, MissingRanksError, PgmeshError, WorldError
 from pgmesh.groups.backends import backends_of
+from pgmesh.groups.building import record_of
 from pgmesh.groups.registry import store_thread
 from pgmesh.groups.teardown import keep_until_done
 from pgmesh.groups.world import device_of, world_options, world_rank_and_size
@@ -163,11 +164,12 @@ class Link:
         if not self._connected:
             return
         self._connected = False
-        group = self._mesh.group()
+        record = record_of(self._mesh.group())
         self._mesh.release()
-        keep_until_done(group, _Never())
         for works in self._works:
             works.join()
+        if record is not None:
+            keep_until_done(record, self._works)
         self._works.clear()
 
     @contextlib.contextmanager
@@ -189,16 +191,6 @@ class Link:
         except BaseException:
             self.release()
             raise
-
-
-class _Never:
-    """A work that is never over: the process keeps the group of a failed collective.
-
-    Its destructor would wait for running collectives, and Gloo's for a thread that may not end once a peer was killed.
-    """
-
-    def is_completed(self) -> bool:
-        return False
 
 
 class _Works:
@@ -240,6 +232,10 @@ class _Works:
     def waiting_for(self) -> list[str]:
         """A line with the peer of the first that has not ended."""
         return [f"waiting for rank {peer}" for peer in self._peers[self._count : self._count + 1]]
+
+    def is_completed(self) -> bool:
+        """True if all have ended."""
+        return not self._thread.is_alive()
 
     def join(self) -> None:
         """Wait until all have ended, after the connections were shut down. Then they write to no tensor any more."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import random
@@ -32,6 +33,7 @@ from tests.support.faults import (
     beat_fast,
     beat_fast_with_bystander,
     connect_and_check,
+    kill_self,
     results,
     set_flag,
     wait_for_flag,
@@ -336,6 +338,48 @@ def test_a_mesh_may_be_closed_as_soon_as_this_ranks_part_is_done(times: int):
         for lost, early, late in results(own.outcomes(close_at_once, times, seed)):
             assert lost == []
             assert late == early
+
+
+# ---- groups with half a message in their connections ----
+
+
+def exchange_for_ever(group: dist.ProcessGroup, mine: torch.Tensor) -> None:
+    while True:
+        works = [dist.all_to_all_single(torch.empty_like(mine), mine, group=group, async_op=True) for _ in range(3)]
+        for work in works:
+            work.wait()
+
+
+def one_dies_in_large_collectives(end: str) -> tuple[str, float]:
+    """Rank 3 is killed while all-to-alls run. The others destroy their group.
+
+    Returns the type of the error, and the seconds until the group was gone.
+    """
+    mesh = ProcessGroupMesh(4, name="actor")
+    mesh.configure(0, timeout=timedelta(seconds=10.0 if STARVED else 3.0))
+    group = mesh.group()
+    mine = torch.ones(1 << 23)  # so large that rank 3 dies in the middle of a message
+    dist.all_to_all_single(torch.empty_like(mine), mine, group=group)
+    dist.barrier()
+    if mesh.rank == 3:
+        threading.Timer(0.03, kill_self).start()
+    failed = attempt(functools.partial(exchange_for_ever, group, mine))
+    start = time.monotonic()
+    if end == "destroy":
+        dist.destroy_process_group(group)
+    mesh.close()
+    del mesh, group
+    gc.collect()
+    return failed.kind, time.monotonic() - start
+
+
+@pytest.mark.parametrize("end", ["close", "destroy"])
+def test_a_group_whose_member_died_in_the_middle_of_a_message_can_be_destroyed(end: str):
+    """Gloo's event loop gets an event for unread data again and again. A loop without a pause never ends."""
+    with fresh_world(4) as own:
+        for kind, seconds in results(own.outcomes(one_dies_in_large_collectives, end), 3):
+            assert kind
+            assert seconds < (10.0 if STARVED else 3.0) + SLACK
 
 
 # ---- the methods of a group that is gone ----

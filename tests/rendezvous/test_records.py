@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
+import time
 from collections.abc import Generator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +21,7 @@ from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import CompareSet
 from pgmesh.rendezvous.protocol import ConnectAttempt, check_mesh, check_published, register_mesh
 from pgmesh.rendezvous.records import ERRORS, MADE, Decision, unpack
-from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, RunningCollective, status_key
+from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, RunningCollective, Statuses, status_key
 from tests.rendezvous.memory_client import MemoryClient, arrival, attempt_of, fingerprint, participant_of
 
 words = st.text(st.characters(codec=None), max_size=12)  # with lone surrogates, which JSON can spell
@@ -309,10 +311,10 @@ def test_a_report_reads_every_status_and_names_invalid_ones():
     thread = SimpleNamespace(run=lambda *operations, seconds: MemoryClient(0, values).run(*operations))
     registry = SimpleNamespace(heartbeat_thread=lambda: thread)
     cache: Any = SimpleNamespace(rank=150, layout=Layout(200), registry=registry)
-    statuses: dict[int, RankStatus] = {}
-    others: dict[int, str] = {}
-    assert _read_statuses(cache, statuses, others) == ""
-    assert statuses.keys() == {*range(100)} - {7}
+    statuses = Statuses(math.inf, time.monotonic)
+    assert _read_statuses(cache, statuses) == ""
+    assert {rank for rank in range(200) if statuses.get(rank)} == {*range(100)} - {7}
+    others = {rank: text for rank in range(200) if (text := statuses.text(rank)) is not None}
     assert others.pop(7) == "the store's key pgmesh/status/7 holds b'nonsense', which pgmesh did not write"
     idle = "not in connect"
     assert others == {rank: "in a collective" if rank < 40 else idle for rank in range(100) if rank != 7}
