@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import c10d_logger as _c10d_logger, distributed_c10d as _c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pgmesh._util.torch_versions import TRIED_ON, is_newer
 from pgmesh.errors import LifetimeError, OptionsError, SeamError
@@ -53,6 +54,7 @@ SEAM: dict[str, str] = {
     "c10d_logger._get_msg_dict": "torch calls it when a collective has raised: the place for a better error",
     "distributed_c10d._get_default_store": "the world's store",
     "distributed_c10d._register_process_group": "functional collectives look groups up by name",
+    "distributed_c10d._resolve_process_group": "operators that torch compiles take the name of a group",
     "distributed_c10d._unregister_process_group": "the registry keeps a group alive until this call",
     "distributed_c10d._get_default_timeout": "the timeout of a world whose backend has none",
     "device_mesh.DeviceMesh.__eq__": "compares _thread_id: meshes with different groups must be unequal",
@@ -74,7 +76,8 @@ SEAM: dict[str, str] = {
     "_C._distributed_c10d.FakeProcessGroup": "fake worlds",
 }
 """The private names that every supported torch has, each with its reason. ``_groups_of`` also reads attributes of
-DeviceMesh objects (``_dim_group_names``, ``_thread_id``), which no class has. Names that some versions lack are looked
+DeviceMesh objects (``_dim_group_names``, ``_thread_id``), which no class has. ``torch.utils._python_dispatch`` is
+imported for ``TorchDispatchMode``, which torch documents but does not export. Names that some versions lack are looked
 up where they are used: ``_dump_fr_trace_json``, ``_use_torchcomms_enabled``, ``FakeProcessGroup._create_internal``,
 ``Backend._ensure_backend_registered``, ``PipelineStage._forward_metadata_inference``,
 ``ProcessGroupNCCL._group_start`` and ``_group_end``."""
@@ -259,6 +262,11 @@ def all_groups() -> list[Any]:
 def count_groups() -> int:
     """Number of groups that torch knows, with the world's."""
     return len(c10d._world.pg_map)
+
+
+def group_named(name: str) -> Any:
+    """The group of this name."""
+    return c10d._resolve_process_group(name)
 
 
 def is_known(group: Any) -> bool:
@@ -461,6 +469,39 @@ def gloo_endpoint(address: bytes) -> tuple[str, int] | None:
 def fake_backend(rank: int, size: int) -> Any:
     """A backend that moves nothing."""
     return _new_fake(rank, size, _FakeBackend.Options())
+
+
+@contextlib.contextmanager
+def local_collectives() -> Iterator[None]:
+    """Run collectives of this thread without other ranks: each rank receives its own data in the place of others'.
+
+    Sends and receives, and torch's functional collectives (of DTensors), still reach other ranks.
+    """
+    mode: Any = _LocalCollectives
+    with mode():
+        yield
+
+
+class _LocalCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == "c10d" and not func.overloadpacket.__name__.startswith(("send", "recv")):
+            names = [each.name for each in func._schema.arguments]
+            args = tuple(_fake_like(each) if name == "process_group" else each for name, each in zip(names, args))
+        return func(*args, **(kwargs or {}))
+
+
+def _fake_like(boxed: Any) -> Any:
+    """A group of the same rank and size, on the backend that moves nothing."""
+    new_group: Any = dist.ProcessGroup
+    group = new_group.unbox(boxed)
+    fake = new_group(group.rank(), group.size())
+    for device in group._device_types:
+        backend = fake_backend(group.rank(), group.size())
+        fake._register_backend(device, dist.ProcessGroup.BackendType.CUSTOM, backend)
+    fake._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+    return fake.boxed()
 
 
 class _RaisingStore(dist.Store):

@@ -95,13 +95,29 @@ class Text:
 
 
 @dataclass(frozen=True)
+class Line:
+    """A curve from the left to the right."""
+
+    kind: str  # near, far
+    x: float
+    y: float
+    to_x: float
+    to_y: float
+    stroke: str
+    thick: float
+    title: str
+    dashes: str = ""
+
+
+@dataclass(frozen=True)
 class Drawing:
-    """The boxes and texts with their positions, in the order in which they are drawn."""
+    """The boxes, lines and texts with their positions, in the order in which they are drawn."""
 
     width: float
     height: float
     boxes: tuple[Box, ...]
     texts: tuple[Text, ...]
+    lines: tuple[Line, ...] = ()
 
     def svg(self) -> str:
         """The SVG document.
@@ -111,7 +127,9 @@ class Drawing:
         """
         size = f'width="{_n(self.width)}" height="{_n(self.height)}" viewBox="0 0 {_n(self.width)} {_n(self.height)}"'
         lines = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{FONT}" role="img">']
-        lines += [*map(_box_element, self.boxes), *map(_text_element, self.texts), "</svg>"]
+        lines += map(_box_element, self.boxes)
+        lines += map(_line_element, self.lines)
+        lines += [*map(_text_element, self.texts), "</svg>"]
         return "\n".join(lines) + "\n"
 
 
@@ -433,6 +451,16 @@ def _box_element(box: Box) -> str:
     edge = f' stroke="{box.stroke}" stroke-width="{_n(box.thick)}"' if box.stroke else ""
     start = f'<{kind} class="{box.kind}" {place} fill="{box.fill}"{edge}'
     return f"{start}><title>{escape(box.title)}</title></{kind}>" if box.title else f"{start}/>"
+
+
+def _line_element(line: Line) -> str:
+    middle = _n((line.x + line.to_x) / 2)
+    curve = (
+        f"M{_n(line.x)} {_n(line.y)} C{middle} {_n(line.y)} {middle} {_n(line.to_y)} {_n(line.to_x)} {_n(line.to_y)}"
+    )
+    stroke = f'stroke="{line.stroke}" stroke-width="{_n(line.thick)}"'
+    stroke += f' stroke-dasharray="{line.dashes}"' if line.dashes else ""
+    return f'<path class="{line.kind}" d="{curve}" fill="none" {stroke}><title>{escape(line.title)}</title></path>'
 
 
 def _text_element(text: Text) -> str:

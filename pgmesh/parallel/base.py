@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from pgmesh.errors import AxisError, OptionsError
 from pgmesh.layout import Axis
@@ -103,6 +104,7 @@ class Method:
         if check not in get_args(Check):
             raise OptionsError(f"{name}: check is 'first', 'always' or 'never', not {check!r}.")
         self.mesh, self.check = mesh, check
+        self._groups: dict[tuple[Axis, ...], ProcessGroup] = {}
         self.owns = mesh.along(*axes).axes  # the names and the order of the mesh
         self.reduces = mesh.along(*over).axes if over else self.owns
         missing = [axis for axis in self.owns if axis not in self.reduces]
@@ -187,6 +189,16 @@ class Method:
         axes of a view. ``compose`` calls this for methods on different views or slices of a mesh.
         """
         return False
+
+    def _group(self, *axes: Axis) -> ProcessGroup:
+        """The group along axes, for forward passes that may be compiled.
+
+        torch.compile cannot trace ``mesh.group``, which takes a lock. So compiled code uses the group of the last call
+        outside of it. ``apply`` makes the first call.
+        """
+        if not torch.compiler.is_compiling():
+            self._groups[axes] = self.mesh.group(*axes)
+        return self._groups[axes]
 
     @property
     def size(self) -> int:

@@ -12,7 +12,7 @@ from pgmesh.errors import MethodError, OptionsError, ShapeError
 from pgmesh.parallel.base import Check, Level, Method
 from pgmesh.parallel.divisibility import divide_along_axes, format_sizes, nearest_multiples
 from pgmesh.parallel.exchange import all_gather_stacked
-from pgmesh.parallel.input_checks import Comparison, Exchange, add_comparison, raise_if_unequal
+from pgmesh.parallel.input_checks import Comparison, Exchange, add_comparison
 from pgmesh.parallel.ownership import is_stage
 from pgmesh.parallel.ring import ring_attention, ulysses_attention
 
@@ -71,7 +71,8 @@ class ContextParallel(Method):
             raise OptionsError(f"ContextParallel: attention is 'ring' or 'ulysses', not {attention!r}.")
         self._ring = attention == "ring"
         self._balanced = self._ring and balanced
-        self._ranks, self._joins = mesh.size(*self.owns), 0
+        self._ranks = mesh.size(*self.owns)
+        self._joins = {True: 0, False: 0}  # calls of ``join``, by presence of gradients
 
     def apply(self, module: nn.Module) -> nn.Module:
         """Replace torch's scaled_dot_product_attention by ``method.attention`` in all attributes of submodules.
@@ -92,6 +93,7 @@ class ContextParallel(Method):
                 "  self.attention = scaled_dot_product_attention       # in __init__ of the attention module\n"
                 "  out = self.attention(q, k, v, is_causal=True)       # in its forward"
             )
+        self._group(*self.owns)
         add_comparison(module, Comparison(self, self.owns, ("rows", "positions"), CUT))
         return module
 
@@ -122,7 +124,7 @@ class ContextParallel(Method):
                 f"attention along {self._axis_sizes} does not support {unsupported}: use is_causal=True for a mask, "
                 "and dropout_p=0.0."
             )
-        group = self.mesh.group(*self.owns)
+        group = self._group(*self.owns)
         settings: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         if self._ring:
             self._check_balanced(query.size(-2))
@@ -163,14 +165,15 @@ class ContextParallel(Method):
             along: the dimension of positions.
 
         Raises:
-            ShapeError: the parts have unequal lengths, which ``check="first"`` sees in the first two calls, or a
-                balanced part has an odd length.
+            ShapeError: the parts have unequal lengths, or a balanced part has an odd length. ``check="first"`` compares
+                the first two calls with gradients enabled, and the first two without.
         """
         comparison = Comparison(self, self.owns, ("positions", "numbers at a position"), CUT)
-        if comparison.is_due(self._joins):
-            numbers = [part.size(along), part.numel() // max(1, part.size(along))]
-            raise_if_unequal(comparison, Exchange(numbers, [comparison]).wait(), comparison.units)
-        self._joins += 1
+        training = torch.is_grad_enabled()  # calls are counted apart, so that an evaluation uses up none of training
+        if comparison.is_due(self._joins[training]):
+            numbers = part.size(along), part.numel() // max(1, part.size(along))
+            Exchange(dict(zip(comparison.units, numbers)), [comparison]).raise_if_unequal()
+        self._joins[training] += 1
         self._check_balanced(part.size(along))
         chunks: dict[int, Tensor] = {}
         for index, each in enumerate(all_gather_stacked(part, self.mesh.group(*self.owns))):

@@ -143,7 +143,7 @@ def all_reduce_gradients(parameters: Sequence[Tensor], group: ProcessGroup | Non
 
     Args:
         parameters: the parameters.
-        group: the group; None for ranks whose parameters no other rank has.
+        group: the group of ranks with the same parameters; None for parameters that no other rank has.
         divisor: number by which gradients are divided.
     """
     same: Sequence[Tensor] = _AllReduceGradients.apply(group, divisor, *parameters)  # type: ignore[no-untyped-call]
@@ -164,7 +164,7 @@ class _AllReduceGradients(torch.autograd.Function):
         for dtype in dict.fromkeys(each.dtype for each in gradients):
             places = [i for i, each in enumerate(gradients) if each.dtype is dtype]
             flat = torch.cat([gradients[i].flatten() for i in places]).div_(divisor)
-            if group is not None:
+            if group is not None and group.size() > 1:
                 dist.all_reduce(flat, group=group)
             for i, part in zip(places, torch.split(flat, [gradients[i].numel() for i in places])):
                 reduced[i] = part.view_as(gradients[i])

@@ -15,7 +15,7 @@ from pgmesh.parallel import exchange, mixture
 from pgmesh.parallel.base import Check, Level, Method, format_axes
 from pgmesh.parallel.divisibility import divide_along_axes, format_sizes
 from pgmesh.parallel.input_checks import Comparison, add_comparison
-from pgmesh.parallel.ownership import COMMUNICATES_MARK, is_stage, mark_owned
+from pgmesh.parallel.ownership import is_stage, mark_owned
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -129,7 +129,9 @@ class ExpertParallel(Method):
                 "  self.mix, self.experts = mix, nn.ModuleList(...)            # in __init__ of the layer\n"
                 "  out = self.mix(tokens, weights, chosen, self.experts)       # in its forward"
             )
-        setattr(module, COMMUNICATES_MARK, True)  # on stages without experts too, so that all ranks agree
+        for axes in (self._expert_axes, self._replica_axes, self._tensor_axes, self.reduces):
+            if axes:
+                self._group(*axes)
         fix = "ExpertParallel(..., check='never')   # if the program weights its losses itself"
         add_comparison(module, Comparison(self, self._token_axes, ("tokens",), fix))
         return module
@@ -190,12 +192,11 @@ class ExpertParallel(Method):
 
     def _reduced_parameters(self, experts: nn.ModuleList | nn.ModuleDict) -> dict[str, Tensor]:
         """The experts' parameters. The backward pass reduces their gradients to those of the mean loss over ranks."""
-        replicated = self._replica_axes and self.mesh.size(*self._replica_axes) > 1
-        group = self.mesh.group(*self._replica_axes) if replicated else None
+        replicas = self._group(*self._replica_axes) if self._replica_axes else None
         parameters = dict(experts.named_parameters(remove_duplicate=False))
         trainable = {name: each for name, each in parameters.items() if each.requires_grad}
-        divisor = self.mesh.size(*self.reduces)
-        reduced = exchange.all_reduce_gradients([*trainable.values()], group, divisor) if trainable else ()
+        divisor = self._group(*self.reduces).size()
+        reduced = exchange.all_reduce_gradients([*trainable.values()], replicas, divisor) if trainable else ()
         return {**parameters, **dict(zip(trainable, reduced))}
 
     # -- the tokens ------------------------------------------------------------------------------------------------
@@ -208,9 +209,8 @@ class ExpertParallel(Method):
         Every rank along the axes calls it, forward and backward. Numbers of tokens may differ between ranks along
         ``over``, and may be 0, if the program weights its losses.
         """
-        group, n = self.mesh.group(*self._expert_axes), self.mesh.size(*self._expert_axes)
-
-        parameters = self._reduced_parameters(experts)
+        group = self._group(*self._expert_axes)
+        n, parameters = group.size(), self._reduced_parameters(experts)
 
         def route(rows: Tensor, counts: Tensor) -> Tensor:
             send_matrix = counts.view(n, -1)  # (rank, expert of the rank)
@@ -232,7 +232,7 @@ class ExpertParallel(Method):
         """Numbers of rows, from (source ranks, experts) to (ranks along ``tensor``, source ranks, experts)."""
         if not self._gathers_tokens:
             return counts.unsqueeze(0)
-        return exchange.all_gather_stacked(counts, self.mesh.group(*self._tensor_axes))
+        return exchange.all_gather_stacked(counts, self._group(*self._tensor_axes))
 
     def _along_tensor(self, rows: Tensor, counts: list[int], compute: Callable[[Tensor], Tensor]) -> Tensor:
         """Outputs of this rank's experts, each summed over its shards.
@@ -244,7 +244,7 @@ class ExpertParallel(Method):
         """
         if not self._tensor_axes:
             return compute(rows)
-        group = self.mesh.group(*self._tensor_axes)
+        group = self._group(*self._tensor_axes)
         if not self._gathers_tokens:
             return exchange.all_reduce_forward(compute(exchange.all_reduce_backward(rows, group)), group)
         n, n_rows = group.size(), rows.size(0)
@@ -261,13 +261,14 @@ class ExpertParallel(Method):
 
         Every rank along ``reduces`` calls it, with the same number of tokens.
         """
-        return mixture.balance_loss(probabilities, chosen, lambda counts: self._all_reduce(counts, self.reduces))
+        return mixture.balance_loss(probabilities, chosen, self._sum_over_ranks)
 
-    def _all_reduce(self, tensor: Tensor, axes: tuple[Axis, ...]) -> Tensor:
-        """Sum a tensor over the ranks along the axes, in place."""
-        if axes and self.mesh.size(*axes) > 1:
-            dist.all_reduce(tensor, group=self.mesh.group(*axes))
-        return tensor
+    def _sum_over_ranks(self, counts: Tensor) -> Tensor:
+        """Sum a tensor over all ranks that hold tokens, in place."""
+        group = self._group(*self.reduces)
+        if group.size() > 1:
+            dist.all_reduce(counts, group=group)
+        return counts
 
 
 def _run_sorted(

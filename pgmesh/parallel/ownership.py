@@ -16,8 +16,6 @@ OWNED_MARK = "pgmesh_owned"
 """Attribute of an owned parameter."""
 ABSENT_MARK = "pgmesh_absent"
 """Attribute of a stage: the names of the modules that it lacks."""
-COMMUNICATES_MARK = "pgmesh_communicates"
-"""Attribute of all stages whose model communicates along other axes in its forward pass, on some stage at least."""
 
 
 def mark_owned(parameters: Iterable[nn.Parameter], sharded_along: str = "") -> None:

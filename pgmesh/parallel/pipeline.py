@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import itertools
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,8 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pgmesh import torch_private
@@ -29,17 +26,20 @@ from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.options import Timeout
 from pgmesh.parallel.base import Check, Level, Method, single_axis
 from pgmesh.parallel.divisibility import format_sizes, nearest_multiples
-from pgmesh.parallel.exchange import collective_device, on_served_device, receive_tensors, send_tensors
+from pgmesh.parallel.exchange import on_served_device
 from pgmesh.parallel.input_checks import (
     FIRST_STEPS,
+    ROWS_IN_STEP,
     Comparison,
+    Counts,
     Exchange,
     count_inputs,
     detach_comparisons,
 )
-from pgmesh.parallel.ownership import ABSENT_MARK, COMMUNICATES_MARK, AbsentLayer, tied_names
+from pgmesh.parallel.ownership import tied_names
 from pgmesh.parallel.schedules import SCHEDULES
-from pgmesh.parallel.seeds import restore_streams
+from pgmesh.parallel.stage_cutting import copy_stage, partition_layers
+from pgmesh.parallel.stage_shapes import Place, device_of_stage, find_shapes, forward_alone
 from pgmesh.parallel.weights import local
 
 
@@ -67,8 +67,7 @@ class PipelineParallel(Method):
             the last. The timeout is also used when numbers of rows are compared.
         check: as in ``Method``, for rows along this axis and the axes of data parallelism. "always" also compares
             forward passes, and waits in each. After the first two steps with "first", new shapes of inputs have to come
-            in the same step on all ranks along the axis. Modules that communicate along other axes in the forward pass,
-            such as fully_shard and experts, make one exchange in every step, unless it is "never".
+            in the same step on all ranks along the axis. Other ranks need not have them.
 
     Raises:
         AxisError: more than one axis.
@@ -167,7 +166,7 @@ class PipelineParallel(Method):
         """Rank of a stage, in this rank's block along the axis; None if there is no such stage."""
         return self._holders[stage] if 0 <= stage < self.stages else None
 
-    @property
+    @functools.cached_property
     def _holders(self) -> list[int]:
         """Rank of each stage, in this rank's block along the axis. In a V shape, every second round is reversed."""
         ranks, v_shape = self.mesh.ranks(self.axis), SCHEDULES[self.schedule].v_shape
@@ -237,7 +236,7 @@ class PipelineParallel(Method):
             dropped = [*(() if stage == 0 else self.first), *(() if stage == self.stages - 1 else self.last)]
             both = virtual > 0 and stage == self.stages - 1 and self.holder(0) == self.mesh.rank
             copied = self.last if both and self.tied(module) else ()
-            parts.append(_copy_stage(module, self.layers, absent, dropped, copied))
+            parts.append(copy_stage(module, self.layers, absent, dropped, copied))
         return parts
 
     def tied(self, module: nn.Module) -> list[tuple[str, str]]:
@@ -349,16 +348,16 @@ class Pipeline(nn.Module):
                 "  PipelineParallel(..., loss=lambda output, target: output)   # if the module returns a loss\n"
                 "  model(inputs)   # only outputs, on the last stage, without gradients"
             )
-        losses, training = list[torch.Tensor](), torch.is_grad_enabled()
-        schedule = self._schedule_for(inputs, keywords, target, training=training)
+        weights, losses, training = [*self.parameters()], list[torch.Tensor](), torch.is_grad_enabled()
+        schedule = self._schedule_for(weights, inputs, keywords, target, training=training)
         stage_inputs = inputs if self._has_stage(0) else ()
         last = {"target": target, "losses": losses} if self._has_stage(self.method.stages - 1) else {}
-        with self._set_gradients_aside():
+        with _set_gradients_aside(weights):
             if training:
                 schedule.step(*stage_inputs, **last, **keywords, return_outputs=False)
                 self._all_reduce_tied()
             else:
-                with self._forward_alone():
+                with forward_alone(self.parts):
                     schedule.eval(*stage_inputs, **last, **keywords, return_outputs=False)
         return losses
 
@@ -377,87 +376,85 @@ class Pipeline(nn.Module):
                 other than plain tensors.
             ShapeError: as in ``step``.
         """
-        schedule = self._schedule_for(inputs, keywords)
-        with self._set_gradients_aside(), self._forward_alone():
+        weights = [*self.parameters()]
+        schedule = self._schedule_for(weights, inputs, keywords)
+        with _set_gradients_aside(weights), forward_alone(self.parts):
             return schedule.step(*(inputs if self._has_stage(0) else ()), **keywords)
-
-    @contextlib.contextmanager
-    def _forward_alone(self) -> Iterator[None]:
-        """Compute no gradients, and shard the parameters of FSDP again at exit.
-
-        After a forward pass without a backward pass, torch leaves those of its root unsharded. ``zero_grad`` and the
-        next step would then see parameters without gradients.
-        """
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            for each in self.modules():
-                if isinstance(each, FSDPModule):
-                    each.reshard()
-
-    @contextlib.contextmanager
-    def _set_gradients_aside(self) -> Iterator[None]:
-        """Hide present gradients, and add them back at exit: torch divides all of ``grad`` by the microbatches."""
-        before = [(weight, weight.grad) for weight in self.parameters() if weight.grad is not None]
-        for weight, _ in before:
-            weight.grad = None
-        try:
-            yield
-        finally:
-            for weight, gradient in before:
-                weight.grad = gradient if weight.grad is None else weight.grad + gradient
 
     def _schedule_for(
         self,
+        weights: Sequence[torch.Tensor],
         inputs: tuple[torch.Tensor, ...],
         keywords: Mapping[str, Any],
         *target: torch.Tensor,
         training: bool = False,
     ) -> Any:
-        """Schedule for a batch of these shapes. Where ranks compare inputs, all rebuild it if one has new shapes."""
-        method, loss, cached = self.method, bool(target), self.schedules.get(bool(target), (None, None))
-        by_name = {name: each for name, each in keywords.items() if isinstance(each, torch.Tensor)}
-        signature = [*((each.shape, each.dtype) for each in (*inputs, *by_name.values())), *by_name, *self._dtypes()]
+        """Compare a batch with those of other ranks if it is due, and return the schedule for its shapes."""
+        method, loss = self.method, bool(target)
         if SCHEDULES[method.schedule].v_shape and not training:
             raise MethodError(
                 f"schedule {method.schedule!r} always runs forward and backward in torch 2.13.\n\n"
                 f"  PipelineParallel(..., schedule='zero-bubble', virtual=2)   # can run only forward"
             )
+        by_name = {name: each for name, each in keywords.items() if isinstance(each, torch.Tensor)}
+        shapes = [(each.shape, each.dtype) for each in (*inputs, *by_name.values())]
+        signature = [*shapes, *by_name, self._autocast_dtype(), {weight.dtype for weight in weights}]
+        cached_signature, schedule = self.schedules.get(loss, (None, None))
         rows = {each.size(0) if each.ndim else 0 for each in (*inputs, *target, *by_name.values())}
-        indivisible = len(rows) != 1 or max(rows) % method.microbatches > 0 or not max(rows)
-        _, *sizes = count_inputs((inputs, target))
-        numbers = [min(rows, default=0), *sizes, max(rows, default=0), *sizes, indivisible, signature != cached[0]]
-        step = self.steps if training else FIRST_STEPS  # a forward pass alone is compared only by "always"
-        compared = [each for each in self.comparisons[training] if each.is_due(step)]
-        exchange = Exchange(numbers, compared, method.timeout) if compared else None
-        per_rank = [numbers] if exchange is None else [*exchange.wait().values()]
+        if self._compare(rows, count_inputs((inputs, target)), signature != cached_signature, training):
+            schedule = self._build_schedule(inputs, keywords, loss)
+            self.schedules[loss] = signature, schedule
+        return schedule
+
+    def _compare(self, rows: set[int], counts: Counts, is_new: bool, training: bool) -> bool:
+        """Compare the numbers of a batch with those of other ranks, in the steps in which they are compared.
+
+        Args:
+            rows: the numbers of rows of all tensors of the batch.
+            counts: the numbers of the first tensor.
+            is_new: the shapes are not those of the last schedule.
+            training: a backward pass follows. Forward passes alone are compared only by "always".
+
+        Returns:
+            True if this rank has to build a new schedule: ranks that were compared build theirs together.
+
+        Raises:
+            ShapeError: the rows of some rank cannot be split into microbatches, or ranks have different numbers.
+        """
+        method, step = self.method, self.steps if training else FIRST_STEPS
         self.steps += training
+        least, most = min(rows, default=0), max(rows, default=0)
+        indivisible = not most or least != most or most % method.microbatches > 0
+        due = [each for each in self.comparisons[training] if each.is_due(step)]
+        numbers = {**counts._asdict(), "rows": least, ROWS_IN_STEP: most, "indivisible": indivisible, "new": is_new}
+        exchange = Exchange(numbers, due, method.timeout) if due else None
+        per_rank = [numbers] if exchange is None else [*exchange.wait().values()]
         if indivisible:
-            counts = " and ".join(map(str, sorted(rows))) or "no"
+            found = " and ".join(map(str, sorted(rows))) or "no"
             raise ShapeError(
-                f"{counts} rows cannot be split into {method.microbatches} equal microbatches along "
+                f"{found} rows cannot be split into {method.microbatches} equal microbatches along "
                 f"{format_sizes(method.mesh, method.owns)}: inputs and target need the same number of rows, divisible "
                 f"by {method.microbatches}.\n\n"
-                f"  {nearest_multiples(max(rows, default=0), method.microbatches)} rows would do"
+                f"  {nearest_multiples(most, method.microbatches)} rows would do"
             )
         if exchange is not None:
             exchange.raise_if_unequal()
-        if any(each[-2] for each in per_rank):
+        if any(each["indivisible"] for each in per_rank):
             raise ShapeError(f"rows of other ranks cannot be split into {method.microbatches} equal microbatches.")
-        if any(each[-1] for each in per_rank):
-            group, examples = method.mesh.group(method.axis), self._example_inputs_outputs(inputs, keywords)
-            stages = [
-                PipelineStage(
-                    part, method.stage(i), method.stages, self._device(part), stage_inputs, outputs, group=group
-                )
-                for i, (part, (stage_inputs, outputs)) in enumerate(zip(self.parts, examples, strict=True))
-            ]
-            info = SCHEDULES[method.schedule]
-            argument = stages[0] if info.stages_per_rank == 1 else stages
-            schedule = info.torch_class(argument, method.microbatches, method.loss if loss else None)
-            cached = self.schedules[loss] = signature, schedule
-        return cached[1]
+        return any(each["new"] for each in per_rank)
+
+    def _build_schedule(self, inputs: tuple[torch.Tensor, ...], keywords: Mapping[str, Any], loss: bool) -> Any:
+        """torch's schedule for batches of these shapes, with or without a loss."""
+        method, info = self.method, SCHEDULES[self.method.schedule]
+        group = method.mesh.group(method.axis)
+        places = [Place(method.stage(i), method.previous(i), method.next(i)) for i in range(method.virtual)]
+        shapes = find_shapes([*self.parts], places, inputs, keywords, method.microbatches, group)
+        stages = [
+            PipelineStage(part, place.stage, method.stages, device_of_stage(part, group), *examples, group=group)
+            for part, place, examples in zip(self.parts, places, shapes, strict=True)
+        ]
+        argument = stages[0] if info.stages_per_rank == 1 else stages
+        return info.torch_class(argument, method.microbatches, method.loss if loss else None)
 
     def _comparisons(self, found: Sequence[Comparison]) -> dict[bool, list[Comparison]]:
         """Comparisons of a batch, without and with a backward pass. Only with one, rows are compared along data axes.
@@ -466,65 +463,21 @@ class Pipeline(nn.Module):
             found: the comparisons of the methods that were applied to the stages.
         """
         method, comparisons = self.method, dict[bool, list[Comparison]]()
-        everywhere = [Comparison(method, method.mesh.axes, (), "")] if self._communicates_in_forward() else []
         for training, others in ((False, ()), (True, found)):
             axes = method.owns
             fix = f"together.share(rows)   # together = compose(...): the same rows on each rank along {method.axis}"
             for each in others:
                 if each.per_step and each.method.mesh.layout == method.mesh.layout:
                     axes, fix = method.mesh.along(*axes, *each.axes).axes, f"{fix}\n  {each.fix}"
-            rows = [Comparison(method, axes, ("rows",), fix, per_step) for per_step in (False, True)]  # least, most
-            comparisons[training] = [*rows, *others, *everywhere]
+            # the least and the most rows of a batch's tensors: see _compare
+            rows = [Comparison(method, axes, ("rows",), fix, per_step) for per_step in (False, True)]
+            comparisons[training] = [*rows, *others]
         return comparisons
 
-    def _dtypes(self) -> list[Any]:
-        """Autocast and parameter dtypes: with the inputs, they determine the dtypes of activations."""
-        kind = self._device(self).type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return [autocast, {weight.dtype for weight in self.parameters()}]
-
-    def _communicates_in_forward(self) -> bool:
-        """True if the forward pass also communicates along other axes."""
-        return any(isinstance(each, FSDPModule) or hasattr(each, COMMUNICATES_MARK) for each in self.modules())
-
-    def _device(self, part: nn.Module) -> torch.device:
-        """Device of the activations of a part: of its weights, or of the group where it has none or offloads them."""
-        tensors = itertools.chain(part.parameters(), part.buffers())
-        device = next((tensor.device for tensor in tensors), torch.device("cpu"))
-        return collective_device(self.method.mesh.group(self.method.axis), device)
-
-    def _example_inputs_outputs(
-        self, inputs: tuple[torch.Tensor, ...], keywords: Mapping[str, Any]
-    ) -> list[tuple[tuple[torch.Tensor, ...], ...]]:
-        """Inputs and outputs of each stage of this rank, from a forward pass of the first microbatch.
-
-        Without them, torch infers shapes by running all stages but the first on uninitialized memory.
-        """
-        method, group = self.method, self.method.mesh.group(self.method.axis)
-        found = list[tuple[tuple[torch.Tensor, ...], ...]]()
-        outputs: tuple[torch.Tensor, ...] = ()
-        _, (first_keywords, *_) = split_args_kwargs_into_chunks((), dict(keywords), method.microbatches)
-        with self._forward_alone(), _preserve_state(self.parts, {self._device(part) for part in self.parts}):
-            for i, part in enumerate(self.parts):
-                device, sender, receiver = self._device(part), method.previous(i), method.next(i)
-                if sender is None:
-                    first = [each[: len(each) // method.microbatches] for each in inputs]
-                    stage_inputs = tuple(each.to(device, copy=True) for each in first)
-                else:
-                    stage_inputs = outputs if sender == method.mesh.rank else receive_tensors(sender, group, device)
-                # not through DDP: it would synchronize buffers and count the pass
-                out = (part.module if isinstance(part, DistributedDataParallel) else part)(
-                    *stage_inputs, **first_keywords
-                )
-                stage_outputs = tuple(out) if type(out) in (tuple, list) else (out,)
-                if receiver is None:  # torch uses only the number of the last outputs
-                    outputs = tuple(torch.empty(0) for _ in stage_outputs)
-                else:
-                    outputs = _check_outputs(stage_outputs, method.stage(i))
-                    if receiver != method.mesh.rank:
-                        send_tensors(outputs, receiver, group, device)
-                found.append((_differentiable(stage_inputs), _differentiable(outputs)))
-        return found
+    def _autocast_dtype(self) -> torch.dtype | None:
+        """dtype of autocast, if it is enabled. Like the weights, it determines the dtypes of activations."""
+        kind = device_of_stage(self, self.method.mesh.group(self.method.axis)).type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
     def _has_stage(self, stage: int) -> bool:
         """Return True if this rank has a stage."""
@@ -536,6 +489,8 @@ class Pipeline(nn.Module):
 
     def _all_reduce_tied(self) -> None:
         """Sum the gradients of tied parameters over the first and the last stage."""
+        if not self.tied:
+            return
         ends = self.method._end_stages
         on_two_ranks = self.method.holder(0) != self.method.holder(self.method.stages - 1)
         for first, last in self.tied if self.method.mesh.rank in ends else ():
@@ -566,99 +521,19 @@ class Pipeline(nn.Module):
         ]
 
 
+@contextlib.contextmanager
+def _set_gradients_aside(weights: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Hide present gradients, and add them back at exit: torch divides all of ``grad`` by the microbatches."""
+    before = [(weight, weight.grad) for weight in weights if weight.grad is not None]
+    for weight, _ in before:
+        weight.grad = None
+    try:
+        yield
+    finally:
+        for weight, gradient in before:
+            weight.grad = gradient if weight.grad is None else weight.grad + gradient
+
+
 def _without_wrappers(name: str) -> str:
     """Name of a parameter without the prefixes of DDP and torch.compile."""
     return ".".join(word for word in name.split(".") if word not in ("module", "_orig_mod"))
-
-
-def _check_outputs(outputs: tuple[Any, ...], stage: int) -> tuple[torch.Tensor, ...]:
-    """Check the outputs of a stage that is not the last, and return them.
-
-    Raises:
-        MethodError: some are not plain tensors.
-    """
-    for each in outputs:
-        if not isinstance(each, torch.Tensor) or isinstance(each, DTensor):
-            raise MethodError(
-                f"stage {stage} of a pipeline returns a {type(each).__name__}, but the next stage takes a tensor or a "
-                "tuple of tensors, without DTensors.\n\n"
-                "  return x.to_local()   # of a DTensor x, if the next stage takes this rank's shard"
-            )
-    return outputs
-
-
-def _differentiable(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The tensors, detached; those that can have a gradient require it, so that torch's stages exchange gradients."""
-    return tuple(each.detach().requires_grad_(each.is_floating_point() or each.is_complex()) for each in tensors)
-
-
-@contextlib.contextmanager
-def _preserve_state(parts: Iterable[nn.Module], on: Iterable[torch.device]) -> Iterator[None]:
-    """Run modules on copies of their buffers. Restore buffers, torch's random states and ``Seeds`` at exit.
-
-    Args:
-        parts: the modules.
-        on: their devices.
-    """
-    parts = tuple(parts)
-    tables = [torch_private.buffer_table(module) for part in parts for module in part.modules()]
-    kept = [(table, dict(table)) for table in tables]
-    copies = {id(buffer): buffer.clone() for part in parts for buffer in part.buffers()}
-    devices = {device for device in on if device.type != "cpu"}
-    kind = next((device.type for device in devices), None)
-    with torch.random.fork_rng(devices, device_type=kind), restore_streams():
-        try:
-            for buffers, before in kept:
-                buffers.update({name: each if each is None else copies[id(each)] for name, each in before.items()})
-            yield
-        finally:
-            for buffers, before in kept:
-                buffers.clear()
-                buffers.update(before)
-
-
-def partition_layers(layers: int, stages: int) -> list[range]:
-    """Layer indices of each stage, split evenly; if they are not divisible, the first stages have one more.
-
-    >>> partition_layers(6, 4)
-    [range(0, 2), range(2, 4), range(4, 5), range(5, 6)]
-    """
-    each, more = divmod(layers, stages)
-    starts = [stage * each + min(stage, more) for stage in range(stages + 1)]
-    return [range(a, b) for a, b in itertools.pairwise(starts)]
-
-
-def _copy_stage(
-    module: nn.Module, layers: str, absent: Iterable[nn.Module], dropped: Sequence[str], copied: Iterable[str]
-) -> Any:
-    """Copy of a module without some of its layers and submodules. It shares its parameters with the module.
-
-    It is a deepcopy whose memo has all but the ancestors of the removed modules, so that only these are copied.
-
-    Args:
-        module: the whole module.
-        layers: name of the container of layers.
-        absent: the layers to replace by ``AbsentLayer``.
-        dropped: names of the submodules to set to None.
-        copied: names of submodules to copy with their parameters, since another stage of this rank has them too.
-    """
-    changed = (layers, *dropped, *copied)
-    ancestors = [
-        sub
-        for name, sub in module.named_modules(remove_duplicate=False)
-        if name == layers or any(each.startswith(f"{name}." if name else "") for each in changed)
-    ]
-    memo: dict[int, Any] = {id(each): each for each in (*module.modules(), *module.parameters(), *module.buffers())}
-    for sub in ancestors:  # copied, except for attributes such as groups and Seeds
-        memo.pop(id(sub), None)
-        memo.update((id(what), what) for name, what in vars(sub).items() if not name.startswith("_"))
-    for sub in (sub for name in copied for sub in module.get_submodule(name).modules()):
-        for each in (sub, *sub.parameters(recurse=False), *sub.buffers(recurse=False)):
-            memo.pop(id(each), None)
-    memo.update((id(layer), AbsentLayer()) for layer in absent)
-    part = copy.deepcopy(module, memo)
-    for name in dropped:
-        parent, _, child = name.rpartition(".")
-        setattr(part.get_submodule(parent), child, None)
-    setattr(part, ABSENT_MARK, tuple(dropped))
-    return part

@@ -25,6 +25,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
+from pgmesh import torch_private
 from pgmesh.errors import ShapeError
 from pgmesh.parallel.exchange import all_to_all_stacked, ring_shift
 
@@ -76,24 +77,24 @@ def ring_attention(
             f"balanced causal attention needs two chunks of the same length on each rank, not {q.size(-2)} positions."
         )
     scale = q.size(-1) ** -0.5 if scale is None else scale
-    # (..., heads of k, heads of q per head of k, positions, width); k and v are broadcast along the second of these
-    shared = torch.unflatten(q, -3, (k.size(-3), -1)) if enable_gqa else q.unsqueeze(-3)
+    if enable_gqa:  # (..., heads of k, heads of q per head of k, positions, width); 1 in the second place of k and v
+        q, k, v = torch.unflatten(q, -3, (k.size(-3), -1)), k.unsqueeze(-3), v.unsqueeze(-3)
+    out: Tensor
+    if torch.compiler.is_compiling():
+        out, _ = _forward_op(q, k, v, group.group_name, is_causal, scale, balanced)
+    else:
+        out = _RingAttention.apply(q, k, v, group, is_causal, scale, balanced)  # type: ignore[no-untyped-call]
+    return (out.flatten(-4, -3) if enable_gqa else out).to(q.dtype)
+
+
+def _ring_forward(
+    q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, causal: bool, scale: float, balanced: bool
+) -> tuple[Tensor, Tensor]:
+    """Attention, and the logarithm of the sum of the exponentials of each query's scores, both of ``_acc_dtype``."""
+    rank, widths, acc_dtype = group.rank(), [k.size(-1), v.size(-1)], _acc_dtype(q)
+    out = q.new_zeros((*q.shape[:-1], v.size(-1)), dtype=acc_dtype)
+    log_sum = q.new_full((*q.shape[:-1], 1), -torch.inf, dtype=acc_dtype)
     with torch.autocast(q.device.type, enabled=False):
-        out: Tensor = _RingAttention.apply(  # type: ignore[no-untyped-call]
-            shared, k.unsqueeze(-3), v.unsqueeze(-3), group, is_causal, scale, balanced
-        )
-    return out.flatten(-4, -3) if enable_gqa else out.squeeze(-3)
-
-
-class _RingAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, causal: bool, scale: float, balanced: bool
-    ) -> Tensor:
-        rank, widths = group.rank(), [k.size(-1), v.size(-1)]
-        acc_dtype = torch.promote_types(q.dtype, torch.float32)
-        out = q.new_zeros((*q.shape[:-1], v.size(-1)), dtype=acc_dtype)
-        log_sum = q.new_full((*q.shape[:-1], 1), -torch.inf, dtype=acc_dtype)
         for source, keys_values in _circulate(torch.cat([k, v], -1), group):
             for rows, keys, mask in _blocks(rank, source, q, k, causal, balanced):
                 key, value = torch.split(keys_values[..., keys, :].to(acc_dtype), widths, -1)
@@ -103,26 +104,28 @@ class _RingAttention(torch.autograd.Function):
                 block_out = (scores - new_log_sum).exp() @ value
                 out[..., rows, :] = out[..., rows, :] * (old_log_sum - new_log_sum).exp() + block_out
                 log_sum[..., rows, :] = new_log_sum
-        ctx.save_for_backward(q, k, v, out, log_sum)
-        ctx.settings = group, causal, scale, balanced
-        return out.to(q.dtype)
+    return out, log_sum
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.autocast(gradient.device.type, enabled=False):
-            return (*_RingAttention._gradients(ctx, gradient), None, None, None, None)
 
-    @staticmethod
-    def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, out, log_sum = ctx.saved_tensors
-        group, causal, scale, balanced = ctx.settings
-        rank, widths, acc_dtype = group.rank(), [k.size(-1), v.size(-1)], out.dtype
-        gradient = gradient.to(acc_dtype)
+def _ring_backward(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    group: ProcessGroup,
+    causal: bool,
+    scale: float,
+    balanced: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values."""
+    rank, widths, acc_dtype = group.rank(), [k.size(-1), v.size(-1)], out.dtype
+    grad_q = torch.zeros_like(q, dtype=acc_dtype)
+    own_keys_values = torch.cat([k, v], -1)
+    grad_keys_values, grad_works = torch.zeros_like(own_keys_values, dtype=acc_dtype), list[Any]()
+    with torch.autocast(q.device.type, enabled=False):
         delta = (gradient * out).sum(-1, keepdim=True)
-        grad_q = torch.zeros_like(q, dtype=acc_dtype)
-        own_keys_values = torch.cat([k, v], -1)
-        grad_keys_values, grad_works = torch.zeros_like(own_keys_values, dtype=acc_dtype), list[Any]()
         for source, keys_values in _circulate(own_keys_values, group):
             grad_block = torch.zeros_like(keys_values, dtype=acc_dtype)
             for rows, keys, mask in _blocks(rank, source, q, k, causal, balanced):
@@ -132,12 +135,80 @@ class _RingAttention(torch.autograd.Function):
                 grad_scores = probabilities * (grad_out @ value.mT - delta[..., rows, :]) * scale
                 grad_q[..., rows, :] += grad_scores @ key
                 grad_both = torch.cat([grad_scores.mT @ query, probabilities.mT @ grad_out], -1)
-                grad_block[..., keys, :] += grad_both if q.size(-3) == 1 else grad_both.sum(-3, keepdim=True)
+                grad_block[..., keys, :] += grad_both if q.size(-3) == k.size(-3) else grad_both.sum(-3, True)
             _wait(grad_works)  # for the previous ranks' sum for the same keys and values
             grad_keys_values, grad_works = ring_shift(grad_keys_values + grad_block, group, tag=1)
         _wait(grad_works)  # the last shift returns the sums to the rank of the keys and values
-        grad_k, grad_v = torch.split(grad_keys_values, widths, -1)
-        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
+    grad_k, grad_v = torch.split(grad_keys_values, widths, -1)
+    return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Tensor:
+        out, log_sum = _ring_forward(q, k, v, *settings)
+        ctx.save_for_backward(q, k, v, out, log_sum)
+        ctx.settings = settings
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return (*_ring_backward(gradient, *ctx.saved_tensors, *ctx.settings), None, None, None, None)
+
+
+# ---- the same as operators of torch, for compiled code: torch.compile cannot trace sends and receives ----
+
+_SETTINGS = "str group, bool causal, float scale, bool balanced"
+_FORWARD = f"(Tensor q, Tensor k, Tensor v, {_SETTINGS}) -> (Tensor, Tensor)"
+_BACKWARD = (
+    f"(Tensor gradient, Tensor q, Tensor k, Tensor v, Tensor out, Tensor log_sum, {_SETTINGS})"
+    " -> (Tensor, Tensor, Tensor)"
+)
+
+
+@torch.library.custom_op("pgmesh::ring_forward", mutates_args=(), schema=_FORWARD)
+def _forward_op(q: Tensor, k: Tensor, v: Tensor, group: str, *settings: Any) -> tuple[Tensor, Tensor]:
+    return _ring_forward(q, k, v, torch_private.group_named(group), *settings)
+
+
+@torch.library.custom_op("pgmesh::ring_backward", mutates_args=(), schema=_BACKWARD)
+def _backward_op(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, group: str, *settings: Any
+) -> tuple[Tensor, ...]:
+    gradients = _ring_backward(gradient, q, k, v, out, log_sum, torch_private.group_named(group), *settings)
+    return tuple(each.clone() for each in gradients)  # outputs of an operator may not share memory
+
+
+@_forward_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+    sizes, dtype = q.shape[:-1], _acc_dtype(q)
+    return q.new_empty((*sizes, v.size(-1)), dtype=dtype), q.new_empty((*sizes, 1), dtype=dtype)
+
+
+@_backward_op.register_fake
+def _(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, ...]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, *ctx.settings = inputs
+    ctx.save_for_backward(q, k, v, *output)
+
+
+def _gradients(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return (*_backward_op(gradient, *ctx.saved_tensors, *ctx.settings), None, None, None, None)
+
+
+_forward_op.register_autograd(_gradients, setup_context=_save_for_backward)
+
+
+# ---- the parts of both ----
+
+
+def _acc_dtype(q: Tensor) -> torch.dtype:
+    """dtype of scores and sums: at least 32 bits."""
+    return torch.promote_types(q.dtype, torch.float32)
 
 
 def _circulate(tensor: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Tensor]]:

@@ -164,12 +164,12 @@ class TensorParallel(Method):
             self._check_all_named(module, styles)
         for name, style in styles.items():
             self._check_layer(name, module.get_submodule(name), style)
-        tied = tied_names(module)
+        tied, device_mesh = tied_names(module), self.mesh.device_mesh(*self.owns)
         for layer, style in {module.get_submodule(name): style for name, style in styles.items()}.items():
             if self._shards_sequence(layer, style):
                 layer.register_forward_pre_hook(self._check_length)
             if torch_style := self._torch_style(layer, style):
-                parallelize_module(layer, self.mesh.device_mesh(*self.owns), torch_style)
+                parallelize_module(layer, device_mesh, torch_style)
         fix = "together.share(rows)   # together = compose(...): the same rows on each rank along the axis"
         add_comparison(module, Comparison(self, self.owns, ("rows", "positions"), fix))
         self._retie(module, tied)

@@ -6,6 +6,7 @@ tables write one key. One all-gather tells the ranks the keys of all.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -60,7 +61,7 @@ def tensors_of(state: nn.Module | Mapping[str, Any] | None) -> dict[str, torch.T
         if isinstance(value, Mapping):
             found.update((f"{name}.{inner}", tensor) for inner, tensor in tensors_of(value).items())
         elif isinstance(value, torch.Tensor):
-            found[str(name)] = value.detach()
+            found[str(name)] = value
     return found
 
 
@@ -74,8 +75,14 @@ def describe(tensor: torch.Tensor) -> Entry:
     if not isinstance(tensor, DTensor):
         return Entry(tuple(tensor.shape), dtype, None, ())
     ranks = tensor.device_mesh.mesh
-    layout = tuple(ranks.shape), tuple(ranks.flatten().tolist())
-    return entry_on(Layout(dict(enumerate(layout[0])), ranks=layout[1]), tensor.placements, tensor.shape, dtype)
+    return _entry_at(tuple(ranks.shape), tuple(ranks.flatten().tolist()), tensor.placements, tuple(tensor.shape), dtype)
+
+
+@functools.lru_cache(maxsize=1024)  # each call of a Resharder describes all tensors
+def _entry_at(
+    sizes: tuple[int, ...], ranks: tuple[int, ...], placements: Placements, shape: tuple[int, ...], dtype: str
+) -> Entry:
+    return entry_on(Layout(dict(enumerate(sizes)), ranks=ranks), placements, shape, dtype)
 
 
 def entry_on(

@@ -23,6 +23,9 @@ from pgmesh.errors import PlaceError, ShapeError
 from pgmesh.layout import Layout
 from pgmesh.resharding.sharding import Part, Placements, Region, Sharding, size_of
 
+MOST_SWEEPS = 50
+"""``balance`` pours again so many times at most."""
+
 MOST_ROWS = 64
 """``str(plan)`` lists each rank of at most so many."""
 
@@ -127,6 +130,7 @@ class ReshardPlan:
         self.target = Sharding(self.shape, _layout_of(target), target_placements)
         self._hosts = hosts if hosts is None or isinstance(hosts, HostMap) else HostMap(hosts)
         self._shares: dict[Part, _Shares] = {}
+        self._balanced: dict[Part, list[int]] = {}  # by balance: the shares of a part's replicas, if they are not equal
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -152,12 +156,45 @@ class ReshardPlan:
                     for holder, start, stop in self._shares_of(part).received_by(rank):
                         receives.append(Transfer(holder, overlap, start, stop))
         sends = self._shares_of(self.source.part_of(rank)).sent_by(rank) if rank in self.source.layout else ()
-        leaving = sum(each.stop - each.start for each in sends if self._hosts and not self._hosts.near(rank, each.peer))
+        leaving = sum(each.stop - each.start for each in sends if self._leaves(rank, each.peer))
         return RankPlan(rank, tuple(sends), tuple(receives), copied, floor, self.itemsize, leaving)
+
+    def _leaves(self, rank: int, other: int) -> bool:
+        """True if two ranks are on different hosts."""
+        return self._hosts is not None and not self._hosts.near(rank, other)
+
+    def svg(self) -> str:
+        """A picture of who sends what to whom, as SVG. It has the first ranks of each side, at most ``MOST_ROWS``.
+
+        >>> plan = ReshardPlan((8,), Layout(tp=2), {"tp": 0}, Layout(tp=4, ranks=range(2, 6)), {"tp": 0}, itemsize=4)
+        >>> plan.svg().count("<path")
+        4
+        """
+        from pgmesh.drawing import transfers
+
+        sides, sent = [], {}
+        for word, side in (("source", self.source), ("target", self.target)):
+            ends = []
+            for rank in itertools.islice(side.layout, MOST_ROWS):
+                plan = self.of(rank)
+                elements = f"sends {plan.sent * self.itemsize:,}", f"receives {plan.received * self.itemsize:,}"
+                label = side.layout.label_of(rank) + (f", host {self._hosts.number(rank)}" if self._hosts else "")
+                ends.append(transfers.End(rank, label, f"{elements[word == 'target']} bytes"))
+                for each in plan.sends:
+                    amount = (each.stop - each.start) * self.itemsize
+                    sent[rank, each.peer] = transfers.Sent(amount, self._leaves(rank, each.peer))
+            sizes = " ".join(f"{axis}={size}" for axis, size in zip(side.layout.axes, side.layout.shape))
+            sides.append((f"{word}: {sizes}", ends))
+        dashed = ", dashed: to another host" if self._hosts else ""
+        notes = [f"a line: what one rank sends to another; thicker is more{dashed}"]
+        if any(len(side.layout) > MOST_ROWS for side in (self.source, self.target)):
+            notes.append(f"a sample: the first {MOST_ROWS} ranks of each side")
+        title = f"shape {self.shape}, {count_of(self.itemsize, 'byte')} each"
+        return transfers.drawing(title, notes, (sides[0], sides[1]), sent).svg()
 
     def _shares_of(self, part: Part) -> _Shares:
         if part not in self._shares:
-            self._shares[part] = _Shares(self.source, self.target, part, self._hosts)
+            self._shares[part] = _Shares(self.source, self.target, part, self._hosts, self._balanced.get(part))
         return self._shares[part]
 
     def __str__(self) -> str:
@@ -174,6 +211,61 @@ class ReshardPlan:
         size = count_of(self.itemsize, "byte")
         title = f"shape {self.shape}, {size} each, from {self.source.layout!r} to {self.target.layout!r}"
         return "\n".join([title, *lines])
+
+
+def balance(plans: Sequence[tuple[ReshardPlan, int]]) -> None:
+    """Set the shares of the replicas so that over several tensors the greatest sender sends least.
+
+    Each plan alone shares evenly among the replicas of a part. But ranks may hold replicas of some tensors and the only
+    copy of others. What one rank alone holds is its load. What several hold is poured on their loads like water, part
+    by part, again and again until the levels stay.
+
+    Args:
+        plans: plans that have computed nothing yet, each with the number of tensors that it is for.
+    """
+    load: dict[int, int] = {}  # bytes that each rank sends
+    shared: list[tuple[ReshardPlan, Part, int, tuple[int, ...]]] = []
+    if all(plan.source.replicas == 1 for plan, _ in plans) or len(plans) == 1:
+        return
+    for plan, count in plans:
+        everything = tuple(((0, size),) if size else () for size in plan.shape)
+        for part, _ in plan.source.parts_in(everything):
+            total = _Shares(plan.source, plan.target, part, None, None).total
+            holders, each = plan.source.ranks_of(part), plan.itemsize * count
+            plan._balanced[part] = [
+                total * (i + 1) // len(holders) - total * i // len(holders) for i in range(len(holders))
+            ]
+            for holder, share in zip(holders, plan._balanced[part]):
+                load[holder] = load.get(holder, 0) + share * each
+            if total and len(holders) > 1:
+                shared.append((plan, part, each, holders))
+    for _ in range(MOST_SWEEPS):
+        before = dict(load)
+        for plan, part, each, holders in shared:
+            shares = plan._balanced[part]
+            others = [load[holder] - share * each for holder, share in zip(holders, shares)]
+            plan._balanced[part] = poured(sum(shares), [other // each for other in others])
+            for holder, other, share in zip(holders, others, plan._balanced[part]):
+                load[holder] = other + share * each
+        if load == before:
+            break
+
+
+def poured(total: int, levels: Sequence[int]) -> list[int]:
+    """What each vessel gets of a total that is poured into connected vessels filled to these levels.
+
+    >>> poured(10, [0, 7, 4])
+    [7, 0, 3]
+    """
+    order = sorted(range(len(levels)), key=lambda i: levels[i])
+    for n in range(len(order), 0, -1):
+        level, extra = divmod(total + sum(levels[i] for i in order[:n]), n)
+        if level >= levels[order[n - 1]]:
+            break
+    shares = [0] * len(levels)
+    for place, i in enumerate(order[:n]):
+        shares[i] = level + (place < extra) - levels[i]
+    return shares
 
 
 class HostMap:
@@ -226,7 +318,9 @@ class _Shares:
     A *slot* is a rank that wants some of the part: the target parts that overlap it, in order, each with its replicas.
     """
 
-    def __init__(self, source: Sharding, target: Sharding, part: Part, hosts: HostMap | None) -> None:
+    def __init__(
+        self, source: Sharding, target: Sharding, part: Part, hosts: HostMap | None, balanced: list[int] | None
+    ) -> None:
         self._source, self._target = source, target
         self._holders = source.ranks_of(part)
         wanted = target.parts_in(source.region_of_part(part))
@@ -237,8 +331,8 @@ class _Shares:
         # by slot, the elements that are not on the line: all of a holder's, and those that its host's replicas send
         own = self._slots(set(self._holders)).values()
         self._off_line = {slot: sizes[slot // target.replicas] for slot in own}
-        total, n = sum(sizes) * target.replicas - sum(self._off_line.values()), len(self._holders)
-        shares = [total * (i + 1) // n - total * i // n for i in range(n)]
+        self.total, n = sum(sizes) * target.replicas - sum(self._off_line.values()), len(self._holders)
+        shares = poured(self.total, [0] * n) if balanced is None else [*balanced]
         self._near: list[tuple[int, int, int, int]] = []  # the holder's number, slot, start, stop
         if hosts is not None and n > 1:
             self._serve_hosts(hosts, sizes, shares)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Union
@@ -17,10 +18,10 @@ from pgmesh.layout import Layout
 from pgmesh.mesh import CONNECT_TIMEOUT, ProcessGroupMesh
 from pgmesh.options import Timeout
 from pgmesh.resharding.link import Link
-from pgmesh.resharding.metadata import Tables, describe, entry_on, exchange, pack, renamed, tensors_of
-from pgmesh.resharding.plan import HostMap, ReshardPlan
+from pgmesh.resharding.metadata import Entry, Tables, describe, entry_on, exchange, pack, renamed, tensors_of
+from pgmesh.resharding.plan import HostMap, ReshardPlan, balance
 from pgmesh.resharding.sharding import Placements, length
-from pgmesh.resharding.transfer import Job, fill_buckets, move
+from pgmesh.resharding.transfer import Job, Shards, fill_buckets, move
 from pgmesh.topology.host_mapping import map_hosts
 
 State = Union[nn.Module, Mapping[str, Any], None]
@@ -72,6 +73,7 @@ class Resharder:
         MismatchError: names, shapes or arguments differ between ranks. The message has each of them.
         MissingRanksError: a rank did not come. The message has its status.
         ShapeError: a tensor is ``Partial``, or its local shard has another shape than its placements say.
+        WorldError: the world is a fake one.
     """
 
     def __init__(
@@ -91,26 +93,30 @@ class Resharder:
         self.torn = False
         """True if a call failed while it wrote: some tensors of the target are new, others old."""
         self._refusal: Any = None  # the hook by which a torn module refuses to run
-        self._table = self._describe()
+        self._described = self._describe()
         with self._link.explaining():
-            tables, hosts = meet(self._link, self._table)
-            self._jobs = plan_jobs(self._link, tables, hosts, self._source_names())
+            tables, hosts = meet(self._link, self._table(self._described))
+            source_names = self._source_names(tensors_of(self._source))
+            self._jobs = plan_jobs(self._link, tables, hosts, source_names)
             self._check_shapes()
-            staged = self._link.maximum([job.staged for job in self._jobs])
+            shards = self._shards()
+            staged = self._link.maximum([shards.staged_by(job) for job in self._jobs])
         self._buckets = fill_buckets(self._jobs, staged, buckets // 2)
         self._digest = digest_of(repr((tables, hosts.hosts, buckets)))
 
-    def _source_names(self) -> dict[str, str]:
+    def _source_names(self, source: Mapping[str, torch.Tensor]) -> dict[str, str]:
         """By name in the target, the name in the source."""
-        names = {renamed(self._rename, name): name for name in tensors_of(self._source)}
+        names = {renamed(self._rename, name): name for name in source}
         return {name: old for name, old in names.items() if name is not None}
 
-    def _describe(self) -> str:
-        """The table of this rank's tensors."""
-        found, names = tensors_of(self._source), self._source_names()
-        source = {name: describe(found[old]) for name, old in names.items()}
-        target = {name: describe(tensor) for name, tensor in tensors_of(self._target).items()}
-        return pack(source, target, {"buckets": self._limit})
+    def _describe(self) -> tuple[dict[str, Entry], dict[str, Entry]]:
+        """The entries of this rank's tensors, of the source and of the target."""
+        found = tensors_of(self._source)
+        source = {name: describe(found[old]) for name, old in self._source_names(found).items()}
+        return source, {name: describe(tensor) for name, tensor in tensors_of(self._target).items()}
+
+    def _table(self, described: tuple[dict[str, Entry], dict[str, Entry]]) -> str:
+        return pack(*described, {"buckets": self._limit})
 
     def _check_shapes(self) -> None:
         """Check that the local shards have the shapes that their placements say."""
@@ -120,6 +126,14 @@ class Resharder:
             shape = None if region is None else tuple(map(length, region))
             if shape is not None and tuple(local_of(tensors[name]).shape) != shape:
                 raise ShapeError(f"the local shard of {name} is {tuple(local_of(tensors[name]).shape)}, not {shape}.")
+
+    def _shards(self) -> Shards:
+        """The local shards, as they are now."""
+        source, target = (
+            {name: local_of(tensor) for name, tensor in tensors_of(state).items()}
+            for state in (self._source, self._target)
+        )
+        return Shards(source, target, self._link.device)
 
     def __call__(self) -> Moved:
         """Move the current values into the target. All ranks of both meshes call it.
@@ -131,21 +145,19 @@ class Resharder:
         """
         began = time.monotonic()
         self._link.begin()
-        changed = self._describe() != self._table
-        same = self._link.meet(digest_of(self._describe()) if changed else self._digest)
+        described = self._describe()
+        changed = described != self._described
+        same = self._link.meet(digest_of(self._table(described)) if changed else self._digest)
         if changed or not same:
             whose = "on this rank they" if changed else "on other ranks they, or the order of the calls,"
             raise MismatchError(f"the tensors are not those that were planned: {whose} differ. Create a new Resharder.")
-        source, target = (
-            {name: local_of(tensor) for name, tensor in tensors_of(state).items()}
-            for state in (self._source, self._target)
-        )
+        shards = self._shards()
         try:
             with self._link.explaining():
-                staged = move(self._link, self._buckets, source, target)
+                staged = move(self._link, self._buckets, shards)
                 self._link.maximum([0])  # only if all ranks are done is the target whole
         except BaseException as error:
-            self._tear(bool(target))
+            self._tear(bool(shards.target))
             if self.torn and isinstance(error, PgmeshError):
                 raise type(error)(f"{error}\n\nThe target of this rank is torn. Call again on all ranks.") from error
             raise
@@ -218,6 +230,7 @@ def reshard(
         MismatchError: the ranks' arguments differ.
         MissingRanksError: a rank did not come, or was lost.
         ShapeError: a placement is ``Partial`` or does not fit the tensor.
+        WorldError: the world is a fake one.
     """
     sides = {} if tensor is None else {"tensor": describe(tensor)}
     if source is None and isinstance(tensor, DTensor) and (at := sides["tensor"].layout):
@@ -246,7 +259,7 @@ def reshard(
             size, dtype=dtype or kind, device=link.device if tensor is None else tensor.device
         )
     with link.explaining():
-        move(link, [[job]], {} if tensor is None else {"tensor": local_of(tensor)}, results)
+        move(link, [[job]], Shards({} if tensor is None else {"tensor": local_of(tensor)}, results, link.device))
     if job.wanted is None:
         return None
     strides = torch.empty(shape, device="meta").stride()
@@ -264,7 +277,8 @@ def layout_of(mesh: ProcessGroupMesh | Layout) -> Layout:
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The local shard of a DTensor; any other tensor itself. The memory is shared."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    with torch.no_grad():
+        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def digest_of(text: str) -> int:
@@ -282,10 +296,14 @@ def dtensor_placements(layout: Layout, placements: Placements) -> list[Placement
 
 
 def meet(link: Link, table: str) -> tuple[Tables, HostMap]:
-    """Connect the ranks, exchange their tables, and find their hosts."""
+    """Connect the ranks, exchange their tables, and find their hosts.
+
+    Plans depend on the hosts. If the ranks do not agree on them, they all plan as if they were on one host.
+    """
     link.connect()
     tables = exchange(link, table)
-    return tables, HostMap(map_hosts(link.ranks, timeout=link.left()).hosts)
+    hosts = map_hosts(link.ranks, timeout=link.left()).hosts
+    return tables, HostMap(hosts if link.meet(digest_of(repr(hosts))) else [link.ranks])
 
 
 def shape_and_dtype(tables: Tables, name: str) -> tuple[tuple[int, ...], torch.dtype]:
@@ -298,16 +316,26 @@ def shape_and_dtype(tables: Tables, name: str) -> tuple[tuple[int, ...], torch.d
 
 def plan_jobs(link: Link, tables: Tables, hosts: HostMap, source_names: Mapping[str, str]) -> list[Job]:
     """What this rank does for each tensor, in an order that is the same on all ranks."""
-    jobs = []
+    plans: dict[Any, ReshardPlan] = {}  # by what they are made of: equal tensors have one plan
+    tensors: list[tuple[str, torch.dtype, Any]] = []  # each with the key of its plan
     for name, holdings in sorted(tables.target.items()):
         shape, dtype = shape_and_dtype(tables, name)
         held, holders = next(iter(tables.source[name].items()))
         for wanted, ranks in holdings.items():
             result = dtype if wanted.dtype is None else getattr(torch, wanted.dtype)
             sent_as = result if result.itemsize < dtype.itemsize else dtype
-            source, target = held.sharding(holders, shape), wanted.sharding(ranks, shape)
-            sides = source.layout, source.placements, target.layout, target.placements
-            plan = ReshardPlan(shape, *sides, itemsize=sent_as.itemsize, hosts=hosts).of(link.rank)
-            regions = [side.region_of(link.rank) if link.rank in side.layout else None for side in (source, target)]
-            jobs.append(Job(name, source_names.get(name, name), sent_as, plan, *regions))
+            key = shape, sent_as.itemsize, held, tuple(holders), wanted, tuple(ranks)
+            if key not in plans:
+                source, target = held.sharding(holders, shape), wanted.sharding(ranks, shape)
+                sides = source.layout, source.placements, target.layout, target.placements
+                plans[key] = ReshardPlan(shape, *sides, itemsize=sent_as.itemsize, hosts=hosts)
+            tensors.append((name, sent_as, key))
+    counts = Counter(key for _, _, key in tensors)
+    balance([(plan, counts[key]) for key, plan in plans.items()])
+    mine = {}
+    for key, plan in plans.items():
+        held_here = plan.source.region_of(link.rank) if link.rank in plan.source.layout else None
+        wanted_here = plan.target.region_of(link.rank) if link.rank in plan.target.layout else None
+        mine[key] = plan.of(link.rank), held_here, wanted_here
+    jobs = [Job(name, source_names.get(name, name), dtype, *mine[key]) for name, dtype, key in tensors]
     return sorted(jobs, key=lambda job: str(job.dtype))

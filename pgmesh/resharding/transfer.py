@@ -1,20 +1,25 @@
-"""The transfer of tensors by all-to-all, in buckets: pack, exchange, unpack.
+"""The transfer of tensors by sends and receives, in buckets.
 
-While one bucket is exchanged, the next one is packed. So two buckets are in memory, each of at most half the limit.
+What is consecutive in the memory of a shard is sent from there and received there. The rest is staged: packed into a
+buffer, or received in one and unpacked. While one bucket is exchanged, the next one is packed. So two buckets are
+staged at once, each of at most half the limit.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from pgmesh.resharding.link import Link
 from pgmesh.resharding.plan import RankPlan, Transfer
-from pgmesh.resharding.sharding import Region, length, positions
+from pgmesh.resharding.sharding import Region, indices_at, length, positions
+
+SMALL = 1 << 16
+"""Smaller transfers of a bucket between two ranks are one message. In bytes."""
 
 Slices = tuple[slice, ...]
 
@@ -38,10 +43,65 @@ class Job(NamedTuple):
     held: Region | None
     wanted: Region | None
 
-    @property
-    def staged(self) -> int:
-        """Bytes that this rank needs to stage it."""
-        return (self.plan.sent + self.plan.received) * self.dtype.itemsize
+    def is_small(self, part: Transfer) -> bool:
+        """True if a transfer goes in one message with others."""
+        return (part.stop - part.start) * self.dtype.itemsize < SMALL
+
+
+class Message(NamedTuple):
+    """What one rank sends to another at once.
+
+    Args:
+        peer: the other rank.
+        parts: one transfer, or all small ones of the bucket.
+        values: the elements, in the memory of the shard or in a buffer.
+        is_staged: True if they are in a buffer.
+    """
+
+    peer: int
+    parts: list[tuple[Job, Transfer]]
+    values: torch.Tensor
+    is_staged: bool
+
+
+class Shards:
+    """The local shards of a rank on both sides.
+
+    Args:
+        source: the local shards of the source by their names there.
+        target: those of the target by name.
+        device: the device on which they are sent.
+    """
+
+    def __init__(
+        self, source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor], device: torch.device
+    ) -> None:
+        self.source, self.target, self.device = source, target, device
+        self._sent_from = {each.untyped_storage().data_ptr() for each in source.values()}
+
+    def view(self, job: Job, part: Transfer, side: str) -> torch.Tensor | None:
+        """The elements of a transfer in the memory of the shard; None if they have to be staged.
+
+        Args:
+            side: "sends" or "receives".
+        """
+        shard = self.source[job.source_name] if side == "sends" else self.target[job.name]
+        region = job.held if side == "sends" else job.wanted
+        assert region is not None
+        found = [*itertools.islice(boxes(region, part.region), 2)]
+        block = shard[found[0][0]]
+        is_read = side == "receives" and shard.untyped_storage().data_ptr() in self._sent_from
+        if len(found) > 1 or not block.is_contiguous() or is_read or job.is_small(part):
+            return None
+        if (shard.dtype, shard.device) != (job.dtype, self.device):
+            return None
+        return block.view(-1)[part.start : part.stop]
+
+    def staged_by(self, job: Job) -> int:
+        """Bytes that a job stages on this rank."""
+        sides = ((each, side) for side in ("sends", "receives") for each in getattr(job.plan, side))
+        elements: int = sum(each.stop - each.start for each, side in sides if self.view(job, each, side) is None)
+        return elements * job.dtype.itemsize
 
 
 def fill_buckets(jobs: Sequence[Job], staged: Sequence[int], limit: int) -> list[list[Job]]:
@@ -49,7 +109,7 @@ def fill_buckets(jobs: Sequence[Job], staged: Sequence[int], limit: int) -> list
 
     Args:
         jobs: the jobs in the same order on all ranks.
-        staged: for each job, the bytes that the rank that needs most needs to stage it.
+        staged: for each job, the bytes that the rank that stages most of it stages.
         limit: most bytes of a bucket.
     """
     buckets: list[list[Job]] = []
@@ -63,113 +123,127 @@ def fill_buckets(jobs: Sequence[Job], staged: Sequence[int], limit: int) -> list
     return buckets
 
 
-def move(
-    link: Link,
-    buckets: Sequence[Sequence[Job]],
-    source: Mapping[str, torch.Tensor],
-    target: Mapping[str, torch.Tensor],
-) -> int:
+def move(link: Link, buckets: Sequence[Sequence[Job]], shards: Shards) -> int:
     """Move all buckets; return the most bytes that were staged at once.
 
     Args:
         link: the connection of the ranks, which all call it.
         buckets: the buckets, with the same jobs in the same order on all ranks.
-        source: the local shards of the source by their names there.
-        target: the local shards of the target by name. They are written in place.
+        shards: the local shards. Those of the target are written in place.
     """
-    running: tuple[Sequence[Job], torch.Tensor, torch.Tensor, Any] | None = None
-    most = 0
+    running: tuple[Sequence[Job], list[Message], Any] | None = None
+    most = staged = 0
     for bucket in (*buckets, None):
         following = None
+        before, staged = staged, 0
         if bucket is not None:
-            dtype = bucket[0].dtype
-            inputs, outputs = (_counts(link, _in_order(bucket, side)) for side in ("sends", "receives"))
-            sent = _pack(link, bucket, source, sum(inputs))
-            received = torch.empty(sum(outputs), dtype=dtype, device=link.device)
-            counts = [[n * dtype.itemsize for n in each] for each in (inputs, outputs)]
-            buffers = received.view(torch.uint8), sent.view(torch.uint8)
-            work = link.start(dist.all_to_all_single, *buffers, counts[1], counts[0])
-            following = bucket, sent, received, work
-        live = [each for each in (running, following) if each is not None]
-        most = max(most, sum(each.nbytes for _, *buffers, _ in live for each in buffers))
+            sends, receives = _pack(bucket, shards), [*_messages(bucket, shards, "receives")]
+            works = link.exchange(*([(each.peer, each.values) for each in side] for side in (sends, receives)))
+            following = bucket, receives, works
+            staged = sum(each.values.nbytes for each in (*sends, *receives) if each.is_staged)
+        most = max(most, before + staged)
         if running is not None:
-            jobs, _, arrived, work = running
-            link.wait(work)
-            _unpack(jobs, arrived, source, target)
+            jobs, arrived, works = running
+            link.wait(works)
+            _unpack(jobs, arrived, shards)
         running = following
     return most
 
 
-def _pack(link: Link, bucket: Sequence[Job], source: Mapping[str, torch.Tensor], size: int) -> torch.Tensor:
+def _messages(bucket: Sequence[Job], shards: Shards, side: str) -> Iterator[Message]:
+    """The messages of a bucket, "sends" or "receives", with empty buffers, in the same order on both ranks."""
+    small: dict[int, list[tuple[Job, Transfer]]] = {}
+    for job in bucket:
+        for part in getattr(job.plan, side):
+            if job.is_small(part):
+                small.setdefault(part.peer, []).append((job, part))
+            else:
+                values = shards.view(job, part, side)
+                yield _message(part.peer, [(job, part)], values, shards.device)
+    for peer, parts in small.items():
+        yield _message(peer, parts, None, shards.device)
+
+
+def _message(
+    peer: int, parts: list[tuple[Job, Transfer]], values: torch.Tensor | None, device: torch.device
+) -> Message:
+    size = sum(part.stop - part.start for _, part in parts)
+    buffer = torch.empty(size, dtype=parts[0][0].dtype, device=device) if values is None else values
+    return Message(peer, parts, buffer, values is None)
+
+
+def _pack(bucket: Sequence[Job], shards: Shards) -> list[Message]:
     """What this rank sends."""
-    buffer, start = torch.empty(size, dtype=bucket[0].dtype, device=link.device), 0
-    for job, each in _in_order(bucket, "sends"):
-        assert job.held is not None
-        stop = start + each.stop - each.start
-        read(source[job.source_name], job.held, each, buffer[start:stop])
-        start = stop
-    return buffer
+    messages = [*_messages(bucket, shards, "sends")]
+    for message in messages:
+        for job, part, values in _pieces(message):
+            assert job.held is not None
+            read(shards.source[job.source_name], job.held, part, values)
+    return messages
 
 
-def _in_order(bucket: Sequence[Job], side: str) -> list[tuple[Job, Transfer]]:
-    """The transfers of a bucket, "sends" or "receives", by peer and then by job: the order in the buffers."""
-    found = [(each.peer, i, job, each) for i, job in enumerate(bucket) for each in getattr(job.plan, side)]
-    return [(job, each) for _, _, job, each in sorted(found, key=lambda each: each[:2])]
-
-
-def _counts(link: Link, transfers: Sequence[tuple[Job, Transfer]]) -> list[int]:
-    """The number of elements for each rank of the group."""
-    counts = dict.fromkeys(link.ranks, 0)
-    for _, each in transfers:
-        counts[each.peer] += each.stop - each.start
-    return [*counts.values()]
-
-
-def _unpack(
-    bucket: Sequence[Job],
-    buffer: torch.Tensor,
-    source: Mapping[str, torch.Tensor],
-    target: Mapping[str, torch.Tensor],
-) -> None:
-    """Write what arrived, and copy what this rank holds itself."""
-    start = 0
-    for job, each in _in_order(bucket, "receives"):
-        assert job.wanted is not None
-        stop = start + each.stop - each.start
-        write(target[job.name], job.wanted, each, buffer[start:stop])
-        start = stop
+def _unpack(bucket: Sequence[Job], messages: Sequence[Message], shards: Shards) -> None:
+    """Write what arrived in buffers, and copy what this rank holds itself."""
+    for message in messages:
+        for job, part, values in _pieces(message):
+            assert job.wanted is not None
+            write(shards.target[job.name], job.wanted, part, values)
     for job in bucket:
         if job.plan.copied is not None and job.held is not None and job.wanted is not None:
             for held, wanted in zip(boxes(job.held, job.plan.copied), boxes(job.wanted, job.plan.copied)):
-                target[job.name][wanted[0]].copy_(source[job.source_name][held[0]])
+                shards.target[job.name][wanted[0]].copy_(shards.source[job.source_name][held[0]])
+
+
+def _pieces(message: Message) -> Iterator[tuple[Job, Transfer, torch.Tensor]]:
+    """The transfers of a staged message, each with its elements in the buffer."""
+    start = 0
+    for job, part in message.parts if message.is_staged else ():
+        stop = start + part.stop - part.start
+        yield job, part, message.values[start:stop]
+        start = stop
 
 
 def read(shard: torch.Tensor, held: Region, part: Transfer, values: torch.Tensor) -> None:
-    """Copy the elements of a transfer from a shard into a vector.
-
-    Args:
-        shard: the tensor that has the region ``held``.
-    """
-    size = [length(intervals) for intervals in part.region]
-    whole = values.numel() == torch.Size(size).numel()
-    block = values.view(size) if whole else torch.empty(size, dtype=values.dtype, device=values.device)
-    for inside, place in boxes(held, part.region):
-        block[place].copy_(shard[inside])
-    if not whole:
-        values.copy_(block.flatten()[part.start : part.stop])
+    """Copy the elements of a transfer from a shard, which has the region ``held``, into a vector."""
+    for inside, piece in _copies(held, part, values):
+        piece.copy_(shard[inside])
 
 
 def write(shard: torch.Tensor, wanted: Region, part: Transfer, values: torch.Tensor) -> None:
-    """Copy a vector into the elements of a transfer in a shard that has the region ``wanted``."""
-    size = [length(intervals) for intervals in part.region]
-    if values.numel() != torch.Size(size).numel():
-        block = torch.empty(size, dtype=shard.dtype, device=shard.device)
-        every = part._replace(start=0, stop=block.numel())
-        read(shard, wanted, every, block.view(-1))
-        block.view(-1)[part.start : part.stop].copy_(values)
-        values = block
-    for inside, place in boxes(wanted, part.region):
-        shard[inside].copy_(values.view(size)[place])
+    """Copy a vector into the elements of a transfer in a shard, which has the region ``wanted``."""
+    for inside, piece in _copies(wanted, part, values):
+        shard[inside].copy_(piece)
+
+
+def _copies(whole: Region, part: Transfer, values: torch.Tensor) -> Iterator[tuple[Slices, torch.Tensor]]:
+    """The boxes of a transfer in a shard of the region ``whole``, each with its elements in the vector."""
+    start = 0
+    for region in blocks(part.region, part.start, part.stop):
+        size = [length(intervals) for intervals in region]
+        block = values[start : start + math.prod(size)].view(size)
+        start += block.numel()
+        for inside, place in boxes(whole, region):
+            yield inside, block[place]
+
+
+def blocks(region: Region, start: int, stop: int) -> Iterator[Region]:
+    """Regions with consecutive elements that together are elements ``start`` to ``stop`` of a region, in order.
+
+    >>> [*blocks((((0, 3),), ((4, 8),)), 2, 9)]
+    [(((0, 1),), ((6, 8),)), (((1, 2),), ((4, 8),)), (((2, 3),), ((4, 5),))]
+    """
+    if not region:
+        yield region
+        return
+    row = math.prod(length(intervals) for intervals in region[1:])
+    while start < stop:
+        first, skipped = divmod(start, row)
+        rows = 1 if skipped else max((stop - start) // row, 1)
+        end = min(stop, (first + rows) * row)
+        inner = [region[1:]] if end - start == rows * row else blocks(region[1:], skipped, end - first * row)
+        for rest in inner:
+            yield (indices_at(region[0], [(first, first + rows)]), *rest)
+        start = end
 
 
 def boxes(whole: Region, part: Region) -> Iterator[tuple[Slices, Slices]]:

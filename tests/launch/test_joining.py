@@ -357,7 +357,7 @@ def test_an_existing_world_is_kept(monkeypatch):
 
 
 WITH = """
-import sys
+import os, sys
 import torch, torch.distributed as dist
 from pgmesh import ProcessGroupMesh, launch
 
@@ -369,7 +369,9 @@ with launch.join("gloo") as world:
     kept = dist.is_initialized()
 sys.stdout.write(f"rank {world.rank} of {world.size} sums to {int(mask)}, {kept}, {dist.is_initialized()}\\n")
 try:
-    with launch.join("gloo"):  # a world again, in the same processes
+    # A world again, in the same processes. On the first world's store, torch's default group would read old addresses.
+    with launch.join("gloo", port=int(os.environ["SECOND_PORT"])):
+        dist.barrier()  # a rank that leaves while the other one still connects would keep it waiting
         raise ValueError
 except ValueError:
     sys.stdout.write(f"{dist.is_initialized()}\\n")
@@ -377,8 +379,9 @@ except ValueError:
 
 
 def test_with_join_destroys_the_world_that_it_initialised_at_the_end_of_the_block(tmp_path):
-    with StoreProcess() as store:
-        environs = [clean_env(**store.env, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2") for rank in range(2)]
+    with StoreProcess() as store, StoreProcess() as second:
+        more = {**store.env, "SECOND_PORT": str(second.port), "WORLD_SIZE": "2"}
+        environs = [clean_env(**more, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
         said = run_programs(tmp_path, WITH, environs=environs)
     assert [out for out, _ in said] == [f"rank {rank} of 2 sums to 3, True, False\nFalse\n" for rank in range(2)]
 

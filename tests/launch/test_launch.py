@@ -187,6 +187,7 @@ def hang():
     time.sleep(600)
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the background job of a shell ignores it
     spawn(hang, 2)
 """
     command = [sys.executable, write_script(tmp_path, text)]

@@ -94,15 +94,10 @@ def exchanges_of_steps(kind: str, check: str) -> list[int]:
         return counts
 
 
-@pytest.mark.parametrize("kind", ["dp", "fsdp", "tp", "cp", "pp", "ep"])
+@pytest.mark.parametrize("kind", ["dp", "fsdp", "tp", "cp", "pp", "pp, fsdp", "ep"])
 @pytest.mark.parametrize(("check", "counts"), [("first", [1, 1, 0, 0]), ("always", [1] * 4), ("never", [0] * 4)])
 def test_composed_methods_make_one_exchange_in_each_of_the_first_two_steps(kind, check, counts):
     assert world(4).run(exchanges_of_steps, kind, check) == [counts] * 4
-
-
-def test_a_pipeline_whose_stages_communicate_asks_each_step_whether_all_rebuild():
-    assert world(4).run(exchanges_of_steps, "pp, fsdp", "first") == [[1] * 4] * 4
-    assert world(4).run(exchanges_of_steps, "pp, fsdp", "never") == [[0] * 4] * 4
 
 
 def steps_after_the_second() -> None:
@@ -260,6 +255,77 @@ def always() -> None:
 
 def test_always_raises_before_the_optimizer_and_names_the_numbers_where_a_rank_hangs():
     world(2).run(always)
+
+
+def closures() -> None:
+    with ProcessGroupMesh(dp=2) as mesh:
+        model = DataParallel(mesh, "dp", check="always").apply(nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def learn(rows: int) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.ones(rows, 4)).mean()
+            loss.backward()
+            return loss
+
+        for call in (optimizer.step, lambda closure: optimizer.step(closure=closure)):
+            for _ in range(3):
+                assert torch.is_tensor(call(lambda: learn(2)))
+            before = [weight.clone() for weight in model.parameters()]
+            with pytest.raises(ShapeError, match="2 on rank 0; 3 on rank 1"):
+                call(lambda: learn(2 + mesh.rank))
+            assert all(map(torch.equal, before, model.parameters()))
+        check_sums(groups_of(mesh))
+
+
+def test_always_raises_before_an_optimizer_with_a_closure_changes_weights():
+    world(2).run(closures)
+
+
+class Failing(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise ConnectionError("reset", 104)
+
+
+def test_the_numbers_are_added_to_the_text_of_an_exception_and_to_no_other_argument():
+    with fake_rank(0, 2):
+        model = Compared(ProcessGroupMesh(dp=2), "dp", check="always").apply(Failing())
+        difference = mock.Mock(error=ShapeError("2 on rank 0; 3 on rank 1"))
+        for _ in range(3):
+            with (
+                mock.patch("pgmesh.parallel.input_checks.PendingComparison", return_value=difference),
+                pytest.raises(ConnectionError) as caught,
+            ):
+                model(torch.ones(2, 4))
+        assert caught.value.args == ("reset\n\n2 on rank 0; 3 on rank 1", 104)
+        torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()  # it is reported once
+
+
+# ---- slices, and calls without gradients ----
+
+
+def test_methods_on_slices_that_share_some_ranks_exchange_apart():
+    with fake_rank(0, 4):
+        mesh, model = ProcessGroupMesh(pp=2, dp=2), nn.Linear(4, 1)
+        for method in (Compared(mesh.at(pp=0), "dp"), Compared(mesh.at(dp=0), "pp"), Compared(mesh.at(pp=0), "dp")):
+            model = method.apply(model)
+        with mock.patch("torch.distributed.all_gather", side_effect=dist.all_gather) as gather:
+            model(torch.ones(2, 4))
+        ranks = sorted(dist.get_process_group_ranks(call.kwargs["group"]) for call in gather.call_args_list)
+        assert ranks == [[0, 1], [0, 1], [0, 2]]
+
+
+def test_an_evaluation_uses_up_none_of_the_comparisons_of_join():
+    with fake_rank(0, 2):
+        method, counts = ContextParallel(ProcessGroupMesh(cp=2), "cp"), list[int]()
+        for training in [False] * 3 + [True] * 3:
+            with (
+                torch.set_grad_enabled(training),
+                mock.patch("torch.distributed.all_gather", side_effect=dist.all_gather) as gather,
+            ):
+                method.join(torch.ones(1, 4))
+            counts.append(gather.call_count)
+        assert counts == [1, 1, 0, 1, 1, 0]
 
 
 # ---- torch.compile ----

@@ -66,9 +66,10 @@ def frozen() -> TinyGPT:
     return model
 
 
-def compiled() -> TinyGPT:
+def compiled(make: Callable[[], TinyGPT] = gpt) -> TinyGPT:
     """Each block is compiled before it is wrapped."""
-    model = gpt()
+    torch.compiler.reset()
+    model = make()
     for block in model.blocks:
         block.compile(fullgraph=True, backend="aot_eager")
     return model
@@ -284,6 +285,36 @@ ROWS = [
     Row("compiled blocks, data", {"dp": 4}, lambda m: [data(m)], compiled),
     Row("compiled blocks, sharded", {"dp": 4}, lambda m: [sharded(m)], compiled),
     Row("compiled blocks, sharded, tensor", {"dp": 2, "tp": 2}, lambda m: [sharded(m), tensor(m)], compiled),
+    Row(
+        "compiled blocks, sharded, pipeline; tied",
+        {"pp": 2, "dp": 2},
+        lambda m: [stages(m), sharded(m)],
+        lambda: compiled(tied),
+    ),
+    Row(
+        "compiled blocks, data, context `ring`",
+        {"dp": 2, "cp": 2},
+        lambda m: along_context(m, "ring", DataParallel),
+        compiled,
+    ),
+    Row(
+        "compiled blocks, data, context `ulysses`",
+        {"dp": 2, "cp": 2},
+        lambda m: along_context(m, "ulysses", DataParallel),
+        compiled,
+    ),
+    Row(
+        "compiled blocks, data, experts",
+        {"dp": 4},
+        lambda m: [data(m), experts(m, "edp ep", edp=2, ep=2)],
+        lambda: compiled(expert_model),
+    ),
+    Row(
+        "compiled blocks, data, experts with `tensor=`",
+        {"dp": 4},
+        lambda m: [data(m), experts(m, "ep etp", True, ep=2, etp=2)],
+        lambda: compiled(expert_model),
+    ),
 ]
 
 

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from pgmesh import LifetimeError, ProcessGroupMesh, torch_private
 from pgmesh.groups import world
 from pgmesh.parallel import PipelineParallel, Seeds, seeds, weights
+from pgmesh.parallel.stage_shapes import device_of_stage
 from pgmesh.parallel.weights import Held
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
@@ -145,13 +146,13 @@ def test_a_stage_receives_on_the_device_of_its_weights_or_else_of_its_group(mesh
         without_weights = method.apply(Layers("cuda"))  # rank 5 has the second stage
         assert not [*without_weights.parameters()]
         stage = without_weights.parts[0]
-        assert without_weights._device(stage).type == ("cpu" if backend == "gloo" else "cuda")
+        assert device_of_stage(stage, mesh.group("pp")).type == ("cpu" if backend == "gloo" else "cuda")
         for device in ("cuda", "cpu"):
             stage.weight = parameter(device)  # on the CPU: offloaded, with activations on the GPU unless all is Gloo's
-            assert without_weights._device(stage).type == (device if backend == "gloo" else "cuda")
+            assert device_of_stage(stage, mesh.group("pp")).type == (device if backend == "gloo" else "cuda")
         del stage.weight
         stage.register_buffer("mean", torch.empty(1, device="cuda"))
-        assert without_weights._device(stage).type == "cuda"
+        assert device_of_stage(stage, mesh.group("pp")).type == "cuda"
 
 
 # ---- streams of random numbers ----

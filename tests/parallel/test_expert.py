@@ -23,7 +23,7 @@ from pgmesh.parallel import (
     mixture,
 )
 from pgmesh.parallel.expert import ALIKE_MARK
-from pgmesh.parallel.pipeline import AbsentLayer
+from pgmesh.parallel.ownership import AbsentLayer
 from tests.support.expert_models import (
     EXPERTS,
     TOP_K,

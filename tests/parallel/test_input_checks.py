@@ -97,7 +97,7 @@ def test_unequal_parts_of_a_sequence_raise_before_any_is_sent(kind: str, balance
 
 def test_long_lists_of_numbers_are_shortened():
     with fake_rank(0, 8), ProcessGroupMesh(dp=8) as mesh:
-        from pgmesh.parallel.input_checks import Comparison, raise_if_unequal
+        from pgmesh.parallel.input_checks import Comparison
 
         class It(Method):
             pass
@@ -105,10 +105,10 @@ def test_long_lists_of_numbers_are_shortened():
         comparison = Comparison(It(mesh, "dp"), ("dp",), ("rows",), "call()")
         assert_raises(
             ShapeError,
-            lambda: raise_if_unequal(comparison, dict(enumerate([n, 0, 0] for n in (1, 1, 1, 1, 2, 3, 4, 5)))),
+            lambda: comparison.raise_if_unequal(dict(enumerate({"rows": n} for n in (1, 1, 1, 1, 2, 3, 4, 5)))),
             takes("It", "rows", "dp=8", "1 on ranks 0, 1, 2, 3; 2 on rank 4; 3 on rank 5; 4 on rank 6; ...", "call()"),
         )
-        raise_if_unequal(comparison, dict(enumerate([[1, 0, 0]] * 8)))
+        comparison.raise_if_unequal(dict(enumerate([{"rows": 1}] * 8)))
 
 
 # ---- rows ----

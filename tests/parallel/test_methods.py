@@ -28,8 +28,8 @@ from pgmesh.parallel import (
     weights,
 )
 from pgmesh.parallel.ownership import mark_owned
-from pgmesh.parallel.pipeline import partition_layers
 from pgmesh.parallel.schedules import SCHEDULES
+from pgmesh.parallel.stage_cutting import partition_layers
 from pgmesh.parallel.weights import Held
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises

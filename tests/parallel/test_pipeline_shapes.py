@@ -31,7 +31,7 @@ from pgmesh.parallel.ownership import AbsentLayer
 from tests.support.expert_models import cut_like, expert_model
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
-from tests.support.parallel_models import FIRST, LAST, assert_same, batch, full_tensor, gradients_of, loss_of
+from tests.support.parallel_models import FIRST, LAST, TinyGPT, assert_same, batch, full_tensor, gradients_of, loss_of
 from tests.support.pipelines import needs_pipelines
 from tests.support.worlds import check_sums, groups_of, world
 
@@ -293,3 +293,83 @@ def experts() -> None:
 
 def test_routers_choose_the_same_experts_in_a_pipeline_with_alternating_shapes():
     world(8).run(experts)
+
+
+# ---- shapes that only some data ranks have ----
+
+LENGTHS = [(8, 8), (8, 8), (8, 5), (4, 5), (4, 8)]
+"""Length of the sequences of both data ranks in each step: after the second, new ones come on one rank alone."""
+
+
+def new_shapes_on_one_data_rank(experts: bool) -> None:
+    with ProcessGroupMesh(pp=2, dp=2) as mesh:
+        names = {"layers": "blocks", "first": FIRST, "last": LAST}
+        methods: list[Method] = [PipelineParallel(mesh, "pp", **names, loss=loss_of, microbatches=2)]
+        if experts:
+            methods.append(ExpertParallel(mesh.view(pp=2, ep=2), "ep"))
+        together = compose(mesh, *methods, ShardedDataParallel(mesh, "dp"))
+        make = functools.partial(expert_model, layers=2) if experts else functools.partial(TinyGPT, layers=2)
+        model, plain = together.apply(make()), make()
+        for step, lengths in enumerate(LENGTHS):
+            shares = [
+                [each[rows, :length] for each in batch(step)]
+                for length, rows in zip(lengths, (slice(4), slice(4, 8)), strict=True)
+            ]
+            codes, target = shares[mesh.index("dp")]
+            for weight in (*model.parameters(), *plain.parameters()):
+                weight.grad = None
+            out = model(codes)
+            if out is not None:
+                right = torch.cat([plain(part) for part in codes.chunk(2)]).detach()
+                torch.testing.assert_close(out, right, rtol=0, atol=1e-12)
+            model.step(codes, target=target)
+            if not experts:  # the loss of their loads counts over ranks
+                for rows, wanted in shares:
+                    (loss_of(plain(rows), wanted) / 2).backward()
+                assert_same(f"gradients of step {step}", gradients_of(model), gradients_of(plain))
+        check_sums(groups_of(mesh))
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_ranks_that_communicate_along_data_axes_may_have_new_shapes_in_different_steps(experts):
+    world(4).run(new_shapes_on_one_data_rank, experts)
+
+
+class NoSingleRow(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) == 1:
+            raise ValueError("a single row")
+        return super().forward(x)
+
+
+class Rejecting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([NoSingleRow(4, 4), nn.Linear(4, 4)]).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def rejected_shape() -> None:
+    with ProcessGroupMesh(pp=1, dp=2) as mesh:
+        pipeline = PipelineParallel(mesh, "pp", layers="layers", loss=mse_loss, microbatches=2)
+        model, plain = compose(mesh, pipeline, ShardedDataParallel(mesh, "dp")).apply(Rejecting()), Rejecting()
+        first, second = model.parts[0].layers
+        first.set_modules_to_forward_prefetch([second])
+        rows = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        mine = rows.chunk(2)[mesh.rank]
+        model.step(mine, target=mine)
+        with pytest.raises(ValueError, match="a single row"):
+            model.step(mine[:2], target=mine[:2])
+        model.step(mine, target=mine)
+        (2 * mse_loss(plain(rows), rows)).backward()
+        found = {name: full_tensor(each) for name, each in gradients_of(model).items()}
+        assert_same("gradients", found, gradients_of(plain))
+
+
+def test_what_a_failed_pass_prefetched_from_no_other_rank_is_dropped():
+    world(2).run(rejected_shape)

@@ -13,8 +13,6 @@ from torch.nn.functional import linear
 
 from pgmesh import ProcessGroupMesh
 from pgmesh.parallel import (
-    DataParallel,
-    ExpertParallel,
     PipelineParallel,
     Router,
     ShardedDataParallel,
@@ -23,7 +21,6 @@ from pgmesh.parallel import (
     mixture,
 )
 from pgmesh.parallel.input_checks import INPUT_CHECK, count_inputs
-from pgmesh.parallel.pipeline import Pipeline
 from pgmesh.parallel.ring import ring_attention
 from tests.support.fake_world import fake_rank
 
@@ -68,23 +65,6 @@ def pipeline_of(mesh: ProcessGroupMesh, schedule: str = "1f1b") -> PipelineParal
         microbatches=2,
         schedule=schedule,
     )
-
-
-def test_stages_with_and_without_experts_exchange_in_the_same_steps():
-    """Only the second stage has experts. If it alone exchanged a flag in each step, it would wait for the first."""
-    due = {}
-    for rank in (0, 3):
-        with fake_rank(rank, 4):
-            mesh = ProcessGroupMesh(pp=2, dp=2)
-            methods = pipeline_of(mesh), DataParallel(mesh, "dp"), ExpertParallel(mesh.view(pp=2, ep=2), "ep")
-            model = compose(mesh, *methods).apply(Net(nn.Linear(8, 8), Mixture()))
-            assert isinstance(model, Pipeline)
-            due[rank] = [
-                [(each.axes, each.units, each.is_due(step)) for each in model.comparisons[training]]
-                for training in (False, True)
-                for step in range(4)
-            ]
-    assert due[0] == due[3]
 
 
 @pytest.fixture

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 import sys
 import time
 import types
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -18,8 +20,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import pgmesh.resharding
 from pgmesh import AxisError, Layout, PlaceError, ShapeError
 from pgmesh.resharding import RankPlan, ReshardPlan, Transfer
+from pgmesh.resharding.plan import balance
 from pgmesh.resharding.sharding import Sharding, length
-from tests.support.transfer_oracle import check_plan, random_case, random_layout, random_placements
+from tests.support import golden_files as golden
+from tests.support.transfer_oracle import Case, check_plan, random_case, random_layout, random_placements
 
 FOLDER = Path(pgmesh.resharding.__file__).parent
 
@@ -79,6 +83,51 @@ def test_a_rank_that_holds_a_piece_copies_it():
     assert (plan.of(7).sends, plan.of(7).receives) == ((), ())
 
 
+def random_model(rng: random.Random) -> list[tuple[Case, int]]:
+    """Transfers of several tensors with the same hosts, each for one to three tensors of 1 or 2 bytes an element."""
+    first = random_case(rng)
+    cases = [first, *(random_case(rng)._replace(hosts=first.hosts) for _ in range(rng.randint(1, 4)))]
+    return [(case, rng.randint(1, 3)) for case in cases]
+
+
+def least_load(sent: dict[tuple[int, ...], int]) -> float:
+    """The least that the greatest sender can send: some ranks alone hold some of it, and share it evenly at best."""
+    ranks = sorted({rank for holders in sent for rank in holders})
+    groups = itertools.chain.from_iterable(itertools.combinations(ranks, n + 1) for n in range(len(ranks)))
+    return max(
+        (sum(each for holders, each in sent.items() if {*holders} <= {*some}) / len(some) for some in groups), default=0
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 1 << 32))
+def test_the_load_of_a_whole_model_is_as_even_as_it_can_be(seed):
+    model = random_model(random.Random(seed))
+    plans = [
+        (ReshardPlan(*case[:5], itemsize=1 + number % 2, hosts=case.hosts), count)
+        for number, (case, count) in enumerate(model)
+    ]
+    balance(plans)
+    load: Counter[int] = Counter()
+    sent: Counter[tuple[int, ...]] = Counter()  # by the ranks that could send it
+    for (plan, count), (case, _) in zip(plans, model):
+        check_plan(plan, case, is_even=False)
+        for rank in case.source:
+            bytes_sent = plan.of(rank).sent * plan.itemsize * count
+            load[rank] += bytes_sent
+            sent[tuple(sorted(plan.source.ranks_of(plan.source.part_of(rank))))] += bytes_sent
+    slack = sum(plan.itemsize * count for plan, count in plans)  # an element of each tensor
+    assert max(load.values()) <= 1.1 * least_load(sent) + slack
+
+
+def test_replicas_relieve_ranks_that_hold_a_tensor_alone():
+    shared = ReshardPlan((1200,), Layout(4), None, Layout(1, ranks=[4]), None)
+    alone = ReshardPlan((300,), Layout(1), None, Layout(1, ranks=[4]), None)
+    balance([(shared, 1), (alone, 1)])
+    assert [shared.of(rank).sent + alone.of(rank).sent for rank in range(4)] == [375] * 4
+    assert [shared.of(rank).sent for rank in range(4)] == [75, 375, 375, 375]
+
+
 @pytest.mark.parametrize("hosts", [False, True])
 def test_one_rank_of_a_million_plans_in_about_a_second(hosts):
     n = 1 << 20
@@ -131,6 +180,32 @@ def test_a_plan_of_many_ranks_prints_the_first():
     assert len(text.splitlines()) == 67
 
 
+def test_the_picture_has_a_line_for_each_pair_of_ranks():
+    hosts = [range(4), range(4, 8), range(8, 12)]
+    sides = Layout(dp=2, tp=4), {"tp": 0}, Layout(dp=2, tp=4, ranks=range(4, 12)), {"tp": 1}
+    plan = ReshardPlan((4096, 4096), *sides, itemsize=2, hosts=hosts)
+    picture = plan.svg()
+    golden.check("../../docs/pictures/resharding.svg", picture)
+    lines = re.findall(
+        r'<path class="(near|far)".*?<title>rank (\d+) sends ([\d,]+) bytes to rank (\d+)(, on another host)?</title>',
+        picture,
+    )
+    sent = {
+        (rank, each.peer): ("near" if rank // 4 == each.peer // 4 else "far", 2 * (each.stop - each.start))
+        for rank in range(8)
+        for each in plan.of(rank).sends
+    }
+    assert {(int(a), int(b)): (kind, int(n.replace(",", ""))) for kind, a, n, b, _ in lines} == sent
+    assert all((kind == "far") == bool(words) for kind, *_, words in lines)
+    assert picture.count('<rect class="cell"') == 16
+
+
+def test_the_picture_of_many_ranks_is_a_sample():
+    picture = ReshardPlan((4096,), Layout(4096), [0], Layout(2048, ranks=range(4095, 2047, -1)), [0]).svg()
+    assert "a sample: the first 64 ranks of each side" in picture
+    assert picture.count('<rect class="cell"') == 128
+
+
 # ---- mutations ----
 
 MUTATIONS = [
@@ -148,8 +223,8 @@ MUTATIONS = [
     ('getattr(placement, "split_factor", 1)', "1"),
     ("self.source.part_of(rank) == part:", "self.source.part_of(rank) == part and part:"),
     ("floor = overlap, floor - size_of(overlap)", "floor = overlap, floor"),
-    ("total * (i + 1) // n - total * i // n", "total // n"),
-    ("total * (i + 1) // n - total * i // n", "total * (i == 0)"),
+    ("level + (place < extra) - levels[i]", "level - levels[i]"),
+    ("poured(self.total, [0] * n) if balanced is None", "[self.total] + [0] * (n - 1) if balanced is None"),
     ("* target.replicas - sum(self._off_line.values())", "* target.replicas"),
     ("if hosts is not None and n > 1:", "if hosts is None:"),
     ("shares[holder] -= stop - start", "shares[holder] -= stop"),
@@ -162,7 +237,7 @@ MUTATIONS = [
     ("holder = bisect.bisect_right(self._ends, low) - 1", "holder = bisect.bisect_left(self._ends, low)"),
     ("max(low - run.position, 0) // run.size if", "0 if"),
     ("if position >= high:\n                    break", "if position > high:\n                    break"),
-    ("not self._hosts.near(rank, each.peer)", "self._hosts.near(rank, each.peer)"),
+    ("not self._hosts.near(rank, other)", "self._hosts.near(rank, other)"),
     ("enumerate(wanting) if rank in ranks}", "enumerate(wanting)}"),
 ]
 

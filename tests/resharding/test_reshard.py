@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from pgmesh import Layout, PgmeshError, ProcessGroupMesh
-from pgmesh.resharding import reshard
+from pgmesh import Layout, PgmeshError, ProcessGroupMesh, Resharder, WorldError, launch
+from pgmesh.resharding import reshard, resharder
 from tests.support.transfer_oracle import random_layout, random_placements, shard_of
 from tests.support.worlds import world
 
@@ -152,3 +154,27 @@ def test_mistakes_are_errors_on_every_rank():
     ]
     for errors in world(4).run(mistakes):
         assert [text in error for text, error in zip(wanted, errors, strict=True)] == [True] * len(wanted), errors
+
+
+def hosts_that_differ() -> list[float]:
+    """Ranks 0, 1 hold what ranks 2, 3 want. Each side believes in other hosts."""
+    mine = [(0, 2), (1, 3)] if dist.get_rank() < 2 else [(0, 3), (1, 2)]
+    target = ProcessGroupMesh(dp=2, ranks=[2, 3], name="target")
+    with mock.patch.object(resharder, "map_hosts", return_value=SimpleNamespace(hosts=mine)):
+        tensor = torch.arange(40_000.0) if dist.get_rank() < 2 else None
+        result = reshard(tensor, target, None, source=Layout(2), timeout=20)
+    assert result is None or torch.equal(result.to_local(), torch.arange(40_000.0))
+    return [] if result is None else result.to_local()[-1:].tolist()
+
+
+def test_ranks_that_do_not_agree_on_the_hosts_plan_without_them():
+    assert world(4).run(hosts_that_differ) == [[], [], [39_999.0], [39_999.0]]
+
+
+def test_a_fake_world_has_no_ranks_to_exchange_tensors_with():
+    with launch.fake_world(0, 4):
+        mesh = ProcessGroupMesh(tp=4)
+        with pytest.raises(WorldError, match=r"a fake world has no other ranks.*\n\n.*print\(ReshardPlan\("):
+            reshard(torch.ones(4), mesh, {"tp": 0}, source=mesh)
+        with pytest.raises(WorldError, match="a fake world has no other ranks"):
+            Resharder(mesh, mesh, source={}, target={})

@@ -9,6 +9,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -242,6 +243,48 @@ def test_a_narrow_source_is_sent_narrow():
     assert world(4).run(wide_target)[:2] == [(0, []), (12, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0])]
 
 
+def swapped_in_place() -> list[int]:
+    """Two ranks swap their shards: what is sent is in the memory that is written."""
+    rank = dist.get_rank()
+    shard = torch.full((50_000,), float(rank))
+    meshes = [ProcessGroupMesh(2, ranks=ranks, name=f"{ranks}") for ranks in ([0, 1], [1, 0])]
+    states = [
+        {"x": DTensor.from_local(shard, mesh.device_mesh(), [Shard(0)], run_check=False)} if rank < 2 else {}
+        for mesh in meshes
+    ]
+    if rank > 1:
+        return []
+    sync = Resharder(*meshes, source=states[0], target=states[1])
+    staged = sync().staged
+    assert shard.tolist() == [1.0 - rank] * 50_000
+    assert sync().received == 200_000
+    assert shard.tolist() == [float(rank)] * 50_000
+    return [staged]
+
+
+def test_a_tensor_may_be_moved_within_its_own_memory():
+    assert world(4).run(swapped_in_place)[:2] == [[200_000]] * 2  # what arrives waits in a buffer
+
+
+def large_and_small() -> tuple[int, int, int]:
+    """Large shards are sent and received in their own memory; columns and small ones are staged."""
+    rank = dist.get_rank()
+    source, target = (ProcessGroupMesh(tp=2, ranks=ranks, name=f"{ranks}") for ranks in ([0, 1], [2, 3]))
+    shapes = {"rows": (400, 300), "columns": (400, 300), "small": (400,)}
+    places = {"rows": [Shard(0)], "columns": [Shard(1)], "small": [Shard(0)]}
+    held = state_on(source, lambda *_: [Shard(0)], 1, shapes)
+    wanted = state_on(target, lambda name, _: places[name], None, shapes)
+    moved = Resharder(source, target, source=held, target=wanted)()
+    check(wanted, 1)
+    assert rank > 1 or (moved.received, moved.sent) == (0, 2 * 4 * 200 * 300 + 4 * 200)
+    return moved.staged
+
+
+def test_only_what_is_not_consecutive_or_small_is_staged():
+    columns, small = 4 * 200 * 150, 4 * 200
+    assert world(4).run(large_and_small) == [2 * columns + small] * 2 + [small] * 2
+
+
 # ---- what does not match ----
 
 
@@ -389,6 +432,38 @@ def test_a_member_that_dies_in_the_middle_is_named_and_the_target_is_torn():
         assert torn == (rank >= 2)
         assert refused[0] == ("LifetimeError" if torn else "")
         assert forward is None or forward[0] == "LifetimeError"
+
+
+def stops_in_the_middle() -> Any:
+    """Rank 0 sleeps before its third bucket, for longer than the others wait. Then all call again."""
+    rank = dist.get_rank()
+    names = [f"w{i}" for i in range(6)]
+    source = {name: torch.full((1000,), 1.0) for name in names} if rank < 2 else None
+    target = {name: torch.zeros(1000) for name in names} if rank >= 2 else None
+    sync = Resharder(Layout(2), Layout(2, ranks=[2, 3]), source=source, target=target, buckets=8000, timeout=5)
+    pack, packed = transfer._pack, []
+
+    def slow_pack(*arguments: Any) -> Any:
+        packed.append(1)
+        if rank == 0 and len(packed) == 3:
+            time.sleep(9)
+        return pack(*arguments)
+
+    with mock.patch.object(transfer, "_pack", slow_pack):
+        first, torn = outcome(sync), sync.torn
+    retry = outcome(sync)
+    whole = target is None or all(tensor.tolist() == [1.0] * 1000 for tensor in target.values())
+    return first, torn, retry[:2], whole
+
+
+def test_a_member_that_stops_in_the_middle_is_named_and_the_retry_works():
+    results = world(4).run(stops_in_the_middle)
+    for rank, (first, torn, retry, whole) in enumerate(results):
+        assert (torn, retry, whole) == (rank >= 2, ("", ""), True), (rank, first, retry)
+        if rank:
+            assert first[0] == "MissingRanksError"
+            assert "rank 0 did not arrive" in first[1]
+            assert first[2] < 5 + 4
 
 
 def fails_in_the_middle(who: int, step: str, bucket: int) -> Any:
