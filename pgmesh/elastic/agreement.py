@@ -299,10 +299,13 @@ class Agreement:
     def _lost(self, ranks: Sequence[int]) -> dict[int, str]:
         """Those of the ranks that are lost, each with the reason."""
         self.statuses.read(self.client.run, ranks)
+        seconds = self.client.now()
         lost = self.statuses.lost(ranks)
         for rank in ranks:
             status = self.statuses.get(rank)
-            if rank not in lost and status is not None and self.has_ended(status):
+            if self.statuses.has_none(rank) and seconds >= self.statuses.lost_after:
+                lost[rank] = f"rank {rank} has published no status in {seconds:.0f} s"
+            elif rank not in lost and status is not None and self.has_ended(status):
                 where = ":".join(map(str, status.endpoint))
                 lost[rank] = f"rank {rank} has ended: its listener at {where} refuses connections"
         return lost

@@ -12,11 +12,15 @@ from collections.abc import Callable
 from typing import Any
 
 from pgmesh.groups.cache import GroupCache
-from pgmesh.rendezvous.operations import Operation
+from pgmesh.rendezvous import timing
+from pgmesh.rendezvous.operations import Operation, Read
+from pgmesh.rendezvous.statuses import status_key
 
 
 def abort_when_lost(cache: GroupCache, lost_after: float | None) -> None:
     """Abort a mesh as soon as the next rank of the mesh is lost. Each rank watches one other rank.
+
+    It returns once this rank's first heartbeat is in the store, so that the rank can be missed from then on.
 
     Args:
         lost_after: seconds without a heartbeat after which it is lost; None for the default.
@@ -25,6 +29,7 @@ def abort_when_lost(cache: GroupCache, lost_after: float | None) -> None:
     thread = registry.heartbeat_thread()
     statuses = registry.statuses()
     statuses.lost_after = cache.abort_after = thread.lost_after if lost_after is None else lost_after
+    thread.run(Read(status_key(cache.rank)), seconds=timing.TIMING.late_answer)
     if cache.rank not in ranks or len(ranks) == 1:
         return
     next_rank = ranks[(ranks.index(cache.rank) + 1) % len(ranks)]

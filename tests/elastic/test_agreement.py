@@ -482,3 +482,9 @@ def test_records_survive_the_store():
     for each in (outcome, Outcome(), dataclasses.replace(outcome, failed="late", error="left")):
         assert Outcome.unpack("", each.pack().encode()) == each
     assert CompareSet("key", outcome.pack()).value == outcome.pack()
+
+
+def test_a_rank_that_never_sent_a_heartbeat_is_lost_after_as_long():
+    one = Rank()
+    assert one.agree().lost == {1: f"rank 1 has published no status in {one.client.clock:.0f} s"}
+    assert one.agreement.statuses.lost_after <= one.client.clock < one.agreement.statuses.lost_after + 0.5

@@ -186,6 +186,7 @@ class Life:
             name="m",
             label="mesh 'm'",
             connected={},
+            abort_after=None,
             shrunk=None if generation == 0 else "by an earlier call",
             forget_store=nothing,
             end_aborted=nothing,
