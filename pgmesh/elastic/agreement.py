@@ -303,7 +303,7 @@ class Agreement:
         lost = self.statuses.lost(ranks)
         for rank in ranks:
             status = self.statuses.get(rank)
-            if self.statuses.has_none(rank) and seconds >= self.statuses.lost_after:
+            if self.statuses.text(rank) is None and seconds >= self.statuses.lost_after:
                 lost[rank] = f"rank {rank} has published no status in {seconds:.0f} s"
             elif rank not in lost and status is not None and self.has_ended(status):
                 where = ":".join(map(str, status.endpoint))
