@@ -19,6 +19,7 @@ from pgmesh.launch.detect import (
     detect_launcher,
     detect_one,
     with_address,
+    with_replica,
 )
 from pgmesh.options import Timeout, to_timedelta
 
@@ -49,12 +50,20 @@ def join(
     timeout: Timeout | None = None,
     host: str | None = None,
     port: int | None = None,
+    replica: int | None = None,
+    replicas: int | None = None,
 ) -> World:
     """Initialize torch.distributed under any launcher: torchrun, srun, mpirun or none.
 
     Without a launcher, the world has one rank. If torch.distributed is already initialized, nothing changes. The
     detected launcher and the reason are logged at level INFO. The call by itself initializes the world until the
     process ends; ``with launch.join():`` destroys it at the end of the block, unless it was there before.
+
+    With ``replica`` and ``replicas``, several launches of n ranks each form one world, one for each replica group. A
+    launcher that ends all its ranks when one fails then ends one replica, and can start it anew. Rank r of replica i
+    is rank i * n + r of the world. Without a launcher, n is 1. The store is at ``host`` and ``port``, in a process
+    that outlives the ranks, such as a StoreProcess. So that a new rank does not wait for the others as it joins,
+    TORCH_GLOO_LAZY_INIT is set to 1, unless it is set: Gloo groups of torch then connect at their first use.
 
     Args:
         backend: name of the backend, as in torch. Default: "nccl" if CUDA is available, on the device of the local
@@ -65,10 +74,13 @@ def join(
             host, or the first host of srun's step.
         port: a free port on that host, for the store of the world, which rank 0 hosts. Default: MASTER_PORT; if not
             set, a port from 20000 to 29999 that depends on the number of the job (Slurm, Open MPI, PALS, PMIx).
+        replica: number of this launch among the ``replicas``, from 0. ``host`` and ``port`` are those of the store.
+        replicas: number of launches that form the world. All have the same number of ranks.
 
     Raises:
         LaunchError: the launcher's variables are incomplete or contradict each other, or the host or the port of rank
-            0 is unknown. Also if no device has the local rank's number, the timeout is not positive, or joining fails.
+            0 or of the store is unknown. Also if no device has the local rank's number, the timeout is not positive,
+            there is no such replica, or joining fails.
 
     Example: a script that calls join() can be started in any of these ways.
 
@@ -79,7 +91,12 @@ def join(
     """
     if dist.is_initialized():
         return World(own=False)
-    return _initialize(with_address(detect_launcher(os.environ), host, port), backend, timeout)
+    info = detect_launcher(os.environ)
+    if replica is None and replicas is None:
+        return _initialize(with_address(info, host, port), backend, timeout)
+    info = with_replica(info, replica, replicas, host, port)
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # torch's default group would wait for all other ranks
+    return _initialize(info, backend, timeout)
 
 
 def from_torch(backend: str | None = None, *, timeout: Timeout | None = None) -> World:
@@ -146,19 +163,18 @@ def _initialize(info: LauncherInfo, backend: str | None, timeout: Timeout | None
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
         return World(own=True)
     host, port = info.end_point()
-    log.info("joins as %s; rank 0 is at %s:%d", info.line, host, port)
+    log.info("joins as %s; %s is at %s:%d", info.line, "rank 0" if info.replica is None else "the store", host, port)
     _set_device(info, backend)
     try:
-        dist.init_process_group(
-            backend,
-            init_method=f"tcp://{f'[{host}]' if ':' in host else host}:{port}",
-            rank=info.rank,
-            world_size=info.size,
-            timeout=limit,
-        )
+        if info.replica is None:
+            where: dict[str, Any] = {"init_method": f"tcp://{f'[{host}]' if ':' in host else host}:{port}"}
+        else:  # torch would add torchrun's number of restarts to the keys, and a new rank would not find the others
+            seconds = {} if limit is None else {"timeout": limit}
+            where = {"store": dist.TCPStore(host, port, is_master=False, wait_for_workers=False, **seconds)}
+        dist.init_process_group(backend, rank=info.rank, world_size=info.size, timeout=limit, **where)
     except dist.DistError as error:
-        where = f"rank {info.rank} of {info.size} could not join at {host}:{port}"
-        raise LaunchError(f"{where}: {error}") from error
+        problem = f"rank {info.rank} of {info.size} could not join at {host}:{port}"
+        raise LaunchError(f"{problem}: {error}") from error
     return World(own=True)
 
 
