@@ -16,7 +16,7 @@ import pytest
 from pgmesh.errors import LaunchError
 from pgmesh.launch import StoreProcess, join
 from pgmesh.launch.detect import detect_launcher, with_replica
-from tests.support.faults import set_flag, wait_until
+from tests.support.faults import set_flag, wait_for_flag, wait_until
 from tests.support.launcher_environments import TORCHRUN
 from tests.support.message_assertions import assert_raises
 from tests.support.programs import clean_env, write_script
@@ -49,6 +49,7 @@ mesh, epoch = create(), int(start != "first")
 if start == "by standing by":
     mesh = mesh.stand_by(timeout=60)
 else:
+    (folder / f"{start} {world.rank}").touch()
     mesh.connect(timeout=60)
 while not (folder / "over").exists():
     try:
@@ -122,6 +123,8 @@ def test_torchruns_lose_a_replica_and_take_it_in_again(tmp_path: Path):
             replicas.lose(5)
             replicas.wait_for_sums(range(4))
             replicas.start(2, "in the next mesh")
+            for rank in 4, 5:
+                wait_for_flag(tmp_path, f"in the next mesh {rank}")
             set_flag(tmp_path, "next mesh")
             replicas.wait_for_sums(range(6))
             before = [replicas.pid(rank) for rank in range(6)]
