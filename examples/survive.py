@@ -46,8 +46,6 @@ def run(rank: int, port: int, events: Any) -> None:
     launch.join("gloo", timeout=SECONDS, replica=rank, replicas=RANKS, host="127.0.0.1", port=port)
     mesh = ProcessGroupMesh(SIZES, ranks=range(6), name="train")
     mesh.abort_when_lost()
-    if rank in SPARES:
-        mesh = mesh.stand_by(timeout=600)
 
     def tell(what: str, *more: float) -> None:
         events.send((time.monotonic(), rank, what, *more))
@@ -56,6 +54,8 @@ def run(rank: int, port: int, events: Any) -> None:
     model = None
     while max(states, default=-1) < STEPS:
         try:
+            while rank not in mesh:
+                mesh = mesh.stand_by(timeout=600)
             if model is None:
                 model, optimizer = set_up(mesh)
                 tell("rebuilt")
@@ -71,7 +71,7 @@ def run(rank: int, port: int, events: Any) -> None:
             del error
             mesh, model = mesh.shrink(spares=SPARES, timeout=SECONDS), None
             tell("agreed")
-            if rank == mesh.ranks()[0]:
+            if rank == min({*mesh} - {*SPARES}):
                 print(mesh.shrunk, flush=True)
 
 

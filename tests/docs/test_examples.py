@@ -14,7 +14,7 @@ pytestmark = pytest.mark.long
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = sorted(EXAMPLES.glob("[0-9]*.py"))
-LARGER = [EXAMPLES / "mixture_of_experts.py", EXAMPLES / "torchtitan_meshes.py"]
+LARGER = [EXAMPLES / f"{stem}.py" for stem in ("mixture_of_experts", "survive", "torchtitan_meshes")]
 NEEDS = {"11_accelerate": "accelerate", "torchtitan_meshes": "torchtitan"}
 
 
