@@ -117,6 +117,7 @@ def _lose(sent: signal.Signals) -> dict[str, float]:
         finally:
             for process in ranks:
                 process.kill()
+            for process in ranks:
                 process.join()
 
 
@@ -138,7 +139,9 @@ def _restart() -> float:
     with tempfile.TemporaryDirectory(dir=memory) as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
         command += ["--max-restarts", "1", "--monitor-interval", "0.1", "-m", "benchmarks.elastic", folder]
-        job = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        # A store of its own for each restart: Gloo would connect to the addresses of the ranks before.
+        env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        job = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             first = [_wait_for(Path(folder, f"0.{rank}")) for rank in range(RANKS)]
             start = time.monotonic()

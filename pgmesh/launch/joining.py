@@ -168,7 +168,7 @@ def _initialize(info: LauncherInfo, backend: str | None, timeout: Timeout | None
     try:
         if info.replica is None:
             where: dict[str, Any] = {"init_method": f"tcp://{f'[{host}]' if ':' in host else host}:{port}"}
-        else:  # torch would add torchrun's number of restarts to the keys, and a new rank would not find the others
+        else:  # torch would let rank 0 host it; some versions add torchrun's number of restarts to the keys
             seconds = {} if limit is None else {"timeout": limit}
             where = {"store": dist.TCPStore(host, port, is_master=False, wait_for_workers=False, **seconds)}
         dist.init_process_group(backend, rank=info.rank, world_size=info.size, timeout=limit, **where)
