@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -169,8 +170,8 @@ def _initialize(info: LauncherInfo, backend: str | None, timeout: Timeout | None
         if info.replica is None:
             where: dict[str, Any] = {"init_method": f"tcp://{f'[{host}]' if ':' in host else host}:{port}"}
         else:  # torch would let rank 0 host it; some versions add torchrun's number of restarts to the keys
-            seconds = {} if limit is None else {"timeout": limit}
-            where = {"store": dist.TCPStore(host, port, is_master=False, wait_for_workers=False, **seconds)}
+            seconds = limit or timedelta(minutes=5)  # torch's default
+            where = {"store": dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=seconds)}
         dist.init_process_group(backend, rank=info.rank, world_size=info.size, timeout=limit, **where)
     except dist.DistError as error:
         problem = f"rank {info.rank} of {info.size} could not join at {host}:{port}"
