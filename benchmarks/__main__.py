@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from benchmarks.report import Figure
 
-PARTS = ("hits", "one rank", "blocks", "ranks", "store", "start", "plan", "training", "resharding")
+PARTS = ("hits", "one rank", "blocks", "ranks", "store", "start", "elastic", "plan", "training", "resharding")
 
 
 def main() -> None:
@@ -76,7 +76,7 @@ def main() -> None:
 
 def parts(quick: bool, ranks: list[int]) -> list[tuple[str, Callable[[], list[Figure]]]]:
     """The parts of the benchmark, in order."""
-    from benchmarks import blocks, hits, many_ranks, one_rank, planning, resharding, starting, stores, training
+    from benchmarks import blocks, elastic, hits, many_ranks, one_rank, planning, resharding, starting, stores, training
 
     def of(n: int) -> list[Figure]:
         return many_ranks.figures(n, 2 if quick else 4)
@@ -88,6 +88,7 @@ def parts(quick: bool, ranks: list[int]) -> list[tuple[str, Callable[[], list[Fi
         *(("ranks", partial(of, n)) for n in ranks),
         ("store", lambda: stores.figures([4] if quick else [4, 8, 16], 0.3 if quick else 1.0)),
         ("start", lambda: starting.figures(1 if quick else 5, max(ranks))),
+        ("elastic", lambda: elastic.figures(1 if quick else 3)),
         ("plan", lambda: planning.figures(5 if quick else 9)),
         ("training", lambda: training.figures(3, ["dp4"]) if quick else training.figures(10)),
         *([] if quick else [("resharding", lambda: resharding.figures(5))]),

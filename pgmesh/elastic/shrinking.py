@@ -16,8 +16,8 @@ from pgmesh.errors import LifetimeError, MembershipError, MissingRanksError
 from pgmesh.groups.cache import GroupCache
 from pgmesh.layout import Layout
 from pgmesh.rendezvous.client import CallClient
-from pgmesh.rendezvous.operations import Delete
-from pgmesh.rendezvous.records import error_text
+from pgmesh.rendezvous.operations import CompareSet, Delete
+from pgmesh.rendezvous.records import Decision, error_text
 from pgmesh.rendezvous.statuses import RankStatus
 from pgmesh.rendezvous.store_thread import process_label
 
@@ -74,8 +74,11 @@ def shrink(cache: GroupCache, request: Request, seconds: float, lost_after: floa
     """
     error = sys.exc_info()[1]  # which the caller handles
     after = "" if error is None else f" after {error_text(error).splitlines()[0].rstrip(':')}"
+    used = cache.identity.registered or cache.shrunk is not None
     cache.abort(f"it called {request}{after}")
-    return _Call(cache, seconds, lost_after).replace(request)
+    call = _Call(cache, seconds, lost_after)
+    is_new = call.client.thread.replaces_process and not used  # a new process in the place of a lost one
+    return call.replace(None if is_new else request)
 
 
 def stand_by(cache: GroupCache, seconds: float) -> GroupCache:
@@ -102,10 +105,8 @@ class _Call:
 
     def replace(self, request: Request | None) -> GroupCache:
         """Agree on the mesh that replaces this one, and on the one that replaces that if this rank missed it."""
-        cache, thread = self.cache, self.client.thread
+        cache = self.cache
         cache.identity.register(cache.registry, self.client.timeout(), as_before=True)
-        if thread.replaces_process and request is not None and not cache.connected and cache.shrunk is None:
-            request = None  # a new process in the place of a lost one
         start, layout, identity = time.monotonic(), cache.layout, cache.identity
         while True:
             agreement = self._agreement(identity.key, layout, request)
@@ -114,6 +115,9 @@ class _Call:
             before, layout = layout, successor(layout, outcome.lost, outcome.replaced, outcome.axis)
             identity = identity.successor(layout)
             if request is None and agreement.came_late and process_label() not in outcome.processes:
+                if cache.rank in layout:  # its former process ended later: the others need not wait for that one
+                    text = f"{cache.label} was aborted by rank {cache.rank}, which is a new process and stands by"
+                    self.client.run(CompareSet(identity.mismatch_key, Decision("aborted", text).pack()))
                 continue  # it was replaced before this rank stood by
             self.client.run(Delete((agreement.arrivals_key,)))
             cache.forget_store()

@@ -130,6 +130,7 @@ class LauncherInfo:
         address: name or address of rank 0's host; None if unknown.
         port: port of the store on that host; None if unknown.
         read: the variables that were read, with their values.
+        replica: number of this launch if several form the world, whose store is at ``address`` and ``port``.
 
     >>> info = detect_launcher({"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"})
     >>> info.rank, info.size, info.local_rank, info.local_size, info.hosts, info.address
@@ -148,6 +149,7 @@ class LauncherInfo:
     address: str | None = None
     port: int | None = None
     read: tuple[tuple[str, str], ...] = ()
+    replica: int | None = None
 
     @property
     def line(self) -> str:
@@ -517,6 +519,36 @@ def with_address(info: LauncherInfo, host: str | None = None, port: int | None =
     if port is not None and not (type(port) is int and 0 < port <= LAST_PORT):
         raise LaunchError(f"port is a whole number from 1 to {LAST_PORT}, such as port=29500, not {port!r}.")
     return replace(info, address=host or info.address, port=port or info.port)
+
+
+def with_replica(
+    info: LauncherInfo, replica: object, replicas: object, host: str | None, port: int | None
+) -> LauncherInfo:
+    """``info`` in the world that several launches of as many ranks form, over a store at this host and port.
+
+    Raises:
+        LaunchError: there is no such replica, the store is not given, or as ``with_address``.
+
+    >>> info = detect_launcher({"PMI_RANK": "1", "PMI_SIZE": "2"})
+    >>> print(with_replica(info, 2, 3, "n1", 29500).line)
+    rank 5 of 6: MPICH, because PMI_RANK is set, as replica 2 of 3
+    """
+    if type(replicas) is not int or type(replica) is not int or not 0 <= replica < replicas:
+        raise LaunchError(
+            f"replica is {replica!r} and replicas is {replicas!r}, but these are a launch's number, from 0, and how "
+            "many launches form the world.\n\n"
+            "  launch.join(replica=0, replicas=3, host='n1', port=29500)   # in the first of three"
+        )
+    if host is None or port is None:  # the launcher's store ends with this replica
+        raise LaunchError(
+            f"host is {host!r} and port is {port!r}, but no launcher sets those of the store of all {replicas} "
+            "replicas, which has to outlive each of them.\n\n"
+            "  store = launch.StoreProcess(port=29500)   # in a process that starts the replicas\n"
+            f"  launch.join(replica={replica}, replicas={replicas}, host='n1', port=29500)   # in the ranks of this one"
+        )
+    why = f"{info.why}, as replica {replica} of {replicas}"
+    rank, size = replica * info.size + info.rank, replicas * info.size
+    return with_address(replace(info, why=why, rank=rank, size=size, hosts=(), replica=replica), host, port)
 
 
 def _is_number(text: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from pgmesh.launch.detect import (
     detect_launcher,
     detect_one,
     with_address,
+    with_replica,
 )
 from pgmesh.options import Timeout, to_timedelta
 
@@ -50,12 +52,20 @@ def join(
     timeout: Timeout | None = None,
     host: str | None = None,
     port: int | None = None,
+    replica: int | None = None,
+    replicas: int | None = None,
 ) -> World:
     """Initialize torch.distributed under any launcher: torchrun, srun, mpirun or none.
 
     Without a launcher, the world has one rank. If torch.distributed is already initialized, nothing changes. The
     detected launcher and the reason are logged at level INFO. The call by itself initializes the world until the
     process ends; ``with launch.join():`` destroys it at the end of the block, unless it was there before.
+
+    With ``replica`` and ``replicas``, several launches of n ranks each form one world, one for each replica group. A
+    launcher that ends all its ranks when one fails then ends one replica, and can start it anew. Rank r of replica i
+    is rank i * n + r of the world. Without a launcher, n is 1. The store is at ``host`` and ``port``, in a process
+    that outlives the ranks, such as a StoreProcess. So that a new rank does not wait for the others as it joins,
+    TORCH_GLOO_LAZY_INIT is set to 1, unless it is set: Gloo groups of torch then connect at their first use.
 
     Args:
         backend: name of the backend, as in torch. Default: "nccl" if CUDA is available, on the device of the local
@@ -66,10 +76,13 @@ def join(
             host, or the first host of srun's step.
         port: a free port on that host, for the store of the world, which rank 0 hosts. Default: MASTER_PORT; if not
             set, a port from 20000 to 29999 that depends on the number of the job (Slurm, Open MPI, PALS, PMIx).
+        replica: number of this launch among the ``replicas``, from 0. ``host`` and ``port`` are those of the store.
+        replicas: number of launches that form the world. All have the same number of ranks.
 
     Raises:
         LaunchError: the launcher's variables are incomplete or contradict each other, or the host or the port of rank
-            0 is unknown. Also if no device has the local rank's number, the timeout is not positive, or joining fails.
+            0 or of the store is unknown. Also if no device has the local rank's number, the timeout is not positive,
+            there is no such replica, or joining fails.
 
     Example: a script that calls join() can be started in any of these ways.
 
@@ -78,7 +91,11 @@ def join(
         srun -n 8 python script.py
         mpirun -n 8 python script.py
     """
-    return _initialize(lambda: with_address(detect_launcher(os.environ), host, port), backend, timeout)
+    if dist.is_initialized() or (replica is None and replicas is None):
+        return _initialize(lambda: with_address(detect_launcher(os.environ), host, port), backend, timeout)
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # torch's default group would wait for all other ranks
+    detected = detect_launcher(os.environ)
+    return _initialize(lambda: with_replica(detected, replica, replicas, host, port), backend, timeout)
 
 
 def from_torch(backend: str | None = None, *, timeout: Timeout | None = None) -> World:
@@ -142,19 +159,18 @@ def _initialize(detect: Callable[[], LauncherInfo], backend: str | None, timeout
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
         return World(own=True)
     host, port = info.end_point()
-    log.info("joins as %s; rank 0 is at %s:%d", info.line, host, port)
+    log.info("joins as %s; %s is at %s:%d", info.line, "rank 0" if info.replica is None else "the store", host, port)
     _set_device(info, backend)
     try:
-        dist.init_process_group(
-            backend,
-            init_method=f"tcp://{f'[{host}]' if ':' in host else host}:{port}",
-            rank=info.rank,
-            world_size=info.size,
-            timeout=limit,
-        )
+        if info.replica is None:
+            where: dict[str, Any] = {"init_method": f"tcp://{f'[{host}]' if ':' in host else host}:{port}"}
+        else:  # torch would let rank 0 host it; some versions add torchrun's number of restarts to the keys
+            seconds = limit or timedelta(minutes=5)  # torch's default
+            where = {"store": dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=seconds)}
+        dist.init_process_group(backend, rank=info.rank, world_size=info.size, timeout=limit, **where)
     except dist.DistError as error:
-        where = f"rank {info.rank} of {info.size} could not join at {host}:{port}"
-        raise LaunchError(f"{where}: {error}") from error
+        problem = f"rank {info.rank} of {info.size} could not join at {host}:{port}"
+        raise LaunchError(f"{problem}: {error}") from error
     return World(own=True)
 
 

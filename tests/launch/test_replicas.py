@@ -1,0 +1,179 @@
+"""One launcher for each replica group, joined into one world over a store that outlives them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from pgmesh.errors import LaunchError
+from pgmesh.launch import StoreProcess, join
+from pgmesh.launch.detect import detect_launcher, with_replica
+from tests.support.faults import set_flag, wait_for_flag, wait_until
+from tests.support.launcher_environments import TORCHRUN
+from tests.support.message_assertions import assert_raises
+from tests.support.programs import clean_env, write_script
+
+REPLICAS, RANKS = 3, 2  # of each replica
+
+SCRIPT = """
+import os, signal, sys, time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from pgmesh import PgmeshError, ProcessGroupMesh, launch
+
+folder, replica, replicas, port, start = Path(sys.argv[1]), *map(int, sys.argv[2:5]), sys.argv[5]
+signal.alarm(300)  # it does not outlive the test
+world = launch.join("gloo", timeout=60, replica=replica, replicas=replicas, host="127.0.0.1", port=port)
+
+def create():
+    return ProcessGroupMesh(dp=replicas, tp=-1, name="train")
+
+def check_sums(mesh):
+    for axes in ("dp",), ("tp",), ("dp", "tp"):
+        total = torch.zeros(world.size)
+        total[mesh.rank] = 1
+        dist.all_reduce(total, group=mesh.group(*axes))
+        assert total.nonzero().flatten().tolist() == sorted(mesh.ranks(*axes)), (axes, total)
+
+mesh, epoch = create(), int(start != "first")
+if start == "by standing by":
+    mesh = mesh.stand_by(timeout=60)
+else:
+    (folder / f"{start} {world.rank}").touch()
+    mesh.connect(timeout=60)
+while not (folder / "over").exists():
+    try:
+        if epoch == 0 and (folder / "next mesh").exists():
+            mesh.close()
+            mesh, epoch = create(), 1
+            mesh.connect(timeout=60)
+        check_sums(mesh)
+        new = folder / f"{world.rank}.new"
+        new.write_text(f"{os.getpid()} {[*mesh]}")
+        new.rename(folder / f"rank {world.rank}")
+        time.sleep(0.02)
+    except (PgmeshError, RuntimeError) as error:
+        print(f"rank {world.rank}: {type(error).__name__}: {error}", flush=True)
+        change = {"axis": "dp"} if epoch == 0 else {"spares": range(world.size)}
+        mesh = mesh.shrink(**change, timeout=60)
+        print(mesh.shrunk, flush=True)
+        while mesh.rank not in mesh:
+            mesh = mesh.stand_by(timeout=60)
+"""
+
+
+class Replicas:
+    """The torchruns of a world, one for each replica."""
+
+    def __init__(self, folder: Path, port: int) -> None:
+        self.folder, self.port, self.script = folder, port, write_script(folder, SCRIPT)
+        self.running: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, replica: int, start: str = "first") -> None:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+        command += [self.script, *map(str, (self.folder, replica, REPLICAS, self.port, start))]
+        with (self.folder / "output").open("ab") as out:
+            self.running[replica] = subprocess.Popen(command, env=clean_env(), stdout=out, stderr=out)
+
+    def pid(self, rank: int) -> int:
+        return int((self.folder / f"rank {rank}").read_text().split()[0])
+
+    def wait_for_sums(self, ranks: Sequence[int]) -> None:
+        """Wait until each of these ranks has summed over exactly these."""
+        for rank in ranks:
+            (self.folder / f"rank {rank}").unlink(missing_ok=True)
+        for rank in ranks:
+            wait_until(lambda rank=rank: self._ranks(rank) == str([*ranks]), f"rank {rank} sums over {ranks}")
+
+    def _ranks(self, rank: int) -> str:
+        path = self.folder / f"rank {rank}"
+        return path.read_text().partition(" ")[2] if path.exists() else ""
+
+    def lose(self, rank: int) -> None:
+        """Kill a rank, and wait until its torchrun has ended its replica."""
+        os.kill(self.pid(rank), signal.SIGKILL)
+        assert self.running[rank // RANKS].wait(60) == 1
+
+    def close(self) -> None:
+        set_flag(self.folder, "over")
+        for process in self.running.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+            process.terminate()  # it ends its ranks
+            process.wait(60)
+
+
+@pytest.mark.long
+def test_torchruns_lose_a_replica_and_take_it_in_again(tmp_path: Path):
+    with StoreProcess() as store, contextlib.closing(Replicas(tmp_path, store.port)) as replicas:
+        for replica in range(REPLICAS):
+            replicas.start(replica)
+        try:
+            replicas.wait_for_sums(range(6))
+            replicas.lose(5)
+            replicas.wait_for_sums(range(4))
+            replicas.start(2, "in the next mesh")
+            for rank in 4, 5:
+                wait_for_flag(tmp_path, f"in the next mesh {rank}")
+            set_flag(tmp_path, "next mesh")
+            replicas.wait_for_sums(range(6))
+            before = [replicas.pid(rank) for rank in range(6)]
+            replicas.lose(2)
+            replicas.start(1, "by standing by")
+            replicas.wait_for_sums(range(6))
+            after = [replicas.pid(rank) for rank in range(6)]
+            assert [rank for rank in range(6) if before[rank] != after[rank]] == [2, 3]
+        except BaseException:
+            print((tmp_path / "output").read_text())
+            raise
+
+
+def test_ranks_of_replicas_are_counted_in_their_order():
+    info = with_replica(detect_launcher(TORCHRUN), 2, 3, "n9", 29501)
+    assert (info.rank, info.size, info.end_point()) == (2 * 8 + 5, 24, ("n9", 29501))
+
+
+@pytest.mark.parametrize("given", [(3, 3), (-1, 3), (0, None), (None, 3), (0, 0), (True, 3), ("0", 3)])
+def test_there_is_no_such_replica(given: tuple[object, object]):
+    assert_raises(
+        LaunchError,
+        lambda: join(replica=given[0], replicas=given[1]),
+        f"""
+        replica is {given[0]!r} and replicas is {given[1]!r}, but these are a launch's number, from 0, and how many \
+launches form the world.
+
+          launch.join(replica=0, replicas=3, host='n1', port=29500)   # in the first of three
+        """,
+    )
+
+
+def test_replicas_need_the_address_of_their_store():
+    with mock.patch.dict(os.environ, TORCHRUN):
+        assert_raises(
+            LaunchError,
+            lambda: join(replica=1, replicas=3, port=29500),
+            """
+            host is None and port is 29500, but no launcher sets those of the store of all 3 replicas, which has to \
+outlive each of them.
+
+              store = launch.StoreProcess(port=29500)   # in a process that starts the replicas
+              launch.join(replica=1, replicas=3, host='n1', port=29500)   # in the ranks of this one
+            """,
+        )
+
+
+def test_a_store_that_does_not_answer():
+    with StoreProcess() as store:
+        port = store.port
+    with pytest.raises(LaunchError, match=f"rank 0 of 2 could not join at 127.0.0.1:{port}"):
+        join("gloo", timeout=0.5, replica=0, replicas=2, host="127.0.0.1", port=port)
