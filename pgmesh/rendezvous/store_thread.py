@@ -253,10 +253,16 @@ class StoreThread:
             self.listener.close()
 
     def stop(self, reason: str = "") -> None:
-        """Let the thread publish the reason, leave the world and end. Waits for that for half a second at most."""
+        """Let the thread publish the reason, leave the world and end.
+
+        Waits for that for 5 s at most, and for half a second while the store does not answer. A thread that returns
+        from the store's client while Python ends would abort the process.
+        """
         self._reason = reason
         self._queue.put(None)
-        self._thread.join(0.5)
+        end = time.monotonic() + 5.0
+        while self._thread.is_alive() and time.monotonic() < end and time.monotonic() - self._operation_start < 0.5:
+            self._thread.join(0.02)
         if self._name:
             self._left_worlds.add(self._name)
 

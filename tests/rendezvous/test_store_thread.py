@@ -65,6 +65,21 @@ def test_a_wait_that_is_over_before_it_begins_ends_at_once():
     assert done.wait(LONG)
 
 
+def test_stop_waits_for_a_thread_that_is_busy(store_thread: StoreThread):
+    busy = threading.Event()
+
+    def be_busy(perform: Any) -> Any:
+        busy.set()
+        time.sleep(1.0)
+        return ()
+
+    store_thread.find_running = be_busy
+    store_thread.start_heartbeat()
+    assert busy.wait(LONG)
+    store_thread.stop()
+    assert not store_thread._thread.is_alive()
+
+
 def test_an_error_of_a_batch_is_raised_and_not_kept(store_thread: StoreThread):
     class Held:
         """An object that a frame of the failed operation refers to."""
