@@ -17,8 +17,9 @@ from pgmesh._util.formatting import Text, format_call, format_ranks, other_argum
 from pgmesh._util.validation import Sizes, fill_sizes, fill_sizes_for, parse_ranks, parse_sizes, whole_number
 from pgmesh.drawing import plain_text
 from pgmesh.errors import AxisError, LifetimeError, MembershipError, OptionsError, PlaceError, ShapeError
-from pgmesh.groups.cache import GroupCache, find_cache
+from pgmesh.groups.cache import GroupCache
 from pgmesh.groups.registry import open_caches_by_name
+from pgmesh.groups.unpickling import find_cache
 from pgmesh.groups.world import world_rank_and_size
 from pgmesh.layout import Axis, Keep, Layout, Partition, taken
 from pgmesh.options import Timeout, named_timeout, to_timedelta

@@ -75,7 +75,8 @@ def shrink(cache: GroupCache, request: Request, seconds: float, lost_after: floa
     error = sys.exc_info()[1]  # which the caller handles
     after = "" if error is None else f" after {error_text(error).splitlines()[0].rstrip(':')}"
     used = cache.identity.registered or cache.shrunk is not None
-    cache.abort(f"it called {request}{after}")
+    if cache.rank in cache.layout:  # a spare may call before anything went wrong
+        cache.abort(f"it called {request}{after}")
     call = _Call(cache, seconds, lost_after)
     is_new = call.client.thread.replaces_process and not used  # a new process in the place of a lost one
     return call.replace(None if is_new else request)
@@ -100,8 +101,7 @@ class _Call:
         self.cache, self.seconds = cache, seconds
         self.client = CallClient(cache.registry.heartbeat_thread(), seconds)
         self.statuses = cache.registry.statuses()
-        if lost_after is not None:
-            self.statuses.lost_after = lost_after
+        self.statuses.lost_after = lost_after or cache.abort_after or self.client.thread.lost_after
 
     def replace(self, request: Request | None) -> GroupCache:
         """Agree on the mesh that replaces this one, and on the one that replaces that if this rank missed it."""

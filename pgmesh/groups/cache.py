@@ -433,7 +433,7 @@ class GroupCache:
         text = f"{self.label} was aborted by rank {self.rank} at {call_site()}: {why}"
         with contextlib.suppress(PgmeshError):
             # First, so that a member whose connection ends finds the reason. The first rank to publish one wins.
-            self.identity.register(self.registry, _ABORT_SECONDS)
+            self.identity.register(self.registry, _ABORT_SECONDS, as_before=True)
             record = Decision("aborted", text).pack()
             (first,) = self.run(CompareSet(self.identity.mismatch_key, record), seconds=_ABORT_SECONDS)
             text = Decision.unpack(self.identity.mismatch_key, first).text
@@ -596,24 +596,3 @@ class GroupCache:
                 )
             if len(block) == 1:
                 self._configured.mark_returned(option_key)
-
-
-def find_cache(name: str | None, number: int, layout: Layout, call: str, rank: int) -> GroupCache:
-    """The cache of an unpickled mesh: the one it was pickled from, if that is open here, or a new one.
-
-    Outside any world the new cache is closed and has only the rank that pickled it.
-    """
-    if not dist.is_initialized() or current_registry().forked:
-        return GroupCache(name, layout, call, outside=rank)
-    _, world = world_rank_and_size()
-    ranks = layout.ranks_in_order()
-    highest = max(ranks[0], ranks[-1]) if isinstance(ranks, range) else max(ranks)
-    if highest >= world:
-        raise PlaceError(f"{call} was unpickled with rank {highest}, but the world's ranks are 0 to {world - 1}.")
-    with registry.registering:
-        for cache in current_registry().open_caches():
-            identity = cache.identity
-            original = identity.number if identity.pickled_number is None else identity.pickled_number
-            if (cache.name, original, cache.layout) == (name, number, layout):
-                return cache  # type: ignore[no-any-return]
-    return GroupCache(name, layout, call, number=number)
