@@ -74,12 +74,9 @@ def shrink(cache: GroupCache, request: Request, seconds: float, lost_after: floa
     """
     error = sys.exc_info()[1]  # which the caller handles
     after = "" if error is None else f" after {error_text(error).splitlines()[0].rstrip(':')}"
-    used = cache.identity.registered or cache.shrunk is not None
     if cache.rank in cache.layout:  # a spare may call before anything went wrong
         cache.abort(f"it called {request}{after}")
-    call = _Call(cache, seconds, lost_after)
-    is_new = call.client.thread.replaces_process and not used  # a new process in the place of a lost one
-    return call.replace(None if is_new else request)
+    return _Call(cache, seconds, lost_after).replace(request)
 
 
 def stand_by(cache: GroupCache, seconds: float) -> GroupCache:
@@ -107,6 +104,8 @@ class _Call:
         """Agree on the mesh that replaces this one, and on the one that replaces that if this rank missed it."""
         cache = self.cache
         cache.identity.register(cache.registry, self.client.timeout(), as_before=True)
+        if cache.identity.taken_over:
+            request = None  # a new process in the place of a lost one stands by
         start, layout, identity = time.monotonic(), cache.layout, cache.identity
         while True:
             agreement = self._agreement(identity.key, layout, request)

@@ -92,7 +92,6 @@ class GroupCache:
         self._broken: dict[str, int] = {}  # by path of a group: the number of its last attempt that broke
         self._device_meshes: dict[Layout, DeviceMesh] = {}
         self._connecting: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by path of a group
-        self._warned_of_options = False
         if outside is not None:
             self.ended = "was unpickled outside any world."
             return
@@ -212,7 +211,7 @@ class GroupCache:
             label = f"group {', '.join(map(str, axes or layout.axes)) or f'of rank {ranks[0]}'}{tagged}"
         asked = naming.asked_options(options, default)
         if asked and len(ranks) > 1:
-            self._warn_of_options(asked, axes, label)
+            self._configured.warn_of_timeout(asked, axes, f"{label} of {self.label}")
         if options is not self.registry.options:
             check_supported(options, f"{label} of {self.label}")
         self._claim_name()
@@ -277,19 +276,6 @@ class GroupCache:
             set_status=lambda activity: self.registry.store_thread().set_status(activity),
             store_hint=lambda: self.registry.store_thread().store_hint(),
         )
-
-    def _warn_of_options(self, asked: Mapping[str, Any], axes: tuple[Axis, ...], label: str) -> None:
-        """Log once that a timeout in a call makes a second communicator."""
-        if [*asked] == ["timeout"] and not self._warned_of_options:
-            self._warned_of_options = True
-            call = format_verb("configure", axes, f"timeout={asked['timeout']:g}")
-            log.warning(
-                "%s of %s is a communicator of its own, because an option in the call differs from the configured "
-                "one. To change the timeout of the group itself, call mesh.%s on every rank before its first use.",
-                label,
-                self.label,
-                call,
-            )
 
     def _claim_name(self) -> None:
         """At the first group, check that no other unnamed mesh has the same layout, and keep the cache alive."""

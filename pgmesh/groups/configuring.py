@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
@@ -13,6 +14,8 @@ from pgmesh.options import GroupOptions
 
 if TYPE_CHECKING:
     from pgmesh.layout import Axis, Layout
+
+log = logging.getLogger("pgmesh")
 
 OptionKey = tuple[Union[tuple[int, ...], frozenset[Any]], str]
 """Key of configured options: the ranks of a group, or the axes of a group of one rank; and the tag."""
@@ -40,6 +43,7 @@ class ConfiguredOptions:
     def __init__(self, rank: int, default: GroupOptions) -> None:
         self._rank, self._default = rank, default
         self._configured: dict[OptionKey, Configured] = {}
+        self._warned = False  # of a timeout in a call
         self._returned: set[OptionKey] = set()  # axes of size 1 whose group the caller has: too late to configure
 
     def key(self, layout: Layout, axes: tuple[Axis, ...], tag: str) -> OptionKey:
@@ -103,6 +107,22 @@ class ConfiguredOptions:
                 f"  {separate}   # a separate communicator; or use the same options for both"
             )
         self._configured[key] = Configured(after, configured_as, call_site if configured_as == spelling else site)
+
+    def warn_of_timeout(self, asked: Mapping[str, Any], axes: tuple[Axis, ...], label: str) -> None:
+        """Log once that a timeout in a call makes a second communicator.
+
+        Args:
+            asked: the options of the call that differ from those configured.
+            label: the group in messages.
+        """
+        if [*asked] == ["timeout"] and not self._warned:
+            self._warned = True
+            log.warning(
+                "%s is a communicator of its own, because an option in the call differs from the configured one. To "
+                "change the timeout of the group itself, call mesh.%s on every rank before its first use.",
+                label,
+                format_verb("configure", axes, f"timeout={asked['timeout']:g}"),
+            )
 
 
 def _instead_of_configuring(axes: tuple[Axis, ...], tag: str, given: GroupOptions) -> list[tuple[str, str]]:

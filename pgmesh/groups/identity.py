@@ -53,6 +53,7 @@ class MeshIdentity:
         self.pickled_number: int | None = None  # the local number in the process that pickled the mesh
         self.registered = False  # this rank has published the fingerprint
         self.key = ""  # prefix of the store keys, with the shared number; known once registered
+        self.taken_over = False  # a former process of this rank was in the mesh, and this one was not
         self.generation = 0  # how often shrink has replaced the mesh that the program created
         self._first_key = ""  # the key of that mesh, once registered
 
@@ -132,6 +133,7 @@ class MeshIdentity:
         if self.prefix not in registry.offsets:
             last = registry.predecessor.get(self.prefix, 0)
             registry.offsets[self.prefix] = last if as_before else self._offset_after(registry.predecessor, run)
+            self.taken_over = as_before and thread.replaces_process
         shared_number = self.number + registry.offsets[self.prefix]
         self._first_key = f"{self.prefix}.{shared_number}"
         self.key = f"{self._first_key}{self._suffix}"
