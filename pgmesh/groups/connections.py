@@ -11,7 +11,6 @@ import os
 import select
 import socket
 import stat
-import struct
 import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -69,23 +68,6 @@ def shut_down(groups: Iterable[Endpoints]) -> int:
                 count += 1
     _end_events(own)
     return count
-
-
-def end_waits_for_connections(group: Endpoints, rank: int, size: int) -> None:
-    """End the waits of an aborted group for members that have not connected yet.
-
-    The member with the lower address of two waits for the other one, without a timeout, and has no connection to shut
-    down. The other one says its group rank when it connects. So this rank connects to its own listener in the place of
-    each member, and closes the connection.
-
-    Source: https://github.com/pytorch/gloo/blob/70dc360/gloo/transport/tcp/listener.cc
-    """
-    for endpoint in group.own:
-        for member in range(size):
-            with contextlib.suppress(OSError):
-                if member != rank:
-                    with socket.create_connection(endpoint, ANSWER_SECONDS) as connection:
-                        connection.sendall(struct.pack("@n", member))
 
 
 def _end_events(own: Collection[Endpoint]) -> None:

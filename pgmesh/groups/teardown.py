@@ -74,7 +74,7 @@ def destroy(ended: Iterable[GroupRecord], reason: str, *, abort: bool = False, a
 
     Args:
         reason: the reason in that error.
-        abort: end running collectives, also those that wait for members to connect.
+        abort: abort running collectives of NCCL.
         at_exit: the process ends.
     """
     free_finished()
@@ -87,9 +87,6 @@ def destroy(ended: Iterable[GroupRecord], reason: str, *, abort: bool = False, a
     for record in ended:
         invalidate(record, reason)
     connections.shut_down(endpoints)
-    for record, each in zip(ended, endpoints) if abort else ():
-        if record.gloo is not None and record.gloo.used:
-            connections.end_waits_for_connections(each, record.group.rank(), len(record.ranks))
 
 
 def _end(record: GroupRecord, *, abort: bool) -> None:

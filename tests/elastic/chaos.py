@@ -30,6 +30,7 @@ from tests.support.faults import H, beat_fast, set_flag
 from tests.support.worlds import fresh_world
 
 RANKS, MEMBERS, DEADLINE = 8, 6, 30.0
+AXES = (("tp",), ("dp",), ("dp", "tp"))
 DEADLY = (signal.SIGKILL, signal.SIGTERM)
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP)
 
@@ -44,11 +45,16 @@ def live(folder: Path) -> list[str]:
     faulthandler.register(signal.SIGUSR1, (folder / f"stack {dist.get_rank()}").open("w"))
     mesh = ProcessGroupMesh(dp=3, tp=2, ranks=range(MEMBERS), name="train")
     mesh.abort_when_lost()
-    seen = [repr(mesh)]
+    if mesh.rank in mesh:
+        connect(mesh)
+    seen, is_connected = [repr(mesh)], True
     set_flag(folder, f"ready {mesh.rank}")
     while not (folder / "over").exists():
         try:
             if mesh.rank in mesh:
+                if not is_connected:
+                    connect(mesh)
+                    is_connected = True
                 step(mesh, folder, len(seen))
                 continue
             mesh = mesh.stand_by(timeout=DEADLINE)
@@ -61,7 +67,13 @@ def live(folder: Path) -> list[str]:
                 break
             mesh = after
         seen.append(repr(mesh))
+        is_connected = False
     return seen
+
+
+def connect(mesh: ProcessGroupMesh) -> None:
+    """Connect the groups of all steps."""
+    mesh.connect(*AXES, timeout=DEADLINE)
 
 
 def next_mesh(mesh: ProcessGroupMesh, error: BaseException) -> ProcessGroupMesh | None:
@@ -80,7 +92,7 @@ def next_mesh(mesh: ProcessGroupMesh, error: BaseException) -> ProcessGroupMesh 
 
 def step(mesh: ProcessGroupMesh, folder: Path, generation: int) -> None:
     """Collectives along each axis, each with the right sum."""
-    for axes in (("tp",), ("dp",), ("dp", "tp")):
+    for axes in AXES:
         total = torch.tensor(2.0**mesh.rank, dtype=torch.float64)
         dist.all_reduce(total, group=mesh.group(*axes))
         expected = sum(2.0**rank for rank in mesh.ranks(*axes))

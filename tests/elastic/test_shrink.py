@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh
+from pgmesh.groups import building
 from pgmesh.launch import StoreProcess
 from tests.support.fake_world import fake_rank
 from tests.support.faults import (
@@ -349,6 +351,36 @@ def test_abort_wakes_everybody_and_says_who_and_why(tmp_path: Path):
         assert "the loss is not a number" in failed.text
         if rank < 2:
             assert failed.end - when < 0.5 + SLACK
+
+
+def abort_after_a_timeout(folder: Path) -> list[str]:
+    """A collective ran into its timeout before the mesh is aborted: the process goes on."""
+    beat_fast()
+    kinds = []
+    for which in range(3):
+        mesh = ProcessGroupMesh(3, name=f"train {which}")
+        mesh.configure(0, timeout=SHORT / 4)
+        group = mesh.group()
+        record = building.record_of(group)
+        assert record is not None
+        if mesh.rank == which:
+            assert record.gloo is not None
+            record.gloo._publish()
+        else:
+            kinds += [attempt(partial(dist.all_reduce, torch.ones(1), group=group)).kind for _ in range(2)]
+        mesh.abort()
+        set_flag(folder, f"{which} {mesh.rank}")
+        for rank in range(3):
+            wait_for_flag(folder, f"{which} {rank}")
+        check_sums(groups_of(ProcessGroupMesh(3, name=f"after {which}")))
+    return kinds
+
+
+def test_a_mesh_can_be_aborted_after_a_timeout(tmp_path: Path):
+    with fresh_world(3) as own:
+        for kinds in own.run(abort_after_a_timeout, tmp_path):
+            assert len(kinds) == 4
+            assert "" not in kinds
 
 
 # ---- ten times ----
