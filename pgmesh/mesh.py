@@ -18,7 +18,7 @@ from pgmesh._util.validation import Sizes, fill_sizes, fill_sizes_for, parse_ran
 from pgmesh.drawing import plain_text
 from pgmesh.errors import AxisError, LifetimeError, MembershipError, OptionsError, PlaceError, ShapeError
 from pgmesh.groups.cache import GroupCache
-from pgmesh.groups.registry import open_caches_by_name
+from pgmesh.groups.registry import open_caches_by_name, store_thread
 from pgmesh.groups.unpickling import find_cache
 from pgmesh.groups.world import world_rank_and_size
 from pgmesh.layout import Axis, Keep, Layout, Partition, taken
@@ -625,7 +625,7 @@ class ProcessGroupMesh:
         self._group_cache.check()
         from pgmesh.elastic.watching import abort_when_lost
 
-        abort_when_lost(self._group_cache, None if lost_after is None else to_timedelta(lost_after).total_seconds())
+        abort_when_lost(self._group_cache, _silence(lost_after))
 
     def shrink(
         self,
@@ -650,7 +650,8 @@ class ProcessGroupMesh:
             spares: ranks of the world that may replace lost ones, in this order. They stand by or call this too. A new
                 process with the number of a lost rank may be one. Without an axis, such processes are waited for.
             timeout: maximum wait for living ranks: a timedelta or a number of seconds.
-            lost_after: time without a heartbeat after which a rank counts as lost. Default: 5 s.
+            lost_after: time without a heartbeat after which a rank counts as lost. Default: that of
+                ``abort_when_lost`` if it was given there; otherwise 5 s, and more in a world of over 1,024 ranks.
 
         Raises:
             AxisError: there is no such axis.
@@ -675,9 +676,9 @@ class ProcessGroupMesh:
         from pgmesh.elastic.agreement import Request
         from pgmesh.elastic.shrinking import shrink
 
-        silence = None if lost_after is None else to_timedelta(lost_after).total_seconds()
-        request = Request(axis, tuple(places))
-        return _of_cache(shrink(self._group_cache, request, to_timedelta(timeout).total_seconds(), silence))
+        cache = self._group_cache
+        request = Request(axis, tuple(places), _silence(lost_after) or cache.abort_after)
+        return _of_cache(shrink(cache, request, to_timedelta(timeout).total_seconds()))
 
     def stand_by(self, timeout: Timeout = CONNECT_TIMEOUT) -> ProcessGroupMesh:
         """Wait until the ranks of this mesh call ``shrink``, and return the mesh that replaces it.
@@ -879,6 +880,16 @@ def _of_cache(cache: GroupCache) -> ProcessGroupMesh:
     mesh = object.__new__(ProcessGroupMesh)
     mesh._set(cache.layout, cache, way=(), part_of=cache.layout)
     return mesh
+
+
+def _silence(lost_after: Timeout | None) -> float | None:
+    """Seconds without a heartbeat after which a rank counts as lost; None for the default."""
+    if lost_after is None:
+        return None
+    seconds, least = to_timedelta(lost_after).total_seconds(), 2 * store_thread().period
+    if seconds < least:
+        raise OptionsError(f"lost_after={seconds:g} s is less than two heartbeats, which take {least:g} s here.")
+    return seconds
 
 
 def _check_name(who: str, name: object) -> None:

@@ -33,6 +33,9 @@ from pgmesh.rendezvous.protocol import Client, pauses
 from pgmesh.rendezvous.records import error_text, foreign_value, pack, unpack
 from pgmesh.rendezvous.statuses import RankStatus, Statuses
 
+_ASKING_SECONDS = 1.0
+"""The longest time for which one inspection asks listeners. A host that is gone does not answer for half a second."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -41,14 +44,18 @@ class Request:
     Args:
         axis: the axis whose indices are dropped where a rank was lost; None to drop none.
         spares: ranks that may replace lost ones, in this order.
+        lost_after: seconds without a heartbeat after which a rank counts as lost; None for the default.
     """
 
     axis: Any
     spares: tuple[int, ...]
+    lost_after: float | None = None
 
     def __str__(self) -> str:
-        axis = [] if self.axis is None else [repr(self.axis)]
-        return f"shrink({', '.join([*axis, f'spares={list(self.spares)}'] if self.spares else axis)})"
+        words = [] if self.axis is None else [repr(self.axis)]
+        words += [f"spares={list(self.spares)}"] if self.spares else []
+        words += [] if self.lost_after is None else [f"lost_after={self.lost_after:g}"]
+        return f"shrink({', '.join(words)})"
 
 
 def _have_types(rows: Iterable[Any], *types: Any) -> bool:
@@ -72,7 +79,7 @@ class Arrival:
     request: Request | None
 
     def pack(self) -> str:
-        request = [] if self.request is None else [self.request.axis, list(self.request.spares)]
+        request = [] if self.request is None else list(self.request.__dict__.values())
         return pack(rank=self.rank, process=self.process, request=request)
 
     @classmethod
@@ -83,12 +90,12 @@ class Arrival:
             return None
         request = None
         if record["request"]:
-            if not _have_types([record["request"]], (str, int, type(None)), list):
+            if not _have_types([record["request"]], (str, int, type(None)), list, (float, int, type(None))):
                 return None
-            axis, spares = record["request"]
+            axis, spares, lost_after = record["request"]
             if not _have_types(zip(spares), int):
                 return None
-            request = Request(axis, tuple(spares))
+            request = Request(axis, tuple(spares), lost_after)
         return cls(record["rank"], record["process"], request)
 
 
@@ -179,6 +186,7 @@ class Agreement:
     warn: Callable[[str], None] = field(default=lambda text: None)
     number: int = 0
     came_late: bool = False  # the mesh was replaced before this call
+    _asked_since: float = math.inf  # the first inspection after a rank had called shrink
 
     @property
     def decision_key(self) -> str:
@@ -221,7 +229,8 @@ class Agreement:
             if not earlier.failed:
                 self.came_late = True
                 return earlier
-            self.warn(f"an earlier attempt failed before {self._who} arrived: {earlier.failed}")
+            if earlier.error != "left":
+                self.warn(f"an earlier attempt failed before {self._who} arrived: {earlier.failed}")
             self.number += 1
         inspection = self.client.now() + timing.TIMING.first_inspection
         warning = min(self.deadline / 3, timing.TIMING.stragglers)
@@ -272,16 +281,19 @@ class Agreement:
             lines = "".join(f"\n  {request} on rank {rank}" for rank, request in requests.items())
             return self._failure(f"the ranks passed different arguments:{lines}", "mismatch")
         if not requests or (late and self.arrival.request is None):  # its deadline is not the others'
-            return Outcome(failed=f"{self._who} stopped standing by", error="left") if late else None
+            return self._failure(f"no rank called shrink in {self.deadline:g} s", "left") if late else None
         request = next(iter(requests.values()))
         spares = request.spares
+        if request.lost_after is not None:
+            self.statuses.lost_after = request.lost_after
+        self._asked_since = min(self._asked_since, self.client.now())
         absent = [rank for rank in dict.fromkeys((*self.members, *spares)) if rank not in arrivals]
         gone = self._lost(absent)
         waiting = [rank for rank in self.members if rank in absent and rank not in gone]
         lost = {rank: gone[rank] for rank in self.members if rank in gone}
         # A member that stands by is a new process in the place of the lost one.
         new = [rank for rank in self.members if rank in arrivals and rank not in requests]
-        lost |= {rank: f"rank {rank} is a new process, which stands by" for rank in new}
+        lost |= {rank: f"rank {rank} stands by, as a new process does" for rank in new}
         ready = [rank for rank in spares if rank in arrivals and (rank in new or rank not in self.members)]
         # Without an axis there is no mesh without spares, so new processes in the places of ended ones are waited for.
         coming = [rank for rank in spares if rank in absent and (rank not in gone or request.axis is None)]
@@ -303,7 +315,9 @@ class Agreement:
         lost = self.statuses.lost(ranks)
         for rank in ranks:
             status = self.statuses.get(rank)
-            if self.statuses.text(rank) is None and seconds >= self.statuses.lost_after:
+            if self.client.now() > seconds + _ASKING_SECONDS:
+                break  # several hosts do not answer
+            if self.statuses.text(rank) is None and seconds - self._asked_since >= self.statuses.lost_after:
                 lost[rank] = f"rank {rank} has published no status in {seconds:.0f} s"
             elif rank not in lost and status is not None and self.has_ended(status):
                 where = ":".join(map(str, status.endpoint))

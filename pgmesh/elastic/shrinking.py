@@ -63,7 +63,7 @@ class Shrunk:
         return "\n".join(lines)
 
 
-def shrink(cache: GroupCache, request: Request, seconds: float, lost_after: float | None) -> GroupCache:
+def shrink(cache: GroupCache, request: Request, seconds: float) -> GroupCache:
     """Abort a mesh, agree with its other ranks on those that are lost, and return the mesh that replaces it.
 
     Raises:
@@ -76,7 +76,7 @@ def shrink(cache: GroupCache, request: Request, seconds: float, lost_after: floa
     after = "" if error is None else f" after {error_text(error).splitlines()[0].rstrip(':')}"
     if cache.rank in cache.layout:  # a spare may call before anything went wrong
         cache.abort(f"it called {request}{after}")
-    return _Call(cache, seconds, lost_after).replace(request)
+    return _Call(cache, seconds).replace(request)
 
 
 def stand_by(cache: GroupCache, seconds: float) -> GroupCache:
@@ -86,19 +86,18 @@ def stand_by(cache: GroupCache, seconds: float) -> GroupCache:
         MissingRanksError: no rank called ``shrink`` in time.
         WorldError: the store has failed.
     """
-    return _Call(cache, seconds, None).replace(None)
+    return _Call(cache, seconds).replace(None)
 
 
 class _Call:
     """One call of ``shrink`` or ``stand_by`` on one rank."""
 
-    def __init__(self, cache: GroupCache, seconds: float, lost_after: float | None) -> None:
+    def __init__(self, cache: GroupCache, seconds: float) -> None:
         if cache.ended is not None and not cache.ended.startswith(("was aborted", "was replaced")):
             raise LifetimeError(f"{cache.label} {cache.ended} It cannot be replaced.")
         self.cache, self.seconds = cache, seconds
         self.client = CallClient(cache.registry.heartbeat_thread(), seconds)
-        self.statuses = cache.registry.statuses()
-        self.statuses.lost_after = lost_after or cache.abort_after or self.client.thread.lost_after
+        self.statuses = cache.statuses()
 
     def replace(self, request: Request | None) -> GroupCache:
         """Agree on the mesh that replaces this one, and on the one that replaces that if this rank missed it."""
@@ -109,7 +108,10 @@ class _Call:
         start, layout, identity = time.monotonic(), cache.layout, cache.identity
         while True:
             agreement = self._agreement(identity.key, layout, request)
-            outcome = agreement.agree()
+            try:
+                outcome = agreement.agree()
+            finally:
+                cache.shrink_attempts[identity.key] = agreement.number  # a retry begins there
             outcome.check()
             before, layout = layout, successor(layout, outcome.lost, outcome.replaced, outcome.axis)
             identity = identity.successor(layout)
@@ -132,7 +134,7 @@ class _Call:
                 outcome.replaced,
                 time.monotonic() - start,
             )
-            if cache.abort_after is not None:
+            if cache.aborts_when_lost:
                 abort_when_lost(after, cache.abort_after)
             return after
 
@@ -157,6 +159,7 @@ class _Call:
             has_ended=lambda status: _has_ended(listener, status),
             check=check,
             warn=lambda text: log.warning("%s", text),
+            number=self.cache.shrink_attempts.get(key, 0),
         )
 
 

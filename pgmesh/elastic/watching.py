@@ -27,8 +27,10 @@ def abort_when_lost(cache: GroupCache, lost_after: float | None) -> None:
     """
     registry, ranks = cache.registry, cache.layout.ranks()
     thread = registry.heartbeat_thread()
-    statuses = registry.statuses()
-    statuses.lost_after = cache.abort_after = thread.lost_after if lost_after is None else lost_after
+    statuses = cache.statuses()
+    if lost_after is not None:
+        statuses.lost_after = cache.abort_after = lost_after
+    cache.aborts_when_lost = True
     thread.run(Read(status_key(cache.rank)), seconds=timing.TIMING.late_answer)
     if cache.rank not in ranks or len(ranks) == 1:
         return

@@ -37,6 +37,7 @@ from pgmesh.rendezvous.operations import CompareSet, Delete
 from pgmesh.rendezvous.polling_store import ASKED_FOR, PollingStore
 from pgmesh.rendezvous.protocol import ConnectAttempt
 from pgmesh.rendezvous.records import Decision, Fingerprint
+from pgmesh.rendezvous.statuses import Statuses
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -82,7 +83,10 @@ class GroupCache:
         self.creation_seconds = 0.0
         self.operations = 0  # store operations of connect
         self.shrunk: Any = None  # the change, if shrink created this mesh
+        self.shrink_attempts: dict[str, int] = {}  # by prefix of a mesh's store keys
+        self.aborts_when_lost = False
         self.abort_after: float | None = None  # seconds of silence after which a lost rank aborts the mesh
+        self._statuses: Statuses | None = None
         self.connected: dict[str, ConnectAttempt] = {}  # by path of a group: its successful attempt
         self.attempts: dict[str, ConnectAttempt] = {}  # by path of a group: all its attempts
         self.last_errors: set[str] = set()  # of the last failed call of connect; a retry does not log them again
@@ -443,6 +447,12 @@ class GroupCache:
                     self.registry.with_groups.discard(self)
         finally:
             self.lock.release()
+
+    def statuses(self) -> Statuses:
+        """The statuses of other ranks, shared by several calls, so that a silence is measured from its beginning."""
+        if self._statuses is None:
+            self._statuses = Statuses(self.registry.store_thread().lost_after, time.monotonic)
+        return self._statuses
 
     def forget_store(self) -> None:
         """Delete what an aborted mesh has left in the store. It was replaced, so no rank reads that any more."""

@@ -26,7 +26,7 @@ from pgmesh.groups import building, teardown
 from pgmesh.groups.watch import Watch
 from pgmesh.groups.world import store_address, world_options, world_rank_and_size, world_store
 from pgmesh.rendezvous.operations import Operation
-from pgmesh.rendezvous.statuses import RunningCollective, Statuses
+from pgmesh.rendezvous.statuses import RunningCollective
 from pgmesh.rendezvous.store_thread import StoreThread
 
 log = logging.getLogger("pgmesh")
@@ -50,7 +50,6 @@ class Registry:
         self.forked = False  # this process is a forked child, and its parent is in the world
         self.watch: Watch | None = None  # started with the thread
         self.at_heartbeat: list[Callable[[Callable[[Operation], Any]], bool]] = []  # until they return False
-        self._statuses: Statuses | None = None
         self._thread: StoreThread | None = None  # started by the first store operation
         self._warned = False  # about too many groups
         # See ``identity.py`` for shared numbers and offsets.
@@ -76,12 +75,6 @@ class Registry:
         """Look at the collectives of this process, and after lost ranks, at each heartbeat."""
         self.at_heartbeat[:] = [look for look in self.at_heartbeat if look(perform)]
         return self.watch.find_running(perform) if self.watch is not None else ()
-
-    def statuses(self) -> Statuses:
-        """The statuses of other ranks, which several calls read, so that a silence is known from its beginning."""
-        if self._statuses is None:
-            self._statuses = Statuses(self.store_thread().lost_after, time.monotonic)
-        return self._statuses
 
     def heartbeat_thread(self) -> StoreThread:
         """The store thread of this process, with its heartbeat started."""

@@ -394,7 +394,7 @@ def test_a_new_process_takes_the_place_of_its_own_rank():
     lines = arrivals(arrival(1, spares(4, 1)), arrival(1, None, "another"), arrival(4, None))
     one = Rank(request=spares(4, 1), values={"m/shrink/0/arrivals": lines})
     outcome = one.agree()
-    assert outcome.lost == {1: "rank 1 is a new process, which stands by"}
+    assert outcome.lost == {1: "rank 1 stands by, as a new process does"}
     assert (outcome.replaced, outcome.processes) == ({1: 1}, ("another",))
 
 
@@ -433,7 +433,7 @@ def test_a_new_process_does_not_take_the_decision_that_counted_the_old_one():
 
 def test_a_rank_that_stands_by_decides_nothing_before_a_member_calls():
     spare = Rank(rank=4, request=None, deadline=9.0)
-    assert spare.agree().failed == "rank 4 stopped standing by"
+    assert "no rank called shrink in 9 s" in spare.agree().failed
     assert spare.decision().error == "left"
 
 

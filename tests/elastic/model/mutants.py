@@ -94,7 +94,7 @@ MUTANTS = [
         ALL_ARRIVED,
         with_new(),
         SECOND_DIES,
-        (('lost |= {rank: f"rank {rank} is a new process, which stands by" for rank in new}', "pass"),),
+        (('lost |= {rank: f"rank {rank} stands by, as a new process does" for rank in new}', "pass"),),
         {"layout": PAIR},
     ),
     Mutant(

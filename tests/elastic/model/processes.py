@@ -166,6 +166,7 @@ class Life:
         shrinking.GroupCache = lambda name, layout, identity: SimpleNamespace(layout=layout, identity=identity)
         call = object.__new__(shrinking._Call)
         call.cache, call.seconds, call.client = self._cache(), DEADLINE, self
+        call.cache.shrink_attempts = {}
         call.statuses = Statuses(LONG, lambda: self.time + SINCE_BOOT)
         return call.replace(request)
 
@@ -187,7 +188,7 @@ class Life:
             name="m",
             label="mesh 'm'",
             connected={},
-            abort_after=None,
+            aborts_when_lost=False,
             shrunk=None if generation == 0 else "by an earlier call",
             forget_store=nothing,
             end_aborted=nothing,
