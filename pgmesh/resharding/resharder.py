@@ -70,7 +70,8 @@ class Resharder:
 
     Raises:
         MembershipError: this rank is in neither mesh.
-        MismatchError: names, shapes or arguments differ between ranks. The message has each of them.
+        MismatchError: names, shapes or arguments differ between ranks. The message has each of them. Or
+            ``rename`` gives two tensors one name.
         MissingRanksError: a rank did not come. The message has its status.
         ShapeError: a tensor is ``Partial``, or its local shard has another shape than its placements say.
         WorldError: the world is a fake one.
@@ -106,8 +107,18 @@ class Resharder:
 
     def _source_names(self, source: Mapping[str, torch.Tensor]) -> dict[str, str]:
         """By name in the target, the name in the source."""
-        names = {renamed(self._rename, name): name for name in source}
-        return {name: old for name, old in names.items() if name is not None}
+        names: dict[str, str] = {}
+        for old in source:
+            name = renamed(self._rename, old)
+            if name in names:
+                raise MismatchError(
+                    f"{names[name]} and {old} of the source are both named {name} in the target, so one would be lost. "
+                    f"Nothing was moved.\n\n"
+                    f"  Resharder(..., rename={{{old!r}: None}})   # leaves {old} out; or give it a name of its own"
+                )
+            if name is not None:
+                names[name] = old
+        return names
 
     def _describe(self) -> tuple[dict[str, Entry], dict[str, Entry]]:
         """The entries of this rank's tensors, of the source and of the target."""

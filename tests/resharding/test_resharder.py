@@ -331,6 +331,23 @@ def test_what_does_not_match_is_listed_before_a_byte_moves():
         assert len(errors) == 4
 
 
+def refused(error: type[PgmeshError], source: Any, target: Any, **options: Any) -> str:
+    """The error of a Resharder of one rank."""
+    with pytest.raises(error) as caught:
+        Resharder(Layout(1), Layout(1), source=source, target=target, **options)
+    return str(caught.value)
+
+
+def two_names_become_one() -> str:
+    source, target = {"a": torch.ones(2), "b": torch.zeros(2)}, {"b": torch.zeros(2)}
+    return refused(MismatchError, source, target, rename={"a": "b"})
+
+
+def test_two_tensors_of_the_source_with_one_name_in_the_target_are_refused():
+    (text,) = world(1).run(two_names_become_one)
+    assert "a and b of the source are both named b in the target" in text
+
+
 # ---- faults ----
 
 
