@@ -21,7 +21,7 @@ from pgmesh.resharding.link import Link
 from pgmesh.resharding.metadata import Entry, Tables, describe, entry_on, exchange, pack, renamed, tensors_of
 from pgmesh.resharding.plan import HostMap, ReshardPlan, balance
 from pgmesh.resharding.sharding import Placements, length
-from pgmesh.resharding.transfer import Job, Shards, fill_buckets, move
+from pgmesh.resharding.transfer import Job, Shards, check_memory, fill_buckets, move
 from pgmesh.topology.host_mapping import map_hosts
 
 State = Union[nn.Module, Mapping[str, Any], None]
@@ -71,7 +71,7 @@ class Resharder:
     Raises:
         MembershipError: this rank is in neither mesh.
         MismatchError: names, shapes or arguments differ between ranks. The message has each of them. Or
-            ``rename`` gives two tensors one name.
+            ``rename`` gives two tensors one name, or source and target share memory under different names.
         MissingRanksError: a rank did not come. The message has its status.
         ShapeError: a tensor is ``Partial``, or its local shard has another shape than its placements say.
         WorldError: the world is a fake one.
@@ -122,9 +122,12 @@ class Resharder:
 
     def _describe(self) -> tuple[dict[str, Entry], dict[str, Entry]]:
         """The entries of this rank's tensors, of the source and of the target."""
-        found = tensors_of(self._source)
-        source = {name: describe(found[old]) for name, old in self._source_names(found).items()}
-        return source, {name: describe(tensor) for name, tensor in tensors_of(self._target).items()}
+        found, target = tensors_of(self._source), tensors_of(self._target)
+        names = self._source_names(found)
+        locals_of = ({name: local_of(tensor) for name, tensor in side.items()} for side in (found, target))
+        check_memory(names, *locals_of)
+        source = {name: describe(found[old]) for name, old in names.items()}
+        return source, {name: describe(tensor) for name, tensor in target.items()}
 
     def _table(self, described: tuple[dict[str, Entry], dict[str, Entry]]) -> str:
         return pack(*described, {"buckets": self._limit})

@@ -348,6 +348,16 @@ def test_two_tensors_of_the_source_with_one_name_in_the_target_are_refused():
     assert "a and b of the source are both named b in the target" in text
 
 
+def permuted_in_place() -> str:
+    state = {"e0": torch.zeros(3), "e1": torch.ones(3)}
+    return refused(MismatchError, state, state, rename={"e0": "e1", "e1": "e0"})
+
+
+def test_a_permutation_in_place_is_refused():
+    (text,) = world(1).run(permuted_in_place)
+    assert "share memory" in text
+
+
 # ---- faults ----
 
 
