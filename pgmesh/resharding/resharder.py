@@ -70,6 +70,7 @@ class Resharder:
 
     Raises:
         MembershipError: this rank is in neither mesh.
+        MethodError: a tensor is a shard of an expert as a plain tensor.
         MismatchError: names, shapes or arguments differ between ranks. The message has each of them. Or
             ``rename`` gives two tensors one name, or source and target share memory under different names.
         MissingRanksError: a rank did not come. The message has its status.
@@ -126,8 +127,8 @@ class Resharder:
         names = self._source_names(found)
         locals_of = ({name: local_of(tensor) for name, tensor in side.items()} for side in (found, target))
         check_memory(names, *locals_of)
-        source = {name: describe(found[old]) for name, old in names.items()}
-        return source, {name: describe(tensor) for name, tensor in target.items()}
+        source = {name: describe(found[old], old) for name, old in names.items()}
+        return source, {name: describe(tensor, name) for name, tensor in target.items()}
 
     def _table(self, described: tuple[dict[str, Entry], dict[str, Entry]]) -> str:
         return pack(*described, {"buckets": self._limit})
@@ -241,6 +242,7 @@ def reshard(
 
     Raises:
         MembershipError: this rank is in neither mesh.
+        MethodError: the tensor is a shard of an expert as a plain tensor.
         MismatchError: the ranks' arguments differ.
         MissingRanksError: a rank did not come, or was lost.
         ShapeError: a placement is ``Partial`` or does not fit the tensor.

@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from pgmesh import Layout, MismatchError, PgmeshError, ProcessGroupMesh, Resharder
+from pgmesh.errors import MethodError
+from pgmesh.parallel.ownership import mark_owned
 from pgmesh.resharding import transfer
 from tests.support.transfer_oracle import random_layout, random_placements, shard_of
 from tests.support.worlds import fresh_world, world
@@ -356,6 +358,20 @@ def permuted_in_place() -> str:
 def test_a_permutation_in_place_is_refused():
     (text,) = world(1).run(permuted_in_place)
     assert "share memory" in text
+
+
+def shards_of_experts() -> list[str]:
+    expert, whole = nn.Linear(2, 3), nn.Linear(2, 3)
+    mark_owned(expert.parameters(), "etp=2")
+    mark_owned(whole.parameters())  # as ExpertParallel marks whole experts
+    Resharder(Layout(1), Layout(1), source=whole, target=nn.Linear(2, 3))()
+    sides = (expert, whole), (whole, expert), ({"weight": expert.weight}, {"weight": torch.zeros(3, 2)})
+    return [refused(MethodError, *side) for side in sides]
+
+
+def test_shards_of_experts_as_plain_tensors_are_refused():
+    (texts,) = world(1).run(shards_of_experts)
+    assert all("weight is sharded along etp=2 as a plain tensor" in text for text in texts)
 
 
 # ---- faults ----
