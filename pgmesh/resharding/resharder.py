@@ -29,6 +29,9 @@ State = Union[nn.Module, Mapping[str, Any], None]
 BUCKETS = 16 << 20
 """Default limit of the staging memory in bytes."""
 
+_created: Counter[str] = Counter()
+"""By the name of the link, the number of the last Resharder created over it. A new process begins with 0."""
+
 
 @dataclass(frozen=True)
 class Moved:
@@ -53,7 +56,8 @@ class Resharder:
     """Moves the tensors of a module or state dict to those of another one, again and again, in place.
 
     Every rank of both meshes creates it, and calls it at the same time. A rank that is in one mesh alone leaves the
-    other side out. Ranks in neither mesh do nothing. The first creation connects a group of all these ranks.
+    other side out. Ranks in neither mesh do nothing. The first creation connects a group of all these ranks. Ranks
+    create and call several Resharders of the same meshes in the same order.
 
     The sides have the same names and shapes, and any placements, also on slices of the meshes. A tensor that is not a
     DTensor is whole on each rank that has its name. Values of a state dict that are not tensors are not moved.
@@ -102,9 +106,12 @@ class Resharder:
             self._jobs = plan_jobs(self._link, tables, hosts, source_names)
             self._check_shapes()
             shards = self._shards()
-            staged = self._link.maximum([shards.staged_by(job) for job in self._jobs])
+            sizes = [shards.staged_by(job) for job in self._jobs]
+            # equal models have equal tables: the number tells their Resharders apart
+            *staged, last = self._link.maximum([*sizes, _created[self._link.name]])
+        _created[self._link.name] = last + 1
         self._buckets = fill_buckets(self._jobs, staged, buckets // 2)
-        self._digest = digest_of(repr((tables, hosts.hosts, buckets)))
+        self._digest = digest_of(repr((tables, hosts.hosts, buckets, last + 1)))
 
     def _source_names(self, source: Mapping[str, torch.Tensor]) -> dict[str, str]:
         """By name in the target, the name in the source."""
@@ -165,7 +172,10 @@ class Resharder:
         same = self._link.meet(digest_of(self._table(described)) if changed else self._digest)
         if changed or not same:
             whose = "on this rank they" if changed else "on other ranks they, or the order of the calls,"
-            raise MismatchError(f"the tensors are not those that were planned: {whose} differ. Create a new Resharder.")
+            raise MismatchError(
+                f"the tensors are not those that were planned: {whose} differ. Nothing was moved. Create a new "
+                "Resharder, and call the Resharders of the same meshes in the same order on all ranks."
+            )
         shards = self._shards()
         try:
             with self._link.explaining():

@@ -427,6 +427,24 @@ def test_ranks_that_call_different_resharders_are_told():
         assert "the order of the calls" in text
 
 
+def equal_models_in_another_order() -> list[Any]:
+    """The source calls the Resharders of two equal models in one order, the target in the other; then both in one."""
+    rank = dist.get_rank()
+    tensors = [torch.full((2,), float(i) if rank < 2 else -1.0) for i in range(2)]
+    side = "source" if rank < 2 else "target"
+    sync = [Resharder(Layout(2), Layout(2, ranks=[2, 3]), **{side: {"x": tensor}}) for tensor in tensors]
+    errors = [outcome(sync[i if rank < 2 else 1 - i])[0] for i in range(2)]
+    before = [tensor.tolist() for tensor in tensors]
+    for each in sync:
+        each()
+    return [errors, before == [[-1.0] * 2] * 2 or rank < 2, [tensor.tolist() for tensor in tensors]]
+
+
+def test_resharders_of_equal_models_that_ranks_call_in_another_order_are_told():
+    expected = [["MismatchError"] * 2, True, [[0.0] * 2, [1.0] * 2]]
+    assert world(4).run(equal_models_in_another_order) == [expected] * 4
+
+
 class Generator(nn.Module):
     def __init__(self, names: list[str]) -> None:
         super().__init__()
