@@ -133,8 +133,8 @@ def check_memory(
                 raise MismatchError(
                     f"{names[other]} of the source, which is {other} in the target, and {name} of the target share "
                     "memory, which would be written before all of it was read. Nothing was moved.\n\n"
-                    f"  Resharder(..., source={{**source, {names[other]!r}: source[{names[other]!r}].clone()}})"
-                    "   # copy the values into the clone before each call"
+                    "  source = {name: tensor.clone() for name, tensor in state.items()}   # or of state_dict()\n"
+                    "  Resharder(..., source=source, target=state)   # copy new values into the clones before each call"
                 )
 
 

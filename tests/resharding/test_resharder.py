@@ -352,7 +352,12 @@ def test_two_tensors_of_the_source_with_one_name_in_the_target_are_refused():
 
 def permuted_in_place() -> str:
     state = {"e0": torch.zeros(3), "e1": torch.ones(3)}
-    return refused(MismatchError, state, state, rename={"e0": "e1", "e1": "e0"})
+    swap = {"e0": "e1", "e1": "e0"}
+    text = refused(MismatchError, state, state, rename=swap)
+    source = {name: tensor.clone() for name, tensor in state.items()}  # as the error says
+    Resharder(Layout(1), Layout(1), source=source, target=state, rename=swap)()
+    assert (state["e0"].tolist(), state["e1"].tolist()) == ([1.0] * 3, [0.0] * 3)
+    return text
 
 
 def test_a_permutation_in_place_is_refused():
