@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from pgmesh._util.marks import OWNED_MARK
 from pgmesh.errors import AxisError, OptionsError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.divisibility import divide_evenly, format_sizes
-from pgmesh.parallel.ownership import OWNED_MARK
 
 Check = Literal["first", "always", "never"]
 """Training steps in which the inputs of ranks are compared: the first two, all or none."""

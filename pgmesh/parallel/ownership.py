@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-OWNED_MARK = "pgmesh_owned"
-"""Attribute of an owned parameter."""
+from pgmesh._util.marks import OWNED_MARK
+
 ABSENT_MARK = "pgmesh_absent"
 """Attribute of a stage: the names of the modules that it lacks."""
 

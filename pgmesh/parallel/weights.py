@@ -14,12 +14,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from pgmesh import torch_private
+from pgmesh._util.marks import OWNED_MARK
 from pgmesh.errors import AxisError, MethodError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import format_axes
 from pgmesh.parallel.exchange import collective_device, on_served_device
-from pgmesh.parallel.ownership import OWNED_MARK, owned_parameters
+from pgmesh.parallel.ownership import owned_parameters
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

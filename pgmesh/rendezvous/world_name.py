@@ -55,7 +55,10 @@ def enter_world(store: Any, left_worlds: Collection[str]) -> str:
         else:
             break
     store.add(f"{WORLD_KEY}.{name}.entered", 1)
-    return str(name)
+    while (now := current_world(store)) == OVER and time.monotonic() < deadline:
+        time.sleep(0.005)  # the last rank looks whether another one has entered
+    # Otherwise all ranks of that world have left meanwhile.
+    return str(name) if now == name else enter_world(store, left_worlds)
 
 
 def leave_world(store: Any, name: str) -> bool:
@@ -64,8 +67,10 @@ def leave_world(store: Any, name: str) -> bool:
     count = str(store.add(left, 1))
     if store.compare_set(entered, ABSENT, ABSENT).decode() != count:  # a read; add(entered, 0) would create it
         return False
-    for key in (entered, left):
+    over = store.compare_set(WORLD_KEY, name, OVER).decode() == OVER
+    if over and store.compare_set(entered, ABSENT, ABSENT).decode() != count:  # a rank has just entered
+        store.compare_set(WORLD_KEY, OVER, name)
+        return False
+    for key in (entered, left, *([WORLD_KEY] if over else [])):
         store.delete_key(key)
-    if store.compare_set(WORLD_KEY, name, OVER).decode() == OVER:
-        store.delete_key(WORLD_KEY)
     return True

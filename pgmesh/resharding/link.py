@@ -66,6 +66,7 @@ class Link:
         self.seconds = to_timedelta(timeout).total_seconds()
         digest = hashlib.sha256(repr((source.ranks(), target.ranks())).encode()).hexdigest()
         name = f"resharding {digest[:16]}"
+        self.name = name
         self._mesh = meshes().get(name) or ProcessGroupMesh(len(self.ranks), ranks=self.ranks, name=name)
         self.deadline = 0.0
         self._connected = False

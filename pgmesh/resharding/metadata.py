@@ -17,7 +17,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from pgmesh._util.formatting import name_ranks
-from pgmesh.errors import MismatchError
+from pgmesh._util.marks import OWNED_MARK
+from pgmesh.errors import MethodError, MismatchError
 from pgmesh.groups.registry import store_thread
 from pgmesh.layout import Layout
 from pgmesh.rendezvous.operations import CompareSet, Read
@@ -56,7 +57,7 @@ class Entry(NamedTuple):
 def tensors_of(state: nn.Module | Mapping[str, Any] | None) -> dict[str, torch.Tensor]:
     """The tensors of a module's or any other state dict by name. Those of nested dicts have dotted names."""
     found: dict[str, torch.Tensor] = {}
-    items = state.state_dict().items() if isinstance(state, nn.Module) else (state or {}).items()
+    items = (state.state_dict(keep_vars=True) if isinstance(state, nn.Module) else state or {}).items()  # with marks
     for name, value in items:
         if isinstance(value, Mapping):
             found.update((f"{name}.{inner}", tensor) for inner, tensor in tensors_of(value).items())
@@ -65,12 +66,19 @@ def tensors_of(state: nn.Module | Mapping[str, Any] | None) -> dict[str, torch.T
     return found
 
 
-def describe(tensor: torch.Tensor) -> Entry:
+def describe(tensor: torch.Tensor, name: str = "the tensor") -> Entry:
     """The entry of a tensor.
 
     Raises:
+        MethodError: it is a shard of an expert as a plain tensor.
         ShapeError: it is ``Partial``.
     """
+    if not isinstance(tensor, DTensor) and (axes := getattr(tensor, OWNED_MARK, "")):
+        raise MethodError(
+            f"{name} is sharded along {axes} as a plain tensor: it would be moved as if this shard were the whole "
+            "tensor. Move whole experts (ExpertParallel without tensor=), or leave it out.\n\n"
+            f"  Resharder(..., rename={{{name!r}: None}})   # on the source; leave it out of the target too"
+        )
     dtype = str(tensor.dtype).removeprefix("torch.")
     if not isinstance(tensor, DTensor):
         return Entry(tuple(tensor.shape), dtype, None, ())

@@ -21,13 +21,16 @@ from pgmesh.resharding.link import Link
 from pgmesh.resharding.metadata import Entry, Tables, describe, entry_on, exchange, pack, renamed, tensors_of
 from pgmesh.resharding.plan import HostMap, ReshardPlan, balance
 from pgmesh.resharding.sharding import Placements, length
-from pgmesh.resharding.transfer import Job, Shards, fill_buckets, move
+from pgmesh.resharding.transfer import Job, Shards, check_memory, fill_buckets, move
 from pgmesh.topology.host_mapping import map_hosts
 
 State = Union[nn.Module, Mapping[str, Any], None]
 
 BUCKETS = 16 << 20
 """Default limit of the staging memory in bytes."""
+
+_created: Counter[str] = Counter()
+"""By the name of the link, the number of the last Resharder created over it. A new process begins with 0."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,8 @@ class Resharder:
     """Moves the tensors of a module or state dict to those of another one, again and again, in place.
 
     Every rank of both meshes creates it, and calls it at the same time. A rank that is in one mesh alone leaves the
-    other side out. Ranks in neither mesh do nothing. The first creation connects a group of all these ranks.
+    other side out. Ranks in neither mesh do nothing. The first creation connects a group of all these ranks. Ranks
+    create and call several Resharders of the same meshes in the same order.
 
     The sides have the same names and shapes, and any placements, also on slices of the meshes. A tensor that is not a
     DTensor is whole on each rank that has its name. Values of a state dict that are not tensors are not moved.
@@ -70,7 +74,9 @@ class Resharder:
 
     Raises:
         MembershipError: this rank is in neither mesh.
-        MismatchError: names, shapes or arguments differ between ranks. The message has each of them.
+        MethodError: a tensor is a shard of an expert as a plain tensor.
+        MismatchError: names, shapes or arguments differ between ranks. The message has each of them. Or
+            ``rename`` gives two tensors one name, or source and target share memory under different names.
         MissingRanksError: a rank did not come. The message has its status.
         ShapeError: a tensor is ``Partial``, or its local shard has another shape than its placements say.
         WorldError: the world is a fake one.
@@ -100,20 +106,36 @@ class Resharder:
             self._jobs = plan_jobs(self._link, tables, hosts, source_names)
             self._check_shapes()
             shards = self._shards()
-            staged = self._link.maximum([shards.staged_by(job) for job in self._jobs])
+            sizes = [shards.staged_by(job) for job in self._jobs]
+            # equal models have equal tables: the number tells their Resharders apart
+            *staged, last = self._link.maximum([*sizes, _created[self._link.name]])
+        _created[self._link.name] = last + 1
         self._buckets = fill_buckets(self._jobs, staged, buckets // 2)
-        self._digest = digest_of(repr((tables, hosts.hosts, buckets)))
+        self._digest = digest_of(repr((tables, hosts.hosts, buckets, last + 1)))
 
     def _source_names(self, source: Mapping[str, torch.Tensor]) -> dict[str, str]:
         """By name in the target, the name in the source."""
-        names = {renamed(self._rename, name): name for name in source}
-        return {name: old for name, old in names.items() if name is not None}
+        names: dict[str, str] = {}
+        for old in source:
+            name = renamed(self._rename, old)
+            if name in names:
+                raise MismatchError(
+                    f"{names[name]} and {old} of the source are both named {name} in the target, so one would be lost. "
+                    f"Nothing was moved.\n\n"
+                    f"  Resharder(..., rename={{{old!r}: None}})   # leaves {old} out; or give it a name of its own"
+                )
+            if name is not None:
+                names[name] = old
+        return names
 
     def _describe(self) -> tuple[dict[str, Entry], dict[str, Entry]]:
         """The entries of this rank's tensors, of the source and of the target."""
-        found = tensors_of(self._source)
-        source = {name: describe(found[old]) for name, old in self._source_names(found).items()}
-        return source, {name: describe(tensor) for name, tensor in tensors_of(self._target).items()}
+        found, target = tensors_of(self._source), tensors_of(self._target)
+        names = self._source_names(found)
+        locals_of = ({name: local_of(tensor) for name, tensor in side.items()} for side in (found, target))
+        check_memory(names, *locals_of)
+        source = {name: describe(found[old], old) for name, old in names.items()}
+        return source, {name: describe(tensor, name) for name, tensor in target.items()}
 
     def _table(self, described: tuple[dict[str, Entry], dict[str, Entry]]) -> str:
         return pack(*described, {"buckets": self._limit})
@@ -150,7 +172,10 @@ class Resharder:
         same = self._link.meet(digest_of(self._table(described)) if changed else self._digest)
         if changed or not same:
             whose = "on this rank they" if changed else "on other ranks they, or the order of the calls,"
-            raise MismatchError(f"the tensors are not those that were planned: {whose} differ. Create a new Resharder.")
+            raise MismatchError(
+                f"the tensors are not those that were planned: {whose} differ. Nothing was moved. Create a new "
+                "Resharder, and call the Resharders of the same meshes in the same order on all ranks."
+            )
         shards = self._shards()
         try:
             with self._link.explaining():
@@ -227,6 +252,7 @@ def reshard(
 
     Raises:
         MembershipError: this rank is in neither mesh.
+        MethodError: the tensor is a shard of an expert as a plain tensor.
         MismatchError: the ranks' arguments differ.
         MissingRanksError: a rank did not come, or was lost.
         ShapeError: a placement is ``Partial`` or does not fit the tensor.

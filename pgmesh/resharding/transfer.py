@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pgmesh.errors import MismatchError
 from pgmesh.resharding.link import Link
 from pgmesh.resharding.plan import RankPlan, Transfer
 from pgmesh.resharding.sharding import Region, indices_at, length, positions
@@ -102,6 +103,48 @@ class Shards:
         sides = ((each, side) for side in ("sends", "receives") for each in getattr(job.plan, side))
         elements: int = sum(each.stop - each.start for each, side in sides if self.view(job, each, side) is None)
         return elements * job.dtype.itemsize
+
+
+def check_memory(
+    names: Mapping[str, str], source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]
+) -> None:
+    """Check that source and target share no memory under different names: one would be read after it was overwritten.
+
+    Names of tied tensors are equal: each of them has the same memory in the source, and the same in the target.
+
+    Args:
+        names: by name in the target, the name in the source.
+        source: the local shards of the source by their names there.
+        target: those of the target by name.
+
+    Raises:
+        MismatchError: they share memory. The message has the names.
+    """
+    held = {name: _memory(source[old]) for name, old in names.items()}
+    wanted = {name: _memory(tensor) for name, tensor in target.items()}
+    by_storage: dict[int, list[tuple[str, int, int]]] = {}
+    for name, (storage, start, stop) in held.items():
+        by_storage.setdefault(storage, []).append((name, start, stop))
+    for name, (storage, start, stop) in wanted.items():
+        for other, first, last in by_storage.get(storage, ()):
+            if other == name or first >= stop or start >= last:
+                continue
+            if held.get(name) != held[other] or wanted.get(other) != wanted[name]:
+                raise MismatchError(
+                    f"{names[other]} of the source, which is {other} in the target, and {name} of the target share "
+                    "memory, which would be written before all of it was read. Nothing was moved.\n\n"
+                    "  source = {name: tensor.clone() for name, tensor in state.items()}   # or of state_dict()\n"
+                    "  Resharder(..., source=source, target=state)   # copy new values into the clones before each call"
+                )
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """The address of the storage, and those of the first byte of the tensor and of the end of its last element."""
+    start, storage = tensor.data_ptr(), tensor.untyped_storage().data_ptr()
+    if not tensor.numel():
+        return storage, start, start
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return storage, start, start + (last + 1) * tensor.itemsize
 
 
 def fill_buckets(jobs: Sequence[Job], staged: Sequence[int], limit: int) -> list[list[Job]]:

@@ -103,6 +103,27 @@ def test_a_rank_enters_the_next_world_as_the_last_rank_leaves_the_first(number: 
     assert enter_world(store, {first}) == enter_world(store, set()) == second
 
 
+@pytest.mark.parametrize("operation", ["compare_set", "add"])
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_rank_that_enters_while_all_others_leave_is_in_the_world_of_those_that_come_later(
+    operation: str, number: int
+):
+    """A rank is slow to enter. Meanwhile the other ranks, which are done, leave."""
+    store = dist.HashStore()
+    first = enter_world(store, set())
+    second = enter_world(Interrupted(store, operation, number, lambda: leave_world(store, first)), set())
+    assert enter_world(store, set()) == second
+
+
+def test_a_world_goes_on_if_a_rank_enters_as_the_last_one_leaves():
+    store, names = dist.HashStore(), list[str]()
+    first = enter_world(store, set())
+    leaving = Interrupted(store, "compare_set", 3, lambda: store.add(f"{world_name.WORLD_KEY}.{first}.entered", 1))
+    assert not leave_world(leaving, first)
+    names = [enter_world(store, set()) for _ in range(2)]
+    assert names == [first, first]
+
+
 def test_no_rank_sets_a_name_that_the_last_rank_to_leave_would_delete():
     store, names = dist.HashStore(), list[str]()
     asked, first = threading.Event(), enter_world(store, set())

@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from pgmesh import Layout, MismatchError, PgmeshError, ProcessGroupMesh, Resharder
+from pgmesh.errors import MethodError
+from pgmesh.parallel.ownership import mark_owned
 from pgmesh.resharding import transfer
 from tests.support.transfer_oracle import random_layout, random_placements, shard_of
 from tests.support.worlds import fresh_world, world
@@ -331,6 +333,52 @@ def test_what_does_not_match_is_listed_before_a_byte_moves():
         assert len(errors) == 4
 
 
+def refused(error: type[PgmeshError], source: Any, target: Any, **options: Any) -> str:
+    """The error of a Resharder of one rank."""
+    with pytest.raises(error) as caught:
+        Resharder(Layout(1), Layout(1), source=source, target=target, **options)
+    return str(caught.value)
+
+
+def two_names_become_one() -> str:
+    source, target = {"a": torch.ones(2), "b": torch.zeros(2)}, {"b": torch.zeros(2)}
+    return refused(MismatchError, source, target, rename={"a": "b"})
+
+
+def test_two_tensors_of_the_source_with_one_name_in_the_target_are_refused():
+    (text,) = world(1).run(two_names_become_one)
+    assert "a and b of the source are both named b in the target" in text
+
+
+def permuted_in_place() -> str:
+    state = {"e0": torch.zeros(3), "e1": torch.ones(3)}
+    swap = {"e0": "e1", "e1": "e0"}
+    text = refused(MismatchError, state, state, rename=swap)
+    source = {name: tensor.clone() for name, tensor in state.items()}  # as the error says
+    Resharder(Layout(1), Layout(1), source=source, target=state, rename=swap)()
+    assert (state["e0"].tolist(), state["e1"].tolist()) == ([1.0] * 3, [0.0] * 3)
+    return text
+
+
+def test_a_permutation_in_place_is_refused():
+    (text,) = world(1).run(permuted_in_place)
+    assert "share memory" in text
+
+
+def shards_of_experts() -> list[str]:
+    expert, whole = nn.Linear(2, 3), nn.Linear(2, 3)
+    mark_owned(expert.parameters(), "etp=2")
+    mark_owned(whole.parameters())  # as ExpertParallel marks whole experts
+    Resharder(Layout(1), Layout(1), source=whole, target=nn.Linear(2, 3))()
+    sides = (expert, whole), (whole, expert), ({"weight": expert.weight}, {"weight": torch.zeros(3, 2)})
+    return [refused(MethodError, *side) for side in sides]
+
+
+def test_shards_of_experts_as_plain_tensors_are_refused():
+    (texts,) = world(1).run(shards_of_experts)
+    assert all("weight is sharded along etp=2 as a plain tensor" in text for text in texts)
+
+
 # ---- faults ----
 
 
@@ -382,6 +430,24 @@ def test_ranks_that_call_different_resharders_are_told():
     for kind, text, after in world(4).run(another_is_called):
         assert (kind, after) == ("MismatchError", "")
         assert "the order of the calls" in text
+
+
+def equal_models_in_another_order() -> list[Any]:
+    """The source calls the Resharders of two equal models in one order, the target in the other; then both in one."""
+    rank = dist.get_rank()
+    tensors = [torch.full((2,), float(i) if rank < 2 else -1.0) for i in range(2)]
+    side = "source" if rank < 2 else "target"
+    sync = [Resharder(Layout(2), Layout(2, ranks=[2, 3]), **{side: {"x": tensor}}) for tensor in tensors]
+    errors = [outcome(sync[i if rank < 2 else 1 - i])[0] for i in range(2)]
+    before = [tensor.tolist() for tensor in tensors]
+    for each in sync:
+        each()
+    return [errors, before == [[-1.0] * 2] * 2 or rank < 2, [tensor.tolist() for tensor in tensors]]
+
+
+def test_resharders_of_equal_models_that_ranks_call_in_another_order_are_told():
+    expected = [["MismatchError"] * 2, True, [[0.0] * 2, [1.0] * 2]]
+    assert world(4).run(equal_models_in_another_order) == [expected] * 4
 
 
 class Generator(nn.Module):

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from pgmesh import MismatchError
 from pgmesh.resharding import ReshardPlan, transfer
 from tests.support.transfer_oracle import Case, random_case, shard_of
 
@@ -156,3 +157,24 @@ def test_each_mutation_is_seen(old, new):
         except Exception:  # an error is seen too
             return
     pytest.fail("150 random transfers did not show it")
+
+
+def test_memory_that_source_and_target_share_under_different_names_is_refused():
+    flat = torch.arange(12.0)
+    state = {"e0": flat[:4], "e1": flat[4:8], "e2": flat[8:]}
+    same = {name: name for name in state}
+    transfer.check_memory(same, state, state)
+    transfer.check_memory({"e0": "e1", "e1": "e0"}, state, {name: state[name].clone() for name in ("e0", "e1")})
+    with pytest.raises(MismatchError, match="e0 of the source, which is e1 in the target, and e0 of the target share"):
+        transfer.check_memory({"e1": "e0", "e0": "e1", "e2": "e2"}, state, state)
+    with pytest.raises(MismatchError, match="e2 of the source, which is e2 in the target, and e0 of the target share"):
+        transfer.check_memory(same, state, {"e0": flat[8:], "e2": torch.zeros(4)})
+
+
+def test_tied_tensors_may_be_moved_within_their_own_memory():
+    tied = {"embed": torch.ones(4), "norm": torch.ones(4)}
+    tied["head"] = tied["embed"]
+    names = {name: name for name in tied}
+    transfer.check_memory(names, tied, tied)
+    with pytest.raises(MismatchError, match="share memory"):
+        transfer.check_memory(names, tied, {**tied, "head": torch.ones(4)})
