@@ -595,9 +595,9 @@ class ProcessGroupMesh:
         """End every group of this mesh, its views and slices at once, without waiting for collectives.
 
         Blocked collectives raise, in other threads and on the other members, with an error that has the rank that
-        aborted the mesh and the reason. A member that is in no collective learns it in its next one. Other meshes are
-        not affected. Only collectives that block in Python get that error: asynchronous ones, FSDP and DDP get the
-        backend's own. On systems without /proc, blocked ranks wait until the timeout. Untested with NCCL.
+        aborted the mesh and the reason. Members that do not wait for this rank learn it at their next heartbeat. Other
+        meshes are not affected. Only collectives that block in Python get that error: asynchronous ones, FSDP and DDP
+        get the backend's own. On systems without /proc, blocked ranks wait until the timeout. Untested with NCCL.
 
         Args:
             why: the reason, for the messages.

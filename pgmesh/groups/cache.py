@@ -33,7 +33,7 @@ from pgmesh.groups.naming import GroupKey
 from pgmesh.groups.registry import current_registry, open_caches_by_name
 from pgmesh.groups.world import world_rank_and_size
 from pgmesh.options import GroupOptions
-from pgmesh.rendezvous.operations import CompareSet, Delete
+from pgmesh.rendezvous.operations import Add, CompareSet, Delete
 from pgmesh.rendezvous.polling_store import ASKED_FOR, PollingStore
 from pgmesh.rendezvous.protocol import ConnectAttempt
 from pgmesh.rendezvous.records import Decision, Fingerprint
@@ -425,7 +425,8 @@ class GroupCache:
             # First, so that a member whose connection ends finds the reason. The first rank to publish one wins.
             self.identity.register(self.registry, _ABORT_SECONDS, as_before=True)
             record = Decision("aborted", text).pack()
-            (first,) = self.run(CompareSet(self.identity.mismatch_key, record), seconds=_ABORT_SECONDS)
+            steps = CompareSet(self.identity.mismatch_key, record), Add(registry.ABORTS_KEY)
+            first, _ = self.run(*steps, seconds=_ABORT_SECONDS)
             text = Decision.unpack(self.identity.mismatch_key, first).text
         self.end_aborted(text)
 

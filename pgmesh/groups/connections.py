@@ -25,7 +25,7 @@ Endpoint = tuple[str, int]
 
 _DESCRIPTORS = "/proc/self/fd"
 
-_CLOSING_SECONDS = 2.0
+_CLOSING_SECONDS = 0.2
 """The wait until Gloo has closed its connections after they were shut down. It usually takes less than 1 ms."""
 
 

@@ -25,11 +25,15 @@ from pgmesh.errors import LifetimeError
 from pgmesh.groups import building, teardown
 from pgmesh.groups.watch import Watch
 from pgmesh.groups.world import store_address, world_options, world_rank_and_size, world_store
-from pgmesh.rendezvous.operations import Operation
+from pgmesh.rendezvous.operations import Operation, Read
+from pgmesh.rendezvous.records import Decision
 from pgmesh.rendezvous.statuses import RunningCollective
 from pgmesh.rendezvous.store_thread import StoreThread
 
 log = logging.getLogger("pgmesh")
+
+ABORTS_KEY = "pgmesh/aborts"
+"""Store key with the number of aborts of meshes in this world."""
 
 GROUPS_BEFORE_WARNING = 100
 """Number of groups above which a process logs a warning, once."""
@@ -49,6 +53,7 @@ class Registry:
         self.with_groups: set[Any] = set()  # caches that hold groups; kept alive
         self.forked = False  # this process is a forked child, and its parent is in the world
         self.watch: Watch | None = None  # started with the thread
+        self._aborts: bytes | None = None  # how many meshes ranks had aborted at the last heartbeat
         self.at_heartbeat: list[Callable[[Callable[[Operation], Any]], bool]] = []  # until they return False
         self._thread: StoreThread | None = None  # started by the first store operation
         self._warned = False  # about too many groups
@@ -72,7 +77,15 @@ class Registry:
             return self._thread
 
     def _find_running(self, perform: Callable[[Operation], Any]) -> tuple[RunningCollective, ...]:
-        """Look at the collectives of this process, and after lost ranks, at each heartbeat."""
+        """Look at the collectives of this process, after aborted meshes, and after lost ranks, at each heartbeat."""
+        aborts = perform(Read(ABORTS_KEY))
+        if aborts != self._aborts:
+            self._aborts = aborts
+            for cache in self.open_caches():
+                text = perform(Read(cache.identity.mismatch_key)) if cache.identity.registered else None
+                refusal = None if text is None else Decision.unpack(cache.identity.mismatch_key, text)
+                if refusal is not None and refusal.kind == "aborted":  # in another thread: this one sends heartbeats
+                    threading.Thread(target=cache.end_aborted, args=(refusal.text,), daemon=True).start()
         self.at_heartbeat[:] = [look for look in self.at_heartbeat if look(perform)]
         return self.watch.find_running(perform) if self.watch is not None else ()
 
