@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pgmesh._util.formatting import name_ranks
+from pgmesh._util.listeners import ANSWER_SECONDS
 from pgmesh.errors import MismatchError, MissingRanksError, WorldError
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Append, CompareSet, Read
@@ -303,9 +304,11 @@ class Agreement:
         lost = self.statuses.lost(ranks)
         for rank in ranks:
             status = self.statuses.get(rank)
+            # Once a host has not answered, the others are not asked: this rank waits until that one is lost anyway.
+            slow = self.client.now() - seconds >= ANSWER_SECONDS
             if self.statuses.text(rank) is None and seconds >= self.statuses.lost_after:
                 lost[rank] = f"rank {rank} has published no status in {seconds:.0f} s"
-            elif rank not in lost and status is not None and self.has_ended(status):
+            elif rank not in lost and status is not None and not slow and self.has_ended(status):
                 where = ":".join(map(str, status.endpoint))
                 lost[rank] = f"rank {rank} has ended: its listener at {where} refuses connections"
         return lost
