@@ -58,10 +58,11 @@ browser: $(VENV)/dev         ## Debian's Chromium, which tests measure figures w
 test-launchers: $(VENV)/dev  ## torchrun, srun, mpirun and mpiexec themselves, from Debian's packages; needs root
 	$(RUN) -m tests.launchers
 
-chaos: $(VENV)/dev           ## every fault at every moment, and the models of both protocols: ten minutes at most
-	$(RUN) -m tests.rendezvous.model --minutes 2
+chaos: $(VENV)/dev           ## every fault at every moment, ranks lost by a mesh, and the models of both protocols: about ten minutes
+	$(RUN) -m tests.rendezvous.model --minutes 1
 	$(RUN) -m tests.elastic.model --minutes 1
-	$(LOCAL) $(RUN) -m tests.faults.chaos --minutes 7
+	$(LOCAL) $(RUN) -m tests.elastic.chaos --kills 100
+	$(LOCAL) $(RUN) -m tests.faults.chaos --minutes 5
 
 bench: $(BENCH)/made         ## beside its peers, as ratios: under six minutes
 	$(QUIET) $(BENCH)/bin/python -m benchmarks $(ARGS)

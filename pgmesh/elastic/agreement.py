@@ -26,15 +26,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pgmesh._util.formatting import name_ranks
+from pgmesh._util.listeners import ANSWER_SECONDS
 from pgmesh.errors import MismatchError, MissingRanksError, WorldError
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Append, CompareSet, Read
 from pgmesh.rendezvous.protocol import Client, pauses
 from pgmesh.rendezvous.records import error_text, foreign_value, pack, unpack
 from pgmesh.rendezvous.statuses import RankStatus, Statuses
-
-_ASKING_SECONDS = 1.0
-"""The longest time for which one inspection asks listeners. A host that is gone does not answer for half a second."""
 
 
 @dataclass(frozen=True)
@@ -315,11 +313,11 @@ class Agreement:
         lost = self.statuses.lost(ranks)
         for rank in ranks:
             status = self.statuses.get(rank)
-            if self.client.now() > seconds + _ASKING_SECONDS:
-                break  # several hosts do not answer
+            # Once a host has not answered, the others are not asked: this rank waits until that one is lost anyway.
+            slow = self.client.now() - seconds >= ANSWER_SECONDS
             if self.statuses.text(rank) is None and seconds - self._asked_since >= self.statuses.lost_after:
                 lost[rank] = f"rank {rank} has published no status in {seconds:.0f} s"
-            elif rank not in lost and status is not None and self.has_ended(status):
+            elif rank not in lost and status is not None and not slow and self.has_ended(status):
                 where = ":".join(map(str, status.endpoint))
                 lost[rank] = f"rank {rank} has ended: its listener at {where} refuses connections"
         return lost

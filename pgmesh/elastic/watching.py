@@ -34,14 +34,20 @@ def abort_when_lost(cache: GroupCache, lost_after: float | None) -> None:
     thread.run(Read(status_key(cache.rank)), seconds=timing.TIMING.late_answer)
     if cache.rank not in ranks or len(ranks) == 1:
         return
-    next_rank = ranks[(ranks.index(cache.rank) + 1) % len(ranks)]
+    place = ranks.index(cache.rank)
+    next_rank, *others = [*ranks[place + 1 :], *ranks[:place]][: timing.LIMITS.statuses]
     reference = weakref.ref(cache)
 
     def look(perform: Callable[[Operation], Any]) -> bool:
         cache = reference()
         if cache is None or cache.ended is not None:
             return False
+        heard = statuses.heard.get(next_rank)
         statuses.read(lambda *reads: [perform(read) for read in reads], [next_rank])
+        if (
+            statuses.heard.get(next_rank) == heard
+        ):  # its whole host may be lost: ``shrink`` asks for the others' silence
+            statuses.read(lambda *reads: [perform(read) for read in reads], others)
         lost = statuses.lost([next_rank])
         if lost:  # in another thread: this one sends the heartbeats
             threading.Thread(target=cache.abort, args=(lost[next_rank],), name="pgmesh-abort", daemon=True).start()

@@ -1,18 +1,23 @@
-"""Ranks killed at random moments: `python -m tests.elastic.chaos [--kills N] [--seed S]`.
+"""Ranks killed at random moments: `python -m tests.elastic.chaos [--kills N] [--seed S] [--hosts]`.
 
 Eight real processes train on a mesh of dp=3, tp=2 with two spares. Ranks are killed, stopped or ended at random
 moments: of a step, and of the shrink that another fault has caused. After each fault the survivors agree on one mesh,
 and every sum is right. A stopped rank goes on afterwards, and is told that it was taken for lost. When too few
 ranks are left, all survivors say so, and the next world begins.
+
+Then the link between two hosts is cut in the middle of a step (`--hosts`: this part alone, which takes root). The side
+with the store goes on, and takes a rank of the other side in once the link is mended.
 """
 
 from __future__ import annotations
 
 import argparse
 import faulthandler
+import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -20,19 +25,24 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from pgmesh import MembershipError, MissingRanksError, ProcessGroupMesh
+from pgmesh import MembershipError, MissingRanksError, PgmeshError, ProcessGroupMesh, launch
 from pgmesh.launch import StoreProcess
-from tests.support.faults import H, beat_fast, set_flag
+from tests.support.faults import H, attempt, beat_fast, set_flag, wait_for_flag
+from tests.support.hosts import ADDRESSES, STORE_PORT, NoHostsError, on_host, set_link, two_hosts
 from tests.support.worlds import fresh_world
 
 RANKS, MEMBERS, DEADLINE = 8, 6, 30.0
 AXES = (("tp",), ("dp",), ("dp", "tp"))
 DEADLY = (signal.SIGKILL, signal.SIGTERM)
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP)
+
+NEAR, FAR = (0, 1, 2), (3, 4, 5)  # the ranks on the host of the store, and those on the other one
+PATIENCE = H + 2.0  # seconds: the timeout of a collective on two hosts, and of shrink on the far one
 
 
 def live(folder: Path) -> list[str]:
@@ -215,15 +225,171 @@ def one_world(chance: random.Random, faults: int) -> tuple[Counter[str], list[fl
     return driver.done, driver.times, problems
 
 
+# ---- two hosts ----
+
+
+def live_on_a_host(folder: Path) -> None:
+    """One of six ranks on two hosts: take steps until the link is cut, and go on when it is mended."""
+    beat_fast()
+    faulthandler.register(signal.SIGUSR1)
+    launch.join("gloo", timeout=DEADLINE)
+    mesh = ProcessGroupMesh(dp=2, tp=3, name="train")
+    mesh.abort_when_lost()
+    step(mesh, folder, 1)
+    mesh.set_timeout(timeout=PATIENCE)
+    set_flag(folder, f"ready {mesh.rank}")
+    step_until_fault(mesh, folder, 1)
+    if mesh.rank in NEAR:
+        mesh = mesh.shrink("dp", timeout=DEADLINE)
+        step(mesh, folder, 2)
+        tell(folder, f"cut {mesh.rank}", repr(mesh), str(mesh.shrunk))
+        step_until_fault(mesh, folder, 2)
+        mesh = mesh.shrink(spares=FAR, timeout=DEADLINE)
+    else:
+        failed = attempt(lambda: mesh.shrink("dp", timeout=PATIENCE))
+        tell(folder, f"cut {mesh.rank}", failed.kind, failed.text)
+        wait_for_flag(folder, "mended")
+        set_flag(folder, f"stands by {mesh.rank}")
+        mesh = mesh.stand_by(timeout=DEADLINE)
+    if mesh.rank in mesh:
+        step(mesh, folder, 3)
+    tell(folder, f"mended {mesh.rank}", list(mesh), str(mesh.shrunk))
+    time.sleep(DEADLINE)  # it is killed meanwhile
+
+
+def step_until_fault(mesh: ProcessGroupMesh, folder: Path, generation: int) -> None:
+    """Take steps until a collective fails."""
+    end = time.monotonic() + DEADLINE
+    while time.monotonic() < end:
+        try:
+            step(mesh, folder, generation)
+        except (RuntimeError, PgmeshError) as error:
+            print(f"rank {mesh.rank}, generation {generation}: {error}", flush=True)
+            return
+    raise AssertionError(f"no fault in {DEADLINE:g} s")
+
+
+def tell(folder: Path, name: str, *values: object) -> None:
+    """Write values and the time to a file, at once."""
+    (folder / f"{name}.part").write_text(json.dumps([time.monotonic(), *values]))
+    (folder / f"{name}.part").rename(folder / name)
+
+
+def run_hosts(chance: random.Random) -> bool:
+    """Cut and mend the link at either end. True if a promise was broken."""
+    broken = False
+    for cut_end in (0, 1):
+        try:
+            with two_hosts() as hosts, tempfile.TemporaryDirectory() as name:
+                print(f"two hosts, cut at host {'ab'[cut_end]}", flush=True)
+                problem = run_on_hosts(hosts, hosts[cut_end], Path(name), chance)
+        except NoHostsError as error:
+            print(f"two hosts: skipped, {error}")
+            return False
+        if problem:
+            print(f"two hosts, broken: {problem}", flush=True)
+            broken = True
+    return broken
+
+
+def run_on_hosts(hosts: tuple[str, str], cut_end: str, folder: Path, chance: random.Random) -> str:
+    """Start a store and six ranks on two hosts, and cut the link. Returns the broken promise; "" if there is none."""
+    serve = f"from pgmesh.launch import StoreProcess; store = StoreProcess({STORE_PORT}); input()"
+    store = subprocess.Popen(on_host(hosts[0], sys.executable, "-c", serve), stdin=subprocess.PIPE)
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in (*NEAR, *FAR):
+            host = hosts[rank // len(NEAR)]
+            env = {**os.environ, "GLOO_SOCKET_IFNAME": host, "OMP_NUM_THREADS": "1"}
+            env |= {"RANK": f"{rank}", "WORLD_SIZE": "6", "LOCAL_RANK": f"{rank % 3}", "LOCAL_WORLD_SIZE": "3"}
+            env |= {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": f"{STORE_PORT}", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+            command = on_host(host, sys.executable, "-m", "tests.elastic.chaos", "--worker", str(folder))
+            with (folder / f"log {rank}").open("wb") as log:
+                ranks.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
+        cut_and_mend(cut_end, folder, ranks, chance)
+    except AssertionError as error:
+        for process in ranks:
+            if process.poll() is None:
+                process.send_signal(signal.SIGUSR1)
+        time.sleep(1.0)
+        logs = [f"{path.name}:\n{path.read_text(errors='replace')[-2000:]}" for path in sorted(folder.glob("log *"))]
+        return "\n".join([str(error), *logs])
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait(5.0)
+        store.kill()
+        store.wait(5.0)
+    return ""
+
+
+def cut_and_mend(cut_end: str, folder: Path, ranks: Sequence[subprocess.Popen[bytes]], chance: random.Random) -> None:
+    """Cut the link, check both sides, mend it, kill a rank near the store, and check that a far rank comes in."""
+    await_all(folder, [f"ready {rank}" for rank in (*NEAR, *FAR)], 2 * DEADLINE)
+    time.sleep(chance.uniform(0.0, 0.5))
+    cut = time.monotonic()
+    set_link(cut_end, "down")
+    near = await_all(folder, [f"cut {rank}" for rank in NEAR], DEADLINE)
+    for end, mesh, shrunk in near:
+        assert mesh == "ProcessGroupMesh(dp=1, tp=3, ranks=range(3), name='train')", mesh
+        for rank in FAR:
+            assert f"lost: rank {rank} has sent no heartbeat for" in shrunk, f"rank {rank} is not silent in {shrunk}"
+        assert end - cut < H + 3.0, f"{end - cut:.2f} s from the cut to a step on the side of the store"
+    print(f"  the side of the store: a step after {max(end for end, *_ in near) - cut:.2f} s\n{near[0][2]}")
+    far = await_all(folder, [f"cut {rank}" for rank in FAR], DEADLINE)
+    for end, kind, text in far:
+        assert kind == "WorldError", f"on the other side: {kind or 'a mesh'} {text}"
+        assert end - cut < 2 * PATIENCE + 2.0, f"{end - cut:.2f} s from the cut to the error of shrink"
+    print(f"  the other side: {far[0][1]} after {max(end for end, *_ in far) - cut:.2f} s: {far[0][2]}")
+    set_link(cut_end, "up")
+    mended = time.monotonic()
+    set_flag(folder, "mended")
+    await_all(folder, [f"stands by {rank}" for rank in FAR], DEADLINE)
+    victim = chance.choice(NEAR)
+    ranks[victim].kill()
+    after = await_all(folder, [f"mended {rank}" for rank in NEAR if rank != victim], DEADLINE)
+    members, shrunk = after[0][1:]
+    came = [rank for rank in members if rank in FAR]
+    assert len(came) == 1, f"{came} came in the place of rank {victim}: {shrunk}"
+    assert members == [*NEAR[:victim], *came, *NEAR[victim + 1 :]], f"rank {victim} was killed: {members} {shrunk}"
+    # The other far ranks may have stood by too late for this shrink, and wait for the next one.
+    after += await_all(folder, [f"mended {came[0]}"], DEADLINE)
+    assert all(each[1] == members for each in after), f"the ranks do not have the same mesh: {after}"
+    print(f"  mended: a step after {max(end for end, *_ in after) - mended:.2f} s\n{shrunk}", flush=True)
+    wrong = [path.read_text() for path in folder.glob("wrong *")]
+    assert not wrong, f"wrong sums: {wrong}"
+
+
+def await_all(folder: Path, names: Sequence[str], seconds: float) -> list[list[Any]]:
+    """Wait for what ranks tell, and return it; for a flag, nothing."""
+    end = time.monotonic() + seconds
+    while missing := [name for name in names if not (folder / name).exists()]:
+        assert time.monotonic() < end, f"not in {seconds:g} s: {missing}"
+        time.sleep(0.005)
+    return [json.loads((folder / name).read_text() or "[]") for name in names]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.elastic.chaos", description="Kill ranks at random moments.")
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hosts", action="store_true", help="cut the link between two hosts, and nothing else")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
-    print(f"seed {given.seed}, {given.kills} faults, H is {H:g} s", flush=True)
-    chance, done, times, broken = random.Random(given.seed), Counter[str](), list[float](), 0
+    if given.worker is not None:
+        live_on_a_host(given.worker)
+        return 0
+    chance = random.Random(given.seed)
+    print(f"seed {given.seed}, H is {H:g} s", flush=True)
+    broken = False if given.hosts else run_kills(given.kills, chance)
+    return int(run_hosts(chance) or broken)
+
+
+def run_kills(kills: int, chance: random.Random) -> bool:
+    """Worlds until so many signals were sent. True if a promise was broken."""
+    done, times, broken = Counter[str](), list[float](), 0
     worlds = 0
-    while done.total() < given.kills:
+    while done.total() < kills:
         seed = chance.randrange(10**6)
         counts, more, problems = one_world(random.Random(seed), 5)
         worlds, done, times = worlds + 1, done + counts, times + more
@@ -235,7 +401,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if times:
         print(f"to the next step: median {times[len(times) // 2]:.2f} s, longest {times[-1]:.2f} s")
     print(f"worlds with a broken promise: {broken}")
-    return int(broken > 0)
+    return broken > 0
 
 
 if __name__ == "__main__":

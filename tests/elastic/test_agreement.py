@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pgmesh._util.listeners import ANSWER_SECONDS
 from pgmesh.elastic.agreement import Agreement, Arrival, Outcome, Request
 from pgmesh.elastic.successor import successor
 from pgmesh.errors import MismatchError, MissingRanksError, WorldError
@@ -358,6 +359,20 @@ def test_spares_take_the_places_of_lost_ranks_in_their_order():
     outcome = one.agree()
     assert outcome.replaced == {1: 6, 2: 4}
     assert outcome.processes == ("process 6", "process 4")
+
+
+def test_after_one_host_without_an_answer_no_other_is_asked():
+    rank = Rank(size=4, values=status(1) | status(2) | status(3))
+    asked = []
+
+    def has_ended(status: RankStatus) -> bool:
+        asked.append(status.rank)
+        rank.client.clock += ANSWER_SECONDS + 0.01
+        return False
+
+    rank.agreement.has_ended = has_ended
+    assert {*rank.agree().lost} == {1, 2, 3}
+    assert {*asked} == {1}
 
 
 def test_a_spare_that_lives_is_waited_for_and_one_that_has_ended_is_not():

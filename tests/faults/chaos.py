@@ -19,7 +19,6 @@ import logging
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -59,6 +58,7 @@ from tests.support.faults import (
     wait_until,
     wait_until_waiting,
 )
+from tests.support.hosts import ADDRESSES, STORE_PORT, NoHostsError, on_host, set_link, two_hosts
 from tests.support.resource_counts import count_resources, resident_kib
 from tests.support.worlds import check_sums, fresh_world, groups_of
 
@@ -578,74 +578,54 @@ def be_a_worker(folder: Path) -> None:
     wait_for_flag(folder, "over")
 
 
-def ip(*words: str, check: bool = True) -> None:
-    subprocess.run(["ip", *words], check=check, capture_output=True, timeout=10.0)
-
-
 def run_hosts(tally: Tally) -> None:
-    """Two network namespaces are two hosts to everything above; a veth pair is the link between them."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        print("two hosts: skipped, this takes root and iproute2")
-        return None
-    word = f"pg{os.getpid() % 100000}"
-    a, b = f"{word}a", f"{word}b"
+    """Two hosts with two ranks each, and the link between them is cut and mended."""
+    try:
+        with two_hosts() as (a, b), tempfile.TemporaryDirectory() as name:
+            _run_hosts(a, b, Path(name), tally)
+    except NoHostsError as error:
+        print(f"two hosts: skipped, {error}")
+
+
+def _run_hosts(a: str, b: str, folder: Path, tally: Tally) -> None:
     agents: list[subprocess.Popen[bytes]] = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        try:
-            for host in (a, b):
-                ip("netns", "add", host)
-                ip("-n", host, "link", "set", "lo", "up")
-            ip("link", "add", a, "netns", a, "type", "veth", "peer", "name", b, "netns", b)
-            for i, host in enumerate((a, b), 1):
-                ip("-n", host, "addr", "add", f"10.77.0.{i}/24", "dev", host)
-                ip("-n", host, "link", "set", host, "up")
-        except (subprocess.SubprocessError, OSError) as error:
-            print(f"two hosts: skipped, namespaces cannot be made here: {error}")
-            return _end_hosts(a, b)
-        try:
-            for i, host in enumerate((a, b)):
-                command = ["ip", "netns", "exec", host, sys.executable, "-m", "torch.distributed.run"]
-                command += ["--nnodes", "2", "--nproc-per-node", "2", "--node-rank", f"{i}"]
-                command += ["--master-addr", "10.77.0.1", "--master-port", "29577"]
-                command += ["--module", "tests.faults.chaos", "--worker", name]
-                env = {**os.environ, "GLOO_SOCKET_IFNAME": host, "OMP_NUM_THREADS": "1"}
-                log = (folder / f"log {i}").open("wb")
-                agents.append(subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True))
-            _cut_and_mend(a, folder, tally)
-        except AssertionError as error:
-            logs = "".join(path.read_text(errors="replace")[-800:] for path in sorted(folder.glob("log *")))
-            tally.breaks(f"two hosts: {error}\n{logs}")
-        finally:
-            set_flag(folder, "over")
-            for agent in agents:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    agent.wait(10.0)
-                agent.terminate()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    agent.wait(5.0)
-                agent.kill()
-            for path in folder.glob("pid *"):
-                with contextlib.suppress(OSError):  # a worker that its agent left behind
-                    if b"tests.faults.chaos" in Path(f"/proc/{path.read_text()}/cmdline").read_bytes():
-                        os.kill(int(path.read_text()), signal.SIGKILL)
-            _end_hosts(a, b)
-
-
-def _end_hosts(a: str, b: str) -> None:
-    for host in (a, b):
-        ip("netns", "del", host, check=False)
+    try:
+        for i, host in enumerate((a, b)):
+            command = on_host(host, sys.executable, "-m", "torch.distributed.run")
+            command += ["--nnodes", "2", "--nproc-per-node", "2", "--node-rank", f"{i}"]
+            command += ["--master-addr", ADDRESSES[0], "--master-port", f"{STORE_PORT}"]
+            command += ["--module", "tests.faults.chaos", "--worker", str(folder)]
+            env = {**os.environ, "GLOO_SOCKET_IFNAME": host, "OMP_NUM_THREADS": "1"}
+            log = (folder / f"log {i}").open("wb")
+            agents.append(subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True))
+        _cut_and_mend(a, folder, tally)
+    except AssertionError as error:
+        logs = "".join(path.read_text(errors="replace")[-800:] for path in sorted(folder.glob("log *")))
+        tally.breaks(f"two hosts: {error}\n{logs}")
+    finally:
+        set_flag(folder, "over")
+        for agent in agents:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                agent.wait(10.0)
+            agent.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                agent.wait(5.0)
+            agent.kill()
+        for path in folder.glob("pid *"):
+            with contextlib.suppress(OSError):  # a worker that its agent left behind
+                if b"tests.faults.chaos" in Path(f"/proc/{path.read_text()}/cmdline").read_bytes():
+                    os.kill(int(path.read_text()), signal.SIGKILL)
 
 
 def _cut_and_mend(a: str, folder: Path, tally: Tally) -> None:
     for rank in range(4):
         wait_for_flag(folder, f"ready {rank}")
-    ip("-n", a, "link", "set", a, "down")
+    set_link(a, "down")
     cut = time.monotonic()
     set_flag(folder, "cut")
     for rank in range(4):
         wait_for_flag(folder, f"done {rank}")
-    ip("-n", a, "link", "set", a, "up")
+    set_link(a, "up")
     set_flag(folder, "mended")
     for rank in range(4):
         wait_for_flag(folder, f"told {rank}")
