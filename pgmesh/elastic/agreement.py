@@ -9,10 +9,10 @@ A mesh is replaced once. Until then its ranks may try several times. Each attemp
     <mesh>/shrink/<number>/decision   the outcome, the same for all ranks. The first rank to write it decides
 
 Attempts are numbered from 0. In one batch a rank reads the decision of an attempt and arrives at it. If that attempt
-has failed already, the rank goes on to the next one; if it has succeeded, the mesh was replaced without this rank. The
-first rank that finds each member either arrived or lost decides on the new mesh; a rank whose deadline passes decides
-that the attempt failed. There is no fixed window: a member that lives is waited for, and one whose process has ended is
-not.
+has failed already, the rank goes on to the next one, or raises the error if the arguments differed. If it has
+succeeded, the mesh was replaced without this rank. The first rank that finds each member either arrived or lost decides
+on the new mesh. A rank whose deadline passes decides that the attempt failed. There is no fixed window: a member that
+lives is waited for, and one whose process has ended is not.
 
 The decision stays in the store as long as the world, for ranks that were taken for lost and come back.
 """
@@ -227,6 +227,8 @@ class Agreement:
             if not earlier.failed:
                 self.came_late = True
                 return earlier
+            if earlier.error == "mismatch" and self.arrival.request is not None:
+                return earlier  # this rank may be the one whose arguments differ
             if earlier.error != "left":
                 self.warn(f"an earlier attempt failed before {self._who} arrived: {earlier.failed}")
             self.number += 1

@@ -112,6 +112,7 @@ class _Call:
                 outcome = agreement.agree()
             finally:
                 cache.shrink_attempts[identity.key] = agreement.number  # a retry begins there
+            cache.shrink_attempts[identity.key] += bool(outcome.failed)
             outcome.check()
             before, layout = layout, successor(layout, outcome.lost, outcome.replaced, outcome.axis)
             identity = identity.successor(layout)

@@ -45,7 +45,11 @@ def explain(group: Any, error: BaseException) -> None:
             if refusal.kind == "aborted":
                 record.on_abort(refusal.text)
             raise refusal.error() or error from error
-        if text := "\n".join(filter(None, (describe_dead(record), _recent_finding(record)))):
+        dead = describe_dead(record)
+        if not dead:  # the system may close the connections of a killed process before its listener
+            time.sleep(0.05)
+            dead = describe_dead(record)
+        if text := "\n".join(filter(None, (dead, _recent_finding(record)))):
             raise MissingRanksError(text) from error
 
 

@@ -31,7 +31,7 @@ def unpack(text: bytes | str, /, **kinds: Any) -> dict[str, Any] | None:
         kinds: the type of each required field.
 
     >>> unpack(pack(rank=3), rank=int), unpack(pack(rank="3"), rank=int), unpack("import os")
-    ({'rank': 3, 'v': 2}, None, None)
+    ({'rank': 3, 'v': 3}, None, None)
     """
     if len(text) > timing.LIMITS.record_chars:
         return None
