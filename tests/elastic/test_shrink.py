@@ -114,7 +114,8 @@ def test_the_survivors_of_a_killed_rank_go_on_within_a_second(tmp_path: Path):
     assert len(seen) == 3
     for failed, change, mesh, end in seen:
         print(failed, change, mesh, end - killed[0])
-        assert failed.kind in ("MissingRanksError", "LifetimeError")
+        # Gloo's own words, if its connection ended before the listener of the killed process did.
+        assert failed.kind in ("MissingRanksError", "LifetimeError") or "Connection" in failed.text
         assert mesh == "ProcessGroupMesh(dp=1, tp=2, ranks=range(2), name='train')"
         assert change.startswith("mesh 'train': 4 ranks, and now 2, in ")
         assert "\n  lost: rank 3 has ended: its listener at 127.0.0.1:" in change
