@@ -14,10 +14,11 @@ from pgmesh.elastic.successor import successor
 from pgmesh.elastic.watching import abort_when_lost
 from pgmesh.errors import LifetimeError, MembershipError, MissingRanksError
 from pgmesh.groups.cache import GroupCache
+from pgmesh.groups.registry import publish_abort
 from pgmesh.layout import Layout
 from pgmesh.rendezvous.client import CallClient
-from pgmesh.rendezvous.operations import CompareSet, Delete
-from pgmesh.rendezvous.records import Decision, error_text
+from pgmesh.rendezvous.operations import Delete
+from pgmesh.rendezvous.records import error_text
 from pgmesh.rendezvous.statuses import RankStatus
 from pgmesh.rendezvous.store_thread import process_label
 
@@ -119,7 +120,7 @@ class _Call:
             if request is None and agreement.came_late and process_label() not in outcome.processes:
                 if cache.rank in layout:  # its former process ended later: the others need not wait for that one
                     text = f"{cache.label} was aborted by rank {cache.rank}, which is a new process and stands by"
-                    self.client.run(CompareSet(identity.mismatch_key, Decision("aborted", text).pack()))
+                    publish_abort(self.client.run, identity.mismatch_key, text)
                 continue  # it was replaced before this rank stood by
             self.client.run(Delete((agreement.arrivals_key,)))
             cache.forget_store()

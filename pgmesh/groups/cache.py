@@ -7,6 +7,7 @@ Views and slices of a mesh share one ``GroupCache``. Creating a group communicat
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import threading
@@ -33,10 +34,10 @@ from pgmesh.groups.naming import GroupKey
 from pgmesh.groups.registry import current_registry, open_caches_by_name
 from pgmesh.groups.world import world_rank_and_size
 from pgmesh.options import GroupOptions
-from pgmesh.rendezvous.operations import Add, CompareSet, Delete
+from pgmesh.rendezvous.operations import Delete
 from pgmesh.rendezvous.polling_store import ASKED_FOR, PollingStore
 from pgmesh.rendezvous.protocol import ConnectAttempt
-from pgmesh.rendezvous.records import Decision, Fingerprint
+from pgmesh.rendezvous.records import Fingerprint
 from pgmesh.rendezvous.statuses import Statuses
 
 if TYPE_CHECKING:
@@ -424,10 +425,8 @@ class GroupCache:
         with contextlib.suppress(PgmeshError):
             # First, so that a member whose connection ends finds the reason. The first rank to publish one wins.
             self.identity.register(self.registry, _ABORT_SECONDS, as_before=True)
-            record = Decision("aborted", text).pack()
-            steps = CompareSet(self.identity.mismatch_key, record), Add(registry.ABORTS_KEY)
-            first, _ = self.run(*steps, seconds=_ABORT_SECONDS)
-            text = Decision.unpack(self.identity.mismatch_key, first).text
+            run = functools.partial(self.run, seconds=_ABORT_SECONDS)
+            text = registry.publish_abort(run, self.identity.mismatch_key, text)
         self.end_aborted(text)
 
     def end_aborted(self, text: str) -> None:

@@ -25,7 +25,7 @@ from pgmesh.errors import LifetimeError
 from pgmesh.groups import building, teardown
 from pgmesh.groups.watch import Watch
 from pgmesh.groups.world import store_address, world_options, world_rank_and_size, world_store
-from pgmesh.rendezvous.operations import Operation, Read
+from pgmesh.rendezvous.operations import Add, CompareSet, Operation, Read
 from pgmesh.rendezvous.records import Decision
 from pgmesh.rendezvous.statuses import RunningCollective
 from pgmesh.rendezvous.store_thread import StoreThread
@@ -40,6 +40,21 @@ GROUPS_BEFORE_WARNING = 100
 
 _LOG_DEAD_SECONDS = 1.0
 """Seconds after which the process, when it exits with an error, looks at no further group for members that ended."""
+
+
+def publish_abort(run: Callable[..., list[Any]], key: str, text: str) -> str:
+    """Publish that a mesh is aborted. All ranks of the world look for it at their next heartbeat.
+
+    Args:
+        run: performs operations on the store.
+        key: store key under which the ranks of the mesh find it.
+        text: the error message.
+
+    Returns:
+        The text of the rank that was first.
+    """
+    first, _ = run(CompareSet(key, Decision("aborted", text).pack()), Add(ABORTS_KEY))
+    return Decision.unpack(key, first).text
 
 
 class Registry:

@@ -79,9 +79,6 @@ class Watch:
         if record.gloo is None:
             return lost, {}
         record.gloo.look_for_refusal(perform)
-        if record.gloo.refusal is not None and record.gloo.refusal.kind == "aborted":
-            # In another thread, since it uses the store, and this one sends the heartbeats.
-            threading.Thread(target=record.on_abort, args=(record.gloo.refusal.text,), daemon=True).start()
         unseen = record.gloo.unseen_addresses()
         absent = [rank for rank, key in unseen.items() if perform(Read(key)) is None]
         return lost, {rank: self._statuses.describe(rank) if self._statuses.get(rank) else "" for rank in absent}
