@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from pgmesh._util import missing_attributes
+from pgmesh._util.call_sites import call_site
 from pgmesh._util.formatting import Text, format_call, format_ranks, other_arguments
 from pgmesh._util.validation import Sizes, fill_sizes, fill_sizes_for, parse_ranks, parse_sizes, whole_number
 from pgmesh.drawing import plain_text
@@ -606,7 +607,7 @@ class ProcessGroupMesh:
             LifetimeError: this is a view or a slice.
         """
         self._check_root()
-        self._group_cache.abort(why)
+        self._group_cache.abort(why, call_site())
 
     def abort_when_lost(self, lost_after: Timeout | None = None) -> None:
         """Abort the mesh as soon as a rank is lost: it has left the world, or has sent no heartbeat for a while.

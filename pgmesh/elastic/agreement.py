@@ -317,8 +317,9 @@ class Agreement:
             status = self.statuses.get(rank)
             # Once a host has not answered, the others are not asked: this rank waits until that one is lost anyway.
             slow = self.client.now() - seconds >= ANSWER_SECONDS
-            if self.statuses.text(rank) is None and seconds - self._asked_since >= self.statuses.lost_after:
-                lost[rank] = f"rank {rank} has published no status in {seconds:.0f} s"
+            without_status = seconds - self._asked_since
+            if self.statuses.text(rank) is None and without_status >= self.statuses.lost_after:
+                lost[rank] = f"rank {rank} has published no status in {without_status:.0f} s"
             elif rank not in lost and status is not None and not slow and self.has_ended(status):
                 where = ":".join(map(str, status.endpoint))
                 lost[rank] = f"rank {rank} has ended: its listener at {where} refuses connections"

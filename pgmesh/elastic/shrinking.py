@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from dataclasses import dataclass
 
+from pgmesh._util.call_sites import call_site
 from pgmesh._util.formatting import name_ranks
 from pgmesh._util.listeners import Listener, is_loopback, refuses
 from pgmesh.elastic.agreement import Agreement, Arrival, Outcome, Request
@@ -76,7 +76,7 @@ def shrink(cache: GroupCache, request: Request, seconds: float) -> GroupCache:
     error = sys.exc_info()[1]  # which the caller handles
     after = "" if error is None else f" after {error_text(error).splitlines()[0].rstrip(':')}"
     if cache.rank in cache.layout:  # a spare may call before anything went wrong
-        cache.abort(f"it called {request}{after}")
+        cache.abort(f"it called {request}{after}", call_site())
     return _Call(cache, seconds).replace(request)
 
 
@@ -106,7 +106,7 @@ class _Call:
         cache.identity.register(cache.registry, self.client.timeout(), as_before=True)
         if cache.identity.taken_over:
             request = None  # a new process in the place of a lost one stands by
-        start, layout, identity = time.monotonic(), cache.layout, cache.identity
+        layout, identity = cache.layout, cache.identity
         while True:
             agreement = self._agreement(identity.key, layout, request)
             try:
@@ -134,7 +134,7 @@ class _Call:
                 layout.ranks(),
                 outcome.lost,
                 outcome.replaced,
-                time.monotonic() - start,
+                self.client.now(),
             )
             if cache.aborts_when_lost:
                 abort_when_lost(after, cache.abort_after)

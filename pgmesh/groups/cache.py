@@ -236,9 +236,8 @@ class GroupCache:
             subject = f"{label} of {self.label}" + f"{ASKED_FOR}{asked_for})" * bool(asked)
             fingerprint = Fingerprint(self.rank, options.given, subject, hint)
             stores = {each: self._polling_store(path, unique, fingerprint, key, each) for each in backends.names}
-        group = building.build(
-            self.identity.group_name(unique), ranks, self.rank, options, self.registry.store, stores, description
-        )
+        name = self.identity.group_name(unique)
+        group = building.build(name, ranks, self.rank, options, self.registry.store, stores, description)
         stores = {} if fingerprint is None else stores
         record = building.GroupRecord(
             group, label, self.label, call_site(), path, stores, ranks=ranks, fingerprint=fingerprint
@@ -265,13 +264,9 @@ class GroupCache:
         self, path: str, unique: str, fingerprint: Fingerprint, key: GroupKey, backend: str
     ) -> PollingStore:
         seconds = (key.options.timeout or timedelta()).total_seconds()
-
-        def store_key() -> str:
-            return f"{self.store_key(unique, seconds)}/use"
-
         return PollingStore(
             self.run,
-            store_key,
+            lambda: f"{self.store_key(unique, seconds)}/use",
             fingerprint,
             key.ranks,
             key.options.timeout or timedelta(),
@@ -407,21 +402,24 @@ class GroupCache:
             self._destroy(list(self._records), self.ended, at_exit=at_exit)
             if not at_exit:
                 self._leave_attempts(list(self.attempts))  # those of groups that were never created too
-                if self.identity.key:
-                    self._delete([self.identity.key, f"{self.identity.key}/fingerprints"])
+                self._delete(self.identity.store_keys())
             with registry.registering:
                 self.registry.with_groups.discard(self)
         finally:
             self.lock.release()
 
-    def abort(self, why: str) -> None:
+    def abort(self, why: str, where: str = "") -> None:
         """Destroy all groups without waiting for their collectives, and publish why.
 
-        Blocked collectives raise, here and on the other members. It waits for the store for half a second at most.
+        Blocked collectives raise, here and on the other members.
+
+        Args:
+            why: the reason, for messages.
+            where: the line of code that called; "" for a background thread.
         """
         if self.ended is not None:
             return
-        text = f"{self.label} was aborted by rank {self.rank} at {call_site()}: {why}"
+        text = f"{self.label} was aborted by rank {self.rank}{f' at {where}' * bool(where)}: {why}"
         with contextlib.suppress(PgmeshError):
             # First, so that a member whose connection ends finds the reason. The first rank to publish one wins.
             self.identity.register(self.registry, _ABORT_SECONDS, as_before=True)
@@ -458,7 +456,7 @@ class GroupCache:
         """Delete what an aborted mesh has left in the store. It was replaced, so no rank reads that any more."""
         attempts, self.attempts = self.attempts, {}
         keys = [key for attempt in attempts.values() for key in attempt.store_keys()]
-        self._delete([*keys, self.identity.key, f"{self.identity.key}/fingerprints"])
+        self._delete([*keys, *self.identity.store_keys()])
 
     def _destroy(
         self,

@@ -112,6 +112,10 @@ class MeshIdentity:
         """Store key under which a rank publishes a mismatch of the mesh."""
         return f"{self.key}/mismatch"
 
+    def store_keys(self) -> list[str]:
+        """The keys of the mesh in the store; none before its ranks have agreed on an epoch."""
+        return [self.key, f"{self.key}/fingerprints"] if self.key else []
+
     def register(self, registry: Registry, seconds: float, *, as_before: bool = False) -> None:
         """Publish the fingerprint of the mesh in the store, and compare it with the first one; once per rank.
 
