@@ -385,7 +385,8 @@ class ProcessGroupMesh:
     def set_timeout(self, *axes: Axis, timeout: Timeout | None = None) -> None:
         """Change the timeout of existing groups on this rank, from the next collective on.
 
-        The group object stays the same. Every member calls it. Use ``configure`` before a group is created.
+        The group object stays the same. Every member calls it. Use ``configure`` before a group is created. With Gloo,
+        ``send`` and ``recv`` keep the timeout that the group was created with.
 
         Args:
             axes: change every group along these axes, those with tags or other backends included. Without axes, change

@@ -370,7 +370,8 @@ with launch.join("gloo") as world:
 sys.stdout.write(f"rank {world.rank} of {world.size} sums to {int(mask)}, {kept}, {dist.is_initialized()}\\n")
 try:
     # A world again, in the same processes. On the first world's store, torch's default group would read old addresses.
-    with launch.join("gloo", port=int(os.environ["SECOND_PORT"])):
+    os.environ["MASTER_PORT"] = os.environ["SECOND_PORT"]  # torch 2.15 looks for a running store only there
+    with launch.join("gloo"):
         dist.barrier()  # a rank that leaves while the other one still connects would keep it waiting
         raise ValueError
 except ValueError:

@@ -23,6 +23,7 @@ from pgmesh.parallel import (
 from pgmesh.parallel.input_checks import INPUT_CHECK, count_inputs
 from pgmesh.parallel.ring import ring_attention
 from tests.support.fake_world import fake_rank
+from tests.support.pipelines import needs_pipelines
 
 
 def square_error(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -75,6 +76,7 @@ def world_of_one() -> Iterator[ProcessGroupMesh]:
     dist.destroy_process_group()
 
 
+@needs_pipelines
 @pytest.mark.parametrize("between", ["a batch of another shape", "an evaluation"])
 def test_a_pipeline_keeps_gradients_of_sharded_weights_between_two_steps(world_of_one, between: str):
     torch.manual_seed(0)
