@@ -75,7 +75,8 @@ def join(backend: str | None, seconds: float) -> None:
             raise LaunchError(f"{problem}: {store if is_host else text}")
         if is_host:
             HOSTED_STORES.append(store)
-            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # otherwise torch makes rank 0 wait for all ranks
+            # Otherwise torch would make rank 0 wait for all ranks. torch 2.15 looks at the address too.
+            os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": host, "MASTER_PORT": str(port)}
     try:
         joining.join(backend, timeout=timeout)
     except PgmeshError:

@@ -34,7 +34,7 @@ from pgmesh.topology import host_mapping
 from pgmesh.topology.host_mapping import HostInfo, Placement
 from pgmesh.topology.hosts import HostLevel, hosts_from_names, placement_faults
 from tests.support.message_assertions import without_hostname_warnings
-from tests.support.programs import run_programs
+from tests.support.programs import clean_env, run_programs
 from tests.support.terminal import COLOUR, run_in_terminal, visible_lines
 from tests.support.torch_tables import table_sizes
 from tests.support.worlds import fresh_world, world
@@ -228,6 +228,18 @@ def started(folder: Path, ranks: list[int], size: int, line: str, address: str =
     environs = [os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in ranks]
     said = run_programs(folder, PIPED, "check", *shlex.split(line), environs=environs, statuses=(1,))
     return [(out, without_hostname_warnings(err)) for out, err in said]
+
+
+def test_ranks_of_slurm_without_an_address_meet(tmp_path: Path):
+    step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NNODES": "1"}
+    names = {"SLURM_NODELIST": "127.0.0.1", "SLURM_STEP_NODELIST": "127.0.0.1"}
+    program = (
+        f"import sys; from pgmesh.__main__ import main; sys.exit(main({['check', *shlex.split(f'dp=2 {QUICK}')]}))"
+    )
+    environs = [clean_env(**step, **names, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in range(2)]
+    (said, _), (nothing, _) = run_programs(tmp_path, program, environs=environs)
+    assert "dp" in said
+    assert nothing == ""
 
 
 def test_a_rank_that_never_starts_is_named_alone(tmp_path: Path):
