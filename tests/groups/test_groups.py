@@ -504,6 +504,7 @@ for load in (again, beside):
         dist.all_reduce(torch.ones(1), group=group)
     except pgmesh.LifetimeError as error:
         print(error)
+dist.destroy_process_group()  # otherwise torch itself aborts some processes at their end
 """
 
 

@@ -12,10 +12,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.torch_version import TorchVersion
 
 import pgmesh.resharding
 from pgmesh import AxisError, Layout, PlaceError, ShapeError
@@ -40,7 +42,9 @@ def test_every_element_arrives_once_from_a_rank_that_holds_it(seed):
 def test_shards_are_those_of_torch(seed):
     rng = random.Random(seed)
     layout, shape = random_layout(rng, 8), tuple(rng.choice([0, 1, 2, 3, 5, 8, 9]) for _ in range(rng.randint(0, 4)))
-    placements = random_placements(rng, layout, len(shape))
+    # torch 2.9 computes other offsets of strided shards than it cuts.
+    strided = TorchVersion(torch.__version__) >= "2.10"
+    placements = random_placements(rng, layout, len(shape), strided=strided)
     sharding = Sharding(shape, layout, placements)
     for rank in layout:
         region = sharding.region_of(rank)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.torch_version import TorchVersion
 
 from pgmesh import Layout, PgmeshError, ProcessGroupMesh, Resharder, WorldError, launch
 from pgmesh.resharding import reshard, resharder
@@ -88,7 +89,8 @@ def fsdp_by_tensor_parallel(sizes: list[int]) -> list[Any]:
         parallelize_module(layer, trainer.device_mesh("dp", "tp")["tp"], ColwiseParallel())
         fully_shard(layer, mesh=trainer.device_mesh("dp", "tp")["dp"])
         result = reshard(layer.weight, rollout, {"tp": 0}, source=trainer)
-        assert torch.equal(layer.weight.full_tensor(), expected)
+        if TorchVersion(torch.__version__) >= "2.10":  # before, torch's own values were wrong where sizes are uneven
+            assert torch.equal(layer.weight.full_tensor(), expected)
         if result is not None:
             assert torch.equal(result.to_local(), shard_of(expected, rollout.layout, [Shard(0)], rollout.rank))
             assert torch.equal(result.full_tensor(), expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pgmesh.groups.registry import current_registry
 from pgmesh.rendezvous import store_thread
-from pgmesh.rendezvous.operations import Operation, Raw, Read
+from pgmesh.rendezvous.operations import Operation, Read
 from pgmesh.rendezvous.statuses import status_key
 from pgmesh.rendezvous.store_thread import underlying
 from pgmesh.rendezvous.world_name import WORLD_KEY
@@ -93,13 +94,21 @@ for _operation in (
 
 @contextmanager
 def record_operations() -> Iterator[list[str]]:
-    """Record the operations of this process on the world's store, without its heartbeats."""
+    """Record the operations of this process on the world's store, without those of its heartbeats."""
     done: list[str] = []
-    perform = store_thread.perform
+    perform, publish = store_thread.perform, store_thread.StoreThread._publish_if_due
+    heartbeat = threading.local()
 
     def record(store: dist.Store, operation: Operation) -> Any:
-        is_heartbeat = isinstance(operation, Raw) and str(operation.arguments[0]).startswith(status_key(0)[:-1])
-        return perform(store if is_heartbeat else RecordingStore(store, done), operation)
+        in_heartbeat = getattr(heartbeat, "running", False)
+        return perform(store if in_heartbeat else RecordingStore(store, done), operation)
+
+    def publish_unrecorded(self: store_thread.StoreThread) -> None:
+        heartbeat.running = True
+        try:
+            publish(self)
+        finally:
+            heartbeat.running = False
 
     current_registry().store_thread()  # the thread keeps the store that it starts with
     store = RecordingStore(c10d._get_default_store(), done)
@@ -107,6 +116,7 @@ def record_operations() -> Iterator[list[str]]:
         mock.patch.object(c10d, "_get_default_store", return_value=store),
         mock.patch.object(current_registry(), "store", store),
         mock.patch.object(store_thread, "perform", record),
+        mock.patch.object(store_thread.StoreThread, "_publish_if_due", publish_unrecorded),
     ):
         yield done
 
