@@ -1,9 +1,10 @@
 """Ranks killed at random moments: `python -m tests.elastic.chaos [--kills N] [--seed S] [--hosts]`.
 
 Eight real processes train on a mesh of dp=3, tp=2 with two spares. Ranks are killed, stopped or ended at random
-moments: of a step, and of the shrink that another fault has caused. After each fault the survivors agree on one mesh,
-and every sum is right. A stopped rank goes on afterwards, and is told that it was taken for lost. When too few
-ranks are left, all survivors say so, and the next world begins.
+moments: of a step, and of the shrink and the transfer of weights that another fault has caused. After each fault the
+survivors agree on one mesh, every sum is right, and a rank that came in has the weights of its place. A stopped rank
+goes on afterwards, and is told that it was taken for lost. When too few ranks are left, all survivors say so, and the
+next world begins.
 
 Then the link between two hosts is cut in the middle of a step (`--hosts`: this part alone, which takes root). The side
 with the store goes on, and takes a rank of the other side in once the link is mended.
@@ -30,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pgmesh import MembershipError, MissingRanksError, PgmeshError, ProcessGroupMesh, launch
+from pgmesh import Layout, MembershipError, MissingRanksError, PgmeshError, ProcessGroupMesh, Resharder, launch
 from pgmesh.launch import StoreProcess
 from tests.support.faults import H, attempt, beat_fast, set_flag, wait_for_flag
 from tests.support.hosts import ADDRESSES, STORE_PORT, NoHostsError, on_host, set_link, two_hosts
@@ -57,15 +58,17 @@ def live(folder: Path) -> list[str]:
     mesh.abort_when_lost()
     if mesh.rank in mesh:
         connect(mesh)
-    seen, is_connected = [repr(mesh)], True
+    seen, is_ready = [repr(mesh)], True
+    weights: torch.Tensor | None = weights_of(mesh) if mesh.rank in mesh else None
     set_flag(folder, f"ready {mesh.rank}")
     while not (folder / "over").exists():
         try:
             if mesh.rank in mesh:
-                if not is_connected:
+                if not is_ready:
                     connect(mesh)
-                    is_connected = True
-                step(mesh, folder, len(seen))
+                    weights = transfer(mesh, weights)
+                    is_ready = True
+                step(mesh, folder, len(seen), weights)
                 continue
             mesh = mesh.stand_by(timeout=DEADLINE)
         except (RuntimeError, TimeoutError) as error:
@@ -77,7 +80,9 @@ def live(folder: Path) -> list[str]:
                 break
             mesh = after
         seen.append(repr(mesh))
-        is_connected = False
+        is_ready = False
+        if mesh.rank in mesh.shrunk.replaced.values():  # in another place than before
+            weights = None
     return seen
 
 
@@ -100,8 +105,34 @@ def next_mesh(mesh: ProcessGroupMesh, error: BaseException) -> ProcessGroupMesh 
         raise
 
 
-def step(mesh: ProcessGroupMesh, folder: Path, generation: int) -> None:
+def weights_of(mesh: ProcessGroupMesh) -> torch.Tensor:
+    """The weights of this rank's place; all replicas have the same."""
+    return torch.arange(2.0**20) + mesh.index("tp")
+
+
+def transfer(mesh: ProcessGroupMesh, weights: torch.Tensor | None) -> torch.Tensor:
+    """This rank's weights. A rank without any gets them from the ranks of its dp group that have them."""
+    have = torch.zeros(RANKS)
+    have[mesh.rank] = weights is not None
+    dist.all_reduce(have, group=mesh.group("dp"))
+    givers = [rank for rank in mesh.ranks("dp") if have[rank]]
+    takers = [rank for rank in mesh.ranks("dp") if not have[rank]]
+    if not givers:  # as from a checkpoint
+        return weights_of(mesh)
+    if takers:
+        state = {"weights": torch.zeros(2**20) if weights is None else weights}
+        side = {"target" if weights is None else "source": state}
+        Resharder(Layout(len(givers), ranks=givers), Layout(len(takers), ranks=takers), **side)()
+        return state["weights"]
+    assert weights is not None
+    return weights
+
+
+def step(mesh: ProcessGroupMesh, folder: Path, generation: int, weights: torch.Tensor | None) -> None:
     """Collectives along each axis, each with the right sum."""
+    if weights is None or not torch.equal(weights, weights_of(mesh)):
+        (folder / f"wrong {mesh.rank}").write_text(f"the weights of rank {mesh.rank} are not those of {mesh!r}")
+        raise SystemExit(1)
     for axes in AXES:
         total = torch.tensor(2.0**mesh.rank, dtype=torch.float64)
         dist.all_reduce(total, group=mesh.group(*axes))
@@ -151,7 +182,7 @@ class Driver(threading.Thread):
             os.kill(self.pids[victim], number)
             self.done[number.name] += 1
             (self.dead if number in DEADLY else self.stopped).add(victim)
-            time.sleep(self.chance.uniform(0.0, 0.1))  # so that the second one falls into the shrink
+            time.sleep(self.chance.uniform(0.0, 0.3))  # so that the second one falls into the shrink or the transfer
         left = self.living()
         if len(left) < 2:
             return False
@@ -252,7 +283,7 @@ def live_on_a_host(folder: Path) -> None:
         set_flag(folder, f"stands by {mesh.rank}")
         mesh = mesh.stand_by(timeout=DEADLINE)
     if mesh.rank in mesh:
-        step(mesh, folder, 3)
+        step(mesh, folder, 3, weights_of(mesh))
     tell(folder, f"mended {mesh.rank}", list(mesh), str(mesh.shrunk))
     time.sleep(DEADLINE)  # it is killed meanwhile
 
@@ -262,7 +293,7 @@ def step_until_fault(mesh: ProcessGroupMesh, folder: Path, generation: int) -> N
     end = time.monotonic() + DEADLINE
     while time.monotonic() < end:
         try:
-            step(mesh, folder, generation)
+            step(mesh, folder, generation, weights_of(mesh))
         except (RuntimeError, PgmeshError) as error:
             print(f"rank {mesh.rank}, generation {generation}: {error}", flush=True)
             return
