@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -191,7 +192,8 @@ class TensorParallel(Method):
         found = match_modules(module, pattern)
         if not found and not on_other_stage(module, pattern):
             names = [name for name, _ in module.named_modules() if name]
-            patterns = {".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names}
+            # The modules of a Sequential have numbers for names; those of a list of layers are one pattern.
+            patterns = {name if name.isdigit() else re.sub(r"\b\d+\b", "*", name) for name in names}
             nearest = closest_name(pattern, sorted(patterns | set(names)))
             raise MethodError(
                 f"the plan names {pattern!r}, which {type(module).__name__} does not have."
