@@ -272,7 +272,7 @@ class GroupCache:
             key.options.timeout or timedelta(),
             addresses=backend == "gloo",
             compares=key.options != self.registry.options,
-            mismatch_keys=lambda: (f"{self.store_key(path, seconds)}/mismatch", self.identity.mismatch_key),
+            refusal_keys=lambda: (f"{self.store_key(path, seconds)}/mismatch", self.identity.mismatch_key),
             set_status=lambda activity: self.registry.store_thread().set_status(activity),
             store_hint=lambda: self.registry.store_thread().store_hint(),
         )

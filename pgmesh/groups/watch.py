@@ -74,11 +74,10 @@ class Watch:
     ) -> tuple[dict[int, str], dict[int, str]]:
         """The members that are lost, and those that are absent, each with its last status."""
         ranks = record.ranks[: timing.LIMITS.statuses]
-        self._statuses.read(lambda *reads: [perform(read) for read in reads], ranks)
+        self._statuses.read(lambda *reads: [*map(perform, reads)], ranks)
         lost = self._statuses.lost(ranks)
         if record.gloo is None:
             return lost, {}
-        record.gloo.look_for_refusal(perform)
         unseen = record.gloo.unseen_addresses()
         absent = [rank for rank, key in unseen.items() if perform(Read(key)) is None]
         return lost, {rank: self._statuses.describe(rank) if self._statuses.get(rank) else "" for rank in absent}

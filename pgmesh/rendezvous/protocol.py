@@ -75,9 +75,8 @@ def check_mesh(run: Callable[..., list[Any]], key: str, fingerprint: Fingerprint
     if fingerprint.mismatch([first]) is not None:
         (seen,) = run(Read(f"{key}/fingerprints"))
         where = key if decode_fingerprint(first) is None else f"{key}/fingerprints"
-        mismatch = fingerprint.mismatch([first, *(seen or b"").splitlines()], where) or ""
-        (text,) = run(CompareSet(f"{key}/mismatch", Decision("mismatch", mismatch).pack()))
-        raise MismatchError(Decision.unpack(f"{key}/mismatch", text).text)
+        mismatch = fingerprint.mismatch([first, *(seen or b"").splitlines()], where)
+        _raise_mismatch(run, f"{key}/mismatch", mismatch or "")
 
 
 def check_published(
@@ -94,8 +93,13 @@ def check_published(
         MismatchError: they differ. It is also published for the ranks that wait.
     """
     if mismatch := fingerprint.mismatch([seen], where):
-        run(CompareSet(mismatch_key, Decision("mismatch", mismatch).pack()))
-        raise MismatchError(mismatch)
+        _raise_mismatch(run, mismatch_key, mismatch)
+
+
+def _raise_mismatch(run: Callable[..., list[Any]], key: str, mismatch: str) -> None:
+    """Publish a mismatch for the ranks that wait, and raise the one that was published first."""
+    (text,) = run(CompareSet(key, Decision("mismatch", mismatch).pack()))
+    raise MismatchError(Decision.unpack(key, text).text)
 
 
 class Client(Protocol):
