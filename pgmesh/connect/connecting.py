@@ -93,7 +93,7 @@ def connect(
 
 
 class _Client(CallClient):
-    """The store and the clock of one call. Its pauses log warnings and poll the first collectives.
+    """The store and the clock of one call. Its pauses poll the first collectives.
 
     It does not refer to the call: the collectives hold groups, and a reference cycle would keep them until the next
     garbage collection.
@@ -102,19 +102,12 @@ class _Client(CallClient):
     def __init__(self, thread: StoreThread, seconds: float) -> None:
         super().__init__(thread, seconds)
         self.collectives: list[FirstCollective] = []
-        self.warnings: list[str] = []
         self.advance: Callable[[], None] = lambda: None
 
     def sleep(self, seconds: float) -> None:
         """Wait."""
-        self.log()
         self.poll()
         super().sleep(seconds)
-
-    def log(self) -> None:
-        """Log the warnings."""
-        while self.warnings:
-            log.warning("%s", self.warnings.pop(0))
 
     def poll(self) -> list[FirstCollective]:
         """Poll the first collectives; return those that still run."""
@@ -147,7 +140,8 @@ class _Call:
             self._find_groups()
             with self.cache.connecting(self.records, self.client.deadline):
                 self._find_groups()  # another thread may have connected or released them meanwhile
-                self._discard_broken()
+                if self._discard_broken():
+                    self._find_groups()
                 self.records = {
                     path: record for path, record in self.records.items() if path not in self.cache.connected
                 }
@@ -159,41 +153,27 @@ class _Call:
             self.cache.operations += self.client.operations
 
     def _find_groups(self) -> None:
-        """Find or create the groups that are not connected. If one cannot be created, publish the failure."""
-        failed: list[tuple[Axis, ...]] = []
-        failure: BaseException | None = None
+        """Find or create the groups. If one cannot be created, publish the failure for it and for all others."""
         self.records, self.spellings = {}, {}
         for i, axes in enumerate(self.combinations):
             try:
                 record = self.cache.record(self.layout.block_of(self.cache.rank, *axes), "", {}, self.layout, axes)
             except BaseException as error:
-                failure = failure or error
-                if not isinstance(error, Exception):  # Ctrl-C
-                    failed += self.combinations[i:]
-                    break
-                failed.append(axes)
-                continue
+                self._cancel(error, self.combinations[i:])
+                raise
             if record.fingerprint is not None:
                 self.records[record.path] = record
                 self.spellings.setdefault(record.path, []).append(axes[0] if len(axes) == 1 else axes)
-        if failure is not None:
-            self._cancel(failure, failed)
-            raise failure
 
-    def _discard_broken(self) -> None:
-        """Create those connected groups again whose ``broken`` key another member has set."""
+    def _discard_broken(self) -> bool:
+        """Discard those connected groups whose ``broken`` key another member has set. True if there are any."""
         connected = {path: self.cache.connected[path] for path in self.records if path in self.cache.connected}
-        reads = [Read(f"{attempt.name}/broken") for attempt in connected.values()]
-        for path, broken in zip(connected, self.client.run(*reads) if reads else ()):
-            if broken is not None:
-                number = self.cache.connected[path].number
-                self.cache.discard(
-                    self.records[path], number, "was cancelled by another member; ask its mesh for it anew."
-                )
-                axes = self.spellings[path][0]
-                axes = axes if isinstance(axes, tuple) else (axes,)
-                block = self.layout.block_of(self.cache.rank, *axes)
-                self.records[path] = self.cache.record(block, "", {}, self.layout, axes)
+        answers = self.client.run(*(Read(f"{each.name}/broken") for each in connected.values())) if connected else []
+        broken = [path for path, answer in zip(connected, answers) if answer is not None]
+        for path in broken:
+            reason = "was cancelled by another member; ask its mesh for it anew."
+            self.cache.discard(self.records[path], connected[path].number, reason)
+        return bool(broken)
 
     def _attempt(self, record: building.GroupRecord) -> ConnectAttempt:
         """The next attempt to connect a group."""
@@ -234,15 +214,16 @@ class _Call:
     def _warn(self, text: str) -> None:
         """Log a text, unless it repeats an error that this rank has raised."""
         if not any(text.endswith(error) for error in self.cache.last_errors):
-            self.client.warnings.append(text)
+            log.warning("%s", text)
 
-    def _cancel(self, error: BaseException, failed: Sequence[tuple[Axis, ...]]) -> None:
-        """Decide that the attempts of this call failed, also those of groups that this rank could not create."""
+    def _cancel(self, error: BaseException, absent: Sequence[tuple[Axis, ...]]) -> None:
+        """Decide that the attempts of this call failed, also those of groups that this rank has not created."""
         self.client.interrupted = not isinstance(error, Exception)
         # The caller raises the first error. Where another thread connects one of the groups, nothing is published.
         with contextlib.suppress(PgmeshError), self.cache.connecting(self.records, time.monotonic()):
-            placeholders = [self.cache.placeholder(self.layout, axes) for axes in failed]
-            attempts = [self._attempt(each) for each in (*self.records.values(), *placeholders)]
+            placeholders = [self.cache.placeholder(self.layout, axes) for axes in absent]
+            records = [*self.records.values(), *(each for each in placeholders if len(each.ranks) > 1)]
+            attempts = [self._attempt(each) for each in records]
             self._participant(attempts, ready=lambda attempt: None).cancel(error)
 
     def _connect(self) -> Connected:
@@ -256,7 +237,6 @@ class _Call:
                 self._publish_failed_call(error)
             raise
         finally:
-            self.client.log()
             self._clean_up()
         self._raise_errors()
         warm = {
