@@ -35,7 +35,8 @@ class GroupRecord:
         group_label: the group in messages, such as "group dp, tp".
         mesh_label: its mesh in messages, such as "mesh 'actor'".
         call_site: the line of code that asked for it.
-        path: the part of its name after the name of its mesh; "" for groups of ``new_group`` and adopted ones.
+        path: identifies the group in its mesh; "" for groups of ``new_group`` and adopted ones. Its name in torch is
+            the mesh's and this, with a number behind it if an earlier group of this path broke.
         stores: by backend, the store that was given to it.
         created_by: "new_group" for a group of torch's ``new_group``, "adopted" for a group of the user.
         ranks: its members in group order.
@@ -154,11 +155,6 @@ def build_collectively(
         if rank in block:
             mine, ranks = group, block
     return GroupRecord(mine, label, mesh_label, call_site(), created_by="new_group", ranks=ranks)
-
-
-def count_groups() -> int:
-    """Number of groups of this process without the world's. It includes the groups that torch created."""
-    return max(0, torch_private.count_groups() - 1)
 
 
 def set_timeout(record: GroupRecord, timeout: timedelta) -> None:

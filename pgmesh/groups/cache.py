@@ -80,7 +80,6 @@ class GroupCache:
         self.call_site = call_site()
         self.ended: str | None = None
         self.lock = threading.RLock()
-        self.serial = next(registry.serials)
         self.creation_seconds = 0.0
         self.operations = 0  # store operations of connect
         self.shrunk: Any = None  # the change, if shrink created this mesh
@@ -121,7 +120,7 @@ class GroupCache:
                 self.identity.number, self.identity.pickled_number = max(numbers[prefix], number or 0), number
                 if number is None:
                     numbers[prefix] = self.identity.number + 1
-            self.registry.caches.add(self)
+            self.registry.caches[next(registry.serials)] = self
 
     @property
     def call(self) -> str:
@@ -194,7 +193,6 @@ class GroupCache:
                         self.registry.with_groups.discard(self)  # a cache without groups does not block its successor
                     raise
                 self.creation_seconds += time.monotonic() - start
-                self.registry.warn_of_many_groups()
             if record.created_by == "adopted" and not torch_private.is_known(record.group):
                 raise LifetimeError(
                     f"{record.label} was adopted at {record.call_site}, and torch has destroyed it since.\n\n"

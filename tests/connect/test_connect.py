@@ -22,7 +22,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import pgmesh.groups.registry
 from pgmesh import (
     AxisError,
     LifetimeError,
@@ -518,13 +517,3 @@ def test_a_closed_mesh_still_reports():
         mesh = ProcessGroupMesh(4)
         mesh.close()
         assert "not available: the mesh was closed at test_connect.py" in str(mesh.report())
-
-
-def test_too_many_groups_are_told_of_once(caplog, monkeypatch):
-    monkeypatch.setattr(pgmesh.groups.registry, "GROUPS_BEFORE_WARNING", 3)
-    with fake_rank(0, 64):
-        mesh = ProcessGroupMesh(*[2] * 6)
-        for axis in range(6):
-            mesh.group(axis)
-        assert mesh.stats().communicators == 6
-    assert [record.getMessage()[:28] for record in caplog.records] == ["this process holds 4 groups,"]
