@@ -5,8 +5,8 @@ and, for each axis, the offsets of its indices:
 
     rank = offset + sum(offsets[axis][index])
 
-All examples in this file use the layout below. Its offset is 0, and its axes (name, size, stride) are (pp, 2, 4),
-(dp, 2, 2) and (tp, 2, 1).
+The examples in this file use the layout below, or a mesh with this layout on rank 5. Its offset is 0, and its axes
+(name, size, stride) are (pp, 2, 4), (dp, 2, 2) and (tp, 2, 1).
 
     >>> layout = Layout(pp=2, dp=2, tp=2)
     >>> print(layout)

@@ -308,9 +308,7 @@ class ProcessGroupMesh(RankMethods):
             raise PlaceError(f"adopt takes an axis and then a group.\n\n  mesh.adopt({group!r}, group)")
         self._group_cache.adopt(self.layout, (axis,), group)
 
-    def connect(
-        self, *axes: Axis | tuple[Axis, ...], timeout: Timeout = CONNECT_TIMEOUT, progress: bool = False
-    ) -> Connected:
+    def connect(self, *axes: Axis | tuple[Axis, ...], timeout: Timeout = CONNECT_TIMEOUT) -> Connected:
         """Connect and warm up groups with all their members, or raise by the deadline who is missing and why.
 
         Each member of each group calls it, in any order, and waits for the others. It compares the members'
@@ -322,7 +320,6 @@ class ProcessGroupMesh(RankMethods):
         Args:
             axes: the axes of each group: "tp", or ("dp", "tp") for one group along two axes. Default: each axis.
             timeout: maximum wait for the other members: a timedelta or a number of seconds.
-            progress: show a progress bar.
 
         Raises:
             OptionsError: the timeout is not more than 0.
@@ -346,7 +343,7 @@ class ProcessGroupMesh(RankMethods):
         from pgmesh.connect.connecting import connect
 
         combinations = [each if isinstance(each, tuple) else (each,) for each in axes or self.axes]
-        return connect(self._group_cache, self.layout, combinations, seconds, progress=progress)
+        return connect(self._group_cache, self.layout, combinations, seconds)
 
     def locality(self, *axes: Axis, timeout: Timeout = CONNECT_TIMEOUT) -> Locality:
         """The locality of the groups along these axes: each inside one host, each rank on another host, or mixed.

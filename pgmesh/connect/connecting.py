@@ -7,11 +7,9 @@ in ``rendezvous/protocol.py``.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -66,19 +64,11 @@ class Connected:
         return "\n".join([*lines, f"{self.operations} store operations"])
 
 
-def connect(
-    cache: GroupCache,
-    layout: Layout,
-    combinations: Sequence[tuple[Axis, ...]],
-    seconds: float,
-    *,
-    progress: bool = False,
-) -> Connected:
+def connect(cache: GroupCache, layout: Layout, combinations: Sequence[tuple[Axis, ...]], seconds: float) -> Connected:
     """Connect this rank's groups along each combination of axes.
 
     Args:
         seconds: the timeout of the whole call.
-        progress: show a progress bar on stderr.
     """
     cache.check()
     for axes in combinations:
@@ -89,7 +79,7 @@ def connect(
         return Connected()
     call = _Call(cache, layout, combinations, seconds)
     with _publish_sigterm():
-        return call.run(progress)
+        return call.run()
 
 
 class _Client(CallClient):
@@ -102,7 +92,6 @@ class _Client(CallClient):
     def __init__(self, thread: StoreThread, seconds: float) -> None:
         super().__init__(thread, seconds)
         self.collectives: list[FirstCollective] = []
-        self.advance: Callable[[], None] = lambda: None
 
     def sleep(self, seconds: float) -> None:
         """Wait."""
@@ -113,8 +102,7 @@ class _Client(CallClient):
         """Poll the first collectives; return those that still run."""
         running = [collective for collective in self.collectives if collective.is_running()]
         for collective in running:
-            if collective.poll():
-                self.advance()
+            collective.poll()
         return [collective for collective in running if collective.is_running()]
 
 
@@ -135,7 +123,7 @@ class _Call:
         self.collectives = self.client.collectives
         self.met: dict[Spelling, float] = {}
 
-    def run(self, progress: bool) -> Connected:
+    def run(self) -> Connected:
         try:
             self._find_groups()
             with self.cache.connecting(self.records, self.client.deadline):
@@ -145,10 +133,7 @@ class _Call:
                 self.records = {
                     path: record for path, record in self.records.items() if path not in self.cache.connected
                 }
-                if not self.records:
-                    return Connected()
-                with _progress_bar(len(self.records), progress) as self.client.advance:
-                    return self._connect()
+                return self._connect() if self.records else Connected()
         finally:
             self.cache.operations += self.client.operations
 
@@ -337,24 +322,6 @@ class _Call:
                 number = self.attempts[collective.record.path].number
                 self.cache.discard(collective.record, number, "could not be connected; ask its mesh for it anew.")
                 collective.keep_until_done()
-
-
-@contextlib.contextmanager
-def _progress_bar(total: int, progress: bool) -> Iterator[Callable[[], None]]:
-    """A progress bar over the groups. Without rich, it prints a line for each group."""
-    if not progress:
-        yield lambda: None
-        return
-    try:
-        from rich.console import Console
-        from rich.progress import Progress
-    except ImportError:
-        count = itertools.count(1)
-        yield lambda: print(f"pgmesh: connected {next(count)} of {total} groups", file=sys.stderr)
-        return
-    with Progress(console=Console(stderr=True)) as bar:
-        task = bar.add_task("connecting", total=total)
-        yield lambda: bar.advance(task)
 
 
 class Terminated(BaseException):

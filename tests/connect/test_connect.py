@@ -305,18 +305,6 @@ def test_an_axis_that_is_not_there_costs_an_error_and_nothing_else():
     world(4).run(unknown_axis)
 
 
-def test_a_bar_shows_how_far_it_is():
-    assert all("100%" in text for text in world(2).run(with_a_bar_of_two))
-
-
-def with_a_bar_of_two():
-    mesh = ProcessGroupMesh(dp=2)
-    with contextlib.redirect_stderr(io.StringIO()) as text:
-        mesh.connect(progress=True)
-    check_sums({"dp": (mesh.group("dp"), mesh.ranks("dp"))})
-    return text.getvalue()
-
-
 # ---- nobody called connect: the first collective says it ----
 
 
