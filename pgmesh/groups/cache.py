@@ -263,7 +263,7 @@ class GroupCache:
     ) -> PollingStore:
         seconds = (key.options.timeout or timedelta()).total_seconds()
         return PollingStore(
-            self.run,
+            self.registry.store_thread,
             lambda: f"{self.store_key(unique, seconds)}/use",
             fingerprint,
             key.ranks,
@@ -271,8 +271,6 @@ class GroupCache:
             addresses=backend == "gloo",
             compares=key.options != self.registry.options,
             refusal_keys=lambda: (f"{self.store_key(path, seconds)}/mismatch", self.identity.mismatch_key),
-            set_status=lambda activity: self.registry.store_thread().set_status(activity),
-            store_hint=lambda: self.registry.store_thread().store_hint(),
         )
 
     def _claim_name(self) -> None:
@@ -324,10 +322,6 @@ class GroupCache:
         return len(found)
 
     # -- the store ----------------------------------------------------------------------------------------------
-
-    def run(self, *operations: Any, seconds: float) -> list[Any]:
-        """Perform operations on the store with a timeout."""
-        return self.registry.store_thread().run(*operations, seconds=seconds)
 
     def store_key(self, path: str, seconds: float) -> str:
         """Prefix of the store keys of a group. The first call registers the mesh in the store.
@@ -421,7 +415,7 @@ class GroupCache:
         with contextlib.suppress(PgmeshError):
             # First, so that a member whose connection ends finds the reason. The first rank to publish one wins.
             self.identity.register(self.registry, _ABORT_SECONDS, as_before=True)
-            run = functools.partial(self.run, seconds=_ABORT_SECONDS)
+            run = functools.partial(self.registry.store_thread().run, seconds=_ABORT_SECONDS)
             text = registry.publish_abort(run, self.identity.mismatch_key, text)
         self.end_aborted(text)
 

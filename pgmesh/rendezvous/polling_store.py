@@ -1,7 +1,7 @@
 """The store that pgmesh gives to a backend: it polls, and an error names the missing ranks.
 
-torch's own store client holds a lock while it waits. This store sends each operation through ``run``, usually
-``StoreThread.run``, and polls in the backend's thread.
+torch's own store client holds a lock while it waits. This store sends each operation through the store thread, and
+polls in the backend's thread.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pgmesh.rendezvous.operations import CompareSet, Operation, Raw, Read
 from pgmesh.rendezvous.protocol import check_published, pauses
 from pgmesh.rendezvous.records import Decision, Fingerprint
 from pgmesh.rendezvous.statuses import Statuses
+from pgmesh.rendezvous.store_thread import StoreThread
 
 SEPARATOR = b"\0"
 """Separates a rank's fingerprint from the value that it wrote."""
@@ -64,40 +65,36 @@ class PollingStore(dist.Store):
     compares it with its own. So a mismatch is found before the ranks connect, without more store operations.
 
     Args:
-        run: performs operations on the world's store, with a timeout ``seconds``.
+        thread: returns the store thread.
         key_prefix: returns the prefix of the group's keys. It is called when this rank first writes or waits.
         fingerprint: the group's fingerprint on this rank.
         ranks: the members' ranks in the world, in group order.
         timeout: timeout of a wait for which the backend gives none.
-        compares: also compare the fingerprint with the one that the first rank published. It is needed where a rank may
-            read no other member's address.
+        refusal_keys: returns the keys under which a rank publishes a mismatch of the group, and a mismatch or an abort of
+            the mesh.
         addresses: True for Gloo: each member writes its address under a key that ends in its group rank. False for
             NCCL: the first member writes for all. An address is published when this rank first waits, so it shows that
             the rank has entered a collective.
-        refusal_keys: returns the keys under which a rank publishes a mismatch, or that it aborted the mesh.
-        set_status: publishes this rank's activity.
-        store_hint: returns a reason why ranks may not find each other on this store; "" for none.
+        compares: also compare the fingerprint with the one that the first rank published. It is needed where a rank may
+            read no other member's address.
     """
 
     def __init__(
         self,
-        run: Callable[..., list[Any]],
+        thread: Callable[[], StoreThread],
         key_prefix: Callable[[], str],
         fingerprint: Fingerprint,
         ranks: Sequence[int],
         timeout: timedelta,
         *,
+        refusal_keys: Callable[[], Sequence[str]],
         addresses: bool,
         compares: bool = False,
-        refusal_keys: Callable[[], Sequence[str]] = tuple,
-        set_status: Callable[[str], None] = lambda activity: None,
-        store_hint: Callable[[], str] = lambda: "",
     ) -> None:
         super().__init__()
-        self._run, self._key_prefix, self._fingerprint = run, key_prefix, fingerprint
+        self._thread, self._key_prefix, self._fingerprint = thread, key_prefix, fingerprint
         self._ranks, self._timeout = ranks, timeout
         self._addresses, self._compares, self._refusal_keys = addresses, compares, refusal_keys
-        self._set_status, self._store_hint = set_status, store_hint
         self.new_timeout: timedelta | None = None  # if set, it overrides the timeout of the backend
         self._prefix = ""  # of the group's keys; known once this rank has written or waited
         self._own_addresses: dict[str, bytes] = {}  # by key
@@ -124,7 +121,7 @@ class PollingStore(dist.Store):
         """Perform operations. Their timeout is a second more than that of the group's collectives."""
         limit = (self.new_timeout or self._timeout).total_seconds()
         self.operations += len(operations)
-        return self._run(*operations, seconds=limit + timing.TIMING.report_missing)
+        return self._thread().run(*operations, seconds=limit + timing.TIMING.report_missing)
 
     def _store_key(self, key: str) -> str:
         self._prefix = self._prefix or self._key_prefix()
@@ -183,7 +180,7 @@ class PollingStore(dist.Store):
             self._wait(keys, self.new_timeout or (self._timeout if timeout is None else timeout), start)
             return
         except PgmeshError as error:
-            copy = without_frames(error, self._store_hint() if isinstance(error, MissingRanksError) else "")
+            copy = without_frames(error, self._thread().store_hint() if isinstance(error, MissingRanksError) else "")
             if isinstance(error, MismatchError):
                 self.refusal = Decision("mismatch", str(error))
         finally:
@@ -211,11 +208,11 @@ class PollingStore(dist.Store):
                         self._raise_refusal()
                     if now >= status:
                         status = end
-                        self._set_status(self._activity)
+                        self._thread().set_status(self._activity)
                     time.sleep(min(seconds, end - now))
         finally:
             if status == end:
-                self._set_status("")
+                self._thread().set_status("")
 
     @property
     def _subject(self) -> str:
@@ -240,7 +237,7 @@ class PollingStore(dist.Store):
     def ask_for_refusal(self, seconds: float) -> Decision | None:
         """The same, read with a timeout; None if there is no answer."""
         with contextlib.suppress(PgmeshError):
-            self.read_refusal(functools.partial(self._run, seconds=seconds))
+            self.read_refusal(functools.partial(self._thread().run, seconds=seconds))
         return self.refusal
 
     def _raise_refusal(self) -> None:
@@ -265,8 +262,7 @@ class PollingStore(dist.Store):
         return True
 
     def _check_published(self, key: str, encoded: bytes) -> None:
-        mismatch_key = next(iter(self._refusal_keys()), f"{key}/mismatch")
-        check_published(self._ask, mismatch_key, self._fingerprint, encoded, key)
+        check_published(self._ask, self._refusal_keys()[0], self._fingerprint, encoded, key)
 
     def get(self, key: str) -> bytes:
         if key not in self.values:

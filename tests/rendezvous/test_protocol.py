@@ -296,15 +296,34 @@ def run(store: dist.Store, *operations: Operation, seconds: float = 0.0) -> list
     return [perform(store, operation) for operation in operations]
 
 
+class DirectThread:
+    """A store thread that performs operations in the calling thread."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self.store, self.timeouts = store, list[float]()
+
+    def run(self, *operations: Operation, seconds: float) -> list[Any]:
+        self.timeouts.append(seconds)
+        return run(self.store, *operations)
+
+    def set_status(self, activity: str) -> None:
+        pass
+
+    def store_hint(self) -> str:
+        return ""
+
+
 def polling(
     store: dist.Store, mine: Fingerprint | None = None, *, ranks=(4, 6, 9), seconds=0.1, addresses=True, **more: Any
 ) -> PollingStore:
+    thread: Any = DirectThread(store)
     return PollingStore(
-        lambda *operations, seconds: run(store, *operations),
+        lambda: thread,
         lambda: "group",
         mine or fingerprint(),
         ranks,
         timedelta(seconds=seconds),
+        refusal_keys=lambda: ("group/mismatch", "mesh/mismatch"),
         addresses=addresses,
         **more,
     )
@@ -373,13 +392,12 @@ def test_only_the_first_members_of_a_large_group_are_looked_for_and_only_once_th
 
 
 def test_a_changed_timeout_bounds_the_operations_on_the_store_too():
-    one, timeouts = polling(dist.HashStore(), seconds=1800.0), list[float]()
-    one._run = lambda *operations, seconds: timeouts.append(seconds) or [None for _ in operations]
+    one = polling(dist.HashStore(), seconds=1800.0)
     one.new_timeout = timedelta(seconds=0.05)
     one.set("a/0", b"here")
     with pytest.raises(MissingRanksError):
         one.wait(["a/1"])
-    assert max(timeouts) <= 0.05 + timing.TIMING.report_missing
+    assert max(one._thread().timeouts) <= 0.05 + timing.TIMING.report_missing
 
 
 def test_all_addresses_of_a_rank_with_two_network_interfaces_are_known():
