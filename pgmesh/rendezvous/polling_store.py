@@ -70,8 +70,7 @@ class PollingStore(dist.Store):
         fingerprint: the group's fingerprint on this rank.
         ranks: the members' ranks in the world, in group order.
         timeout: timeout of a wait for which the backend gives none.
-        refusal_keys: returns the keys under which a rank publishes a mismatch of the group, and a mismatch or an abort of
-            the mesh.
+        refusal_keys: returns the keys of a published mismatch of the group, and of a mismatch or an abort of the mesh.
         addresses: True for Gloo: each member writes its address under a key that ends in its group rank. False for
             NCCL: the first member writes for all. An address is published when this rank first waits, so it shows that
             the rank has entered a collective.
