@@ -63,6 +63,11 @@ def underlying(store: Any) -> Any:
     return store
 
 
+def warn_from_store_thread(text: str) -> None:
+    """Log a warning in another thread, since a log handler may block and the store thread sends the heartbeats."""
+    threading.Thread(target=log.warning, args=("%s", text), name="pgmesh-warning", daemon=True).start()
+
+
 class _Batch:
     """Operations of one caller, and their answers or the error that ended them."""
 
@@ -326,9 +331,7 @@ class StoreThread:
             return ()
         except Exception:
             self.find_running = lambda perform: ()
-            error = traceback.format_exc()
-            text = "running collectives are not reported any more: %s"
-            threading.Thread(target=log.warning, args=(text, error), name="pgmesh-warning", daemon=True).start()
+            warn_from_store_thread(f"running collectives are not reported any more: {traceback.format_exc()}")
             return ()
 
     def _leave(self) -> None:
