@@ -84,11 +84,11 @@ class Registry:
                 rank, size = world_rank_and_size()
                 thread = self._thread = StoreThread(self.store, store_address(), rank, size)
                 self.watch = Watch(self._find_record, thread.lost_after)
-                thread.find_running = self._find_running
+                thread.on_heartbeat = self._on_heartbeat
             return self._thread
 
-    def _find_running(self, perform: Callable[[Operation], Any]) -> tuple[RunningCollective, ...]:
-        """Look at the collectives of this process, after aborted meshes, and after lost ranks, at each heartbeat."""
+    def _on_heartbeat(self, perform: Callable[[Operation], Any]) -> tuple[RunningCollective, ...]:
+        """Look for aborted meshes, for lost ranks, and for collectives of this process that do not end."""
         aborts = perform(Read(ABORTS_KEY))
         if aborts != self._aborts:
             self._aborts = aborts

@@ -133,7 +133,7 @@ class StoreThread:
     ) -> None:
         self._torch_store, self._address, self._rank, self._world_size = store, address, rank, world_size
         self._left_worlds = left_worlds if left is None else left
-        self.find_running: Callable[[Callable[[Operation], Any]], tuple[RunningCollective, ...]] = lambda perform: ()
+        self.on_heartbeat: Callable[[Callable[[Operation], Any]], tuple[RunningCollective, ...]] = lambda perform: ()
         """Called at each heartbeat, with a function that performs one operation. It returns the running collectives."""
         self.pace = max(1.0, world_size / timing.LIMITS.full_rate_ranks)
         self.period = timing.TIMING.heartbeat * self.pace
@@ -318,20 +318,22 @@ class StoreThread:
             self._heartbeats,
             "; ".join(filter(None, tuple(self._activities.values()))),
             pending[: timing.LIMITS.statuses],
-            () if self._reason else self._find_running(),
+            () if self._reason else self._run_on_heartbeat(),
             self._reason,
             () if self.listener is None else (self.listener.host, self.listener.port),
         )
 
-    def _find_running(self) -> tuple[RunningCollective, ...]:
-        """The running collectives. An error in looking for them must not stop the heartbeats, so it is logged once."""
+    def _run_on_heartbeat(self) -> tuple[RunningCollective, ...]:
+        """The running collectives. An error of ``on_heartbeat`` must not stop the heartbeats, so it is logged once."""
         try:
-            return self.find_running(self._perform)
+            return self.on_heartbeat(self._perform)
         except WorldError:
             return ()
         except Exception:
-            self.find_running = lambda perform: ()
-            warn_from_store_thread(f"running collectives are not reported any more: {traceback.format_exc()}")
+            self.on_heartbeat = lambda perform: ()
+            warn_from_store_thread(
+                f"this rank no longer looks for stuck collectives and lost ranks: {traceback.format_exc()}"
+            )
             return ()
 
     def _leave(self) -> None:

@@ -73,7 +73,7 @@ def test_stop_waits_for_a_thread_that_is_busy(store_thread: StoreThread):
         time.sleep(1.0)
         return ()
 
-    store_thread.find_running = be_busy
+    store_thread.on_heartbeat = be_busy
     store_thread.start_heartbeat()
     assert busy.wait(LONG)
     store_thread.stop()
