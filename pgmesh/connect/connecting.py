@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pgmesh")
 
-Spelling = Union["Axis", "tuple[Axis, ...]"]
+GroupAxes = Union["Axis", "tuple[Axis, ...]"]
 """Axes as in the call: "tp", or ("dp", "tp")."""
 
 
@@ -50,8 +50,8 @@ class Connected:
         operations: store operations of this rank, without those of the backends.
     """
 
-    met: dict[Spelling, float] = field(default_factory=dict)
-    warm: dict[Spelling, float] = field(default_factory=dict)
+    met: dict[GroupAxes, float] = field(default_factory=dict)
+    warm: dict[GroupAxes, float] = field(default_factory=dict)
     operations: int = 0
 
     def __str__(self) -> str:
@@ -118,10 +118,10 @@ class _Call:
         start = self.client.start  # without a reference to the client: see _Client
         self.statuses = Statuses(self.client.thread.lost_after, lambda: time.monotonic() - start)
         self.records: dict[str, building.GroupRecord] = {}  # by path, those to connect
-        self.spellings: dict[str, list[Spelling]] = {}  # by path
+        self.axes_of: dict[str, list[GroupAxes]] = {}  # by path
         self.attempts: dict[str, ConnectAttempt] = {}  # by path
         self.collectives = self.client.collectives
-        self.met: dict[Spelling, float] = {}
+        self.met: dict[GroupAxes, float] = {}
 
     def run(self) -> Connected:
         try:
@@ -139,7 +139,7 @@ class _Call:
 
     def _find_groups(self) -> None:
         """Find or create the groups. If one cannot be created, publish the failure for it and for all others."""
-        self.records, self.spellings = {}, {}
+        self.records, self.axes_of = {}, {}
         for i, axes in enumerate(self.combinations):
             try:
                 record = self.cache.record(self.layout.block_of(self.cache.rank, *axes), "", {}, self.layout, axes)
@@ -148,7 +148,7 @@ class _Call:
                 raise
             if record.fingerprint is not None:
                 self.records[record.path] = record
-                self.spellings.setdefault(record.path, []).append(axes[0] if len(axes) == 1 else axes)
+                self.axes_of.setdefault(record.path, []).append(axes[0] if len(axes) == 1 else axes)
 
     def _discard_broken(self) -> bool:
         """Discard those connected groups whose ``broken`` key another member has set. True if there are any."""
@@ -225,9 +225,7 @@ class _Call:
             self._clean_up()
         self._raise_errors()
         warm = {
-            axes: each.done - self.client.start
-            for each in self.collectives
-            for axes in self.spellings[each.record.path]
+            axes: each.done - self.client.start for each in self.collectives for axes in self.axes_of[each.record.path]
         }
         return Connected(self.met, warm, self.client.operations)
 
@@ -247,7 +245,7 @@ class _Call:
         record = self.records[path]
         if not torch_private.is_known(record.group):
             raise LifetimeError(f"{record.label} was released while it was being connected.")
-        self.met.update(dict.fromkeys(self.spellings[path], self.client.now()))
+        self.met.update(dict.fromkeys(self.axes_of[path], self.client.now()))
         if record.gloo is not None and attempt.decision is not None:
             record.gloo.set_addresses(attempt.decision.addresses)
         collective = self._collective(record, attempt)
