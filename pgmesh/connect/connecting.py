@@ -100,10 +100,10 @@ class _Client(CallClient):
 
     def poll(self) -> list[FirstCollective]:
         """Poll the first collectives; return those that still run."""
-        running = [collective for collective in self.collectives if collective.is_running()]
-        for collective in running:
-            collective.poll()
-        return [collective for collective in running if collective.is_running()]
+        for collective in self.collectives:
+            if collective.is_running():
+                collective.poll()
+        return [collective for collective in self.collectives if collective.is_running()]
 
 
 class _Call:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d as _c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from pgmesh.groups.registry import current_registry
+from pgmesh.groups.registry import ABORTS_KEY, current_registry
 from pgmesh.rendezvous import store_thread
 from pgmesh.rendezvous.operations import Operation, Raw, Read
 from pgmesh.rendezvous.statuses import status_key
@@ -98,7 +98,8 @@ def record_operations() -> Iterator[list[str]]:
     perform = store_thread.perform
 
     def record(store: dist.Store, operation: Operation) -> Any:
-        is_heartbeat = isinstance(operation, Raw) and str(operation.arguments[0]).startswith(status_key(0)[:-1])
+        is_status = isinstance(operation, Raw) and str(operation.arguments[0]).startswith(status_key(0)[:-1])
+        is_heartbeat = is_status or operation == Read(ABORTS_KEY)
         return perform(store if is_heartbeat else RecordingStore(store, done), operation)
 
     current_registry().store_thread()  # the thread keeps the store that it starts with
