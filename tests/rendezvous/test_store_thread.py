@@ -271,6 +271,25 @@ def store_behind_proxy() -> Iterator[tuple[launch.StoreProcess, Proxy, StoreThre
             proxy.close()
 
 
+def test_a_wait_inside_torch_delays_no_operation_after_the_first():
+    with launch.StoreProcess() as store:
+        client = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=LONG))
+        thread = StoreThread(client, "the store", 0, 2, set())
+        thread.run(CompareSet("key", "value"), seconds=LONG)
+
+        def wait() -> None:
+            with contextlib.suppress(dist.DistStoreError):
+                client.wait(["a key that nobody sets"], timedelta(seconds=3.0))
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        time.sleep(0.1)
+        assert thread.run(Read("key"), seconds=LONG) == [b"value"]
+        assert waiting.is_alive()
+        waiting.join()
+        thread.stop()
+
+
 def test_a_connection_that_was_cut_is_opened_again():
     with store_behind_proxy() as (_, proxy, thread):
         opened = proxy.opened
