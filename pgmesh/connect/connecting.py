@@ -162,22 +162,19 @@ class _Call:
 
     def _attempt(self, record: building.GroupRecord) -> ConnectAttempt:
         """The next attempt to connect a group."""
-        key = self.cache.store_key(record.path, self.client.timeout())
-        before = self.cache.attempts.get(record.path)
-        store = record.gloo
         assert record.fingerprint is not None
-        decided = before is not None and before.decision is not None
-        attempt = self.attempts[record.path] = self.cache.attempts[record.path] = ConnectAttempt(
-            key,
+        store = record.gloo if len(record.ranks) <= timing.LIMITS.shared_addresses else None
+        attempt = ConnectAttempt(
+            self.cache.store_key(record.path, self.client.timeout()),
             record.ranks,
             record.fingerprint,
             record.group_label,
             record.mesh_label,
-            number=0 if before is None else before.number + decided,
-            address=store.address if store is not None and len(record.ranks) <= timing.LIMITS.shared_addresses else "",
-            arrived_at=[] if before is None else before.arrived_at,
-            sent_to=set() if before is None else before.sent_to,
+            address="" if store is None else store.address,
         )
+        if (before := self.cache.attempts.get(record.path)) is not None:
+            attempt.continue_after(before)
+        self.attempts[record.path] = self.cache.attempts[record.path] = attempt
         return attempt
 
     def _participant(self, attempts: Sequence[ConnectAttempt], ready: Callable[[ConnectAttempt], None]) -> Participant:

@@ -174,6 +174,11 @@ class ConnectAttempt:
         """Store key under which the store of a backend publishes a mismatch."""
         return f"{self.key}/mismatch"
 
+    def continue_after(self, before: ConnectAttempt) -> None:
+        """Begin where an earlier call ended: at its last attempt if that is undecided, otherwise at the next one."""
+        self.number = before.number if before.decision is None else before.number + 1
+        self.arrived_at, self.sent_to = before.arrived_at, before.sent_to
+
     def is_made(self) -> bool:
         return self.decision is not None and self.decision.kind == "made"
 
