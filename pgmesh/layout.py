@@ -5,8 +5,8 @@ and, for each axis, the offsets of its indices:
 
     rank = offset + sum(offsets[axis][index])
 
-All examples in this file use the layout below. Its offset is 0, and its axes (name, size, stride) are (pp, 2, 4),
-(dp, 2, 2) and (tp, 2, 1).
+The examples in this file use the layout below, or a mesh with this layout on rank 5. Its offset is 0, and its axes
+(name, size, stride) are (pp, 2, 4), (dp, 2, 2) and (tp, 2, 1).
 
     >>> layout = Layout(pp=2, dp=2, tp=2)
     >>> print(layout)
@@ -66,7 +66,7 @@ import numbers
 import operator
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Union, overload
+from typing import Any, NamedTuple, TypeVar, Union, overload
 
 from pgmesh._util import missing_attributes, offsets as strided
 from pgmesh._util.formatting import (
@@ -713,8 +713,143 @@ class Partition(Sequence[tuple[int, ...]]):
         return f"({', '.join(map(repr, self[:4]))}, ..., {self[-1]!r})"
 
 
+_Ranks = TypeVar("_Ranks", bound="RankMethods")
+
+
+class RankMethods:
+    """The methods that a mesh and a ``RankView`` have in common: a layout from the point of view of one rank.
+
+    Args:
+        layout: the arithmetic, without processes.
+        rank: the rank, which may lie outside the layout.
+    """
+
+    __slots__ = ()
+
+    layout: Layout
+    rank: int
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The axes, outermost first: their names, or numbers if they have none.
+
+        >>> mesh.axes
+        ('pp', 'dp', 'tp')
+        """
+        return self.layout.axes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of the axes, outermost first: the last axis varies fastest.
+
+        >>> mesh.shape
+        (2, 2, 2)
+        """
+        return self.layout.shape
+
+    @property
+    def coord(self) -> tuple[int, ...] | None:
+        """This rank's index on every axis; None if the mesh does not contain it.
+
+        >>> mesh.coord, mesh.at(pp=0).coord
+        ((1, 0, 1), None)
+        """
+        return self.layout.coord_of(self.rank) if self.rank in self.layout else None
+
+    def size(self, *axes: Axis) -> int:
+        """Number of ranks along these axes; without axes, of all ranks.
+
+        Raises:
+            AxisError: there is no such axis, or it is named twice.
+
+        >>> mesh.size("dp", "tp"), mesh.size()
+        (4, 8)
+        """
+        return self.layout.size(*axes)
+
+    def index(self, *axes: Axis) -> int:
+        """This rank's index along these axes: its rank in the group along them.
+
+        Raises:
+            AxisError: there is no such axis, or it is named twice.
+            MembershipError: the mesh does not contain this rank.
+
+        >>> mesh.index("dp", "tp"), mesh.index("pp")
+        (1, 1)
+        """
+        self._check_member()
+        return self.layout.index_of(self.rank, *axes)
+
+    def ranks(self, *axes: Axis) -> tuple[int, ...]:
+        """The ranks of this rank's group along these axes, in mesh order; without axes, all ranks.
+
+        Raises:
+            AxisError: there is no such axis, or it is named twice.
+            MembershipError: the mesh does not contain this rank.
+
+        >>> mesh.ranks("dp", "tp"), mesh.ranks("pp")
+        ((4, 5, 6, 7), (1, 5))
+        """
+        if not axes:
+            return self.layout.ranks()
+        self._check_member()
+        return self.layout.block_of(self.rank, *axes)
+
+    def label(self) -> str:
+        """This rank's coord as a label for logs and file names.
+
+        >>> mesh.label()
+        'pp1-dp0-tp1'
+        """
+        self._check_member()
+        return self.layout.label_of(self.rank)
+
+    def neighbor(self, axis: Axis, step: int = 1, *, wrap: bool = False) -> int | None:
+        """The rank at a distance along an axis; None past either end.
+
+        Args:
+            step: number of indices forward; negative for backward.
+            wrap: continue at the other end, as in a ring.
+
+        Raises:
+            AxisError: there is no such axis.
+            MembershipError: the mesh does not contain this rank.
+
+        >>> mesh.neighbor("pp", -1), mesh.neighbor("pp", +1), mesh.neighbor("pp", +1, wrap=True)
+        (1, None, 1)
+        """
+        self._check_member()
+        return self.layout.neighbor_of(self.rank, axis, step, wrap=wrap)
+
+    def partition(self, *axes: Axis) -> Partition:
+        """All blocks along these axes, which tile the mesh: a sequence that computes each block when it is read.
+
+        >>> mesh.partition("tp")
+        ((0, 1), (2, 3), (4, 5), (6, 7))
+        """
+        return self.layout.partition(*axes)
+
+    def along(self: _Ranks, *axes: Axis) -> _Ranks:
+        raise NotImplementedError
+
+    def _check_member(self) -> None:
+        raise NotImplementedError
+
+    def __getitem__(self: _Ranks, axes: Axis | tuple[Axis, ...]) -> _Ranks:
+        return self.along(*axes) if isinstance(axes, tuple) else self.along(axes)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.layout)
+
+    def __len__(self) -> int:
+        return len(self.layout)
+
+    def __contains__(self, rank: object) -> bool:
+        return rank in self.layout
+
+
 @dataclass(frozen=True, repr=False)
-class RankView:
+class RankView(RankMethods):
     """A layout from one rank's point of view, as ``Layout.seen_by`` returns it. It has no groups and no processes.
 
     Args:
@@ -729,77 +864,25 @@ class RankView:
     layout: Layout
     rank: int
 
-    @property
-    def axes(self) -> tuple[Axis, ...]:
-        """The axes, outermost first."""
-        return self.layout.axes
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The sizes of the axes, outermost first."""
-        return self.layout.shape
-
-    @property
-    def coord(self) -> tuple[int, ...] | None:
-        """The rank's index on each axis; None if the rank is outside."""
-        return self.layout.coord_of(self.rank) if self.rank in self.layout else None
-
-    def size(self, *axes: Axis) -> int:
-        """The number of ranks along these axes; without axes, of all ranks."""
-        return self.layout.size(*axes)
-
-    def index(self, *axes: Axis) -> int:
-        """The rank's index in its block along these axes."""
-        return self.layout.index_of(self._member(), *axes)
-
-    def ranks(self, *axes: Axis) -> tuple[int, ...]:
-        """The rank's block along these axes; without axes, all ranks."""
-        return self.layout.block_of(self._member(), *axes) if axes else self.layout.ranks()
-
-    def label(self) -> str:
-        """The rank's coord as a string for logs and file names."""
-        return self.layout.label_of(self._member())
-
-    def neighbor(self, axis: Axis, step: int = 1, *, wrap: bool = False) -> int | None:
-        """The rank ``step`` indices further along an axis; None past the edge."""
-        return self.layout.neighbor_of(self._member(), axis, step, wrap=wrap)
-
-    def partition(self, *axes: Axis) -> Partition:
-        """All blocks along these axes."""
-        return self.layout.partition(*axes)
-
     def at(self, fixed: Mapping[Axis, Keep] | None = None, /, **indices: Keep) -> RankView:
         """The part at these indices, for the same rank."""
         return RankView(self.layout.at(fixed, **indices), self.rank)
 
     def along(self, *axes: Axis) -> RankView:
         """The slice through the rank along these axes. ``seen[axes]`` is the same."""
-        return RankView(self.layout.along(self._member(), *axes), self.rank)
-
-    def __getitem__(self, axes: Axis | tuple[Axis, ...]) -> RankView:
-        return self.along(*axes) if isinstance(axes, tuple) else self.along(axes)
+        self._check_member()
+        return RankView(self.layout.along(self.rank, *axes), self.rank)
 
     def view(self, /, *shape: int, **sizes: int) -> RankView:
         """The same ranks in the same order with other axes."""
         return RankView(self.layout.view(*shape, **sizes), self.rank)
 
-    def _member(self) -> int:
-        """The rank; MembershipError if it is outside."""
+    def _check_member(self) -> None:
         if self.rank not in self.layout:
             raise MembershipError(
                 f"rank {self.rank} is not in {self.layout!r}, so it has no coord there.\n\n"
                 f"  if seen.rank in seen: ...   # check first"
             )
-        return self.rank
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.layout)
-
-    def __len__(self) -> int:
-        return len(self.layout)
-
-    def __contains__(self, rank: object) -> bool:
-        return rank in self.layout
 
     def __repr__(self) -> str:
         if self.rank in self.layout:

@@ -7,7 +7,7 @@ Verbs that a program may never use (connect, locality, report) are imported when
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from pgmesh.groups.cache import GroupCache
 from pgmesh.groups.registry import open_caches_by_name, store_thread
 from pgmesh.groups.unpickling import find_cache
 from pgmesh.groups.world import world_rank_and_size
-from pgmesh.layout import Axis, Keep, Layout, Partition, taken
+from pgmesh.layout import Axis, Keep, Layout, RankMethods, taken
 from pgmesh.options import Timeout, named_timeout, to_timedelta
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ MAX_NAME_BYTES = 1024
 8,192 bytes."""
 
 
-class ProcessGroupMesh:
+class ProcessGroupMesh(RankMethods):
     """The ranks of a torch.distributed job in an N-D box, with the process group along any of its axes.
 
     The layout of a mesh never changes. A program may hold any number of meshes, and creating one communicates nothing.
@@ -68,15 +68,13 @@ class ProcessGroupMesh:
     ((2, 2, 2), ('pp', 'dp', 'tp'), 5, (1, 0, 1))
     """
 
-    __slots__ = ("__weakref__", "_cached", "_calls", "_group_cache", "_groups", "_part_of", "_slices", "layout")
+    __slots__ = ("__weakref__", "_calls", "_group_cache", "_groups", "_part_of", "_slices", "layout")
 
-    layout: Layout  # the arithmetic, without processes
     _group_cache: GroupCache
     _part_of: Layout  # the layout whose DeviceMesh is the root of this mesh's DeviceMeshes
     _groups: dict[tuple[Axis, ...], ProcessGroup]
     _slices: dict[Any, ProcessGroupMesh]
     _calls: tuple[tuple[str, Layout], ...]  # each call from the root to this mesh: its verb and the layout before it
-    _cached: dict[Any, Any]  # cached results: neither the mesh nor its rank changes
 
     def __init__(
         self, /, *shape: int | Sizes, ranks: Iterable[int] | None = None, name: str | None = None, **sizes: int
@@ -104,7 +102,7 @@ class ProcessGroupMesh:
 
     def _set(self, layout: Layout, cache: GroupCache, *, way: tuple[tuple[str, Layout], ...], part_of: Layout) -> None:
         self.layout, self._group_cache, self._calls, self._part_of = layout, cache, way, part_of
-        self._groups, self._slices, self._cached = {}, {}, {}
+        self._groups, self._slices = {}, {}
         cache.track(self)
 
     def _clear_groups(self) -> None:
@@ -117,24 +115,6 @@ class ProcessGroupMesh:
         return mesh
 
     # -- ranks, coords and indices ------------------------------------------------------------------------------
-
-    @property
-    def axes(self) -> tuple[Axis, ...]:
-        """The axes, outermost first: their names, or numbers if they have none.
-
-        >>> mesh.axes
-        ('pp', 'dp', 'tp')
-        """
-        return self.layout.axes
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The sizes of the axes, outermost first: the last axis varies fastest.
-
-        >>> mesh.shape
-        (2, 2, 2)
-        """
-        return self.layout.shape
 
     @property
     def name(self) -> str | None:
@@ -159,86 +139,13 @@ class ProcessGroupMesh:
         return self._group_cache is other._group_cache
 
     @property
-    def rank(self) -> int:
+    def rank(self) -> int:  # type: ignore[override]
         """This process's rank in the world, also if the mesh does not contain it.
 
         >>> mesh.rank, mesh.rank in mesh, mesh.rank in mesh.at(pp=0)
         (5, True, False)
         """
         return self._group_cache.rank
-
-    @property
-    def coord(self) -> tuple[int, ...] | None:
-        """This rank's index on every axis; None if the mesh does not contain it.
-
-        >>> mesh.coord, mesh.at(pp=0).coord
-        ((1, 0, 1), None)
-        """
-        return self.layout.coord_of(self.rank) if self.rank in self.layout else None
-
-    def size(self, *axes: Axis) -> int:
-        """Number of ranks along these axes; without axes, of all ranks.
-
-        Raises:
-            AxisError: there is no such axis, or it is named twice.
-
-        >>> mesh.size("dp", "tp"), mesh.size()
-        (4, 8)
-        """
-        try:
-            size: int = self._cached["size", axes]
-        except (KeyError, TypeError):
-            size = self._cached["size", axes] = self.layout.size(*axes)
-        return size
-
-    def index(self, *axes: Axis) -> int:
-        """This rank's index along these axes: its rank in the group along them.
-
-        Raises:
-            AxisError: there is no such axis, or it is named twice.
-            MembershipError: the mesh does not contain this rank.
-
-        >>> mesh.index("dp", "tp"), mesh.index("pp")
-        (1, 1)
-        """
-        try:
-            index: int = self._cached["index", axes]
-        except (KeyError, TypeError):
-            self._check_member()
-            index = self._cached["index", axes] = self.layout.index_of(self.rank, *axes)
-        return index
-
-    def ranks(self, *axes: Axis) -> tuple[int, ...]:
-        """The ranks of this rank's group along these axes, in mesh order; without axes, all ranks.
-
-        Raises:
-            AxisError: there is no such axis, or it is named twice.
-            MembershipError: the mesh does not contain this rank.
-
-        >>> mesh.ranks("dp", "tp"), mesh.ranks("pp")
-        ((4, 5, 6, 7), (1, 5))
-        """
-        if not axes:
-            return self.layout.ranks()
-        self._check_member()
-        return self.layout.block_of(self.rank, *axes)
-
-    def label(self) -> str:
-        """This rank's coord as a label for logs and file names.
-
-        >>> mesh.label()
-        'pp1-dp0-tp1'
-        """
-        self._check_member()
-        return self.layout.label_of(self.rank)
-
-    def partition(self, *axes: Axis) -> Partition:
-        """All blocks along these axes, which tile the mesh: a sequence that computes each block when it is read.
-
-        >>> mesh.partition("tp")
-        ((0, 1), (2, 3), (4, 5), (6, 7))
-        """
-        return self.layout.partition(*axes)
 
     def rank_of(self, coord: tuple[int, ...]) -> int:
         """The rank at a coord; the inverse of ``coord_of``.
@@ -261,38 +168,6 @@ class ProcessGroupMesh:
         (1, 1, 0)
         """
         return self.layout.coord_of(rank)
-
-    def neighbor(self, axis: Axis, step: int = 1, *, wrap: bool = False) -> int | None:
-        """The rank at a distance along an axis; None past either end.
-
-        Args:
-            step: number of indices forward; negative for backward.
-            wrap: continue at the other end, as in a ring.
-
-        Raises:
-            AxisError: there is no such axis.
-            MembershipError: the mesh does not contain this rank.
-
-        >>> mesh.neighbor("pp", -1), mesh.neighbor("pp", +1), mesh.neighbor("pp", +1, wrap=True)
-        (1, None, 1)
-        """
-        try:
-            rank: int | None = self._cached["neighbor", axis, type(step), step, wrap]
-        except (KeyError, TypeError):
-            self._check_member()
-            rank = self.layout.neighbor_of(self.rank, axis, step, wrap=wrap)
-            if type(step) is int:  # a tensor may change in place
-                self._cached["neighbor", axis, type(step), step, wrap] = rank
-        return rank
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.layout)
-
-    def __len__(self) -> int:
-        return len(self.layout)
-
-    def __contains__(self, rank: object) -> bool:
-        return rank in self.layout
 
     # -- groups -------------------------------------------------------------------------------------------------
 
@@ -434,9 +309,7 @@ class ProcessGroupMesh:
             raise PlaceError(f"adopt takes an axis and then a group.\n\n  mesh.adopt({group!r}, group)")
         self._group_cache.adopt(self.layout, (axis,), group)
 
-    def connect(
-        self, *axes: Axis | tuple[Axis, ...], timeout: Timeout = CONNECT_TIMEOUT, progress: bool = False
-    ) -> Connected:
+    def connect(self, *axes: Axis | tuple[Axis, ...], timeout: Timeout = CONNECT_TIMEOUT) -> Connected:
         """Connect and warm up groups with all their members, or raise by the deadline who is missing and why.
 
         Each member of each group calls it, in any order, and waits for the others. It compares the members'
@@ -448,7 +321,6 @@ class ProcessGroupMesh:
         Args:
             axes: the axes of each group: "tp", or ("dp", "tp") for one group along two axes. Default: each axis.
             timeout: maximum wait for the other members: a timedelta or a number of seconds.
-            progress: show a progress bar.
 
         Raises:
             OptionsError: the timeout is not more than 0.
@@ -472,7 +344,7 @@ class ProcessGroupMesh:
         from pgmesh.connect.connecting import connect
 
         combinations = [each if isinstance(each, tuple) else (each,) for each in axes or self.axes]
-        return connect(self._group_cache, self.layout, combinations, seconds, progress=progress)
+        return connect(self._group_cache, self.layout, combinations, seconds)
 
     def locality(self, *axes: Axis, timeout: Timeout = CONNECT_TIMEOUT) -> Locality:
         """The locality of the groups along these axes: each inside one host, each rank on another host, or mixed.
@@ -764,9 +636,6 @@ class ProcessGroupMesh:
             if layout == self.layout:
                 return self
             return self._slices.setdefault(axes, self._derive("along", layout, part_of=self._part_of))
-
-    def __getitem__(self, axes: Axis | tuple[Axis, ...]) -> ProcessGroupMesh:
-        return self.along(*axes) if isinstance(axes, tuple) else self.along(axes)
 
     def view(self, /, *shape: int | Sizes, **sizes: int) -> ProcessGroupMesh:
         """The same ranks in the same order with other axes: split, merged or both. It shares the groups.

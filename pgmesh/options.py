@@ -146,12 +146,8 @@ class GroupOptions:
         """All options as keyword arguments of the constructor."""
         return {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
 
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash((self.backend, self.timeout, self.high_priority, tuple(sorted((self.nccl or {}).items()))))
-
     def __hash__(self) -> int:
-        return self._hash
+        return hash((self.backend, self.timeout, self.high_priority, tuple(sorted((self.nccl or {}).items()))))
 
     def __repr__(self) -> str:
         words = [f"{name}={value!r}" for name, value in self.keywords().items() if value is not None]

@@ -259,11 +259,6 @@ def all_groups() -> list[Any]:
     return list(c10d._world.pg_map)
 
 
-def count_groups() -> int:
-    """Number of groups that torch knows, with the world's."""
-    return len(c10d._world.pg_map)
-
-
 def group_named(name: str) -> Any:
     """The group of this name."""
     return c10d._resolve_process_group(name)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pgmesh import Layout, PgmeshError, ProcessGroupMesh
+from pgmesh import Layout, MismatchError, PgmeshError, ProcessGroupMesh
 from pgmesh.parallel import DataParallel, compose
 from pgmesh.rendezvous.records import Fingerprint
 from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, status_key
@@ -41,7 +41,8 @@ def compare_options(rank: int, other: int) -> None:
     hint = "On every rank, configure its axes with the same options or pass the same options in the call."
     label = "group tp of mesh 'actor'"
     mine = Fingerprint(rank, {"backend": "gloo", "timeout": 30.0}, label, hint)
-    mine.check(Fingerprint(other, {"backend": "gloo", "timeout": 60.0}, label, hint).encoded)
+    other_one = Fingerprint(other, {"backend": "gloo", "timeout": 60.0}, label, hint)
+    raise MismatchError(mine.mismatch([other_one.encoded]))
 
 
 WAITING = PendingConnect("other/0", "group dp", "mesh 'actor'", "0, 1", "train.py:12", (0,))

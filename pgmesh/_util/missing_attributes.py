@@ -107,7 +107,7 @@ def add_hints(kind: Any, it: str, calls: Mapping[str, str]) -> None:
             defines is skipped.
     """
     for name, call in calls.items():
-        if name not in vars(kind) and name not in getattr(kind, "__dataclass_fields__", ()):
+        if not hasattr(kind, name) and name not in getattr(kind, "__dataclass_fields__", ()):
             setattr(kind, name, _Absent(it, name, call))
     kind.__dir__ = _dir
 

@@ -7,11 +7,9 @@ in ``rendezvous/protocol.py``.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pgmesh")
 
-Spelling = Union["Axis", "tuple[Axis, ...]"]
+GroupAxes = Union["Axis", "tuple[Axis, ...]"]
 """Axes as in the call: "tp", or ("dp", "tp")."""
 
 
@@ -52,8 +50,8 @@ class Connected:
         operations: store operations of this rank, without those of the backends.
     """
 
-    met: dict[Spelling, float] = field(default_factory=dict)
-    warm: dict[Spelling, float] = field(default_factory=dict)
+    met: dict[GroupAxes, float] = field(default_factory=dict)
+    warm: dict[GroupAxes, float] = field(default_factory=dict)
     operations: int = 0
 
     def __str__(self) -> str:
@@ -66,19 +64,11 @@ class Connected:
         return "\n".join([*lines, f"{self.operations} store operations"])
 
 
-def connect(
-    cache: GroupCache,
-    layout: Layout,
-    combinations: Sequence[tuple[Axis, ...]],
-    seconds: float,
-    *,
-    progress: bool = False,
-) -> Connected:
+def connect(cache: GroupCache, layout: Layout, combinations: Sequence[tuple[Axis, ...]], seconds: float) -> Connected:
     """Connect this rank's groups along each combination of axes.
 
     Args:
         seconds: the timeout of the whole call.
-        progress: show a progress bar on stderr.
     """
     cache.check()
     for axes in combinations:
@@ -89,11 +79,11 @@ def connect(
         return Connected()
     call = _Call(cache, layout, combinations, seconds)
     with _publish_sigterm():
-        return call.run(progress)
+        return call.run()
 
 
 class _Client(CallClient):
-    """The store and the clock of one call. Its pauses log warnings and poll the first collectives.
+    """The store and the clock of one call. Its pauses poll the first collectives.
 
     It does not refer to the call: the collectives hold groups, and a reference cycle would keep them until the next
     garbage collection.
@@ -102,27 +92,18 @@ class _Client(CallClient):
     def __init__(self, thread: StoreThread, seconds: float) -> None:
         super().__init__(thread, seconds)
         self.collectives: list[FirstCollective] = []
-        self.warnings: list[str] = []
-        self.advance: Callable[[], None] = lambda: None
 
     def sleep(self, seconds: float) -> None:
         """Wait."""
-        self.log()
         self.poll()
         super().sleep(seconds)
 
-    def log(self) -> None:
-        """Log the warnings."""
-        while self.warnings:
-            log.warning("%s", self.warnings.pop(0))
-
     def poll(self) -> list[FirstCollective]:
         """Poll the first collectives; return those that still run."""
-        running = [collective for collective in self.collectives if collective.is_running()]
-        for collective in running:
-            if collective.poll():
-                self.advance()
-        return [collective for collective in running if collective.is_running()]
+        for collective in self.collectives:
+            if collective.is_running():
+                collective.poll()
+        return [collective for collective in self.collectives if collective.is_running()]
 
 
 class _Call:
@@ -137,82 +118,63 @@ class _Call:
         start = self.client.start  # without a reference to the client: see _Client
         self.statuses = Statuses(self.client.thread.lost_after, lambda: time.monotonic() - start)
         self.records: dict[str, building.GroupRecord] = {}  # by path, those to connect
-        self.spellings: dict[str, list[Spelling]] = {}  # by path
+        self.axes_of: dict[str, list[GroupAxes]] = {}  # by path
         self.attempts: dict[str, ConnectAttempt] = {}  # by path
         self.collectives = self.client.collectives
-        self.met: dict[Spelling, float] = {}
+        self.met: dict[GroupAxes, float] = {}
 
-    def run(self, progress: bool) -> Connected:
+    def run(self) -> Connected:
         try:
             self._find_groups()
             with self.cache.connecting(self.records, self.client.deadline):
                 self._find_groups()  # another thread may have connected or released them meanwhile
-                self._discard_broken()
+                if self._discard_broken():
+                    self._find_groups()
                 self.records = {
                     path: record for path, record in self.records.items() if path not in self.cache.connected
                 }
-                if not self.records:
-                    return Connected()
-                with _progress_bar(len(self.records), progress) as self.client.advance:
-                    return self._connect()
+                return self._connect() if self.records else Connected()
         finally:
             self.cache.operations += self.client.operations
 
     def _find_groups(self) -> None:
-        """Find or create the groups that are not connected. If one cannot be created, publish the failure."""
-        failed: list[tuple[Axis, ...]] = []
-        failure: BaseException | None = None
-        self.records, self.spellings = {}, {}
+        """Find or create the groups. If one cannot be created, publish the failure for it and for all others."""
+        self.records, self.axes_of = {}, {}
         for i, axes in enumerate(self.combinations):
             try:
                 record = self.cache.record(self.layout.block_of(self.cache.rank, *axes), "", {}, self.layout, axes)
             except BaseException as error:
-                failure = failure or error
-                if not isinstance(error, Exception):  # Ctrl-C
-                    failed += self.combinations[i:]
-                    break
-                failed.append(axes)
-                continue
+                self._cancel(error, self.combinations[i:])
+                raise
             if record.fingerprint is not None:
                 self.records[record.path] = record
-                self.spellings.setdefault(record.path, []).append(axes[0] if len(axes) == 1 else axes)
-        if failure is not None:
-            self._cancel(failure, failed)
-            raise failure
+                self.axes_of.setdefault(record.path, []).append(axes[0] if len(axes) == 1 else axes)
 
-    def _discard_broken(self) -> None:
-        """Create those connected groups again whose ``broken`` key another member has set."""
+    def _discard_broken(self) -> bool:
+        """Discard those connected groups whose ``broken`` key another member has set. True if there are any."""
         connected = {path: self.cache.connected[path] for path in self.records if path in self.cache.connected}
-        reads = [Read(f"{attempt.name}/broken") for attempt in connected.values()]
-        for path, broken in zip(connected, self.client.run(*reads) if reads else ()):
-            if broken is not None:
-                number = self.cache.connected[path].number
-                self.cache.discard(
-                    self.records[path], number, "was cancelled by another member; ask its mesh for it anew."
-                )
-                axes = self.spellings[path][0]
-                axes = axes if isinstance(axes, tuple) else (axes,)
-                block = self.layout.block_of(self.cache.rank, *axes)
-                self.records[path] = self.cache.record(block, "", {}, self.layout, axes)
+        answers = self.client.run(*(Read(f"{each.name}/broken") for each in connected.values())) if connected else []
+        broken = [path for path, answer in zip(connected, answers) if answer is not None]
+        for path in broken:
+            reason = "was cancelled by another member; ask its mesh for it anew."
+            self.cache.discard(self.records[path], connected[path].number, reason)
+        return bool(broken)
 
     def _attempt(self, record: building.GroupRecord) -> ConnectAttempt:
         """The next attempt to connect a group."""
-        key = self.cache.store_key(record.path, self.client.timeout())
-        before = self.cache.attempts.get(record.path)
-        store = record.gloo
         assert record.fingerprint is not None
-        decided = before is not None and before.decision is not None
-        attempt = self.attempts[record.path] = self.cache.attempts[record.path] = ConnectAttempt(
-            key,
+        store = record.gloo if len(record.ranks) <= timing.LIMITS.shared_addresses else None
+        attempt = ConnectAttempt(
+            self.cache.store_key(record.path, self.client.timeout()),
             record.ranks,
             record.fingerprint,
             record.group_label,
             record.mesh_label,
-            number=0 if before is None else before.number + decided,
-            address=store.address if store is not None and len(record.ranks) <= timing.LIMITS.shared_addresses else "",
-            arrived_at=[] if before is None else before.arrived_at,
-            sent_to=set() if before is None else before.sent_to,
+            address="" if store is None else store.address,
         )
+        if (before := self.cache.attempts.get(record.path)) is not None:
+            attempt.continue_after(before)
+        self.attempts[record.path] = self.cache.attempts[record.path] = attempt
         return attempt
 
     def _participant(self, attempts: Sequence[ConnectAttempt], ready: Callable[[ConnectAttempt], None]) -> Participant:
@@ -234,15 +196,16 @@ class _Call:
     def _warn(self, text: str) -> None:
         """Log a text, unless it repeats an error that this rank has raised."""
         if not any(text.endswith(error) for error in self.cache.last_errors):
-            self.client.warnings.append(text)
+            log.warning("%s", text)
 
-    def _cancel(self, error: BaseException, failed: Sequence[tuple[Axis, ...]]) -> None:
-        """Decide that the attempts of this call failed, also those of groups that this rank could not create."""
+    def _cancel(self, error: BaseException, absent: Sequence[tuple[Axis, ...]]) -> None:
+        """Decide that the attempts of this call failed, also those of groups that this rank has not created."""
         self.client.interrupted = not isinstance(error, Exception)
         # The caller raises the first error. Where another thread connects one of the groups, nothing is published.
         with contextlib.suppress(PgmeshError), self.cache.connecting(self.records, time.monotonic()):
-            placeholders = [self.cache.placeholder(self.layout, axes) for axes in failed]
-            attempts = [self._attempt(each) for each in (*self.records.values(), *placeholders)]
+            placeholders = [self.cache.placeholder(self.layout, axes) for axes in absent]
+            records = [*self.records.values(), *(each for each in placeholders if len(each.ranks) > 1)]
+            attempts = [self._attempt(each) for each in records]
             self._participant(attempts, ready=lambda attempt: None).cancel(error)
 
     def _connect(self) -> Connected:
@@ -256,13 +219,10 @@ class _Call:
                 self._publish_failed_call(error)
             raise
         finally:
-            self.client.log()
             self._clean_up()
         self._raise_errors()
         warm = {
-            axes: each.done - self.client.start
-            for each in self.collectives
-            for axes in self.spellings[each.record.path]
+            axes: each.done - self.client.start for each in self.collectives for axes in self.axes_of[each.record.path]
         }
         return Connected(self.met, warm, self.client.operations)
 
@@ -282,7 +242,7 @@ class _Call:
         record = self.records[path]
         if not torch_private.is_known(record.group):
             raise LifetimeError(f"{record.label} was released while it was being connected.")
-        self.met.update(dict.fromkeys(self.spellings[path], self.client.now()))
+        self.met.update(dict.fromkeys(self.axes_of[path], self.client.now()))
         if record.gloo is not None and attempt.decision is not None:
             record.gloo.set_addresses(attempt.decision.addresses)
         collective = self._collective(record, attempt)
@@ -357,24 +317,6 @@ class _Call:
                 number = self.attempts[collective.record.path].number
                 self.cache.discard(collective.record, number, "could not be connected; ask its mesh for it anew.")
                 collective.keep_until_done()
-
-
-@contextlib.contextmanager
-def _progress_bar(total: int, progress: bool) -> Iterator[Callable[[], None]]:
-    """A progress bar over the groups. Without rich, it prints a line for each group."""
-    if not progress:
-        yield lambda: None
-        return
-    try:
-        from rich.console import Console
-        from rich.progress import Progress
-    except ImportError:
-        count = itertools.count(1)
-        yield lambda: print(f"pgmesh: connected {next(count)} of {total} groups", file=sys.stderr)
-        return
-    with Progress(console=Console(stderr=True)) as bar:
-        task = bar.add_task("connecting", total=total)
-        yield lambda: bar.advance(task)
 
 
 class Terminated(BaseException):

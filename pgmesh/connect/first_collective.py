@@ -51,29 +51,28 @@ class FirstCollective:
         if self._work is not None:
             teardown.keep_until_done(self.record, [self._work])
 
-    def poll(self) -> bool:
-        """Check for the end of a running collective. True if it has just succeeded."""
+    def poll(self) -> None:
+        """Check for the end of a running collective."""
         if self._failure is not None or not self._work.is_completed():
-            return False
+            return
         try:
             self._work.wait()
             total = int(self._ones.item())
         except PgmeshError as error:
             self.error = type(error)(str(error))
             error.__traceback__ = None  # its frames refer to this group, and the backend keeps the error
-            return False
+            return
         except Exception as error:
             self._failure, self._failed_at = error.with_traceback(None), time.monotonic()
             self._dead = teardown.describe_dead(self.record)
-            return False
+            return
         size = self.record.group.size()
-        if total != size:
+        if total == size:
+            self.done = time.monotonic()
+        else:
             self.error = MismatchError(
                 f"{self.record.label} has {size} members, but the sum of one from each is {total}."
             )
-            return False
-        self.done = time.monotonic()
-        return True
 
     def inspect(self, broken: bytes | None) -> None:
         """Set the error of a running collective if another member published a failure, is lost or refuses connections.

@@ -19,9 +19,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pgmesh import torch_private
 from pgmesh._util.formatting import count_of, format_ranks, name_ranks
 from pgmesh.errors import LifetimeError, WorldError
-from pgmesh.groups.building import count_groups
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.statuses import RunningCollective, Statuses
 
@@ -174,7 +174,7 @@ def stats(cache: GroupCache) -> Stats:
     stores = [store for record, _, _ in records for store in record.stores.values()]
     return Stats(
         len(records),
-        count_groups(),
+        max(0, len(torch_private.all_groups()) - 1),  # without the world's
         sum(store.operations for store in stores) + cache.operations,
         cache.creation_seconds,
         sum(store.waited for store in stores),

@@ -6,10 +6,9 @@ use, through the store of ``rendezvous/polling_store.py``.
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
@@ -36,7 +35,8 @@ class GroupRecord:
         group_label: the group in messages, such as "group dp, tp".
         mesh_label: its mesh in messages, such as "mesh 'actor'".
         call_site: the line of code that asked for it.
-        path: the part of its name after the name of its mesh; "" for groups of ``new_group`` and adopted ones.
+        path: identifies the group in its mesh; "" for groups of ``new_group`` and adopted ones. Its name in torch is
+            the mesh's and this, with a number behind it if an earlier group of this path broke.
         stores: by backend, the store that was given to it.
         created_by: "new_group" for a group of torch's ``new_group``, "adopted" for a group of the user.
         ranks: its members in group order.
@@ -81,26 +81,6 @@ class GroupRecord:
         return [key for store in self.stores.values() for key in store.close(f"{self.label} {reason}")]
 
 
-class _GroupRanks(Mapping[int, int]):
-    """A table from rank to group rank, for torch. It is built at the first lookup."""
-
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self._ranks = ranks
-
-    @functools.cached_property
-    def _table(self) -> dict[int, int]:
-        return {rank: i for i, rank in enumerate(self._ranks)}
-
-    def __getitem__(self, rank: int) -> int:
-        return self._table[rank]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._ranks)
-
-    def __len__(self) -> int:
-        return len(self._ranks)
-
-
 def build(
     name: str,
     ranks: Sequence[int],
@@ -130,7 +110,8 @@ def build(
         slots.append((device, variant, built[backend]))
     prefixed = dist.PrefixStore(f"{name}/", store)
     group = torch_private.new_group_object(prefixed, rank, size, backends.default, slots)
-    torch_private.register(group, name, description, options.backend, backends.config, prefixed, _GroupRanks(ranks))
+    group_ranks = {each: i for i, each in enumerate(ranks)}
+    torch_private.register(group, name, description, options.backend, backends.config, prefixed, group_ranks)
     return group
 
 
@@ -174,11 +155,6 @@ def build_collectively(
         if rank in block:
             mine, ranks = group, block
     return GroupRecord(mine, label, mesh_label, call_site(), created_by="new_group", ranks=ranks)
-
-
-def count_groups() -> int:
-    """Number of groups of this process without the world's. It includes the groups that torch created."""
-    return max(0, torch_private.count_groups() - 1)
 
 
 def set_timeout(record: GroupRecord, timeout: timedelta) -> None:

@@ -80,7 +80,6 @@ class GroupCache:
         self.call_site = call_site()
         self.ended: str | None = None
         self.lock = threading.RLock()
-        self.serial = next(registry.serials)
         self.creation_seconds = 0.0
         self.operations = 0  # store operations of connect
         self.shrunk: Any = None  # the change, if shrink created this mesh
@@ -121,7 +120,7 @@ class GroupCache:
                 self.identity.number, self.identity.pickled_number = max(numbers[prefix], number or 0), number
                 if number is None:
                     numbers[prefix] = self.identity.number + 1
-            self.registry.caches.add(self)
+            self.registry.caches[next(registry.serials)] = self
 
     @property
     def call(self) -> str:
@@ -194,7 +193,6 @@ class GroupCache:
                         self.registry.with_groups.discard(self)  # a cache without groups does not block its successor
                     raise
                 self.creation_seconds += time.monotonic() - start
-                self.registry.warn_of_many_groups()
             if record.created_by == "adopted" and not torch_private.is_known(record.group):
                 raise LifetimeError(
                     f"{record.label} was adopted at {record.call_site}, and torch has destroyed it since.\n\n"
@@ -265,16 +263,14 @@ class GroupCache:
     ) -> PollingStore:
         seconds = (key.options.timeout or timedelta()).total_seconds()
         return PollingStore(
-            self.run,
+            self.registry.store_thread,
             lambda: f"{self.store_key(unique, seconds)}/use",
             fingerprint,
             key.ranks,
             key.options.timeout or timedelta(),
             addresses=backend == "gloo",
             compares=key.options != self.registry.options,
-            mismatch_keys=lambda: (f"{self.store_key(path, seconds)}/mismatch", self.identity.mismatch_key),
-            set_status=lambda activity: self.registry.store_thread().set_status(activity),
-            store_hint=lambda: self.registry.store_thread().store_hint(),
+            refusal_keys=lambda: (f"{self.store_key(path, seconds)}/mismatch", self.identity.mismatch_key),
         )
 
     def _claim_name(self) -> None:
@@ -326,10 +322,6 @@ class GroupCache:
         return len(found)
 
     # -- the store ----------------------------------------------------------------------------------------------
-
-    def run(self, *operations: Any, seconds: float) -> list[Any]:
-        """Perform operations on the store with a timeout."""
-        return self.registry.store_thread().run(*operations, seconds=seconds)
 
     def store_key(self, path: str, seconds: float) -> str:
         """Prefix of the store keys of a group. The first call registers the mesh in the store.
@@ -423,7 +415,7 @@ class GroupCache:
         with contextlib.suppress(PgmeshError):
             # First, so that a member whose connection ends finds the reason. The first rank to publish one wins.
             self.identity.register(self.registry, _ABORT_SECONDS, as_before=True)
-            run = functools.partial(self.run, seconds=_ABORT_SECONDS)
+            run = functools.partial(self.registry.store_thread().run, seconds=_ABORT_SECONDS)
             text = registry.publish_abort(run, self.identity.mismatch_key, text)
         self.end_aborted(text)
 

@@ -1,7 +1,7 @@
 """The group caches of this process in each world, and their end: with the world, the process or a fork.
 
-It does not import ``GroupCache``. Of a cache it uses ``records``, ``forget``, ``close``, ``end_in_child``, ``ended``,
-``name``, ``call`` and ``serial``.
+It does not import ``GroupCache``. Of a cache it uses ``records``, ``forget``, ``close``, ``end_in_child``,
+``end_aborted``, ``ended``, ``name``, ``call`` and ``identity``.
 """
 
 from __future__ import annotations
@@ -35,9 +35,6 @@ log = logging.getLogger("pgmesh")
 ABORTS_KEY = "pgmesh/aborts"
 """Store key with the number of aborts of meshes in this world."""
 
-GROUPS_BEFORE_WARNING = 100
-"""Number of groups above which a process logs a warning, once."""
-
 _LOG_DEAD_SECONDS = 1.0
 """Seconds after which the process, when it exits with an error, looks at no further group for members that ended."""
 
@@ -64,14 +61,13 @@ class Registry:
         self.store: Any = world_store()
         self.options = world_options()
         self.numbers: defaultdict[str, int] = defaultdict(int)  # of meshes created, by key prefix
-        self.caches: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.caches: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # in order of creation
         self.with_groups: set[Any] = set()  # caches that hold groups; kept alive
         self.forked = False  # this process is a forked child, and its parent is in the world
         self.watch: Watch | None = None  # started with the thread
         self._aborts: bytes | None = None  # how many meshes ranks had aborted at the last heartbeat
         self.at_heartbeat: list[Callable[[Callable[[Operation], Any]], bool]] = []  # until they return False
         self._thread: StoreThread | None = None  # started by the first store operation
-        self._warned = False  # about too many groups
         # See ``identity.py`` for shared numbers and offsets.
         self.registered: dict[str, int] = {}  # by key prefix: the shared number of the last registered mesh
         self.predecessor: dict[str, int] | None = None  # the same of the process that had this rank before
@@ -88,11 +84,11 @@ class Registry:
                 rank, size = world_rank_and_size()
                 thread = self._thread = StoreThread(self.store, store_address(), rank, size)
                 self.watch = Watch(self._find_record, thread.lost_after)
-                thread.find_running = self._find_running
+                thread.on_heartbeat = self._on_heartbeat
             return self._thread
 
-    def _find_running(self, perform: Callable[[Operation], Any]) -> tuple[RunningCollective, ...]:
-        """Look at the collectives of this process, after aborted meshes, and after lost ranks, at each heartbeat."""
+    def _on_heartbeat(self, perform: Callable[[Operation], Any]) -> tuple[RunningCollective, ...]:
+        """Look for aborted meshes, for lost ranks, and for collectives of this process that do not end."""
         aborts = perform(Read(ABORTS_KEY))
         if aborts != self._aborts:
             self._aborts = aborts
@@ -110,25 +106,14 @@ class Registry:
         thread.start_heartbeat()
         return thread
 
-    def warn_of_many_groups(self) -> None:
-        """Log once that this process holds too many groups, if it does."""
-        if not self._warned and building.count_groups() > GROUPS_BEFORE_WARNING:
-            self._warned = True
-            log.warning(
-                "this process holds %d groups, each with its own memory, threads and sockets. Release groups that are "
-                "no longer used, or share meshes. (pgmesh.groups.registry.GROUPS_BEFORE_WARNING is %d.)",
-                building.count_groups(),
-                GROUPS_BEFORE_WARNING,
-            )
-
     def open_caches(self) -> list[Any]:
-        """The caches that are not closed."""
-        return [cache for cache in self.caches if cache.ended is None]
+        """The caches that are not closed, in the order of creation."""
+        return [cache for cache in self.caches.values() if cache.ended is None]
 
     def _find_record(self, name: str) -> building.GroupRecord | None:
         """The record of a group from its name in torch."""
         with registering:
-            caches = tuple(self.caches)
+            caches = tuple(self.caches.values())
         records = (record for cache in caches for record, _, _ in cache.records())
         return next((record for record in records if record.name == name), None)
 
@@ -146,7 +131,7 @@ class Registry:
 
 
 _registries: weakref.WeakKeyDictionary[Any, Registry] = weakref.WeakKeyDictionary()
-serials = itertools.count()  # order of creation of the caches
+serials = itertools.count()  # of caches
 registering = threading.RLock()  # guards the registries; never held while waiting for a cache's lock
 
 
@@ -173,7 +158,7 @@ def open_caches_by_name() -> dict[str, Any]:
     if not dist.is_initialized():
         return {}
     with registering:
-        caches = sorted(current_registry().open_caches(), key=lambda cache: cache.serial)
+        caches = current_registry().open_caches()
     names, found = {cache.name for cache in caches}, dict[str, Any]()
     for cache in caches:
         calls = (cache.call + f" ({number})" * (number > 1) for number in itertools.count(1))
@@ -188,13 +173,7 @@ def open_caches_by_name() -> dict[str, Any]:
 def all_caches() -> list[Any]:
     """The caches of all worlds of this process, closed ones too."""
     with registering:
-        return [cache for registry in list(_registries.values()) for cache in registry.caches]
-
-
-def close_all() -> None:
-    """Close all meshes of this process."""
-    for cache in all_caches():
-        cache.close()
+        return [cache for registry in list(_registries.values()) for cache in registry.caches.values()]
 
 
 def _forget(group: Any) -> None:

@@ -6,8 +6,6 @@ collectives, FSDP and DDP cannot be replaced.
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,8 +16,7 @@ from pgmesh.groups.flight_recorder import FlightRecorder
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Operation, Read
 from pgmesh.rendezvous.statuses import RunningCollective, Statuses
-
-log = logging.getLogger("pgmesh")
+from pgmesh.rendezvous.store_thread import warn_from_store_thread
 
 
 class Watch:
@@ -61,9 +58,7 @@ class Watch:
             once = (collective.name, collective.number)
             if once not in self._logged and (lost or collective.seconds >= timing.TIMING.warn_after):
                 self._logged.add(once)
-                text = f"this rank is {collective}: {reason}"
-                # In another thread, since a log handler may block and this thread sends the heartbeats.
-                threading.Thread(target=log.warning, args=("%s", text), name="pgmesh-warning", daemon=True).start()
+                warn_from_store_thread(f"this rank is {collective}: {reason}")
 
     def _label_of(self, name: str) -> str:
         record = self._find_record(name)
@@ -74,11 +69,10 @@ class Watch:
     ) -> tuple[dict[int, str], dict[int, str]]:
         """The members that are lost, and those that are absent, each with its last status."""
         ranks = record.ranks[: timing.LIMITS.statuses]
-        self._statuses.read(lambda *reads: [perform(read) for read in reads], ranks)
+        self._statuses.read(lambda *reads: [*map(perform, reads)], ranks)
         lost = self._statuses.lost(ranks)
         if record.gloo is None:
             return lost, {}
-        record.gloo.look_for_refusal(perform)
         unseen = record.gloo.unseen_addresses()
         absent = [rank for rank, key in unseen.items() if perform(Read(key)) is None]
         return lost, {rank: self._statuses.describe(rank) if self._statuses.get(rank) else "" for rank in absent}

@@ -1,13 +1,14 @@
 """The store that pgmesh gives to a backend: it polls, and an error names the missing ranks.
 
-torch's own store client holds a lock while it waits. This store sends each operation through ``run``, usually
-``StoreThread.run``, and polls in the backend's thread.
+torch's own store client holds a lock while it waits. This store sends each operation through the store thread, and
+polls in the backend's thread.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import math
 import threading
 import time
@@ -25,6 +26,7 @@ from pgmesh.rendezvous.operations import CompareSet, Operation, Raw, Read
 from pgmesh.rendezvous.protocol import check_published, pauses
 from pgmesh.rendezvous.records import Decision, Fingerprint
 from pgmesh.rendezvous.statuses import Statuses
+from pgmesh.rendezvous.store_thread import StoreThread
 
 SEPARATOR = b"\0"
 """Separates a rank's fingerprint from the value that it wrote."""
@@ -35,9 +37,13 @@ ASKED_FOR = " (asked for with "
 _IN_FIRST_COLLECTIVE = "in the first collective of "
 
 
-def without_frames(error: PgmeshError) -> PgmeshError:
-    """A copy of an error without its frames, which refer to the backend that reads through the failed store."""
-    copy = type(error)(str(error))
+def without_frames(error: PgmeshError, hint: str = "") -> PgmeshError:
+    """A copy of an error without its frames, which refer to the backend that reads through the failed store.
+
+    Args:
+        hint: text to append to the message.
+    """
+    copy = type(error)(f"{error}{hint}")
     copy.__cause__ = error.__cause__
     return copy
 
@@ -59,49 +65,45 @@ class PollingStore(dist.Store):
     compares it with its own. So a mismatch is found before the ranks connect, without more store operations.
 
     Args:
-        run: performs operations on the world's store, with a timeout ``seconds``.
+        thread: returns the store thread.
         key_prefix: returns the prefix of the group's keys. It is called when this rank first writes or waits.
         fingerprint: the group's fingerprint on this rank.
         ranks: the members' ranks in the world, in group order.
         timeout: timeout of a wait for which the backend gives none.
-        compares: also compare the fingerprint with the one that the first rank published. It is needed where a rank may
-            read no other member's address.
+        refusal_keys: returns the keys of a published mismatch of the group, and of a mismatch or an abort of the mesh.
         addresses: True for Gloo: each member writes its address under a key that ends in its group rank. False for
             NCCL: the first member writes for all. An address is published when this rank first waits, so it shows that
             the rank has entered a collective.
-        mismatch_keys: returns the keys under which a rank publishes a mismatch.
-        set_status: publishes this rank's activity.
-        store_hint: returns a reason why ranks may not find each other on this store; "" for none.
+        compares: also compare the fingerprint with the one that the first rank published. It is needed where a rank may
+            read no other member's address.
     """
 
     def __init__(
         self,
-        run: Callable[..., list[Any]],
+        thread: Callable[[], StoreThread],
         key_prefix: Callable[[], str],
         fingerprint: Fingerprint,
         ranks: Sequence[int],
         timeout: timedelta,
         *,
+        refusal_keys: Callable[[], Sequence[str]],
         addresses: bool,
         compares: bool = False,
-        mismatch_keys: Callable[[], Sequence[str]] = tuple,
-        set_status: Callable[[str], None] = lambda activity: None,
-        store_hint: Callable[[], str] = lambda: "",
     ) -> None:
         super().__init__()
-        self._run, self._key_prefix, self._fingerprint = run, key_prefix, fingerprint
+        self._thread, self._key_prefix, self._fingerprint = thread, key_prefix, fingerprint
         self._ranks, self._timeout = ranks, timeout
-        self._addresses, self._compares, self._mismatch_keys = addresses, compares, mismatch_keys
-        self._set_status, self._store_hint = set_status, store_hint
+        self._addresses, self._compares, self._refusal_keys = addresses, compares, refusal_keys
         self.new_timeout: timedelta | None = None  # if set, it overrides the timeout of the backend
+        self._prefix = ""  # of the group's keys; known once this rank has written or waited
         self._own_addresses: dict[str, bytes] = {}  # by key
         self._address_unpublished = addresses
         self.values: dict[str, bytes] = {}  # by key
         self._closed = ""  # the reason
         self.refusal: Decision | None = None  # a mismatch that a rank published, or that it aborted the mesh
-        self.used = False  # whether the group has been in a collective
+        self.used = False  # the group has been in a collective
         self.operations, self.waited = 0, 0.0  # number of store operations; seconds of waiting
-        self.written: set[str] = set()
+        self.written: set[str] = set()  # store keys
 
     def close(self, reason: str) -> list[str]:
         """End every wait; return the store keys that this rank has written."""
@@ -114,14 +116,15 @@ class PollingStore(dist.Store):
                 error.__traceback__ = None
         return [*self.written]
 
-    def _ask(self, *operations: Operation, seconds: float | None = None) -> list[Any]:
-        """Perform operations. The default timeout is a second more than that of the group's collectives."""
-        limit = (self.new_timeout or self._timeout).total_seconds() if seconds is None else seconds
+    def _ask(self, *operations: Operation) -> list[Any]:
+        """Perform operations. Their timeout is a second more than that of the group's collectives."""
+        limit = (self.new_timeout or self._timeout).total_seconds()
         self.operations += len(operations)
-        return self._run(*operations, seconds=limit + timing.TIMING.report_missing)
+        return self._thread().run(*operations, seconds=limit + timing.TIMING.report_missing)
 
     def _store_key(self, key: str) -> str:
-        return f"{self._key_prefix()}/{key}"
+        self._prefix = self._prefix or self._key_prefix()
+        return f"{self._prefix}/{key}"
 
     # -- addresses ------------------------------------------------------------------------------------------------
 
@@ -129,11 +132,6 @@ class PollingStore(dist.Store):
     def address(self) -> str:
         """This rank's address as text; "" if the backend has not set it."""
         return ",".join(base64.b64encode(value).decode() for value in self._own_addresses.values())
-
-    @property
-    def label(self) -> str:
-        """The group in messages."""
-        return self._fingerprint.subject
 
     def own_addresses(self) -> list[bytes]:
         """This rank's addresses as the backend has set them: one for each network interface."""
@@ -146,7 +144,7 @@ class PollingStore(dist.Store):
 
     def unseen_addresses(self) -> dict[int, str]:
         """The first members whose addresses this rank has not read, each with the store key of its address."""
-        if not (self.written and self._addresses):
+        if not (self._prefix and self._addresses):
             return {}  # this rank is in no first collective, or connect gave it all addresses
         own = next(iter(self._own_addresses), "")
         stem = own.rpartition("/")[0]
@@ -176,17 +174,14 @@ class PollingStore(dist.Store):
         self.used = True
         if not self._closed and all(key in self.values for key in keys):
             return
-        limit = self.new_timeout or (self._timeout if timeout is None else timeout)
         start = time.monotonic()
         try:
-            self._wait(keys, limit, start)
+            self._wait(keys, self.new_timeout or (self._timeout if timeout is None else timeout), start)
+            return
         except PgmeshError as error:
-            hint = self._store_hint() if isinstance(error, MissingRanksError) else ""
-            copy = type(error)(f"{error}{hint}")
+            copy = without_frames(error, self._thread().store_hint() if isinstance(error, MissingRanksError) else "")
             if isinstance(error, MismatchError):
                 self.refusal = Decision("mismatch", str(error))
-        else:
-            return
         finally:
             self.waited += time.monotonic() - start
         with _raising:
@@ -206,43 +201,48 @@ class PollingStore(dist.Store):
                 while not self._read(key):
                     now = time.monotonic()
                     if now >= end:
-                        raise MissingRanksError(self._missing_text(key, limit) or self._late_text(key, limit))
+                        raise MissingRanksError(self._timeout_text(key, limit))
                     seconds = next(pause)
                     if seconds == timing.TIMING.longest_pause:
-                        self._check_mismatch()
+                        self._raise_refusal()
                     if now >= status:
                         status = end
-                        self._set_status(self._activity)
+                        self._thread().set_status(self._activity)
                     time.sleep(min(seconds, end - now))
         finally:
             if status == end:
-                self._set_status("")
+                self._thread().set_status("")
+
+    @property
+    def _subject(self) -> str:
+        return self._fingerprint.subject
 
     @property
     def _activity(self) -> str:
-        return f"{_IN_FIRST_COLLECTIVE}{self._fingerprint.subject}, waiting for its members"
+        return f"{_IN_FIRST_COLLECTIVE}{self._subject}, waiting for its members"
 
-    def look_for_refusal(self, perform: Callable[[Operation], Any]) -> None:
-        """Set ``refusal`` if a rank has published one.
+    def read_refusal(self, run: Callable[..., list[Any]]) -> Decision | None:
+        """The refusal that a rank has published; None if there is none, or before this rank has written or waited.
 
         Args:
-            perform: performs one store operation.
+            run: performs operations on the store.
         """
-        for key in self._mismatch_keys() if self.written or self.values else ():
-            if (text := perform(Read(key))) is not None:
+        keys = self._refusal_keys() if self._prefix or self.values else ()
+        for key, text in zip(keys, run(*map(Read, keys)) if keys else ()):
+            if text is not None:
                 self.refusal = self.refusal or Decision.unpack(key, text)
-
-    def ask_for_refusal(self, seconds: float) -> Decision | None:
-        """The refusal that a rank has published, read with a timeout; None if there is none, or no answer."""
-        with contextlib.suppress(PgmeshError):
-            self.look_for_refusal(lambda operation: self._run(operation, seconds=seconds)[0])
         return self.refusal
 
-    def _check_mismatch(self) -> None:
-        keys = self._mismatch_keys()
-        for key, text in zip(keys, self._ask(*map(Read, keys)) if keys else ()):
-            if text is not None and (error := Decision.unpack(key, text).error()):
-                raise error
+    def ask_for_refusal(self, seconds: float) -> Decision | None:
+        """The same, read with a timeout; None if there is no answer."""
+        with contextlib.suppress(PgmeshError):
+            self.read_refusal(functools.partial(self._thread().run, seconds=seconds))
+        return self.refusal
+
+    def _raise_refusal(self) -> None:
+        refusal = self.read_refusal(self._ask)
+        if refusal is not None and (error := refusal.error()):
+            raise error
 
     def _check_open(self) -> None:
         if self._closed:
@@ -261,19 +261,15 @@ class PollingStore(dist.Store):
         return True
 
     def _check_published(self, key: str, encoded: bytes) -> None:
-        mismatch_key = next(iter(self._mismatch_keys()), f"{key}/mismatch")
-        check_published(self._ask, mismatch_key, self._fingerprint, encoded, key)
+        check_published(self._ask, self._refusal_keys()[0], self._fingerprint, encoded, key)
 
     def get(self, key: str) -> bytes:
         if key not in self.values:
             self.wait([key])
         return self.values[key]
 
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [self.get(key) for key in keys]
-
-    def _missing_text(self, key: str, limit: timedelta) -> str | None:
-        """Message about the missing members. None if all are there.
+    def _timeout_text(self, key: str, limit: timedelta) -> str:
+        """Message about the members that are missing at a timeout.
 
         Args:
             key: the key that was waited for.
@@ -282,7 +278,7 @@ class PollingStore(dist.Store):
         Raises:
             MismatchError: the members' fingerprints differ.
         """
-        self._check_mismatch()
+        self._raise_refusal()
         stem, _, last = key.rpartition("/")
         if self._addresses:
             keys: dict[object, str] = {rank: self._store_key(f"{stem}/{i}") for i, rank in enumerate(self._ranks)}
@@ -290,19 +286,19 @@ class PollingStore(dist.Store):
             keys = {self._ranks[0] if last.isdecimal() else f"that writes {key}": self._store_key(key)}
         seen = dict(zip(keys, self._ask(*map(Read, keys.values()))))
         missing = [rank for rank, value in seen.items() if value is None]
+        seconds = f"{limit.total_seconds():g} s"
         if not missing:
             for rank, value in seen.items():
-                self._fingerprint.check((value or b"").partition(SEPARATOR)[0], key=keys[rank])
-            return None
+                self._check_published(keys[rank], (value or b"").partition(SEPARATOR)[0])
+            return f"{self._subject}: {key} was still missing after {seconds}, and was written just afterwards."
         known = [rank for rank in missing[:8] if isinstance(rank, int)]
         statuses = Statuses(math.inf, time.monotonic)
         statuses.read(self._ask, known)
         found = {rank: status for rank in known if (status := statuses.get(rank))}
         details = "".join(f"\n  last status of rank {rank}: {status}" for rank, status in found.items())
         details += self._hint_for([status.activity for status in found.values()])
-        seconds = f"{limit.total_seconds():g} s"
         return (
-            f"{self._fingerprint.subject}: {name_ranks(missing)} did not reach the first collective in {seconds}. "
+            f"{self._subject}: {name_ranks(missing)} did not reach the first collective in {seconds}. "
             f"The group's ranks are {format_ranks(self._ranks)}.{details}"
         )
 
@@ -314,19 +310,13 @@ class PollingStore(dist.Store):
                 "creation, and groups by the number of their releases. Name the meshes, and release groups on all "
                 "members."
             )
-        label = self._fingerprint.subject.partition(ASKED_FOR)[0]
+        label = self._subject.partition(ASKED_FOR)[0]
         if any(activity.startswith(f"{_IN_FIRST_COLLECTIVE}{label}") for activity in activities):
             return (
                 "\nThese are different groups: an option asked for in a call makes a different group. Use "
                 "mesh.configure for options, with the same options on all ranks."
             )
         return ""
-
-    def _late_text(self, key: str, limit: timedelta) -> str:
-        return (
-            f"{self._fingerprint.subject}: {key} was still missing after {limit.total_seconds():g} s, and was written "
-            "just afterwards."
-        )
 
     # -- writing, and other operations --------------------------------------------------------------------------
 
@@ -336,10 +326,6 @@ class PollingStore(dist.Store):
         if not self._address_unpublished:
             self.used = True
             self._write({key: bytes(value)})
-
-    def multi_set(self, keys: list[str], values: list[Any]) -> None:
-        for key, value in zip(keys, values):
-            self.set(key, value)
 
     def _publish(self) -> None:
         """Publish this rank's address before it first waits."""
@@ -373,14 +359,5 @@ class PollingStore(dist.Store):
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
         return bytes(self._raw("compare_set", key, expected, desired))
 
-    def append(self, key: str, value: Any) -> None:
-        self._raw("append", key, value)
-
     def delete_key(self, key: str) -> bool:
         return bool(self._raw("delete_key", key))
-
-    def num_keys(self) -> int:
-        return int(self._ask(Raw("num_keys", ()))[0])
-
-    def has_extended_api(self) -> bool:
-        return True

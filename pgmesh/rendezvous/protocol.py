@@ -11,6 +11,8 @@ A *connect attempt* is one round in which the members of a group connect. It has
     <group>/<number>/decision   the outcome, the same for all members. The first rank to write it decides, and it
                                 never changes
     <group>/<number>/broken     the reason, if the first collective failed on a member after the decision
+    <group>/<number>/left       the number of members that have released the group. The last one deletes these keys
+    <group>/mismatch            a mismatch that the store of a backend found
 
 Attempts are numbered from 0. In one batch, a rank reads the decision of an attempt and arrives at it. If the attempt
 was already decided, the rank goes on to the next one.
@@ -24,6 +26,7 @@ permanent, so that rank raises it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -75,9 +78,8 @@ def check_mesh(run: Callable[..., list[Any]], key: str, fingerprint: Fingerprint
     if fingerprint.mismatch([first]) is not None:
         (seen,) = run(Read(f"{key}/fingerprints"))
         where = key if decode_fingerprint(first) is None else f"{key}/fingerprints"
-        mismatch = fingerprint.mismatch([first, *(seen or b"").splitlines()], where) or ""
-        (text,) = run(CompareSet(f"{key}/mismatch", Decision("mismatch", mismatch).pack()))
-        raise MismatchError(Decision.unpack(f"{key}/mismatch", text).text)
+        mismatch = fingerprint.mismatch([first, *(seen or b"").splitlines()], where)
+        _raise_mismatch(run, f"{key}/mismatch", mismatch or "")
 
 
 def check_published(
@@ -94,8 +96,13 @@ def check_published(
         MismatchError: they differ. It is also published for the ranks that wait.
     """
     if mismatch := fingerprint.mismatch([seen], where):
-        run(CompareSet(mismatch_key, Decision("mismatch", mismatch).pack()))
-        raise MismatchError(mismatch)
+        _raise_mismatch(run, mismatch_key, mismatch)
+
+
+def _raise_mismatch(run: Callable[..., list[Any]], key: str, mismatch: str) -> None:
+    """Publish a mismatch for the ranks that wait, and raise the one that was published first."""
+    (text,) = run(CompareSet(key, Decision("mismatch", mismatch).pack()))
+    raise MismatchError(Decision.unpack(key, text).text)
 
 
 class Client(Protocol):
@@ -166,6 +173,11 @@ class ConnectAttempt:
     def mismatch_key(self) -> str:
         """Store key under which the store of a backend publishes a mismatch."""
         return f"{self.key}/mismatch"
+
+    def continue_after(self, before: ConnectAttempt) -> None:
+        """Begin where an earlier call ended: at its last attempt if that is undecided, otherwise at the next one."""
+        self.number = before.number if before.decision is None else before.number + 1
+        self.arrived_at, self.sent_to = before.arrived_at, before.sent_to
 
     def is_made(self) -> bool:
         return self.decision is not None and self.decision.kind == "made"
@@ -244,6 +256,12 @@ class Participant:
         for attempt in self._undecided():
             self._decide(attempt, Decision.of(error, f"{attempt.label} was cancelled because {why}"))
 
+    def _run_each(self, batches: Iterable[Sequence[Operation]]) -> list[list[Any]]:
+        """Perform several lists of operations at once; return the answers to each list."""
+        batches = list(batches)
+        answers = iter(self.client.run(*itertools.chain(*batches)) if batches else ())
+        return [[next(answers) for _ in batch] for batch in batches]
+
     def _undecided(self) -> list[ConnectAttempt]:
         return [attempt for attempt in self.attempts if attempt.decision is None]
 
@@ -257,11 +275,9 @@ class Participant:
             sent_before = [attempt.number in attempt.sent_to for attempt in arriving]
             for attempt in arriving:
                 attempt.sent_to.add(attempt.number)
-            answers = iter(self.client.run(*(step for attempt in arriving for step in self._arrival(attempt))))
+            answers = self._run_each(map(self._arrival, arriving))
             again = []
-            for attempt, arrived_again, (earlier, _, count) in zip(
-                arriving, sent_before, zip(answers, answers, answers)
-            ):
+            for attempt, arrived_again, (earlier, _, count) in zip(arriving, sent_before, answers):
                 attempt.arrived_at.append(attempt.number)
                 decision = None if earlier is None else Decision.unpack(attempt.decision_key, earlier)
                 if decision is None:
@@ -373,10 +389,9 @@ class Participant:
     def _inspect(self) -> None:
         """Read the arrivals that are new, publish this rank's status, and look for members that were lost."""
         undecided = self._undecided()
-        reads = [Read(key) for each in undecided for key in (each.mismatch_key, f"{each.name}/count")]
-        answers = iter(self.client.run(*reads))
+        answers = self._run_each([Read(each.mismatch_key), Read(f"{each.name}/count")] for each in undecided)
         changed = []
-        for attempt, (mismatch, count) in zip(undecided, zip(answers, answers)):
+        for attempt, (mismatch, count) in zip(undecided, answers):
             if mismatch is not None:
                 self._decide(attempt, Decision.unpack(attempt.mismatch_key, mismatch))
             elif count != attempt.count_seen:
@@ -441,9 +456,8 @@ class Participant:
             pending |= {rank: status.pending if (status := self.statuses.get(rank)) else () for rank in unread}
         circle = find_circle(self.rank, pending)
         # Statuses are read one after another, so a rank may have gone on meanwhile.
-        reads = [Read(f"{wait.name}/{key}") for _, wait in circle for key in ("decision", "arrivals")]
-        answers = iter(self.client.run(*reads) if reads else ())
-        for i, (decision, arrivals) in enumerate(zip(answers, answers)):
+        answers = self._run_each([Read(f"{wait.name}/{key}") for key in ("decision", "arrivals")] for _, wait in circle)
+        for i, (decision, arrivals) in enumerate(answers):
             following = circle[(i + 1) % len(circle)][0]
             arrived = {(unpack(line, rank=int) or {}).get("rank") for line in (arrivals or b"").splitlines()}
             if decision is not None or following in arrived:

@@ -85,15 +85,6 @@ class Fingerprint:
         """The value in the store: the rank, and the fields as JSON."""
         return f"{self.rank} {json.dumps(self.fields, sort_keys=True)}".encode()
 
-    def check(self, *seen: bytes, key: str = "") -> None:
-        """Compare the encoded fingerprints of other ranks with this one.
-
-        Raises:
-            MismatchError: their fields differ.
-        """
-        if mismatch := self.mismatch(seen, key):
-            raise MismatchError(mismatch)
-
     def mismatch(self, seen: Sequence[bytes], key: str = "") -> str | None:
         """Message about the fields that differ, with the ranks that have each value. None if all are equal.
 
@@ -181,7 +172,6 @@ class Decision:
         return cls("missing" if kind == "aborted" else kind, text)
 
 
-MADE = Decision("made")
 ERRORS: dict[str, type[PgmeshError] | None] = {
     "made": None,
     "missing": MissingRanksError,

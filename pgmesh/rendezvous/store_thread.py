@@ -4,8 +4,8 @@ A call into torch's store client may block for minutes with its lock held, and P
 pgmesh calls it only in this thread. A caller hands it a batch of operations, and waits for the answers in Python with
 a timeout.
 
-When a mesh connects, and at the latest one heartbeat after the first operation, the thread opens a connection of its
-own, so that a wait inside torch does not delay a heartbeat. A connection that breaks is opened again.
+The first operation opens a connection of the thread's own, so that a wait inside torch does not delay a heartbeat. A
+connection that breaks is opened again.
 """
 
 from __future__ import annotations
@@ -61,6 +61,11 @@ def underlying(store: Any) -> Any:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
+
+
+def warn_from_store_thread(text: str) -> None:
+    """Log a warning in another thread, since a log handler may block and the store thread sends the heartbeats."""
+    threading.Thread(target=log.warning, args=("%s", text), name="pgmesh-warning", daemon=True).start()
 
 
 class _Batch:
@@ -128,7 +133,7 @@ class StoreThread:
     ) -> None:
         self._torch_store, self._address, self._rank, self._world_size = store, address, rank, world_size
         self._left_worlds = left_worlds if left is None else left
-        self.find_running: Callable[[Callable[[Operation], Any]], tuple[RunningCollective, ...]] = lambda perform: ()
+        self.on_heartbeat: Callable[[Callable[[Operation], Any]], tuple[RunningCollective, ...]] = lambda perform: ()
         """Called at each heartbeat, with a function that performs one operation. It returns the running collectives."""
         self.pace = max(1.0, world_size / timing.LIMITS.full_rate_ranks)
         self.period = timing.TIMING.heartbeat * self.pace
@@ -139,7 +144,6 @@ class StoreThread:
         self._reason = ""
         self._pending: dict[int, tuple[PendingConnect, ...]] = {}  # by thread
         self._store: Any = None  # with this world's prefix; None before the first operation and after a failure
-        self._wants_own_connection = self._has_own_connection = False
         self._name = ""  # of the world
         self._entered = False  # this process's key is in the store
         self.replaces_process = False  # another process had this rank before; known after the first operation
@@ -209,9 +213,8 @@ class StoreThread:
         return not self._ended and os.getpid() == self._process
 
     def start_heartbeat(self) -> None:
-        """Open a connection for this thread, and start the heartbeat of this process."""
-        if not self._wants_own_connection:
-            self._wants_own_connection = True
+        """Send the first heartbeat of this process now, and not a period after the first operation."""
+        if not self._heartbeats:
             self._publish_soon()
 
     def set_pending(self, pending: tuple[PendingConnect, ...]) -> None:
@@ -228,7 +231,6 @@ class StoreThread:
     def set_status(self, activity: str) -> None:
         """Publish the activity of this process; "" for none. Returns at once."""
         self._activities[threading.get_ident()] = activity
-        self._wants_own_connection = True
         self._publish_soon()
 
     def _publish_soon(self) -> None:
@@ -301,11 +303,11 @@ class StoreThread:
     def _publish_if_due(self) -> None:
         if self._heartbeat_due <= time.monotonic():
             self._heartbeat_due = time.monotonic() + self.period
-            self._wants_own_connection = True
-            if self.listener is not None:
-                self.listener.drain()
             with contextlib.suppress(Exception):
-                self._perform(_WORLD_NAME) if self.listener is None else None  # opens it, for the status
+                if self._store is None:
+                    self._perform(_WORLD_NAME)  # opens the listener, for the status
+                if self.listener is not None:
+                    self.listener.drain()
                 self._perform(Raw("set", (status_key(self._rank), self._status().pack())))
 
     def _status(self) -> RankStatus:
@@ -316,28 +318,28 @@ class StoreThread:
             self._heartbeats,
             "; ".join(filter(None, tuple(self._activities.values()))),
             pending[: timing.LIMITS.statuses],
-            () if self._reason else self._find_running(),
+            () if self._reason else self._run_on_heartbeat(),
             self._reason,
             () if self.listener is None else (self.listener.host, self.listener.port),
         )
 
-    def _find_running(self) -> tuple[RunningCollective, ...]:
-        """The running collectives. An error in looking for them must not stop the heartbeats, so it is logged once."""
+    def _run_on_heartbeat(self) -> tuple[RunningCollective, ...]:
+        """The running collectives. An error of ``on_heartbeat`` must not stop the heartbeats, so it is logged once."""
         try:
-            return self.find_running(self._perform)
+            return self.on_heartbeat(self._perform)
         except WorldError:
             return ()
         except Exception:
-            self.find_running = lambda perform: ()
-            error = traceback.format_exc()
-            text = "running collectives are not reported any more: %s"
-            threading.Thread(target=log.warning, args=(text, error), name="pgmesh-warning", daemon=True).start()
+            self.on_heartbeat = lambda perform: ()
+            warn_from_store_thread(
+                f"this rank no longer looks for stuck collectives and lost ranks: {traceback.format_exc()}"
+            )
             return ()
 
     def _leave(self) -> None:
         """Publish the reason for the end. The last rank to leave deletes the keys of this world."""
         with contextlib.suppress(Exception):
-            if self._wants_own_connection:
+            if self._heartbeats:
                 self._perform(Raw("set", (status_key(self._rank), self._status().pack())))
             if self._name and self._store is not None and leave_world(self._torch_store, self._name):
                 keys = [key(rank) for rank in range(self._world_size) for key in (status_key, process_key, meshes_key)]
@@ -349,7 +351,7 @@ class StoreThread:
         while True:
             self._operation_start = time.monotonic()
             try:
-                if self._store is None or (self._wants_own_connection and not self._has_own_connection):
+                if self._store is None:
                     self._connect()
                 return current_world(self._torch_store) if operation is _WORLD_NAME else perform(self._store, operation)
             except RuntimeError as error:
@@ -363,17 +365,16 @@ class StoreThread:
                 self._operation_start = math.inf
 
     def _connect(self) -> None:
-        """Open the connection, and enter the world. The first operations use the connection of torch."""
+        """Open the connection, and enter the world."""
         store = underlying(self._torch_store)
-        if isinstance(store, dist.TCPStore) and (self._name or self._wants_own_connection):
+        if isinstance(store, dist.TCPStore):
             seconds = timing.TIMING.late_answer
             try:  # torch's client would wait long for a server that is gone
                 with socket.create_connection((store.host, store.port), seconds) as connection:
                     self._opening = connection.getpeername()[:2]
-                    if self.listener is None and self._wants_own_connection:
+                    if self.listener is None:
                         self.listener = Listener(connection.getsockname()[0])  # where the store's host can reach it
             except OSError as error:
-                self._store = None
                 raise self._store_error(str(error)) from error
             try:
                 limit = timedelta(seconds=seconds)
@@ -391,7 +392,7 @@ class StoreThread:
             self._entered = True
         elif not prefixed.check([process_key(self._rank)]):
             raise self._store_error("another store answers there now, without the keys of this world")
-        self._store, self._has_own_connection = prefixed, self._wants_own_connection
+        self._store = prefixed
         if self._world_size > 1:
             self._heartbeat_due = min(self._heartbeat_due, time.monotonic() + self.period)
 

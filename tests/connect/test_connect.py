@@ -22,7 +22,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import pgmesh.groups.registry
 from pgmesh import (
     AxisError,
     LifetimeError,
@@ -306,18 +305,6 @@ def test_an_axis_that_is_not_there_costs_an_error_and_nothing_else():
     world(4).run(unknown_axis)
 
 
-def test_a_bar_shows_how_far_it_is():
-    assert all("100%" in text for text in world(2).run(with_a_bar_of_two))
-
-
-def with_a_bar_of_two():
-    mesh = ProcessGroupMesh(dp=2)
-    with contextlib.redirect_stderr(io.StringIO()) as text:
-        mesh.connect(progress=True)
-    check_sums({"dp": (mesh.group("dp"), mesh.ranks("dp"))})
-    return text.getvalue()
-
-
 # ---- nobody called connect: the first collective says it ----
 
 
@@ -518,13 +505,3 @@ def test_a_closed_mesh_still_reports():
         mesh = ProcessGroupMesh(4)
         mesh.close()
         assert "not available: the mesh was closed at test_connect.py" in str(mesh.report())
-
-
-def test_too_many_groups_are_told_of_once(caplog, monkeypatch):
-    monkeypatch.setattr(pgmesh.groups.registry, "GROUPS_BEFORE_WARNING", 3)
-    with fake_rank(0, 64):
-        mesh = ProcessGroupMesh(*[2] * 6)
-        for axis in range(6):
-            mesh.group(axis)
-        assert mesh.stats().communicators == 6
-    assert [record.getMessage()[:28] for record in caplog.records] == ["this process holds 4 groups,"]

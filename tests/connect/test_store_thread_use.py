@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import threading
@@ -13,7 +12,6 @@ from unittest import mock
 import pytest
 
 from pgmesh import WorldError
-from pgmesh.connect import connecting
 from pgmesh.rendezvous import store_thread as store_thread_module, timing
 from pgmesh.rendezvous.client import CallClient
 from pgmesh.rendezvous.operations import Add, CompareSet, Operation, Read, perform
@@ -113,15 +111,6 @@ def test_a_slow_store_answers_many_operations_before_it_counts_as_silent(store_t
     assert decision is not None
     assert decision.kind == "missing"
     assert "ranks 1, 2, 3" in decision.text
-
-
-def test_a_warning_is_logged_by_the_thread_that_waits(store_thread: StoreThread, caplog: pytest.LogCaptureFixture):
-    client = connecting._Client(store_thread, 0.6)
-    with caplog.at_level(logging.WARNING, "pgmesh"):
-        participant_of(client, 2, warn=client.warnings.append).connect()
-    (record,) = caplog.records
-    assert record.threadName == threading.current_thread().name
-    assert "rank 1 did not arrive in 0 s so far" in record.message
 
 
 def test_operations_of_a_call_are_counted(store_thread: StoreThread):

@@ -7,8 +7,10 @@ from typing import Any
 
 from pgmesh.rendezvous.operations import Add, Append, CompareSet, Operation, Read
 from pgmesh.rendezvous.protocol import ConnectAttempt, Participant
-from pgmesh.rendezvous.records import Fingerprint, pack
+from pgmesh.rendezvous.records import Decision, Fingerprint, pack
 from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, Statuses, status_key
+
+MADE = Decision("made")
 
 
 class MemoryClient:

@@ -20,9 +20,9 @@ from pgmesh.layout import Layout
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import CompareSet
 from pgmesh.rendezvous.protocol import ConnectAttempt, check_mesh, check_published, register_mesh
-from pgmesh.rendezvous.records import ERRORS, MADE, Decision, unpack
+from pgmesh.rendezvous.records import ERRORS, Decision, unpack
 from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, RunningCollective, Statuses, status_key
-from tests.rendezvous.memory_client import MemoryClient, arrival, attempt_of, fingerprint, participant_of
+from tests.rendezvous.memory_client import MADE, MemoryClient, arrival, attempt_of, fingerprint, participant_of
 
 words = st.text(st.characters(codec=None), max_size=12)  # with lone surrogates, which JSON can spell
 plain = st.one_of(

@@ -73,7 +73,7 @@ def test_stop_waits_for_a_thread_that_is_busy(store_thread: StoreThread):
         time.sleep(1.0)
         return ()
 
-    store_thread.find_running = be_busy
+    store_thread.on_heartbeat = be_busy
     store_thread.start_heartbeat()
     assert busy.wait(LONG)
     store_thread.stop()
@@ -269,6 +269,25 @@ def store_behind_proxy() -> Iterator[tuple[launch.StoreProcess, Proxy, StoreThre
         finally:
             thread.stop()
             proxy.close()
+
+
+def test_a_wait_inside_torch_delays_no_operation_after_the_first():
+    with launch.StoreProcess() as store:
+        client = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=LONG))
+        thread = StoreThread(client, "the store", 0, 2, set())
+        thread.run(CompareSet("key", "value"), seconds=LONG)
+
+        def wait() -> None:
+            with contextlib.suppress(dist.DistStoreError):
+                client.wait(["a key that nobody sets"], timedelta(seconds=3.0))
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        time.sleep(0.1)
+        assert thread.run(Read("key"), seconds=LONG) == [b"value"]
+        assert waiting.is_alive()
+        waiting.join()
+        thread.stop()
 
 
 def test_a_connection_that_was_cut_is_opened_again():

@@ -135,7 +135,8 @@ def after_run() -> None:
     """Close every mesh after a successful run, so that the next run starts without any."""
     registry = sys.modules.get("pgmesh.groups.registry")
     if registry is not None:
-        registry.close_all()
+        for cache in registry.all_caches():
+            cache.close()
 
 
 def check_sums(groups: dict[str, tuple[dist.ProcessGroup, Sequence[int]]]) -> None:
