@@ -68,13 +68,14 @@ class ProcessGroupMesh(RankMethods):
     ((2, 2, 2), ('pp', 'dp', 'tp'), 5, (1, 0, 1))
     """
 
-    __slots__ = ("__weakref__", "_calls", "_group_cache", "_groups", "_part_of", "_slices", "layout")
+    __slots__ = ("__weakref__", "_cached", "_calls", "_group_cache", "_groups", "_part_of", "_slices", "layout")
 
     _group_cache: GroupCache
     _part_of: Layout  # the layout whose DeviceMesh is the root of this mesh's DeviceMeshes
     _groups: dict[tuple[Axis, ...], ProcessGroup]
     _slices: dict[Any, ProcessGroupMesh]
     _calls: tuple[tuple[str, Layout], ...]  # each call from the root to this mesh: its verb and the layout before it
+    _cached: dict[Any, Any]  # cached results: neither the mesh nor its rank changes
 
     def __init__(
         self, /, *shape: int | Sizes, ranks: Iterable[int] | None = None, name: str | None = None, **sizes: int
@@ -102,7 +103,7 @@ class ProcessGroupMesh(RankMethods):
 
     def _set(self, layout: Layout, cache: GroupCache, *, way: tuple[tuple[str, Layout], ...], part_of: Layout) -> None:
         self.layout, self._group_cache, self._calls, self._part_of = layout, cache, way, part_of
-        self._groups, self._slices = {}, {}
+        self._groups, self._slices, self._cached = {}, {}, {}
         cache.track(self)
 
     def _clear_groups(self) -> None:
@@ -146,6 +147,29 @@ class ProcessGroupMesh(RankMethods):
         (5, True, False)
         """
         return self._group_cache.rank
+
+    def size(self, *axes: Axis) -> int:
+        try:
+            size: int = self._cached["size", axes]
+        except (KeyError, TypeError):
+            size = self._cached["size", axes] = super().size(*axes)
+        return size
+
+    def index(self, *axes: Axis) -> int:
+        try:
+            index: int = self._cached["index", axes]
+        except (KeyError, TypeError):
+            index = self._cached["index", axes] = super().index(*axes)
+        return index
+
+    def neighbor(self, axis: Axis, step: int = 1, *, wrap: bool = False) -> int | None:
+        try:
+            rank: int | None = self._cached["neighbor", axis, type(step), step, wrap]
+        except (KeyError, TypeError):
+            rank = super().neighbor(axis, step, wrap=wrap)
+            if type(step) is int:  # a tensor may change in place
+                self._cached["neighbor", axis, type(step), step, wrap] = rank
+        return rank
 
     def rank_of(self, coord: tuple[int, ...]) -> int:
         """The rank at a coord; the inverse of ``coord_of``.

@@ -24,6 +24,9 @@ from tests.support.torch_tables import record_operations
 HITS: dict[str, Callable[[ProcessGroupMesh], Any]] = {
     'group("tp")': lambda mesh: mesh.group("tp"),
     'group("dp", "tp")': lambda mesh: mesh.group("dp", "tp"),
+    'index("tp")': lambda mesh: mesh.index("tp"),
+    'size("tp")': lambda mesh: mesh.size("tp"),
+    'neighbor("pp", +1)': lambda mesh: mesh.neighbor("pp", 1),
     'along("dp", "tp")': lambda mesh: mesh.along("dp", "tp"),
 }
 

@@ -6,9 +6,10 @@ use, through the store of ``rendezvous/polling_store.py``.
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
@@ -81,6 +82,26 @@ class GroupRecord:
         return [key for store in self.stores.values() for key in store.close(f"{self.label} {reason}")]
 
 
+class _GroupRanks(Mapping[int, int]):
+    """A table from rank to group rank, for torch. It is built at the first lookup."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks = ranks
+
+    @functools.cached_property
+    def _table(self) -> dict[int, int]:
+        return {rank: i for i, rank in enumerate(self._ranks)}
+
+    def __getitem__(self, rank: int) -> int:
+        return self._table[rank]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ranks)
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+
 def build(
     name: str,
     ranks: Sequence[int],
@@ -110,8 +131,7 @@ def build(
         slots.append((device, variant, built[backend]))
     prefixed = dist.PrefixStore(f"{name}/", store)
     group = torch_private.new_group_object(prefixed, rank, size, backends.default, slots)
-    group_ranks = {each: i for i, each in enumerate(ranks)}
-    torch_private.register(group, name, description, options.backend, backends.config, prefixed, group_ranks)
+    torch_private.register(group, name, description, options.backend, backends.config, prefixed, _GroupRanks(ranks))
     return group
 
 

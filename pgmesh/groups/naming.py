@@ -9,18 +9,30 @@ from __future__ import annotations
 import functools
 import hashlib
 from array import array
-from typing import Any, NamedTuple
+from typing import Any
 
 from pgmesh._util.formatting import as_range, format_ranks
 from pgmesh.options import GroupOptions
 
 
-class GroupKey(NamedTuple):
-    """Key of a group in the cache."""
+class GroupKey:
+    """Key of a group in the cache. Its hash is computed once, although the cache asks for it several times."""
 
-    ranks: tuple[int, ...]
-    options: GroupOptions
-    tag: str
+    __slots__ = ("_hash", "options", "ranks", "tag")
+
+    def __init__(self, ranks: tuple[int, ...], options: GroupOptions, tag: str) -> None:
+        self.ranks, self.options, self.tag = ranks, options, tag
+        self._hash = hash((ranks, options, tag))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, GroupKey) and (self.tag, self.ranks, self.options) == (
+            other.tag,
+            other.ranks,
+            other.options,
+        )
 
 
 class Generations:

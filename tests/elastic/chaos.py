@@ -98,7 +98,10 @@ def next_mesh(mesh: ProcessGroupMesh, error: BaseException) -> ProcessGroupMesh 
     try:
         return mesh.shrink("dp", spares=range(RANKS), timeout=DEADLINE)
     except MembershipError:  # taken for lost
-        return mesh.stand_by(timeout=DEADLINE)
+        try:
+            return mesh.stand_by(timeout=DEADLINE)
+        except MissingRanksError:  # no other rank was lost
+            return None
     except MissingRanksError as failure:
         if "so nothing is left" in str(failure):
             return None
