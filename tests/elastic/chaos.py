@@ -43,7 +43,7 @@ DEADLY = (signal.SIGKILL, signal.SIGTERM)
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP)
 
 NEAR, FAR = (0, 1, 2), (3, 4, 5)  # the ranks on the host of the store, and those on the other one
-PATIENCE = H + 2.0  # seconds: the timeout of a collective on two hosts, and of shrink on the far one
+PATIENCE = H + 2.0  # seconds: the timeout of collectives, and of shrink on the far host
 
 
 def live(folder: Path) -> list[str]:
@@ -88,6 +88,8 @@ def live(folder: Path) -> list[str]:
 
 def connect(mesh: ProcessGroupMesh) -> None:
     """Connect the groups of all steps."""
+    for axes in AXES:
+        mesh.configure(*axes, timeout=PATIENCE)  # Gloo does not wake each rank whose connection ends
     mesh.connect(*AXES, timeout=DEADLINE)
 
 
