@@ -103,8 +103,8 @@ class _Call:
     def replace(self, request: Request | None) -> GroupCache:
         """Agree on the mesh that replaces this one, and on the one that replaces that if this rank missed it."""
         cache = self.cache
-        cache.identity.register(cache.registry, self.client.timeout(), as_before=True)
-        if cache.identity.taken_over:
+        cache.identity.register(cache.registry, self.client.timeout(), rejoin=True)
+        if cache.identity.rejoined:
             request = None  # a new process in the place of a lost one stands by
         layout, identity = cache.layout, cache.identity
         while True:

@@ -422,7 +422,7 @@ class GroupCache:
         text = f"{self.label} was aborted by rank {self.rank}{f' at {where}' * bool(where)}: {why}"
         with contextlib.suppress(PgmeshError):
             # First, so that a member whose connection ends finds the reason. The first rank to publish one wins.
-            self.identity.register(self.registry, _ABORT_SECONDS, as_before=True)
+            self.identity.register(self.registry, _ABORT_SECONDS, rejoin=True)
             run = functools.partial(self.run, seconds=_ABORT_SECONDS)
             text = registry.publish_abort(run, self.identity.mismatch_key, text)
         self.end_aborted(text)

@@ -73,7 +73,7 @@ class Registry:
         self._thread: StoreThread | None = None  # started by the first store operation
         self._warned = False  # about too many groups
         # See ``identity.py`` for shared numbers and offsets.
-        self.registered: dict[str, int] = {}  # by key prefix: the shared number of the last registered mesh
+        self.registered: dict[str, int] = {}  # by key prefix: the shared number of this rank's last mesh
         self.predecessor: dict[str, int] | None = None  # the same of the process that had this rank before
         self.offsets: dict[str, int] = {}  # by key prefix: the shared number of this process's first mesh
 

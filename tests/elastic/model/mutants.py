@@ -135,7 +135,7 @@ MUTANTS = [
         TRUE_LOST,
         NEW_AND_AGAIN,
         SECOND_DIES,
-        (("if cache.identity.taken_over:", "if self.client.thread.replaces_process:"),),
+        (("if cache.identity.rejoined:", "if self.client.thread.replaces_process:"),),
         {"layout": PAIR},
     ),
     Mutant("listeners are not asked", NO_WAIT, THREE, CRASH, (("and self.has_ended(status)", "and False"),)),

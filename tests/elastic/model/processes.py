@@ -176,7 +176,7 @@ class Life:
         identity: Any = MeshIdentity("m", layout, None, self.program.rank, 9)
         identity.number, identity.generation = 0, generation
         identity._first_key = "m"
-        identity.taken_over = self.program.replaces is not None and generation == 0
+        identity.rejoined = self.program.replaces is not None and generation == 0
         identity.key = f"m~{generation}" if generation else "m"
         identity.register = lambda *arguments, **more: None
         nothing = lambda *arguments: None  # noqa: E731
