@@ -30,10 +30,10 @@ class Shrunk:
 
     Args:
         label: the mesh in messages.
-        before: ranks of the mesh before it.
-        after: ranks of the mesh after it.
+        old_ranks: ranks of the mesh before it.
+        new_ranks: ranks of the mesh after it.
         lost: the ranks that were lost, each with how that is known.
-        replaced: for each lost rank that a spare replaces, that spare.
+        replaced_by: for each lost rank that a spare replaces, that spare.
         seconds: time of the call of ``shrink`` or, on a spare, ``stand_by``.
 
     >>> print(Shrunk("mesh 'train'", (0, 1, 2, 3), (0, 1), {3: "rank 3 has ended"}, {}, 0.2))
@@ -43,23 +43,24 @@ class Shrunk:
     """
 
     label: str
-    before: tuple[int, ...]
-    after: tuple[int, ...]
+    old_ranks: tuple[int, ...]
+    new_ranks: tuple[int, ...]
     lost: dict[int, str]
-    replaced: dict[int, int]
+    replaced_by: dict[int, int]
     seconds: float
 
     @property
     def dropped(self) -> tuple[int, ...]:
-        """The living ranks of the mesh before that are not in the mesh after."""
-        return tuple(rank for rank in self.before if rank not in self.lost and rank not in self.after)
+        """The living ranks of the old mesh that are not in the new one."""
+        kept = {*self.lost, *self.new_ranks}
+        return tuple(rank for rank in self.old_ranks if rank not in kept)
 
     def __str__(self) -> str:
-        lines = [f"{self.label}: {len(self.before)} ranks, and now {len(self.after)}, in {self.seconds:.2f} s"]
+        lines = [f"{self.label}: {len(self.old_ranks)} ranks, and now {len(self.new_ranks)}, in {self.seconds:.2f} s"]
         lines += [f"  lost: {why}" for why in self.lost.values()] or ["  lost: none"]
         if self.dropped:
             lines.append(f"  dropped: {name_ranks(self.dropped)}")
-        lines += [f"  rank {spare} came in the place of rank {rank}" for rank, spare in self.replaced.items()]
+        lines += [f"  rank {spare} came in the place of rank {rank}" for rank, spare in self.replaced_by.items()]
         return "\n".join(lines)
 
 
@@ -99,7 +100,7 @@ def _client(cache: GroupCache, seconds: float) -> CallClient:
 
 
 def _agree_and_replace(cache: GroupCache, request: Request | None, client: CallClient, seconds: float) -> GroupCache:
-    """Agree on the mesh that replaces this one, and return it.
+    """Agree on the mesh that replaces this one, and create it.
 
     A process that stands by may have missed that agreement. Then it takes part in the one on the next mesh, and so on.
     The layouts of the meshes in between follow from the decisions in the store.
@@ -107,27 +108,21 @@ def _agree_and_replace(cache: GroupCache, request: Request | None, client: CallC
     Args:
         request: the arguments of ``shrink``; None to stand by.
         client: the store and the clock of this call.
+        seconds: its timeout.
     """
     cache.identity.register(cache.registry, client.timeout(), rejoin=True)
     if cache.identity.rejoined:
         request = None  # a new process in the place of a lost one stands by
-    before, identity = cache.layout, cache.identity
-    while True:
-        agreement = _agreement(cache, identity.key, before, request, client, seconds)
-        try:
-            outcome = agreement.agree()
-        finally:
-            cache.shrink_attempts[identity.key] = agreement.number  # a retry begins there
-        cache.shrink_attempts[identity.key] += bool(outcome.failed)
-        outcome.check()
+    layout, identity = cache.layout, cache.identity
+    missed = True
+    while missed:
+        before = layout
+        outcome, missed = _agree(cache, identity.key, before, request, client, seconds)
         layout = successor(before, outcome.lost, outcome.replaced, outcome.axis)
         identity = identity.successor(layout)
-        if not agreement.missed(outcome):
-            break
-        if cache.rank in layout:  # its former process ended later: the others need not wait for that one
+        if missed and cache.rank in layout:  # with its former process: the others need not wait for that one
             text = f"{cache.label} was aborted by rank {cache.rank}, which is a new process and stands by"
             publish_abort(client.run, identity.mismatch_key, text)
-        before = layout
     cache.forget_store()
     if request is not None and cache.rank in outcome.lost:
         raise MembershipError(_taken_for_lost(cache, outcome))
@@ -139,19 +134,23 @@ def _agree_and_replace(cache: GroupCache, request: Request | None, client: CallC
     return after
 
 
-def _agreement(
+def _agree(
     cache: GroupCache, key: str, layout: Layout, request: Request | None, client: CallClient, seconds: float
-) -> Agreement:
-    """This rank's part in the agreement on a mesh of this layout, whose store keys begin with ``key``."""
+) -> tuple[Outcome, bool]:
+    """Take part in the agreement on the mesh of this layout, whose store keys begin with ``key``.
 
-    def why_impossible(outcome: Outcome) -> str:
+    Returns:
+        The decision, and whether this process stands by and has missed it.
+    """
+
+    def problem_of(outcome: Outcome) -> str:
         try:
             successor(layout, outcome.lost, outcome.replaced, outcome.axis)
         except MissingRanksError as error:
             return str(error)
         return ""
 
-    return Agreement(
+    agreement = Agreement(
         key=key,
         label=cache.label,
         members=layout.ranks(),
@@ -162,10 +161,17 @@ def _agreement(
         deadline=seconds,
         statuses=cache.statuses,
         has_ended=lambda status: _has_ended(client.thread.listener, status),
-        check=why_impossible,
+        check=problem_of,
         warn=lambda text: log.warning("%s", text),
         number=cache.shrink_attempts.get(key, 0),
     )
+    try:
+        outcome = agreement.agree()
+    finally:
+        cache.shrink_attempts[key] = agreement.number  # a retry begins there
+    cache.shrink_attempts[key] += bool(outcome.failed)
+    outcome.check()
+    return outcome, agreement.missed(outcome)
 
 
 def _has_ended(mine: Listener | None, status: RankStatus) -> bool:
