@@ -74,11 +74,12 @@ def shrink(cache: GroupCache, request: Request, seconds: float) -> GroupCache:
         MismatchError: ranks passed different arguments.
         WorldError: the store has failed.
     """
+    client = _client(cache, seconds)  # first: the abort counts towards the timeout
     error = sys.exc_info()[1]  # which the caller handles
     after = "" if error is None else f" after {error_text(error).splitlines()[0].rstrip(':')}"
     if cache.rank in cache.layout:  # a spare may call before anything went wrong
         cache.abort(f"it called {request}{after}", call_site())
-    return _agree_and_replace(cache, request, _client(cache, seconds), seconds)
+    return _agree_and_replace(cache, request, client, seconds)
 
 
 def stand_by(cache: GroupCache, seconds: float) -> GroupCache:
