@@ -12,6 +12,7 @@ with the store goes on, and takes a rank of the other side in once the link is m
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import json
 import os
@@ -92,8 +93,10 @@ def next_mesh(mesh: ProcessGroupMesh, error: BaseException) -> ProcessGroupMesh 
         return None if isinstance(error, MissingRanksError) else mesh
     try:
         return mesh.shrink("dp", spares=range(RANKS), timeout=DEADLINE)
-    except MembershipError:  # taken for lost
-        return mesh.stand_by(timeout=DEADLINE)
+    except MembershipError:  # taken for lost, for instance on a busy machine
+        with contextlib.suppress(MissingRanksError):
+            return mesh.stand_by(timeout=DEADLINE)
+        return None
     except MissingRanksError as failure:
         if "so nothing is left" in str(failure):
             return None
