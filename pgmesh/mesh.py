@@ -674,7 +674,7 @@ class ProcessGroupMesh:
             )
         if axis is not None:
             self.layout.size(axis)
-        from pgmesh.elastic.agreement import Request
+        from pgmesh.elastic.records import Request
         from pgmesh.elastic.shrinking import shrink
 
         cache = self._group_cache

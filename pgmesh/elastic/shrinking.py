@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pgmesh._util.call_sites import call_site
 from pgmesh._util.formatting import name_ranks
 from pgmesh._util.listeners import Listener, is_loopback, refuses
-from pgmesh.elastic.agreement import Agreement, Outcome, Request
+from pgmesh.elastic.agreement import Agreement
+from pgmesh.elastic.records import Outcome, Request
 from pgmesh.elastic.successor import successor
 from pgmesh.elastic.watching import abort_when_lost
 from pgmesh.errors import LifetimeError, MembershipError, MissingRanksError

@@ -10,7 +10,8 @@ from unittest import mock
 import pytest
 
 from pgmesh._util.listeners import ANSWER_SECONDS
-from pgmesh.elastic.agreement import Agreement, Arrival, Outcome, Request
+from pgmesh.elastic.agreement import Agreement
+from pgmesh.elastic.records import Arrival, Outcome, Request
 from pgmesh.elastic.successor import successor
 from pgmesh.errors import MismatchError, MissingRanksError, WorldError
 from pgmesh.groups.identity import MeshIdentity

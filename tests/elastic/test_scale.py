@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from pgmesh.elastic.agreement import Agreement, Arrival, Outcome, Request
+from pgmesh.elastic.agreement import Agreement
+from pgmesh.elastic.records import Arrival, Outcome, Request
 from pgmesh.rendezvous.operations import Append, CompareSet, Delete, Operation, Read
 from pgmesh.rendezvous.statuses import RankStatus, Statuses, status_key
 

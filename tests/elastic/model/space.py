@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pgmesh.elastic.agreement import Arrival, Outcome
+from pgmesh.elastic.records import Arrival, Outcome
 from pgmesh.elastic.successor import successor
 from pgmesh.layout import Layout
 from pgmesh.rendezvous.operations import Add, Append, CompareSet, Delete, Raw, Read
