@@ -159,7 +159,7 @@ class Agreement:
         return self._learn(text)
 
     def _learn(self, text: bytes) -> Outcome:
-        """The decision of the current attempt. Nobody needs its arrivals any more."""
+        """Decode the decision of the current attempt, and delete its arrivals, which are not needed any more."""
         self.client.run(Delete((self.arrivals_key,)))
         return Outcome.unpack(self.decision_key, text)
 
@@ -181,8 +181,8 @@ class Agreement:
         if len({*calls.values()}) > 1:
             lines = "".join(f"\n  {call} on rank {rank}" for rank, call in sorted(calls.items()))
             return self._failure(f"the ranks passed different arguments:{lines}", "mismatch")
-        if not calls:
-            return None  # another rank knows the decision, and has deleted the arrivals
+        if not calls:  # another rank knows the decision, and has deleted the arrivals
+            return self._failure("the arrivals were deleted", "left") if late else None
         position = next((i for i, rank in enumerate(calls) if rank == self.rank), 0)
         self._turn = position // timing.LIMITS.statuses
         absent = [rank for rank in dict.fromkeys((*self.members, *request.spares)) if rank not in arrivals]
