@@ -67,12 +67,15 @@ def run(rank: int, port: int, events: Any) -> None:
             states = {step: states[step], step + 1: copy(values(model, optimizer))}
             tell("ends", step, loss)
         except (RuntimeError, PgmeshError) as error:  # a lost rank, or another rank that has aborted the mesh
+            if rank not in mesh:  # a spare: no other rank is left
+                break
             tell("detected")
             del error
             mesh, model = mesh.shrink(spares=SPARES, timeout=SECONDS), None
             tell("agreed")
             if rank == min({*mesh} - {*SPARES}):
                 print(mesh.shrunk, flush=True)
+    dist.destroy_process_group()
 
 
 def set_up(mesh: ProcessGroupMesh) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -166,11 +169,13 @@ def train_and_kill(seed: int) -> tuple[dict[int, float], list[tuple[Any, ...]]]:
             for process, (_, events) in zip(ranks, pipes, strict=True):
                 process.start()
                 events.close()
-            return follow([events for events, _ in pipes], ranks, victim, at_step, chosen)
+            found = follow([events for events, _ in pipes], ranks, victim, at_step, chosen)
+            for process in ranks:
+                process.join(SECONDS)
+            return found
         finally:
-            for process in ranks:  # a spare may still stand by
+            for process in ranks:
                 process.kill()
-                process.join()
 
 
 def follow(

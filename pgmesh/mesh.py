@@ -571,7 +571,7 @@ class ProcessGroupMesh(RankMethods):
             )
         if axis is not None:
             self.layout.size(axis)
-        from pgmesh.elastic.agreement import Request
+        from pgmesh.elastic.records import Request
         from pgmesh.elastic.shrinking import shrink
 
         cache = self._group_cache
@@ -582,6 +582,8 @@ class ProcessGroupMesh(RankMethods):
         """Wait until the ranks of this mesh call ``shrink``, and return the mesh that replaces it.
 
         For a spare, for a rank that was dropped or taken for lost, and for a new process in the place of a lost rank.
+        Once no rank of the mesh is left, it raises an error: within 5 s if they have left the world, and 10 s if they
+        were killed or are stopped.
 
             while mesh.rank not in mesh:
                 mesh = mesh.stand_by(timeout=3600)
@@ -591,7 +593,7 @@ class ProcessGroupMesh(RankMethods):
 
         Raises:
             LifetimeError: this is a view or a slice, or the mesh was closed.
-            MissingRanksError: no rank called ``shrink`` in time.
+            MissingRanksError: no rank called ``shrink`` in time, or no other rank of the mesh is left.
             WorldError: the store does not respond.
         """
         self._check_root()

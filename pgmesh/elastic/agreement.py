@@ -5,7 +5,7 @@ runs on the world's store and under a model checker.
 
 A mesh is replaced once. Until then its ranks may try several times. Each attempt has a number and two store keys:
 
-    <mesh>/shrink/<number>/arrivals   a record of each rank that arrived
+    <mesh>/shrink/<number>/arrivals   a record of each rank that arrived, deleted once they know the decision
     <mesh>/shrink/<number>/decision   the outcome, the same for all ranks. The first rank to write it decides
 
 Attempts are numbered from 0. In one batch a rank reads the decision of an attempt and arrives at it. If that attempt
@@ -14,6 +14,9 @@ succeeded, the mesh was replaced without this rank. The first rank that finds ea
 on the new mesh. A rank whose deadline passes decides that the attempt failed. There is no fixed window: a member that
 lives is waited for, and one whose process has ended is not.
 
+Ranks that stand by arrive too, and leave the decision to those that call ``shrink``. They only look, every few seconds,
+whether any member is left that could call it.
+
 The decision stays in the store as long as the world, for ranks that were taken for lost and come back.
 """
 
@@ -21,138 +24,18 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from pgmesh._util.formatting import name_ranks
 from pgmesh._util.listeners import ANSWER_SECONDS
-from pgmesh.errors import MismatchError, MissingRanksError, WorldError
+from pgmesh.elastic.records import Arrival, Outcome, Request
+from pgmesh.errors import WorldError
 from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.operations import Append, CompareSet, Read
+from pgmesh.rendezvous.operations import Append, CompareSet, Delete, Read
 from pgmesh.rendezvous.protocol import Client, pauses
-from pgmesh.rendezvous.records import error_text, foreign_value, pack, unpack
+from pgmesh.rendezvous.records import error_text, foreign_value
 from pgmesh.rendezvous.statuses import RankStatus, Statuses
-
-
-@dataclass(frozen=True)
-class Request:
-    """The arguments of ``shrink``, the same on all ranks that call it.
-
-    Args:
-        axis: the axis whose indices are dropped where a rank was lost; None to drop none.
-        spares: ranks that may replace lost ones, in this order.
-        lost_after: seconds without a heartbeat after which a rank counts as lost; None for the default.
-    """
-
-    axis: Any
-    spares: tuple[int, ...]
-    lost_after: float | None = None
-
-    def __str__(self) -> str:
-        words = [] if self.axis is None else [repr(self.axis)]
-        words += [f"spares={list(self.spares)}"] if self.spares else []
-        words += [] if self.lost_after is None else [f"lost_after={self.lost_after:g}"]
-        return f"shrink({', '.join(words)})"
-
-
-def _have_types(rows: Iterable[Any], *types: Any) -> bool:
-    """True if each row holds one value of each of these types."""
-    return all(
-        isinstance(row, (list, tuple)) and len(row) == len(types) and all(map(isinstance, row, types)) for row in rows
-    )
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """One rank at an attempt.
-
-    Args:
-        process: description of the rank's process.
-        request: the arguments of ``shrink``; None for a rank that stands by.
-    """
-
-    rank: int
-    process: str
-    request: Request | None
-
-    def pack(self) -> str:
-        request = [] if self.request is None else list(self.request.__dict__.values())
-        return pack(rank=self.rank, process=self.process, request=request)
-
-    @classmethod
-    def unpack(cls, line: bytes) -> Arrival | None:
-        """Decode an arrival; None for a foreign value."""
-        record = unpack(line, rank=int, process=str, request=list)
-        if record is None:
-            return None
-        request = None
-        if record["request"]:
-            if not _have_types([record["request"]], (str, int, type(None)), list, (float, int, type(None))):
-                return None
-            axis, spares, lost_after = record["request"]
-            if not _have_types(zip(spares), int):
-                return None
-            request = Request(axis, tuple(spares), lost_after)
-        return cls(record["rank"], record["process"], request)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The decision of an attempt.
-
-    Args:
-        failed: the error message, if the attempt failed.
-        error: "missing" if ranks did not arrive or too many are lost, "mismatch" if ranks passed different arguments,
-            "left" if a rank that had arrived stopped. The others then go on to the next attempt.
-        lost: the members that are lost, each with the reason.
-        replaced: for each lost rank that a spare replaces, that spare.
-        axis: the axis whose indices are dropped where a rank is lost and not replaced.
-        processes: descriptions of the spares' processes.
-    """
-
-    failed: str = ""
-    error: str = "missing"
-    lost: dict[int, str] = field(default_factory=dict)
-    replaced: dict[int, int] = field(default_factory=dict)
-    axis: Any = None
-    processes: tuple[str, ...] = ()
-
-    def pack(self) -> str:
-        chars = timing.LIMITS.record_chars // 8  # for the texts; a character may take six in JSON
-        return pack(
-            failed=self.failed[:chars],
-            error=self.error,
-            lost=[[rank, why[: chars // len(self.lost)]] for rank, why in self.lost.items()],
-            replaced=[*map(list, self.replaced.items())],
-            axis=[self.axis],
-            processes=self.processes,
-        )
-
-    @classmethod
-    def unpack(cls, key: str, text: bytes) -> Outcome:
-        record = unpack(text, failed=str, error=str, lost=list, replaced=list, axis=list, processes=list)
-        if (
-            record is None
-            or not _have_types(record["lost"], int, str)
-            or not _have_types(record["replaced"], int, int)
-            or not _have_types(zip(record["processes"]), str)
-            or not _have_types([record["axis"]], (str, int, type(None)))
-        ):
-            return cls(failed=f"{foreign_value(key, text)}.", error="mismatch")
-        return cls(
-            record["failed"],
-            record["error"],
-            dict(record["lost"]),
-            dict(record["replaced"]),
-            record["axis"][0],
-            tuple(record["processes"]),
-        )
-
-    def check(self) -> None:
-        """Raise the error of a failed attempt."""
-        if self.failed:
-            raise (MismatchError if self.error == "mismatch" else MissingRanksError)(self.failed)
 
 
 @dataclass
@@ -163,19 +46,24 @@ class Agreement:
         key: prefix of the store keys of the mesh.
         label: the mesh in messages.
         members: its ranks.
-        arrival: this rank's record.
+        rank: this rank.
+        process: a word that no other process of this rank has.
+        request: the arguments of ``shrink``; None for a rank that stands by.
         client: the store and the clock.
         deadline: seconds from the start of the call.
         statuses: the statuses of the other ranks.
         has_ended: True if the process with this status has ended.
         check: returns why there can be no mesh after a decision; "" if there can.
         warn: called with text for the log.
+        number: number of the current attempt.
     """
 
     key: str
     label: str
     members: Sequence[int]
-    arrival: Arrival
+    rank: int
+    process: str
+    request: Request | None
     client: Client
     deadline: float
     statuses: Statuses
@@ -185,6 +73,7 @@ class Agreement:
     number: int = 0
     came_late: bool = False  # the mesh was replaced before this call
     _asked_since: float = math.inf  # the first inspection after a rank had called shrink
+    _turn: int = 0  # 0 for the first ranks that arrived, which inspect most often, 1 for the next, and so on
 
     @property
     def decision_key(self) -> str:
@@ -198,11 +87,13 @@ class Agreement:
         """Arrive at the first attempt without a decision, and return its decision.
 
         If the mesh was replaced before this rank arrived, return that decision. A rank that stands by goes on to the
-        next attempt after a failed one.
+        next attempt after a failed one, unless no member is left.
 
         Raises:
             WorldError: the store has failed.
         """
+        # After these errors, this rank goes on to the next attempt. The others end its call.
+        go_on = ("left", "missing", "mismatch") if self.request is None else ("left", "over")
         while True:
             try:
                 outcome = self._attempt()
@@ -210,16 +101,17 @@ class Agreement:
                 raise
             except BaseException as error:  # the others need not wait for this rank
                 with contextlib.suppress(WorldError):
-                    self._decide(Outcome(failed=f"{self._who} stopped: {error_text(error)}", error="left"))
+                    self._decide(Outcome(failed=f"rank {self.rank} stopped: {error_text(error)}", error="left"))
                 raise
-            if not outcome.failed and self.arrival.request is None:
-                rank, survives = self.arrival.rank, self.arrival.rank not in outcome.lost
-                # Another process of this rank may have arrived, and be in the new mesh.
-                self.came_late |= rank in outcome.replaced.values() or (rank in self.members and survives)
-            late = self.client.now() >= self.deadline
-            if not outcome.failed or late or (outcome.error != "left" and self.arrival.request is not None):
+            if not outcome.failed or outcome.error not in go_on or self.client.now() >= self.deadline:
                 return outcome
             self.number += 1
+
+    def missed(self, outcome: Outcome) -> bool:
+        """True if this process stands by and came after this decision, or if it counts another process of the rank."""
+        survives = self.rank in self.members and self.rank not in outcome.lost
+        rank_is_in = survives or self.rank in outcome.replaced.values()
+        return self.request is None and self.process not in outcome.processes and (self.came_late or rank_is_in)
 
     def _attempt(self) -> Outcome:
         """Arrive at the current attempt, or at the next one if it has failed already, and return the decision."""
@@ -227,42 +119,51 @@ class Agreement:
             if not earlier.failed:
                 self.came_late = True
                 return earlier
-            if earlier.error == "mismatch" and self.arrival.request is not None:
+            if earlier.error == "mismatch" and self.request is not None:
                 return earlier  # this rank may be the one whose arguments differ
-            if earlier.error != "left":
-                self.warn(f"an earlier attempt failed before {self._who} arrived: {earlier.failed}")
+            if earlier.error not in ("left", "over"):
+                self.warn(f"an earlier attempt failed before rank {self.rank} arrived: {earlier.failed}")
             self.number += 1
         inspection = self.client.now() + timing.TIMING.first_inspection
         warning = min(self.deadline / 3, timing.TIMING.stragglers)
         for pause in pauses():
             (text,) = self.client.run(Read(self.decision_key))
             if text is not None:
-                return Outcome.unpack(self.decision_key, text)
+                return self._learn(text)
             now = self.client.now()
-            if now >= min(inspection, self.deadline):
-                outcome = self._inspect(late=now >= self.deadline, warn=now >= warning)
+            late = now >= self.deadline
+            if late or now >= inspection:
+                if self.request is None:
+                    outcome = self._look_for_members(late=late)
+                    inspection = now + timing.TIMING.missed_heartbeats * timing.TIMING.heartbeat
+                else:
+                    outcome = self._inspect(self.request, late=late, warn=now >= warning)
+                    inspection = now + timing.TIMING.inspection * (1 + self._turn)
+                    warning = math.inf if now >= warning else warning
                 if outcome is not None:
                     return self._decide(outcome)
-                inspection = now + timing.TIMING.inspection
-                warning = math.inf if now >= warning else warning
+            # There may be many spares, and they wait for days.
+            pause = pause if self.request is not None else timing.TIMING.inspection
             self.client.sleep(min(pause, max(0.0, self.deadline - now)))
         raise AssertionError("pauses never end")
 
-    @property
-    def _who(self) -> str:
-        return f"rank {self.arrival.rank}"
+    def _arrive(self) -> Outcome | None:
+        """Arrive at the current attempt; return its decision if it has one already."""
+        arrival = Arrival(self.rank, self.process, str(self.request or ""))
+        earlier, _ = self.client.run(Read(self.decision_key), Append(self.arrivals_key, f"{arrival.pack()}\n"))
+        return None if earlier is None else self._learn(earlier)
 
     def _decide(self, outcome: Outcome) -> Outcome:
         """Publish a decision, or take the one that is already there."""
         (text,) = self.client.run(CompareSet(self.decision_key, outcome.pack()))
+        return self._learn(text)
+
+    def _learn(self, text: bytes) -> Outcome:
+        """Decode the decision of the current attempt, and delete its arrivals, which are not needed any more."""
+        self.client.run(Delete((self.arrivals_key,)))
         return Outcome.unpack(self.decision_key, text)
 
-    def _arrive(self) -> Outcome | None:
-        """Arrive at the current attempt; return its decision if it has one already."""
-        earlier, _ = self.client.run(Read(self.decision_key), Append(self.arrivals_key, f"{self.arrival.pack()}\n"))
-        return None if earlier is None else Outcome.unpack(self.decision_key, earlier)
-
-    def _inspect(self, *, late: bool, warn: bool) -> Outcome | None:
+    def _inspect(self, request: Request, *, late: bool, warn: bool) -> Outcome | None:
         """The decision that follows from the arrivals and the statuses; None if a rank is waited for.
 
         Args:
@@ -276,27 +177,33 @@ class Agreement:
             if arrival is None:
                 return self._failure(f"{foreign_value(self.arrivals_key, line)}.", "mismatch")
             arrivals[arrival.rank] = arrival
-        requests = {rank: arrival.request for rank, arrival in sorted(arrivals.items()) if arrival.request is not None}
-        if len({*requests.values()}) > 1:
-            lines = "".join(f"\n  {request} on rank {rank}" for rank, request in requests.items())
+        calls = {rank: arrival.call for rank, arrival in arrivals.items() if arrival.call}
+        if len({*calls.values()}) > 1:
+            lines = "".join(f"\n  {call} on rank {rank}" for rank, call in sorted(calls.items()))
             return self._failure(f"the ranks passed different arguments:{lines}", "mismatch")
-        if not requests or (late and self.arrival.request is None):  # its deadline is not the others'
-            return self._failure(f"no rank called shrink in {self.deadline:g} s", "left") if late else None
-        request = next(iter(requests.values()))
-        spares = request.spares
+        if not calls:  # another rank knows the decision, and has deleted the arrivals
+            return self._failure("the arrivals were deleted", "left") if late else None
+        position = next((i for i, rank in enumerate(calls) if rank == self.rank), 0)
+        self._turn = position // timing.LIMITS.statuses
+        absent = [rank for rank in dict.fromkeys((*self.members, *request.spares)) if rank not in arrivals]
+        its_turn = self.client.now() >= self._turn * timing.TIMING.inspection
+        if len(absent) > timing.LIMITS.statuses and not its_turn and not late:
+            return None  # ranks that arrived earlier look at the statuses
         if request.lost_after is not None:
             self.statuses.lost_after = request.lost_after
         self._asked_since = min(self._asked_since, self.client.now())
-        absent = [rank for rank in dict.fromkeys((*self.members, *spares)) if rank not in arrivals]
-        gone = self._lost(absent)
-        waiting = [rank for rank in self.members if rank in absent and rank not in gone]
+        gone = self._lost(absent, all_ended=late)
+        waiting = [rank for rank in self.members if rank not in arrivals and rank not in gone]
         lost = {rank: gone[rank] for rank in self.members if rank in gone}
         # A member that stands by is a new process in the place of the lost one.
-        new = [rank for rank in self.members if rank in arrivals and rank not in requests]
+        members = {*self.members}
+        new = [rank for rank in self.members if rank in arrivals and rank not in calls]
         lost |= {rank: f"rank {rank} stands by, as a new process does" for rank in new}
-        ready = [rank for rank in spares if rank in arrivals and (rank in new or rank not in self.members)]
+        ready = [rank for rank in request.spares if rank in arrivals and (rank not in members or rank not in calls)]
         # Without an axis there is no mesh without spares, so new processes in the places of ended ones are waited for.
-        coming = [rank for rank in spares if rank in absent and (rank not in gone or request.axis is None)]
+        coming = [
+            rank for rank in request.spares if rank not in arrivals and (rank not in gone or request.axis is None)
+        ]
         if not waiting and (len(ready) >= len(lost) or late or not coming):
             return self._success(request, arrivals, lost, ready, gone)
         what = f"{name_ranks(waiting)} did not call {request}" if waiting else f"no spare came of {name_ranks(coming)}"
@@ -308,21 +215,46 @@ class Agreement:
             self.warn(f"{self.label}: {what} so far.{details}")
         return None
 
-    def _lost(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Those of the ranks that are lost, each with the reason."""
+    def _look_for_members(self, *, late: bool) -> Outcome | None:
+        """The decision that no member is left, on a rank that stands by; None while one of them may call ``shrink``."""
+        if late:
+            return self._failure(f"no rank called shrink in {self.deadline:g} s", "left")
+        others = [rank for rank in self.members if rank != self.rank]
+        lost: dict[int, str] = {}
+        for first in range(0, len(others), timing.LIMITS.statuses):
+            ranks = others[first : first + timing.LIMITS.statuses]
+            lost |= self._lost(ranks)
+            if len(lost) < first + len(ranks):
+                return None
+        reasons = "".join(f"\n  {why}" for why in lost.values())
+        return self._failure(f"no other rank of it is left, so none can call shrink.{reasons}", "over")
+
+    def _lost(self, ranks: Sequence[int], *, all_ended: bool = False) -> dict[int, str]:
+        """The lost ones among some ranks, each with the reason.
+
+        Listeners are asked up to the first that does not refuse: that rank is waited for anyway. A rank that stands by
+        does not ask those that have sent a heartbeat since its last look.
+
+        Args:
+            all_ended: ask the other listeners too, for a message.
+        """
+        heard = {**self.statuses.heard}
         self.statuses.read(self.client.run, ranks)
         seconds = self.client.now()
         lost = self.statuses.lost(ranks)
+        asks = True
         for rank in ranks:
             status = self.statuses.get(rank)
-            # Once a host has not answered, the others are not asked: this rank waits until that one is lost anyway.
-            slow = self.client.now() - seconds >= ANSWER_SECONDS
             without_status = seconds - self._asked_since
             if self.statuses.text(rank) is None and without_status >= self.statuses.lost_after:
                 lost[rank] = f"rank {rank} has published no status in {without_status:.0f} s"
-            elif rank not in lost and status is not None and not slow and self.has_ended(status):
-                where = ":".join(map(str, status.endpoint))
-                lost[rank] = f"rank {rank} has ended: its listener at {where} refuses connections"
+            elif asks and status is not None and rank not in lost:
+                has_new_heartbeat = heard.get(rank, self.statuses.heard[rank]) != self.statuses.heard[rank]
+                if not (self.request is None and has_new_heartbeat) and self.has_ended(status):
+                    where = ":".join(map(str, status.endpoint))
+                    lost[rank] = f"rank {rank} has ended: its listener at {where} refuses connections"
+                else:  # a host that does not answer costs ``ANSWER_SECONDS``
+                    asks = all_ended and self.client.now() - seconds < ANSWER_SECONDS
         return lost
 
     def _success(
@@ -335,12 +267,14 @@ class Agreement:
     ) -> Outcome:
         """The decision on the new mesh, or on a failure if too many ranks are lost."""
         # A new process goes to the place of the old one, and the other spares to the other places in order.
-        replaced = {rank: rank for rank in lost if rank in ready}
+        replaced = {rank: rank for rank in ready if rank in lost}
         others = (rank for rank in ready if rank not in replaced)
         replaced |= zip((rank for rank in lost if rank not in replaced), others)
         processes = tuple(arrivals[rank].process for rank in replaced.values())
         outcome = Outcome(lost=lost, replaced=replaced, axis=request.axis, processes=processes)
         problem = self.check(outcome)
+        if len(outcome.pack()) > timing.LIMITS.record_chars:
+            problem = f"a decision on {len(lost)} lost ranks and {len(replaced)} spares does not fit into one record"
         reasons = "".join(f"\n  {why}" for why in {**lost, **gone}.values())
         return self._failure(f"{problem}{reasons}", "missing") if problem else outcome
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pgmesh._util.call_sites import call_site
 from pgmesh._util.formatting import name_ranks
 from pgmesh._util.listeners import Listener, is_loopback, refuses
-from pgmesh.elastic.agreement import Agreement, Arrival, Outcome, Request
+from pgmesh.elastic.agreement import Agreement
+from pgmesh.elastic.records import Outcome, Request
 from pgmesh.elastic.successor import successor
 from pgmesh.elastic.watching import abort_when_lost
 from pgmesh.errors import LifetimeError, MembershipError, MissingRanksError
@@ -17,10 +18,9 @@ from pgmesh.groups.cache import GroupCache
 from pgmesh.groups.registry import publish_abort
 from pgmesh.layout import Layout
 from pgmesh.rendezvous.client import CallClient
-from pgmesh.rendezvous.operations import Delete
 from pgmesh.rendezvous.records import error_text
 from pgmesh.rendezvous.statuses import RankStatus
-from pgmesh.rendezvous.store_thread import process_label
+from pgmesh.rendezvous.store_thread import process_id
 
 log = logging.getLogger("pgmesh")
 
@@ -31,10 +31,10 @@ class Shrunk:
 
     Args:
         label: the mesh in messages.
-        before: ranks of the mesh before it.
-        after: ranks of the mesh after it.
+        old_ranks: ranks of the mesh before it.
+        new_ranks: ranks of the mesh after it.
         lost: the ranks that were lost, each with how that is known.
-        replaced: for each lost rank that a spare replaces, that spare.
+        replaced_by: for each lost rank that a spare replaces, that spare.
         seconds: time of the call of ``shrink`` or, on a spare, ``stand_by``.
 
     >>> print(Shrunk("mesh 'train'", (0, 1, 2, 3), (0, 1), {3: "rank 3 has ended"}, {}, 0.2))
@@ -44,23 +44,24 @@ class Shrunk:
     """
 
     label: str
-    before: tuple[int, ...]
-    after: tuple[int, ...]
+    old_ranks: tuple[int, ...]
+    new_ranks: tuple[int, ...]
     lost: dict[int, str]
-    replaced: dict[int, int]
+    replaced_by: dict[int, int]
     seconds: float
 
     @property
     def dropped(self) -> tuple[int, ...]:
-        """The living ranks of the mesh before that are not in the mesh after."""
-        return tuple(rank for rank in self.before if rank not in self.lost and rank not in self.after)
+        """The living ranks of the old mesh that are not in the new one."""
+        kept = {*self.lost, *self.new_ranks}
+        return tuple(rank for rank in self.old_ranks if rank not in kept)
 
     def __str__(self) -> str:
-        lines = [f"{self.label}: {len(self.before)} ranks, and now {len(self.after)}, in {self.seconds:.2f} s"]
+        lines = [f"{self.label}: {len(self.old_ranks)} ranks, and now {len(self.new_ranks)}, in {self.seconds:.2f} s"]
         lines += [f"  lost: {why}" for why in self.lost.values()] or ["  lost: none"]
         if self.dropped:
             lines.append(f"  dropped: {name_ranks(self.dropped)}")
-        lines += [f"  rank {spare} came in the place of rank {rank}" for rank, spare in self.replaced.items()]
+        lines += [f"  rank {spare} came in the place of rank {rank}" for rank, spare in self.replaced_by.items()]
         return "\n".join(lines)
 
 
@@ -68,101 +69,111 @@ def shrink(cache: GroupCache, request: Request, seconds: float) -> GroupCache:
     """Abort a mesh, agree with its other ranks on those that are lost, and return the mesh that replaces it.
 
     Raises:
+        LifetimeError: the mesh was closed.
         MembershipError: the others took this rank for lost.
         MissingRanksError: living ranks did not call in time, or too many are lost.
         MismatchError: ranks passed different arguments.
         WorldError: the store has failed.
     """
+    client = _client(cache, seconds)  # first: the abort counts towards the timeout
     error = sys.exc_info()[1]  # which the caller handles
     after = "" if error is None else f" after {error_text(error).splitlines()[0].rstrip(':')}"
     if cache.rank in cache.layout:  # a spare may call before anything went wrong
         cache.abort(f"it called {request}{after}", call_site())
-    return _Call(cache, seconds).replace(request)
+    return _agree_and_replace(cache, request, client, seconds)
 
 
 def stand_by(cache: GroupCache, seconds: float) -> GroupCache:
     """Wait until the ranks of a mesh shrink it, and return the mesh that replaces it.
 
     Raises:
-        MissingRanksError: no rank called ``shrink`` in time.
+        LifetimeError: the mesh was closed.
+        MissingRanksError: no rank called ``shrink`` in time, or none is left that could.
         WorldError: the store has failed.
     """
-    return _Call(cache, seconds).replace(None)
+    return _agree_and_replace(cache, None, _client(cache, seconds), seconds)
 
 
-class _Call:
-    """One call of ``shrink`` or ``stand_by`` on one rank."""
+def _client(cache: GroupCache, seconds: float) -> CallClient:
+    """The store and the clock of one call."""
+    if cache.ended is not None and not cache.aborted:
+        raise LifetimeError(f"{cache.label} {cache.ended} It cannot be replaced.")
+    return CallClient(cache.registry.heartbeat_thread(), seconds)
 
-    def __init__(self, cache: GroupCache, seconds: float) -> None:
-        if cache.ended is not None and not cache.ended.startswith(("was aborted", "was replaced")):
-            raise LifetimeError(f"{cache.label} {cache.ended} It cannot be replaced.")
-        self.cache, self.seconds = cache, seconds
-        self.client = CallClient(cache.registry.heartbeat_thread(), seconds)
-        self.statuses = cache.statuses()
 
-    def replace(self, request: Request | None) -> GroupCache:
-        """Agree on the mesh that replaces this one, and on the one that replaces that if this rank missed it."""
-        cache = self.cache
-        cache.identity.register(cache.registry, self.client.timeout(), as_before=True)
-        if cache.identity.taken_over:
-            request = None  # a new process in the place of a lost one stands by
-        layout, identity = cache.layout, cache.identity
-        while True:
-            agreement = self._agreement(identity.key, layout, request)
-            try:
-                outcome = agreement.agree()
-            finally:
-                cache.shrink_attempts[identity.key] = agreement.number  # a retry begins there
-            cache.shrink_attempts[identity.key] += bool(outcome.failed)
-            outcome.check()
-            before, layout = layout, successor(layout, outcome.lost, outcome.replaced, outcome.axis)
-            identity = identity.successor(layout)
-            if request is None and agreement.came_late and process_label() not in outcome.processes:
-                if cache.rank in layout:  # its former process ended later: the others need not wait for that one
-                    text = f"{cache.label} was aborted by rank {cache.rank}, which is a new process and stands by"
-                    publish_abort(self.client.run, identity.mismatch_key, text)
-                continue  # it was replaced before this rank stood by
-            self.client.run(Delete((agreement.arrivals_key,)))
-            cache.forget_store()
-            if request is not None and cache.rank in outcome.lost:
-                raise MembershipError(_taken_for_lost(cache, outcome))
-            cache.end_aborted(f"{cache.label} was replaced by shrink.")  # on a rank that stood by
-            after = GroupCache(cache.name, layout, identity=identity)
-            after.shrunk = Shrunk(
-                cache.label,
-                before.ranks(),
-                layout.ranks(),
-                outcome.lost,
-                outcome.replaced,
-                self.client.now(),
-            )
-            if cache.aborts_when_lost:
-                abort_when_lost(after, cache.abort_after)
-            return after
+def _agree_and_replace(cache: GroupCache, request: Request | None, client: CallClient, seconds: float) -> GroupCache:
+    """Agree on the mesh that replaces this one, and create it.
 
-    def _agreement(self, key: str, layout: Layout, request: Request | None) -> Agreement:
-        listener = self.client.thread.listener
+    A process that stands by may have missed that agreement. Then it takes part in the one on the next mesh, and so on.
+    The layouts of the meshes in between follow from the decisions in the store.
 
-        def check(outcome: Outcome) -> str:
-            try:
-                successor(layout, outcome.lost, outcome.replaced, outcome.axis)
-            except MissingRanksError as error:
-                return str(error)
-            return ""
+    Args:
+        request: the arguments of ``shrink``; None to stand by.
+        client: the store and the clock of this call.
+        seconds: its timeout.
+    """
+    cache.identity.register(cache.registry, client.timeout(), rejoin=True)
+    if cache.identity.rejoined:
+        request = None  # a new process in the place of a lost one stands by
+    layout, identity = cache.layout, cache.identity
+    missed = True
+    while missed:
+        before = layout
+        outcome, missed = _agree(cache, identity.key, before, request, client, seconds)
+        layout = successor(before, outcome.lost, outcome.replaced, outcome.axis)
+        identity = identity.successor(layout)
+        if missed and cache.rank in layout:  # with its former process: the others need not wait for that one
+            text = f"{cache.label} was aborted by rank {cache.rank}, which is a new process and stands by"
+            publish_abort(client.run, identity.mismatch_key, text)
+    cache.forget_store()
+    if request is not None and cache.rank in outcome.lost:
+        raise MembershipError(_taken_for_lost(cache, outcome))
+    cache.end_aborted(f"{cache.label} was replaced by shrink.")  # on a rank that stood by
+    after = GroupCache(cache.name, layout, identity=identity)
+    after.shrunk = Shrunk(cache.label, before.ranks(), layout.ranks(), outcome.lost, outcome.replaced, client.now())
+    if cache.aborts_when_lost:
+        abort_when_lost(after, cache.abort_after)
+    return after
 
-        return Agreement(
-            key,
-            self.cache.label,
-            layout.ranks(),
-            Arrival(self.cache.rank, process_label(), request),
-            self.client,
-            self.seconds,
-            self.statuses,
-            has_ended=lambda status: _has_ended(listener, status),
-            check=check,
-            warn=lambda text: log.warning("%s", text),
-            number=self.cache.shrink_attempts.get(key, 0),
-        )
+
+def _agree(
+    cache: GroupCache, key: str, layout: Layout, request: Request | None, client: CallClient, seconds: float
+) -> tuple[Outcome, bool]:
+    """Take part in the agreement on the mesh of this layout, whose store keys begin with ``key``.
+
+    Returns:
+        The decision, and whether this process stands by and has missed it.
+    """
+
+    def problem_of(outcome: Outcome) -> str:
+        try:
+            successor(layout, outcome.lost, outcome.replaced, outcome.axis)
+        except MissingRanksError as error:
+            return str(error)
+        return ""
+
+    agreement = Agreement(
+        key=key,
+        label=cache.label,
+        members=layout.ranks(),
+        rank=cache.rank,
+        process=process_id(),
+        request=request,
+        client=client,
+        deadline=seconds,
+        statuses=cache.statuses,
+        has_ended=lambda status: _has_ended(client.thread.listener, status),
+        check=problem_of,
+        warn=lambda text: log.warning("%s", text),
+        number=cache.shrink_attempts.get(key, 0),
+    )
+    try:
+        outcome = agreement.agree()
+    finally:
+        cache.shrink_attempts[key] = agreement.number  # a retry begins there
+    cache.shrink_attempts[key] += bool(outcome.failed)
+    outcome.check()
+    return outcome, agreement.missed(outcome)
 
 
 def _has_ended(mine: Listener | None, status: RankStatus) -> bool:

@@ -27,7 +27,7 @@ def abort_when_lost(cache: GroupCache, lost_after: float | None) -> None:
     """
     registry, ranks = cache.registry, cache.layout.ranks()
     thread = registry.heartbeat_thread()
-    statuses = cache.statuses()
+    statuses = cache.statuses
     if lost_after is not None:
         statuses.lost_after = cache.abort_after = lost_after
     cache.aborts_when_lost = True
@@ -38,7 +38,8 @@ def abort_when_lost(cache: GroupCache, lost_after: float | None) -> None:
     next_rank, *others = [*ranks[place + 1 :], *ranks[:place]][: timing.LIMITS.statuses]
     reference = weakref.ref(cache)
 
-    def look(perform: Callable[[Operation], Any]) -> bool:
+    def next_rank_lives(perform: Callable[[Operation], Any]) -> bool:
+        """Look at the next rank; abort the mesh if it is lost. False ends these looks."""
         cache = reference()
         if cache is None or cache.ended is not None:
             return False
@@ -52,4 +53,4 @@ def abort_when_lost(cache: GroupCache, lost_after: float | None) -> None:
             threading.Thread(target=cache.abort, args=(lost[next_rank],), name="pgmesh-abort", daemon=True).start()
         return not lost
 
-    registry.at_heartbeat.append(look)
+    registry.at_heartbeat.append(next_rank_lives)

@@ -78,7 +78,8 @@ class GroupCache:
         self.rank, self.world_size = world_rank_and_size() if outside is None else (outside, 0)
         self.identity = identity or MeshIdentity(name, layout, call, self.rank, self.world_size)
         self.call_site = call_site()
-        self.ended: str | None = None
+        self.ended: str | None = None  # why, if all groups were destroyed
+        self.aborted = False  # it ended by ``abort``, or it was replaced: it may be shrunk
         self.lock = threading.RLock()
         self.creation_seconds = 0.0
         self.operations = 0  # store operations of connect
@@ -86,7 +87,6 @@ class GroupCache:
         self.shrink_attempts: dict[str, int] = {}  # by prefix of a mesh's store keys
         self.aborts_when_lost = False
         self.abort_after: float | None = None  # seconds of silence after which a lost rank aborts the mesh
-        self._statuses: Statuses | None = None
         self.connected: dict[str, ConnectAttempt] = {}  # by path of a group: its successful attempt
         self.attempts: dict[str, ConnectAttempt] = {}  # by path of a group: all its attempts
         self.last_errors: set[str] = set()  # of the last failed call of connect; a retry does not log them again
@@ -414,7 +414,7 @@ class GroupCache:
         text = f"{self.label} was aborted by rank {self.rank}{f' at {where}' * bool(where)}: {why}"
         with contextlib.suppress(PgmeshError):
             # First, so that a member whose connection ends finds the reason. The first rank to publish one wins.
-            self.identity.register(self.registry, _ABORT_SECONDS, as_before=True)
+            self.identity.register(self.registry, _ABORT_SECONDS, rejoin=True)
             run = functools.partial(self.registry.store_thread().run, seconds=_ABORT_SECONDS)
             text = registry.publish_abort(run, self.identity.mismatch_key, text)
         self.end_aborted(text)
@@ -431,18 +431,17 @@ class GroupCache:
             return  # another thread holds the lock and may never release it
         try:
             if self.ended is None:
-                self.ended = text.removeprefix(f"{self.label} ")
+                self.ended, self.aborted = text.removeprefix(f"{self.label} "), True
                 self._destroy(list(self._records), self.ended, abort=True, keep_attempts=True)
                 with registry.registering:
                     self.registry.with_groups.discard(self)
         finally:
             self.lock.release()
 
+    @functools.cached_property
     def statuses(self) -> Statuses:
         """The statuses of other ranks, shared by several calls, so that a silence is measured from its beginning."""
-        if self._statuses is None:
-            self._statuses = Statuses(self.registry.store_thread().lost_after, time.monotonic)
-        return self._statuses
+        return Statuses(self.registry.store_thread().lost_after, time.monotonic)
 
     def forget_store(self) -> None:
         """Delete what an aborted mesh has left in the store. It was replaced, so no rank reads that any more."""

@@ -53,7 +53,7 @@ class MeshIdentity:
         self.pickled_number: int | None = None  # the local number in the process that pickled the mesh
         self.registered = False  # this rank has published the fingerprint
         self.key = ""  # prefix of the store keys, with the shared number; known once registered
-        self.taken_over = False  # a former process of this rank was in the mesh, and this one was not
+        self.rejoined = False  # registered in the place of a former process of this rank, which was in the mesh
         self.generation = 0  # how often shrink has replaced the mesh that the program created
         self._first_key = ""  # the key of that mesh, once registered
 
@@ -116,12 +116,12 @@ class MeshIdentity:
         """The keys of the mesh in the store; none before its ranks have agreed on an epoch."""
         return [self.key, f"{self.key}/fingerprints"] if self.key else []
 
-    def register(self, registry: Registry, seconds: float, *, as_before: bool = False) -> None:
+    def register(self, registry: Registry, seconds: float, *, rejoin: bool = False) -> None:
         """Publish the fingerprint of the mesh in the store, and compare it with the first one; once per rank.
 
         Args:
-            as_before: in a process that replaces a lost one, this is the mesh that the lost one was in. By default it
-                is the next one of that name.
+            rejoin: in a process that replaces a lost one, this is the mesh that the lost one was in. By default it is
+                the next one of that name.
 
         Raises:
             MismatchError: the fingerprints differ.
@@ -134,14 +134,15 @@ class MeshIdentity:
         if registry.predecessor is None:
             (text,) = run(Read(meshes_key(self.rank)))
             registry.predecessor = _numbers(text) if thread.replaces_process else {}
+            registry.registered.update(registry.predecessor)  # for the process that replaces this one
         if self.prefix not in registry.offsets:
             last = registry.predecessor.get(self.prefix, 0)
-            registry.offsets[self.prefix] = last if as_before else self._offset_after(registry.predecessor, run)
-            self.taken_over = as_before and thread.replaces_process
+            registry.offsets[self.prefix] = last if rejoin else self._offset_after(registry.predecessor, run)
+            self.rejoined = rejoin and thread.replaces_process
         shared_number = self.number + registry.offsets[self.prefix]
         self._first_key = f"{self.prefix}.{shared_number}"
         self.key = f"{self._first_key}{self._suffix}"
-        registry.registered[self.prefix] = max(shared_number, registry.registered.get(self.prefix, 0))
+        registry.registered[self.prefix] = max(shared_number, registry.registered.pop(self.prefix, 0))  # at the end
         record = pack(numbers=dict([*registry.registered.items()][-_REGISTERED_NAMES:]))
         *_, first = run(Raw("set", (meshes_key(self.rank), record)), *register_mesh(self.key, self.fingerprint))
         check_mesh(run, self.key, self.fingerprint, first)

@@ -69,7 +69,7 @@ class Registry:
         self.at_heartbeat: list[Callable[[Callable[[Operation], Any]], bool]] = []  # until they return False
         self._thread: StoreThread | None = None  # started by the first store operation
         # See ``identity.py`` for shared numbers and offsets.
-        self.registered: dict[str, int] = {}  # by key prefix: the shared number of the last registered mesh
+        self.registered: dict[str, int] = {}  # by key prefix: the shared number of this rank's last mesh
         self.predecessor: dict[str, int] | None = None  # the same of the process that had this rank before
         self.offsets: dict[str, int] = {}  # by key prefix: the shared number of this process's first mesh
 

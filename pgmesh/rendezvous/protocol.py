@@ -335,7 +335,7 @@ class Participant:
         if attempt.missing:
             return None
         addresses = tuple(records[rank]["address"] for rank in attempt.ranks)
-        all_fit = all(addresses) and sum(map(len, addresses)) < timing.LIMITS.record_chars // 2
+        all_fit = all(addresses) and sum(map(len, addresses)) < timing.LIMITS.record_chars // 8
         return Decision("made", addresses=addresses if all_fit else ())
 
     def _decide(self, attempt: ConnectAttempt, decision: Decision) -> None:

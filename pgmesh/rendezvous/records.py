@@ -145,7 +145,7 @@ class Decision:
     addresses: tuple[str, ...] = field(default=(), compare=False)
 
     def pack(self) -> str:
-        return pack(kind=self.kind, text=self.text[: timing.LIMITS.record_chars // 8], addresses=self.addresses)
+        return pack(kind=self.kind, text=self.text[: timing.LIMITS.record_chars // 32], addresses=self.addresses)
 
     @classmethod
     def unpack(cls, key: str, text: bytes) -> Decision:

@@ -41,6 +41,11 @@ _AFTER_FAILURE = "Connected groups continue to work. No group can be connected w
 _TOKEN = secrets.token_hex(4)  # process numbers repeat, for example in containers
 
 
+def process_id() -> str:
+    """A short word that only this process has."""
+    return f"{os.getpid()}/{_TOKEN}"
+
+
 def process_label() -> str:
     """Description of this process. It reveals two processes that have the same rank."""
     return f"process {os.getpid()} on {socket.gethostname()}/{_TOKEN}"

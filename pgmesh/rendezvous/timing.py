@@ -73,7 +73,7 @@ class Limits:
         full_rate_ranks: the largest world in which heartbeats have the interval ``Timing.heartbeat``.
     """
 
-    record_chars: int = 1 << 16
+    record_chars: int = 1 << 18
     statuses: int = 32
     shared_addresses: int = 64
     full_rate_ranks: int = 1024

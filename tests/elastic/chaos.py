@@ -13,6 +13,7 @@ with the store goes on, and takes a rank of the other side in once the link is m
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import json
 import os
@@ -81,7 +82,7 @@ def live(folder: Path) -> list[str]:
             mesh = after
         seen.append(repr(mesh))
         is_ready = False
-        if mesh.rank in mesh.shrunk.replaced.values():  # in another place than before
+        if mesh.rank in mesh.shrunk.replaced_by.values():  # in another place than before
             weights = None
     return seen
 
@@ -99,11 +100,10 @@ def next_mesh(mesh: ProcessGroupMesh, error: BaseException) -> ProcessGroupMesh 
         return None if isinstance(error, MissingRanksError) else mesh
     try:
         return mesh.shrink("dp", spares=range(RANKS), timeout=DEADLINE)
-    except MembershipError:  # taken for lost
-        try:
+    except MembershipError:  # taken for lost, for instance on a busy machine
+        with contextlib.suppress(MissingRanksError):
             return mesh.stand_by(timeout=DEADLINE)
-        except MissingRanksError:  # no other rank was lost
-            return None
+        return None
     except MissingRanksError as failure:
         if "so nothing is left" in str(failure):
             return None

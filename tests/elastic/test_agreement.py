@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from pgmesh._util.listeners import ANSWER_SECONDS
-from pgmesh.elastic.agreement import Agreement, Arrival, Outcome, Request
+from pgmesh.elastic.agreement import Agreement
+from pgmesh.elastic.records import Arrival, Outcome, Request
 from pgmesh.elastic.successor import successor
 from pgmesh.errors import MismatchError, MissingRanksError, WorldError
 from pgmesh.groups.identity import MeshIdentity
@@ -34,7 +36,7 @@ def arrivals(*lines: Arrival) -> bytes:
 
 
 def arrival(rank: int, request: Request | None = DP, process: str = "") -> Arrival:
-    return Arrival(rank, process or f"process {rank}", request)
+    return Arrival(rank, process or f"process {rank}", str(request or ""))
 
 
 def status(rank: int, **more: Any) -> dict[str, bytes]:
@@ -71,7 +73,9 @@ class Rank:
             "m",
             "mesh 'm'",
             range(size),
-            arrival(rank, request, more.pop("process", "")),
+            rank,
+            more.pop("process", f"process {rank}"),
+            request,
             self.client,
             more.pop("deadline", 30.0),
             Statuses(5.0, lambda: UPTIME + self.client.clock),
@@ -172,6 +176,16 @@ def test_a_store_that_answers_late_makes_no_rank_silent():
     assert one.agree() == Outcome(axis="dp")
 
 
+def test_arrivals_are_deleted_with_the_decision_known():
+    one = Rank(values=status(1), deadline=3.0)
+    assert one.agree().failed
+    assert [key for key in one.client.values if "/shrink/" in key] == ["m/shrink/0/decision"]
+    late = Rank(rank=1, values=one.client.values)
+    come(late.client, 0.0, arrival(0), number=1)
+    assert not late.agree().failed
+    assert {key for key in late.client.values if "/shrink/" in key} == {"m/shrink/0/decision", "m/shrink/1/decision"}
+
+
 def test_too_many_lost_ranks_fail_the_attempt_and_a_retry_is_the_next_one():
     one = Rank(request=spares(7, axis=None), values=status(1), ended={1, 7})
     one.client.values |= status(7)
@@ -182,6 +196,27 @@ def test_too_many_lost_ranks_fail_the_attempt_and_a_retry_is_the_next_one():
     again = Rank(values=one.client.values, ended={1})
     assert [*again.agree().lost] == [1]
     assert again.agreement.number == 1
+
+
+def test_4096_lost_ranks_and_their_spares_fit_into_one_record():
+    size = 4097
+    names = range(size, 2 * size - 1)
+    values = {k: v for rank in range(1, size) for k, v in status(rank, exited="gone " * 40).items()}
+    lines = arrivals(*(arrival(rank, None, f"1234567/{rank:08x}") for rank in names))
+    one = Rank(request=spares(*names), size=size, values={**values, "m/shrink/0/arrivals": lines})
+    outcome = one.agree()
+    assert outcome == one.decision()
+    assert outcome.replaced == dict(zip(range(1, size), names))
+    assert outcome.processes == tuple(f"1234567/{rank:08x}" for rank in names)
+
+
+def test_more_lost_ranks_than_fit_into_one_record_fail_the_attempt():
+    size = 12_000
+    one = Rank(size=size, values={k: v for r in range(1, size) for k, v in status(r, exited="gone " * 40).items()})
+    problem = "a decision on 11999 lost ranks and 0 spares does not fit into one record"
+    with mock.patch.object(timing, "LIMITS", dataclasses.replace(timing.LIMITS, record_chars=1 << 17)):
+        assert problem in one.agree().failed
+        assert problem in one.decision().failed
 
 
 def test_reasons_of_many_lost_ranks_fit_into_one_record():
@@ -211,11 +246,9 @@ def test_different_arguments_fail_on_all_ranks():
 
 FOREIGN_ARRIVALS = [
     b"import os",
-    pack(rank=1, process="p", request=["dp"]).encode(),
-    pack(rank=1, process="p", request=["dp", 3]).encode(),
-    pack(rank=1, process="p", request=[["dp"], []]).encode(),
-    pack(rank=1, process="p", request=["dp", ["4"]]).encode(),
-    pack(rank="1", process="p", request=[]).encode(),
+    pack(rank=1, process="p", call=["dp"]).encode(),
+    pack(rank=1, process=1, call="").encode(),
+    pack(rank="1", process="p", call="").encode(),
 ]
 
 
@@ -375,6 +408,40 @@ def test_after_one_host_without_an_answer_no_other_is_asked():
     assert {*asked} == {1}
 
 
+def test_listeners_are_asked_up_to_the_first_rank_that_lives_and_all_at_the_deadline():
+    rank = Rank(size=5, values=status(1) | status(2) | status(3) | status(4), ended={1, 4}, deadline=3.0)
+    asked = []
+
+    def has_ended(status: RankStatus) -> bool:
+        asked.append(status.rank)
+        return status.rank in rank.ended
+
+    rank.agreement.has_ended = has_ended
+    failed = rank.agree().failed
+    assert "ranks 2, 3 did not call shrink('dp')" in failed
+    assert "lost: rank 4 has ended" in failed
+    assert asked[:4] == [1, 2, 1, 2]
+    assert asked[-4:] == [1, 2, 3, 4]
+
+
+def test_of_many_ranks_the_first_that_arrived_look_at_the_statuses():
+    """A rank that arrived later does so a little later, in case that those have ended."""
+    size, first = 120, range(1, 1 + timing.LIMITS.statuses)
+    values = {k: v for rank in range(1, size) for k, v in status(rank).items()}
+    there = {"m/shrink/0/arrivals": arrivals(*(arrival(rank) for rank in first))}
+    looks: list[list[float]] = []
+    for rank in (Rank(size=size, values={**values, **there}), Rank(size=size, values=values)):
+        rank.agreement.deadline = 1.0
+        looks.append([])
+        read = rank.agreement.statuses.read
+        rank.agreement.statuses.read = lambda *a, read=read, rank=rank: (looks[-1].append(rank.client.clock), read(*a))
+        rank.agree()
+    later, early = looks
+    assert later[0] >= timing.TIMING.inspection > early[0]
+    assert 2 * timing.TIMING.inspection <= later[1] - later[0] < 0.5
+    assert len(early) > len(later) > 1
+
+
 def test_a_spare_that_lives_is_waited_for_and_one_that_has_ended_is_not():
     values = {**status(1), **status(4), **status(5)}
     one = Rank(request=spares(4, 5), values=values, ended={1, 4})
@@ -436,14 +503,13 @@ def test_a_new_process_does_not_take_the_decision_that_counted_the_old_one():
     """The decision was made while the new process arrived."""
     new = Rank(rank=1, request=None, process="another")
     new.client.between = lambda: new.client.values.update({"m/shrink/0/decision": Outcome().pack().encode()})
-    new.agree()
-    assert new.agreement.came_late
+    assert new.agreement.missed(new.agree())
 
     spare = Rank(rank=4, request=None)
     theirs = Outcome(lost={1: "gone"}, replaced={1: 4}, processes=("process 4",))
     spare.client.between = lambda: spare.client.values.update({"m/shrink/0/decision": theirs.pack().encode()})
     outcome = spare.agree()
-    assert spare.agreement.arrival.process in outcome.processes
+    assert not spare.agreement.missed(outcome)
 
 
 def test_a_rank_that_stands_by_decides_nothing_before_a_member_calls():
@@ -464,6 +530,85 @@ def test_the_deadline_of_a_rank_that_stands_by_is_not_that_of_the_members():
         {**decision, "m/shrink/1/arrivals": arrivals(arrival(0), arrival(1))}
     )
     assert member.agree() == Outcome(axis="dp")
+
+
+# -- no member is left ------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_stands_by_learns_at_once_that_all_members_have_left():
+    values = status(0, exited="has left the world") | status(1, exited="its process has exited")
+    spare = Rank(rank=4, request=None, values=values)
+    with pytest.raises(MissingRanksError) as raised:
+        spare.agree().check()
+    assert str(raised.value) == (
+        "mesh 'm': no other rank of it is left, so none can call shrink."
+        "\n  rank 0: has left the world\n  rank 1: its process has exited"
+    )
+    assert spare.client.clock < 0.3
+    assert spare.decision().error == "over"
+
+
+@pytest.mark.parametrize("members", [2, 100])
+@pytest.mark.parametrize("when", [0.0, 1.0])
+def test_a_rank_that_stands_by_asks_members_that_send_no_heartbeats(members: int, when: float):
+    ranks = range(members)
+    values = {k: v for rank in ranks for k, v in status(rank).items()}
+    spare = Rank(rank=members, request=None, size=members, values=values, ended={*ranks} if when == 0.0 else set())
+    spare.client.between = lambda: spare.ended.update(ranks if spare.client.clock >= when else ())
+    failed = spare.agree().failed
+    assert f"rank {members - 1} has" in failed or members == 100
+    assert ("rank 1 has ended: its listener at host:101 refuses connections" in failed) == (when == 0.0)
+    assert ("rank 1 has sent no heartbeat for at least 5 s" in failed) == (when > 0.0)
+    assert spare.client.clock < (0.3 if when == 0.0 else 5.5)
+
+
+def test_while_a_member_lives_a_rank_that_stands_by_waits():
+    """It reads few statuses, asks no listener of a rank that sends heartbeats, and reads no arrivals."""
+    ranks = range(100)
+    values = {k: v for rank in ranks for k, v in status(rank).items()}
+    spare = Rank(rank=200, request=None, size=100, values=values, ended={*ranks} - {1}, deadline=60.0)
+    asked = set[int]()
+
+    def has_ended(status: RankStatus) -> bool:
+        asked.add(status.rank if spare.client.clock > 1.0 else 0)  # the first look asks, as no status was read before
+        return status.rank in spare.ended
+
+    spare.agreement.has_ended = has_ended
+    spare.client.between = lambda: spare.client.values.update(status(1, heartbeat=int(spare.client.clock)))
+    assert spare.agree().failed == "mesh 'm': no rank called shrink in 60 s"
+    assert 1 not in asked
+    reads = [operation.key for operation in spare.client.operations if isinstance(operation, Read)]
+    statuses = [key for key in reads if "/status/" in key]
+    assert len(statuses) <= timing.LIMITS.statuses * (1 + 60.0 // 5.0)
+    assert 0 < len(reads) - len(statuses) <= 60.0 / timing.TIMING.inspection + 3
+    assert not [key for key in reads if key.endswith("/arrivals")]
+
+
+def test_a_rank_that_has_published_no_status_may_come():
+    spare = Rank(rank=4, request=None, values=status(0, exited="has left the world"), deadline=20.0)
+    assert "no rank called shrink in 20 s" in spare.agree().failed
+
+
+def test_a_member_goes_on_if_a_rank_that_stands_by_took_all_for_lost():
+    over = Outcome(failed="no member is left", error="over").pack().encode()
+    member = Rank()
+    come(member.client, 0.0, arrival(1), number=1)
+    there = member.client.between
+
+    def between() -> None:
+        member.client.values["m/shrink/0/decision"] = over
+        there()
+
+    member.client.between = between
+    assert member.agree() == Outcome(axis="dp")
+    assert member.agreement.number == 1
+    other_spare = Rank(rank=5, request=None)
+    other_spare.client.between = lambda: other_spare.client.values.update({"m/shrink/0/decision": over})
+    with pytest.raises(MissingRanksError, match="no member is left"):
+        other_spare.agree().check()
+
+
+# -- attempts and records ---------------------------------------------------------------------------------------------
 
 
 def test_a_rank_that_stands_by_goes_on_after_a_failed_attempt():
@@ -491,6 +636,7 @@ def test_the_mesh_that_replaces_another_one_has_its_store_keys_at_once():
 
 
 def test_records_survive_the_store():
+    assert str(spares(*range(100, 200))) == "shrink('dp', spares=range(100, 200))"
     for line in (arrival(3), arrival(3, None), arrival(3, spares(1, 2, axis=None))):
         assert Arrival.unpack(line.pack().encode()) == line
     outcome = Outcome(lost={1: "gone"}, replaced={1: 4}, axis="dp", processes=("process 4",))

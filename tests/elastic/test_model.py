@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pgmesh.elastic.agreement import Outcome, Request
+from pgmesh.elastic.records import Outcome, Request
 from pgmesh.layout import Layout
 from tests.elastic.model.__main__ import main
 from tests.elastic.model.mutants import MUTANTS, Mutant

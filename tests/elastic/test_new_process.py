@@ -37,7 +37,7 @@ def run(rank: int, port: int, folder: Path, process: int) -> None:
             set_flag(folder, f"round {round_} rank {rank} process {process}")
         except (PgmeshError, RuntimeError):
             mesh = mesh.shrink(spares=[LOST], timeout=WAIT_TIMEOUT)
-            assert mesh.shrunk.replaced == {LOST: LOST}
+            assert mesh.shrunk.replaced_by == {LOST: LOST}
     os._exit(0)
 
 

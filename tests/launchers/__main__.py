@@ -12,6 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from pgmesh.launch import StoreProcess
 from pgmesh.launch.detect import TORCHRUN_VARIABLES
 from tests.launchers.cluster import free_ports, slurm
 from tests.launchers.install import MPICH, OPEN_MPI, PROGRAMS, SLURM, install
@@ -19,6 +20,7 @@ from tests.launchers.install import MPICH, OPEN_MPI, PROGRAMS, SLURM, install
 ROOT = Path(__file__).parents[2]
 PYTHON = shlex.quote(sys.executable)
 MEMBER = f"{PYTHON} {shlex.quote(str(Path(__file__).with_name('member.py')))}"
+REPLICA = f"{PYTHON} {shlex.quote(str(Path(__file__).with_name('replica.py')))}"
 ELASTIC = f"{PYTHON} -m torch.distributed.run --standalone --nproc-per-node 4"
 TORCHRUN = f"{ELASTIC} {MEMBER.split(' ', 1)[1]}"
 PGMESH = f"{PYTHON} -m pgmesh"
@@ -123,6 +125,22 @@ def check_doctor(title: str, command: str, env: dict[str, str], ranks: int, expe
     report(title, good, f"exit code {code}\n{output}", time.monotonic() - start)
 
 
+def check_replicas(title: str, start: str, env: dict[str, str]) -> None:
+    """Check that three replicas of two ranks go on without the one that loses a rank.
+
+    Args:
+        start: the command that starts one replica.
+    """
+    began = time.monotonic()
+    with StoreProcess() as store:
+        replicas = [f"{start} {REPLICA} {replica} {store.port} & " for replica in range(3)]
+        _, output = run(title, f"{''.join(replicas)} wait", env)
+    passed = sorted(re.findall(r"^PASS rank (.*)", output, re.MULTILINE))
+    expected = [f"{rank} [0, 1, 2, 3]" for rank in range(4)]
+    expected.append("4 was dropped, and has learnt that no rank is left")
+    report(title, passed == expected, output, time.monotonic() - began)
+
+
 def report(title: str, good: bool, output: str, seconds: float) -> None:
     print(f"{'passed' if good else 'FAILED'}  {title}  ({seconds:.1f} s)", flush=True)
     if not good:
@@ -176,6 +194,7 @@ def under_slurm(env: dict[str, str], folder: Path, has_open_mpi: bool) -> None:
     check_join("srun --mpi=pmi2", f"srun --mpi=pmi2 -N1 -n4 {MEMBER}", env, srun, [0, 1, 2, 3], "127.0.0.1")
     nested = "torchrun, because TORCHELASTIC_RUN_ID is set, in a step of Slurm"
     check_join("torchrun under srun", f"srun -N1 -n1 -c4 {TORCHRUN}", env, nested, [0, 1, 2, 3])
+    check_replicas("srun for each of three replicas, which lose a rank", "srun --no-kill -N1 -n2", env)
     if has_open_mpi:
         given = env | {"MASTER_ADDR": "127.0.0.1"}
         daemons = f"salloc -N2 -n4 --ntasks-per-node=2 {MPIRUN} -x MASTER_ADDR -x PYTHONPATH -n 4 {MEMBER}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pgmesh.rendezvous.operations import Add, Append, CompareSet, Operation, Read
+from pgmesh.rendezvous.operations import Add, Append, CompareSet, Delete, Operation, Read
 from pgmesh.rendezvous.protocol import ConnectAttempt, Participant
 from pgmesh.rendezvous.records import Decision, Fingerprint, pack
 from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, Statuses, status_key
@@ -49,6 +49,8 @@ class MemoryClient:
         self.operations.append(operation)
         if isinstance(operation, Read):
             return self.values.get(operation.key)
+        if isinstance(operation, Delete):
+            return [self.values.pop(key, None) is not None for key in operation.keys]
         assert isinstance(operation, (Append, Add, CompareSet)), "nothing else is written here"
         self.written.add(operation.key)
         if isinstance(operation, Append):

@@ -28,8 +28,7 @@ class Code:
             sources = [source.replace(old, new) for source in sources]
         self.agreement: Any = _module(real_agreement, sources[0])
         self.shrinking: Any = _module(real_shrinking, sources[1])
-        for name in ("Agreement", "Arrival", "Outcome", "Request"):
-            setattr(self.shrinking, name, getattr(self.agreement, name))
+        self.shrinking.Agreement = self.agreement.Agreement
         self.shrinking.log = logging.Logger("model", logging.CRITICAL)
 
 

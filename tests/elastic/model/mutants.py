@@ -63,8 +63,8 @@ class Mutant:
 
 
 PUBLISH = "(text,) = self.client.run(CompareSet(self.decision_key, outcome.pack()))"
-LOST = "lost = self.statuses.lost(ranks)\n        for"
-LEFT = 'self._decide(Outcome(failed=f"{self._who} stopped: {error_text(error)}", error="left"))'
+LOST = "lost = self.statuses.lost(ranks)\n        asks"
+LEFT = 'self._decide(Outcome(failed=f"rank {self.rank} stopped: {error_text(error)}", error="left"))'
 
 MUTANTS = [
     Mutant(
@@ -87,7 +87,7 @@ MUTANTS = [
         ALL_ARRIVED,
         (Program(0, (DROP,)), Program(1, (SPARE,))),
         NO_FAULTS,
-        (("if len({*requests.values()}) > 1:", "if False:"),),
+        (("if len({*calls.values()}) > 1:", "if False:"),),
     ),
     Mutant(
         "a new process counts as the old one",
@@ -117,8 +117,8 @@ MUTANTS = [
         DEADLINE,
         (
             (
-                "return Outcome.unpack(self.decision_key, text)\n\n    def _arrive",
-                "return outcome\n\n    def _arrive",
+                "return self._learn(text)\n\n    def _learn",
+                "return outcome\n\n    def _learn",
             ),
         ),
     ),
@@ -128,18 +128,20 @@ MUTANTS = [
         TRUE_LOST,
         TWO,
         NO_FAULTS,
-        ((LOST, f"{LOST[:7]}dict.fromkeys(ranks, '')\n        for"),),
+        ((LOST, f"{LOST[:7]}dict.fromkeys(ranks, '')\n        asks"),),
     ),
     Mutant(
         "a new process that was put into a mesh counts as new there too",
         TRUE_LOST,
         NEW_AND_AGAIN,
         SECOND_DIES,
-        (("if cache.identity.taken_over:", "if self.client.thread.replaces_process:"),),
+        (("if cache.identity.rejoined:", "if client.thread.replaces_process:"),),
         {"layout": PAIR},
     ),
     Mutant("listeners are not asked", NO_WAIT, THREE, CRASH, (("and self.has_ended(status)", "and False"),)),
-    Mutant("silence is no loss", NO_WAIT, TWO, Faults(crashes=1, listeners=False), ((LOST, "lost = {}\n        for"),)),
+    Mutant(
+        "silence is no loss", NO_WAIT, TWO, Faults(crashes=1, listeners=False), ((LOST, "lost = {}\n        asks"),)
+    ),
     Mutant(
         "the next inspection is on the clock of the statuses",
         NO_WAIT,
@@ -147,7 +149,7 @@ MUTANTS = [
         CRASH,
         (
             (
-                "inspection = now + timing.TIMING.inspection",
+                "inspection = now + timing.TIMING.inspection * (1 + self._turn)",
                 "inspection = self.statuses.next_inspection(timing.TIMING.inspection)",
             ),
         ),
@@ -157,7 +159,31 @@ MUTANTS = [
         CAUSE,
         with_spare(),
         DEADLINE,
-        (("if not requests or (late and self.arrival.request is None):", "if not requests:"),),
+        (('f"no rank called shrink in {self.deadline:g} s", "left"', 'f"no rank called shrink", "missing"'),),
+        {"layout": PAIR},
+    ),
+    Mutant(
+        "a rank that stands by takes one lost member for all of them",
+        CAUSE,
+        with_spare(),
+        CRASH,
+        (("if len(lost) < first + len(ranks):", "if not lost:"),),
+        {"layout": PAIR},
+    ),
+    Mutant(
+        "a rank that stands by does not look for members",
+        NO_WAIT,
+        with_spare(),
+        Faults(crashes=2),
+        (("outcome = self._look_for_members(late=late)", "outcome = None"),),
+        {"layout": PAIR},
+    ),
+    Mutant(
+        "members end their call if a rank that stands by has found none of them",
+        CAUSE,
+        with_spare(),
+        Faults(crashes=1, silences=1, long_times=1),
+        (('else ("left", "over")', 'else ("left",)'),),
         {"layout": PAIR},
     ),
     Mutant(
@@ -172,7 +198,7 @@ MUTANTS = [
         NOT_IN,
         with_new(),
         SECOND_DIES,
-        (("self.came_late |= rank in", "late = rank in"),),
+        (("and (self.came_late or rank_is_in)", "and self.came_late"),),
         {"layout": PAIR},
     ),
     Mutant(
@@ -190,8 +216,8 @@ MUTANTS = [
         CRASH,
         (
             (
-                "before, layout = layout, successor(layout, outcome.lost,",
-                "before, layout = layout, successor(layout, outcome.lost if cache.rank else {},",
+                "layout = successor(before, outcome.lost,",
+                "layout = successor(before, outcome.lost if cache.rank else {},",
             ),
         ),
     ),

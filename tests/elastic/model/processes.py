@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Union
 
-from pgmesh.elastic.agreement import Outcome, Request
+from pgmesh.elastic.records import Outcome, Request
 from pgmesh.errors import MembershipError, MismatchError, MissingRanksError
 from pgmesh.groups.identity import MeshIdentity
 from pgmesh.layout import Layout
@@ -21,6 +21,9 @@ from tests.rendezvous.model.stores import Sleep
 
 SINCE_BOOT = 1e12
 """Seconds on the clock of the statuses when a call begins, whose own clock is at 0."""
+
+PAUSE = 10.0
+"""Length of a pause, in seconds: after each, a process inspects."""
 
 Call = Union[Request, None]
 """The arguments of ``shrink``; None for ``stand_by``."""
@@ -161,14 +164,10 @@ class Life:
                 return outcome
 
         shrinking.Agreement = Watched
-        shrinking.process_label = lambda: f"process {self.process}"
+        shrinking.process_id = lambda: f"process {self.process}"
         shrinking._has_ended = lambda mine, status: self._answer(Ended(status.endpoint[1]))
         shrinking.GroupCache = lambda name, layout, identity: SimpleNamespace(layout=layout, identity=identity)
-        call = object.__new__(shrinking._Call)
-        call.cache, call.seconds, call.client = self._cache(), DEADLINE, self
-        call.cache.shrink_attempts = {}
-        call.statuses = Statuses(LONG, lambda: self.time + SINCE_BOOT)
-        return call.replace(request)
+        return shrinking._agree_and_replace(self._cache(), request, self, DEADLINE)
 
     def _cache(self) -> Any:
         """The mesh of this call."""
@@ -176,7 +175,7 @@ class Life:
         identity: Any = MeshIdentity("m", layout, None, self.program.rank, 9)
         identity.number, identity.generation = 0, generation
         identity._first_key = "m"
-        identity.taken_over = self.program.replaces is not None and generation == 0
+        identity.rejoined = self.program.replaces is not None and generation == 0
         identity.key = f"m~{generation}" if generation else "m"
         identity.register = lambda *arguments, **more: None
         nothing = lambda *arguments: None  # noqa: E731
@@ -187,7 +186,8 @@ class Life:
             rank=self.program.rank,
             name="m",
             label="mesh 'm'",
-            connected={},
+            statuses=Statuses(LONG, lambda: self.time + SINCE_BOOT),
+            shrink_attempts={},
             aborts_when_lost=False,
             shrunk=None if generation == 0 else "by an earlier call",
             forget_store=nothing,
@@ -207,7 +207,7 @@ class Life:
 
     def sleep(self, seconds: float) -> None:
         choice, beats = self._answer(Sleep(), sys._getframe(1).f_locals)
-        self.time = beats * LONG + self.time % LONG + 1
+        self.time = beats * LONG + self.time % LONG + PAUSE
         self.clock = DEADLINE if choice == "deadline" else self.time
 
     def _answer(self, step: Step, locals_: dict[str, Any] | None = None) -> Any:
@@ -231,7 +231,7 @@ class Life:
     def _state(self, locals_: dict[str, Any]) -> object:
         """Everything on which the steps after a pause depend. A new local or field is a part of it by default."""
         constants = {"self", "now", "inspection", "warning", "pause", "__class__"}
-        names = {"key", "members", "arrival", "number", "came_late"}
+        names = {"key", "members", "request", "number", "came_late"}
         fields = {name: value for name, value in vars(self.agreement).items() if name in names}
         heard = self.agreement.statuses.heard
         return (
@@ -281,7 +281,7 @@ class Node:
         self.mesh = agreement.key if agreement else ""
         self.number = agreement.number if agreement else 0
         self.layout = agreement.members if agreement else ()
-        self.request = agreement.arrival.request if agreement else None
+        self.request = agreement.request if agreement else None
         self.outcomes = frozenset(life.outcomes) if life else memory.outcomes
         self.looked = life.looked if life else b""
         self.late = life is not None and life.clock == DEADLINE

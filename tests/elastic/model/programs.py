@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from pgmesh.elastic.agreement import Outcome, Request
+from pgmesh.elastic.records import Outcome, Request
 from pgmesh.layout import Layout
 from tests.elastic.model.processes import Program
 from tests.elastic.model.space import Faults

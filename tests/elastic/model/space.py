@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pgmesh.elastic.agreement import Arrival, Outcome
+from pgmesh.elastic.records import Arrival, Outcome
 from pgmesh.elastic.successor import successor
 from pgmesh.layout import Layout
 from pgmesh.rendezvous.operations import Add, Append, CompareSet, Delete, Raw, Read
@@ -368,6 +368,9 @@ class Space:
                 if after.get(key) != text.encode():
                     was = f"{key} is {text} on process {i}, and {after.get(key, b'nothing').decode()} in the store"
                     raise Violation(ONE_DECISION, was, move.text)
+        for key in move.node.left - node.left:
+            if node.request is not None and Outcome.unpack(key, after.get(key, b"")).error == "over":
+                raise Violation(CAUSE, f"process {i} ends its call since no member is left, and is one", move.text)
         for result in move.node.results[len(node.results) :]:
             self._check_result(new, i, result, move.text)
         return new
@@ -378,21 +381,20 @@ class Space:
         arrivals = last_lines(state.content.values.get(key.replace("/decision", "/arrivals"), b""))
         text = f"{text}: {value.decode()}"
         if outcome.failed:
-            requests = {line.request for line in arrivals.values()} - {None}
-            cause = (
-                len(requests) > 1
-                if outcome.error == "mismatch"
-                else node.interrupted or node.late
-                if outcome.error == "left"
-                else (node.late and node.request is not None) or self._too_many_lost(state, node)
-            )
-            if not cause:
+            calls = {line.call for line in arrivals.values()} - {""}
+            causes = {
+                "mismatch": len(calls) > 1,
+                "left": node.interrupted or node.late,
+                "over": node.request is None and self._all_lost(state, node),
+                "missing": (node.late and node.request is not None) or self._too_many_lost(state, node),
+            }
+            if not causes[outcome.error]:
                 raise Violation(CAUSE, f"process {i} ends the attempt of all without a cause", text)
             return
         looked = last_lines(node.looked)
         layout = Layout.of(dict(zip(self.layout.axes, (len(node.layout),))), node.layout)
         after = successor(layout, outcome.lost, outcome.replaced, outcome.axis)
-        if len({line.request for line in looked.values()} - {None}) > 1:
+        if len({line.call for line in looked.values()} - {""}) > 1:
             raise Violation(ALL_ARRIVED, "the ranks passed different arguments", text)
         for rank in after.ranks():
             if rank not in arrivals:
@@ -406,13 +408,18 @@ class Space:
             member = self._member(state, node.mesh, rank)
             if not state.nodes[member].dead and member not in state.silent:
                 raise Violation(TRUE_LOST, f"rank {rank} is called lost without a fault", text)
-            if rank in looked and looked[rank].request is not None:
+            if rank in looked and looked[rank].call:
                 raise Violation(TRUE_LOST, f"rank {rank} is called lost, and had arrived", text)
 
     def _too_many_lost(self, state: State, node: Node) -> bool:
         """True if each index of the only axis, or a rank without a spare and an axis, may be lost."""
         dead = [j for j, each in enumerate(state.nodes) if each.dead or j in state.silent]
         return any(self.programs[j].rank in node.layout for j in dead)
+
+    def _all_lost(self, state: State, node: Node) -> bool:
+        """True if all other members of the mesh of a process are dead, or were silent."""
+        members = [self._member(state, node.mesh, rank) for rank in node.layout if rank != node.rank]
+        return all(state.nodes[j].dead or j in state.silent for j in members)
 
     def _member(self, state: State, mesh: str, rank: int) -> int:
         """The process that a rank of a mesh is."""
@@ -502,13 +509,15 @@ class Space:
         new = node.request is None and node.rank in node.layout
         if counted and new and self._member(state, node.mesh, node.rank) == i:
             raise Violation(ALL_ARRIVED, f"{where}, and others have a mesh with it")
-        arrivals = last_lines(values.get(f"{node.attempt}/arrivals", b""))
-        requests = {line.request for line in arrivals.values() if line.request is not None}
-        if not requests:
+        if node.request is None:
+            others = [rank for rank in node.layout if rank != node.rank]
+            if not any(lives(state.nodes[j]) for rank in others for j in self._processes_of(rank)):
+                raise Violation(NO_WAIT, f"{where}, though no member is left")
             return
-        if len(requests) > 1:
-            raise Violation(NO_WAIT, f"{where}, though the requests differ")
-        spares = next(iter(requests)).spares
+        arrivals = last_lines(values.get(f"{node.attempt}/arrivals", b""))
+        if len({line.call for line in arrivals.values() if line.call}) > 1:
+            raise Violation(NO_WAIT, f"{where}, though the arguments differ")
+        spares = node.request.spares
         absent = [rank for rank in dict.fromkeys((*node.layout, *spares)) if rank not in arrivals]
         alive = {rank: [j for j in self._processes_of(rank) if lives(state.nodes[j])] for rank in absent}
         lost = [rank for rank in node.layout if (rank in absent and not alive[rank]) or self._is_new(arrivals, rank)]
@@ -524,7 +533,7 @@ class Space:
                     raise Violation(RETRY, f"{where} for rank {rank}, which waits in {state.nodes[j].attempt}")
 
     def _is_new(self, arrivals: dict[int, Arrival], rank: int) -> bool:
-        return rank in arrivals and arrivals[rank].request is None
+        return rank in arrivals and not arrivals[rank].call
 
     def _processes_of(self, rank: int) -> list[int]:
         return [i for i, program in enumerate(self.programs) if program.rank == rank]

@@ -1,0 +1,153 @@
+"""The store operations of one agreement among many ranks: each rank is a thread, on one simulated clock and store."""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+import random
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from pgmesh.elastic.agreement import Agreement
+from pgmesh.elastic.records import Arrival, Outcome, Request
+from pgmesh.rendezvous.operations import Append, CompareSet, Delete, Operation, Read
+from pgmesh.rendezvous.statuses import RankStatus, Statuses, status_key
+
+OPERATION, CONNECTION = 1e-4, 2e-4
+"""Seconds that a rank waits for an answer of the store, and for a connection to another rank."""
+
+
+class Clock:
+    """The clock of all ranks. One thread runs at a time: the one whose pause ends first."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._pauses: list[tuple[float, int, threading.Semaphore]] = []
+        self._numbers = itertools.count()
+        self._paused = threading.Semaphore(0)
+
+    def wake_at(self, when: float, thread: threading.Semaphore) -> None:
+        heapq.heappush(self._pauses, (when, next(self._numbers), thread))
+
+    def pause(self, seconds: float, thread: threading.Semaphore) -> None:
+        """Let other threads run for some seconds."""
+        self.wake_at(self.now + seconds, thread)
+        self.end_turn()
+        thread.acquire()
+
+    def end_turn(self) -> None:
+        self._paused.release()
+
+    def run(self) -> None:
+        """Run all threads to their end."""
+        while self._pauses:
+            self.now, _, thread = heapq.heappop(self._pauses)
+            thread.release()
+            self._paused.acquire()
+
+
+class Simulation:
+    """A mesh along dp, its spares, and the operations of their agreement."""
+
+    def __init__(self, members: int, spares: int, dead: set[int], spread: float) -> None:
+        self.clock, self.values, self.counts = Clock(), dict[str, bytes](), Counter[str]()
+        self.members, self.dead = range(members), dead
+        self.request = Request("dp", tuple(range(members, members + spares)))
+        self.outcomes: dict[int, tuple[Outcome, float]] = {}
+        chance = random.Random(3)
+        for rank in range(members + spares):
+            self.values[status_key(rank)] = RankStatus(rank, 1, endpoint=("host", rank)).pack().encode()
+            if rank not in dead:
+                client = Client(self, chance.uniform(0.0, spread) if rank < members else 0.0)
+                threading.Thread(target=self._run, args=(rank, client), daemon=True).start()
+        self.clock.run()
+
+    def _run(self, rank: int, client: Client) -> None:
+        client.thread.acquire()
+        try:
+            outcome = Agreement(
+                key="m",
+                label="mesh 'm'",
+                members=self.members,
+                rank=rank,
+                process=f"1234567/{rank:08x}",
+                request=self.request if rank in self.members else None,
+                client=client,
+                deadline=60.0,
+                statuses=Statuses(5.0, client.now),
+                has_ended=client.has_ended,
+                check=lambda outcome: "",
+            ).agree()
+            self.outcomes[rank] = outcome, self.clock.now
+        finally:
+            self.clock.end_turn()
+
+
+class Client:
+    """The store and the clock of one rank."""
+
+    def __init__(self, simulation: Simulation, start: float) -> None:
+        self.simulation, self.start, self.thread = simulation, start, threading.Semaphore(0)
+        simulation.clock.wake_at(start, self.thread)
+
+    def now(self) -> float:
+        return self.simulation.clock.now - self.start
+
+    def sleep(self, seconds: float) -> None:
+        self.simulation.clock.pause(max(seconds, OPERATION), self.thread)
+
+    def set_pending(self, pending: object) -> None:
+        raise AssertionError("shrink connects nothing")
+
+    def has_ended(self, status: RankStatus) -> bool:
+        self.simulation.counts["connections"] += 1
+        self.simulation.clock.pause(CONNECTION, self.thread)
+        return status.rank in self.simulation.dead
+
+    def run(self, *operations: Operation) -> list[Any]:
+        answers = [self._perform(operation) for operation in operations]
+        self.simulation.clock.pause(OPERATION * len(operations), self.thread)
+        return answers
+
+    def _perform(self, operation: Operation) -> Any:
+        values, counts = self.simulation.values, self.simulation.counts
+        if isinstance(operation, Read):
+            what = "statuses" if "/status/" in operation.key else operation.key.rpartition("/")[2]
+            counts[f"reads of {what}"] += 1
+            counts[f"bytes of {what}"] += len(values.get(operation.key, b""))
+            return values.get(operation.key)
+        if isinstance(operation, Append):
+            counts["arrivals"] += 1
+            values[operation.key] = values.get(operation.key, b"") + operation.value.encode()
+            return None
+        if isinstance(operation, Delete):
+            return [values.pop(key, None) is not None for key in operation.keys]
+        assert isinstance(operation, CompareSet), operation
+        return values.setdefault(operation.key, operation.value.encode())
+
+
+@pytest.mark.parametrize("dead", [{999}, {*range(200, 264)}], ids=["one is lost", "64 are lost"])
+def test_an_agreement_among_1000_ranks(monkeypatch: pytest.MonkeyPatch, dead: set[int]):
+    """The counts of docs/elastic.md. Without limits, there are 470,000 reads of statuses, and as many connections."""
+    for record in Arrival, RankStatus:
+        monkeypatch.setattr(record, "unpack", functools.lru_cache(maxsize=None)(record.unpack))
+    seen = Simulation(1000, 64, dead, spread=0.3)
+    times = [when for _, when in seen.outcomes.values()]
+    print(f"{max(times):.2f} s", dict(seen.counts))
+    assert {(frozenset(outcome.lost), len(outcome.replaced)) for outcome, _ in seen.outcomes.values()} == {
+        (frozenset(dead), len(dead))
+    }
+    assert len(times) == 1064 - len(dead)
+    assert max(times) < 1.0
+    counts = seen.counts
+    assert counts["arrivals"] == len(times)
+    assert counts["reads of arrivals"] < 1500
+    assert counts["bytes of arrivals"] < 80e6
+    assert counts["reads of statuses"] < 60_000
+    assert counts["reads of decision"] < 20_000
+    assert counts["connections"] < 500 + 64 * len(dead)
+    assert [*seen.values.keys() - {status_key(rank) for rank in range(1064)}] == ["m/shrink/0/decision"]

@@ -1,0 +1,78 @@
+"""A rank that stands by until the training ends: the ranks of the mesh leave the world, or are killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from pgmesh import ProcessGroupMesh, launch
+from pgmesh.launch import StoreProcess
+from pgmesh.launch.processes import process_context
+from tests.support.faults import BEAT, LONG_TIMEOUT, SLACK, WAIT_TIMEOUT, H, attempt, beat_fast, set_flag, wait_for_flag
+from tests.support.worlds import check_sums, groups_of
+
+MEMBERS, SPARE = 3, 3
+
+LEFT = "rank {}: has left the world"
+KILLED = r"rank {} has (ended: its listener at 127\.0\.0\.1:\d+ refuses connections|sent no heartbeat for at least)"
+
+
+def run(rank: int, port: int, folder: Path, end: str) -> None:
+    """One rank: it trains until it is told to end, or stands by."""
+    signal.alarm(int(4 * WAIT_TIMEOUT))  # it does not outlive the test
+    beat_fast()
+    launch.join("gloo", timeout=WAIT_TIMEOUT, replica=rank, replicas=MEMBERS + 1, host="127.0.0.1", port=port)
+    mesh = ProcessGroupMesh(dp=MEMBERS, ranks=range(MEMBERS), name="train")
+    if rank == SPARE:
+        wait_for_flag(folder, "training")
+        failed = attempt(lambda: mesh.stand_by(timeout=LONG_TIMEOUT))
+        (folder / "told.part").write_text(f"{time.monotonic()} {failed.kind} {failed.text}")
+        (folder / "told.part").rename(folder / "told")
+    else:
+        mesh.connect(timeout=LONG_TIMEOUT)
+        set_flag(folder, "training")
+        while not (folder / "end").exists():
+            time.sleep(0.01)
+        check_sums(groups_of(mesh))
+    if end == LEFT:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("end", [LEFT, KILLED], ids=["leave", "killed"])
+def test_a_rank_that_stands_by_is_told_that_no_rank_is_left(tmp_path: Path, end: str):
+    context = process_context()
+    with StoreProcess() as store:
+        ranks = [context.Process(target=run, args=(rank, store.port, tmp_path, end)) for rank in range(MEMBERS + 1)]
+        try:
+            for process in ranks:
+                process.start()
+            wait_for_flag(tmp_path, "training")
+            time.sleep(H + 3 * BEAT)  # the spare has looked, and waits
+            assert not (tmp_path / "told").exists()
+            ended = time.monotonic()
+            if end == KILLED:
+                for process in ranks[:MEMBERS]:
+                    assert process.pid is not None
+                    os.kill(process.pid, signal.SIGKILL)
+            set_flag(tmp_path, "end")
+            wait_for_flag(tmp_path, "told")
+            ranks[SPARE].join(WAIT_TIMEOUT)
+            assert ranks[SPARE].exitcode == 0
+        finally:
+            for process in ranks:
+                process.kill()
+    told, kind, text = (tmp_path / "told").read_text().split(maxsplit=2)
+    print(f"{float(told) - ended:.2f} s: {text}")
+    assert kind == "MissingRanksError"
+    first, *lines = text.splitlines()
+    assert first == "mesh 'train': no other rank of it is left, so none can call shrink."
+    for rank, line in enumerate(lines):
+        assert re.match(end.format(rank), line.strip()), line
+    assert len(lines) == MEMBERS
+    assert float(told) - ended < 2 * H + SLACK

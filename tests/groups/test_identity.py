@@ -1,0 +1,58 @@
+"""The shared numbers of meshes, on ranks whose processes are replaced, over one store."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from pgmesh.groups import identity as module
+from pgmesh.groups.identity import MeshIdentity
+from pgmesh.layout import Layout
+from pgmesh.rendezvous.operations import Operation, perform
+
+PAIR = Layout(dp=2)
+
+
+class Process:
+    """A process of a rank: the numbers that it counts, and operations on the store that all share."""
+
+    def __init__(self, store: dist.Store, rank: int, *, replaces_process: bool = False) -> None:
+        self.store, self.rank, self.replaces_process = store, rank, replaces_process
+        self.numbers: dict[str, int] = {}
+        self.registry: Any = SimpleNamespace(store_thread=lambda: self, predecessor=None, offsets={}, registered={})
+
+    def run(self, *operations: Operation, seconds: float) -> list[Any]:
+        return [perform(self.store, operation) for operation in operations]
+
+    def register(self, name: str, *, rejoin: bool = False) -> str:
+        """The store keys' prefix of the next mesh of this name in this process."""
+        identity = MeshIdentity(name, PAIR, None, self.rank, 2)
+        identity.number = self.numbers[name] = self.numbers.get(name, -1) + 1
+        identity.register(self.registry, 1.0, rejoin=rejoin)
+        return identity.key
+
+
+def test_the_third_process_of_a_rank_finds_the_numbers_of_the_first():
+    """The second one has registered only one of the two meshes."""
+    store = dist.HashStore()
+    zero, first = Process(store, 0), Process(store, 1)
+    for name in ("actor", "critic", "critic"):
+        assert zero.register(name) == first.register(name)
+    actor = Process(store, 1, replaces_process=True).register("actor", rejoin=True)
+    third = Process(store, 1, replaces_process=True)
+    assert third.register("actor", rejoin=True) == actor == "pgmesh/actor.0"
+    assert third.register("critic", rejoin=True) == "pgmesh/critic.1"
+    assert third.register("critic") == zero.register("critic") == "pgmesh/critic.2"
+
+
+def test_the_names_registered_last_are_kept(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "_REGISTERED_NAMES", 2)
+    store = dist.HashStore()
+    first = Process(store, 1)
+    for name in ("actor", "critic", "reference", "actor"):
+        first.register(name)
+    second = Process(store, 1, replaces_process=True)
+    assert second.register("actor", rejoin=True) == "pgmesh/actor.1"
