@@ -268,6 +268,32 @@ def test_a_tensor_may_be_moved_within_its_own_memory():
     assert world(4).run(swapped_in_place)[:2] == [[200_000]] * 2  # what arrives waits in a buffer
 
 
+def in_one_memory(mesh: ProcessGroupMesh, names: list[str], step: int) -> list[dict[str, DTensor]]:
+    """Tensors that are sharded by rows in the source and by columns in the target, in the same memory."""
+    sides: list[dict[str, DTensor]] = [{}, {}]
+    for name in names:
+        memory = value(name, (400, 300), step).chunk(mesh.size())[mesh.index()].flatten()
+        for side, dimension in zip(sides, (0, 1)):
+            shard = memory.view((-1, 300) if dimension == 0 else (400, -1))
+            side[name] = DTensor.from_local(shard, mesh.device_mesh(), [Shard(dimension)], run_check=False)
+    return sides
+
+
+def rows_to_columns_in_place() -> None:
+    """What a rank receives, and what it copies itself, is written where it still has to read. Two tensors are tied."""
+    mesh = ProcessGroupMesh(tp=4, name="mesh")
+    source, target = in_one_memory(mesh, ["a", "b"], 1)
+    whole = {name: tensor.full_tensor() for name, tensor in source.items()}
+    source["tied"], target["tied"], whole["tied"] = source["a"], target["a"], whole["a"]
+    Resharder(mesh, mesh, source=source, target=target, buckets=300_000)()
+    for name, tensor in target.items():
+        assert torch.equal(tensor.full_tensor(), whole[name]), name
+
+
+def test_rows_become_columns_in_the_same_memory():
+    world(4).run(rows_to_columns_in_place)
+
+
 def large_and_small() -> tuple[int, int, int]:
     """Large shards are sent and received in their own memory; columns and small ones are staged."""
     rank = dist.get_rank()
@@ -567,3 +593,37 @@ def test_a_torn_target_is_whole_after_the_retry(who, step, bucket):
     assert [error == "ValueError" for error, *_ in results] == [rank == who for rank in range(4)]
     assert [torn for _, torn, *_ in results] == [False, False, True, True]
     assert [result[2:] for result in results] == [(("", ""), False, True, "")] * 4
+
+
+def fails_in_place() -> Any:
+    """Rank 2 fails while the source is overwritten. A second call would move what is left of it."""
+    mesh, names = ProcessGroupMesh(tp=4, name="mesh"), ["a", "b", "c"]
+    source, target = in_one_memory(mesh, names, 1)
+    sync = Resharder(mesh, mesh, source=source, target=target, buckets=300_000, timeout=6)
+    unpack, called = transfer._unpack, []
+
+    def failing(*arguments: Any) -> None:
+        called.append(1)
+        if mesh.rank == 2 and len(called) == 2:
+            raise ValueError("out of memory, say")
+        unpack(*arguments)
+
+    with mock.patch.object(transfer, "_unpack", failing):
+        try:
+            first = outcome(sync)[:2]
+        except ValueError:
+            first = ("ValueError", "")
+    again, refused = outcome(sync)[:2], outcome(lambda: sync.target)[:2]
+    source, target = in_one_memory(mesh, names, 1)
+    whole = {name: tensor.full_tensor() for name, tensor in source.items()}
+    Resharder(mesh, mesh, source=source, target=target)()
+    return first, again, refused, all(torch.equal(target[name].full_tensor(), whole[name]) for name in names)
+
+
+def test_a_source_that_a_failed_transfer_has_overwritten_is_not_moved_again():
+    for rank, (first, again, refused, whole) in enumerate(world(4).run(fails_in_place)):
+        assert first[0] in (["ValueError"] if rank == 2 else ["MissingRanksError", "WorldError"])
+        assert [again[0], refused[0], whole] == ["MismatchError", "LifetimeError", True]
+        assert rank == 2 or "Load the source again, and create a new Resharder" in first[1]
+        assert "the source is in the memory of the target, and a transfer that failed has overwritten it" in again[1]
+        assert "Load the source again, and create a new Resharder on all ranks" in refused[1]
