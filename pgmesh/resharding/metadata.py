@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -55,15 +55,33 @@ class Entry(NamedTuple):
 
 
 def tensors_of(state: nn.Module | Mapping[str, Any] | None) -> dict[str, torch.Tensor]:
-    """The tensors of a module's or any other state dict by name. Those of nested dicts have dotted names."""
+    """The tensors of a module's or any other state dict by name. Those in nested dicts and modules have dotted names.
+
+    Raises:
+        MismatchError: two tensors have one name.
+    """
     found: dict[str, torch.Tensor] = {}
-    items = (state.state_dict(keep_vars=True) if isinstance(state, nn.Module) else state or {}).items()  # with marks
-    for name, value in items:
-        if isinstance(value, Mapping):
-            found.update((f"{name}.{inner}", tensor) for inner, tensor in tensors_of(value).items())
-        elif isinstance(value, torch.Tensor):
-            found[str(name)] = value
+    keys_of: dict[str, tuple[Any, ...]] = {}
+    for keys, tensor in _tensors_by_keys(state, ()):
+        name = ".".join(map(str, keys))
+        if name in found:
+            one, other = ("".join(f"[{key!r}]" for key in each) for each in (keys_of[name], keys))
+            raise MismatchError(
+                f"state{one} and state{other} would both be named {name}, so one would be lost. Nothing was moved. "
+                "Rename one of these keys."
+            )
+        found[name], keys_of[name] = tensor, keys
     return found
+
+
+def _tensors_by_keys(value: Any, keys: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    """Each tensor of a nested state dict, after the keys that lead to it."""
+    if isinstance(value, nn.Module):
+        value = value.state_dict(keep_vars=True)  # without detaching each
+    if isinstance(value, torch.Tensor):
+        yield keys, value
+    for key, inner in value.items() if isinstance(value, Mapping) else ():
+        yield from _tensors_by_keys(inner, (*keys, key))
 
 
 def describe(tensor: torch.Tensor, name: str = "the tensor") -> Entry:

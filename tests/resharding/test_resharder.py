@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import signal
 import time
 import zlib
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import Any
 from unittest import mock
 
@@ -376,6 +378,19 @@ def test_two_tensors_of_the_source_with_one_name_in_the_target_are_refused():
     assert "a and b of the source are both named b in the target" in text
 
 
+def one_name_for_two() -> list[str]:
+    x, y = torch.ones(2), torch.zeros(2)
+    both = {"a.b": x, "a": {"b": y}}, {"a": {"b": y}, "a.b": x}, {1: x, "1": y}
+    return [refused(MismatchError, {}, state) for state in both]
+
+
+def test_two_keys_that_have_one_dotted_name_are_refused():
+    (texts,) = world(1).run(one_name_for_two)
+    keys = [("['a.b']", "['a']['b']", "a.b"), ("['a']['b']", "['a.b']", "a.b"), ("[1]", "['1']", "1")]
+    for text, (one, other, name) in zip(texts, keys, strict=True):
+        assert f"state{one} and state{other} would both be named {name}" in text
+
+
 def permuted_in_place() -> str:
     state = {"e0": torch.zeros(3), "e1": torch.ones(3)}
     swap = {"e0": "e1", "e1": "e0"}
@@ -393,15 +408,27 @@ def test_a_permutation_in_place_is_refused():
 
 def shards_of_experts() -> list[str]:
     expert, whole = nn.Linear(2, 3), nn.Linear(2, 3)
-    mark_owned(expert.parameters(), "etp=2")
-    mark_owned(whole.parameters())  # as ExpertParallel marks whole experts
+    mark_owned(expert, "etp=2")
+    mark_owned(whole)  # as ExpertParallel marks whole experts
     Resharder(Layout(1), Layout(1), source=whole, target=nn.Linear(2, 3))()
-    sides = (expert, whole), (whole, expert), ({"weight": expert.weight}, {"weight": torch.zeros(3, 2)})
+    copy = nn.ModuleDict({"experts": expert})
+    copy = pickle.loads(pickle.dumps(deepcopy(copy)))
+    state = {"weight": copy.state_dict()["experts.weight"]}
+    zeros = {"weight": torch.zeros(3, 2)}
+    sides = (
+        (expert, whole),
+        (whole, expert),
+        ({"weight": expert.weight}, zeros),
+        (state, zeros),
+        (zeros, copy.experts),
+        ({}, {"net": expert}),
+    )
     return [refused(MethodError, *side) for side in sides]
 
 
 def test_shards_of_experts_as_plain_tensors_are_refused():
     (texts,) = world(1).run(shards_of_experts)
+    assert "\nnet.weight is sharded" in f"\n{texts[-1]}"
     assert all("weight is sharded along etp=2 as a plain tensor" in text for text in texts)
 
 
