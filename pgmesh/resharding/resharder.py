@@ -107,7 +107,7 @@ class Resharder:
         self._refusal: Any = None  # the hook by which a torn module refuses to run
         self._described, shards = self._describe()
         with self._link.explaining():
-            tables, hosts = meet(self._link, self._table(self._described))
+            tables, hosts = exchange_tables(self._link, self._table(self._described))
             self._jobs = plan_jobs(self._link, tables, hosts)
             self._check_shapes(shards)
             sizes = [shards.staged_by(job) for job in self._jobs]
@@ -168,7 +168,7 @@ class Resharder:
             reason = f"on this rank {LOST_SOURCE}"
         elif described != self._described:
             reason = "the tensors are not those that were planned: on this rank they differ"
-        same = self._link.meet(digest_of(reason + self._table(described)) if reason else self._digest)
+        same = self._link.agree(digest_of(reason + self._table(described)) if reason else self._digest)
         if reason or not same:
             others = (
                 "the tensors are not those that were planned: on other ranks they, or the order of the calls, differ"
@@ -280,7 +280,7 @@ def reshard(
         dimensions = 1 + max((each.dim for each in placed if isinstance(each, Shard)), default=-1)
         wanted["tensor"] = entry_on(target_mesh.layout, placed, (0,) * dimensions, name, of_source=True)
     with link.explaining():
-        tables, hosts = meet(link, pack(sides, wanted, {}))
+        tables, hosts = exchange_tables(link, pack(sides, wanted, {}))
     (job,) = plan_jobs(link, tables, hosts)
     shape, kind = shape_and_dtype(tables, "tensor")
     results: dict[str, torch.Tensor] = {}
@@ -327,15 +327,16 @@ def dtensor_placements(layout: Layout, placements: Placements) -> list[Placement
     return [Replicate() if each is None else Shard(each) if isinstance(each, int) else each for each in each_axis]
 
 
-def meet(link: Link, table: str) -> tuple[Tables, HostMap]:
+def exchange_tables(link: Link, table: str) -> tuple[Tables, HostMap]:
     """Connect the ranks, exchange their tables, and find their hosts.
 
     Plans depend on the hosts. If the ranks do not agree on them, they all plan as if they were on one host.
     """
-    link.connect()
+    while not link.agree(0):  # the ranks that call a Resharder raise, and create a new one
+        link.check_deadline("some create a Resharder, others call one that they created before")
     tables = exchange(link, table)
     hosts = map_hosts(link.ranks, timeout=link.left()).hosts
-    return tables, HostMap(hosts if link.meet(digest_of(repr(hosts))) else [link.ranks])
+    return tables, HostMap(hosts if link.agree(digest_of(repr(hosts))) else [link.ranks])
 
 
 def shape_and_dtype(tables: Tables, name: str) -> tuple[tuple[int, ...], torch.dtype]:

@@ -24,7 +24,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from pgmesh import Layout, MismatchError, PgmeshError, ProcessGroupMesh, Resharder
 from pgmesh.errors import MethodError
 from pgmesh.parallel.ownership import mark_owned
-from pgmesh.resharding import transfer
+from pgmesh.resharding import link, transfer
 from tests.support.transfer_oracle import random_layout, random_placements, shard_of
 from tests.support.worlds import fresh_world, world
 
@@ -501,6 +501,39 @@ def equal_models_in_another_order() -> list[Any]:
 def test_resharders_of_equal_models_that_ranks_call_in_another_order_are_told():
     expected = [["MismatchError"] * 2, True, [[0.0] * 2, [1.0] * 2]]
     assert world(4).run(equal_models_in_another_order) == [expected] * 4
+
+
+def called_while_others_create() -> list[str]:
+    """Rank 0 calls its Resharder while the others create theirs again. It is told to, and then all have one."""
+    rank = dist.get_rank()
+    sides = {"source": {"x": torch.full((2,), 5.0)}} if rank < 2 else {"target": {"x": torch.zeros(2)}}
+
+    def create() -> Resharder:
+        return Resharder(Layout(2), Layout(2, ranks=[2, 3]), **sides)
+
+    sync = create()
+    error = outcome(sync)[:2] if rank == 0 else ("", "")
+    create()()
+    assert rank < 2 or sides["target"]["x"].tolist() == [5.0] * 2
+    return [*error]
+
+
+def test_a_rank_that_calls_a_resharder_while_others_create_one_is_told():
+    (kind, text), *others = world(4).run(called_while_others_create)
+    assert (kind, others) == ("MismatchError", [["", ""]] * 3)
+    assert "Create a new Resharder" in text
+
+
+def connections_that_break() -> tuple[str, str, float]:
+    with mock.patch.object(link.Link, "maximum", side_effect=link._Broken("connection reset by peer")):
+        return outcome(lambda: Resharder(Layout(1), Layout(1), source={}, target={}, timeout=1))
+
+
+def test_connections_that_always_break_are_an_error_at_the_timeout():
+    ((kind, text, seconds),) = world(1).run(connections_that_break)
+    assert kind == "WorldError"
+    assert "did not begin in 1 s: their connection broke again and again, at last with: connection reset" in text
+    assert 1 <= seconds < 5
 
 
 class Generator(nn.Module):
