@@ -9,11 +9,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from pgmesh._util.formatting import name_ranks
@@ -100,8 +102,18 @@ def describe(tensor: torch.Tensor, name: str = "the tensor") -> Entry:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if not isinstance(tensor, DTensor):
         return Entry(tuple(tensor.shape), dtype, None, ())
-    ranks = tensor.device_mesh.mesh
-    return _entry_at(tuple(ranks.shape), tuple(ranks.flatten().tolist()), tensor.placements, tuple(tensor.shape), dtype)
+    sizes, ranks = _sizes_and_ranks(tensor.device_mesh)
+    return _entry_at(sizes, ranks, tensor.placements, tuple(tensor.shape), dtype)
+
+
+def _sizes_and_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if mesh not in _known_meshes:
+        _known_meshes[mesh] = tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist())
+    return _known_meshes[mesh]
+
+
+_known_meshes: weakref.WeakKeyDictionary[DeviceMesh, tuple[tuple[int, ...], tuple[int, ...]]]
+_known_meshes = weakref.WeakKeyDictionary()  # torch computes ``mesh.mesh`` anew each time
 
 
 @functools.lru_cache(maxsize=1024)  # each call of a Resharder describes all tensors

@@ -184,23 +184,22 @@ def move(link: Link, buckets: Sequence[Sequence[Job]], shards: Shards) -> int:
         buckets: the buckets, with the same jobs in the same order on all ranks.
         shards: the local shards. Those of the target are written in place.
     """
-    running: tuple[Sequence[Job], list[Message], Any] | None = None
-    most = staged = 0
-    for bucket in (*buckets, None):
-        following = None
-        before, staged = staged, 0
-        if bucket is not None:
-            sends, receives = _pack(bucket, shards), [*_messages(bucket, shards, "receives")]
-            kept = _keep(bucket, shards)
-            works = link.exchange(*([(each.peer, each.values) for each in side] for side in (sends, receives)))
-            following = bucket, receives + kept, works
-            staged = sum(each.values.nbytes for each in (*sends, *receives, *kept) if each.is_staged)
-        most = max(most, before + staged)
-        if running is not None:
-            jobs, arrived, works = running
-            link.wait(works)
-            _unpack(jobs, arrived, shards)
-        running = following
+    most = staged_before = 0
+    before: tuple[Any, list[Message]] | None = None  # the works of the bucket before, and what they receive
+    for bucket in buckets:
+        sends, receives = _pack(bucket, shards), [*_messages(bucket, shards, "receives")]
+        kept = _keep(bucket, shards)
+        works = link.exchange(*([(each.peer, each.values) for each in side] for side in (sends, receives)))
+        _copy(bucket, shards)
+        if before is not None:
+            link.wait(before[0])
+            _unpack(before[1], shards)
+        before = works, receives + kept
+        staged = sum(each.values.nbytes for each in (*sends, *receives, *kept) if each.is_staged)
+        most, staged_before = max(most, staged_before + staged), staged
+    if before is not None:
+        link.wait(before[0])
+        _unpack(before[1], shards)
     return most
 
 
@@ -247,18 +246,22 @@ def _filled(messages: list[Message], shards: Shards) -> list[Message]:
     return messages
 
 
-def _unpack(bucket: Sequence[Job], messages: Sequence[Message], shards: Shards) -> None:
-    """Write what is in buffers, and copy what this rank holds itself."""
-    for message in messages:
-        for job, part, values in _pieces(message):
-            assert job.wanted is not None
-            write(shards.target[job.name], job.wanted, part, values)
+def _copy(bucket: Sequence[Job], shards: Shards) -> None:
+    """Copy what this rank holds itself of the tensors that are not moved in place."""
     for job in bucket:
         if job.plan.copied is not None and job.name not in shards.in_place:
             assert job.held is not None
             assert job.wanted is not None
             for held, wanted in zip(boxes(job.held, job.plan.copied), boxes(job.wanted, job.plan.copied)):
                 shards.target[job.name][wanted[0]].copy_(shards.source[job.name][held[0]])
+
+
+def _unpack(messages: Sequence[Message], shards: Shards) -> None:
+    """Write what is in buffers."""
+    for message in messages:
+        for job, part, values in _pieces(message):
+            assert job.wanted is not None
+            write(shards.target[job.name], job.wanted, part, values)
 
 
 def _pieces(message: Message) -> Iterator[tuple[Job, Transfer, torch.Tensor]]:

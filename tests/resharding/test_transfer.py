@@ -163,7 +163,7 @@ MUTATIONS = [
     ("self.source[name] = self.source[name].clone()", "self.source[name].clone()"),
     ("self.in_place = {written for _, written in overlaps}", "self.in_place = set()"),
     ("before = [each for each in before if each[0] > start]", "before = before[-1:]"),
-    ("bucket, receives + kept, works", "bucket, receives, works"),
+    ("works, receives + kept", "works, receives"),
     ("elements += size_of(job.plan.copied)", "pass"),
     (
         "yield job, part, message.values[start:stop]\n        start = stop",
