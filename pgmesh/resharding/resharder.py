@@ -19,8 +19,9 @@ from pgmesh.mesh import CONNECT_TIMEOUT, ProcessGroupMesh
 from pgmesh.options import Timeout
 from pgmesh.resharding.link import Link
 from pgmesh.resharding.metadata import Entry, Tables, describe, entry_on, exchange, pack, renamed, tensors_of
-from pgmesh.resharding.plan import HostMap, ReshardPlan, balance
+from pgmesh.resharding.plan import ReshardPlan, balance
 from pgmesh.resharding.sharding import Placements, length
+from pgmesh.resharding.shares import HostMap
 from pgmesh.resharding.transfer import Job, Shards, fill_buckets, move
 from pgmesh.topology.host_mapping import map_hosts
 

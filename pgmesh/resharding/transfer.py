@@ -19,8 +19,9 @@ import torch
 
 from pgmesh.errors import MismatchError
 from pgmesh.resharding.link import Link
-from pgmesh.resharding.plan import RankPlan, Transfer
+from pgmesh.resharding.plan import RankPlan
 from pgmesh.resharding.sharding import Region, indices_at, length, positions, size_of
+from pgmesh.resharding.shares import Transfer
 
 SMALL = 1 << 16
 """Smaller transfers of a bucket between two ranks are one message. In bytes."""
