@@ -1,8 +1,8 @@
 """The connection of all ranks of source and target: collectives with a deadline, whose failures name ranks.
 
-The group belongs to an internal mesh. After a failure, a rank closes it, so that the other members notice, and the next
-call connects the next one. Internal meshes are numbered in the store, so that a new process in the place of a lost rank
-finds the one that the others connect.
+The group belongs to an internal mesh, which stays connected between calls. After a failure, each rank closes it, so
+that the others notice, and the next call connects an internal mesh with the next number. Keys in the store tell which
+number is current, so that a new process in the place of a lost rank connects the same mesh as the others.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -94,31 +93,32 @@ class Link:
     def connect(self) -> None:
         """Connect the group unless it is connected, or raise which ranks are missing."""
         if self._mesh is None or self._mesh.is_closed:
-            mesh = self._newest_mesh()
+            number = 0
+            while (mesh := self._join(number)) is None:
+                number += 1
             mesh.connect(mesh.axes, timeout=self.left())
             self._mesh = mesh
 
-    def _newest_mesh(self) -> ProcessGroupMesh:
-        """The internal mesh that no rank has closed.
+    def _join(self, number: int) -> ProcessGroupMesh | None:
+        """The internal mesh with this number; None if it is over for all ranks.
 
-        A rank joins each number once. If it did so before, it has closed that mesh, or its former process was lost.
-        Then the number is over for all ranks.
+        A rank creates the mesh of each number once. If it did so before and has closed it, or if the former process of
+        this rank did so, the mesh is over.
         """
+        name = f"{self.name} {number}"
+        mesh = meshes().get(name)
         run = functools.partial(store_thread().run, seconds=self.left())
-        for number in itertools.count():
-            name = f"{self.name} {number}"
-            mesh = meshes().get(name)
-            (over,) = run(Read(f"pgmesh/{name}/over"))
-            if over is None and mesh is not None:
-                return mesh
+        (over,) = run(Read(f"pgmesh/{name}/over"))
+        if over is not None:
             if mesh is not None:
                 mesh.close()
-            elif over is None:
-                (joined,) = run(Add(f"pgmesh/{name}/joined/{self.rank}"))
-                if joined == 1:
-                    return ProcessGroupMesh(len(self.ranks), ranks=self.ranks, name=name)
-                run(CompareSet(f"pgmesh/{name}/over", "1"))
-        raise AssertionError("the numbers do not end")
+            return None
+        if mesh is None:
+            (times,) = run(Add(f"pgmesh/{name}/created/{self.rank}"))
+            if times == 1:
+                return ProcessGroupMesh(len(self.ranks), ranks=self.ranks, name=name)
+            run(CompareSet(f"pgmesh/{name}/over", "1"))
+        return mesh
 
     @property
     def _group(self) -> dist.ProcessGroup:

@@ -463,12 +463,15 @@ def absent_then_late() -> list[Any]:
 
 
 def test_a_member_that_does_not_come_is_named_and_a_late_one_joins_the_next_call():
-    for rank, (late, again, torn) in enumerate(world(4).run(absent_then_late)):
+    results = world(4).run(absent_then_late)
+    for rank, (late, again, torn) in enumerate(results):
         assert (again[:2], torn) == (("", ""), False)
         if rank:
             assert late[0] == "MissingRanksError"
-            assert "rank 0 did not report it" in late[1]
+            assert "rank 0: not in connect" in late[1]
             assert late[2] < 3 + 2
+    # the first rank that gives up ends the collective of the others, perhaps before they look at it
+    assert any("rank 0 did not report it" in late[1] for late, _, _ in results)
 
 
 def another_is_called() -> list[str]:
