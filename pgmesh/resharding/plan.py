@@ -28,7 +28,7 @@ MOST_ROWS = 64
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank does.
+    """The transfers of one rank.
 
     Args:
         rank: the rank.
@@ -125,7 +125,7 @@ class ReshardPlan:
         return tuple(dict.fromkeys((*self.source.layout.ranks(), *self.target.layout.ranks())))
 
     def of(self, rank: int) -> RankPlan:
-        """What one rank sends, receives and copies.
+        """The plan of one rank: the elements that it sends, receives and copies.
 
         >>> ReshardPlan((8,), Layout(2), [0], Layout(2, ranks=[1, 2]), [0]).of(1).receives
         (Transfer(peer=0, region=(((0, 4),),), start=0, stop=4),)

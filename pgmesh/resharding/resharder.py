@@ -41,7 +41,7 @@ _created: Counter[str] = Counter()
 
 @dataclass(frozen=True)
 class Moved:
-    """What one rank did in one call.
+    """The result of one call on one rank.
 
     Args:
         sent: bytes that it sent.
@@ -349,7 +349,7 @@ def shape_and_dtype(tables: Tables, name: str) -> tuple[tuple[int, ...], torch.d
 
 
 def plan_jobs(link: Link, tables: Tables, hosts: HostMap) -> list[Job]:
-    """What this rank does for each tensor, in an order that is the same on all ranks."""
+    """The jobs of this rank, one for each tensor, in an order that is the same on all ranks."""
     plans: dict[Any, ReshardPlan] = {}  # by what they are made of: equal tensors have one plan
     tensors: list[tuple[str, torch.dtype, Any]] = []  # each with the key of its plan
     for name, holdings in sorted(tables.target.items()):

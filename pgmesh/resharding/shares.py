@@ -1,4 +1,4 @@
-"""How the replicas of one source part share what other ranks want of it. Pure arithmetic.
+"""The shares of the replicas of one source part in what other ranks want of it. Pure arithmetic.
 
 Each replica of a part could send all of it. A *slot* is a rank that wants some of the part. The elements of all slots,
 one slot after the other, are a line. The line is cut into one share for each replica. The shares are equal, to one
@@ -130,7 +130,7 @@ class Shares:
         return found
 
     def sent_by(self, rank: int) -> list[Transfer]:
-        """What a replica sends."""
+        """The transfers that a replica sends."""
         replica = self._source.replica_of(rank)
         found = [self._transfer(slot, start, stop) for by, slot, start, stop in self._near if by == replica]
         start, stop = self._ends[replica : replica + 2]

@@ -52,7 +52,7 @@ class Job(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What one rank sends to another at once.
+    """Elements that one rank sends to another at once.
 
     Args:
         peer: the other rank.
@@ -227,12 +227,12 @@ def _message(
 
 
 def _pack(bucket: Sequence[Job], shards: Shards) -> list[Message]:
-    """What this rank sends."""
+    """The messages that this rank sends, packed."""
     return _filled([*_messages(bucket, shards, "sends")], shards)
 
 
 def _keep(bucket: Sequence[Job], shards: Shards) -> list[Message]:
-    """What this rank holds itself of the tensors that are moved in place, as messages to itself."""
+    """Messages of this rank to itself: the elements that it holds and wants of tensors that are moved in place."""
     kept = [(job, job.plan.copied) for job in bucket if job.plan.copied is not None and job.name in shards.in_place]
     parts = [(job, Transfer(job.plan.rank, region, 0, size_of(region))) for job, region in kept]
     return _filled([_message(part.peer, [(job, part)], None, shards.device) for job, part in parts], shards)
@@ -248,7 +248,7 @@ def _filled(messages: list[Message], shards: Shards) -> list[Message]:
 
 
 def _copy(bucket: Sequence[Job], shards: Shards) -> None:
-    """Copy what this rank holds itself of the tensors that are not moved in place."""
+    """Copy the elements that this rank holds and wants of the tensors that are not moved in place."""
     for job in bucket:
         if job.plan.copied is not None and job.name not in shards.in_place:
             assert job.held is not None
@@ -258,7 +258,7 @@ def _copy(bucket: Sequence[Job], shards: Shards) -> None:
 
 
 def _unpack(messages: Sequence[Message], shards: Shards) -> None:
-    """Write what is in buffers."""
+    """Write the elements in buffers into the target."""
     for message in messages:
         for job, part, values in _pieces(message):
             assert job.wanted is not None
