@@ -148,7 +148,7 @@ class ExpertParallel(Method):
         for number, expert in local_experts.items():
             if self._tensor_axes:
                 self._shard_expert(f"{name}.{number}", expert)
-            mark_owned(expert.parameters(), format_sizes(self.mesh, self._tensor_axes))
+            mark_owned(expert, format_sizes(self.mesh, self._tensor_axes))
         layer.experts = local_experts
         setattr(local_experts, ALIKE_MARK, mixture.alike(local_experts))
 

@@ -6,7 +6,7 @@ pipeline stage has them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
 from fnmatch import fnmatch
 from typing import Any
 
@@ -18,16 +18,25 @@ ABSENT_MARK = "pgmesh_absent"
 """Attribute of a stage: the names of the modules that it lacks."""
 
 
-def mark_owned(parameters: Iterable[nn.Parameter], sharded_along: str = "") -> None:
-    """Exclude parameters from data and sharded data parallelism. The caller reduces their gradients itself.
+def mark_owned(module: nn.Module, sharded_along: str = "") -> None:
+    """Exclude a module's parameters from data and sharded data parallelism. The caller reduces their gradients itself.
 
     Args:
-        parameters: the parameters.
-        sharded_along: axes along which ranks hold shards of them as plain tensors. Empty for whole parameters and for
-            DTensors.
+        module: the module.
+        sharded_along: axes along which ranks hold shards of the parameters as plain tensors. Tensors of its state dict
+            are marked too. Empty for whole parameters and for DTensors.
     """
-    for parameter in parameters:
+    for parameter in module.parameters():
         setattr(parameter, OWNED_MARK, sharded_along)
+    if sharded_along:
+        module.register_state_dict_post_hook(functools.partial(_mark_state_dict, sharded_along))  # type: ignore[no-untyped-call]
+
+
+def _mark_state_dict(sharded_along: str, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Mark the tensors of a state dict, also of a copy of the module: neither has the attributes of parameters."""
+    for name, _parameter in module.named_parameters(remove_duplicate=False):
+        if f"{prefix}{name}" in state:  # another hook may have removed it
+            setattr(state[f"{prefix}{name}"], OWNED_MARK, sharded_along)
 
 
 def owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

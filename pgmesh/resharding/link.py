@@ -1,12 +1,14 @@
-"""The group of the ranks of source and target: its collectives are awaited in Python, and a failure names ranks.
+"""The connection of all ranks of source and target: collectives with a deadline, whose failures name ranks.
 
-The group belongs to an internal mesh, named from the ranks of both sides. It is released after each failure, so that
-the other members notice, and the next call connects a new one.
+The group belongs to an internal mesh, which stays connected between calls. After a failure, each rank closes it, so
+that the others notice, and the next call connects an internal mesh with the next number. Keys in the store tell which
+number is current, so that a new process in the place of a lost rank connects the same mesh as the others.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import threading
 import time
@@ -17,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from pgmesh._util.formatting import name_ranks
-from pgmesh.errors import LifetimeError, MembershipError, MismatchError, MissingRanksError, PgmeshError, WorldError
+from pgmesh.errors import MembershipError, MismatchError, MissingRanksError, PgmeshError, WorldError
 from pgmesh.groups.backends import backends_of
 from pgmesh.groups.building import record_of
 from pgmesh.groups.registry import store_thread
@@ -26,19 +28,20 @@ from pgmesh.groups.world import device_of, world_options, world_rank_and_size
 from pgmesh.layout import Layout
 from pgmesh.mesh import ProcessGroupMesh, meshes
 from pgmesh.options import Timeout, to_timedelta
+from pgmesh.rendezvous.operations import Add, CompareSet, Read
 
-Vector = tuple[int, torch.Tensor]
-"""What is sent to a rank, or received from it."""
+PeerVector = tuple[int, torch.Tensor]
+"""A rank, and the vector that is sent to it or received from it."""
 
 MEET_SECONDS = 2.0
-"""After a timeout, the members have so long to connect again. Those that do not are the late ones."""
+"""Time after a timeout in which the members connect again. Those that do not are missing."""
 
 JOIN_SECONDS = 10.0
 """The longest wait for sends and receives to end after their connections were shut down."""
 
 
 class Link:
-    """The connection of all ranks of two layouts.
+    """The connection of all ranks of two layouts. Links of the same layouts share it.
 
     Args:
         source: the first layout.
@@ -65,113 +68,75 @@ class Link:
             )
         self.seconds = to_timedelta(timeout).total_seconds()
         digest = hashlib.sha256(repr((source.ranks(), target.ranks())).encode()).hexdigest()
-        name = f"resharding {digest[:16]}"
-        self.name = name
-        self._mesh = meshes().get(name) or ProcessGroupMesh(len(self.ranks), ranks=self.ranks, name=name)
+        self.name = f"resharding {digest[:16]}"
+        self.device = device_of(dist.group.WORLD)
+        """The device of the collectives."""
         self.deadline = 0.0
-        self._connected = False
-        self._works: list[_Works] = []  # those that are not awaited
+        self._mesh: ProcessGroupMesh | None = None  # the internal mesh, while it is connected
+        self._running: list[Works] = []
 
     def begin(self) -> None:
         """Begin a call: set its deadline."""
-        if self._mesh.is_closed:
-            raise LifetimeError("the ranks' internal mesh was closed. Create the Resharder again on every rank.")
         self.deadline = time.monotonic() + self.seconds
 
     def left(self) -> float:
         """Seconds until the deadline."""
         return max(self.deadline - time.monotonic(), 0.1)
 
+    def check_deadline(self, reason: str) -> None:
+        """Raise WorldError with this reason if the deadline has passed."""
+        if time.monotonic() > self.deadline:
+            raise WorldError(f"{name_ranks(self.ranks)} did not begin in {self.seconds:g} s: {reason}")
+
+    # -- the internal mesh ----------------------------------------------------------------------------------------
+
     def connect(self) -> None:
-        """Connect the group, or raise which ranks are missing."""
-        self._mesh.connect(self._mesh.axes, timeout=self.left())
-        self._connected = True
+        """Connect the group unless it is connected, or raise which ranks are missing."""
+        if self._mesh is None or self._mesh.is_closed:
+            number = 0
+            while (mesh := self._join(number)) is None:
+                number += 1
+            mesh.connect(mesh.axes, timeout=self.left())
+            self._mesh = mesh
+
+    def _join(self, number: int) -> ProcessGroupMesh | None:
+        """The internal mesh with this number; None if it is over for all ranks.
+
+        A rank creates the mesh of each number once. If it did so before and has closed it, or if the former process of
+        this rank did so, the mesh is over.
+        """
+        name = f"{self.name} {number}"
+        mesh = meshes().get(name)
+        run = functools.partial(store_thread().run, seconds=self.left())
+        (over,) = run(Read(f"pgmesh/{name}/over"))
+        if over is not None:
+            if mesh is not None:
+                mesh.close()
+            return None
+        if mesh is None:
+            (times,) = run(Add(f"pgmesh/{name}/created/{self.rank}"))
+            if times == 1:
+                return ProcessGroupMesh(len(self.ranks), ranks=self.ranks, name=name)
+            run(CompareSet(f"pgmesh/{name}/over", "1"))
+        return mesh
 
     @property
-    def device(self) -> torch.device:
-        """The device of the group's collectives."""
-        return device_of(self._mesh.group())
-
-    def meet(self, value: int) -> bool:
-        """Wait until all ranks call it. True if they have the same value.
-
-        A connection that broke since the last call is made anew.
-
-        Args:
-            value: a number of at most 62 bits.
-        """
-        while True:
-            self.connect()
-            extremes = torch.tensor([value, -value], device=self.device)
-            try:
-                self.wait(self.start(dist.all_reduce, extremes, dist.ReduceOp.MAX))
-            except _Late as error:
-                self.release()
-                raise MissingRanksError(str(error)) from None
-            except _Broken:  # another member has released the group, or has ended: connect names it
-                self.release()
-                continue
-            return int(extremes[0]) == -int(extremes[1])
-
-    def gather(self, value: bytes) -> list[bytes]:
-        """The bytes of each rank, in the order of ``ranks``. All have the same length."""
-        mine = torch.frombuffer(bytearray(value), dtype=torch.uint8).to(self.device)
-        gathered = [torch.empty_like(mine) for _ in self.ranks]
-        self.wait(self.start(dist.all_gather, gathered, mine))
-        return [bytes(each.tolist()) for each in gathered]
-
-    def maximum(self, values: Sequence[int]) -> list[int]:
-        """The greatest of each value over all ranks."""
-        greatest = torch.tensor(values, dtype=torch.int64, device=self.device)
-        self.wait(self.start(dist.all_reduce, greatest, dist.ReduceOp.MAX))
-        return [int(each) for each in greatest.tolist()]
-
-    def start(self, collective: Callable[..., Any], *arguments: Any) -> _Works:
-        """Start a collective of torch."""
-        with _breaking():
-            work = collective(*arguments, group=self._mesh.group(), async_op=True)
-        self._works.append(_Works([work], [], self.device))
-        return self._works[-1]
-
-    def exchange(self, sends: Sequence[Vector], receives: Sequence[Vector]) -> _Works:
-        """Start sends and receives of contiguous vectors."""
-        group, sides = self._mesh.group(), ((dist.irecv, receives), (dist.isend, sends))
-        batch = [dist.P2POp(do, values.view(torch.uint8), peer, group) for do, side in sides for peer, values in side]
-        with _breaking():
-            works = dist.batch_isend_irecv(batch) if batch else []
-        self._works.append(_Works(works, [peer for _, side in sides for peer, _ in side], self.device))
-        return self._works[-1]
-
-    def wait(self, works: _Works) -> None:
-        """Wait until works have ended, or the deadline has passed. Ctrl-C is delivered meanwhile.
-
-        Raises:
-            _Late: the deadline has passed. The message has the ranks that did not enter the collective.
-        """
-        if not works.ended.wait(self.left()):
-            waiting, report = works.waiting_for(), self._mesh.report()
-            statuses = [f"rank {rank}: {status}" for rank, status in report.others.items()]
-            lines = "".join(f"\n  {line}" for line in (*waiting, *report.running, *statuses))
-            raise _Late(f"{name_ranks(self.ranks)} did not all come in {self.seconds:g} s.{lines}")
-        try:
-            with _breaking():
-                works.wait()
-        except PgmeshError as error:  # without the frames, which refer to the work: see teardown.explain
-            raise type(error)(str(error)) from None
-        self._works.remove(works)
+    def _group(self) -> dist.ProcessGroup:
+        assert self._mesh is not None
+        return self._mesh.group()
 
     def release(self) -> None:
-        """End the group after a failure. The other members notice at once."""
-        if not self._connected:
+        """Close the internal mesh after a failure. The other members notice at once."""
+        if self._mesh is None:
             return
-        self._connected = False
-        record = record_of(self._mesh.group())
-        self._mesh.release()
-        for works in self._works:
+        mesh, self._mesh = self._mesh, None
+        record = None if mesh.is_closed else record_of(mesh.group())
+        mesh.close()
+        for works in self._running:
             works.join()
         if record is not None:
-            keep_until_done(record, self._works)
-        self._works.clear()
+            keep_until_done(record, self._running)
+        self._running.clear()
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
@@ -193,17 +158,104 @@ class Link:
             self.release()
             raise
 
+    # -- collectives ----------------------------------------------------------------------------------------------
 
-class _Works:
+    def agree(self, value: int) -> bool:
+        """Wait until all ranks call it. True if they have the same value.
+
+        A connection that broke since the last call is made anew.
+
+        Args:
+            value: a number of at most 62 bits.
+
+        Raises:
+            MissingRanksError: a rank did not call it. The message has its status.
+            WorldError: the connection broke again and again.
+        """
+        while True:
+            self.connect()
+            try:
+                greatest, smallest = self.maximum([value, -value])
+            except _Late as error:
+                self.release()
+                raise MissingRanksError(str(error)) from None
+            except _Broken as error:  # another member has closed its mesh, or has ended: connect names it
+                self.release()
+                self.check_deadline(f"their connection broke again and again, at last with: {error}")
+            else:
+                return greatest == -smallest
+
+    def gather(self, value: bytes) -> list[bytes]:
+        """The bytes of each rank, in the order of ``ranks``. All have the same length."""
+        mine = torch.frombuffer(bytearray(value), dtype=torch.uint8).to(self.device)
+        gathered = [torch.empty_like(mine) for _ in self.ranks]
+        self.wait(self._start(dist.all_gather, gathered, mine))
+        return [bytes(each.tolist()) for each in gathered]
+
+    def maximum(self, values: Sequence[int]) -> list[int]:
+        """The greatest of each value over all ranks."""
+        greatest = torch.tensor(values, dtype=torch.int64, device=self.device)
+        self.wait(self._start(dist.all_reduce, greatest, dist.ReduceOp.MAX))
+        return [int(each) for each in greatest.tolist()]
+
+    def _start(self, collective: Callable[..., Any], *arguments: Any) -> Works:
+        """Start a collective of torch."""
+        with _catching_broken():
+            work = collective(*arguments, group=self._group, async_op=True)
+        return self._track(Works([work], [], self.device))
+
+    def exchange(self, sends: Sequence[PeerVector], receives: Sequence[PeerVector]) -> Works:
+        """Start sends and receives of contiguous vectors."""
+        sides = (dist.irecv, receives), (dist.isend, sends)
+        batch = [
+            dist.P2POp(operation, values.view(torch.uint8), peer, self._group)
+            for operation, side in sides
+            for peer, values in side
+        ]
+        with _catching_broken():
+            works = dist.batch_isend_irecv(batch) if batch else []
+        return self._track(Works(works, [each.peer for each in batch], self.device))
+
+    def _track(self, works: Works) -> Works:
+        self._running.append(works)
+        return works
+
+    def wait(self, works: Works) -> None:
+        """Wait until works have ended, or the deadline has passed. Ctrl-C is delivered meanwhile.
+
+        Raises:
+            _Late: the deadline has passed. The message has the ranks that did not enter the collective.
+            _Broken: the backend failed.
+        """
+        if not works.ended.wait(self.left()):
+            assert self._mesh is not None
+            report = self._mesh.report()
+            statuses = [f"rank {rank}: {status}" for rank, status in report.others.items()]
+            lines = "".join(f"\n  {line}" for line in (*works.waiting_for(), *report.running, *statuses))
+            raise _Late(f"{name_ranks(self.ranks)} did not all come in {self.seconds:g} s.{lines}")
+        try:
+            with _catching_broken():
+                works.check()
+        except PgmeshError as error:  # without the frames, which refer to the work: see teardown.explain
+            raise type(error)(str(error)) from None
+        self._running.remove(works)
+
+
+class Works:
     """The works of a collective, or of sends and receives.
 
     A thread waits for them, so that the caller can wait with a deadline: works of Gloo's sends and receives end only
-    where they are awaited. NCCL was never tried here.
+    in ``Work.wait``. NCCL was never tried here.
+
+    Args:
+        works: the works.
+        peers: of sends and receives, the other rank of each.
+        device: the device of the tensors.
     """
 
     def __init__(self, works: Sequence[Any], peers: Sequence[int], device: torch.device) -> None:
         self._works, self._peers, self._device = works, peers, device
-        self._count = 0  # of those that have ended
+        self._ended_count = 0
         self._error: Exception | None = None
         self.ended = threading.Event()
         """Set when all have ended, or one has failed."""
@@ -220,10 +272,10 @@ class _Works:
             except Exception as error:  # the others are awaited too: after the last one no tensor is written
                 self._error = self._error or error.with_traceback(None)
                 self.ended.set()
-            self._count += 1
+            self._ended_count += 1
         self.ended.set()
 
-    def wait(self) -> None:
+    def check(self) -> None:
         """Raise the error of the first that failed. On a GPU, make the current stream wait."""
         if self._error is not None:
             raise self._error
@@ -231,8 +283,8 @@ class _Works:
             work.wait()
 
     def waiting_for(self) -> list[str]:
-        """A line with the peer of the first that has not ended."""
-        return [f"waiting for rank {peer}" for peer in self._peers[self._count : self._count + 1]]
+        """A line with the other rank of the first send or receive that has not ended."""
+        return [f"waiting for rank {peer}" for peer in self._peers[self._ended_count : self._ended_count + 1]]
 
     def is_completed(self) -> bool:
         """True if all have ended."""
@@ -252,7 +304,7 @@ class _Late(_Broken):
 
 
 @contextlib.contextmanager
-def _breaking() -> Iterator[None]:
+def _catching_broken() -> Iterator[None]:
     """Raise an error of the backend as ``_Broken``."""
     try:
         yield

@@ -9,11 +9,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from pgmesh._util.formatting import name_ranks
@@ -55,15 +57,33 @@ class Entry(NamedTuple):
 
 
 def tensors_of(state: nn.Module | Mapping[str, Any] | None) -> dict[str, torch.Tensor]:
-    """The tensors of a module's or any other state dict by name. Those of nested dicts have dotted names."""
+    """The tensors of a module's or any other state dict by name. Those in nested dicts and modules have dotted names.
+
+    Raises:
+        MismatchError: two tensors have one name.
+    """
     found: dict[str, torch.Tensor] = {}
-    items = (state.state_dict(keep_vars=True) if isinstance(state, nn.Module) else state or {}).items()  # with marks
-    for name, value in items:
-        if isinstance(value, Mapping):
-            found.update((f"{name}.{inner}", tensor) for inner, tensor in tensors_of(value).items())
-        elif isinstance(value, torch.Tensor):
-            found[str(name)] = value
+    keys_of: dict[str, tuple[Any, ...]] = {}
+    for keys, tensor in _tensors_by_keys(state, ()):
+        name = ".".join(map(str, keys))
+        if name in found:
+            one, other = ("".join(f"[{key!r}]" for key in each) for each in (keys_of[name], keys))
+            raise MismatchError(
+                f"state{one} and state{other} would both be named {name}, so one would be lost. Nothing was moved. "
+                "Rename one of these keys."
+            )
+        found[name], keys_of[name] = tensor, keys
     return found
+
+
+def _tensors_by_keys(value: Any, keys: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    """Each tensor of a nested state dict, after the keys that lead to it."""
+    if isinstance(value, nn.Module):
+        value = value.state_dict(keep_vars=True)  # without detaching each
+    if isinstance(value, torch.Tensor):
+        yield keys, value
+    for key, inner in value.items() if isinstance(value, Mapping) else ():
+        yield from _tensors_by_keys(inner, (*keys, key))
 
 
 def describe(tensor: torch.Tensor, name: str = "the tensor") -> Entry:
@@ -82,8 +102,18 @@ def describe(tensor: torch.Tensor, name: str = "the tensor") -> Entry:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if not isinstance(tensor, DTensor):
         return Entry(tuple(tensor.shape), dtype, None, ())
-    ranks = tensor.device_mesh.mesh
-    return _entry_at(tuple(ranks.shape), tuple(ranks.flatten().tolist()), tensor.placements, tuple(tensor.shape), dtype)
+    sizes, ranks = _sizes_and_ranks(tensor.device_mesh)
+    return _entry_at(sizes, ranks, tensor.placements, tuple(tensor.shape), dtype)
+
+
+def _sizes_and_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if mesh not in _known_meshes:
+        _known_meshes[mesh] = tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist())
+    return _known_meshes[mesh]
+
+
+_known_meshes: weakref.WeakKeyDictionary[DeviceMesh, tuple[tuple[int, ...], tuple[int, ...]]]
+_known_meshes = weakref.WeakKeyDictionary()  # torch computes ``mesh.mesh`` anew each time
 
 
 @functools.lru_cache(maxsize=1024)  # each call of a Resharder describes all tensors

@@ -1,47 +1,34 @@
 """The plan of a transfer of one tensor between two layouts: what each rank sends, receives and copies. Pure arithmetic.
 
 A rank holds one part of the source and wants one part of the target, so two ranks exchange at most one range of one
-region. The floor of what a rank receives is the size of its target part without what it holds already.
-
-All replicas of a source part could send it. The elements that are wanted of a part are arranged on a line: those for
-the first rank, for the second rank, and so on. The line is cut into equal shares, one for each replica, so that the
-replicas send the same, to one element. With ``hosts``, a replica first serves the ranks of its own host, as far as its
-share reaches. Only the rest is on the line. The line is a few runs of equal ranks, whatever the number of ranks.
+region. A rank receives no more than its *floor*: the size of its target part without what it holds already. If several
+ranks hold a source part, they share what is wanted of it (``shares.py``).
 """
 
 from __future__ import annotations
 
-import bisect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from pgmesh._util.formatting import count_of
-from pgmesh.errors import PlaceError, ShapeError
+from pgmesh.errors import ShapeError
 from pgmesh.layout import Layout
 from pgmesh.resharding.sharding import Part, Placements, Region, Sharding, size_of
+from pgmesh.resharding.shares import HostMap, Shares, Transfer, split_evenly
 
-MOST_SWEEPS = 50
-"""``balance`` pours again so many times at most."""
+MOST_ROUNDS = 50
+"""Most rounds of ``balance``."""
 
 MOST_ROWS = 64
 """``str(plan)`` lists each rank of at most so many."""
 
 
-class Transfer(NamedTuple):
-    """Elements that one rank sends to another: ``start`` to ``stop`` of a region in row-major order."""
-
-    peer: int
-    region: Region
-    start: int
-    stop: int
-
-
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank does.
+    """The transfers of one rank.
 
     Args:
         rank: the rank.
@@ -129,7 +116,7 @@ class ReshardPlan:
         self.source = Sharding(self.shape, _layout_of(source), source_placements)
         self.target = Sharding(self.shape, _layout_of(target), target_placements)
         self._hosts = hosts if hosts is None or isinstance(hosts, HostMap) else HostMap(hosts)
-        self._shares: dict[Part, _Shares] = {}
+        self._shares: dict[Part, Shares] = {}
         self._balanced: dict[Part, list[int]] = {}  # by balance: the shares of a part's replicas, if they are not equal
 
     @cached_property
@@ -138,26 +125,32 @@ class ReshardPlan:
         return tuple(dict.fromkeys((*self.source.layout.ranks(), *self.target.layout.ranks())))
 
     def of(self, rank: int) -> RankPlan:
-        """What one rank sends, receives and copies.
+        """The plan of one rank: the elements that it sends, receives and copies.
 
         >>> ReshardPlan((8,), Layout(2), [0], Layout(2, ranks=[1, 2]), [0]).of(1).receives
         (Transfer(peer=0, region=(((0, 4),),), start=0, stop=4),)
         """
+        held = self.source.part_of(rank) if rank in self.source.layout else None
+        sends = [] if held is None else self._shares_of(held).sent_by(rank)
+        leaving = sum(each.stop - each.start for each in sends if self._leaves(rank, each.peer))
         copied, floor, receives = None, 0, []
         if rank in self.target.layout:
             region = self.target.region_of(rank)
             floor = size_of(region)
             for part, overlap in self.source.parts_in(region):
-                if rank in self.source.layout and self.source.part_of(rank) == part:
+                if part == held:
                     copied, floor = overlap, floor - size_of(overlap)
                 elif self.source.replicas == 1:
                     receives.append(Transfer(self.source.rank_of(part, 0), overlap, 0, size_of(overlap)))
                 else:
-                    for holder, start, stop in self._shares_of(part).received_by(rank):
-                        receives.append(Transfer(holder, overlap, start, stop))
-        sends = self._shares_of(self.source.part_of(rank)).sent_by(rank) if rank in self.source.layout else ()
-        leaving = sum(each.stop - each.start for each in sends if self._leaves(rank, each.peer))
+                    senders = self._shares_of(part).received_by(rank)
+                    receives += [Transfer(sender, overlap, start, stop) for sender, start, stop in senders]
         return RankPlan(rank, tuple(sends), tuple(receives), copied, floor, self.itemsize, leaving)
+
+    def _shares_of(self, part: Part) -> Shares:
+        if part not in self._shares:
+            self._shares[part] = Shares(self.source, self.target, part, self._hosts, self._balanced.get(part))
+        return self._shares[part]
 
     def _leaves(self, rank: int, other: int) -> bool:
         """True if two ranks are on different hosts."""
@@ -192,11 +185,6 @@ class ReshardPlan:
         title = f"shape {self.shape}, {count_of(self.itemsize, 'byte')} each"
         return transfers.drawing(title, notes, (sides[0], sides[1]), sent).svg()
 
-    def _shares_of(self, part: Part) -> _Shares:
-        if part not in self._shares:
-            self._shares[part] = _Shares(self.source, self.target, part, self._hosts, self._balanced.get(part))
-        return self._shares[part]
-
     def __str__(self) -> str:
         plans = [self.of(rank) for rank in sorted(self.ranks)[:MOST_ROWS]]
         table = [(each.rank, each.sent, each.leaving, each.received, each.floor) for each in plans]
@@ -216,84 +204,37 @@ class ReshardPlan:
 def balance(plans: Sequence[tuple[ReshardPlan, int]]) -> None:
     """Set the shares of the replicas so that over several tensors the greatest sender sends least.
 
-    Each plan alone shares evenly among the replicas of a part. But ranks may hold replicas of some tensors and the only
-    copy of others. What one rank alone holds is its load. What several hold is poured on their loads like water, part
-    by part, again and again until the levels stay.
+    Each plan alone gives the replicas of a part equal shares. But a rank may hold replicas of some tensors, and the
+    only copy of others. So the shares of one part after the other are set by what its replicas send of all other parts,
+    in several rounds, until they stay.
 
     Args:
         plans: plans that have computed nothing yet, each with the number of tensors that it is for.
     """
-    load: dict[int, int] = {}  # bytes that each rank sends
-    shared: list[tuple[ReshardPlan, Part, int, tuple[int, ...]]] = []
     if all(plan.source.replicas == 1 for plan, _ in plans) or len(plans) == 1:
         return
+    load: dict[int, int] = {}  # by rank: the bytes that it sends
+    shared: list[tuple[ReshardPlan, Part, int, tuple[int, ...]]] = []  # with the bytes of an element, and the replicas
     for plan, count in plans:
-        everything = tuple(((0, size),) if size else () for size in plan.shape)
-        for part, _ in plan.source.parts_in(everything):
-            total = _Shares(plan.source, plan.target, part, None, None).total
-            holders, each = plan.source.ranks_of(part), plan.itemsize * count
-            plan._balanced[part] = [
-                total * (i + 1) // len(holders) - total * i // len(holders) for i in range(len(holders))
-            ]
-            for holder, share in zip(holders, plan._balanced[part]):
-                load[holder] = load.get(holder, 0) + share * each
-            if total and len(holders) > 1:
-                shared.append((plan, part, each, holders))
-    for _ in range(MOST_SWEEPS):
+        whole = tuple(((0, size),) if size else () for size in plan.shape)
+        for part, _ in plan.source.parts_in(whole):
+            total, ranks = Shares(plan.source, plan.target, part).total, plan.source.ranks_of(part)
+            itemsize = plan.itemsize * count
+            plan._balanced[part] = split_evenly(total, [0] * len(ranks))
+            for rank, share in zip(ranks, plan._balanced[part]):
+                load[rank] = load.get(rank, 0) + share * itemsize
+            if total and len(ranks) > 1:
+                shared.append((plan, part, itemsize, ranks))
+    for _ in range(MOST_ROUNDS):
         before = dict(load)
-        for plan, part, each, holders in shared:
+        for plan, part, itemsize, ranks in shared:
             shares = plan._balanced[part]
-            others = [load[holder] - share * each for holder, share in zip(holders, shares)]
-            plan._balanced[part] = poured(sum(shares), [other // each for other in others])
-            for holder, other, share in zip(holders, others, plan._balanced[part]):
-                load[holder] = other + share * each
+            others = [load[rank] - share * itemsize for rank, share in zip(ranks, shares)]
+            plan._balanced[part] = split_evenly(sum(shares), [other // itemsize for other in others])
+            for rank, other, share in zip(ranks, others, plan._balanced[part]):
+                load[rank] = other + share * itemsize
         if load == before:
             break
-
-
-def poured(total: int, levels: Sequence[int]) -> list[int]:
-    """What each vessel gets of a total that is poured into connected vessels filled to these levels.
-
-    >>> poured(10, [0, 7, 4])
-    [7, 0, 3]
-    """
-    order = sorted(range(len(levels)), key=lambda i: levels[i])
-    for n in range(len(order), 0, -1):
-        level, extra = divmod(total + sum(levels[i] for i in order[:n]), n)
-        if level >= levels[order[n - 1]]:
-            break
-    shares = [0] * len(levels)
-    for place, i in enumerate(order[:n]):
-        shares[i] = level + (place < extra) - levels[i]
-    return shares
-
-
-class HostMap:
-    """The host of each rank.
-
-    Args:
-        hosts: the ranks of each host.
-    """
-
-    def __init__(self, hosts: Sequence[Sequence[int]]) -> None:
-        self.hosts = hosts
-        self._host_of = {rank: number for number, ranks in enumerate(hosts) for rank in ranks}
-
-    def near(self, rank: int, other: int) -> bool:
-        """True if two ranks are on one host."""
-        return self.number(rank) == self.number(other)
-
-    def number(self, rank: int) -> int:
-        """The number of a rank's host.
-
-        Raises:
-            PlaceError: no host has the rank.
-        """
-        if rank not in self._host_of:
-            raise PlaceError(
-                f"hosts= has no host for rank {rank}. Give the ranks of each host, as in [[0, 1], [2, 3]]."
-            )
-        return self._host_of[rank]
 
 
 def _layout_of(mesh: Any) -> Layout:
@@ -302,120 +243,3 @@ def _layout_of(mesh: Any) -> Layout:
     if not isinstance(layout, Layout):
         raise ShapeError(f"source and target are a ProcessGroupMesh or a Layout, not {mesh!r}.")
     return layout
-
-
-class _Run(NamedTuple):
-    """Consecutive slots that want as many elements each."""
-
-    position: int  # of the first element on the line
-    slot: int  # the first
-    size: int
-
-
-class _Shares:
-    """How the replicas of one source part share what is wanted of it.
-
-    A *slot* is a rank that wants some of the part: the target parts that overlap it, in order, each with its replicas.
-    """
-
-    def __init__(
-        self, source: Sharding, target: Sharding, part: Part, hosts: HostMap | None, balanced: list[int] | None
-    ) -> None:
-        self._source, self._target = source, target
-        self._holders = source.ranks_of(part)
-        wanted = target.parts_in(source.region_of_part(part))
-        self._regions = [overlap for _, overlap in wanted]
-        self._parts = [each for each, _ in wanted]
-        self._numbers = {each: number for number, each in enumerate(self._parts)}
-        sizes = [size_of(overlap) for overlap in self._regions]
-        # by slot, the elements that are not on the line: all of a holder's, and those that its host's replicas send
-        own = self._slots(set(self._holders)).values()
-        self._off_line = {slot: sizes[slot // target.replicas] for slot in own}
-        self.total, n = sum(sizes) * target.replicas - sum(self._off_line.values()), len(self._holders)
-        shares = poured(self.total, [0] * n) if balanced is None else [*balanced]
-        self._near: list[tuple[int, int, int, int]] = []  # the holder's number, slot, start, stop
-        if hosts is not None and n > 1:
-            self._serve_hosts(hosts, sizes, shares)
-        self._ends = list(itertools.accumulate(shares, initial=0))  # on the line, of each holder's share
-        self._runs = [*self._line(sizes)]
-
-    def _slot(self, rank: int) -> int:
-        """The slot of a rank; -1 if it wants nothing of the part."""
-        number = self._numbers.get(self._target.part_of(rank)) if rank in self._target.layout else None
-        return -1 if number is None else number * self._target.replicas + self._target.replica_of(rank)
-
-    def _slots(self, ranks: set[int]) -> dict[int, int]:
-        """The slots of those of these ranks that want some of the part."""
-        if len(ranks) < len(self._parts) * self._target.replicas:
-            return {rank: slot for rank in ranks if (slot := self._slot(rank)) >= 0}
-        wanting = itertools.chain.from_iterable(map(self._target.ranks_of, self._parts))  # fewer: go through these
-        return {rank: slot for slot, rank in enumerate(wanting) if rank in ranks}
-
-    def _serve_hosts(self, hosts: HostMap, sizes: Sequence[int], shares: list[int]) -> None:
-        """Let each holder serve the ranks of its own host first, as far as its share reaches."""
-        by_host: dict[int, list[int]] = {}
-        for holder, rank in enumerate(self._holders):
-            by_host.setdefault(hosts.number(rank), []).append(holder)
-        slot_of = self._slots({rank for number in by_host for rank in hosts.hosts[number]})
-        for number, holders in by_host.items():
-            slots = sorted(slot_of[rank] for rank in hosts.hosts[number] if rank in slot_of)
-            for slot in (slot for slot in slots if slot not in self._off_line):
-                start, size = 0, sizes[slot // self._target.replicas]
-                for holder in holders:
-                    stop = min(start + shares[holder], size)
-                    if start < stop:
-                        self._near.append((holder, slot, start, stop))
-                        shares[holder] -= stop - start
-                        start = self._off_line[slot] = stop
-
-    def _line(self, sizes: Sequence[int]) -> Iterator[_Run]:
-        """The runs of the line, and an empty one at its end."""
-        position, special = 0, sorted(self._off_line)
-        for number, size in enumerate(sizes):
-            slot, end = number * self._target.replicas, (number + 1) * self._target.replicas
-            for each in special[bisect.bisect_left(special, slot) : bisect.bisect_left(special, end)]:
-                yield _Run(position, slot, size)
-                position += (each - slot) * size
-                yield _Run(position, each, size - self._off_line[each])
-                position += size - self._off_line[each]
-                slot = each + 1
-            yield _Run(position, slot, size)
-            position += (end - slot) * size
-        yield _Run(position, len(sizes) * self._target.replicas, 0)
-
-    def received_by(self, rank: int) -> list[tuple[int, int, int]]:
-        """The ranks that send to a rank, each with the start and the stop of what it sends."""
-        slot = self._slot(rank)
-        found = [(self._holders[holder], start, stop) for holder, to, start, stop in self._near if to == slot]
-        run = self._runs[bisect.bisect_right(self._runs, slot, key=lambda run: run.slot) - 1]
-        low = run.position + (slot - run.slot) * run.size
-        shift = self._off_line.get(slot, 0) - low
-        holder = bisect.bisect_right(self._ends, low) - 1
-        while run.size and self._ends[holder] < low + run.size:
-            start, stop = max(low, self._ends[holder]), min(low + run.size, self._ends[holder + 1])
-            if start < stop:
-                found.append((self._holders[holder], start + shift, stop + shift))
-            holder += 1
-        return found
-
-    def sent_by(self, rank: int) -> list[Transfer]:
-        """What a holder sends."""
-        holder = self._source.replica_of(rank)
-        found = [self._transfer(slot, start, stop) for by, slot, start, stop in self._near if by == holder]
-        low, high = self._ends[holder : holder + 2]
-        first = bisect.bisect_right(self._runs, low, key=lambda run: run.position) - 1
-        for run, after in itertools.pairwise(self._runs[first:]):
-            if low == high or run.position >= high:
-                break
-            skipped = max(low - run.position, 0) // run.size if run.size else after.slot - run.slot
-            for slot in range(run.slot + skipped, after.slot):
-                position = run.position + (slot - run.slot) * run.size
-                if position >= high:
-                    break
-                shift = self._off_line.get(slot, 0) - position
-                found.append(self._transfer(slot, max(low, position) + shift, min(high, position + run.size) + shift))
-        return found
-
-    def _transfer(self, slot: int, start: int, stop: int) -> Transfer:
-        number, replica = divmod(slot, self._target.replicas)
-        return Transfer(self._target.rank_of(self._parts[number], replica), self._regions[number], start, stop)

@@ -19,9 +19,10 @@ from pgmesh.mesh import CONNECT_TIMEOUT, ProcessGroupMesh
 from pgmesh.options import Timeout
 from pgmesh.resharding.link import Link
 from pgmesh.resharding.metadata import Entry, Tables, describe, entry_on, exchange, pack, renamed, tensors_of
-from pgmesh.resharding.plan import HostMap, ReshardPlan, balance
+from pgmesh.resharding.plan import ReshardPlan, balance
 from pgmesh.resharding.sharding import Placements, length
-from pgmesh.resharding.transfer import Job, Shards, check_memory, fill_buckets, move
+from pgmesh.resharding.shares import HostMap
+from pgmesh.resharding.transfer import Job, Shards, fill_buckets, move
 from pgmesh.topology.host_mapping import map_hosts
 
 State = Union[nn.Module, Mapping[str, Any], None]
@@ -29,13 +30,18 @@ State = Union[nn.Module, Mapping[str, Any], None]
 BUCKETS = 16 << 20
 """Default limit of the staging memory in bytes."""
 
+LOST_SOURCE = "the source is in the memory of the target, and a transfer that failed has overwritten it"
+
+Described = tuple[dict[str, Entry], dict[str, Entry]]
+"""The entries of a rank's tensors of the source and of the target, by name in the target."""
+
 _created: Counter[str] = Counter()
 """By the name of the link, the number of the last Resharder created over it. A new process begins with 0."""
 
 
 @dataclass(frozen=True)
 class Moved:
-    """What one rank did in one call.
+    """The result of one call on one rank.
 
     Args:
         sent: bytes that it sent.
@@ -98,14 +104,13 @@ class Resharder:
         self._link.begin()
         self.torn = False
         """True if a call failed while it wrote: some tensors of the target are new, others old."""
+        self._source_is_lost = False  # a transfer in place failed
         self._refusal: Any = None  # the hook by which a torn module refuses to run
-        self._described = self._describe()
+        self._described, shards = self._describe()
         with self._link.explaining():
-            tables, hosts = meet(self._link, self._table(self._described))
-            source_names = self._source_names(tensors_of(self._source))
-            self._jobs = plan_jobs(self._link, tables, hosts, source_names)
-            self._check_shapes()
-            shards = self._shards()
+            tables, hosts = exchange_tables(self._link, self._table(self._described))
+            self._jobs = plan_jobs(self._link, tables, hosts)
+            self._check_shapes(shards)
             sizes = [shards.staged_by(job) for job in self._jobs]
             # equal models have equal tables: the number tells their Resharders apart
             *staged, last = self._link.maximum([*sizes, _created[self._link.name]])
@@ -128,34 +133,25 @@ class Resharder:
                 names[name] = old
         return names
 
-    def _describe(self) -> tuple[dict[str, Entry], dict[str, Entry]]:
-        """The entries of this rank's tensors, of the source and of the target."""
+    def _describe(self) -> tuple[Described, Shards]:
+        """The entries of this rank's tensors of the source and of the target, and their local shards as they are."""
         found, target = tensors_of(self._source), tensors_of(self._target)
         names = self._source_names(found)
-        locals_of = ({name: local_of(tensor) for name, tensor in side.items()} for side in (found, target))
-        check_memory(names, *locals_of)
+        held, wanted = ({name: local_of(tensor) for name, tensor in side.items()} for side in (found, target))
+        shards = Shards(names, held, wanted, self._link.device)
         source = {name: describe(found[old], old) for name, old in names.items()}
-        return source, {name: describe(tensor, name) for name, tensor in target.items()}
+        return (source, {name: describe(tensor, name) for name, tensor in target.items()}), shards
 
-    def _table(self, described: tuple[dict[str, Entry], dict[str, Entry]]) -> str:
+    def _table(self, described: Described) -> str:
         return pack(*described, {"buckets": self._limit})
 
-    def _check_shapes(self) -> None:
+    def _check_shapes(self, shards: Shards) -> None:
         """Check that the local shards have the shapes that their placements say."""
-        source, target = tensors_of(self._source), tensors_of(self._target)
-        sides = [(job.source_name, source, job.held) for job in self._jobs]
-        for name, tensors, region in sides + [(job.name, target, job.wanted) for job in self._jobs]:
-            shape = None if region is None else tuple(map(length, region))
-            if shape is not None and tuple(local_of(tensors[name]).shape) != shape:
-                raise ShapeError(f"the local shard of {name} is {tuple(local_of(tensors[name]).shape)}, not {shape}.")
-
-    def _shards(self) -> Shards:
-        """The local shards, as they are now."""
-        source, target = (
-            {name: local_of(tensor) for name, tensor in tensors_of(state).items()}
-            for state in (self._source, self._target)
-        )
-        return Shards(source, target, self._link.device)
+        for job in self._jobs:
+            for side, region in ((shards.source, job.held), (shards.target, job.wanted)):
+                shape = None if region is None else tuple(map(length, region))
+                if shape is not None and tuple(side[job.name].shape) != shape:
+                    raise ShapeError(f"the local shard of {job.name} is {tuple(side[job.name].shape)}, not {shape}.")
 
     def __call__(self) -> Moved:
         """Move the current values into the target. All ranks of both meshes call it.
@@ -167,24 +163,29 @@ class Resharder:
         """
         began = time.monotonic()
         self._link.begin()
-        described = self._describe()
-        changed = described != self._described
-        same = self._link.meet(digest_of(self._table(described)) if changed else self._digest)
-        if changed or not same:
-            whose = "on this rank they" if changed else "on other ranks they, or the order of the calls,"
-            raise MismatchError(
-                f"the tensors are not those that were planned: {whose} differ. Nothing was moved. Create a new "
-                "Resharder, and call the Resharders of the same meshes in the same order on all ranks."
+        described, shards = self._describe()
+        reason = ""
+        if self._source_is_lost:
+            reason = f"on this rank {LOST_SOURCE}"
+        elif described != self._described:
+            reason = "the tensors are not those that were planned: on this rank they differ"
+        same = self._link.agree(digest_of(reason + self._table(described)) if reason else self._digest)
+        if reason or not same:
+            others = (
+                "the tensors are not those that were planned: on other ranks they, or the order of the calls, differ"
             )
-        shards = self._shards()
+            raise MismatchError(
+                f"{reason or others}. Nothing was moved. Create a new Resharder, and call the Resharders of the same "
+                "meshes in the same order on all ranks."
+            )
         try:
             with self._link.explaining():
                 staged = move(self._link, self._buckets, shards)
                 self._link.maximum([0])  # only if all ranks are done is the target whole
         except BaseException as error:
-            self._tear(bool(shards.target))
+            self._tear(shards)
             if self.torn and isinstance(error, PgmeshError):
-                raise type(error)(f"{error}\n\nThe target of this rank is torn. Call again on all ranks.") from error
+                raise type(error)(f"{error}\n\nThe target of this rank is torn. {self._remedy()}") from error
             raise
         self._mend()
         plans = [(job.plan, job.dtype.itemsize) for job in self._jobs]
@@ -211,13 +212,18 @@ class Resharder:
     def _refuse(self, *_: object) -> None:
         if self.torn:
             raise LifetimeError(
-                "the target is torn: a transfer into it failed, so some tensors are new and others old. Call the "
-                "Resharder again on all ranks; when it succeeds, the target is whole."
+                "the target is torn: a transfer into it failed, so some tensors are new and others old. "
+                + self._remedy()
             )
 
-    def _tear(self, is_target: bool) -> None:
-        self.torn = is_target
-        if is_target and isinstance(self._target, nn.Module) and self._refusal is None:
+    def _remedy(self) -> str:
+        if self._source_is_lost:
+            return f"Also, {LOST_SOURCE}. Load the source again, and create a new Resharder on all ranks."
+        return "Call the Resharder again on all ranks; when it succeeds, the target is whole."
+
+    def _tear(self, shards: Shards) -> None:
+        self.torn, self._source_is_lost = bool(shards.target), bool(shards.in_place)
+        if self.torn and isinstance(self._target, nn.Module) and self._refusal is None:
             self._refusal = self._target.register_forward_pre_hook(self._refuse)
 
     def _mend(self) -> None:
@@ -275,8 +281,8 @@ def reshard(
         dimensions = 1 + max((each.dim for each in placed if isinstance(each, Shard)), default=-1)
         wanted["tensor"] = entry_on(target_mesh.layout, placed, (0,) * dimensions, name, of_source=True)
     with link.explaining():
-        tables, hosts = meet(link, pack(sides, wanted, {}))
-    (job,) = plan_jobs(link, tables, hosts, {"tensor": "tensor"})
+        tables, hosts = exchange_tables(link, pack(sides, wanted, {}))
+    (job,) = plan_jobs(link, tables, hosts)
     shape, kind = shape_and_dtype(tables, "tensor")
     results: dict[str, torch.Tensor] = {}
     if job.wanted is not None:
@@ -284,8 +290,9 @@ def reshard(
         results["tensor"] = torch.empty(
             size, dtype=dtype or kind, device=link.device if tensor is None else tensor.device
         )
+    held = {} if tensor is None else {"tensor": local_of(tensor)}
     with link.explaining():
-        move(link, [[job]], Shards({} if tensor is None else {"tensor": local_of(tensor)}, results, link.device))
+        move(link, [[job]], Shards({name: name for name in held}, held, results, link.device))
     if job.wanted is None:
         return None
     strides = torch.empty(shape, device="meta").stride()
@@ -321,15 +328,16 @@ def dtensor_placements(layout: Layout, placements: Placements) -> list[Placement
     return [Replicate() if each is None else Shard(each) if isinstance(each, int) else each for each in each_axis]
 
 
-def meet(link: Link, table: str) -> tuple[Tables, HostMap]:
+def exchange_tables(link: Link, table: str) -> tuple[Tables, HostMap]:
     """Connect the ranks, exchange their tables, and find their hosts.
 
     Plans depend on the hosts. If the ranks do not agree on them, they all plan as if they were on one host.
     """
-    link.connect()
+    while not link.agree(0):  # the ranks that call a Resharder raise, and create a new one
+        link.check_deadline("some create a Resharder, others call one that they created before")
     tables = exchange(link, table)
     hosts = map_hosts(link.ranks, timeout=link.left()).hosts
-    return tables, HostMap(hosts if link.meet(digest_of(repr(hosts))) else [link.ranks])
+    return tables, HostMap(hosts if link.agree(digest_of(repr(hosts))) else [link.ranks])
 
 
 def shape_and_dtype(tables: Tables, name: str) -> tuple[tuple[int, ...], torch.dtype]:
@@ -340,8 +348,8 @@ def shape_and_dtype(tables: Tables, name: str) -> tuple[tuple[int, ...], torch.d
     return entry.shape, getattr(torch, entry.dtype)
 
 
-def plan_jobs(link: Link, tables: Tables, hosts: HostMap, source_names: Mapping[str, str]) -> list[Job]:
-    """What this rank does for each tensor, in an order that is the same on all ranks."""
+def plan_jobs(link: Link, tables: Tables, hosts: HostMap) -> list[Job]:
+    """The jobs of this rank, one for each tensor, in an order that is the same on all ranks."""
     plans: dict[Any, ReshardPlan] = {}  # by what they are made of: equal tensors have one plan
     tensors: list[tuple[str, torch.dtype, Any]] = []  # each with the key of its plan
     for name, holdings in sorted(tables.target.items()):
@@ -363,5 +371,5 @@ def plan_jobs(link: Link, tables: Tables, hosts: HostMap, source_names: Mapping[
         held_here = plan.source.region_of(link.rank) if link.rank in plan.source.layout else None
         wanted_here = plan.target.region_of(link.rank) if link.rank in plan.target.layout else None
         mine[key] = plan.of(link.rank), held_here, wanted_here
-    jobs = [Job(name, source_names.get(name, name), dtype, *mine[key]) for name, dtype, key in tensors]
+    jobs = [Job(name, dtype, *mine[key]) for name, dtype, key in tensors]
     return sorted(jobs, key=lambda job: str(job.dtype))

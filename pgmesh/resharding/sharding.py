@@ -86,7 +86,7 @@ def _joined(intervals: Iterator[tuple[int, int]]) -> Intervals:
 
 
 class _Split:
-    """How one axis splits the indices of a dimension: ``torch.chunk`` into ``strides`` chunks, each again into ``n``.
+    """The split of a dimension along one axis: ``torch.chunk`` into ``strides`` chunks, each of them into ``n``.
 
     Shard ``i`` has the i-th piece of every chunk. ``Shard`` has one chunk, ``_StridedShard`` ``split_factor`` chunks.
     """
@@ -216,7 +216,7 @@ class Sharding:
         return self.layout.rank_of([index[axis] for axis in range(len(self.layout.axes))])
 
     def replica_of(self, rank: int) -> int:
-        """Which replica of its part a rank is: its index in ``ranks_of(part_of(rank))``."""
+        """Number of the replica that a rank is of its part: its index in ``ranks_of(part_of(rank))``."""
         coord, replica = self.layout.coord_of(rank), 0
         for axis in self._others:
             replica = replica * self.layout.shape[axis] + coord[axis]

@@ -1,8 +1,11 @@
 """The transfer of tensors by sends and receives, in buckets.
 
-What is consecutive in the memory of a shard is sent from there and received there. The rest is staged: packed into a
-buffer, or received in one and unpacked. While one bucket is exchanged, the next one is packed. So two buckets are
-staged at once, each of at most half the limit.
+Elements that are consecutive in the memory of a shard are sent from there and received there. The rest is staged:
+packed into a buffer, or received in one and unpacked. While one bucket is exchanged, the next one is packed. So two
+buckets are staged at once, each of at most half the limit.
+
+A tensor is moved *in place* if its shards of source and target share memory on this rank. Nothing is written there
+before its bucket was exchanged: what it receives is staged, and so is what it copies to itself.
 """
 
 from __future__ import annotations
@@ -16,8 +19,9 @@ import torch
 
 from pgmesh.errors import MismatchError
 from pgmesh.resharding.link import Link
-from pgmesh.resharding.plan import RankPlan, Transfer
-from pgmesh.resharding.sharding import Region, indices_at, length, positions
+from pgmesh.resharding.plan import RankPlan
+from pgmesh.resharding.sharding import Region, indices_at, length, positions, size_of
+from pgmesh.resharding.shares import Transfer
 
 SMALL = 1 << 16
 """Smaller transfers of a bucket between two ranks are one message. In bytes."""
@@ -30,7 +34,6 @@ class Job(NamedTuple):
 
     Args:
         name: its name in the target.
-        source_name: its name in the source.
         dtype: the dtype in which it is sent: the narrower one.
         plan: what this rank does.
         held: the region of this rank's shard of the source; None outside.
@@ -38,7 +41,6 @@ class Job(NamedTuple):
     """
 
     name: str
-    source_name: str
     dtype: torch.dtype
     plan: RankPlan
     held: Region | None
@@ -50,7 +52,7 @@ class Job(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What one rank sends to another at once.
+    """Elements that one rank sends to another at once.
 
     Args:
         peer: the other rank.
@@ -66,19 +68,45 @@ class Message(NamedTuple):
 
 
 class Shards:
-    """The local shards of a rank on both sides.
+    """The local shards of a rank on both sides, by their names in the target.
 
     Args:
+        names: by name in the target, the name in the source.
         source: the local shards of the source by their names there.
         target: those of the target by name.
         device: the device on which they are sent.
+
+    Raises:
+        MismatchError: shards with different names in the target share memory. The message has the names.
     """
 
     def __init__(
-        self, source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor], device: torch.device
+        self,
+        names: Mapping[str, str],
+        source: Mapping[str, torch.Tensor],
+        target: Mapping[str, torch.Tensor],
+        device: torch.device,
     ) -> None:
-        self.source, self.target, self.device = source, target, device
-        self._sent_from = {each.untyped_storage().data_ptr() for each in source.values()}
+        self.source, self.target, self.device = {name: source[old] for name, old in names.items()}, target, device
+        overlaps = find_overlaps(self.source, target)
+        self.in_place = {written for _, written in overlaps}
+        """Names of the tensors that are moved in place."""
+        for read, written in overlaps:
+            if read != written:
+                self._check_tied(read, written, names[read])
+        for name in {read for read, written in overlaps if read != written}:
+            self.source[name] = self.source[name].clone()  # another bucket may write there before this one is read
+
+    def _check_tied(self, read: str, written: str, old: str) -> None:
+        """Check that two names whose memory overlaps are two names of one tensor, on both sides."""
+        for side in (self.source, self.target):
+            if read not in side or written not in side or _extent(side[read]) != _extent(side[written]):
+                raise MismatchError(
+                    f"{old} of the source, which is {read} in the target, and {written} of the target share "
+                    "memory, which would be written before all of it was read. Nothing was moved.\n\n"
+                    "  source = {name: tensor.clone() for name, tensor in state.items()}   # or of state_dict()\n"
+                    "  Resharder(..., source=source, target=state)   # copy new values into the clones before each call"
+                )
 
     def view(self, job: Job, part: Transfer, side: str) -> torch.Tensor | None:
         """The elements of a transfer in the memory of the shard; None if they have to be staged.
@@ -86,15 +114,16 @@ class Shards:
         Args:
             side: "sends" or "receives".
         """
-        shard = self.source[job.source_name] if side == "sends" else self.target[job.name]
+        shard = self.source[job.name] if side == "sends" else self.target[job.name]
         region = job.held if side == "sends" else job.wanted
         assert region is not None
+        if job.is_small(part) or (shard.dtype, shard.device) != (job.dtype, self.device):
+            return None
+        if side == "receives" and job.name in self.in_place:
+            return None
         found = [*itertools.islice(boxes(region, part.region), 2)]
         block = shard[found[0][0]]
-        is_read = side == "receives" and shard.untyped_storage().data_ptr() in self._sent_from
-        if len(found) > 1 or not block.is_contiguous() or is_read or job.is_small(part):
-            return None
-        if (shard.dtype, shard.device) != (job.dtype, self.device):
+        if len(found) > 1 or not block.is_contiguous():
             return None
         return block.view(-1)[part.start : part.stop]
 
@@ -102,49 +131,31 @@ class Shards:
         """Bytes that a job stages on this rank."""
         sides = ((each, side) for side in ("sends", "receives") for each in getattr(job.plan, side))
         elements: int = sum(each.stop - each.start for each, side in sides if self.view(job, each, side) is None)
+        if job.plan.copied is not None and job.name in self.in_place:
+            elements += size_of(job.plan.copied)
         return elements * job.dtype.itemsize
 
 
-def check_memory(
-    names: Mapping[str, str], source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]
-) -> None:
-    """Check that source and target share no memory under different names: one would be read after it was overwritten.
-
-    Names of tied tensors are equal: each of them has the same memory in the source, and the same in the target.
-
-    Args:
-        names: by name in the target, the name in the source.
-        source: the local shards of the source by their names there.
-        target: those of the target by name.
-
-    Raises:
-        MismatchError: they share memory. The message has the names.
-    """
-    held = {name: _memory(source[old]) for name, old in names.items()}
-    wanted = {name: _memory(tensor) for name, tensor in target.items()}
-    by_storage: dict[int, list[tuple[str, int, int]]] = {}
-    for name, (storage, start, stop) in held.items():
-        by_storage.setdefault(storage, []).append((name, start, stop))
-    for name, (storage, start, stop) in wanted.items():
-        for other, first, last in by_storage.get(storage, ()):
-            if other == name or first >= stop or start >= last:
-                continue
-            if held.get(name) != held[other] or wanted.get(other) != wanted[name]:
-                raise MismatchError(
-                    f"{names[other]} of the source, which is {other} in the target, and {name} of the target share "
-                    "memory, which would be written before all of it was read. Nothing was moved.\n\n"
-                    "  source = {name: tensor.clone() for name, tensor in state.items()}   # or of state_dict()\n"
-                    "  Resharder(..., source=source, target=state)   # copy new values into the clones before each call"
-                )
+def find_overlaps(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> list[tuple[str, str]]:
+    """The pairs of a tensor of the source and one of the target whose memory overlaps, by name."""
+    sides = enumerate((source, target))
+    extents = sorted((*_extent(tensor), side, name) for side, tensors in sides for name, tensor in tensors.items())
+    found: list[tuple[str, str]] = []
+    before: list[tuple[int, int, str]] = []  # those that reach to the start of the next one
+    for start, stop, side, name in extents:
+        before = [each for each in before if each[0] > start]
+        found += [(other, name) if side else (name, other) for _, other_side, other in before if side != other_side]
+        before.append((stop, side, name))
+    return found
 
 
-def _memory(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """The address of the storage, and those of the first byte of the tensor and of the end of its last element."""
-    start, storage = tensor.data_ptr(), tensor.untyped_storage().data_ptr()
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of the first byte of a tensor and of the end of its last element."""
+    start = tensor.data_ptr()
     if not tensor.numel():
-        return storage, start, start
+        return start, start
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    return storage, start, start + (last + 1) * tensor.itemsize
+    return start, start + (last + 1) * tensor.itemsize
 
 
 def fill_buckets(jobs: Sequence[Job], staged: Sequence[int], limit: int) -> list[list[Job]]:
@@ -174,22 +185,22 @@ def move(link: Link, buckets: Sequence[Sequence[Job]], shards: Shards) -> int:
         buckets: the buckets, with the same jobs in the same order on all ranks.
         shards: the local shards. Those of the target are written in place.
     """
-    running: tuple[Sequence[Job], list[Message], Any] | None = None
-    most = staged = 0
-    for bucket in (*buckets, None):
-        following = None
-        before, staged = staged, 0
-        if bucket is not None:
-            sends, receives = _pack(bucket, shards), [*_messages(bucket, shards, "receives")]
-            works = link.exchange(*([(each.peer, each.values) for each in side] for side in (sends, receives)))
-            following = bucket, receives, works
-            staged = sum(each.values.nbytes for each in (*sends, *receives) if each.is_staged)
-        most = max(most, before + staged)
-        if running is not None:
-            jobs, arrived, works = running
-            link.wait(works)
-            _unpack(jobs, arrived, shards)
-        running = following
+    most = staged_before = 0
+    before: tuple[Any, list[Message]] | None = None  # the works of the bucket before, and what they receive
+    for bucket in buckets:
+        sends, receives = _pack(bucket, shards), [*_messages(bucket, shards, "receives")]
+        kept = _keep(bucket, shards)
+        works = link.exchange(*([(each.peer, each.values) for each in side] for side in (sends, receives)))
+        _copy(bucket, shards)
+        if before is not None:
+            link.wait(before[0])
+            _unpack(before[1], shards)
+        before = works, receives + kept
+        staged = sum(each.values.nbytes for each in (*sends, *receives, *kept) if each.is_staged)
+        most, staged_before = max(most, staged_before + staged), staged
+    if before is not None:
+        link.wait(before[0])
+        _unpack(before[1], shards)
     return most
 
 
@@ -216,25 +227,42 @@ def _message(
 
 
 def _pack(bucket: Sequence[Job], shards: Shards) -> list[Message]:
-    """What this rank sends."""
-    messages = [*_messages(bucket, shards, "sends")]
+    """The messages that this rank sends, packed."""
+    return _filled([*_messages(bucket, shards, "sends")], shards)
+
+
+def _keep(bucket: Sequence[Job], shards: Shards) -> list[Message]:
+    """Messages of this rank to itself: the elements that it holds and wants of tensors that are moved in place."""
+    kept = [(job, job.plan.copied) for job in bucket if job.plan.copied is not None and job.name in shards.in_place]
+    parts = [(job, Transfer(job.plan.rank, region, 0, size_of(region))) for job, region in kept]
+    return _filled([_message(part.peer, [(job, part)], None, shards.device) for job, part in parts], shards)
+
+
+def _filled(messages: list[Message], shards: Shards) -> list[Message]:
+    """The messages, with the elements of the source in their buffers."""
     for message in messages:
         for job, part, values in _pieces(message):
             assert job.held is not None
-            read(shards.source[job.source_name], job.held, part, values)
+            read(shards.source[job.name], job.held, part, values)
     return messages
 
 
-def _unpack(bucket: Sequence[Job], messages: Sequence[Message], shards: Shards) -> None:
-    """Write what arrived in buffers, and copy what this rank holds itself."""
+def _copy(bucket: Sequence[Job], shards: Shards) -> None:
+    """Copy the elements that this rank holds and wants of the tensors that are not moved in place."""
+    for job in bucket:
+        if job.plan.copied is not None and job.name not in shards.in_place:
+            assert job.held is not None
+            assert job.wanted is not None
+            for held, wanted in zip(boxes(job.held, job.plan.copied), boxes(job.wanted, job.plan.copied)):
+                shards.target[job.name][wanted[0]].copy_(shards.source[job.name][held[0]])
+
+
+def _unpack(messages: Sequence[Message], shards: Shards) -> None:
+    """Write the elements in buffers into the target."""
     for message in messages:
         for job, part, values in _pieces(message):
             assert job.wanted is not None
             write(shards.target[job.name], job.wanted, part, values)
-    for job in bucket:
-        if job.plan.copied is not None and job.held is not None and job.wanted is not None:
-            for held, wanted in zip(boxes(job.held, job.plan.copied), boxes(job.wanted, job.plan.copied)):
-                shards.target[job.name][wanted[0]].copy_(shards.source[job.source_name][held[0]])
 
 
 def _pieces(message: Message) -> Iterator[tuple[Job, Transfer, torch.Tensor]]:

@@ -212,5 +212,5 @@ def test_a_schedule_that_would_skip_hooks_on_weights_refuses_them():
 def test_a_method_sums_over_no_frozen_weight_and_no_expert(mesh: ProcessGroupMesh):
     module = nn.ModuleList([nn.Linear(2, 2, bias=False) for _ in range(3)])
     module[0].requires_grad_(False)
-    mark_owned(module[1].parameters())
+    mark_owned(module[1])
     assert [*Method(mesh, "dp").weights(module)] == [module[2].weight]

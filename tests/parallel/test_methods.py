@@ -726,7 +726,7 @@ def test_the_one_process_is_one_that_others_could_differ_from():
 def test_weights_that_are_kept_apart_are_neither_overwritten_nor_counted_as_whole():
     with fake_rank(5, 8):
         mesh, experts = ProcessGroupMesh(pp=2, dp=2, tp=2), nn.Linear(2, 2)
-        mark_owned(experts.parameters())
+        mark_owned(experts)
         assert_raises(
             MethodError,
             lambda: weights.broadcast(experts, mesh, "dp"),

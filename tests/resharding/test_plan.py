@@ -225,35 +225,36 @@ MUTATIONS = [
     ),
     ("replica = replica * self.layout.shape[axis] + coord[axis]", "replica = replica * 2 + coord[axis]"),
     ('getattr(placement, "split_factor", 1)', "1"),
-    ("self.source.part_of(rank) == part:", "self.source.part_of(rank) == part and part:"),
     ("floor = overlap, floor - size_of(overlap)", "floor = overlap, floor"),
-    ("level + (place < extra) - levels[i]", "level - levels[i]"),
-    ("poured(self.total, [0] * n) if balanced is None", "[self.total] + [0] * (n - 1) if balanced is None"),
+    ("level + (place < extra) - loads[i]", "level - loads[i]"),
+    ("split_evenly(self.total, [0] * len(self._holders))", "[self.total] + [0] * (len(self._holders) - 1)"),
     ("* target.replicas - sum(self._off_line.values())", "* target.replicas"),
-    ("if hosts is not None and n > 1:", "if hosts is None:"),
-    ("shares[holder] -= stop - start", "shares[holder] -= stop"),
+    ("if hosts is not None and len(", "if hosts is None and len("),
+    ("left[replica] -= stop - start", "left[replica] -= stop"),
     ("start = self._off_line[slot] = stop", "start = stop"),
     ("if slot not in self._off_line):", "):"),
-    ("_Run(position, each, size - self._off_line[each])", "_Run(position, each, size)"),
-    ("slot = each + 1", "slot = each"),
-    ("shift = self._off_line.get(slot, 0) - low", "shift = -low"),
-    ("shift = self._off_line.get(slot, 0) - position", "shift = -position"),
-    ("holder = bisect.bisect_right(self._ends, low) - 1", "holder = bisect.bisect_left(self._ends, low)"),
-    ("max(low - run.position, 0) // run.size if", "0 if"),
-    ("if position >= high:\n                    break", "if position > high:\n                    break"),
+    ("first, start = self._off_line.get(slot, 0), self", "first, start = 0, self"),
+    ("return first, start, start +", "return 0, start, start +"),
+    ("                if part == held:", "                if part == held and part:"),
+    ("bisect.bisect_right(self._ends, begin) - 1", "bisect.bisect_left(self._ends, begin)"),
+    ("start, key=self._position) - 1", "start, key=self._position) - 2"),
+    ("if begin < end:", "if begin <= end:"),
+    ("if self._ends[replica] >= end:", "if self._ends[replica] >= begin:"),
+    ("bisect.bisect_left(self._off_line_slots, slot)", "bisect.bisect_right(self._off_line_slots, slot)"),
+    ("+ replica * self._size(slot) - before", "+ replica * self._size(slot)"),
     ("not self._hosts.near(rank, other)", "self._hosts.near(rank, other)"),
     ("enumerate(wanting) if rank in ranks}", "enumerate(wanting)}"),
 ]
 
 
 def mutated_plan(old: str, new: str) -> type:
-    """``ReshardPlan`` with a change in the source of its two files."""
-    sources = [(FOLDER / name).read_text() for name in ("sharding.py", "plan.py")]
+    """``ReshardPlan`` with a change in the source of its three files."""
+    sources = [(FOLDER / name).read_text() for name in ("sharding.py", "shares.py", "plan.py")]
     assert sum(source.count(old) for source in sources) == 1, f"{old} is not in the source once"
     module = types.ModuleType("mutated_plan")
     sys.modules[module.__name__] = module
     for source in sources:
-        text = re.sub("^from pgmesh.resharding.sharding import .*$", "", source, flags=re.MULTILINE)
+        text = re.sub("^from pgmesh.resharding.sha.* import .*$", "", source, flags=re.MULTILINE)
         exec(compile(text.replace(old, new), "mutated", "exec"), module.__dict__)
     return module.__dict__["ReshardPlan"]
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import signal
 import time
 import zlib
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import Any
 from unittest import mock
 
@@ -22,7 +24,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from pgmesh import Layout, MismatchError, PgmeshError, ProcessGroupMesh, Resharder
 from pgmesh.errors import MethodError
 from pgmesh.parallel.ownership import mark_owned
-from pgmesh.resharding import transfer
+from pgmesh.resharding import link, transfer
 from tests.support.transfer_oracle import random_layout, random_placements, shard_of
 from tests.support.worlds import fresh_world, world
 
@@ -268,6 +270,32 @@ def test_a_tensor_may_be_moved_within_its_own_memory():
     assert world(4).run(swapped_in_place)[:2] == [[200_000]] * 2  # what arrives waits in a buffer
 
 
+def in_one_memory(mesh: ProcessGroupMesh, names: list[str], step: int) -> list[dict[str, DTensor]]:
+    """Tensors that are sharded by rows in the source and by columns in the target, in the same memory."""
+    sides: list[dict[str, DTensor]] = [{}, {}]
+    for name in names:
+        memory = value(name, (400, 300), step).chunk(mesh.size())[mesh.index()].flatten()
+        for side, dimension in zip(sides, (0, 1)):
+            shard = memory.view((-1, 300) if dimension == 0 else (400, -1))
+            side[name] = DTensor.from_local(shard, mesh.device_mesh(), [Shard(dimension)], run_check=False)
+    return sides
+
+
+def rows_to_columns_in_place() -> None:
+    """What a rank receives, and what it copies itself, is written where it still has to read. Two tensors are tied."""
+    mesh = ProcessGroupMesh(tp=4, name="mesh")
+    source, target = in_one_memory(mesh, ["a", "b"], 1)
+    whole = {name: tensor.full_tensor() for name, tensor in source.items()}
+    source["tied"], target["tied"], whole["tied"] = source["a"], target["a"], whole["a"]
+    Resharder(mesh, mesh, source=source, target=target, buckets=300_000)()
+    for name, tensor in target.items():
+        assert torch.equal(tensor.full_tensor(), whole[name]), name
+
+
+def test_rows_become_columns_in_the_same_memory():
+    world(4).run(rows_to_columns_in_place)
+
+
 def large_and_small() -> tuple[int, int, int]:
     """Large shards are sent and received in their own memory; columns and small ones are staged."""
     rank = dist.get_rank()
@@ -350,6 +378,19 @@ def test_two_tensors_of_the_source_with_one_name_in_the_target_are_refused():
     assert "a and b of the source are both named b in the target" in text
 
 
+def one_name_for_two() -> list[str]:
+    x, y = torch.ones(2), torch.zeros(2)
+    both = {"a.b": x, "a": {"b": y}}, {"a": {"b": y}, "a.b": x}, {1: x, "1": y}
+    return [refused(MismatchError, {}, state) for state in both]
+
+
+def test_two_keys_that_have_one_dotted_name_are_refused():
+    (texts,) = world(1).run(one_name_for_two)
+    keys = [("['a.b']", "['a']['b']", "a.b"), ("['a']['b']", "['a.b']", "a.b"), ("[1]", "['1']", "1")]
+    for text, (one, other, name) in zip(texts, keys, strict=True):
+        assert f"state{one} and state{other} would both be named {name}" in text
+
+
 def permuted_in_place() -> str:
     state = {"e0": torch.zeros(3), "e1": torch.ones(3)}
     swap = {"e0": "e1", "e1": "e0"}
@@ -367,15 +408,27 @@ def test_a_permutation_in_place_is_refused():
 
 def shards_of_experts() -> list[str]:
     expert, whole = nn.Linear(2, 3), nn.Linear(2, 3)
-    mark_owned(expert.parameters(), "etp=2")
-    mark_owned(whole.parameters())  # as ExpertParallel marks whole experts
+    mark_owned(expert, "etp=2")
+    mark_owned(whole)  # as ExpertParallel marks whole experts
     Resharder(Layout(1), Layout(1), source=whole, target=nn.Linear(2, 3))()
-    sides = (expert, whole), (whole, expert), ({"weight": expert.weight}, {"weight": torch.zeros(3, 2)})
+    copy = nn.ModuleDict({"experts": expert})
+    copy = pickle.loads(pickle.dumps(deepcopy(copy)))
+    state = {"weight": copy.state_dict()["experts.weight"]}
+    zeros = {"weight": torch.zeros(3, 2)}
+    sides = (
+        (expert, whole),
+        (whole, expert),
+        ({"weight": expert.weight}, zeros),
+        (state, zeros),
+        (zeros, copy.experts),
+        ({}, {"net": expert}),
+    )
     return [refused(MethodError, *side) for side in sides]
 
 
 def test_shards_of_experts_as_plain_tensors_are_refused():
     (texts,) = world(1).run(shards_of_experts)
+    assert "\nnet.weight is sharded" in f"\n{texts[-1]}"
     assert all("weight is sharded along etp=2 as a plain tensor" in text for text in texts)
 
 
@@ -410,12 +463,15 @@ def absent_then_late() -> list[Any]:
 
 
 def test_a_member_that_does_not_come_is_named_and_a_late_one_joins_the_next_call():
-    for rank, (late, again, torn) in enumerate(world(4).run(absent_then_late)):
+    results = world(4).run(absent_then_late)
+    for rank, (late, again, torn) in enumerate(results):
         assert (again[:2], torn) == (("", ""), False)
         if rank:
             assert late[0] == "MissingRanksError"
-            assert "rank 0 did not report it" in late[1]
+            assert "rank 0: not in connect" in late[1]
             assert late[2] < 3 + 2
+    # the first rank that gives up ends the collective of the others, perhaps before they look at it
+    assert any("rank 0 did not report it" in late[1] for late, _, _ in results)
 
 
 def another_is_called() -> list[str]:
@@ -448,6 +504,39 @@ def equal_models_in_another_order() -> list[Any]:
 def test_resharders_of_equal_models_that_ranks_call_in_another_order_are_told():
     expected = [["MismatchError"] * 2, True, [[0.0] * 2, [1.0] * 2]]
     assert world(4).run(equal_models_in_another_order) == [expected] * 4
+
+
+def called_while_others_create() -> list[str]:
+    """Rank 0 calls its Resharder while the others create theirs again. It is told to, and then all have one."""
+    rank = dist.get_rank()
+    sides = {"source": {"x": torch.full((2,), 5.0)}} if rank < 2 else {"target": {"x": torch.zeros(2)}}
+
+    def create() -> Resharder:
+        return Resharder(Layout(2), Layout(2, ranks=[2, 3]), **sides)
+
+    sync = create()
+    error = outcome(sync)[:2] if rank == 0 else ("", "")
+    create()()
+    assert rank < 2 or sides["target"]["x"].tolist() == [5.0] * 2
+    return [*error]
+
+
+def test_a_rank_that_calls_a_resharder_while_others_create_one_is_told():
+    (kind, text), *others = world(4).run(called_while_others_create)
+    assert (kind, others) == ("MismatchError", [["", ""]] * 3)
+    assert "Create a new Resharder" in text
+
+
+def connections_that_break() -> tuple[str, str, float]:
+    with mock.patch.object(link.Link, "maximum", side_effect=link._Broken("connection reset by peer")):
+        return outcome(lambda: Resharder(Layout(1), Layout(1), source={}, target={}, timeout=1))
+
+
+def test_connections_that_always_break_are_an_error_at_the_timeout():
+    ((kind, text, seconds),) = world(1).run(connections_that_break)
+    assert kind == "WorldError"
+    assert "did not begin in 1 s: their connection broke again and again, at last with: connection reset" in text
+    assert 1 <= seconds < 5
 
 
 class Generator(nn.Module):
@@ -567,3 +656,37 @@ def test_a_torn_target_is_whole_after_the_retry(who, step, bucket):
     assert [error == "ValueError" for error, *_ in results] == [rank == who for rank in range(4)]
     assert [torn for _, torn, *_ in results] == [False, False, True, True]
     assert [result[2:] for result in results] == [(("", ""), False, True, "")] * 4
+
+
+def fails_in_place() -> Any:
+    """Rank 2 fails while the source is overwritten. A second call would move what is left of it."""
+    mesh, names = ProcessGroupMesh(tp=4, name="mesh"), ["a", "b", "c"]
+    source, target = in_one_memory(mesh, names, 1)
+    sync = Resharder(mesh, mesh, source=source, target=target, buckets=300_000, timeout=6)
+    unpack, called = transfer._unpack, []
+
+    def failing(*arguments: Any) -> None:
+        called.append(1)
+        if mesh.rank == 2 and len(called) == 2:
+            raise ValueError("out of memory, say")
+        unpack(*arguments)
+
+    with mock.patch.object(transfer, "_unpack", failing):
+        try:
+            first = outcome(sync)[:2]
+        except ValueError:
+            first = ("ValueError", "")
+    again, refused = outcome(sync)[:2], outcome(lambda: sync.target)[:2]
+    source, target = in_one_memory(mesh, names, 1)
+    whole = {name: tensor.full_tensor() for name, tensor in source.items()}
+    Resharder(mesh, mesh, source=source, target=target)()
+    return first, again, refused, all(torch.equal(target[name].full_tensor(), whole[name]) for name in names)
+
+
+def test_a_source_that_a_failed_transfer_has_overwritten_is_not_moved_again():
+    for rank, (first, again, refused, whole) in enumerate(world(4).run(fails_in_place)):
+        assert first[0] in (["ValueError"] if rank == 2 else ["MissingRanksError", "WorldError"])
+        assert [again[0], refused[0], whole] == ["MismatchError", "LifetimeError", True]
+        assert rank == 2 or "Load the source again, and create a new Resharder" in first[1]
+        assert "the source is in the memory of the target, and a transfer that failed has overwritten it" in again[1]
+        assert "Load the source again, and create a new Resharder on all ranks" in refused[1]

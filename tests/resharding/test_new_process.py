@@ -1,0 +1,82 @@
+"""A new process in the place of a lost rank creates the Resharder again, and the others do so too."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pgmesh import Layout, PgmeshError, Resharder, launch
+from pgmesh.launch import StoreProcess
+from pgmesh.launch.processes import process_context
+from tests.support.faults import LONG_TIMEOUT, WAIT_TIMEOUT, beat_fast, set_flag, wait_for_flag
+
+RANKS, LOST = 3, 1
+
+
+def run(rank: int, port: int, folder: Path, process: int) -> None:
+    """Ranks 0 and 1 send to rank 2, again and again. A rank creates the Resharder again after each error."""
+    signal.alarm(int(4 * WAIT_TIMEOUT))  # it does not outlive the test
+    beat_fast()
+    launch.join("gloo", timeout=WAIT_TIMEOUT, replica=rank, replicas=RANKS, host="127.0.0.1", port=port)
+    newest = (folder / "newest process").read_text
+    while not (folder / "over").exists():
+        sides = {"source": {"x": torch.arange(100_000.0)}} if rank < 2 else {"target": {"x": torch.zeros(100_000)}}
+        set_flag(folder, f"process {process} creates")
+        try:
+            sync = Resharder(Layout(2), Layout(1, ranks=[2]), timeout=LONG_TIMEOUT, **sides)
+            while not (folder / "over").exists():
+                sync()
+                assert all(torch.equal(each["x"], torch.arange(100_000.0)) for each in sides.values())
+                set_flag(folder, f"rank {rank} moved with process {newest()}")
+        except PgmeshError:
+            continue
+    os._exit(0)
+
+
+@pytest.mark.parametrize("dies", ["in a transfer", "as it connects"])
+def test_a_resharder_is_created_again_with_a_new_process_twice(tmp_path: Path, dies: str):
+    context = process_context()
+    running: dict[int, Any] = {}
+
+    def start(rank: int, process: int) -> None:
+        (tmp_path / "newest process").write_text(f"{process}")
+        running[rank] = context.Process(target=run, args=(rank, store.port, tmp_path, process))
+        running[rank].start()
+
+    def wait_for_transfers(process: int) -> None:
+        for rank in range(RANKS):
+            wait_for_flag(tmp_path, f"rank {rank} moved with process {process}")
+
+    def signal_survivors(number: int) -> None:
+        for rank in range(RANKS):
+            if rank != LOST:
+                os.kill(running[rank].pid, number)
+
+    with StoreProcess() as store:
+        try:
+            for rank in range(RANKS):
+                start(rank, 0)
+            wait_for_transfers(0)
+            for process in 1, 2:
+                if dies == "as it connects" and process == 2:
+                    signal_survivors(signal.SIGCONT)
+                running[LOST].kill()
+                running[LOST].join(WAIT_TIMEOUT)
+                if dies == "as it connects" and process == 1:
+                    signal_survivors(signal.SIGSTOP)
+                start(LOST, process)
+                if dies == "in a transfer" or process == 2:
+                    wait_for_transfers(process)
+                else:
+                    wait_for_flag(tmp_path, f"process {process} creates")
+                    time.sleep(1)  # it waits for the others
+            set_flag(tmp_path, "over")
+        finally:
+            for each in running.values():
+                each.kill()
