@@ -23,7 +23,7 @@ import torch.distributed as dist
 from gpt import GPT, batch_of, loss_of
 from torch.distributed.tensor import DTensor
 
-from pgmesh import Layout, PgmeshError, ProcessGroupMesh, Resharder, launch
+from pgmesh import PgmeshError, ProcessGroupMesh, Resharder, launch
 from pgmesh.parallel import TensorParallel, attention_plan, mlp_plan
 
 SIZES, SPARES = {"dp": 3, "tp": 2}, [6, 7]
@@ -120,13 +120,14 @@ def agree_and_transfer(mesh: ProcessGroupMesh, state: State, states: dict[int, S
     if not held:  # the first step of all
         return {0: copy(state)}
     step = min(held.values())  # a rank may have finished one step more
-    givers = [rank for rank in mesh.ranks("dp") if rank in held]
-    takers = [rank for rank in mesh.ranks("dp") if rank not in held]
+    replicas = mesh.along("dp")
+    givers = [index for index, rank in enumerate(replicas) if rank in held]
+    takers = [index for index, rank in enumerate(replicas) if rank not in held]
     for name, tensor in states.get(step, {}).items():
         state[name].copy_(tensor)
     if takers:
-        side = {"source": state} if mesh.rank in givers else {"target": state}
-        Resharder(Layout(len(givers), ranks=givers), Layout(len(takers), ranks=takers), **side)()
+        side = {"source": state} if mesh.rank in held else {"target": state}
+        Resharder(replicas.at(dp=givers), replicas.at(dp=takers), **side)()
     return {step: copy(state)}
 
 

@@ -29,6 +29,7 @@ from pgmesh.layout import Layout
 from pgmesh.mesh import ProcessGroupMesh, meshes
 from pgmesh.options import Timeout, to_timedelta
 from pgmesh.rendezvous.operations import Add, CompareSet, Read
+from pgmesh.resharding.plan import layout_of
 
 PeerVector = tuple[int, torch.Tensor]
 """A rank, and the vector that is sent to it or received from it."""
@@ -44,7 +45,7 @@ class Link:
     """The connection of all ranks of two layouts. Links of the same layouts share it.
 
     Args:
-        source: the first layout.
+        source: the first mesh or layout. If a mesh is aborted, so is the connection.
         target: the second one. The two may have any ranks in common.
         timeout: timeout of each call.
 
@@ -53,8 +54,10 @@ class Link:
         WorldError: the world is a fake one.
     """
 
-    def __init__(self, source: Layout, target: Layout, timeout: Timeout) -> None:
-        self.ranks = tuple(sorted({*source.ranks(), *target.ranks()}))
+    def __init__(self, source: ProcessGroupMesh | Layout, target: ProcessGroupMesh | Layout, timeout: Timeout) -> None:
+        sides = [layout_of(each).ranks() for each in (source, target)]
+        self.ranks = tuple(sorted({*sides[0], *sides[1]}))
+        self._user_meshes = [each for each in (source, target) if isinstance(each, ProcessGroupMesh)]
         self.rank = world_rank_and_size()[0]
         if self.rank not in self.ranks:
             raise MembershipError(
@@ -67,7 +70,7 @@ class Link:
                 "  print(ReshardPlan(shape, source, source_placements, target, target_placements).of(rank))"
             )
         self.seconds = to_timedelta(timeout).total_seconds()
-        digest = hashlib.sha256(repr((source.ranks(), target.ranks())).encode()).hexdigest()
+        digest = hashlib.sha256(repr(tuple(sides)).encode()).hexdigest()
         self.name = f"resharding {digest[:16]}"
         self.device = device_of(dist.group.WORLD)
         """The device of the collectives."""
@@ -96,6 +99,8 @@ class Link:
             number = 0
             while (mesh := self._join(number)) is None:
                 number += 1
+            for each in self._user_meshes:
+                each._group_cache.abort_with(mesh._group_cache)
             mesh.connect(mesh.axes, timeout=self.left())
             self._mesh = mesh
 

@@ -113,8 +113,8 @@ class ReshardPlan:
         if any(size < 0 for size in shape):
             raise ShapeError(f"the sizes of a shape are 0 or more, not {tuple(shape)}.")
         self.shape, self.itemsize = tuple(shape), itemsize
-        self.source = Sharding(self.shape, _layout_of(source), source_placements)
-        self.target = Sharding(self.shape, _layout_of(target), target_placements)
+        self.source = Sharding(self.shape, layout_of(source), source_placements)
+        self.target = Sharding(self.shape, layout_of(target), target_placements)
         self._hosts = hosts if hosts is None or isinstance(hosts, HostMap) else HostMap(hosts)
         self._shares: dict[Part, Shares] = {}
         self._balanced: dict[Part, list[int]] = {}  # by balance: the shares of a part's replicas, if they are not equal
@@ -237,7 +237,7 @@ def balance(plans: Sequence[tuple[ReshardPlan, int]]) -> None:
             break
 
 
-def _layout_of(mesh: Any) -> Layout:
+def layout_of(mesh: Any) -> Layout:
     """The layout of a mesh, or the layout itself."""
     layout = getattr(mesh, "layout", mesh)
     if not isinstance(layout, Layout):

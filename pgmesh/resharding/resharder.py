@@ -100,7 +100,7 @@ class Resharder:
         timeout: Timeout = CONNECT_TIMEOUT,
     ) -> None:
         self._source, self._target, self._rename, self._limit = source, target, rename, buckets
-        self._link = Link(layout_of(source_mesh), layout_of(target_mesh), timeout)
+        self._link = Link(source_mesh, target_mesh, timeout)
         self._link.begin()
         self.torn = False
         """True if a call failed while it wrote: some tensors of the target are new, others old."""
@@ -272,7 +272,7 @@ def reshard(
             "reshard needs the ranks that hold the tensor, except where it is a DTensor.\n\n"
             "  reshard(None, target, placements, source=mesh)   # a mesh, a slice of one or a Layout"
         )
-    link = Link(layout_of(source), target_mesh.layout, timeout)
+    link = Link(source, target_mesh, timeout)
     link.begin()
     placed = dtensor_placements(target_mesh.layout, placements)
     wanted = {}
@@ -301,11 +301,6 @@ def reshard(
 
 
 # -- what both need ---------------------------------------------------------------------------------------------------
-
-
-def layout_of(mesh: ProcessGroupMesh | Layout) -> Layout:
-    """The layout of a mesh."""
-    return mesh if isinstance(mesh, Layout) else mesh.layout
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pgmesh import Layout, MembershipError, MissingRanksError, PgmeshError, ProcessGroupMesh, Resharder, launch
+from pgmesh import MembershipError, MissingRanksError, PgmeshError, ProcessGroupMesh, Resharder, launch
 from pgmesh.launch import StoreProcess
 from tests.support.faults import H, attempt, beat_fast, set_flag, wait_for_flag
 from tests.support.hosts import ADDRESSES, STORE_PORT, NoHostsError, on_host, set_link, two_hosts
@@ -120,14 +120,15 @@ def transfer(mesh: ProcessGroupMesh, weights: torch.Tensor | None) -> torch.Tens
     have = torch.zeros(RANKS)
     have[mesh.rank] = weights is not None
     dist.all_reduce(have, group=mesh.group("dp"))
-    givers = [rank for rank in mesh.ranks("dp") if have[rank]]
-    takers = [rank for rank in mesh.ranks("dp") if not have[rank]]
+    replicas = mesh.along("dp")
+    givers = [index for index, rank in enumerate(replicas) if have[rank]]
+    takers = [index for index, rank in enumerate(replicas) if not have[rank]]
     if not givers:  # as from a checkpoint
         return weights_of(mesh)
     if takers:
         state = {"weights": torch.zeros(2**20) if weights is None else weights}
         side = {"target" if weights is None else "source": state}
-        Resharder(Layout(len(givers), ranks=givers), Layout(len(takers), ranks=takers), **side)()
+        Resharder(replicas.at(dp=givers), replicas.at(dp=takers), **side)()
         return state["weights"]
     assert weights is not None
     return weights
@@ -271,13 +272,13 @@ def live_on_a_host(folder: Path) -> None:
     launch.join("gloo", timeout=DEADLINE)
     mesh = ProcessGroupMesh(dp=2, tp=3, name="train")
     mesh.abort_when_lost()
-    step(mesh, folder, 1)
+    step(mesh, folder, 1, weights_of(mesh))
     mesh.set_timeout(timeout=PATIENCE)
     set_flag(folder, f"ready {mesh.rank}")
     step_until_fault(mesh, folder, 1)
     if mesh.rank in NEAR:
         mesh = mesh.shrink("dp", timeout=DEADLINE)
-        step(mesh, folder, 2)
+        step(mesh, folder, 2, weights_of(mesh))
         tell(folder, f"cut {mesh.rank}", repr(mesh), str(mesh.shrunk))
         step_until_fault(mesh, folder, 2)
         mesh = mesh.shrink(spares=FAR, timeout=DEADLINE)

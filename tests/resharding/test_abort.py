@@ -1,0 +1,48 @@
+"""A mesh that is aborted while its tensors are moved: the ranks that wait in the transfer do not wait on."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from pgmesh import ProcessGroupMesh, Resharder
+from pgmesh.launch import StoreProcess
+from tests.support.faults import LONG_TIMEOUT, SLACK, Attempt, attempt, beat_fast, results, set_flag, wait_for_flag
+from tests.support.worlds import fresh_world
+
+
+def move_while_aborted(folder: Path, moment: str) -> Attempt | None:
+    """Rank 1 aborts the mesh, in place of the creation of the Resharder or of its call."""
+    beat_fast()
+    mesh = ProcessGroupMesh(dp=3, name="train")
+    mesh.connect("dp", timeout=LONG_TIMEOUT)
+    side = "target" if mesh.rank == 2 else "source"
+
+    def create() -> Resharder:
+        state = {"weight": torch.ones(4)}
+        return Resharder(mesh.at(dp=[0, 1]), mesh.at(dp=[2]), **{side: state}, timeout=LONG_TIMEOUT)
+
+    resharder = None if moment == "creation" else create()
+    if mesh.rank == 1:
+        for rank in 0, 2:
+            wait_for_flag(folder, f"begins {rank}")
+        time.sleep(0.2)  # until they wait; they raise in any case
+        mesh.abort("rank 1 has enough")
+        return None
+    set_flag(folder, f"begins {mesh.rank}")
+    return attempt(create if resharder is None else resharder)
+
+
+@pytest.mark.parametrize("moment", ["creation", "call"])
+def test_ranks_that_wait_in_a_transfer_raise_when_the_mesh_is_aborted(tmp_path: Path, moment: str):
+    with StoreProcess() as store, fresh_world(3, store) as own:
+        seen = results(own.outcomes(move_while_aborted, tmp_path, moment))
+    for failed in (seen[0], seen[2]):
+        print(failed)
+        assert failed.kind == "LifetimeError"
+        assert "mesh 'train' was aborted by rank 1 at test_abort.py:" in failed.text
+        assert failed.text.endswith(": rank 1 has enough")
+        assert failed.took < 3.0 + SLACK
