@@ -759,6 +759,11 @@ class ProcessGroupMesh(RankMethods):
             )
 
 
+def abort_together(mesh: ProcessGroupMesh, internal: ProcessGroupMesh) -> None:
+    """Abort an internal mesh when the mesh that it serves is aborted; now, if it was."""
+    mesh._group_cache.abort_with(internal._group_cache)
+
+
 def meshes() -> dict[str, ProcessGroupMesh]:
     """The open meshes of this process by name, in the order in which they were made.
 

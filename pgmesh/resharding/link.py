@@ -26,7 +26,7 @@ from pgmesh.groups.registry import store_thread
 from pgmesh.groups.teardown import keep_until_done
 from pgmesh.groups.world import device_of, world_options, world_rank_and_size
 from pgmesh.layout import Layout
-from pgmesh.mesh import ProcessGroupMesh, meshes
+from pgmesh.mesh import ProcessGroupMesh, abort_together, meshes
 from pgmesh.options import Timeout, to_timedelta
 from pgmesh.rendezvous.operations import Add, CompareSet, Read
 from pgmesh.resharding.plan import layout_of
@@ -100,7 +100,7 @@ class Link:
             while (mesh := self._join(number)) is None:
                 number += 1
             for each in self._user_meshes:
-                each._group_cache.abort_with(mesh._group_cache)
+                abort_together(each, mesh)
             mesh.connect(mesh.axes, timeout=self.left())
             self._mesh = mesh
 
