@@ -66,11 +66,10 @@ def run(rank: int, port: int, events: Any) -> None:
             loss = train_one_step(mesh, model, optimizer, step)
             states = {step: states[step], step + 1: copy(values(model, optimizer))}
             tell("ends", step, loss)
-        except (RuntimeError, PgmeshError) as error:  # a lost rank, or another rank that has aborted the mesh
+        except (RuntimeError, PgmeshError):  # a lost rank, or another rank that has aborted the mesh
             if rank not in mesh:  # a spare: no other rank is left
                 break
             tell("detected")
-            del error
             mesh, model = mesh.shrink(spares=SPARES, timeout=SECONDS), None
             tell("agreed")
             if rank == min({*mesh} - {*SPARES}):
@@ -123,8 +122,9 @@ def agree_and_transfer(mesh: ProcessGroupMesh, state: State, states: dict[int, S
     replicas = mesh.along("dp")
     givers = [index for index, rank in enumerate(replicas) if rank in held]
     takers = [index for index, rank in enumerate(replicas) if rank not in held]
-    for name, tensor in states.get(step, {}).items():
-        state[name].copy_(tensor)
+    if mesh.rank in held:
+        for name, tensor in states[step].items():
+            state[name].copy_(tensor)
     if takers:
         side = {"source": state} if mesh.rank in held else {"target": state}
         Resharder(replicas.at(dp=givers), replicas.at(dp=takers), **side)()
@@ -230,7 +230,7 @@ def main(seed: int) -> bool:
     losses, events = train_and_kill(seed)
     for what in ("detected", "agreed", "rebuilt", "transferred", "ends"):
         # From the kill until the last rank is there, in its first event of this kind after the mesh was replaced.
-        after = {rank: moment for moment, rank, _, *_ in events if _ == "agreed"}
+        after = {rank: moment for moment, rank, event, *_ in events if event == "agreed"}
         firsts: dict[int, float] = {}
         for moment, rank, event, *_ in events:
             if event == what and (what == "detected" or moment >= after.get(rank, 0.0)):

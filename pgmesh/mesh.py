@@ -759,9 +759,20 @@ class ProcessGroupMesh(RankMethods):
             )
 
 
-def abort_together(mesh: ProcessGroupMesh, internal: ProcessGroupMesh) -> None:
-    """Abort an internal mesh when the mesh that it serves is aborted; now, if it was."""
-    mesh._group_cache.abort_with(internal._group_cache)
+def abort_with(mesh: ProcessGroupMesh, internal: ProcessGroupMesh) -> None:
+    """Abort an internal mesh when the mesh that it serves is aborted.
+
+    Raises:
+        LifetimeError: it was aborted.
+    """
+    mesh._group_cache.add_dependent(internal._group_cache)
+    check_not_aborted(mesh)
+
+
+def check_not_aborted(mesh: ProcessGroupMesh) -> None:
+    """Raise LifetimeError if a mesh was aborted."""
+    if mesh._group_cache.aborted:
+        mesh._group_cache.check()
 
 
 def meshes() -> dict[str, ProcessGroupMesh]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 
-_PACKAGE_DIR = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_SKIPPED = (os.path.dirname(os.path.dirname(__file__)) + os.sep, contextlib.__file__)
 
 
 def call_site() -> str:
-    """File and line of the innermost frame outside this package: the call of the user."""
+    """File and line of the innermost frame outside this package and its ``with`` blocks: the call of the user."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE_DIR):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_SKIPPED):
         frame = frame.f_back
     return f"{frame.f_code.co_filename.rpartition(os.sep)[2]}:{frame.f_lineno}"

@@ -90,7 +90,7 @@ class GroupCache:
         self.connected: dict[str, ConnectAttempt] = {}  # by path of a group: its successful attempt
         self.attempts: dict[str, ConnectAttempt] = {}  # by path of a group: all its attempts
         self.last_errors: set[str] = set()  # of the last failed call of connect; a retry does not log them again
-        self._aborted_with: weakref.WeakSet[GroupCache] = weakref.WeakSet()  # of internal meshes
+        self._dependents: weakref.WeakSet[GroupCache] = weakref.WeakSet()  # internal meshes that are aborted with it
         self._meshes: weakref.WeakSet[Any] = weakref.WeakSet()  # meshes that hold references to groups
         self._records: cachetools.Cache[GroupKey, building.GroupRecord] = cachetools.Cache(math.inf)
         self._generations = naming.Generations()
@@ -420,11 +420,9 @@ class GroupCache:
             text = registry.publish_abort(run, self.identity.mismatch_key, text)
         self.end_aborted(text)
 
-    def abort_with(self, other: GroupCache) -> None:
-        """Abort another mesh when this one is aborted; now, if it was."""
-        self._aborted_with.add(other)
-        if self.aborted:
-            other.abort(f"{self.label} {self.ended}")
+    def add_dependent(self, internal: GroupCache) -> None:
+        """Abort an internal mesh when this one is aborted."""
+        self._dependents.add(internal)
 
     def end_aborted(self, text: str) -> None:
         """Destroy all groups of a mesh that this rank or another one has aborted.
@@ -444,8 +442,8 @@ class GroupCache:
                     self.registry.with_groups.discard(self)
         finally:
             self.lock.release()
-        for cache in tuple(self._aborted_with):
-            cache.abort(text)
+        for internal in tuple(self._dependents):
+            internal.abort(text)
 
     @functools.cached_property
     def statuses(self) -> Statuses:

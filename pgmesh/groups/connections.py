@@ -123,7 +123,9 @@ def _opened(number: int) -> socket.socket:
     """
     if not stat.S_ISSOCK(os.fstat(number).st_mode):
         raise OSError(f"descriptor {number} is no socket")
+    blocks = os.get_blocking(number)
     each = socket.socket(fileno=os.dup(number))
+    os.set_blocking(number, blocks)  # the program may have set a default timeout, which changes the socket itself
     if each.family not in (socket.AF_INET, socket.AF_INET6):
         each.close()
         raise OSError(f"descriptor {number} is no TCP socket")

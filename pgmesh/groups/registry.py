@@ -91,12 +91,12 @@ class Registry:
         """Look for aborted meshes, for lost ranks, and for collectives of this process that do not end."""
         aborts = perform(Read(ABORTS_KEY))
         if aborts != self._aborts:
-            self._aborts = aborts
             for cache in self.open_caches():
                 text = perform(Read(cache.identity.mismatch_key)) if cache.identity.registered else None
                 refusal = None if text is None else Decision.unpack(cache.identity.mismatch_key, text)
                 if refusal is not None and refusal.kind == "aborted":  # in another thread: this one sends heartbeats
                     threading.Thread(target=cache.end_aborted, args=(refusal.text,), daemon=True).start()
+            self._aborts = aborts  # only now: a store that fails meanwhile is asked again
         self.at_heartbeat[:] = [look for look in self.at_heartbeat if look(perform)]
         return self.watch.find_running(perform) if self.watch is not None else ()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,14 +20,14 @@ import torch
 import torch.distributed as dist
 
 from pgmesh._util.formatting import name_ranks
-from pgmesh.errors import MembershipError, MismatchError, MissingRanksError, PgmeshError, WorldError
+from pgmesh.errors import LifetimeError, MembershipError, MismatchError, MissingRanksError, PgmeshError, WorldError
 from pgmesh.groups.backends import backends_of
-from pgmesh.groups.building import record_of
+from pgmesh.groups.building import GroupRecord, record_of
 from pgmesh.groups.registry import store_thread
 from pgmesh.groups.teardown import keep_until_done
 from pgmesh.groups.world import device_of, world_options, world_rank_and_size
 from pgmesh.layout import Layout
-from pgmesh.mesh import ProcessGroupMesh, abort_together, meshes
+from pgmesh.mesh import ProcessGroupMesh, abort_with, check_not_aborted, meshes
 from pgmesh.options import Timeout, to_timedelta
 from pgmesh.rendezvous.operations import Add, CompareSet, Read
 from pgmesh.resharding.plan import layout_of
@@ -37,8 +38,14 @@ PeerVector = tuple[int, torch.Tensor]
 MEET_SECONDS = 2.0
 """Time after a timeout in which the members connect again. Those that do not are missing."""
 
-JOIN_SECONDS = 10.0
-"""The longest wait for sends and receives to end after their connections were shut down."""
+JOIN_SECONDS = 2.0
+"""The longest wait for sends and receives to end after their connections were shut down.
+
+Then their tensors are written no more, though Gloo does not wake each of them.
+"""
+
+POLL_SECONDS = 0.5
+"""The interval at which a rank that waits looks whether another one has ended the connection."""
 
 
 class Link:
@@ -76,6 +83,7 @@ class Link:
         """The device of the collectives."""
         self.deadline = 0.0
         self._mesh: ProcessGroupMesh | None = None  # the internal mesh, while it is connected
+        self._record: GroupRecord | None = None  # its group
         self._running: list[Works] = []
 
     def begin(self) -> None:
@@ -94,36 +102,60 @@ class Link:
     # -- the internal mesh ----------------------------------------------------------------------------------------
 
     def connect(self) -> None:
-        """Connect the group unless it is connected, or raise which ranks are missing."""
-        if self._mesh is None or self._mesh.is_closed:
-            number = 0
-            while (mesh := self._join(number)) is None:
-                number += 1
-            for each in self._user_meshes:
-                abort_together(each, mesh)
-            mesh.connect(mesh.axes, timeout=self.left())
-            self._mesh = mesh
+        """Connect the group unless it is connected, or raise which ranks are missing.
 
-    def _join(self, number: int) -> ProcessGroupMesh | None:
-        """The internal mesh with this number; None if it is over for all ranks.
-
-        A rank creates the mesh of each number once. If it did so before and has closed it, or if the former process of
-        this rank did so, the mesh is over.
+        Raises:
+            LifetimeError: a mesh of the user was aborted.
         """
-        name = f"{self.name} {number}"
-        mesh = meshes().get(name)
+        while self._mesh is None or self._mesh.is_closed:
+            for each in self._user_meshes:
+                check_not_aborted(each)
+            mesh = self._join()
+            try:
+                for each in self._user_meshes:
+                    abort_with(each, mesh)
+                mesh.connect(mesh.axes, timeout=self.left())
+            except LifetimeError as error:  # perhaps a rank has aborted it with a mesh that was replaced since
+                self._end(mesh)
+                self.check_deadline(str(error))
+                continue
+            self._mesh, self._record = mesh, record_of(mesh.group())
+
+    def _join(self) -> ProcessGroupMesh:
+        """The first internal mesh that is not over.
+
+        Internal meshes are numbered. Each rank creates the mesh of a number once. It is over for all ranks once a rank
+        has closed it, or would have to create it again because its former process has ended.
+        """
         run = functools.partial(store_thread().run, seconds=self.left())
-        (over,) = run(Read(f"pgmesh/{name}/over"))
-        if over is not None:
+        for number in itertools.count():
+            name = f"{self.name} {number}"
+            mesh = meshes().get(name)
+            (over,) = run(Read(f"pgmesh/{name}/over"))
+            if over is None and mesh is not None:
+                return mesh
             if mesh is not None:
                 mesh.close()
-            return None
-        if mesh is None:
-            (times,) = run(Add(f"pgmesh/{name}/created/{self.rank}"))
-            if times == 1:
-                return ProcessGroupMesh(len(self.ranks), ranks=self.ranks, name=name)
-            run(CompareSet(f"pgmesh/{name}/over", "1"))
-        return mesh
+            elif over is None:
+                (times,) = run(Add(f"pgmesh/{name}/created/{self.rank}"))
+                if times == 1:
+                    return ProcessGroupMesh(len(self.ranks), ranks=self.ranks, name=name)
+                run(CompareSet(f"pgmesh/{name}/over", "1"))
+        raise AssertionError("the numbers do not end")
+
+    def _end(self, mesh: ProcessGroupMesh) -> None:
+        """Close an internal mesh. It is over for all ranks."""
+        mesh.close()
+        with contextlib.suppress(WorldError):
+            store_thread().run(CompareSet(f"pgmesh/{mesh.name}/over", "1"), seconds=POLL_SECONDS)
+
+    def _is_over(self) -> bool:
+        """True if another rank has closed the internal mesh. The backend does not always notice."""
+        assert self._mesh is not None
+        with contextlib.suppress(WorldError):
+            (over,) = store_thread().run(Read(f"pgmesh/{self._mesh.name}/over"), seconds=POLL_SECONDS)
+            return over is not None
+        return False
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -131,16 +163,16 @@ class Link:
         return self._mesh.group()
 
     def release(self) -> None:
-        """Close the internal mesh after a failure. The other members notice at once."""
+        """Close the internal mesh after a failure. The other members notice within ``POLL_SECONDS``."""
         if self._mesh is None:
             return
         mesh, self._mesh = self._mesh, None
-        record = None if mesh.is_closed else record_of(mesh.group())
-        mesh.close()
+        self._end(mesh)
+        end = time.monotonic() + JOIN_SECONDS
         for works in self._running:
-            works.join()
-        if record is not None:
-            keep_until_done(record, self._running)
+            works.join(end - time.monotonic())
+        if self._record is not None:
+            keep_until_done(self._record, self._running)
         self._running.clear()
 
     @contextlib.contextmanager
@@ -232,7 +264,11 @@ class Link:
             _Late: the deadline has passed. The message has the ranks that did not enter the collective.
             _Broken: the backend failed.
         """
-        if not works.ended.wait(self.left()):
+        while not works.ended.wait(min(self.left(), POLL_SECONDS)):
+            if self._is_over():
+                raise _Broken("another rank has ended the connection")
+            if time.monotonic() < self.deadline:
+                continue
             assert self._mesh is not None
             report = self._mesh.report()
             statuses = [f"rank {rank}: {status}" for rank, status in report.others.items()]
@@ -295,9 +331,9 @@ class Works:
         """True if all have ended."""
         return not self._thread.is_alive()
 
-    def join(self) -> None:
-        """Wait until all have ended, after the connections were shut down. Then they write to no tensor any more."""
-        self._thread.join(JOIN_SECONDS)
+    def join(self, seconds: float) -> None:
+        """Wait until all have ended, after the connections were shut down."""
+        self._thread.join(max(0.0, seconds))
 
 
 class _Broken(Exception):

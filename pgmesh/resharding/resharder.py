@@ -282,16 +282,14 @@ def reshard(
         wanted["tensor"] = entry_on(target_mesh.layout, placed, (0,) * dimensions, name, of_source=True)
     with link.explaining():
         tables, hosts = exchange_tables(link, pack(sides, wanted, {}))
-    (job,) = plan_jobs(link, tables, hosts)
-    shape, kind = shape_and_dtype(tables, "tensor")
-    results: dict[str, torch.Tensor] = {}
-    if job.wanted is not None:
-        size = [length(intervals) for intervals in job.wanted]
-        results["tensor"] = torch.empty(
-            size, dtype=dtype or kind, device=link.device if tensor is None else tensor.device
-        )
-    held = {} if tensor is None else {"tensor": local_of(tensor)}
-    with link.explaining():
+        (job,) = plan_jobs(link, tables, hosts)
+        shape, kind = shape_and_dtype(tables, "tensor")
+        results: dict[str, torch.Tensor] = {}
+        if job.wanted is not None:
+            size = [length(intervals) for intervals in job.wanted]
+            device = link.device if tensor is None else tensor.device
+            results["tensor"] = torch.empty(size, dtype=dtype or kind, device=device)
+        held = {} if tensor is None else {"tensor": local_of(tensor)}
         move(link, [[job]], Shards({name: name for name in held}, held, results, link.device))
     if job.wanted is None:
         return None

@@ -44,5 +44,5 @@ def test_ranks_that_wait_in_a_transfer_raise_when_the_mesh_is_aborted(tmp_path: 
         print(failed)
         assert failed.kind == "LifetimeError"
         assert "mesh 'train' was aborted by rank 1 at test_abort.py:" in failed.text
-        assert failed.text.endswith(": rank 1 has enough")
+        assert ": rank 1 has enough" in failed.text
         assert failed.took < 3.0 + SLACK
