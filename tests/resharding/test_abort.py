@@ -1,4 +1,4 @@
-"""A mesh that is aborted while its tensors are moved: the ranks that wait in the transfer do not wait on."""
+"""A mesh that is aborted while its tensors are moved: no rank waits on, and the next mesh of these ranks moves them."""
 
 from __future__ import annotations
 
@@ -14,33 +14,41 @@ from tests.support.faults import LONG_TIMEOUT, SLACK, Attempt, attempt, beat_fas
 from tests.support.worlds import fresh_world
 
 
-def move_while_aborted(folder: Path, moment: str) -> Attempt | None:
-    """Rank 1 aborts the mesh, in place of the creation of the Resharder or of its call."""
+def move_while_aborted(folder: Path, moment: str) -> tuple[Attempt | None, list[float]]:
+    """Rank 1 aborts the mesh, in place of the creation of the Resharder or of its call. Then all replace it.
+
+    Returns:
+        The error of the waiting rank, and the values that were moved on the mesh that replaced it.
+    """
     beat_fast()
     mesh = ProcessGroupMesh(dp=3, name="train")
     mesh.connect("dp", timeout=LONG_TIMEOUT)
-    side = "target" if mesh.rank == 2 else "source"
+    values = torch.full((4,), 1.0 if mesh.rank == 2 else 7.0)
+    side = {"target" if mesh.rank == 2 else "source": {"weight": values}}
 
     def create() -> Resharder:
-        state = {"weight": torch.ones(4)}
-        return Resharder(mesh.at(dp=[0, 1]), mesh.at(dp=[2]), **{side: state}, timeout=LONG_TIMEOUT)
+        return Resharder(mesh.at(dp=[0, 1]), mesh.at(dp=[2]), **side, timeout=LONG_TIMEOUT)
 
-    resharder = None if moment == "creation" else create()
+    resharder, failed = None if moment == "creation" else create(), None
     if mesh.rank == 1:
         for rank in 0, 2:
             wait_for_flag(folder, f"begins {rank}")
         time.sleep(0.2)  # until they wait; they raise in any case
         mesh.abort("rank 1 has enough")
-        return None
-    set_flag(folder, f"begins {mesh.rank}")
-    return attempt(create if resharder is None else resharder)
+    else:
+        set_flag(folder, f"begins {mesh.rank}")
+        failed = attempt(create if resharder is None else resharder)
+    mesh = mesh.shrink("dp", timeout=LONG_TIMEOUT)  # none was lost
+    create()()
+    return failed, values.tolist()
 
 
 @pytest.mark.parametrize("moment", ["creation", "call"])
 def test_ranks_that_wait_in_a_transfer_raise_when_the_mesh_is_aborted(tmp_path: Path, moment: str):
     with StoreProcess() as store, fresh_world(3, store) as own:
         seen = results(own.outcomes(move_while_aborted, tmp_path, moment))
-    for failed in (seen[0], seen[2]):
+    assert [values for _, values in seen] == [[7.0] * 4] * 3
+    for failed, _ in (seen[0], seen[2]):
         print(failed)
         assert failed.kind == "LifetimeError"
         assert "mesh 'train' was aborted by rank 1 at test_abort.py:" in failed.text
