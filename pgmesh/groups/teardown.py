@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import re
+import threading
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -21,6 +22,9 @@ from pgmesh.errors import LifetimeError, MissingRanksError, PgmeshError
 from pgmesh.groups import building, connections
 from pgmesh.groups.building import GroupRecord
 from pgmesh.rendezvous.polling_store import without_frames
+
+_FREE_SECONDS = 0.1
+"""The time after which aborted groups are freed."""
 
 _CONNECTION_ERROR = re.compile("connect|timeout|timed out|peer|nccl", re.IGNORECASE)
 """Words of the errors of Gloo and NCCL that a lost member may have caused. Other errors are mistakes of the caller."""
@@ -91,6 +95,19 @@ def destroy(ended: Iterable[GroupRecord], reason: str, *, abort: bool = False, a
     for record in ended:
         invalidate(record, reason)
     connections.shut_down(endpoints)
+    if abort:
+        groups = [record.group for record in ended]
+        threading.Thread(target=_free_later, args=(groups,), name="pgmesh-free", daemon=True).start()
+
+
+def _free_later(groups: list[Any]) -> None:
+    """Free aborted groups in a thread of their own.
+
+    The destructor of a Gloo group waits for its collectives, and Gloo does not wake each of them when its connections
+    end.
+    """
+    time.sleep(_FREE_SECONDS)  # until the callers have dropped their references
+    groups.clear()
 
 
 def _end(record: GroupRecord, *, abort: bool) -> None:

@@ -45,6 +45,46 @@ def send_or_wait(folder: Path) -> tuple[Attempt, str]:
     return failed, repr(after)
 
 
+def abort_while_sending(folder: Path) -> float | None:
+    """Rank 0 aborts the mesh while it sends to a stopped rank, in a collective that another thread would wait for."""
+    beat_fast()
+    mesh = ProcessGroupMesh(dp=2, name="train")
+    mesh.configure("dp", timeout=4 * TIMEOUT)
+    mesh.connect("dp", timeout=LONG_TIMEOUT)
+    group, values = mesh.group("dp"), torch.zeros(SIZE)
+    if mesh.rank == 1:
+        work = dist.broadcast(values, 0, group=group, async_op=True)
+        time.sleep(0.3)  # until it has told rank 0 that it receives
+        set_flag(folder, "ready")
+        work.wait()
+        return None
+    wait_for_flag(folder, "stopped")
+    work = dist.broadcast(values, 0, group=group, async_op=True)
+    del group
+    time.sleep(0.3)  # until the buffers of the connection are full
+    start = time.monotonic()
+    mesh.abort("the other rank is stopped")
+    took = time.monotonic() - start
+    assert not work.is_completed(), "this test is for a collective that is not over"
+    return took
+
+
+def test_abort_does_not_wait_for_a_collective_that_nothing_wakes(tmp_path: Path):
+    def stop(own: World) -> None:
+        wait_for_flag(tmp_path, "ready")
+        own.kill(1, signal.SIGSTOP)
+        set_flag(tmp_path, "stopped")
+
+    with StoreProcess() as store, fresh_world(2, store) as own:
+        thread = threading.Thread(target=stop, args=(own,), daemon=True)
+        thread.start()
+        outcomes = own.outcomes(abort_while_sending, tmp_path, deadline=3 * TIMEOUT)
+        thread.join(LONG_TIMEOUT.total_seconds())
+    (took,) = results(outcomes, 1)
+    print(took)
+    assert took < 1.0 + SLACK
+
+
 def test_a_rank_that_sends_to_a_killed_one_raises_within_the_timeout_of_its_group(tmp_path: Path):
     def stop_and_kill(own: World) -> None:
         wait_for_flag(tmp_path, "ready")
