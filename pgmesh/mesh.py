@@ -523,7 +523,7 @@ class ProcessGroupMesh(RankMethods):
         self._group_cache.check()
         from pgmesh.elastic.watching import abort_when_lost
 
-        abort_when_lost(self._group_cache, _silence(lost_after))
+        abort_when_lost(self._group_cache, _parse_lost_after(lost_after))
 
     def shrink(
         self,
@@ -554,7 +554,7 @@ class ProcessGroupMesh(RankMethods):
         Raises:
             AxisError: there is no such axis.
             LifetimeError: this is a view or a slice, or the mesh was closed.
-            MembershipError: the others took this rank for lost and went on.
+            MembershipError: the others took this rank for lost and went on, or a new process has its place.
             MismatchError: ranks passed different arguments.
             MissingRanksError: living ranks did not call in time, or too many ranks are lost. All ranks get it, and may
                 try again.
@@ -575,10 +575,10 @@ class ProcessGroupMesh(RankMethods):
         from pgmesh.elastic.shrinking import shrink
 
         cache = self._group_cache
-        request = Request(axis, tuple(places), _silence(lost_after) or cache.abort_after)
+        request = Request(axis, tuple(places), _parse_lost_after(lost_after) or cache.abort_after)
         return _of_cache(shrink(cache, request, to_timedelta(timeout).total_seconds()))
 
-    def stand_by(self, timeout: Timeout = CONNECT_TIMEOUT) -> ProcessGroupMesh:
+    def stand_by(self, timeout: Timeout = CONNECT_TIMEOUT, *, lost_after: Timeout | None = None) -> ProcessGroupMesh:
         """Wait until the ranks of this mesh call ``shrink``, and return the mesh that replaces it.
 
         For a spare, for a rank that was dropped or taken for lost, and for a new process in the place of a lost rank.
@@ -590,16 +590,21 @@ class ProcessGroupMesh(RankMethods):
 
         Args:
             timeout: maximum wait: a timedelta or a number of seconds.
+            lost_after: as in ``shrink``. If ranks compile for longer than this, a rank that stands by takes them for
+                lost, and raises an error once it finds no other.
 
         Raises:
             LifetimeError: this is a view or a slice, or the mesh was closed.
+            MembershipError: a new process has taken the place of this one.
             MissingRanksError: no rank called ``shrink`` in time, or no other rank of the mesh is left.
             WorldError: the store does not respond.
         """
         self._check_root()
         from pgmesh.elastic.shrinking import stand_by
 
-        return _of_cache(stand_by(self._group_cache, to_timedelta(timeout).total_seconds()))
+        cache = self._group_cache
+        silence = _parse_lost_after(lost_after) or cache.abort_after
+        return _of_cache(stand_by(cache, to_timedelta(timeout).total_seconds(), silence))
 
     @property
     def shrunk(self) -> Shrunk | None:
@@ -795,7 +800,7 @@ def _of_cache(cache: GroupCache) -> ProcessGroupMesh:
     return mesh
 
 
-def _silence(lost_after: Timeout | None) -> float | None:
+def _parse_lost_after(lost_after: Timeout | None) -> float | None:
     """Seconds without a heartbeat after which a rank counts as lost; None for the default."""
     if lost_after is None:
         return None

@@ -18,9 +18,10 @@ from pgmesh.groups.cache import GroupCache
 from pgmesh.groups.registry import publish_abort
 from pgmesh.layout import Layout
 from pgmesh.rendezvous.client import CallClient
+from pgmesh.rendezvous.operations import Read
 from pgmesh.rendezvous.records import error_text
 from pgmesh.rendezvous.statuses import RankStatus
-from pgmesh.rendezvous.store_thread import process_id
+from pgmesh.rendezvous.store_thread import process_id, process_key, process_label
 
 log = logging.getLogger("pgmesh")
 
@@ -70,7 +71,7 @@ def shrink(cache: GroupCache, request: Request, seconds: float) -> GroupCache:
 
     Raises:
         LifetimeError: the mesh was closed.
-        MembershipError: the others took this rank for lost.
+        MembershipError: the others took this rank for lost, or a new process has its place.
         MissingRanksError: living ranks did not call in time, or too many are lost.
         MismatchError: ranks passed different arguments.
         WorldError: the store has failed.
@@ -83,15 +84,22 @@ def shrink(cache: GroupCache, request: Request, seconds: float) -> GroupCache:
     return _agree_and_replace(cache, request, client, seconds)
 
 
-def stand_by(cache: GroupCache, seconds: float) -> GroupCache:
+def stand_by(cache: GroupCache, seconds: float, lost_after: float | None) -> GroupCache:
     """Wait until the ranks of a mesh shrink it, and return the mesh that replaces it.
+
+    Args:
+        lost_after: seconds without a heartbeat after which a rank is lost; None for the default.
 
     Raises:
         LifetimeError: the mesh was closed.
+        MembershipError: a new process has the place of this one.
         MissingRanksError: no rank called ``shrink`` in time, or none is left that could.
         WorldError: the store has failed.
     """
-    return _agree_and_replace(cache, None, _client(cache, seconds), seconds)
+    client = _client(cache, seconds)
+    if lost_after is not None:
+        cache.statuses.lost_after = lost_after
+    return _agree_and_replace(cache, None, client, seconds)
 
 
 def _client(cache: GroupCache, seconds: float) -> CallClient:
@@ -113,6 +121,7 @@ def _agree_and_replace(cache: GroupCache, request: Request | None, client: CallC
         seconds: its timeout.
     """
     cache.identity.register(cache.registry, client.timeout(), rejoin=True)
+    _check_not_replaced(cache, client)
     if cache.identity.rejoined:
         request = None  # a new process in the place of a lost one stands by
     layout, identity = cache.layout, cache.identity
@@ -123,6 +132,7 @@ def _agree_and_replace(cache: GroupCache, request: Request | None, client: CallC
         layout = successor(before, outcome.lost, outcome.replaced, outcome.axis)
         identity = identity.successor(layout)
         if missed and cache.rank in layout:  # with its former process: the others need not wait for that one
+            _check_not_replaced(cache, client)
             text = f"{cache.label} was aborted by rank {cache.rank}, which is a new process and stands by"
             publish_abort(client.run, identity.mismatch_key, text)
     cache.forget_store()
@@ -182,6 +192,17 @@ def _has_ended(mine: Listener | None, status: RankStatus) -> bool:
         return False
     # A rank that reaches the store over its loopback is on the store's host. Elsewhere that address means another host.
     return is_loopback(status.endpoint[0]) == is_loopback(mine.host) and refuses(status.endpoint)
+
+
+def _check_not_replaced(cache: GroupCache, client: CallClient) -> None:
+    """Raise MembershipError if a new process has this rank: the mesh may have that one."""
+    (newest,) = client.run(Read(process_key(cache.rank)))
+    if newest is not None and newest.decode() != process_label():
+        name = newest.decode().rpartition("/")[0]
+        raise MembershipError(
+            f"{cache.label}: {name} has taken the place of this process as rank {cache.rank}, so this one cannot come "
+            "back. End it."
+        )
 
 
 def _taken_for_lost(cache: GroupCache, outcome: Outcome) -> str:

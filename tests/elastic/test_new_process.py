@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pgmesh import PgmeshError, ProcessGroupMesh, launch
+from pgmesh import MembershipError, PgmeshError, ProcessGroupMesh, launch
 from pgmesh.launch import StoreProcess
 from pgmesh.launch.processes import process_context
-from tests.support.faults import LONG_TIMEOUT, WAIT_TIMEOUT, beat_fast, set_flag, wait_for_flag
+from tests.support.faults import BEAT, LONG_TIMEOUT, WAIT_TIMEOUT, beat_fast, set_flag, wait_for_flag
 from tests.support.worlds import check_sums, groups_of
 
 RANKS, LOST = 4, 3
@@ -36,7 +37,11 @@ def run(rank: int, port: int, folder: Path, process: int) -> None:
             assert [*mesh] == [*range(RANKS)]
             set_flag(folder, f"round {round_} rank {rank} process {process}")
         except (PgmeshError, RuntimeError):
-            mesh = mesh.shrink(spares=[LOST], timeout=WAIT_TIMEOUT)
+            try:
+                mesh = mesh.shrink(spares=[LOST], timeout=WAIT_TIMEOUT)
+            except MembershipError as error:
+                (folder / f"refused {rank}").write_text(str(error))
+                break
             assert mesh.shrunk.replaced_by == {LOST: LOST}
     os._exit(0)
 
@@ -78,3 +83,38 @@ def test_a_new_process_takes_the_place_of_a_lost_rank_twice(tmp_path: Path, orde
         finally:
             for process in running.values():
                 process.kill()
+
+
+def test_an_old_process_that_goes_on_leaves_the_mesh_of_its_successor_alone(tmp_path: Path):
+    context = process_context()
+    running: list[Any] = []
+
+    def start(rank: int, process: int) -> None:
+        running.append(context.Process(target=run, args=(rank, store.port, tmp_path, process)))
+        running[-1].start()
+
+    with StoreProcess() as store:
+        try:
+            for rank in range(RANKS):
+                start(rank, 0)
+            for rank in range(RANKS):
+                wait_for_flag(tmp_path, f"round 0 rank {rank} process 0")
+            os.kill(running[LOST].pid, signal.SIGSTOP)
+            start(LOST, 1)
+            for rank in range(RANKS):
+                wait_for_flag(tmp_path, f"round 1 rank {rank} process {int(rank == LOST)}")
+            os.kill(running[LOST].pid, signal.SIGCONT)
+            running[LOST].join(WAIT_TIMEOUT)
+            refused = (tmp_path / f"refused {LOST}").read_text()
+            time.sleep(3 * BEAT)  # in which an abort would reach the others
+            set_flag(tmp_path, "over")
+            for process in running:
+                process.join(WAIT_TIMEOUT)
+        finally:
+            for process in running:
+                process.kill()
+    print(refused)
+    assert f"process {running[LOST].pid} on" not in refused
+    assert f"process {running[-1].pid} on" in refused
+    assert f"has taken the place of this process as rank {LOST}" in refused
+    assert not [*tmp_path.glob("round 2 *")], "the mesh was replaced again"
