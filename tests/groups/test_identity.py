@@ -22,7 +22,9 @@ class Process:
     def __init__(self, store: dist.Store, rank: int, *, replaces_process: bool = False) -> None:
         self.store, self.rank, self.replaces_process = store, rank, replaces_process
         self.numbers: dict[str, int] = {}
-        self.registry: Any = SimpleNamespace(store_thread=lambda: self, predecessor=None, offsets={}, registered={})
+        self.registry: Any = SimpleNamespace(
+            store_thread=lambda: self, predecessor_numbers=None, first_numbers={}, last_numbers={}
+        )
 
     def run(self, *operations: Operation, seconds: float) -> list[Any]:
         return [perform(self.store, operation) for operation in operations]
@@ -49,7 +51,7 @@ def test_the_third_process_of_a_rank_finds_the_numbers_of_the_first():
 
 
 def test_the_names_registered_last_are_kept(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "_REGISTERED_NAMES", 2)
+    monkeypatch.setattr(module, "_PUBLISHED_NAMES", 2)
     store = dist.HashStore()
     first = Process(store, 1)
     for name in ("actor", "critic", "reference", "actor"):
