@@ -310,7 +310,7 @@ class _Call:
         for path, attempt in self.attempts.items():
             state = self.cache.attempts.of(path)
             if state.attempt is not attempt:  # another thread released the group meanwhile
-                self.cache.attempts.leave(attempt)
+                self.cache.registry.clean_store(attempt.leave)
             elif path in done:
                 state.connected = attempt
         for collective in self.collectives:

@@ -66,16 +66,12 @@ class Attempts:
         """Forget a path that no other group will have, and leave its attempts."""
         state = self._states.pop(path, None)
         if state is not None and state.attempt is not None and state.attempt.decision is not None:
-            self.leave(state.attempt)  # a running connect leaves an undecided one itself
+            self._registry.clean_store(state.attempt.leave)  # a running connect leaves an undecided one itself
 
     def forget_all(self) -> None:
         """Forget all paths, also of groups that were never created."""
         for path in list(self._states):
             self.forget(path)
-
-    def leave(self, attempt: ConnectAttempt) -> None:
-        """Release the store keys of an attempt and those before it. The last member to do so deletes them."""
-        self._registry.clean_store(attempt.leave)
 
     def take_keys(self) -> list[str]:
         """Forget all paths without leaving their attempts; return the store keys of these."""

@@ -3,8 +3,9 @@
 Views and slices of a mesh share one ``GroupCache``. Creating a group communicates nothing: its name is computed
 (``naming.py``), and its backend connects at its first use, through the store of ``rendezvous/polling_store.py``.
 
-A mesh is one cache, which owns four objects with a file each: its ``identity``, the ``registry`` of this process's
-caches, the options that were configured, and the ``attempts`` of ``connect``.
+A cache holds the groups and the lock that guards them. Its other data has files of its own: the mesh's numbers
+(``identity.py``), the configured options (``configuring.py``), and the attempts to connect groups (``attempts.py``).
+``registry.py`` has all caches of this process.
 """
 
 from __future__ import annotations
@@ -85,10 +86,10 @@ class GroupCache:
         self._device_meshes: dict[Layout, DeviceMesh] = {}
         self._meshes: weakref.WeakSet[Any] = weakref.WeakSet()  # meshes that hold references to groups
         self._aborted_with: weakref.WeakSet[GroupCache] = weakref.WeakSet()  # of internal meshes
-        # Only ``connect`` uses these.
+        # ``connect`` keeps these here.
         self.operations = 0  # its store operations
         self.last_errors: set[str] = set()  # of its last failed call; a retry does not log them again
-        # Only ``elastic`` uses these.
+        # ``elastic`` keeps these here.
         self.shrunk: Any = None  # the change, if shrink created this mesh
         self.shrink_attempts: dict[str, int] = {}  # by prefix of a mesh's store keys
         self.aborts_when_lost = False
@@ -114,6 +115,11 @@ class GroupCache:
     def is_fake(self) -> bool:
         """True in a fake world, which has no other processes."""
         return backends_of(self.registry.options.backend).fake
+
+    @functools.cached_property
+    def statuses(self) -> Statuses:
+        """The statuses of other ranks, shared by several calls, so that a silence is measured from its beginning."""
+        return Statuses(self.registry.store_thread().lost_after, time.monotonic)
 
     def track(self, mesh: Any) -> None:
         """Register a mesh whose references to groups are cleared when groups end."""
@@ -190,36 +196,47 @@ class GroupCache:
         """Create a group. With Gloo and NCCL, this waits for no other member."""
         options, ranks = key.options, key.ranks
         tagged = f", tag={key.tag}" if key.tag else ""
-        label = f"group of ranks {format_ranks(ranks)}{tagged}"
-        description = label.removeprefix("group of ")
-        if layout is not None:
-            description = layout.describe(self.rank, *axes) + tagged
+        if layout is None:
+            place = f"ranks {format_ranks(ranks)}{tagged}"
+            label = f"group of {place}"
+        else:
+            place = layout.describe(self.rank, *axes) + tagged
             label = f"group {', '.join(map(str, axes or layout.axes)) or f'of rank {ranks[0]}'}{tagged}"
+        description = options.description or f"{self.name or 'mesh'}[{place}]"
         asked = naming.asked_options(options, default)
         if asked and len(ranks) > 1:
             self._configured.warn_of_timeout(asked, axes, f"{label} of {self.label}")
         if options is not self.registry.options:
             check_supported(options, f"{label} of {self.label}")
         self.registry.keep(self)
-        description = options.description or f"{self.name or 'mesh'}[{description}]"
-        backends = backends_of(options.backend)
-        if not backends.by_members:
-            blocks = () if layout is None else tuple(layout.partition(*axes))
-            return building.build_collectively(label, self.label, options, blocks, description)
+        if backends_of(options.backend).by_members:
+            return self._create_by_members(key, asked, label, description)
+        blocks = () if layout is None else tuple(layout.partition(*axes))
+        return building.build_collectively(label, self.label, options, blocks, description)
+
+    def _create_by_members(
+        self, key: GroupKey, asked: Mapping[str, Any], label: str, description: str
+    ) -> building.GroupRecord:
+        """Create a group without the other ranks of the world.
+
+        Args:
+            asked: the options of the call that differ from those configured.
+            label: the group in messages.
+            description: text for profiles and flight records.
+        """
+        options, ranks, backends = key.options, key.ranks, backends_of(key.options.backend)
         path = self._generations.path(key, asked)
         broken = self.attempts.of(path).broken  # the same on all members, so the new name is too
         unique = path if broken is None else f"{path}.{broken}"
-        stores: dict[str, Any] = dict.fromkeys(backends.names, dist.HashStore())
-        fingerprint = None
+        fingerprint, stores = None, dict[str, Any]()
         if len(ranks) > 1 and not backends.fake:
             hint = "On every rank, configure its axes with the same options or pass the same options in the call."
             asked_for = ", ".join(f"{name}={value!r}" for name, value in asked.items())
             subject = f"{label} of {self.label}" + f"{ASKED_FOR}{asked_for})" * bool(asked)
             fingerprint = Fingerprint(self.rank, options.given, subject, hint)
             stores = {each: self._polling_store(each, key, path, unique, fingerprint) for each in backends.names}
-        name = self.identity.group_name(unique)
-        group = building.build(name, ranks, self.rank, options, self.registry.store, stores, description)
-        stores = {} if fingerprint is None else stores
+        name, inner = self.identity.group_name(unique), stores or dict.fromkeys(backends.names, dist.HashStore())
+        group = building.build(name, ranks, self.rank, options, self.registry.store, inner, description)
         record = building.GroupRecord(
             group, label, self.label, call_site(), path, stores, ranks=ranks, fingerprint=fingerprint
         )
@@ -342,11 +359,6 @@ class GroupCache:
             if len(block) == 1:
                 self._configured.mark_returned(option_key)
 
-    @functools.cached_property
-    def statuses(self) -> Statuses:
-        """The statuses of other ranks, shared by several calls, so that a silence is measured from its beginning."""
-        return Statuses(self.registry.store_thread().lost_after, time.monotonic)
-
     # -- ending -------------------------------------------------------------------------------------------------
 
     def release(self, ranks: tuple[int, ...]) -> None:
@@ -379,7 +391,7 @@ class GroupCache:
             at_exit: the process ends, so the store is left as it is.
         """
         text = reason or f"was closed at {call_site()}."
-        if not self._end(text, at_exit=at_exit, patience=-1 if reason is None else 1.0):
+        if not self._end(text, at_exit=at_exit, lock_seconds=-1 if reason is None else 1.0):
             self.ended = self.ended or text
 
     def abort(self, why: str, where: str = "") -> None:
@@ -421,18 +433,18 @@ class GroupCache:
         """Delete what an aborted mesh has left in the store. It was replaced, so no rank reads that any more."""
         self.registry.delete_keys([*self.attempts.take_keys(), *self.identity.store_keys()])
 
-    def _end(self, reason: str, *, aborted: bool = False, at_exit: bool = False, patience: float = 1.0) -> bool:
+    def _end(self, reason: str, *, aborted: bool = False, at_exit: bool = False, lock_seconds: float = 1.0) -> bool:
         """Destroy all groups, unless that was done before. The cache creates no more.
 
         Args:
             aborted: do not wait for collectives. What the mesh has in the store stays until ``forget_store``.
             at_exit: the process ends, so the store is left as it is.
-            patience: timeout for the lock; -1 for none.
+            lock_seconds: timeout for the lock; -1 for none.
 
         Returns:
             False if another thread holds the lock. It may never release it.
         """
-        if not self.lock.acquire(timeout=patience):
+        if not self.lock.acquire(timeout=lock_seconds):
             return False
         try:
             if self.ended is None:

@@ -59,20 +59,14 @@ class MeshIdentity:
         call: the call that created the root mesh, for messages. Default: derived from the layout.
         rank: this process's rank.
         world_size: number of ranks of the world.
-        pickled_number: the local number in the process that pickled the mesh; None if the mesh was not unpickled.
+        pickled: the local number in the process that pickled the mesh; None if the mesh was not unpickled.
     """
 
     def __init__(
-        self,
-        name: str | None,
-        layout: Layout,
-        call: str | None,
-        rank: int,
-        world_size: int,
-        pickled_number: int | None = None,
+        self, name: str | None, layout: Layout, call: str | None, rank: int, world_size: int, pickled: int | None = None
     ) -> None:
         self.name, self.layout, self.rank, self.world_size = name, layout, rank, world_size
-        self.pickled_number = pickled_number
+        self.pickled_number = pickled
         self.number = 0  # the local number; the registry sets it
         self.generation = 0
         self.shared_number: int | None = None  # None until registered

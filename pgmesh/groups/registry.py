@@ -68,11 +68,11 @@ class Registry:
         self._aborts: bytes | None = None  # how many meshes ranks had aborted at the last heartbeat
         self.at_heartbeat: list[Callable[[Callable[[Operation], Any]], bool]] = []  # until they return False
         self._thread: StoreThread | None = None  # started by the first store operation
-        # Numbers of meshes by key prefix, such as "pgmesh/train". See ``identity.py``, which fills the last three.
-        self._next_numbers: defaultdict[str, int] = defaultdict(int)  # the local number of this process's next mesh
-        self.first_numbers: dict[str, int] = {}  # the shared number of this process's first mesh
-        self.last_numbers: dict[str, int] = {}  # the shared number of this rank's last mesh, in any process
-        self.predecessor_numbers: dict[str, int] | None = None  # the same of the predecessor; None until read
+        # Numbers by key prefix, such as "pgmesh/train": see ``identity.py``, which fills the last three.
+        self._next_numbers: defaultdict[str, int] = defaultdict(int)  # local number of this process's next mesh
+        self.first_numbers: dict[str, int] = {}  # shared number of this process's first mesh
+        self.last_numbers: dict[str, int] = {}  # shared number of this rank's last mesh, in any process
+        self.predecessor_numbers: dict[str, int] | None = None  # last_numbers of the predecessor; None until read
 
     def store_thread(self) -> StoreThread:
         """The store thread of this process. The first call starts it."""
@@ -155,9 +155,8 @@ class Registry:
         if cache in self.with_groups:
             return
         with registering:
-            others = [] if cache.name is not None else self.open_caches()
-            for other in others:
-                if other is not cache and other.name is None and other.layout == cache.layout:
+            for other in self.open_caches():
+                if cache.name is None and other is not cache and (other.name, other.layout) == (None, cache.layout):
                     key = next(key for key, each in open_caches_by_name().items() if each is other)
                     raise NameTakenError(
                         f"two unnamed meshes differ only in the order of creation: {cache.call}, created at "
@@ -205,9 +204,6 @@ class Registry:
         if self._thread is not None:
             self._thread.close_listener()
         self.forked, self._thread = True, None
-
-
-# -- the registry of each world ------------------------------------------------------------------------------------
 
 
 _registries: weakref.WeakKeyDictionary[Any, Registry] = weakref.WeakKeyDictionary()
