@@ -36,7 +36,12 @@ class PathState:
 
 
 class Attempts:
-    """The states of a mesh's paths, and the end of their attempts in the store."""
+    """The states of a mesh's paths.
+
+    Args:
+        registry: gives access to the store.
+        identity: the mesh.
+    """
 
     def __init__(self, registry: Registry, identity: MeshIdentity) -> None:
         self._registry, self._identity = registry, identity
@@ -44,7 +49,7 @@ class Attempts:
 
     def of(self, path: str) -> PathState:
         """The state of a path."""
-        return self._states.setdefault(path, PathState())
+        return self._states.setdefault(path, PathState())  # atomic: the caller may hold no lock
 
     @contextlib.contextmanager
     def connecting(self, paths: Iterable[str], deadline: float) -> Iterator[None]:
@@ -63,7 +68,7 @@ class Attempts:
             yield
 
     def forget(self, path: str) -> None:
-        """Forget a path that no other group will have, and leave its attempts."""
+        """Forget a path that no later group will have, and release the store keys of its attempts."""
         state = self._states.pop(path, None)
         if state is not None and state.attempt is not None and state.attempt.decision is not None:
             self._registry.clean_store(state.attempt.leave)  # a running connect leaves an undecided one itself
@@ -74,6 +79,6 @@ class Attempts:
             self.forget(path)
 
     def take_keys(self) -> list[str]:
-        """Forget all paths without leaving their attempts; return the store keys of these."""
+        """Forget all paths; return the store keys of their attempts, which no other rank uses any more."""
         states, self._states = self._states, {}
         return [key for state in states.values() if state.attempt is not None for key in state.attempt.store_keys()]

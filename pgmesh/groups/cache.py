@@ -193,7 +193,12 @@ class GroupCache:
     def _create(
         self, key: GroupKey, default: GroupOptions, layout: Layout | None, axes: tuple[Axis, ...]
     ) -> building.GroupRecord:
-        """Create a group. With Gloo and NCCL, this waits for no other member."""
+        """Create a group. With Gloo and NCCL, this waits for no other member.
+
+        Args:
+            default: the options that were configured.
+            layout: as in ``record``.
+        """
         options, ranks = key.options, key.ranks
         tagged = f", tag={key.tag}" if key.tag else ""
         if layout is None:
@@ -240,7 +245,7 @@ class GroupCache:
         record = building.GroupRecord(
             group, label, self.label, call_site(), path, stores, ranks=ranks, fingerprint=fingerprint
         )
-        end_aborted = weakref.WeakMethod(self.end_aborted)
+        end_aborted = weakref.WeakMethod(self.end_aborted)  # or the record and the cache would refer to each other
         record.on_abort = lambda text: (end := end_aborted()) and end(text)
         building.remember(record)
         return record
@@ -261,6 +266,11 @@ class GroupCache:
     def _polling_store(
         self, backend: str, key: GroupKey, path: str, unique: str, fingerprint: Fingerprint
     ) -> PollingStore:
+        """The store that one backend of a group reads through.
+
+        Args:
+            unique: the path, with a number behind it if an earlier group of this path broke.
+        """
         timeout = key.options.timeout or timedelta()
         seconds = timeout.total_seconds()
         return PollingStore(

@@ -11,20 +11,20 @@ A mesh has a name, or the set of its ranks instead, and three numbers:
 For example, ranks 0 to 3 create the mesh "train", close it, and create it again. Then rank 3 is lost, and a new process
 takes its place. The program may close the mesh and create the next one, or call ``shrink``:
 
-                                                       name in torch, on                     prefix of
-                                                       ranks 0 to 2       rank 3             the store keys
-    all create "train"                                 pgmesh/train.0     pgmesh/train.0     pgmesh/train.0
-    all close it and create it again                   pgmesh/train.1     pgmesh/train.1     pgmesh/train.1
+                                                     names in torch, on                    store keys,
+                                                     ranks 0 to 2       rank 3             on all ranks
+    all create "train"                               pgmesh/train.0     pgmesh/train.0     pgmesh/train.0
+    all close it and create it again                 pgmesh/train.1     pgmesh/train.1     pgmesh/train.1
     rank 3 is lost, and a new process takes its place; then either
-      the others close it, and all create the next     pgmesh/train.2     pgmesh/train.0     pgmesh/train.2
+      the others close it, and all create the next   pgmesh/train.2     pgmesh/train.0     pgmesh/train.2
     or
-      the new process creates it, and stands by        pgmesh/train.1     pgmesh/train.0     pgmesh/train.1
-      the others shrink it, with rank 3 as a spare     pgmesh/train.1~1   pgmesh/train.0~1   pgmesh/train.1~1
+      the new process creates it, and stands by      pgmesh/train.1     pgmesh/train.0     pgmesh/train.1
+      the others shrink it, with rank 3 as a spare   pgmesh/train.1~1   pgmesh/train.0~1   pgmesh/train.1~1
 
-While no process is replaced, the first shared number is 0, without communication. The new process reads two things from
-the store: the last shared numbers of its *predecessor*, which is the process that had its rank before, and those of the
-other ranks. In the example the predecessor's last "train" had 1. So the first one of the new process has 2; or 1, if it
-rejoins the mesh that its predecessor was in.
+The first mesh of a name has the shared number 0, except in a process that replaces another one, its *predecessor*. Each
+rank publishes its last shared number of each name. The new process reads that of its predecessor, which is 1 in the
+example. If it *rejoins* the mesh that the predecessor was in, its first shared number is 1 too. Otherwise it is the next
+one, 2; or the last one of another rank, if that is higher.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class MeshIdentity:
         self.pickled_number = pickled
         self.number = 0  # the local number; the registry sets it
         self.generation = 0
-        self.shared_number: int | None = None  # None until registered
+        self.shared_number: int | None = None  # None until ``register`` derives it
         self.registered = False  # this rank has published the fingerprint
         self.rejoined = False  # registered as the mesh that the predecessor was in
         self._call = call
