@@ -23,8 +23,8 @@ takes its place. The program may close the mesh and create the next one, or call
 
 The first mesh of a name has the shared number 0, except in a process that replaces another one, its *predecessor*. Each
 rank publishes its last shared number of each name. The new process reads that of its predecessor, which is 1 in the
-example. If it *rejoins* the mesh that the predecessor was in, its first shared number is 1 too. Otherwise it is the next
-one, 2; or the last one of another rank, if that is higher.
+example. If it *rejoins* the mesh that the predecessor was in, its first shared number is 1 too. Otherwise it is 2, the
+next one; or the last one of another rank, if that is higher.
 """
 
 from __future__ import annotations
