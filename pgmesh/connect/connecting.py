@@ -126,13 +126,12 @@ class _Call:
     def run(self) -> Connected:
         try:
             self._find_groups()
-            with self.cache.connecting(self.records, self.client.deadline):
+            with self.cache.attempts.connecting(self.records, self.client.deadline):
                 self._find_groups()  # another thread may have connected or released them meanwhile
                 if self._discard_broken():
                     self._find_groups()
-                self.records = {
-                    path: record for path, record in self.records.items() if path not in self.cache.connected
-                }
+                of = self.cache.attempts.of
+                self.records = {path: record for path, record in self.records.items() if not of(path).connected}
                 return self._connect() if self.records else Connected()
         finally:
             self.cache.operations += self.client.operations
@@ -152,7 +151,7 @@ class _Call:
 
     def _discard_broken(self) -> bool:
         """Discard those connected groups whose ``broken`` key another member has set. True if there are any."""
-        connected = {path: self.cache.connected[path] for path in self.records if path in self.cache.connected}
+        connected = {path: made for path in self.records if (made := self.cache.attempts.of(path).connected)}
         answers = self.client.run(*(Read(f"{each.name}/broken") for each in connected.values())) if connected else []
         broken = [path for path, answer in zip(connected, answers) if answer is not None]
         for path in broken:
@@ -172,9 +171,10 @@ class _Call:
             record.mesh_label,
             address="" if store is None else store.address,
         )
-        if (before := self.cache.attempts.get(record.path)) is not None:
-            attempt.continue_after(before)
-        self.attempts[record.path] = self.cache.attempts[record.path] = attempt
+        state = self.cache.attempts.of(record.path)
+        if state.attempt is not None:
+            attempt.continue_after(state.attempt)
+        self.attempts[record.path] = state.attempt = attempt
         return attempt
 
     def _participant(self, attempts: Sequence[ConnectAttempt], ready: Callable[[ConnectAttempt], None]) -> Participant:
@@ -187,7 +187,7 @@ class _Call:
             process=process_label(),
             deadline=self.seconds,
             statuses=self.statuses,
-            mesh_mismatch_key=self.cache.identity.mismatch_key,
+            mesh_mismatch_key=self.cache.identity.refusal_key,
             pace=thread.pace,
             warn=self._warn,
             ready=ready,
@@ -202,7 +202,7 @@ class _Call:
         """Decide that the attempts of this call failed, also those of groups that this rank has not created."""
         self.client.interrupted = not isinstance(error, Exception)
         # The caller raises the first error. Where another thread connects one of the groups, nothing is published.
-        with contextlib.suppress(PgmeshError), self.cache.connecting(self.records, time.monotonic()):
+        with contextlib.suppress(PgmeshError), self.cache.attempts.connecting(self.records, time.monotonic()):
             placeholders = [self.cache.placeholder(self.layout, axes) for axes in absent]
             records = [*self.records.values(), *(each for each in placeholders if len(each.ranks) > 1)]
             attempts = [self._attempt(each) for each in records]
@@ -308,10 +308,11 @@ class _Call:
         """Record the connected groups in the cache, and discard groups that cannot be used."""
         done = {each.record.path for each in self.collectives if each.done and not each.error}
         for path, attempt in self.attempts.items():
-            if self.cache.attempts.get(path) is not attempt:  # another thread released the group meanwhile
-                self.cache.leave_attempt(attempt)
+            state = self.cache.attempts.of(path)
+            if state.attempt is not attempt:  # another thread released the group meanwhile
+                self.cache.registry.clean_store(attempt.leave)
             elif path in done:
-                self.cache.connected[path] = attempt
+                state.connected = attempt
         for collective in self.collectives:
             if collective.error is not None or not collective.done:
                 number = self.attempts[collective.record.path].number

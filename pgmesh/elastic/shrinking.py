@@ -134,7 +134,7 @@ def _agree_and_replace(cache: GroupCache, request: Request | None, client: CallC
         if missed and cache.rank in layout:  # with its former process: the others need not wait for that one
             _check_not_replaced(cache, client)
             text = f"{cache.label} was aborted by rank {cache.rank}, which is a new process and stands by"
-            publish_abort(client.run, identity.mismatch_key, text)
+            publish_abort(client.run, identity.refusal_key, text)
     cache.forget_store()
     if request is not None and cache.rank in outcome.lost:
         raise MembershipError(_taken_for_lost(cache, outcome))

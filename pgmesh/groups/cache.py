@@ -2,19 +2,21 @@
 
 Views and slices of a mesh share one ``GroupCache``. Creating a group communicates nothing: its name is computed
 (``naming.py``), and its backend connects at its first use, through the store of ``rendezvous/polling_store.py``.
+
+A cache holds the groups and the lock that guards them. Its other data has files of its own: the mesh's numbers
+(``identity.py``), the configured options (``configuring.py``), and the attempts to connect groups (``attempts.py``).
+``registry.py`` has all caches of this process.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import math
 import threading
 import time
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -24,19 +26,18 @@ import torch.distributed as dist
 from pgmesh import torch_private
 from pgmesh._util.call_sites import call_site
 from pgmesh._util.formatting import format_ranks
-from pgmesh.errors import LifetimeError, NameTakenError, OptionsError, PgmeshError, PlaceError, WorldError
-from pgmesh.groups import building, naming, registry, teardown
+from pgmesh.errors import LifetimeError, OptionsError, PgmeshError, PlaceError
+from pgmesh.groups import building, connections, naming, teardown
+from pgmesh.groups.attempts import Attempts
 from pgmesh.groups.backends import backends_of
 from pgmesh.groups.configuring import ConfiguredOptions, check_supported, format_verb
 from pgmesh.groups.device_meshes import build_device_mesh
 from pgmesh.groups.identity import MeshIdentity
 from pgmesh.groups.naming import GroupKey
-from pgmesh.groups.registry import current_registry, open_caches_by_name
+from pgmesh.groups.registry import current_registry, publish_abort
 from pgmesh.groups.world import world_rank_and_size
 from pgmesh.options import GroupOptions
-from pgmesh.rendezvous.operations import Delete
 from pgmesh.rendezvous.polling_store import ASKED_FOR, PollingStore
-from pgmesh.rendezvous.protocol import ConnectAttempt
 from pgmesh.rendezvous.records import Fingerprint
 from pgmesh.rendezvous.statuses import Statuses
 
@@ -45,8 +46,6 @@ if TYPE_CHECKING:
 
     from pgmesh.layout import Axis, Layout
 
-
-log = logging.getLogger("pgmesh")
 
 _ABORT_SECONDS = 0.5
 """Timeout of the store operation that publishes an abort."""
@@ -59,7 +58,7 @@ class GroupCache:
         name: name of the mesh, the same on every rank; None for an unnamed mesh.
         layout: layout of the root mesh, the same on every rank.
         call: the call that created the root mesh, for messages. Default: derived from the layout.
-        number: number of an unpickled mesh where it was created. It gets the same number here unless that is taken.
+        pickled_number: local number of an unpickled mesh where it was created. It is the same here unless taken.
         outside: rank of an unpickled mesh outside any world; the cache is then closed.
         identity: identity of a mesh that replaces another one. Default: a new one, from name and layout.
     """
@@ -70,58 +69,38 @@ class GroupCache:
         layout: Layout,
         call: str | None = None,
         *,
-        number: int | None = None,
+        pickled_number: int | None = None,
         outside: int | None = None,
         identity: MeshIdentity | None = None,
     ) -> None:
         self.layout, self.name = layout, name
         self.rank, self.world_size = world_rank_and_size() if outside is None else (outside, 0)
-        self.identity = identity or MeshIdentity(name, layout, call, self.rank, self.world_size)
+        self.identity = identity or MeshIdentity(name, layout, call, self.rank, self.world_size, pickled_number)
         self.call_site = call_site()
+        self.lock = threading.RLock()
         self.ended: str | None = None  # why, if all groups were destroyed
         self.aborted = False  # it ended by ``abort``, or it was replaced: it may be shrunk
-        self.lock = threading.RLock()
         self.creation_seconds = 0.0
-        self.operations = 0  # store operations of connect
+        self._records: cachetools.Cache[GroupKey, building.GroupRecord] = cachetools.Cache(math.inf)
+        self._generations = naming.Generations()
+        self._device_meshes: dict[Layout, DeviceMesh] = {}
+        self._meshes: weakref.WeakSet[Any] = weakref.WeakSet()  # meshes that hold references to groups
+        self._dependents: weakref.WeakSet[GroupCache] = weakref.WeakSet()  # internal meshes that are aborted with it
+        # ``connect`` keeps these here.
+        self.operations = 0  # its store operations
+        self.last_errors: set[str] = set()  # of its last failed call; a retry does not log them again
+        # ``elastic`` keeps these here.
         self.shrunk: Any = None  # the change, if shrink created this mesh
         self.shrink_attempts: dict[str, int] = {}  # by prefix of a mesh's store keys
         self.aborts_when_lost = False
         self.abort_after: float | None = None  # seconds of silence after which a lost rank aborts the mesh
-        self.connected: dict[str, ConnectAttempt] = {}  # by path of a group: its successful attempt
-        self.attempts: dict[str, ConnectAttempt] = {}  # by path of a group: all its attempts
-        self.last_errors: set[str] = set()  # of the last failed call of connect; a retry does not log them again
-        self._dependents: weakref.WeakSet[GroupCache] = weakref.WeakSet()  # internal meshes that are aborted with it
-        self._meshes: weakref.WeakSet[Any] = weakref.WeakSet()  # meshes that hold references to groups
-        self._records: cachetools.Cache[GroupKey, building.GroupRecord] = cachetools.Cache(math.inf)
-        self._generations = naming.Generations()
-        self._broken: dict[str, int] = {}  # by path of a group: the number of its last attempt that broke
-        self._device_meshes: dict[Layout, DeviceMesh] = {}
-        self._connecting: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by path of a group
         if outside is not None:
             self.ended = "was unpickled outside any world."
             return
         self.registry = current_registry()
+        self.attempts = Attempts(self.registry, self.identity)
         self._configured = ConfiguredOptions(self.rank, self.registry.options)
-        if self.registry.forked:
-            raise LifetimeError(
-                f"{self.call}: this process was forked from rank {self.rank} and shares its sockets, so it cannot "
-                "create groups.\n\n"
-                "  pgmesh.Layout(dp=2, tp=2)   # a layout needs no processes"
-            )
-        with registry.registering:
-            for other in self.registry.open_caches():
-                if name is not None and other.name == name:
-                    raise NameTakenError(
-                        f"a mesh named {name!r} already exists, created at {other.call_site}: {other.call}.\n\n"
-                        f"  mesh = pgmesh.meshes()[{name!r}]    # use that one\n"
-                        f"  pgmesh.meshes()[{name!r}].close()   # or close it first, or use another name"
-                    )
-            if identity is None:
-                numbers, prefix = self.registry.numbers, self.identity.prefix
-                self.identity.number, self.identity.pickled_number = max(numbers[prefix], number or 0), number
-                if number is None:
-                    numbers[prefix] = self.identity.number + 1
-            self.registry.caches[next(registry.serials)] = self
+        self.registry.add(self)
 
     @property
     def call(self) -> str:
@@ -133,6 +112,15 @@ class GroupCache:
         """Name of the mesh in messages."""
         return self.identity.label
 
+    def is_fake(self) -> bool:
+        """True in a fake world, which has no other processes."""
+        return backends_of(self.registry.options.backend).fake
+
+    @functools.cached_property
+    def statuses(self) -> Statuses:
+        """The statuses of other ranks, shared by several calls, so that a silence is measured from its beginning."""
+        return Statuses(self.registry.store_thread().lost_after, time.monotonic)
+
     def track(self, mesh: Any) -> None:
         """Register a mesh whose references to groups are cleared when groups end."""
         with self.lock:
@@ -141,7 +129,9 @@ class GroupCache:
     def check(self) -> None:
         """Raise LifetimeError if the cache is closed, the world has ended, or this process is a forked child."""
         if self.ended is not None:
-            raise LifetimeError(f"{self.label} {self.ended} Its layout can still be used, but it has no groups.")
+            raise LifetimeError(
+                f"{self.label} {self.ended.rstrip('.')}. Its layout can still be used, but it has no groups."
+            )
 
     # -- finding and creating -----------------------------------------------------------------------------------
 
@@ -191,7 +181,7 @@ class GroupCache:
                     record = self._records[key] = self._create(key, default, layout, axes)
                 except BaseException:
                     if not self._records:
-                        self.registry.with_groups.discard(self)  # a cache without groups does not block its successor
+                        self.registry.stop_keeping(self)  # a cache without groups does not block its successor
                     raise
                 self.creation_seconds += time.monotonic() - start
             if record.created_by == "adopted" and not torch_private.is_known(record.group):
@@ -205,43 +195,59 @@ class GroupCache:
     def _create(
         self, key: GroupKey, default: GroupOptions, layout: Layout | None, axes: tuple[Axis, ...]
     ) -> building.GroupRecord:
-        """Create a group. With Gloo and NCCL, this waits for no other member."""
+        """Create a group. With Gloo and NCCL, this waits for no other member.
+
+        Args:
+            default: the options that were configured.
+            layout: as in ``record``.
+        """
         options, ranks = key.options, key.ranks
         tagged = f", tag={key.tag}" if key.tag else ""
-        label = f"group of ranks {format_ranks(ranks)}{tagged}"
-        description = label.removeprefix("group of ")
-        if layout is not None:
-            description = layout.describe(self.rank, *axes) + tagged
+        if layout is None:
+            place = f"ranks {format_ranks(ranks)}{tagged}"
+            label = f"group of {place}"
+        else:
+            place = layout.describe(self.rank, *axes) + tagged
             label = f"group {', '.join(map(str, axes or layout.axes)) or f'of rank {ranks[0]}'}{tagged}"
+        description = options.description or f"{self.name or 'mesh'}[{place}]"
         asked = naming.asked_options(options, default)
         if asked and len(ranks) > 1:
             self._configured.warn_of_timeout(asked, axes, f"{label} of {self.label}")
         if options is not self.registry.options:
             check_supported(options, f"{label} of {self.label}")
-        self._claim_name()
-        description = options.description or f"{self.name or 'mesh'}[{description}]"
-        backends = backends_of(options.backend)
-        if not backends.by_members:
-            blocks = () if layout is None else tuple(layout.partition(*axes))
-            return building.build_collectively(label, self.label, options, blocks, description)
+        self.registry.keep(self)
+        if backends_of(options.backend).by_members:
+            return self._create_by_members(key, asked, label, description)
+        blocks = () if layout is None else tuple(layout.partition(*axes))
+        return building.build_collectively(label, self.label, options, blocks, description)
+
+    def _create_by_members(
+        self, key: GroupKey, asked: Mapping[str, Any], label: str, description: str
+    ) -> building.GroupRecord:
+        """Create a group without the other ranks of the world.
+
+        Args:
+            asked: the options of the call that differ from those configured.
+            label: the group in messages.
+            description: text for profiles and flight records.
+        """
+        options, ranks, backends = key.options, key.ranks, backends_of(key.options.backend)
         path = self._generations.path(key, asked)
-        broken = self._broken.get(path)  # its number is the same on all members, so the new name is too
+        broken = self.attempts.of(path).broken  # the same on all members, so the new name is too
         unique = path if broken is None else f"{path}.{broken}"
-        stores: dict[str, Any] = dict.fromkeys(backends.names, dist.HashStore())
-        fingerprint = None
+        fingerprint, stores = None, dict[str, Any]()
         if len(ranks) > 1 and not backends.fake:
             hint = "On every rank, configure its axes with the same options or pass the same options in the call."
             asked_for = ", ".join(f"{name}={value!r}" for name, value in asked.items())
             subject = f"{label} of {self.label}" + f"{ASKED_FOR}{asked_for})" * bool(asked)
             fingerprint = Fingerprint(self.rank, options.given, subject, hint)
-            stores = {each: self._polling_store(path, unique, fingerprint, key, each) for each in backends.names}
-        name = self.identity.group_name(unique)
-        group = building.build(name, ranks, self.rank, options, self.registry.store, stores, description)
-        stores = {} if fingerprint is None else stores
+            stores = {each: self._polling_store(each, key, path, unique, fingerprint) for each in backends.names}
+        name, inner = self.identity.group_name(unique), stores or dict.fromkeys(backends.names, dist.HashStore())
+        group = building.build(name, ranks, self.rank, options, self.registry.store, inner, description)
         record = building.GroupRecord(
             group, label, self.label, call_site(), path, stores, ranks=ranks, fingerprint=fingerprint
         )
-        end_aborted = weakref.WeakMethod(self.end_aborted)
+        end_aborted = weakref.WeakMethod(self.end_aborted)  # or the record and the cache would refer to each other
         record.on_abort = lambda text: (end := end_aborted()) and end(text)
         building.remember(record)
         return record
@@ -260,43 +266,34 @@ class GroupCache:
         )
 
     def _polling_store(
-        self, path: str, unique: str, fingerprint: Fingerprint, key: GroupKey, backend: str
+        self, backend: str, key: GroupKey, path: str, unique: str, fingerprint: Fingerprint
     ) -> PollingStore:
-        seconds = (key.options.timeout or timedelta()).total_seconds()
+        """The store that one backend of a group reads through.
+
+        Args:
+            unique: the path, with a number behind it if an earlier group of this path broke.
+        """
+        timeout = key.options.timeout or timedelta()
+        seconds = timeout.total_seconds()
         return PollingStore(
             self.registry.store_thread,
             lambda: f"{self.store_key(unique, seconds)}/use",
             fingerprint,
             key.ranks,
-            key.options.timeout or timedelta(),
+            timeout,
             addresses=backend == "gloo",
             compares=key.options != self.registry.options,
-            refusal_keys=lambda: (f"{self.store_key(path, seconds)}/mismatch", self.identity.mismatch_key),
+            refusal_keys=lambda: (f"{self.store_key(path, seconds)}/mismatch", self.identity.refusal_key),
         )
 
-    def _claim_name(self) -> None:
-        """At the first group, check that no other unnamed mesh has the same layout, and keep the cache alive."""
-        if self in self.registry.with_groups:
-            return
-        with registry.registering:
-            others = [] if self.name is not None else self.registry.open_caches()
-            for other in others:
-                if other is not self and other.name is None and other.layout == self.layout:
-                    key = next(key for key, cache in open_caches_by_name().items() if cache is other)
-                    raise NameTakenError(
-                        f"two unnamed meshes differ only in the order of creation: {self.call}, created at "
-                        f"{other.call_site} and at {self.call_site}. Ranks that use them in different orders would "
-                        "use different groups.\n\n"
-                        f"  pgmesh.meshes()[{key!r}].close()   # close the other, if it is no longer used\n"
-                        f"  {self.layout.spell('ProcessGroupMesh', world=self.world_size, name='actor')}   "
-                        "# or name this one"
-                    )
-            identity = self.identity
-            if identity.pickled_number is not None:  # only now, since ranks that load no mesh count none
-                numbers = self.registry.numbers
-                identity.number = max(numbers[identity.prefix], identity.pickled_number)
-                numbers[identity.prefix] = identity.number + 1
-            self.registry.with_groups.add(self)
+    def store_key(self, path: str, seconds: float) -> str:
+        """Prefix of the store keys of a group. The first call registers the mesh in the store.
+
+        Raises:
+            MismatchError: another rank has a different mesh of this name.
+        """
+        self.identity.register(self.registry, seconds)
+        return f"{self.identity.key}/{path}"
 
     # -- options ------------------------------------------------------------------------------------------------
 
@@ -321,221 +318,6 @@ class GroupCache:
                 if torch_private.is_known(record.group):  # torch may have destroyed an adopted group
                     building.set_timeout(record, timeout)
         return len(found)
-
-    # -- the store ----------------------------------------------------------------------------------------------
-
-    def store_key(self, path: str, seconds: float) -> str:
-        """Prefix of the store keys of a group. The first call registers the mesh in the store.
-
-        Raises:
-            MismatchError: another rank has a different mesh of this name.
-        """
-        self.identity.register(self.registry, seconds)
-        return f"{self.identity.key}/{path}"
-
-    def is_fake(self) -> bool:
-        """True in a fake world, which has no other processes."""
-        return backends_of(self.registry.options.backend).fake
-
-    @contextlib.contextmanager
-    def connecting(self, paths: Iterable[str], deadline: float) -> Iterator[None]:
-        """Let one thread at a time connect each of these groups.
-
-        Raises:
-            WorldError: another thread of this process has not finished before the deadline.
-        """
-        with contextlib.ExitStack() as stack:
-            for path in sorted(set(paths)):
-                with self.lock:
-                    lock = self._connecting[path]
-                if not lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-                    raise WorldError(f"{self.label}: another thread of this process still connects the same group.")
-                stack.callback(lock.release)
-            yield
-
-    # -- ending -------------------------------------------------------------------------------------------------
-
-    def release(self, ranks: tuple[int, ...]) -> None:
-        """Destroy the groups of these ranks. The next call creates new ones under new names."""
-        self.check()
-        with self.lock:
-            self._destroy(
-                [key for key in self._records if key.ranks == ranks],
-                f"was released at {call_site()}; ask its mesh for it anew.",
-            )
-            self._generations.release(ranks)
-            if len(ranks) == 1:
-                self._configured.forget_returned()
-
-    def discard(self, record: building.GroupRecord, number: int, reason: str) -> None:
-        """Destroy a group that can no longer be used. The next call creates it anew.
-
-        Args:
-            number: number of the attempt that connected it.
-        """
-        with self.lock:
-            self._broken[record.path] = number
-            keys = [key for key, each in self._records.items() if each is record]
-            self._destroy(keys, reason, abort=True, keep_attempts=True)
-
-    def close(self, reason: str | None = None, *, at_exit: bool = False) -> None:
-        """Destroy all groups. The cache creates no more.
-
-        Args:
-            reason: the reason, if the user did not call ``close``: the end of the world or of the process.
-            at_exit: the process ends, so the store is left as it is.
-        """
-        if not self.lock.acquire(timeout=-1 if reason is None else 1.0):
-            self.ended = self.ended or reason  # another thread holds the lock and may never release it
-            return
-        try:
-            if self.ended is not None:
-                return
-            self.ended = reason or f"was closed at {call_site()}."
-            self._destroy(list(self._records), self.ended, at_exit=at_exit)
-            if not at_exit:
-                self._leave_attempts(list(self.attempts))  # those of groups that were never created too
-                self._delete(self.identity.store_keys())
-            with registry.registering:
-                self.registry.with_groups.discard(self)
-        finally:
-            self.lock.release()
-
-    def abort(self, why: str, where: str = "") -> None:
-        """Destroy all groups without waiting for their collectives, and publish why.
-
-        Blocked collectives raise, here and on the other members.
-
-        Args:
-            why: the reason, for messages.
-            where: the line of code that called; "" for a background thread.
-        """
-        if self.ended is not None:
-            return
-        text = f"{self.label} was aborted by rank {self.rank}{f' at {where}' * bool(where)}: {why}"
-        with contextlib.suppress(PgmeshError):
-            # First, so that a member whose connection ends finds the reason. The first rank to publish one wins.
-            self.identity.register(self.registry, _ABORT_SECONDS, rejoin=True)
-            run = functools.partial(self.registry.store_thread().run, seconds=_ABORT_SECONDS)
-            text = registry.publish_abort(run, self.identity.mismatch_key, text)
-        self.end_aborted(text)
-
-    def add_dependent(self, internal: GroupCache) -> None:
-        """Abort an internal mesh when this one is aborted."""
-        self._dependents.add(internal)
-
-    def end_aborted(self, text: str) -> None:
-        """Destroy all groups of a mesh that this rank or another one has aborted.
-
-        The keys of its attempts stay in the store until ``shrink`` has replaced it.
-
-        Args:
-            text: the error message of the mesh.
-        """
-        if not self.lock.acquire(timeout=1.0):
-            return  # another thread holds the lock and may never release it
-        try:
-            if self.ended is None:
-                self.ended, self.aborted = text.removeprefix(f"{self.label} "), True
-                self._destroy(list(self._records), self.ended, abort=True, keep_attempts=True)
-                with registry.registering:
-                    self.registry.with_groups.discard(self)
-        finally:
-            self.lock.release()
-        for internal in tuple(self._dependents):
-            internal.abort(text)
-
-    @functools.cached_property
-    def statuses(self) -> Statuses:
-        """The statuses of other ranks, shared by several calls, so that a silence is measured from its beginning."""
-        return Statuses(self.registry.store_thread().lost_after, time.monotonic)
-
-    def forget_store(self) -> None:
-        """Delete what an aborted mesh has left in the store. It was replaced, so no rank reads that any more."""
-        attempts, self.attempts = self.attempts, {}
-        keys = [key for attempt in attempts.values() for key in attempt.store_keys()]
-        self._delete([*keys, *self.identity.store_keys()])
-
-    def _destroy(
-        self,
-        keys: Iterable[GroupKey],
-        reason: str,
-        *,
-        abort: bool = False,
-        at_exit: bool = False,
-        keep_attempts: bool = False,
-    ) -> None:
-        self._clear_caches()
-        dropped = [self._records.pop(key) for key in keys]
-        ours = [record for record in dropped if record.created_by != "adopted"]
-        written = [key for record in ours for key in record.cancel_waits(reason)]
-        teardown.destroy(ours, reason, abort=abort, at_exit=at_exit)
-        if at_exit:
-            return
-        for record in dropped:
-            self.connected.pop(record.path, None)
-        if not keep_attempts:  # otherwise this thread is in ``connecting``, and connects the groups again
-            for record in dropped:
-                self._connecting.pop(record.path, None)
-            self._leave_attempts([record.path for record in dropped])
-        self._delete(written)
-
-    def _leave_attempts(self, paths: Iterable[str]) -> None:
-        """Release the store keys of all attempts to connect some groups."""
-        for path in paths:
-            attempt = self.attempts.pop(path, None)
-            if attempt is not None and attempt.decision is not None:  # a running connect leaves an undecided one
-                self.leave_attempt(attempt)
-
-    def leave_attempt(self, attempt: ConnectAttempt) -> None:
-        """Release the store keys of the attempts to connect one group."""
-        self._try_store(attempt.leave)
-
-    def _delete(self, keys: Sequence[str]) -> None:
-        if keys:
-            self._try_store(lambda run: run(Delete(tuple(keys))))
-
-    def _try_store(self, clean: Callable[[Callable[..., list[Any]]], object]) -> None:
-        """Delete store keys. A failed or stalled store is ignored."""
-        with contextlib.suppress(WorldError, LifetimeError):
-            thread = self.registry.store_thread()
-            if not thread.stalled:
-                clean(lambda *operations: thread.run(*operations, seconds=1.0))
-
-    def forget(self, group: Any) -> None:
-        """Drop a group that torch destroys. The next group gets another name."""
-        if not any(record.group is group for record, _, _ in self.records()):
-            return  # without the lock: another thread may hold it while it waits for the store
-        with self.lock:
-            for key, record in list(self._records.items()):
-                if record.group is group:
-                    self._clear_caches()
-                    if record.created_by == "adopted":  # the next call raises an error
-                        continue
-                    del self._records[key]
-                    self.connected.pop(record.path, None)
-                    self._leave_attempts([record.path])
-                    if record.path:  # torch names the groups of new_group
-                        self._generations.destroy(record.path)
-                    reason = "was destroyed; ask its mesh for it anew."
-                    self._delete(record.cancel_waits(reason))
-                    teardown.mark_destroyed(record, reason)
-
-    def _clear_caches(self) -> None:
-        self._device_meshes.clear()
-        for mesh in list(self._meshes):
-            mesh._clear_groups()
-
-    def end_in_child(self, reason: str) -> None:
-        """Invalidate all groups in a forked child. They belong to the parent."""
-        self.lock = threading.RLock()
-        self.ended = reason
-        self._clear_caches()
-        for record in self._records.values():
-            record.cancel_waits(reason)
-            torch_private.destroyed[record.group] = f"{record.label} {reason}"
-            torch_private.forget_group(record.group)
-        self._records.clear()
 
     # -- torch's DeviceMesh, and adopted groups ------------------------------------------------------------------
 
@@ -582,9 +364,164 @@ class GroupCache:
                     f"  mesh.{format_verb('release', axes)}   # release it first, then adopt"
                 )
             if record is None:
-                self._claim_name()
+                self.registry.keep(self)
                 self._records[key] = building.GroupRecord(
                     group, group_label, self.label, call_site(), created_by="adopted", ranks=block
                 )
             if len(block) == 1:
                 self._configured.mark_returned(option_key)
+
+    # -- ending -------------------------------------------------------------------------------------------------
+
+    def release(self, ranks: tuple[int, ...]) -> None:
+        """Destroy the groups of these ranks. The next call creates new ones under new names."""
+        self.check()
+        with self.lock:
+            self._destroy(
+                [key for key in self._records if key.ranks == ranks],
+                f"was released at {call_site()}; ask its mesh for it anew.",
+            )
+            self._generations.release(ranks)
+            if len(ranks) == 1:
+                self._configured.forget_returned()
+
+    def discard(self, record: building.GroupRecord, number: int, reason: str) -> None:
+        """Destroy a group that can no longer be used. The next call creates it anew.
+
+        Args:
+            number: number of the attempt that connected it.
+        """
+        with self.lock:
+            self.attempts.of(record.path).broken = number
+            self._destroy([key for key, each in self._records.items() if each is record], reason, abort=True)
+
+    def close(self, reason: str | None = None, *, at_exit: bool = False) -> None:
+        """Destroy all groups. The cache creates no more.
+
+        Args:
+            reason: the reason, if the user did not call ``close``: the end of the world or of the process.
+            at_exit: the process ends, so the store is left as it is.
+        """
+        text = reason or f"was closed at {call_site()}."
+        if not self._end(text, at_exit=at_exit, lock_seconds=-1 if reason is None else 1.0):
+            self.ended = self.ended or text
+
+    def abort(self, why: str, where: str = "") -> None:
+        """Destroy all groups without waiting for their collectives, and publish why.
+
+        Blocked collectives raise, here and on the other members.
+
+        Args:
+            why: the reason, for messages.
+            where: the line of code that called; "" for a background thread.
+        """
+        if self.ended is not None:
+            return
+        text = f"{self.label} was aborted by rank {self.rank}{f' at {where}' * bool(where)}: {why}"
+        with contextlib.suppress(PgmeshError):
+            # First, so that a member whose connection ends finds the reason. The first rank to publish one wins.
+            self.identity.register(self.registry, _ABORT_SECONDS, rejoin=True)
+            run = functools.partial(self.registry.store_thread().run, seconds=_ABORT_SECONDS)
+            text = publish_abort(run, self.identity.refusal_key, text)
+        self.end_aborted(text)
+
+    def add_dependent(self, internal: GroupCache) -> None:
+        """Abort an internal mesh when this one is aborted."""
+        self._dependents.add(internal)
+
+    def end_aborted(self, text: str) -> None:
+        """Destroy all groups of a mesh that was aborted or replaced.
+
+        Args:
+            text: the error message of the mesh.
+        """
+        reason = text.removeprefix(f"{self.label} ")
+        if not self._end(reason, aborted=True) and self.ended is None:
+            self.ended, self.aborted = reason, True
+            connections.shut_down([record.endpoints() for record, _, _ in self.records()])
+        for internal in tuple(self._dependents):
+            internal.abort(text)
+
+    def forget_store(self) -> None:
+        """Delete what an aborted mesh has left in the store. It was replaced, so no rank reads that any more."""
+        self.registry.delete_keys([*self.attempts.take_keys(), *self.identity.store_keys()])
+
+    def _end(self, reason: str, *, aborted: bool = False, at_exit: bool = False, lock_seconds: float = 1.0) -> bool:
+        """Destroy all groups, unless that was done before. The cache creates no more.
+
+        Args:
+            aborted: do not wait for collectives. What the mesh has in the store stays until ``forget_store``.
+            at_exit: the process ends, so the store is left as it is.
+            lock_seconds: timeout for the lock; -1 for none.
+
+        Returns:
+            False if another thread holds the lock. It may never release it.
+        """
+        if not self.lock.acquire(timeout=lock_seconds):
+            return False
+        try:
+            if self.ended is None:
+                self.ended, self.aborted = reason, aborted
+                self._destroy(list(self._records), reason, abort=aborted, at_exit=at_exit)
+                if not (aborted or at_exit):
+                    self.attempts.forget_all()
+                    self.registry.delete_keys(self.identity.store_keys())
+                self.registry.stop_keeping(self)
+            return True
+        finally:
+            self.lock.release()
+
+    def _destroy(self, keys: Iterable[GroupKey], reason: str, *, abort: bool = False, at_exit: bool = False) -> None:
+        """Destroy some groups.
+
+        Args:
+            abort: do not wait for collectives. The attempts are kept: the groups connect again, or ``shrink`` follows.
+            at_exit: the process ends, so the store is left as it is.
+        """
+        self._clear_caches()
+        dropped = [self._records.pop(key) for key in keys]
+        ours = [record for record in dropped if record.created_by != "adopted"]
+        written = [key for record in ours for key in record.cancel_waits(reason)]
+        teardown.destroy(ours, reason, abort=abort, at_exit=at_exit)
+        if at_exit:
+            return
+        for record in dropped:
+            if abort:
+                self.attempts.of(record.path).connected = None
+            else:
+                self.attempts.forget(record.path)
+        self.registry.delete_keys(written)
+
+    def forget(self, group: Any) -> None:
+        """Drop a group that torch destroys. The next group gets another name."""
+        if not any(record.group is group for record, _, _ in self.records()):
+            return  # without the lock: another thread may hold it while it waits for the store
+        with self.lock:
+            for key, record in list(self._records.items()):
+                if record.group is group:
+                    self._clear_caches()
+                    if record.created_by == "adopted":  # the next call raises an error
+                        continue
+                    del self._records[key]
+                    self.attempts.forget(record.path)
+                    if record.path:  # torch names the groups of new_group
+                        self._generations.destroy(record.path)
+                    reason = "was destroyed; ask its mesh for it anew."
+                    self.registry.delete_keys(record.cancel_waits(reason))
+                    teardown.mark_destroyed(record, reason)
+
+    def _clear_caches(self) -> None:
+        self._device_meshes.clear()
+        for mesh in list(self._meshes):
+            mesh._clear_groups()
+
+    def end_in_child(self, reason: str) -> None:
+        """Invalidate all groups in a forked child. They belong to the parent."""
+        self.lock = threading.RLock()
+        self.ended = reason
+        self._clear_caches()
+        for record in self._records.values():
+            record.cancel_waits(reason)
+            torch_private.destroyed[record.group] = f"{record.label} {reason}"
+            torch_private.forget_group(record.group)
+        self._records.clear()

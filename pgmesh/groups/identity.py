@@ -1,15 +1,30 @@
-"""The identity of a mesh: its name, numbers, fingerprint and the prefix of its store keys.
+"""The identity of a mesh: its name, its numbers, and the prefix of its store keys.
 
-A mesh is identified by its name, or by the set of its ranks, and by two numbers:
+A mesh has a name, or the set of its ranks instead, and three numbers:
 
-- The *local number* is how many meshes of that name this process had created before. It is in the names of the groups
-  in torch.
-- The *shared number* is in the store keys, where the ranks meet. It is the local number and an offset: the number of
-  meshes of that name that this rank had before this process.
+- The *local number* counts the meshes of that name in this process, from 0. It is part of the names of groups in torch.
+- The *shared number* counts the meshes of that name on this rank, in all processes that have had the rank. It is part
+  of the store keys, under which the ranks meet. It is the local number plus the shared number of this process's first
+  mesh of that name. Each rank derives it when it *registers* the mesh, which is at its first use of the store.
+- The *generation* counts how often ``shrink`` has replaced the mesh that the program created.
 
-Processes that run the same program derive the same local number without communication, and their offset is 0. A
-process that replaces one of a lost rank counts from 0. So it reads from the store which shared number the others use
-next, and that is its offset.
+For example, ranks 0 to 3 create the mesh "train", close it, and create it again. Then rank 3 is lost, and a new process
+takes its place. The program may close the mesh and create the next one, or call ``shrink``:
+
+                                                     names in torch, on                    store keys,
+                                                     ranks 0 to 2       rank 3             on all ranks
+    all create "train"                               pgmesh/train.0     pgmesh/train.0     pgmesh/train.0
+    all close it and create it again                 pgmesh/train.1     pgmesh/train.1     pgmesh/train.1
+    rank 3 is lost, and a new process takes its place; then either
+      the others close it, and all create the next   pgmesh/train.2     pgmesh/train.0     pgmesh/train.2
+    or
+      the new process creates it, and stands by      pgmesh/train.1     pgmesh/train.0     pgmesh/train.1
+      the others shrink it, with rank 3 as a spare   pgmesh/train.1~1   pgmesh/train.0~1   pgmesh/train.1~1
+
+The first mesh of a name has the shared number 0, except in a process that replaces another one, its *predecessor*. Each
+rank publishes its last shared number of each name. The new process reads that of its predecessor, which is 1 in the
+example. If it *rejoins* the mesh that the predecessor was in, its first shared number is 1 too. Otherwise it is 2, the
+next one; or the last one of another rank, if that is higher.
 """
 
 from __future__ import annotations
@@ -31,8 +46,8 @@ if TYPE_CHECKING:
     from pgmesh.layout import Layout
 
 
-_REGISTERED_NAMES = 256
-"""The number of names of meshes that a rank publishes for a process that replaces it."""
+_PUBLISHED_NAMES = 256
+"""The number of key prefixes whose last shared number a rank publishes, for a process that replaces it."""
 
 
 class MeshIdentity:
@@ -44,18 +59,20 @@ class MeshIdentity:
         call: the call that created the root mesh, for messages. Default: derived from the layout.
         rank: this process's rank.
         world_size: number of ranks of the world.
+        pickled: the local number in the process that pickled the mesh; None if the mesh was not unpickled.
     """
 
-    def __init__(self, name: str | None, layout: Layout, call: str | None, rank: int, world_size: int) -> None:
+    def __init__(
+        self, name: str | None, layout: Layout, call: str | None, rank: int, world_size: int, pickled: int | None = None
+    ) -> None:
         self.name, self.layout, self.rank, self.world_size = name, layout, rank, world_size
-        self._call = call
-        self.number = 0  # the local number
-        self.pickled_number: int | None = None  # the local number in the process that pickled the mesh
+        self.pickled_number = pickled
+        self.number = 0  # the local number; the registry sets it
+        self.generation = 0
+        self.shared_number: int | None = None  # None until ``register`` derives it
         self.registered = False  # this rank has published the fingerprint
-        self.key = ""  # prefix of the store keys, with the shared number; known once registered
-        self.rejoined = False  # registered in the place of a former process of this rank, which was in the mesh
-        self.generation = 0  # how often shrink has replaced the mesh that the program created
-        self._first_key = ""  # the key of that mesh, once registered
+        self.rejoined = False  # registered as the mesh that the predecessor was in
+        self._call = call
 
     @property
     def call(self) -> str:
@@ -74,28 +91,6 @@ class MeshIdentity:
         return f"{label} (unpickled as number {self.number} of its name; number {self.pickled_number} was taken here)"
 
     @functools.cached_property
-    def prefix(self) -> str:
-        """The part of the name that meshes of the same name or ranks have in common. Names have no "/"."""
-        name = self.name if self.name is not None else f"ranks/{encode_rank_set(self.layout.ranks_in_order())}"
-        return f"{torch_private.PREFIX}{name}"
-
-    def group_name(self, path: str) -> str:
-        """The name of a group in torch."""
-        return f"{self.prefix}.{self.number}{self._suffix}/{path}"
-
-    @property
-    def _suffix(self) -> str:
-        return f"~{self.generation}" if self.generation else ""
-
-    def successor(self, layout: Layout) -> MeshIdentity:
-        """The identity of the mesh that replaces this one, which is registered. It is the same on all ranks."""
-        identity = MeshIdentity(self.name, layout, None, self.rank, self.world_size)
-        identity.prefix, identity.number, identity.generation = self.prefix, self.number, self.generation + 1
-        identity._first_key = self._first_key
-        identity.key = f"{identity._first_key}{identity._suffix}"
-        return identity
-
-    @functools.cached_property
     def fingerprint(self) -> Fingerprint:
         """The fingerprint of the mesh on this rank."""
         fields = {
@@ -107,17 +102,23 @@ class MeshIdentity:
         hint = "Close it on every rank and create the same mesh on all, or give different meshes different names."
         return Fingerprint(self.rank, fields, self.label, hint)
 
-    @property
-    def mismatch_key(self) -> str:
-        """Store key under which a rank publishes a mismatch of the mesh."""
-        return f"{self.key}/mismatch"
+    @functools.cached_property
+    def prefix(self) -> str:
+        """The part of the names and keys without numbers, such as "pgmesh/train". Names have no "/"."""
+        name = self.name if self.name is not None else f"ranks/{encode_rank_set(self.layout.ranks_in_order())}"
+        return f"{torch_private.PREFIX}{name}"
 
-    def store_keys(self) -> list[str]:
-        """The keys of the mesh in the store; none before its ranks have agreed on an epoch."""
-        return [self.key, f"{self.key}/fingerprints"] if self.key else []
+    def group_name(self, path: str) -> str:
+        """The name of a group in torch."""
+        return f"{self._with_number(self.number)}/{path}"
+
+    def _with_number(self, number: int) -> str:
+        return f"{self.prefix}.{number}" + (f"~{self.generation}" if self.generation else "")
+
+    # -- the store ----------------------------------------------------------------------------------------------
 
     def register(self, registry: Registry, seconds: float, *, rejoin: bool = False) -> None:
-        """Publish the fingerprint of the mesh in the store, and compare it with the first one; once per rank.
+        """Find the shared number, publish the fingerprint, and compare it with the first one; once per rank.
 
         Args:
             rejoin: in a process that replaces a lost one, this is the mesh that the lost one was in. By default it is
@@ -131,41 +132,62 @@ class MeshIdentity:
             return
         thread = registry.store_thread()
         run = functools.partial(thread.run, seconds=seconds)
-        if registry.predecessor is None:
+        if registry.predecessor_numbers is None:
             (text,) = run(Read(meshes_key(self.rank)))
-            registry.predecessor = _numbers(text) if thread.replaces_process else {}
-            registry.registered.update(registry.predecessor)  # for the process that replaces this one
-        if self.prefix not in registry.offsets:
-            last = registry.predecessor.get(self.prefix, 0)
-            registry.offsets[self.prefix] = last if rejoin else self._offset_after(registry.predecessor, run)
+            registry.predecessor_numbers = _unpack_numbers(text) if thread.replaces_process else {}
+            registry.last_numbers.update(registry.predecessor_numbers)  # for the process that replaces this one
+        if self.prefix not in registry.first_numbers:
+            former = registry.predecessor_numbers
+            first = former.get(self.prefix, 0) if rejoin else self._next_after(former, run)
+            registry.first_numbers[self.prefix] = first
             self.rejoined = rejoin and thread.replaces_process
-        shared_number = self.number + registry.offsets[self.prefix]
-        self._first_key = f"{self.prefix}.{shared_number}"
-        self.key = f"{self._first_key}{self._suffix}"
-        registry.registered[self.prefix] = max(shared_number, registry.registered.pop(self.prefix, 0))  # at the end
-        record = pack(numbers=dict([*registry.registered.items()][-_REGISTERED_NAMES:]))
-        *_, first = run(Raw("set", (meshes_key(self.rank), record)), *register_mesh(self.key, self.fingerprint))
-        check_mesh(run, self.key, self.fingerprint, first)
+        self.shared_number = shared = registry.first_numbers[self.prefix] + self.number
+        registry.last_numbers[self.prefix] = max(shared, registry.last_numbers.pop(self.prefix, 0))  # at the end
+        record = pack(numbers=dict([*registry.last_numbers.items()][-_PUBLISHED_NAMES:]))
+        *_, first_seen = run(Raw("set", (meshes_key(self.rank), record)), *register_mesh(self.key, self.fingerprint))
+        check_mesh(run, self.key, self.fingerprint, first_seen)
         self.registered = True
 
-    def _offset_after(self, predecessor: Mapping[str, int], run: Callable[..., list[Any]]) -> int:
-        """The shared number of the first mesh of this name in a process that replaced a lost one; otherwise 0.
+    def _next_after(self, predecessor_numbers: Mapping[str, int], run: Callable[..., list[Any]]) -> int:
+        """The shared number of the next mesh of this name in a process that replaced a lost one; otherwise 0.
 
         The other ranks close the mesh that the lost process was in, and create the next one. They may have done this
-        already.
+        already, and more than once.
 
         Args:
-            predecessor: the shared number of the last mesh that the lost process registered, by key prefix.
+            predecessor_numbers: the last shared numbers of the lost process, by key prefix.
             run: performs operations on the store.
         """
-        if not predecessor:
+        if not predecessor_numbers:
             return 0
         others = [rank for rank in self.layout.ranks_in_order() if rank != self.rank][: timing.LIMITS.statuses]
         texts = run(*(Read(meshes_key(rank)) for rank in others)) if others else []
-        return max([predecessor.get(self.prefix, -1) + 1, *(_numbers(text).get(self.prefix, 0) for text in texts)])
+        last_of_others = [_unpack_numbers(text).get(self.prefix, 0) for text in texts]
+        return max([predecessor_numbers.get(self.prefix, -1) + 1, *last_of_others])
+
+    @property
+    def key(self) -> str:
+        """Prefix of the store keys; "" until the shared number is known."""
+        return "" if self.shared_number is None else self._with_number(self.shared_number)
+
+    @property
+    def refusal_key(self) -> str:
+        """Store key under which a rank publishes why the mesh cannot be used: a mismatch, or that it was aborted."""
+        return f"{self.key}/mismatch"
+
+    def store_keys(self) -> list[str]:
+        """The store keys of the fingerprints; none until the shared number is known."""
+        return [self.key, f"{self.key}/fingerprints"] if self.key else []
+
+    def successor(self, layout: Layout) -> MeshIdentity:
+        """The identity of the mesh with which ``shrink`` replaces this one. Its store keys are known at once."""
+        identity = MeshIdentity(self.name, layout, None, self.rank, self.world_size)
+        identity.prefix, identity.number, identity.shared_number = self.prefix, self.number, self.shared_number
+        identity.generation = self.generation + 1
+        return identity
 
 
-def _numbers(text: bytes | None) -> dict[str, int]:
-    """The shared number of the last mesh that a rank has registered, by key prefix."""
+def _unpack_numbers(text: bytes | None) -> dict[str, int]:
+    """The last shared numbers that a rank has published, by key prefix."""
     record = unpack(text or b"", numbers=dict) or {"numbers": {}}
     return {prefix: number for prefix, number in record["numbers"].items() if type(number) is int}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from array import array
+from collections.abc import Mapping
 from typing import Any
 
 from pgmesh._util.formatting import as_range, format_ranks
@@ -59,7 +60,7 @@ class Generations:
         # A lookup hashes the whole tuple of ranks, which may be long: none in an empty table.
         return self._released.get(ranks, 0) if self._released else 0
 
-    def path(self, key: GroupKey, asked: dict[str, Any]) -> str:
+    def path(self, key: GroupKey, asked: Mapping[str, Any]) -> str:
         """The part of a group's name after the name of its mesh.
 
         Args:

@@ -1,12 +1,13 @@
 """The group caches of this process in each world, and their end: with the world, the process or a fork.
 
-It does not import ``GroupCache``. Of a cache it uses ``records``, ``forget``, ``close``, ``end_in_child``,
-``end_aborted``, ``ended``, ``name``, ``call`` and ``identity``.
+It does not import ``GroupCache``: caches call it, and it calls their ``records``, ``forget``, ``close``,
+``end_in_child`` and ``end_aborted``.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import logging
 import os
@@ -15,17 +16,17 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from pgmesh import torch_private
-from pgmesh.errors import LifetimeError
+from pgmesh.errors import LifetimeError, NameTakenError, WorldError
 from pgmesh.groups import building, teardown
 from pgmesh.groups.watch import Watch
 from pgmesh.groups.world import store_address, world_options, world_rank_and_size, world_store
-from pgmesh.rendezvous.operations import Add, CompareSet, Operation, Read
+from pgmesh.rendezvous.operations import Add, CompareSet, Delete, Operation, Read
 from pgmesh.rendezvous.records import Decision
 from pgmesh.rendezvous.statuses import RunningCollective
 from pgmesh.rendezvous.store_thread import StoreThread
@@ -55,23 +56,24 @@ def publish_abort(run: Callable[..., list[Any]], key: str, text: str) -> str:
 
 
 class Registry:
-    """The caches of this process in one world, the next number of each name, and the store thread."""
+    """The caches of this process in one world, the numbers of their meshes, and the store thread."""
 
     def __init__(self) -> None:
         self.store: Any = world_store()
         self.options = world_options()
-        self.numbers: defaultdict[str, int] = defaultdict(int)  # of meshes created, by key prefix
         self.caches: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # in order of creation
         self.with_groups: set[Any] = set()  # caches that hold groups; kept alive
         self.forked = False  # this process is a forked child, and its parent is in the world
         self.watch: Watch | None = None  # started with the thread
-        self._aborts: bytes | None = None  # how many meshes ranks had aborted at the last heartbeat
+        # At the last heartbeat: how many meshes ranks had aborted, and the caches that were registered.
+        self._aborts: tuple[bytes | None, list[int]] = None, []
         self.at_heartbeat: list[Callable[[Callable[[Operation], Any]], bool]] = []  # until they return False
         self._thread: StoreThread | None = None  # started by the first store operation
-        # See ``identity.py`` for shared numbers and offsets.
-        self.registered: dict[str, int] = {}  # by key prefix: the shared number of this rank's last mesh
-        self.predecessor: dict[str, int] | None = None  # the same of the process that had this rank before
-        self.offsets: dict[str, int] = {}  # by key prefix: the shared number of this process's first mesh
+        # Numbers by key prefix, such as "pgmesh/train": see ``identity.py``, which fills the last three.
+        self._next_numbers: defaultdict[str, int] = defaultdict(int)  # local number of this process's next mesh
+        self.first_numbers: dict[str, int] = {}  # shared number of this process's first mesh
+        self.last_numbers: dict[str, int] = {}  # shared number of this rank's last mesh, in any process
+        self.predecessor_numbers: dict[str, int] | None = None  # last_numbers of the predecessor; None until read
 
     def store_thread(self) -> StoreThread:
         """The store thread of this process. The first call starts it."""
@@ -89,14 +91,15 @@ class Registry:
 
     def _on_heartbeat(self, perform: Callable[[Operation], Any]) -> tuple[RunningCollective, ...]:
         """Look for aborted meshes, for lost ranks, and for collectives of this process that do not end."""
-        aborts = perform(Read(ABORTS_KEY))
-        if aborts != self._aborts:
-            for cache in self.open_caches():
-                text = perform(Read(cache.identity.mismatch_key)) if cache.identity.registered else None
-                refusal = None if text is None else Decision.unpack(cache.identity.mismatch_key, text)
+        caches = [cache for cache in self.open_caches() if cache.identity.registered]
+        aborts = perform(Read(ABORTS_KEY)), [id(cache) for cache in caches]
+        if aborts != self._aborts and aborts[0] is not None:
+            for cache in caches:
+                text = perform(Read(cache.identity.refusal_key))
+                refusal = None if text is None else Decision.unpack(cache.identity.refusal_key, text)
                 if refusal is not None and refusal.kind == "aborted":  # in another thread: this one sends heartbeats
                     threading.Thread(target=cache.end_aborted, args=(refusal.text,), daemon=True).start()
-            self._aborts = aborts  # only now: a store that fails meanwhile is asked again
+        self._aborts = aborts  # only now: if the store fails, the next heartbeat looks again
         self.at_heartbeat[:] = [look for look in self.at_heartbeat if look(perform)]
         return self.watch.find_running(perform) if self.watch is not None else ()
 
@@ -105,6 +108,81 @@ class Registry:
         thread = self.store_thread()
         thread.start_heartbeat()
         return thread
+
+    def clean_store(self, clean: Callable[[Callable[..., list[Any]]], object]) -> None:
+        """Let a function delete store keys. A failed or stalled store is ignored."""
+        with contextlib.suppress(WorldError, LifetimeError):
+            thread = self.store_thread()
+            if not thread.stalled:
+                clean(lambda *operations: thread.run(*operations, seconds=1.0))
+
+    def delete_keys(self, keys: Sequence[str]) -> None:
+        """Delete store keys. A failed or stalled store is ignored."""
+        if keys:
+            self.clean_store(lambda run: run(Delete(tuple(keys))))
+
+    # -- caches -------------------------------------------------------------------------------------------------
+
+    def add(self, cache: Any) -> None:
+        """Add a new cache. Its mesh gets its local number.
+
+        Raises:
+            LifetimeError: this process is a forked child.
+            NameTakenError: an open mesh has the same name.
+        """
+        if self.forked:
+            raise LifetimeError(
+                f"{cache.call}: this process was forked from rank {cache.rank} and shares its sockets, so it cannot "
+                "create groups.\n\n"
+                "  pgmesh.Layout(dp=2, tp=2)   # a layout needs no processes"
+            )
+        with registering:
+            for other in self.open_caches():
+                if cache.name is not None and other.name == cache.name:
+                    raise NameTakenError(
+                        f"a mesh named {cache.name!r} already exists, created at {other.call_site}: {other.call}.\n\n"
+                        f"  mesh = pgmesh.meshes()[{cache.name!r}]    # use that one\n"
+                        f"  pgmesh.meshes()[{cache.name!r}].close()   # or close it first, or use another name"
+                    )
+            if cache.identity.generation == 0:  # a mesh created by ``shrink`` has its number
+                self._set_number(cache, count=cache.identity.pickled_number is None)
+            self.caches[next(serials)] = cache
+
+    def keep(self, cache: Any) -> None:
+        """Keep a cache alive, from its first group on. An unpickled mesh is counted now.
+
+        Raises:
+            NameTakenError: it has no name, and the layout of another open mesh without a name.
+        """
+        if cache in self.with_groups:
+            return
+        with registering:
+            for other in self.open_caches():
+                if cache.name is None and other is not cache and (other.name, other.layout) == (None, cache.layout):
+                    key = next(key for key, each in open_caches_by_name().items() if each is other)
+                    raise NameTakenError(
+                        f"two unnamed meshes differ only in the order of creation: {cache.call}, created at "
+                        f"{other.call_site} and at {cache.call_site}. Ranks that use them in different orders would "
+                        "use different groups.\n\n"
+                        f"  pgmesh.meshes()[{key!r}].close()   # close the other, if it is no longer used\n"
+                        f"  {cache.layout.spell('ProcessGroupMesh', world=cache.world_size, name='actor')}   "
+                        "# or name this one"
+                    )
+            if cache.identity.pickled_number is not None:  # only now, since ranks that load no mesh count none
+                self._set_number(cache, count=True)
+            self.with_groups.add(cache)
+
+    def _set_number(self, cache: Any, *, count: bool) -> None:
+        """Set the local number of a mesh. If it counts, the next mesh gets another number."""
+        identity = cache.identity
+        identity.number = max(self._next_numbers[identity.prefix], identity.pickled_number or 0)
+        if count:
+            self._next_numbers[identity.prefix] = identity.number + 1
+
+    def stop_keeping(self, cache: Any) -> None:
+        """Keep a cache alive no longer: it has no groups."""
+        with registering:
+            self.with_groups.discard(cache)
 
     def open_caches(self) -> list[Any]:
         """The caches that are not closed, in the order of creation."""

@@ -30,4 +30,4 @@ def find_cache(name: str | None, number: int, layout: Layout, call: str, rank: i
             original = identity.number if identity.pickled_number is None else identity.pickled_number
             if (cache.name, original, cache.layout) == (name, number, layout):
                 return cache  # type: ignore[no-any-return]
-    return GroupCache(name, layout, call, number=number)
+    return GroupCache(name, layout, call, pickled_number=number)

@@ -629,9 +629,9 @@ def test_a_rank_that_stands_by_goes_on_after_a_failed_attempt():
 def test_the_mesh_that_replaces_another_one_has_its_store_keys_at_once():
     """A rank that missed it stands by under them."""
     identity = MeshIdentity("train", Layout(dp=2), None, 0, 2)
-    identity._first_key, identity.key = f"{identity.prefix}.3", f"{identity.prefix}.3"
+    identity.shared_number = 3
     after = identity.successor(Layout(dp=1))
-    assert after.key == f"{identity.key}~1"
+    assert after.key == f"{identity.key}~1" == "pgmesh/train.3~1"
     assert after.successor(Layout(dp=1)).key == f"{identity.key}~2"
 
 

@@ -22,17 +22,47 @@ class Process:
     def __init__(self, store: dist.Store, rank: int, *, replaces_process: bool = False) -> None:
         self.store, self.rank, self.replaces_process = store, rank, replaces_process
         self.numbers: dict[str, int] = {}
-        self.registry: Any = SimpleNamespace(store_thread=lambda: self, predecessor=None, offsets={}, registered={})
+        self.registry: Any = SimpleNamespace(
+            store_thread=lambda: self, predecessor_numbers=None, first_numbers={}, last_numbers={}
+        )
 
     def run(self, *operations: Operation, seconds: float) -> list[Any]:
         return [perform(self.store, operation) for operation in operations]
 
     def register(self, name: str, *, rejoin: bool = False) -> str:
         """The store keys' prefix of the next mesh of this name in this process."""
+        return self.create(name, rejoin=rejoin).key
+
+    def create(self, name: str, *, rejoin: bool = False) -> MeshIdentity:
+        """The next mesh of this name in this process, registered."""
         identity = MeshIdentity(name, PAIR, None, self.rank, 2)
         identity.number = self.numbers[name] = self.numbers.get(name, -1) + 1
         identity.register(self.registry, 1.0, rejoin=rejoin)
-        return identity.key
+        return identity
+
+
+def test_the_example_in_the_docstring_of_the_module():
+    """Rank 0 of this pair stands for ranks 0 to 2 of the example, and rank 1 for rank 3."""
+
+    def row(*meshes: MeshIdentity) -> list[str]:
+        texts = [mesh.group_name("").removesuffix("/") for mesh in meshes] + [mesh.key for mesh in meshes]
+        assert texts[-2] == texts[-1]
+        return [text.removeprefix("pgmesh/train.") for text in texts[:-1]]
+
+    for shrinks in (False, True):
+        store = dist.HashStore()
+        zero, one = Process(store, 0), Process(store, 1)
+        assert row(zero.create("train"), one.create("train")) == ["0", "0", "0"]
+        last = zero.create("train")
+        assert row(last, one.create("train")) == ["1", "1", "1"]
+        new = Process(store, 1, replaces_process=True)
+        if shrinks:
+            again = new.create("train", rejoin=True)
+            assert row(last, again) == ["1", "0", "1"]
+            assert row(last.successor(PAIR), again.successor(PAIR)) == ["1~1", "0~1", "1~1"]
+        else:
+            following = new.create("train")  # before the others
+            assert row(zero.create("train"), following) == ["2", "0", "2"]
 
 
 def test_the_third_process_of_a_rank_finds_the_numbers_of_the_first():
@@ -49,7 +79,7 @@ def test_the_third_process_of_a_rank_finds_the_numbers_of_the_first():
 
 
 def test_the_names_registered_last_are_kept(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "_REGISTERED_NAMES", 2)
+    monkeypatch.setattr(module, "_PUBLISHED_NAMES", 2)
     store = dist.HashStore()
     first = Process(store, 1)
     for name in ("actor", "critic", "reference", "actor"):

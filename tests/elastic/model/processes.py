@@ -173,10 +173,8 @@ class Life:
         """The mesh of this call."""
         layout, generation = self.memory.layout, self.memory.generation
         identity: Any = MeshIdentity("m", layout, None, self.program.rank, 9)
-        identity.number, identity.generation = 0, generation
-        identity._first_key = "m"
+        identity.prefix, identity.shared_number, identity.generation = "m", 0, generation
         identity.rejoined = self.program.replaces is not None and generation == 0
-        identity.key = f"m~{generation}" if generation else "m"
         identity.register = lambda *arguments, **more: None
         nothing = lambda *arguments: None  # noqa: E731
         return SimpleNamespace(

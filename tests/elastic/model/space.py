@@ -171,7 +171,7 @@ class Space:
         first = {each.rank: i for i, each in reversed([*enumerate(programs)]) if each.replaces is None}
         statuses = {status_key(rank): _status(rank, i) for rank, i in first.items()}
         if before is not None:
-            decision = {"m/shrink/0/decision": plain(before).encode()}
+            decision = {"m.0/shrink/0/decision": plain(before).encode()}
             statuses |= decision | {f"counted {key}": pack(processes=[]).encode() for key in decision}
         content = self.stores.content(statuses, 0)
         self.start = State(tuple(each.start for each in self.processes), content, faults.left())
