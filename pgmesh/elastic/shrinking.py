@@ -131,7 +131,7 @@ def _agree_and_replace(cache: GroupCache, request: Request | None, client: CallC
         outcome, missed = _agree(cache, identity.key, before, request, client, seconds)
         layout = successor(before, outcome.lost, outcome.replaced, outcome.axis)
         identity = identity.successor(layout)
-        if missed and cache.rank in layout:  # with its former process: the others need not wait for that one
+        if missed and cache.rank in layout:  # with a process of this rank that has ended
             _check_not_replaced(cache, client)
             text = f"{cache.label} was aborted by rank {cache.rank}, which is a new process and stands by"
             publish_abort(client.run, identity.refusal_key, text)

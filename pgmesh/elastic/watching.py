@@ -46,7 +46,7 @@ def abort_when_lost(cache: GroupCache, lost_after: float | None) -> None:
         heard = statuses.heard.get(next_rank)
         statuses.read(lambda *reads: [perform(read) for read in reads], [next_rank])
         is_silent = statuses.heard.get(next_rank) == heard
-        if is_silent:  # its whole host may be lost: ``shrink`` asks for the others' silence
+        if is_silent:  # its whole host may be lost: the others' silence counts from now on
             statuses.read(lambda *reads: [perform(read) for read in reads], others)
         lost = statuses.lost([next_rank])
         if lost:  # in another thread: this one sends the heartbeats

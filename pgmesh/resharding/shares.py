@@ -5,7 +5,7 @@ one slot after the other, are a line. The line is cut into one share for each re
 element, unless ``plan.balance`` has set others.
 
 Some elements are not on the line: those of a slot that is a replica itself, since it has them, and with ``hosts`` those
-that a replica sends to slots on its own host, as far as its share reaches. They are the first elements of their slot.
+that a replica sends to slots on its own host first, until its share is used up. They are the first of their slot.
 
 A part can have a million slots. So no list has an entry for each: their positions on the line are computed.
 """
