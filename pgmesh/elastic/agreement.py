@@ -108,7 +108,7 @@ class Agreement:
             self.number += 1
 
     def missed(self, outcome: Outcome) -> bool:
-        """True if this process stands by and came after this decision, or if that took in another process of the rank."""
+        """True if this process stands by, and came after this decision or is not the process of its rank in it."""
         survives = self.rank in self.members and self.rank not in outcome.lost
         rank_is_in = survives or self.rank in outcome.replaced.values()
         return self.request is None and self.process not in outcome.processes and (self.came_late or rank_is_in)
