@@ -463,7 +463,8 @@ def absent_then_late() -> list[Any]:
 
 
 def test_a_member_that_does_not_come_is_named_and_a_late_one_joins_the_next_call():
-    results = world(4).run(absent_then_late)
+    with fresh_world(4) as own:  # whose ranks are in no collective of an earlier test
+        results = own.run(absent_then_late)
     for rank, (late, again, torn) in enumerate(results):
         print(rank, *late)
         assert (again[:2], torn) == (("", ""), False)
