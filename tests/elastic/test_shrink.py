@@ -435,9 +435,6 @@ def shrink_often(folder: Path, times: int) -> list[tuple[dict[str, int], int]]:
         check_sums(groups_of(mesh))
         del before
         gc.collect()
-        for thread in threading.enumerate():
-            if thread.name == "pgmesh-free":  # it frees the groups of the mesh before
-                thread.join(WAIT_TIMEOUT)
         dist.barrier()
         counts.append((count_resources(), pgmesh_store().num_keys()))
         dist.barrier()

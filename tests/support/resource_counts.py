@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import threading
 
 from pgmesh.groups import teardown
 from tests.support.torch_tables import table_sizes
@@ -18,8 +19,14 @@ PF_EXITING = 4
 
 
 def count_resources() -> dict[str, int]:
-    """Numbers of unfinished collectives, descriptors, threads and entries of torch's tables."""
+    """Numbers of unfinished collectives, descriptors, threads and entries of torch's tables.
+
+    It waits for the threads that free the groups of aborted meshes.
+    """
     teardown.free_finished()
+    for thread in threading.enumerate():
+        if thread.name == "pgmesh-free":
+            thread.join(30.0)
     return {
         "unfinished": len(teardown._kept),
         "descriptors": len(os.listdir("/proc/self/fd")),
