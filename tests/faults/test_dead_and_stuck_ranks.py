@@ -203,6 +203,7 @@ def be(rank, pids, port, seconds):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True",
                       RANK=str(rank), WORLD_SIZE="3", LOCAL_RANK=str(rank))
     os.dup2(os.open(f"{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Gloo of torch 2.9 prints there
     from pgmesh import ProcessGroupMesh, launch
     from pgmesh.groups import building
     from tests.support.faults import set_flag, wait_for_flag, wait_until
