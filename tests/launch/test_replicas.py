@@ -50,6 +50,8 @@ if start == "by standing by":
     mesh = mesh.stand_by(timeout=60)
 else:
     (folder / f"{start} {world.rank}").touch()
+    while start == "in the next mesh" and not (folder / "next mesh").exists():
+        time.sleep(0.02)  # until all of the replica have started: the status of a former process counts as lost
     mesh.connect(timeout=60)
 while not (folder / "over").exists():
     try:
