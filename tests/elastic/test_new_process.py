@@ -6,14 +6,12 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pgmesh import MembershipError, PgmeshError, ProcessGroupMesh, launch
-from pgmesh.launch import StoreProcess
-from pgmesh.launch.processes import process_context
 from tests.support.faults import BEAT, LONG_TIMEOUT, WAIT_TIMEOUT, beat_fast, set_flag, wait_for_flag
+from tests.support.rank_processes import RankProcesses
 from tests.support.worlds import check_sums, groups_of
 
 RANKS, LOST = 4, 3
@@ -48,73 +46,48 @@ def run(rank: int, port: int, folder: Path, process: int) -> None:
 
 @pytest.mark.parametrize("order", ["it comes first", "the others call shrink first"])
 def test_a_new_process_takes_the_place_of_a_lost_rank_twice(tmp_path: Path, order: str):
-    context = process_context()
-    running: dict[int, Any] = {}
-
-    def start(rank: int, process: int) -> None:
-        running[rank] = context.Process(target=run, args=(rank, store.port, tmp_path, process))
-        running[rank].start()
-
     def wait_for_sums(round_: int) -> None:
         for rank in range(RANKS):
             wait_for_flag(tmp_path, f"round {round_} rank {rank} process {round_ if rank == LOST else 0}")
 
-    with StoreProcess() as store:
-        try:
-            for rank in range(RANKS):
-                start(rank, 0)
-            wait_for_sums(0)
-            for process in 1, 2:
-                survivors = [running[rank].pid for rank in range(RANKS) if rank != LOST]
-                if order == "it comes first":
-                    for pid in survivors:
-                        os.kill(pid, signal.SIGSTOP)
-                running[LOST].kill()
-                running[LOST].join(WAIT_TIMEOUT)
-                start(LOST, process)
-                if order == "it comes first":
-                    wait_for_flag(tmp_path, f"process {process}")
-                    for pid in survivors:
-                        os.kill(pid, signal.SIGCONT)
-                wait_for_sums(process)
-            set_flag(tmp_path, "over")
-            for process in running.values():
-                process.join(WAIT_TIMEOUT)
-        finally:
-            for process in running.values():
-                process.kill()
+    with RankProcesses(run, tmp_path) as processes:
+        for rank in range(RANKS):
+            processes.start(rank, 0)
+        wait_for_sums(0)
+        for number in 1, 2:
+            if order == "it comes first":
+                processes.signal(signal.SIGSTOP, LOST)
+            processes.newest[LOST].kill()
+            processes.newest[LOST].join(WAIT_TIMEOUT)
+            processes.start(LOST, number)
+            if order == "it comes first":
+                wait_for_flag(tmp_path, f"process {number}")
+                processes.signal(signal.SIGCONT, LOST)
+            wait_for_sums(number)
+        set_flag(tmp_path, "over")
+        processes.join(WAIT_TIMEOUT)
 
 
 def test_an_old_process_that_goes_on_leaves_the_mesh_of_its_successor_alone(tmp_path: Path):
-    context = process_context()
-    running: list[Any] = []
-
-    def start(rank: int, process: int) -> None:
-        running.append(context.Process(target=run, args=(rank, store.port, tmp_path, process)))
-        running[-1].start()
-
-    with StoreProcess() as store:
-        try:
-            for rank in range(RANKS):
-                start(rank, 0)
-            for rank in range(RANKS):
-                wait_for_flag(tmp_path, f"round 0 rank {rank} process 0")
-            os.kill(running[LOST].pid, signal.SIGSTOP)
-            start(LOST, 1)
-            for rank in range(RANKS):
-                wait_for_flag(tmp_path, f"round 1 rank {rank} process {int(rank == LOST)}")
-            os.kill(running[LOST].pid, signal.SIGCONT)
-            running[LOST].join(WAIT_TIMEOUT)
-            refused = (tmp_path / f"refused {LOST}").read_text()
-            time.sleep(3 * BEAT)  # in which an abort would reach the others
-            set_flag(tmp_path, "over")
-            for process in running:
-                process.join(WAIT_TIMEOUT)
-        finally:
-            for process in running:
-                process.kill()
+    with RankProcesses(run, tmp_path) as processes:
+        for rank in range(RANKS):
+            processes.start(rank, 0)
+        for rank in range(RANKS):
+            wait_for_flag(tmp_path, f"round 0 rank {rank} process 0")
+        old = processes.newest[LOST]
+        os.kill(old.pid, signal.SIGSTOP)
+        processes.start(LOST, 1)
+        for rank in range(RANKS):
+            wait_for_flag(tmp_path, f"round 1 rank {rank} process {int(rank == LOST)}")
+        os.kill(old.pid, signal.SIGCONT)
+        old.join(WAIT_TIMEOUT)
+        refused = (tmp_path / f"refused {LOST}").read_text()
+        time.sleep(3 * BEAT)  # in which an abort would reach the others
+        set_flag(tmp_path, "over")
+        processes.join(WAIT_TIMEOUT)
+        new = processes.newest[LOST]
     print(refused)
-    assert f"process {running[LOST].pid} on" not in refused
-    assert f"process {running[-1].pid} on" in refused
+    assert f"process {old.pid} on" not in refused
+    assert f"process {new.pid} on" in refused
     assert f"has taken the place of this process as rank {LOST}" in refused
     assert not [*tmp_path.glob("round 2 *")], "the mesh was replaced again"

@@ -6,15 +6,13 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from pgmesh import Layout, PgmeshError, Resharder, launch
-from pgmesh.launch import StoreProcess
-from pgmesh.launch.processes import process_context
 from tests.support.faults import LONG_TIMEOUT, WAIT_TIMEOUT, beat_fast, set_flag, wait_for_flag
+from tests.support.rank_processes import RankProcesses
 
 RANKS, LOST = 3, 1
 
@@ -41,42 +39,29 @@ def run(rank: int, port: int, folder: Path, process: int) -> None:
 
 @pytest.mark.parametrize("dies", ["in a transfer", "as it connects"])
 def test_a_resharder_is_created_again_with_a_new_process_twice(tmp_path: Path, dies: str):
-    context = process_context()
-    running: dict[int, Any] = {}
+    def start(rank: int, number: int) -> None:
+        (tmp_path / "newest process").write_text(f"{number}")
+        processes.start(rank, number)
 
-    def start(rank: int, process: int) -> None:
-        (tmp_path / "newest process").write_text(f"{process}")
-        running[rank] = context.Process(target=run, args=(rank, store.port, tmp_path, process))
-        running[rank].start()
-
-    def wait_for_transfers(process: int) -> None:
+    def wait_for_transfers(number: int) -> None:
         for rank in range(RANKS):
-            wait_for_flag(tmp_path, f"rank {rank} moved with process {process}")
+            wait_for_flag(tmp_path, f"rank {rank} moved with process {number}")
 
-    def signal_survivors(number: int) -> None:
+    with RankProcesses(run, tmp_path) as processes:
         for rank in range(RANKS):
-            if rank != LOST:
-                os.kill(running[rank].pid, number)
-
-    with StoreProcess() as store:
-        try:
-            for rank in range(RANKS):
-                start(rank, 0)
-            wait_for_transfers(0)
-            for process in 1, 2:
-                if dies == "as it connects" and process == 2:
-                    signal_survivors(signal.SIGCONT)
-                running[LOST].kill()
-                running[LOST].join(WAIT_TIMEOUT)
-                if dies == "as it connects" and process == 1:
-                    signal_survivors(signal.SIGSTOP)
-                start(LOST, process)
-                if dies == "in a transfer" or process == 2:
-                    wait_for_transfers(process)
-                else:
-                    wait_for_flag(tmp_path, f"process {process} creates")
-                    time.sleep(1)  # it waits for the others
-            set_flag(tmp_path, "over")
-        finally:
-            for each in running.values():
-                each.kill()
+            start(rank, 0)
+        wait_for_transfers(0)
+        for number in 1, 2:
+            if dies == "as it connects" and number == 2:
+                processes.signal(signal.SIGCONT, LOST)
+            processes.newest[LOST].kill()
+            processes.newest[LOST].join(WAIT_TIMEOUT)
+            if dies == "as it connects" and number == 1:
+                processes.signal(signal.SIGSTOP, LOST)
+            start(LOST, number)
+            if dies == "in a transfer" or number == 2:
+                wait_for_transfers(number)
+            else:
+                wait_for_flag(tmp_path, f"process {number} creates")
+                time.sleep(1)  # it waits for the others
+        set_flag(tmp_path, "over")
