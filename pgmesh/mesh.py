@@ -602,9 +602,8 @@ class ProcessGroupMesh(RankMethods):
         self._check_root()
         from pgmesh.elastic.shrinking import stand_by
 
-        cache = self._group_cache
-        silence = _parse_lost_after(lost_after) or cache.abort_after
-        return _of_cache(stand_by(cache, to_timedelta(timeout).total_seconds(), silence))
+        seconds = to_timedelta(timeout).total_seconds()
+        return _of_cache(stand_by(self._group_cache, seconds, _parse_lost_after(lost_after)))
 
     @property
     def shrunk(self) -> Shrunk | None:

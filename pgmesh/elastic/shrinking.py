@@ -88,7 +88,7 @@ def stand_by(cache: GroupCache, seconds: float, lost_after: float | None) -> Gro
     """Wait until the ranks of a mesh shrink it, and return the mesh that replaces it.
 
     Args:
-        lost_after: seconds without a heartbeat after which a rank is lost; None for the default.
+        lost_after: seconds without a heartbeat after which a rank is lost; None for that of ``abort_when_lost``.
 
     Raises:
         LifetimeError: the mesh was closed.

@@ -85,7 +85,7 @@ class GroupCache:
         self._generations = naming.Generations()
         self._device_meshes: dict[Layout, DeviceMesh] = {}
         self._meshes: weakref.WeakSet[Any] = weakref.WeakSet()  # meshes that hold references to groups
-        self._dependents: list[weakref.ref[GroupCache]] = []  # internal meshes that are aborted with it
+        self._dependents: set[weakref.ref[GroupCache]] = set()  # internal meshes that are aborted with it
         # ``connect`` keeps these here.
         self.operations = 0  # its store operations
         self.last_errors: set[str] = set()  # of its last failed call; a retry does not log them again
@@ -427,7 +427,7 @@ class GroupCache:
 
     def add_dependent(self, internal: GroupCache) -> None:
         """Abort an internal mesh when this one is aborted."""
-        self._dependents.append(weakref.ref(internal))
+        self._dependents.add(weakref.ref(internal))
 
     def end_aborted(self, text: str) -> None:
         """Destroy all groups of a mesh that was aborted or replaced.
@@ -439,7 +439,7 @@ class GroupCache:
         if not self._end(reason, aborted=True) and self.ended is None:
             self.ended, self.aborted = reason, True
             connections.shut_down([record.endpoints() for record, _, _ in self.records()])
-        for dependent in self._dependents:
+        for dependent in tuple(self._dependents):
             if (internal := dependent()) is not None:
                 internal.abort(text)
 

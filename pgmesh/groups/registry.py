@@ -65,8 +65,8 @@ class Registry:
         self.with_groups: set[Any] = set()  # caches that hold groups; kept alive
         self.forked = False  # this process is a forked child, and its parent is in the world
         self.watch: Watch | None = None  # started with the thread
-        # At the last heartbeat: how many meshes ranks had aborted, and the caches that were registered.
-        self._aborts: tuple[bytes | None, list[int]] = None, []
+        # At the last heartbeat: how many meshes ranks had aborted, and the keys of the registered meshes.
+        self._aborts: tuple[bytes | None, list[str]] = None, []
         self.at_heartbeat: list[Callable[[Callable[[Operation], Any]], bool]] = []  # until they return False
         self._thread: StoreThread | None = None  # started by the first store operation
         # Numbers by key prefix, such as "pgmesh/train": see ``identity.py``, which fills the last three.
@@ -92,7 +92,7 @@ class Registry:
     def _on_heartbeat(self, perform: Callable[[Operation], Any]) -> tuple[RunningCollective, ...]:
         """Look for aborted meshes, for lost ranks, and for collectives of this process that do not end."""
         caches = [cache for cache in self.open_caches() if cache.identity.registered]
-        aborts = perform(Read(ABORTS_KEY)), [id(cache) for cache in caches]
+        aborts = perform(Read(ABORTS_KEY)), [cache.identity.key for cache in caches]
         if aborts != self._aborts and aborts[0] is not None:
             for cache in caches:
                 text = perform(Read(cache.identity.refusal_key))

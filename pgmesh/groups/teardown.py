@@ -95,7 +95,7 @@ def destroy(ended: Iterable[GroupRecord], reason: str, *, abort: bool = False, a
     for record in ended:
         invalidate(record, reason)
     connections.shut_down(endpoints)
-    if abort:
+    if abort and ended:
         groups = [record.group for record in ended]
         threading.Thread(target=_free_later, args=(groups,), name="pgmesh-free", daemon=True).start()
 

@@ -131,7 +131,7 @@ class Link:
         for number in itertools.count():
             name = f"{self.name} {number}"
             mesh = meshes().get(name)
-            (over,) = run(Read(f"pgmesh/{name}/over"))
+            (over,) = run(Read(_over_key(name)))
             if over is None and mesh is not None:
                 return mesh
             if mesh is not None:
@@ -140,20 +140,20 @@ class Link:
                 (times,) = run(Add(f"pgmesh/{name}/created/{self.rank}"))
                 if times == 1:
                     return ProcessGroupMesh(len(self.ranks), ranks=self.ranks, name=name)
-                run(CompareSet(f"pgmesh/{name}/over", "1"))
+                run(CompareSet(_over_key(name), "1"))
         raise AssertionError("the numbers do not end")
 
     def _end(self, mesh: ProcessGroupMesh) -> None:
         """Close an internal mesh. It is over for all ranks."""
         mesh.close()
         with contextlib.suppress(WorldError):
-            store_thread().run(CompareSet(f"pgmesh/{mesh.name}/over", "1"), seconds=POLL_SECONDS)
+            store_thread().run(CompareSet(_over_key(mesh.name), "1"), seconds=POLL_SECONDS)
 
     def _is_over(self) -> bool:
         """True if another rank has closed the internal mesh. The backend does not always notice."""
         assert self._mesh is not None
         with contextlib.suppress(WorldError):
-            (over,) = store_thread().run(Read(f"pgmesh/{self._mesh.name}/over"), seconds=POLL_SECONDS)
+            (over,) = store_thread().run(Read(_over_key(self._mesh.name)), seconds=POLL_SECONDS)
             return over is not None
         return False
 
@@ -334,6 +334,11 @@ class Works:
     def join(self, seconds: float) -> None:
         """Wait until all have ended, after the connections were shut down."""
         self._thread.join(max(0.0, seconds))
+
+
+def _over_key(name: str | None) -> str:
+    """The store key that says that an internal mesh is over for all ranks."""
+    return f"pgmesh/{name}/over"
 
 
 class _Broken(Exception):
