@@ -5,12 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from pgmesh import ProcessGroupMesh
+from pgmesh import ProcessGroupMesh, WorldError
+from pgmesh.groups.registry import ABORTS_KEY, Registry
 from pgmesh.launch import StoreProcess
+from pgmesh.rendezvous.operations import Read
+from pgmesh.rendezvous.records import Decision
+from tests.support.fake_world import fake_rank
 from tests.support.faults import (
     BEAT,
     LONG_TIMEOUT,
@@ -89,3 +95,26 @@ def test_a_mesh_is_aborted_though_another_thread_holds_its_lock(tmp_path: Path):
     with StoreProcess() as store, fresh_world(2, store) as own:
         seen = results(own.outcomes(abort_while_locked, tmp_path))
     assert seen == ["ProcessGroupMesh(dp=2, name='train')"] * 2
+
+
+def test_a_store_that_fails_for_a_moment_loses_no_abort():
+    ended = threading.Event()
+    identity = SimpleNamespace(registered=True, key="mesh", refusal_key="mesh/mismatch")
+    cache = SimpleNamespace(identity=identity, end_aborted=lambda text: ended.set())
+    answers = iter([b"1", WorldError("the store failed"), b"1", Decision("aborted", "why").pack().encode()])
+    asked: list[Read] = []
+
+    def perform(operation: Read) -> bytes:
+        asked.append(operation)
+        answer = next(answers)
+        if isinstance(answer, WorldError):
+            raise answer
+        return answer
+
+    with fake_rank(0, 2):
+        registry = Registry()
+        with mock.patch.object(registry, "open_caches", return_value=[cache]):
+            assert attempt(lambda: registry._on_heartbeat(perform)).kind == "WorldError"
+            registry._on_heartbeat(perform)
+    assert asked == [Read(ABORTS_KEY), Read("mesh/mismatch")] * 2
+    wait_until(ended.is_set, "the end of the mesh")

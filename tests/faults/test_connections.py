@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh
-from pgmesh.groups import building
+from pgmesh.groups import building, connections
 from pgmesh.launch import StoreProcess
 from tests.support.fake_world import fake_rank
 from tests.support.faults import (
@@ -562,3 +562,15 @@ def test_a_rank_whose_connections_to_the_store_are_cut_connects_again(tmp_path: 
         failed = seen[2][0]
         assert f"the store at 127.0.0.1:{proxy.port} failed: " in failed.text
         assert failed.took < 1.0 + SLACK
+
+
+def test_looking_at_a_socket_changes_nothing_of_it():
+    """A default timeout of the program would make the socket itself non-blocking."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        socket.setdefaulttimeout(5.0)
+        try:
+            with connections._opened(client.fileno()) as same:
+                assert same.getsockname() == client.getsockname()
+        finally:
+            socket.setdefaulttimeout(None)
+        assert os.get_blocking(client.fileno())
