@@ -43,8 +43,6 @@ def refuses(endpoint: tuple[str, int]) -> bool:
     """True if the endpoint refuses a connection. No answer is no proof."""
     try:
         socket.create_connection(endpoint, ANSWER_SECONDS).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
     return False

@@ -118,7 +118,7 @@ class PollingStore(dist.Store):
 
     def _ask(self, *operations: Operation) -> list[Any]:
         """Perform operations. Their timeout is a second more than that of the group's collectives."""
-        limit = (self.new_timeout or self._timeout).total_seconds()
+        limit = self.timeout.total_seconds()
         self.operations += len(operations)
         return self._thread().run(*operations, seconds=limit + timing.TIMING.report_missing)
 
@@ -136,6 +136,16 @@ class PollingStore(dist.Store):
     def own_addresses(self) -> list[bytes]:
         """This rank's addresses as the backend has set them: one for each network interface."""
         return list(self._own_addresses.values())
+
+    @property
+    def timeout(self) -> timedelta:
+        """The timeout of the group's collectives."""
+        return self.new_timeout or self._timeout
+
+    def other_places(self) -> list[int]:
+        """The places of the other members in the group; none if this rank has entered no collective."""
+        own = {key.rpartition("/")[2] for key in self._own_addresses}
+        return [place for place in range(len(self._ranks)) if self.used and str(place) not in own]
 
     def member_addresses(self) -> list[tuple[int, bytes]]:
         """The addresses of members that this rank has read, each with the member's rank, in group order."""

@@ -365,7 +365,7 @@ class Participant:
                 return
             if now >= inspection:
                 self._inspect()
-                inspection = self.statuses.next_inspection(timing.TIMING.inspection * self.pace)
+                inspection = self.client.now() + self.statuses.next_inspection(timing.TIMING.inspection * self.pace)
                 if not self._undecided():
                     return
                 if now >= warning:

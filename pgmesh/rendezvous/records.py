@@ -15,7 +15,7 @@ from pgmesh._util.formatting import name_ranks
 from pgmesh.errors import CircleError, LifetimeError, MismatchError, MissingRanksError, PgmeshError
 from pgmesh.rendezvous import timing
 
-VERSION = 3
+VERSION = 4
 """Version of the records in the store. A record of another version is reported as a foreign value."""
 
 
@@ -31,7 +31,7 @@ def unpack(text: bytes | str, /, **kinds: Any) -> dict[str, Any] | None:
         kinds: the type of each required field.
 
     >>> unpack(pack(rank=3), rank=int), unpack(pack(rank="3"), rank=int), unpack("import os")
-    ({'rank': 3, 'v': 3}, None, None)
+    ({'rank': 3, 'v': 4}, None, None)
     """
     if len(text) > timing.LIMITS.record_chars:
         return None

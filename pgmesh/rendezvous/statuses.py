@@ -78,6 +78,7 @@ class RankStatus:
         running: the collectives that the rank has been in for longer than a heartbeat.
         exited: reason for the end of the heartbeats, if the rank has left.
         endpoint: host and port of a listener that is open while the process lives; [] without one.
+        sent: the time, in seconds since 1970 on the clock of the rank's host.
     """
 
     rank: int
@@ -87,6 +88,7 @@ class RankStatus:
     running: tuple[RunningCollective, ...] = ()
     exited: str = ""
     endpoint: tuple[str, int] | tuple[()] = ()
+    sent: float = 0.0
 
     def pack(self) -> str:
         return pack(**vars(self))
@@ -96,7 +98,7 @@ class RankStatus:
         """Decode the status of a rank; None for no status or a foreign value."""
         texts = {"activity": str, "exited": str}
         lists = {"pending": list, "running": list, "endpoint": list}
-        record = unpack(text or b"", rank=int, heartbeat=int, **texts, **lists)
+        record = unpack(text or b"", rank=int, heartbeat=int, sent=float, **texts, **lists)
         if record is None or record["rank"] != rank:
             return None
         pending = [_typed(PendingConnect, each, (str, str, str, str, str, list)) for each in record["pending"]]
@@ -113,6 +115,7 @@ class RankStatus:
             tuple(running),
             record["exited"],
             tuple(endpoint),
+            record["sent"],
         )
 
     def __str__(self) -> str:
@@ -135,11 +138,11 @@ class Statuses:
 
     Args:
         lost_after: seconds without a new heartbeat after which a rank counts as lost.
-        now: the clock, in seconds. A participant and its statuses use the same.
+        now: the clock, in seconds: ``StoreThread.answered_seconds``, or the one of a model.
     """
 
     def __init__(self, lost_after: float, now: Callable[[], float]) -> None:
-        self.lost_after, self._now = lost_after, now
+        self.lost_after, self.now = lost_after, now
         self.heard: dict[int, tuple[int, float]] = {}  # by rank: its last heartbeat, and when it was first read
         self._read_at: dict[int, float] = {}  # by rank: the begin of the last read of its status
         self._last: dict[int, RankStatus] = {}
@@ -151,9 +154,9 @@ class Statuses:
         Args:
             run: performs operations on the store.
         """
-        ranks, began = list(ranks), self._now()
+        ranks, began = list(ranks), self.now()
         texts = run(*(Read(status_key(rank)) for rank in ranks)) if ranks else ()
-        now = self._now()
+        now = self.now()
         for rank, text in zip(ranks, texts):
             status = RankStatus.unpack(rank, text)
             if status is None:
@@ -194,13 +197,13 @@ class Statuses:
         silence = self._silence(rank)
         if status.exited or silence < self.lost_after:
             return f"rank {rank}: {status}"
-        return f"rank {rank} has sent no heartbeat for at least {silence:.0f} s; its last status: {status}"
+        return f"rank {rank} has sent no heartbeat for at least {int(silence)} s; its last status: {status}"
 
     def next_inspection(self, period: float) -> float:
-        """Time of the next inspection: after a period, or earlier, when a silent rank becomes lost."""
-        now = self._now()
-        losses = (heard + self.lost_after for _, heard in self.heard.values())
-        return min([now + period, *(each for each in losses if each > now)])
+        """Seconds until the next inspection: a period, or less if a silent rank becomes lost before."""
+        now = self.now()
+        losses = (heard + self.lost_after - now for _, heard in self.heard.values())
+        return min([period, *(each for each in losses if each > 0)])
 
 
 # -- circles of ranks that wait for each other ------------------------------------------------------------------------

@@ -11,6 +11,7 @@ connection that breaks is opened again.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import math
 import os
@@ -26,10 +27,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pgmesh._util.listeners import Listener, refuses
-from pgmesh.errors import PgmeshError, WorldError
+from pgmesh._util.listeners import Listener, is_loopback, refuses
+from pgmesh._util.sockets import ending_when_cut
+from pgmesh.errors import MismatchError, PgmeshError, WorldError
 from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.operations import Delete, Operation, Raw, can_be_repeated, perform
+from pgmesh.rendezvous.operations import Delete, Operation, Raw, Read, can_be_repeated, perform
 from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, RunningCollective, status_key
 from pgmesh.rendezvous.world_name import REPLACED, current_world, enter_world, leave_world, left_worlds
 
@@ -37,6 +39,12 @@ log = logging.getLogger("pgmesh")
 
 _AFTER_FAILURE = "Connected groups continue to work. No group can be connected without the store."
 
+
+_SILENCE = 5.0
+"""Seconds without any packet of the store's host after which the connection is opened again."""
+
+_CUT = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN)
+"""Errors of a network that is cut."""
 
 _TOKEN = secrets.token_hex(4)  # process numbers repeat, for example in containers
 
@@ -145,13 +153,18 @@ class StoreThread:
         self._queue = _Queue()
         self._heartbeat_due = math.inf
         self._heartbeats = 0
+        self._answered = 0.0, time.monotonic()  # answered_seconds at the last answered heartbeat, and its time
         self._activities: dict[int, str] = {}  # by thread
         self._reason = ""
         self._pending: dict[int, tuple[PendingConnect, ...]] = {}  # by thread
+        self._tasks: list[Callable[[], None]] = []  # of ``insist``, which the store has not answered yet
         self._store: Any = None  # with this world's prefix; None before the first operation and after a failure
         self._name = ""  # of the world
         self._entered = False  # this process's key is in the store
         self.replaces_process = False  # another process had this rank before; known after the first operation
+        self.same_rank = ""  # label of a process that has this rank too; known after the first operation
+        self.until_end: dict[str, str] = {}  # by key: values that this process deletes when it ends
+        self._server: tuple[str, int] | None = None  # numeric address of the store, once it has answered
         self._ended = False
         self._process = os.getpid()  # a forked child has no such thread
         self._operation_start = math.inf  # of an operation that the store has not answered
@@ -171,6 +184,15 @@ class StoreThread:
     def stalled(self) -> bool:
         """True if the store has not answered for a second."""
         return time.monotonic() - self._operation_start > 1.0
+
+    def answered_seconds(self) -> float:
+        """Time in which the store answered this process, the clock of other ranks' silence.
+
+        Each interval between two answered heartbeats counts for one period at most. So a pause of the store, of this
+        process or of the whole machine adds one period, and nobody is taken for lost because this process read nothing.
+        """
+        seconds, last = self._answered
+        return seconds + min(time.monotonic() - last, self.period)
 
     # -- called by other threads --------------------------------------------------------------------------------
 
@@ -210,6 +232,27 @@ class StoreThread:
         """Perform operations later, before the thread ends. Returns at once and never raises."""
         self._queue.put(_Batch(operations))
 
+    def insist(self, task: Callable[[Callable[..., list[Any]]], None], seconds: float) -> None:
+        """Let the thread perform a task, and repeat it after each failure of the store, until it has been done once.
+
+        Returns as soon as it is done, and after a timeout anyway.
+
+        Args:
+            task: performs operations with the function that it is given. A mismatch ends it.
+            seconds: the timeout.
+        """
+        done = threading.Event()
+
+        def attempt() -> None:
+            with contextlib.suppress(MismatchError):
+                task(lambda *operations: [*map(self._perform, operations)])
+            self._tasks.remove(attempt)
+            done.set()
+
+        self._tasks.append(attempt)
+        self.post()
+        done.wait(seconds)
+
     def _is_running(self) -> bool:
         """True if the thread runs in this process.
 
@@ -242,6 +285,13 @@ class StoreThread:
         self._heartbeat_due = 0.0
         self.post()
 
+    def has_ended(self, status: RankStatus) -> bool:
+        """True if the process that published a status has ended: its listener refuses a connection."""
+        if not status.endpoint or self.listener is None:
+            return False
+        # A rank that reaches the store over its loopback is on the store's host. Elsewhere that address means another.
+        return is_loopback(status.endpoint[0]) == is_loopback(self.listener.host) and refuses(status.endpoint)
+
     def store_hint(self) -> str:
         """Return a reason why ranks may not find each other on this store, with a fix; "" for none."""
         with contextlib.suppress(Exception):
@@ -262,16 +312,18 @@ class StoreThread:
     def stop(self, reason: str = "") -> None:
         """Let the thread publish the reason, leave the world and end.
 
-        Waits for that for 5 s at most, and for half a second while the store does not answer. A thread that returns
-        from the store's client while Python ends would abort the process.
+        Waits for that for 5 s at most; without tasks, for half a second while the store does not answer. A thread that
+        returns from the store's client while Python ends would abort the process.
         """
         self._reason = reason
-        self._queue.put(None)
-        end = time.monotonic() + 5.0
-        while self._thread.is_alive() and time.monotonic() < end and time.monotonic() - self._operation_start < 0.5:
-            self._thread.join(0.02)
         if self._name:
             self._left_worlds.add(self._name)
+        self._queue.put(None)
+        end = time.monotonic() + 5.0
+        while self._thread.is_alive() and time.monotonic() < end:
+            if not self._tasks and time.monotonic() - self._operation_start >= 0.5:
+                break
+            self._thread.join(0.02)
 
     # -- the thread ---------------------------------------------------------------------------------------------
 
@@ -289,10 +341,16 @@ class StoreThread:
     def _next(self) -> _Batch | None:
         """The next batch; None at the end. Heartbeats are sent meanwhile."""
         while True:
+            self._perform_tasks()
             self._publish_if_due()
             with contextlib.suppress(IndexError):
                 return self._queue.take()
             self._queue.wait(self._heartbeat_due - time.monotonic())
+
+    def _perform_tasks(self) -> None:
+        for task in tuple(self._tasks):
+            with contextlib.suppress(Exception):  # the next call repeats it
+                task()
 
     def _perform_batch(self, batch: _Batch) -> None:
         try:
@@ -308,12 +366,15 @@ class StoreThread:
     def _publish_if_due(self) -> None:
         if self._heartbeat_due <= time.monotonic():
             self._heartbeat_due = time.monotonic() + self.period
+            if self.same_rank:
+                return  # the status is that of the other process
             with contextlib.suppress(Exception):
                 if self._store is None:
                     self._perform(_WORLD_NAME)  # opens the listener, for the status
                 if self.listener is not None:
                     self.listener.drain()
                 self._perform(Raw("set", (status_key(self._rank), self._status().pack())))
+                self._answered = self.answered_seconds(), time.monotonic()
 
     def _status(self) -> RankStatus:
         self._heartbeats += 1
@@ -326,6 +387,7 @@ class StoreThread:
             () if self._reason else self._run_on_heartbeat(),
             self._reason,
             () if self.listener is None else (self.listener.host, self.listener.port),
+            time.time(),
         )
 
     def _run_on_heartbeat(self) -> tuple[RunningCollective, ...]:
@@ -344,8 +406,12 @@ class StoreThread:
     def _leave(self) -> None:
         """Publish the reason for the end. The last rank to leave deletes the keys of this world."""
         with contextlib.suppress(Exception):
-            if self._heartbeats:
+            self._perform_tasks()
+            if self._heartbeats and not self.same_rank:
                 self._perform(Raw("set", (status_key(self._rank), self._status().pack())))
+            for key, value in self.until_end.items():
+                if self._perform(Read(key)) == value.encode():
+                    self._perform(Delete((key,)))
             if self._name and self._store is not None and leave_world(self._torch_store, self._name):
                 keys = [key(rank) for rank in range(self._world_size) for key in (status_key, process_key, meshes_key)]
                 perform(self._store, Delete(tuple(keys)))
@@ -373,17 +439,17 @@ class StoreThread:
         """Open the connection, and enter the world."""
         store = underlying(self._torch_store)
         if isinstance(store, dist.TCPStore):
-            seconds = timing.TIMING.late_answer
             try:  # torch's client would wait long for a server that is gone
-                with socket.create_connection((store.host, store.port), seconds) as connection:
-                    self._opening = connection.getpeername()[:2]
+                with self._reach(self._server or (store.host, store.port)) as connection:
+                    host, port = self._opening = self._server = connection.getpeername()[:2]
                     if self.listener is None:
                         self.listener = Listener(connection.getsockname()[0])  # where the store's host can reach it
             except OSError as error:
                 raise self._store_error(str(error)) from error
             try:
-                limit = timedelta(seconds=seconds)
-                store = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=limit)
+                limit = timedelta(seconds=timing.TIMING.late_answer)
+                with ending_when_cut(port, _SILENCE):
+                    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
             finally:
                 self._opening = None
         self._name = self._name or enter_world(self._torch_store, self._left_worlds)
@@ -391,7 +457,9 @@ class StoreThread:
         me = process_label()
         if not self._entered:
             before = prefixed.compare_set(process_key(self._rank), "", me).decode()
-            if before != me:
+            if before != me and self._sends_heartbeats(prefixed):
+                self.same_rank = before
+            elif before != me:
                 self.replaces_process = True
                 prefixed.set(process_key(self._rank), me)
             self._entered = True
@@ -400,6 +468,36 @@ class StoreThread:
         self._store = prefixed
         if self._world_size > 1:
             self._heartbeat_due = min(self._heartbeat_due, time.monotonic() + self.period)
+
+    def _sends_heartbeats(self, store: Any) -> bool:
+        """True if the process that had this rank before still sends heartbeats. It may take two periods to know."""
+
+        def status_of(rank: int) -> RankStatus | None:
+            return RankStatus.unpack(rank, perform(store, Read(status_key(rank))))
+
+        before = now = status_of(self._rank)
+        if before is not None and self.has_ended(before):
+            return False
+        ranks = {self._rank, *range(min(self._world_size, timing.LIMITS.statuses))}
+        if any(status and status.exited for status in map(status_of, ranks)):
+            return False  # ranks leave the world: the store serves another one
+        for _ in range(round(2 * self.period / timing.TIMING.longest_pause)):  # a pause of the store adds no time
+            if now != before:
+                break
+            time.sleep(timing.TIMING.longest_pause)
+            now = status_of(self._rank)
+        return now != before and now is not None and not now.exited
+
+    def _reach(self, server: tuple[str, int]) -> socket.socket:
+        """Connect to the server's port. If the network is cut later, try again until this process leaves the world."""
+        while True:
+            try:
+                return socket.create_connection(server, 2.0)  # the kernel would try again at growing intervals
+            except OSError as error:
+                is_cut = isinstance(error, TimeoutError) or error.errno in _CUT
+                if not is_cut or self._server is None or self._name in self._left_worlds:
+                    raise
+                time.sleep(0.2)
 
     def _store_error(self, reason: str) -> WorldError:
         return WorldError(f"the store at {self._address} failed: {reason}. {_AFTER_FAILURE}")

@@ -1,0 +1,59 @@
+"""The TCP sockets of this process, also those that C++ code has opened. They are found in /proc, where there is one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from typing import Any
+
+
+def descriptors() -> list[int]:
+    """The descriptors of this process; none without /proc."""
+    with contextlib.suppress(FileNotFoundError):
+        return [*map(int, os.listdir("/proc/self/fd"))]
+    return []
+
+
+def opened(number: int) -> socket.socket:
+    """A duplicate of a TCP socket: another thread may close the descriptor and reuse its number meanwhile.
+
+    Raises:
+        OSError: the descriptor is closed, or no TCP socket.
+    """
+    if not stat.S_ISSOCK(os.fstat(number).st_mode):
+        raise OSError(f"descriptor {number} is no socket")
+    blocks = os.get_blocking(number)
+    each = socket.socket(fileno=os.dup(number))
+    os.set_blocking(number, blocks)  # the program may have set a default timeout, which changes the socket itself
+    if each.family not in (socket.AF_INET, socket.AF_INET6):
+        each.close()
+        raise OSError(f"descriptor {number} is no TCP socket")
+    return each
+
+
+def connections() -> Iterator[tuple[socket.socket, Any, Any]]:
+    """This process's TCP connections: a duplicate of the socket, its own address, and that of the other end."""
+    for number in descriptors():
+        with contextlib.suppress(OSError), opened(number) as each:
+            yield each, each.getsockname(), each.getpeername()  # raises for a listener
+
+
+@contextlib.contextmanager
+def ending_when_cut(port: int, seconds: float) -> Iterator[None]:
+    """Let the kernel end the connections to a port that the block opens, once the other host is silent for so long.
+
+    TCP repeats packets at growing intervals, so a connection may need long after a cut; a new one works at once. The
+    kernel of the other host acknowledges packets for a stopped process too, so that is no silence.
+    """
+    before = {here for _, here, _ in connections()}
+    yield
+    for each, here, there in connections():
+        if there[1] == port and here not in before:
+            with contextlib.suppress(OSError):
+                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(seconds * 1000))
+                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)  # packets also while an answer is awaited
+                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
