@@ -7,18 +7,20 @@ Verbs that a program may never use (connect, locality, report) are imported when
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from pgmesh import torch_private
 from pgmesh._util import missing_attributes
 from pgmesh._util.call_sites import call_site
-from pgmesh._util.formatting import Text, format_call, format_ranks, other_arguments
+from pgmesh._util.formatting import Text, format_call, format_calls, format_ranks, other_arguments
 from pgmesh._util.validation import Sizes, fill_sizes, fill_sizes_for, parse_ranks, parse_sizes, whole_number
 from pgmesh.drawing import plain_text
 from pgmesh.errors import AxisError, LifetimeError, MembershipError, OptionsError, PlaceError, ShapeError
 from pgmesh.groups.cache import GroupCache
+from pgmesh.groups.device_meshes import parse_dimensions
 from pgmesh.groups.registry import open_caches_by_name, store_thread
 from pgmesh.groups.unpickling import find_cache
 from pgmesh.groups.world import world_rank_and_size
@@ -540,7 +542,7 @@ class ProcessGroupMesh(RankMethods):
         answer. A rank whose process has ended is lost at once; one that lives is waited for; one that sends no
         heartbeat is lost after ``lost_after``. A lost rank is replaced by a spare, as far as there are any; for the
         others, the indices of ``axis`` that lost a rank are dropped. A living rank that is dropped gets a mesh that it
-        is not in (``rank in mesh``), and can stand by. Groups are created anew, and options have to be configured anew.
+        is not in (``rank in mesh``), and can stand by. Groups are created anew, with the options of ``configure``.
         ``print(mesh.shrunk)`` says who was lost and how that is known.
 
         Args:
@@ -692,25 +694,31 @@ class ProcessGroupMesh(RankMethods):
 
     # -- torch's DeviceMesh -------------------------------------------------------------------------------------
 
-    def device_mesh(self, *axes: Axis) -> DeviceMesh:
+    def device_mesh(self, /, *axes: Axis, **merged: Axis | Sequence[Axis]) -> DeviceMesh:
         """torch's DeviceMesh along these axes, with the groups of this mesh. torch creates no groups for it.
 
-        All of them are slices of one DeviceMesh for the whole mesh, as FSDP with tensor parallelism needs. The
-        dimensions follow mesh order.
+        FSDP with tensor parallelism may use any DeviceMeshes of one mesh, its views and its slices, from torch 2.13 on.
+        Earlier versions combine only slices of one DeviceMesh.
 
         Args:
-            axes: the axes; none for all.
+            axes: axes that become a dimension each, in mesh order. Without arguments: all axes.
+            merged: further dimensions by name, in this order. Each merges one or several axes, adjacent or not, into
+                one dimension with the group along them: ``fully_shard`` shards along all of them. Along the first of
+                two dimensions it replicates.
 
         Raises:
-            AxisError: there is no such axis, or it is named twice.
+            AxisError: there is no such axis, an axis is named twice, or a dimension has no axis.
             MembershipError: the mesh does not contain this rank.
 
         >>> mesh.device_mesh("dp", "tp").get_group("tp") is mesh.group("tp")
         True
+        >>> both = mesh.device_mesh(fsdp=("pp", "dp"), tp="tp")
+        >>> both.shape, both["fsdp"].get_group() is mesh.group("pp", "dp")
+        ((4, 2), True)
         """
         self._check_member()
-        names = tuple(str(axis) for axis in self.layout.along(self.rank, *axes).axes)
-        return self._group_cache.device_mesh(self._part_of, names)
+        dimensions = parse_dimensions(self.layout, self.rank, axes, merged)
+        return self._group_cache.device_mesh(self._part_of, self.layout, dimensions)
 
     def adopt_device_mesh(self, device_mesh: DeviceMesh) -> None:
         """Make ``device_mesh`` return slices of this DeviceMesh. Call ``adopt`` for its groups first.
@@ -803,9 +811,9 @@ def _parse_lost_after(lost_after: Timeout | None) -> float | None:
     """Seconds without a heartbeat after which a rank counts as lost; None for the default."""
     if lost_after is None:
         return None
-    seconds, least = to_timedelta(lost_after).total_seconds(), 2 * store_thread().period
+    seconds, least = to_timedelta(lost_after).total_seconds(), 3 * store_thread().period
     if seconds < least:
-        raise OptionsError(f"lost_after={seconds:g} s is less than two heartbeats, which take {least:g} s here.")
+        raise OptionsError(f"lost_after={seconds:g} s is less than three heartbeats, which take {least:g} s here.")
     return seconds
 
 
@@ -836,7 +844,31 @@ def _cache_key(indices: Mapping[str, Keep]) -> tuple[object, ...] | None:
 _PLAIN_TYPES = frozenset({int, type(None)})
 
 _LAYOUT_HINTS = {name: f"mesh.layout.{name}" for name in missing_attributes.public_names(Layout)}
-missing_attributes.add_hints(ProcessGroupMesh, "mesh", {**_LAYOUT_HINTS, **missing_attributes.MESH})
+
+
+def _call_for_torch(mesh: ProcessGroupMesh, verb: str, axes: Iterable[Axis]) -> str:
+    """The call of a verb on the root mesh, called ``mesh``, that does the same as on this mesh."""
+    along = f".along({', '.join(map(repr, mesh.axes))})"
+    calls = repr(mesh).removeprefix(mesh._group_cache.call).removesuffix(along)
+    return f"mesh{calls}.{verb}({', '.join(map(repr, axes))})"
+
+
+def _not_a_group(mesh: ProcessGroupMesh) -> str:
+    """The message for a mesh in the place of a group."""
+    return f"torch takes a process group here, not {mesh!r}.\n\n  {_call_for_torch(mesh, 'group', mesh.axes)}"
+
+
+def _not_a_device_mesh(mesh: ProcessGroupMesh) -> str:
+    """The message for a mesh in the place of a DeviceMesh."""
+    ways = [(_call_for_torch(mesh, "device_mesh", mesh.axes), "")]
+    if len(mesh.axes) > 1:
+        one = _call_for_torch(mesh, "device_mesh", sorted(mesh.axes, key=lambda axis: "dp" not in str(axis))[:1])
+        ways = [(one, "along one axis: name the one that you mean"), (ways[0][0], "a dimension for each axis")]
+    return f"torch takes a DeviceMesh here, not {mesh!r}.\n\n{format_calls(ways)}"
+
+
+missing_attributes.add_hints(ProcessGroupMesh, "mesh", {**_LAYOUT_HINTS, **missing_attributes.MESH}, _not_a_device_mesh)
+torch_private.not_groups[ProcessGroupMesh] = _not_a_group
 
 
 def _tag(tag: object) -> str:

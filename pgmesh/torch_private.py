@@ -4,7 +4,7 @@ No other file uses one. ``_util/torch_versions.py`` has the versions of torch on
 module changes torch for good in four places:
 
 - its table of group names: ``_Names``;
-- the check of every group that it is given: ``_check_and_report_destroyed``;
+- the check of every group that it is given: ``_check_group``;
 - its report of a failed collective: ``_explain_failure``;
 - the equality of DeviceMeshes: ``_groups_of``.
 
@@ -50,7 +50,7 @@ SEAM: dict[str, str] = {
         for table in ("pg_map", "pg_group_ranks", "pg_backend_config", "pg_coalesce_state", "pg_to_tag", "tags_to_pg")
     },
     "distributed_c10d._pg_names": "its length is part of the names of groups with local synchronisation",
-    "distributed_c10d._rank_not_in_group": "torch calls it for every group: a destroyed one raises an error here",
+    "distributed_c10d._rank_not_in_group": "torch calls it for every group: a destroyed one, or a mesh, raises here",
     "c10d_logger._get_msg_dict": "torch calls it when a collective has raised: the place for a better error",
     "distributed_c10d._get_default_store": "the world's store",
     "distributed_c10d._register_process_group": "functional collectives look groups up by name",
@@ -79,8 +79,8 @@ SEAM: dict[str, str] = {
 DeviceMesh objects (``_dim_group_names``, ``_thread_id``), which no class has. ``torch.utils._python_dispatch`` is
 imported for ``TorchDispatchMode``, which torch documents but does not export. Names that some versions lack are looked
 up where they are used: ``_dump_fr_trace_json``, ``_use_torchcomms_enabled``, ``FakeProcessGroup._create_internal``,
-``Backend._ensure_backend_registered``, ``PipelineStage._forward_metadata_inference``,
-``ProcessGroupNCCL._group_start`` and ``_group_end``."""
+``Backend._ensure_backend_registered``, ``PipelineStage._forward_metadata_inference``, ``_mesh_layout``,
+``DeviceMesh._pg_registry``, ``ProcessGroupNCCL._group_start`` and ``_group_end``."""
 
 
 def missing_names(torch: Any = torch) -> dict[str, str]:
@@ -130,7 +130,10 @@ on_failure: list[Callable[[Any, BaseException], None]] = []
 """Hooks called with the group and the error of a collective that failed. A hook may raise a better error."""
 
 destroyed: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-"""Groups that were destroyed, each with the error message for later uses. ``_check_and_report_destroyed`` reads it."""
+"""Groups that were destroyed, each with the error message for later uses. ``_check_group`` reads it."""
+
+not_groups: dict[type, Callable[[Any], str]] = {}
+"""Types whose objects callers pass in the place of a group, each with the function that returns the error message."""
 
 
 class _Names(dict[Any, str]):
@@ -158,8 +161,10 @@ _is_outside = c10d._rank_not_in_group
 _describe_failure = c10d_logger._get_msg_dict
 
 
-def _check_and_report_destroyed(group: Any) -> Any:
-    """torch's check of every group that it is given. A destroyed group raises LifetimeError with its message."""
+def _check_group(group: Any) -> Any:
+    """torch's check of every group that it is given. A destroyed group, or what is no group, raises a better error."""
+    if type(group) in not_groups:
+        raise OptionsError(not_groups[type(group)](group))
     if destroyed and group in destroyed:
         raise LifetimeError(destroyed[group])
     return _is_outside(group)
@@ -190,7 +195,7 @@ def _set_thread_id(mesh: DeviceMesh, value: Any) -> None:
 DeviceMesh._thread_id = property(_groups_of, _set_thread_id)  # type: ignore[assignment]
 c10d._changed_by_pgmesh = __file__
 c10d._pg_names = _Names(c10d._pg_names)
-c10d._rank_not_in_group = _check_and_report_destroyed
+c10d._rank_not_in_group = _check_group
 c10d_logger._get_msg_dict = _explain_failure
 
 
@@ -461,6 +466,11 @@ def gloo_endpoint(address: bytes) -> tuple[str, int] | None:
     return None
 
 
+def gloo_greeting(place: int) -> bytes:
+    """The first bytes of a connection to a Gloo listener: the place in the group of the member that connects."""
+    return place.to_bytes(8, "little")
+
+
 def fake_backend(rank: int, size: int) -> Any:
     """A backend that moves nothing."""
     return _new_fake(rank, size, _FakeBackend.Options())
@@ -542,6 +552,55 @@ def invalidate(group: Any, text: str) -> None:
     for device in group._device_types:
         group._register_backend(device, dist.ProcessGroup.BackendType.UNDEFINED, backend)
     group._set_default_backend(dist.ProcessGroup.BackendType.UNDEFINED)
+
+
+# -- DeviceMesh ---------------------------------------------------------------------------------------------------
+
+
+def strided_device_mesh(
+    device: str, mesh_ranks: Sequence[int], table: torch.Tensor, groups: Mapping[str, Any]
+) -> DeviceMesh | None:
+    """A DeviceMesh of some ranks of a mesh that torch combines with others of the same mesh.
+
+    torch combines DeviceMeshes that index one sequence of ranks, such as that of FSDP with that of tensor parallelism.
+    ``DeviceMesh.from_group`` would index only the ranks of the table.
+
+    Args:
+        mesh_ranks: all ranks of the mesh.
+        table: the ranks, with a dimension for each group.
+        groups: the group of each dimension, by its name.
+
+    Returns:
+        None if torch cannot describe the ranks by strides, as before torch 2.13.
+    """
+    position = {rank: i for i, rank in enumerate(mesh_ranks)}
+    lines = [table.movedim(i, 0).reshape(size, -1)[:, 0].tolist() for i, size in enumerate(table.shape)]
+    strides = [_as_strides([position[rank] for rank in line]) for line in lines]
+    with contextlib.suppress(AssertionError, AttributeError, ImportError, RuntimeError, TypeError):
+        from torch.distributed._mesh_layout import _FlatLayout, _MeshLayout
+
+        layout, ranks = _MeshLayout([_FlatLayout(*each) for each in strides]), torch.tensor(mesh_ranks, dtype=torch.int)
+        mesh = DeviceMesh(device, _layout=layout, _rank_map=ranks, mesh_dim_names=tuple(groups), _init_backend=False)
+        mesh._dim_group_names = [group.group_name for group in groups.values()]
+        mesh._pg_registry.update({group.group_name: group for group in groups.values()})
+        if torch.equal(mesh.mesh, table):
+            return mesh
+    return None
+
+
+def _as_strides(positions: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes and strides of these positions relative to the first, outermost first, if they are regular.
+
+    >>> _as_strides([2, 3, 10, 11])
+    ((2, 2), (8, 1))
+    """
+    sizes, strides = tuple[int, ...](), tuple[int, ...]()
+    while len(positions) > 1:
+        step = positions[1] - positions[0]
+        count = next((i for i, at in enumerate(positions) if at != positions[0] + i * step), len(positions))
+        sizes, strides = (count, *sizes), (step, *strides)
+        positions = positions[::count]
+    return sizes or (1,), strides or (0,)
 
 
 # -- the flight recorder ------------------------------------------------------------------------------------------

@@ -115,8 +115,7 @@ class _Call:
         self.cache, self.layout, self.combinations, self.seconds = cache, layout, combinations, seconds
         self.call_site = call_site()
         self.client = _Client(cache.registry.heartbeat_thread(), seconds)
-        start = self.client.start  # without a reference to the client: see _Client
-        self.statuses = Statuses(self.client.thread.lost_after, lambda: time.monotonic() - start)
+        self.statuses = Statuses(self.client.thread.lost_after, self.client.thread.answered_seconds)
         self.records: dict[str, building.GroupRecord] = {}  # by path, those to connect
         self.axes_of: dict[str, list[GroupAxes]] = {}  # by path
         self.attempts: dict[str, ConnectAttempt] = {}  # by path

@@ -63,7 +63,7 @@ class FirstCollective:
             error.__traceback__ = None  # its frames refer to this group, and the backend keeps the error
             return
         except Exception as error:
-            self._failure, self._failed_at = error.with_traceback(None), time.monotonic()
+            self._failure, self._failed_at = error.with_traceback(None), self._statuses.now()
             self._dead = teardown.describe_dead(self.record)
             return
         size = self.record.group.size()
@@ -92,7 +92,7 @@ class FirstCollective:
             )
         elif self._dead:
             self.error = MissingRanksError(f"{self._dead}\nThe group was in its first collective.")
-        elif self._failure is not None and time.monotonic() - self._failed_at >= self._statuses.lost_after + 1.0:
+        elif self._failure is not None and self._statuses.now() - self._failed_at >= self._statuses.lost_after + 1.0:
             self.fail(f"failed: {str(self._failure).splitlines()[0]}")
 
     def fail(self, reason: str) -> None:

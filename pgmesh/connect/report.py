@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING
 
 from pgmesh import torch_private
 from pgmesh._util.formatting import count_of, format_ranks, name_ranks
+from pgmesh._util.listeners import ANSWER_SECONDS
 from pgmesh.errors import LifetimeError, WorldError
 from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.statuses import RunningCollective, Statuses
+from pgmesh.rendezvous.statuses import RankStatus, RunningCollective, Statuses
 
 if TYPE_CHECKING:
     from pgmesh.groups.cache import GroupCache
@@ -133,8 +134,28 @@ def report(cache: GroupCache) -> Report:
         trouble = _read_statuses(cache, statuses)
         running = cache.registry.watch.flight_recorder.running() if cache.registry.watch else ()
     lines = tuple(_describe_running(cache, each, statuses) for each in running)
-    others = {rank: text for rank in cache.layout.ranks() if (text := statuses.text(rank)) is not None}
+    deadline = time.monotonic() + ANSWER_SECONDS
+    others = {
+        rank: text if (status := statuses.get(rank)) is None else _describe_status(cache, status, deadline)
+        for rank in cache.layout.ranks()
+        if (text := statuses.text(rank)) is not None
+    }
     return Report(cache.call, cache.rank, held(cache), others, trouble, lines)
+
+
+def _describe_status(cache: GroupCache, status: RankStatus, deadline: float) -> str:
+    """The status of a rank; also the time of its last heartbeat, if the rank has ended or that is long ago.
+
+    Args:
+        deadline: no listener is asked after that time.
+    """
+    thread, age = cache.registry.store_thread(), time.time() - status.sent
+    ended = age >= thread.period and not status.exited and time.monotonic() < deadline and thread.has_ended(status)
+    if not (ended or status.exited or age >= thread.lost_after):
+        return str(status)
+    where, at = ":".join(map(str, status.endpoint)), time.strftime("%H:%M:%S UTC", time.gmtime(status.sent))
+    end = f"it has ended: its listener at {where} refuses connections; " if ended else ""
+    return f"{end}its last heartbeat was at {at} by its clock, {age:.0f} s ago by this one; its last status: {status}"
 
 
 def _read_statuses(cache: GroupCache, statuses: Statuses) -> str:

@@ -15,7 +15,7 @@ on the new mesh. A rank whose deadline passes decides that the attempt failed. T
 lives is waited for, and one whose process has ended is not.
 
 Ranks that stand by arrive too, and leave the decision to those that call ``shrink``. They only look, every few seconds,
-whether any member is left that could call it.
+whether any member is left that could call it. A member that also stands by cannot.
 
 The decision stays in the store as long as the world, for ranks that were taken for lost and come back.
 """
@@ -38,6 +38,11 @@ from pgmesh.rendezvous.records import error_text, foreign_value
 from pgmesh.rendezvous.statuses import RankStatus, Statuses
 
 
+def standing_by(label: str) -> str:
+    """The activity in the status of a rank that stands by."""
+    return f"standing by for {label}"
+
+
 @dataclass
 class Agreement:
     """One rank's part in the agreement on a mesh's survivors.
@@ -55,6 +60,7 @@ class Agreement:
         has_ended: True if the process with this status has ended.
         check: returns why there can be no mesh after a decision; "" if there can.
         warn: called with text for the log.
+        options: the configured options of the mesh, for the mesh that replaces it.
         number: number of the current attempt.
     """
 
@@ -70,9 +76,10 @@ class Agreement:
     has_ended: Callable[[RankStatus], bool]
     check: Callable[[Outcome], str]
     warn: Callable[[str], None] = field(default=lambda text: None)
+    options: Sequence[object] = ()
     number: int = 0
     came_late: bool = False  # the mesh was replaced before this call
-    _asked_since: float = math.inf  # the first inspection after a rank had called shrink
+    _asked_since: float = math.inf  # the first inspection after a rank had called shrink, on the clock of the statuses
     _turn: int = 0  # 0 for the first ranks that arrived, which inspect most often, 1 for the next, and so on
 
     @property
@@ -191,7 +198,7 @@ class Agreement:
             return None  # ranks that arrived earlier look at the statuses
         if request.lost_after is not None:
             self.statuses.lost_after = request.lost_after
-        self._asked_since = min(self._asked_since, self.client.now())
+        self._asked_since = min(self._asked_since, self.statuses.now())
         gone = self._lost(absent, all_ended=late)
         waiting = [rank for rank in self.members if rank not in arrivals and rank not in gone]
         lost = {rank: gone[rank] for rank in self.members if rank in gone}
@@ -224,6 +231,9 @@ class Agreement:
         for first in range(0, len(others), timing.LIMITS.statuses):
             ranks = others[first : first + timing.LIMITS.statuses]
             lost |= self._lost(ranks)
+            for status in filter(None, map(self.statuses.get, ranks)):
+                if standing_by(self.label) in status.activity:
+                    lost.setdefault(status.rank, f"rank {status.rank} stands by too")
             if len(lost) < first + len(ranks):
                 return None
         reasons = "".join(f"\n  {why}" for why in lost.values())
@@ -245,9 +255,9 @@ class Agreement:
         asks = True
         for rank in ranks:
             status = self.statuses.get(rank)
-            without_status = seconds - self._asked_since
+            without_status = self.statuses.now() - self._asked_since
             if self.statuses.text(rank) is None and without_status >= self.statuses.lost_after:
-                lost[rank] = f"rank {rank} has published no status in {without_status:.0f} s"
+                lost[rank] = f"rank {rank} has published no status in {int(without_status)} s"
             elif asks and status is not None and rank not in lost:
                 has_new_heartbeat = heard.get(rank, self.statuses.heard[rank]) != self.statuses.heard[rank]
                 if not (self.request is None and has_new_heartbeat) and self.has_ended(status):
@@ -271,7 +281,9 @@ class Agreement:
         others = (rank for rank in ready if rank not in replaced)
         replaced |= zip((rank for rank in lost if rank not in replaced), others)
         processes = tuple(arrivals[rank].process for rank in replaced.values())
-        outcome = Outcome(lost=lost, replaced=replaced, axis=request.axis, processes=processes)
+        outcome = Outcome(
+            lost=lost, replaced=replaced, axis=request.axis, processes=processes, options=tuple(self.options)
+        )
         problem = self.check(outcome)
         if len(outcome.pack()) > timing.LIMITS.record_chars:
             problem = f"a decision on {len(lost)} lost ranks and {len(replaced)} spares does not fit into one record"

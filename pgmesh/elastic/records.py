@@ -77,6 +77,7 @@ class Outcome:
         replaced: for each lost rank that a spare replaces, that spare.
         axis: the axis whose indices are dropped where a rank is lost and not replaced.
         processes: the processes of these spares, in the same order.
+        options: the configured options of the mesh: axes, tag, and options by name.
     """
 
     failed: str = ""
@@ -85,6 +86,7 @@ class Outcome:
     replaced: dict[int, int] = field(default_factory=dict)
     axis: Any = None
     processes: tuple[str, ...] = ()
+    options: tuple[Any, ...] = ()
 
     def pack(self) -> str:
         chars = timing.LIMITS.record_chars // 32  # for the texts; a character may take six in JSON
@@ -95,17 +97,20 @@ class Outcome:
             replaced=[*map(list, self.replaced.items())],
             axis=[self.axis],
             processes=self.processes,
+            options=self.options,
         )
 
     @classmethod
     def unpack(cls, key: str, text: bytes) -> Outcome:
-        record = unpack(text, failed=str, error=str, lost=list, replaced=list, axis=list, processes=list)
+        lists = dict.fromkeys(("lost", "replaced", "axis", "processes", "options"), list)
+        record = unpack(text, failed=str, error=str, **lists)
         if (
             record is None
             or not _have_types(record["lost"], int, str)
             or not _have_types(record["replaced"], int, int)
             or not _have_types(zip(record["processes"]), str)
             or not _have_types([record["axis"]], (str, int, type(None)))
+            or not _have_types(record["options"], list, str, dict)
         ):
             return cls(failed=f"{foreign_value(key, text)}.", error="mismatch")
         return cls(
@@ -115,6 +120,7 @@ class Outcome:
             dict(record["replaced"]),
             record["axis"][0],
             tuple(record["processes"]),
+            tuple(record["options"]),
         )
 
     def check(self) -> None:

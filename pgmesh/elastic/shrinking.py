@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from pgmesh._util.call_sites import call_site
 from pgmesh._util.formatting import name_ranks
-from pgmesh._util.listeners import Listener, is_loopback, refuses
-from pgmesh.elastic.agreement import Agreement
+from pgmesh.elastic.agreement import Agreement, standing_by
 from pgmesh.elastic.records import Outcome, Request
 from pgmesh.elastic.successor import successor
 from pgmesh.elastic.watching import abort_when_lost
@@ -20,7 +19,6 @@ from pgmesh.layout import Layout
 from pgmesh.rendezvous.client import CallClient
 from pgmesh.rendezvous.operations import Read
 from pgmesh.rendezvous.records import error_text
-from pgmesh.rendezvous.statuses import RankStatus
 from pgmesh.rendezvous.store_thread import process_id, process_key, process_label
 
 log = logging.getLogger("pgmesh")
@@ -99,7 +97,11 @@ def stand_by(cache: GroupCache, seconds: float, lost_after: float | None) -> Gro
     client = _client(cache, seconds)
     if lost_after is not None:
         cache.statuses.lost_after = lost_after
-    return _agree_and_replace(cache, None, client, seconds)
+    client.thread.set_status(standing_by(cache.label))
+    try:
+        return _agree_and_replace(cache, None, client, seconds)
+    finally:
+        client.thread.set_status("")
 
 
 def _client(cache: GroupCache, seconds: float) -> CallClient:
@@ -120,7 +122,7 @@ def _agree_and_replace(cache: GroupCache, request: Request | None, client: CallC
         client: the store and the clock of this call.
         seconds: its timeout.
     """
-    cache.identity.register(cache.registry, client.timeout(), rejoin=True)
+    cache.identity.register(cache.registry, client.run, rejoin=True)
     _check_not_replaced(cache, client)
     if cache.identity.rejoined:
         request = None  # a new process in the place of a lost one stands by
@@ -140,6 +142,7 @@ def _agree_and_replace(cache: GroupCache, request: Request | None, client: CallC
         raise MembershipError(_taken_for_lost(cache, outcome))
     cache.end_aborted(f"{cache.label} was replaced by shrink.")  # on a rank that stood by
     after = GroupCache(cache.name, layout, identity=identity)
+    after.configure_all(outcome.options)
     after.shrunk = Shrunk(cache.label, before.ranks(), layout.ranks(), outcome.lost, outcome.replaced, client.now())
     if cache.aborts_when_lost:
         abort_when_lost(after, cache.abort_after)
@@ -172,8 +175,9 @@ def _agree(
         client=client,
         deadline=seconds,
         statuses=cache.statuses,
-        has_ended=lambda status: _has_ended(client.thread.listener, status),
+        has_ended=client.thread.has_ended,
         check=problem_of,
+        options=cache.configured_options(),
         warn=lambda text: log.warning("%s", text),
         number=cache.shrink_attempts.get(key, 0),
     )
@@ -184,14 +188,6 @@ def _agree(
     cache.shrink_attempts[key] += bool(outcome.failed)
     outcome.check()
     return outcome, agreement.missed(outcome)
-
-
-def _has_ended(mine: Listener | None, status: RankStatus) -> bool:
-    """True if the process that published a status has ended: its listener refuses a connection."""
-    if not status.endpoint or mine is None:
-        return False
-    # A rank that reaches the store over its loopback is on the store's host. Elsewhere that address means another host.
-    return is_loopback(status.endpoint[0]) == is_loopback(mine.host) and refuses(status.endpoint)
 
 
 def _check_not_replaced(cache: GroupCache, client: CallClient) -> None:

@@ -6,12 +6,12 @@ connection, so without this watch the others wait until the timeout of the group
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from pgmesh.groups.cache import GroupCache
+from pgmesh.groups.teardown import in_background
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Operation, Read
 from pgmesh.rendezvous.statuses import status_key
@@ -50,7 +50,7 @@ def abort_when_lost(cache: GroupCache, lost_after: float | None) -> None:
             statuses.read(lambda *reads: [perform(read) for read in reads], others)
         lost = statuses.lost([next_rank])
         if lost:  # in another thread: this one sends the heartbeats
-            threading.Thread(target=cache.abort, args=(lost[next_rank],), name="pgmesh-abort", daemon=True).start()
+            in_background(cache.abort, lost[next_rank])
         return not lost
 
     registry.at_heartbeat.append(next_rank_lives)

@@ -16,7 +16,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ from pgmesh.groups import building, connections, naming, teardown
 from pgmesh.groups.attempts import Attempts
 from pgmesh.groups.backends import backends_of
 from pgmesh.groups.configuring import ConfiguredOptions, check_supported, format_verb
-from pgmesh.groups.device_meshes import build_device_mesh
+from pgmesh.groups.device_meshes import Dimensions, build_device_mesh, dimensions_of
 from pgmesh.groups.identity import MeshIdentity
 from pgmesh.groups.naming import GroupKey
 from pgmesh.groups.registry import current_registry, publish_abort
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 _ABORT_SECONDS = 0.5
-"""Timeout of the store operation that publishes an abort."""
+"""The longest wait of ``abort`` for the store. The store thread publishes the abort later if there is no answer."""
 
 
 class GroupCache:
@@ -83,7 +83,7 @@ class GroupCache:
         self.creation_seconds = 0.0
         self._records: cachetools.Cache[GroupKey, building.GroupRecord] = cachetools.Cache(math.inf)
         self._generations = naming.Generations()
-        self._device_meshes: dict[Layout, DeviceMesh] = {}
+        self._device_meshes: dict[Any, DeviceMesh] = {}  # by layout and dimensions
         self._meshes: weakref.WeakSet[Any] = weakref.WeakSet()  # meshes that hold references to groups
         self._dependents: set[weakref.ref[GroupCache]] = set()  # internal meshes that are aborted with it
         # ``connect`` keeps these here.
@@ -119,7 +119,8 @@ class GroupCache:
     @functools.cached_property
     def statuses(self) -> Statuses:
         """The statuses of other ranks, shared by several calls, so that a silence is measured from its beginning."""
-        return Statuses(self.registry.store_thread().lost_after, time.monotonic)
+        thread = self.registry.store_thread()
+        return Statuses(thread.lost_after, thread.answered_seconds)
 
     def track(self, mesh: Any) -> None:
         """Register a mesh whose references to groups are cleared when groups end."""
@@ -292,7 +293,9 @@ class GroupCache:
         Raises:
             MismatchError: another rank has a different mesh of this name.
         """
-        self.identity.register(self.registry, seconds)
+        if not self.identity.registered:
+            run = functools.partial(self.registry.store_thread().run, seconds=seconds)
+            self.identity.register(self.registry, run)
         return f"{self.identity.key}/{path}"
 
     # -- options ------------------------------------------------------------------------------------------------
@@ -302,12 +305,25 @@ class GroupCache:
         self.check()
         GroupOptions.of(options)
         layout.size(*axes)  # raises for unknown axes, on ranks outside the mesh too
-        if self.rank not in layout:
-            return
-        ranks = layout.block_of(self.rank, *axes)
-        with self.lock:
-            created = [record for key, record in self._records.items() if (key.ranks, key.tag) == (ranks, tag)]
-            self._configured.configure(layout, axes, tag, options, created[0] if created else None, call_site())
+        if self.rank in layout:
+            ranks = layout.block_of(self.rank, *axes)
+            with self.lock:
+                created = [record for key, record in self._records.items() if (key.ranks, key.tag) == (ranks, tag)]
+                self._configured.configure(layout, axes, tag, options, created[0] if created else None, call_site())
+        if layout == self.layout:
+            of_mesh = self._configured.of_mesh
+            of_mesh[axes, tag] = of_mesh.get((axes, tag), GroupOptions()).but(options)
+
+    def configured_options(self) -> list[tuple[list[Axis], str, dict[str, Any]]]:
+        """The options of the root mesh's groups as plain data: axes, tag and options."""
+        found = self._configured.of_mesh.items()
+        return [([*axes], tag, options.given) for (axes, tag), options in found]
+
+    def configure_all(self, configured: Iterable[tuple[Sequence[Axis], str, Mapping[str, Any]]]) -> None:
+        """Set what ``configured_options`` returned for another mesh with the same axes."""
+        for axes, tag, options in configured:
+            with contextlib.suppress(OptionsError):  # other axes have the same ranks now: the first ones count
+                self.configure(self.layout, tuple(axes), tag, options)
 
     def set_timeout(self, timeout: timedelta, chosen: Callable[[tuple[int, ...]], bool]) -> int:
         """Change the timeout of the existing groups whose ranks are chosen; return their number."""
@@ -321,20 +337,27 @@ class GroupCache:
 
     # -- torch's DeviceMesh, and adopted groups ------------------------------------------------------------------
 
-    def device_mesh(self, layout: Layout, names: tuple[str, ...]) -> DeviceMesh:
-        """A DeviceMesh over the groups of a layout, or a slice of it."""
+    def device_mesh(self, whole: Layout, layout: Layout, dimensions: Dimensions) -> DeviceMesh:
+        """A DeviceMesh of groups along axes of a layout.
+
+        Args:
+            whole: a layout with these axes. Its DeviceMesh is sliced if each dimension is one axis of that name.
+        """
         self.check()
+        single, built = dimensions_of(whole), dimensions
+        if [*dimensions.items()] == [item for item in single.items() if item in dimensions.items()]:
+            layout, built = whole, single
+        key = layout, tuple(built.items())
         with self.lock:
-            whole = self._device_meshes.get(layout)
-            if whole is None:
-                whole = build_device_mesh(layout, lambda axis: self.group(layout, (axis,), "", {}))
-                self._device_meshes[layout] = whole
-            return whole if names == whole.mesh_dim_names else whole[names]
+            if key not in self._device_meshes:
+                groups = {name: self.group(layout, axes, "", {}) for name, axes in built.items()}
+                self._device_meshes[key] = build_device_mesh(layout, self.rank, built, groups, self.layout.ranks())
+            return self._device_meshes[key][tuple(dimensions)]
 
     def adopt_device_mesh(self, layout: Layout, device_mesh: DeviceMesh) -> None:
         """Store the DeviceMesh whose groups were adopted."""
         with self.lock:
-            self._device_meshes[layout] = device_mesh
+            self._device_meshes[layout, tuple(dimensions_of(layout).items())] = device_mesh
 
     def adopt(self, layout: Layout, axes: tuple[Axis, ...], group: dist.ProcessGroup) -> None:
         """Use an existing group for these axes. pgmesh never destroys it."""
@@ -417,13 +440,16 @@ class GroupCache:
         """
         if self.ended is not None:
             return
-        text = f"{self.label} was aborted by rank {self.rank}{f' at {where}' * bool(where)}: {why}"
+        texts = [f"{self.label} was aborted by rank {self.rank}{f' at {where}' if where else ''}: {why}"]
+
+        def publish(run: Callable[..., list[Any]]) -> None:
+            self.identity.register(self.registry, run, rejoin=True)
+            texts.append(publish_abort(run, self.identity.refusal_key, texts[0]))
+
         with contextlib.suppress(PgmeshError):
             # First, so that a member whose connection ends finds the reason. The first rank to publish one wins.
-            self.identity.register(self.registry, _ABORT_SECONDS, rejoin=True)
-            run = functools.partial(self.registry.store_thread().run, seconds=_ABORT_SECONDS)
-            text = publish_abort(run, self.identity.refusal_key, text)
-        self.end_aborted(text)
+            self.registry.heartbeat_thread().insist(publish, _ABORT_SECONDS)
+        self.end_aborted(texts[-1])
 
     def add_dependent(self, internal: GroupCache) -> None:
         """Abort an internal mesh when this one is aborted."""
@@ -438,7 +464,9 @@ class GroupCache:
         reason = text.removeprefix(f"{self.label} ")
         if not self._end(reason, aborted=True) and self.ended is None:
             self.ended, self.aborted = reason, True
-            connections.shut_down([record.endpoints() for record, _, _ in self.records()])
+            records = [record for record, _, _ in self.records()]
+            teardown.wake(records)
+            connections.shut_down([record.endpoints() for record in records])
         for dependent in tuple(self._dependents):
             if (internal := dependent()) is not None:
                 internal.abort(text)

@@ -43,6 +43,8 @@ class ConfiguredOptions:
     def __init__(self, rank: int, default: GroupOptions) -> None:
         self._rank, self._default = rank, default
         self._configured: dict[OptionKey, Configured] = {}
+        self.of_mesh: dict[tuple[tuple[Axis, ...], str], GroupOptions] = {}
+        """The options of the root mesh's groups, by axes and tag, for the mesh that replaces it."""
         self._warned = False  # of a timeout in a call
         self._returned: set[OptionKey] = set()  # axes of size 1 whose group the caller has: too late to configure
 

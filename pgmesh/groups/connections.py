@@ -10,7 +10,6 @@ import contextlib
 import os
 import select
 import socket
-import stat
 import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -18,12 +17,11 @@ from typing import NamedTuple
 
 from pgmesh import torch_private
 from pgmesh._util.listeners import ANSWER_SECONDS, refuses
+from pgmesh._util.sockets import connections, descriptors, opened
 from pgmesh.rendezvous.polling_store import PollingStore
 
 Endpoint = tuple[str, int]
 """Host and port of a listener."""
-
-_DESCRIPTORS = "/proc/self/fd"
 
 _CLOSING_SECONDS = 0.2
 """The wait until Gloo has closed its connections after they were shut down. It usually takes less than 1 ms."""
@@ -33,23 +31,40 @@ class Endpoints(NamedTuple):
     """The listeners of a Gloo group: this rank's, and those of the members it knows, each with the member's rank.
 
     A rank has one listener for each network interface.
+
+    Args:
+        places: the places in the group of the other members, if this rank has entered a collective.
     """
 
     own: list[Endpoint]
     members: list[tuple[int, Endpoint]]
+    places: list[int]
 
 
 def endpoints_of(store: PollingStore | None) -> Endpoints:
     """The listeners of a group from the addresses that its members published."""
     if store is None:
-        return Endpoints([], [])
+        return Endpoints([], [], [])
     own = map(torch_private.gloo_endpoint, store.own_addresses())
     members = [(rank, torch_private.gloo_endpoint(address)) for rank, address in store.member_addresses()]
-    return Endpoints([each for each in own if each], [(rank, each) for rank, each in members if each])
+    return Endpoints([*filter(None, own)], [(rank, each) for rank, each in members if each], store.other_places())
 
 
-def shut_down(groups: Iterable[Endpoints]) -> int:
-    """Shut down all connections of some groups, and return their number. Data that was sent still arrives.
+def wake(group: Endpoints) -> None:
+    """End this rank's waits for members that have not connected to it.
+
+    Of each two members, Gloo lets one wait for the other to connect, for up to five times the group's timeout. There is
+    no socket to shut down. So this rank connects to its own listener in the place of each other member, and closes that
+    connection. Members that are connected are not affected.
+    """
+    for own in group.own:
+        for place in group.places:
+            with contextlib.suppress(OSError), socket.create_connection(own, ANSWER_SECONDS) as connection:
+                connection.sendall(torch_private.gloo_greeting(place))
+
+
+def shut_down(groups: Iterable[Endpoints]) -> None:
+    """Shut down all connections of some groups. Data that was sent still arrives.
 
     Blocked collectives on both ends raise an error at once. The listeners stay open: Gloo aborts the process if
     accepting a connection fails. Without /proc, nothing is shut down.
@@ -57,17 +72,13 @@ def shut_down(groups: Iterable[Endpoints]) -> int:
     groups = list(groups)
     own = {endpoint for group in groups for endpoint in group.own}
     members = {endpoint for group in groups for _, endpoint in group.members}
-    count = 0
     if not own and not members:
-        return count
-    for number in _descriptors():
-        with contextlib.suppress(OSError), _opened(number) as connection:
-            peer = connection.getpeername()[:2]  # raises for a listener
-            if connection.getsockname()[:2] in own or peer in members:
+        return
+    for connection, here, there in connections():
+        if here[:2] in own or there[:2] in members:
+            with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
-                count += 1
     _end_events(own)
-    return count
 
 
 def _end_events(own: Collection[Endpoint]) -> None:
@@ -80,7 +91,7 @@ def _end_events(own: Collection[Endpoint]) -> None:
     Args:
         own: the listeners of these groups. The event loop of each has its listener.
     """
-    loops = [number for number in _descriptors() if any(is_listener for _, is_listener in _watched(number, own))]
+    loops = [number for number in descriptors() if any(is_listener for _, is_listener in _watched(number, own))]
     deadline = time.monotonic() + _CLOSING_SECONDS
     while loops := [loop for loop in loops if not all(is_listener for _, is_listener in _watched(loop, own))]:
         if time.monotonic() < deadline:
@@ -98,38 +109,14 @@ def _watched(number: int, own: Collection[Endpoint]) -> list[tuple[int, bool]]:
     """The TCP sockets of an event loop, each with whether it is one of these listeners; none for other descriptors."""
     found: list[tuple[int, bool]] = []
     with contextlib.suppress(OSError):
-        if os.readlink(f"{_DESCRIPTORS}/{number}") != "anon_inode:[eventpoll]":
+        if os.readlink(f"/proc/self/fd/{number}") != "anon_inode:[eventpoll]":
             return found
         lines = Path(f"/proc/self/fdinfo/{number}").read_text().splitlines()
         for watched in (int(line.split()[1]) for line in lines if line.startswith("tfd:")):
-            with contextlib.suppress(OSError), _opened(watched) as each:
+            with contextlib.suppress(OSError), opened(watched) as each:
                 is_listening = each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                 found.append((watched, bool(is_listening) and each.getsockname()[:2] in own))
     return found
-
-
-def _descriptors() -> list[int]:
-    """The descriptors of this process; none without /proc."""
-    with contextlib.suppress(FileNotFoundError):
-        return [*map(int, os.listdir(_DESCRIPTORS))]
-    return []
-
-
-def _opened(number: int) -> socket.socket:
-    """A duplicate of a TCP socket: another thread may close the descriptor and reuse its number meanwhile.
-
-    Raises:
-        OSError: the descriptor is closed, or no TCP socket.
-    """
-    if not stat.S_ISSOCK(os.fstat(number).st_mode):
-        raise OSError(f"descriptor {number} is no socket")
-    blocks = os.get_blocking(number)
-    each = socket.socket(fileno=os.dup(number))
-    os.set_blocking(number, blocks)  # the program may have set a default timeout, which changes the socket itself
-    if each.family not in (socket.AF_INET, socket.AF_INET6):
-        each.close()
-        raise OSError(f"descriptor {number} is no TCP socket")
-    return each
 
 
 def find_dead(group: Endpoints) -> dict[int, Endpoint]:

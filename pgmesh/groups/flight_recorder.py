@@ -49,6 +49,13 @@ class FlightRecorder:
         return RunningCollective(name, self._label_of(name), operation, int(entry["collective_seq_id"]), seconds)
 
 
+def busy_names() -> set[str]:
+    """The names in torch of the groups with a collective that is not done."""
+    busy = _busy_groups()
+    entries = torch_private.flight_record(entries=True).get("entries", ()) if busy else ()
+    return {str(each["process_group"][0]) for each in entries if str(each["pg_id"]) in busy and not each["retired"]}
+
+
 def _busy_groups() -> dict[str, str]:
     """The last completed collective of each group that has entered a later one, by torch's number of the group."""
     status = torch_private.flight_record(entries=False).get("pg_status", {})

@@ -34,13 +34,14 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pgmesh import torch_private
+from pgmesh.errors import MismatchError
 from pgmesh.groups.naming import describe_ranks, encode_rank_set
 from pgmesh.groups.registry import Registry
 from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.operations import Raw, Read
+from pgmesh.rendezvous.operations import CompareSet, Raw, Read
 from pgmesh.rendezvous.protocol import check_mesh, register_mesh
-from pgmesh.rendezvous.records import Fingerprint, pack, unpack
-from pgmesh.rendezvous.store_thread import meshes_key
+from pgmesh.rendezvous.records import Decision, Fingerprint, pack, unpack
+from pgmesh.rendezvous.store_thread import meshes_key, process_label
 
 if TYPE_CHECKING:
     from pgmesh.layout import Layout
@@ -117,21 +118,21 @@ class MeshIdentity:
 
     # -- the store ----------------------------------------------------------------------------------------------
 
-    def register(self, registry: Registry, seconds: float, *, rejoin: bool = False) -> None:
+    def register(self, registry: Registry, run: Callable[..., list[Any]], *, rejoin: bool = False) -> None:
         """Find the shared number, publish the fingerprint, and compare it with the first one; once per rank.
 
         Args:
+            run: performs operations on the store.
             rejoin: in a process that replaces a lost one, this is the mesh that the lost one was in. By default it is
                 the next one of that name.
 
         Raises:
-            MismatchError: the fingerprints differ.
+            MismatchError: the fingerprints differ, or another process with this rank sends heartbeats.
             WorldError: the store does not answer.
         """
         if self.registered:
             return
         thread = registry.store_thread()
-        run = functools.partial(thread.run, seconds=seconds)
         if registry.predecessor_numbers is None:
             (text,) = run(Read(meshes_key(self.rank)))
             registry.predecessor_numbers = _unpack_numbers(text) if thread.replaces_process else {}
@@ -142,6 +143,12 @@ class MeshIdentity:
             registry.first_numbers[self.prefix] = first
             self.rejoined = rejoin and thread.replaces_process
         self.shared_number = shared = registry.first_numbers[self.prefix] + self.number
+        if thread.same_rank:
+            both = " and ".join(label.rpartition("/")[0] for label in (thread.same_rank, process_label()))
+            text = f"{self.label}: both {both} connect as rank {self.rank}. Start each rank once."
+            thread.until_end[self.refusal_key] = Decision("duplicate", text).pack()
+            run(CompareSet(self.refusal_key, thread.until_end[self.refusal_key]))
+            raise MismatchError(text)
         registry.last_numbers[self.prefix] = max(shared, registry.last_numbers.pop(self.prefix, 0))  # at the end
         record = pack(numbers=dict([*registry.last_numbers.items()][-_PUBLISHED_NAMES:]))
         *_, first_seen = run(Raw("set", (meshes_key(self.rank), record)), *register_mesh(self.key, self.fingerprint))

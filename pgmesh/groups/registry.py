@@ -26,9 +26,9 @@ from pgmesh.errors import LifetimeError, NameTakenError, WorldError
 from pgmesh.groups import building, teardown
 from pgmesh.groups.watch import Watch
 from pgmesh.groups.world import store_address, world_options, world_rank_and_size, world_store
-from pgmesh.rendezvous.operations import Add, CompareSet, Delete, Operation, Read
+from pgmesh.rendezvous.operations import Add, CompareSet, Delete, Operation, Raw, Read
 from pgmesh.rendezvous.records import Decision
-from pgmesh.rendezvous.statuses import RunningCollective
+from pgmesh.rendezvous.statuses import RunningCollective, Statuses
 from pgmesh.rendezvous.store_thread import StoreThread
 
 log = logging.getLogger("pgmesh")
@@ -51,7 +51,12 @@ def publish_abort(run: Callable[..., list[Any]], key: str, text: str) -> str:
     Returns:
         The text of the rank that was first.
     """
-    first, _ = run(CompareSet(key, Decision("aborted", text).pack()), Add(ABORTS_KEY))
+    mine = Decision("aborted", text)
+    (first,) = run(CompareSet(key, mine.pack()))
+    if Decision.unpack(key, first).kind != "aborted":  # a mismatch ends no mesh that is connected
+        run(Raw("set", (key, mine.pack())))
+        first = mine.pack().encode()
+    run(Add(ABORTS_KEY))
     return Decision.unpack(key, first).text
 
 
@@ -85,7 +90,7 @@ class Registry:
             if self._thread is None:
                 rank, size = world_rank_and_size()
                 thread = self._thread = StoreThread(self.store, store_address(), rank, size)
-                self.watch = Watch(self._find_record, thread.lost_after)
+                self.watch = Watch(self._find_record, Statuses(thread.lost_after, thread.answered_seconds))
                 thread.on_heartbeat = self._on_heartbeat
             return self._thread
 
@@ -98,7 +103,7 @@ class Registry:
                 text = perform(Read(cache.identity.refusal_key))
                 refusal = None if text is None else Decision.unpack(cache.identity.refusal_key, text)
                 if refusal is not None and refusal.kind == "aborted":  # in another thread: this one sends heartbeats
-                    threading.Thread(target=cache.end_aborted, args=(refusal.text,), daemon=True).start()
+                    teardown.in_background(cache.end_aborted, refusal.text)
         self._aborts = aborts  # only now: if the store fails, the next heartbeat looks again
         self.at_heartbeat[:] = [look for look in self.at_heartbeat if look(perform)]
         return self.watch.find_running(perform) if self.watch is not None else ()
@@ -282,6 +287,7 @@ def _at_exit() -> None:
         registry.leave("its process has exited")
     if getattr(sys, "last_value", None) is not None:  # an error ends the process
         _log_dead()
+    teardown.finish_background()
     for cache in all_caches():
         cache.close("ended with its process.", at_exit=True)
 

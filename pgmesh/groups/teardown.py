@@ -11,7 +11,7 @@ import ctypes
 import re
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -21,10 +21,14 @@ from pgmesh._util.formatting import name_ranks
 from pgmesh.errors import LifetimeError, MissingRanksError, PgmeshError
 from pgmesh.groups import building, connections
 from pgmesh.groups.building import GroupRecord
+from pgmesh.groups.flight_recorder import busy_names
 from pgmesh.rendezvous.polling_store import without_frames
 
 _FREE_SECONDS = 0.1
 """The time after which aborted groups are freed."""
+
+_EXIT_SECONDS = 2.0
+"""The longest wait for the end of aborted groups when the process exits."""
 
 _CONNECTION_ERROR = re.compile("connect|timeout|timed out|peer|nccl", re.IGNORECASE)
 """Words of the errors of Gloo and NCCL that a lost member may have caused. Other errors are mistakes of the caller."""
@@ -45,7 +49,7 @@ def explain(group: Any, error: BaseException) -> None:
     record = None if group is None else building.record_of(group)
     if record is not None and isinstance(error, RuntimeError) and _CONNECTION_ERROR.search(str(error)):
         refusal = next((found for store in record.stores.values() if (found := store.ask_for_refusal(0.5))), None)
-        if refusal is not None:
+        if refusal is not None and refusal.kind != "duplicate":
             if refusal.kind == "aborted":
                 record.on_abort(refusal.text)
             raise refusal.error() or error from error
@@ -89,6 +93,8 @@ def destroy(ended: Iterable[GroupRecord], reason: str, *, abort: bool = False, a
     ended = list(ended)
     endpoints = [record.endpoints() for record in ended]
     known = [record.group for record in ended if torch_private.is_known(record.group)]
+    if abort:
+        wake(ended)
     with torch_private.aborting_together(known) if abort else contextlib.nullcontext():
         for record in ended:
             _end(record, abort=abort or at_exit)
@@ -96,8 +102,18 @@ def destroy(ended: Iterable[GroupRecord], reason: str, *, abort: bool = False, a
         invalidate(record, reason)
     connections.shut_down(endpoints)
     if abort and ended:
-        groups = [record.group for record in ended]
-        threading.Thread(target=_free_later, args=(groups,), name="pgmesh-free", daemon=True).start()
+        in_background(_free_later, [record.group for record in ended])
+
+
+def wake(records: Iterable[GroupRecord]) -> None:
+    """End this rank's waits for members that have not connected, in those groups that are in a collective.
+
+    After a failed collective, Gloo would end the process when such a connection closes.
+    """
+    busy = busy_names()
+    for record in records:
+        if torch_private.is_known(record.group) and record.name in busy:
+            connections.wake(record.endpoints())
 
 
 def _free_later(groups: list[Any]) -> None:
@@ -106,8 +122,32 @@ def _free_later(groups: list[Any]) -> None:
     The destructor of a Gloo group waits for its collectives, and Gloo does not wake each of them when its connections
     end.
     """
-    time.sleep(_FREE_SECONDS)  # until the callers have dropped their references
+    _exiting.wait(_FREE_SECONDS)  # until the callers have dropped their references
     groups.clear()
+
+
+_background: set[threading.Thread] = set()
+_exiting = threading.Event()
+
+
+def in_background(function: Callable[..., object], *args: Any) -> object:
+    """Call a function that ends groups in a thread of its own, which ``finish_background`` waits for."""
+    thread = threading.Thread(target=function, args=args, name="pgmesh-end", daemon=True)
+    _background.difference_update([each for each in tuple(_background) if not each.is_alive()])
+    try:
+        thread.start()
+    except RuntimeError:  # Python ends, and starts no threads
+        return function(*args)
+    _background.add(thread)
+    return None
+
+
+def finish_background() -> None:
+    """Wait for these threads. C++ code that returns to Python while Python ends would abort the process."""
+    _exiting.set()
+    deadline = time.monotonic() + _EXIT_SECONDS
+    while _background:
+        _background.pop().join(max(0.0, deadline - time.monotonic()))
 
 
 def _end(record: GroupRecord, *, abort: bool) -> None:

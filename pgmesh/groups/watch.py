@@ -6,11 +6,13 @@ collectives, FSDP and DDP cannot be replaced.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
 
 from pgmesh._util.formatting import name_ranks
+from pgmesh.groups import teardown
 from pgmesh.groups.building import GroupRecord
 from pgmesh.groups.flight_recorder import FlightRecorder
 from pgmesh.rendezvous import timing
@@ -24,13 +26,13 @@ class Watch:
 
     Args:
         find_record: returns the record of a group of pgmesh, from the group's name in torch.
-        lost_after: seconds without a new heartbeat after which a rank counts as lost.
+        statuses: the statuses of other ranks.
     """
 
-    def __init__(self, find_record: Callable[[str], GroupRecord | None], lost_after: float) -> None:
-        self._find_record = find_record
+    def __init__(self, find_record: Callable[[str], GroupRecord | None], statuses: Statuses) -> None:
+        self._find_record, self._statuses = find_record, statuses
         self.flight_recorder = FlightRecorder(self._label_of)
-        self._statuses = Statuses(lost_after, time.monotonic)
+        self._stuck_since: dict[tuple[str, int], float] = {}  # by name of a group, and number of its collective
         self._logged: set[tuple[str, int]] = set()  # name of a group, and number of its collective
 
     def find_running(self, perform: Callable[[Operation], Any]) -> tuple[RunningCollective, ...]:
@@ -40,10 +42,16 @@ class Watch:
             perform: performs one store operation.
         """
         stuck = self.flight_recorder.stuck()
+        now, before = time.monotonic(), self._stuck_since
+        self._stuck_since = {(each.name, each.number): before.get((each.name, each.number), now) for each in stuck}
         for collective in stuck:
             record = self._find_record(collective.name)
             if record is not None:
                 self._examine(perform, record, collective)
+                once = (collective.name, collective.number)
+                if record.gloo is not None and now - self._stuck_since[once] >= record.gloo.timeout.total_seconds():
+                    self._stuck_since[once] = math.inf  # not again
+                    teardown.in_background(teardown.wake, [record])  # Gloo's wait for a connection ignores this timeout
         return stuck
 
     def _examine(self, perform: Callable[[Operation], Any], record: GroupRecord, collective: RunningCollective) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pgmesh._util.formatting import count_of
+from pgmesh._util.formatting import count_of, format_seconds
 from pgmesh._util.torch_versions import TRIED_ON
 from pgmesh.errors import LaunchError, SeamError
 from pgmesh.launch.detect import LAST_PORT, LAUNCHERS, LauncherInfo, detect_launcher
@@ -31,7 +31,7 @@ class Finding:
 
     Args:
         mark: "ok", "warn", "bad", or "--" for information.
-        what: the subject: launcher, python, torch, seam (private names of torch), host, interface or store.
+        what: the subject: launcher, python, torch, numpy, seam (private names of torch), host, interface or store.
         text: the finding in one sentence.
         fix: the suggested action; empty if there is none.
     """
@@ -97,7 +97,7 @@ def launcher_findings(environ: Mapping[str, str]) -> tuple[LauncherInfo | None, 
 
 
 def torch_findings(load: Callable[[str], Any]) -> Iterator[Finding]:
-    """Findings about torch: its version, its backends, and the private names that pgmesh uses."""
+    """Findings about torch: its version, its backends, a missing numpy, and the private names that pgmesh uses."""
     try:
         torch, dist = load("torch"), load("torch.distributed")
     except Exception as error:  # besides ImportError, an incompatible library can raise anything
@@ -114,6 +114,11 @@ def torch_findings(load: Callable[[str], Any]) -> Iterator[Finding]:
     fix = fix if devices and "nccl" not in backends else ""
     text = f"{version} with {', '.join(backends) or 'no backend'}; {count_of(devices, 'CUDA device')}"
     yield Finding("warn" if fix else "ok", "torch", text, fix)
+    try:
+        torch.zeros(1).numpy()
+    except Exception as error:  # numpy is missing, or too old for this torch
+        text = f"torch cannot use numpy ({error}), so its object collectives fail, such as all_gather_object, and so do"
+        yield Finding("warn", "numpy", f"{text} checkpoints", "pip install numpy")
     try:
         private = load("pgmesh.torch_private")
     except (SeamError, ImportError) as error:
@@ -236,7 +241,7 @@ def wait_for_store(environ: Mapping[str, str], launcher: LauncherInfo, seconds: 
     if finding.mark != "ok":
         return finding
     where = "{}:{}".format(*launcher.end_point())
-    text = f"no process listened at {where} in {seconds:g} s: rank 0, which hosts the store, did not start"
+    text = f"no process listened at {where} in {format_seconds(seconds)}: rank 0, which hosts the store, did not start"
     return None if is_final else Finding("bad", "store", text, "start rank 0, and check its output for errors")
 
 
@@ -329,4 +334,4 @@ def call_with_timeout(function: Callable[[], Any], seconds: float) -> Any:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
-    return answers[0] if answers else TimeoutError(f"no answer in {seconds:g} s")
+    return answers[0] if answers else TimeoutError(f"no answer in {format_seconds(seconds)}")

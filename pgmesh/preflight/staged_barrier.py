@@ -88,7 +88,7 @@ class StagedBarrier:
             call_site=call_site,
             process=process_label(),
             deadline=self.seconds,
-            statuses=Statuses(self.store_thread.lost_after, client.now),
+            statuses=Statuses(self.store_thread.lost_after, self.store_thread.answered_seconds),
             skip_decided=False,
             pace=self.store_thread.pace,
         ).connect()
@@ -102,7 +102,7 @@ class StagedBarrier:
         None if neither is known after some seconds. Only the first ``LIMITS.statuses`` ranks are watched.
         """
         ranks = [rank for rank in ranks if rank != self.rank][: timing.LIMITS.statuses]
-        statuses = Statuses(self.store_thread.lost_after, time.monotonic)
+        statuses = Statuses(self.store_thread.lost_after, self.store_thread.answered_seconds)
         end = time.monotonic() + statuses.lost_after + REPORT_MARGIN
         while time.monotonic() < end:
             text = self.ask(Read(self._attempt.decision_key))

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import hashlib
 import itertools
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pgmesh._util.formatting import name_ranks
+from pgmesh._util.formatting import format_seconds, name_ranks
 from pgmesh.errors import LifetimeError, MembershipError, MismatchError, MissingRanksError, PgmeshError, WorldError
 from pgmesh.groups.backends import backends_of
 from pgmesh.groups.building import GroupRecord, record_of
@@ -36,7 +37,8 @@ PeerVector = tuple[int, torch.Tensor]
 """A rank, and the vector that is sent to it or received from it."""
 
 MEET_SECONDS = 2.0
-"""Time after a timeout in which the members connect again. Those that do not are missing."""
+"""Time in which the members connect again: before the end of a call in which not all have come, or after a transfer
+that was not done in time. Those that do not are missing."""
 
 JOIN_SECONDS = 2.0
 """The longest wait for sends and receives to end after their connections were shut down.
@@ -64,6 +66,7 @@ class Link:
     def __init__(self, source: ProcessGroupMesh | Layout, target: ProcessGroupMesh | Layout, timeout: Timeout) -> None:
         sides = [layout_of(each).ranks() for each in (source, target)]
         self.ranks = tuple(sorted({*sides[0], *sides[1]}))
+        self.label = f"the transfer from {_describe(source)} to {_describe(target)}"
         self._user_meshes = [each for each in (source, target) if isinstance(each, ProcessGroupMesh)]
         self.rank = world_rank_and_size()[0]
         if self.rank not in self.ranks:
@@ -91,13 +94,17 @@ class Link:
         self.deadline = time.monotonic() + self.seconds
 
     def left(self) -> float:
-        """Seconds until the deadline."""
-        return max(self.deadline - time.monotonic(), 0.1)
+        """Seconds until the deadline, in tenths: errors print them."""
+        return max(round(self.deadline - time.monotonic(), 1), 0.1)
 
     def check_deadline(self, reason: str) -> None:
         """Raise WorldError with this reason if the deadline has passed."""
         if time.monotonic() > self.deadline:
-            raise WorldError(f"{name_ranks(self.ranks)} did not begin in {self.seconds:g} s: {reason}")
+            raise WorldError(f"{self.label} did not begin in {format_seconds(self.seconds)}: {self._named(reason)}")
+
+    def _named(self, text: str) -> str:
+        """A text in which the group of the internal mesh has the names of the user's meshes."""
+        return re.sub(rf"(group 0 of )?mesh '{self.name} \d+'( \(ranks [^)]*\))?", lambda _: self.label, text)
 
     # -- the internal mesh ----------------------------------------------------------------------------------------
 
@@ -119,6 +126,8 @@ class Link:
                 self._end(mesh)
                 self.check_deadline(str(error))
                 continue
+            except PgmeshError as error:
+                raise type(error)(self._named(str(error))) from error.__cause__
             self._mesh, self._record = mesh, record_of(mesh.group())
 
     def _join(self) -> ProcessGroupMesh:
@@ -200,7 +209,8 @@ class Link:
     def agree(self, value: int) -> bool:
         """Wait until all ranks call it. True if they have the same value.
 
-        A connection that broke since the last call is made anew.
+        A connection that broke since the last call is made anew. If a rank has not come ``MEET_SECONDS`` before the
+        deadline, the others connect again, to find out which one it is. So all of them name the same rank.
 
         Args:
             value: a number of at most 62 bits.
@@ -209,14 +219,16 @@ class Link:
             MissingRanksError: a rank did not call it. The message has its status.
             WorldError: the connection broke again and again.
         """
+        end = self.deadline - min(MEET_SECONDS, self.seconds / 2)
         while True:
-            self.connect()
             try:
-                greatest, smallest = self.maximum([value, -value])
-            except _Late as error:
-                self.release()
-                raise MissingRanksError(str(error)) from None
-            except _Broken as error:  # another member has closed its mesh, or has ended: connect names it
+                self.connect()
+            except MissingRanksError as error:
+                arrival = f"did not arrive in {format_seconds(self.seconds)}"  # not only in the last attempt
+                raise MissingRanksError(re.sub("did not arrive in [0-9.]+ s", arrival, str(error))) from error.__cause__
+            try:
+                greatest, smallest = self.maximum([value, -value], max(end, time.monotonic() + POLL_SECONDS))
+            except _Broken as error:  # a member has closed its mesh, has ended or is late: connect names it
                 self.release()
                 self.check_deadline(f"their connection broke again and again, at last with: {error}")
             else:
@@ -229,10 +241,14 @@ class Link:
         self.wait(self._start(dist.all_gather, gathered, mine))
         return [bytes(each.tolist()) for each in gathered]
 
-    def maximum(self, values: Sequence[int]) -> list[int]:
-        """The greatest of each value over all ranks."""
+    def maximum(self, values: Sequence[int], end: float | None = None) -> list[int]:
+        """The greatest of each value over all ranks.
+
+        Args:
+            end: the end of the wait. Default: the deadline of the call.
+        """
         greatest = torch.tensor(values, dtype=torch.int64, device=self.device)
-        self.wait(self._start(dist.all_reduce, greatest, dist.ReduceOp.MAX))
+        self.wait(self._start(dist.all_reduce, greatest, dist.ReduceOp.MAX), end)
         return [int(each) for each in greatest.tolist()]
 
     def _start(self, collective: Callable[..., Any], *arguments: Any) -> Works:
@@ -257,23 +273,22 @@ class Link:
         self._running.append(works)
         return works
 
-    def wait(self, works: Works) -> None:
+    def wait(self, works: Works, end: float | None = None) -> None:
         """Wait until works have ended, or the deadline has passed. Ctrl-C is delivered meanwhile.
 
+        Args:
+            end: the end of the wait. Default: the deadline of the call.
+
         Raises:
-            _Late: the deadline has passed. The message has the ranks that did not enter the collective.
+            _Late: the wait is over.
             _Broken: the backend failed.
         """
-        while not works.ended.wait(min(self.left(), POLL_SECONDS)):
+        end = self.deadline if end is None else end
+        while not works.ended.wait(min(max(end - time.monotonic(), 0.1), POLL_SECONDS)):
             if self._is_over():
                 raise _Broken("another rank has ended the connection")
-            if time.monotonic() < self.deadline:
-                continue
-            assert self._mesh is not None
-            report = self._mesh.report()
-            statuses = [f"rank {rank}: {status}" for rank, status in report.others.items()]
-            lines = "".join(f"\n  {line}" for line in (*works.waiting_for(), *report.running, *statuses))
-            raise _Late(f"{name_ranks(self.ranks)} did not all come in {self.seconds:g} s.{lines}")
+            if time.monotonic() >= end:
+                raise _Late("; ".join([f"not done in {format_seconds(self.seconds)}", *works.waiting_for()]))
         try:
             with _catching_broken():
                 works.check()
@@ -334,6 +349,12 @@ class Works:
     def join(self, seconds: float) -> None:
         """Wait until all have ended, after the connections were shut down."""
         self._thread.join(max(0.0, seconds))
+
+
+def _describe(side: ProcessGroupMesh | Layout) -> str:
+    """The ranks of one side, and the user's name of their mesh if it has one."""
+    ranks, name = name_ranks(layout_of(side).ranks()), getattr(side, "name", None)
+    return f"{ranks} of mesh {name!r}" if name else ranks
 
 
 def _over_key(name: str | None) -> str:

@@ -122,6 +122,6 @@ def test_each_status_in_the_table_is_one_that_pgmesh_reports():
     statuses = re.findall(r"^\| `([^`]+)` \|", PAGE, re.MULTILINE)
     assert len(statuses) == 6
     for status in statuses:
-        pattern = re.escape(status).replace("5", r"\{silence:\.0f\}").replace("all_reduce", r"\{self\.operation\}")
+        pattern = re.escape(status).replace("5", r"\{int\(silence\)\}").replace("all_reduce", r"\{self\.operation\}")
         pattern = pattern.replace(r"connecting\ group", r"connecting \{self\.label\}")
         assert re.search(pattern, code), status

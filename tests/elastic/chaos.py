@@ -1,9 +1,14 @@
-"""Ranks killed at random moments: `python -m tests.elastic.chaos [--kills N] [--seed S] [--hosts]`.
+"""Ranks killed at random moments: `python -m tests.elastic.chaos [--kills N] [--seed S] [--load N] [--hosts]`.
 
 Eight real processes train on a mesh of dp=3, tp=2 with two spares. Ranks are killed, stopped or ended at random
 moments: of a step, and of the shrink and the transfer of weights that another fault has caused. After each fault the
 survivors agree on one mesh, every sum is right, and a rank that came in has the weights of its place. A stopped rank
 goes on afterwards. When too few ranks are left, all survivors say so, and the next world begins.
+
+The store, all ranks or both are stopped for a while too. Without another fault, all ranks go on in the same mesh. Soon
+after a fault, only the ranks that were killed or stopped alone are lost. Each sentence about a lost rank is true: a
+silent rank has sent no heartbeat for that time, and an ended one was killed. `--load N` keeps N more processes busy,
+with the heartbeats that users have.
 
 Then the link between two hosts is cut in the middle of a step (`--hosts`: this part alone, which takes root). The side
 with the store goes on, and takes a rank of the other side in once the link is mended.
@@ -17,6 +22,7 @@ import faulthandler
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -33,14 +39,31 @@ import torch.distributed as dist
 
 from pgmesh import MembershipError, MissingRanksError, PgmeshError, ProcessGroupMesh, Resharder, launch
 from pgmesh.launch import StoreProcess
-from tests.support.faults import H, attempt, beat_fast, set_flag, wait_for_flag
+from pgmesh.rendezvous.operations import Read, perform
+from pgmesh.rendezvous.statuses import RankStatus, status_key
+from pgmesh.rendezvous.world_name import WORLD_KEY
+from tests.support.faults import (
+    SLACK,
+    WAIT_TIMEOUT,
+    H,
+    attempt,
+    beat_fast,
+    busy_processes,
+    set_flag,
+    stopped,
+    wait_for_flag,
+)
 from tests.support.hosts import ADDRESSES, STORE_PORT, NoHostsError, on_host, set_link, two_hosts
-from tests.support.worlds import fresh_world
+from tests.support.worlds import STARVED, World, fresh_world
 
-RANKS, MEMBERS, DEADLINE = 8, 6, 30.0
+RANKS, MEMBERS, DEADLINE = 8, 6, WAIT_TIMEOUT
 AXES = (("tp",), ("dp",), ("dp", "tp"))
 DEADLY = (signal.SIGKILL, signal.SIGTERM)
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP)
+PAUSE = 0.3, 3 * H  # seconds: the shortest and the longest pause of the store or the ranks
+TIMEOUT = 3 * H + 1.0 + SLACK  # of collectives, which a pause must not exceed
+SILENT = re.compile(r"rank (\d+) has sent no heartbeat for at least (\d+) s")
+ENDED = re.compile(r"rank (\d+) has ended")
 
 NEAR, FAR = (0, 1, 2), (3, 4, 5)  # the ranks on the host of the store, and those on the other one
 PATIENCE = H + 2.0  # seconds: the timeout of collectives, and of shrink on the far host
@@ -60,6 +83,7 @@ def live(folder: Path) -> list[str]:
         connect(mesh)
     seen, is_ready = [repr(mesh)], True
     weights: torch.Tensor | None = weights_of(mesh) if mesh.rank in mesh else None
+    (folder / "world").write_text(dist.distributed_c10d._get_default_store().get(WORLD_KEY).decode())
     set_flag(folder, f"ready {mesh.rank}")
     while not (folder / "over").exists():
         try:
@@ -74,22 +98,26 @@ def live(folder: Path) -> list[str]:
         except (RuntimeError, TimeoutError) as error:
             if (folder / "over").exists():
                 break
+            tell(folder, f"told {mesh.rank} {time.monotonic_ns()}", str(error), {})
             after = next_mesh(mesh, error)
             if after is None:
                 set_flag(folder, f"ended {mesh.rank}")
                 break
             mesh = after
         seen.append(repr(mesh))
+        tell(folder, f"told {mesh.rank} {time.monotonic_ns()}", "", mesh.shrunk.lost)
         is_ready = False
         if mesh.rank in mesh.shrunk.replaced_by.values():  # in another place than before
             weights = None
+    with contextlib.suppress(RuntimeError, TimeoutError):
+        mesh.stand_by(timeout=3 * H)  # so that the spares know that no rank will call shrink
     return seen
 
 
 def connect(mesh: ProcessGroupMesh) -> None:
     """Connect the groups of all steps."""
     for axes in AXES:
-        mesh.configure(*axes, timeout=PATIENCE)  # Gloo does not wake each rank whose connection ends
+        mesh.configure(*axes, timeout=TIMEOUT)  # Gloo does not wake each rank whose connection ends
     mesh.connect(*AXES, timeout=DEADLINE)
 
 
@@ -148,17 +176,18 @@ def step(mesh: ProcessGroupMesh, folder: Path, generation: int, weights: torch.T
     flag = folder / f"stepped {mesh.rank} {generation}"
     if not flag.exists():
         (folder / f"mesh {generation} {mesh.rank}").write_text(" ".join(map(str, mesh)))
-        flag.touch()
+    flag.touch()
 
 
 class Driver(threading.Thread):
     """Sends the signals of one world, and checks after each that the survivors agree."""
 
-    def __init__(self, folder: Path, pids: Sequence[int], chance: random.Random, faults: int) -> None:
+    def __init__(self, folder: Path, own: World, store: StoreProcess, chance: random.Random, faults: int) -> None:
         super().__init__(daemon=True)
-        self.folder, self.pids, self.chance, self.faults = folder, pids, chance, faults
+        self.folder, self.pids, self.store, self.chance, self.faults = folder, own.pids, store, chance, faults
         self.dead: set[int] = set()
         self.stopped: set[int] = set()
+        self.gone_at: dict[int, float] = {}  # time.monotonic() of the signal, by rank
         self.done: Counter[str] = Counter()
         self.trouble = ""
         self.times: list[float] = []
@@ -167,8 +196,13 @@ class Driver(threading.Thread):
         try:
             self.wait_for([f"ready {rank}" for rank in range(RANKS)], "the start")
             for _ in range(self.faults):
-                if not self.strike():
+                goes_on = self.pause_alone() if self.chance.random() < 0.3 else self.strike()
+                self.check_told()
+                if not goes_on:
                     break
+            else:
+                self.wait_for_steps("the last fault")
+                self.check_told()
         except AssertionError as error:
             self.trouble = f"{error}\n{self.stacks()}"
         finally:
@@ -177,33 +211,113 @@ class Driver(threading.Thread):
                 os.kill(self.pids[rank], signal.SIGCONT)
 
     def strike(self) -> bool:
-        """One fault, or two at once, at a random moment. False once too few ranks are left."""
+        """One fault, or two at once, at a random moment, and perhaps a pause. False once too few ranks are left."""
         time.sleep(self.chance.uniform(0.0, 0.05))
         victims = self.chance.sample(self.living(), self.chance.choice((1, 1, 1, 2)))
-        before, members = self.steps(), self.members()
+        before, members = self.steps(), self.last_mesh()[1]
         start = time.monotonic()
         for victim in victims:
-            number = self.chance.choice(SIGNALS)
-            os.kill(self.pids[victim], number)
-            self.done[number.name] += 1
-            (self.dead if number in DEADLY else self.stopped).add(victim)
+            self.send(victim)
             time.sleep(self.chance.uniform(0.0, 0.3))  # so that the second one falls into the shrink or the transfer
-        left = self.living()
-        if len(left) < 2:
+            if self.chance.random() < 0.3:
+                self.pause("after a fault")
+        if len(self.living()) < 2:
             return False
         if members.isdisjoint(victims):
             return True  # only spares, which nobody misses
         end = time.monotonic() + DEADLINE - 2.0  # before the ranks give up
-        while time.monotonic() < end:
-            ended = [rank for rank in left if (self.folder / f"ended {rank}").exists()]
-            assert not ended or len(left) < 4, f"{ended} gave up, but {left} are left: four always hold a whole replica"
-            if ended or any(after > before.get(rank, 1) for rank, after in self.steps().items()):
-                break
+        while not any(after > before.get(rank, 1) for rank, after in self.steps().items()):
+            if self.has_given_up():
+                return False
+            assert time.monotonic() < end, (
+                f"no step in {DEADLINE - 2:g} s after {victims} were lost, of {before}; left: {self.living()}"
+            )
             time.sleep(0.005)
-        else:
-            raise AssertionError(f"no step in {DEADLINE - 2:g} s after {victims} were lost, of {before}; left: {left}")
         self.times.append(time.monotonic() - start)
-        return not ended
+        return True
+
+    def send(self, victim: int) -> None:
+        """Send a random signal to a rank."""
+        number = self.chance.choice(SIGNALS)
+        self.gone_at[victim] = time.monotonic()
+        (self.dead if number in DEADLY else self.stopped).add(victim)
+        os.kill(self.pids[victim], number)
+        self.done[number.name] += 1
+
+    def pause(self, when: str) -> None:
+        """Stop the store, the living ranks or both for a while."""
+        what = self.chance.choice(("store", "ranks", "store and ranks"))
+        store_pid = self.store.process.pid
+        assert store_pid is not None
+        pids = [store_pid] if "store" in what else []
+        pids += [self.pids[rank] for rank in self.living()] if "ranks" in what else []
+        self.done[f"{what} paused {when}"] += 1
+        with stopped(pids):
+            time.sleep(self.chance.uniform(*PAUSE))
+
+    def pause_alone(self) -> bool:
+        """A pause without another fault: nothing happens. False once too few ranks are left."""
+        generation = self.wait_for_steps("the fault before a pause")
+        told = sorted(self.folder.glob("told *[0-9]"))
+        if not generation:
+            return False
+        self.pause("alone")
+        self.wait_for_steps("a pause")
+        time.sleep(self.chance.uniform(0.0, H))  # a rank that is taken for lost is noticed meanwhile
+        after = self.wait_for_steps("a pause, again")
+        new = [path.read_text() for path in sorted(self.folder.glob("told *[0-9]")) if path not in told]
+        assert (after, new) == (generation, []), f"a pause alone, and mesh {generation} became {after}: {new}"
+        return True
+
+    def wait_for_steps(self, what: str) -> int:
+        """Wait until all ranks of the last mesh live and have taken a step from now on.
+
+        Returns:
+            Its generation; 0 once too few ranks are left.
+        """
+        start, end = time.time() + 0.02, time.monotonic() + DEADLINE
+        while time.monotonic() < end:
+            generation, members = self.last_mesh()
+            flags = [self.folder / f"stepped {rank} {generation}" for rank in members]
+            if members <= {*self.living()} and all(flag.exists() and flag.stat().st_mtime > start for flag in flags):
+                return generation
+            if self.has_given_up():
+                return 0
+            time.sleep(0.005)
+        raise AssertionError(f"after {what}, not all of {members} took a step in {DEADLINE:g} s: {self.steps()}")
+
+    def has_given_up(self) -> bool:
+        """True if a living rank says that too few are left."""
+        left = self.living()
+        ended = [rank for rank in left if (self.folder / f"ended {rank}").exists()]
+        assert not ended or len(left) < 4, f"{ended} gave up, but {left} are left: four always hold a whole replica"
+        return bool(ended)
+
+    def check_told(self) -> None:
+        """Assert that no living rank is lost, and that each sentence about a lost rank is true."""
+        for path in self.folder.glob("told *[0-9]"):
+            at, text, lost = json.loads(path.read_text())
+            text += "".join(f"\n{why}" for why in lost.values())
+            what = f"{path.name}, {at:.2f}: {text}\n  signals: {self.gone_at}"
+            for rank in map(int, lost):
+                assert self.gone_at.get(rank, at) < at, f"rank {rank} lives. {what}"
+            unknown = [why for why in lost.values() if not SILENT.match(why) and not ENDED.match(why)]
+            assert not unknown, f"an unknown reason: {what}"
+            for rank, seconds in SILENT.findall(text):
+                assert self.gone_at.get(int(rank), at) < at, f"rank {rank} lives. {what}"
+                silence = at - self.last_heartbeat(int(rank))
+                assert silence >= int(seconds), f"{silence:.2f} s of silence. {what}"
+            for rank in map(int, ENDED.findall(text)):
+                assert rank in self.dead, f"rank {rank} has not ended. {what}"
+                assert self.gone_at[rank] < at, f"rank {rank} had not ended then. {what}"
+
+    def last_heartbeat(self, rank: int) -> float:
+        """The time.monotonic() at which a rank sent its last heartbeat."""
+        client = dist.TCPStore(self.store.host, self.store.port, is_master=False, wait_for_workers=False)
+        world = dist.PrefixStore(f"pgmesh.{(self.folder / 'world').read_text()}", client)
+        status = RankStatus.unpack(rank, perform(world, Read(status_key(rank))))
+        assert status is not None
+        return time.monotonic() - status.age
 
     def living(self) -> list[int]:
         return [rank for rank in range(RANKS) if rank not in self.dead | self.stopped]
@@ -223,11 +337,11 @@ class Driver(threading.Thread):
         time.sleep(1.0)
         return "\n".join(f"rank {rank}:\n{(self.folder / f'stack {rank}').read_text()}" for rank in self.living())
 
-    def members(self) -> set[int]:
-        """The ranks of the last mesh in which a step was taken."""
-        meshes = [path for path in self.folder.glob("mesh *") if path.read_text()]
-        last = max(meshes, key=lambda path: int(path.name.split()[1]), default=None)
-        return set(range(MEMBERS)) if last is None else {*map(int, last.read_text().split())}
+    def last_mesh(self) -> tuple[int, set[int]]:
+        """The generation and the ranks of the last mesh in which a step was taken."""
+        meshes = [(int(path.name.split()[1]), path.read_text().split()) for path in self.folder.glob("mesh *")]
+        generation, ranks = max((mesh for mesh in meshes if mesh[1]), default=(1, range(MEMBERS)))
+        return generation, {*map(int, ranks)}
 
     def wait_for(self, names: Sequence[str], what: str) -> None:
         end = time.monotonic() + 2 * DEADLINE
@@ -240,7 +354,7 @@ def one_world(chance: random.Random, faults: int) -> tuple[Counter[str], list[fl
     """One world, and what was wrong in it."""
     with tempfile.TemporaryDirectory() as name, StoreProcess() as store, fresh_world(RANKS, store) as own:
         folder, problems = Path(name), list[str]()
-        driver = Driver(folder, own.pids, chance, faults)
+        driver = Driver(folder, own, store, chance, faults)
         driver.start()
         outcomes = own.outcomes(live, folder, deadline=4 * DEADLINE)
         driver.join(DEADLINE)
@@ -411,14 +525,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hosts", action="store_true", help="cut the link between two hosts, and nothing else")
+    parser.add_argument("--load", type=int, default=0, help="the number of processes that keep the cores busy")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.worker is not None:
         live_on_a_host(given.worker)
         return 0
+    if given.load and not STARVED:  # again, with the heartbeats and timeouts of a busy machine
+        command = [sys.executable, "-m", "tests.elastic.chaos", *(sys.argv[1:] if arguments is None else arguments)]
+        os.execve(sys.executable, command, {**os.environ, "PGMESH_STARVED": "1"})
     chance = random.Random(given.seed)
-    print(f"seed {given.seed}, H is {H:g} s", flush=True)
-    broken = False if given.hosts else run_kills(given.kills, chance)
+    print(f"seed {given.seed}, H is {H:g} s, {given.load} busy processes", flush=True)
+    with busy_processes(given.load):
+        broken = False if given.hosts else run_kills(given.kills, chance)
     return int(run_hosts(chance) or broken)
 
 

@@ -15,6 +15,7 @@ from pgmesh import ProcessGroupMesh, launch
 from pgmesh.launch import StoreProcess
 from pgmesh.launch.processes import process_context
 from tests.support.faults import BEAT, LONG_TIMEOUT, SLACK, WAIT_TIMEOUT, H, attempt, beat_fast, set_flag, wait_for_flag
+from tests.support.rank_processes import RankProcesses
 from tests.support.worlds import check_sums, groups_of
 
 MEMBERS, SPARE = 3, 3
@@ -76,3 +77,36 @@ def test_a_rank_that_stands_by_is_told_that_no_rank_is_left(tmp_path: Path, end:
         assert re.match(end.format(rank), line.strip()), line
     assert len(lines) == MEMBERS
     assert float(told) - ended < 2 * H + SLACK
+
+
+def stand_by_with_another(rank: int, port: int, folder: Path, _: int) -> None:
+    """Ranks 1 and 2 of three stand by, as ranks that were taken for lost do. Rank 0 ends."""
+    signal.alarm(int(4 * WAIT_TIMEOUT))  # it does not outlive the test
+    beat_fast()
+    launch.join("gloo", timeout=WAIT_TIMEOUT, replica=rank, replicas=3, host="127.0.0.1", port=port)
+    mesh = ProcessGroupMesh(dp=3, name="train")
+    mesh.connect(timeout=LONG_TIMEOUT)
+    set_flag(folder, f"connected {rank}")
+    if rank == 0:
+        wait_for_flag(folder, "never")
+    failed = attempt(lambda: mesh.stand_by(timeout=4 * WAIT_TIMEOUT))
+    (folder / f"part {rank}").write_text(f"{time.monotonic()} {failed.kind} {failed.text}")
+    (folder / f"part {rank}").rename(folder / f"told {rank}")
+
+
+def test_ranks_that_stand_by_await_each_other_no_longer(tmp_path: Path):
+    with RankProcesses(stand_by_with_another, tmp_path) as ranks:
+        for rank in range(3):
+            ranks.start(rank, 0)
+        for rank in range(3):
+            wait_for_flag(tmp_path, f"connected {rank}")
+        ended = time.monotonic()
+        ranks.newest[0].kill()
+        for rank in (1, 2):
+            wait_for_flag(tmp_path, f"told {rank}")
+            told, kind, text = (tmp_path / f"told {rank}").read_text().split(maxsplit=2)
+            print(f"{float(told) - ended:.2f} s: {text}")
+            assert kind == "MissingRanksError"
+            assert re.search(KILLED.format(0), text), text
+            assert re.search(r"rank [12] stands by too", text), text
+            assert float(told) - ended < 2 * H + SLACK

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh
-from pgmesh.groups import building, connections as gloo_connections
+from pgmesh._util.sockets import opened
+from pgmesh.groups import building
 from pgmesh.launch import StoreProcess
 from tests.support.fake_world import fake_rank
 from tests.support.faults import (
@@ -569,7 +570,7 @@ def test_looking_at_a_socket_changes_nothing_of_it():
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
         socket.setdefaulttimeout(5.0)
         try:
-            with gloo_connections._opened(client.fileno()) as same:
+            with opened(client.fileno()) as same:
                 assert same.getsockname() == client.getsockname()
         finally:
             socket.setdefaulttimeout(None)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from tests.support.faults import (
     H,
     attempt,
     beat_fast,
+    connect_and_beat,
     connect_and_check,
     kill_self,
     last_status,
@@ -253,3 +255,42 @@ def test_after_an_asynchronous_collective_that_failed_the_log_names_the_dead_ran
         )
         assert re.search(r"^  rank 2: its listener at \S+:\d+ refuses connections$", errors, re.MULTILINE)
         assert errors.count("its listener at") == errors.count("refuses connections")
+
+
+# ---- report ----
+
+
+def report_on_the_lost(folder: Path) -> tuple[str, str]:
+    """Rank 2 is killed and rank 3 is stopped; the report of the others when it can be known."""
+    beat_fast()
+    mesh = ProcessGroupMesh(4, name="train")
+    connect_and_beat(mesh)
+    set_flag(folder, f"ready {mesh.rank}")
+    if mesh.rank >= 2:
+        for rank in range(4):
+            wait_for_flag(folder, f"ready {rank}")
+        kill_self(signal.SIGKILL if mesh.rank == 2 else signal.SIGSTOP)
+    wait_for_flag(folder, "lost")
+    others = mesh.report().others
+    return others[2], others[3]
+
+
+def test_report_names_ended_and_silent_ranks(tmp_path: Path):
+    with fresh_world(4) as own:
+
+        def wait() -> None:
+            for rank in range(4):
+                wait_for_flag(tmp_path, f"ready {rank}")
+            time.sleep(H + 1.0 + SLACK)
+            set_flag(tmp_path, "lost")
+
+        waiting = threading.Thread(target=wait, daemon=True)
+        waiting.start()
+        outcomes = own.outcomes(report_on_the_lost, tmp_path, deadline=8.0 + 2 * SLACK)
+        waiting.join()
+    at = r"its last heartbeat was at \d\d:\d\d:\d\d UTC by its clock, \d+ s ago by this one; "
+    at += "its last status: not in connect"
+    for ended, silent in results(outcomes, 2, 3):
+        print(ended, silent)
+        assert re.fullmatch(rf"it has ended: its listener at 127\.0\.0\.1:\d+ refuses connections; {at}", ended), ended
+        assert re.fullmatch(at, silent), silent

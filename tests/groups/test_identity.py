@@ -20,13 +20,13 @@ class Process:
     """A process of a rank: the numbers that it counts, and operations on the store that all share."""
 
     def __init__(self, store: dist.Store, rank: int, *, replaces_process: bool = False) -> None:
-        self.store, self.rank, self.replaces_process = store, rank, replaces_process
+        self.store, self.rank, self.replaces_process, self.same_rank = store, rank, replaces_process, ""
         self.numbers: dict[str, int] = {}
         self.registry: Any = SimpleNamespace(
             store_thread=lambda: self, predecessor_numbers=None, first_numbers={}, last_numbers={}
         )
 
-    def run(self, *operations: Operation, seconds: float) -> list[Any]:
+    def run(self, *operations: Operation) -> list[Any]:
         return [perform(self.store, operation) for operation in operations]
 
     def register(self, name: str, *, rejoin: bool = False) -> str:
@@ -37,7 +37,7 @@ class Process:
         """The next mesh of this name in this process, registered."""
         identity = MeshIdentity(name, PAIR, None, self.rank, 2)
         identity.number = self.numbers[name] = self.numbers.get(name, -1) + 1
-        identity.register(self.registry, 1.0, rejoin=rejoin)
+        identity.register(self.registry, self.run, rejoin=rejoin)
         return identity
 
 

@@ -131,6 +131,31 @@ def test_doctor_works_without_torch():
     assert "seam:" not in flat
 
 
+def test_doctor_names_what_fails_without_numpy():
+    script = """
+import sys
+sys.modules["numpy"] = None
+from pgmesh.__main__ import main
+status = main(["doctor"])
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+try:
+    dist.all_gather_object([None], "an object")
+except RuntimeError as error:
+    print(f"all_gather_object: {error}")
+dist.destroy_process_group()
+sys.exit(status)
+"""
+    ran = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    flat = re.sub(r"\n {6,8}", " ", ran.stdout)
+    assert (
+        "warn  numpy: torch cannot use numpy (Numpy is not available), so its object collectives fail, such as "
+        "all_gather_object, and so do checkpoints pip install numpy\n"
+    ) in flat
+    assert "all_gather_object: Numpy is not available" in flat
+
+
 def lacking(**instead):
     def load(name: str):
         if isinstance(instead.get(name), Exception):

@@ -446,11 +446,12 @@ def outcome(call: Callable[[], Any]) -> tuple[str, str, float]:
 
 
 def absent_then_late() -> list[Any]:
-    """Rank 0 does not come to the first call, comes late to the second one, and in time to the third."""
+    """Rank 0 does not come to the first call, joins the others in their second one, and comes last to the third."""
     rank = dist.get_rank()
     source = {"x": torch.full((1000,), 1.0)} if rank < 2 else None
     target = {"x": torch.zeros(1000)} if rank >= 2 else None
-    sync = Resharder(Layout(2), Layout(2, ranks=[2, 3]), source=source, target=target, timeout=3)
+    trainer = ProcessGroupMesh(2, ranks=range(2), name="trainer")
+    sync = Resharder(trainer, Layout(2, ranks=[2, 3]), source=source, target=target, timeout=3)
     if rank == 0:
         time.sleep(4.5)
         late = ("", "", 0.0)
@@ -459,21 +460,42 @@ def absent_then_late() -> list[Any]:
         assert target is None or not target["x"].any(), "nothing was written"
     again = outcome(sync)  # rank 0 joins the others, which wait in their second call
     assert target is None or target["x"].tolist() == [1.0] * 1000
-    return [late, again, sync.torn]
+    if rank == 0:
+        time.sleep(2.0)  # the others connect again meanwhile
+    return [late, again, outcome(sync), sync.torn]
 
 
 def test_a_member_that_does_not_come_is_named_and_a_late_one_joins_the_next_call():
     with fresh_world(4) as own:  # whose ranks are in no collective of an earlier test
         results = own.run(absent_then_late)
-    for rank, (late, again, torn) in enumerate(results):
+    for rank, (late, again, last, torn) in enumerate(results):
         print(rank, *late)
-        assert (again[:2], torn) == (("", ""), False)
+        assert (again[:2], last[:2], torn) == (("", ""), ("", ""), False)
         if rank:
             assert late[0] == "MissingRanksError"
-            assert "rank 0: not in connect" in late[1]
+            assert late[1].startswith(
+                "the transfer from ranks 0, 1 of mesh 'trainer' to ranks 2, 3: rank 0 did not arrive in 3 s.\n"
+                "  rank 0: not in connect\n"
+            )
             assert late[2] < 3 + 2
-    # the first rank that gives up ends the collective of the others, perhaps before they look at it
-    assert any("rank 0 did not report it" in late[1] for late, _, _ in results)
+
+
+def absent_at_the_creation(timeout: float) -> tuple[str, str, float]:
+    if dist.get_rank() == 1:
+        return "", "", 0.0
+    return outcome(lambda: Resharder(Layout(1), Layout(2, ranks=[1, 2]), source={}, target={}, timeout=timeout))
+
+
+def test_creation_without_a_rank_names_rank_and_timeout():
+    with fresh_world(3) as own:
+        results = own.run(absent_at_the_creation, 2)
+    for rank in (0, 2):
+        error, text, _ = results[rank]
+        first = text.splitlines()[0]
+        assert (error, first) == (
+            "MissingRanksError",
+            "the transfer from rank 0 to ranks 1, 2: rank 1 did not arrive in 2 s.",
+        )
 
 
 def another_is_called() -> list[str]:

@@ -6,8 +6,11 @@ import dataclasses
 import logging
 import os
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -118,6 +121,33 @@ def connect_and_check(mesh: ProcessGroupMesh, *families: Any) -> None:
 def kill_self(number: int = signal.SIGKILL) -> None:
     """Send a signal to this process."""
     os.kill(os.getpid(), number)
+
+
+@contextmanager
+def stopped(pids: Sequence[int]) -> Iterator[None]:
+    """Stop processes for the block."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Processes that take the time of the cores for the block. They end with this process too."""
+    loop = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(10**6))"
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for _ in range(count):
+            processes.append(subprocess.Popen([sys.executable, "-c", loop]))
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait(5.0)
 
 
 def results(outcomes: Sequence[Outcome], *but: int) -> list[Any]:

@@ -27,6 +27,12 @@ class RankProcesses:
         self.all: list[Any] = []
         """All processes, in the order of their starts."""
 
+    @property
+    def store_pid(self) -> int:
+        """The process of the store."""
+        assert self._store.process.pid is not None
+        return self._store.process.pid
+
     def start(self, rank: int, number: int) -> None:
         """Start a process of a rank. Its processes are numbered from 0."""
         process = process_context().Process(target=self._fn, args=(rank, self._store.port, self._folder, number))

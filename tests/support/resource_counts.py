@@ -25,7 +25,7 @@ def count_resources() -> dict[str, int]:
     """
     teardown.free_finished()
     for thread in threading.enumerate():
-        if thread.name == "pgmesh-free":
+        if thread.name == "pgmesh-end":
             thread.join(30.0)
     return {
         "unfinished": len(teardown._kept),

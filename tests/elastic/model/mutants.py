@@ -150,7 +150,7 @@ MUTANTS = [
         (
             (
                 "inspection = now + timing.TIMING.inspection * (1 + self._turn)",
-                "inspection = self.statuses.next_inspection(timing.TIMING.inspection)",
+                "inspection = self.statuses.now() + timing.TIMING.inspection",
             ),
         ),
     ),

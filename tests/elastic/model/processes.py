@@ -116,7 +116,10 @@ class Life:
         self.interrupted = False  # at some step of this call
         self.outcomes = set(memory.outcomes)
         self.agreement: Any = None  # the last one of this call
-        self.thread = SimpleNamespace(replaces_process=program.replaces is not None, listener=None)
+        self.thread = SimpleNamespace(
+            replaces_process=program.replaces is not None,
+            has_ended=lambda status: self._answer(Ended(status.endpoint[1])),
+        )
         self._position = 0
         with contextlib.suppress(Stopped):
             self.after = self._finish()
@@ -165,8 +168,9 @@ class Life:
 
         shrinking.Agreement = Watched
         shrinking.process_id = lambda: f"process {self.process}"
-        shrinking._has_ended = lambda mine, status: self._answer(Ended(status.endpoint[1]))
-        shrinking.GroupCache = lambda name, layout, identity: SimpleNamespace(layout=layout, identity=identity)
+        shrinking.GroupCache = lambda name, layout, identity: SimpleNamespace(
+            layout=layout, identity=identity, configure_all=lambda options: None
+        )
         return shrinking._agree_and_replace(self._cache(), request, self, DEADLINE)
 
     def _cache(self) -> Any:
@@ -188,6 +192,7 @@ class Life:
             shrink_attempts={},
             aborts_when_lost=False,
             shrunk=None if generation == 0 else "by an earlier call",
+            configured_options=list,
             forget_store=nothing,
             end_aborted=nothing,
         )

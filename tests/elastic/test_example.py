@@ -1,0 +1,178 @@
+"""``examples/elastic.py``: whatever happens to its ranks, they end with the losses of one process."""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pgmesh import ProcessGroupMesh
+from tests.support.faults import H, beat_fast, set_flag
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.append(str(EXAMPLES))
+
+import elastic  # noqa: E402
+import survive  # noqa: E402
+
+STEPS, WORLD = 30, 8
+GOES_ON = "goes on after step"
+TAKEN_FOR_LOST = "mesh 'train': the other ranks went on without rank"
+NO_RANK_LEFT = "mesh 'train': no other rank of it is left, so none can call shrink"
+
+long = pytest.mark.long
+
+
+def run(folder: Path, fast: bool, rank: int, port: int, fsdp: int, pipe: Any) -> None:
+    """One rank of the example. It does not begin its last step before the test has set the flag "end"."""
+    signal.alarm(240)  # it does not outlive the test
+    if fast:
+        beat_fast()
+    train_one_step = elastic.train_one_step
+
+    def train_but_the_last(mesh: ProcessGroupMesh, model: Any, optimizer: Any, step: int) -> float:
+        assert len({held.call_site for held in mesh.held()}) <= 1, "a group was created that was not connected"
+        end = torch.tensor(int(step < elastic.STEPS - 1))
+        while not end:
+            end += (folder / "end").exists()
+            dist.all_reduce(end, dist.ReduceOp.MIN, group=mesh.group())
+        return train_one_step(mesh, model, optimizer, step)
+
+    elastic.train_one_step = train_but_the_last
+    elastic.STEPS = STEPS
+    survive.run(rank, port, fsdp, pipe)
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., survive.Ranks]]:
+    """Start the ranks of the example."""
+    monkeypatch.setattr(elastic, "STEPS", STEPS)
+    started: list[survive.Ranks] = []
+
+    def start(fsdp: int, *, but: tuple[int, ...] = (), fast: bool = True, run: Any = run) -> survive.Ranks:
+        started.append(survive.Ranks(fsdp, functools.partial(run, tmp_path, fast)))
+        started[-1].start(*(rank for rank in range(WORLD) if rank not in but))
+        return started[-1]
+
+    yield start
+    for ranks in started:
+        ranks.__exit__()
+
+
+def check_end(folder: Path, ranks: survive.Ranks, *killed: int) -> None:
+    """Let the ranks train to the end; assert that all but the killed ones end well, and that all losses are right."""
+    set_flag(folder, "end")
+    statuses = ranks.end()
+    print(*ranks.events, sep="\n")
+    assert statuses == {rank: -signal.SIGKILL if rank in killed else 0 for rank in range(WORLD)}
+    assert survive.greatest_difference(ranks.losses()) <= survive.TOLERANCE
+
+
+def lines(ranks: survive.Ranks, pattern: str) -> list[int]:
+    """The ranks that printed a line, in the order of their lines."""
+    return [event.rank for event in ranks.events if re.match(pattern, event.text)]
+
+
+@pytest.mark.parametrize("fsdp", [1, pytest.param(2, marks=long)])
+def test_a_killed_rank_changes_no_loss(tmp_path: Path, start: Callable[..., survive.Ranks], fsdp: int):
+    seed = random.randrange(10_000)
+    chosen = random.Random(seed)
+    victim, step, wait = chosen.randrange(6), chosen.randrange(1, STEPS - 1), 0.05 * chosen.random()
+    print(f"seed {seed}: rank {victim} is killed {wait:.3f} s after step {step}")
+    ranks = start(fsdp)
+    ranks.wait_for(f"step {step}:")
+    time.sleep(wait)
+    ranks.processes[victim].kill()
+    ranks.wait_for(survive.AGREED)
+    check_end(tmp_path, ranks, victim)
+    assert lines(ranks, GOES_ON).count(6) == 1
+    assert sorted(lines(ranks, NO_RANK_LEFT)) == [7]
+
+
+def test_a_stopped_rank_comes_back_as_a_spare(tmp_path: Path, start: Callable[..., survive.Ranks]):
+    ranks = start(2)
+    ranks.wait_for("step 5:")
+    ranks.signal(signal.SIGSTOP, 2)
+    ranks.wait_for(survive.AGREED)
+    ranks.signal(signal.SIGCONT, 2)
+    ranks.wait_for(TAKEN_FOR_LOST, 2)
+    for victim in 4, 5:  # one for each spare: ranks 2 and 7
+        ranks.processes[victim].kill()
+        ranks.wait_for(GOES_ON, 0)
+    check_end(tmp_path, ranks, 4, 5)
+    assert lines(ranks, GOES_ON).count(2) > 1
+
+
+@pytest.mark.parametrize(("fast", "late"), [(True, 3 * H), pytest.param(False, 75.0, marks=long)])
+def test_the_others_wait_for_a_late_rank(tmp_path: Path, start: Callable[..., survive.Ranks], fast: bool, late: float):
+    ranks = start(1, but=(4,), fast=fast)
+    time.sleep(late)
+    ranks.start(4)
+    check_end(tmp_path, ranks)
+    assert sorted(lines(ranks, GOES_ON)) == [*range(6)]
+    assert sorted(lines(ranks, "(?!goes|step)")) == [6, 7]
+
+
+@long
+def test_a_late_rank_that_was_given_up_stands_by(tmp_path: Path, start: Callable[..., survive.Ranks]):
+    ranks = start(1, but=(4,))
+    time.sleep(H)
+    ranks.processes[1].kill()
+    ranks.wait_for("step 3:")  # of a mesh with both spares
+    ranks.start(4)
+    ranks.wait_for(TAKEN_FOR_LOST, 4)
+    ranks.processes[0].kill()
+    ranks.wait_for(GOES_ON, 4)
+    check_end(tmp_path, ranks, 0, 1)
+
+
+def run_failing(times: int, folder: Path, fast: bool, rank: int, port: int, fsdp: int, pipe: Any) -> None:
+    """One rank of the example. Step 8 fails on rank 3, several times."""
+    batch_of_example, left = elastic.batch_of, [times]
+
+    def batch_of(step: int) -> Any:
+        if rank == 3 and step == 7 and left[0]:
+            left[0] -= 1
+            raise RuntimeError("no rows")
+        return batch_of_example(step)
+
+    elastic.batch_of = batch_of
+    run(folder, fast, rank, port, fsdp, pipe)
+
+
+@long
+def test_a_step_that_fails_once_is_done_again(tmp_path: Path, start: Callable[..., survive.Ranks]):
+    ranks = start(2, run=functools.partial(run_failing, 1))
+    check_end(tmp_path, ranks)
+    assert sorted(lines(ranks, GOES_ON)) == sorted([*range(6)] * 2)
+
+
+@long
+def test_a_step_that_fails_again_ends_the_program(tmp_path: Path, start: Callable[..., survive.Ranks]):
+    ranks = start(2, run=functools.partial(run_failing, 2))
+    statuses = ranks.end()
+    assert statuses[3] == 1
+    assert set(statuses.values()) <= {0, 1}
+
+
+@long
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_it_runs_as_it_stands(fsdp: int):
+    command = [sys.executable, str(EXAMPLES / "elastic.py"), "--fsdp", str(fsdp)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss (\S+)", done.stdout)}
+    assert losses.keys() == set(range(1, elastic.STEPS + 1))
+    assert survive.greatest_difference(losses) <= survive.TOLERANCE
+    assert "Warning" not in done.stderr

@@ -1,0 +1,199 @@
+"""A store, or a whole machine, that pauses: no rank is taken for lost, and no abort is forgotten."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pgmesh import ProcessGroupMesh, launch
+from pgmesh.launch import StoreProcess
+from tests.support.faults import (
+    BEAT,
+    LONG_TIMEOUT,
+    SLACK,
+    WAIT_TIMEOUT,
+    Attempt,
+    H,
+    attempt,
+    beat_fast,
+    results,
+    set_flag,
+    stopped,
+    wait_for_flag,
+    wait_until,
+)
+from tests.support.rank_processes import RankProcesses
+from tests.support.worlds import check_sums, fresh_world, groups_of
+
+LONGER_THAN_H = H + 3 * BEAT
+
+
+def in_world(fn: Callable[..., Attempt], folder: Path, act: Callable[[int, Sequence[int]], object]) -> list[Attempt]:
+    """Results of four ranks, while ``act`` is called in a thread with the processes of the store and of the ranks."""
+    with StoreProcess() as store, fresh_world(4, store) as own:
+        store_pid = store.process.pid
+        assert store_pid is not None
+        thread = threading.Thread(target=act, args=(store_pid, own.pids), daemon=True)
+        thread.start()
+        try:
+            return results(own.outcomes(fn, folder))
+        finally:
+            thread.join(WAIT_TIMEOUT)
+
+
+def steps_of(folder: Path, rank: int) -> int:
+    return len((folder / f"steps {rank}").read_text()) if (folder / f"steps {rank}").exists() else 0
+
+
+def wait_for_steps(folder: Path) -> None:
+    """Wait until each rank has taken two more steps."""
+    for rank in range(4):
+        before = steps_of(folder, rank)
+        wait_until(lambda rank=rank, before=before: steps_of(folder, rank) >= before + 2, f"steps of rank {rank}")
+
+
+def train(folder: Path) -> Attempt:
+    beat_fast()
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="train")
+    mesh.connect(*mesh.axes, (), timeout=LONG_TIMEOUT)
+    mesh.abort_when_lost()
+
+    def steps() -> None:
+        with (folder / f"steps {mesh.rank}").open("a") as log:
+            over = torch.zeros(1)
+            while not over:
+                for axis in mesh.axes:
+                    dist.all_reduce(torch.ones(1), group=mesh.group(axis))
+                over.fill_((folder / "over").exists())
+                dist.all_reduce(over, group=mesh.group())
+                log.write(".")
+                log.flush()
+                time.sleep(0.01)
+
+    trained = attempt(steps)
+    check_sums(groups_of(mesh))
+    return trained
+
+
+@pytest.mark.parametrize("what", ["store", "ranks", "both"])
+def test_pause_aborts_no_healthy_mesh(tmp_path: Path, what: str):
+    """Longer than the silence after which a rank is lost."""
+
+    def pause(store: int, ranks: Sequence[int]) -> None:
+        pids = {"store": [store], "ranks": ranks, "both": [store, *ranks]}[what]
+        for _ in range(2):
+            wait_for_steps(tmp_path)
+            with stopped(pids):
+                time.sleep(LONGER_THAN_H)
+        time.sleep(H)  # a rank taken for lost would be noticed meanwhile
+        wait_for_steps(tmp_path)
+        set_flag(tmp_path, "over")
+
+    assert [failed.text for failed in in_world(train, tmp_path, pause)] == [""] * 4
+
+
+def connect_while_suspended(folder: Path) -> Attempt:
+    """Three ranks wait in connect for the last one, which comes after the pause."""
+    beat_fast()
+    first = ProcessGroupMesh(4, name="first")
+    first.connect(timeout=LONG_TIMEOUT)
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="train")
+    set_flag(folder, f"connects {mesh.rank}")
+    if mesh.rank == 3:
+        wait_for_flag(folder, "suspended")
+        time.sleep(BEAT)
+    failed = attempt(lambda: mesh.connect(timeout=LONG_TIMEOUT))
+    check_sums(groups_of(mesh))
+    return failed
+
+
+def test_connect_survives_suspended_machine(tmp_path: Path):
+    def suspend(_: int, ranks: Sequence[int]) -> None:
+        for rank in range(4):
+            wait_for_flag(tmp_path, f"connects {rank}")
+        time.sleep(2 * BEAT)
+        with stopped(ranks):
+            time.sleep(LONGER_THAN_H)
+        set_flag(tmp_path, "suspended")
+
+    assert [failed.text for failed in in_world(connect_while_suspended, tmp_path, suspend)] == [""] * 4
+
+
+def abort_in_pause(folder: Path) -> Attempt:
+    """Rank 0 aborts the mesh while the store pauses. Rank 3 is in no group with it."""
+    beat_fast()
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="train")
+    mesh.connect(*mesh.axes, timeout=LONG_TIMEOUT)
+    set_flag(folder, f"connected {mesh.rank}")
+    if mesh.rank == 0:
+        wait_for_flag(folder, "paused")
+        time.sleep(2 * BEAT)  # a heartbeat waits for the store
+        mesh.abort("the test")
+        set_flag(folder, "aborted")
+        return Attempt("", "", 0.0, 0.0)
+    if mesh.rank != 3:
+        return Attempt("", "", 0.0, 0.0)
+    wait_for_flag(folder, "continued")
+    return attempt(lambda: wait_until(lambda: mesh.group("dp") is None, "an error of the mesh"))
+
+
+@pytest.mark.parametrize("seconds", [0.3, 1.5])
+def test_abort_during_store_pause_reaches_all(tmp_path: Path, seconds: float):
+    """The pause is counted from the abort on."""
+
+    def pause(store: int, _: Sequence[int]) -> None:
+        for rank in range(4):
+            wait_for_flag(tmp_path, f"connected {rank}")
+        with stopped([store]):
+            set_flag(tmp_path, "paused")
+            wait_for_flag(tmp_path, "aborted")
+            time.sleep(max(0.0, seconds - 0.5))  # abort itself has waited for half a second
+        set_flag(tmp_path, "continued")
+
+    failed = in_world(abort_in_pause, tmp_path, pause)[3]
+    assert failed.kind == "LifetimeError", failed
+    assert failed.text.startswith("mesh 'train' was aborted by rank 0 at "), failed
+    assert failed.took < 1.0 + SLACK, failed
+
+
+def abort_and_exit(rank: int, port: int, folder: Path, number: int) -> None:
+    beat_fast()
+    launch.join("gloo", replica=rank, replicas=3, host="127.0.0.1", port=port)
+    mesh = ProcessGroupMesh(dp=3, name="train")
+    ProcessGroupMesh(3, name="other").connect(timeout=LONG_TIMEOUT)
+    group = mesh.group_of([1, 2]) if rank else None
+    if rank:
+        dist.all_reduce(torch.ones(1), group=group)
+    set_flag(folder, f"ready {rank}")
+    wait_for_flag(folder, "paused")
+    time.sleep(2 * BEAT)  # a heartbeat waits for the store
+    if rank == 0:
+        mesh.abort("the test")
+        set_flag(folder, "aborted")
+        dist.destroy_process_group()
+        return
+    failed = attempt(lambda: wait_until(lambda: mesh.group_of([1, 2]) is None, "an error of the mesh"))
+    (folder / f"part {rank}").write_text(failed.text)
+    (folder / f"part {rank}").rename(folder / f"failed {rank}")
+
+
+def test_abort_before_exit_reaches_others(tmp_path: Path):
+    """The store pauses, and the process leaves the world at once."""
+    with RankProcesses(abort_and_exit, tmp_path) as ranks:
+        for rank in range(3):
+            ranks.start(rank, 0)
+        for rank in range(3):
+            wait_for_flag(tmp_path, f"ready {rank}")
+        with stopped([ranks.store_pid]):
+            set_flag(tmp_path, "paused")
+            wait_for_flag(tmp_path, "aborted")
+            time.sleep(0.7)  # longer than a process waits at its end for a store that does not answer
+        for rank in (1, 2):
+            wait_for_flag(tmp_path, f"failed {rank}")
+            assert "was aborted by rank 0 at " in (tmp_path / f"failed {rank}").read_text()

@@ -1,0 +1,132 @@
+"""Ranks that wait in a collective for a member that never connects: Gloo has no socket to shut down then."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pgmesh import ProcessGroupMesh
+from tests.support.faults import (
+    LONG_TIMEOUT,
+    SLACK,
+    Attempt,
+    attempt,
+    beat_fast,
+    last_status,
+    results,
+    set_flag,
+    wait_for_flag,
+    wait_until,
+)
+from tests.support.worlds import check_sums, fresh_world, groups_of
+
+Collective = Callable[[dist.ProcessGroup], object]
+
+
+def all_reduce(group: dist.ProcessGroup) -> None:
+    dist.all_reduce(torch.ones(4), group=group)
+
+
+def broadcast(group: dist.ProcessGroup) -> None:
+    dist.broadcast(torch.ones(4), group_src=0, group=group)
+
+
+def all_gather(group: dist.ProcessGroup) -> None:
+    dist.all_gather([torch.zeros(4) for _ in range(group.size())], torch.ones(4), group=group)
+
+
+def all_to_all(group: dist.ProcessGroup) -> None:
+    dist.all_to_all_single(torch.zeros(group.size()), torch.ones(group.size()), group=group)
+
+
+def barrier(group: dist.ProcessGroup) -> None:
+    dist.barrier(group)
+
+
+COLLECTIVES = [all_reduce, broadcast, all_gather, all_to_all, barrier]
+RANKS = 6
+
+
+def connected(name: str, timeout: float) -> ProcessGroupMesh:
+    """A connected mesh. Its first collective has connected some pairs of ranks, and not all."""
+    mesh = ProcessGroupMesh(RANKS, name=name)
+    mesh.configure(timeout=timedelta(seconds=timeout))
+    mesh.connect(timeout=LONG_TIMEOUT)
+    check_sums(groups_of(mesh))
+    return mesh
+
+
+def wait_until_others_are_in(collective: Collective, folder: Path, name: str, absent: int) -> None:
+    """Wait until the others are in the collective, or have finished it since they did not need the absent rank."""
+    for rank in [rank for rank in range(RANKS) if rank != absent]:
+        wait_for_flag(folder, f"{name} {rank}")
+        out = folder / f"{name} {rank} out"
+        wait_until(
+            lambda rank=rank, out=out: out.exists() or ((last := last_status(rank)) and last.running),
+            f"rank {rank} is in {name}",
+        )
+
+
+def abort_each(folder: Path, collective: Collective) -> list[tuple[int, float, Attempt]]:
+    """One rank stays out of the collective and aborts the mesh, each rank in turn; also the time of that call."""
+    beat_fast()
+    seen = []
+    for absent in range(RANKS):
+        name = f"{collective.__name__} without {absent}"
+        mesh = connected(name, 60.0)
+        group = mesh.group()
+        if mesh.rank == absent:
+            wait_until_others_are_in(collective, folder, name, absent)
+            (folder / "now").write_text(f"{time.monotonic()}")
+            (folder / "now").rename(folder / f"{name} aborted")
+            mesh.abort("the test")
+            continue
+        set_flag(folder, f"{name} {mesh.rank}")
+        failed = attempt(lambda group=group: collective(group))
+        set_flag(folder, f"{name} {mesh.rank} out")
+        wait_for_flag(folder, f"{name} aborted")
+        seen.append((absent, failed.end - float((folder / f"{name} aborted").read_text()), failed))
+    return seen
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES, ids=lambda each: each.__name__)
+def test_abort_wakes_ranks_without_connection(tmp_path: Path, collective: Collective):
+    with fresh_world(RANKS) as own:
+        seen = results(own.outcomes(abort_each, tmp_path, collective))
+    found = [each for per_rank in seen for each in per_rank]
+    assert {absent for absent, _, failed in found if failed.kind} == {*range(RANKS)}
+    for absent, seconds, failed in found:
+        print(absent, seconds, failed)
+        if not failed.kind:
+            continue  # it did not need the absent rank
+        assert seconds < 1.0 + SLACK, f"without {absent}: {seconds:.1f} s after the abort, {failed}"
+        assert failed.kind == "LifetimeError" or "onnection" in failed.text, failed
+
+
+def time_out(folder: Path) -> Attempt:
+    """Rank 0 stays out of a collective in which the others wait for it."""
+    beat_fast()
+    mesh = connected("late", 3.0)
+    group = mesh.group()
+    if mesh.rank == 0:
+        for rank in range(1, RANKS):
+            wait_for_flag(folder, f"out {rank}")
+        return Attempt("", "", 0.0, 0.0)
+    failed = attempt(lambda: broadcast(group))
+    set_flag(folder, f"out {mesh.rank}")
+    return failed
+
+
+def test_collective_without_peer_ends_at_timeout(tmp_path: Path):
+    with fresh_world(RANKS) as own:
+        seen = results(own.outcomes(time_out, tmp_path))
+    for failed in seen[1:]:
+        print(failed)
+        assert failed.kind, "no error without the root"
+        assert 2.5 < failed.took < 3.0 + 1.0 + SLACK, failed
