@@ -94,10 +94,12 @@ class Method:
         if not isinstance(mesh, ProcessGroupMesh):
             raise AxisError(f"{name} takes a mesh and then its axes, such as {name}(mesh, 'dp'), not {mesh!r}.")
         if not axes:
-            first = mesh.axes[0] if mesh.axes else "dp"
+            initials = "".join(filter(str.isupper, name)).lower()[-2:]  # dp for DataParallel and ShardedDataParallel
+            likely = [axis for axis in mesh.axes if initials in str(axis)] or mesh.axes[:1] or ("dp",)
+            axis = min(likely, key=lambda axis: len(str(axis)))
             raise AxisError(
                 f"{name} needs at least one axis; the mesh has {format_axes(mesh.axes)}.\n\n"
-                f"  {name}(mesh, {first!r})   # the axes that it owns"
+                f"  {name}(mesh, {axis!r})   # the axes that it owns"
             )
         if isinstance(over, str):
             over = (over,)

@@ -70,8 +70,8 @@ def load(
         optimizer: the optimizer of this rank's parameters.
 
     Raises:
-        MethodError: the folder lacks a parameter of the model, or has it in another shape; or there are experts sharded
-            by ``tensor=``.
+        MethodError: there is no checkpoint in the folder; it lacks a parameter of the model, or has it in another
+            shape; or there are experts sharded by ``tensor=``.
     """
     entries = _entries(module, optimizer)
     state = {global_name: value for global_name, _, value in entries}
@@ -79,7 +79,7 @@ def load(
         checkpoint.load(state, checkpoint_id=folder, process_group=mesh.group())
     except checkpoint.CheckpointException as error:  # a BaseException, with each rank's traceback in its text
         reason = str(error).strip().splitlines()[-1]
-        raise MethodError(f"{folder} does not match this model: {reason}") from error
+        raise MethodError(_unreadable(folder) or f"{folder} does not match this model: {reason}") from error
     loaded: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
     for global_name, local_name, value in entries:
         found = state[global_name]
@@ -89,6 +89,19 @@ def load(
     set_model_state_dict(module, loaded["model"])
     if optimizer is not None:
         set_optimizer_state_dict(module, optimizer, loaded["optimizer"], options=FLAT)
+
+
+def _unreadable(folder: str | Path) -> str:
+    """The reason why a folder has no checkpoint that this rank can read; "" if it has one, or is no local path."""
+    path = Path(folder).absolute()
+    try:
+        if "://" not in str(folder):
+            checkpoint.FileSystemReader(path).read_metadata()
+    except (FileNotFoundError, NotADirectoryError):
+        return f"there is no checkpoint at {path}: there is no file {path / '.metadata'}, which save writes last."
+    except Exception as error:  # of any type: the file is a pickle
+        return f"the checkpoint at {path} cannot be read: {type(error).__name__}: {error}"
+    return ""
 
 
 def _entries(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, str, Any]]:

@@ -84,28 +84,12 @@ class ShardedDataParallel(Method):
         self.layers, self.keywords = layers or default_layers, keywords
 
     def device_mesh(self) -> DeviceMesh:
-        """torch's DeviceMesh for fully_shard: (shard,), or (replicate, shard) with ``replicate=``.
-
-        Raises:
-            AxisError: replicated axes are not before sharded axes in the mesh, or axes to merge are not adjacent.
-        """
-        mesh, names = self.mesh, list[Axis]()
-        for axes in (_nontrivial(mesh, self.replicates), _nontrivial(mesh, self.shards)):
-            if len(axes) > 1:
-                mesh = _merge_axes(mesh, axes)
-            names += ["_".join(map(str, axes))] if len(axes) > 1 else axes
+        """torch's DeviceMesh for fully_shard: (shard,), or (replicate, shard) with ``replicate=``."""
+        mesh, parts = self.mesh, [_nontrivial(self.mesh, axes) for axes in (self.replicates, self.shards) if axes]
         if not self.shards:  # fully_shard needs an axis to shard along: one of size 1
             mesh = mesh.view({**{str(axis): mesh.size(axis) for axis in mesh.axes}, "_one": 1})
-            names.append("_one")
-        device_mesh = mesh.device_mesh(*names)
-        if device_mesh.mesh_dim_names != tuple(map(str, names)):
-            sizes = ", ".join(f"{axis}={self.mesh.size(axis)}" for axis in (*self.replicates, *self.shards))
-            raise AxisError(
-                f"{self} replicates along {format_axes(self.replicates)}, which has to be before "
-                f"{format_axes(self.shards)} in the mesh, but the order is {format_axes(self.mesh.axes)}.\n\n"
-                f"  ProcessGroupMesh(..., {sizes})   # the last axis varies fastest"
-            )
-        return device_mesh
+            parts = [*(tuple(map(str, axes)) for axes in parts), ("_one",)]
+        return mesh.device_mesh(**{"_".join(map(str, axes)): axes for axes in parts})
 
     def apply(self, module: nn.Module) -> nn.Module:
         """Shard the module in place, its layers first, and return it."""
@@ -159,21 +143,3 @@ def default_layers(module: nn.Module) -> Iterator[nn.Module]:
 def _nontrivial(mesh: ProcessGroupMesh, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
     """The axes of more than one rank; the first axis if there are none."""
     return tuple(axis for axis in axes if mesh.size(axis) > 1) or axes[:1]
-
-
-def _merge_axes(mesh: ProcessGroupMesh, axes: tuple[Axis, ...]) -> ProcessGroupMesh:
-    """View of the mesh in which several adjacent axes are merged into one.
-
-    Raises:
-        AxisError: the axes are not adjacent.
-    """
-    span = mesh.axes[mesh.axes.index(axes[0]) : mesh.axes.index(axes[-1])]
-    if between := [axis for axis in span if mesh.size(axis) > 1 and axis not in axes]:
-        raise AxisError(
-            f"ShardedDataParallel shards along {format_axes(axes)} as along one axis, so they have to be adjacent in "
-            f"the mesh, but {format_axes(between)} is between: {format_axes(mesh.axes)}.\n\n"
-            f"  ProcessGroupMesh(..., {', '.join(f'{axis}={mesh.size(axis)}' for axis in axes)})\n"
-            f"  ShardedDataParallel(..., replicate={axes[0]!r})   # or shard only along {format_axes(axes[1:])}"
-        )
-    parts = [axes if axis == axes[0] else (axis,) for axis in mesh.axes if axis not in axes[1:]]
-    return mesh.view({"_".join(map(str, part)): mesh.size(*part) for part in parts})

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Union
 
-from pgmesh._util.formatting import format_ranks, join_words
+from pgmesh._util.formatting import format_call, format_ranks, join_words
 from pgmesh._util.suggestions import divisors
 from pgmesh._util.validation import parse_size
 from pgmesh.errors import ShapeError
@@ -49,7 +51,36 @@ SHORT_NAMES: dict[str, tuple[str, ...]] = {
 Stages = Union[int, Sequence[int], Pick]
 """Stages of a pipeline: their numbers, or a function that selects some of a pipeline's ranks."""
 
+KEYWORDS = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "context_parallel_size": "cp",
+    "expert_model_parallel_size": "ep",
+    "expert_tensor_parallel_size": "etp",
+    "hierarchical_context_parallel_sizes": "hierarchical_cp",
+    "num_distributed_optimizer_instances": "optimizer_instances",
+    "get_embedding_ranks": "embedding",
+    "get_position_embedding_ranks": "position_embedding",
+}
+"""The arguments here for those of Megatron's ``initialize_model_parallel``."""
 
+
+def _translate_keywords(recipe: Callable[..., Arrangement]) -> Any:
+    """The recipe, which answers keywords of Megatron with the translated call."""
+
+    @functools.wraps(recipe)
+    def call(*args: Any, **given: Any) -> Arrangement:
+        theirs = [word for word in given if word not in inspect.signature(recipe).parameters]
+        if not KEYWORDS.keys().isdisjoint(theirs):
+            ours = {KEYWORDS.get(word, word): given[word] for word in given if word in KEYWORDS or word not in theirs}
+            problem = f"recipes.megatron has no argument {join_words(theirs, 'or')}: see docs/coming_from/megatron.md."
+            raise ShapeError(f"{problem}\n\n  {format_call('recipes.megatron', {}, *args, **ours)}")
+        return recipe(*args, **given)
+
+    return call
+
+
+@_translate_keywords
 def megatron(
     world: int,
     *,

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -509,3 +509,114 @@ def fsdp_over_axes_that_do_not_touch() -> None:
 
 def test_fsdp_over_axes_that_do_not_touch():
     world(8).run(fsdp_over_axes_that_do_not_touch)
+
+
+# ---- dimensions of several axes ----
+
+COMBINES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+"""Earlier torches combine only slices of one DeviceMesh."""
+
+
+def fsdp_over_two_axes() -> None:
+    """fully_shard over two dimensions replicates along the first; over one merged dimension it shards along both."""
+    mesh = ProcessGroupMesh(dp_shard=2, cp=2, ranks=[3, 1, 2, 0])
+    for axes in (("dp_shard", "cp"), ("cp", "dp_shard")):
+        merged = mesh.device_mesh(fsdp=axes)
+        assert merged is mesh.device_mesh(fsdp=["dp_shard", "cp"])
+        assert merged.get_group() is mesh.group("dp_shard", "cp")
+        assert tuple(merged.mesh.tolist()) == mesh.ranks("dp_shard", "cp")
+    with no_more_groups():
+        model = fully_shard(make_net(), mesh=mesh.device_mesh(fsdp=("dp_shard", "cp")))
+        for sharded, whole in zip(model.parameters(), make_net().parameters()):
+            assert isinstance(sharded, DTensor)
+            assert (sharded.placements, sharded.to_local().numel()) == ((Shard(0),), whole.numel() // 4)
+        assert_same(train(model, own_rows(mesh, "dp_shard", "cp")), train(make_net(), batch()))
+    check_sums({"fsdp": (mesh.group("dp_shard", "cp"), mesh.ranks())})
+
+
+def test_fully_shard_shards_along_all_merged_axes():
+    world(4).run(fsdp_over_two_axes)
+
+
+def train_tensor_parallel(mesh: ProcessGroupMesh, tp: DeviceMesh, fsdp: DeviceMesh) -> None:
+    model = parallelize_module(make_net(), tp, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    model = fully_shard(model, mesh=fsdp)
+    assert_same(train(model, own_rows(mesh, "dp", "cp")), train(make_net(), batch()))
+
+
+def tensor_parallel_and_fsdp_over_two_axes() -> None:
+    mesh = ProcessGroupMesh(dp=2, tp=2, cp=2, ranks=[7, 2, 5, 0, 1, 6, 3, 4])
+    both = mesh.device_mesh(fsdp=("dp", "cp"), tp="tp")
+    assert (both.mesh_dim_names, both.shape) == (("fsdp", "tp"), (4, 2))
+    with no_more_groups():
+        train_tensor_parallel(mesh, both["tp"], both["fsdp"])
+    if COMBINES:
+        train_tensor_parallel(mesh, mesh.device_mesh("tp"), mesh.device_mesh(fsdp=("dp", "cp")))
+        train_tensor_parallel(mesh, mesh.device_mesh("tp"), mesh.along("dp", "cp").view(fsdp=4).device_mesh())
+    check_sums({"fsdp": (mesh.group("dp", "cp"), mesh.ranks("dp", "cp")), "tp": (mesh.group("tp"), mesh.ranks("tp"))})
+
+
+def test_fsdp_over_axes_around_tensor_parallelism():
+    world(8).run(tensor_parallel_and_fsdp_over_two_axes)
+
+
+def separate_device_meshes_of_one_mesh() -> None:
+    """Each pair below is of two calls, of which the second is about other axes, a view or a slice."""
+    for sizes in ({"dp": 2, "tp": 2, "cp": 1}, {"pp": 1, "dp": 2, "cp": 1, "tp": 2}):
+        mesh = ProcessGroupMesh(sizes, ranks=[3, 1, 2, 0])
+        merged = mesh.along("dp", "cp").view(fsdp=2)
+        view = mesh.along("dp", "tp").view(data=2, tensor=2)
+        for tp, fsdp in (
+            (mesh.device_mesh("tp"), mesh.device_mesh(fsdp=("dp", "cp"))),
+            (mesh.device_mesh("tp"), merged.device_mesh()),
+            (view.device_mesh("tensor"), view.device_mesh("data")),
+            (view.device_mesh("tensor"), mesh.device_mesh("dp")),
+            (mesh.device_mesh("tp"), view.device_mesh("data")),
+        ):
+            train_tensor_parallel(mesh, tp, fsdp)
+
+
+@pytest.mark.skipif(not COMBINES, reason="this torch combines only slices of one DeviceMesh")
+def test_device_meshes_of_views_and_slices_combine():
+    world(4).run(separate_device_meshes_of_one_mesh)
+
+
+@pytest.mark.parametrize("ranks", [None, [5, 3, 1, 7, 0, 2, 4, 6, *range(15, 7, -1)]], ids=["in order", "permuted"])
+@pytest.mark.parametrize("merged", [("dp", "cp"), ("cp", "pp"), ("tp",), ("pp", "dp", "tp", "cp")])
+def test_merged_dimension_has_the_order_of_its_group(merged: tuple[str, ...], ranks: list[int] | None):
+    for rank in range(0, 16, 3):
+        with fake_rank(rank, 16):
+            mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, cp=2, ranks=ranks)
+            rest = [axis for axis in ("cp", "tp", "pp") if axis not in merged]
+            before = table_sizes()["pg_map"]
+            whole = mesh.device_mesh(flat=merged, **{axis: axis for axis in rest})
+            assert table_sizes()["pg_map"] == before + 1 + len(rest)
+            assert whole.mesh_dim_names == ("flat", *rest)
+            for name, axes in {"flat": merged, **{axis: (axis,) for axis in rest}}.items():
+                assert whole.get_group(name) is whole[name].get_group() is mesh.group(*axes)
+                assert tuple(whole[name].mesh.tolist()) == mesh.ranks(*axes)
+                assert whole[name].get_local_rank() == whole[name].get_coordinate()[0] == mesh.index(*axes)
+            assert sorted(whole.mesh.flatten().tolist()) == sorted(mesh.ranks(*merged, *rest))
+
+
+def test_device_mesh_mixes_axes_and_merged_dimensions():
+    with fake_rank(5, 8):
+        mesh = ProcessGroupMesh(pp=2, dp=2, tp=2)
+        assert mesh.device_mesh("dp", flat=("pp", "tp")).mesh_dim_names == ("dp", "flat")
+        assert mesh.device_mesh(dp="dp", tp="tp") == mesh.device_mesh("tp", "dp")
+        assert root_of(mesh.device_mesh(tp="tp")) is mesh.device_mesh()
+        assert mesh.device_mesh(tp="tp", dp="dp").mesh.tolist() == [[4, 6], [5, 7]]
+        assert mesh["tp"].device_mesh(mine="tp").get_group() is mesh.group("tp")
+        numbered = ProcessGroupMesh(2, 2, 2)
+        assert numbered.device_mesh(1, flat=(0, 2)).mesh.tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+def test_device_mesh_of_unevenly_spaced_indices_keeps_its_ranks():
+    """torch describes ranks by strides, which these have not."""
+    for kept, rank in (([0, 2, 3], 12), ([1, 2], 5), ([0, 3], 0), ([0, 2], 8)):
+        with fake_rank(rank, 16):
+            part = ProcessGroupMesh(pp=4, dp=2, tp=2).at(pp=kept)
+            assert tuple(part.device_mesh().mesh.flatten().tolist()) == part.ranks()
+            flat = part.device_mesh(flat=("pp", "tp"), dp="dp")
+            assert tuple(flat["flat"].mesh.tolist()) == part.ranks("pp", "tp")
+            assert flat["flat"].get_group() is part.group("pp", "tp")

@@ -27,6 +27,7 @@ from pgmesh import (
 )
 from pgmesh.layout import Axis, Layout
 from pgmesh.parallel import (
+    ContextParallel,
     DataParallel,
     ExpertParallel,
     Level,
@@ -161,7 +162,7 @@ def test_invalid_axes_raise_in_the_constructor(mesh: ProcessGroupMesh):
     assert_raises(
         AxisError,
         lambda: Data(mesh),
-        "Data needs at least one axis; the mesh has pp, dp, tp.\n\n  Data(mesh, 'pp')   # the axes that it owns",
+        "Data needs at least one axis; the mesh has pp, dp, tp.\n\n  Data(mesh, 'dp')   # the axes that it owns",
     )
     assert_raises(
         AxisError,
@@ -179,6 +180,23 @@ def test_invalid_axes_raise_in_the_constructor(mesh: ProcessGroupMesh):
     )
     with pytest.raises(MembershipError, match="rank 5 is not in"):
         Data(mesh.at(pp=0), "dp")
+
+
+@pytest.mark.parametrize(
+    ("method", "axes", "owned"),
+    [
+        (DataParallel, ["pp", "dp", "tp"], "dp"),
+        (DataParallel, ["edp", "dp", "tp"], "dp"),
+        (ShardedDataParallel, ["tp", "fsdp"], "fsdp"),
+        (ContextParallel, ["dp", "cp"], "cp"),
+        (DataParallel, ["replicas", "tensor"], "replicas"),
+    ],
+)
+def test_method_without_axes_suggests_its_usual_axis(method: type[Method], axes: list[str], owned: str):
+    sizes = dict.fromkeys(axes, 2)
+    with fake_rank(0, 2 ** len(axes)), ProcessGroupMesh(sizes) as mesh, pytest.raises(AxisError) as caught:
+        method(mesh)
+    assert f"\n\n  {method.__name__}(mesh, {owned!r})   # the axes that it owns" in str(caught.value)
 
 
 def test_a_method_without_apply_says_so(mesh: ProcessGroupMesh):

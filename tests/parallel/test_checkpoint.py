@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -197,3 +198,23 @@ def of_parts(folder: Path) -> None:
 @needs_pipelines
 def test_a_model_may_call_its_layers_parts(tmp_path: Path):
     world(2).run(of_parts, tmp_path)
+
+
+def absent_and_damaged(folder: Path) -> None:
+    damaged, model = folder / "damaged", nn.Linear(4, 4)
+    with ProcessGroupMesh(dp=2, name="a reader") as mesh:
+        for path in (folder / "step-100", folder, folder / "file" / "inside"):
+            absent = (
+                f"^there is no checkpoint at {re.escape(str(path))}: there is no file {re.escape(str(path))}/.metadata"
+            )
+            with pytest.raises(MethodError, match=absent):
+                checkpoint.load(path, mesh, model)
+        with pytest.raises(MethodError, match=f"^the checkpoint at {re.escape(str(damaged))} cannot be read: EOFError"):
+            checkpoint.load(damaged, mesh, model)
+
+
+def test_load_of_no_checkpoint_names_the_path(tmp_path: Path):
+    (tmp_path / "file").touch()
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / ".metadata").touch()
+    world(2).run(absent_and_damaged, tmp_path)

@@ -201,6 +201,11 @@ def sharded() -> None:
         module = train_and_check(compose(mesh, ShardedDataParallel(mesh, "rep", "dp", replicate="rep")))
         assert held(module) == whole / 4
         dist.barrier()
+    with ProcessGroupMesh(a=2, b=2, c=2, name="replicated between sharded axes") as mesh:
+        module = train_and_check(compose(mesh, ShardedDataParallel(mesh, "a", "b", "c", replicate="b")))
+        assert held(module) == whole / 4
+        assert module.blocks[0].up.weight.device_mesh.get_group("a_c") is mesh.group("a", "c")
+        dist.barrier()
     with ProcessGroupMesh(dp=2, mid=1, cp=2, tp=2, name="combined") as mesh:
         method = ShardedDataParallel(mesh, "dp", over=("dp", "cp"))
         module = train_and_check(compose(mesh, method, split(mesh), unowned=["cp"]))
@@ -274,21 +279,6 @@ def test_axes_that_cannot_be_sharded_along_raise():
             "blocks.0.qkv.weight is a DTensor, which torch's DDP does not support. fully_shard does, also "
             "with parameters that are replicated along dp.\n\n"
             "  ShardedDataParallel(mesh, 'dp', replicate=['dp'])",
-        )
-        assert_raises(
-            AxisError,
-            lambda: ShardedDataParallel(mesh, "dp", "tp", replicate="tp").device_mesh(),
-            "ShardedDataParallel along dp, tp replicates along tp, which has to be before dp in the mesh, "
-            "but the order is pp, dp, tp.\n\n"
-            "  ProcessGroupMesh(..., tp=2, dp=2)   # the last axis varies fastest",
-        )
-        assert_raises(
-            AxisError,
-            lambda: ShardedDataParallel(mesh, "pp", "tp").device_mesh(),
-            "ShardedDataParallel shards along pp, tp as along one axis, so they have to be adjacent in the "
-            "mesh, but dp is between: pp, dp, tp.\n\n"
-            "  ProcessGroupMesh(..., pp=2, tp=2)\n"
-            "  ShardedDataParallel(..., replicate='pp')   # or shard only along tp",
         )
 
 

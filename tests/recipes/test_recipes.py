@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +32,7 @@ from pgmesh import (
 )
 from pgmesh._util.suggestions import divisors
 from pgmesh.recipes import Arrangement
+from pgmesh.recipes.megatron import KEYWORDS
 from tests.support import recipe_oracle as oracle
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
@@ -654,6 +657,63 @@ def test_invalid_settings_of_nccl_set_nothing():
         arrangement.configure_nccl({"dp_cp": {"max_ctas": 4}, "tp": {"max_ctas": 2}})  # dp has the ranks of dp_cp
         options = {made.label: options for made, options, _ in _made(arrangement, "data", "tensor")}
         assert [each.nccl for each in options.values()] == [{"max_ctas": 4}, {"max_ctas": 2}]
+
+
+# ---- Megatron's own keywords ----
+
+
+@pytest.mark.parametrize(
+    ("given", "right"),
+    [
+        ({"tensor_model_parallel_size": 2}, "recipes.megatron(8, tp=2)"),
+        ({"tensor_model_parallel_size": 2, "pp": 2, "of": Layout}, "recipes.megatron(8, tp=2, pp=2, of=Layout)"),
+        (
+            {
+                "pipeline_model_parallel_size": 2,
+                "context_parallel_size": 4,
+                "hierarchical_context_parallel_sizes": [2, 2],
+                "virtual_pipeline_model_parallel_size": None,
+                "order": "tp-cp-ep-dp-pp",
+                "distributed_timeout_minutes": 10,
+            },
+            "recipes.megatron(8, pp=2, cp=4, hierarchical_cp=[2, 2], order='tp-cp-ep-dp-pp')",
+        ),
+        (
+            {
+                "expert_model_parallel_size": 2,
+                "expert_tensor_parallel_size": None,
+                "num_distributed_optimizer_instances": 2,
+                "get_position_embedding_ranks": [0],
+            },
+            "recipes.megatron(8, ep=2, optimizer_instances=2, position_embedding=[0])",
+        ),
+    ],
+)
+def test_keywords_of_megatron_show_the_recipe(given: dict[str, Any], right: str):
+    with pytest.raises(ShapeError) as info:
+        recipes.megatron(8, **given)
+    problem, _, call = str(info.value).splitlines()
+    assert call.strip() == right
+    with fake_rank(5, 8):
+        assert str(eval(right, {"recipes": recipes, "Layout": Layout}).call).startswith("recipes.megatron(8, ")
+    theirs = [word for word in given if word not in {*AXES, "of", "order"}]
+    assert all(word in problem for word in theirs), problem
+    assert problem.startswith("recipes.megatron has no argument ")
+    assert problem.endswith(": see docs/coming_from/megatron.md.")
+
+
+def test_unknown_keyword_of_a_recipe_is_as_python_says():
+    for word in ("tpp", "distributed_timeout_minutes"):
+        with pytest.raises(TypeError, match=f"megatron\\(\\) got an unexpected keyword argument '{word}'"):
+            recipes.megatron(8, **{word: 2})
+
+
+def test_recipe_translates_each_size_of_megatron():
+    """Each argument of ``initialize_model_parallel`` that defines ranks, as docs/coming_from/megatron.md lists them."""
+    page = (Path(__file__).parents[2] / "docs" / "coming_from" / "megatron.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"`initialize_model_parallel\((\w+)\)` \| `(recipes\.megatron\(.*?)` \|", page))
+    assert {*rows} - {"order"} == {*KEYWORDS}
+    assert all(f"{ours}=" in rows[theirs] for theirs, ours in KEYWORDS.items())
 
 
 # ---- groups of one rank: the same ranks, and each with its own options ----
