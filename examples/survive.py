@@ -1,253 +1,179 @@
-"""Train a small GPT on six processes, kill one of them at a random moment, and go on with a spare in its place.
+"""Kill one of the ranks of ``elastic.py`` at a random moment, and compare the losses with those of one process.
 
     python examples/survive.py            # the rank and the moment are chosen at random
     python examples/survive.py --seed 7   # or chosen again
+    python examples/survive.py --fsdp 2   # weights are sharded by FSDP2; otherwise by tensor parallelism
 
-The mesh is dp=3 x tp=2 on ranks 0 to 5; ranks 6 and 7 stand by. The survivors agree on who is lost, a spare comes in,
-and every rank applies its methods anew on the new mesh. Weights and optimizer state come to the spare from the living
-replicas, and the step that was lost is done again. Then one process alone trains the same model on the same batches.
-PASS means that the two runs agree in every loss.
+Six ranks train, and two stand by. The survivors agree on who is lost, a spare comes in, and the step that was lost is
+done again. It prints the seconds from the kill until each of these was done on the last rank. Then one process alone
+trains the same model on the same batches. PASS means that the two runs agree in every loss.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing.connection
+import os
 import random
+import re
+import signal
 import sys
 import time
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
+import elastic
 import torch
-import torch.distributed as dist
-from gpt import GPT, batch_of, loss_of
-from torch.distributed.tensor import DTensor
+from torch.nn.functional import mse_loss
 
-from pgmesh import PgmeshError, ProcessGroupMesh, Resharder, launch
-from pgmesh.parallel import TensorParallel, attention_plan, mlp_plan
+from pgmesh import launch
 
-SIZES, SPARES = {"dp": 3, "tp": 2}, [6, 7]
-RANKS = 6 + len(SPARES)
-STEPS, ROWS, RATE = 12, 30, 1e-2  # each replica reads a third of the rows
-CUTS = {**attention_plan("blocks.*", ["qkv"], "out"), **mlp_plan("blocks.*", ["up"], "down")}
-TOLERANCE = 1e-9  # in 64-bit floats only the order of sums differs; a wrong weight or batch makes 1e-5 or more
-SECONDS = 60
-
-State = dict[str, torch.Tensor]
+TOLERANCE = 1e-9  # only the order of sums differs; a wrong weight or batch makes 1e-5 or more
+AGREED = "mesh 'train': 6 ranks, and now"
+SECONDS = 120.0  # that the ranks may say nothing
 
 
-# ---- on each rank ----
+class Event(NamedTuple):
+    """A line that a rank printed."""
+
+    moment: float
+    rank: int
+    text: str
 
 
-def run(rank: int, port: int, events: Any) -> None:
-    """Train until the last step, on whichever mesh there is."""
-    torch.set_num_threads(1)  # the other ranks share the cores
-    torch.set_default_dtype(torch.float64)
-    launch.join("gloo", timeout=SECONDS, replica=rank, replicas=RANKS, host="127.0.0.1", port=port)
-    mesh = ProcessGroupMesh(SIZES, ranks=range(6), name="train")
-    mesh.abort_when_lost()
-
-    def tell(what: str, *more: float) -> None:
-        events.send((time.monotonic(), rank, what, *more))
-
-    states: dict[int, State] = {}  # the values before the last two steps, by number of finished steps
-    model = None
-    while max(states, default=-1) < STEPS:
-        try:
-            while rank not in mesh:
-                mesh = mesh.stand_by(timeout=600)
-            if model is None:
-                model, optimizer = set_up(mesh)
-                tell("rebuilt")
-                states = agree_and_transfer(mesh, values(model, optimizer), states)
-                tell("transferred")
-            step = max(states)
-            tell("begins", step)
-            loss = train_one_step(mesh, model, optimizer, step)
-            states = {step: states[step], step + 1: copy(values(model, optimizer))}
-            tell("ends", step, loss)
-        except (RuntimeError, PgmeshError):  # a lost rank, or another rank that has aborted the mesh
-            if rank not in mesh:  # a spare: no other rank is left
-                break
-            tell("detected")
-            mesh, model = mesh.shrink(spares=SPARES, timeout=SECONDS), None
-            tell("agreed")
-            if rank == min({*mesh} - {*SPARES}):
-                print(mesh.shrunk, flush=True)
-    dist.destroy_process_group()
+def run(rank: int, port: int, fsdp: int, pipe: Any) -> None:
+    """Run one rank of ``elastic.py``, and send its lines to this program."""
+    torch.set_num_threads(1)  # the ranks share the cores
+    elastic.say = lambda rank, text: pipe.send(Event(time.monotonic(), rank, text))
+    elastic.run(rank, "127.0.0.1", port, fsdp)
 
 
-def set_up(mesh: ProcessGroupMesh) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """The model with its methods applied on this mesh, and an optimizer with its state."""
-    model = TensorParallel(mesh, "tp", plan=CUTS).apply(GPT(tied=False))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.0))
-    for weight in model.parameters():
-        weight.grad = torch.zeros_like(weight)
-    optimizer.step()  # creates the state, and changes no weight
-    for state in optimizer.state.values():
-        state["step"].zero_()
-    optimizer.param_groups[0]["lr"] = RATE
-    return model, optimizer
+class Ranks:
+    """A store, the processes of eight ranks, and the lines that they print.
 
-
-def values(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """The weights and the optimizer's state on this rank, by name."""
-    names = [name for name, _ in model.named_parameters()]
-    found = dict(model.named_parameters())
-    for name, state in zip(names, optimizer.state.values(), strict=True):
-        found |= {f"{name}.{key}": tensor for key, tensor in state.items()}
-    return {name: local(tensor.detach()) for name, tensor in found.items()}
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def copy(state: State) -> State:
-    return {name: tensor.clone() for name, tensor in state.items()}
-
-
-def agree_and_transfer(mesh: ProcessGroupMesh, state: State, states: dict[int, State]) -> dict[int, State]:
-    """Fill ``state`` with the values after the last step that all replicas finished, and return them with their step.
-
-    Ranks without values, such as spares, get theirs from the ranks of their dp group, which hold the same shards.
+    Args:
+        fsdp: ranks along which FSDP2 shards the weights.
+        run: the program of each rank.
     """
-    newest = torch.full((RANKS,), -1)
-    newest[mesh.rank] = max(states, default=-1)
-    dist.all_reduce(newest, dist.ReduceOp.MAX, group=mesh.group())
-    held = {rank: newest[rank].item() for rank in mesh if newest[rank] >= 0}
-    if not held:  # the first step of all
-        return {0: copy(state)}
-    step = min(held.values())  # a rank may have finished one step more
-    replicas = mesh.along("dp")
-    givers = [index for index, rank in enumerate(replicas) if rank in held]
-    takers = [index for index, rank in enumerate(replicas) if rank not in held]
-    if mesh.rank in held:
-        for name, tensor in states[step].items():
-            state[name].copy_(tensor)
-    if takers:
-        side = {"source": state} if mesh.rank in held else {"target": state}
-        Resharder(replicas.at(dp=givers), replicas.at(dp=takers), **side)()
-    return {step: copy(state)}
 
+    def __init__(self, fsdp: int, run: Callable[..., None] = run) -> None:
+        self._run, self._fsdp, self._store = run, fsdp, launch.StoreProcess()  # the store outlives the ranks
+        self._pipes: list[Any] = []
+        self.processes: dict[int, Any] = {}
+        self.events: list[Event] = []
 
-def train_one_step(
-    mesh: ProcessGroupMesh, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int
-) -> float:
-    """Loss of the whole batch. No rank finishes a step before all have begun it."""
-    rows = slice(mesh.index("dp"), ROWS, mesh.size("dp"))
-    inputs, targets = (each[:ROWS][rows] for each in batch_of(step))
-    optimizer.zero_grad()
-    loss = loss_of(model(inputs), targets)
-    loss.backward()
-    gradients = [local(weight.grad) for weight in model.parameters()]
-    total = torch.cat([gradient.flatten() for gradient in gradients])
-    dist.all_reduce(total, group=mesh.group("dp"))  # torch's DDP takes no DTensors
-    total /= mesh.size("dp")
-    for gradient, mean in zip(gradients, total.split([gradient.numel() for gradient in gradients]), strict=True):
-        gradient.copy_(mean.view_as(gradient))
-    mean_loss = loss.detach() / len(mesh)
-    dist.all_reduce(mean_loss, group=mesh.group())
-    optimizer.step()
-    return mean_loss.item()
-
-
-# ---- the program that starts them ----
-
-
-def train_and_kill(seed: int) -> tuple[dict[int, float], list[tuple[Any, ...]]]:
-    """Loss of each step, and the events since the kill."""
-    chosen = random.Random(seed)
-    victim, at_step = chosen.randrange(6), chosen.randrange(2, STEPS - 2)
-    with launch.StoreProcess() as store:  # it outlives the ranks
+    def start(self, *ranks: int) -> None:
         processes = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
-        pipes = [processes.Pipe(duplex=False) for _ in range(RANKS)]
-        ranks = [
-            processes.Process(target=run, args=(rank, store.port, events), daemon=True)
-            for rank, (_, events) in enumerate(pipes)
-        ]
-        try:
-            for process, (_, events) in zip(ranks, pipes, strict=True):
-                process.start()
-                events.close()
-            found = follow([events for events, _ in pipes], ranks, victim, at_step, chosen)
-            for process in ranks:
-                process.join(SECONDS)
-            return found
-        finally:
-            for process in ranks:
-                process.kill()
+        for rank in ranks:
+            pipe, events = processes.Pipe(duplex=False)
+            arguments = rank, self._store.port, self._fsdp, events
+            self.processes[rank] = processes.Process(target=self._run, args=arguments, daemon=True)
+            self.processes[rank].start()
+            events.close()
+            self._pipes.append(pipe)
+
+    def wait_for(self, pattern: str, *ranks: int) -> Event:
+        """The next line, of one of these ranks if any are given, that a pattern matches."""
+        for event in self.read():
+            if re.match(pattern, event.text) and (not ranks or event.rank in ranks):
+                return event
+        raise EOFError(f"all ranks have ended, and none said {pattern!r}")
+
+    def read(self) -> Iterator[Event]:
+        """The next lines until all ranks have ended."""
+        while self._pipes:
+            ready = multiprocessing.connection.wait(self._pipes, timeout=SECONDS)
+            if not ready:
+                raise TimeoutError(f"the ranks said nothing for {SECONDS:g} s; the last lines: {self.events[-8:]}")
+            for pipe in ready:
+                try:
+                    self.events.append(pipe.recv())
+                except EOFError:
+                    self._pipes.remove(pipe)
+                    continue
+                yield self.events[-1]
+
+    def signal(self, number: signal.Signals, rank: int) -> None:
+        os.kill(self.processes[rank].pid, number)
+
+    def end(self) -> dict[int, int]:
+        """Wait until all ranks have ended, and return their exit statuses."""
+        for _ in self.read():
+            pass
+        for process in self.processes.values():
+            process.join(SECONDS)
+        return {rank: process.exitcode for rank, process in self.processes.items()}
+
+    def losses(self) -> dict[int, float]:
+        """The loss of each step that was printed, from 1."""
+        found = (re.match(r"step (\d+): loss (.*)", event.text) for event in self.events)
+        return {int(each[1]): float(each[2]) for each in found if each}
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes.values():
+            process.kill()
+        self._store.close()
 
 
-def follow(
-    pipes: list[Any], ranks: list[Any], victim: int, at_step: int, chosen: random.Random
-) -> tuple[dict[int, float], list[tuple[Any, ...]]]:
-    """Read the events of the ranks, and kill one of them at a moment of a step."""
-    losses: dict[int, float] = {}
-    timeline: list[tuple[Any, ...]] = []
-    began, killed, open_pipes = {}, 0.0, [*pipes]
-    while len(losses) < STEPS or not killed:
-        ready = multiprocessing.connection.wait(open_pipes, timeout=SECONDS)
-        if not ready:
-            raise TimeoutError(f"no rank said anything for {SECONDS} s")
-        for pipe in ready:
-            try:
-                event = pipe.recv()
-            except EOFError:
-                open_pipes.remove(pipe)
-                continue
-            moment, rank, what, *more = event
-            timeline.append(event)
-            if what == "begins":
-                began[rank, more[0]] = moment
-            if what == "ends":
-                losses[more[0]] = more[1]
-            if what == "begins" and rank == victim and more[0] == at_step and not killed:
-                last = moment - began[rank, at_step - 1]
-                time.sleep(chosen.random() * last)
-                killed = time.monotonic()
-                ranks[victim].kill()
-                print(f"step {at_step}: rank {victim} is killed {killed - moment:.3f} s after its begin", flush=True)
-    return losses, [(moment - killed, *event) for moment, *event in timeline if moment > killed]
-
-
-def train_alone() -> list[float]:
-    """The losses of one process that nothing happens to."""
-    model, losses = GPT(tied=False), []
-    optimizer = torch.optim.AdamW(model.parameters(), RATE)
-    for step in range(STEPS):
-        inputs, targets = (each[:ROWS] for each in batch_of(step))
+def train_alone() -> dict[int, float]:
+    """The losses of one process that nothing happens to, by step from 1."""
+    model, losses = elastic.Model(), dict[int, float]()
+    optimizer = torch.optim.AdamW(model.parameters(), elastic.RATE)
+    for step in range(elastic.STEPS):
+        inputs, targets = elastic.batch_of(step)
         optimizer.zero_grad()
-        loss = loss_of(model(inputs), targets)
+        loss = mse_loss(model(inputs), targets)
         loss.backward()
         optimizer.step()
-        losses.append(loss.item())
+        losses[step + 1] = loss.item()
     return losses
 
 
-def main(seed: int) -> bool:
-    print(f"seed {seed}: six ranks train, and two stand by", flush=True)
-    losses, events = train_and_kill(seed)
-    for what in ("detected", "agreed", "rebuilt", "transferred", "ends"):
-        # From the kill until the last rank is there, in its first event of this kind after the mesh was replaced.
-        after = {rank: moment for moment, rank, event, *_ in events if event == "agreed"}
-        firsts: dict[int, float] = {}
-        for moment, rank, event, *_ in events:
-            if event == what and (what == "detected" or moment >= after.get(rank, 0.0)):
-                firsts.setdefault(rank, moment)
-        print(f"  {max(firsts.values()):6.3f} s  {'next step done' if what == 'ends' else what}")
-    torch.set_default_dtype(torch.float64)
-    torch.set_num_threads(1)
+def greatest_difference(losses: dict[int, float]) -> float:
+    """Between the losses of the ranks, of which the last is there, and those of one process."""
     alone = train_alone()
-    furthest = max(abs(losses[step] - alone[step]) for step in range(STEPS))
-    print(f"loss {losses[0]:.4f} -> {losses[STEPS - 1]:.4f} on the mesh, {alone[0]:.4f} -> {alone[-1]:.4f} alone")
-    print(f"greatest difference {furthest:.0e}")
-    passed = furthest <= TOLERANCE
-    print("PASS" if passed else "FAIL")
+    if elastic.STEPS not in losses:
+        raise ValueError(f"the training did not come to its end: {losses}")
+    return max(abs(loss - alone[step]) for step, loss in losses.items())
+
+
+def print_timeline(events: list[Event], killed: float) -> None:
+    """Print the seconds from the kill until the last rank has done each part."""
+    start = killed
+    for pattern, part in {"(?!step)": "detected", AGREED: "agreed", "goes on": "set up", "step": "next step"}.items():
+        done = [event for event in events if event.moment >= start and re.match(pattern, event.text)]
+        firsts = {event.rank: event.moment for event in reversed(done)}
+        print(f"  {max(firsts.values()) - killed:6.3f} s  {part}")
+        start = min(firsts.values())
+
+
+def main(seed: int, fsdp: int) -> bool:
+    print(f"seed {seed}: six ranks train, and two stand by", flush=True)
+    chosen = random.Random(seed)
+    victim, step, wait = chosen.randrange(6), chosen.randrange(2, 40), 0.05 * chosen.random()
+    with Ranks(fsdp) as ranks:
+        ranks.start(*range(8))
+        said = ranks.wait_for(f"step {step}:")
+        time.sleep(wait)
+        killed = time.monotonic()
+        ranks.processes[victim].kill()
+        print(f"step {step}: rank {victim} is killed {killed - said.moment:.3f} s after its end", flush=True)
+        print(ranks.wait_for(AGREED).text)
+        statuses = ranks.end()
+        print_timeline(ranks.events, killed)
+    difference = greatest_difference(ranks.losses())
+    print(f"greatest difference of a loss from that of one process: {difference:.0e}")
+    passed = difference <= TOLERANCE and statuses == {**dict.fromkeys(range(8), 0), victim: -signal.SIGKILL}
+    print("PASS" if passed else f"FAIL: {statuses}")
     return passed
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seed", type=int, default=random.randrange(1000), help="chooses the rank and the moment")
-    sys.exit(0 if main(parser.parse_args().seed) else 1)
+    parser.add_argument("--fsdp", type=int, default=1, choices=[1, 2], help="ranks along which FSDP2 shards weights")
+    given = parser.parse_args()
+    sys.exit(0 if main(given.seed, given.fsdp) else 1)

@@ -49,3 +49,14 @@ def test_the_contributing_page_names_tests_that_are_there():
     there = [path.as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted(name for name in named if not any(path.endswith(f"/{name}") for path in there)) == []
     assert len(named) > 30
+
+
+def test_the_loop_on_the_page_is_that_of_the_example():
+    page = (ROOT / "docs" / "elastic.md").read_text(encoding="utf-8").partition("## The three calls")[0]
+    program = (ROOT / "examples" / "elastic.py").read_text(encoding="utf-8")
+    (loop,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert loop.startswith("def run(")
+    assert loop in program
+    calls = re.findall(r"`(\w[\w.]*\(.+?\))`", " ".join(without_code(page).split()))
+    assert len(calls) > 1
+    assert [call for call in calls if call not in program] == []
