@@ -5,7 +5,13 @@ from __future__ import annotations
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 import pgmesh
 from pgmesh import ProcessGroupMesh
@@ -472,3 +478,153 @@ def test_a_group_of_a_part_without_axes_is_named_by_its_rank(mesh):
     assert "group of rank 5 of ProcessGroupMesh(pp=2, dp=2, tp=2): ranks 5; created, at" in str(part.report())
     with pytest.raises(pgmesh.OptionsError, match=r"^group of rank 5 of ProcessGroupMesh"):
         part.configure(timeout=9)
+
+
+# ---- a mesh in the place of torch's objects ----
+
+
+def suggested(error: Exception) -> list[str]:
+    """The calls in a message, without their comments."""
+    return [line.partition("   # ")[0].strip() for line in str(error).splitlines()[2:]]
+
+
+FOR_DEVICE_MESHES = {
+    "fully_shard": lambda mesh: fully_shard(torch.nn.Linear(8, 8), mesh=mesh),
+    "DDP": lambda mesh: DistributedDataParallel(torch.nn.Linear(8, 8), device_mesh=mesh),
+    "parallelize_module": lambda mesh: parallelize_module(torch.nn.Linear(8, 8), mesh, ColwiseParallel()),
+    "from_local": lambda mesh: DTensor.from_local(torch.ones(4), mesh, [Shard(0)], run_check=False),
+    "distribute_tensor": lambda mesh: distribute_tensor(torch.ones(4), mesh, [Shard(0)]),
+}
+
+
+@pytest.mark.parametrize("use", FOR_DEVICE_MESHES.values(), ids=FOR_DEVICE_MESHES)
+def test_torch_given_a_slice_shows_its_device_mesh(mesh, use):
+    for part, call in (
+        (mesh["tp"], "mesh.device_mesh('tp')"),
+        (mesh.at(pp=1)["dp"], "mesh.at(pp=1).device_mesh('dp')"),
+        (mesh.view(pp=2, edp=1, ep=4)["ep"], "mesh.view(pp=2, edp=1, ep=4).device_mesh('ep')"),
+    ):
+        with pytest.raises(AttributeError) as info:
+            use(part)
+        assert str(info.value) == f"torch takes a DeviceMesh here, not {part!r}.\n\n  {call}"
+        meant = eval(call, {"mesh": mesh})
+        assert isinstance(meant, DeviceMesh)
+        assert meant.get_group() is part.group()
+        use(meant)
+
+
+def test_torch_given_a_mesh_shows_device_meshes(mesh):
+    with pytest.raises(AttributeError) as info:
+        fully_shard(torch.nn.Linear(8, 8), mesh=mesh)
+    assert str(info.value) == (
+        "torch takes a DeviceMesh here, not ProcessGroupMesh(pp=2, dp=2, tp=2).\n\n"
+        "  mesh.device_mesh('dp')               # along one axis: name the one that you mean\n"
+        "  mesh.device_mesh('pp', 'dp', 'tp')   # a dimension for each axis"
+    )
+    along_one, whole = (eval(call, {"mesh": mesh}) for call in suggested(info.value))
+    fully_shard(torch.nn.Linear(8, 8), mesh=along_one)
+    distribute_tensor(torch.ones(4), whole, [Shard(0), Replicate(), Replicate()])
+    numbered = ProcessGroupMesh(8, name="numbered")
+    with pytest.raises(AttributeError) as info:
+        distribute_tensor(torch.ones(8), numbered, [Shard(0)])
+    assert suggested(info.value) == ["mesh.device_mesh(0)"]
+
+
+def test_own_code_reading_ndim_gets_number_of_axes(mesh):
+    with pytest.raises(AttributeError, match=r"no attribute 'ndim'\.\n\n  len\(mesh\.axes\)$"):
+        _ = mesh.ndim
+
+
+FOR_GROUPS = {
+    "all_reduce": lambda group: dist.all_reduce(torch.ones(4), group=group),
+    "all_gather_object": lambda group: dist.all_gather_object([None] * group.size(), 1, group=group),
+    "barrier": lambda group: dist.barrier(group=group),
+    "get_rank": lambda group: dist.get_rank(group),
+    "get_world_size": lambda group: dist.get_world_size(group),
+    "get_backend": lambda group: dist.get_backend(group),
+}
+
+
+@pytest.mark.parametrize("use", FOR_GROUPS.values(), ids=FOR_GROUPS)
+def test_torch_given_a_mesh_shows_its_group(mesh, use):
+    for part, call in (
+        (mesh["tp"], "mesh.group('tp')"),
+        (mesh["dp", "tp"], "mesh.group('dp', 'tp')"),
+        (mesh, "mesh.group('pp', 'dp', 'tp')"),
+        (mesh.view(pp=2, edp=1, ep=4)["ep"], "mesh.view(pp=2, edp=1, ep=4).group('ep')"),
+    ):
+        with raises_message(pgmesh.OptionsError, f"torch takes a process group here, not {part!r}.\n\n  {call}"):
+            use(part)
+        meant = eval(call, {"mesh": mesh})
+        assert meant is part.group()
+        use(meant)
+
+
+# ---- calls of DeviceMesh ----
+
+
+@pytest.mark.parametrize(
+    ("call", "right"),
+    [
+        (lambda: ProcessGroupMesh("cpu", (2, 4)), "ProcessGroupMesh(2, 4)"),
+        (lambda: ProcessGroupMesh("cpu", 2, 4), "ProcessGroupMesh(2, 4)"),
+        (lambda: ProcessGroupMesh("cuda", [2, -1], name="a"), "ProcessGroupMesh(2, -1, name='a')"),
+        (lambda: ProcessGroupMesh("cpu", {"dp": 2, "tp": 4}), "ProcessGroupMesh(dp=2, tp=4)"),
+        (lambda: ProcessGroupMesh("cpu", dp=2, tp=4), "ProcessGroupMesh(dp=2, tp=4)"),
+        (lambda: ProcessGroupMesh("cpu", (2, 4), mesh_dim_names=("dp", "tp")), "ProcessGroupMesh(dp=2, tp=4)"),
+        (
+            lambda: ProcessGroupMesh("cpu", mesh_shape=(2, 4), mesh_dim_names=("dp", "tp")),
+            "ProcessGroupMesh(dp=2, tp=4)",
+        ),
+        (
+            lambda: ProcessGroupMesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), ranks=range(4, 8)),
+            "ProcessGroupMesh(dp=2, tp=2, ranks=range(4, 8))",
+        ),
+        (lambda: pgmesh.Layout("cpu", (2, 4)), "Layout(2, 4)"),
+    ],
+)
+def test_device_type_and_sizes_show_the_mesh(call, right):
+    with pytest.raises(pgmesh.ShapeError) as info:
+        call()
+    assert ": device_type is no axis; it follows from the backend of a group." in str(info.value)
+    assert suggested(info.value) == [right]
+    assert repr(eval(right, {"ProcessGroupMesh": ProcessGroupMesh, "Layout": pgmesh.Layout})).startswith(
+        right.replace("-1", "4")
+    )
+
+
+def test_device_type_and_sizes_that_do_not_fit():
+    for wrong in ((4, 4), ([[0, 1], [2, 3]],), ("x",)):
+        with raises_message(
+            pgmesh.ShapeError, "ProcessGroupMesh: device_type is no axis; it follows from the backend of a group."
+        ):
+            ProcessGroupMesh("cpu", *wrong)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda mesh: mesh.device_mesh(fsdp=()),
+            "device_mesh: dimension 'fsdp' needs an axis, and a name that no other dimension has.\n\n"
+            "  mesh.device_mesh(fsdp=('pp', 'dp', 'tp'))   # for example: all axes",
+        ),
+        (
+            lambda mesh: mesh.device_mesh("dp", dp="tp"),
+            "device_mesh: dimension 'dp' needs an axis, and a name that no other dimension has.\n\n"
+            "  mesh.device_mesh(dp=('pp', 'dp', 'tp'))   # for example: all axes",
+        ),
+        (lambda mesh: mesh.device_mesh("dp", both=("dp", "tp")), "axis dp is named twice."),
+        (lambda mesh: mesh.device_mesh(both=("dp", "dp")), "axis dp is named twice."),
+        (
+            lambda mesh: mesh.device_mesh(both=("dp", "zz")),
+            "there is no axis 'zz' in mesh (pp=2, dp=2, tp=2).",
+        ),
+        (lambda mesh: mesh.device_mesh(both=None), "there is no axis None in mesh (pp=2, dp=2, tp=2)."),
+    ],
+)
+def test_dimensions_of_a_device_mesh_without_axes(mesh, call, text):
+    with raises_message(pgmesh.AxisError, text):
+        call(mesh)
+    for right in suggested(pgmesh.AxisError(text)):
+        assert eval(right, {"mesh": mesh}).get_group() is mesh.group()

@@ -160,7 +160,20 @@ def test_sizes_that_do_not_fit_the_ranks(call, text):
             lambda: BOX.view(dp=0),
             "view: the size of axis dp is 0; a size is at least 1, or -1 to infer it.",
         ),
-        (lambda: Layout(dp=2.0), "Layout: the size of axis dp is a whole number, not 2.0."),
+        (lambda: Layout(dp=2.0), "Layout: the size of axis dp is a whole number, not 2.0.\n\n  Layout(dp=2)"),
+        (
+            lambda: Layout(2, 1.5, ranks=range(4)),
+            "Layout: the size of axis 1 is a whole number, not 1.5.\n\n  Layout(2, 2, ranks=range(4))",
+        ),
+        (
+            lambda: Layout(dp=0.5, tp=1.5),
+            "Layout: the size of axis dp is a whole number, not 0.5.\n\n  Layout(dp=1, tp=2)",
+        ),
+        (
+            lambda: BOX.view(dp=2.5, tp=2),
+            "view: the size of axis dp is a whole number, not 2.5.\n\n  view(dp=-1, tp=2)",
+        ),
+        (lambda: Layout(dp=float("nan")), "Layout: the size of axis dp is a whole number, not nan."),
         (lambda: Layout(dp="2"), "Layout: the size of axis dp is a whole number, not '2'."),
         (lambda: Layout((2, 2)), "Layout: sizes are given one by one, not as (2, 2).\n\n  Layout(2, 2)"),
         (lambda: BOX.view([4, -1]), "view: sizes are given one by one, not as [4, -1].\n\n  view(4, -1)"),
@@ -246,6 +259,10 @@ def test_a_view_that_would_cut():
 @pytest.mark.parametrize(
     ("call", "text"),
     [
+        (
+            lambda: Layout(pp=2, dp=2, tp=2).size("dpp"),
+            "there is no axis 'dpp' in mesh (pp=2, dp=2, tp=2). Did you mean 'dp'?",
+        ),
         (
             lambda: Layout(data=2, tensor=2).size("tensr"),
             "there is no axis 'tensr' in mesh (data=2, tensor=2). Did you mean 'tensor'?",

@@ -132,6 +132,15 @@ def count_of(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
+def format_seconds(seconds: float) -> str:
+    """A timeout for a message, also one of which a moment has passed.
+
+    >>> format_seconds(30), format_seconds(29.9918), format_seconds(2.5), format_seconds(0.05)
+    ('30 s', '30 s', '2.5 s', '0.05 s')
+    """
+    return f"{round(seconds, 1 if seconds >= 1 else 2):g} s"
+
+
 def join_words(words: Iterable[object], last: str = "and") -> str:
     """Words joined by commas, with another word before the last one.
 

@@ -6,7 +6,8 @@ on a class. The file knows layouts only by duck typing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pgmesh._util.formatting import Text, format_call, shorten
@@ -72,12 +73,14 @@ class _Absent:
     ``__getattr__`` would do the same, but makes every other attribute access of the class 50 % slower.
     """
 
-    def __init__(self, it: str, name: str, call: str) -> None:
-        self.it, self.name, self.call = it, name, call
+    def __init__(self, it: str, name: str, call: str, for_torch: Callable[[Any], str] | None) -> None:
+        self.it, self.name, self.call, self.for_torch = it, name, call, for_torch
 
     def __get__(self, of: Any, kind: type) -> Any:
         if of is None:
             raise AttributeError(f"type object {kind.__name__!r} has no attribute {self.name!r}")
+        if self.for_torch and sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
+            raise AttributeError(self.for_torch(of))
         layout: Any = getattr(of, "layout", of)
         box, axes = dict(zip(layout.axes, layout.shape)), [repr(axis) for axis in layout.axes]
         rank = str(layout.rank_of([0] * len(axes)))
@@ -96,7 +99,7 @@ class _Absent:
         raise AttributeError(f"{kind.__name__!r} object has no attribute {self.name!r}.\n\n  {call}")
 
 
-def add_hints(kind: Any, it: str, calls: Mapping[str, str]) -> None:
+def add_hints(kind: Any, it: str, calls: Mapping[str, str], for_torch: Callable[[Any], str] | None = None) -> None:
     """Make instances of a class raise an error that shows the right call for each of these names.
 
     Args:
@@ -105,10 +108,12 @@ def add_hints(kind: Any, it: str, calls: Mapping[str, str]) -> None:
         calls: the call by name. ``{it}`` is the variable, ``{made}`` a ``ProcessGroupMesh(...)`` with this layout,
             ``{axis}`` the last axis, ``{axes}`` the last two, ``{index}`` a rank and an axis. A name that the class
             defines is skipped.
+        for_torch: returns the message for an instance if a function of torch reads the attribute: the caller gave it
+            the instance.
     """
     for name, call in calls.items():
         if not hasattr(kind, name) and name not in getattr(kind, "__dataclass_fields__", ()):
-            setattr(kind, name, _Absent(it, name, call))
+            setattr(kind, name, _Absent(it, name, call, for_torch))
     kind.__dir__ = _dir
 
 

@@ -146,11 +146,22 @@ def start_command(ranks: int) -> tuple[str, str]:
 
 
 def closest_name(wrong: object, names: Collection[str]) -> str | None:
-    """The name that was probably meant: the same letters in another order or case, or a similar name."""
+    """The name that was probably meant: the same letters in another order or case, or a similar name.
+
+    Of names that are equally similar it is one with the same first letter.
+
+    >>> closest_name("dpp", ["pp", "dp", "tp"]), closest_name("pt", ["pp", "tp"]), closest_name("x", ["pp", "tp"])
+    ('dp', 'tp', None)
+    """
     folded = {name.casefold(): name for name in names}
     word = str(wrong).casefold()
-    same = [name for name in folded if sorted(name) == sorted(word)]
-    return next((folded[name] for name in [*same, *difflib.get_close_matches(word, folded, n=1)]), None)
+
+    def likeness(name: str) -> tuple[bool, float, bool]:
+        ratio = difflib.SequenceMatcher(None, name, word).ratio()
+        return sorted(name) == sorted(word), ratio, name[:1] == word[:1]
+
+    best = max(folded, key=likeness, default="")
+    return folded.get(best) if likeness(best) >= (False, 0.6, False) else None  # 0.6 as in get_close_matches
 
 
 def did_you_mean(name: str | None) -> str:

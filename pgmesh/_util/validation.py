@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -70,6 +71,8 @@ def parse_sizes(
         OptionsError: a keyword is an option of groups.
     """
     more = more or {}
+    if shape and isinstance(shape[0], str) and (shape[1:] or sizes):  # a call of init_device_mesh or DeviceMesh
+        sizes, shape = {"device_type": shape[0], **sizes}, shape[1:]
     if any(word in RESERVED for word in sizes):
         raise _not_axes(who, shape, sizes, more, count)
     parts = [*shape, *([sizes] if sizes else [])]
@@ -84,7 +87,10 @@ def parse_sizes(
         name = _take_axis(who, axis)
         if name in box:  # equal numbers of different types
             raise ShapeError(f"{who}: axis {name} is given twice.")
-        box[name] = parse_size(who, name, size)
+        try:
+            box[name] = parse_size(who, name, size)
+        except ShapeError as error:
+            raise ShapeError(_with_calls(str(error), _rounded_calls(who, given, more, count))) from None
     if not box:
         size = 2 if who == "Layout" and more.get("ranks") is None else -1
         raise ShapeError(f"{who} needs at least one axis, such as {format_call(who, {'dp': size}, **more)}.")
@@ -194,6 +200,16 @@ def _valid_calls(who: str, candidates: Iterable[Any], more: Mapping[str, object]
             if infer_size(box, count) if count else -1 not in box.values():
                 calls.append(format_call(who, box, **more))
     return list(dict.fromkeys(calls))
+
+
+def _rounded_calls(who: str, given: Mapping[Any, Any], more: Mapping[str, object], count: int | None) -> list[str]:
+    """The valid calls with whole numbers in place of sizes with a fraction; else those that infer such a size."""
+    fractions = {axis: size for axis, size in given.items() if isinstance(size, float) and math.isfinite(size)}
+    if not fractions or who.startswith(("plan", "recipes.")):  # hosts and arguments that are not known here decide
+        return []
+    near = [{**given, **{axis: way(size) for axis, size in fractions.items()}} for way in (math.floor, math.ceil)]
+    inferred = {**given, **dict.fromkeys(fractions, -1)}
+    return _valid_calls(who, near, more, count) or _valid_calls(who, [inferred], more, count)
 
 
 def _with_calls(problem: str, calls: Sequence[str]) -> str:

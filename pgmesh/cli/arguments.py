@@ -92,6 +92,8 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 def sort_words(args: argparse.Namespace) -> None:
     """Move sizes that were typed after an option with several values, and join views that were typed without quotes.
 
+    The first word after an option is always its value, also if it has the form of a size, as in ``--view ep=8``.
+
     >>> args = argparse.Namespace(sizes=[], view=[["moe:", "ep=8", "edp=-1"], ["b: x=8"]], family=[["dp,tp", "dp=8"]])
     >>> sort_words(args)
     >>> args
@@ -101,10 +103,10 @@ def sort_words(args: argparse.Namespace) -> None:
         values: list[str] = []
         for words in getattr(args, option, []):
             is_open = False  # True inside a view without quotes
-            for word in words:
-                if "=" not in word or " " in word or ":" in word:
+            for number, word in enumerate(words):
+                if number == 0 or "=" not in word or " " in word or ":" in word:
                     values.append(word)
-                    is_open = word.endswith(":")
+                    is_open = " " not in word and ("=" in word or word.endswith(":"))
                 elif is_open:
                     values[-1] += f" {word}"
                 else:
@@ -279,6 +281,11 @@ def _parse_view(args: argparse.Namespace, name: str, text: str, count: int) -> d
     if not sizes:
         raise UsageError(f"a view is written 'moe: ep=8 edp=-1', not {text!r}.", (spell_line(["ep=-1"]), ""))
     fault, right = check_sizes(sizes, count, f"the mesh has {count:,}")
-    if fault:
-        raise UsageError(f"view {name!r}: {fault}", (spell_line([format_sizes(right)]), ""))
-    return right
+    if not fault:
+        return right
+    ways = [(spell_line([format_sizes(right)]), "")]
+    rest, remainder = divmod(count, known_product(sizes))
+    if not remainder and -1 not in sizes.values():
+        free = next((axis for axis in ("edp", "dp") if axis not in sizes), "rest")
+        ways = [(spell_line([f"{free}=-1", format_sizes(sizes)]), f"{free} is then {rest}"), *ways]
+    raise UsageError(f"view {name!r}: {fault}", *ways)

@@ -186,7 +186,12 @@ INVALID = [
     "plan dp=8 --view moe: ep=3 edp=2",
     "plan dp=8 --view 'moe: ep=4,edp=2'",
     "plan dp=8 --view 'moe: 4 2'",
-    "plan dp=2x --view ep=3 --family dp --nodes 2x3",
+    "plan dp=2x --family dp ep=3 --nodes 2x3",
+    "plan dp=2 tp=4 --view ep=4",
+    "plan dp=2 tp=4 --view moe:ep=2 edp=2",
+    "plan dp=2 tp=4 --view 'edp=2 dp=2'",
+    "plan dp=8 --family dp=8",
+    "plan dp=2 tp=4 --compare dp=2",
     "plan --nodes 2x4 --view moe: ep=2 edp=-1",
     "plan dp=8 --view 'moe: ep=8' 'moe: ep=8'",
     "plan --suggest tp=3 --nodes 2x4",
@@ -263,6 +268,14 @@ def test_a_view_is_typed_with_quotes_or_without(capsys):
     assert output(capsys, "plan --view moe: ep=8 edp=-1 b: x=64 --nodes 8x8 pp=2 dp=4 cp=2 tp=4") == quoted
     assert output(capsys, f"plan {MESH} --view 'moe: ep=8 edp=-1' --view b: x=64") == quoted
     assert "a view is written 'moe: ep=8 edp=-1', not 'moe:'" in output(capsys, "plan dp=4 --view moe: --view x=2", 2)
+    unnamed = output(capsys, f"plan {MESH} --view 'ep=8 edp=-1'")
+    assert output(capsys, f"plan {MESH} --view ep=8 edp=-1") == unnamed
+
+
+def test_one_size_after_view_is_a_view(capsys):
+    assert output(capsys, "plan dp=2 tp=4 --view ep=8").startswith("8 ranks: dp=2 tp=4\n")
+    refusal = "pgmesh plan: view 'view': ep=4 holds 4 ranks, but the mesh has 8.\n"
+    assert output(capsys, "plan dp=2 tp=4 --view ep=4", 2).startswith(refusal)
 
 
 @pytest.mark.parametrize("words", [[], *([name] for name in COMMANDS)], ids=" ".join)
