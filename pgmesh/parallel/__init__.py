@@ -21,7 +21,7 @@ _MODULE_OF = {
     **dict.fromkeys(["Router", "Routes", "balance_loss", "mix", "with_loss"], "mixture"),
     "Seeds": "seeds",
     "seed_of": "seeds",
-    "local": "weights",
+    "local": "gradients",
 }
 
 __all__, __getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)
@@ -49,4 +49,4 @@ if TYPE_CHECKING:
         attention_plan as attention_plan,
         mlp_plan as mlp_plan,
     )
-    from pgmesh.parallel.weights import local as local
+    from pgmesh.parallel.gradients import local as local

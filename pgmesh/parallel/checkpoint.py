@@ -22,10 +22,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from pgmesh._util.marks import OWNED_MARK
 from pgmesh.errors import MethodError
 from pgmesh.mesh import ProcessGroupMesh
-from pgmesh.parallel.ownership import owned_parameters
+from pgmesh.parallel.ownership import LocalExperts
 from pgmesh.parallel.pipeline import Pipeline
 
 # one entry for each parameter, by name: a stage cannot number parameters as the whole model does
@@ -106,10 +105,10 @@ def _unreadable(folder: str | Path) -> str:
 
 def _entries(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, str, Any]]:
     """Entries of a checkpoint: name in the whole model, name on this rank, and value."""
-    for name, weight in owned_parameters(module).items():
-        if getattr(weight, OWNED_MARK):
+    for name, each in module.named_modules():
+        if isinstance(each, LocalExperts) and each.sharded_along:
             raise MethodError(
-                f"{name} is sharded along {getattr(weight, OWNED_MARK)} as a plain tensor: a checkpoint would have "
+                f"{name} is sharded along {each.sharded_along} as plain tensors: a checkpoint would have "
                 "only one of the shards. Checkpoints need whole experts."
             )
     states: dict[str, dict[str, Any]] = {"model": get_model_state_dict(module)}
