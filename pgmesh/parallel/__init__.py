@@ -19,8 +19,7 @@ _MODULE_OF = {
     "ContextParallel": "context",
     "ExpertParallel": "expert",
     **dict.fromkeys(["Router", "Routes", "balance_loss", "mix", "with_loss"], "mixture"),
-    "Seeds": "seeds",
-    "seed_of": "seeds",
+    **dict.fromkeys(["seed_of", "seeded_rng"], "seeds"),
     "local": "gradients",
 }
 
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
         with_loss as with_loss,
     )
     from pgmesh.parallel.pipeline import PipelineParallel as PipelineParallel
-    from pgmesh.parallel.seeds import Seeds as Seeds, seed_of as seed_of
+    from pgmesh.parallel.seeds import seed_of as seed_of, seeded_rng as seeded_rng
     from pgmesh.parallel.sharded import ShardedDataParallel as ShardedDataParallel
     from pgmesh.parallel.tensor import (
         TensorParallel as TensorParallel,

@@ -24,7 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 from pgmesh import torch_private
 from pgmesh.errors import MethodError
 from pgmesh.parallel.exchange import collective_device, receive_tensors, send_tensors
-from pgmesh.parallel.seeds import restore_streams
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -128,7 +127,7 @@ def _without_other_ranks(parts: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _preserve_state(parts: Sequence[nn.Module], on: Iterable[torch.device]) -> Iterator[None]:
-    """Run modules on copies of their buffers. Restore buffers, torch's random states and ``Seeds`` at exit.
+    """Run modules on copies of their buffers. Restore buffers and torch's random states at exit.
 
     Args:
         parts: the modules.
@@ -139,7 +138,7 @@ def _preserve_state(parts: Sequence[nn.Module], on: Iterable[torch.device]) -> I
     copies = {id(buffer): buffer.clone() for part in parts for buffer in part.buffers()}
     devices = {device for device in on if device.type != "cpu"}
     kind = next((device.type for device in devices), None)
-    with torch.random.fork_rng(devices, device_type=kind), restore_streams():
+    with torch.random.fork_rng(devices, device_type=kind):
         try:
             for buffers, before in kept:
                 buffers.update({name: each if each is None else copies[id(each)] for name, each in before.items()})

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pgmesh import LifetimeError, ProcessGroupMesh, torch_private
 from pgmesh.groups import world
-from pgmesh.parallel import PipelineParallel, Seeds, seeds, weights
+from pgmesh.parallel import PipelineParallel, seed_of, seeded_rng, weights
 from pgmesh.parallel.stage_shapes import device_of_stage
 from pgmesh.parallel.weights import Held
 from tests.support.fake_world import fake_rank
@@ -155,7 +155,7 @@ def test_a_stage_receives_on_the_device_of_its_weights_or_else_of_its_group(mesh
         assert device_of_stage(stage, mesh.group("pp")).type == "cuda"
 
 
-# ---- streams of random numbers ----
+# ---- random numbers ----
 
 
 class Cuda:
@@ -170,39 +170,38 @@ class Cuda:
         monkeypatch.setattr(torch.cuda, "default_generators", (self.generator,))
 
 
-def test_a_stream_never_initializes_cuda(mesh, monkeypatch):
+def test_seeded_rng_never_initializes_cuda(mesh, monkeypatch):
     cuda = Cuda(monkeypatch)
-    with Seeds(mesh, "tp", seed=7):
+    with seeded_rng(seed_of(mesh, "tp", seed=7)):
         torch.rand(2)
     assert not cuda.initialized
 
 
-def test_a_stream_seeds_cuda_where_the_program_uses_it(mesh, monkeypatch):
+def test_seeded_rng_seeds_cuda_where_the_program_uses_it(mesh, monkeypatch):
     cuda = Cuda(monkeypatch)
     torch.cuda.init()
     before = cuda.generator.get_state()
-    stream, drawn = Seeds(mesh, "tp", seed=7), []
+    seed, drawn = seed_of(mesh, "tp", seed=7), []
     for _ in range(2):
-        with stream:
+        with seeded_rng(seed):
             drawn.append((torch.rand(2), torch.rand(2, generator=cuda.generator)))
     assert drawn[0][0].equal(drawn[0][1])  # both have the seed of the entry
     assert not drawn[0][1].equal(drawn[1][1])
     assert cuda.generator.get_state().equal(before)
 
 
-def test_cuda_that_is_initialized_inside_a_stream_is_an_error(mesh, monkeypatch):
+def test_initializing_cuda_inside_seeded_rng_raises(mesh, monkeypatch):
     Cuda(monkeypatch)
 
     def enter() -> None:
-        with Seeds(mesh, "tp", seed=7):
+        with seeded_rng(seed_of(mesh, "tp", seed=7)):
             torch.cuda.init()
 
     assert_raises(
         LifetimeError,
         enter,
-        "CUDA was initialized inside this random stream, so its generator was not seeded at the entry.\n\n"
+        "CUDA was initialized inside seeded_rng, so its generator was not seeded at the entry.\n\n"
         "  torch.cuda.init()   # before the first entry",
     )
-    assert len(seeds._generators()) == 2
-    with Seeds(mesh, "tp", seed=7):
+    with seeded_rng(seed_of(mesh, "tp", seed=7)):
         torch.rand(2)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from pgmesh import MethodError, ProcessGroupMesh, torch_private
-from pgmesh.parallel import DataParallel, Method, PipelineParallel, Seeds, ShardedDataParallel, compose
+from pgmesh.parallel import DataParallel, Method, PipelineParallel, ShardedDataParallel, compose
 from tests.support.fake_world import fake_rank
 from tests.support.pipelines import needs_pipelines
 from tests.support.worlds import world
@@ -21,7 +21,7 @@ DOUBLE = torch.float64
 
 
 class Net(nn.Module):
-    """Layers between tied embeddings; the module also has a random stream and a group as attributes."""
+    """Layers between tied embeddings; the module also has a generator and a group as attributes."""
 
     def __init__(self, mesh: ProcessGroupMesh, dtype: torch.dtype = DOUBLE) -> None:
         super().__init__()
@@ -30,9 +30,9 @@ class Net(nn.Module):
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=dtype), nn.Tanh()) for _ in range(4))
         self.head = nn.Linear(WIDTH, WORDS, bias=False, dtype=dtype)
         self.head.weight = self.tokens.weight
-        self.seeds, self.group = Seeds(mesh, seed=1), mesh.group("pp")
+        self.generator, self.group = torch.Generator(), mesh.group("pp")
         for layer in self.layers:
-            layer.seeds = self.seeds
+            layer.generator = self.generator
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x if self.tokens is None else self.tokens(x)
@@ -90,8 +90,9 @@ def shared_attributes() -> None:
     module = Net(mesh)
     part = pipeline(mesh).apply(module).parts[0]
     assert part.group is module.group
-    assert {id(each.seeds) for each in (part, *part.layers) if hasattr(each, "seeds")} == {id(module.seeds)}
-    assert copy.deepcopy(module.layers[0].seeds) is not module.seeds  # that is the user's own copy
+    generators = {id(each.generator) for each in (part, *part.layers) if hasattr(each, "generator")}
+    assert generators == {id(module.generator)}
+    assert copy.deepcopy(module.layers[0].generator) is not module.generator  # that is the user's own copy
 
 
 @needs_pipelines

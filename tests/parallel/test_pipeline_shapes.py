@@ -23,9 +23,10 @@ from pgmesh.parallel import (
     ExpertParallel,
     Method,
     PipelineParallel,
-    Seeds,
     ShardedDataParallel,
     compose,
+    seed_of,
+    seeded_rng,
 )
 from pgmesh.parallel.ownership import AbsentLayer
 from tests.support.expert_models import cut_like, expert_model
@@ -45,7 +46,7 @@ SHAPES = [(8, 3), (16, 5), (8, 3), (16, 5), (16, 5)]  # two shapes in turn, and 
 
 
 class Layer(nn.Module):
-    """Batch normalization, dropout with a stream and without one, and buffers of each kind."""
+    """Batch normalization, dropout with ``seeded_rng`` and without, and buffers of each kind."""
 
     mean: torch.Tensor | None
     seen: torch.Tensor
@@ -54,7 +55,7 @@ class Layer(nn.Module):
     def __init__(self, mesh: ProcessGroupMesh, number: int, plain: float, again: bool) -> None:
         super().__init__()
         self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
-        self.seeds, self.plain, self.again = Seeds(mesh, seed=3, tag=str(number)), plain, again
+        self.seed, self.plain, self.again = seed_of(mesh, seed=3, tag=str(number)), plain, again
         self.register_buffer("seen", torch.zeros(()))
         self.register_buffer("mean", None)
 
@@ -67,14 +68,16 @@ class Layer(nn.Module):
             self.register_buffer("times", torch.zeros(()))
         self.times.add_(1)
         x = x + mask * kind.unsqueeze(-1) * flat.view_as(x)
-        if self.again and torch.is_grad_enabled():
-            return checkpoint(self.drop, x, use_reentrant=False)
-        return self.drop(x)
+        x = dropout(x, self.plain)
+        with torch.random.fork_rng(devices=[]):  # the same state in one process, which runs all layers in turn
+            torch.manual_seed(int(self.times))
+            if self.again and torch.is_grad_enabled():
+                return checkpoint(self.drop, x, use_reentrant=False)
+            return self.drop(x)
 
     def drop(self, x: torch.Tensor) -> torch.Tensor:
-        with self.seeds:
-            x = dropout(x, 0.3)
-        return dropout(x, self.plain)
+        with seeded_rng(self.seed):
+            return dropout(x, 0.3)
 
 
 class Noisy(nn.Module):
@@ -233,7 +236,7 @@ def first_and_second(schedule: str, virtual: int) -> None:
                 for name, buffer in buffers_of(model).items():
                     model.parts[0 if virtual == 1 or name in dict(model.parts[0].named_buffers()) else 1].get_buffer(
                         name
-                    ).copy_(before.get(name, buffer))
+                    ).copy_(before.get(name, torch.zeros_like(buffer)))
                 for weight in model.parameters():
                     weight.grad = None
                 losses = model.step(given, target=target)
