@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -139,24 +139,23 @@ class TensorParallel(Method):
         super().__init__(mesh, *axis, options=options)
         single_axis(self)
         if not isinstance(plan, Mapping) or not plan:
-            message = f"plan= maps module names to ParallelStyles of torch, and is not {plan!r}"
-            raise self._plan_error(message, "blocks.*.up", OLD_WORDS["columns"])
+            self._refuse(f"plan= maps module names to ParallelStyles of torch, and is not {plan!r}", "blocks.*.up")
         for name, style in plan.items():
             if not isinstance(style, ParallelStyle):
                 calls = OLD_WORDS.get(str(style), f"{getattr(style, '__name__', 'ColwiseParallel')}()")
-                message = f"the plan has {style!r} for {name!r}, not a ParallelStyle of torch"
-                raise self._plan_error(message, name, calls)
-        self.plan, self._shards_sequences = dict(plan), any(map(_shards_sequences, plan.values()))
+                self._refuse(f"the plan has {style!r} for {name!r}, not a ParallelStyle of torch", name, calls)
+        self.plan, self._shards_sequences = dict(plan), any(map(_sequence_dims, plan.values()))
         if self._shards_sequences and all(_entry_dim(style) is None for style in plan.values()):
             message = "the plan takes sequences that are sharded by positions, and no style of it shards whole ones"
-            raise self._plan_error(message, "blocks.0", OLD_WORDS["enter"])
+            self._refuse(message, "blocks.0", OLD_WORDS["enter"])
         for count in [heads] if isinstance(heads, int) else heads:
             divide_along_axes(count, f"{count} heads", "heads", mesh, self.owns)
 
-    def _plan_error(self, message: str, name: str, calls: str) -> OptionsError:
-        plans = [f"plan={{**plan, {name!r}: {call}}}" for call in calls.splitlines()]
-        lines = [f"\n  TensorParallel(mesh, {self.owns[0]!r}, {plan})" for plan in plans]
-        return OptionsError(f"TensorParallel: {message}.\n{''.join(lines)}")
+    def _refuse(self, message: str, name: str, styles: str = OLD_WORDS["columns"]) -> NoReturn:
+        """Raise an error that shows the plan with another style for a name."""
+        plans = [f"plan={{**plan, {name!r}: {style}}}" for style in styles.splitlines()]
+        calls = [f"  TensorParallel(mesh, {self.owns[0]!r}, {plan})" for plan in plans]
+        raise OptionsError("\n".join([f"TensorParallel: {message}.\n", *calls]))
 
     def apply(self, module: nn.Module) -> nn.Module:
         """Shard the layers of the module in place, and return it.
@@ -167,14 +166,14 @@ class TensorParallel(Method):
             MethodError: a parameter that torch replaces has hooks.
             ShapeError: a layer is not divisible by the ranks.
         """
-        plan = self.plan.items()
-        styles = {name: style for pattern, style in plan for name in self._matching_modules(module, pattern)}
-        layers = {module.get_submodule(name): name for name in styles}  # a module under two names has one style
+        layers: dict[nn.Module, tuple[str, ParallelStyle]] = {}  # a module under two names has one style
+        for pattern, style in self.plan.items():
+            layers |= {module.get_submodule(name): (name, style) for name in self._matching_modules(module, pattern)}
         if self._shards_sequences:
-            self._check_sequences(module, {layer: styles[name] for layer, name in layers.items()})
+            self._check_sequences(module, {layer: style for layer, (_, style) in layers.items()})
         tied, device_mesh = tied_names(module), self.mesh.device_mesh(*self.owns)
-        for layer, name in layers.items():
-            self._apply_style(name, layer, styles[name], device_mesh)
+        for layer, (name, style) in layers.items():
+            self._apply_style(name, layer, style, device_mesh)
         self._retie(module, tied)
         return module
 
@@ -203,19 +202,15 @@ class TensorParallel(Method):
     def _check_sequences(self, module: nn.Module, styles: Mapping[nn.Module, ParallelStyle]) -> None:
         """Check that the plan says of each module with parameters whether it gets whole sequences or shards."""
         whole = {inner for layer, style in styles.items() if _keeps_whole(style) for inner in layer.modules()}
-        unclear = [
-            name
-            for name, layer in module.named_modules()
-            if layer not in whole and [*layer.parameters(recurse=False)] and _is_unclear(layer, styles.get(layer))
-        ]
-        if unclear:
-            names = format_axes(name or type(module).__name__ for name in unclear[:4])
-            raise MethodError(
-                "the plan shards sequences by positions, and does not say whether these modules get whole sequences or "
-                f"shards: {names}{', ...' * (len(unclear) > 4)}.\n\n"
-                f"  plan={{**plan, {unclear[0]!r}: {OLD_WORDS['sequence']}}}   # shards\n"
-                f"  plan={{**plan, {unclear[0]!r}: {OLD_WORDS['whole']}}}   # whole"
-            )
+        named = {layer for layer, style in styles.items() if _is_explicit(style, layer)}
+        for name, layer in module.named_modules():
+            if layer not in whole | named and next(layer.parameters(recurse=False), None) is not None:
+                raise MethodError(
+                    "the plan shards sequences by positions, so it has to say of every module with parameters whether "
+                    f"it gets shards or whole sequences. It does not of {name or type(module).__name__}.\n\n"
+                    f"  plan={{**plan, {name!r}: {OLD_WORDS['sequence']}}}   # shards\n"
+                    f"  plan={{**plan, {name!r}: {OLD_WORDS['whole']}}}   # whole"
+                )
 
     def _apply_style(self, name: str, layer: nn.Module, style: ParallelStyle, device_mesh: DeviceMesh) -> None:
         before = dict(layer.named_parameters())
@@ -224,8 +219,8 @@ class TensorParallel(Method):
         try:
             parallelize_module(layer, device_mesh, style)
         except (NotImplementedError, KeyError) as error:
-            kinds = f"{type(style).__name__} for {name or 'the module'}, which is {type(layer).__name__}"
-            raise MethodError(f"the plan has {kinds}: {error}") from error
+            kind = f"{type(style).__name__} for {name!r}, which is {type(layer).__name__}"
+            raise MethodError(f"the plan has {kind}: {error}") from error
         for key, old in before.items():
             new = layer.get_parameter(key)
             if new is not old:
@@ -237,14 +232,14 @@ class TensorParallel(Method):
             raise MethodError(
                 f"{name} has hooks, which torch loses when it shards parameters: register them after apply."
             )
-        for placement in new.placements if isinstance(new, DTensor) else ():
-            if isinstance(placement, Shard):
-                size, unit = new.size(placement.dim), "columns" if placement.dim else "rows"
-                divide_along_axes(size, f"{name}: {size} {unit}", unit, self.mesh, self.owns)
+        placements = getattr(new, "placements", ())
+        for dim in [each.dim for each in placements if each.is_shard()]:
+            size, unit = new.size(dim), "columns" if dim else "rows"
+            divide_along_axes(size, f"{name}: {size} {unit}", unit, self.mesh, self.owns)
         vars(new).update(vars(old))
         if new.is_floating_point():
-            like = getattr(new, "placements", ())
-            new.requires_grad_(True).register_hook(partial(_match_placements, like=like))  # type: ignore[no-untyped-call]
+            match = partial(_match_placements, like=placements)
+            new.requires_grad_(True).register_hook(match)  # type: ignore[no-untyped-call]
         new.requires_grad_(old.requires_grad)  # a frozen one has the hook too: it may be trained later
 
     def _check_length(self, dim: int, layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -272,46 +267,42 @@ class TensorParallel(Method):
                 setattr(module.get_submodule(owner), attribute, weights[0])
 
 
-def _layouts(style: ParallelStyle) -> dict[str, list[Placement]]:
-    """The layouts of activations in a style, by its attribute."""
-    layouts = dict[str, list[Placement]]()
+def _layouts(style: ParallelStyle, *names: str) -> list[Placement]:
+    """The layouts of activations in attributes of a style, by default in all."""
+    found = list[Any]()
     for name, value in vars(style).items():
         if isinstance(value, ParallelStyle):  # PrepareModuleInputOutput has two others
-            layouts |= _layouts(value)
-        values = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else ()
-        layouts[name] = [each for each in values if isinstance(each, Placement)]
-    return layouts
+            found += _layouts(value, *names)
+        elif isinstance(value, (tuple, dict)) and (name in names or not names):
+            found += value.values() if isinstance(value, dict) else value
+    return [each for each in found if isinstance(each, Placement)]
 
 
-def _sequence_dims(*layouts: list[Placement]) -> list[int]:
-    """Dimensions of positions, or of rows, along which activations are sharded."""
-    return [each.dim for some in layouts for each in some if isinstance(each, Shard) and each.dim in (-3, -2, 0, 1)]
-
-
-def _shards_sequences(style: ParallelStyle) -> bool:
-    return bool(_sequence_dims(*_layouts(style).values()))
+def _sequence_dims(style: ParallelStyle, *names: str) -> list[int]:
+    """Dimensions of positions, or of rows, along which attributes of a style shard activations."""
+    return [each.dim for each in _layouts(style, *names) if isinstance(each, Shard) and each.dim in (-3, -2, 0, 1)]
 
 
 def _entry_dim(style: ParallelStyle) -> int | None:
     """Dimension along which a style shards whole sequences; None for other styles."""
-    layouts = _layouts(style)
-    names = ("input_layouts", "input_kwarg_layouts", "sequence_sharding", "output_layouts")
-    first = next((layouts[name] for name in names if layouts.get(name)), [])  # what comes in
-    dims = _sequence_dims(*layouts.values())
-    return dims[0] if dims and all(each.is_replicate() for each in first) else None
+    comes_in = _layouts(style, "input_layouts", "input_kwarg_layouts", "sequence_sharding")
+    comes_in = comes_in or _layouts(style, "output_layouts")  # of PrepareModuleOutput
+    dims = _sequence_dims(style)
+    return dims[0] if dims and all(each.is_replicate() for each in comes_in) else None
 
 
 def _keeps_whole(style: ParallelStyle) -> bool:
     """Return True if a style leaves parameters alone, and its module computes with whole sequences."""
-    layouts, inside = _layouts(style), ("desired_input_layouts", "desired_input_kwarg_layouts", "output_layouts")
-    return isinstance(style, PREPARE) and not _sequence_dims(*[layouts.get(name, []) for name in inside])
+    inside = ("desired_input_layouts", "desired_input_kwarg_layouts", "output_layouts")
+    return isinstance(style, PREPARE) and not _sequence_dims(style, *inside)
 
 
-def _is_unclear(layer: nn.Module, style: ParallelStyle | None) -> bool:
-    """Return True if a style does not say whether a module gets whole sequences or shards of them."""
-    if style is None or isinstance(style, PREPARE):
-        return True
-    return isinstance(layer, nn.Linear) and not _shards_sequences(style)
+def _is_explicit(style: ParallelStyle, layer: nn.Module) -> bool:
+    """Return True if a style replaces parameters, and says whether the module gets whole sequences or shards.
+
+    ColwiseParallel() does not: torch takes the input for whole, and computes wrong results if it is a shard.
+    """
+    return not isinstance(style, PREPARE) and (not isinstance(layer, nn.Linear) or bool(_sequence_dims(style)))
 
 
 def _match_placements(gradient: Tensor, like: tuple[Any, ...]) -> Tensor:

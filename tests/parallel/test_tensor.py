@@ -305,7 +305,7 @@ def test_a_plan_names_what_is_there(mesh):
     assert_raises(
         MethodError,
         lambda: TensorParallel(mesh, "tp", plan={"norm": ColwiseParallel()}).apply(TinyGPT()),
-        "the plan has ColwiseParallel for norm, which is LayerNorm: ColwiseParallel currently only support nn.Linear "
+        "the plan has ColwiseParallel for 'norm', which is LayerNorm: ColwiseParallel currently only support nn.Linear "
         "and nn.Embedding!",
     )
 
@@ -358,20 +358,19 @@ def test_a_wrong_argument_raises_at_construction(mesh):
 # ---- sequences ----
 
 UNCLEAR = (
-    "the plan shards sequences by positions, and does not say whether these modules get whole sequences or shards: "
-    "{names}.\n\n"
-    "  plan={{**plan, {first!r}: SequenceParallel(use_local_output=True)}}   # shards\n"
-    "  plan={{**plan, {first!r}: PrepareModuleInput()}}   # whole"
+    "the plan shards sequences by positions, so it has to say of every module with parameters whether it gets shards "
+    "or whole sequences. It does not of {name}.\n\n"
+    "  plan={{**plan, {name!r}: SequenceParallel(use_local_output=True)}}   # shards\n"
+    "  plan={{**plan, {name!r}: PrepareModuleInput()}}   # whole"
 )
 
 
 def test_no_norm_is_forgotten_between_cut_sequences(mesh):
     plan = {name: style for name, style in SEQUENCE_PLAN.items() if "norm" not in name}
-    names = "blocks.0.norm1, blocks.0.norm2, blocks.1.norm1, blocks.1.norm2, ..."
     assert_raises(
         MethodError,
         lambda: TensorParallel(mesh, "tp", plan=plan).apply(TinyGPT(layers=2)),
-        UNCLEAR.format(names=names, first="blocks.0.norm1"),
+        UNCLEAR.format(name="blocks.0.norm1"),
     )
 
 
@@ -380,7 +379,7 @@ def test_no_linear_layer_takes_shards_for_whole_sequences(mesh):
     assert_raises(
         MethodError,
         lambda: TensorParallel(mesh, "tp", plan=plan).apply(TinyGPT(layers=1)),
-        UNCLEAR.format(names="blocks.0.up, blocks.0.down", first="blocks.0.up"),
+        UNCLEAR.format(name="blocks.0.up"),
     )
 
 
