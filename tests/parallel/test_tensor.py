@@ -17,13 +17,13 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     SequenceParallel,
 )
-from torch.nn.functional import linear
+from torch.nn.functional import gelu, linear
 
 from pgmesh import AxisError, MethodError, OptionsError, ProcessGroupMesh, ShapeError
 from pgmesh.parallel import PipelineParallel, TensorParallel, attention_plan, compose, mlp_plan
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
-from tests.support.parallel_models import FIRST, LAST, TinyGPT, train_alone
+from tests.support.parallel_models import FIRST, LAST, Block, TinyGPT, train_alone
 from tests.support.parallel_training import train_and_check, train_and_compare
 from tests.support.tensor_plans import BLOCK_PLAN, EMBEDDED_PLAN, SEQUENCE_PLAN, VOCABULARY_PLAN
 from tests.support.worlds import check_sums, groups_of, world
@@ -156,6 +156,33 @@ def unfrozen() -> None:
 
 def test_parameters_unfrozen_after_apply_are_trained():
     world(2).run(unfrozen)
+
+
+class NormedHeads(Block):
+    """Queries and keys are normed, each head with the same weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_norm = nn.LayerNorm(self.head)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.head_norm(self.qkv(self.norm1(x)).unflatten(-1, (-1, 3, self.head)))
+        q, k, v = heads.transpose(1, 2).unbind(3)
+        x = x + self.out(self.attend(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(gelu(self.up(self.norm2(x))))
+
+
+def trained_with_normed_heads() -> None:
+    head_norm = SequenceParallel(sequence_dim=2, use_local_output=True)
+    with ProcessGroupMesh(tp=2) as mesh:
+        for plan in (BLOCK_PLAN, SEQUENCE_PLAN):
+            method = TensorParallel(mesh, "tp", plan={**plan, "blocks.*.head_norm": head_norm})
+            expected = train_alone(TinyGPT(block=NormedHeads, layers=2))
+            train_and_check(compose(mesh, method), TinyGPT(block=NormedHeads, layers=2), expected, around=method.loss)
+
+
+def test_a_norm_of_each_head_may_have_an_entry():
+    world(2).run(trained_with_normed_heads)
 
 
 # ---- what needs no other rank ----
