@@ -94,7 +94,9 @@ class TensorParallel(Method):
 
     Of several entries for one module the last counts. Frozen parameters stay frozen, and all keep their Python
     attributes. Tied parameters stay tied if both are sharded in the same way. Gradients have the placements of their
-    parameters. torch replaces parameters: make the optimizer, and register hooks on parameters, after ``apply``.
+    parameters. torch replaces parameters: make the optimizer, and register hooks on parameters, after ``apply``. If a
+    program replaces them again (``to_empty``, ``deepcopy``, ``load_state_dict(assign=True)``), gradients are right, but
+    have torch's placements.
 
     With ``Shard(1)`` in their layouts, styles shard activations by positions (sequence parallelism). Such a plan has to
     name every module with parameters: a norm without an entry would get gradients of only its rank's positions. The
@@ -153,16 +155,17 @@ class TensorParallel(Method):
 
     def _refuse(self, message: str, name: str, styles: str = OLD_WORDS["columns"]) -> NoReturn:
         """Raise an error that shows the plan with another style for a name."""
-        plans = [f"plan={{**plan, {name!r}: {style}}}" for style in styles.splitlines()]
-        calls = [f"  TensorParallel(mesh, {self.owns[0]!r}, {plan})" for plan in plans]
-        raise OptionsError("\n".join([f"TensorParallel: {message}.\n", *calls]))
+        start = f"  TensorParallel(mesh, {self.owns[0]!r}, plan={{**plan, {name!r}: "
+        calls = "\n".join(f"{start}{style}}})" for style in styles.splitlines())
+        raise OptionsError(f"TensorParallel: {message}.\n\n{calls}")
 
     def apply(self, module: nn.Module) -> nn.Module:
         """Shard the layers of the module in place, and return it.
 
         Raises:
             MethodError: the module lacks a layer of the plan, or torch cannot use the style for it.
-            MethodError: sequences are sharded, and a module with parameters has no entry or one for whole sequences.
+            MethodError: sequences are sharded, and the plan does not say of a module with parameters whether it gets
+                shards or whole ones.
             MethodError: a parameter that torch replaces has hooks.
             ShapeError: a layer is not divisible by the ranks.
         """
@@ -201,10 +204,10 @@ class TensorParallel(Method):
 
     def _check_sequences(self, module: nn.Module, styles: Mapping[nn.Module, ParallelStyle]) -> None:
         """Check that the plan says of each module with parameters whether it gets whole sequences or shards."""
-        whole = {inner for layer, style in styles.items() if _keeps_whole(style) for inner in layer.modules()}
-        named = {layer for layer, style in styles.items() if _is_explicit(style, layer)}
+        clear = {inner for layer, style in styles.items() if _keeps_whole(style) for inner in layer.modules()}
+        clear |= {layer for layer, style in styles.items() if _is_explicit(style, layer)}
         for name, layer in module.named_modules():
-            if layer not in whole | named and next(layer.parameters(recurse=False), None) is not None:
+            if layer not in clear and next(layer.parameters(recurse=False), None) is not None:
                 raise MethodError(
                     "the plan shards sequences by positions, so it has to say of every module with parameters whether "
                     f"it gets shards or whole sequences. It does not of {name or type(module).__name__}.\n\n"
