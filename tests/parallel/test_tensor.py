@@ -25,7 +25,7 @@ from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
 from tests.support.parallel_models import FIRST, LAST, Block, TinyGPT, train_alone
 from tests.support.parallel_training import train_and_check, train_and_compare
-from tests.support.tensor_plans import BLOCK_PLAN, EMBEDDED_PLAN, SEQUENCE_PLAN, VOCABULARY_PLAN
+from tests.support.tensor_plans import BLOCK_PLAN, EMBEDDED_PLAN, GATHERED_PLAN, SEQUENCE_PLAN, VOCABULARY_PLAN
 from tests.support.worlds import check_sums, groups_of, world
 
 pytestmark = pytest.mark.long
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.long
 CASES = {
     "blocks": {"plan": BLOCK_PLAN},
     "vocabulary": {"plan": VOCABULARY_PLAN, "heads": 8},
-    "gathered": {"plan": {**BLOCK_PLAN, "head": ColwiseParallel(output_layouts=Replicate())}},
+    "gathered": {"plan": GATHERED_PLAN},
     "sequence": {"plan": SEQUENCE_PLAN},
     "embedded": {"plan": EMBEDDED_PLAN},
     "tied": {"plan": VOCABULARY_PLAN},

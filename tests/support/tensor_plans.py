@@ -28,6 +28,7 @@ VOCABULARY_PLAN = {
     "tokens": RowwiseParallel(input_layouts=Replicate()),
     "head": ColwiseParallel(use_local_output=False),
 }
+GATHERED_PLAN = {**VOCABULARY_PLAN, "head": ColwiseParallel(output_layouts=Replicate())}
 SEQUENCE_PLAN = {
     **block_plan(sequence=True),
     "tokens": RowwiseParallel(input_layouts=Replicate()),
