@@ -177,7 +177,7 @@ def tensor(mesh: ProcessGroupMesh) -> None:
 
 
 def sequence(mesh: ProcessGroupMesh) -> None:
-    method = TensorParallel(mesh, "tp", plan=SEQUENCE_PLAN, sequence=True)
+    method = TensorParallel(mesh, "tp", plan=SEQUENCE_PLAN)
     together = compose(mesh, ShardedDataParallel(mesh, "dp"), method)
     train(together, model_of(), alone(model_of()), around=method.loss)
 

@@ -44,7 +44,7 @@ def methods_of(kind: str, mesh: ProcessGroupMesh, check: str) -> list[Method]:
     checked: dict[str, Any] = {"check": check}
     sharded, data = ShardedDataParallel(mesh, "dp", **checked), DataParallel(mesh, "dp", **checked)
     if kind == "tp":
-        return [TensorParallel(mesh, "other", plan=BLOCK_PLAN, **checked), sharded]
+        return [TensorParallel(mesh, "other", plan=BLOCK_PLAN), sharded]
     if kind == "cp":
         over = ("dp", "other")
         return [ContextParallel(mesh, "other", **checked), DataParallel(mesh, "dp", over=over, **checked)]
@@ -344,7 +344,7 @@ def compiled(kind: str, check: str) -> None:
             run = model = {"dp": DataParallel, "fsdp": ShardedDataParallel}[kind](mesh, "dp", check=check).apply(model)
         else:
             plan = {"blocks": BLOCK_PLAN, "vocabulary": VOCABULARY_PLAN, "sequence": SEQUENCE_PLAN}[kind]
-            method = TensorParallel(mesh, "dp", plan=plan, sequence=kind == "sequence", check=check)
+            method = TensorParallel(mesh, "dp", plan=plan)
             model = method.apply(model)
             run = torch.compile(model, fullgraph=True, backend="aot_eager")
             context = context if kind == "blocks" else method.loss

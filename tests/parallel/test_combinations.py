@@ -108,7 +108,7 @@ def sharded(mesh: ProcessGroupMesh, **how: Any) -> ShardedDataParallel:
 
 
 def tensor(mesh: ProcessGroupMesh, plan: Any = VOCABULARY_PLAN) -> TensorParallel:
-    return TensorParallel(mesh, "tp", plan=plan, sequence=plan is SEQUENCE_PLAN)
+    return TensorParallel(mesh, "tp", plan=plan)
 
 
 def experts(mesh: ProcessGroupMesh, over: str, tensor: bool = False, **view: int) -> ExpertParallel:

@@ -29,6 +29,7 @@ from tests.support.small_model import (
     train,
     train_alone,
 )
+from tests.support.tensor_plans import TWO_LAYERS
 from tests.support.worlds import check_sums, groups_of, world
 
 ROOT = Path(__file__).parents[2]
@@ -68,11 +69,10 @@ AVERAGES = {
 
 def partners(mesh: ProcessGroupMesh, kind: str, axis: str = "x") -> list[Method]:
     """Another method along an axis, to compose with."""
-    plan = {"0": "columns", "2": "rows"}
     pipeline = functools.partial(PipelineParallel, mesh, axis, layers="blocks", first="012", loss=loss_of)
     return {
         "sharding": lambda: [ShardedDataParallel(mesh, axis)],
-        "tensor": lambda: [TensorParallel(mesh, axis, plan=plan)],
+        "tensor": lambda: [TensorParallel(mesh, axis, plan=TWO_LAYERS)],
         "pipeline": lambda: [pipeline(microbatches=4)],
         "two stages": lambda: [pipeline(microbatches=4, schedule="interleaved", virtual=2)],
     }[kind]()

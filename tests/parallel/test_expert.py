@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from pgmesh import AxisError, MethodError, ProcessGroupMesh, ShapeError
 from pgmesh.parallel import (
@@ -408,7 +409,7 @@ def test_a_stage_of_a_pipeline_may_have_no_experts_and_no_attention(mesh):
     stage = nn.Sequential(nn.Linear(2, 2), AbsentLayer())
     assert ExpertParallel(mesh, "ep").apply(stage) is stage
     assert ContextParallel(mesh, "ep").apply(stage) is stage
-    assert TensorParallel(mesh, "ep", plan={"1": "columns", "1.up": "rows"}).apply(stage) is stage
+    assert TensorParallel(mesh, "ep", plan={"1": ColwiseParallel(), "1.up": RowwiseParallel()}).apply(stage) is stage
 
 
 def test_a_module_without_what_is_named_is_refused(mesh):

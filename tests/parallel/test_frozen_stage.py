@@ -12,6 +12,7 @@ from pgmesh import MethodError, ProcessGroupMesh
 from pgmesh.parallel import DataParallel, PipelineParallel, ShardedDataParallel, TensorParallel, compose
 from tests.support.pipelines import needs_pipelines
 from tests.support.small_model import FIRST_STAGE, SmallModel, assert_same_training, loss_of, train, train_alone
+from tests.support.tensor_plans import TWO_LAYERS
 from tests.support.worlds import check_sums, groups_of, world
 
 LAST = ("blocks.2", "blocks.3")
@@ -45,7 +46,7 @@ def test_a_pipeline_trains_next_to_a_frozen_stage(kind):
 
 def cut_and_frozen() -> None:
     with ProcessGroupMesh(pp=2, tp=2, name="cut and frozen") as mesh:
-        tensor = TensorParallel(mesh, "tp", plan={"0": "columns", "2": "rows"})
+        tensor = TensorParallel(mesh, "tp", plan=TWO_LAYERS)
         pipeline = PipelineParallel(mesh, "pp", layers="blocks", first="012", loss=loss_of, microbatches=4)
         together = compose(mesh, tensor, pipeline)
         assert_same_training(train(together.apply(SmallModel(FIRST_STAGE)), together.share), train_alone(FIRST_STAGE))

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel
 from torch.nn.functional import scaled_dot_product_attention
 
 from pgmesh import MethodError, OptionsError, ProcessGroupMesh, ShapeError
@@ -191,9 +193,10 @@ def rows_of_tensor() -> None:
         assert_raises(ShapeError, lambda: module(x=codes[:, : 6 + mesh.index("tp")]), message)
         torch.testing.assert_close(module(codes), TinyGPT(layers=1)(codes), rtol=0, atol=1e-12)
 
-        whole = TensorParallel(mesh, "tp", plan=SEQUENCE_PLAN, sequence=True).apply(TinyGPT(layers=1))
+        whole = TensorParallel(mesh, "tp", plan=SEQUENCE_PLAN).apply(TinyGPT(layers=1))
         words = nn.Sequential(nn.Embedding(24, 4), nn.LayerNorm(4))
-        TensorParallel(mesh, "tp", plan={"0": "vocabulary", "1": "sequence"}, sequence=True).apply(words)
+        sharded = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+        TensorParallel(mesh, "tp", plan={"0": sharded, "1": SequenceParallel()}).apply(words)
         for module in (whole, words):
             message = "a sequence of 7 positions cannot be split evenly along tp=2: 7 is not divisible by 2.\n\n"
             assert_raises(

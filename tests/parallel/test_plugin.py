@@ -24,6 +24,7 @@ from pgmesh.parallel import Method, PipelineParallel, ShardedDataParallel, Tenso
 from tests.support.installed_package import pip_install
 from tests.support.parallel_models import full_tensor, named_weights
 from tests.support.small_model import FIRST_STAGE, SmallModel, batch, loss_of, optimizer_of
+from tests.support.tensor_plans import TWO_LAYERS
 from tests.support.worlds import check_sums, groups_of, world
 
 pytestmark = pytest.mark.long
@@ -102,7 +103,7 @@ def partners(mesh: ProcessGroupMesh, kind: str) -> list[Method]:
     return [
         {
             "pp": lambda: pipeline(**more),
-            "tp": lambda: TensorParallel(mesh, "tp", plan={"0": "columns", "2": "rows"}),
+            "tp": lambda: TensorParallel(mesh, "tp", plan=TWO_LAYERS),
             "fsdp": lambda: ShardedDataParallel(mesh, "fsdp"),
         }[axis]()
         for axis in mesh.axes
