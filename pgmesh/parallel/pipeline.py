@@ -29,7 +29,7 @@ from pgmesh.parallel.exchange import on_served_device
 from pgmesh.parallel.ownership import tied_names
 from pgmesh.parallel.schedules import SCHEDULES, check_microbatches, check_stages
 from pgmesh.parallel.stage_cutting import copy_stage, partition_layers
-from pgmesh.parallel.stage_shapes import Stage, device_of_stage, forward_alone
+from pgmesh.parallel.stage_shapes import Stage, device_of_stage, resharded_at_exit
 from pgmesh.parallel.weights import local
 
 MAX_SCHEDULES = 16
@@ -321,13 +321,12 @@ class Pipeline(nn.Module):
         schedule, losses = self._schedule_for(inputs, keywords, target, training=training), list[torch.Tensor]()
         stage_inputs = inputs if self._has_stage(0) else ()
         last = {"target": target, "losses": losses} if self._has_stage(self.method.stages - 1) else {}
-        with _set_gradients_aside(self.parameters()):
+        with _set_gradients_aside(self.parameters()), resharded_at_exit(self.parts):
             if training:
                 schedule.step(*stage_inputs, **last, **keywords, return_outputs=False)
                 self._all_reduce_tied()
             else:
-                with forward_alone(self.parts):
-                    schedule.eval(*stage_inputs, **last, **keywords, return_outputs=False)
+                schedule.eval(*stage_inputs, **last, **keywords, return_outputs=False)
         return losses
 
     def forward(self, *inputs: torch.Tensor, **keywords: Any) -> Any:
@@ -346,7 +345,7 @@ class Pipeline(nn.Module):
             ShapeError: as in ``step``.
         """
         schedule = self._schedule_for(inputs, keywords)
-        with _set_gradients_aside(self.parameters()), forward_alone(self.parts):
+        with _set_gradients_aside(self.parameters()), resharded_at_exit(self.parts), torch.no_grad():
             return schedule.step(*(inputs if self._has_stage(0) else ()), **keywords)
 
     def _schedule_for(

@@ -110,15 +110,14 @@ def device_of_stage(part: nn.Module, group: dist.ProcessGroup) -> torch.device:
 
 
 @contextlib.contextmanager
-def forward_alone(parts: Iterable[nn.Module]) -> Iterator[None]:
-    """Compute no gradients, and shard the parameters of FSDP again at exit.
+def resharded_at_exit(parts: Iterable[nn.Module]) -> Iterator[None]:
+    """Shard the parameters of FSDP again at exit.
 
-    After a forward pass without a backward pass, torch leaves those of its root unsharded. ``zero_grad`` and the next
-    step would then see parameters without gradients.
+    After a pass that failed or had no backward pass, torch leaves some unsharded. ``zero_grad`` and the next step would
+    then see parameters without gradients.
     """
     try:
-        with torch.no_grad():
-            yield
+        yield
     finally:
         for module in itertools.chain.from_iterable(part.modules() for part in parts):
             if isinstance(module, FSDPModule):
