@@ -226,7 +226,8 @@ def stages_are_supported(stage: type) -> bool:
     On Gloo, the warm-up of those of torch 2.9 ends the process. Next to a frozen stage and under ``fully_shard`` some
     of their gradients were wrong.
     """
-    return hasattr(stage, "_forward_metadata_inference")
+    needed = ("forward_recv_info", "forward_send_info", "backward_recv_info")
+    return all(hasattr(stage, name) for name in ("_send_meta", "_recv_meta", *(f"_setup_{each}" for each in needed)))
 
 
 def receive_stage_inputs(stage: Any) -> None:
@@ -240,7 +241,7 @@ def set_stage_inputs(stage: Any, tensors: tuple[torch.Tensor, ...]) -> None:
 
 
 def _allocate_stage_inputs(stage: Any, shapes: tuple[Any, ...]) -> None:
-    stage._stage_meta.inputs, stage._stage_meta.input_grads = shapes, None
+    stage._stage_meta.inputs, stage._stage_meta.input_grads = shapes, _stage_utils()._derive_grad_metas(shapes)
     stage._setup_forward_recv_info(len(stage.args_recv_info), stage.has_backward)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -43,6 +44,9 @@ class PipelineParallel(Method):
     replaced by a placeholder that returns its input. Modules in ``first`` and ``last`` are None on all other stages;
     ``forward`` has to skip them. Modules in neither stay on every stage, and may have no parameters. A stage keeps the
     names of the whole module. Methods of lower levels are applied to each stage.
+
+    ``apply`` returns a ``Pipeline``, whose ``step`` runs forward and backward. Clip gradients by the composition,
+    ``together.clip_grad_norm_(1.0)``: see ``Pipeline``.
 
     Args:
         mesh: the mesh.
@@ -155,7 +159,7 @@ class PipelineParallel(Method):
     # -- splitting ----------------------------------------------------------------------------------------------
 
     def apply(self, module: nn.Module) -> Pipeline:
-        """Split a module and return this rank's stages, ready to run."""
+        """Split a module and return this rank's stages, ready to run. ``Pipeline`` says how to clip gradients."""
         return self.around(module, lambda part: part)
 
     def around(self, module: nn.Module, inner: Callable[[nn.Module], nn.Module]) -> Pipeline:
@@ -173,13 +177,8 @@ class PipelineParallel(Method):
             MethodError: the module has no such submodule, ``layers`` has no elements, or a parameter has no stage.
             ShapeError: there are fewer layers than stages.
         """
-        container = self._submodule(module, self.layers, "layers")
-        layers = list(container.children())
-        if not layers:
-            raise MethodError(
-                f"layers= has {self.layers!r}, a {type(container).__name__} without layers: it has to be a ModuleList, "
-                "ModuleDict or Sequential with layers."
-            )
+        self._check_names(module)
+        layers = list(module.get_submodule(self.layers).children())
         partition = partition_layers(len(layers), self.stages)
         if not all(partition):
             possible = ", ".join(str(n) for n in divisors(self.stages) if n <= len(layers))
@@ -190,10 +189,6 @@ class PipelineParallel(Method):
                 "one.\n\n"
                 f"  {would}, or at least {self.stages} layers"
             )
-        for names, what in ((self.first, "first"), (self.last, "last")):
-            for name in names:
-                self._submodule(module, name, what)
-        self._check_all_assigned(module)
         parts = []
         for index in range(self.stages_per_rank):
             stage = self.stage(index)
@@ -223,30 +218,57 @@ class PipelineParallel(Method):
         for place, modules in (("first", self.first), ("last", self.last)):
             if any(name.startswith(f"{module}.") for module in modules):
                 return place
-        if name.startswith(f"{self.layers}."):
-            return f"{self.layers}.{name.removeprefix(f'{self.layers}.').split('.')[0]}"
-        return ""
+        in_layers = re.match(rf"{re.escape(self.layers)}\.[^.]+", name)
+        return in_layers[0] if in_layers else ""
 
-    def _submodule(self, module: nn.Module, name: str, what: str) -> nn.Module:
-        submodules: dict[str, nn.Module] = dict(module.named_modules(remove_duplicate=False))
-        if name not in submodules:
-            children = ", ".join(child for child, _ in module.named_children())
-            raise MethodError(f"{what}= has {name!r}, which is not in {type(module).__name__}; it has {children}.")
-        return submodules[name]
-
-    def _check_all_assigned(self, module: nn.Module) -> None:
+    def _check_names(self, module: nn.Module) -> None:
+        """Raise a MethodError if a name is not in the module, or no name has one of its parameters."""
+        submodules = dict(module.named_modules(remove_duplicate=False))
+        for what, names in (("layers", [self.layers]), ("first", self.first), ("last", self.last)):
+            for name in names:
+                if name not in submodules:
+                    children = ", ".join(child for child, _ in module.named_children())
+                    raise MethodError(
+                        f"{what}= has {name!r}, which is not in {type(module).__name__}; it has {children}."
+                    )
+        container = submodules[self.layers]
+        if not [*container.children()]:
+            raise MethodError(
+                f"layers= has {self.layers!r}, a {type(container).__name__} without layers: it has to be a ModuleList, "
+                "ModuleDict or Sequential with layers."
+            )
         left = [name for name, _ in module.named_parameters() if not self._location(name)]
         if left:
             raise MethodError(
-                f"no stage has {', '.join(left[:3])}{', ...' * (len(left) > 3)} of {type(module).__name__}: parameters "
-                f"have to be in {self.layers}, in first= ({', '.join(self.first) or 'none'}) or in last= "
+                f"no stage has {', '.join(left[:3])}{', ...' if len(left) > 3 else ''} of {type(module).__name__}: "
+                f"parameters have to be in {self.layers}, in first= ({', '.join(self.first) or 'none'}) or in last= "
                 f"({', '.join(self.last) or 'none'}).\n\n"
                 f"  PipelineParallel(..., last={[*self.last, left[0].split('.')[0]]!r})   # or first="
             )
 
 
 class Pipeline(nn.Module):
-    """This rank's stages of a module and the schedules that run them. ``PipelineParallel.apply`` returns it."""
+    """This rank's stages of a module and the schedules that run them. ``PipelineParallel.apply`` returns it.
+
+    A step, with the composition's own call for clipping::
+
+        losses = model.step(inputs, target=targets)
+        together.clip_grad_norm_(1.0)   # together = compose(mesh, PipelineParallel(mesh, "pp", ...), ...)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    Each rank has the parameters of its own stages only. So two functions of torch are wrong on a pipeline, and it
+    cannot notice their calls:
+
+    - ``torch.nn.utils.clip_grad_norm_`` computes the norm of this rank's stages, and scales each rank differently.
+    - ``torch.amp.GradScaler`` looks for infinite gradients in this rank's stages: one stage steps while another skips
+      the step. Train in bfloat16, which needs no scaler.
+
+    The first microbatch of a batch of new shape also carries the shapes between stages, so ranks of one pipeline have
+    to be given batches of the same shapes in the same step. Ranks of other pipelines need not. The composition
+    compares the shapes in its first training step. If they differ later, ranks wait for each other until the timeout
+    of the group. Buffers for the latest 16 shapes are kept.
+    """
 
     def __init__(
         self, method: PipelineParallel, parts: list[nn.Module], tied: list[tuple[str, str]], names: dict[str, str]
@@ -270,13 +292,8 @@ class Pipeline(nn.Module):
                 "fully_shard then computes wrong ones, DDP is untested, and post-accumulate-grad hooks do not run.\n\n"
                 f"  PipelineParallel(..., schedule='interleaved')   # with data parallelism"
             )
-        for stage, name in ((stage, name) for pair in tied for stage, name in zip((0, method.stages - 1), pair)):
-            if self._has_stage(stage) and not self._stage_parameters(stage, name):
-                raise MethodError(
-                    f"{name}, which is tied to a parameter of another stage, is not found in stage {stage} after other "
-                    f"methods: it has {', '.join([n for n, _ in self.parts.named_parameters()][:4])}, ... A method has "
-                    "to keep the names of parameters; it may only prefix them by 'module.'."
-                )
+        for first, last in tied:
+            self._tied_parameters(first, last)  # raises if another method has renamed one
         self.before_step: Callable[[Any], None] | None = None
         """Called at the start of each training step, with the inputs, the target and the keywords. The composition
         compares them with those of other ranks."""
@@ -287,9 +304,7 @@ class Pipeline(nn.Module):
     def step(self, *inputs: torch.Tensor, target: torch.Tensor, **keywords: Any) -> list[torch.Tensor]:
         """Run forward and backward through all stages. Gradients of the batch's mean loss are added to ``grad``.
 
-        Under ``torch.no_grad()`` only the forward pass runs, for the losses of validation data. Before the first step
-        with new shapes, the first microbatch runs forward once more without gradients, to find the shapes between
-        stages. Buffers and random states are restored after it.
+        Under ``torch.no_grad()`` only the forward pass runs, for the losses of validation data.
 
         Args:
             inputs: this rank's rows; used only by the first stage.
@@ -302,10 +317,9 @@ class Pipeline(nn.Module):
 
         Raises:
             OptionsError: the method has no loss.
-            ShapeError: the rows cannot be split into equal microbatches, or ranks have different numbers of rows, along
-                the axis or along the axes of data parallelism.
-            MethodError: a stage other than the last returns something other than plain tensors; or the schedule is
-                "zero-bubble-v" and gradients are disabled.
+            ShapeError: the rows of this rank cannot be split into equal microbatches.
+            MethodError: a stage other than the last returns something other than plain tensors, or microbatches of
+                different shapes; or the schedule is "zero-bubble-v" and gradients are disabled.
         """
         if self.method.loss is None:
             raise OptionsError(
@@ -364,7 +378,9 @@ class Pipeline(nn.Module):
         tensors = {name: each for name, each in keywords.items() if isinstance(each, torch.Tensor)}
         self._check_rows([*inputs, *tensors.values(), *([] if target is None else [target])])
         shapes = tuple((each.shape, each.dtype) for each in (*inputs, *tensors.values()))
-        dtypes = self._autocast_dtype(), frozenset(weight.dtype for weight in self.parameters())
+        kind = device_of_stage(self, self.method.mesh.group(self.method.axis)).type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        dtypes = autocast, frozenset(weight.dtype for weight in self.parameters())
         signature = shapes, tuple(tensors), dtypes, target is not None, training
         if signature not in self.schedules:
             if len(self.schedules) == MAX_SCHEDULES:
@@ -394,11 +410,6 @@ class Pipeline(nn.Module):
                 f"  {nearest_multiples(most, method.microbatches)} rows would do"
             )
 
-    def _autocast_dtype(self) -> torch.dtype | None:
-        """dtype of autocast, if it is enabled. Like the weights, it determines the dtypes of activations."""
-        kind = device_of_stage(self, self.method.mesh.group(self.method.axis)).type
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-
     def _has_stage(self, stage: int) -> bool:
         """Return True if this rank has a stage."""
         return self.method.holder(stage) == self.method.mesh.rank
@@ -409,34 +420,43 @@ class Pipeline(nn.Module):
 
     def _all_reduce_tied(self) -> None:
         """Sum the gradients of tied parameters over the first and the last stage."""
-        method, end = self.method, self.method.stages - 1
+        method = self.method
         for first, last in self.tied:
-            here = [*self._stage_parameters(0, first), *self._stage_parameters(end, last)]
+            here = [weight for weight in self._tied_parameters(first, last) if weight.requires_grad]
             for weight in here:
-                if weight.requires_grad and weight.grad is None:  # the other end may have a gradient
+                if weight.grad is None:  # the other end may have a gradient
                     weight.grad = torch.zeros_like(weight)
             gradients = [local(weight.grad) for weight in here if weight.grad is not None]
             if not gradients:
                 continue
-            total, others = gradients[0], gradients[1:]
-            for other in others:
-                total.add_(other)
-            if method.holder(0) != method.holder(end):
+            total = sum(gradients[1:], gradients[0])
+            if method.holder(0) != method.holder(method.stages - 1):
                 group = method._end_stages.group(method.axis)
                 with on_served_device(total, group) as summed:
                     dist.all_reduce(summed, group=group)
-            for other in others:
-                other.copy_(total)
+            for gradient in gradients:
+                gradient.copy_(total)
+
+    def _tied_parameters(self, first: str, last: str) -> list[nn.Parameter]:
+        """A parameter tied between the first and the last stage, by its names there: none, one or both of this rank."""
+        return [*self._stage_parameters(0, first), *self._stage_parameters(self.method.stages - 1, last)]
 
     def _stage_parameters(self, stage: int, name: str) -> list[nn.Parameter]:
-        """Parameter of this name in a stage of this rank; an empty list if this rank does not have the stage."""
-        return [
-            weight
-            for i, part in enumerate(self.parts)
-            if self.method.stage(i) == stage
-            for found, weight in part.named_parameters(remove_duplicate=False)
-            if _without_wrappers(found) == _without_wrappers(name)
-        ]
+        """Parameter of this name in a stage of this rank; an empty list if this rank does not have the stage.
+
+        Raises:
+            MethodError: the stage has no such parameter.
+        """
+        for part in (part for i, part in enumerate(self.parts) if self.method.stage(i) == stage):
+            weights = {_without_wrappers(n): weight for n, weight in part.named_parameters(remove_duplicate=False)}
+            if _without_wrappers(name) not in weights:
+                raise MethodError(
+                    f"{name}, which is tied to a parameter of another stage, is not found in stage {stage} after other "
+                    f"methods: it has {', '.join([*weights][:4])}, ... A method has to keep the names of parameters; "
+                    "it may only prefix them by 'module.'."
+                )
+            return [weights[_without_wrappers(name)]]
+        return []
 
 
 @contextlib.contextmanager

@@ -54,17 +54,12 @@ def check_stages(schedule: str, stages_per_rank: int, has_loss: bool) -> None:
     if schedule not in SCHEDULES:
         raise OptionsError(f"there is no schedule {schedule!r}; available: {', '.join(SCHEDULES)}.")
     info = SCHEDULES[schedule]
-    if stages_per_rank < 1:
+    needed = info.stages_per_rank or max(1, stages_per_rank)
+    if stages_per_rank != needed:
         raise OptionsError(
-            f"stages_per_rank= is at least 1, not {stages_per_rank}.\n\n"
-            "  PipelineParallel(..., stages_per_rank=1)   # or more"
-        )
-    if info.stages_per_rank not in (None, stages_per_rank):
-        raise OptionsError(
-            f"schedule {schedule!r} has {count_of(info.stages_per_rank, 'stage')} on each rank, not "
-            f"{stages_per_rank}.\n\n"
-            f"  PipelineParallel(..., schedule={schedule!r}, stages_per_rank={info.stages_per_rank})"
-            "   # or 'interleaved'"
+            f"schedule {schedule!r} has {count_of(needed, 'stage')} on each rank, not {stages_per_rank}.\n\n"
+            f"  PipelineParallel(..., schedule={schedule!r}, stages_per_rank={needed})"
+            "   # 'interleaved' runs any number"
         )
     if info.v_shape and not has_loss:
         raise OptionsError(

@@ -381,7 +381,8 @@ def test_invalid_pipelines_raise():
         assert_raises(
             OptionsError,
             lambda: stages(mesh, schedule="interleaved", stages_per_rank=0),
-            "stages_per_rank= is at least 1, not 0.\n\n  PipelineParallel(..., stages_per_rank=1)   # or more",
+            "schedule 'interleaved' has 1 stage on each rank, not 0.\n\n"
+            "  PipelineParallel(..., schedule='interleaved', stages_per_rank=1)   # or more",
         )
         assert_raises(
             OptionsError,
