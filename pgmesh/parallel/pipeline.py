@@ -266,8 +266,9 @@ class Pipeline(nn.Module):
 
     The first microbatch of a batch of new shape also carries the shapes between stages, so ranks of one pipeline have
     to be given batches of the same shapes in the same step. Ranks of other pipelines need not. The composition
-    compares the shapes in its first training step. If they differ later, ranks wait for each other until the timeout
-    of the group. Buffers for the latest 16 shapes are kept.
+    compares the shapes in its first training step, and ``together.check_inputs(batch)`` in any other. If they differ
+    in another step, messages between stages do not fit: Gloo ends the process, and other backends may hang. Buffers
+    for the latest 16 shapes are kept.
     """
 
     def __init__(

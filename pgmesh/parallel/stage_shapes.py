@@ -48,8 +48,8 @@ class Stage(PipelineStage):
         inputs = tuple(rows) if index == 0 else unknown
         super().__init__(part, index, stages, device_of_stage(part, group), inputs, unknown, group=group)
         self.inputs_are_known = index == 0
-        self.shapes: list[tuple[torch.Size, torch.dtype]] | None = None
-        """Shapes and dtypes of the outputs; None before the first microbatch."""
+        self.outputs: list[str] | None = None
+        """Dtypes and shapes of the outputs; None before the first microbatch."""
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Before the first inputs, receive their shapes from the rank of the previous stage."""
@@ -71,8 +71,8 @@ class Stage(PipelineStage):
         outputs = _as_tuple(returned)
         if self.is_last:  # torch uses only the number of its outputs
             outputs = tuple(torch.empty(0) for _ in outputs)
-        if self.shapes is None and _are_plain(outputs):
-            self.shapes = _shapes_of(outputs)
+        if self.outputs is None and all(map(_is_plain, outputs)):
+            self.outputs = _describe(outputs)
             torch_private.set_stage_outputs(self, _differentiable(outputs))
         return returned
 
@@ -84,21 +84,13 @@ class Stage(PipelineStage):
                 microbatch in shape and dtype.
         """
         returned = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        outputs = _as_tuple(returned)
-        if self.is_last:
-            return returned
-        if not _are_plain(outputs):
-            types = ", ".join(type(each).__name__ for each in outputs)
+        found = _describe(_as_tuple(returned))
+        if not self.is_last and found != self.outputs:
+            first = f" as in its first microbatch, {', '.join(self.outputs)}" if self.outputs else ""
             raise MethodError(
-                f"stage {self.stage_index} of a pipeline returns {types}, but the next stage takes a tensor or a "
-                "tuple of tensors, without DTensors.\n\n"
+                f"stage {self.stage_index} of a pipeline returns {', '.join(found)}, but the next stage takes a tensor "
+                f"or a tuple of tensors, without DTensors{first}.\n\n"
                 "  return x.to_local()   # of a DTensor x, if the next stage takes this rank's shard"
-            )
-        if _shapes_of(outputs) != self.shapes:
-            raise MethodError(
-                f"stage {self.stage_index} of a pipeline returns {_shapes_of(outputs)} after {self.shapes} in its "
-                "first microbatch: shapes and dtypes may depend only on those of the inputs, of tensors among the "
-                "keywords and of the weights, and on autocast."
             )
         return returned
 
@@ -129,13 +121,14 @@ def _as_tuple(returned: Any) -> tuple[Any, ...]:
     return tuple(returned) if type(returned) in (tuple, list) else (returned,)
 
 
-def _are_plain(outputs: tuple[Any, ...]) -> bool:
-    """Return True if all outputs are tensors, without DTensors."""
-    return all(isinstance(each, torch.Tensor) and not isinstance(each, DTensor) for each in outputs)
+def _is_plain(output: Any) -> bool:
+    """Return True for a tensor that is not a DTensor."""
+    return isinstance(output, torch.Tensor) and not isinstance(output, DTensor)
 
 
-def _shapes_of(outputs: Tensors) -> list[tuple[torch.Size, torch.dtype]]:
-    return [(each.shape, each.dtype) for each in outputs]
+def _describe(outputs: tuple[Any, ...]) -> list[str]:
+    """dtype and shape of each tensor, and the type of what is no plain tensor."""
+    return [f"{each.dtype} {list(each.shape)}" if _is_plain(each) else type(each).__name__ for each in outputs]
 
 
 def _differentiable(tensors: Tensors) -> Tensors:

@@ -206,12 +206,16 @@ def test_a_stage_that_returns_no_plain_tensors_raises():
             return mse_loss(out.to_local(), target)
 
         message = """
-        stage 0 of a pipeline returns a {}, but the next stage takes a tensor or a tuple of tensors, without DTensors.
+        stage 0 of a pipeline returns {}, but the next stage takes a tensor or a tuple of tensors, without DTensors.
 
           return x.to_local()   # of a DTensor x, if the next stage takes this rank's shard
         """
         tensor = functools.partial(DTensor.from_local, device_mesh=mesh.device_mesh("tp"), placements=[Replicate()])
-        for wrap, name in ((lambda x: {"x": x}, "dict"), (tensor, "DTensor"), (lambda x: (x, None), "NoneType")):
+        for wrap, name in (
+            (lambda x: {"x": x}, "dict"),
+            (tensor, "DTensor"),
+            (lambda x: (x, None), "torch.float32 [2, 2], NoneType"),
+        ):
             assert_raises(MethodError, lambda wrap=wrap: model(Wrapping(wrap))(torch.ones(4, 2)), message.format(name))
         assert len(model(Wrapping(tensor, last=True)).step(torch.ones(4, 2), target=torch.ones(4, 2))) == 2
 
