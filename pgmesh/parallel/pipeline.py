@@ -33,8 +33,8 @@ from pgmesh.parallel.stage_cutting import copy_stage, partition_layers
 from pgmesh.parallel.stage_shapes import Stage, device_of_stage, resharded_at_exit
 from pgmesh.parallel.weights import local
 
-MAX_SCHEDULES = 16
-"""Number of schedules that a pipeline keeps. Each has the buffers for batches of one shape."""
+MAX_SCHEDULES = 8
+"""Number of schedules that a pipeline keeps. Each has buffers for all activations between stages of a batch."""
 
 
 class PipelineParallel(Method):
@@ -268,7 +268,7 @@ class Pipeline(nn.Module):
     to be given batches of the same shapes in the same step. Ranks of other pipelines need not. The composition
     compares the shapes in its first training step, and ``together.check_inputs(batch)`` in any other. If they differ
     in another step, messages between stages do not fit: Gloo ends the process, and other backends may hang. Buffers
-    for the latest 16 shapes are kept.
+    for the latest 8 shapes are kept.
     """
 
     def __init__(
