@@ -54,8 +54,11 @@ def methods_of(mesh: ProcessGroupMesh, kind: str) -> list[Method]:
         "data": lambda: [DataParallel(mesh, "dp")],
         "sharded x tensor": lambda: [ShardedDataParallel(mesh, "dp"), tensor()],
         "pipeline x data": lambda: [pipeline(), DataParallel(mesh, "dp")],
-        "pipeline x sharded": lambda: [pipeline(schedule="interleaved", virtual=2), ShardedDataParallel(mesh, "dp")],
-        "both ends on a rank": lambda: [pipeline(schedule="zero-bubble-v", virtual=2), tensor()],
+        "pipeline x sharded": lambda: [
+            pipeline(schedule="interleaved", stages_per_rank=2),
+            ShardedDataParallel(mesh, "dp"),
+        ],
+        "both ends on a rank": lambda: [pipeline(schedule="zero-bubble-v", stages_per_rank=2), tensor()],
     }[kind]()
 
 

@@ -94,8 +94,8 @@ class ExpertBlockAgain(ExpertBlock):
 Methods = Callable[[ProcessGroupMesh], list[Method]]
 
 
-def stages(mesh: ProcessGroupMesh, schedule: str = "1f1b", virtual: int = 1, loss: Any = loss_of) -> PipelineParallel:
-    how: dict[str, Any] = {"first": FIRST, "last": LAST, "loss": loss, "schedule": schedule, "virtual": virtual}
+def stages(mesh: ProcessGroupMesh, schedule: str = "1f1b", count: int = 1, loss: Any = loss_of) -> PipelineParallel:
+    how: dict[str, Any] = {"first": FIRST, "last": LAST, "loss": loss, "schedule": schedule, "stages_per_rank": count}
     return PipelineParallel(mesh, "pp", layers="blocks", microbatches=2, **how)
 
 

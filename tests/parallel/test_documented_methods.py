@@ -74,7 +74,7 @@ def partners(mesh: ProcessGroupMesh, kind: str, axis: str = "x") -> list[Method]
         "sharding": lambda: [ShardedDataParallel(mesh, axis)],
         "tensor": lambda: [TensorParallel(mesh, axis, plan=TWO_LAYERS)],
         "pipeline": lambda: [pipeline(microbatches=4)],
-        "two stages": lambda: [pipeline(microbatches=4, schedule="interleaved", virtual=2)],
+        "two stages": lambda: [pipeline(microbatches=4, schedule="interleaved", stages_per_rank=2)],
     }[kind]()
 
 

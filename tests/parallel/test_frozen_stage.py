@@ -35,7 +35,7 @@ def next_to_a_frozen_stage(
 def each_end(kind: type[DataParallel] | type[ShardedDataParallel]) -> None:
     next_to_a_frozen_stage(kind, FIRST_STAGE)
     next_to_a_frozen_stage(kind, LAST)
-    next_to_a_frozen_stage(kind, ("0", "2", "blocks.0", "blocks.2"), schedule="interleaved", virtual=2)
+    next_to_a_frozen_stage(kind, ("0", "2", "blocks.0", "blocks.2"), schedule="interleaved", stages_per_rank=2)
 
 
 @needs_pipelines

@@ -214,10 +214,10 @@ def test_different_rows_on_tensor_ranks_raise_before_the_all_reduce():
 
 
 def stages(
-    mesh: ProcessGroupMesh, schedule: str = "1f1b", virtual: int = 1, loss=loss_of, **more: Any
+    mesh: ProcessGroupMesh, schedule: str = "1f1b", count: int = 1, loss=loss_of, **more: Any
 ) -> PipelineParallel:
     names = {"layers": "blocks", "first": FIRST, "last": LAST, **more}
-    return PipelineParallel(mesh, "pp", **names, loss=loss, microbatches=2, schedule=schedule, virtual=virtual)
+    return PipelineParallel(mesh, "pp", **names, loss=loss, microbatches=2, schedule=schedule, stages_per_rank=count)
 
 
 def rows_of_pipelines() -> None:
@@ -288,13 +288,11 @@ def test_the_timeout_of_a_pipeline_holds_where_rows_are_compared():
 def batches_of_other_shapes(data: type | None) -> None:
     """Steps with different rows and lengths, and forward passes between them, against one process."""
     with ProcessGroupMesh(pp=2, dp=2) as mesh:
-        for schedule, virtual in [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 2)][
-            : 3 if data else 4
-        ]:
-            methods = [stages(mesh, schedule, virtual), *([data(mesh, "dp")] if data else [])]
+        for schedule, count in [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 2)][: 3 if data else 4]:
+            methods = [stages(mesh, schedule, count), *([data(mesh, "dp")] if data else [])]
             together = compose(mesh, *methods, unowned=() if data else ["dp"])
             model, plain = together.apply(TinyGPT(tied=True)), TinyGPT(tied=True)
-            here = model.method.is_last(virtual - 1)
+            here = model.method.is_last(count - 1)
             for rows, length in [(8, 8), (4, 8), (4, 5), (8, 8)]:
                 codes, target = (each[:rows, :length] for each in batch(rows + length))
                 mine, wanted = together.share(codes), together.share(target)
@@ -340,10 +338,16 @@ def test_a_pipeline_without_a_loss_says_what_it_can_do():
             "  model(inputs)   # only outputs, on the last stage, without gradients",
         )
         assert_raises(
+            OptionsError,
+            lambda: stages(mesh, "zero-bubble-v", 2, loss=None),
+            "schedule 'zero-bubble-v' always runs forward and backward in torch 2.13, so it needs a loss.\n\n"
+            "  PipelineParallel(..., schedule='zero-bubble-v', loss=cross_entropy)   # or 'zero-bubble' without a loss",
+        )
+        assert_raises(
             MethodError,
-            lambda: stages(mesh, "zero-bubble-v", 2, loss=None).apply(TinyGPT())(codes),
+            lambda: stages(mesh, "zero-bubble-v", 2).apply(TinyGPT())(codes),
             "schedule 'zero-bubble-v' always runs forward and backward in torch 2.13.\n\n"
-            "  PipelineParallel(..., schedule='zero-bubble', virtual=2)   # can run only forward",
+            "  PipelineParallel(..., schedule='zero-bubble', stages_per_rank=2)   # can run only forward",
         )
 
 

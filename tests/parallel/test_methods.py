@@ -311,8 +311,8 @@ def test_the_gradients_of_pipelined_steps_add_up():
 def in_no_time() -> None:
     """Zero-bubble schedules with tensor parallelism, one model after the other."""
     mesh = ProcessGroupMesh(pp=2, tp=4)
-    for schedule, virtual, tied in [("zero-bubble", 1, True), ("zero-bubble", 2, False), ("zero-bubble-v", 2, True)]:
-        pipeline = stages(mesh, schedule=schedule, virtual=virtual, microbatches=4)
+    for schedule, count, tied in [("zero-bubble", 1, True), ("zero-bubble", 2, False), ("zero-bubble-v", 2, True)]:
+        pipeline = stages(mesh, schedule=schedule, stages_per_rank=count, microbatches=4)
         train_and_check(compose(mesh, pipeline, split(mesh)), tied=tied)
 
 
@@ -346,20 +346,20 @@ def test_layers_are_shared_out_evenly_one_more_on_the_first():
 
 
 def test_stages_follow_one_another_whatever_the_schedule():
-    for schedule, virtual in [("1f1b", 1), ("interleaved", 1), ("interleaved", 3), ("zero-bubble-v", 2)]:
+    for schedule, count in [("1f1b", 1), ("interleaved", 1), ("interleaved", 3), ("zero-bubble-v", 2)]:
         place: dict[int, tuple[int, int]] = {}
         around: dict[int, tuple[int | None, int | None]] = {}
         for rank in range(8):
             with fake_rank(rank, 8), ProcessGroupMesh(4, 2, ranks=[7, 6, 5, 4, 3, 2, 1, 0]) as mesh:
-                pipeline = stages(mesh, 0, schedule=schedule, virtual=virtual, microbatches=4)
+                pipeline = stages(mesh, 0, schedule=schedule, stages_per_rank=count, microbatches=4)
                 if mesh.index(1) == 0:
-                    for i in range(virtual):
+                    for i in range(count):
                         place[pipeline.stage(i)] = rank, i
                         around[pipeline.stage(i)] = pipeline.previous(i), pipeline.next(i)
                         assert pipeline.is_first(i) == (pipeline.stage(i) == 0)
-                        assert pipeline.is_last(i) == (pipeline.stage(i) == 4 * virtual - 1)
+                        assert pipeline.is_last(i) == (pipeline.stage(i) == 4 * count - 1)
                         assert pipeline.holder(pipeline.stage(i)) == rank
-        assert sorted(place) == list(range(4 * virtual))
+        assert sorted(place) == list(range(4 * count))
         for stage, (before, after) in around.items():
             assert before == (place[stage - 1][0] if stage else None)
             assert after == (place[stage + 1][0] if stage + 1 in place else None)
@@ -380,20 +380,21 @@ def test_invalid_pipelines_raise():
         )
         assert_raises(
             OptionsError,
-            lambda: stages(mesh, schedule="interleaved", virtual=0),
-            "virtual= is at least 1 stage on each rank, not 0.\n\n  PipelineParallel(..., virtual=1)   # or more",
+            lambda: stages(mesh, schedule="interleaved", stages_per_rank=0),
+            "schedule 'interleaved' has 1 stage on each rank, not 0.\n\n"
+            "  PipelineParallel(..., schedule='interleaved', stages_per_rank=1)   # or more",
         )
         assert_raises(
             OptionsError,
-            lambda: stages(mesh, virtual=2),
+            lambda: stages(mesh, stages_per_rank=2),
             "schedule '1f1b' has 1 stage on each rank, not 2.\n\n"
-            "  PipelineParallel(..., schedule='1f1b', virtual=1)   # or 'interleaved'",
+            "  PipelineParallel(..., schedule='1f1b', stages_per_rank=1)   # or 'interleaved'",
         )
         assert_raises(
             OptionsError,
             lambda: stages(mesh, schedule="zero-bubble-v"),
             "schedule 'zero-bubble-v' has 2 stages on each rank, not 1.\n\n"
-            "  PipelineParallel(..., schedule='zero-bubble-v', virtual=2)   # or 'interleaved'",
+            "  PipelineParallel(..., schedule='zero-bubble-v', stages_per_rank=2)   # or 'interleaved'",
         )
         assert_raises(
             OptionsError,
@@ -409,7 +410,7 @@ def test_invalid_pipelines_raise():
         )
         stages_ = functools.partial(stages, mesh, microbatches=4)
         assert_raises(
-            PlaceError, lambda: stages_().stage(1), "a rank has 1 virtual stage, counted from 0; there is no stage 1."
+            PlaceError, lambda: stages_().stage(1), "a rank has 1 stage, counted from 0; there is no stage 1."
         )
         assert_raises(
             ShapeError,
@@ -455,7 +456,7 @@ def test_invalid_pipelines_raise():
             "last stage of a pipeline can share.",
         )
         for schedule, data in [("zero-bubble", DataParallel), ("zero-bubble-v", ShardedDataParallel)]:
-            pipeline = stages_(schedule=schedule, virtual=2 if schedule.endswith("v") else 1)
+            pipeline = stages_(schedule=schedule, stages_per_rank=2 if schedule.endswith("v") else 1)
             composition = compose(mesh, pipeline, data(mesh, "dp"))
             with pytest.raises(
                 MethodError, match="torch's fully_shard then computes wrong ones, DDP is untested"
@@ -493,7 +494,7 @@ def test_the_parts_share_the_weights_of_the_whole_and_leave_it_as_it_is():
         outer = nn.Module()
         outer.gpt = whole
         changes = {"layers": "gpt.blocks", "first": ["gpt.tokens", "gpt.places"], "last": ["gpt.norm", "gpt.head"]}
-        pipeline = stages(mesh, schedule="zero-bubble-v", virtual=2, **changes)
+        pipeline = stages(mesh, schedule="zero-bubble-v", stages_per_rank=2, **changes)
         first, last = pipeline.cut(outer)
         assert first.gpt.tokens is whole.tokens
         assert first.gpt.blocks[0] is whole.blocks[0]
@@ -570,7 +571,7 @@ def clipped() -> None:
             if "tp" in shape:
                 methods.append(split(mesh))
             if "pp" in shape:
-                methods.append(stages(mesh, schedule="interleaved", virtual=2 if name == "virtual" else 1))
+                methods.append(stages(mesh, schedule="interleaved", stages_per_rank=2 if name == "virtual" else 1))
             composition = compose(mesh, *methods)
             module = composition.apply(TinyGPT(tied=True))
             mine = Held(module, mesh, *(["pp"] if "pp" in shape else []))
@@ -651,7 +652,7 @@ def methods_of(mesh: ProcessGroupMesh) -> list[Method]:
     if "tp" in mesh.axes:
         methods.append(split(mesh))
     if "pp" in mesh.axes:
-        methods.append(stages(mesh, schedule="interleaved", virtual=2))
+        methods.append(stages(mesh, schedule="interleaved", stages_per_rank=2))
     return methods
 
 

@@ -60,7 +60,7 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).square().mean()
 
 
-def trained(schedule: str, virtual: int, kind: Any) -> None:
+def trained(schedule: str, count: int, kind: Any) -> None:
     with ProcessGroupMesh(pp=2, dp=2) as mesh:
         pipeline = PipelineParallel(
             mesh,
@@ -70,7 +70,7 @@ def trained(schedule: str, virtual: int, kind: Any) -> None:
             loss=loss_of,
             microbatches=2,
             schedule=schedule,
-            virtual=virtual,
+            stages_per_rank=count,
         )
         methods = [pipeline] if kind is None else [pipeline, kind(mesh, "dp")]
         together = compose(mesh, *methods, unowned=["dp"] if kind is None else [])
@@ -83,7 +83,7 @@ def trained(schedule: str, virtual: int, kind: Any) -> None:
                 losses = model.step(together.share(x), target=together.share(target), **mine)
                 expected = together.share(right(x, **keywords))
                 loss = loss_of(expected, together.share(target))
-            if pipeline.is_last(virtual - 1):
+            if pipeline.is_last(count - 1):
                 torch.testing.assert_close(outputs, expected, rtol=0, atol=1e-12)
                 torch.testing.assert_close(torch.stack(losses).mean(), loss, rtol=0, atol=1e-12)
             model.zero_grad()
@@ -95,7 +95,7 @@ def trained(schedule: str, virtual: int, kind: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "virtual", "kind"),
+    ("schedule", "count", "kind"),
     [
         ("gpipe", 1, DataParallel),
         ("1f1b", 1, ShardedDataParallel),
@@ -103,8 +103,8 @@ def trained(schedule: str, virtual: int, kind: Any) -> None:
         ("zero-bubble", 2, None),
     ],
 )
-def test_every_stage_gets_its_microbatch_of_the_keywords(schedule, virtual, kind):
-    world(4).run(trained, schedule, virtual, kind)
+def test_every_stage_gets_its_microbatch_of_the_keywords(schedule, count, kind):
+    world(4).run(trained, schedule, count, kind)
 
 
 def unequal() -> list[str]:
