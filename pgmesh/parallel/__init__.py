@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from pgmesh.parallel.data import DataParallel as DataParallel
     from pgmesh.parallel.expert import ExpertParallel as ExpertParallel
     from pgmesh.parallel.finding import find as find
+    from pgmesh.parallel.gradients import local as local
     from pgmesh.parallel.mixture import (
         Router as Router,
         Routes as Routes,
@@ -48,4 +49,3 @@ if TYPE_CHECKING:
         attention_plan as attention_plan,
         mlp_plan as mlp_plan,
     )
-    from pgmesh.parallel.gradients import local as local

@@ -18,12 +18,12 @@ from pgmesh.errors import AxisError, MethodError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.blocks import Blocks, connected_ranks, spanning_axes
-from pgmesh.parallel.divisibility import divide_along_axes, divide_evenly, format_sizes
+from pgmesh.parallel.divisibility import divide_evenly, format_sizes
 from pgmesh.parallel.ownership import expert_parameters
 
 Difference = Literal["rows", "positions", "weights", "experts"]
-"""What differs between the ranks along a method's axes: the rows of a batch (data), the positions of a sequence (context),
-the weights (shards of layers, or stages), or the experts alone."""
+"""What differs between ranks along a method's axes: rows of a batch (data), positions of a sequence (context), weights
+(shards of layers, or stages), or experts alone."""
 
 
 class Level(IntEnum):
@@ -51,7 +51,7 @@ LEVELS: dict[str, Level] = {
 
 
 class Method:
-    """A parallel method: a mesh, the axes it owns, and ``apply``. A subclass has to write ``differs`` and ``apply`` only.
+    """A parallel method: a mesh, the axes it owns, and ``apply``. A subclass has to write ``differs`` and ``apply``.
 
     The axes are kept in the order of the mesh. A method creates no process group: it calls ``mesh.group``. Without
     ``compose`` a method knows its own axes only: it averages gradients along no others, and compares neither initial
@@ -83,18 +83,18 @@ class Method:
     """What differs between the ranks along the owned axes."""
 
     level: ClassVar[Level]
-    """Position in the order in which ``Composition.apply`` applies methods. It follows from ``differs`` unless given."""
+    """Position in the order in which methods are applied. It follows from ``differs`` unless given."""
 
     averages_later: ClassVar[bool] = False
-    """True if the method averages weights at some optimizer steps, and not gradients in each. Until then ranks along its
-    axes have different weights, as replicas that train on their own."""
+    """True if the method averages weights at some optimizer steps, and not gradients in each. Until then ranks along
+    its axes have different weights, as replicas that train on their own."""
 
     mesh: ProcessGroupMesh
     owns: tuple[Axis, ...]
     """The owned axes. No other method of a composition may own them."""
     average_axes: tuple[Axis, ...]
-    """The axes of ``mesh`` along which the method averages: its own. ``compose`` widens them for the method that averages
-    gradients: to all ranks that read different tokens, such as those along the axis of context parallelism."""
+    """The axes of ``mesh`` along which the method averages: its own. For the method that averages gradients ``compose``
+    widens them to all ranks that read different tokens, such as those along the axis of context parallelism."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -243,20 +243,6 @@ class Method:
             ShapeError: the rows cannot be split evenly.
         """
         return split_rows(rows, self.batch_parts, self.batch_part, format_sizes(self.mesh, self.owns))
-
-    def cut(self, whole: torch.Tensor, along: int = 1) -> torch.Tensor:
-        """Return this rank's positions of a whole sequence, for a method that splits them: part ``index`` of equal parts.
-
-        Args:
-            whole: the whole sequence, the same on every rank.
-            along: the dimension of positions.
-
-        Raises:
-            ShapeError: the length is not divisible.
-        """
-        length = whole.size(along)
-        each = divide_along_axes(length, f"a sequence of {length} positions", "positions", self.mesh, self.owns)
-        return whole.narrow(along, self.mesh.index(*self.owns) * each, each)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__} along {format_axes(self.owns)}"

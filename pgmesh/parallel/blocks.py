@@ -1,4 +1,4 @@
-"""Blocks of ranks along the axes of several layouts: views and slices of one mesh are compared by ranks, not by names."""
+"""Blocks of ranks along axes of several layouts: views and slices of a mesh are compared by ranks, not by names."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ def spanning_axes(mesh: ProcessGroupMesh, ranks: Iterable[int], what: str) -> tu
     members = set(ranks)
     axes = tuple(axis for axis in mesh.axes if members.issuperset(mesh.ranks(axis)))
     if len(members) != (mesh.size(*axes) if axes else 1):
+        block = sorted(mesh.ranks(*axes)) if axes else [mesh.rank]
         raise AxisError(
-            f"{what} the ranks {sorted(members)}, which read different tokens, but along axes of its mesh only "
-            f"{sorted(mesh.ranks(*axes)) if axes else [mesh.rank]} of them are in one block ({format_sizes(mesh, mesh.axes)}).\n\n"
+            f"{what} the ranks {sorted(members)}, which read different tokens, but along axes of its mesh "
+            f"({format_sizes(mesh, mesh.axes)}) only {block} of them are in one block.\n\n"
             "  Put all methods that split rows or positions on one mesh, or on one view of it."
         )
     return axes

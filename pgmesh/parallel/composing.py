@@ -32,8 +32,7 @@ from pgmesh.parallel.comparing import compare_inputs, compare_weights, compariso
 from pgmesh.parallel.divisibility import format_sizes
 from pgmesh.parallel.exchange import on_served_device
 from pgmesh.parallel.gradients import local_shard, norm_of_pieces, scale_gradients
-from pgmesh.parallel.mixture import expert_layers
-from pgmesh.parallel.ownership import expert_parameters
+from pgmesh.parallel.ownership import expert_parameters, names_of_experts
 
 
 class Composition:
@@ -91,17 +90,17 @@ class Composition:
     def apply(self, module: nn.Module) -> nn.Module:
         """Apply all methods, lowest level first, and return the module to train.
 
-        The initial weights of ranks are compared before, and their inputs in the first training step. Methods may change
-        the module in place. After an error, build the module again before the next attempt.
+        The initial weights of ranks are compared before, and their inputs in the first training step. Methods may
+        change the module in place. After an error, build the module again before the next attempt.
 
-        On a pipeline call this composition's ``clip_grad_norm_``: torch's would clip each stage by its own norm. torch's
-        GradScaler does not work there either: one stage would step and another skip. Use bfloat16.
+        On a pipeline call this composition's ``clip_grad_norm_``: torch's would clip each stage by its own norm.
+        torch's GradScaler does not work there either: one stage would step and another skip. Use bfloat16.
 
         Raises:
             AxisError: ranks read different tokens, but no method averages gradients.
-            MethodError: ranks start with different weights, or a method failed. The message has the method and its axes;
-                ``__cause__`` is the method's error. Groups created during the call are released if their ranks are in
-                this rank's block along the method's axes and had no group before.
+            MethodError: ranks start with different weights, or a method failed. The message has the method and its
+                axes; ``__cause__`` is the method's error. Groups created during the call are released if their ranks
+                are in this rank's block along the method's axes and had no group before.
         """
         self._settle()  # the methods may have been composed otherwise since
         self._check_averages(module)
@@ -110,13 +109,13 @@ class Composition:
         applied = self._apply(self.methods, [], sharded, module)
         pipelines = [each for each in self.methods if each.level is Level.PIPELINE]
         experts = [each for each in self.methods if each.differs == "experts"]
-        names_of_experts = expert_parameters(applied)
+        expert_names = expert_parameters(applied)
         self._pieces[applied] = pieces = {}
         for owner_name, owner in applied.named_modules():
             for name, _ in owner.named_parameters(recurse=False):
                 full = f"{owner_name}.{name}".lstrip(".")
                 pieces[full] = sharded.get((id(owner), name), 1)
-                for method in (*pipelines, *(experts if full in names_of_experts else ())):
+                for method in (*pipelines, *(experts if full in expert_names else ())):
                     pieces[full] *= method.mesh.size(*method.owns)
         self._compare_first_inputs(applied)
         return applied
@@ -124,8 +123,8 @@ class Composition:
     def _check_averages(self, module: nn.Module) -> None:
         if self._averaging is not None or len(self._token_ranks) == 1:
             return
-        experts = tuple(f"{name}." for name, *_ in expert_layers(module))
-        trainable = [n for n, w in module.named_parameters() if w.requires_grad and not (experts and n.startswith(experts))]
+        experts = names_of_experts(module)
+        trainable = [name for name, each in module.named_parameters() if each.requires_grad and name not in experts]
         if trainable:
             cutting = [each for each in self.methods if (each.mesh.layout, each.owns) in self._readers]
             mesh, axes = cutting[0].mesh, [axis for each in cutting for axis in each.owns]
@@ -133,7 +132,7 @@ class Composition:
             raise AxisError(
                 f"ranks along {format_axes(axes)} read different tokens, but no method averages gradients of "
                 f"{count_of(len(trainable), 'trainable parameter')}, for example {trainable[0]}.\n\n"
-                f"  compose(mesh, ..., DataParallel(mesh, 'dp'))   # on a mesh with an axis of rows, such as (dp=1, {sizes})"
+                f"  compose(mesh, ..., DataParallel(mesh, 'dp'))   # with an axis of rows: mesh.view(dp=1, {sizes})"
             )
 
     def _compare_weights(self, module: nn.Module) -> None:
@@ -142,8 +141,7 @@ class Composition:
         tensors = dict((*module.named_parameters(), *module.named_buffers()))
         broadcast, receives = set[str](), False
         if data is not None:
-            experts = tuple(f"{name}." for name, *_ in expert_layers(module))
-            broadcast = {name for name in tensors if not (experts and name.startswith(experts))}
+            broadcast = tensors.keys() - names_of_experts(module)
             receives = data.mesh.index(*data.average_axes) > 0
         compare_weights(self.mesh, self._ranks, tensors, broadcast, receives)
 
@@ -300,12 +298,12 @@ class Composition:
         >>> compose(mesh, DataParallel(mesh, "dp"), unowned=["pp", "tp"]).share({"x": torch.arange(6)})
         {'x': tensor([0, 1, 2])}
         """
-        cutting = [each for each in self.methods if each.differs == "positions"]
+        cutting = [each for each in self.methods if each.differs == "positions" and hasattr(each, "cut")]
         lengths = sorted({each.size(1) for each in tensors_in(batch) if each.ndim > 1}) if cutting else []
         if len(lengths) > 1:
             raise ShapeError(
-                f"{', '.join(map(str, cutting))} cuts positions, the second dimension, but the tensors of this batch have "
-                f"{' and '.join(map(str, lengths))} of them.\n\n"
+                f"{', '.join(map(str, cutting))} cuts positions, the second dimension, but the tensors of this batch "
+                f"have {' and '.join(map(str, lengths))} of them.\n\n"
                 "  {name: together.share(tensor) for ...}   # each alone, without those that have no positions"
             )
         axes = " x ".join(format_sizes(each.mesh, each.owns) for each in self._row_methods)
@@ -340,9 +338,9 @@ class Composition:
 
             def before_step(batch: Any) -> None:
                 self.check_inputs(batch)
-                module.before_step = None
+                vars(module)["before_step"] = None
 
-            module.before_step = before_step
+            vars(module)["before_step"] = before_step
             return
 
         def before_forward(_: nn.Module, args: Any, keywords: Any) -> None:
@@ -362,7 +360,7 @@ class Composition:
         it is the mean of this rank's replica.
 
         Args:
-            loss: the mean loss of this rank's tokens, if all ranks have equally many. Otherwise the sum of their losses.
+            loss: the mean loss of this rank's tokens, if all ranks have equally many; otherwise the sum of the losses.
             tokens: with a sum, the number of this rank's tokens that count: in all passes of an accumulation; in a
                 pipeline, those of the batch divided by the number of microbatches.
 
@@ -408,10 +406,8 @@ class Composition:
                 pieces.append((shard, shards * self._pieces[applied].get(name, 1)))
         return norm_of_pieces(pieces, norm_type, self.mesh.group_of(self._replica_ranks))
 
-    def clip_grad_norm_(
-        self, max_norm: float, *, module: nn.Module | None = None, norm_type: float = 2.0
-    ) -> Tensor:
-        """Scale all gradients so that their norm is at most ``max_norm``, as torch's ``clip_grad_norm_`` on one process.
+    def clip_grad_norm_(self, max_norm: float, *, module: nn.Module | None = None, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm is at most ``max_norm``, as torch's function does on one process.
 
         Args:
             max_norm: the greatest norm.
@@ -467,7 +463,7 @@ def compose(
         mesh: the mesh.
         methods: the methods, in any order, each on this mesh or on a view or slice of it.
         unowned: axes of more than one rank that have no owner on purpose.
-        equal_parts: ranks that read different rows need the same number of them, since the mean of their losses is taken.
+        equal_parts: ranks that read different rows need the same number of them, since their losses are averaged.
             False: parts may have different sizes, and the program computes its loss by ``mean(loss_sum, tokens)``.
 
     Raises:
@@ -536,8 +532,8 @@ def check_owners(one: Method, other: Method) -> None:
         if pair:
             raise AxisError(
                 f"ranks {pair[0]} and {pair[1]} have two owners: {one} owns both along {axis}, and {other} owns both "
-                f"along {other_axis} of another view or slice. An axis has one owner, under any name. Only experts may lie "
-                "on the ranks of other methods.\n\n"
+                f"along {other_axis} of another view or slice. An axis has one owner, under any name. Only experts may "
+                "lie on the ranks of other methods.\n\n"
                 f"  mesh.view(...)   # with an axis {other_axis} that does not overlap {axis}"
             )
     if one.averages_gradients and other.averages_gradients:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pgmesh.layout import Axis
     from pgmesh.mesh import ProcessGroupMesh
 
+
 class ContextParallel(Method):
     """Shards sequences along the axes. Attention covers the whole sequence, by a ring or by Ulysses.
 

@@ -29,8 +29,8 @@ from pgmesh.torch_private import exclude_from_ddp
 class DataParallel(Method):
     """Replicates a module along its axes and averages gradients in the backward pass, by torch's DDP.
 
-    The mean of the ranks' gradients is the gradient of the whole batch if ranks have the same number of rows. ``compose``
-    also averages along the axes of context parallelism.
+    The mean of the ranks' gradients is the gradient of the whole batch if ranks have the same number of rows.
+    ``compose`` also averages along the axes of context parallelism.
 
     Args:
         mesh: the mesh.
@@ -152,7 +152,9 @@ class DataParallel(Method):
         return next(self.weights(module), None) is not None
 
 
-def check_keywords(method: Method, function: Callable[..., Any], keywords: Mapping[str, Any], given: Iterable[str]) -> None:
+def check_keywords(
+    method: Method, function: Callable[..., Any], keywords: Mapping[str, Any], given: Iterable[str]
+) -> None:
     """Check keywords that a method passes to a function of torch when it is applied.
 
     Args:

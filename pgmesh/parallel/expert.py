@@ -186,7 +186,7 @@ class ExpertParallel(Method):
     def _tensor_ranks(self) -> str:
         return f"{self.mesh.size(*self._tensor_axes)} ranks along {format_sizes(self.mesh, self._tensor_axes)}"
 
-    def _averaged_parameters(self, experts: nn.ModuleList | nn.ModuleDict, tokens: Tensor) -> dict[str, Tensor]:
+    def _averaged_parameters(self, experts: LocalExperts, tokens: Tensor) -> dict[str, Tensor]:
         """The experts' parameters in the dtype of the tokens. The backward pass averages their gradients.
 
         The averages are the gradients of the mean loss over all ranks that send tokens.
@@ -203,7 +203,7 @@ class ExpertParallel(Method):
 
     # -- the tokens ------------------------------------------------------------------------------------------------
 
-    def mix(self, tokens: Tensor, weights: Tensor, chosen: Tensor, experts: nn.ModuleList | nn.ModuleDict) -> Tensor:
+    def mix(self, tokens: Tensor, weights: Tensor, chosen: Tensor, experts: LocalExperts) -> Tensor:
         """Weighted sum of the outputs of each token's experts, on any rank.
 
         As ``pgmesh.parallel.mix``: ``experts`` are this rank's, ``chosen`` has experts of any rank.
@@ -297,9 +297,7 @@ def _run_sorted(
     outputs = None
     if experts.template is not None and mixture.can_group(sorted_rows, parameters.values()):
         try:
-            outputs = mixture.run_experts_grouped(
-                sorted_rows, counts.sum(0), experts.template, [*experts], parameters
-            )
+            outputs = mixture.run_experts_grouped(sorted_rows, counts.sum(0), experts.template, [*experts], parameters)
         except mixture.WeightUsedDirectly:
             experts.template = None
     if outputs is None:

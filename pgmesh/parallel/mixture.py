@@ -105,7 +105,7 @@ def run_experts(
 
 
 class WeightUsedDirectly(Exception):
-    """The ``forward`` of an expert uses a weight other than by calling its linear layer, so experts cannot be grouped."""
+    """The ``forward`` of an expert uses a weight other than by calling its linear layer: it cannot be grouped."""
 
 
 class GroupedLinear(nn.Module):
@@ -121,12 +121,14 @@ class GroupedLinear(nn.Module):
         outputs: Tensor = grouped_mm(rows, self.weights.mT, offs=self.ends)
         if not self.biases.numel():
             return outputs
-        return outputs + self.biases.repeat_interleave(self.counts, 0, output_size=rows.size(0))
+        biases: Tensor = self.biases.repeat_interleave(self.counts, 0, output_size=rows.size(0))
+        return outputs + biases
 
     def __getattr__(self, name: str) -> Any:
         if name in ("weight", "bias"):
             raise WeightUsedDirectly(name)
-        return super().__getattr__(name)
+        found: Any = super().__getattr__(name)
+        return found
 
 
 def grouped_template(experts: nn.ModuleList | nn.ModuleDict) -> nn.Module:
@@ -175,7 +177,9 @@ def alike(experts: nn.ModuleList | nn.ModuleDict) -> bool:
     weights = [*experts.named_parameters(remove_duplicate=False)]
     only_linear = all(id(weight) in linear_layers for _, weight in weights) and not any(True for _ in experts.buffers())
     untied = len(weights) == len({id(weight) for _, weight in weights})
-    plain = not any(type(each) is nn.Linear for each in experts.children()) and not any(map(_has_hooks, experts.modules()))
+    plain = not any(type(each) is nn.Linear for each in experts.children()) and not any(
+        map(_has_hooks, experts.modules())
+    )
     return plain and only_linear and untied and all(one == other for one, other in pairwise(descriptions))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from pgmesh._util.marks import SHARD_MARK
-from pgmesh.parallel.mixture import alike, grouped_template
+from pgmesh.parallel.mixture import alike, expert_layers, grouped_template
 
 ABSENT_MARK = "pgmesh_absent"
 """Attribute of a stage: the names of the modules that it lacks."""
@@ -23,7 +23,7 @@ ABSENT_MARK = "pgmesh_absent"
 class LocalExperts(nn.ModuleDict):
     """This rank's experts of a layer, under their names in the layer. Other ranks hold other experts.
 
-    Methods know experts by this module, so they are known after a copy, ``to_empty`` and ``load_state_dict(assign=True)``.
+    Methods know experts by this module, so also after a copy, ``to_empty`` and ``load_state_dict(assign=True)``.
 
     Args:
         experts: the experts by name.
@@ -60,6 +60,13 @@ def expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of experts in a module, by name. ``ExpertParallel`` averages their gradients."""
     prefixes = [f"{name}." for name, each in module.named_modules() if isinstance(each, LocalExperts)]
     return {name: each for name, each in module.named_parameters() if name.startswith(tuple(prefixes))}
+
+
+def names_of_experts(module: nn.Module) -> set[str]:
+    """Names of the parameters and buffers of experts in a whole module, before ``ExpertParallel`` is applied."""
+    prefixes = tuple(f"{name}.experts.".lstrip(".") for name, *_ in expert_layers(module))
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    return {name for name, _ in tensors if prefixes and name.startswith(prefixes)}
 
 
 def tied_names(module: nn.Module) -> list[list[str]]:

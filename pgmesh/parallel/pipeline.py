@@ -27,11 +27,11 @@ from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Level, Method, single_axis
 from pgmesh.parallel.divisibility import format_sizes, nearest_multiples
 from pgmesh.parallel.exchange import on_served_device
+from pgmesh.parallel.gradients import local
 from pgmesh.parallel.ownership import tied_names
 from pgmesh.parallel.schedules import SCHEDULES, check_microbatches, check_stages
 from pgmesh.parallel.stage_cutting import copy_stage, partition_layers
 from pgmesh.parallel.stage_shapes import Stage, device_of_stage, resharded_at_exit
-from pgmesh.parallel.weights import local
 
 MAX_SCHEDULES = 8
 """Number of schedules that a pipeline keeps. Each has buffers for all activations between stages of a batch."""

@@ -44,7 +44,7 @@ def copy_stage(
         if name == layers or any(each.startswith(f"{name}." if name else "") for each in changed)
     ]
     memo: dict[int, Any] = {id(each): each for each in (*module.modules(), *module.parameters(), *module.buffers())}
-    for sub in ancestors:  # copied, except for attributes such as groups and Seeds
+    for sub in ancestors:  # copied, except for attributes such as groups
         memo.pop(id(sub), None)
         memo.update((id(what), what) for name, what in vars(sub).items() if not name.startswith("_"))
     for sub in (sub for name in copied for sub in module.get_submodule(name).modules()):
