@@ -105,6 +105,7 @@ class Composition:
         self._settle()  # the methods may have been composed otherwise since
         self._check_averages(module)
         self._compare_weights(module)
+        was_on_meta = any(each.is_meta for each in module.parameters())
         sharded: dict[tuple[int, str], int] = {}
         applied = self._apply(self.methods, [], sharded, module)
         pipelines = [each for each in self.methods if each.level is Level.PIPELINE]
@@ -117,7 +118,7 @@ class Composition:
                 pieces[full] = sharded.get((id(owner), name), 1)
                 for method in (*pipelines, *(experts if full in expert_names else ())):
                     pieces[full] *= method.mesh.size(*method.owns)
-        self._compare_first_inputs(applied)
+        self._compare_first_inputs(applied, was_on_meta)
         return applied
 
     def _check_averages(self, module: nn.Module) -> None:
@@ -126,13 +127,14 @@ class Composition:
         experts = names_of_experts(module)
         trainable = [name for name, each in module.named_parameters() if each.requires_grad and name not in experts]
         if trainable:
-            cutting = [each for each in self.methods if (each.mesh.layout, each.owns) in self._readers]
-            mesh, axes = cutting[0].mesh, [axis for each in cutting for axis in each.owns]
-            sizes = ", ".join(f"{axis}={mesh.size(axis)}" for axis in mesh.axes)
+            cutting = next(each for each in self.methods if (each.mesh.layout, each.owns) in self._readers)
+            mesh = cutting.mesh
+            sizes = ", ".join(f"{axis}={mesh.size(axis)}" for axis in mesh.axes if axis != "dp")
             raise AxisError(
-                f"ranks along {format_axes(axes)} read different tokens, but no method averages gradients of "
-                f"{count_of(len(trainable), 'trainable parameter')}, for example {trainable[0]}.\n\n"
-                f"  compose(mesh, ..., DataParallel(mesh, 'dp'))   # with an axis of rows: mesh.view(dp=1, {sizes})"
+                f"ranks along {format_sizes(mesh, cutting.owns)} read different tokens, but no method averages the "
+                f"gradients of {count_of(len(trainable), 'trainable parameter')}, for example {trainable[0]}.\n\n"
+                f"  rows = mesh.view(dp=1, {sizes})   # or a mesh with an axis of rows of more ranks\n"
+                "  compose(mesh, ..., DataParallel(rows, 'dp'))   # averages along it, and along the axes of positions"
             )
 
     def _compare_weights(self, module: nn.Module) -> None:
@@ -144,6 +146,13 @@ class Composition:
             broadcast = tensors.keys() - names_of_experts(module)
             receives = data.mesh.index(*data.average_axes) > 0
         compare_weights(self.mesh, self._ranks, tensors, broadcast, receives)
+
+    def _compare_whole_weights(self, module: nn.Module) -> None:
+        """Compare the weights that were on the meta device in ``apply``, where ranks have them whole."""
+        stages = [(each.mesh.layout, each.owns) for each in self.methods if each.level is not Level.PIPELINE]
+        pieces, per_stage = self._pieces[module], min(self._pieces[module].values(), default=1)
+        whole = {name: each for name, each in module.named_parameters() if pieces[name] == per_stage}
+        compare_weights(self.mesh, connected_ranks(self.mesh.rank, stages), whole)
 
     def broadcast(self, module: nn.Module) -> None:
         """Give all ranks the parameters and buffers of the first one, before ``apply``: an equal start.
@@ -330,14 +339,20 @@ class Composition:
         compared = [*comparisons(self.methods, self.equal_parts)]
         compare_inputs(self.mesh, self._ranks, compared, batch)
 
-    def _compare_first_inputs(self, module: nn.Module) -> None:
-        """Let the first training step of a module compare the inputs of ranks."""
+    def _compare_first_inputs(self, module: nn.Module, was_on_meta: bool) -> None:
+        """Let the first training step of a module compare the inputs of ranks, and weights that had no values."""
         if len(self._ranks) == 1:
             return
+
+        def compare(inputs: Any) -> None:
+            self.check_inputs(inputs)
+            if was_on_meta:
+                self._compare_whole_weights(module)
+
         if hasattr(module, "before_step"):  # a pipeline
 
             def before_step(batch: Any) -> None:
-                self.check_inputs(batch)
+                compare(batch)
                 vars(module)["before_step"] = None
 
             vars(module)["before_step"] = before_step
@@ -345,7 +360,7 @@ class Composition:
 
         def before_forward(_: nn.Module, args: Any, keywords: Any) -> None:
             if module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                self.check_inputs((args, keywords))
+                compare((args, keywords))
                 hook.remove()
 
         # prepend: before the hook of fully_shard, which gathers parameters
