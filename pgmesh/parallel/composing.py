@@ -27,11 +27,12 @@ from pgmesh.errors import AxisError, MethodError, ShapeError
 from pgmesh.layout import Axis, Layout
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Level, Method, format_axes, split_rows
-from pgmesh.parallel.blocks import Blocks, connected_ranks, shared_pair
+from pgmesh.parallel.blocks import Blocks, connected_ranks
 from pgmesh.parallel.comparing import compare_inputs, compare_weights, comparisons, tensors_in
 from pgmesh.parallel.divisibility import format_sizes
 from pgmesh.parallel.exchange import on_served_device
 from pgmesh.parallel.gradients import local_shard, norm_of_pieces, scale_gradients
+from pgmesh.parallel.owners import check_owners, owns_axis
 from pgmesh.parallel.ownership import expert_parameters, names_of_experts
 
 
@@ -129,12 +130,12 @@ class Composition:
         if trainable:
             cutting = next(each for each in self.methods if (each.mesh.layout, each.owns) in self._readers)
             mesh = cutting.mesh
-            sizes = ", ".join(f"{axis}={mesh.size(axis)}" for axis in mesh.axes if axis != "dp")
+            sizes = ", ".join(f"{axis}={mesh.size(axis)}" for axis in mesh.axes)
+            rows = "mesh" if "dp" in mesh.axes else f"mesh.view(dp=1, {sizes})"
             raise AxisError(
                 f"ranks along {format_sizes(mesh, cutting.owns)} read different tokens, but no method averages the "
                 f"gradients of {count_of(len(trainable), 'trainable parameter')}, for example {trainable[0]}.\n\n"
-                f"  rows = mesh.view(dp=1, {sizes})   # or a mesh with an axis of rows of more ranks\n"
-                "  compose(mesh, ..., DataParallel(rows, 'dp'))   # averages along it, and along the axes of positions"
+                f"  compose(mesh, ..., DataParallel({rows}, 'dp'))   # averages along the axes of positions too"
             )
 
     def _compare_weights(self, module: nn.Module) -> None:
@@ -523,53 +524,6 @@ def compose(
             f"  compose(mesh, ..., unowned={missing})   # if this is intended"
         )
     return Composition(mesh, tuple(sorted(methods, key=lambda method: method.level)), equal_parts)
-
-
-def check_owners(one: Method, other: Method) -> None:
-    """Check that two methods own different axes, and that only one of them averages gradients.
-
-    Two methods on different views own the same axis if two ranks are in one block of both. Names do not matter.
-
-    Raises:
-        AxisError: an axis has two owners, or two methods average gradients.
-    """
-    experts = [each for each in (one, other) if each.differs == "experts"]
-    if len(experts) == 1 and Level.PIPELINE not in (one.level, other.level):
-        return  # experts are other weights than those of the other method, on the same ranks
-    same_layout = one.mesh.layout == other.mesh.layout
-    for axis, other_axis in itertools.product(one.owns, other.owns):
-        if same_layout and axis == other_axis:
-            raise AxisError(
-                f"axis {axis} has two owners: {one}, and {other}. An axis has one owner.\n\n"
-                f"  {type(other).__name__}(mesh, ...)   # another axis"
-            )
-        pair = None if same_layout else shared_pair(one.mesh.layout, axis, other.mesh.layout, other_axis)
-        if pair:
-            raise AxisError(
-                f"ranks {pair[0]} and {pair[1]} have two owners: {one} owns both along {axis}, and {other} owns both "
-                f"along {other_axis} of another view or slice. An axis has one owner, under any name. Only experts may "
-                "lie on the ranks of other methods.\n\n"
-                f"  mesh.view(...)   # with an axis {other_axis} that does not overlap {axis}"
-            )
-    if one.averages_gradients and other.averages_gradients:
-        raise AxisError(
-            f"{one} and {other} both average gradients. One method does it, for all axes.\n\n"
-            f"  {type(one).__name__}(mesh, {', '.join(map(repr, (*one.owns, *other.owns)))})   # in place of both"
-        )
-
-
-def owns_axis(method: Method, mesh: ProcessGroupMesh, axis: Axis) -> bool:
-    """Return True if a method owns an axis of the mesh, directly or as part of an axis of a view or slice.
-
-    Experts on another layout never count as an owner: other methods own their ranks.
-    """
-    layout = method.mesh.layout
-    if layout == mesh.layout:
-        return axis in method.owns
-    if method.differs == "experts":
-        return False
-    blocks = [block for block in mesh.layout.partition(axis) if any(rank in layout for rank in block)]
-    return all(block[0] in layout and {*block} <= {*layout.block_of(block[0], *method.owns)} for block in blocks)
 
 
 def check_parameters_kept(
