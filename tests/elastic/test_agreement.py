@@ -511,10 +511,10 @@ def test_spare_that_ended_while_it_stood_by_is_passed_over(axis: str | None):
 
 
 def test_ended_spares_leave_no_place_to_fill():
-    values = {**status(1), **status(4), "m/shrink/0/arrivals": arrivals(arrival(4, None))}
-    one = Rank(request=spares(4), values=values, ended={1, 4})
+    before = {**status(1), **status(4), "m/shrink/0/arrivals": arrivals(arrival(4, None))}
+    one = Rank(request=spares(4), values={**before}, ended={1, 4})
     assert (one.agree().replaced, one.client.clock < 0.1) == ({}, True)
-    forever = Rank(request=spares(4, axis=None), values=values, ended={1, 4}, deadline=3.0)
+    forever = Rank(request=spares(4, axis=None), values=before, ended={1, 4}, deadline=3.0)
     assert "rank 4 has ended: its listener" in forever.agree().failed
 
 
