@@ -174,7 +174,8 @@ def _initialize(detect: Callable[[], LauncherInfo], backend: str | None, timeout
         dist.init_process_group(backend, rank=info.rank, world_size=info.size, timeout=limit, **where)
     except dist.DistError as error:
         problem = f"rank {info.rank} of {info.size} could not join at {host}:{port}"
-        raise LaunchError(f"{problem}: {error}") from error
+        started = f"all {info.size} ranks have" if info.replica is None else "the store has"
+        raise LaunchError(f"{problem}: {error}\n\nCheck that {started} started, with this host and port.") from error
     return World(own=True)
 
 
