@@ -184,7 +184,10 @@ MUTANTS = [
         NO_FAULTS,
         (
             ("self._undecided() if self.statuses.lost(self._watched(attempt))]", "self._undecided()]"),
-            ("if attempt.decision is None and self.statuses.lost(self._watched(attempt)):", "if attempt.decision is None:"),
+            (
+                "if attempt.decision is None and self.statuses.lost(self._watched(attempt)):",
+                "if attempt.decision is None:",
+            ),
         ),
     ),
     Mutant(
