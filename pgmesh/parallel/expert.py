@@ -89,7 +89,7 @@ class ExpertParallel(Method):
         """Derive which ranks send tokens to the same experts, and which of them hold the same experts."""
         senders = connected_ranks(self.mesh.rank, [*readers, (self.mesh.layout, self._expert_axes)])
         self.average_axes = spanning_axes(self.mesh, senders, f"{self} gets tokens of")
-        self.configure(self._options, self._replica_axes)
+        self.configure(self._options, self.average_axes, self._replica_axes)
 
     @property
     def _gathers_tokens(self) -> bool:
