@@ -158,7 +158,7 @@ def comparisons(methods: Iterable[Method], equal_parts: bool) -> Iterator[Compar
         if method.differs == "rows" and equal_parts:
             yield Comparison(method, method.average_axes, ("rows",))
         elif method.differs == "experts" and equal_parts:
-            yield Comparison(method, method.average_axes, ("tokens",))
+            yield Comparison(method, method.mesh.along(*{*method.average_axes, *method.owns}).axes, ("tokens",))
         elif method.differs in ("positions", "weights"):
             yield Comparison(method, method.owns, ("rows", "positions")[: 1 if method.level is Level.PIPELINE else 2])
 

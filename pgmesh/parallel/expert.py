@@ -101,11 +101,6 @@ class ExpertParallel(Method):
         """Axes along which ranks send different tokens to copies of the same experts."""
         return tuple(axis for axis in self.average_axes if axis not in self.owns)
 
-    @property
-    def compared_axes(self) -> tuple[Axis, ...]:
-        """Axes along which ranks need the same number of tokens."""
-        return self.mesh.along(*{*self.average_axes, *self._tensor_axes}).axes
-
     # -- the module -----------------------------------------------------------------------------------------------
 
     def apply(self, module: nn.Module) -> nn.Module:
