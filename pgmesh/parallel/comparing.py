@@ -95,7 +95,7 @@ def compare_weights(
     dist.all_gather_object(described, described[0], group=exchange_group(mesh, ranks))
     for name in dict.fromkeys(name for each in described for name in each):
         holders: dict[str, list[int]] = {}
-        first_value = next(each[name][1] for each in described if name in each and each[name][1])
+        first_value = next((each[name][1] for each in described if name in each and each[name][1]), 0)
         for rank, each in zip(ranks, described):
             kind, value = each.get(name, ("is missing", first_value))
             holders.setdefault(f"{kind}{', other values' * (value not in (0, first_value))}", []).append(rank)
