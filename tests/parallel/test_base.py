@@ -37,7 +37,7 @@ from pgmesh.parallel import (
     compose,
     find,
 )
-from pgmesh.parallel.composing import shared_pair
+from pgmesh.parallel.owners import shared_pair
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
 from tests.support.worlds import check_sums, groups_of, world
