@@ -157,10 +157,10 @@ class Method:
         )
 
     def weights(self, module: nn.Module) -> Iterator[nn.Parameter]:
-        """Trainable parameters whose gradients this method may reduce along its axes.
+        """Trainable parameters which this method may average along its axes, or their gradients.
 
-        Two kinds are left out. Frozen parameters have no gradient. Experts differ between ranks, and
-        ``ExpertParallel`` averages their gradients.
+        Two kinds are left out. Frozen parameters have no gradient. ``ExpertParallel`` averages gradients of experts,
+        but only inside a replica: a method that averages later gets experts too.
 
         Args:
             module: the module that ``apply`` was given.
@@ -171,7 +171,7 @@ class Method:
         >>> [tuple(weight.shape) for weight in DataParallel(mesh, "dp").weights(layer)]
         [(2, 2)]
         """
-        experts = set(expert_parameters(module).values())
+        experts = set() if self.averages_later else set(expert_parameters(module).values())
         return (weight for weight in module.parameters() if weight.requires_grad and weight not in experts)
 
     def around(self, module: nn.Module, inner: Callable[[nn.Module], nn.Module]) -> nn.Module:
