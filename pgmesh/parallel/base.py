@@ -244,6 +244,10 @@ class Method:
         """
         return split_rows(rows, self.batch_parts, self.batch_part, format_sizes(self.mesh, self.owns))
 
+    def __deepcopy__(self, memo: object) -> Method:
+        """The method itself: a copy of a module, whose layers call the method, uses the same groups."""
+        return self
+
     def __repr__(self) -> str:
         return f"{type(self).__name__} along {format_axes(self.owns)}"
 
