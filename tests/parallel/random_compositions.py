@@ -18,6 +18,7 @@ import math
 import random
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -95,7 +96,7 @@ class Drawn:
 
     seed: int
     sizes: dict[str, int]
-    """Axes: "run" (slices with programs of their own), "late", "pp", "idle" (no method on purpose), "dp", "cp", "tp"."""
+    """Axes: "run" (each slice is a program), "late", "pp", "idle" (no method, on purpose), "dp", "cp", "tp"."""
     ranks: tuple[int, ...]
     data: str = ""
     viewed: bool = False
@@ -115,6 +116,8 @@ class Drawn:
     rows: int = 1
     clip: bool = False
     masked: bool = False
+    ragged: bool = False
+    """Parts of the rows have different sizes."""
     half: bool = False
     omission: str = ""
 
@@ -127,11 +130,16 @@ class Drawn:
         return self.size("late") * self.size("dp")
 
     @property
+    def rows_of_parts(self) -> list[int]:
+        """Number of rows of each part in a pass."""
+        return [self.microbatches * self.rows * (2 if self.ragged and part % 2 else 1) for part in range(self.parts)]
+
+    @property
     def features(self) -> list[str]:
         """What the table of pairs counts."""
         experts = self.experts and ("experts" if self.experts[2] == 1 else "experts, tensor=")
         names = [self.data, self.tensor and f"tensor {self.tensor}", self.context, experts, self.schedule]
-        kinds = ("tied", "checkpointing", "compiled", "clip", "masked", "viewed")
+        kinds = ("tied", "checkpointing", "compiled", "clip", "masked", "ragged", "viewed")
         names += [name for name in kinds if getattr(self, name)]
         names += [self.frozen and f"frozen {self.frozen}", self.passes > 1 and "accumulation", self.half and "bfloat16"]
         names += ["late" in self.sizes and "averages later", "run" in self.sizes and "slices"]
@@ -176,12 +184,15 @@ def draw(seed: int) -> Drawn:
         drawn = replace(drawn, frozen=numbers.choice(frozen))
     if drawn.data in ("sharded", "hybrid") and chance(12):
         drawn = replace(drawn, half=True)
+    if size("dp") > 1 and not drawn.schedule and not drawn.experts and chance(15):
+        drawn = replace(drawn, ragged=True, masked=True)
     if chance(12):
-        omissions = ["seed, broadcast", "seed"]
-        omissions += ["owner"] if n > 1 else []
-        omissions += ["average"] if drawn.data else []
-        omissions += ["rows"] if drawn.data and size("dp") > 1 else []
-        drawn = replace(drawn, omission=numbers.choice(omissions))
+        omissions = ["seed, broadcast", "seed"] if {*sizes} - {"run", "idle"} else []
+        omissions += ["owner"] if any(size(axis) > 1 for axis in ("late", "pp", "dp", "cp", "tp")) else []
+        omissions += ["average"] if size("dp") * size("cp") > 1 else []
+        omissions += ["rows"] if size("dp") > 1 and not drawn.ragged else []
+        omissions += ["replica"] if drawn.experts and "late" in sizes else []
+        drawn = replace(drawn, omission=numbers.choice(omissions or [""]))
     return drawn
 
 
@@ -358,7 +369,10 @@ def methods_of(mesh: ProcessGroupMesh, drawn: Drawn, loss: Losses) -> Iterator[M
         yield ContextParallel(mesh, "cp", attention=attention, balanced=drawn.context == "ring")
     if drawn.experts:
         outer = {str(axis): mesh.size(axis) for axis in mesh.axes if axis not in ("dp", "cp", "tp")}
-        view = mesh.view(outer | dict(zip(("edp", "ep", "etp"), drawn.experts)))
+        sizes = dict(zip(("edp", "ep", "etp"), drawn.experts))
+        if drawn.omission == "replica":  # the experts lie on replicas that average later
+            sizes["ep"] *= outer.pop("late")
+        view = mesh.view(outer | sizes)
         cut: dict[str, Any] = {"tensor": "etp", "columns": ["up"], "rows": ["down"]} if drawn.experts[2] > 1 else {}
         yield ExpertParallel(view, "ep", **cut)
     if drawn.schedule:
@@ -377,7 +391,7 @@ def methods_of(mesh: ProcessGroupMesh, drawn: Drawn, loss: Losses) -> Iterator[M
 
 def batch_of(drawn: Drawn, step: int, run: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The whole batch of a step of one slice."""
-    rows = drawn.parts * drawn.passes * drawn.microbatches * drawn.rows
+    rows = drawn.passes * sum(drawn.rows_of_parts)
     codes, target = batch(1000 * drawn.seed + 10 * step + run, rows)
     if drawn.masked:
         numbers = torch.Generator().manual_seed(drawn.seed + step)
@@ -427,20 +441,18 @@ def average_models(models: list[TinyGPT]) -> None:
             weight.copy_(mean)
 
 
-def backward_alone(
-    drawn: Drawn, model: TinyGPT, codes: torch.Tensor, target: torch.Tensor, parts: list[int]
-) -> float:
+def backward_alone(drawn: Drawn, model: TinyGPT, codes: torch.Tensor, target: torch.Tensor, parts: list[int]) -> float:
     """The loss of a replica, and its gradients. Experts balance the tokens of each pass and microbatch."""
 
     def share(rows: torch.Tensor) -> list[list[torch.Tensor]]:
         """Rows of the replica by pass and microbatch."""
-        passes = [each.chunk(drawn.parts) for each in rows.chunk(drawn.passes)]
+        passes = [each.split(drawn.rows_of_parts) for each in rows.chunk(drawn.passes)]
         chunks = [[each[part].chunk(drawn.microbatches) for part in parts] for each in passes]
         return [[torch.cat(rows) for rows in zip(*each, strict=True)] for each in chunks]
 
     inputs, labels, total = share(codes), share(target), 0.0
     tokens = sum(int((each != IGNORED).sum()) for per_pass in labels for each in per_pass)
-    for rows, label in zip(sum(inputs, []), sum(labels, []), strict=True):
+    for rows, label in zip(itertools.chain(*inputs), itertools.chain(*labels), strict=True):
         loss = token_loss(model(rows), label, "sum")
         loss = loss * drawn.microbatches / tokens
         loss.backward()
@@ -457,6 +469,7 @@ def train(drawn: Drawn) -> tuple[set[str], set[str], float]:
     Returns:
         Names of this rank's weights, names of all, and the greatest difference.
     """
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # stages return views, which nothing changes
     with ProcessGroupMesh(**drawn.sizes, ranks=list(drawn.ranks), name=f"drawn{drawn.seed}") as whole:
         run = whole.index("run") if "run" in drawn.sizes else 0
         mesh = whole.at(run=run) if "run" in drawn.sizes and len(drawn.sizes) > 1 else whole
@@ -464,9 +477,9 @@ def train(drawn: Drawn) -> tuple[set[str], set[str], float]:
         methods = [*methods_of(mesh, drawn, loss)]
         unowned = [axis for axis in ("idle", "run") if axis in mesh.axes]
         if drawn.omission == "owner":
-            methods = methods[1:]
+            methods.remove(next(m for m in methods if m.differs != "experts" and m.mesh.size(*m.owns) > 1))
         random.Random(drawn.seed).shuffle(methods)
-        together = loss.together = compose(mesh, *methods, unowned=unowned)
+        together = loss.together = compose(mesh, *methods, unowned=unowned, equal_parts=not drawn.ragged)
         model = model_of(drawn, first_seed(drawn, mesh))
         if drawn.omission == "seed, broadcast":
             together.broadcast(model)
@@ -477,8 +490,11 @@ def train(drawn: Drawn) -> tuple[set[str], set[str], float]:
 
 
 def first_seed(drawn: Drawn, mesh: ProcessGroupMesh) -> int:
-    """The seed of a rank's model: 0 on the first rank of its mesh."""
-    return [*mesh].index(mesh.rank) if drawn.omission.startswith("seed") else 0
+    """The seed of a rank's model: 0 on the rank whose weights others get."""
+    if not drawn.omission.startswith("seed"):
+        return 0
+    ranks = mesh.ranks(*(axis for axis in mesh.axes if axis != "idle"))
+    return (sorted(ranks) if "broadcast" in drawn.omission else [*ranks]).index(mesh.rank)
 
 
 def replicas_of(together: Composition, mesh: ProcessGroupMesh, drawn: Drawn) -> tuple[list[list[int]], int]:
@@ -488,7 +504,9 @@ def replicas_of(together: Composition, mesh: ProcessGroupMesh, drawn: Drawn) -> 
     dist.all_gather_object(pairs, (own, together.rank), group=mesh.group(*mesh.axes))
     replicas = [sorted({part for replica, part in pairs if replica == i}) for i in range(drawn.size("late"))]
     if together.num_replicas == drawn.parts:
-        assert sorted(sum(replicas, [])) == list(range(drawn.parts)), f"parts of rows are read twice: {replicas}"
+        assert sorted(itertools.chain(*replicas)) == list(range(drawn.parts)), (
+            f"parts of rows are read twice: {replicas}"
+        )
     return replicas, own
 
 
@@ -497,7 +515,6 @@ def train_and_compare(
 ) -> tuple[set[str], set[str], float]:
     optimizer = together.attach(optimizer_of(model.parameters()))
     compare = Comparison(drawn, together, model)
-    names = set[str]()
     for step in range(STEPS):
         optimizer.zero_grad()
         value = backward(drawn, together, model, loss, step, run)
@@ -514,9 +531,7 @@ def train_and_compare(
     return names, {*expected.weights}, compare.greatest
 
 
-def backward(
-    drawn: Drawn, together: Composition, model: nn.Module, loss: Losses, step: int, run: int
-) -> float | None:
+def backward(drawn: Drawn, together: Composition, model: nn.Module, loss: Losses, step: int, run: int) -> float | None:
     """Backward passes of a step on this rank. Returns the loss, if this rank has it."""
     codes, target = batch_of(drawn, step, run)
     passes = [part_of(drawn, together, *each) for each in zip(codes.chunk(drawn.passes), target.chunk(drawn.passes))]
@@ -541,13 +556,15 @@ def backward(
     return (found if drawn.masked else together.mean(found)).item()
 
 
-def part_of(
-    drawn: Drawn, together: Composition, codes: torch.Tensor, target: torch.Tensor
-) -> dict[str, torch.Tensor]:
+def part_of(drawn: Drawn, together: Composition, codes: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
     """This rank's part of a batch."""
     given = {"inputs": codes, "labels": target}
     if drawn.context:
         given["positions"] = torch.arange(CONTEXT).expand(len(codes), -1)
+    if drawn.ragged:  # the program splits the rows itself
+        context = [each for each in together.methods if isinstance(each, ContextParallel)]
+        given = {name: each.split(drawn.rows_of_parts)[together.rank] for name, each in given.items()}
+        return {name: context[0].cut(each) if context else each for name, each in given.items()}
     given = together.share(given)
     if drawn.omission == "rows" and together.rank == 0:  # this rank drops its last row
         given = {name: each[:-1] for name, each in given.items()}
@@ -629,7 +646,7 @@ def run_one(seed: int) -> Result:
         kind, text = judge(outcomes)
     else:
         kind, text = judge_trained(outcomes)
-    if kind == "trains" and drawn.omission in ("average", "owner", "rows"):
+    if kind == "trains" and drawn.omission in ("average", "owner", "rows", "replica"):
         kind, text = "WRONG", f"trains, but omits {drawn.omission}"
     return Result(drawn, kind, text, time.monotonic() - start)
 
