@@ -23,8 +23,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.placement_types import Placement
 
-from pgmesh._util.suggestions import closest_name, did_you_mean
 from pgmesh import torch_private
+from pgmesh._util.suggestions import closest_name, did_you_mean
 from pgmesh.errors import MethodError, OptionsError
 from pgmesh.parallel.base import Level, Method, format_axes, single_axis
 from pgmesh.parallel.divisibility import divide_along_axes, format_sizes

@@ -404,6 +404,21 @@ def test_ranks_that_read_different_tokens_have_to_be_a_block(mesh: ProcessGroupM
     )
 
 
+@pytest.mark.parametrize("sharding", [Tensor, Pipeline])
+def test_methods_do_not_cross_shards_and_stages(sharding: type[Method]):
+    """Ranks 0, 4 and 8 are along one axis of a view, and rank 8 has the second stage. No pair has two owners."""
+    with fake_rank(0, 12), ProcessGroupMesh(pp=2, dp=6) as mesh:
+        crossing, stages = Data(mesh.view(rows=3, rest=4), "rows"), sharding(mesh, "pp")
+        for methods in ([crossing, stages], [stages, crossing]):
+            assert_raises(
+                AxisError,
+                lambda methods=methods: compose(mesh, *methods, unowned=["dp"]),
+                f"ranks 4 and 8 are in one block of Data along rows, but hold different weights of {stages}.\n\n"
+                "  mesh.view(...)   # with axes that do not cross pp",
+            )
+        compose(mesh, Data(mesh.view(pp=2, rows=3, rest=2), "rows"), stages, unowned=["dp"])
+
+
 class Model(nn.Module):
     """A dense weight and an expert."""
 
