@@ -157,10 +157,10 @@ class Method:
         )
 
     def weights(self, module: nn.Module) -> Iterator[nn.Parameter]:
-        """Trainable parameters whose gradients this method may reduce along its axes.
+        """Trainable parameters which this method may average along its axes, or their gradients.
 
-        Two kinds are left out. Frozen parameters have no gradient. Experts differ between ranks, and
-        ``ExpertParallel`` averages their gradients.
+        Two kinds are left out. Frozen parameters have no gradient. ``ExpertParallel`` averages gradients of experts,
+        but only inside a replica: a method that averages later gets experts too.
 
         Args:
             module: the module that ``apply`` was given.
@@ -171,7 +171,7 @@ class Method:
         >>> [tuple(weight.shape) for weight in DataParallel(mesh, "dp").weights(layer)]
         [(2, 2)]
         """
-        experts = set(expert_parameters(module).values())
+        experts = set() if self.averages_later else set(expert_parameters(module).values())
         return (weight for weight in module.parameters() if weight.requires_grad and weight not in experts)
 
     def around(self, module: nn.Module, inner: Callable[[nn.Module], nn.Module]) -> nn.Module:
@@ -243,6 +243,10 @@ class Method:
             ShapeError: the rows cannot be split evenly.
         """
         return split_rows(rows, self.batch_parts, self.batch_part, format_sizes(self.mesh, self.owns))
+
+    def __deepcopy__(self, memo: object) -> Method:
+        """The method itself: a copy of a module, whose layers call the method, uses the same groups."""
+        return self
 
     def __repr__(self) -> str:
         return f"{type(self).__name__} along {format_axes(self.owns)}"
