@@ -295,6 +295,17 @@ def test_samplers_of_all_ranks_cover_a_data_set_once_for_each_block_of_rows():
     assert sorted(row for rank in (0, 2, 4, 6) for row in drawn[rank]) == [*range(16)]
 
 
+def test_rows_on_two_layouts_have_an_index_for_each_block():
+    found = list[tuple[int, int, int]]()
+    for rank in range(8):
+        with fake_rank(rank, 8), ProcessGroupMesh(pp=2, dp=2, tp=2) as mesh:
+            together = compose(
+                mesh, Later(mesh.view(replicas=2, rest=4), "replicas"), Data(mesh, "dp"), Tensor(mesh, "tp")
+            )
+            found.append((together.num_replicas, together.rank, mesh.index("tp")))
+    assert sorted(found) == sorted((4, part, tp) for part in range(4) for tp in range(2))
+
+
 class Batch(NamedTuple):
     codes: torch.Tensor
     weight: torch.Tensor
