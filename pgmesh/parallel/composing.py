@@ -487,7 +487,7 @@ def compose(
     Raises:
         AxisError: an axis has two owners, or an axis of more than one rank has none.
         AxisError: methods on different views or slices own the same ranks. Experts may lie on those of other methods.
-        AxisError: two methods average gradients, or ranks that read different tokens are stages of a pipeline.
+        AxisError: two methods average gradients, or one works across the shards or pipeline stages of another.
         MethodError: an argument is not a method, or is on another mesh.
 
     >>> from pgmesh.parallel import Method, compose

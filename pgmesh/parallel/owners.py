@@ -16,7 +16,8 @@ def check_owners(one: Method, other: Method) -> None:
     Two methods on different views own the same axis if two ranks are in one block of both. Names do not matter.
 
     Raises:
-        AxisError: an axis has two owners, or two methods average gradients.
+        AxisError: an axis has two owners, two methods average gradients, or one works across the shards or stages of
+            the other.
     """
     experts = [each for each in (one, other) if each.differs == "experts"]
     alone = Level.PIPELINE in (one.level, other.level) or one.averages_later or other.averages_later
@@ -42,6 +43,27 @@ def check_owners(one: Method, other: Method) -> None:
             f"{one} and {other} both average gradients. One method does it, for all axes.\n\n"
             f"  {type(one).__name__}(mesh, {', '.join(map(repr, (*one.owns, *other.owns)))})   # in place of both"
         )
+    for sharding, method in ((one, other), (other, one)):
+        if sharding.differs == "weights" and not same_layout:
+            check_same_weights(sharding, method)
+
+
+def check_same_weights(sharding: Method, method: Method) -> None:
+    """Check that the ranks of a method hold the same shard or stage of a method on another view or slice.
+
+    Raises:
+        AxisError: ranks in one block along the axes of ``method`` hold different ones.
+    """
+    blocks = sharding.mesh.layout.partition(*sharding.owns)
+    index_of = {rank: index for block in blocks for index, rank in enumerate(block)}
+    for block in method.mesh.layout.partition(*method.owns):
+        holders = {index_of[rank]: rank for rank in block if rank in index_of}
+        if len(holders) > 1:
+            first, second, *_ = holders.values()
+            raise AxisError(
+                f"ranks {first} and {second} are in one block of {method}, but hold different weights of {sharding}."
+                f"\n\n  mesh.view(...)   # with axes that do not cross {', '.join(map(str, sharding.owns))}"
+            )
 
 
 def owns_axis(method: Method, mesh: ProcessGroupMesh, axis: Axis) -> bool:

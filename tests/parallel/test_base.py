@@ -295,6 +295,17 @@ def test_samplers_of_all_ranks_cover_a_data_set_once_for_each_block_of_rows():
     assert sorted(row for rank in (0, 2, 4, 6) for row in drawn[rank]) == [*range(16)]
 
 
+def test_rows_on_two_layouts_have_an_index_for_each_block():
+    found = list[tuple[int, int, int]]()
+    for rank in range(8):
+        with fake_rank(rank, 8), ProcessGroupMesh(pp=2, dp=2, tp=2) as mesh:
+            together = compose(
+                mesh, Later(mesh.view(replicas=2, rest=4), "replicas"), Data(mesh, "dp"), Tensor(mesh, "tp")
+            )
+            found.append((together.num_replicas, together.rank, mesh.index("tp")))
+    assert sorted(found) == sorted((4, part, tp) for part in range(4) for tp in range(2))
+
+
 class Batch(NamedTuple):
     codes: torch.Tensor
     weight: torch.Tensor
@@ -402,6 +413,21 @@ def test_ranks_that_read_different_tokens_have_to_be_a_block(mesh: ProcessGroupM
           Put all methods that split rows or positions on one mesh, or on one view of it.
         """,
     )
+
+
+@pytest.mark.parametrize("sharding", [Tensor, Pipeline])
+def test_methods_do_not_cross_shards_and_stages(sharding: type[Method]):
+    """Ranks 0, 4 and 8 are along one axis of a view, and rank 8 has the second stage. No pair has two owners."""
+    with fake_rank(0, 12), ProcessGroupMesh(pp=2, dp=6) as mesh:
+        crossing, stages = Data(mesh.view(rows=3, rest=4), "rows"), sharding(mesh, "pp")
+        for methods in ([crossing, stages], [stages, crossing]):
+            assert_raises(
+                AxisError,
+                lambda methods=methods: compose(mesh, *methods, unowned=["dp"]),
+                f"ranks 4 and 8 are in one block of Data along rows, but hold different weights of {stages}.\n\n"
+                "  mesh.view(...)   # with axes that do not cross pp",
+            )
+        compose(mesh, Data(mesh.view(pp=2, rows=3, rest=2), "rows"), stages, unowned=["dp"])
 
 
 class Model(nn.Module):
