@@ -118,7 +118,8 @@ def test_an_average_and_sharding_both_average_gradients(mesh: ProcessGroupMesh, 
     assert_raises(
         AxisError,
         lambda: compose(mesh, average, ShardedDataParallel(mesh, "tp"), unowned=["pp"]),
-        "Average along dp and ShardedDataParallel along tp both average gradients. One method does it, for all axes.\n\n"
+        "Average along dp and ShardedDataParallel along tp both average gradients. "
+        "One method does it, for all axes.\n\n"
         "  Average(mesh, 'dp', 'tp')   # in place of both",
     )
 

@@ -1,4 +1,4 @@
-"""The tables of docs/parallel.md and own_methods.md name every method, everything that a method has, and every level and schedule."""
+"""The tables of docs/parallel.md and own_methods.md: all methods, all that a method has, all levels and schedules."""
 
 from __future__ import annotations
 
