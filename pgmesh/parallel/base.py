@@ -126,13 +126,13 @@ class Method:
         self.mesh = mesh
         self._groups: dict[tuple[Axis, ...], ProcessGroup] = {}
         self.owns = self.average_axes = mesh.along(*axes).axes  # the names and the order of the mesh
-        self.configure(options, self.owns)
+        self.options, self._configured = options, set[tuple[Axis, ...]]()
+        self.configure(self.owns)
 
-    def configure(self, options: Mapping[str, Any] | None, *families: tuple[Axis, ...]) -> None:
-        """Set the method's options for groups that are not created yet. Without options, do nothing.
+    def configure(self, *families: tuple[Axis, ...]) -> None:
+        """Set the method's options for groups that are not created yet, for each once. Without options, do nothing.
 
         Args:
-            options: as in ``mesh.configure``.
             families: the axes of each group.
 
         Raises:
@@ -140,12 +140,12 @@ class Method:
 
         >>> from datetime import timedelta
         >>> from pgmesh.parallel import DataParallel
-        >>> DataParallel(mesh, "dp").configure({"timeout": timedelta(minutes=10)}, ("pp", "dp"))
+        >>> DataParallel(mesh, "dp", options={"timeout": timedelta(minutes=10)}).configure(("pp", "dp"))
         """
-        if options:
-            for axes in families:
-                if axes:
-                    self.mesh.configure(*axes, **options)
+        for axes in families:
+            if self.options and axes and axes not in self._configured:
+                self.mesh.configure(*axes, **self.options)
+                self._configured.add(axes)
 
     def apply(self, module: nn.Module) -> nn.Module:
         """Return the module to train: the given one, changed in place, or a wrapper of it.
@@ -157,10 +157,10 @@ class Method:
         )
 
     def weights(self, module: nn.Module) -> Iterator[nn.Parameter]:
-        """Trainable parameters whose gradients this method may reduce along its axes.
+        """Trainable parameters which this method may average along its axes, or their gradients.
 
-        Two kinds are left out. Frozen parameters have no gradient. Experts differ between ranks, and
-        ``ExpertParallel`` averages their gradients.
+        Two kinds are left out. Frozen parameters have no gradient. ``ExpertParallel`` averages gradients of experts,
+        but only inside a replica: a method that averages later gets experts too.
 
         Args:
             module: the module that ``apply`` was given.
@@ -171,7 +171,7 @@ class Method:
         >>> [tuple(weight.shape) for weight in DataParallel(mesh, "dp").weights(layer)]
         [(2, 2)]
         """
-        experts = set(expert_parameters(module).values())
+        experts = set() if self.averages_later else set(expert_parameters(module).values())
         return (weight for weight in module.parameters() if weight.requires_grad and weight not in experts)
 
     def around(self, module: nn.Module, inner: Callable[[nn.Module], nn.Module]) -> nn.Module:
@@ -212,6 +212,7 @@ class Method:
         if self.averages_gradients:
             ranks = connected_ranks(self.mesh.rank, readers)
             self.average_axes = spanning_axes(self.mesh, ranks, f"{self} averages gradients of")
+            self.configure(self.average_axes)
 
     def _group(self, *axes: Axis) -> ProcessGroup:
         """The group along axes, for forward passes that may be compiled.
@@ -243,6 +244,10 @@ class Method:
             ShapeError: the rows cannot be split evenly.
         """
         return split_rows(rows, self.batch_parts, self.batch_part, format_sizes(self.mesh, self.owns))
+
+    def __deepcopy__(self, memo: object) -> Method:
+        """The method itself: a copy of a module, whose layers call the method, uses the same groups."""
+        return self
 
     def __repr__(self) -> str:
         return f"{type(self).__name__} along {format_axes(self.owns)}"

@@ -104,11 +104,12 @@ class Composition:
                 are in this rank's block along the method's axes and had no group before.
         """
         self._settle()  # the methods may have been composed otherwise since
+        groups_before = held_groups(self.mesh)
         self._check_averages(module)
         self._compare_weights(module)
         was_on_meta = any(each.is_meta for each in module.parameters())
         sharded: dict[tuple[int, str], int] = {}
-        applied = self._apply(self.methods, [], sharded, module)
+        applied = self._apply(self.methods, [], sharded, groups_before, module)
         pipelines = [each for each in self.methods if each.level is Level.PIPELINE]
         experts = [each for each in self.methods if each.differs == "experts"]
         expert_names = expert_parameters(applied)
@@ -184,6 +185,7 @@ class Composition:
         methods: tuple[Method, ...],
         reported: list[BaseException],
         sharded: dict[tuple[int, str], int],
+        groups_before: set[tuple[int, ...]],
         module: nn.Module,
     ) -> nn.Module:
         """Apply the last of the methods, which applies the others through ``inner``.
@@ -193,6 +195,7 @@ class Composition:
             reported: errors that name their method already. They pass through the methods of higher levels unchanged.
             sharded: by module and name of a parameter that is a shard as a plain tensor: the number of shards. Methods
                 that shard parameters add theirs.
+            groups_before: ranks of each group that existed before the call.
             module: the module.
         """
         if not methods:
@@ -201,12 +204,11 @@ class Composition:
         parameters, shapes = dict[str, nn.Parameter](), dict[tuple[int, str], torch.Size]()
 
         def inner(part: nn.Module) -> nn.Module:
-            part = self._apply(tuple(inner_methods), reported, sharded, part)
+            part = self._apply(tuple(inner_methods), reported, sharded, groups_before, part)
             parameters.update(part.named_parameters())
             shapes.update(shapes_of(part))
             return part
 
-        groups_before = held_groups(self.mesh)
         try:
             applied = method.around(module, inner)
             if not isinstance(applied, nn.Module):

@@ -19,7 +19,8 @@ def check_owners(one: Method, other: Method) -> None:
         AxisError: an axis has two owners, or two methods average gradients.
     """
     experts = [each for each in (one, other) if each.differs == "experts"]
-    if len(experts) == 1 and Level.PIPELINE not in (one.level, other.level):
+    alone = Level.PIPELINE in (one.level, other.level) or one.averages_later or other.averages_later
+    if len(experts) == 1 and not alone:
         return  # experts are other weights than those of the other method, on the same ranks
     same_layout = one.mesh.layout == other.mesh.layout
     for axis, other_axis in itertools.product(one.owns, other.owns):

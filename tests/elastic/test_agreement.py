@@ -480,6 +480,12 @@ def test_a_new_process_takes_the_place_of_its_own_rank():
     assert (outcome.replaced, outcome.processes) == ({1: 1}, ("another",))
 
 
+def test_a_new_process_takes_no_other_place_too():
+    lines = arrivals(arrival(1, None, "another"), arrival(4, None))
+    one = Rank(request=spares(1, 4), size=3, values={**status(2), "m/shrink/0/arrivals": lines}, ended={2})
+    assert one.agree().replaced == {1: 1, 2: 4}
+
+
 def test_a_new_process_that_is_no_spare_is_lost():
     one = Rank(values={"m/shrink/0/arrivals": arrivals(arrival(1, None))})
     outcome = one.agree()

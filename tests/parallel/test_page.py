@@ -1,4 +1,4 @@
-"""The tables of docs/parallel.md and own_methods.md: all methods, all that a method has, all levels and schedules."""
+"""The tables of two pages name every method, everything that a method has, and every level and schedule."""
 
 from __future__ import annotations
 
