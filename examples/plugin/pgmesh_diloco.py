@@ -53,10 +53,9 @@ class DiLoCo(Method):
         self.agreed: list[torch.Tensor] = []  # this rank's part of each parameter, as of the last outer step
 
     def apply(self, module: nn.Module) -> nn.Module:
-        """Average the initial parameters over ranks, and return the module."""
+        """Keep the initial parameters, which are the same on all ranks, and return the module."""
         for weight in self.weights(module):  # without frozen parameters and experts
             part = local(weight).detach()  # this rank's shard, if another method shards the weight
-            self._mean(part)
             self.parameters.append(weight)  # apply is called once for each pipeline stage of the rank
             self.agreed.append(part.clone())
         return module

@@ -90,6 +90,8 @@ class Method:
     its axes have different weights, as replicas that train on their own."""
 
     mesh: ProcessGroupMesh
+    options: Mapping[str, Any] | None
+    """The options of its groups."""
     owns: tuple[Axis, ...]
     """The owned axes. No other method of a composition may own them."""
     average_axes: tuple[Axis, ...]

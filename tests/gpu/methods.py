@@ -25,9 +25,7 @@ from pgmesh.parallel import (
     compose,
     seed_of,
     seeded_rng,
-    weights,
 )
-from pgmesh.parallel.expert import ALIKE_MARK
 from tests.gpu.device import DEVICE, placed
 from tests.support.expert_models import ExpertBlock as Mixture, cut_like, expert_layer
 from tests.support.parallel_models import (
@@ -125,7 +123,6 @@ def train(
         codes, target = (together.share(each) for each in batch_of(step))
         inputs = {}
         if context is not None:
-            codes, target = context.cut(codes), context.cut(target)
             inputs["positions"] = context.positions(CONTEXT, DEVICE)
         optimizer.zero_grad()
         with around(), no_host_sync(syncs or step == 0):
@@ -184,7 +181,7 @@ def sequence(mesh: ProcessGroupMesh) -> None:
 
 def context(mesh: ProcessGroupMesh, kind: str) -> None:
     method = ContextParallel(mesh, "cp", attention=kind)
-    together = compose(mesh, DataParallel(mesh, "dp", over=("dp", "cp")), method)
+    together = compose(mesh, DataParallel(mesh, "dp"), method)
     train(together, model_of(), alone(model_of()), context=method)
 
 
@@ -198,11 +195,10 @@ def ring(mesh: ProcessGroupMesh) -> None:
 
 def with_experts(mesh: ProcessGroupMesh, moe: ProcessGroupMesh, tensor: str | None, *others: Any) -> None:
     cut = {"tensor": tensor, "columns": ["up"], "rows": ["down"]} if tensor else {}
-    over = [axis for axis in moe.axes if axis != "pp"]
     parts: Rows = (lambda rows: in_microbatches(rows, mesh.size("dp"))) if others else (lambda rows: [rows])
     model = model_of(Mixture)
     train(
-        compose(mesh, *others, DataParallel(mesh, "dp"), ExpertParallel(moe, "ep", over=over, **cut)),
+        compose(mesh, *others, DataParallel(mesh, "dp"), ExpertParallel(moe, "ep", **cut)),
         model,
         alone(model_of(Mixture), parts),
         cut=lambda whole: {**whole, **cut_like(dict(model.named_parameters()), whole, moe, tensor)},
@@ -219,10 +215,14 @@ def experts_cut(mesh: ProcessGroupMesh) -> None:
     with_experts(mesh, mesh.view(edp=-1, ep=n, etp=n), "etp")
 
 
+def with_data(mesh: ProcessGroupMesh, experts: ExpertParallel) -> Composition:
+    return compose(mesh, DataParallel(mesh, "dp"), experts)
+
+
 def one_host_sync(mesh: ProcessGroupMesh) -> None:
     """A layer of experts waits for the device once, forward and backward, as torch counts it."""
     layer, tokens = expert_layer(8).to(DEVICE), torch.randn(8, WIDTH, device=DEVICE, requires_grad=True)
-    ExpertParallel(mesh.view(edp=-1, ep=min(4, mesh.size())), "ep", over=("edp", "ep")).apply(layer)
+    with_data(mesh, ExpertParallel(mesh.view(edp=-1, ep=min(4, mesh.size())), "ep")).apply(layer)
     weights, chosen = torch.rand(8, 2, device=DEVICE), torch.rand(8, 8, device=DEVICE).argsort(1)[:, :2]
     layer.mix(tokens, weights, chosen, layer.experts).sum().backward()  # connects the groups
     on_cuda = DEVICE.type == "cuda"
@@ -247,9 +247,10 @@ def grouped_experts(mesh: ProcessGroupMesh) -> None:
         layer = expert_layer(8).to(DEVICE, torch.bfloat16)
         tokens = torch.randn(32, WIDTH, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
         weights, chosen = torch.rand_like(tokens[:, :2]), torch.rand(32, 6, device=DEVICE).argsort(1)[:, :2]
-        ExpertParallel(mesh.view(edp=-1, ep=min(4, mesh.size())), "ep", over=("edp", "ep")).apply(layer)
-        assert getattr(layer.experts, ALIKE_MARK)
-        setattr(layer.experts, ALIKE_MARK, grouped)
+        with_data(mesh, ExpertParallel(mesh.view(edp=-1, ep=min(4, mesh.size())), "ep")).apply(layer)
+        assert layer.experts.template is not None
+        if not grouped:
+            layer.experts.template = None
         out = layer.mix(tokens, weights, chosen, layer.experts)
         out.float().square().sum().backward()
         found.append([out.detach(), tokens.grad, *(weight.grad for weight in layer.experts.parameters())])
@@ -257,17 +258,28 @@ def grouped_experts(mesh: ProcessGroupMesh) -> None:
         torch.testing.assert_close(one, other, rtol=0.05, atol=0.05 * other.abs().max().item())
 
 
+class Ends(nn.Module):
+    """A weight of the first stage, and a layer without weights on the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.layers = nn.Linear(3, 1, bias=False), nn.ModuleList([nn.Identity(), nn.Identity()])
+
+
 def norm_without_weights(mesh: ProcessGroupMesh) -> None:
     """Norm where the second stage has no weights, and where gradients are on the CPU."""
     for device in (DEVICE, torch.device("cpu")):
-        weight = nn.Parameter(torch.ones(3, device=device))
-        weight.grad = torch.ones(3, device=device)
-        held = weights.Held([weight] if mesh.index("pp") == 0 else [], mesh, "pp")
-        assert abs(weights.norm(held).item() - 3**0.5) < 1e-6
-        weights.clip(1.0, held)
-        torch.testing.assert_close(
-            weight.grad.norm().item(), 1.0 if mesh.index("pp") == 0 else 3**0.5, rtol=1e-4, atol=0
-        )
+        pipeline = PipelineParallel(mesh, "pp", layers="layers", first=["start"], loss=loss_of, microbatches=2)
+        both = compose(mesh, pipeline, unowned=["dp"])
+        torch.manual_seed(0)
+        model = both.apply(Ends().to(device))
+        for weight in model.parameters():
+            weight.grad = torch.ones_like(weight)
+        assert abs(both.grad_norm().item() - 3**0.5) < 1e-6
+        both.clip_grad_norm_(1.0)
+        assert len([*model.parameters()]) == (mesh.index("pp") == 0)
+        for weight in model.parameters():
+            torch.testing.assert_close(weight.grad.norm().item(), 1.0, rtol=1e-4, atol=0)
 
 
 def stages(mesh: ProcessGroupMesh, loss: Callable[..., torch.Tensor] = loss_of) -> PipelineParallel:
@@ -286,14 +298,14 @@ def pipeline_experts(mesh: ProcessGroupMesh) -> None:
 def together(mesh: ProcessGroupMesh) -> None:
     """Tensor, context and sharded data parallelism."""
     tensor, context = TensorParallel(mesh, "tp", plan=VOCABULARY_PLAN), ContextParallel(mesh, "cp", attention="ulysses")
-    both = compose(mesh, ShardedDataParallel(mesh, "dp", over=("dp", "cp")), context, tensor)
+    both = compose(mesh, ShardedDataParallel(mesh, "dp"), context, tensor)
     train(both, model_of(), alone(model_of()), context=context, around=tensor.loss)
 
 
 def all_of_them(mesh: ProcessGroupMesh) -> None:
     """Tensor, context and sharded data parallelism in a pipeline."""
     tensor, context = TensorParallel(mesh, "tp", plan=VOCABULARY_PLAN), ContextParallel(mesh, "cp")
-    sharded = ShardedDataParallel(mesh, "dp", over=("dp", "cp"))
+    sharded = ShardedDataParallel(mesh, "dp")
     every = compose(mesh, stages(mesh, whole_loss), sharded, context, tensor)
     train(every, model_of(), alone(model_of()), context=context, around=tensor.loss)
 
@@ -309,7 +321,7 @@ def norm_and_clip(mesh: ProcessGroupMesh) -> None:
     both = compose(mesh, ShardedDataParallel(mesh, "dp"))
     model = both.apply(model_of())
     loss_of(model(both.share(batch_of(0)[0])), both.share(batch_of(0)[1])).backward()
-    found = weights.clip(0.1, weights.Held(model, mesh))
+    found = both.clip_grad_norm_(0.1)
     placed("the norm", [found])
     torch.testing.assert_close(found.double(), expected.double(), rtol=1e-6, atol=0.0)
     assert_same("clipped gradients", gradients_of(model), gradients_of(right), 1e-6)
@@ -320,7 +332,7 @@ def broadcast(mesh: ProcessGroupMesh) -> None:
     layer = nn.BatchNorm1d(4, device=DEVICE)
     nn.init.normal_(layer.weight)
     layer.running_mean.fill_(mesh.rank)
-    weights.broadcast(layer, mesh, "dp")
+    compose(mesh, DataParallel(mesh, "dp"), unowned=["tp"]).broadcast(layer)
     torch.manual_seed(mesh.ranks("dp")[0])
     right = nn.init.normal_(torch.empty(4, device=DEVICE))
     placed("weights and buffers", [layer.weight, layer.running_mean])

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from pgmesh import MethodError, ProcessGroupMesh, torch_private
+from pgmesh import AxisError, MethodError, ProcessGroupMesh, torch_private
 from pgmesh.parallel import DataParallel, Method, PipelineParallel, ShardedDataParallel, compose
 from tests.support.fake_world import fake_rank
 from tests.support.pipelines import needs_pipelines
@@ -57,6 +57,8 @@ def pipeline(mesh: ProcessGroupMesh) -> PipelineParallel:
 
 class Wrapped(Method):
     """Wraps the module by torch.compile, or by a module that renames parameters."""
+
+    differs = "rows"
 
     def __init__(self, mesh: ProcessGroupMesh, axis: str, compiled: bool) -> None:
         super().__init__(mesh, axis)
@@ -145,9 +147,12 @@ def two_data_parallels() -> None:
     mesh = ProcessGroupMesh(a=2, b=2, name="actor")
     methods = DataParallel(mesh, "a"), DataParallel(mesh, "b")
     with pytest.raises(MethodError, match=r"(?s)DDP is in the module already.*  DataParallel\(mesh, 'a', 'b'\)"):
-        compose(mesh, *methods).apply(nn.Linear(2, 2))
+        methods[1].apply(methods[0].apply(nn.Linear(2, 2)))
     with pytest.raises(MethodError, match=r"ShardedDataParallel\(mesh, \.\.\., 'b', replicate=\['b'\]\)"):
-        compose(mesh, ShardedDataParallel(mesh, "a"), methods[1]).apply(nn.Linear(2, 2))
+        methods[1].apply(ShardedDataParallel(mesh, "a").apply(nn.Linear(2, 2)))
+    for first in (methods[0], ShardedDataParallel(mesh, "a")):
+        with pytest.raises(AxisError, match=rf"(?s)both average gradients.*  {type(first).__name__}\(mesh, 'a', 'b'\)"):
+            compose(mesh, first, methods[1])
 
 
 def test_a_second_ddp_around_a_first_is_refused():

@@ -55,7 +55,7 @@ def on_the_path(site: Path) -> Iterator[None]:
 
 
 def model_of(replica: int, frozen: tuple[str, ...]) -> SmallModel:
-    """The model, with other initial weights on each replica."""
+    """The model, with other weights on each replica until they are broadcast."""
     model = SmallModel(frozen)
     with torch.no_grad():
         for weight in (weight for weight in model.parameters() if weight.requires_grad):
@@ -70,7 +70,7 @@ def plain_loop(outer: str, frozen: tuple[str, ...] = ()) -> tuple[list[list[floa
     trainable = [[weight for weight in each.parameters() if weight.requires_grad] for each in replicas]
     losses: list[list[float]] = [[] for _ in replicas]
     with torch.no_grad():
-        theta = [torch.stack([*weights]).mean(0) for weights in zip(*trainable)]
+        theta = [weight.detach().clone() for weight in trainable[0]]
         velocity = [torch.zeros_like(each) for each in theta]
         for weights in trainable:
             torch._foreach_copy_(weights, theta)
@@ -118,7 +118,9 @@ def trained(site: Path, sizes: dict[str, int], kind: str, outer: str, frozen: tu
         diloco = find("diloco")(mesh, "dp", every=EVERY, **OUTER[outer])
         assert Path(sys.modules["pgmesh_diloco"].__file__).parent == site
         together, mine = compose(mesh, diloco, *partners(mesh, kind)), mesh.index("dp")
-        model = together.apply(model_of(mine, frozen))
+        model = model_of(mine, frozen)
+        together.broadcast(model)
+        model = together.apply(model)
         optimizer = together.attach(optimizer_of(model))
         furthest = 0.0
         for step in range(STEPS):
