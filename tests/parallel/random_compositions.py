@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
@@ -115,6 +116,10 @@ class Drawn:
     passes: int = 1
     rows: int = 1
     clip: bool = False
+    largest: bool = False
+    """The norm is that of the largest gradient."""
+    evaluation: bool = False
+    """Each step starts with a forward pass without gradients."""
     masked: bool = False
     ragged: bool = False
     """Parts of the rows have different sizes."""
@@ -130,6 +135,10 @@ class Drawn:
         return self.size("late") * self.size("dp")
 
     @property
+    def norm_type(self) -> float:
+        return math.inf if self.largest else 2.0
+
+    @property
     def rows_of_parts(self) -> list[int]:
         """Number of rows of each part in a pass."""
         return [self.microbatches * self.rows * (2 if self.ragged and part % 2 else 1) for part in range(self.parts)]
@@ -139,7 +148,7 @@ class Drawn:
         """What the table of pairs counts."""
         experts = self.experts and ("experts" if self.experts[2] == 1 else "experts, tensor=")
         names = [self.data, self.tensor and f"tensor {self.tensor}", self.context, experts, self.schedule]
-        kinds = ("tied", "checkpointing", "compiled", "clip", "masked", "ragged", "viewed")
+        kinds = ("tied", "largest", "evaluation", "checkpointing", "compiled", "clip", "masked", "ragged", "viewed")
         names += [name for name in kinds if getattr(self, name)]
         names += [self.frozen and f"frozen {self.frozen}", self.passes > 1 and "accumulation", self.half and "bfloat16"]
         names += ["late" in self.sizes and "averages later", "run" in self.sizes and "slices"]
@@ -165,6 +174,7 @@ def draw(seed: int) -> Drawn:
     size = lambda axis: sizes.get(axis, 1)  # noqa: E731
     drawn = Drawn(seed, sizes, tuple(ranks), tied=chance(25), clip=chance(50), masked=chance(25), rows=1 + chance(30))
     drawn = replace(drawn, passes=1 + chance(25), checkpointing=chance(15), compiled=chance(3))
+    drawn = replace(drawn, largest=chance(15), evaluation=chance(15))
     if {"dp", "cp"} & sizes.keys():
         kinds = ["data", "sharded", "sharded", "hybrid"] if size("tp") == 1 or chance(6) else ["sharded", "hybrid"]
         drawn = replace(drawn, data=numbers.choice(kinds), viewed=size("dp") == 4 and chance(50))
@@ -180,7 +190,7 @@ def draw(seed: int) -> Drawn:
     if "pp" in sizes:
         drawn = draw_schedule(numbers, drawn)
     if chance(20):
-        frozen = ["half", "norms"] + ["adapters"] * (drawn.experts is None and not drawn.tensor)
+        frozen = ["half", "norms"] + ["adapters"] * (drawn.experts is None)
         drawn = replace(drawn, frozen=numbers.choice(frozen))
     if drawn.data in ("sharded", "hybrid") and chance(12):
         drawn = replace(drawn, half=True)
@@ -355,26 +365,44 @@ def data_methods(mesh: ProcessGroupMesh, drawn: Drawn) -> Iterator[Method]:
     yield ShardedDataParallel(mesh, *axes, **how)
 
 
+def plan_of(drawn: Drawn) -> dict[str, ParallelStyle]:
+    """The plan of tensor parallelism. The matrices of an adapter between sharded and whole features are whole."""
+    plan = dict(ATTENTION_PLAN if drawn.experts else PLANS[drawn.tensor])
+    if drawn.frozen == "adapters":
+        up, down = plan.pop("blocks.*.up"), plan.pop("blocks.*.down")
+        plan |= {f"blocks.*.{name}": up for name in ("up.base", "up.b")}
+        plan |= {f"blocks.*.{name}": down for name in ("down.base", "down.a")}
+        if drawn.tensor in ("sequence", "embedded"):
+            plan["blocks.*.up.a"] = SequenceParallel()
+            plan["blocks.*.down.b"] = SequenceParallel(use_local_output=True)
+    return plan
+
+
+def experts_method(mesh: ProcessGroupMesh, experts: tuple[int, int, int], drawn: Drawn) -> ExpertParallel:
+    """Experts on a view, or on the axis of the ranks that read different rows."""
+    if experts == (1, drawn.size("dp"), 1) and drawn.size("dp") > 1 and drawn.seed % 2 and not drawn.omission:
+        return ExpertParallel(mesh, "dp")
+    outer = {str(axis): mesh.size(axis) for axis in mesh.axes if axis not in ("dp", "cp", "tp")}
+    sizes = dict(zip(("edp", "ep", "etp"), experts))
+    if drawn.omission == "replica":  # the experts lie on replicas that average later
+        sizes["ep"] *= outer.pop("late")
+    cut: dict[str, Any] = {"tensor": "etp", "columns": ["up"], "rows": ["down"]} if experts[2] > 1 else {}
+    return ExpertParallel(mesh.view(outer | sizes), "ep", **cut)
+
+
 def methods_of(mesh: ProcessGroupMesh, drawn: Drawn, loss: Losses) -> Iterator[Method]:
     """The methods of a composition on its mesh or slice."""
     yield from data_methods(mesh, drawn)
     if drawn.tensor:
-        plan = PLANS[drawn.tensor] if not drawn.experts else ATTENTION_PLAN
         where, axis = mesh, "tp"
         if drawn.seed % 4 == 0:  # under another name on a view
             where, axis = mesh.view({("shards" if a == "tp" else str(a)): mesh.size(a) for a in mesh.axes}), "shards"
-        yield TensorParallel(where, axis, plan=plan)
+        yield TensorParallel(where, axis, plan=plan_of(drawn))
     if drawn.context:
         attention: Any = drawn.context.split()[-1]
         yield ContextParallel(mesh, "cp", attention=attention, balanced=drawn.context == "ring")
     if drawn.experts:
-        outer = {str(axis): mesh.size(axis) for axis in mesh.axes if axis not in ("dp", "cp", "tp")}
-        sizes = dict(zip(("edp", "ep", "etp"), drawn.experts))
-        if drawn.omission == "replica":  # the experts lie on replicas that average later
-            sizes["ep"] *= outer.pop("late")
-        view = mesh.view(outer | sizes)
-        cut: dict[str, Any] = {"tensor": "etp", "columns": ["up"], "rows": ["down"]} if drawn.experts[2] > 1 else {}
-        yield ExpertParallel(view, "ep", **cut)
+        yield experts_method(mesh, drawn.experts, drawn)
     if drawn.schedule:
         yield PipelineParallel(
             mesh,
@@ -422,7 +450,7 @@ def train_alone(drawn: Drawn, run: int, replicas: list[list[int]]) -> list[Run]:
         for model, optimizer, parts, found in zip(models, optimizers, replicas, runs):
             optimizer.zero_grad()
             found.losses.append(backward_alone(drawn, model, codes, target, parts))
-            norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM if drawn.clip else math.inf)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM if drawn.clip else math.inf, drawn.norm_type)
             found.norms.append(norm.item())
             found.gradients.append(gradients_of(model))
             optimizer.step()
@@ -518,7 +546,8 @@ def train_and_compare(
     for step in range(STEPS):
         optimizer.zero_grad()
         value = backward(drawn, together, model, loss, step, run)
-        norm = together.clip_grad_norm_(MAX_NORM) if drawn.clip else together.grad_norm()
+        kind = {"norm_type": drawn.norm_type}
+        norm = together.clip_grad_norm_(MAX_NORM, **kind) if drawn.clip else together.grad_norm(**kind)
         if value is not None:
             compare.number(f"loss of step {step}", value, expected.losses[step])
         if not drawn.half or step == 0:
@@ -537,6 +566,9 @@ def backward(drawn: Drawn, together: Composition, model: nn.Module, loss: Losses
     passes = [part_of(drawn, together, *each) for each in zip(codes.chunk(drawn.passes), target.chunk(drawn.passes))]
     loss.tokens = sum(int((each["labels"] != IGNORED).sum()) for each in passes) / drawn.microbatches
     tensor = next((each for each in together.methods if isinstance(each, TensorParallel)), None)
+    if drawn.evaluation and drawn.schedule != "zero-bubble-v":  # torch cannot run it without a backward pass
+        with torch.no_grad():
+            model(passes[0]["inputs"], **{name: passes[0][name] for name in passes[0].keys() - {"inputs", "labels"}})
     values = list[torch.Tensor]()
     for i, given in enumerate(passes):
         inputs, labels = given.pop("inputs"), given.pop("labels")
